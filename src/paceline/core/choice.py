@@ -1,0 +1,127 @@
+"""The places where a token is about to be chosen, and everything needed to choose it.
+
+A `Choice` binds the settings of the rows to R x Q places of their texts. Rules and drafters see logits only through it:
+`law` and `pick` for what the target (or a coupled draft) does there, `coin` and `draw` for the random steps of a rule.
+The conformance suite replaces `coin` and `draw` to enumerate every random branch.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from .law import Law, Prefix, SamplingBatch
+from .noise import Purpose, exponential, uniform
+from .verdict import BROKEN
+
+
+class NoiseTable:
+    """Exponential noise for the whole vocabulary at the next few positions of every row, made once per round.
+
+    Draft steps and verification ask for the same numbers (that is what couples them), so they are computed once.
+    """
+
+    def __init__(self, batch: SamplingBatch, length: Tensor, depths: int) -> None:
+        self.batch = batch
+        self._length, self._depths = length, depths
+        self._made: dict[tuple[Purpose, int], Tensor] = {}
+
+    @cached_property
+    def position(self) -> Tensor:
+        """[R,D]: the next positions of every row."""
+        return self._length + torch.arange(self._depths, device=self._length.device)
+
+    def at(self, depth: Tensor | slice, vocabulary: int, purpose: Purpose) -> Tensor:
+        """[R,Q,V] for depths given as a slice (the same for all rows) or as [R,Q]."""
+        table = self._made.get((purpose, vocabulary))
+        if table is None:
+            table = exponential(self.batch.key(purpose), self.position, vocabulary)
+            self._made[(purpose, vocabulary)] = table
+        if isinstance(depth, slice):
+            return table[:, depth]
+        return table.gather(1, depth.unsqueeze(-1).expand(*depth.shape, vocabulary))
+
+
+class Choice:
+    """R rows x Q places at `depth` tokens past the committed text (a slice of depths, or a tensor [R,Q])."""
+
+    def __init__(
+        self, batch: SamplingBatch, table: NoiseTable, depth: Tensor | slice, prefix: Prefix | None = None
+    ) -> None:
+        self.batch = batch
+        self.table = table
+        self.depth = depth
+        self.prefix = prefix
+
+    @property
+    def position(self) -> Tensor:
+        """[R,Q] absolute positions of the tokens to be chosen."""
+        if isinstance(self.depth, slice):
+            return self.table.position[:, self.depth]
+        return self.table.position.gather(1, self.depth)
+
+    def law(self, logits: Tensor) -> Law:
+        return self.batch.law(logits, self.position, self.prefix)
+
+    def pick(self, logits: Tensor) -> Tensor:
+        """[R,Q]: the target's token at each place, or BROKEN where none can be chosen."""
+        if self.batch.deterministic:
+            best = self.batch.edit(logits, self.prefix).max(-1)
+            return torch.where(best.values - best.values == 0, best.indices, BROKEN)
+        return self._race(self.law(logits), logits.shape[-1], Purpose.TARGET)
+
+    def guess(self, logits: Tensor, purpose: Purpose) -> tuple[Tensor, Law | None]:
+        """[R,Q]: one drafted token per place, and the law it was drawn from (None: a point mass)."""
+        if self.batch.deterministic:
+            return self.batch.edit(logits, self.prefix).argmax(-1), None
+        law = self.law(logits)
+        where = (law.weights / self._noise(law, logits.shape[-1], purpose)).argmax(-1, keepdim=True)
+        ids = where if law.ids is None else law.ids.gather(-1, where)
+        return ids.squeeze(-1), law
+
+    def siblings(self, logits: Tensor, k: int, purpose: Purpose) -> tuple[Tensor, Tensor, Tensor | None]:
+        """k distinct drafted tokens per place [R,Q,k], how sure the draft is of each [R,Q,k], and the dense law [R,Q,V]
+        they are a sample of without replacement, in order (None: point masses).
+
+        Greedy rows take the most probable tokens and are as sure as those are probable. Sampled rows take the winners
+        of the race p/E, so with the TARGET stream the first is what the target would pick from the same law; they are
+        as sure as the winner is ahead, for that is how likely a slightly different law has the same winner.
+        """
+        if self.batch.deterministic:
+            scores = self.batch.edit(logits, self.prefix).to(torch.float64)
+            best = scores.topk(k, dim=-1)
+            return best.indices, (best.values - scores.logsumexp(-1, keepdim=True)).exp(), None
+        dense = self.law(logits).dense(logits.shape[-1])
+        race = dense / self.table.at(self.depth, logits.shape[-1], purpose)
+        share = race / race.sum(-1, keepdim=True)
+        if self.batch.mixed:
+            greedy = self.batch.column("temperature", torch.float64) == 0
+            share = torch.where(greedy, self.batch.edit(logits, self.prefix).to(torch.float64).softmax(-1), share)
+        best = share.topk(k, dim=-1)
+        return best.indices, best.values, dense
+
+    def coin(self, probability: Tensor, depth: Tensor, lane: int) -> Tensor:
+        """[R] bool: true with the given probability; `u < p` strictly, so that probability 0 is never accepted."""
+        lanes = torch.full((1, 1, 1), lane, device=depth.device)
+        position = self.table.position.gather(1, depth.unsqueeze(1))
+        return uniform(self.batch.key(Purpose.ACCEPT), position, lanes).view(-1) < probability
+
+    def draw(self, weights: Tensor, depth: Tensor) -> Tensor:
+        """[R]: a sample of the law `weights` [R,V] at `depth` [R], from the stream of final tokens."""
+        position = self.table.position.gather(1, depth.unsqueeze(1))
+        noise = exponential(self.batch.key(Purpose.FINAL), position, weights.shape[-1]).squeeze(1)
+        best = (weights / noise).max(-1)
+        return torch.where(best.values > 0, best.indices, BROKEN)
+
+    def _noise(self, law: Law, vocabulary: int, purpose: Purpose) -> Tensor:
+        if law.ids is None:
+            return self.table.at(self.depth, vocabulary, purpose)
+        return exponential(self.batch.key(purpose), self.position, law.ids)
+
+    def _race(self, law: Law, vocabulary: int, purpose: Purpose) -> Tensor:
+        """argmax(p / E): a sample of the law that depends on nothing but seed, position and the law."""
+        best = (law.weights / self._noise(law, vocabulary, purpose)).max(-1, keepdim=True)
+        ids = best.indices if law.ids is None else law.ids.gather(-1, best.indices)
+        return torch.where(best.values > 0, ids, BROKEN).squeeze(-1)

@@ -1,0 +1,157 @@
+"""The contracts: what a drafter, a rule, a reader and a runner promise, and what the loop may ask them."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from .choice import Choice
+from .registry import Registry
+from .tree import Drawn, TokenTree
+from .verdict import Verdict
+
+# coupled: with the target's own noise, so that the same seed gives the same text.
+# independent: with noise of the draft's own, and its laws brought along, for the rules that judge by a ratio.
+Draw = Literal["coupled", "independent"]
+
+
+@dataclass(frozen=True)
+class Budget:
+    """What one round may draft: `depth` tokens in a row, `nodes` in all; `limits` is the depth each row can still use."""
+
+    depth: int
+    nodes: int
+    limits: tuple[int, ...]
+    draw: Draw = "coupled"
+
+
+class RowsView(Protocol):
+    """The live rows as drafters and readers see them: tensors for the device, lists for the host."""
+
+    text: Tensor  # [R,T] committed tokens; garbage past `length`
+    length: Tensor  # [R,1] number of committed tokens
+    lengths: list[int]  # the same on the host
+    histories: list[list[int]]  # the committed tokens on the host, for drafters that work there
+
+    @property
+    def count(self) -> int: ...
+
+    def choice(self, depth: Tensor | slice, path: tuple[Tensor, Tensor] | None = None) -> Choice:
+        """The places `depth` tokens past the committed text. `path` = (tokens [R,M], member [R,Q,M]): which of the
+        uncommitted tokens precede each place; only looked at when a control needs the prefix (`needs_path`)."""
+        ...
+
+    @property
+    def needs_path(self) -> bool: ...
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What a model said: logits [R,Q,V], and the hidden states [R,Q,D] that were tapped."""
+
+    logits: Tensor
+    taps: tuple[Tensor, ...] = ()
+
+
+class Reader(Protocol):
+    """A model reading a batch of texts with a memory it can forget."""
+
+    def begin(self, rows: RowsView, first: int, room: int) -> int:
+        """Read the new rows `first`... but for a last piece; returns how many tokens the next `extend` must read."""
+        ...
+
+    def extend(
+        self, rows: RowsView, width: int, tokens: Tensor | None = None, parents: Tensor | None = None
+    ) -> Reading:
+        """Read the last `width` committed tokens of every row and then scratch `tokens` [R,Q].
+
+        Scratch tokens are numbered from 0 since the last `keep`; `parents` [R,Q] points among them (-1: the text), and
+        None continues a chain. The logits are of the last committed token (if width > 0) and of every scratch token.
+        """
+        ...
+
+    def keep(self, rows: RowsView, path: Tensor | None) -> None:
+        """Make the scratch tokens `path` [R,D] permanent, in that order, and forget the others (None: the chain stays
+        in place, as far as it will be committed). Called before the rows commit."""
+        ...
+
+    def release(self, row: int, last: int, length: int) -> None:
+        """Row `row` is gone; row `last` (of `length` tokens) takes its place."""
+        ...
+
+
+class Runner(Protocol):
+    """How a pass runs: eagerly, compiled, or captured. The only place that knows."""
+
+    def __call__(self, run: Callable[[Any, dict[str, Any]], Any], model: Any, inputs: dict[str, Any]) -> Any: ...
+
+
+class Drafter(ABC):
+    """Guesses what the target will write next. One file per method; it registers itself with `DRAFTERS.register`.
+
+    A drafter never decides anything: whatever it proposes, the text stays the target's. Rows come and go: `admit` is
+    told of rows `first...`, and when `release` is called the last row takes the place of the released one.
+    """
+
+    name: ClassVar[str] = "unnamed"
+    Options: ClassVar[type]  # a small dataclass; its fields are the API's and the command line's options
+    on_device: ClassVar[bool] = False  # proposes from device tensors without a host read, and is trusted to be valid
+    can_branch: ClassVar[bool] = False  # may propose trees
+    needs_taps: ClassVar[tuple[float, ...]] = ()  # relative depths of the target's hidden states it wants to see
+    draws: ClassVar[tuple[Drawn, ...]] = ("certain",)  # the ways it can draw
+
+    def open(self, target: Any, rows: RowsView) -> None:
+        """A batch begins. `target` is the LanguageModel that will judge."""
+
+    def admit(self, rows: RowsView, first: int) -> None:
+        """Rows `first` and after are new."""
+
+    @abstractmethod
+    def propose(self, rows: RowsView, budget: Budget) -> TokenTree:
+        """A draft for every row, within the budget."""
+
+    def keep(self, rows: RowsView, verdict: Verdict, taps: tuple[Tensor, ...]) -> None:
+        """What was decided, on the device, before the rows commit it."""
+
+    def release(self, row: int, last: int, length: int) -> None:
+        """Row `row` is gone; row `last` (of `length` tokens) takes its place."""
+
+    def describe(self) -> str:
+        """One short phrase for the line that says what speculates with what."""
+        return self.name
+
+
+class Rule(ABC):
+    """Decides what of a draft is kept. A pure function of the draft, the logits and the choice at hand."""
+
+    name: ClassVar[str] = "unnamed"
+    exact: ClassVar[str] = "text"  # what it keeps: "text", "law", or "" when lossy
+    draw: ClassVar[Draw] = "coupled"  # how it wants drafts to be drawn
+    judges: ClassVar[tuple[Drawn, ...]] = ("certain", "coupled", "iid", "without_replacement")
+
+    @abstractmethod
+    def verify(self, tree: TokenTree, logits: Tensor, choice: Choice) -> Verdict:
+        """logits [R,1+N,V]: of the last committed token and of every node. Must not read anything to the host."""
+
+
+DRAFTERS: Registry[Drafter] = Registry("drafter", "paceline.drafters")
+RULES: Registry[Rule] = Registry("rule", "paceline.rules")
+
+
+def arange(start: int, stop: int, device: torch.device) -> Tensor:
+    """A constant row of numbers; made once, then reused, since a decoding round needs the same few over and over."""
+    key = (start, stop, device)
+    known = _ARANGES.get(key)
+    if known is None:
+        if len(_ARANGES) > 4096:
+            _ARANGES.clear()
+        known = _ARANGES[key] = torch.arange(start, stop, device=device)
+    return known
+
+
+_ARANGES: dict[tuple[int, int, torch.device], Tensor] = {}

@@ -1,0 +1,54 @@
+"""What can go wrong, as one small tree. A message is one sentence: the value, the limit, what to do."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class PacelineError(Exception):
+    """Everything Paceline raises on purpose; the command line prints it as one line and exits with `exit_code`."""
+
+    exit_code = 1
+
+
+class InputError(PacelineError, ValueError):
+    """A value the caller gave is outside what is possible."""
+
+    exit_code = 2
+
+
+class UnknownNameError(InputError):
+    """A name that is in no registry or catalogue."""
+
+    def __init__(self, kind: str, name: object, known: Iterable[str]) -> None:
+        names = sorted(known)
+        near = difflib.get_close_matches(str(name), names, n=1, cutoff=0.5)
+        hint = f" Did you mean '{near[0]}'?" if near else ""
+        super().__init__(f"Unknown {kind} '{name}'.{hint} Available: {', '.join(names) or 'none'}.")
+
+
+class UnsupportedError(PacelineError):
+    """A model, rule or draft that cannot be decoded exactly together, refused by name."""
+
+    exit_code = 3
+
+
+class LoadError(PacelineError):
+    """Weights or a tokenizer that could not be read."""
+
+    exit_code = 4
+
+
+class DrafterError(PacelineError):
+    """A drafter broke its contract; the decoder warns and goes on without it."""
+
+
+class ModelOutputError(PacelineError):
+    """The model produced something no token can be chosen from, such as NaN logits."""
+
+    exit_code = 5
+
+
+class PacelineWarning(UserWarning):
+    """Something worth knowing that does not change the text."""

@@ -1,0 +1,69 @@
+"""One registry for everything that has a name: a dictionary, filled by a decorator and by entry points."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from importlib.metadata import entry_points
+from typing import Any, Generic, TypeVar
+
+from .errors import InputError, UnknownNameError
+
+T = TypeVar("T")
+
+
+class Registry(Generic[T]):
+    """Names to classes. A class registers itself where it is written; other packages through an entry point."""
+
+    def __init__(self, kind: str, group: str) -> None:
+        self.kind = kind
+        self._group = group
+        self._found: dict[str, type[T]] = {}
+        self._looked = False
+
+    def register(self, name: str) -> Callable[[type[T]], type[T]]:
+        """Class decorator; the name is also written onto the class so that traces can show it."""
+
+        def add(cls: type[T]) -> type[T]:
+            if self._found.get(name, cls) is not cls:
+                raise InputError(f"Two {self.kind}s are called '{name}'; give one of them another name.")
+            cls.name = name  # type: ignore[attr-defined]
+            self._found[name] = cls
+            return cls
+
+        return add
+
+    def _look(self) -> None:
+        if self._looked:
+            return
+        self._looked = True
+        for point in entry_points(group=self._group):
+            if point.name not in self._found:
+                self.register(point.name)(point.load())
+
+    def __getitem__(self, name: str) -> type[T]:
+        self._look()
+        if name not in self._found:
+            raise UnknownNameError(self.kind, name, self._found)
+        return self._found[name]
+
+    def __contains__(self, name: object) -> bool:
+        self._look()
+        return name in self._found
+
+    def __iter__(self) -> Iterator[str]:
+        self._look()
+        return iter(sorted(self._found))
+
+    def summary(self, name: str) -> str:
+        """The first line of the class's docstring: what `paceline list` shows."""
+        return (self[name].__doc__ or "").strip().split("\n")[0]
+
+
+def build_options(cls: type, given: Mapping[str, Any], owner: str) -> Any:
+    """The dataclass `cls` from a plain mapping; an unknown option is refused with the nearest known one."""
+    known = {field.name: field for field in dataclasses.fields(cls)}
+    for name in given:
+        if name not in known:
+            raise UnknownNameError(f"option of {owner}", name, known)
+    return cls(**given)

@@ -1,0 +1,109 @@
+"""What happened: per round and per token, and the numbers that follow from it."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Round:
+    """One propose-verify-keep of one row, after stop trimming. parents=None is a chain."""
+
+    drafted: tuple[int, ...]
+    parents: tuple[int, ...] | None
+    path: tuple[int, ...]  # the accepted nodes that were committed
+    own: int | None  # the target's own token, if it was committed
+    bonus: bool  # the own token came after full acceptance, not after a rejection
+
+    @property
+    def rejected(self) -> tuple[int, ...]:
+        """The drafted tokens that were not kept, in the order of the draft."""
+        kept = set(self.path)
+        return tuple(token for node, token in enumerate(self.drafted) if node not in kept)
+
+    @property
+    def emitted(self) -> tuple[int, ...]:
+        tokens = tuple(self.drafted[node] for node in self.path)
+        return tokens if self.own is None else (*tokens, self.own)
+
+
+@dataclass
+class Trace:
+    """The rounds of one row, in order."""
+
+    rounds: list[Round] = field(default_factory=list)
+
+    @property
+    def from_draft(self) -> list[bool]:
+        """Per emitted token: did the drafter have it?"""
+        flags: list[bool] = []
+        for entry in self.rounds:
+            flags += [True] * len(entry.path) + ([] if entry.own is None else [False])
+        return flags
+
+    def by_position(self) -> list[tuple[int, int]]:
+        """(accepted, drafted) for the 1st, 2nd, ... drafted token of a round; unconditional."""
+        table: list[list[int]] = []
+        for entry in self.rounds:
+            depths = _depths(entry)
+            for depth in set(depths):
+                while len(table) <= depth:
+                    table.append([0, 0])
+                table[depth][1] += 1
+            for node in entry.path:
+                table[depths[node]][0] += 1
+        return [(accepted, drafted) for accepted, drafted in table]
+
+    def stats(self, seconds: float) -> Stats:
+        rounds = self.rounds
+        return Stats(
+            rounds=len(rounds),
+            drafted=sum(len(r.drafted) for r in rounds),
+            accepted=sum(len(r.path) for r in rounds),
+            recovered=sum(r.own is not None and not r.bonus for r in rounds),
+            bonus=sum(r.own is not None and r.bonus for r in rounds),
+            seconds=seconds,
+        )
+
+
+def _depths(entry: Round) -> list[int]:
+    if entry.parents is None:
+        return list(range(len(entry.drafted)))
+    depths: list[int] = []
+    for parent in entry.parents:
+        depths.append(0 if parent < 0 else depths[parent] + 1)
+    return depths
+
+
+@dataclass(frozen=True)
+class Stats:
+    """The words of docs/exactness.md, and nothing else. `seconds` includes reading the prompt."""
+
+    rounds: int
+    drafted: int
+    accepted: int
+    recovered: int
+    bonus: int
+    seconds: float
+
+    @property
+    def emitted(self) -> int:
+        return self.accepted + self.recovered + self.bonus
+
+    @property
+    def acceptance_rate(self) -> float:
+        return self.accepted / self.drafted if self.drafted else 0.0
+
+    @property
+    def mean_accepted_length(self) -> float:
+        """τ: tokens emitted per pass of the target."""
+        return self.emitted / self.rounds if self.rounds else 0.0
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.emitted / self.seconds if self.seconds > 0 else 0.0
+
+    def as_dict(self) -> dict[str, Any]:
+        names = ("emitted", "acceptance_rate", "mean_accepted_length", "tokens_per_second")
+        return {**asdict(self), **{name: getattr(self, name) for name in names}}

@@ -1,0 +1,178 @@
+"""The draft of a batch of rows: a tree of tokens per row, and how those tokens were drawn."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from .errors import DrafterError
+
+# certain: a point mass (n-gram, lookup, greedy).  coupled: drawn with the target's own noise; the laws are not needed.
+# iid / without_replacement: siblings drawn from `laws` with noise of their own; a ratio rule needs those laws.
+Drawn = Literal["certain", "coupled", "iid", "without_replacement"]
+
+
+@dataclass(frozen=True)
+class TokenTree:
+    """tokens [R,N] and parents [R,N]: -1 continues the committed text, and parents come before their children.
+
+    `parents=None` is a chain. `count` [R] says how many nodes of each row are in use (None: all of them); the rest is
+    padding. `laws` [R,N,V] is the law each token was drawn from. `deepest` bounds the length of a path where the drafter
+    knows it, so that verdicts are no wider than they need be. A tree knows nothing of the text before it.
+    """
+
+    tokens: Tensor
+    parents: Tensor | None = None
+    count: Tensor | None = None
+    drawn: Drawn = "certain"
+    laws: Tensor | None = None
+    deepest: int | None = None
+
+    def __post_init__(self) -> None:
+        shape = tuple(self.tokens.shape)
+        if len(shape) != 2 or self.tokens.dtype != torch.int64:
+            raise DrafterError(f"A tree's tokens must be int64 [rows, nodes], got {self.tokens.dtype} {list(shape)}.")
+        if self.parents is not None and tuple(self.parents.shape) != shape:
+            raise DrafterError(f"A tree has tokens {list(shape)} but parents {list(self.parents.shape)}.")
+        if self.count is not None and tuple(self.count.shape) != shape[:1]:
+            raise DrafterError(f"A tree of {shape[0]} rows has counts {list(self.count.shape)}.")
+        if self.laws is not None and tuple(self.laws.shape[:2]) != shape:
+            raise DrafterError(f"A tree has tokens {list(shape)} but laws {list(self.laws.shape)}.")
+        if self.drawn in ("iid", "without_replacement") and self.laws is None and shape[1] > 0:
+            raise DrafterError(f"A draft drawn '{self.drawn}' must bring the laws it was drawn from.")
+
+    @property
+    def rows(self) -> int:
+        return self.tokens.shape[0]
+
+    @property
+    def nodes(self) -> int:
+        return self.tokens.shape[1]
+
+    @property
+    def reach(self) -> int:
+        """The most tokens a path can have."""
+        return self.nodes if self.deepest is None else min(self.deepest, self.nodes)
+
+    @property
+    def is_chain(self) -> bool:
+        return self.parents is None
+
+    @cached_property
+    def ancestors(self) -> Tensor:
+        """[R,N,N] bool: is node j an ancestor of node i, or i itself?"""
+        R, N = self.tokens.shape
+        if self.parents is None:
+            return torch.ones(N, N, dtype=torch.bool, device=self.tokens.device).tril().expand(R, N, N)
+        return closure(self.parents)
+
+    @cached_property
+    def depth(self) -> Tensor:
+        """[R,N]: 0 for the first drafted token of a path."""
+        if self.parents is None:
+            return torch.arange(self.nodes, device=self.tokens.device).expand(self.rows, self.nodes)
+        return self.ancestors.sum(-1) - 1
+
+    @cached_property
+    def in_use(self) -> Tensor | None:
+        """[R,N] bool, or None where every node is in use."""
+        if self.count is None:
+            return None
+        return torch.arange(self.nodes, device=self.tokens.device) < self.count.unsqueeze(1)
+
+    def validate(self, vocabulary: int, most: int, deepest: int, rows: int) -> None:
+        """Read the whole tree and refuse nonsense. For drafters on the host, and for tests: it is a host read."""
+        if self.rows != rows:
+            raise DrafterError(f"A draft has {self.rows} rows for {rows} texts.")
+        counts = self.count.tolist() if self.count is not None else [self.nodes] * self.rows
+        tokens = self.tokens.tolist()
+        parents = self.parents.tolist() if self.parents is not None else [list(range(-1, self.nodes - 1))] * self.rows
+        for row, used in enumerate(counts):
+            if not 0 <= used <= self.nodes:
+                raise DrafterError(f"Row {row} of a draft says it uses {used} of {self.nodes} nodes.")
+            check_row(tokens[row][:used], parents[row][:used], (vocabulary, most, deepest), row)
+
+    def to(self, device: torch.device) -> TokenTree:
+        """The same tree on the device of the target."""
+        if self.tokens.device == device:
+            return self
+
+        def move(tensor: Tensor | None) -> Tensor | None:
+            return None if tensor is None else tensor.to(device, non_blocking=True)
+
+        return TokenTree(
+            self.tokens.to(device), move(self.parents), move(self.count), self.drawn, move(self.laws), self.deepest
+        )
+
+    @staticmethod
+    def empty(rows: int, device: torch.device | str) -> TokenTree:
+        """No draft at all: plain decoding."""
+        return TokenTree(torch.empty(rows, 0, dtype=torch.int64, device=device))
+
+    @staticmethod
+    def from_chains(chains: Sequence[Sequence[int]], device: torch.device | str, drawn: Drawn = "certain") -> TokenTree:
+        """Ragged chains, from the host."""
+        most = max((len(chain) for chain in chains), default=0)
+        padded = [list(chain) + [0] * (most - len(chain)) for chain in chains]
+        tokens = torch.tensor(padded, dtype=torch.int64, device=device).view(len(chains), most)
+        even = all(len(chain) == most for chain in chains)
+        count = None if even else torch.tensor([len(chain) for chain in chains], device=device)
+        return TokenTree(tokens, None, count, drawn)
+
+    @staticmethod
+    def from_rows(
+        rows: Sequence[tuple[Sequence[int], Sequence[int]]], device: torch.device | str, drawn: Drawn = "certain"
+    ) -> TokenTree:
+        """Ragged trees, from the host: (tokens, parents) per row."""
+        chains = TokenTree.from_chains([tokens for tokens, _ in rows], device, drawn)
+        most = chains.nodes
+        padded = [list(above) + [-1] * (most - len(above)) for _, above in rows]
+        for row, (tokens, above) in enumerate(rows):
+            if len(tokens) != len(above):
+                raise DrafterError(f"Row {row} of a draft has {len(tokens)} tokens but {len(above)} parents.")
+        parents = torch.tensor(padded, dtype=torch.int64, device=device).view(len(rows), most)
+        return TokenTree(chains.tokens, parents, chains.count, drawn, deepest=max(map(_depth, rows), default=0))
+
+
+def _depth(row: tuple[Sequence[int], Sequence[int]]) -> int:
+    """The longest path of one row; nonsense counts as a chain, and is refused by `validate`."""
+    depths: list[int] = []
+    for node, parent in enumerate(row[1]):
+        depths.append(depths[parent] + 1 if 0 <= parent < node else 1 if parent == -1 else len(row[1]))
+    return max(depths, default=0)
+
+
+def closure(parents: Tensor) -> Tensor:
+    """Ancestors [R,N,N] (a node counts as its own) from parents [R,N], by pointer doubling: no host read."""
+    R, N = parents.shape
+    jump = torch.cat([parents.new_zeros(R, 1), parents + 1], 1)  # node 0 is the text here
+    closed = torch.eye(N + 1, dtype=torch.bool, device=parents.device).expand(R, N + 1, N + 1)
+    for _ in range(max(N, 1).bit_length()):
+        closed = closed | closed.gather(1, jump.unsqueeze(-1).expand(R, N + 1, N + 1))
+        jump = jump.gather(1, jump)
+    return closed[:, 1:, 1:]
+
+
+def check_row(tokens: Sequence[int], parents: Sequence[int], limits: tuple[int, int, int], row: int) -> None:
+    """Refuse one row of nonsense: too much, ids outside the vocabulary, cycles, siblings with the same token."""
+    vocabulary, most, deepest = limits
+    if len(tokens) > most:
+        raise DrafterError(f"Row {row} of a draft has {len(tokens)} nodes, the budget is {most}.")
+    seen: set[tuple[int, int]] = set()
+    depths: list[int] = []
+    for node, (token, parent) in enumerate(zip(tokens, parents, strict=True)):
+        if not 0 <= token < vocabulary:
+            raise DrafterError(f"Row {row} of a draft has token {token}, outside the vocabulary of {vocabulary}.")
+        if not -1 <= parent < node:
+            raise DrafterError(f"Row {row} of a draft: node {node} has parent {parent}; parents come before children.")
+        if (parent, token) in seen:
+            raise DrafterError(f"Row {row} of a draft has token {token} twice below node {parent}.")
+        seen.add((parent, token))
+        depths.append(1 if parent < 0 else depths[parent] + 1)
+        if depths[-1] > deepest:
+            raise DrafterError(f"Row {row} of a draft is {depths[-1]} tokens deep, the budget is {deepest}.")

@@ -1,0 +1,182 @@
+"""`SpeculativeDecoder`: what people hold in their hands."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from paceline.core.contracts import DRAFTERS, RULES, Drafter, Rule
+from paceline.core.errors import InputError, UnknownNameError
+from paceline.core.registry import build_options
+from paceline.drafters.draft_model import DraftModel
+from paceline.models import catalogue_names, is_model, load
+from paceline.models.language_model import LanguageModel, check_prompt
+
+from .loop import Loop
+from .prompts import encode_all
+from .request import Generation, Piece, Request, build_requests
+from .rows import Event, Row
+from .stopping import Detokenizer, Stopper
+
+_DRAFT_ALIASES = {
+    "num_assistant_tokens": "gamma",
+    "num_speculative_tokens": "gamma",
+    "prompt_lookup_num_tokens": "gamma",
+}
+Cancel = Callable[[], bool]
+
+
+class SpeculativeDecoder:
+    """Decodes with a target and a drafter; what it writes is what the target alone would have written.
+
+    target: a LanguageModel, a transformers model, or anything `paceline.load` takes. draft: the name of a drafter, a
+    Drafter, a model (object, catalogue name, hub id, folder, .gguf), or None for plain decoding. options: of the
+    drafter, by name. gamma: tokens drafted in a row; nodes: of a tree, in all; rows: prompts decoded at once.
+    """
+
+    def __init__(
+        self,
+        target: Any,
+        draft: Any = None,
+        *,
+        gamma: int = 5,
+        rule: str | Rule = "match",
+        options: Mapping[str, Any] | None = None,
+        nodes: int | None = None,
+        rows: int = 16,
+    ) -> None:
+        for name, value in (("gamma", gamma), ("rows", rows), ("nodes", nodes)):
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+                raise InputError(f"{name} must be a whole number of at least 1, got {value!r}.")
+        self.target = target if isinstance(target, LanguageModel) else load(target)
+        self.rule = rule if isinstance(rule, Rule) else RULES[rule]()
+        self.drafter = make_drafter(draft, options or {})
+        self.gamma, self.rows = gamma, rows
+        self.nodes = max(gamma, 64) if nodes is None else nodes
+        self._busy = threading.Lock()
+        self._owner: int | None = None
+
+    def describe(self) -> str:
+        """One line: what speculates with what."""
+        lm = self.target
+        where = f"{lm.name} ({str(lm.dtype).removeprefix('torch.')}, {lm.device})"
+        if self.drafter.name == "none":
+            return f"{where}, plain decoding"
+        return f"{where} with {self.drafter.describe()}, γ={self.gamma}, rule {self.rule.name}"
+
+    # ---- the two ways to use it
+
+    def generate(self, prompt: Any, *, cancel: Cancel | None = None, **settings: Any) -> Any:
+        """Write on. `prompt` is a string, a list of token ids, or a conversation; a list of those is a batch.
+
+        Settings: max_new_tokens, temperature, top_k, top_p, min_p, typical_p, noise, dynamic_temperature,
+        repetition_penalty, presence_penalty, frequency_penalty, logit_bias, banned_tokens, min_new_tokens, processors,
+        seed, stop, eos_token_ids, ignore_eos, logprobs; a list holds one value per prompt. Returns a `Generation`, or
+        a list of them for a batch.
+        """
+        prompts, single = encode_all(prompt, self.target)
+        rows = self._rows(prompts, build_requests(len(prompts), settings))
+        for _ in self._run(rows, cancel):
+            pass
+        results = [self._result(row) for row in rows]
+        return results[0] if single else results
+
+    def stream(self, prompt: Any, *, cancel: Cancel | None = None, **settings: Any) -> Iterator[Piece]:
+        """The same, one `Piece` per token as it is committed. Closing the iterator cancels."""
+        prompts, _ = encode_all(prompt, self.target)
+        rows = self._rows(prompts, build_requests(len(prompts), settings))
+        return self._pieces(rows, cancel)
+
+    def _pieces(self, rows: list[Row], cancel: Cancel | None) -> Iterator[Piece]:
+        for event in self._run(rows, cancel):
+            stop = event.row.stopper.stop
+            last = stop is not None and len(event.row.tokens) == event.count
+            yield Piece(
+                event.text,
+                event.token,
+                event.from_draft,
+                event.row.index,
+                stop.finish_reason if stop and last else None,
+            )
+
+    # ---- inside
+
+    def _rows(self, prompts: list[list[int]], requests: list[Request]) -> list[Row]:
+        rows = []
+        for index, (prompt, request) in enumerate(zip(prompts, requests, strict=True)):
+            check_prompt(prompt, self.target)
+            request.sampling.check_vocabulary(self.target.vocabulary)
+            tokenizer = self.target.tokenizer
+            if request.stop and tokenizer is None:
+                raise InputError("stop strings need a tokenizer; load the model with one, or use eos_token_ids.")
+            eos = self.target.eos if request.eos_token_ids is None else request.eos_token_ids
+            limit = min(request.max_new_tokens, self.target.context - len(prompt))
+            detokenizer = None if tokenizer is None else Detokenizer(tokenizer, prompt)
+            stopper = Stopper(() if request.ignore_eos else eos, request.stop, limit, "length", detokenizer)
+            rows.append(Row(index, prompt, request, eos, stopper, limit))
+        return rows
+
+    def _run(self, rows: list[Row], cancel: Cancel | None) -> Iterator[Event]:
+        """Decode all rows, at most `self.rows` at once; latecomers are admitted as others end."""
+        self._claim()
+        try:
+            loop = Loop(self.target, self.drafter, self.rule, self.gamma, self.nodes)
+            waiting = list(rows)
+            while waiting or loop.rows.count:
+                if cancel is not None and cancel():
+                    break
+                free = self.rows - loop.rows.count
+                if waiting and free > 0:
+                    loop.admit(waiting[:free])
+                    del waiting[:free]
+                yield from loop.step()
+        finally:
+            for row in rows:
+                if row.stopper.stop is None:
+                    row.stopper.cancel()
+            self._owner = None
+            self._busy.release()
+
+    def _claim(self) -> None:
+        """A drafter remembers its rows, so a decoder does one batch at a time; other threads wait for their turn."""
+        if self._owner == threading.get_ident():
+            raise InputError(
+                "This decoder is still streaming in this thread; finish or close that stream, or make a second one."
+            )
+        self._busy.acquire()
+        self._owner = threading.get_ident()
+
+    def _result(self, row: Row) -> Generation:
+        stop = row.stopper.stop
+        assert stop is not None
+        return Generation(
+            text=row.stopper.text,
+            tokens=row.tokens,
+            finish_reason=stop.finish_reason,
+            stop_reason=stop.cause,
+            stats=row.trace.stats(row.seconds),
+            trace=row.trace,
+            prompt_tokens=row.prompt,
+            seed=row.request.sampling.seed,
+            logprobs=None if row.request.logprobs is None else row.logprobs,
+        )
+
+
+def make_drafter(draft: Any, options: Mapping[str, Any]) -> Drafter:
+    """A drafter from whatever people call one."""
+    if isinstance(draft, Drafter):
+        if options:
+            raise InputError(f"options {sorted(options)} belong to a drafter given by name; this one is already made.")
+        return draft
+    if draft is None:
+        draft = "none"
+    if isinstance(draft, str) and draft in DRAFTERS:
+        cls = DRAFTERS[draft]
+        if cls is DraftModel and isinstance(options.get("model"), str):
+            options = {**options, "model": load(options["model"])}
+        return cls(build_options(cls.Options, options, f"drafter '{draft}'"))  # type: ignore[call-arg]
+    if isinstance(draft, str) and not is_model(draft):
+        raise UnknownNameError("drafter or model", draft, [*DRAFTERS, *catalogue_names()])
+    lm = draft if isinstance(draft, LanguageModel) else load(draft)
+    return DraftModel(build_options(DraftModel.Options, {**options, "model": lm}, "drafter 'draft-model'"))

@@ -1,0 +1,142 @@
+"""The loop. Every speculative method is this: draft, one pass of the target, accept a path, forget the rest."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from paceline.core.choice import Choice
+from paceline.core.contracts import Budget, Drafter, Rule
+from paceline.core.errors import PacelineWarning, UnsupportedError
+from paceline.core.tree import TokenTree
+from paceline.core.verdict import Verdict
+from paceline.drafters.none import NoDraft
+from paceline.models.language_model import LanguageModel
+
+from .request import TokenLogprob, log
+from .rows import Event, Row, Rows
+
+
+class Loop:
+    """Rows of text being decoded together by one target, one drafter and one rule."""
+
+    def __init__(self, target: LanguageModel, drafter: Drafter, rule: Rule, gamma: int, nodes: int) -> None:
+        self.target, self.drafter, self.rule = target, drafter, rule
+        self.gamma, self.nodes = gamma, nodes
+        self.rows = Rows(target.vocabulary, target.device)
+        self._reader = target.reader(drafter.needs_taps)
+        self._width = 1  # committed tokens the next pass of the target must read
+        self._guard(lambda: drafter.open(target, self.rows))
+
+    # ---- rows come and go
+
+    def admit(self, new: Sequence[Row]) -> None:
+        first = self.rows.admit(new, self.nodes)
+        room = max(len(row.prompt) + row.limit for row in self.rows.live) + self.nodes + 1
+        self._width = self._reader.begin(self.rows, first, room)
+        self._guard(lambda: self.drafter.admit(self.rows, first))
+
+    def release(self, index: int) -> None:
+        last = self.rows.count - 1
+        length = self.rows.lengths[last]
+        self._reader.release(index, last, length)
+        self._guard(lambda: self.drafter.release(index, last, length))
+        self.rows.release(index)
+
+    # ---- one round
+
+    @torch.inference_mode()
+    def step(self) -> list[Event]:
+        """One round for every live row; rows that ended are released."""
+        rows = self.rows
+        budget = self._budget()
+        rows.begin_round(budget.depth)
+        tree = self._propose(budget)
+        reading = self._reader.extend(
+            rows, self._width, tree.tokens if tree.nodes else None, tree.parents if tree.nodes else None
+        )
+        choice = rows.choice_for(tree)
+        verdict = self.rule.verify(tree, reading.logits, choice)
+        self._reader.keep(rows, verdict.path)
+        self._guard(lambda: self.drafter.keep(rows, verdict, reading.taps))
+        self._width = 1
+        logprobs = self._logprobs(tree, reading.logits, choice, verdict)
+        events = rows.commit(verdict, tree)
+        self._hand_out(logprobs, events)
+        for index in reversed(range(rows.count)):
+            if rows.live[index].stopper.stop is not None:
+                self.release(index)
+        return [event for row in events for event in row]
+
+    def _budget(self) -> Budget:
+        """Never past the last token of a row, nor past the end of the context: the last token is the target's own."""
+        limits = tuple(row.remaining - 1 for row in self.rows.live)
+        return Budget(max(0, min(self.gamma, max(limits))), self.nodes, limits, self.rule.draw)
+
+    def _propose(self, budget: Budget) -> TokenTree:
+        tree = TokenTree.empty(self.rows.count, self.rows.device)
+        if budget.depth == 0:
+            return tree
+        drafted = self._guard(lambda: self._checked(self.drafter.propose(self.rows, budget), budget))
+        return tree if drafted is None else drafted
+
+    def _checked(self, tree: TokenTree, budget: Budget) -> TokenTree:
+        """A drafter on the host is read and checked; one on the device has declared itself valid."""
+        if tree.drawn not in self.rule.judges and tree.nodes:
+            raise UnsupportedError(
+                f"Rule '{self.rule.name}' cannot judge a draft of '{self.drafter.name}' drawn '{tree.drawn}' exactly; "
+                "use rule 'match' or 'auto'."
+            )
+        if not self.drafter.on_device:
+            tree.validate(self.target.vocabulary, budget.nodes, budget.depth, self.rows.count)
+        return tree.to(self.rows.device)
+
+    def _guard(self, act):  # type: ignore[no-untyped-def]
+        """A drafter that fails costs speed, never the text: say so once and go on without it."""
+        try:
+            return act()
+        except UnsupportedError:
+            raise
+        except Exception as error:
+            warnings.warn(
+                f"Drafter '{self.drafter.name}' failed ({type(error).__name__}: {error}); plain decoding goes on.",
+                PacelineWarning,
+                stacklevel=4,
+            )
+            self.drafter = NoDraft()
+            return None
+
+    # ---- log-probabilities, for the rows that asked
+
+    def _logprobs(
+        self, tree: TokenTree, logits: Tensor, choice: Choice, verdict: Verdict
+    ) -> list[list[TokenLogprob]] | None:
+        wanted = [row.request.logprobs for row in self.rows.live]
+        if all(k is None for k in wanted):
+            return None
+        most = max(k or 0 for k in wanted)
+        laws = choice.law(logits).dense(logits.shape[-1])
+        if verdict.path is not None:
+            nodes = torch.nn.functional.pad(verdict.path + 1, (1, 0)).unsqueeze(-1).expand(-1, -1, logits.shape[-1])
+            logits, laws = logits.gather(1, nodes), laws.gather(1, nodes)
+        wide = torch.float64 if logits.dtype == torch.float64 else torch.float32
+        raw = logits.to(wide).log_softmax(-1)
+        chosen = verdict.emitted.clamp(min=0).unsqueeze(-1)
+        raw_top, law_top = raw.topk(max(most, 1), -1), laws.topk(max(most, 1), -1)
+        read = [t.tolist() for t in (chosen[..., 0], raw.gather(2, chosen)[..., 0], laws.gather(2, chosen)[..., 0])]
+        tops = [t.tolist() for t in (raw_top.indices, raw_top.values, law_top.indices, law_top.values)]
+        return [[self._logprob(read, tops, r, i, k or 0) for i in range(chosen.shape[1])] for r, k in enumerate(wanted)]
+
+    @staticmethod
+    def _logprob(read: list, tops: list, r: int, i: int, k: int) -> TokenLogprob:  # type: ignore[type-arg]
+        top_raw = tuple(zip(tops[0][r][i][:k], tops[1][r][i][:k], strict=True))
+        top_law = tuple((t, log(w)) for t, w in zip(tops[2][r][i][:k], tops[3][r][i][:k], strict=True))
+        return TokenLogprob(read[0][r][i], read[1][r][i], log(read[2][r][i]), top_raw, top_law)
+
+    def _hand_out(self, logprobs: list[list[TokenLogprob]] | None, events: list[list[Event]]) -> None:
+        for r, (row, told) in enumerate(zip(self.rows.live, events, strict=True)):
+            if logprobs is not None and row.request.logprobs is not None:
+                row.logprobs += logprobs[r][: len(told)]

@@ -1,0 +1,144 @@
+"""What a caller asks for and what it gets: requests, settings per prompt, results."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+import torch
+
+from paceline.core.errors import InputError, UnknownNameError
+from paceline.core.noise import fresh_seed
+from paceline.core.sampling import Processor, Sampling
+from paceline.core.trace import Stats, Trace
+
+# names that people have in their fingers from transformers and vLLM, and what they are called here
+ALIASES = {"max_tokens": "max_new_tokens", "min_tokens": "min_new_tokens", "eos_token_id": "eos_token_ids",
+           "stop_strings": "stop", "logits_processor": "processors", "bad_token_ids": "banned_tokens"}  # fmt: skip
+_SAMPLERS = ("top_k", "top_p", "min_p", "typical_p", "noise", "dynamic_temperature")
+# settings that are lists by nature: a list of lists is one per prompt
+_LISTS = frozenset({"stop", "eos_token_ids", "banned_tokens", "processors"})
+
+
+@dataclass(frozen=True)
+class Request:
+    """The settings of one prompt."""
+
+    max_new_tokens: int = 128
+    stop: tuple[str, ...] = ()
+    eos_token_ids: tuple[int, ...] | None = None  # None: the model's own
+    ignore_eos: bool = False
+    logprobs: int | None = None  # how many alternatives to report beside each token's own log-probability
+    sampling: Sampling = field(default_factory=Sampling)
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.max_new_tokens, int) or self.max_new_tokens < 1:
+            raise InputError(f"max_new_tokens must be a whole number of at least 1, got {self.max_new_tokens!r}.")
+        if any(not isinstance(s, str) or not s for s in self.stop):
+            raise InputError(f"stop must be strings that are not empty, got {list(self.stop)!r}.")
+        if self.logprobs is not None and (not isinstance(self.logprobs, int) or self.logprobs < 0):
+            raise InputError(f"logprobs must be a whole number of at least 0, got {self.logprobs!r}.")
+        if self.sampling.min_new_tokens > self.max_new_tokens:
+            raise InputError(
+                f"min_new_tokens={self.sampling.min_new_tokens} is more than max_new_tokens={self.max_new_tokens}."
+            )
+
+
+@dataclass(frozen=True)
+class TokenLogprob:
+    """Log-probabilities of one emitted token: of the bare logits (raw) and after every control (processed)."""
+
+    token: int
+    raw: float
+    processed: float
+    top_raw: tuple[tuple[int, float], ...] = ()
+    top_processed: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True)
+class Generation:
+    """What was written for one prompt. `tokens` holds the token that ended the text; `text` ends before a stop string."""
+
+    text: str
+    tokens: list[int]
+    finish_reason: str  # "stop", "length" or "cancelled"
+    stop_reason: int | str | None  # the EOS id or the stop string
+    stats: Stats
+    trace: Trace
+    prompt_tokens: list[int]
+    seed: int
+    logprobs: list[TokenLogprob] | None = None
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One token of a stream. Its text may be empty while a character or a possible stop string is incomplete."""
+
+    text: str
+    token: int
+    from_draft: bool
+    index: int = 0  # which prompt of the batch
+    finish_reason: str | None = None  # on the last piece of a prompt
+
+
+def build_requests(count: int, settings: Mapping[str, Any]) -> list[Request]:
+    """One `Request` per prompt. A setting given as a list holds one value per prompt."""
+    settings = {ALIASES.get(name, name): value for name, value in settings.items() if value is not None}
+    known = {f.name for f in fields(Request)} | {f.name for f in fields(Sampling)} | {"do_sample"}
+    for name in settings:
+        if name not in known:
+            raise UnknownNameError("setting", name, known | set(ALIASES))
+    return [_one({name: _of(name, value, i, count) for name, value in settings.items()}) for i in range(count)]
+
+
+def _of(name: str, value: Any, index: int, count: int) -> Any:
+    """The value of a setting for one prompt."""
+    if name in _LISTS:
+        shared = isinstance(value, str) or not isinstance(value, Sequence)
+        shared = shared or not all(isinstance(v, (list, tuple)) or v is None for v in value) or not value
+    else:
+        shared = not isinstance(value, (list, tuple))
+    if shared:
+        return value
+    if len(value) != count:
+        raise InputError(f"{name} has {len(value)} values for {count} prompts; give one per prompt, or a single one.")
+    return value[index]
+
+
+def _one(settings: dict[str, Any]) -> Request:
+    settings = {name: value for name, value in settings.items() if value is not None}
+    for name in ("stop", "eos_token_ids", "banned_tokens", "processors"):
+        if name in settings:
+            value = settings[name]
+            settings[name] = (value,) if isinstance(value, (str, int)) or callable(value) else tuple(value)
+    if "processors" in settings:
+        settings["processors"] = tuple(_adapt(p) for p in settings["processors"])
+    do_sample = settings.pop("do_sample", None)
+    wanted = {name: settings.pop(name) for name in [f.name for f in fields(Sampling)] if name in settings}
+    if do_sample is False:
+        wanted.update(temperature=0.0)
+        wanted.pop("dynamic_temperature", None)
+    elif "temperature" not in wanted and (do_sample or any(name in wanted for name in _SAMPLERS)):
+        wanted["temperature"] = 1.0  # a sampler that was asked for is never silently ignored
+    wanted.setdefault("seed", fresh_seed())
+    wanted["logit_bias"] = {int(token): float(value) for token, value in wanted.get("logit_bias", {}).items()}
+    return Request(**settings, sampling=Sampling(**wanted))
+
+
+def _adapt(process: Any) -> Processor:
+    """A LogitsProcessor of transformers works on batches of one; everything else on one row."""
+    if not callable(process):
+        raise InputError(f"processors must be callables (prefix ids, logits) -> logits, got {process!r}.")
+    if not any(base.__name__ == "LogitsProcessor" for base in type(process).__mro__):
+        return process  # type: ignore[no-any-return]
+
+    def call(prefix: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+        return process(prefix[None], logits[None])[0]  # type: ignore[no-any-return]
+
+    return call
+
+
+def log(weight: float) -> float:
+    return math.log(weight) if weight > 0 else -math.inf

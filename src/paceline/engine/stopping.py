@@ -1,0 +1,111 @@
+"""Tokens become text and may end it. Every token, drafted or not, passes here one by one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+_CONTEXT = 6  # tokens of the prompt that the first word is decoded with: some tokenizers join words by their neighbours
+_PATIENCE = 8  # tokens to wait for the rest of a character; a character has at most 4 bytes
+
+
+class Detokenizer:
+    """Text from tokens, a piece at a time, never splitting a character."""
+
+    def __init__(self, tokenizer: Any, prompt: Sequence[int]) -> None:
+        self._tokenizer = tokenizer
+        self._ids = list(prompt[-_CONTEXT:])
+        self._start, self._told = 0, len(self._ids)  # ids[start:told] have been told; they are the context of the rest
+        self._told_text = self._decode(self._ids)
+
+    def _decode(self, ids: list[int]) -> str:
+        return str(self._tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+
+    def push(self, token: int) -> str:
+        """The text that this token completes; empty while a character is incomplete."""
+        self._ids.append(token)
+        text = self._decode(self._ids[self._start :])
+        if text.endswith("\ufffd") and len(self._ids) - self._told < _PATIENCE:
+            return ""
+        return self._tell(text)
+
+    def flush(self) -> str:
+        """What is left at the end: an incomplete character shows as U+FFFD."""
+        return self._tell(self._decode(self._ids[self._start :]))
+
+    def _tell(self, text: str) -> str:
+        piece = text[len(self._told_text) :]
+        self._start, self._told = self._told, len(self._ids)
+        self._told_text = self._decode(self._ids[self._start :])
+        return piece
+
+
+@dataclass(frozen=True)
+class Stop:
+    """Why a text ended. finish_reason is OpenAI's word; `cause` the token id or the string that stopped it."""
+
+    finish_reason: str
+    cause: int | str | None = None
+
+
+class Stopper:
+    """Commits the tokens of one row one by one and says when to stop: the same path with and without speculation."""
+
+    def __init__(
+        self, eos: Sequence[int], strings: Sequence[str], limit: int, limit_reason: str, detokenizer: Detokenizer | None
+    ) -> None:
+        self._eos = frozenset(eos)
+        self._strings = tuple(strings)
+        self._longest = max((len(s) for s in strings), default=0)
+        self._limit, self._limit_reason = limit, limit_reason
+        self._detokenizer = detokenizer
+        self.count = 0
+        self.text = ""
+        self.shown = 0  # characters already given to a stream
+        self.stop: Stop | None = None
+
+    def push(self, token: int) -> Stop | None:
+        """One more token. A stop string beats EOS, which beats the limit."""
+        self.count += 1
+        piece = self._detokenizer.push(token) if self._detokenizer else ""
+        ended = token in self._eos or self.count >= self._limit
+        if ended and self._detokenizer:
+            piece += self._detokenizer.flush()
+        self.text += piece
+        found = self._find(len(piece))
+        if found is not None:
+            self.stop = Stop("stop", found)
+        elif token in self._eos:
+            self.stop = Stop("stop", token)
+        elif self.count >= self._limit:
+            self.stop = Stop(self._limit_reason)
+        return self.stop
+
+    def cancel(self) -> None:
+        self.text += self._detokenizer.flush() if self._detokenizer and self.stop is None else ""
+        self.stop = self.stop or Stop("cancelled")
+
+    def _find(self, fresh: int) -> str | None:
+        """The stop string that occurs first in the text; the text is cut before it."""
+        if not self._strings or not fresh:
+            return None
+        begin = max(0, len(self.text) - fresh - self._longest + 1)
+        hits = [(self.text.find(s, begin), -len(s), s) for s in self._strings if s in self.text[begin:]]
+        if not hits:
+            return None
+        at, _, string = min(hits)
+        self.text = self.text[:at]
+        return string
+
+    def show(self) -> str:
+        """Text for a stream: what is new, less what might still turn out to be the beginning of a stop string."""
+        safe = len(self.text)
+        if self.stop is None:
+            for size in range(min(self._longest - 1, safe), 0, -1):
+                if any(s.startswith(self.text[safe - size :]) for s in self._strings):
+                    safe -= size
+                    break
+        piece = self.text[self.shown : safe] if safe > self.shown else ""
+        self.shown = max(self.shown, safe)
+        return piece

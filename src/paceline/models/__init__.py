@@ -1,0 +1,49 @@
+"""The models: the only room that imports transformers."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from .language_model import LanguageModel
+
+
+def load(
+    source: Any,
+    tokenizer: Any = None,
+    *,
+    dtype: Any = None,
+    device: Any = None,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+    progress: Any = None,
+) -> LanguageModel:
+    """A model to decode with: a catalogue name, a hub id, a folder, a .gguf file, or a loaded transformers model."""
+    if isinstance(source, LanguageModel):
+        return source
+    from .loading import load_checkpoint
+
+    found = load_checkpoint(
+        source,
+        tokenizer=tokenizer,
+        dtype=dtype,
+        device=device,
+        revision=revision,
+        trust_remote_code=trust_remote_code,
+        progress=progress,
+    )
+    return LanguageModel(found.model, found.tokenizer, found.name)
+
+
+def catalogue_names() -> list[str]:
+    from .catalogue import names
+
+    return names()
+
+
+def is_model(text: str) -> bool:
+    """Could this string name a model rather than a drafter: a catalogue name, a hub id, a folder, a file?"""
+    return text in catalogue_names() or "/" in text or text.endswith(".gguf") or os.path.exists(text)
+
+
+__all__ = ["LanguageModel", "catalogue_names", "is_model", "load"]

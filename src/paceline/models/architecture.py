@@ -1,0 +1,169 @@
+"""What one architecture needs from us: which masks, which call, how long a context; or why it is refused."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from paceline.core.errors import InputError, UnsupportedError
+
+from .masks import additive
+
+# In the conformance suite, tree and rollback included. Anything else is probed when it is loaded (probe.py).
+TESTED = frozenset(
+    [
+        "llama",
+        "mistral",
+        "qwen2",
+        "qwen3",
+        "qwen3_moe",
+        "mixtral",
+        "gemma",
+        "gemma2",
+        "gemma3_text",
+        "gpt2",
+        "gpt_neox",
+        "opt",
+        "phi",
+        "phi3",
+        "olmo2",
+        "falcon",
+        "bloom",
+    ]
+)
+_ATTENTION_KINDS = frozenset({"full_attention", "sliding_attention"})
+_UNBOUNDED = 1 << 20
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """kinds: the attention kind of every layer. window: of the sliding layers. takes: what `forward` accepts."""
+
+    name: str
+    kinds: tuple[str, ...]
+    window: int | None
+    additive: bool
+    alibi: bool
+    context: int
+    takes: frozenset[str]
+    run: Callable[[Any, dict[str, Any]], Any]
+
+    @property
+    def mixed(self) -> bool:
+        return len(set(self.kinds)) > 1
+
+    @property
+    def slides(self) -> bool:
+        return "sliding_attention" in self.kinds
+
+
+def study(model: PreTrainedModel) -> Architecture:
+    """Look a model over; raise `UnsupportedError`, naming it and the reason, where it could only be run wrongly."""
+    config = model.config.get_text_config(decoder=True)
+    name = config.model_type
+    kinds = _layer_kinds(config)
+    _refuse(model, config, name, kinds)
+    attention = config._attn_implementation
+    alibi = name == "bloom" or (name == "falcon" and bool(config.alibi))
+    takes = frozenset(inspect.signature(model.forward).parameters)
+    return Architecture(
+        name=name,
+        kinds=kinds,
+        window=getattr(config, "sliding_window", None) if "sliding_attention" in kinds else None,
+        additive=attention != "sdpa" or name == "bloom",
+        alibi=alibi,
+        context=_context(config),
+        takes=takes,
+        run=_run_alibi if alibi else _run_plain,
+    )
+
+
+def _layer_kinds(config: Any) -> tuple[str, ...]:
+    layers = getattr(config, "num_hidden_layers", 1)
+    kinds = getattr(config, "layer_types", None)
+    if kinds is not None:
+        return tuple(kinds)
+    if getattr(config, "sliding_window", None) is not None:
+        return ("sliding_attention",) * layers
+    if getattr(config, "attention_chunk_size", None) is not None:
+        return ("chunked_attention",) * layers
+    return ("full_attention",) * layers
+
+
+def _refuse(model: PreTrainedModel, config: Any, name: str, kinds: tuple[str, ...]) -> None:
+    what = type(model).__name__
+    odd = sorted(set(kinds) - _ATTENTION_KINDS)
+    if getattr(model, "_is_stateful", False) or any("linear" in k or "mamba" in k or "conv" in k for k in odd):
+        raise UnsupportedError(
+            f"{what} ({name}) keeps a recurrent state, which cannot forget rejected tokens; use an attention-only model."
+        )
+    if getattr(config, "is_encoder_decoder", False) or getattr(model.config, "is_encoder_decoder", False):
+        raise UnsupportedError(f"{what} ({name}) is an encoder-decoder model; only decoder-only models are supported.")
+    if odd:
+        raise UnsupportedError(f"{what} ({name}) has layers of kind '{odd[0]}', for which no exact mask is known.")
+    if config._attn_implementation not in ("sdpa", "eager"):
+        raise UnsupportedError(
+            f"{what} was loaded with attn_implementation='{config._attn_implementation}', which takes no 4-D mask; "
+            "load it with attn_implementation='sdpa'."
+        )
+    if model.training and any(isinstance(m, nn.Dropout) and m.p > 0 for m in model.modules()):
+        raise InputError(f"{what} is in training mode and its dropout is active; call model.eval() first.")
+
+
+def _context(config: Any) -> int:
+    for name in ("max_position_embeddings", "n_positions", "max_seq_len"):
+        value = getattr(config, name, None)
+        if isinstance(value, int) and value > 0:
+            return value
+    return _UNBOUNDED
+
+
+# ---- the two ways to call a model
+
+
+def _run_plain(model: Any, inputs: dict[str, Any]) -> Any:
+    return model(**inputs)
+
+
+@dataclass(frozen=True)
+class _Output:
+    logits: Tensor
+    hidden_states: tuple[Tensor, ...] | None
+
+
+def _run_alibi(model: Any, inputs: dict[str, Any]) -> _Output:
+    """BLOOM and ALiBi-Falcon build their bias from a 2-D mask, which cannot say "tree": walk their blocks ourselves.
+
+    The bias of a key depends on its position alone, so it is looked up in the model's own table by key position.
+    """
+    module = inspect.getmodule(type(model))
+    base, mask, cache = model.transformer, inputs["attention_mask"], inputs["past_key_values"]
+    hidden = base.word_embeddings(inputs["input_ids"])
+    positions: Tensor = inputs["key_positions"]  # [R,S]
+    span = torch.ones(1, inputs["span"], dtype=torch.int64, device=hidden.device)
+    table = module.build_alibi_tensor(span, base.num_heads, dtype=hidden.dtype)[:, 0]  # type: ignore[union-attr]
+    alibi = table[:, positions].transpose(0, 1).unsqueeze(2)  # [R,H,1,S]
+    extra: dict[str, Any] = {}
+    if model.config.model_type == "bloom":
+        hidden = base.word_embeddings_layernorm(hidden)
+        mask = additive(mask, hidden.dtype)
+        alibi = alibi.reshape(-1, 1, alibi.shape[-1])
+    else:
+        scale = math.sqrt(model.config.hidden_size // base.num_heads)
+        mask = torch.where(mask, alibi / scale, torch.finfo(hidden.dtype).min)
+        extra["position_embeddings"] = base.rotary_emb(hidden, position_ids=inputs["position_ids"])
+    states = []
+    for block in base.h:
+        states.append(hidden)
+        hidden = block(hidden, layer_past=cache, attention_mask=mask, use_cache=True, alibi=alibi, **extra)[0]
+    hidden = base.ln_f(hidden)
+    states.append(hidden)
+    wanted = tuple(states) if inputs.get("output_hidden_states") else None
+    return _Output(model.lm_head(hidden[:, -inputs["logits_to_keep"] :]), wanted)

@@ -1,0 +1,231 @@
+"""A causal language model of Hugging Face, unmodified, and the text it can read and forget."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from paceline.core.contracts import Reading, RowsView, Runner, arange
+from paceline.core.errors import InputError
+from paceline.core.tree import closure
+
+from . import masks
+from .architecture import TESTED, study
+from .runners.eager import EagerRunner
+from .slot_cache import SlotCache
+
+CHUNK = 1024  # tokens of a prompt read in one pass
+
+
+class LanguageModel:
+    """Weights, tokenizer and what is known of the architecture. It holds no text: `reader()` does.
+
+    Any number of readers may share one model. The model and its config are never edited.
+    """
+
+    def __init__(self, model: PreTrainedModel, tokenizer: Any = None, name: str | None = None) -> None:
+        self.model = model
+        self.tokenizer = tokenizer
+        self.architecture = study(model)
+        self.name = name or getattr(model.config, "_name_or_path", "") or type(model).__name__
+        config = model.config.get_text_config(decoder=True)
+        self.vocabulary = _usable_vocabulary(config.vocab_size, tokenizer)
+        self.context = self.architecture.context
+        self.layers = len(self.architecture.kinds)
+        if self.architecture.name not in TESTED:
+            from .probe import probe
+
+            probe(self)
+
+    @property
+    def device(self) -> torch.device:
+        return self.model.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.model.dtype
+
+    @property
+    def eos(self) -> tuple[int, ...]:
+        """The ids that end a text: the generation config's, else the config's, else the tokenizer's."""
+        generation = getattr(self.model, "generation_config", None)
+        for source in (generation, self.model.config, self.tokenizer):
+            ids = getattr(source, "eos_token_id", None)
+            if ids is not None:
+                return tuple(ids) if isinstance(ids, (list, tuple)) else (int(ids),)
+        return ()
+
+    def reader(self, taps: Sequence[float] = (), runner: Runner | None = None) -> SlotReader:
+        return SlotReader(self, tuple(taps), runner or EagerRunner())
+
+    def __repr__(self) -> str:
+        return f"LanguageModel({self.name!r}, {self.architecture.name}, {self.dtype}, {self.device})"
+
+
+def _usable_vocabulary(size: int, tokenizer: Any) -> int:
+    """Ids that a model pads its vocabulary with are never written: they have no text."""
+    if tokenizer is None:
+        return size
+    try:
+        return min(size, max(len(tokenizer), max(tokenizer.get_vocab().values(), default=0) + 1))
+    except (AttributeError, NotImplementedError, TypeError):
+        return size
+
+
+class SlotReader:
+    """A model reading a batch of texts. Position p of a row lives in slot p; scratch tokens follow the text."""
+
+    def __init__(self, lm: LanguageModel, taps: tuple[float, ...], runner: Runner) -> None:
+        self.lm = lm
+        self.cache = SlotCache()
+        self._runner = runner
+        self._taps = tuple(round(share * lm.layers) for share in taps)
+        self._scratch = 0
+        self._ancestors: Tensor | None = None  # [R,M,M] of the scratch tokens, once they branch
+
+    # ---- reading
+
+    def begin(self, rows: RowsView, first: int, room: int) -> int:
+        """Read the new rows `first`... up to a last piece; returns how many tokens the next `extend` must read.
+
+        `room` is the most slots a row will need. A text of one length is read to its end together with the first draft.
+        """
+        lengths = rows.lengths[first:]
+        self.cache.reserve(rows.count, room)
+        if first == 0 and min(lengths) == max(lengths):
+            rest = min(lengths[0], CHUNK)
+        else:
+            rest = 1
+        self.prefill(rows, first, [length - rest for length in lengths])
+        return rest
+
+    def prefill(self, rows: RowsView, first: int, upto: Sequence[int]) -> None:
+        """Left-aligned, in chunks; what a shorter row reads past its end is overwritten before anyone sees it."""
+        for start in range(0, max(upto), CHUNK):
+            stop = min(start + CHUNK, max(upto))
+            position = arange(start, stop, rows.text.device).expand(rows.count - first, stop - start)
+            ids = rows.text[first : rows.count, start:stop]
+            self.cache.aim(slice(first, rows.count), start, stop, start)
+            allowed = None if start == 0 and self._may_omit_mask(stop) else masks.chain_mask(position, stop)
+            self._pass(ids, position, allowed, masks.key_positions(position[:, :1], None, stop), keep=1)
+
+    def extend(
+        self, rows: RowsView, width: int, tokens: Tensor | None = None, parents: Tensor | None = None
+    ) -> Reading:
+        """See `core.contracts.Reader`. Chains and trees, even and ragged rows, first and later scratch tokens."""
+        fed = 0 if tokens is None else tokens.shape[1]
+        M, longest = self._scratch, max(rows.lengths)
+        visible = longest + M + fed
+        even = min(rows.lengths) == longest
+        self.cache.reserve(rows.count, visible)
+        slots = rows.length + arange(M - width, M + fed, rows.text.device)  # [R,Q]; for a chain also the positions
+        ids = tokens if width == 0 else rows.text.gather(1, slots[:, :width] if fed else slots)
+        if width and tokens is not None and fed:
+            ids = torch.cat([ids, tokens], 1)  # type: ignore[list-item]
+        assert ids is not None
+        start = longest + M - width
+        self.cache.aim(slice(0, rows.count), start if even else slots, visible, start)
+        self._scratch += fed
+        keep = fed + (1 if width else 0)
+        if parents is None and self._ancestors is None:
+            omit = even and (start == 0 or width + fed == 1) and self._may_omit_mask(visible)
+            allowed = None if omit else masks.chain_mask(slots, visible)
+            keys = masks.key_positions(rows.length, None, visible) if self._positional else None
+            return self._pass(ids, slots, allowed, keys, keep)
+        depth, ancestors = self._grow(rows.count, fed, parents)
+        nodes = rows.length + depth[:, M:]
+        position = torch.cat([slots[:, :width], nodes], 1) if width else nodes
+        allowed = masks.tree_mask(position, rows.length, ancestors[:, M:], visible)
+        return self._pass(ids, position, allowed, masks.key_positions(rows.length, depth, visible), keep)
+
+    def _grow(self, R: int, fed: int, parents: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Depth [R,M] and ancestors [R,M,M] of all scratch tokens; new ones hang below tokens of earlier calls."""
+        assert parents is not None, "scratch tokens that branch need parents"
+        if self._ancestors is None:
+            self._ancestors = closure(parents)
+        else:
+            old = torch.nn.functional.pad(self._ancestors, (0, fed, 1, 0))  # row 0 is the text: no ancestors
+            own = torch.eye(fed, dtype=torch.bool, device=old.device).expand(R, fed, fed)
+            new = old.gather(1, (parents + 1).unsqueeze(-1).expand(R, fed, old.shape[2]))
+            new = new | torch.nn.functional.pad(own, (old.shape[2] - fed, 0))
+            self._ancestors = torch.cat([old[:, 1:], new], 1)
+        return self._ancestors.sum(-1) - 1, self._ancestors
+
+    @property
+    def _positional(self) -> bool:
+        """Do masks or biases depend on the positions of keys?"""
+        return self.lm.architecture.slides or self.lm.architecture.alibi
+
+    def _may_omit_mask(self, visible: int) -> bool:
+        """Plain causal attention of even rows: SDPA needs no mask for it, if every layer is of that kind."""
+        shape = self.lm.architecture
+        return not (shape.additive or self._positional)
+
+    def _pass(self, ids: Tensor, position: Tensor, allowed: Tensor | None, keys: Tensor | None, keep: int) -> Reading:
+        shape = self.lm.architecture
+        inputs: dict[str, Any] = {"input_ids": ids, "past_key_values": self.cache, "use_cache": True}
+        visible = self.cache.get_mask_sizes(0)[0]
+        if shape.alibi:
+            inputs.update(key_positions=keys, span=visible, attention_mask=allowed)
+        else:
+            inputs["attention_mask"] = self._masks(allowed, position, keys)
+        if "position_ids" in shape.takes:
+            inputs["position_ids"] = position.clamp(max=shape.context - 1) if visible > shape.context else position
+        if "logits_to_keep" in shape.takes:
+            inputs["logits_to_keep"] = keep
+        if self._taps:
+            inputs["output_hidden_states"] = True
+        output = self._runner(shape.run, self.lm.model, inputs)
+        logits = output.logits
+        if logits.shape[1] != keep:
+            logits = logits[:, -keep:]
+        if logits.shape[2] != self.lm.vocabulary:
+            logits = logits[..., : self.lm.vocabulary]
+        return Reading(logits, tuple(output.hidden_states[layer][:, -keep:] for layer in self._taps))
+
+    def _masks(self, allowed: Tensor | None, position: Tensor, keys: Tensor | None) -> Any:
+        """One mask, or one per kind of layer."""
+        if allowed is None:
+            return None
+        shape = self.lm.architecture
+        made: dict[str, Tensor] = {}
+        for kind in sorted(set(shape.kinds)):
+            mask = allowed
+            if kind == "sliding_attention" and shape.window is not None:
+                assert keys is not None
+                mask = masks.within(allowed, position, keys, shape.window)
+            made[kind] = masks.additive(mask, self.lm.dtype) if shape.additive else mask
+        return made if shape.mixed else made[shape.kinds[0]]
+
+    # ---- forgetting
+
+    def keep(self, rows: RowsView, path: Tensor | None) -> None:
+        """`path` [R,D]: the scratch tokens to keep, in order (None: a prefix of the chain, which is already in place)."""
+        if path is not None and self._ancestors is not None and path.shape[1] > 0:
+            self.cache.reserve(rows.count, max(rows.lengths) + path.shape[1])
+            target = rows.length + arange(0, path.shape[1], path.device)
+            self.cache.move(rows.length + path, target)
+        self._scratch = 0
+        self._ancestors = None
+
+    def release(self, row: int, last: int, length: int) -> None:
+        """Row `last` takes the place of row `row`."""
+        if row != last:
+            self.cache.move_row(last, row, length)
+
+
+def check_prompt(tokens: Sequence[int], lm: LanguageModel) -> None:
+    """A prompt must exist, fit the context with room for one token, and use the model's own ids."""
+    if not tokens:
+        raise InputError("The prompt is empty; give at least one token.")
+    if len(tokens) >= lm.context:
+        raise InputError(
+            f"The prompt has {len(tokens)} tokens, the context of {lm.name} ends at {lm.context}; shorten it."
+        )
+    for token in tokens:
+        if not 0 <= token < lm.vocabulary:
+            raise InputError(f"The prompt has token id {token}, outside the vocabulary of {lm.vocabulary} tokens.")

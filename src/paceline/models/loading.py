@@ -1,0 +1,282 @@
+"""From whatever the user names to a model in memory: a catalogue name, a hub id, a folder, a GGUF file, or a model."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
+)
+
+from paceline.core.errors import InputError, LoadError, PacelineWarning, UnknownNameError
+from paceline.models import hub
+from paceline.models.cache import Progress, WeightCache
+from paceline.models.catalogue import cache_key, fetch_entry, find_entry, names
+from paceline.models.chatter import in_one_line, quiet
+from paceline.models.gguf import PROVENANCE, convert, read_header, tokenizer_refused
+from paceline.models.gguf_tokenizer import TokenizerError, build_tokenizer
+
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+_TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "spiece.model",
+    "vocab.json",
+    "vocab.txt",
+)
+_PICKLE_ENDINGS = {".bin", ".pt", ".pth", ".ckpt", ".pkl"}
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A model ready to run, its tokenizer where it has one, what to call it and where it came from."""
+
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase | None
+    name: str
+    origin: str
+
+
+@dataclass(frozen=True)
+class _Located:
+    """A folder on this machine that holds a model."""
+
+    folder: Path
+    name: str
+    origin: str
+    converted: bool = False
+
+
+def load_checkpoint(
+    source: str | os.PathLike[str] | PreTrainedModel,
+    *,
+    tokenizer: str | os.PathLike[str] | PreTrainedTokenizerBase | None = None,
+    dtype: torch.dtype | str | None = None,
+    device: torch.device | str | int | None = None,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+    progress: Progress | None = None,
+) -> Checkpoint:
+    """Find, check and load a model; only safetensors and GGUF are read.
+
+    Without `dtype` it is float32 on a CPU and the checkpoint's own type elsewhere; without `device` it is CUDA where
+    there is one. A model that is loaded already passes through as it is.
+    """
+    if isinstance(source, PreTrainedModel):
+        _refuse_changes(source, dtype, device)
+        name = source.config.name_or_path or type(source).__name__
+        own = None if tokenizer is None else _load_tokenizer(tokenizer, trust_remote_code, progress)
+        return Checkpoint(source, own, name, "memory")
+    if not isinstance(source, (str, os.PathLike)):
+        raise InputError(
+            f"A model is a name, a hub id, a folder, a .gguf file or a transformers model, not {type(source).__name__}."
+        )
+    where = _device(device)
+    kind = _dtype(dtype, where)
+    given = None if tokenizer is None else _load_tokenizer(tokenizer, trust_remote_code, progress)
+    located = _locate(os.fspath(source), revision, given is None, trust_remote_code, progress)
+    own = given if given is not None else _tokenizer_of(located, trust_remote_code)
+    model = _load_model(located, kind, where, trust_remote_code)
+    return Checkpoint(model, own, located.name, located.origin)
+
+
+def _refuse_changes(model: PreTrainedModel, dtype: torch.dtype | str | None, device: object) -> None:
+    """Somebody else's model is never moved or cast."""
+    if dtype is not None and _dtype(dtype, model.device) not in ("auto", model.dtype):
+        raise InputError(
+            f"The model is loaded already, in {model.dtype}; cast it yourself or leave dtype={dtype!r} out."
+        )
+    if device is not None and _device(device).type != model.device.type:
+        raise InputError(
+            f"The model is loaded already, on {model.device}; move it yourself or leave device={device!r} out."
+        )
+
+
+def _device(device: object) -> torch.device:
+    if device is None:
+        found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+        return found if found is not None and found.type == "cuda" else torch.device("cpu")
+    try:
+        chosen = torch.device(device)  # type: ignore[call-overload]
+        torch.empty(0, device=chosen)  # the only question that every kind of device answers
+    except (RuntimeError, AssertionError, TypeError, NotImplementedError) as error:
+        raise InputError(f"The device {device!r} cannot be used here: {in_one_line(error, 120)}.") from error
+    return chosen
+
+
+def _dtype(dtype: torch.dtype | str | None, device: torch.device) -> torch.dtype | str:
+    if dtype is None:
+        return torch.float32 if device.type == "cpu" else "auto"
+    if dtype == "auto":
+        return "auto"
+    chosen = getattr(torch, dtype.removeprefix("torch."), None) if isinstance(dtype, str) else dtype
+    if not isinstance(chosen, torch.dtype) or not chosen.is_floating_point:
+        raise InputError(f"Unknown dtype {dtype!r}: use float32, bfloat16, float16, float64 or auto.")
+    return chosen
+
+
+def _locate(
+    source: str, revision: str | None, need_tokenizer: bool, trust_remote_code: bool, progress: Progress | None
+) -> _Located:
+    """A catalogue name goes first, so that a stray folder of the same name does no harm ('./name' is that folder)."""
+    entry = find_entry(source)
+    if entry is not None:
+        found = fetch_entry(entry, revision=revision, progress=progress)
+        return _Located(found.folder, entry.name, found.origin, found.converted)
+    path = Path(source).expanduser()
+    if path.exists() or path.suffix.lower() == ".gguf":
+        if revision is not None:
+            raise InputError(f"A revision ('{revision}') exists only on the hub, and '{source}' is on this machine.")
+        return _locate_gguf(path, need_tokenizer, progress) if not path.is_dir() else _locate_folder(path)
+    if _HUB_ID.fullmatch(source) is not None:
+        return _locate_on_hub(source, revision, trust_remote_code, progress)
+    if os.sep in source or "/" in source:
+        raise LoadError(f"There is no file or folder '{source}'.")
+    raise UnknownNameError("model", source, names())
+
+
+def _locate_folder(folder: Path) -> _Located:
+    problem = hub.weights_problem(folder)
+    if problem is not None:
+        raise LoadError(f"The folder '{folder}' {problem}.")
+    return _Located(folder, folder.resolve().name, f"folder {folder}")
+
+
+def _locate_on_hub(
+    repository: str, revision: str | None, trust_remote_code: bool, progress: Progress | None
+) -> _Located:
+    try:
+        folder = hub.fetch(repository, revision=revision, code=trust_remote_code, progress=progress)
+    except hub.HubError as error:
+        raise LoadError(
+            f"'{repository}' is no folder here and could not be fetched: {error}; check the name and the connection, "
+            "or pass a folder or a .gguf file."
+        ) from error
+    problem = hub.weights_problem(folder)
+    if problem is not None:
+        raise LoadError(f"'{repository}' on the hub {problem}.")
+    return _Located(folder, repository, f"hub {repository}" + (f" at {revision}" if revision else ""))
+
+
+def _locate_gguf(path: Path, need_tokenizer: bool, progress: Progress | None) -> _Located:
+    if not path.is_file():
+        raise LoadError(f"There is no file '{path}'.")
+    if path.suffix.lower() in _PICKLE_ENDINGS:
+        raise LoadError(f"'{path}' is a pickle, which is never read because opening one can run any code.")
+    if path.suffix.lower() == ".safetensors":
+        raise LoadError(f"'{path}' holds weights without their config; pass the folder '{path.parent}' instead.")
+    header = read_header(path)
+    cache = WeightCache()
+    key = cache_key(re.sub(r"[^\w.-]", "_", path.stem)[:60], cache.source_sha256(path, progress=progress))
+
+    def make(folder: Path) -> None:
+        convert(header, folder, need_tokenizer=need_tokenizer, progress=progress)
+
+    folder = cache.obtain(key, make, progress=progress)
+    located = _Located(folder, path.stem, f"file {path}, converted", converted=True)
+    for remark in _provenance(located).get("remarks", ()):
+        warnings.warn(f"'{path}': {remark}.", PacelineWarning, stacklevel=4)
+    return located
+
+
+def _provenance(located: _Located) -> dict:
+    return dict(json.loads((located.folder / PROVENANCE).read_text("utf-8")))
+
+
+def _load_model(
+    located: _Located, dtype: torch.dtype | str, device: torch.device, trust_remote_code: bool
+) -> PreTrainedModel:
+    try:
+        with quiet():
+            model, report = AutoModelForCausalLM.from_pretrained(
+                located.folder,
+                dtype=dtype,
+                use_safetensors=True,
+                trust_remote_code=trust_remote_code,
+                local_files_only=True,
+                output_loading_info=True,
+            )
+    except Exception as error:  # transformers has no error class of its own
+        raise LoadError(f"'{located.name}' cannot be loaded: {_explained(error)}.") from error
+    absent = sorted(report["missing_keys"])
+    if absent:  # transformers fills these with random numbers and carries on
+        raise LoadError(f"'{located.name}' lacks {len(absent)} weights of its model, the first of them '{absent[0]}'.")
+    return model.to(device).eval()
+
+
+def _explained(error: Exception) -> str:
+    text = in_one_line(error)
+    if "trust_remote_code" in str(error):
+        return "it brings code of its own, which runs only with trust_remote_code=True"
+    if "Unrecognized configuration class" in str(error):
+        return "it is not a causal language model"
+    return text
+
+
+def _tokenizer_of(located: _Located, trust_remote_code: bool) -> PreTrainedTokenizerBase | None:
+    """The tokenizer beside the weights; None where there is none, as with models whose tokens are not text."""
+    if located.converted:
+        problem = _provenance(located)["tokenizer_problem"]
+        if problem is not None:
+            raise LoadError(tokenizer_refused(located.name, problem))
+    if not any((located.folder / name).is_file() for name in _TOKENIZER_FILES):
+        return None
+    return _read_tokenizer(located.folder, located.name, trust_remote_code, own=located.converted)
+
+
+def _load_tokenizer(tokenizer: object, trust_remote_code: bool, progress: Progress | None) -> PreTrainedTokenizerBase:
+    if isinstance(tokenizer, PreTrainedTokenizerBase):
+        return tokenizer
+    if not isinstance(tokenizer, (str, os.PathLike)):
+        raise InputError(
+            f"A tokenizer is a transformers tokenizer, a folder or a hub id, not {type(tokenizer).__name__}."
+        )
+    name = os.fspath(tokenizer)
+    entry = find_entry(name)
+    if entry is not None:
+        found = fetch_entry(entry, progress=progress)
+        return _read_tokenizer(found.folder, name, trust_remote_code, own=found.converted)
+    path = Path(name).expanduser()
+    if path.suffix.lower() == ".gguf":
+        return _tokenizer_in_gguf(path)
+    if path.is_dir():
+        return _read_tokenizer(path, name, trust_remote_code, own=False)
+    if path.exists() or _HUB_ID.fullmatch(name) is None:
+        raise LoadError(f"No tokenizer '{name}': pass a folder that holds one, or a hub id.")
+    try:
+        folder = hub.fetch(name, weights=False, code=trust_remote_code, progress=progress)
+    except hub.HubError as error:
+        raise LoadError(f"The tokenizer '{name}' is no folder here and could not be fetched: {error}.") from error
+    return _read_tokenizer(folder, name, trust_remote_code, own=False)
+
+
+def _tokenizer_in_gguf(path: Path) -> PreTrainedTokenizerBase:
+    try:
+        built = build_tokenizer(read_header(path).metadata)
+    except TokenizerError as problem:
+        raise LoadError(tokenizer_refused(path, str(problem))) from None
+    if built is None:
+        raise LoadError(f"'{path}' holds no tokenizer.")
+    return built
+
+
+def _read_tokenizer(folder: Path, name: str, trust_remote_code: bool, *, own: bool) -> PreTrainedTokenizerBase:
+    """What we wrote is read as written; AutoTokenizer may swap in the class it thinks a model type deserves."""
+    try:
+        with quiet():
+            if own:
+                return PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
+            return AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
+    except Exception as error:  # as with models, transformers raises every kind
+        raise LoadError(f"The tokenizer of '{name}' cannot be loaded: {_explained(error)}.") from error

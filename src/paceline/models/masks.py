@@ -1,0 +1,47 @@
+"""Who sees whom: 4-D attention masks for ragged rows and trees, full and sliding-window."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from paceline.core.contracts import arange
+
+
+def chain_mask(position: Tensor, visible: int) -> Tensor:
+    """[R,1,Q,S] bool for text and chains: slot = position, and a token sees every slot up to its own."""
+    return arange(0, visible, position.device) <= position[:, None, :, None]
+
+
+def tree_mask(position: Tensor, length: Tensor, ancestors: Tensor, visible: int) -> Tensor:
+    """[R,1,Q,S] bool. The last queries are scratch nodes with `ancestors` [R,N,M] among M scratch slots that follow the
+    committed text of `length` [R,1]; the queries before them are committed tokens, causal as ever."""
+    R, N, M = ancestors.shape
+    slots = arange(0, visible, position.device)
+    offset = slots - length  # [R,S]: which scratch slot a slot is
+    known = ancestors.gather(2, offset.clamp(0, M - 1)[:, None].expand(R, N, visible))
+    nodes = (known & (offset < M)[:, None]) | (offset < 0)[:, None]
+    committed = position.shape[1] - N
+    if committed == 0:
+        return nodes[:, None]
+    return torch.cat([slots <= position[:, :committed, None], nodes], 1)[:, None]
+
+
+def key_positions(length: Tensor, depth: Tensor | None, visible: int) -> Tensor:
+    """[R,S]: the text position each slot stands for; scratch slots stand for length + depth [R,M] of their node."""
+    slots = arange(0, visible, length.device)
+    if depth is None:
+        return slots.expand(length.shape[0], visible)
+    offset = slots - length
+    inside = (offset >= 0) & (offset < depth.shape[1])
+    return torch.where(inside, length + depth.gather(1, offset.clamp(0, depth.shape[1] - 1)), slots)
+
+
+def within(mask: Tensor, position: Tensor, keys: Tensor, window: int) -> Tensor:
+    """The same mask for a layer that sees only the last `window` positions, its own included."""
+    return mask & (keys[:, None, None, :] > position[:, None, :, None] - window)
+
+
+def additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """0 where a key may be seen, the lowest number of the dtype where not: what eager attention adds to its scores."""
+    return torch.zeros((), dtype=dtype, device=mask.device).where(mask, torch.finfo(dtype).min)

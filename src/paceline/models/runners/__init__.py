@@ -1,0 +1,1 @@
+"""How a pass runs; `torch.cuda` and `torch.compile` are named nowhere else."""

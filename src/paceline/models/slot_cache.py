@@ -1,0 +1,113 @@
+"""Keys and values by slot: a token is written to the slot of its position, and forgetting is overwriting.
+
+Transformers calls `update()` from inside every attention layer; before each pass the reader says which rows and slots
+that call means. Nothing is ever concatenated or cropped.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from transformers.cache_utils import Cache
+
+
+class SlotCache(Cache):
+    """K and V of every layer as [rows, heads, slots, width], allocated once and grown by doubling."""
+
+    is_compileable = False
+
+    def __init__(self) -> None:
+        super().__init__(layers=[])
+        self.keys: list[Tensor] = []
+        self.values: list[Tensor] = []
+        self._rows = self._slots = 0  # what is allocated, or will be at the first update
+        self._aim: tuple[slice, int | Tensor, int] = (slice(0, 0), 0, 0)
+        self.past = 0  # committed tokens before this pass, for the parts of transformers that ask
+
+    # ---- before a pass
+
+    def reserve(self, rows: int, slots: int) -> None:
+        """Make room; what is already stored moves to the new store."""
+        if rows <= self._rows and slots <= self._slots:
+            return
+        rows = max(rows, self._rows)
+        slots = max(slots, self._slots if slots <= self._slots else min(2 * self._slots, slots + 4096))
+        for store in (self.keys, self.values):
+            for layer, old in enumerate(store):
+                new = old.new_zeros(rows, old.shape[1], slots, old.shape[3])
+                new[: old.shape[0], :, : old.shape[2]] = old
+                store[layer] = new
+        self._rows, self._slots = rows, slots
+
+    def aim(self, rows: slice, slots: int | Tensor, visible: int, past: int) -> None:
+        """The next pass writes to `slots` (a first slot common to all rows, or [R,Q]) and sees slots 0..visible-1."""
+        self._aim = (rows, slots, visible)
+        self.past = past
+
+    # ---- called by transformers, inside a pass
+
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
+        if layer_idx >= len(self.keys):
+            self._add_layer(key_states, value_states)
+        rows, slots, visible = self._aim
+        keys, values = self.keys[layer_idx][rows], self.values[layer_idx][rows]
+        if isinstance(slots, int):
+            stop = slots + key_states.shape[2]
+            keys[:, :, slots:stop] = key_states
+            values[:, :, slots:stop] = value_states
+        else:
+            where = slots[:, None, :, None]
+            keys.scatter_(2, where.expand_as(key_states), key_states)
+            values.scatter_(2, where.expand_as(value_states), value_states)
+        return keys[:, :, :visible], values[:, :, :visible]
+
+    def _add_layer(self, key_states: Tensor, value_states: Tensor) -> None:
+        for store, states in ((self.keys, key_states), (self.values, value_states)):
+            store.append(states.new_zeros(self._rows, states.shape[1], self._slots, states.shape[3]))
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return self.past
+
+    def get_query_offset(self, layer_idx: int = 0) -> int:
+        return self.past
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
+        return self._aim[2], 0
+
+    def get_max_length(self, layer_idx: int | None = None) -> int:
+        return self._slots
+
+    @property
+    def is_sliding(self) -> list[bool]:
+        return [False] * max(len(self.keys), 1)
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+    # ---- after a pass
+
+    def move(self, source: Tensor, target: Tensor) -> None:
+        """Copy the slots `source` [R,D] to the slots `target` [R,D]: an accepted branch becomes contiguous text."""
+        R, D = source.shape
+        for store in (self.keys, self.values):
+            for layer in store:
+                shape = (R, layer.shape[1], D, layer.shape[3])
+                moved = layer[:R].gather(2, source[:, None, :, None].expand(shape))
+                layer[:R].scatter_(2, target[:, None, :, None].expand(shape), moved)
+
+    def move_row(self, source: int, target: int, length: int) -> None:
+        """Row `source` (its first `length` slots) takes the place of row `target`."""
+        for store in (self.keys, self.values):
+            for layer in store:
+                layer[target, :, :length] = layer[source, :, :length]
+
+    def reorder(self, source: Tensor) -> None:
+        """Row r continues old row source[r]."""
+        for store in (self.keys, self.values):
+            for layer in store:
+                layer[: source.shape[0]] = layer[source]
+
+    @property
+    def bytes(self) -> int:
+        return sum(layer.numel() * layer.element_size() for store in (self.keys, self.values) for layer in store)

@@ -1,0 +1,25 @@
+"""Choose the rule from what the draft says about itself."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from paceline.core.choice import Choice
+from paceline.core.contracts import RULES, Rule
+from paceline.core.tree import TokenTree
+from paceline.core.verdict import Verdict
+
+from .match import Match
+from .ratio import Ratio
+
+
+@RULES.register("auto")
+class Auto(Rule):
+    """Let the draft decide: `match` for certain and coupled drafts, `ratio` where it brings laws of its own."""
+
+    def __init__(self) -> None:
+        self._match, self._ratio = Match(), Ratio()
+
+    def verify(self, tree: TokenTree, logits: Tensor, choice: Choice) -> Verdict:
+        rule = self._match if tree.drawn in ("certain", "coupled") else self._ratio
+        return rule.verify(tree, logits, choice)

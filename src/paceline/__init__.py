@@ -14,7 +14,9 @@ from .core.errors import (
 from .core.sampling import Sampling
 from .core.tree import TokenTree
 from .core.verdict import Verdict
+from .engine.custom_generate import CustomGenerate
 from .engine.decoder import SpeculativeDecoder
+from .engine.minimal import speculative_sampling, speculative_step
 from .engine.request import Generation, Piece
 from .models import LanguageModel, load
 
@@ -24,6 +26,7 @@ __all__ = [
     "DRAFTERS",
     "RULES",
     "Budget",
+    "CustomGenerate",
     "Drafter",
     "DrafterError",
     "Generation",
@@ -42,4 +45,6 @@ __all__ = [
     "UnsupportedError",
     "Verdict",
     "load",
+    "speculative_sampling",
+    "speculative_step",
 ]

@@ -63,7 +63,7 @@ class Choice:
         return self.table.position.gather(1, self.depth)
 
     def law(self, logits: Tensor) -> Law:
-        return self.batch.law(logits, self.position, self.prefix)
+        return self.batch.law(logits, self.position if self.batch.shakes else None, self.prefix)
 
     def pick(self, logits: Tensor) -> Tensor:
         """[R,Q]: the target's token at each place, or BROKEN where none can be chosen."""
@@ -77,9 +77,8 @@ class Choice:
         if self.batch.deterministic:
             return self.batch.edit(logits, self.prefix).argmax(-1), None
         law = self.law(logits)
-        where = (law.weights / self._noise(law, logits.shape[-1], purpose)).argmax(-1, keepdim=True)
-        ids = where if law.ids is None else law.ids.gather(-1, where)
-        return ids.squeeze(-1), law
+        where = (law.weights / self._noise(law, logits.shape[-1], purpose)).argmax(-1)
+        return _named(where, law), law
 
     def siblings(self, logits: Tensor, k: int, purpose: Purpose) -> tuple[Tensor, Tensor, Tensor | None]:
         """k distinct drafted tokens per place [R,Q,k], how sure the draft is of each [R,Q,k], and the dense law [R,Q,V]
@@ -122,6 +121,10 @@ class Choice:
 
     def _race(self, law: Law, vocabulary: int, purpose: Purpose) -> Tensor:
         """argmax(p / E): a sample of the law that depends on nothing but seed, position and the law."""
-        best = (law.weights / self._noise(law, vocabulary, purpose)).max(-1, keepdim=True)
-        ids = best.indices if law.ids is None else law.ids.gather(-1, best.indices)
-        return torch.where(best.values > 0, ids, BROKEN).squeeze(-1)
+        best = (law.weights / self._noise(law, vocabulary, purpose)).max(-1)
+        return torch.where(best.values > 0, _named(best.indices, law), BROKEN)
+
+
+def _named(where: Tensor, law: Law) -> Tensor:
+    """The token ids of the entries `where` [R,Q] of a law."""
+    return where if law.ids is None else law.ids.gather(-1, where.unsqueeze(-1)).squeeze(-1)

@@ -22,7 +22,7 @@ Draw = Literal["coupled", "independent"]
 
 @dataclass(frozen=True)
 class Budget:
-    """What one round may draft: `depth` tokens in a row, `nodes` in all; `limits` is the depth each row can still use."""
+    """What one round may draft: `depth` tokens in a row, `nodes` in all; `limits`: the depth each row can still use."""
 
     depth: int
     nodes: int
@@ -105,20 +105,23 @@ class Drafter(ABC):
     needs_taps: ClassVar[tuple[float, ...]] = ()  # relative depths of the target's hidden states it wants to see
     draws: ClassVar[tuple[Drawn, ...]] = ("certain",)  # the ways it can draw
 
-    def open(self, target: Any, rows: RowsView) -> None:
+    def check(self, target: Any) -> None:  # noqa: B027
+        """Refuse, with `UnsupportedError`, a target this drafter cannot draft for."""
+
+    def open(self, target: Any, rows: RowsView) -> None:  # noqa: B027
         """A batch begins. `target` is the LanguageModel that will judge."""
 
-    def admit(self, rows: RowsView, first: int) -> None:
+    def admit(self, rows: RowsView, first: int) -> None:  # noqa: B027
         """Rows `first` and after are new."""
 
     @abstractmethod
     def propose(self, rows: RowsView, budget: Budget) -> TokenTree:
         """A draft for every row, within the budget."""
 
-    def keep(self, rows: RowsView, verdict: Verdict, taps: tuple[Tensor, ...]) -> None:
+    def keep(self, rows: RowsView, verdict: Verdict, taps: tuple[Tensor, ...]) -> None:  # noqa: B027
         """What was decided, on the device, before the rows commit it."""
 
-    def release(self, row: int, last: int, length: int) -> None:
+    def release(self, row: int, last: int, length: int) -> None:  # noqa: B027
         """Row `row` is gone; row `last` (of `length` tokens) takes its place."""
 
     def describe(self) -> str:
@@ -144,14 +147,20 @@ RULES: Registry[Rule] = Registry("rule", "paceline.rules")
 
 
 def arange(start: int, stop: int, device: torch.device) -> Tensor:
-    """A constant row of numbers; made once, then reused, since a decoding round needs the same few over and over."""
-    key = (start, stop, device)
-    known = _ARANGES.get(key)
-    if known is None:
-        if len(_ARANGES) > 4096:
-            _ARANGES.clear()
-        known = _ARANGES[key] = torch.arange(start, stop, device=device)
-    return known
+    """The numbers start..stop-1: a constant if short, else a piece of one long table; rounds need them often."""
+    if stop - start <= 64 and start <= 64:
+        known = _SHORT.get((start, stop, device))
+        if known is None:
+            known = _SHORT[(start, stop, device)] = torch.arange(start, stop, device=device)
+        return known
+    table = _LONG.get(device)
+    if table is None or stop + _BEFORE > table.shape[0] or start < -_BEFORE:
+        if start < -_BEFORE:
+            return torch.arange(start, stop, device=device)
+        table = _LONG[device] = torch.arange(-_BEFORE, max(2 * stop, 4096), device=device)
+    return table[start + _BEFORE : stop + _BEFORE]
 
 
-_ARANGES: dict[tuple[int, int, torch.device], Tensor] = {}
+_BEFORE = 4096
+_SHORT: dict[tuple[int, int, torch.device], Tensor] = {}
+_LONG: dict[torch.device, Tensor] = {}

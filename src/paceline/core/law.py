@@ -58,29 +58,34 @@ class SamplingBatch:
         self.rows = list(rows)
         self.eos = [list(ids) for ids in eos]
         self.device = torch.device(device)
+        neutral = Sampling()
+        # the controls that some row uses; everything else is skipped
+        self.used = frozenset(
+            name
+            for name in Sampling.__dataclass_fields__
+            if any(getattr(row, name) != getattr(neutral, name) for row in self.rows)
+        )
         self.all_greedy = all(row.greedy for row in self.rows)
         self.mixed = not self.all_greedy and any(row.greedy for row in self.rows)
-        self.deterministic = self.all_greedy and not self._any("noise", 0.0)
-        self.counts_tokens = self._any("repetition_penalty", 1.0) or self._any_penalty()
-        self.edits = any(row.logit_bias or row.banned_tokens or row.min_new_tokens for row in self.rows)
-        self.calls = any(row.processors for row in self.rows)
-        self.needs_prefix = self.counts_tokens or self.edits or self.calls
-        self._columns: dict[str, Tensor] = {}
+        self.shakes = "noise" in self.used
+        self.deterministic = self.all_greedy and not self.shakes
+        self.ranks = not self.used.isdisjoint({"top_k", "top_p"})
+        self.penalises = not self.used.isdisjoint({"presence_penalty", "frequency_penalty"})
+        self.counts_tokens = self.penalises or "repetition_penalty" in self.used
+        self.edits = not self.used.isdisjoint({"logit_bias", "banned_tokens", "min_new_tokens"})
+        self.needs_prefix = self.counts_tokens or self.edits or "processors" in self.used
+        self._columns: dict[tuple[str, torch.dtype], Tensor] = {}
+        self._biases: tuple[Tensor, Tensor] | None = None
         self._keys: dict[Purpose, Tensor] = {}
-
-    def _any(self, name: str, neutral: float) -> bool:
-        return any(getattr(row, name) != neutral for row in self.rows)
-
-    def _any_penalty(self) -> bool:
-        return self._any("presence_penalty", 0.0) or self._any("frequency_penalty", 0.0)
 
     def column(self, name: str, dtype: torch.dtype) -> Tensor:
         """One setting of all rows, [R,1,1]."""
-        known = self._columns.get(name)
+        known = self._columns.get((name, dtype))
         if known is None:
             values = [getattr(row, name) for row in self.rows]
-            known = self._columns[name] = torch.tensor(values, device=self.device, dtype=torch.float64).view(-1, 1, 1)
-        return known.to(dtype)
+            known = torch.tensor(values, device=self.device, dtype=torch.float64).view(-1, 1, 1).to(dtype)
+            self._columns[(name, dtype)] = known
+        return known
 
     def key(self, purpose: Purpose) -> Tensor:
         """The noise key of each row's seed, [R,1]."""
@@ -100,38 +105,36 @@ class SamplingBatch:
             scores = self._penalise(scores, prefix)
         if self.edits:
             scores = scores + self._bias(scores, prefix)
-        if self.calls:
+        if "processors" in self.used:
             scores = self._call(scores, prefix)
         return scores
 
     def _penalise(self, scores: Tensor, prefix: Prefix) -> Tensor:
-        assert prefix.seen is not None and prefix.counts is not None
-        if self._any("repetition_penalty", 1.0):
+        assert prefix.seen is not None
+        assert prefix.counts is not None
+        if "repetition_penalty" in self.used:
             factor = self.column("repetition_penalty", scores.dtype)
             pushed = torch.where(scores > 0, scores / factor, scores * factor)
             scores = torch.where(prefix.seen > 0, pushed, scores)
-        if self._any_penalty():
+        if self.penalises:
             counts = prefix.counts.to(scores.dtype)
             scores = scores - self.column("frequency_penalty", scores.dtype) * counts
             scores = scores - self.column("presence_penalty", scores.dtype) * (counts > 0)
         return scores
 
     def _bias(self, scores: Tensor, prefix: Prefix) -> Tensor:
-        vocabulary = scores.shape[-1]
-        if "bias" not in self._columns:
-            bias = torch.zeros(len(self.rows), 1, vocabulary, dtype=torch.float64)
-            closing = torch.zeros(len(self.rows), 1, vocabulary, dtype=torch.float64)
+        """[R,Q,V]: bias and bans, and the ends of text while it is too short to end."""
+        if self._biases is None:
+            bias = torch.zeros(len(self.rows), 1, scores.shape[-1], dtype=scores.dtype)
+            closing = torch.zeros_like(bias)
             for r, row in enumerate(self.rows):
                 for token, value in row.logit_bias.items():
                     bias[r, 0, token] += value
                 bias[r, 0, list(row.banned_tokens)] = _NEVER
-                if row.min_new_tokens:
-                    closing[r, 0, [token for token in self.eos[r] if token < vocabulary]] = _NEVER
-            self._columns["bias"] = bias.to(self.device)
-            self._columns["closing"] = closing.to(self.device)
-        bias = self._columns["bias"].to(scores.dtype)
+                closing[r, 0, [token for token in self.eos[r] if token < scores.shape[-1]]] = _NEVER
+            self._biases = (bias.to(self.device), (bias + closing).to(self.device))
         early = prefix.new.unsqueeze(-1) < self.column("min_new_tokens", torch.float64)  # [R,Q,1]
-        return torch.where(early, bias + self._columns["closing"].to(scores.dtype), bias)
+        return torch.where(early, self._biases[1], self._biases[0]).to(scores.dtype)
 
     def _call(self, scores: Tensor, prefix: Prefix) -> Tensor:
         scores = scores.clone()
@@ -143,29 +146,30 @@ class SamplingBatch:
 
     # ---- edited logits -> law
 
-    def law(self, logits: Tensor, position: Tensor, prefix: Prefix | None) -> Law:
-        """The law each place is sampled from: [R,Q,V] logits at positions [R,Q]."""
+    def law(self, logits: Tensor, position: Tensor | None, prefix: Prefix | None) -> Law:
+        """The law each place is sampled from: [R,Q,V] logits at positions [R,Q] (asked for only if `shakes`)."""
         scores = self.edit(logits, prefix)
         if scores.dtype not in (torch.float32, torch.float64):
             scores = scores.to(torch.float32)
         if self.deterministic:
             return _point_mass(scores)
-        greedy = self.column("temperature", scores.dtype) == 0  # [R,1,1]
-        scores = scores / torch.where(greedy, 1.0, self._temperature(scores))
+        some_greedy = self.all_greedy or self.mixed
+        greedy = self.column("temperature", scores.dtype) == 0 if some_greedy else None  # [R,1,1]
+        heat = self._temperature(scores)
+        scores = scores / (heat if greedy is None else torch.where(greedy, 1.0, heat))
         ids = None
-        if self._any("top_k", 0) or self._any("top_p", 1.0):
+        if self.ranks:
             scores, ids = self._ranked(scores, position)
-        scores = self._cut_min_p(scores)
-        scores = self._cut_typical(scores)
+        scores = self._cut_typical(self._cut_min_p(scores))
         weights = scores.softmax(-1)
-        if self.all_greedy or self.mixed:
+        if greedy is not None:
             best = scores.argmax(-1, keepdim=True)
             weights = torch.where(greedy, torch.zeros_like(weights).scatter_(-1, best, 1.0), weights)
         return Law(weights, ids)
 
     def _temperature(self, scores: Tensor) -> Tensor:
         base = self.column("temperature", scores.dtype)
-        if not self._any("dynamic_temperature", 0.0):
+        if "dynamic_temperature" not in self.used:
             return base
         reach = self.column("dynamic_temperature", scores.dtype)
         logs = scores.log_softmax(-1)
@@ -174,21 +178,24 @@ class SamplingBatch:
         moved = base - reach + 2 * reach * share ** self.column("dynamic_exponent", scores.dtype)
         return torch.where(reach > 0, moved.clamp_min(1e-6), base)
 
-    def _ranked(self, scores: Tensor, position: Tensor) -> tuple[Tensor, Tensor]:
+    def _ranked(self, scores: Tensor, position: Tensor | None) -> tuple[Tensor, Tensor]:
         """Top-k, noise and top-p on scores in falling order; the k best where every row has a k, else all."""
         V = scores.shape[-1]
         limits = [min(row.top_k, V) if row.top_k else V for row in self.rows]
-        scores, ids = scores.topk(max(limits), dim=-1) if max(limits) < V else scores.sort(-1, True, stable=True)
+        scores, ids = (
+            scores.topk(max(limits), dim=-1) if max(limits) < V else scores.sort(dim=-1, descending=True, stable=True)
+        )
         if min(limits) < max(limits):
             k = torch.tensor(limits, device=self.device).view(-1, 1, 1)
             scores = scores.masked_fill(torch.arange(scores.shape[-1], device=self.device) >= k, _NEVER)
-        if self._any("noise", 0.0):
+        if self.shakes:
+            assert position is not None
             width = self.column("noise", torch.float64)
             shake = gaussian(self.key(Purpose.GAUSS), position, ids) * width
             scores = torch.where(width > 0, scores + shake.to(scores.dtype), scores)
-            scores, order = scores.sort(-1, True, stable=True)
+            scores, order = scores.sort(dim=-1, descending=True, stable=True)
             ids = ids.gather(-1, order)
-        if self._any("top_p", 1.0):
+        if "top_p" in self.used:
             top_p = self.column("top_p", scores.dtype)
             weights = scores.softmax(-1)
             beyond = weights.cumsum(-1) - weights >= top_p  # the mass before a token already reaches top_p
@@ -196,20 +203,20 @@ class SamplingBatch:
         return scores, ids
 
     def _cut_min_p(self, scores: Tensor) -> Tensor:
-        if not self._any("min_p", 0.0):
+        if "min_p" not in self.used:
             return scores
         floor = self.column("min_p", scores.dtype)
         low = scores - scores.amax(-1, keepdim=True) < floor.log()
         return scores.masked_fill(low, _NEVER)
 
     def _cut_typical(self, scores: Tensor) -> Tensor:
-        if not self._any("typical_p", 1.0):
+        if "typical_p" not in self.used:
             return scores
         mass = self.column("typical_p", scores.dtype)
         logs = scores.log_softmax(-1)
         weights = logs.exp()
         entropy = -(weights * logs.clamp_min(-1e30)).sum(-1, keepdim=True)
-        order = (-logs - entropy).abs().sort(-1, stable=True).indices
+        order = (-logs - entropy).abs().sort(dim=-1, stable=True).indices
         ranked = weights.gather(-1, order)
         beyond = ranked.cumsum(-1) - ranked >= mass
         cut = torch.zeros_like(beyond).scatter_(-1, order, beyond)

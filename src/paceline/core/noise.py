@@ -20,7 +20,7 @@ _WORD = (1 << 64) - 1
 
 
 class Purpose(IntEnum):
-    """Separate streams: a draft must not share noise with a residual (it would bias it). Only `match` shares, on purpose."""
+    """Separate streams: noise shared by a draft and a residual would bias it. Only `match` shares, on purpose."""
 
     TARGET = 1  # the sample of the target at a position, and coupled drafts of it
     DRAFT = 2  # a draft that is judged by a ratio
@@ -44,8 +44,8 @@ def _mix(word: int) -> int:
 
 def _scramble(words: Tensor) -> Tensor:
     """The same kind of mixing on int64 tensors, in place; torch shifts arithmetically, hence the masks."""
-    words.bitwise_xor_((words >> 30).bitwise_and_((1 << 34) - 1)).mul_(_signed(_MIX1))
-    return words.bitwise_xor_((words >> 27).bitwise_and_((1 << 37) - 1)).mul_(_signed(_MIX2))
+    words.bitwise_xor_(words.bitwise_right_shift(30).bitwise_and_((1 << 34) - 1)).mul_(_signed(_MIX1))
+    return words.bitwise_xor_(words.bitwise_right_shift(27).bitwise_and_((1 << 37) - 1)).mul_(_signed(_MIX2))
 
 
 def stream_key(seed: int, purpose: Purpose) -> int:
@@ -68,7 +68,7 @@ def _uniform(key: Tensor, position: Tensor, lane_words: Tensor) -> Tensor:
     """Uniforms strictly inside (0, 1), 53 bits. key [R,1], position [R,Q], lane_words [...,L] -> [R,Q,L] float64."""
     place = _scramble(position * _signed(_GOLDEN) + key)  # [R,Q]
     words = _scramble(place.unsqueeze(-1) + lane_words)
-    bits = (words >> 12).bitwise_and_((1 << 52) - 1)
+    bits = words.bitwise_right_shift(12).bitwise_and_((1 << 52) - 1)
     return bits.to(torch.float64).add_(0.5).mul_(2.0**-52)
 
 
@@ -86,4 +86,5 @@ def exponential(key: Tensor, position: Tensor, lanes: Tensor | int) -> Tensor:
 
 def gaussian(key: Tensor, position: Tensor, lanes: Tensor | int) -> Tensor:
     """Standard normal noise, by the inverse of its distribution function."""
-    return torch.special.ndtri(uniform(key, position, lanes))
+    noise: Tensor = torch.special.ndtri(uniform(key, position, lanes))
+    return noise

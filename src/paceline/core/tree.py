@@ -22,8 +22,8 @@ class TokenTree:
     """tokens [R,N] and parents [R,N]: -1 continues the committed text, and parents come before their children.
 
     `parents=None` is a chain. `count` [R] says how many nodes of each row are in use (None: all of them); the rest is
-    padding. `laws` [R,N,V] is the law each token was drawn from. `deepest` bounds the length of a path where the drafter
-    knows it, so that verdicts are no wider than they need be. A tree knows nothing of the text before it.
+    padding. `laws` [R,N,V] is the law each token was drawn from. `deepest` bounds the length of a path where it is
+    known, so that verdicts are no wider than they need be. A tree knows nothing of the text before it.
     """
 
     tokens: Tensor

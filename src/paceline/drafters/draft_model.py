@@ -60,8 +60,10 @@ class DraftModel(Drafter):
 
     # ---- rows come and go
 
-    def open(self, target: LanguageModel, rows: RowsView) -> None:
+    def check(self, target: LanguageModel) -> None:
         check_same_vocabulary(target, self.lm)
+
+    def open(self, target: LanguageModel, rows: RowsView) -> None:
         self.vocabulary = target.vocabulary
         self._reader = self.lm.reader()
         self._read, self._drafted_at = [], []
@@ -115,7 +117,8 @@ class DraftModel(Drafter):
         if not self._warned:
             self._warned = True
             warnings.warn(
-                f"The text has outgrown the context of {self.lm.name} ({self.lm.context} tokens); decoding goes on without drafts.",
+                f"The text has outgrown the context of {self.lm.name} ({self.lm.context} tokens); "
+                "plain decoding goes on.",
                 PacelineWarning,
                 stacklevel=2,
             )

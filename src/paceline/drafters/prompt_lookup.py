@@ -23,7 +23,7 @@ class PromptLookup(Drafter):
         def __post_init__(self) -> None:
             if not 1 <= self.shortest <= self.longest:
                 raise InputError(
-                    f"prompt-lookup needs 1 <= shortest <= longest, got shortest={self.shortest}, longest={self.longest}."
+                    f"prompt-lookup needs 1 <= shortest <= longest, got {self.shortest} and {self.longest}."
                 )
             if self.branches < 1:
                 raise InputError(f"branches must be at least 1, got {self.branches}.")

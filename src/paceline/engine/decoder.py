@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import paceline.rules  # noqa: F401  registers the rules
 from paceline.core.contracts import DRAFTERS, RULES, Drafter, Rule
 from paceline.core.errors import InputError, UnknownNameError
 from paceline.core.registry import build_options
@@ -19,11 +20,8 @@ from .request import Generation, Piece, Request, build_requests
 from .rows import Event, Row
 from .stopping import Detokenizer, Stopper
 
-_DRAFT_ALIASES = {
-    "num_assistant_tokens": "gamma",
-    "num_speculative_tokens": "gamma",
-    "prompt_lookup_num_tokens": "gamma",
-}
+_NAMES = ("target", "draft", "gamma", "rule", "options", "nodes", "rows")
+_ALIASES = ("assistant_model", "num_assistant_tokens", "prompt_lookup_num_tokens", "max_matching_ngram_size")
 Cancel = Callable[[], bool]
 
 
@@ -33,6 +31,7 @@ class SpeculativeDecoder:
     target: a LanguageModel, a transformers model, or anything `paceline.load` takes. draft: the name of a drafter, a
     Drafter, a model (object, catalogue name, hub id, folder, .gguf), or None for plain decoding. options: of the
     drafter, by name. gamma: tokens drafted in a row; nodes: of a tree, in all; rows: prompts decoded at once.
+    Transformers' names (assistant_model, num_assistant_tokens, prompt_lookup_num_tokens, max_matching_ngram_size) work.
     """
 
     def __init__(
@@ -45,13 +44,16 @@ class SpeculativeDecoder:
         options: Mapping[str, Any] | None = None,
         nodes: int | None = None,
         rows: int = 16,
+        **aliases: Any,
     ) -> None:
+        draft, gamma, options = _translate(aliases, draft, gamma, options or {})
         for name, value in (("gamma", gamma), ("rows", rows), ("nodes", nodes)):
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
                 raise InputError(f"{name} must be a whole number of at least 1, got {value!r}.")
         self.target = target if isinstance(target, LanguageModel) else load(target)
         self.rule = rule if isinstance(rule, Rule) else RULES[rule]()
-        self.drafter = make_drafter(draft, options or {})
+        self.drafter = make_drafter(draft, options)
+        self.drafter.check(self.target)
         self.gamma, self.rows = gamma, rows
         self.nodes = max(gamma, 64) if nodes is None else nodes
         self._busy = threading.Lock()
@@ -82,13 +84,25 @@ class SpeculativeDecoder:
         results = [self._result(row) for row in rows]
         return results[0] if single else results
 
-    def stream(self, prompt: Any, *, cancel: Cancel | None = None, **settings: Any) -> Iterator[Piece]:
-        """The same, one `Piece` per token as it is committed. Closing the iterator cancels."""
+    def stream(
+        self,
+        prompt: Any,
+        *,
+        cancel: Cancel | None = None,
+        done: Callable[[Generation], object] | None = None,
+        **settings: Any,
+    ) -> Iterator[Piece]:
+        """The same, one `Piece` per token as it is committed; `done` is called with each `Generation` at the end.
+
+        Closing the iterator cancels.
+        """
         prompts, _ = encode_all(prompt, self.target)
         rows = self._rows(prompts, build_requests(len(prompts), settings))
-        return self._pieces(rows, cancel)
+        return self._pieces(rows, cancel, done)
 
-    def _pieces(self, rows: list[Row], cancel: Cancel | None) -> Iterator[Piece]:
+    def _pieces(
+        self, rows: list[Row], cancel: Cancel | None, done: Callable[[Generation], object] | None
+    ) -> Iterator[Piece]:
         for event in self._run(rows, cancel):
             stop = event.row.stopper.stop
             last = stop is not None and len(event.row.tokens) == event.count
@@ -99,6 +113,9 @@ class SpeculativeDecoder:
                 event.row.index,
                 stop.finish_reason if stop and last else None,
             )
+
+        for row in rows if done else []:
+            done(self._result(row))  # type: ignore[misc]
 
     # ---- inside
 
@@ -113,8 +130,11 @@ class SpeculativeDecoder:
             eos = self.target.eos if request.eos_token_ids is None else request.eos_token_ids
             limit = min(request.max_new_tokens, self.target.context - len(prompt))
             detokenizer = None if tokenizer is None else Detokenizer(tokenizer, prompt)
-            stopper = Stopper(() if request.ignore_eos else eos, request.stop, limit, "length", detokenizer)
-            rows.append(Row(index, prompt, request, eos, stopper, limit))
+            tokens: list[int] = []
+            stopper = Stopper(
+                () if request.ignore_eos else eos, request.stop, limit, detokenizer, _criterion(request, prompt, tokens)
+            )
+            rows.append(Row(index, prompt, request, eos, stopper, limit, tokens))
         return rows
 
     def _run(self, rows: list[Row], cancel: Cancel | None) -> Iterator[Event]:
@@ -161,6 +181,30 @@ class SpeculativeDecoder:
             seed=row.request.sampling.seed,
             logprobs=None if row.request.logprobs is None else row.logprobs,
         )
+
+
+def _translate(
+    aliases: Mapping[str, Any], draft: Any, gamma: int, options: Mapping[str, Any]
+) -> tuple[Any, int, Mapping[str, Any]]:
+    """Transformers' names for the same things."""
+    for name, value in aliases.items():
+        if name == "assistant_model":
+            draft = value
+        elif name == "num_assistant_tokens":
+            gamma = value
+        elif name == "prompt_lookup_num_tokens":
+            draft, gamma = draft or "prompt-lookup", value
+        elif name == "max_matching_ngram_size":
+            options = {**options, "longest": value}
+        else:
+            raise UnknownNameError("argument", name, [*_NAMES, *_ALIASES])
+    return draft, gamma, options
+
+
+def _criterion(request: Request, prompt: list[int], tokens: list[int]) -> Callable[[], bool] | None:
+    if not request.criteria:
+        return None
+    return lambda: any(criterion(prompt + tokens) for criterion in request.criteria)
 
 
 def make_drafter(draft: Any, options: Mapping[str, Any]) -> Drafter:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -18,6 +19,8 @@ from paceline.models.language_model import LanguageModel
 
 from .request import TokenLogprob, log
 from .rows import Event, Row, Rows
+
+T = TypeVar("T")
 
 
 class Loop:
@@ -94,7 +97,7 @@ class Loop:
             tree.validate(self.target.vocabulary, budget.nodes, budget.depth, self.rows.count)
         return tree.to(self.rows.device)
 
-    def _guard(self, act):  # type: ignore[no-untyped-def]
+    def _guard(self, act: Callable[[], T]) -> T | None:
         """A drafter that fails costs speed, never the text: say so once and go on without it."""
         try:
             return act()
@@ -131,7 +134,7 @@ class Loop:
         return [[self._logprob(read, tops, r, i, k or 0) for i in range(chosen.shape[1])] for r, k in enumerate(wanted)]
 
     @staticmethod
-    def _logprob(read: list, tops: list, r: int, i: int, k: int) -> TokenLogprob:  # type: ignore[type-arg]
+    def _logprob(read: list[Any], tops: list[Any], r: int, i: int, k: int) -> TokenLogprob:
         top_raw = tuple(zip(tops[0][r][i][:k], tops[1][r][i][:k], strict=True))
         top_law = tuple((t, log(w)) for t, w in zip(tops[2][r][i][:k], tops[3][r][i][:k], strict=True))
         return TokenLogprob(read[0][r][i], read[1][r][i], log(read[2][r][i]), top_raw, top_law)

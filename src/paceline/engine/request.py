@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -18,8 +18,11 @@ from paceline.core.trace import Stats, Trace
 ALIASES = {"max_tokens": "max_new_tokens", "min_tokens": "min_new_tokens", "eos_token_id": "eos_token_ids",
            "stop_strings": "stop", "logits_processor": "processors", "bad_token_ids": "banned_tokens"}  # fmt: skip
 _SAMPLERS = ("top_k", "top_p", "min_p", "typical_p", "noise", "dynamic_temperature")
+# A stopping criterion of the caller: all token ids so far, the prompt included -> stop now?
+Criterion = Callable[[list[int]], bool]
+
 # settings that are lists by nature: a list of lists is one per prompt
-_LISTS = frozenset({"stop", "eos_token_ids", "banned_tokens", "processors"})
+_LISTS = frozenset({"stop", "eos_token_ids", "banned_tokens", "processors", "criteria"})
 
 
 @dataclass(frozen=True)
@@ -30,6 +33,7 @@ class Request:
     stop: tuple[str, ...] = ()
     eos_token_ids: tuple[int, ...] | None = None  # None: the model's own
     ignore_eos: bool = False
+    criteria: tuple[Criterion, ...] = ()
     logprobs: int | None = None  # how many alternatives to report beside each token's own log-probability
     sampling: Sampling = field(default_factory=Sampling)
 
@@ -59,7 +63,7 @@ class TokenLogprob:
 
 @dataclass(frozen=True)
 class Generation:
-    """What was written for one prompt. `tokens` holds the token that ended the text; `text` ends before a stop string."""
+    """What was written for one prompt. `tokens` has the token that ended it; `text` ends before a stop string."""
 
     text: str
     tokens: list[int]
@@ -109,7 +113,7 @@ def _of(name: str, value: Any, index: int, count: int) -> Any:
 
 def _one(settings: dict[str, Any]) -> Request:
     settings = {name: value for name, value in settings.items() if value is not None}
-    for name in ("stop", "eos_token_ids", "banned_tokens", "processors"):
+    for name in _LISTS:
         if name in settings:
             value = settings[name]
             settings[name] = (value,) if isinstance(value, (str, int)) or callable(value) else tuple(value)

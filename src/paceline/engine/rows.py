@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -97,9 +98,10 @@ class Rows:
         last = self.count - 1
         self._store[index] = self._store[last]
         self._lengths[index] = self._lengths[last]
-        for listed in (self.live, self.lengths, self.histories):
-            listed[index] = listed[last]  # type: ignore[index]
-            del listed[last]  # type: ignore[attr-defined]
+        lists: tuple[list[Any], ...] = (self.live, self.lengths, self.histories)
+        for listed in lists:
+            listed[index] = listed[last]
+            del listed[last]
         self.refresh()
 
     def refresh(self) -> None:

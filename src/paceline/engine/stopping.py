@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,23 +53,30 @@ class Stopper:
     """Commits the tokens of one row one by one and says when to stop: the same path with and without speculation."""
 
     def __init__(
-        self, eos: Sequence[int], strings: Sequence[str], limit: int, limit_reason: str, detokenizer: Detokenizer | None
+        self,
+        eos: Sequence[int],
+        strings: Sequence[str],
+        limit: int,
+        detokenizer: Detokenizer | None,
+        criterion: Callable[[], bool] | None = None,
     ) -> None:
         self._eos = frozenset(eos)
         self._strings = tuple(strings)
         self._longest = max((len(s) for s in strings), default=0)
-        self._limit, self._limit_reason = limit, limit_reason
+        self._limit = limit
         self._detokenizer = detokenizer
+        self._criterion = criterion
         self.count = 0
         self.text = ""
         self.shown = 0  # characters already given to a stream
         self.stop: Stop | None = None
 
     def push(self, token: int) -> Stop | None:
-        """One more token. A stop string beats EOS, which beats the limit."""
+        """One more token. A stop string beats EOS, which beats the caller's criterion, which beats the limit."""
         self.count += 1
         piece = self._detokenizer.push(token) if self._detokenizer else ""
-        ended = token in self._eos or self.count >= self._limit
+        chosen = self._criterion is not None and self._criterion()
+        ended = chosen or token in self._eos or self.count >= self._limit
         if ended and self._detokenizer:
             piece += self._detokenizer.flush()
         self.text += piece
@@ -78,8 +85,10 @@ class Stopper:
             self.stop = Stop("stop", found)
         elif token in self._eos:
             self.stop = Stop("stop", token)
+        elif chosen:
+            self.stop = Stop("stop")
         elif self.count >= self._limit:
-            self.stop = Stop(self._limit_reason)
+            self.stop = Stop("length")
         return self.stop
 
     def cancel(self) -> None:

@@ -46,4 +46,11 @@ def is_model(text: str) -> bool:
     return text in catalogue_names() or "/" in text or text.endswith(".gguf") or os.path.exists(text)
 
 
-__all__ = ["LanguageModel", "catalogue_names", "is_model", "load"]
+def generate_output(sequences: Any) -> Any:
+    """What transformers' `generate` returns with `return_dict_in_generate`."""
+    from transformers.generation import GenerateDecoderOnlyOutput
+
+    return GenerateDecoderOnlyOutput(sequences=sequences)
+
+
+__all__ = ["LanguageModel", "catalogue_names", "generate_output", "is_model", "load"]

@@ -102,7 +102,7 @@ def _refuse(model: PreTrainedModel, config: Any, name: str, kinds: tuple[str, ..
     odd = sorted(set(kinds) - _ATTENTION_KINDS)
     if getattr(model, "_is_stateful", False) or any("linear" in k or "mamba" in k or "conv" in k for k in odd):
         raise UnsupportedError(
-            f"{what} ({name}) keeps a recurrent state, which cannot forget rejected tokens; use an attention-only model."
+            f"{what} ({name}) keeps a recurrent state, which cannot forget rejected tokens; use attention-only models."
         )
     if getattr(config, "is_encoder_decoder", False) or getattr(model.config, "is_encoder_decoder", False):
         raise UnsupportedError(f"{what} ({name}) is an encoder-decoder model; only decoder-only models are supported.")

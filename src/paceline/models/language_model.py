@@ -204,7 +204,7 @@ class SlotReader:
     # ---- forgetting
 
     def keep(self, rows: RowsView, path: Tensor | None) -> None:
-        """`path` [R,D]: the scratch tokens to keep, in order (None: a prefix of the chain, which is already in place)."""
+        """`path` [R,D]: the scratch tokens to keep, in order (None: of a chain, which is in place)."""
         if path is not None and self._ancestors is not None and path.shape[1] > 0:
             self.cache.reserve(rows.count, max(rows.lengths) + path.shape[1])
             target = rows.length + arange(0, path.shape[1], path.device)

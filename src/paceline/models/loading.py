@@ -216,12 +216,11 @@ def _load_model(
 
 
 def _explained(error: Exception) -> str:
-    text = in_one_line(error)
     if "trust_remote_code" in str(error):
         return "it brings code of its own, which runs only with trust_remote_code=True"
     if "Unrecognized configuration class" in str(error):
         return "it is not a causal language model"
-    return text
+    return in_one_line(error)
 
 
 def _tokenizer_of(located: _Located, trust_remote_code: bool) -> PreTrainedTokenizerBase | None:

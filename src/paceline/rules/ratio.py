@@ -73,7 +73,7 @@ def _pack(tree: TokenTree, emitted: list[Tensor], taken: list[Tensor], last: Ten
         return Verdict(last[:, None], torch.zeros_like(last)[:, None])
     took = torch.stack(taken, 1)  # [R,N]
     accepted = took.sum(1, keepdim=True)
-    path = (~took).to(torch.int64).sort(1, stable=True).indices[:, : tree.reach]  # the taken nodes first
+    path = (~took).to(torch.int64).sort(dim=1, stable=True).indices[:, : tree.reach]  # the taken nodes first
     inside = arange(0, tree.reach, last.device) < accepted
     tokens = torch.stack(emitted, 1).gather(1, path).where(inside, NOTHING)
     row = torch.cat([tokens, torch.full_like(accepted, NOTHING)], 1).scatter(1, accepted, last[:, None])

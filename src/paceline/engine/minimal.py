@@ -1,0 +1,69 @@
+"""Speculative sampling in two functions, to read and to call with any two callables. No cache, no rows, no trees.
+
+The rest of the library does the same thing fast; these are for teaching, for models that are not Hugging Face's, and as
+an independent reference in the tests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from paceline.core.errors import InputError
+
+# token ids [n] -> the law of the next token after each of them, [n,V]
+NextLaws = Callable[[Tensor], Tensor]
+
+
+def speculative_sampling(
+    p: Tensor, q: Tensor, token: Tensor | int | None = None, generator: torch.Generator | None = None
+) -> tuple[int, bool]:
+    """One token of law `p` [V] by way of `q` [V]: (token, was the draft accepted?).
+
+    `token` is a sample of q (drawn here if not given). It is kept with probability min(1, p/q); otherwise the token
+    comes from what q left of p: norm(max(0, p - q)).
+    """
+    for name, law in (("p", p), ("q", q)):
+        if law.dim() != 1 or bool((law < 0).any()) or not torch.isclose(law.sum(), law.new_ones(()), atol=1e-4):
+            raise InputError(
+                f"{name} must be probabilities [V] that sum to 1, got {list(law.shape)}, sum {law.sum():g}."
+            )
+    if p.shape != q.shape:
+        raise InputError(f"p has {p.shape[0]} tokens and q {q.shape[0]}; they must share a vocabulary.")
+    drafted = int(_draw(q, generator) if token is None else token)
+    if float(torch.rand((), dtype=torch.float64, generator=generator)) * float(q[drafted]) < float(p[drafted]):
+        return drafted, True
+    left = (p - q).clamp(min=0)
+    return int(_draw(left if left.sum() > 0 else p, generator)), False
+
+
+def speculative_step(
+    target: NextLaws, draft: NextLaws, tokens: Tensor, gamma: int = 5, generator: torch.Generator | None = None
+) -> list[int]:
+    """One round after `tokens` [n]: 1 to gamma+1 new tokens, distributed as the target alone would write them.
+
+    `target` and `draft` map token ids [n] to the laws [n,V] of the token after each of them. The target is called once.
+    """
+    if gamma < 1:
+        raise InputError(f"gamma must be at least 1, got {gamma}.")
+    drafted, laws, text = [], [], tokens
+    for _ in range(gamma):
+        q = draft(text)[-1]
+        x = _draw(q, generator)
+        drafted.append(int(x))
+        laws.append(q)
+        text = torch.cat([text, x.view(1)])
+    wanted = target(text)[-gamma - 1 :]
+    written: list[int] = []
+    for token, q, p in zip(drafted, laws, wanted, strict=False):
+        kept, accepted = speculative_sampling(p, q, token, generator)
+        written.append(kept)
+        if not accepted:
+            return written
+    return [*written, int(_draw(wanted[-1], generator))]
+
+
+def _draw(weights: Tensor, generator: torch.Generator | None) -> Tensor:
+    return torch.multinomial(weights, 1, generator=generator)[0]

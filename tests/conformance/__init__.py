@@ -1,0 +1,1 @@
+"""The promise, tested: one suite over every registered drafter and rule. See README.md beside this file."""

@@ -1,26 +1,56 @@
 """Paceline: faster generation by speculative decoding, without changing what is written."""
 
-from .core.contracts import DRAFTERS, RULES, Budget, Drafter, Rule
-from .core.errors import (
-    DrafterError,
-    InputError,
-    LoadError,
-    ModelOutputError,
-    PacelineError,
-    PacelineWarning,
-    UnknownNameError,
-    UnsupportedError,
-)
-from .core.sampling import Sampling
-from .core.tree import TokenTree
-from .core.verdict import Verdict
-from .engine.custom_generate import CustomGenerate
-from .engine.decoder import SpeculativeDecoder
-from .engine.minimal import speculative_sampling, speculative_step
-from .engine.request import Generation, Piece
-from .models import LanguageModel, load
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .core.contracts import DRAFTERS, RULES, Budget, Drafter, Rule
+    from .core.errors import (
+        DrafterError,
+        InputError,
+        LoadError,
+        ModelOutputError,
+        PacelineError,
+        PacelineWarning,
+        UnknownNameError,
+        UnsupportedError,
+    )
+    from .core.sampling import Sampling
+    from .core.tree import TokenTree
+    from .core.verdict import Verdict
+    from .engine.custom_generate import CustomGenerate
+    from .engine.decoder import SpeculativeDecoder
+    from .engine.minimal import speculative_sampling, speculative_step
+    from .engine.request import Generation, Piece
+    from .models import LanguageModel, load
 
 __version__ = "0.1.0"
+
+# where each public name lives; it is imported when it is asked for, so that `paceline --help` does not wait for torch
+_HOMES = {
+    "core.contracts": ("DRAFTERS", "RULES", "Budget", "Drafter", "Rule"),
+    "core.errors": (
+        "DrafterError",
+        "InputError",
+        "LoadError",
+        "ModelOutputError",
+        "PacelineError",
+        "PacelineWarning",
+        "UnknownNameError",
+        "UnsupportedError",
+    ),
+    "core.sampling": ("Sampling",),
+    "core.tree": ("TokenTree",),
+    "core.verdict": ("Verdict",),
+    "engine.custom_generate": ("CustomGenerate",),
+    "engine.decoder": ("SpeculativeDecoder",),
+    "engine.minimal": ("speculative_sampling", "speculative_step"),
+    "engine.request": ("Generation", "Piece"),
+    "models": ("LanguageModel", "load"),
+}
+_HOME = {name: home for home, names in _HOMES.items() for name in names}
 
 __all__ = [
     "DRAFTERS",
@@ -48,3 +78,15 @@ __all__ = [
     "speculative_sampling",
     "speculative_step",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'paceline' has no attribute '{name}'")
+    value = getattr(import_module(f"paceline.{_HOME[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "__version__"]

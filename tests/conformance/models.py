@@ -51,7 +51,7 @@ _NEOX = dict(
     max_position_embeddings=CONTEXT,
     rotary_pct=0.5,
 )
-_BLOOM = dict(hidden_size=32, n_layer=2, n_head=4)
+_BLOOM = dict(hidden_size=32, n_layer=2, n_head=4, tie_word_embeddings=False)
 _GEMMA = {**_LLAMA, "head_dim": 8}
 _SOFT = {"sliding_window": WINDOW, "query_pre_attn_scalar": 8, "tie_word_embeddings": False}
 _MIX = ["sliding_attention", "full_attention"]
@@ -138,3 +138,31 @@ def perturbed(model: PreTrainedModel, share: float = 0.05, seed: int = 1) -> Pre
         for weight in other.parameters():
             weight += share * weight.std(correction=0) * torch.randn(weight.shape, generator=generator, dtype=weight.dtype)
     return other
+
+
+# ---- made once per process; a model holds no text, so tests may share it
+
+
+@lru_cache(maxsize=None)
+def target(name: str) -> LanguageModel:
+    return LanguageModel(build(CASES[name]), name=name)
+
+
+@lru_cache(maxsize=None)
+def draft(name: str, kind: str) -> LanguageModel:
+    """What a drafter that runs a model is given: `blind` has one layer and other weights, `close` agrees often, `same`
+    is the target itself."""
+    if kind == "same":
+        return target(name)
+    if kind == "close":
+        return LanguageModel(perturbed(target(name).model), name=f"{name}-close")
+    return LanguageModel(build(CASES[name], 7, **_one_layer(CASES[name])), name=f"{name}-blind")
+
+
+def _one_layer(case: Case) -> dict[str, Any]:
+    layers = "n_layer" if "n_layer" in case.settings else "num_hidden_layers"
+    kinds = case.settings.get("layer_types")
+    return {layers: 1} if kinds is None else {layers: 1, "layer_types": kinds[:1]}
+
+
+DRAFTS = ("blind", "close", "same")

@@ -12,12 +12,6 @@ from typing import Any
 import gguf
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
-from transformers.utils import logging
-
-from paceline.core.errors import LoadError
-from paceline.models.gguf import PROVENANCE, convert, read_header
-from paceline.models.gguf_tokenizer import TokenizerError, build_tokenizer
 from tests.models.tiny_gguf import (
     USER_DEFINED,
     byte_level_vocabulary,
@@ -27,6 +21,12 @@ from tests.models.tiny_gguf import (
     tiny_llama,
     write_gguf,
 )
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+from transformers.utils import logging
+
+from paceline.core.errors import LoadError
+from paceline.models.gguf import PROVENANCE, convert, read_header
+from paceline.models.gguf_tokenizer import TokenizerError, build_tokenizer
 
 CHAT = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
 

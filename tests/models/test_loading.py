@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tests.models.tiny_gguf import byte_level_vocabulary, tiny_gguf, tiny_llama, write_gguf
 from transformers import PreTrainedTokenizerFast, T5Config
 from transformers.utils import logging
 
@@ -21,7 +22,6 @@ from paceline.models import catalogue, hub
 from paceline.models.cache import cache_folder, file_sha256
 from paceline.models.gguf import convert, read_header
 from paceline.models.loading import Checkpoint, load_checkpoint
-from tests.models.tiny_gguf import byte_level_vocabulary, tiny_gguf, tiny_llama, write_gguf
 
 RealApi = hub.HfApi
 NOWHERE = "http://127.0.0.1:9"  # the discard port: refused at once
@@ -301,11 +301,11 @@ def test_a_gguf_that_is_not_there(tmp_path: Path) -> None:
 
 def test_a_gguf_with_an_unknown_splitter_wants_a_tokenizer(tmp_path: Path, folder: Path) -> None:
     tiny_gguf(tmp_path / "m.gguf", byte_level_vocabulary("martian"))
-    with pytest.raises(LoadError, match="martian.*pass tokenizer=") as caught:
+    with pytest.raises(LoadError, match=r"martian.*pass tokenizer=") as caught:
         load_checkpoint(tmp_path / "m.gguf")
     sentence(caught)
     assert load_checkpoint(tmp_path / "m.gguf", tokenizer=folder).tokenizer is not None
-    with pytest.raises(LoadError, match="martian.*pass tokenizer="):  # also now that the weights are cached
+    with pytest.raises(LoadError, match=r"martian.*pass tokenizer="):  # also now that the weights are cached
         load_checkpoint(tmp_path / "m.gguf")
 
 
@@ -329,7 +329,7 @@ def test_a_loaded_model_passes_through_untouched() -> None:
     assert model.training
     assert model.config.to_dict() == described
     assert all(torch.equal(weight, before[name]) for name, weight in model.state_dict().items())
-    with pytest.raises(InputError, match="loaded already, in torch.float32"):
+    with pytest.raises(InputError, match=r"loaded already, in torch\.float32"):
         load_checkpoint(model, dtype="bfloat16")
     with pytest.raises(InputError, match="loaded already, on cpu"):
         load_checkpoint(model, device="meta")
@@ -369,7 +369,7 @@ def test_names_and_aliases() -> None:
     assert all(name == name.lower() and "/" not in name for name in everything)
 
 
-# ------------------------------------------------------------------------------------------------ the hub and its absence
+# ------------------------------------------------------------------------------------------------ the hub, and without
 
 
 def test_no_network_is_one_sentence_that_says_what_to_do() -> None:

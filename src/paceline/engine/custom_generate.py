@@ -1,4 +1,4 @@
-"""A drop-in for transformers' own `generate`: `model.generate(..., custom_generate=CustomGenerate("prompt-lookup"))`."""
+"""A drop-in for `model.generate`: `model.generate(..., custom_generate=CustomGenerate("prompt-lookup"))`."""
 
 from __future__ import annotations
 
@@ -82,11 +82,11 @@ class CustomGenerate:
             return list(decoder.generate(prompts, **settings))
         if len(prompts) > 1:
             raise UnsupportedError(f"A streamer follows one text, and there are {len(prompts)}; leave one of them out.")
-        kept: list[Generation] = []
-        for piece in decoder.stream(prompts, done=kept.append, **settings):
+        stream = decoder.stream(prompts, **settings)
+        for piece in stream:
             self.streamer.put(torch.tensor([piece.token]))
         self.streamer.end()
-        return kept
+        return stream.results
 
     def _decoder_for(self, model: Any) -> SpeculativeDecoder:
         if self._decoder is None or self._decoder.target.model is not model:

@@ -16,9 +16,10 @@ from paceline.models.language_model import LanguageModel, check_prompt
 
 from .loop import Loop
 from .prompts import encode_all
-from .request import Generation, Piece, Request, build_requests
+from .request import Request, build_requests
 from .rows import Event, Row
 from .stopping import Detokenizer, Stopper
+from .stream import Stream
 
 _NAMES = ("target", "draft", "gamma", "rule", "options", "nodes", "rows")
 _ALIASES = ("assistant_model", "num_assistant_tokens", "prompt_lookup_num_tokens", "max_matching_ngram_size")
@@ -81,41 +82,14 @@ class SpeculativeDecoder:
         rows = self._rows(prompts, build_requests(len(prompts), settings))
         for _ in self._run(rows, cancel):
             pass
-        results = [self._result(row) for row in rows]
+        results = [row.result() for row in rows]
         return results[0] if single else results
 
-    def stream(
-        self,
-        prompt: Any,
-        *,
-        cancel: Cancel | None = None,
-        done: Callable[[Generation], object] | None = None,
-        **settings: Any,
-    ) -> Iterator[Piece]:
-        """The same, one `Piece` per token as it is committed; `done` is called with each `Generation` at the end.
-
-        Closing the iterator cancels.
-        """
+    def stream(self, prompt: Any, *, cancel: Cancel | None = None, **settings: Any) -> Stream:
+        """The same, one `Piece` per token as it is committed."""
         prompts, _ = encode_all(prompt, self.target)
         rows = self._rows(prompts, build_requests(len(prompts), settings))
-        return self._pieces(rows, cancel, done)
-
-    def _pieces(
-        self, rows: list[Row], cancel: Cancel | None, done: Callable[[Generation], object] | None
-    ) -> Iterator[Piece]:
-        for event in self._run(rows, cancel):
-            stop = event.row.stopper.stop
-            last = stop is not None and len(event.row.tokens) == event.count
-            yield Piece(
-                event.text,
-                event.token,
-                event.from_draft,
-                event.row.index,
-                stop.finish_reason if stop and last else None,
-            )
-
-        for row in rows if done else []:
-            done(self._result(row))  # type: ignore[misc]
+        return Stream(rows, self._run(rows, cancel))
 
     # ---- inside
 
@@ -153,8 +127,7 @@ class SpeculativeDecoder:
                 yield from loop.step()
         finally:
             for row in rows:
-                if row.stopper.stop is None:
-                    row.stopper.cancel()
+                row.cancel()
             self._owner = None
             self._busy.release()
 
@@ -166,21 +139,6 @@ class SpeculativeDecoder:
             )
         self._busy.acquire()
         self._owner = threading.get_ident()
-
-    def _result(self, row: Row) -> Generation:
-        stop = row.stopper.stop
-        assert stop is not None
-        return Generation(
-            text=row.stopper.text,
-            tokens=row.tokens,
-            finish_reason=stop.finish_reason,
-            stop_reason=stop.cause,
-            stats=row.trace.stats(row.seconds),
-            trace=row.trace,
-            prompt_tokens=row.prompt,
-            seed=row.request.sampling.seed,
-            logprobs=None if row.request.logprobs is None else row.logprobs,
-        )
 
 
 def _translate(

@@ -21,7 +21,7 @@ from paceline.core.trace import Round, Trace
 from paceline.core.tree import TokenTree
 from paceline.core.verdict import BROKEN, NOTHING, Verdict
 
-from .request import Request, TokenLogprob
+from .request import Generation, Request, TokenLogprob
 from .stopping import Stopper
 
 
@@ -40,6 +40,27 @@ class Row:
     logprobs: list[TokenLogprob] = field(default_factory=list)
     started: float = field(default_factory=time.perf_counter)
     seconds: float = 0.0
+
+    def cancel(self) -> None:
+        """End a text that has not ended by itself."""
+        if self.stopper.stop is None:
+            self.stopper.cancel()
+            self.seconds = time.perf_counter() - self.started
+
+    def result(self) -> Generation:
+        stop = self.stopper.stop
+        assert stop is not None
+        return Generation(
+            text=self.stopper.text,
+            tokens=self.tokens,
+            finish_reason=stop.finish_reason,
+            stop_reason=stop.cause,
+            stats=self.trace.stats(self.seconds),
+            trace=self.trace,
+            prompt_tokens=self.prompt,
+            seed=self.request.sampling.seed,
+            logprobs=None if self.request.logprobs is None else self.logprobs,
+        )
 
     @property
     def remaining(self) -> int:

@@ -92,8 +92,8 @@ class Stopper:
         return self.stop
 
     def cancel(self) -> None:
-        self.text += self._detokenizer.flush() if self._detokenizer and self.stop is None else ""
-        self.stop = self.stop or Stop("cancelled")
+        self.text += self._detokenizer.flush() if self._detokenizer else ""
+        self.stop = Stop("cancelled")
 
     def _find(self, fresh: int) -> str | None:
         """The stop string that occurs first in the text; the text is cut before it."""

@@ -43,7 +43,9 @@ def catalogue_names() -> list[str]:
 
 def is_model(text: str) -> bool:
     """Could this string name a model rather than a drafter: a catalogue name, a hub id, a folder, a file?"""
-    return text in catalogue_names() or "/" in text or text.endswith(".gguf") or os.path.exists(text)
+    from .catalogue import find_entry
+
+    return find_entry(text) is not None or "/" in text or text.endswith(".gguf") or os.path.exists(text)
 
 
 def generate_output(sequences: Any) -> Any:

@@ -1,0 +1,86 @@
+"""What to run of every registered drafter, found out from its Options and never from its name.
+
+- A field `model` means: the drafter runs a model, and gets each of the drafts of models.py.
+- A field typed `Literal[...]` is tried with each of its values (`tree`: chain, levels, best-first).
+- A whole number called `branches` is tried as it is and as 3.
+- A drafter that needs more says so itself: `Options.conformance_variants()` (a classmethod) returns further mappings of
+  options; a value that is callable is called with the target, to make something that fits it, such as random heads.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import paceline  # noqa: F401  fills the registries
+from paceline import LanguageModel, SpeculativeDecoder
+from paceline.core.contracts import DRAFTERS
+
+from .models import DRAFTS, draft, target
+
+MANY_BRANCHES = 3
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One way to run one drafter. `draft` names the model it is given, "" if it takes none."""
+
+    drafter: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+    draft: str = ""
+
+    def __str__(self) -> str:
+        shown = [self.draft] if self.draft else []
+        shown += [f"{name}={'made' if callable(value) else value}" for name, value in self.options.items()]
+        return "-".join([self.drafter, *shown])
+
+    @property
+    def perfect(self) -> bool:
+        """The draft is what the target will say."""
+        return self.draft == "same"
+
+    @property
+    def chain(self) -> bool:
+        return self.options.get("tree", "chain") == "chain" and self.options.get("branches", 1) == 1
+
+    def made_for(self, lm: LanguageModel, case: str) -> dict[str, Any]:
+        options = {name: value(lm) if callable(value) else value for name, value in self.options.items()}
+        return {**options, "model": draft(case, self.draft)} if self.draft else options
+
+    def decoder(self, case: str, **settings: Any) -> SpeculativeDecoder:
+        lm = target(case)
+        return SpeculativeDecoder(lm, self.drafter, options=self.made_for(lm, case), **settings)
+
+
+def topologies(options: type) -> list[dict[str, Any]]:
+    """The mappings of options that a drafter is tried with."""
+    hints = typing.get_type_hints(options)
+    choices: list[list[dict[str, Any]]] = []
+    for entry in dataclasses.fields(options):
+        if typing.get_origin(hints[entry.name]) is typing.Literal:
+            choices.append([{entry.name: value} for value in typing.get_args(hints[entry.name])])
+        elif entry.name == "branches":
+            choices.append([{}, {"branches": MANY_BRANCHES}])
+    found: list[dict[str, Any]] = [{}]
+    for options_of_one in choices:
+        found = [{**have, **more} for have in found for more in options_of_one]
+    if hasattr(options, "conformance_variants"):
+        found += [dict(more) for more in options.conformance_variants()]
+    return found
+
+
+def variants(drafts: tuple[str, ...] = DRAFTS) -> list[Variant]:
+    """Every registered drafter in every topology, except the one that drafts nothing: it is the reference."""
+    found = []
+    for name in DRAFTERS:
+        options = DRAFTERS[name].Options
+        takes_model = any(entry.name == "model" for entry in dataclasses.fields(options))
+        for chosen in topologies(options):
+            found += [Variant(name, chosen, kind) for kind in (drafts if takes_model else ("",))]
+    return [variant for variant in found if variant.drafter != "none"]
+
+
+PLAIN = Variant("none")

@@ -5,7 +5,7 @@ Every architecture x every registered drafter x its topologies x {one row, a rag
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 import pytest
@@ -25,7 +25,7 @@ SAMPLED: dict[str, Any] = {"temperature": 0.9, "seed": 20}
 SEEDS = [20, 21, 22, 23]
 
 
-@lru_cache(maxsize=None)
+@cache
 def plain(case: str, sampled: bool) -> tuple[tuple[int, ...], ...]:
     """What plain decoding writes, one prompt at a time."""
     decoder = PLAIN.decoder(case)

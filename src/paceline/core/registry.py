@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
+from importlib import import_module
 from importlib.metadata import entry_points
 from typing import Any, Generic, TypeVar
 
@@ -13,7 +14,10 @@ T = TypeVar("T")
 
 
 class Registry(Generic[T]):
-    """Names to classes. A class registers itself where it is written; other packages through an entry point."""
+    """Names to classes. A class registers itself where it is written; other packages through an entry point.
+
+    `group` names both: our own room, imported at the first look, and the entry points of others.
+    """
 
     def __init__(self, kind: str, group: str) -> None:
         self.kind = kind
@@ -37,6 +41,7 @@ class Registry(Generic[T]):
         if self._looked:
             return
         self._looked = True
+        import_module(self._group)
         for point in entry_points(group=self._group):
             if point.name not in self._found:
                 self.register(point.name)(point.load())

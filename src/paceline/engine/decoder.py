@@ -6,7 +6,6 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-import paceline.rules  # noqa: F401  registers the rules
 from paceline.core.contracts import DRAFTERS, RULES, Drafter, Rule
 from paceline.core.errors import InputError, UnknownNameError
 from paceline.core.registry import build_options

@@ -32,16 +32,19 @@ class Loop:
         self.rows = Rows(target.vocabulary, target.device)
         self._reader = target.reader(drafter.needs_taps)
         self._width = 1  # committed tokens the next pass of the target must read
-        self._guard(lambda: drafter.open(target, self.rows))
+        with torch.inference_mode():
+            self._guard(lambda: drafter.open(target, self.rows))
 
     # ---- rows come and go
 
+    @torch.inference_mode()
     def admit(self, new: Sequence[Row]) -> None:
         first = self.rows.admit(new, self.nodes)
         room = max(len(row.prompt) + row.limit for row in self.rows.live) + self.nodes + 1
         self._width = self._reader.begin(self.rows, first, room)
         self._guard(lambda: self.drafter.admit(self.rows, first))
 
+    @torch.inference_mode()
     def release(self, index: int) -> None:
         last = self.rows.count - 1
         length = self.rows.lengths[last]

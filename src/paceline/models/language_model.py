@@ -85,7 +85,7 @@ class SlotReader:
         self._runner = runner
         self._taps = tuple(round(share * lm.layers) for share in taps)
         self._scratch = 0
-        self._ancestors: Tensor | None = None  # [R,M,M] of the scratch tokens, once they branch
+        self._parents: Tensor | None = None  # [R,M] of the scratch tokens, once they branch
 
     # ---- reading
 
@@ -131,7 +131,7 @@ class SlotReader:
         self.cache.aim(slice(0, rows.count), start if even else slots, visible, start)
         self._scratch += fed
         keep = fed + (1 if width else 0)
-        if parents is None and self._ancestors is None:
+        if parents is None and self._parents is None:
             omit = even and (start == 0 or width + fed == 1) and self._may_omit_mask(visible)
             allowed = None if omit else masks.chain_mask(slots, visible)
             keys = masks.key_positions(rows.length, None, visible) if self._positional else None
@@ -143,17 +143,16 @@ class SlotReader:
         return self._pass(ids, position, allowed, masks.key_positions(rows.length, depth, visible), keep)
 
     def _grow(self, R: int, fed: int, parents: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Depth [R,M] and ancestors [R,M,M] of all scratch tokens; new ones hang below tokens of earlier calls."""
-        assert parents is not None, "scratch tokens that branch need parents"
-        if self._ancestors is None:
-            self._ancestors = closure(parents)
-        else:
-            old = torch.nn.functional.pad(self._ancestors, (0, fed, 1, 0))  # row 0 is the text: no ancestors
-            own = torch.eye(fed, dtype=torch.bool, device=old.device).expand(R, fed, fed)
-            new = old.gather(1, (parents + 1).unsqueeze(-1).expand(R, fed, old.shape[2]))
-            new = new | torch.nn.functional.pad(own, (old.shape[2] - fed, 0))
-            self._ancestors = torch.cat([old[:, 1:], new], 1)
-        return self._ancestors.sum(-1) - 1, self._ancestors
+        """Depth [R,M] and ancestors [R,M,M] of all scratch tokens; those fed before without parents were a chain."""
+        device = self.lm.device
+        M = self._scratch - fed
+        if self._parents is None:
+            self._parents = arange(-1, M - 1, device).expand(R, M)
+        if parents is None:
+            parents = arange(M - 1, M + fed - 1, device).expand(R, fed)
+        self._parents = torch.cat([self._parents, parents], 1) if M else parents
+        ancestors = closure(self._parents)
+        return ancestors.sum(-1) - 1, ancestors
 
     @property
     def _positional(self) -> bool:
@@ -205,12 +204,12 @@ class SlotReader:
 
     def keep(self, rows: RowsView, path: Tensor | None) -> None:
         """`path` [R,D]: the scratch tokens to keep, in order (None: of a chain, which is in place)."""
-        if path is not None and self._ancestors is not None and path.shape[1] > 0:
+        if path is not None and self._parents is not None and path.shape[1] > 0:
             self.cache.reserve(rows.count, max(rows.lengths) + path.shape[1])
             target = rows.length + arange(0, path.shape[1], path.device)
             self.cache.move(rows.length + path, target)
         self._scratch = 0
-        self._ancestors = None
+        self._parents = None
 
     def release(self, row: int, last: int, length: int) -> None:
         """Row `last` takes the place of row `row`."""

@@ -32,12 +32,11 @@ def _follow_chain(tree: TokenTree, picks: Tensor) -> Verdict:
 
 def _follow_tree(tree: TokenTree, picks: Tensor) -> Verdict:
     assert tree.parents is not None
-    agree = tree.tokens == picks.gather(1, tree.parents + 1)
+    agree = (tree.tokens == picks.gather(1, tree.parents + 1)) & first_of_siblings(tree)
     if tree.in_use is not None:
         agree = agree & tree.in_use
     broken = (tree.ancestors & ~agree.unsqueeze(1)).any(-1)
-    taken = ~broken & first_of_siblings(tree)
-    return path_verdict(tree, taken, picks)
+    return path_verdict(tree, ~broken, picks)
 
 
 def first_of_siblings(tree: TokenTree) -> Tensor:

@@ -1,0 +1,192 @@
+"""`paceline generate --compare`: the same prompt and seed, plainly and speculatively, in turns and in one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+import typer
+from rich.console import Console
+
+from paceline.core.noise import fresh_seed
+from paceline.engine.decoder import SpeculativeDecoder
+from paceline.engine.request import Generation
+
+from .options import GenerateOptions
+from .report import dump, result_as_dict, settings_of, token_text, versions
+from .terminal import ACCEPTED, OWN, Ink, interruptible, say
+
+_WARM_UP = 16  # tokens: enough for the first passes of either kind, which are slower
+
+
+@dataclass(frozen=True)
+class Side:
+    """One way to decode: its last result and the speeds of all its runs."""
+
+    name: str
+    result: Generation
+    speeds: list[float]
+
+    @property
+    def speed(self) -> float:
+        return median(self.speeds)
+
+    @property
+    def seconds(self) -> float:
+        return len(self.result.tokens) / self.speed if self.speed else 0.0
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """Where two texts part: the place, what each has there, and how close the target's two best logits were."""
+
+    position: int
+    plain: int | None
+    speculative: int | None
+    gap: float | None
+
+
+def compare(decoder: SpeculativeDecoder, prompt: Any, settings: dict[str, Any], said: GenerateOptions) -> None:
+    settings = {"seed": fresh_seed(), **settings}
+    plain = SpeculativeDecoder(decoder.target, None)
+    with interruptible() as cancelled:
+        sides = _race({"plain": plain, decoder.drafter.name: decoder}, prompt, settings, said.repeats, cancelled)
+    if sides is None:
+        say("cancelled before the comparison was complete")
+        raise typer.Exit(130)
+    parted = _divergence(*sides, plain)
+    if said.json:
+        told = _as_dict(*sides, parted, decoder, settings)
+        print(dump({**told, "settings": settings_of(decoder, settings), "versions": versions()}), flush=True)
+    else:
+        _print(*sides, parted, decoder, said.repeats)
+
+
+def _race(
+    decoders: dict[str, SpeculativeDecoder],
+    prompt: Any,
+    settings: dict[str, Any],
+    repeats: int,
+    cancelled: Callable[[], bool],
+) -> tuple[Side, Side] | None:
+    """A warm-up of each, then in turns, so that whatever slows the machine down slows both. None: cancelled."""
+    short = {**settings, "max_new_tokens": min(_WARM_UP, settings["max_new_tokens"]), "min_new_tokens": 0}
+    for decoder in decoders.values():
+        decoder.generate(prompt, cancel=cancelled, **short)
+    results: dict[str, list[Generation]] = {name: [] for name in decoders}
+    with Console(stderr=True).status("") as status:
+        for run in range(repeats):
+            for name, decoder in decoders.items():
+                status.update(f"run {run + 1} of {repeats}, {name}")
+                results[name].append(decoder.generate(prompt, cancel=cancelled, **settings))
+                if cancelled():
+                    return None
+    ours, theirs = (Side(name, runs[-1], [r.stats.tokens_per_second for r in runs]) for name, runs in results.items())
+    return ours, theirs
+
+
+def _divergence(plain: Side, speculative: Side, decoder: SpeculativeDecoder) -> Divergence | None:
+    ours, theirs = plain.result.tokens, speculative.result.tokens
+    if ours == theirs:
+        return None
+    at = next((i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), min(len(ours), len(theirs)))
+    # the logits themselves, without any control: the difference of two log-probabilities is that of their logits
+    there = decoder.generate(plain.result.prompt_tokens + ours[:at], max_new_tokens=1, logprobs=2)
+    best = [value for _, value in there.logprobs[0].top_raw]
+    gap = best[0] - best[1] if len(best) > 1 else None
+    return Divergence(at, ours[at] if at < len(ours) else None, theirs[at] if at < len(theirs) else None, gap)
+
+
+def _as_dict(
+    plain: Side, speculative: Side, parted: Divergence | None, decoder: SpeculativeDecoder, settings: dict[str, Any]
+) -> dict[str, Any]:
+    def told(side: Side) -> dict[str, Any]:
+        speeds = {"tokens_per_second": side.speed, "runs": side.speeds}
+        return {**result_as_dict(side.result, decoder.target.tokenizer), **speeds}
+
+    return {
+        "plain": told(plain),
+        "speculative": told(speculative),
+        "identical": parted is None,
+        "divergence": None if parted is None else vars(parted),
+        "speed_up": speculative.speed / plain.speed if plain.speed else None,
+    }
+
+
+# ---- for people
+
+
+def _print(
+    plain: Side, speculative: Side, parted: Divergence | None, decoder: SpeculativeDecoder, repeats: int
+) -> None:
+    ink = Ink()
+    tokenizer = decoder.target.tokenizer
+    if parted is None:
+        _text(ink, speculative.result, tokenizer)
+        ink.write("\nidentical text\n")
+    else:
+        for side in (plain, speculative):
+            ink.write(f"[{side.name}]\n")
+            _text(ink, side.result, tokenizer)
+        ink.write(f"\nthe texts differ {_explain(parted, decoder)}\n")
+    ink.write("\n" + _table(plain, speculative))
+    ink.write(f"\n{_verdict(plain, speculative, repeats)}\n")
+
+
+def _text(ink: Ink, result: Generation, tokenizer: Any) -> None:
+    """The text in the colours of its tokens, decoded as a stream decodes it."""
+    if tokenizer is None:
+        ink.write(" ".join(str(token) for token in result.tokens))
+    else:
+        from paceline.engine.stopping import Detokenizer
+
+        written, left = Detokenizer(tokenizer, result.prompt_tokens), result.text
+        for token, from_draft in zip(result.tokens, result.trace.from_draft, strict=True):
+            piece = written.push(token)[: len(left)]
+            ink.write(piece, ACCEPTED if from_draft else OWN)
+            left = left[len(piece) :]
+        ink.write(left, OWN)
+    ink.end()
+
+
+def _table(plain: Side, speculative: Side) -> str:
+    width = max(len(plain.name), len(speculative.name))
+    lines = [f"{'':{width}}  tokens  seconds  tokens/s  passes     τ  acceptance"]
+    for side in (plain, speculative):
+        stats = side.result.stats
+        share = f"{stats.acceptance_rate:.0%}, {stats.accepted} of {stats.drafted}" if stats.drafted else "–"
+        lines.append(
+            f"{side.name:{width}}  {stats.emitted:6}  {side.seconds:7.2f}  {side.speed:8.1f}  {stats.rounds:6}  "
+            f"{stats.mean_accepted_length:4.2f}  {share}"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def _verdict(plain: Side, speculative: Side, repeats: int) -> str:
+    ratio = speculative.speed / plain.speed if plain.speed else 0.0
+    runs = f"median of {repeats} runs each, in turns" if repeats > 1 else "one run each"
+    spread = f"plain {_span(plain)}, {speculative.name} {_span(speculative)} tokens/s"
+    if ratio >= 1:
+        return f"{ratio:.2f} times as fast with {speculative.name} ({runs}; {spread})"
+    stats = speculative.result.stats
+    why = "nothing was drafted" if not stats.drafted else f"{stats.acceptance_rate:.0%} of the drafts were accepted"
+    return f"speculation was slower here: {ratio:.2f} times the speed of plain decoding, {why} ({runs}; {spread})"
+
+
+def _span(side: Side) -> str:
+    low, high = f"{min(side.speeds):.1f}", f"{max(side.speeds):.1f}"
+    return low if low == high else f"{low}–{high}"
+
+
+def _explain(parted: Divergence, decoder: SpeculativeDecoder) -> str:
+    def shown(token: int | None) -> str:
+        return "nothing" if token is None else f"{token_text(token, decoder.target.tokenizer)!r} (id {token})"
+
+    gap = "" if parted.gap is None else f"; the target's two best logits are {parted.gap:.3g} apart there"
+    where = (
+        f"from new token {parted.position + 1} on: plain {shown(parted.plain)}, speculative {shown(parted.speculative)}"
+    )
+    law = f"; rule '{decoder.rule.name}' keeps the law of the text, not the text" if decoder.rule.exact == "law" else ""
+    return f"{where}{gap}{law}"

@@ -1,0 +1,152 @@
+"""What the user said about the drafter, in any of the ways to say it, as a name and options of the right types."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from collections.abc import Iterable
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+import typer
+
+from paceline.core.errors import InputError, UnknownNameError
+
+from .options import GenerateOptions
+from .settings import PREFIX, source
+
+_LEVELS = ("default", "config", "environment", "flag")
+_VLLM_METHODS = {"ngram": "prompt-lookup", "[ngram]": "prompt-lookup", "draft_model": "draft-model"}
+_VLLM_KEYS = ("method", "model", "num_speculative_tokens", "prompt_lookup_max", "prompt_lookup_min")
+
+
+@dataclasses.dataclass(frozen=True)
+class Drafting:
+    """Which drafter, with what, and where that was said."""
+
+    draft: str
+    gamma: int
+    options: dict[str, str]
+    origins: dict[str, str]
+
+
+def drafting(ctx: typer.Context, said: GenerateOptions) -> Drafting:
+    """Flags beat --speculative-config, which beats environment and config. Options belong to the drafter named beside
+    them: a drafter named on the command line does not inherit those of the one in the config."""
+    draft, gamma = said.draft, said.gamma
+    origins = {name: source(ctx, name) for name in ("draft", "gamma")}
+    options: dict[str, str] = {}
+    levels = _option_levels(ctx, said)
+    if said.speculative_config is not None:
+        theirs = from_vllm(said.speculative_config)
+        if origins["draft"] != "flag" and theirs.draft is not None:
+            draft, origins["draft"] = theirs.draft, "speculative-config"
+            levels = [("flag", theirs.options), *levels]
+        if origins["gamma"] != "flag" and theirs.gamma is not None:
+            gamma, origins["gamma"] = theirs.gamma, "speculative-config"
+    named_at = _LEVELS.index("flag" if origins["draft"] == "speculative-config" else origins["draft"])
+    for level, given in levels:
+        if _LEVELS.index(level) >= named_at:
+            options.update(given)
+    return Drafting(draft, gamma, options, origins)
+
+
+def _option_levels(ctx: typer.Context, said: GenerateOptions) -> list[tuple[str, dict[str, str]]]:
+    beginning = f"{PREFIX}_DRAFTER_"
+    environment = {k.removeprefix(beginning).lower(): v for k, v in os.environ.items() if k.startswith(beginning)}
+    flags = said.drafter_options if source(ctx, "drafter_options") == "flag" else None
+    return [
+        ("config", _pairs((ctx.default_map or {}).get("drafter_options", ()))),
+        ("environment", environment),
+        ("flag", _pairs(flags or ())),
+    ]
+
+
+def _pairs(given: Iterable[str]) -> dict[str, str]:
+    return {name: value for name, _, value in (each.partition("=") for each in given)}
+
+
+# ---- vLLM's --speculative-config
+
+
+@dataclasses.dataclass(frozen=True)
+class _Theirs:
+    draft: str | None
+    gamma: int | None
+    options: dict[str, str]
+
+
+def from_vllm(text: str) -> _Theirs:
+    """vLLM's keys, said in ours. As there, one of prompt_lookup_max and prompt_lookup_min stands for both."""
+    try:
+        config = json.loads(text)
+    except ValueError as error:
+        raise InputError(f"--speculative-config is not valid JSON: {error}.") from None
+    if not isinstance(config, dict):
+        raise InputError(f"--speculative-config must be a JSON object, got {text!r}.")
+    for key in config:
+        if key not in _VLLM_KEYS:
+            raise UnknownNameError("key of --speculative-config", key, _VLLM_KEYS)
+    gamma = config.get("num_speculative_tokens")
+    if gamma is not None and (isinstance(gamma, bool) or not isinstance(gamma, int) or gamma < 1):
+        raise InputError(f"num_speculative_tokens must be a whole number of at least 1, got {gamma!r}.")
+    model = config.get("model")
+    method = config.get("method") or ("ngram" if model in _VLLM_METHODS else "draft_model" if model else None)
+    if method is None:
+        return _Theirs(None, gamma, {})
+    if method not in _VLLM_METHODS:
+        raise UnknownNameError("method of --speculative-config", method, ("ngram", "draft_model"))
+    if _VLLM_METHODS[method] == "draft-model":
+        if not isinstance(model, str):
+            raise InputError("--speculative-config with the method draft_model needs a model.")
+        return _Theirs(model, gamma, {})
+    longest, shortest = config.get("prompt_lookup_max"), config.get("prompt_lookup_min")
+    given = {"longest": longest or shortest, "shortest": shortest or longest}
+    return _Theirs("prompt-lookup", gamma, {name: str(value) for name, value in given.items() if value is not None})
+
+
+# ---- options of a drafter: text becomes what the field's type says
+
+
+def convert_options(options: dict[str, str], cls: type, drafter: str) -> dict[str, Any]:
+    """By the fields of the drafter's Options; a name that is not there is refused, with the nearest one."""
+    hints = get_type_hints(cls)
+    known = [field.name for field in dataclasses.fields(cls)]
+    for name in options:
+        if name not in known:
+            raise UnknownNameError(f"option of drafter '{drafter}'", name, known)
+    return {name: _convert(f"--drafter.{name}", text, hints[name]) for name, text in options.items()}
+
+
+def _convert(flag: str, text: str, hint: Any) -> Any:
+    kind = get_origin(hint)
+    if kind in (Union, UnionType):
+        choices = [each for each in get_args(hint) if each is not NoneType]
+        if len(choices) < len(get_args(hint)) and text.lower() == "none":
+            return None
+        return _convert(flag, text, choices[0])
+    if kind is Literal:
+        named = {str(each): each for each in get_args(hint)}
+        if text not in named:
+            raise UnknownNameError(f"value of {flag}", text, named)
+        return named[text]
+    if kind in (list, tuple):
+        return kind(_convert(flag, each.strip(), get_args(hint)[0]) for each in text.split(",") if each.strip())
+    if hint is bool:
+        return _switch(flag, text)
+    if hint in (int, float):
+        try:
+            return hint(text)
+        except ValueError:
+            what = "a whole number" if hint is int else "a number"
+            raise InputError(f"{flag} must be {what}, got '{text}'.") from None
+    return text
+
+
+def _switch(flag: str, text: str) -> bool:
+    if text.lower() in ("true", "yes", "on", "1"):
+        return True
+    if text.lower() in ("false", "no", "off", "0"):
+        return False
+    raise InputError(f"{flag} must be true or false, got '{text}'.")

@@ -1,0 +1,105 @@
+"""The entry point: the commands, and the one place where an error becomes a line and an exit code."""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from typing import Annotated, Any, NoReturn
+
+import typer
+from typer.core import TyperGroup
+
+from paceline.core.errors import PacelineError
+
+from .generate import EPILOG, INTERRUPTED, generate
+from .listing import list_names
+from .report import versions
+from .settings import CONTEXT, PREFIX, SettingsCommand
+from .terminal import complain
+
+# typer's errors of usage; older versions take them from click, newer ones bring their own, so they are found by kinship
+_UsageError: type[Exception] = next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException")
+
+
+class OneLineErrors(TyperGroup):
+    """An error the user can do something about is one line on stderr and an exit code; --debug adds where it arose."""
+
+    def main(
+        self,
+        args: Sequence[str] | None = None,
+        prog_name: str | None = None,
+        complete_var: str | None = None,
+        standalone_mode: bool = True,
+        windows_expand_args: bool = True,
+        **extra: Any,
+    ) -> NoReturn:
+        given = sys.argv[1:] if args is None else list(args)
+        debug = "--debug" in given or os.environ.get(f"{PREFIX}_DEBUG", "") not in ("", "0", "false")
+        try:
+            code = super().main(args, prog_name, complete_var, False, windows_expand_args, **extra)
+        except (KeyboardInterrupt, typer.Abort):
+            sys.exit(INTERRUPTED)
+        except Exception as error:
+            if debug:
+                traceback.print_exc()
+            message, code = _explained(error)
+            complain(message)
+        sys.exit(code if isinstance(code, int) else 0)
+
+
+def _explained(error: Exception) -> tuple[str, int]:
+    if isinstance(error, PacelineError):
+        return str(error), error.exit_code
+    if isinstance(error, _UsageError):
+        told: Any = error
+        context = getattr(error, "ctx", None)
+        see = f" See '{context.command_path} --help'." if context is not None else ""
+        message = told.format_message()
+        return f"{message}{'' if message.endswith(('.', '?')) else '.'}{see}", int(told.exit_code)
+    what = " ".join(str(error).split()) or "no message"
+    return f"unexpected {type(error).__name__}: {what}. Run again with --debug to see where.", 1
+
+
+app = typer.Typer(
+    cls=OneLineErrors,
+    help="Faster generation with Hugging Face models by speculative decoding, without changing what is written.",
+    epilog=EPILOG,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.command("generate", cls=SettingsCommand, context_settings=CONTEXT, epilog=EPILOG)(generate)
+app.command("list")(list_names)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(", ".join(f"{name} {number}" for name, number in versions().items()))
+        raise typer.Exit
+
+
+@app.callback(invoke_without_command=True)
+def start(
+    ctx: typer.Context,
+    version: Annotated[
+        bool,
+        typer.Option("--version", metavar="", is_eager=True, callback=_version, help="Show the versions and stop."),
+    ] = False,
+    debug: Annotated[bool, typer.Option("--debug", metavar="", help="Show the traceback of an error.")] = False,
+) -> None:
+    if ctx.invoked_subcommand is None:
+        typer.echo(ctx.get_help())
+
+
+def main() -> None:
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # its log lines would stand between ours
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="replace")  # a terminal that lacks a character shows another instead of failing
+    app(prog_name="paceline")
+
+
+if __name__ == "__main__":
+    main()

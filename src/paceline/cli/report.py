@@ -1,0 +1,118 @@
+"""What is told about a result: one line for people, one object for programs."""
+
+from __future__ import annotations
+
+import json
+import math
+import platform
+from importlib.metadata import version
+from typing import TYPE_CHECKING, Any
+
+from .session import drafter_settings
+
+if TYPE_CHECKING:
+    from paceline.engine.decoder import SpeculativeDecoder
+    from paceline.engine.request import Generation
+
+
+def versions() -> dict[str, str]:
+    """Without importing anything heavy."""
+    from paceline import __version__
+
+    found = {name: version(name) for name in ("torch", "transformers")}
+    return {"paceline": __version__, **found, "python": platform.python_version()}
+
+
+def summary(result: Generation) -> str:
+    stats = result.stats
+    parts = [f"{stats.emitted} tokens in {stats.seconds:.2f} s", f"{stats.tokens_per_second:.1f} tokens/s"]
+    if stats.drafted:
+        share = f"acceptance {stats.acceptance_rate:.0%} ({stats.accepted} of {stats.drafted} drafted)"
+        parts += [f"τ {stats.mean_accepted_length:.2f}", share]
+    elif stats.rounds:
+        parts.append("nothing was drafted")
+    parts.append(ending(result))
+    return ", ".join(parts)
+
+
+def ending(result: Generation) -> str:
+    if result.finish_reason == "length":
+        return "ended by length"
+    if result.finish_reason == "cancelled":
+        return "cancelled"
+    return f"ended by {result.stop_reason!r}" if isinstance(result.stop_reason, str) else "ended by end of text"
+
+
+def settings_of(decoder: SpeculativeDecoder, settings: dict[str, Any]) -> dict[str, Any]:
+    """Everything that decided about this text, and about its speed."""
+    lm = decoder.target
+    return {
+        "target": lm.name,
+        "dtype": str(lm.dtype).removeprefix("torch."),
+        "device": str(lm.device),
+        "draft": decoder.drafter.name,
+        "drafter_options": drafter_settings(decoder.drafter),
+        "gamma": decoder.gamma,
+        "nodes": decoder.nodes,
+        "rule": decoder.rule.name,
+        **settings,
+    }
+
+
+def result_as_dict(result: Generation, tokenizer: Any) -> dict[str, Any]:
+    told: dict[str, Any] = {
+        "text": result.text,
+        "tokens": result.tokens,
+        "finish_reason": result.finish_reason,
+        "stop_reason": result.stop_reason,
+        "seed": result.seed,
+        "prompt_tokens": len(result.prompt_tokens),
+        "from_draft": result.trace.from_draft,
+        "stats": result.stats.as_dict(),
+    }
+    if result.logprobs is not None:
+        told["logprobs"] = [
+            {
+                "token": entry.token,
+                "text": token_text(entry.token, tokenizer),
+                "raw": entry.raw,
+                "processed": entry.processed,
+                "top_raw": [token_as_dict(token, value, tokenizer) for token, value in entry.top_raw],
+                "top_processed": [token_as_dict(token, value, tokenizer) for token, value in entry.top_processed],
+            }
+            for entry in result.logprobs
+        ]
+    return told
+
+
+def token_as_dict(token: int, logprob: float, tokenizer: Any) -> dict[str, Any]:
+    return {"token": token, "text": token_text(token, tokenizer), "logprob": logprob}
+
+
+def token_text(token: int, tokenizer: Any) -> str:
+    return "" if tokenizer is None else str(tokenizer.decode([token]))
+
+
+def dump(content: dict[str, Any]) -> str:
+    """JSON proper: it has no infinity, so what can never be written has the log-probability null."""
+    return json.dumps(_finite(content), ensure_ascii=False, allow_nan=False)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {str(key): _finite(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(each) for each in value]
+    return value
+
+
+def logprob_lines(result: Generation, tokenizer: Any) -> list[str]:
+    """One line per token: its log-probability as sampled, and the likeliest alternatives."""
+    lines = []
+    for entry in result.logprobs or ():
+        others = "  ".join(f"{token_text(t, tokenizer)!r} {value:.3f}" for t, value in entry.top_processed)
+        own = f"{token_text(entry.token, tokenizer)!r:>16} {entry.processed:8.3f} (raw {entry.raw:.3f})"
+        lines.append(f"{own}  {others}".rstrip())
+    return lines

@@ -1,0 +1,129 @@
+"""From options to a decoder ready to run. What can be wrong without a model is checked before one is read."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, fields
+from typing import TYPE_CHECKING, Any
+
+from paceline.core.errors import InputError
+
+from .drafting import Drafting, convert_options
+from .options import GenerateOptions
+from .terminal import preparing
+
+if TYPE_CHECKING:
+    from paceline.core.contracts import Drafter
+    from paceline.engine.decoder import SpeculativeDecoder
+
+_GIVEN_AS_IS = (
+    "max_new_tokens", "min_new_tokens", "temperature", "top_k", "top_p", "min_p", "typical_p", "noise",
+    "dynamic_temperature", "repetition_penalty", "presence_penalty", "frequency_penalty", "seed", "logprobs",
+)  # fmt: skip
+_ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "s": " ", "\\": "\\"}
+
+
+def read_prompt(said: GenerateOptions) -> Any:
+    """The text, or a conversation that holds it."""
+    text = said.prompt
+    if text is None:
+        raise InputError("The prompt is missing; give one, or '-' to read it from standard input.")
+    try:
+        if text == "-":  # one newline at the end is the shell's, not the writer's
+            text = sys.stdin.buffer.read().decode("utf-8").removesuffix("\n").removesuffix("\r")
+        text.encode("utf-8")
+    except UnicodeError:
+        raise InputError("The prompt is not valid UTF-8 text; save it as UTF-8.") from None
+    if not text:
+        raise InputError("The prompt is empty; give at least one word.")
+    if not said.chat and said.system is None:
+        return text
+    system = [] if said.system is None else [{"role": "system", "content": said.system}]
+    return [*system, {"role": "user", "content": text}]
+
+
+def read_settings(said: GenerateOptions) -> dict[str, Any]:
+    """What `decoder.generate` takes; only what was said."""
+    values = asdict(said)
+    settings = {name: values[name] for name in _GIVEN_AS_IS if values[name] is not None}
+    if said.stop:
+        settings["stop"] = [_unescape(string) for string in said.stop]
+    if said.ban:
+        settings["banned_tokens"] = list(said.ban)
+    if said.logit_bias:
+        settings["logit_bias"] = dict(_bias(each) for each in said.logit_bias)
+    if said.ignore_eos:
+        settings["ignore_eos"] = True
+    return settings
+
+
+def _unescape(text: str) -> str:
+    r"""\n, \t, \r, \s (a space), \\, \xHH and \uHHHH; any other backslash is one."""
+
+    def replace(found: re.Match[str]) -> str:
+        code = found[2] or found[3]
+        return chr(int(code, 16)) if code else _ESCAPES[found[1]]
+
+    return re.sub(r"\\(?:([ntrs\\])|x([0-9a-fA-F]{2})|u([0-9a-fA-F]{4}))", replace, text)
+
+
+def _bias(text: str) -> tuple[int, float]:
+    token, _, value = text.partition("=")
+    try:
+        return int(token), float(value)
+    except ValueError:
+        raise InputError(f"--logit-bias must be ID=VALUE, such as 42=-1.5, got '{text}'.") from None
+
+
+def open_decoder(said: GenerateOptions, drafting: Drafting, settings: dict[str, Any]) -> SpeculativeDecoder:
+    """Check the names and numbers, load the model or models, and put them together."""
+    with preparing(f"loading {said.target}") as progress:
+        from paceline.core.contracts import RULES
+        from paceline.engine.decoder import SpeculativeDecoder
+        from paceline.engine.request import build_requests
+        from paceline.models import load
+
+        _check_counts(gamma=drafting.gamma, nodes=said.nodes, repeats=said.repeats)
+        build_requests(1, settings)
+        RULES[said.rule]
+
+        def load_as_told(source: str) -> Any:
+            return load(source, dtype=said.dtype, device=said.device, progress=progress)
+
+        drafter = _make_drafter(drafting, load_as_told)
+        target = load_as_told(said.target)
+        return SpeculativeDecoder(target, drafter, gamma=drafting.gamma, rule=said.rule, nodes=said.nodes)
+
+
+def _check_counts(**counts: int | None) -> None:
+    for name, value in counts.items():
+        if value is not None and value < 1:
+            raise InputError(f"--{name} must be at least 1, got {value}.")
+
+
+def _make_drafter(drafting: Drafting, load: Callable[[str], Any]) -> Drafter:
+    from paceline.core.contracts import DRAFTERS
+    from paceline.engine.decoder import make_drafter
+    from paceline.models import is_model
+
+    draft: Any = drafting.draft
+    if draft not in DRAFTERS and not is_model(draft):
+        return make_drafter(draft, {})  # says what is wrong with the name
+    name = draft if draft in DRAFTERS else "draft-model"
+    options = convert_options(drafting.options, DRAFTERS[name].Options, name)
+    if draft not in DRAFTERS:
+        draft = load(draft)
+    elif isinstance(options.get("model"), str):
+        options["model"] = load(options["model"])
+    return make_drafter(draft, options)
+
+
+def drafter_settings(drafter: Drafter) -> dict[str, Any]:
+    """The drafter's options as plain values; a model by its name."""
+    options = getattr(drafter, "options", None)
+    if options is None:
+        return {}
+    values = {field.name: getattr(options, field.name) for field in fields(options)}
+    return {name: getattr(value, "name", value) for name, value in values.items()}

@@ -1,0 +1,169 @@
+"""Where settings come from: flag > environment (PACELINE_…) > config file > default. One mechanism for all commands."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import json
+import re
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, TypeVar, get_type_hints
+
+import typer
+from typer.core import TyperCommand
+
+from paceline.core.errors import InputError, UnknownNameError
+
+T = TypeVar("T")
+
+PREFIX = "PACELINE"
+CONTEXT = {"auto_envvar_prefix": PREFIX}  # on each command, so that PACELINE_SEED means the same everywhere
+_SOURCES = {"COMMANDLINE": "flag", "ENVIRONMENT": "environment", "DEFAULT_MAP": "config"}
+_NOT_IN_CONFIG = {"prompt", "config", "print_config", "debug", "help"}
+_DRAFTER = "--drafter."
+
+
+def takes(options: type[T]) -> Callable[[Callable[[typer.Context, T], None]], Callable[..., None]]:
+    """Make a command of a function (context, options): typer sees the dataclass's fields as parameters."""
+    hints = get_type_hints(options, include_extras=True)
+    parameters = [inspect.Parameter("ctx", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)]
+    for field in dataclasses.fields(options):  # type: ignore[arg-type]
+        default = inspect.Parameter.empty if field.default is dataclasses.MISSING else field.default
+        parameters.append(
+            inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=hints[field.name])
+        )
+
+    def wrap(run: Callable[[typer.Context, T], None]) -> Callable[..., None]:
+        def command(ctx: typer.Context, **given: Any) -> None:
+            run(ctx, options(**given))
+
+        command.__name__, command.__doc__ = run.__name__, run.__doc__
+        command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+        return command
+
+    return wrap
+
+
+class SettingsCommand(TyperCommand):
+    """A command that understands `--drafter.NAME VALUE` for whatever the drafter's options are called."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        return super().parse_args(ctx, list(_undotted(args)))
+
+
+def _undotted(args: list[str]) -> Iterator[str]:
+    """`--drafter.longest 4` and `--drafter.longest=4` as `--drafter.NAME longest=4`, which can be declared."""
+    rest = iter(args)
+    for arg in rest:
+        if arg == "--":
+            yield arg
+            yield from rest
+        elif arg.startswith(_DRAFTER):
+            name, given, value = arg.removeprefix(_DRAFTER).partition("=")
+            following = value if given else next(rest, None)
+            if following is None:
+                raise InputError(f"{_DRAFTER}{name} needs a value, such as {_DRAFTER}{name} 4.")
+            yield from (f"{_DRAFTER}NAME", f"{name.replace('-', '_')}={following}")
+        else:
+            yield arg
+
+
+def source(ctx: typer.Context, name: str) -> str:
+    """flag, environment, config or default."""
+    found = ctx.get_parameter_source(name)
+    return _SOURCES.get(found.name, "default") if found is not None else "default"
+
+
+# ---- the config file
+
+
+def read_config(ctx: typer.Context, value: Path | None) -> Path | None:
+    """Callback of --config, before the other options: what the file says becomes their defaults."""
+    if value is not None and not ctx.resilient_parsing:
+        ctx.default_map = _defaults(ctx, value, _parse(value))
+    return value
+
+
+def _parse(path: Path) -> dict[str, Any]:
+    try:
+        if sys.version_info >= (3, 11):
+            import tomllib
+        else:
+            import tomli as tomllib
+    except ModuleNotFoundError:
+        raise InputError("Reading a config file needs Python 3.11 or the package 'tomli': pip install tomli.") from None
+    try:
+        return tomllib.loads(path.read_text("utf-8"))
+    except OSError as error:
+        raise InputError(f"The config '{path}' cannot be read: {error.strerror or error}.") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise InputError(f"The config '{path}' is not valid TOML: {' '.join(str(error).split())}.") from error
+
+
+def _defaults(ctx: typer.Context, path: Path, content: dict[str, Any]) -> dict[str, Any]:
+    """The command's own table; tables of other commands are left alone, anything else is a mistake."""
+    group = ctx.parent.command if ctx.parent is not None else None
+    commands = getattr(group, "commands", {ctx.info_name: None})
+    for name in content:
+        if name not in commands:
+            raise UnknownNameError(f"table in '{path}'", name, commands)
+    table = content.get(str(ctx.info_name), {})
+    if not isinstance(table, dict):
+        raise InputError(f"'{ctx.info_name}' in '{path}' must be a table, [{ctx.info_name}], not a value.")
+    known = {p.name: p for p in ctx.command.params if p.name and p.name not in _NOT_IN_CONFIG}
+    defaults: dict[str, Any] = {}
+    for key, value in table.items():
+        name = "drafter_options" if key == "drafter" else key.replace("-", "_")
+        if name not in known:
+            raise UnknownNameError(f"setting in '{path}'", key, [_key(each) for each in known])
+        defaults[name] = _listed(value) if known[name].multiple else value  # type: ignore[attr-defined]
+    return defaults
+
+
+def _listed(value: Any) -> list[Any]:
+    """A table of names and values, a list, or a single one: as the list that a repeated flag gives."""
+    if isinstance(value, dict):
+        return [f"{name.replace('-', '_')}={_shown(each)}" for name, each in value.items()]
+    return list(value) if isinstance(value, list) else [value]
+
+
+def _shown(value: Any) -> str:
+    return ",".join(str(each) for each in value) if isinstance(value, list) else str(value)
+
+
+# ---- --print-config
+
+
+def show_config(command: str, values: dict[str, Any], origins: dict[str, str], drafter: dict[str, str]) -> str:
+    """The settings as a config file that says the same; what is not set is a comment."""
+    lines = [f"[{command}]"]
+    for name, value in values.items():
+        if name in _NOT_IN_CONFIG or name == "drafter_options":
+            continue
+        if value is None:
+            lines.append(f"# {_key(name)} is not set")
+        else:
+            lines.append(f"{_key(name)} = {_toml(value)}  # {origins[name]}")
+    if drafter:
+        lines += ["", f"[{command}.drafter]", *(f"{_key(name)} = {_literal(value)}" for name, value in drafter.items())]
+    return "\n".join(lines)
+
+
+def _key(name: str) -> str:
+    return "drafter" if name == "drafter_options" else name.replace("_", "-")
+
+
+def _literal(text: str) -> str:
+    """The options of a drafter are text until their types are known; a number need not look like text."""
+    return text if re.fullmatch(r"-?\d+(\.\d+)?|true|false", text) else _toml(text)
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(_toml(each) for each in value)}]"
+    if isinstance(value, (bool, str)):
+        return json.dumps(value, ensure_ascii=False)
+    return repr(value)

@@ -1,0 +1,151 @@
+"""What a person sees: tokens in colour on stdout; everything else, one line at a time, on stderr."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from rich.color import ColorSystem
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, SpinnerColumn, TextColumn
+from rich.style import Style
+from rich.text import Text
+
+from paceline.core.errors import PacelineWarning
+
+ACCEPTED, OWN, REJECTED = Style(color="green"), Style(color="blue"), Style(color="red", strike=True)
+# a model may write any character, also those that move the cursor or set the title of the window
+_CONTROLS = {code: f"\\x{code:02x}" for code in (*range(32), 127, *range(128, 160)) if chr(code) not in "\n\t"}
+
+_FEW = 100_000  # what is counted below this are tensors, not bytes
+
+
+def say(text: str, style: str = "dim") -> None:
+    """One line on stderr."""
+    console = Console(stderr=True, highlight=False, soft_wrap=True)
+    if console.is_terminal:
+        console.print(Text(text, style))
+    else:
+        print(text, file=sys.stderr, flush=True)
+
+
+def complain(error: str) -> None:
+    """One line on stderr, whatever the message looks like."""
+    say(f"error: {' '.join(error.split())}", "red")
+
+
+class Ink:
+    """Writes text to stdout: plain bytes into a pipe or a file, colours on a terminal that wants them."""
+
+    def __init__(self) -> None:
+        console = Console()
+        self.is_terminal = console.is_terminal
+        plain = console.no_color or console.legacy_windows or console.color_system is None
+        self.coloured = self.is_terminal and not plain
+        self.last = ""
+
+    def write(self, text: str, style: Style | None = None) -> None:
+        if not text:
+            return
+        self.last = text[-1]
+        if self.is_terminal:
+            text = text.translate(_CONTROLS)
+        if self.coloured and style is not None:
+            text = style.render(text, color_system=ColorSystem.STANDARD)
+        sys.stdout.write(text)
+        sys.stdout.flush()
+
+    def rejected(self, text: str) -> None:
+        """Struck through in colour; without colour between the marks of wdiff."""
+        text = text.replace("\n", "↵")  # a line that was never written should not break the one that was
+        if text:
+            self.write(text if self.coloured else f"[-{text}-]", REJECTED)
+
+    def end(self) -> None:
+        """A prompt of the shell must not stick to the text."""
+        if self.last != "\n":
+            self.write("\n")
+
+
+@contextmanager
+def plain_warnings(debug: bool) -> Iterator[None]:
+    """Our warnings as one line each; those of other libraries only with --debug."""
+
+    def show(message: Warning | str, *where: Any, **more: Any) -> None:
+        say(f"warning: {' '.join(str(message).split())}", "yellow")
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("default" if debug else "ignore")
+        warnings.simplefilter("always", PacelineWarning)
+        warnings.showwarning = show  # type: ignore[assignment]
+        yield
+
+
+@contextmanager
+def preparing(what: str) -> Iterator[Callable[[str, int, int | None], None]]:
+    """A bar on stderr while a model is fetched, converted or read; without a terminal, one line per step."""
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield _lines()
+        return
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), _Bar(), _Amount())
+    with Progress(*columns, console=console, transient=True) as bars:
+        task = bars.add_task(what, total=None)
+
+        def show(label: str, done: int, total: int | None) -> None:
+            bars.update(task, description=label, completed=done if total is None else min(done, total), total=total)
+
+        yield show
+
+
+class _Bar(BarColumn):
+    """A bar, once there is an end to it."""
+
+    def render(self, task: Any) -> Any:
+        return Text("") if task.total is None else super().render(task)
+
+
+class _Amount(DownloadColumn):
+    """Megabytes, or pieces where there are only a few of them, once their number is known."""
+
+    def render(self, task: Any) -> Text:
+        if task.total is None:
+            return Text("")
+        return super().render(task) if task.total > _FEW else Text(f"{task.completed:.0f}/{task.total:.0f}")
+
+
+def _lines() -> Callable[[str, int, int | None], None]:
+    told: set[str] = set()
+
+    def show(label: str, done: int, total: int | None) -> None:
+        if label and label not in told:
+            told.add(label)
+            print(f"{label} …", file=sys.stderr, flush=True)
+
+    return show
+
+
+@contextmanager
+def interruptible() -> Iterator[Callable[[], bool]]:
+    """The first Ctrl-C asks to stop after this round, so that nothing is half written; the second one insists."""
+    asked = False
+
+    def ask(number: int, frame: Any) -> None:
+        nonlocal asked
+        if asked:
+            raise KeyboardInterrupt
+        asked = True
+
+    try:
+        before = signal.signal(signal.SIGINT, ask)
+    except ValueError:  # not the main thread: whoever owns it decides
+        yield lambda: False
+        return
+    try:
+        yield lambda: asked
+    finally:
+        signal.signal(signal.SIGINT, before)

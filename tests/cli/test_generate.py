@@ -1,0 +1,197 @@
+"""`paceline generate`: the text, the ways to say what is wanted, and what is told about it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+import paceline
+from tests.cli.conftest import run
+
+PROMPT = "abc abc abc abc"
+
+
+def generated(*arguments: str, **more: str) -> dict:
+    """What --json says, of a run that went well; nothing else may stand on stdout."""
+    result = run("generate", *arguments, "--json", **more)
+    assert result.exit_code == 0, result.output
+    assert result.stdout.count("\n") == 1
+    return json.loads(result.stdout)
+
+
+@pytest.fixture(scope="module")
+def plain(target: str) -> paceline.Generation:
+    return paceline.SpeculativeDecoder(paceline.load(target)).generate(PROMPT, max_new_tokens=24, ignore_eos=True)
+
+
+def test_text_alone_goes_to_a_pipe(target: str, plain: paceline.Generation) -> None:
+    result = run("generate", PROMPT, "--target", target, "--max-new-tokens", "24", "--ignore-eos")
+    assert result.exit_code == 0, result.output
+    assert result.stdout == plain.text + "\n" * (not plain.text.endswith("\n"))
+    first, last = result.stderr.splitlines()
+    assert first == "tiny (float32, cpu) with prompt-lookup, γ=5, rule match"
+    assert last.startswith("24 tokens in ")
+    assert "tokens/s, τ " in last
+    assert "drafted), ended by length" in last
+
+
+@pytest.mark.parametrize(
+    "drafting",
+    [
+        ["--draft", "none"],
+        ["--gamma", "2"],
+        ["--drafter.longest", "2", "--drafter.branches=3", "--nodes", "8"],
+        ["--draft", "DRAFT"],
+        ["--draft", "draft-model", "--drafter.model", "DRAFT", "--drafter.tree", "best-first"],
+        ["--drafter", "prompt-lookup", "--rule", "auto"],
+        ["--speculative-config", '{"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2}'],
+        ["--speculative-config", '{"model": "DRAFT", "num_speculative_tokens": 3}'],
+        ["--no-stream"],
+        ["--stream"],
+    ],
+)
+def test_however_it_is_drafted_the_text_is_the_same(
+    drafting: list[str], target: str, draft: str, plain: paceline.Generation
+) -> None:
+    told = [word.replace("DRAFT", draft) for word in drafting]
+    out = generated(PROMPT, "--target", target, "--max-new-tokens", "24", "--ignore-eos", *told)
+    assert (out["text"], out["tokens"]) == (plain.text, plain.tokens)
+
+
+def test_json_tells_everything(target: str) -> None:
+    out = generated(PROMPT, "--target", target, "--seed", "3", "--temperature", "0.8", "--top-k", "20", "--top-p", "0.9",
+                    "--min-p", "0.01", "--max-new-tokens", "6", "--ban", "0", "--ban", "1", "--logit-bias", "5=-1.5",
+                    "--repetition-penalty", "1.1", "--presence-penalty", "0.1", "--frequency-penalty", "0.1",
+                    "--typical-p", "0.9", "--noise", "0.1", "--dynamic-temperature", "0.2", "--min-new-tokens", "6",
+                    "--logprobs", "2", "--drafter.longest", "4")  # fmt: skip
+    settings = out["settings"]
+    assert {"text", "tokens", "finish_reason", "stop_reason", "seed", "stats", "versions"} <= out.keys()
+    assert (out["seed"], out["finish_reason"], out["stop_reason"]) == (3, "length", None)
+    assert out["stats"]["emitted"] == len(out["tokens"]) == len(out["from_draft"]) == 6
+    assert out["versions"].keys() == {"paceline", "torch", "transformers", "python"}
+    assert settings["drafter_options"]["longest"] == 4
+    assert settings["banned_tokens"] == [0, 1]
+    assert settings["logit_bias"] == {"5": -1.5}
+    assert settings["noise"] == 0.1
+    assert [entry["token"] for entry in out["logprobs"]] == out["tokens"]
+    assert len(out["logprobs"][0]["top_raw"]) == 2
+    again = generated(PROMPT, "--target", target, "--seed", "3", "--max-new-tokens", "6", "--draft", "none",
+                      *[f"--{name.replace('_', '-')}={settings[name]}" for name in
+                        ("temperature", "top_k", "top_p", "min_p", "typical_p", "noise", "dynamic_temperature",
+                         "repetition_penalty", "presence_penalty", "frequency_penalty", "min_new_tokens")],
+                      "--ban", "0", "--ban", "1", "--logit-bias", "5=-1.5")  # fmt: skip
+    assert again["tokens"] == out["tokens"]
+
+
+def test_an_impossible_token_has_no_logprob_in_json(target: str) -> None:
+    out = generated(PROMPT, "--target", target, "--max-new-tokens", "1", "--logprobs", "3")
+    assert out["logprobs"][0]["processed"] == 0
+    assert [entry["logprob"] for entry in out["logprobs"][0]["top_processed"]] == [0, None, None]
+
+
+def test_logprobs_follow_the_text(target: str) -> None:
+    result = run("generate", PROMPT, "--target", target, "--max-new-tokens", "2", "--logprobs", "1", "--ignore-eos")
+    lines = result.stdout.splitlines()
+    assert len(lines) >= 3
+    assert all("(raw -" in line for line in lines[-2:])
+
+
+def test_stop_strings_understand_escapes(target: str, plain: paceline.Generation) -> None:
+    wanted = plain.text[9]
+    at = plain.text.index(wanted)
+    for written in (wanted, f"\\x{ord(wanted):02x}", f"\\u{ord(wanted):04x}"):
+        out = generated(PROMPT, "--target", target, "--max-new-tokens", "24", "--ignore-eos", "--stop", written)
+        assert (out["text"], out["finish_reason"], out["stop_reason"]) == (plain.text[:at], "stop", wanted)
+
+
+def test_the_prompt_can_come_from_stdin(target: str, plain: paceline.Generation) -> None:
+    out = generated("-", "--target", target, "--max-new-tokens", "24", "--ignore-eos", stdin=PROMPT + "\n")
+    assert out["tokens"] == plain.tokens
+
+
+def test_chat_applies_the_template(target: str) -> None:
+    shared = ("--target", target, "--max-new-tokens", "4")
+    told = generated("Hello", *shared, "--system", "Be brief.")
+    assert told["tokens"] == generated("system: Be brief.\nuser: Hello\nassistant:", *shared)["tokens"]
+    assert generated("Hello", *shared, "--chat")["prompt_tokens"] == len("user: Hello\nassistant:")
+
+
+def test_dtype_and_device(target: str) -> None:
+    settings = generated(PROMPT, "--target", target, "--max-new-tokens", "2", "--dtype", "float64", "--device", "cpu")
+    assert (settings["settings"]["dtype"], settings["settings"]["device"]) == ("float64", "cpu")
+
+
+def test_rejected_drafts_are_marked_where_there_is_no_colour(target: str, plain: paceline.Generation) -> None:
+    result = run("generate", PROMPT, "--target", target, "--max-new-tokens", "24", "--ignore-eos", "--show-drafts")
+    assert "[-" in result.stdout
+    assert result.stdout.index("[-") < result.stdout.index("-]")
+
+
+def test_colours_where_they_are_wanted(
+    target: str, monkeypatch: pytest.MonkeyPatch, plain: paceline.Generation
+) -> None:
+    arguments = ("generate", PROMPT, "--target", target, "--max-new-tokens", "24", "--ignore-eos", "--show-drafts")
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    coloured = run(*arguments).stdout
+    assert "\x1b[34m" in coloured  # the target's own in blue
+    assert "\x1b[9;31m" in coloured  # rejected drafts in red, struck through
+    assert ("\x1b[32m" in coloured) == any(plain_from_draft(target))
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert "\x1b" not in run(*arguments).stdout
+
+
+def plain_from_draft(target: str) -> list[bool]:
+    return generated(PROMPT, "--target", target, "--max-new-tokens", "24", "--ignore-eos")["from_draft"]
+
+
+def test_a_warning_is_one_line(target: str, draft: str, tmp_path: Path) -> None:
+    config = json.loads((Path(draft) / "config.json").read_text())
+    short = tmp_path / "short"
+    short.mkdir()
+    for file in Path(draft).iterdir():
+        (short / file.name).write_bytes(file.read_bytes())
+    (short / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 24}))
+    result = run(
+        "generate", PROMPT, "--target", target, "--draft", str(short), "--max-new-tokens", "24", "--ignore-eos"
+    )
+    assert result.exit_code == 0, result.output
+    warned = [line for line in result.stderr.splitlines() if line.startswith("warning: ")]
+    assert len(warned) == 1, result.stderr
+    assert "context of short (24 tokens)" in warned[0]
+
+
+# ---- --compare
+
+
+def test_compare_says_that_the_texts_are_identical(target: str, plain: paceline.Generation) -> None:
+    result = run("generate", PROMPT, "--target", target, "--max-new-tokens", "24", "--ignore-eos", "--compare",
+                 "--repeats", "2")  # fmt: skip
+    assert result.exit_code == 0, result.output
+    assert result.stdout.startswith(plain.text)
+    assert "\nidentical text\n" in result.stdout
+    rows = {
+        line.split()[0]: line.split()[1:] for line in result.stdout.splitlines() if line.startswith(("plain", "prom"))
+    }
+    assert rows["plain"][0] == rows["prompt-lookup"][0] == "24"
+    assert rows["plain"][4] == "1.00"
+    assert "median of 2 runs each, in turns" in result.stdout
+    assert ("times as fast with prompt-lookup" in result.stdout) != ("speculation was slower here" in result.stdout)
+
+
+def test_compare_shows_where_texts_part(target: str, draft: str) -> None:
+    arguments = (PROMPT, "--target", target, "--draft", draft, "--rule", "ratio", "--temperature", "1.5", "--seed", "1",
+                 "--max-new-tokens", "24", "--ignore-eos", "--compare", "--repeats", "1")  # fmt: skip
+    out = generated(*arguments)
+    parted = out["divergence"]
+    assert not out["identical"]
+    at = parted["position"]
+    assert out["plain"]["tokens"][:at] == out["speculative"]["tokens"][:at]
+    assert out["plain"]["tokens"][at] == parted["plain"] != parted["speculative"] == out["speculative"]["tokens"][at]
+    assert parted["gap"] > 0
+    assert out["speed_up"] > 0
+    shown = run("generate", *arguments).stdout
+    assert f"the texts differ from new token {at + 1} on" in shown
+    assert "two best logits are" in shown
+    assert "rule 'ratio' keeps the law of the text, not the text" in shown

@@ -1,0 +1,98 @@
+"""What only a process of its own can show: start-up, exit codes, pipes, a real terminal, Ctrl-C."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+
+import pytest
+
+pty = pytest.importorskip("pty", reason="there are no pseudo-terminals here")
+
+COMMAND = [sys.executable, "-m", "paceline"]
+PATIENCE = 120.0
+SAY_MODULES = (
+    "import sys, paceline.cli.main as cli\n"
+    "try: cli.app(sys.argv[1:], prog_name='paceline')\n"
+    "except SystemExit: print(*(name for name in ('torch', 'transformers', 'numpy') if name in sys.modules))\n"
+)
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--version"], ["--help"], ["generate", "--help"], ["generate", "--print-config"]]
+)
+def test_what_needs_no_model_does_not_wait_for_torch(arguments: list[str]) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", SAY_MODULES, *arguments], capture_output=True, text=True, timeout=PATIENCE
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == ""
+
+
+def test_a_pipe_in_and_a_pipe_out(target: str) -> None:
+    arguments = ["generate", "-", "--target", target, "--max-new-tokens", "8", "--ignore-eos"]
+    done = subprocess.run([*COMMAND, *arguments], input=b"abc abc\n", capture_output=True, timeout=PATIENCE)
+    assert done.returncode == 0, done.stderr
+    assert b"\x1b" not in done.stdout + done.stderr
+    assert len(done.stderr.splitlines()) == 2
+
+
+def test_the_exit_code_of_an_error() -> None:
+    done = subprocess.run([*COMMAND, "generate", "x", "--gama", "1"], capture_output=True, text=True, timeout=PATIENCE)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("error: No such option: --gama")
+
+
+def test_a_terminal_gets_colours(target: str) -> None:
+    arguments = [
+        "generate",
+        "abc abc abc",
+        "--target",
+        target,
+        "--max-new-tokens",
+        "24",
+        "--ignore-eos",
+        "--show-drafts",
+    ]
+    code, shown = _in_a_terminal([*COMMAND, *arguments])
+    assert code == 0, shown
+    assert "\x1b[34m" in shown
+    assert "\x1b[9;31m" in shown
+    assert "24 tokens in" in shown
+
+
+def test_ctrl_c_keeps_what_was_written(target: str) -> None:
+    arguments = ["generate", "abc", "--target", target, "--max-new-tokens", "2000", "--ignore-eos", "--stream"]
+    process = subprocess.Popen(
+        [*COMMAND, *arguments, "--draft", "none"], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    assert process.stdout is not None
+    first = process.stdout.read(20)  # so it is writing by now
+    process.send_signal(signal.SIGINT)
+    rest, told = process.communicate(timeout=PATIENCE)
+    assert process.returncode == 130, told
+    assert len(first + rest) > 20
+    assert b"Traceback" not in told
+    assert told.decode().splitlines()[-1].endswith("cancelled")
+
+
+def _in_a_terminal(command: Sequence[str]) -> tuple[int, str]:
+    """Run with stdout and stderr on a pseudo-terminal; the exit code and all that was shown."""
+    leader, follower = pty.openpty()
+    process = subprocess.Popen(command, stdin=follower, stdout=follower, stderr=follower)
+    os.close(follower)
+    shown, until = b"", time.monotonic() + PATIENCE
+    while time.monotonic() < until:
+        try:
+            piece = os.read(leader, 65536)
+        except OSError:  # Linux says so when the other side is closed
+            break
+        if not piece:
+            break
+        shown += piece
+    os.close(leader)
+    return process.wait(PATIENCE), shown.decode("utf-8", "replace")

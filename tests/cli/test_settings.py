@@ -1,0 +1,153 @@
+"""flag > environment > config > default, and `--print-config`, whose output says the same again."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+
+from paceline.cli.drafting import convert_options, from_vllm
+from paceline.cli.session import _unescape
+from paceline.core.errors import InputError
+from tests.cli.conftest import refusal, run
+
+
+def config(*arguments: str) -> dict[str, str]:
+    """`--print-config` as {setting: value and origin}."""
+    result = run("generate", *arguments, "--print-config")
+    assert result.exit_code == 0, result.output
+    return dict(line.split(" = ", 1) for line in result.stdout.splitlines() if " = " in line)
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "paceline.toml"
+    path.write_text(
+        '[generate]\ntemperature = 0.7\ntop_k = 40\nstop = "\\n\\n"\nban = [3, 4]\nchat = true\n'
+        "[generate.drafter]\nlongest = 4\nshortest = 2\n[generate.logit-bias]\n5 = -1.5\n"
+    )
+    return path
+
+
+def test_each_source_beats_the_next(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PACELINE_TOP_K", "30")
+    monkeypatch.setenv("PACELINE_TEMPERATURE", "0.6")
+    monkeypatch.setenv("PACELINE_DRAFTER_SHORTEST", "3")
+    found = config("--config", str(file), "--temperature", "0.5", "--drafter.branches", "2")
+    assert found["temperature"] == "0.5  # flag"
+    assert found["top-k"] == "30  # environment"
+    assert found["ban"] == "[3, 4]  # config"
+    assert found["stop"] == '["\\n\\n"]  # config'
+    assert found["logit-bias"] == '["5=-1.5"]  # config'
+    assert found["gamma"] == "5  # default"
+    assert (found["longest"], found["shortest"], found["branches"]) == ("4", "3", "2")
+
+
+def test_the_config_can_be_named_in_the_environment(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PACELINE_CONFIG", str(file))
+    assert config()["chat"] == "true  # config"
+
+
+def test_what_is_printed_is_a_config(file: Path, tmp_path: Path) -> None:
+    first = run("generate", "--config", str(file), "--print-config", "--system", 'Say "é\\n"').stdout
+    again = tmp_path / "again.toml"
+    again.write_text(first, "utf-8")
+    second = run("generate", "--config", str(again), "--print-config").stdout
+
+    def values(text: str) -> list[str]:
+        return [line.split("  # ")[0] for line in text.splitlines()]
+
+    assert values(second) == values(first)
+
+
+def test_options_belong_to_the_drafter_named_beside_them(file: Path) -> None:
+    assert "longest" not in config("--config", str(file), "--draft", "none")
+    assert config("--config", str(file), "--draft", "none", "--drafter.x", "1")["x"] == "1"
+
+
+def test_vllm_words_beat_the_environment_and_yield_to_flags(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PACELINE_GAMMA", "9")
+    theirs = '{"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 4, "prompt_lookup_min": 2}'
+    found = config("--speculative-config", theirs)
+    assert found["gamma"] == "3  # speculative-config"
+    assert (found["longest"], found["shortest"]) == ("4", "2")
+    found = config("--speculative-config", theirs, "--gamma", "7", "--draft", "none")
+    assert (found["gamma"], found["draft"]) == ("7  # flag", '"none"  # flag')
+    assert "longest" not in found
+
+
+def test_vllm_methods() -> None:
+    assert from_vllm('{"method": "ngram", "prompt_lookup_max": 4}').options == {"longest": "4", "shortest": "4"}
+    assert from_vllm('{"model": "[ngram]"}').draft == "prompt-lookup"
+    assert from_vllm('{"method": "draft_model", "model": "a/b"}').draft == "a/b"
+    assert from_vllm('{"num_speculative_tokens": 2}').draft is None
+    with pytest.raises(InputError, match="needs a model"):
+        from_vllm('{"method": "draft_model"}')
+    with pytest.raises(InputError, match="must be a JSON object"):
+        from_vllm("[]")
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ("[generate]\ntemprature = 1", "Did you mean 'temperature'?"),
+        ("[genrate]\ntemperature = 1", "Did you mean 'generate'?"),
+        ("generate = 1", "must be a table"),
+        ("[generate]\ntemperature = ", "is not valid TOML"),
+        ("[generate]\ntemperature = 'hot'", "Invalid value for '--temperature'"),
+        ("[generate]\nprompt = 'x'", "Unknown setting"),
+    ],
+)
+def test_configs_that_are_wrong(content: str, words: str, tmp_path: Path) -> None:
+    path = tmp_path / "wrong.toml"
+    path.write_text(content)
+    assert words in refusal("generate", "Hello", "--config", str(path), code=2)
+
+
+def test_a_config_that_is_a_folder_or_not_text(tmp_path: Path) -> None:
+    assert "cannot be read" in refusal("generate", "Hello", "--config", str(tmp_path), code=2)
+    (tmp_path / "bytes").write_bytes(b"\xff\xfe\x00")
+    assert "is not valid TOML" in refusal("generate", "Hello", "--config", str(tmp_path / "bytes"), code=2)
+
+
+@dataclass
+class Options:
+    count: int = 1
+    share: float = 0.5
+    shape: Literal["chain", "tree"] = "chain"
+    eager: bool = False
+    limit: int | None = None
+    sizes: tuple[int, ...] = ()
+    anything: Any = None
+
+
+def test_options_get_the_types_of_their_fields() -> None:
+    given = {
+        "count": "3",
+        "share": "0.25",
+        "shape": "tree",
+        "eager": "yes",
+        "limit": "none",
+        "sizes": "1, 2",
+        "anything": "x",
+    }
+    made = convert_options(given, Options, "d")
+    assert made == {
+        "count": 3,
+        "share": 0.25,
+        "shape": "tree",
+        "eager": True,
+        "limit": None,
+        "sizes": (1, 2),
+        "anything": "x",
+    }
+    assert convert_options({"limit": "7", "eager": "off"}, Options, "d") == {"limit": 7, "eager": False}
+    for wrong in ({"share": "half"}, {"eager": "maybe"}, {"shape": "bush"}, {"limit": "x"}, {"colour": "red"}):
+        with pytest.raises(InputError):
+            convert_options(wrong, Options, "d")
+
+
+def test_escapes() -> None:
+    assert _unescape(r"a\n\t\\n\x41\u00e9\q\s") == "a\n\t\\nAé\\q "

@@ -1,0 +1,81 @@
+"""Grade 2 of the promise: the law of what is emitted is the target's, by exact enumeration (total variation < 1e-9)."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+import paceline  # noqa: F401  fills the registries
+from paceline.core.contracts import RULES, Rule
+from paceline.core.tree import Drawn
+
+from .enumeration import Law, World, enumerate_drafts, iid, total_variation, without_replacement
+from .trees import depths_of, random_parents
+
+BOUND = 1e-9
+EXACT = [name for name in RULES if RULES[name].exact in ("text", "law")]
+CHAINS = [[-1], [-1, 0], [-1, 0, 1]]
+# siblings at the root and below, in every order of writing a tree down
+TREES = [[-1, -1], [-1, -1, -1], [-1, -1, 0, 0], [-1, 0, -1, 2], [-1, 0, 0, -1], [-1, -1, 1, 1, 2]]
+HOW: dict[Drawn, Law] = {"iid": iid, "without_replacement": without_replacement, "certain": without_replacement}
+
+
+def worlds(horizon: int) -> list[World]:
+    """Alike, unlike, with impossible tokens on either side, identical, and disjoint."""
+    made = [
+        World.random(3, horizon, 1, likeness=0.7),
+        World.random(3, horizon, 2, likeness=0.0),
+        World.random(3, horizon, 3, likeness=0.3, holes=0.4),
+        World.random(3, horizon, 4, likeness=0.0, holes=0.5),
+    ]
+    same = World.random(3, horizon, 5, likeness=1.0)
+    apart = World.random(3, horizon, 6)
+    left = [torch.zeros_like(p).index_fill_(-1, torch.tensor([0]), 1.0) for p in apart.target]
+    right = [torch.zeros_like(p).index_fill_(-1, torch.tensor([1, 2]), 0.5) for p in apart.target]
+    return [*made, same, World(3, horizon, left, right), World(3, horizon, right, left)]
+
+
+def check_rule(rule: Rule, drawn: Drawn, parents: list[int], chain: bool, temperature: float = 1.0) -> None:
+    """The check that every exact rule passes in every world, and every mutant fails in one."""
+    everywhere = worlds(max(depths_of(parents)) + 2)
+    # who follows the target's own picks looks at no law: three worlds say as much as seven
+    for number, world in enumerate(everywhere if rule.exact == "law" else everywhere[::3]):
+        drafts = enumerate_drafts(world, parents, drawn, HOW[drawn], chain=chain)
+        # a draft that calls itself certain is a point mass, so every single one of them must be judged exactly
+        distance = total_variation(rule, world, drafts, temperature, apart=drawn == "certain")
+        assert distance < BOUND, f"{rule.name}, {drawn} {parents}, world {number}: total variation {distance:.2e}"
+
+
+JUDGED: list[tuple[str, Drawn]] = [(name, drawn) for name in EXACT for drawn in HOW if drawn in RULES[name].judges]
+
+
+@pytest.mark.parametrize("parents", CHAINS, ids=str)
+@pytest.mark.parametrize(("name", "drawn"), JUDGED)
+def test_chains(name: str, drawn: Drawn, parents: list[int]) -> None:
+    check_rule(RULES[name](), drawn, parents, chain=True)
+
+
+@pytest.mark.parametrize("parents", TREES, ids=str)
+@pytest.mark.parametrize(("name", "drawn"), JUDGED)
+def test_trees(name: str, drawn: Drawn, parents: list[int]) -> None:
+    check_rule(RULES[name](), drawn, parents, chain=False)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize(("name", "drawn"), JUDGED)
+def test_random_trees(name: str, drawn: Drawn, seed: int) -> None:
+    """At most three siblings, at most three deep, a vocabulary of four."""
+    dice = random.Random(seed)
+    parents = random_parents(4, dice)
+    world = World.random(4, max(depths_of(parents)) + 2, 10 + seed, likeness=0.4, holes=0.3 * (seed % 2))
+    drafts = enumerate_drafts(world, parents, drawn, HOW[drawn])
+    assert total_variation(RULES[name](), world, drafts, apart=drawn == "certain") < BOUND
+
+
+@pytest.mark.parametrize("parents", [[-1, 0, 1], [-1, -1, 0, 0]], ids=str)
+@pytest.mark.parametrize(("name", "drawn"), JUDGED)
+def test_greedy_is_a_point_mass(name: str, drawn: Drawn, parents: list[int]) -> None:
+    check_rule(RULES[name](), drawn, parents, chain=False, temperature=0.0)

@@ -1,0 +1,27 @@
+"""Trees of drafted tokens in plain Python: the slow and obvious way, to compare the fast one with."""
+
+from __future__ import annotations
+
+import random
+
+
+def random_parents(nodes: int, dice: random.Random) -> list[int]:
+    """Any tree with parents before children."""
+    return [dice.randrange(-1, node) for node in range(nodes)]
+
+
+def path_to(node: int, parents: list[int]) -> list[int]:
+    """The nodes from the text to `node`, itself included."""
+    path = []
+    while node >= 0:
+        path.append(node)
+        node = parents[node]
+    return path[::-1]
+
+
+def paths_of(parents: list[int]) -> list[list[int]]:
+    return [path_to(node, parents) for node in range(len(parents))]
+
+
+def depths_of(parents: list[int]) -> list[int]:
+    return [len(path) - 1 for path in paths_of(parents)]

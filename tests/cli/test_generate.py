@@ -61,8 +61,8 @@ def test_however_it_is_drafted_the_text_is_the_same(
 
 
 def test_json_tells_everything(target: str) -> None:
-    out = generated(PROMPT, "--target", target, "--seed", "3", "--temperature", "0.8", "--top-k", "20", "--top-p", "0.9",
-                    "--min-p", "0.01", "--max-new-tokens", "6", "--ban", "0", "--ban", "1", "--logit-bias", "5=-1.5",
+    out = generated(PROMPT, "--target", target, "--seed", "3", "--temperature", "0.8", "--top-k", "20",
+                    "--top-p", "0.9", "--min-p", "0.01", "--max-new-tokens", "6", "--ban", "0", "--ban", "1", "--logit-bias", "5=-1.5",
                     "--repetition-penalty", "1.1", "--presence-penalty", "0.1", "--frequency-penalty", "0.1",
                     "--typical-p", "0.9", "--noise", "0.1", "--dynamic-temperature", "0.2", "--min-new-tokens", "6",
                     "--logprobs", "2", "--drafter.longest", "4")  # fmt: skip

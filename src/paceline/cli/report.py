@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import platform
-from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 from .session import drafter_settings
@@ -17,6 +16,8 @@ if TYPE_CHECKING:
 
 def versions() -> dict[str, str]:
     """Without importing anything heavy."""
+    from importlib.metadata import version
+
     from paceline import __version__
 
     found = {name: version(name) for name in ("torch", "transformers")}

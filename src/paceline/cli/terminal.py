@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import sys
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -140,11 +141,12 @@ def interruptible() -> Iterator[Callable[[], bool]]:
             raise KeyboardInterrupt
         asked = True
 
-    try:
-        before = signal.signal(signal.SIGINT, ask)
-    except ValueError:  # not the main thread: whoever owns it decides
+    before = signal.getsignal(signal.SIGINT)
+    ours = threading.current_thread() is threading.main_thread() and before is not signal.SIG_IGN
+    if not ours:  # another thread's, or a background job's, which Ctrl-C is not meant for
         yield lambda: False
         return
+    signal.signal(signal.SIGINT, ask)
     try:
         yield lambda: asked
     finally:

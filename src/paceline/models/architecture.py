@@ -6,15 +6,17 @@ import inspect
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from paceline.core.errors import InputError, UnsupportedError
 
 from .masks import additive
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 # In the conformance suite, tree and rollback included. Anything else is probed when it is loaded (probe.py).
 TESTED = frozenset(

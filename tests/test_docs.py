@@ -1,0 +1,67 @@
+"""What the documents say is run: the README's example, the drafter of add-a-drafter.md, the links."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import paceline
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text()
+
+
+def blocks(text: str, language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", text, re.DOTALL)
+
+
+@pytest.mark.real
+def test_the_example_of_the_readme_prints_what_it_says() -> None:
+    code, printed = blocks(README, "python")[0], blocks(README, "text")[0]
+    assert len(code.strip().splitlines()) <= 12
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == printed.strip()
+
+
+def test_the_commands_of_the_readme_exist() -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    for target in re.findall(r"make (\w+)", README):
+        assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
+    assert re.search(r"make test\b", (ROOT / ".ci" / "run").read_text())
+
+
+def test_every_path_the_documents_name_exists() -> None:
+    for page in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]:
+        for link in re.findall(r"\]\(([^)#:]+)\)", page.read_text()):
+            assert (page.parent / link).exists(), f"{page.name}: {link}"
+
+
+def test_every_drafter_has_a_page_and_every_page_a_drafter() -> None:
+    pages = {page.stem for page in (ROOT / "docs" / "methods").glob("*.md")}
+    assert set(paceline.DRAFTERS) == pages
+
+
+def test_the_drafter_of_the_guide_works_as_it_stands() -> None:
+    code = blocks((ROOT / "docs" / "add-a-drafter.md").read_text(), "python")[0]
+    scope: dict[str, object] = {"__name__": "guide"}
+    try:
+        exec(compile(code, "add-a-drafter.md", "exec"), scope)
+        torch.manual_seed(0)
+        config = LlamaConfig(
+            vocab_size=32, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2
+        )
+        lm = paceline.LanguageModel(LlamaForCausalLM(config).double().eval())
+        plain = paceline.SpeculativeDecoder(lm).generate([5, 6, 7], max_new_tokens=24, ignore_eos=True)
+        out = paceline.SpeculativeDecoder(lm, "echo", options={"size": 3}).generate(
+            [5, 6, 7], max_new_tokens=24, ignore_eos=True
+        )
+        assert out.tokens == plain.tokens
+        assert out.stats.drafted > 0
+    finally:
+        paceline.DRAFTERS._found.pop("echo", None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from numbers import Integral
 from typing import Any
 
 from paceline.core.errors import InputError
@@ -23,7 +24,7 @@ def encode_all(prompt: Any, lm: LanguageModel) -> tuple[list[list[int]], bool]:
 def encode(prompt: Any, lm: LanguageModel) -> list[int]:
     """One prompt as token ids."""
     if _is_ids(prompt):
-        return list(prompt)
+        return [int(token) for token in prompt]
     if lm.tokenizer is None:
         raise InputError(f"{lm.name} has no tokenizer, so a prompt must be token ids; or load it with tokenizer=...")
     if _is_conversation(prompt):
@@ -44,7 +45,7 @@ def _is_ids(prompt: Any) -> bool:
     return (
         isinstance(prompt, (list, tuple))
         and len(prompt) > 0
-        and all(isinstance(token, int) and not isinstance(token, bool) for token in prompt)
+        and all(isinstance(token, Integral) and not isinstance(token, bool) for token in prompt)
     )
 
 

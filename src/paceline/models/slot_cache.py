@@ -57,7 +57,7 @@ class SlotCache(Cache):
             keys[:, :, slots:stop] = key_states
             values[:, :, slots:stop] = value_states
         else:
-            where = slots[:, None, :, None]
+            where = slots[:, None, :, None].to(keys.device)  # the layers of one model may be on several devices
             keys.scatter_(2, where.expand_as(key_states), key_states)
             values.scatter_(2, where.expand_as(value_states), value_states)
         return keys[:, :, :visible], values[:, :, :visible]

@@ -33,6 +33,7 @@ def test_what_needs_no_model_does_not_wait_for_torch(arguments: list[str]) -> No
     assert done.stdout.splitlines()[-1] == ""
 
 
+@pytest.mark.slow
 def test_a_pipe_in_and_a_pipe_out(target: str) -> None:
     arguments = ["generate", "-", "--target", target, "--max-new-tokens", "8", "--ignore-eos"]
     done = subprocess.run([*COMMAND, *arguments], input=b"abc abc\n", capture_output=True, timeout=PATIENCE)
@@ -47,6 +48,7 @@ def test_the_exit_code_of_an_error() -> None:
     assert done.stderr.startswith("error: No such option: --gama")
 
 
+@pytest.mark.slow
 def test_a_terminal_gets_colours(target: str) -> None:
     arguments = [
         "generate",
@@ -65,6 +67,7 @@ def test_a_terminal_gets_colours(target: str) -> None:
     assert "24 tokens in" in shown
 
 
+@pytest.mark.slow
 def test_ctrl_c_keeps_what_was_written(target: str) -> None:
     arguments = ["generate", "abc", "--target", target, "--max-new-tokens", "2000", "--ignore-eos", "--stream"]
     process = subprocess.Popen(

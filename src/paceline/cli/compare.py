@@ -58,7 +58,7 @@ def compare(decoder: SpeculativeDecoder, prompt: Any, settings: dict[str, Any], 
         raise typer.Exit(130)
     parted = _divergence(*sides, plain)
     if said.json:
-        told = _as_dict(*sides, parted, decoder, settings)
+        told = _as_dict(*sides, parted, decoder.target.tokenizer)
         print(dump({**told, "settings": settings_of(decoder, settings), "versions": versions()}), flush=True)
     else:
         _print(*sides, parted, decoder, said.repeats)
@@ -76,7 +76,7 @@ def _race(
     for decoder in decoders.values():
         decoder.generate(prompt, cancel=cancelled, **short)
     results: dict[str, list[Generation]] = {name: [] for name in decoders}
-    with Console(stderr=True).status("") as status:
+    with Console(stderr=True).status("", refresh_per_second=2) as status:
         for run in range(repeats):
             for name, decoder in decoders.items():
                 status.update(f"run {run + 1} of {repeats}, {name}")
@@ -99,12 +99,10 @@ def _divergence(plain: Side, speculative: Side, decoder: SpeculativeDecoder) -> 
     return Divergence(at, ours[at] if at < len(ours) else None, theirs[at] if at < len(theirs) else None, gap)
 
 
-def _as_dict(
-    plain: Side, speculative: Side, parted: Divergence | None, decoder: SpeculativeDecoder, settings: dict[str, Any]
-) -> dict[str, Any]:
+def _as_dict(plain: Side, speculative: Side, parted: Divergence | None, tokenizer: Any) -> dict[str, Any]:
     def told(side: Side) -> dict[str, Any]:
         speeds = {"tokens_per_second": side.speed, "runs": side.speeds}
-        return {**result_as_dict(side.result, decoder.target.tokenizer), **speeds}
+        return {**result_as_dict(side.result, tokenizer), **speeds}
 
     return {
         "plain": told(plain),

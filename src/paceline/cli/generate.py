@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 import typer
 
-from paceline.core.errors import InputError
+from paceline.core.errors import InputError, PacelineError
 
 from .drafting import Drafting, drafting
 from .options import GenerateOptions
@@ -79,9 +78,15 @@ def _write(decoder: SpeculativeDecoder, prompt: Any, settings: dict[str, Any], s
     with interruptible() as cancelled:
         stream = decoder.stream(prompt, cancel=cancelled, **settings)
         shown = _Shown(stream, ink if live else None, tokenizer, said.show_drafts)
-        with suppress(KeyboardInterrupt):  # a second Ctrl-C: what was written is kept all the same
+        try:
             for piece in stream:
                 shown.add(piece)
+        except KeyboardInterrupt:  # the second Ctrl-C: what was written is kept all the same
+            stream.close()
+        except PacelineError:
+            if ink.last:
+                ink.end()  # an error has its own line
+            raise
         (result,) = stream.results
     if said.json:
         told = result_as_dict(result, tokenizer)
@@ -90,7 +95,7 @@ def _write(decoder: SpeculativeDecoder, prompt: Any, settings: dict[str, Any], s
         shown.finish(ink, result)
         for line in logprob_lines(result, tokenizer):
             ink.write(line + "\n")
-    say(summary(result))
+    say(summary(result, speculates=decoder.drafter.name != "none"))
     if result.finish_reason == "cancelled":
         raise typer.Exit(INTERRUPTED)
 

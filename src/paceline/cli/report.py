@@ -24,13 +24,13 @@ def versions() -> dict[str, str]:
     return {"paceline": __version__, **found, "python": platform.python_version()}
 
 
-def summary(result: Generation) -> str:
+def summary(result: Generation, speculates: bool) -> str:
     stats = result.stats
     parts = [f"{stats.emitted} tokens in {stats.seconds:.2f} s", f"{stats.tokens_per_second:.1f} tokens/s"]
     if stats.drafted:
         share = f"acceptance {stats.acceptance_rate:.0%} ({stats.accepted} of {stats.drafted} drafted)"
         parts += [f"τ {stats.mean_accepted_length:.2f}", share]
-    elif stats.rounds:
+    elif speculates:
         parts.append("nothing was drafted")
     parts.append(ending(result))
     return ", ".join(parts)

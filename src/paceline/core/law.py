@@ -163,8 +163,9 @@ class SamplingBatch:
         scores = self._cut_typical(self._cut_min_p(scores))
         weights = scores.softmax(-1)
         if greedy is not None:
-            best = scores.argmax(-1, keepdim=True)
-            weights = torch.where(greedy, torch.zeros_like(weights).scatter_(-1, best, 1.0), weights)
+            best = scores.max(-1, keepdim=True)
+            sound = (best.values - best.values == 0).to(weights.dtype)  # NaN and -inf are no choice
+            weights = torch.where(greedy, torch.zeros_like(weights).scatter_(-1, best.indices, sound), weights)
         return Law(weights, ids)
 
     def _temperature(self, scores: Tensor) -> Tensor:
@@ -182,9 +183,7 @@ class SamplingBatch:
         """Top-k, noise and top-p on scores in falling order; the k best where every row has a k, else all."""
         V = scores.shape[-1]
         limits = [min(row.top_k, V) if row.top_k else V for row in self.rows]
-        scores, ids = (
-            scores.topk(max(limits), dim=-1) if max(limits) < V else scores.sort(dim=-1, descending=True, stable=True)
-        )
+        scores, ids = _best(scores, max(limits))
         if min(limits) < max(limits):
             k = torch.tensor(limits, device=self.device).view(-1, 1, 1)
             scores = scores.masked_fill(torch.arange(scores.shape[-1], device=self.device) >= k, _NEVER)
@@ -221,6 +220,23 @@ class SamplingBatch:
         beyond = ranked.cumsum(-1) - ranked >= mass
         cut = torch.zeros_like(beyond).scatter_(-1, order, beyond)
         return scores.masked_fill(cut & (mass < 1), _NEVER)
+
+
+def _best(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """The k best scores in falling order and their ids; of equal scores the lower id first, in every batch.
+
+    `topk` breaks ties as it likes, and bf16 logits tie all the time: float32 scores are ranked as integers that end in
+    the token id. Float64 has no room for that and is sorted.
+    """
+    V = scores.shape[-1]
+    if k >= V or scores.dtype != torch.float32:
+        ranked = scores.sort(dim=-1, descending=True, stable=True)
+        return ranked.values[..., :k], ranked.indices[..., :k]
+    bits = (scores + 0.0).view(torch.int32)  # +0.0: no negative zero
+    ordered = bits ^ (bits.bitwise_right_shift(31) & 0x7FFFFFFF)
+    keys = ordered.to(torch.int64).mul_(1 << 32).sub_(torch.arange(V, device=scores.device))
+    ids = keys.topk(k, dim=-1).indices
+    return scores.gather(-1, ids), ids
 
 
 def _point_mass(scores: Tensor) -> Law:

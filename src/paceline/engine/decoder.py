@@ -101,6 +101,12 @@ class SpeculativeDecoder:
             if request.stop and tokenizer is None:
                 raise InputError("stop strings need a tokenizer; load the model with one, or use eos_token_ids.")
             eos = self.target.eos if request.eos_token_ids is None else request.eos_token_ids
+            for token in request.eos_token_ids or ():
+                if not isinstance(token, int) or not 0 <= token < self.target.vocabulary:
+                    raise InputError(
+                        f"eos_token_ids has {token!r}, not a token id below {self.target.vocabulary}; "
+                        "use ignore_eos=True for a text without an end."
+                    )
             limit = min(request.max_new_tokens, self.target.context - len(prompt))
             detokenizer = None if tokenizer is None else Detokenizer(tokenizer, prompt)
             tokens: list[int] = []
@@ -174,7 +180,7 @@ def make_drafter(draft: Any, options: Mapping[str, Any]) -> Drafter:
         draft = "none"
     if isinstance(draft, str) and draft in DRAFTERS:
         cls = DRAFTERS[draft]
-        if cls is DraftModel and isinstance(options.get("model"), str):
+        if cls is DraftModel and options.get("model") is not None:
             options = {**options, "model": load(options["model"])}
         return cls(build_options(cls.Options, options, f"drafter '{draft}'"))  # type: ignore[call-arg]
     if isinstance(draft, str) and not is_model(draft):

@@ -45,12 +45,16 @@ class Loop:
         self._guard(lambda: self.drafter.admit(self.rows, first))
 
     @torch.inference_mode()
-    def release(self, index: int) -> None:
-        last = self.rows.count - 1
-        length = self.rows.lengths[last]
-        self._reader.release(index, last, length)
-        self._guard(lambda: self.drafter.release(index, last, length))
-        self.rows.release(index)
+    def release(self, ended: Sequence[int]) -> None:
+        """Rows that ended leave, the last index first; the last live row takes each one's place."""
+        for index in sorted(ended, reverse=True):
+            last = self.rows.count - 1
+            length = self.rows.lengths[last]
+            self._reader.release(index, last, length)
+            self._guard(lambda: self.drafter.release(index, last, length))  # noqa: B023  called at once
+            self.rows.release(index)
+        if ended:
+            self.rows.refresh()
 
     # ---- one round
 
@@ -72,9 +76,7 @@ class Loop:
         logprobs = self._logprobs(tree, reading.logits, choice, verdict)
         events = rows.commit(verdict, tree)
         self._hand_out(logprobs, events)
-        for index in reversed(range(rows.count)):
-            if rows.live[index].stopper.stop is not None:
-                self.release(index)
+        self.release([index for index, row in enumerate(rows.live) if row.stopper.stop is not None])
         return [event for row in events for event in row]
 
     def _budget(self) -> Budget:
@@ -123,7 +125,7 @@ class Loop:
         wanted = [row.request.logprobs for row in self.rows.live]
         if all(k is None for k in wanted):
             return None
-        most = max(k or 0 for k in wanted)
+        most = min(max(k or 0 for k in wanted), logits.shape[-1])
         laws = choice.law(logits).dense(logits.shape[-1])
         if verdict.path is not None:
             nodes = torch.nn.functional.pad(verdict.path + 1, (1, 0)).unsqueeze(-1).expand(-1, -1, logits.shape[-1])

@@ -18,13 +18,17 @@ def encode_all(prompt: Any, lm: LanguageModel) -> tuple[list[list[int]], bool]:
         return [encode(prompt, lm)], True
     if isinstance(prompt, (list, tuple)) and prompt:
         return [encode(one.tolist() if hasattr(one, "tolist") else one, lm) for one in prompt], False
-    raise InputError("The prompt is empty; give a string, a list of token ids, or a list of messages.")
+    if isinstance(prompt, (list, tuple)):
+        raise InputError("The prompt is empty; give a string, a list of token ids, or a list of messages.")
+    raise InputError(f"A prompt is a string, token ids or a list of messages, not {type(prompt).__name__}.")
 
 
 def encode(prompt: Any, lm: LanguageModel) -> list[int]:
     """One prompt as token ids."""
     if _is_ids(prompt):
         return [int(token) for token in prompt]
+    if isinstance(prompt, (str, list, tuple)) and not prompt:
+        raise InputError("The prompt is empty; give at least one token.")
     if lm.tokenizer is None:
         raise InputError(f"{lm.name} has no tokenizer, so a prompt must be token ids; or load it with tokenizer=...")
     if _is_conversation(prompt):
@@ -36,8 +40,6 @@ def encode(prompt: Any, lm: LanguageModel) -> list[int]:
         raise InputError(
             f"A prompt is a string, a list of token ids or a list of messages, not {type(prompt).__name__}."
         )
-    if not prompt:
-        raise InputError("The prompt is empty; give at least one word.")
     return list(lm.tokenizer.encode(prompt))
 
 

@@ -116,7 +116,8 @@ def _one(settings: dict[str, Any]) -> Request:
     for name in _LISTS:
         if name in settings:
             value = settings[name]
-            settings[name] = (value,) if isinstance(value, (str, int)) or callable(value) else tuple(value)
+            single = isinstance(value, (str, int)) or (callable(value) and not isinstance(value, Sequence))
+            settings[name] = (value,) if single else tuple(value)
     if "processors" in settings:
         settings["processors"] = tuple(_adapt(p) for p in settings["processors"])
     do_sample = settings.pop("do_sample", None)
@@ -127,8 +128,15 @@ def _one(settings: dict[str, Any]) -> Request:
     elif "temperature" not in wanted and (do_sample or any(name in wanted for name in _SAMPLERS)):
         wanted["temperature"] = 1.0  # a sampler that was asked for is never silently ignored
     wanted.setdefault("seed", fresh_seed())
-    wanted["logit_bias"] = {int(token): float(value) for token, value in wanted.get("logit_bias", {}).items()}
+    wanted["logit_bias"] = _bias(wanted.get("logit_bias", {}))
     return Request(**settings, sampling=Sampling(**wanted))
+
+
+def _bias(given: Any) -> dict[int, float]:
+    try:
+        return {int(token): float(value) for token, value in given.items()}
+    except (AttributeError, TypeError, ValueError) as error:
+        raise InputError(f"logit_bias must map token ids to numbers, such as {{42: -1.5}}, got {given!r}.") from error
 
 
 def _adapt(process: Any) -> Processor:

@@ -116,6 +116,7 @@ class Rows:
         return first
 
     def release(self, index: int) -> None:
+        """The last row takes the place of row `index`; `refresh` must follow."""
         last = self.count - 1
         self._store[index] = self._store[last]
         self._lengths[index] = self._lengths[last]
@@ -123,7 +124,6 @@ class Rows:
         for listed in lists:
             listed[index] = listed[last]
             del listed[last]
-        self.refresh()
 
     def refresh(self) -> None:
         """Rebuild what depends on who is live: the views, the settings, the token counts."""

@@ -115,11 +115,39 @@ def _refuse(model: PreTrainedModel, config: Any, name: str, kinds: tuple[str, ..
             f"{what} was loaded with attn_implementation='{config._attn_implementation}', which takes no 4-D mask; "
             "load it with attn_implementation='sdpa'."
         )
-    if model.training and any(isinstance(m, nn.Dropout) and m.p > 0 for m in model.modules()):
-        raise InputError(f"{what} is in training mode and its dropout is active; call model.eval() first.")
+    refuse_dropout(model)
+
+
+def refuse_dropout(model: PreTrainedModel) -> None:
+    """A model in training mode writes at random. Asked again for every batch: `model.train()` may have come later."""
+    if not model.training:
+        return
+    named = model.config.get_text_config(decoder=True).to_dict()
+    active = any(isinstance(m, nn.Dropout) and m.p > 0 for m in model.modules())
+    if active or any(("dropout" in k or "pdrop" in k) and isinstance(v, float) and v > 0 for k, v in named.items()):
+        raise InputError(
+            f"{type(model).__name__} is in training mode and its dropout is active; call model.eval() first."
+        )
 
 
 def _context(config: Any) -> int:
+    """The longest text. Long RoPE changes all angles once any row of a pass is past its first length, so that a row would
+    depend on its batch-mates and on the draft: texts end there."""
+    name = "original_max_position_embeddings"
+    firsts = [
+        rope.get(name) or getattr(config, name, None) for rope in _ropes(config) if rope.get("rope_type") == "longrope"
+    ]
+    return min([_longest(config), *(first for first in firsts if first)])
+
+
+def _ropes(config: Any) -> list[dict[str, Any]]:
+    """The RoPE settings of a config; some have one per kind of layer."""
+    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    nested = [value for value in rope.values() if isinstance(value, dict)]
+    return nested or [rope]
+
+
+def _longest(config: Any) -> int:
     for name in ("max_position_embeddings", "n_positions", "max_seq_len"):
         value = getattr(config, name, None)
         if isinstance(value, int) and value > 0:

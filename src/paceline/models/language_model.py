@@ -13,7 +13,7 @@ from paceline.core.errors import InputError
 from paceline.core.tree import closure
 
 from . import masks
-from .architecture import TESTED, study
+from .architecture import TESTED, refuse_dropout, study
 from .runners.eager import EagerRunner
 from .slot_cache import SlotCache
 
@@ -62,6 +62,7 @@ class LanguageModel:
         return ()
 
     def reader(self, taps: Sequence[float] = (), runner: Runner | None = None) -> SlotReader:
+        refuse_dropout(self.model)
         return SlotReader(self, tuple(taps), runner or EagerRunner())
 
     def __repr__(self) -> str:

@@ -42,7 +42,7 @@ def probe(lm: LanguageModel) -> None:
         seen = reader.extend(rows, 1, drafted, parents).logits  # type: ignore[arg-type]
         reader.keep(rows, torch.tensor([[0, 2, 4], [0, 2, 4]], device=lm.device))  # type: ignore[arg-type]
         longer = torch.stack(
-            [torch.cat([ids[r, :n], drafted[r, [0, 2, 4]], ids[r, :8]]) for r, n in enumerate(rows.lengths)]
+            [torch.cat([ids[r, :n], drafted[r, [0, 2, 4]], ids[r, : 16 - n]]) for r, n in enumerate(rows.lengths)]
         )
         later = _Text(longer, [n + 4 for n in rows.lengths])
         after = reader.extend(later, 1).logits  # type: ignore[arg-type]

@@ -1,0 +1,96 @@
+"""The pieces that talk to a person: ink, bars, warnings, Ctrl-C."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import warnings
+
+import pytest
+
+from paceline import PacelineWarning
+from paceline.cli.terminal import ACCEPTED, Ink, complain, interruptible, plain_warnings, preparing
+
+
+def test_what_a_model_writes_cannot_command_the_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    evil = "a\x1b]0;owned\x07\r\tb\n"
+    Ink().write(evil, ACCEPTED)
+    assert capsys.readouterr().out == evil  # a pipe gets what was written
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    Ink().write(evil, ACCEPTED)
+    assert capsys.readouterr().out == "\x1b[32ma\\x1b]0;owned\\x07\\x0d\tb\n\x1b[0m"
+
+
+def test_a_line_is_ended_once(capsys: pytest.CaptureFixture[str]) -> None:
+    for text in ("word", "word\n"):
+        ink = Ink()
+        ink.write(text)
+        ink.end()
+        assert capsys.readouterr().out == "word\n"
+
+
+def test_rejected_lines_do_not_break_the_text(capsys: pytest.CaptureFixture[str]) -> None:
+    ink = Ink()
+    ink.rejected("a\nb")
+    ink.rejected("")
+    assert capsys.readouterr().out == "[-a↵b-]"
+
+
+def test_steps_are_lines_where_there_is_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    with preparing("loading x") as progress:
+        for done in range(3):
+            progress("downloading x", done, 2)
+        progress("converting x", 0, None)
+    assert capsys.readouterr().err == "downloading x …\nconverting x …\n"
+
+
+def test_steps_are_a_bar_on_a_terminal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    with preparing("loading x") as progress:
+        progress("downloading x", 3_000_000, 2_000_000)
+    with preparing("loading x") as progress:
+        progress("converting x", 3, 272)
+    shown = capsys.readouterr().err
+    assert "2.0/2.0 MB" in shown  # never more than all of it
+    assert "3/272" in shown
+
+
+def test_only_our_warnings_are_told(capsys: pytest.CaptureFixture[str]) -> None:
+    with plain_warnings(debug=False):
+        warnings.warn("two\nlines", PacelineWarning, stacklevel=1)
+        warnings.warn("somebody else's", FutureWarning, stacklevel=1)
+    assert capsys.readouterr().err == "warning: two lines\n"
+    with plain_warnings(debug=True):
+        warnings.warn("somebody else's", FutureWarning, stacklevel=1)
+    assert capsys.readouterr().err == "warning: somebody else's\n"
+
+
+def test_an_error_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    complain("a\n  b [bold]c[/bold]")
+    assert capsys.readouterr().err == "error: a b [bold]c[/bold]\n"
+
+
+@pytest.mark.skipif(threading.current_thread() is not threading.main_thread(), reason="signals reach the main thread")
+def test_the_first_ctrl_c_asks_and_the_second_insists() -> None:
+    before = signal.getsignal(signal.SIGINT)
+    with interruptible() as cancelled:
+        assert not cancelled()
+        os.kill(os.getpid(), signal.SIGINT)
+        assert cancelled()
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+@pytest.mark.skipif(threading.current_thread() is not threading.main_thread(), reason="signals reach the main thread")
+def test_a_background_job_stays_deaf_to_ctrl_c() -> None:
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with interruptible() as cancelled:
+            os.kill(os.getpid(), signal.SIGINT)
+            assert not cancelled()
+    finally:
+        signal.signal(signal.SIGINT, before)

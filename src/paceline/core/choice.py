@@ -16,6 +16,8 @@ from .law import Law, Prefix, SamplingBatch
 from .noise import Purpose, exponential, uniform
 from .verdict import BROKEN
 
+_BRANCH = 1 << 40  # added to a position it names another place, far beyond any text
+
 
 class NoiseTable:
     """Exponential noise for the whole vocabulary at the next few positions of every row, made once per round.
@@ -80,20 +82,29 @@ class Choice:
         where = (law.weights / self._noise(law, logits.shape[-1], purpose)).argmax(-1)
         return _named(where, law), law
 
-    def siblings(self, logits: Tensor, k: int, purpose: Purpose) -> tuple[Tensor, Tensor, Tensor | None]:
+    def siblings(
+        self, logits: Tensor, k: int, purpose: Purpose, branch: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
         """k distinct drafted tokens per place [R,Q,k], how sure the draft is of each [R,Q,k], and the dense law [R,Q,V]
         they are a sample of without replacement, in order (None: point masses).
 
         Greedy rows take the most probable tokens and are as sure as those are probable. Sampled rows take the winners
         of the race p/E, so with the TARGET stream the first is what the target would pick from the same law; they are
         as sure as the winner is ahead, for that is how likely a slightly different law has the same winner.
+
+        `branch` [R,Q] gives each place noise of its own among places of the same position. A draft judged by a ratio
+        needs it: where a tree grows is decided after looking at races, and noise that was looked at is no longer noise.
         """
         if self.batch.deterministic:
             scores = self.batch.edit(logits, self.prefix).to(torch.float64)
             best = scores.topk(k, dim=-1)
             return best.indices, (best.values - scores.logsumexp(-1, keepdim=True)).exp(), None
         dense = self.law(logits).dense(logits.shape[-1])
-        race = dense / self.table.at(self.depth, logits.shape[-1], purpose)
+        if branch is None:
+            noise = self.table.at(self.depth, logits.shape[-1], purpose)
+        else:
+            noise = exponential(self.batch.key(purpose), self.position + branch * _BRANCH, logits.shape[-1])
+        race = dense / noise
         share = race / race.sum(-1, keepdim=True)
         if self.batch.mixed:
             greedy = self.batch.column("temperature", torch.float64) == 0

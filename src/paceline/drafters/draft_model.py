@@ -227,7 +227,8 @@ class _Growth:
         path = None
         if self.rows.needs_path and self.nodes:
             path = (self.tokens, self.ancestors.gather(1, known.unsqueeze(-1).expand(R, W, self.nodes)))
-        tokens, weights, law = self.rows.choice(deep, path).siblings(logits, k, purpose)
+        branch = chosen + 1 if self.wants_laws else None
+        tokens, weights, law = self.rows.choice(deep, path).siblings(logits, k, purpose, branch)
         self.certain = law is None
         if self.wants_laws and law is not None:
             self.laws.append(_sibling_laws(law, tokens).flatten(1, 2))

@@ -131,8 +131,8 @@ def refuse_dropout(model: PreTrainedModel) -> None:
 
 
 def _context(config: Any) -> int:
-    """The longest text. Long RoPE changes all angles once any row of a pass is past its first length, so that a row would
-    depend on its batch-mates and on the draft: texts end there."""
+    """The longest text. Long RoPE changes all angles once any row of a pass is past its first length; a row would then
+    depend on its batch-mates and on the draft, so texts end there."""
     name = "original_max_position_embeddings"
     firsts = [
         rope.get(name) or getattr(config, name, None) for rope in _ropes(config) if rope.get("rope_type") == "longrope"

@@ -21,7 +21,7 @@ ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 help:  ## this list
 	@sed -n 's/^\([a-z]*\):.*  ## \(.*\)/  make \1|\2/p' Makefile | awk -F'|' '{printf "%-16s %s\n", $$1, $$2}'
 
-demo: weights  ## install, fetch SmolLM2-135M, generate plainly and speculatively, compare
+demo: $(STAMP)  ## install, fetch SmolLM2-135M, generate plainly and speculatively, compare
 	$(VENV)/bin/paceline generate "$(PROMPT)" --chat --draft prompt-lookup --max-new-tokens 96 --compare
 
 install: $(STAMP)  ## make .venv and install everything, pinned by constraints.txt

@@ -27,13 +27,13 @@ class NoiseTable:
 
     def __init__(self, batch: SamplingBatch, length: Tensor, depths: int) -> None:
         self.batch = batch
-        self._length, self._depths = length, depths
+        self.length, self._depths = length, depths
         self._made: dict[tuple[Purpose, int], Tensor] = {}
 
     @cached_property
     def position(self) -> Tensor:
         """[R,D]: the next positions of every row."""
-        return self._length + torch.arange(self._depths, device=self._length.device)
+        return self.length + torch.arange(self._depths, device=self.length.device)
 
     def at(self, depth: Tensor | slice, vocabulary: int, purpose: Purpose) -> Tensor:
         """[R,Q,V] for depths given as a slice (the same for all rows) or as [R,Q]."""
@@ -92,8 +92,8 @@ class Choice:
         of the race p/E, so with the TARGET stream the first is what the target would pick from the same law; they are
         as sure as the winner is ahead, for that is how likely a slightly different law has the same winner.
 
-        `branch` [R,Q] gives each place noise of its own among places of the same position. A draft judged by a ratio
-        needs it: where a tree grows is decided after looking at races, and noise that was looked at is no longer noise.
+        `branch` [R,Q] gives each place noise of its own, of this round alone. A draft judged by a ratio needs it: where a
+        tree grows is decided after looking at races, and noise that was looked at is no longer noise.
         """
         if self.batch.deterministic:
             scores = self.batch.edit(logits, self.prefix).to(torch.float64)
@@ -103,7 +103,7 @@ class Choice:
         if branch is None:
             noise = self.table.at(self.depth, logits.shape[-1], purpose)
         else:
-            noise = exponential(self.batch.key(purpose), self.position + branch * _BRANCH, logits.shape[-1])
+            noise = exponential(self.batch.key(purpose), self.table.length + branch * _BRANCH, logits.shape[-1])
         race = dense / noise
         share = race / race.sum(-1, keepdim=True)
         if self.batch.mixed:

@@ -14,13 +14,20 @@ from paceline.core.sampling import Processor
 from paceline.models import LanguageModel, generate_output
 
 from .decoder import SpeculativeDecoder
-from .request import Criterion, Generation
+from .request import Criterion, Generation, refuse_memory
 
 # what transformers prepares for its own loops and we do not need
 _IGNORED = frozenset(
     ["attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep", "cache_position"]
 )
-_REFUSED = ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
+_REFUSED = (
+    "output_scores",
+    "output_logits",
+    "output_attentions",
+    "output_hidden_states",
+    "penalty_alpha",
+    "dola_layers",
+)
 
 
 class CustomGenerate:
@@ -71,6 +78,12 @@ class CustomGenerate:
             "stop": self.stop_strings,
         }
         prompts = [row[skip:] for row, skip in zip(ids, padding, strict=True)]
+        for process in logits_processor:
+            refuse_memory(process)
+            if type(process).__name__ == "PrefixConstrainedLogitsProcessor" and len(ids) > 1:
+                raise UnsupportedError("prefix_allowed_tokens_fn is asked about one text at a time; give one prompt.")
+        if self.streamer is not None:
+            self.streamer.put(input_ids.cpu())
         self.generations = self._write(decoder, prompts, settings)
         sequences = _rectangle(input_ids, [g.tokens for g in self.generations], _pad_id(generation_config))
         return generate_output(sequences) if generation_config.return_dict_in_generate else sequences
@@ -109,7 +122,7 @@ def _refuse(generation_config: Any, model_kwargs: Mapping[str, Any]) -> None:
         raise UnsupportedError(f"num_beams={generation_config.num_beams} cannot be decoded speculatively here; use 1.")
     for name in _REFUSED:
         if getattr(generation_config, name, False):
-            raise UnsupportedError(f"{name}=True is not supported here; SpeculativeDecoder gives logprobs.")
+            raise UnsupportedError(f"{name} is not supported under custom_generate; leave it out.")
     cache = model_kwargs.get("past_key_values")
     if cache is not None and cache.get_seq_length() > 0:
         raise UnsupportedError("A cache that already holds a text cannot be continued here; give the whole prompt.")
@@ -148,7 +161,7 @@ def _processor(process: Any, pad: list[int]) -> Processor:
 
 def _criterion(criterion: Any, pad: list[int]) -> Criterion:
     def call(tokens: list[int]) -> bool:
-        return bool(criterion(torch.tensor([pad + tokens]), None).all())
+        return bool(torch.as_tensor(criterion(torch.tensor([pad + tokens]), None)).all())
 
     return call
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from paceline.core.errors import InputError, UnknownNameError
+from paceline.core.errors import InputError, UnknownNameError, UnsupportedError
 from paceline.core.noise import fresh_seed
 from paceline.core.sampling import Processor, Sampling
 from paceline.core.trace import Stats, Trace
@@ -139,10 +139,18 @@ def _bias(given: Any) -> dict[int, float]:
         raise InputError(f"logit_bias must map token ids to numbers, such as {{42: -1.5}}, got {given!r}.") from error
 
 
+def refuse_memory(process: Any) -> None:
+    """Processors that count on one call per token cannot judge the nodes of a draft."""
+    name = type(process).__name__
+    if name in ("UnbatchedClassifierFreeGuidanceLogitsProcessor", "SynthIDTextWatermarkLogitsProcessor"):
+        raise UnsupportedError(f"{name} keeps a memory from token to token, so it cannot judge drafts; leave it out.")
+
+
 def _adapt(process: Any) -> Processor:
     """A LogitsProcessor of transformers works on batches of one; everything else on one row."""
     if not callable(process):
         raise InputError(f"processors must be callables (prefix ids, logits) -> logits, got {process!r}.")
+    refuse_memory(process)
     if not any(base.__name__ == "LogitsProcessor" for base in type(process).__mro__):
         return process  # type: ignore[no-any-return]
 

@@ -1,0 +1,98 @@
+"""End to end, by sampling: what a decoder writes over many seeds follows the target's law (chi-square, alpha 1e-6).
+
+Enumeration (test_enumeration.py) proves the rules; this also covers the noise, the drafters' own draws and the loop.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+
+import pytest
+import torch
+from torch import Tensor
+
+from paceline import LanguageModel, SpeculativeDecoder
+from paceline.core.contracts import DRAFTERS, RULES
+
+from .chi_square import ALPHA, critical, detectable, first_tokens, p_value, tail
+from .drafters import topologies
+from .models import CASES, build
+from .mutants import ResidualIgnored
+from .tables import TableModel
+
+LAW = [name for name in RULES if RULES[name].exact == "law"]
+EXACT = [name for name in RULES if RULES[name].exact in ("text", "law")]
+START = 2
+# The draft's favourite is rejected nearly always, and how sure the draft is of one branch decides whether the other is
+# drawn at all: whoever lets a draw decide about a draw is caught here.
+TARGET = TableModel([[0.10, 0.78, 0.12], [0.34, 0.32, 0.34], [0.02, 0.96, 0.02]])
+DRAFT = TableModel([[0.10, 0.78, 0.12], [0.34, 0.32, 0.34], [0.76, 0.22, 0.02]])
+
+
+def model_drafters() -> list[tuple[str, dict]]:
+    """Every registered drafter that runs a model, in each topology; one expansion at a time where that can be asked."""
+    found = []
+    for name in DRAFTERS:
+        fields = {entry.name for entry in dataclasses.fields(DRAFTERS[name].Options)}
+        if "model" in fields:
+            narrow = {"width": 1} if "width" in fields else {}
+            found += [(name, {**chosen, **narrow}) for chosen in topologies(DRAFTERS[name].Options)]
+    return found
+
+
+def report(counts: Tensor, law: Tensor, capsys: pytest.CaptureFixture[str], what: str) -> None:
+    N, freedom = int(counts.sum()), int((law > 0).sum()) - 1
+    p = p_value(counts, law)
+    with capsys.disabled():
+        print(f"\n  {what}: N={N}, p={p:.2g}, detects TV >= {detectable(N, freedom):.4f}", end="")
+    assert p > ALPHA, f"{what}: p = {p:.1e}; total variation about {float((counts / N - law).abs().sum() / 2):.4f}"
+
+
+def sample(target: LanguageModel, rule: str, name: str, options: dict, N: int, tokens: int) -> Tensor:
+    decoder = SpeculativeDecoder(target, name, options=options, rule=rule, gamma=3, nodes=6, rows=N)
+    total = torch.zeros([target.vocabulary] * tokens, dtype=torch.int64)
+    for start in range(0, N, 10_000):
+        total += first_tokens(decoder, [START], tokens, range(start, min(N, start + 10_000)), 1.0)
+    return total
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "options"), model_drafters(), ids=str)
+@pytest.mark.parametrize("rule", EXACT)
+def test_drafts_and_rules_follow_the_law_on_tables(
+    rule: str, name: str, options: dict, capsys: pytest.CaptureFixture[str]
+) -> None:
+    counts = sample(TARGET, rule, name, {**options, "model": DRAFT}, 100_000, 3)
+    report(counts, TARGET.joint(START, 3), capsys, f"{rule}, {name} {options}")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "options"), [("none", {}), *model_drafters()], ids=str)
+@pytest.mark.parametrize("rule", ["match", *LAW])
+def test_a_real_model_is_sampled(rule: str, name: str, options: dict, capsys: pytest.CaptureFixture[str]) -> None:
+    """A tiny Llama and its own law, from a forward of transformers over all texts of two tokens."""
+    small = {"vocab_size": 5, "eos_token_id": None, "initializer_range": 0.5}
+    target = LanguageModel(build(CASES["llama"], 1, **small))
+    if name != "none":
+        options = {**options, "model": LanguageModel(build(CASES["llama"], 2, **small))}
+    texts = torch.tensor([[START, *pair] for pair in itertools.product(range(5), repeat=2)])
+    with torch.inference_mode():
+        logs = target.model(input_ids=texts).logits.log_softmax(-1)
+    law = sum(logs[torch.arange(25), at, texts[:, at + 1]] for at in range(2)).exp().view(5, 5)
+    counts = sample(target, rule, name, options, 5_000, 2)
+    report(counts, law, capsys, f"{rule}, {name}, llama")
+
+
+def test_the_test_can_fail() -> None:
+    """A residual that is ignored is seen with a tenth of the texts."""
+    decoder = SpeculativeDecoder(TARGET, "draft-model", options={"model": DRAFT}, rule=ResidualIgnored(), rows=10_000)
+    counts = first_tokens(decoder, [START], 2, range(10_000), 1.0)
+    assert p_value(counts, TARGET.joint(START, 2)) < ALPHA
+
+
+def test_the_tail_is_that_of_chi_square() -> None:
+    assert tail(3.841458820694124, 1) == pytest.approx(0.05)
+    assert tail(18.307038053275146, 10) == pytest.approx(0.05)
+    assert critical(8) == pytest.approx(42.70, abs=0.01)
+    assert detectable(100_000, 26) < 0.02

@@ -1,8 +1,8 @@
 """Exact laws of acceptance rules, by following every random branch with its probability.
 
-A `World` is a target and a draft model given as tables. A rule sees them through a `Choice` whose coins and draws are not
-drawn: each asks for every outcome in turn, and the weight of each row of the batch is multiplied by the probability of
-that outcome. What the rule emits, continued with the target's own law to a fixed horizon, must be the target's joint law.
+A `World` is a target and a draft model given as tables. A rule sees them through a `Choice` whose coins and draws are
+not drawn: each asks for every outcome in turn, and the weight of each row of the batch is multiplied by the probability
+of that outcome. What is emitted, continued with the target's own law to a fixed horizon, must be its joint law.
 """
 
 from __future__ import annotations
@@ -184,8 +184,8 @@ class Enumerated(Choice):
 
 
 def emitted_law(rule: Rule, world: World, drafts: Drafts, temperature: float, apart: bool = False) -> Tensor:
-    """[1 or R, V, ..., V]: the joint law of `horizon` tokens when `rule` judges these drafts; `apart`: one law per draft,
-    else their mixture."""
+    """[1 or R, V, ..., V]: the joint law of `horizon` tokens when `rule` judges these drafts; `apart`: a law for each
+    draft, else of their mixture."""
     tree, V, H = drafts.tree, world.vocabulary, world.horizon
     R = tree.rows
     soft = world.target  # logits are what the model says; the temperature is the rule's business

@@ -1,4 +1,4 @@
-"""A test that cannot fail is decoration: wrong rules and lying drafts go through the very same checks, and fail them."""
+"""A test that cannot fail is decoration: wrong rules and lying drafts go through the same checks, and fail them."""
 
 from __future__ import annotations
 

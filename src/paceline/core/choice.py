@@ -92,8 +92,8 @@ class Choice:
         of the race p/E, so with the TARGET stream the first is what the target would pick from the same law; they are
         as sure as the winner is ahead, for that is how likely a slightly different law has the same winner.
 
-        `branch` [R,Q] gives each place noise of its own, of this round alone. A draft judged by a ratio needs it: where a
-        tree grows is decided after looking at races, and noise that was looked at is no longer noise.
+        `branch` [R,Q] gives each place noise of its own, of this round alone. A draft judged by a ratio needs it:
+        where a tree grows is decided after looking at races, and noise that was looked at is no longer noise.
         """
         if self.batch.deterministic:
             scores = self.batch.edit(logits, self.prefix).to(torch.float64)

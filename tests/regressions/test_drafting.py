@@ -92,17 +92,18 @@ def test_acceptance_of_a_tree_does_not_decay_either(tree: str) -> None:
     assert [len(entry.path) for entry in out.trace.rounds] == [GAMMA] * (80 // (GAMMA + 1))
 
 
-def test_the_draft_reads_two_tokens_after_full_acceptance_and_one_after_a_rejection() -> None:
+@pytest.mark.parametrize(("seed", "catching_up"), [(0, 2), (5, 1)])
+def test_the_draft_reads_two_tokens_after_full_acceptance_and_one_after_a_rejection(
+    seed: int, catching_up: int
+) -> None:
     """Trap 10: what the draft must catch up is exactly what it has not read."""
-    for draft, catching_up in ((lm(0), 2), (lm(5), 1)):
-        own = LanguageModel(llama(0 if draft is lm(0) else 5))  # another object than the target
-        with feeds() as seen:
-            out = SpeculativeDecoder(lm(), own, gamma=GAMMA).generate([1, 2, 3], max_new_tokens=15)
-        widths = [width for model, width in seen if model is own.model]
-        firsts = [first for first in widths[GAMMA::GAMMA] if len(widths) > GAMMA]
-        rejected = [entry for entry in out.trace.rounds[:-1] if len(entry.path) < GAMMA]
-        assert (not rejected) == (catching_up == 2)
-        assert firsts[0] == catching_up
+    draft = LanguageModel(llama(seed))  # with seed 0 it has the weights of the target, but is another object
+    with feeds() as seen:
+        out = SpeculativeDecoder(lm(), draft, gamma=GAMMA).generate([1, 2, 3], max_new_tokens=15)
+    widths = [width for model, width in seen if model is draft.model]
+    assert widths[:GAMMA] == [3, 1, 1, 1]
+    assert (len(out.trace.rounds[0].path) == GAMMA) == (catching_up == 2)
+    assert widths[GAMMA : 2 * GAMMA] == [catching_up, 1, 1, 1]
 
 
 def test_the_prompt_is_read_once() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
@@ -100,6 +101,10 @@ class Loop:
             )
         if not self.drafter.on_device:
             tree.validate(self.target.vocabulary, budget.nodes, budget.depth, self.rows.count)
+        if tree.is_chain and tree.count is None and min(budget.limits) < tree.nodes:
+            # a row near its end must not draft past it because a batch-mate has further to go
+            limits = torch.tensor(budget.limits, device=tree.tokens.device)
+            tree = replace(tree, count=limits.clamp(max=tree.nodes))
         return tree.to(self.rows.device)
 
     def _guard(self, act: Callable[[], T]) -> T | None:

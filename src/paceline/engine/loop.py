@@ -5,20 +5,17 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
-from torch import Tensor
 
-from paceline.core.choice import Choice
 from paceline.core.contracts import Budget, Drafter, Rule
 from paceline.core.errors import PacelineWarning, UnsupportedError
 from paceline.core.tree import TokenTree
-from paceline.core.verdict import Verdict
 from paceline.drafters.none import NoDraft
 from paceline.models.language_model import LanguageModel
 
-from .request import TokenLogprob, log
+from .logprobs import hand_out, measure
 from .rows import Event, Row, Rows
 
 T = TypeVar("T")
@@ -66,17 +63,15 @@ class Loop:
         budget = self._budget()
         rows.begin_round(budget.depth)
         tree = self._propose(budget)
-        reading = self._reader.extend(
-            rows, self._width, tree.tokens if tree.nodes else None, tree.parents if tree.nodes else None
-        )
+        reading = self._reader.extend(rows, self._width, tree.tokens, tree.parents)
         choice = rows.choice_for(tree)
         verdict = self.rule.verify(tree, reading.logits, choice)
         self._reader.keep(rows, verdict.path)
         self._guard(lambda: self.drafter.keep(rows, verdict, reading.taps))
         self._width = 1
-        logprobs = self._logprobs(tree, reading.logits, choice, verdict)
+        logprobs = measure(rows, reading.logits, choice, verdict)
         events = rows.commit(verdict, tree)
-        self._hand_out(logprobs, events)
+        hand_out(rows, logprobs, events)
         self.release([index for index, row in enumerate(rows.live) if row.stopper.stop is not None])
         return [event for row in events for event in row]
 
@@ -121,35 +116,3 @@ class Loop:
             )
             self.drafter = NoDraft()
             return None
-
-    # ---- log-probabilities, for the rows that asked
-
-    def _logprobs(
-        self, tree: TokenTree, logits: Tensor, choice: Choice, verdict: Verdict
-    ) -> list[list[TokenLogprob]] | None:
-        wanted = [row.request.logprobs for row in self.rows.live]
-        if all(k is None for k in wanted):
-            return None
-        most = min(max(k or 0 for k in wanted), logits.shape[-1])
-        laws = choice.law(logits).dense(logits.shape[-1])
-        if verdict.path is not None:
-            nodes = torch.nn.functional.pad(verdict.path + 1, (1, 0)).unsqueeze(-1).expand(-1, -1, logits.shape[-1])
-            logits, laws = logits.gather(1, nodes), laws.gather(1, nodes)
-        wide = torch.float64 if logits.dtype == torch.float64 else torch.float32
-        raw = logits.to(wide).log_softmax(-1)
-        chosen = verdict.emitted.clamp(min=0).unsqueeze(-1)
-        raw_top, law_top = raw.topk(max(most, 1), -1), laws.topk(max(most, 1), -1)
-        read = [t.tolist() for t in (chosen[..., 0], raw.gather(2, chosen)[..., 0], laws.gather(2, chosen)[..., 0])]
-        tops = [t.tolist() for t in (raw_top.indices, raw_top.values, law_top.indices, law_top.values)]
-        return [[self._logprob(read, tops, r, i, k or 0) for i in range(chosen.shape[1])] for r, k in enumerate(wanted)]
-
-    @staticmethod
-    def _logprob(read: list[Any], tops: list[Any], r: int, i: int, k: int) -> TokenLogprob:
-        top_raw = tuple(zip(tops[0][r][i][:k], tops[1][r][i][:k], strict=True))
-        top_law = tuple((t, log(w)) for t, w in zip(tops[2][r][i][:k], tops[3][r][i][:k], strict=True))
-        return TokenLogprob(read[0][r][i], read[1][r][i], log(read[2][r][i]), top_raw, top_law)
-
-    def _hand_out(self, logprobs: list[list[TokenLogprob]] | None, events: list[list[Event]]) -> None:
-        for r, (row, told) in enumerate(zip(self.rows.live, events, strict=True)):
-            if logprobs is not None and row.request.logprobs is not None:
-                row.logprobs += logprobs[r][: len(told)]

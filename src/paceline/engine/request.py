@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -158,7 +157,3 @@ def _adapt(process: Any) -> Processor:
         return process(prefix[None], logits[None])[0]  # type: ignore[no-any-return]
 
     return call
-
-
-def log(weight: float) -> float:
-    return math.log(weight) if weight > 0 else -math.inf

@@ -121,6 +121,7 @@ class SlotReader:
     ) -> Reading:
         """See `core.contracts.Reader`. Chains and trees, even and ragged rows, first and later scratch tokens."""
         fed = 0 if tokens is None else tokens.shape[1]
+        parents = parents if fed else None
         M, longest = self._scratch, max(rows.lengths)
         visible = longest + M + fed
         even = min(rows.lengths) == longest

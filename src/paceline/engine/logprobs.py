@@ -1,0 +1,51 @@
+"""Log-probabilities of what was emitted, from the very pass that verified it; only for the rows that asked."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from paceline.core.choice import Choice
+from paceline.core.verdict import Verdict
+
+from .request import TokenLogprob
+from .rows import Event, Rows
+
+
+def measure(rows: Rows, logits: Tensor, choice: Choice, verdict: Verdict) -> list[list[TokenLogprob]] | None:
+    """Per row, of every token of the verdict: raw (the bare logits) and processed (after every control)."""
+    wanted = [row.request.logprobs for row in rows.live]
+    if all(k is None for k in wanted):
+        return None
+    V = logits.shape[-1]
+    most = min(max(k or 0 for k in wanted), V)
+    laws = choice.law(logits).dense(V)
+    if verdict.path is not None:
+        places = torch.nn.functional.pad(verdict.path + 1, (1, 0)).unsqueeze(-1).expand(-1, -1, V)
+        logits, laws = logits.gather(1, places), laws.gather(1, places)
+    raw = logits.to(torch.float64 if logits.dtype == torch.float64 else torch.float32).log_softmax(-1)
+    chosen = verdict.emitted.clamp(min=0).unsqueeze(-1)
+    top_raw, top_law = raw.topk(max(most, 1), -1), laws.topk(max(most, 1), -1)
+    own = [t.squeeze(-1).tolist() for t in (chosen, raw.gather(2, chosen), laws.gather(2, chosen))]
+    tops = [t.tolist() for t in (top_raw.indices, top_raw.values, top_law.indices, top_law.values)]
+    return [[_one(own, tops, r, i, k or 0) for i in range(chosen.shape[1])] for r, k in enumerate(wanted)]
+
+
+def _one(own: list[Any], tops: list[Any], r: int, i: int, k: int) -> TokenLogprob:
+    top_raw = tuple(zip(tops[0][r][i][:k], tops[1][r][i][:k], strict=True))
+    top_law = tuple((token, _log(weight)) for token, weight in zip(tops[2][r][i][:k], tops[3][r][i][:k], strict=True))
+    return TokenLogprob(own[0][r][i], own[1][r][i], _log(own[2][r][i]), top_raw, top_law)
+
+
+def _log(weight: float) -> float:
+    return math.log(weight) if weight > 0 else -math.inf
+
+
+def hand_out(rows: Rows, logprobs: list[list[TokenLogprob]] | None, events: list[list[Event]]) -> None:
+    """To the rows that asked, as many as were committed."""
+    for r, (row, told) in enumerate(zip(rows.live, events, strict=True)):
+        if logprobs is not None and row.request.logprobs is not None:
+            row.logprobs += logprobs[r][: len(told)]

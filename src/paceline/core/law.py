@@ -160,10 +160,10 @@ class SamplingBatch:
         ids = None
         if self.ranks:
             scores, ids = self._ranked(scores, position)
+        best = None if greedy is None else scores.max(-1, keepdim=True)  # before typical, which may cut the best token
         scores = self._cut_typical(self._cut_min_p(scores))
         weights = scores.softmax(-1)
-        if greedy is not None:
-            best = scores.max(-1, keepdim=True)
+        if greedy is not None and best is not None:
             sound = (best.values - best.values == 0).to(weights.dtype)  # NaN and -inf are no choice
             weights = torch.where(greedy, torch.zeros_like(weights).scatter_(-1, best.indices, sound), weights)
         return Law(weights, ids)

@@ -16,6 +16,7 @@ class NoDraft(Drafter):
     class Options:
         pass
 
+    speculates = False
     on_device = True
 
     def __init__(self, options: Options | None = None) -> None:

@@ -63,7 +63,7 @@ class SpeculativeDecoder:
         """One line: what speculates with what."""
         lm = self.target
         where = f"{lm.name} ({str(lm.dtype).removeprefix('torch.')}, {lm.device})"
-        if self.drafter.name == "none":
+        if not self.drafter.speculates:
             return f"{where}, plain decoding"
         return f"{where} with {self.drafter.describe()}, γ={self.gamma}, rule {self.rule.name}"
 
@@ -180,7 +180,7 @@ def make_drafter(draft: Any, options: Mapping[str, Any]) -> Drafter:
         draft = "none"
     if isinstance(draft, str) and draft in DRAFTERS:
         cls = DRAFTERS[draft]
-        if cls is DraftModel and options.get("model") is not None:
+        if options.get("model") is not None:
             options = {**options, "model": load(options["model"])}
         return cls(build_options(cls.Options, options, f"drafter '{draft}'"))  # type: ignore[call-arg]
     if isinstance(draft, str) and not is_model(draft):

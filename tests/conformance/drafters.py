@@ -50,8 +50,9 @@ class Variant:
         options = {name: value(lm) if callable(value) else value for name, value in self.options.items()}
         return {**options, "model": draft(case, self.draft)} if self.draft else options
 
-    def decoder(self, case: str, **settings: Any) -> SpeculativeDecoder:
-        lm = target(case)
+    def decoder(self, case: str, lm: LanguageModel | None = None, **settings: Any) -> SpeculativeDecoder:
+        """`lm` stands in for the target of that architecture, for instance because it has a tokenizer."""
+        lm = lm or target(case)
         return SpeculativeDecoder(lm, self.drafter, options=self.made_for(lm, case), **settings)
 
 

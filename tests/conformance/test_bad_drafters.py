@@ -214,10 +214,28 @@ def test_padding_may_be_anything(padding: int) -> None:
     assert tokens(text(False, branching)) == plain(CASE, False)
 
 
-@pytest.mark.parametrize("laws", [torch.zeros, lambda *shape, **kind: torch.full(shape, float("nan"), **kind)])
-def test_laws_that_are_none_do_not_touch_matched_text(laws: Any) -> None:
+def with_laws(laws: Callable[[int, int], torch.Tensor]) -> Propose:
     def propose(rows: Any, budget: Budget) -> TokenTree:
-        shape = (rows.count, 2, VOCABULARY)
-        return TokenTree(torch.ones(shape[:2], dtype=torch.int64), drawn="iid", laws=laws(*shape, dtype=torch.float64))
+        nodes = min(2, budget.depth)
+        drafted = torch.ones(rows.count, nodes, dtype=torch.int64)
+        return TokenTree(drafted, drawn="iid", laws=laws(rows.count, nodes).double())
 
-    assert tokens(text(True, Scripted(propose))) == plain(CASE, True)
+    return propose
+
+
+EMPTY_LAWS = {
+    "zeros": lambda rows, nodes: torch.zeros(rows, nodes, VOCABULARY),
+    "NaN": lambda rows, nodes: torch.full((rows, nodes, VOCABULARY), float("nan")),
+}
+
+
+@pytest.mark.parametrize("laws", EMPTY_LAWS)
+@pytest.mark.parametrize(("rule", "sampled"), [("match", False), ("match", True), ("ratio", False)])
+def test_laws_that_are_none_do_not_touch_the_text(laws: str, rule: str, sampled: bool) -> None:
+    outs = text(sampled, Scripted(with_laws(EMPTY_LAWS[laws])), rule=rule)
+    assert tokens(outs) == plain(CASE, sampled)
+
+
+def test_laws_of_another_vocabulary() -> None:
+    drafter = Scripted(with_laws(lambda rows, nodes: torch.full((rows, nodes, VOCABULARY + 1), 0.01)))
+    assert tokens(warned_once(lambda: text(False, drafter, rule="ratio"))) == plain(CASE, False)

@@ -95,7 +95,7 @@ def _write(decoder: SpeculativeDecoder, prompt: Any, settings: dict[str, Any], s
         shown.finish(ink, result)
         for line in logprob_lines(result, tokenizer):
             ink.write(line + "\n")
-    say(summary(result, speculates=decoder.drafter.name != "none"))
+    say(summary(result, speculates=decoder.drafter.speculates))
     if result.finish_reason == "cancelled":
         raise typer.Exit(INTERRUPTED)
 

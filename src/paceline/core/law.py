@@ -234,6 +234,7 @@ def _best(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
         return ranked.values[..., :k], ranked.indices[..., :k]
     bits = (scores + 0.0).view(torch.int32)  # +0.0: no negative zero
     ordered = bits ^ (bits.bitwise_right_shift(31) & 0x7FFFFFFF)
+    ordered = torch.where(scores == scores, ordered, 0x7FFFFFFF)  # NaN of either sign first, so that it is noticed
     keys = ordered.to(torch.int64).mul_(1 << 32).sub_(torch.arange(V, device=scores.device))
     ids = keys.topk(k, dim=-1).indices
     return scores.gather(-1, ids), ids

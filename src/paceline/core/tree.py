@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
@@ -89,6 +89,10 @@ class TokenTree:
         """Read the whole tree and refuse nonsense. For drafters on the host, and for tests: it is a host read."""
         if self.rows != rows:
             raise DrafterError(f"A draft has {self.rows} rows for {rows} texts.")
+        if self.laws is not None and self.laws.shape[2] != vocabulary:
+            raise DrafterError(
+                f"A draft brings laws over {self.laws.shape[2]} tokens for a vocabulary of {vocabulary}."
+            )
         counts = self.count.tolist() if self.count is not None else [self.nodes] * self.rows
         tokens = self.tokens.tolist()
         parents = self.parents.tolist() if self.parents is not None else [list(range(-1, self.nodes - 1))] * self.rows
@@ -96,6 +100,13 @@ class TokenTree:
             if not 0 <= used <= self.nodes:
                 raise DrafterError(f"Row {row} of a draft says it uses {used} of {self.nodes} nodes.")
             check_row(tokens[row][:used], parents[row][:used], (vocabulary, most, deepest), row)
+
+    def clean(self) -> TokenTree:
+        """The same tree with padding that can be read by a model, whatever its drafter left there."""
+        if self.in_use is None:
+            return self
+        parents = None if self.parents is None else self.parents.where(self.in_use, -1)
+        return replace(self, tokens=self.tokens.where(self.in_use, 0), parents=parents)
 
     def to(self, device: torch.device) -> TokenTree:
         """The same tree on the device of the target."""

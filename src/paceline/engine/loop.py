@@ -78,7 +78,7 @@ class Loop:
     def _budget(self) -> Budget:
         """Never past the last token of a row, nor past the end of the context: the last token is the target's own."""
         limits = tuple(row.remaining - 1 for row in self.rows.live)
-        return Budget(max(0, min(self.gamma, max(limits))), self.nodes, limits, self.rule.draw)
+        return Budget(max(0, min(self.gamma, self.nodes, max(limits))), self.nodes, limits, self.rule.draw)
 
     def _propose(self, budget: Budget) -> TokenTree:
         tree = TokenTree.empty(self.rows.count, self.rows.device)
@@ -96,6 +96,7 @@ class Loop:
             )
         if not self.drafter.on_device:
             tree.validate(self.target.vocabulary, budget.nodes, budget.depth, self.rows.count)
+            tree = tree.clean()
         if tree.is_chain and tree.count is None and min(budget.limits) < tree.nodes:
             # a row near its end must not draft past it because a batch-mate has further to go
             limits = torch.tensor(budget.limits, device=tree.tokens.device)

@@ -1,0 +1,201 @@
+"""What cannot be decoded exactly is refused by name, with the reason; it is never run wrongly."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from tests.toys import llama, naive
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    GPTNeoConfig,
+    GPTNeoForCausalLM,
+    Lfm2Config,
+    Lfm2ForCausalLM,
+    Llama4ForCausalLM,
+    Llama4TextConfig,
+    MambaConfig,
+    MambaForCausalLM,
+    OPTConfig,
+    OPTForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
+    PreTrainedModel,
+    T5Config,
+    T5ForConditionalGeneration,
+)
+
+from paceline import InputError, LanguageModel, PacelineError, SpeculativeDecoder, UnsupportedError
+
+SMALL: dict[str, Any] = dict(vocab_size=40, bos_token_id=None, eos_token_id=None, pad_token_id=0)
+SHAPE: dict[str, Any] = dict(
+    SMALL, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2
+)
+
+
+def mamba() -> PreTrainedModel:
+    return MambaForCausalLM(MambaConfig(**SMALL, hidden_size=16, state_size=4, num_hidden_layers=1))
+
+
+def lfm2() -> PreTrainedModel:
+    return Lfm2ForCausalLM(Lfm2Config(**SHAPE, layer_types=["conv", "full_attention"]))
+
+
+def t5() -> PreTrainedModel:
+    return T5ForConditionalGeneration(
+        T5Config(vocab_size=40, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2, decoder_start_token_id=0)
+    )
+
+
+def chunked() -> PreTrainedModel:
+    return Llama4ForCausalLM(
+        Llama4TextConfig(**SHAPE, head_dim=8, intermediate_size_mlp=48, num_local_experts=2, attention_chunk_size=8)
+    )
+
+
+def flash() -> PreTrainedModel:
+    model = llama()
+    model.config._attn_implementation_internal = "flash_attention_2"
+    return model
+
+
+REFUSED: dict[str, tuple[Callable[[], PreTrainedModel], str]] = {
+    "recurrent": (mamba, r"MambaForCausalLM \(mamba\) keeps a recurrent state"),
+    "partly recurrent": (lfm2, r"Lfm2ForCausalLM \(lfm2\) keeps a recurrent state"),
+    "encoder-decoder": (t5, r"T5ForConditionalGeneration \(t5\) is an encoder-decoder model"),
+    "chunked attention": (chunked, r"Llama4ForCausalLM \(llama4_text\) has layers of kind 'chunked_attention'"),
+    "flash attention": (flash, "LlamaForCausalLM was loaded with attn_implementation='flash_attention_2'"),
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_a_model_that_cannot_forget_is_refused_by_name(kind: str) -> None:
+    """Trap 11, M#1446, V#40738: recurrent state rewound by cropping. One sentence: the name, the reason."""
+    build, said = REFUSED[kind]
+    with pytest.raises(UnsupportedError, match=said) as error:
+        LanguageModel(build().eval())
+    assert "\n" not in str(error.value)
+    assert error.value.exit_code == 3
+
+
+def opt() -> PreTrainedModel:
+    return OPTForCausalLM(
+        OPTConfig(
+            **{**SMALL, "pad_token_id": 1}, hidden_size=16, ffn_dim=16, num_hidden_layers=1, num_attention_heads=2,
+            word_embed_proj_dim=16,
+        )  # fmt: skip
+    )
+
+
+def gpt2() -> PreTrainedModel:
+    return GPT2LMHeadModel(GPT2Config(vocab_size=40, n_embd=16, n_layer=1, n_head=2, bos_token_id=0, eos_token_id=0))
+
+
+DROPOUTS = {"modules": gpt2, "functions": opt, "in attention alone": lambda: llama(attention_dropout=0.2)}
+
+
+@pytest.mark.parametrize("kind", DROPOUTS)
+def test_dropout_is_refused_when_it_is_active(kind: str) -> None:
+    """Trap 12: a model in training mode draws random numbers of its own; also if it was put there after loading."""
+    model = DROPOUTS[kind]()
+    said = "is in training mode and its dropout is active; call model.eval"
+    with pytest.raises(InputError, match=said):
+        SpeculativeDecoder(model.train()).generate([1], max_new_tokens=2)
+    decoder = SpeculativeDecoder(model.eval())
+    decoder.generate([1], max_new_tokens=2)
+    model.train()
+    with pytest.raises(InputError, match=said):
+        decoder.generate([1], max_new_tokens=2)
+    assert model.training, "and the user's model is left as it was"
+
+
+def test_training_mode_without_dropout_is_nobodys_business() -> None:
+    """Trap 17: nothing random happens there, so there is nothing to refuse, and nothing to switch."""
+    model = llama().train()
+    assert SpeculativeDecoder(model).generate([1, 2], max_new_tokens=5).tokens == naive(model, [1, 2], 5)
+    assert model.training
+
+
+def long_rope() -> PreTrainedModel:
+    torch.manual_seed(0)
+    factors = {"short_factor": [1.0] * 4, "long_factor": [4.0, 3.0, 2.0, 5.0], "factor": 4.0}
+    config = Phi3Config(
+        **SHAPE, initializer_range=0.35, max_position_embeddings=64, original_max_position_embeddings=16,
+        rope_parameters={"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 16, **factors},
+    )  # fmt: skip
+    return Phi3ForCausalLM(config).double().eval()
+
+
+def test_rope_that_depends_on_the_length_does_not_depend_on_drafts_or_batch_mates() -> None:
+    """Trap 14: long RoPE turns all angles by the longest text of a pass (Phi-3-128k); either refuse, or end before."""
+    model = long_rope()
+    try:
+        target = LanguageModel(model)
+    except PacelineError as error:
+        assert "longrope" in str(error)
+        return
+    alone = SpeculativeDecoder(target).generate([1, 2, 3], max_new_tokens=40).tokens
+    assert alone == naive(model, [1, 2, 3], len(alone))
+    assert SpeculativeDecoder(target, target, gamma=6).generate([1, 2, 3], max_new_tokens=40).tokens == alone
+    mate = list(range(min(30, target.context - 1)))
+    assert SpeculativeDecoder(target).generate([[1, 2, 3], mate], max_new_tokens=40)[0].tokens == alone
+    with pytest.raises(InputError, match="the context of .* ends at"):
+        SpeculativeDecoder(target).generate(list(range(target.context)))
+
+
+def test_local_attention_that_counts_slots_is_refused_or_read_rightly() -> None:
+    """Trap 14: GPT-Neo cuts its window by place in the cache, which is wrong for short rows and for trees."""
+    torch.manual_seed(0)
+    config = GPTNeoConfig(
+        **SMALL, hidden_size=32, num_layers=2, num_heads=4, attention_types=[[["global", "local"], 1]], window_size=16,
+        max_position_embeddings=64, initializer_range=0.4,
+    )  # fmt: skip
+    model = GPTNeoForCausalLM(config).double().eval()
+    try:
+        decoder = SpeculativeDecoder(model, model, gamma=4, options={"tree": "best-first"})
+    except UnsupportedError as error:
+        assert "GPTNeoForCausalLM" in str(error)
+        return
+    prompts = [[1 + i % 30 for i in range(30)], [2, 3, 4, 5]]
+    for prompt, out in zip(prompts, decoder.generate(prompts, max_new_tokens=25), strict=True):
+        assert out.tokens == naive(model, prompt, len(out.tokens))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"draft": "prompt-lokup"}, "Unknown drafter or model 'prompt-lokup'. Did you mean 'prompt-lookup'?"),
+        ({"rule": "ration"}, "Unknown rule 'ration'. Did you mean 'ratio'? Available: auto, match, ratio."),
+        ({"gamma": 0}, "gamma must be a whole number of at least 1, got 0."),
+        ({"gamma": 2.5}, "gamma must be a whole number of at least 1, got 2.5."),
+        ({"gama": 3}, "Unknown argument 'gama'. Did you mean 'gamma'?"),
+        ({"draft": "prompt-lookup", "options": {"longst": 2}}, "Unknown option of drafter 'prompt-lookup' 'longst'."),
+        ({"draft": "draft-model"}, "draft-model needs a model"),
+    ],
+)
+def test_wrong_arguments_of_a_decoder_are_one_sentence(arguments: dict[str, Any], said: str) -> None:
+    """Trap 6: nothing that was asked for is silently dropped."""
+    with pytest.raises(InputError) as error:
+        SpeculativeDecoder(llama(), **arguments)
+    assert str(error.value).startswith(said)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "said"),
+    [
+        ([], "The prompt is empty"),
+        ("", "The prompt is empty"),
+        (list(range(40)) * 3, "The prompt has 120 tokens, the context of LlamaForCausalLM ends at 96; shorten it."),
+        ([3, 40], "The prompt has token id 40, outside the vocabulary of 40 tokens."),
+        ([3, -1], "The prompt has token id -1, outside the vocabulary of 40 tokens."),
+        ("words", "LlamaForCausalLM has no tokenizer, so a prompt must be token ids"),
+    ],
+)
+def test_wrong_prompts_are_one_sentence(prompt: Any, said: str) -> None:
+    """Trap 9 and the issue's list: empty, too long, ids that do not exist, words without a tokenizer."""
+    with pytest.raises(InputError) as error:
+        SpeculativeDecoder(llama()).generate(prompt)
+    assert str(error.value).startswith(said)

@@ -91,7 +91,7 @@ class TokenTree:
             raise DrafterError(f"A draft has {self.rows} rows for {rows} texts.")
         if self.laws is not None and self.laws.shape[2] != vocabulary:
             raise DrafterError(
-                f"A draft brings laws over {self.laws.shape[2]} tokens for a vocabulary of {vocabulary}."
+                f"A draft has laws over {self.laws.shape[2]} tokens for a vocabulary of {vocabulary}."
             )
         counts = self.count.tolist() if self.count is not None else [self.nodes] * self.rows
         tokens = self.tokens.tolist()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from hypothesis import assume, given, settings
+from itertools import pairwise
+
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from paceline.engine.stopping import Detokenizer, Stopper
@@ -14,9 +16,9 @@ TEXT = st.text(st.sampled_from("ab cé€😀日\n"), min_size=1, max_size=14)
 
 
 def chunks(data: bytes, cuts: list[int]) -> list[bytes]:
-    """The bytes in pieces: tokens may end anywhere, and may be empty (as special tokens are)."""
+    """The bytes in pieces: tokens may end anywhere."""
     edges = sorted({0, len(data), *(cut % (len(data) + 1) for cut in cuts)})
-    return [data[a:b] for a, b in zip(edges, edges[1:], strict=False)]
+    return [data[a:b] for a, b in pairwise(edges)]
 
 
 @st.composite
@@ -26,6 +28,16 @@ def tokenised(draw: st.DrawFn) -> tuple[str, list[bytes]]:
     if draw(st.booleans()):
         return text, [bytes([byte]) for byte in data]
     return text, chunks(data, draw(st.lists(st.integers(0, 60), max_size=12)))
+
+
+def settled(pieces: list[bytes]) -> str:
+    """What may be told: everything up to the last token that ends where a character ends."""
+    for count in range(len(pieces), 0, -1):
+        try:
+            return b"".join(pieces[:count]).decode()
+        except UnicodeDecodeError:
+            continue
+    return ""
 
 
 def a_detokenizer(pieces: list[bytes], prompt: str = "") -> Detokenizer:
@@ -44,8 +56,7 @@ def test_pieces_add_up_and_split_no_character(written: tuple[str, list[bytes]], 
         assert "\ufffd" not in piece
         told += piece
         assert text.startswith(told)
-        # nothing complete is held back
-        assert told == b"".join(pieces[: token + 1]).decode(errors="ignore")
+        assert told == settled(pieces[: token + 1])
     assert told + detokenizer.flush() == text
 
 
@@ -61,12 +72,24 @@ def test_an_unfinished_character_shows_at_the_end(written: tuple[str, list[bytes
 
 @thoroughly
 @given(st.lists(st.sampled_from([0xE2, 0x82, 0xAC, 0x61, 0xF0, 0x9F, 0x98, 0x80, 0xFF]), min_size=1, max_size=24))
+@example([0x82] * 7 + [0xE2, 0x82, 0xAC])
 def test_bytes_that_are_no_text(data: list[int]) -> None:
     """Nonsense shows as U+FFFD, and what follows it is not lost."""
     pieces = [bytes([byte]) for byte in data]
     detokenizer = a_detokenizer(pieces)
     told = "".join(detokenizer.push(token) for token in range(len(pieces))) + detokenizer.flush()
     assert told == bytes(data).decode(errors="replace")
+
+
+@thoroughly
+@given(tokenised(), TEXT, st.integers(1, 3))
+def test_a_prompt_that_ends_inside_a_character(written: tuple[str, list[bytes]], prompt: str, missing: int) -> None:
+    """The new text begins with the character that it completes."""
+    known = prompt.encode() + "😀".encode()[:missing]
+    pieces = ["😀".encode()[missing:], *written[1]]
+    detokenizer = Detokenizer(ByteTokenizer([*pieces, known]), [len(pieces)])
+    told = "".join(detokenizer.push(token) for token in range(len(pieces))) + detokenizer.flush()
+    assert told == "😀" + written[0]
 
 
 # ---- stopping, against the obvious way to do it
@@ -79,7 +102,7 @@ def obvious(
     for count in range(1, len(pieces) + 1):
         token = count - 1
         ends = token in eos or count >= limit
-        text = b"".join(pieces[:count]).decode(errors="replace" if ends else "ignore")
+        text = b"".join(pieces[:count]).decode(errors="replace") if ends else settled(pieces[:count])
         found = [(text.index(stop), -len(stop), stop) for stop in stops if stop in text]
         if found:
             at, _, stop = min(found)
@@ -106,7 +129,7 @@ def stopped(draw: st.DrawFn) -> tuple[list[bytes], list[str], set[int], int]:
 @given(stopped())
 def test_stops_are_those_of_the_obvious_way(asked: tuple[list[bytes], list[str], set[int], int]) -> None:
     pieces, stops, eos, limit = asked
-    stopper = Stopper(sorted(eos), stops, limit, "length", a_detokenizer(pieces))
+    stopper = Stopper(sorted(eos), stops, limit, a_detokenizer(pieces))
     shown = ""
     for token in range(len(pieces)):
         stop = stopper.push(token)
@@ -135,7 +158,7 @@ def test_a_stream_never_shows_what_is_cut(asked: tuple[list[bytes], list[str], s
     pieces, stops, eos, limit = asked
     final = obvious(pieces, stops, eos, limit)
     assume(final[2] is not None)
-    stopper = Stopper(sorted(eos), stops, limit, "length", a_detokenizer(pieces))
+    stopper = Stopper(sorted(eos), stops, limit, a_detokenizer(pieces))
     shown = ""
     for token in range(final[1]):
         stopper.push(token)

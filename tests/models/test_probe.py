@@ -1,0 +1,159 @@
+"""An architecture nobody tested is tried out when it is loaded: read rightly, or refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from tests.toys import TableModel, fingerprint, llama, naive
+from transformers import AutoModelForCausalLM, BertConfig, BertLMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers.cache_utils import DynamicCache
+
+from paceline import LanguageModel, SpeculativeDecoder, UnsupportedError
+from paceline.models import probe as probing
+from paceline.models.architecture import TESTED
+
+SHAPE: dict[str, Any] = dict(
+    vocab_size=40, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+    num_key_value_heads=2, max_position_embeddings=96, initializer_range=0.35, bos_token_id=None, eos_token_id=None,
+    pad_token_id=0,
+)  # fmt: skip
+GPT: dict[str, Any] = dict(
+    vocab_size=40, n_embd=32, n_layer=2, n_head=4, n_positions=96, initializer_range=0.35, bos_token_id=None,
+    eos_token_id=None,
+)  # fmt: skip
+UNTESTED: dict[str, tuple[str, dict[str, Any]]] = {
+    "stablelm": ("StableLmConfig", SHAPE),
+    "starcoder2": ("Starcoder2Config", {**SHAPE, "sliding_window": 6}),
+    "granite": ("GraniteConfig", SHAPE),
+    "cohere": ("CohereConfig", SHAPE),
+    "cohere2": (
+        "Cohere2Config",
+        {**SHAPE, "head_dim": 8, "sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"]},
+    ),
+    "gptj": ("GPTJConfig", {**GPT, "rotary_dim": 4}),
+    "gpt_bigcode": ("GPTBigCodeConfig", GPT),
+}
+
+
+@pytest.mark.parametrize("name", UNTESTED)
+def test_an_untested_architecture_that_reads_rightly_works(name: str) -> None:
+    config, settings = UNTESTED[name]
+    assert name not in TESTED, "the conformance suite has it now; take another one"
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(getattr(transformers, config)(**settings)).double().eval()
+    before = fingerprint(model)
+    target = LanguageModel(model)
+    assert fingerprint(model) == before, "trying out leaves no trace"
+    decoder = SpeculativeDecoder(target, target, gamma=4, options={"tree": "best-first"})
+    prompts = [[1, 7, 9, 4, 7, 9, 4, 7], [5, 6]]
+    for prompt, out in zip(prompts, decoder.generate(prompts, max_new_tokens=14), strict=True):
+        assert out.tokens == naive(model, prompt, 14)
+
+
+class ToyConfig(LlamaConfig):
+    model_type = "toy"
+
+
+class Toy(LlamaForCausalLM):
+    """A Llama that is faithful, under another name."""
+
+    config_class = ToyConfig
+
+
+class BlindToTheMask(Toy):
+    """Sees what is causal by place in the cache, whatever the mask says."""
+
+    def forward(self, input_ids: Any = None, attention_mask: Any = None, **others: Any) -> Any:
+        return super().forward(input_ids, **others)
+
+
+class WithACacheOfItsOwn(Toy):
+    """Forgets nothing: keys are appended, and never overwritten."""
+
+    def forward(self, input_ids: Any = None, past_key_values: Any = None, use_cache: Any = None, **others: Any) -> Any:
+        if past_key_values is None:
+            return super().forward(input_ids, use_cache=False, **others)
+        if not hasattr(self, "own"):
+            object.__setattr__(self, "own", DynamicCache())
+        others.pop("attention_mask", None)
+        return super().forward(input_ids, past_key_values=self.own, **others)
+
+
+class CountingForItself(Toy):
+    """Gives every token the position of its place in this pass."""
+
+    def forward(self, input_ids: Any = None, position_ids: Any = None, **others: Any) -> Any:
+        return super().forward(input_ids, position_ids=torch.arange(input_ids.shape[1])[None], **others)
+
+
+class Crashing(Toy):
+    def forward(self, input_ids: Any = None, past_key_values: Any = None, **others: Any) -> Any:
+        if past_key_values is not None:
+            raise AttributeError("no such cache")
+        return super().forward(input_ids, **others)
+
+
+def toy(kind: type[PreTrainedModel]) -> PreTrainedModel:
+    torch.manual_seed(0)
+    return kind(ToyConfig(**SHAPE)).double().eval()
+
+
+def test_a_faithful_toy_passes() -> None:
+    model = toy(Toy)
+    assert SpeculativeDecoder(model, "prompt-lookup").generate([1, 2, 1], max_new_tokens=8).tokens == naive(
+        model, [1, 2, 1], 8
+    )
+
+
+@pytest.mark.parametrize("kind", [BlindToTheMask, WithACacheOfItsOwn, CountingForItself])
+def test_an_architecture_that_computes_something_else_is_refused(kind: type[PreTrainedModel]) -> None:
+    with pytest.raises(UnsupportedError, match=rf"{kind.__name__} \(toy\) (reads .* differently|cannot be read)"):
+        LanguageModel(toy(kind))
+
+
+def test_one_that_crashes_is_refused_in_one_sentence() -> None:
+    with pytest.raises(UnsupportedError) as error:
+        LanguageModel(toy(Crashing))
+    assert str(error.value) == (
+        "Crashing (toy) cannot be read through a slot cache and a 4-D mask (AttributeError: no such cache)."
+    )
+
+
+def test_a_model_that_looks_ahead_is_refused() -> None:
+    """BERT without is_decoder reads both ways: there is no next token to speak of."""
+    config = BertConfig(
+        vocab_size=40, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4, is_decoder=False
+    )
+    with pytest.raises(UnsupportedError, match=r"BertLMHeadModel \(bert\)"):
+        LanguageModel(BertLMHeadModel(config).eval())
+
+
+def test_a_class_of_somebody_elses_is_probed_whatever_it_calls_itself() -> None:
+    """A remote model may say "llama" and compute something else."""
+
+    class Impostor(LlamaForCausalLM):
+        def forward(self, input_ids: Any = None, attention_mask: Any = None, **others: Any) -> Any:
+            return super().forward(input_ids, **others)
+
+    model = Impostor(llama().config).double().eval()
+    assert model.config.model_type == "llama"
+    with pytest.raises(UnsupportedError, match="Impostor"):
+        LanguageModel(model)
+
+
+def test_tested_architectures_are_not_probed_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[str] = []
+    monkeypatch.setattr(probing, "probe", lambda lm: tried.append(lm.architecture.name))
+    LanguageModel(llama())
+    LanguageModel(TableModel(torch.zeros(4, 4)))
+    assert tried == ["toy_table"]
+
+
+def test_the_probe_works_in_half_precision() -> None:
+    model = toy(Toy).to(torch.bfloat16)
+    assert LanguageModel(model).dtype == torch.bfloat16
+    with pytest.raises(UnsupportedError):
+        LanguageModel(toy(BlindToTheMask).to(torch.bfloat16))

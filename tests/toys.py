@@ -9,7 +9,18 @@ from typing import Any
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor, nn
-from transformers import LlamaConfig, LlamaForCausalLM, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import (
+    AutoModelForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    OPTConfig,
+    OPTForCausalLM,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
 from transformers.modeling_outputs import CausalLMOutput
 
 VOCABULARY = 40
@@ -17,24 +28,49 @@ CONTEXT = 96
 LETTERS = "abcdefghijklmnopqrstuvwxyz0123456789 .,!"  # the text of tokens 0..39
 
 
-def llama(seed: int = 0, layers: int = 2, **changes: Any) -> LlamaForCausalLM:
-    """A random Llama in float64 with peaked laws, so that its greedy text is no constant. No EOS unless asked for."""
-    settings: dict[str, Any] = dict(
-        vocab_size=VOCABULARY,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=layers,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=CONTEXT,
-        initializer_range=0.35,
-        eos_token_id=None,
-        bos_token_id=None,
-        pad_token_id=0,
-    )
+SHAPE: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": CONTEXT,
+    "initializer_range": 0.35,
+    "eos_token_id": None,
+    "bos_token_id": None,
+    "pad_token_id": 0,
+}
+
+
+def build(config: PretrainedConfig, seed: int = 0) -> Any:
+    """A random model in float64; wide weights make peaked laws, so that its greedy text is no constant."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return LlamaForCausalLM(LlamaConfig(**{**settings, **changes})).double().eval()
+        return AutoModelForCausalLM.from_config(config).double().eval()
+
+
+def llama(seed: int = 0, **changes: Any) -> LlamaForCausalLM:
+    return build(LlamaConfig(**{**SHAPE, **changes}), seed)
+
+
+def gpt2(seed: int = 0, **changes: Any) -> GPT2LMHeadModel:
+    """With learned positions, and dropout in modules."""
+    shape = {"n_embd": 32, "n_layer": 2, "n_head": 4, "bos_token_id": None, "eos_token_id": None}
+    return build(GPT2Config(**{"vocab_size": VOCABULARY, "initializer_range": 0.4, **shape, **changes}), seed)
+
+
+def opt(seed: int = 0, **changes: Any) -> OPTForCausalLM:
+    """With learned positions that have an offset, and dropout in functions."""
+    shape = {
+        "hidden_size": 32,
+        "ffn_dim": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "word_embed_proj_dim": 32,
+    }
+    ends = {"bos_token_id": None, "eos_token_id": None}
+    return build(OPTConfig(**{"vocab_size": VOCABULARY, "init_std": 0.4, **shape, **ends, **changes}), seed)
 
 
 class _TableConfig(PretrainedConfig):

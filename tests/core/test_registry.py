@@ -45,9 +45,7 @@ def test_a_class_registers_itself_and_is_told_its_name() -> None:
 def test_an_unknown_name_gets_a_hint_and_the_list() -> None:
     with pytest.raises(UnknownNameError) as error:
         make()["promptlookup"]
-    assert str(error.value) == (
-        "Unknown thing 'promptlookup'. Did you mean 'prompt-lookup'? Available: prompt-lookup."
-    )
+    assert str(error.value) == ("Unknown thing 'promptlookup'. Did you mean 'prompt-lookup'? Available: prompt-lookup.")
     with pytest.raises(UnknownNameError) as error:
         make()["zzz"]
     assert str(error.value) == "Unknown thing 'zzz'. Available: prompt-lookup."
@@ -106,7 +104,10 @@ def test_options_are_built_by_name() -> None:
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"longst": 2}, "Unknown option of drafter 'x' 'longst'. Did you mean 'longest'? Available: longest, shortest."),
+        (
+            {"longst": 2},
+            "Unknown option of drafter 'x' 'longst'. Did you mean 'longest'? Available: longest, shortest.",
+        ),
         ({"zzz": 2}, "Unknown option of drafter 'x' 'zzz'. Available: longest, shortest."),
     ],
 )

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import cache
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -20,7 +21,7 @@ from transformers import (
     WatermarkingConfig,
 )
 
-from paceline import CustomGenerate, PacelineError, SpeculativeDecoder, UnsupportedError
+from paceline import CustomGenerate
 
 PROMPT = torch.tensor([[1, 7, 9, 4, 7, 9, 4]])
 BATCH = torch.tensor([[0, 0, 0, 1, 7, 9, 4], [0, 3, 4, 5, 3, 4, 5], [6, 7, 8, 9, 6, 7, 8]])
@@ -28,14 +29,20 @@ MASK = (torch.arange(7) >= torch.tensor([[3], [1], [0]])).long()
 DRAFTS = ["none", "lookup", "own", "other", "tree"]
 
 
-@lru_cache(maxsize=None)
+@cache
 def model(seed: int = 0) -> LlamaForCausalLM:
     return llama(seed)
 
 
 def speculating(draft: str, **settings: Any) -> CustomGenerate:
     options = {"options": {"tree": "best-first"}} if draft == "tree" else {}
-    drafts: dict[str, Any] = {"none": None, "lookup": "prompt-lookup", "own": model(0), "other": model(1), "tree": model(1)}
+    drafts: dict[str, Any] = {
+        "none": None,
+        "lookup": "prompt-lookup",
+        "own": model(0),
+        "other": model(1),
+        "tree": model(1),
+    }
     return CustomGenerate(drafts[draft], gamma=4, **options, **settings)
 
 
@@ -43,7 +50,7 @@ class NoPairTwice(LogitsProcessor):
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         scores = scores.clone()
         for row, ids in enumerate(input_ids.tolist()):
-            for first, second in zip(ids, ids[1:], strict=False):
+            for first, second in pairwise(ids):
                 if first == ids[-1]:
                     scores[row, second] = -float("inf")
         return scores
@@ -124,7 +131,12 @@ def test_sampling_follows_manual_seed_and_not_the_draft(sampler: dict[str, Any])
         return (
             model()
             .generate(
-                BATCH, attention_mask=MASK, do_sample=True, max_new_tokens=12, custom_generate=speculating(draft), **sampler
+                BATCH,
+                attention_mask=MASK,
+                do_sample=True,
+                max_new_tokens=12,
+                custom_generate=speculating(draft),
+                **sampler,
             )
             .tolist()
         )
@@ -136,7 +148,9 @@ def test_sampling_follows_manual_seed_and_not_the_draft(sampler: dict[str, Any])
 
 
 def test_sampling_takes_its_law_from_the_warpers() -> None:
-    got = model().generate(PROMPT, do_sample=True, top_k=1, temperature=3.0, max_new_tokens=9, custom_generate=CustomGenerate())
+    got = model().generate(
+        PROMPT, do_sample=True, top_k=1, temperature=3.0, max_new_tokens=9, custom_generate=CustomGenerate()
+    )
     assert torch.equal(got, model().generate(PROMPT, do_sample=False, max_new_tokens=9))
 
 
@@ -152,7 +166,12 @@ def test_a_seed_of_its_own_leaves_torchs_generator_alone() -> None:
 
 def test_several_sequences_of_one_prompt_differ() -> None:
     got = model().generate(
-        PROMPT, do_sample=True, temperature=2.0, num_return_sequences=4, max_new_tokens=9, custom_generate=speculating("own")
+        PROMPT,
+        do_sample=True,
+        temperature=2.0,
+        num_return_sequences=4,
+        max_new_tokens=9,
+        custom_generate=speculating("own"),
     )
     assert got.shape == (4, 16)
     assert len({tuple(row) for row in got.tolist()}) == 4
@@ -224,76 +243,3 @@ def test_stop_strings_are_given_here() -> None:
     got = model().generate(PROMPT, custom_generate=custom, **request("plain"))
     assert tokenizer.decode(got[0, 7:]) == text[:6]
     assert custom.generations[0].text == text[:4]
-
-
-# ---- what cannot be honoured is refused
-
-
-@pytest.mark.parametrize("guided", ["guidance_scale"])
-def test_processors_with_a_memory_are_refused(guided: str) -> None:
-    """Classifier-free guidance counts on one call per token; asked about drafts it would silently go wrong."""
-    for draft in ("lookup", "own"):
-        with pytest.raises(UnsupportedError, match="ClassifierFreeGuidance"):
-            model().generate(PROMPT, custom_generate=speculating(draft), **{guided: 1.7}, **request("plain"))
-
-
-@pytest.mark.parametrize(
-    ("asked", "said"),
-    [
-        ({"num_beams": 2}, "num_beams=2"),
-        ({"output_scores": True, "return_dict_in_generate": True}, "output_scores"),
-        ({"output_logits": True, "return_dict_in_generate": True}, "output_logits"),
-        ({"output_attentions": True, "return_dict_in_generate": True}, "output_attentions"),
-        ({"output_hidden_states": True, "return_dict_in_generate": True}, "output_hidden_states"),
-        ({"penalty_alpha": 0.6, "top_k": 4}, "penalty_alpha"),
-        ({"dola_layers": "high"}, "dola_layers"),
-    ],
-    ids=str,
-)
-def test_what_cannot_be_honoured_is_refused(asked: dict[str, Any], said: str) -> None:
-    with pytest.raises(PacelineError, match=said):
-        model().generate(PROMPT, max_new_tokens=4, do_sample=False, custom_generate=CustomGenerate(), **asked)
-
-
-def test_odd_inputs_are_refused() -> None:
-    ones = torch.ones_like(PROMPT)
-    cache = model()(input_ids=PROMPT, use_cache=True).past_key_values
-    embeddings = model().get_input_embeddings()(PROMPT).detach()
-    gaps = ones.clone()
-    gaps[0, 3] = 0
-    right = ones.clone()
-    right[0, -1] = 0
-    ask: dict[str, Any] = {"max_new_tokens": 4, "do_sample": False}
-    for inputs, said in (
-        ({"inputs": torch.cat([PROMPT, PROMPT], 1), "past_key_values": cache}, "cache that already holds a text"),
-        ({"inputs_embeds": embeddings}, "inputs_embeds"),
-        ({"inputs": PROMPT, "attention_mask": gaps}, "gaps or padding on the right"),
-        ({"inputs": PROMPT, "attention_mask": right}, "gaps or padding on the right"),
-    ):
-        with pytest.raises(UnsupportedError, match=said):
-            model().generate(**inputs, **ask, custom_generate=CustomGenerate())
-    with pytest.raises(UnsupportedError, match="A streamer follows one text, and there are 3"):
-        model().generate(BATCH, attention_mask=MASK, **ask, custom_generate=CustomGenerate(streamer=Listener()))
-
-
-def test_a_prefix_function_knows_its_row_or_is_refused() -> None:
-    def allowed(row: int, ids: Tensor) -> list[int]:
-        return list(range(10 * row, 10 * row + 10))
-
-    asked: dict[str, Any] = {"prefix_allowed_tokens_fn": allowed, **request("plain")}
-    wanted = model().generate(PROMPT, **asked)
-    assert torch.equal(model().generate(PROMPT, custom_generate=speculating("own"), **asked), wanted)
-    try:
-        got = model().generate(BATCH, attention_mask=MASK, custom_generate=speculating("own"), **asked)
-    except UnsupportedError as error:
-        assert "prefix_allowed_tokens_fn" in str(error)
-    else:
-        assert torch.equal(got, model().generate(BATCH, attention_mask=MASK, **asked))
-
-
-def test_processors_with_a_memory_are_refused_outside_generate_too() -> None:
-    from transformers.generation.logits_process import UnbatchedClassifierFreeGuidanceLogitsProcessor
-
-    guide = UnbatchedClassifierFreeGuidanceLogitsProcessor(1.7, model())
-    with pytest.raises(UnsupportedError, match="ClassifierFreeGuidance"):
-        SpeculativeDecoder(model(), "prompt-lookup").generate([1, 2], processors=[guide], max_new_tokens=3)

@@ -1,3 +1,4 @@
+# ruff: noqa: B023  the helpers of one outcome are used and gone before the next
 """The two small functions, by exact enumeration of every random branch; and the bugs of the fifth seed repository."""
 
 from __future__ import annotations
@@ -38,17 +39,17 @@ def outcomes(run: Callable[[], Any]) -> Iterator[tuple[float, Any]]:
             nonlocal weight, step
             if step == len(script):
                 options = [i for i, w in enumerate(weights) if w > 0]
-                waiting.extend([*script, option] for option in options[1:])  # noqa: B023
-                script.append(options[0])  # noqa: B023
-            weight *= weights[script[step]] / sum(weights)  # noqa: B023
+                waiting.extend([*script, option] for option in options[1:])
+                script.append(options[0])
+            weight *= weights[script[step]] / sum(weights)
             step += 1
-            return script[step - 1]  # noqa: B023
+            return script[step - 1]
 
         def draw(weights: Tensor, generator: Any) -> Tensor:
-            return torch.tensor(choose(weights.tolist()))  # noqa: B023
+            return torch.tensor(choose(weights.tolist()))
 
         def rand(*shape: Any, **_: Any) -> Tensor:
-            return torch.tensor(UNIFORMS[choose([1.0] * 4)], dtype=torch.float64)  # noqa: B023
+            return torch.tensor(UNIFORMS[choose([1.0] * 4)], dtype=torch.float64)
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(minimal, "_draw", draw)

@@ -88,7 +88,10 @@ def test_requests_without_a_seed_have_different_ones() -> None:
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"temperature": [0.1, 0.2, 0.3]}, "temperature has 3 values for 2 prompts; give one per prompt, or a single one."),
+        (
+            {"temperature": [0.1, 0.2, 0.3]},
+            "temperature has 3 values for 2 prompts; give one per prompt, or a single one.",
+        ),
         ({"stop": [["a"]]}, "stop has 1 values for 2 prompts; give one per prompt, or a single one."),
         ({"max_new_tokens": 0}, "max_new_tokens must be a whole number of at least 1, got 0."),
         ({"max_new_tokens": 2.5}, "max_new_tokens must be a whole number of at least 1, got 2.5."),

@@ -110,7 +110,9 @@ def test_cancel_gives_what_was_held_back() -> None:
 # ---- the detokenizer
 
 
-@pytest.mark.parametrize("text", ["naïve café", "日本語テキスト", "🙂🙃 ok", "é", "a\u0301b", "\ufffd is a character too"])
+@pytest.mark.parametrize(
+    "text", ["naïve café", "日本語テキスト", "🙂🙃 ok", "é", "a\u0301b", "\ufffd is a character too"]
+)
 @pytest.mark.parametrize("prompt", ["", "x", "…"])
 def test_pieces_are_whole_characters_and_add_up(text: str, prompt: str) -> None:
     tokenizer = raw_bytes()

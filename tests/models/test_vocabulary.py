@@ -72,7 +72,7 @@ def test_too_little_in_common_is_refused() -> None:
 @pytest.mark.parametrize(("ours", "theirs"), [(None, None), (Words(*TEN), None), (None, Words(*TEN))])
 def test_without_both_tokenizers_sizes_decide(ours: Any, theirs: Any) -> None:
     check_same_vocabulary(Speaker("big", ours, 10), Speaker("small", theirs, 10))
-    with pytest.raises(UnsupportedError, match="small has 11 tokens and big 10; .*give both a tokenizer"):
+    with pytest.raises(UnsupportedError, match=r"small has 11 tokens and big 10; .*give both a tokenizer"):
         check_same_vocabulary(Speaker("big", ours, 10), Speaker("small", theirs, 11))
 
 

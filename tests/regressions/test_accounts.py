@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import itertools
 import time
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 import pytest
-from tests.toys import letters, llama, naive
 
 from paceline import Generation, LanguageModel, SpeculativeDecoder
+from tests.toys import letters, llama, naive
 
 PROMPT = [1, 7, 9, 4, 7, 9, 4, 7]
 
 
-@lru_cache(maxsize=None)
+@cache
 def lm(seed: int = 0) -> LanguageModel:
     return LanguageModel(llama(seed), letters())
 

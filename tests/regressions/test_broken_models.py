@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from tests.toys import TableModel, fingerprint, letters, llama, naive
 from torch import Tensor
 
 from paceline import CustomGenerate, LanguageModel, ModelOutputError, SpeculativeDecoder
+from tests.toys import TableModel, fingerprint, letters, llama, naive
 
 
 @lru_cache(maxsize=1)

@@ -4,21 +4,22 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from functools import lru_cache
+from functools import cache
+from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
-from tests.toys import llama, naive
 from torch import Tensor
 
 from paceline import LanguageModel, SpeculativeDecoder
+from tests.toys import llama, naive
 
 PROMPT = [1, 7, 9, 4, 7, 9, 4, 7]
 COUNT = 24
 
 
-@lru_cache(maxsize=None)
+@cache
 def lm(seed: int = 0) -> LanguageModel:
     return LanguageModel(llama(seed))
 
@@ -57,7 +58,7 @@ def bias(text: list[int], logits: Tensor) -> Tensor:
 
 
 def no_pair_twice(text: list[int], logits: Tensor) -> Tensor:
-    for first, second in zip(text, text[1:], strict=False):
+    for first, second in pairwise(text):
         if first == text[-1]:
             logits[second] = -1e9
     return logits

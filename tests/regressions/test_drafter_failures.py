@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from tests.toys import LETTERS, letters, llama, naive
 
 from paceline import (
     Budget,
@@ -20,6 +19,7 @@ from paceline import (
     TokenTree,
     UnsupportedError,
 )
+from tests.toys import LETTERS, letters, llama, naive
 
 PROMPTS = [[1, 2, 3], [4, 5], [6, 7, 8, 9]]
 LIMITS = [9, 4, 12]  # so that a row is released while others go on
@@ -133,9 +133,7 @@ def test_a_draft_model_that_says_nan_changes_nothing() -> None:
 
 def test_a_rule_refuses_a_draft_it_cannot_judge() -> None:
     """Trap 1: coupled tokens come with no law of their own; both names are in the sentence."""
-    drafter = Odd(
-        draft=lambda rows, budget: TokenTree(torch.ones(rows, 1, dtype=torch.int64), drawn="coupled")
-    )
+    drafter = Odd(draft=lambda rows, budget: TokenTree(torch.ones(rows, 1, dtype=torch.int64), drawn="coupled"))
     with pytest.raises(UnsupportedError, match=r"Rule 'ratio' cannot judge a draft of 'odd' drawn 'coupled'"):
         SpeculativeDecoder(lm(), drafter, rule="ratio").generate([1], temperature=1.0, max_new_tokens=4)
 
@@ -153,7 +151,7 @@ def test_a_vocabulary_that_differs_is_refused_by_its_tokens() -> None:
 
 def test_without_tokenizers_sizes_must_be_equal() -> None:
     """Trap 13: with nothing else to compare, another size is another vocabulary."""
-    with pytest.raises(UnsupportedError, match="has 41 tokens and .* 40"):
+    with pytest.raises(UnsupportedError, match=r"has 41 tokens and .* 40"):
         SpeculativeDecoder(lm(), llama(1, vocab_size=41))
 
 

@@ -5,26 +5,26 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 import pytest
 import torch
-from tests.toys import letters, llama, naive, scripted
-from transformers import GPT2Config, GPT2LMHeadModel, OPTConfig, OPTForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from paceline import Budget, Drafter, LanguageModel, PacelineWarning, SpeculativeDecoder, TokenTree
 from paceline.models.runners.eager import EagerRunner
+from tests.toys import gpt2, letters, llama, naive, opt, scripted
 
 GAMMA = 4
 
 
-@lru_cache(maxsize=None)
+@cache
 def lm(seed: int = 0) -> LanguageModel:
     return LanguageModel(llama(seed))
 
 
-@lru_cache(maxsize=None)
+@cache
 def peaked() -> LanguageModel:
     """Sure of every token, so that the surest path of a tree is the greedy one."""
     model = llama(3)
@@ -161,43 +161,15 @@ def test_nothing_is_drafted_past_the_last_token(count: int) -> None:
     assert left in (0, 1), "a last single token is the target's own, with nothing drafted"
 
 
-def gpt2(positions: int, seed: int = 0) -> PreTrainedModel:
-    torch.manual_seed(seed)
-    return (
-        GPT2LMHeadModel(
-            GPT2Config(
-                vocab_size=40, n_embd=32, n_layer=2, n_head=4, n_positions=positions, initializer_range=0.4,
-                bos_token_id=None, eos_token_id=None,
-            )  # fmt: skip
-        )
-        .double()
-        .eval()
-    )
-
-
-def opt(positions: int, seed: int = 0) -> PreTrainedModel:
-    torch.manual_seed(seed)
-    return (
-        OPTForCausalLM(
-            OPTConfig(
-                vocab_size=40, hidden_size=32, ffn_dim=48, num_hidden_layers=2, num_attention_heads=4, init_std=0.4,
-                word_embed_proj_dim=32, max_position_embeddings=positions, bos_token_id=None, eos_token_id=None,
-            )  # fmt: skip
-        )
-        .double()
-        .eval()
-    )
-
-
-@pytest.mark.parametrize("build", [gpt2, opt])
+@pytest.mark.parametrize(("build", "positions"), [(gpt2, "n_positions"), (opt, "max_position_embeddings")])
 @pytest.mark.parametrize("draft", ["own", "other", "tree", "lookup"])
-def test_a_text_may_fill_the_context_to_its_last_position(build: Any, draft: str) -> None:
+def test_a_text_may_fill_the_context_to_its_last_position(build: Any, positions: str, draft: str) -> None:
     """Trap 9: learned positions end there; drafts reach past it in the last rounds, for some rows of a batch."""
-    model = build(24)
+    model, other = build(0, **{positions: 24}), build(1, **{positions: 24})
     arguments: dict[str, Any] = {
         "own": {"draft": model},
-        "other": {"draft": build(24, 1)},
-        "tree": {"draft": build(24, 1), "options": {"tree": "best-first"}},
+        "other": {"draft": other},
+        "tree": {"draft": other, "options": {"tree": "best-first"}},
         "lookup": {"draft": "prompt-lookup"},
     }[draft]
     prompts = [[1, 2, 3, 1, 2, 3, 1], [5, 6], list(range(23))]
@@ -210,7 +182,7 @@ def test_a_text_may_fill_the_context_to_its_last_position(build: Any, draft: str
 @pytest.mark.parametrize("prompt", [[1, 2, 3], list(range(14))], ids=["grows", "too long from the start"])
 def test_a_draft_model_with_a_shorter_context_falls_silent_once_it_is_full(prompt: list[int]) -> None:
     """Traps 9 and 24: the text goes on as it would have, and the user is told once."""
-    target, draft = gpt2(40), LanguageModel(gpt2(12, 1), name="small-draft")
+    target, draft = gpt2(n_positions=40), LanguageModel(gpt2(1, n_positions=12), name="small-draft")
     decoder = SpeculativeDecoder(target, draft, gamma=3)
     with pytest.warns(PacelineWarning, match=r"outgrown the context of small-draft \(12 tokens\)") as told:
         out = decoder.generate(prompt, max_new_tokens=20)

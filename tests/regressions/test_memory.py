@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import math
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 import pytest
 import torch
-from tests.toys import letters, llama, naive
 from torch import Tensor
-from transformers import AutoModelForCausalLM, Gemma3TextConfig, MistralConfig, PreTrainedModel
+from transformers import Gemma3TextConfig, MistralConfig, PreTrainedModel
 
 from paceline import Generation, LanguageModel, SpeculativeDecoder
+from tests.toys import SHAPE, build, letters, llama, naive
 
 WINDOW = 5
 DRAFTS: dict[str, dict[str, Any]] = {
@@ -23,15 +23,9 @@ DRAFTS: dict[str, dict[str, Any]] = {
 
 
 def sliding(mixed: bool, seed: int = 0, window: int = WINDOW) -> PreTrainedModel:
-    shape: dict[str, Any] = dict(
-        vocab_size=40, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, head_dim=8,
-        num_key_value_heads=2, max_position_embeddings=96, sliding_window=window, initializer_range=0.35,
-        bos_token_id=None, eos_token_id=None, pad_token_id=0, tie_word_embeddings=False,
-    )  # fmt: skip
+    shape = {**SHAPE, "head_dim": 8, "sliding_window": window, "tie_word_embeddings": False}
     kinds = {"layer_types": ["sliding_attention", "full_attention"], "query_pre_attn_scalar": 8}
-    config = Gemma3TextConfig(**shape, **kinds) if mixed else MistralConfig(**shape)
-    torch.manual_seed(seed)
-    return AutoModelForCausalLM.from_config(config).double().eval()
+    return build(Gemma3TextConfig(**shape, **kinds) if mixed else MistralConfig(**shape), seed)
 
 
 @pytest.mark.parametrize("mixed", [False, True], ids=["all layers slide", "some layers slide"])
@@ -51,7 +45,7 @@ def test_a_sliding_window_can_be_rewound_after_it_has_wrapped(mixed: bool, draft
 # ---- logprobs
 
 
-@lru_cache(maxsize=None)
+@cache
 def lm(seed: int = 0) -> LanguageModel:
     return LanguageModel(llama(seed))
 
@@ -102,7 +96,7 @@ def test_processed_logprobs_are_those_of_the_law_after_every_control() -> None:
 
 
 def test_short_rows_do_not_see_the_keys_of_long_ones() -> None:
-    """Trap 14, mlx-vlm#2113, seed 4: phantom keys and wrong offsets in ragged batches; padding must reach every layer."""
+    """Trap 14, mlx-vlm#2113, seed 4: phantom keys and wrong offsets in ragged batches, in every layer."""
     prompts = [list(range(1, 30)), [5], [6, 7, 8], list(range(20))]
     for draft in (None, lm(), lm(1), "prompt-lookup"):
         outs = SpeculativeDecoder(lm(), draft, gamma=3, rows=3).generate(

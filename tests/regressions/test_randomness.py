@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 import pytest
 import torch
-from tests.toys import llama
 from torch import Tensor
 
 from paceline import LanguageModel, SpeculativeDecoder
@@ -15,13 +14,14 @@ from paceline.core import choice, noise
 from paceline.core.law import SamplingBatch
 from paceline.core.noise import Purpose, stream_key, uniform
 from paceline.core.sampling import Sampling
+from tests.toys import llama
 
 PROMPTS = [[1, 7, 9, 4, 7, 9, 4], [3, 3, 8], [6], [13, 2], [3, 3, 8]]
 SEEDS = [5, 6, 7, 8, 6]
 GAMMA = 3
 
 
-@lru_cache(maxsize=None)
+@cache
 def lm(seed: int = 0) -> LanguageModel:
     return LanguageModel(llama(seed))
 

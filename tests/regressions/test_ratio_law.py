@@ -5,18 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 import pytest
 import torch
-from tests.toys import from_laws, letters, llama
 from torch import Tensor
 from transformers import RepetitionPenaltyLogitsProcessor, TemperatureLogitsWarper, TopKLogitsWarper
 
 from paceline import LanguageModel, SpeculativeDecoder, TokenTree, Verdict
 from paceline.core.choice import Choice
 from paceline.rules import Ratio
+from tests.toys import from_laws, letters, llama
 
 P = [[0.1, 0.2, 0.3, 0.4], [0.4, 0.3, 0.2, 0.1], [0.25, 0.25, 0.3, 0.2], [0.7, 0.1, 0.1, 0.1]]
 Q = [[0.4, 0.3, 0.2, 0.1], [0.1, 0.2, 0.3, 0.4], [0.3, 0.3, 0.2, 0.2], [0.1, 0.1, 0.1, 0.7]]
@@ -58,7 +58,7 @@ def loaded(dice: Dice) -> Iterator[Dice]:
         yield dice
 
 
-@lru_cache(maxsize=None)
+@cache
 def lm(seed: int = 0) -> LanguageModel:
     return LanguageModel(llama(seed))
 
@@ -197,7 +197,7 @@ def test_children_of_a_late_expanded_node_are_a_sample_of_their_law() -> None:
 @pytest.mark.parametrize("rule", ["match", "ratio"])
 @pytest.mark.parametrize("temperature", [0.0, 1.5])
 def test_no_token_outside_the_vocabulary_comes_out(rule: str, temperature: float) -> None:
-    """Trap 13, V#45060, V#46533: ids that only pad the output layer are impossible, however much the model likes them."""
+    """Trap 13, V#45060, V#46533: ids that only pad the output layer never come out, however likely."""
     target, draft = llama(0), llama(1)
     with torch.no_grad():
         for model in (target, draft):

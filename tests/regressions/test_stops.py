@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from tests.toys import LETTERS, letters, llama, naive, raw_bytes, scripted
 
 from paceline import Generation, LanguageModel, SpeculativeDecoder
+from tests.toys import LETTERS, letters, llama, naive, raw_bytes, scripted
 
 GAMMA = 5
 

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from functools import lru_cache
+from functools import cache
 
 import pytest
-from tests.toys import llama, naive
 
 from paceline import InputError, LanguageModel, SpeculativeDecoder
+from tests.toys import llama, naive
 
 PROMPTS = [[1, 7, 9, 4, 7, 9, 4, 7], [3, 3, 8], [6], [13, 2]]
 
 
-@lru_cache(maxsize=None)
+@cache
 def lm(seed: int = 0) -> LanguageModel:
     return LanguageModel(llama(seed))
 

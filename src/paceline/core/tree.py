@@ -90,9 +90,7 @@ class TokenTree:
         if self.rows != rows:
             raise DrafterError(f"A draft has {self.rows} rows for {rows} texts.")
         if self.laws is not None and self.laws.shape[2] != vocabulary:
-            raise DrafterError(
-                f"A draft has laws over {self.laws.shape[2]} tokens for a vocabulary of {vocabulary}."
-            )
+            raise DrafterError(f"A draft has laws over {self.laws.shape[2]} tokens for a vocabulary of {vocabulary}.")
         counts = self.count.tolist() if self.count is not None else [self.nodes] * self.rows
         tokens = self.tokens.tolist()
         parents = self.parents.tolist() if self.parents is not None else [list(range(-1, self.nodes - 1))] * self.rows

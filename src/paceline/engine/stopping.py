@@ -17,7 +17,8 @@ class Detokenizer:
         self._tokenizer = tokenizer
         self._ids = list(prompt[-_CONTEXT:])
         self._start, self._told = 0, len(self._ids)  # ids[start:told] have been told; they are the context of the rest
-        self._told_text = self._decode(self._ids)
+        # a prompt may end inside a character, which the first new tokens complete
+        self._told_text = self._decode(self._ids).removesuffix("\ufffd")
 
     def _decode(self, ids: list[int]) -> str:
         return str(self._tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
@@ -25,19 +26,20 @@ class Detokenizer:
     def push(self, token: int) -> str:
         """The text that this token completes; empty while a character is incomplete."""
         self._ids.append(token)
-        text = self._decode(self._ids[self._start :])
-        if text.endswith("\ufffd") and len(self._ids) - self._told < _PATIENCE:
+        if not self._decode(self._ids[self._start :]).endswith("\ufffd"):
+            return self._tell(len(self._ids))
+        if len(self._ids) - self._told < _PATIENCE:
             return ""
-        return self._tell(text)
+        return self._tell(len(self._ids) - 3)  # what is older than a character's 4 bytes will not be completed
 
     def flush(self) -> str:
         """What is left at the end: an incomplete character shows as U+FFFD."""
-        return self._tell(self._decode(self._ids[self._start :]))
+        return self._tell(len(self._ids))
 
-    def _tell(self, text: str) -> str:
-        piece = text[len(self._told_text) :]
-        self._start, self._told = self._told, len(self._ids)
-        self._told_text = self._decode(self._ids[self._start :])
+    def _tell(self, upto: int) -> str:
+        piece = self._decode(self._ids[self._start : upto])[len(self._told_text) :]
+        self._start, self._told = self._told, upto
+        self._told_text = self._decode(self._ids[self._start : upto])
         return piece
 
 

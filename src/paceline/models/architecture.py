@@ -93,7 +93,7 @@ def _layer_kinds(config: Any) -> tuple[str, ...]:
     if kinds is not None:
         return tuple(kinds)
     if "local" in (getattr(config, "attention_layers", None) or ()):  # GPT-Neo counts its window in slots
-        return tuple(f"{kind}_attention" for kind in config.attention_layers)
+        return tuple("local_attention" if kind == "local" else "full_attention" for kind in config.attention_layers)
     if getattr(config, "sliding_window", None) is not None:
         return ("sliding_attention",) * layers
     if getattr(config, "attention_chunk_size", None) is not None:

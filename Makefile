@@ -4,7 +4,6 @@
 PYTHON  ?= python3
 VENV    ?= .venv
 WORKERS ?= 2
-COV     ?= --cov --cov-report=term
 PROMPT  ?= Repeat this list and then add three more fruits: apple, banana, cherry, apple, banana, cherry.
 
 PY      := $(VENV)/bin/python
@@ -16,7 +15,7 @@ ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo install weights test check lint format types layers unit quick real clean FORCE
+.PHONY: help demo install weights test check lint format types layers unit coverage quick real clean FORCE
 
 help:  ## this list
 	@sed -n 's/^\([a-z]*\):.*  ## \(.*\)/  make \1|\2/p' Makefile | awk -F'|' '{printf "%-16s %s\n", $$1, $$2}'
@@ -45,11 +44,14 @@ types: $(STAMP)  ## mypy
 layers: $(STAMP)  ## import-linter: imports point down only
 	$(VENV)/bin/lint-imports
 
-unit: $(STAMP)  ## every test that needs no weights, with coverage
-	$(ONE_THREAD) $(PY) -m pytest -n $(WORKERS) -m "not real" $(COV) --durations=10 --durations-min=2
+unit: $(STAMP)  ## every test that needs no weights
+	$(ONE_THREAD) $(PY) -m pytest -q -n $(WORKERS) -m "not real" --durations=10 --durations-min=2
+
+coverage: $(STAMP)  ## the same, showing what no test touches
+	$(ONE_THREAD) $(PY) -m pytest -q -n $(WORKERS) -m "not real" --cov --cov-report=term
 
 quick: $(STAMP)  ## the tests of `make check`
-	$(ONE_THREAD) $(PY) -m pytest -n $(WORKERS) -m "not slow and not real"
+	$(ONE_THREAD) $(PY) -m pytest -q -n $(WORKERS) -m "not slow and not real"
 
 real: weights  ## the tests on SmolLM2, alone and with all threads
 	$(PY) -m pytest -m real --durations=5 --durations-min=2

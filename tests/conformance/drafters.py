@@ -11,9 +11,11 @@ from __future__ import annotations
 
 import dataclasses
 import typing
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
+
+import pytest
 
 import paceline  # noqa: F401  fills the registries
 from paceline import LanguageModel, SpeculativeDecoder
@@ -85,3 +87,18 @@ def variants(drafts: tuple[str, ...] = DRAFTS) -> list[Variant]:
 
 
 PLAIN = Variant("none")
+
+
+def board(rows: Iterable[Any], columns: Iterable[Any]) -> list[Any]:
+    """All pairs, every second one of them slow, as on a chess board: the quick half still has every row and column."""
+    columns = list(columns)
+    return [
+        pytest.param(row, column, id=f"{row}-{column}", marks=[pytest.mark.slow] if (i + j) % 2 else [])
+        for i, row in enumerate(rows)
+        for j, column in enumerate(columns)
+    ]
+
+
+def some_slow(items: Iterable[Any], slow: Callable[[Any], bool]) -> list[Any]:
+    """Parameters of a test, some of them marked slow: `make check` leaves those out."""
+    return [pytest.param(item, marks=pytest.mark.slow) if slow(item) else item for item in items]

@@ -14,7 +14,7 @@ from transformers import NoRepeatNGramLogitsProcessor
 
 from paceline import RULES, Generation, Sampling
 
-from .drafters import PLAIN, Variant, variants
+from .drafters import PLAIN, Variant, board, variants
 from .models import EOS, VOCABULARY
 from .test_identity import PROMPTS, check_accounts
 
@@ -140,8 +140,7 @@ def test_every_control_does_something(name: str) -> None:
     assert [out.tokens for out in without] != plain(name)
 
 
-@pytest.mark.parametrize("variant", [PLAIN, *variants(("close", "same"))], ids=str)
-@pytest.mark.parametrize("name", CONTROLS)
+@pytest.mark.parametrize(("name", "variant"), board(CONTROLS, [PLAIN, *variants(("close", "same"))]))
 def test_the_text_is_that_of_plain_decoding(name: str, variant: Variant) -> None:
     outs = run(variant.decoder(CASE, gamma=4), CONTROLS[name])
     assert [out.tokens for out in outs] == plain(name)

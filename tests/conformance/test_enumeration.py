@@ -11,6 +11,7 @@ import paceline  # noqa: F401  fills the registries
 from paceline.core.contracts import RULES, Rule
 from paceline.core.tree import Drawn
 
+from .drafters import some_slow
 from .enumeration import Law, World, enumerate_drafts, iid, total_variation, without_replacement
 from .trees import depths_of, random_parents
 
@@ -57,7 +58,7 @@ def test_chains(name: str, drawn: Drawn, parents: list[int]) -> None:
     check_rule(RULES[name](), drawn, parents, chain=True)
 
 
-@pytest.mark.parametrize("parents", TREES, ids=str)
+@pytest.mark.parametrize("parents", some_slow(TREES, lambda parents: len(parents) > 3), ids=str)
 @pytest.mark.parametrize(("name", "drawn"), JUDGED)
 def test_trees(name: str, drawn: Drawn, parents: list[int]) -> None:
     check_rule(RULES[name](), drawn, parents, chain=False)

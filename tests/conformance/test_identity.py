@@ -13,7 +13,7 @@ import torch
 
 from paceline import Generation
 
-from .drafters import PLAIN, Variant, variants
+from .drafters import PLAIN, Variant, board, variants
 from .models import CASES, target
 
 NEW = 26
@@ -76,8 +76,7 @@ def test_the_reference_is_no_constant(case: str) -> None:
     assert plain(case, False) != plain(case, True)
 
 
-@pytest.mark.parametrize("variant", variants(("close", "same")), ids=str)
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(("case", "variant"), board(CASES, variants(("close", "same"))))
 def test_the_text_is_that_of_plain_decoding(case: str, variant: Variant) -> None:
     check_identity(case, variant, NEW)
 

@@ -9,7 +9,7 @@ import pytest
 
 from paceline import Generation
 
-from .drafters import PLAIN, Variant, variants
+from .drafters import PLAIN, Variant, some_slow, variants
 from .models import VOCABULARY
 from .test_identity import check_accounts
 
@@ -49,7 +49,7 @@ def summary(outs: list[Generation]) -> list[tuple[list[int], str, object]]:
 
 
 @pytest.mark.parametrize("variant", RUNNERS, ids=str)
-@pytest.mark.parametrize("case", ARCHITECTURES)
+@pytest.mark.parametrize("case", some_slow(ARCHITECTURES, lambda case: case != "llama"))
 def test_a_crowd_is_served_like_each_alone(case: str, variant: Variant) -> None:
     for seed, rows in ((1, 2), (2, 3), (3, 1)):
         prompts, settings = crowd(seed)

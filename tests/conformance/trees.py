@@ -6,8 +6,9 @@ import random
 
 
 def random_parents(nodes: int, dice: random.Random) -> list[int]:
-    """Any tree with parents before children."""
-    return [dice.randrange(-1, node) for node in range(nodes)]
+    """Any tree with parents before children; every second one is more of a chain with side branches."""
+    deep = dice.random() < 0.5
+    return [node - 1 if deep and dice.random() < 0.8 else dice.randrange(-1, node) for node in range(nodes)]
 
 
 def path_to(node: int, parents: list[int]) -> list[int]:

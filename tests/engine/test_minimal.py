@@ -16,7 +16,7 @@ from paceline.engine import minimal
 
 # p/q is a multiple of 1/4 everywhere, so the midpoints of four equal parts of [0,1) are all the uniforms there are
 UNIFORMS = [0.125, 0.375, 0.625, 0.875]
-Q = torch.tensor([[0.5, 0.25, 0.25], [0.25, 0.25, 0.5], [0.25, 0.5, 0.25]], dtype=torch.float64)
+Q = torch.tensor([[0.5, 0.25, 0.25], [0.25, 0.5, 0.25], [0.25, 0.25, 0.5]], dtype=torch.float64)
 P = torch.tensor([[0.125, 0.625, 0.25], [0.25, 0.75, 0.0], [0.5, 0.125, 0.375]], dtype=torch.float64)
 PAIRS = [
     (P[0], Q[0]),

@@ -1,4 +1,4 @@
-"""What a round costs on the host, counted: scalar reads, tensor operations and Python calls outside the model passes."""
+"""What a round costs on the host, counted outside the model passes: scalar reads, tensor operations, Python calls."""
 
 from __future__ import annotations
 

@@ -37,8 +37,15 @@ DRAFTS: list[tuple[str, dict[str, Any]]] = [
 
 def models() -> dict[str, tuple[Any, Any]]:
     torch.manual_seed(0)
-    llama = {"vocab_size": 48, "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2,
-             "max_position_embeddings": 256, "initializer_range": 0.3}  # fmt: skip
+    llama = {
+        "vocab_size": 48,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 256,
+        "initializer_range": 0.3,
+    }
     gpt2 = {"vocab_size": 48, "n_embd": 32, "n_head": 4, "n_positions": 256, "initializer_range": 0.3}
     return {
         "llama": tuple(LlamaForCausalLM(LlamaConfig(num_hidden_layers=n, **llama)).double().eval() for n in (3, 1)),

@@ -156,6 +156,13 @@ def test_logits_are_not_edited_in_place() -> None:
     out = decoder("perfect chain").generate(PROMPT, max_new_tokens=8, logprobs=2, processors=[vandal, vandal])
     assert out.tokens == plain.tokens
     assert out.logprobs == plain.logprobs
+    rolled = decoder("perfect chain").generate(
+        PROMPT, max_new_tokens=1, logprobs=2, processors=[lambda prefix, logits: logits.roll(3)]
+    )
+    assert rolled.tokens != plain.tokens[:1]
+    bare, told = plain.logprobs[0].top_raw, rolled.logprobs[0].top_raw
+    assert [token for token, _ in told] == [token for token, _ in bare], "raw is of the bare logits"
+    assert [value for _, value in told] == pytest.approx([value for _, value in bare])
 
 
 def test_temperature_is_not_ignored() -> None:

@@ -173,6 +173,20 @@ def test_padded_vocabularies_work_together(sizes: tuple[int, int], rule: str) ->
             assert hot.tokens == plain.tokens
 
 
+@pytest.mark.parametrize("rule", ["match", "ratio"])
+def test_a_draft_with_one_more_special_token_works(rule: str) -> None:
+    """Trap 13: what only the draft knows is impossible, however much the draft likes it."""
+    other = llama(1, vocab_size=48)
+    with torch.no_grad():
+        other.lm_head.weight[40] *= 20
+    target, draft = LanguageModel(llama(), letters()), LanguageModel(other, letters(LETTERS + "?"))
+    assert (target.vocabulary, draft.vocabulary) == (40, 41)
+    for options in ({}, {"tree": "levels"}):
+        decoder = SpeculativeDecoder(target, draft, gamma=3, rule=rule, options=options)
+        assert decoder.generate([1, 2, 3], max_new_tokens=12).tokens == naive(target.model, [1, 2, 3], 12)
+        assert max(decoder.generate([1, 2, 3], max_new_tokens=12, temperature=1.0).tokens) < 40
+
+
 def test_a_draft_that_lacks_the_last_tokens_gives_way_when_they_occur() -> None:
     """Trap 13: ids that the draft model has no row for end its part, with one warning; the text is right."""
     target = LanguageModel(llama(), letters())

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from paceline import Generation, LanguageModel, SpeculativeDecoder
-from tests.toys import LETTERS, letters, llama, naive, raw_bytes, scripted
+from tests.toys import LETTERS, TableModel, letters, llama, naive, raw_bytes, scripted
 
 GAMMA = 5
 
@@ -115,6 +115,18 @@ def test_min_new_tokens_holds_inside_a_block() -> None:
             prompt, eos_token_ids=[first, after[2]], min_new_tokens=least, max_new_tokens=30
         )
         assert out.tokens == wanted + after
+
+
+@pytest.mark.parametrize("least", [0, 1, 4, 5, 6, 11])
+def test_the_first_end_that_min_new_tokens_allows_is_taken(least: int) -> None:
+    """Trap 7: not one token too early, not one too late, wherever in a block that falls."""
+    table = torch.eye(30).roll(1, 1) * 5
+    table[:, 29] = 9.0  # would rather end at once
+    lm = LanguageModel(TableModel(table))
+    out = SpeculativeDecoder(lm, lm, gamma=GAMMA).generate(
+        [0], eos_token_ids=[29], min_new_tokens=least, max_new_tokens=20
+    )
+    assert out.tokens == [*range(1, least + 1), 29]
 
 
 @pytest.mark.parametrize("stop", ["h", "gh", "ghz", "hz"])

@@ -66,6 +66,8 @@ class DraftModel(Drafter):
     def open(self, target: LanguageModel, rows: RowsView) -> None:
         self.vocabulary = target.vocabulary
         self._reader = self.lm.reader()
+        known = self.lm.model.get_input_embeddings().weight.shape[0]
+        self._reader.largest = known - 1 if known < target.vocabulary else None
         self._read, self._drafted_at = [], []
         self._fed: int | None = None
 

@@ -89,6 +89,9 @@ class SlotReader:
         self._runner = runner
         self._taps = tuple(round(share * lm.layers) for share in taps)
         self._scratch = 0
+        self.largest: int | None = (
+            None  # token ids above it are read as it: a draft model may know fewer than its target
+        )
         self._parents: Tensor | None = None  # [R,M] of the scratch tokens, once they branch
 
     # ---- reading
@@ -171,6 +174,8 @@ class SlotReader:
 
     def _pass(self, ids: Tensor, position: Tensor, allowed: Tensor | None, keys: Tensor | None, keep: int) -> Reading:
         shape = self.lm.architecture
+        if self.largest is not None:
+            ids = ids.clamp(max=self.largest)
         inputs: dict[str, Any] = {"input_ids": ids, "past_key_values": self.cache, "use_cache": True}
         visible = self.cache.get_mask_sizes(0)[0]
         if shape.alibi:

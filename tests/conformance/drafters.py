@@ -86,6 +86,17 @@ def variants(drafts: tuple[str, ...] = DRAFTS) -> list[Variant]:
     return [variant for variant in found if variant.drafter != "none"]
 
 
+def model_drafters() -> list[tuple[str, dict[str, Any]]]:
+    """Every registered drafter that runs a model, in each topology; one expansion at a time where that can be asked."""
+    found = []
+    for name in DRAFTERS:
+        fields = {entry.name for entry in dataclasses.fields(DRAFTERS[name].Options)}
+        if "model" in fields:
+            narrow = {"width": 1} if "width" in fields else {}
+            found += [(name, {**chosen, **narrow}) for chosen in topologies(DRAFTERS[name].Options)]
+    return found
+
+
 PLAIN = Variant("none")
 
 

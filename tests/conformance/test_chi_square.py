@@ -5,7 +5,6 @@ Enumeration (test_enumeration.py) proves the rules; this also covers the noise, 
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 
 import pytest
@@ -13,10 +12,10 @@ import torch
 from torch import Tensor
 
 from paceline import LanguageModel, SpeculativeDecoder
-from paceline.core.contracts import DRAFTERS, RULES
+from paceline.core.contracts import RULES
 
 from .chi_square import ALPHA, critical, detectable, first_tokens, p_value, tail
-from .drafters import topologies
+from .drafters import model_drafters
 from .models import CASES, build
 from .mutants import ResidualIgnored
 from .tables import TableModel
@@ -30,17 +29,6 @@ DRAFT = TableModel([[0.10, 0.78, 0.12], [0.34, 0.32, 0.34], [0.76, 0.22, 0.02]])
 # Half of the drafts are rejected, and two tokens are left over: whoever uses a number twice, for two siblings or for a
 # draft and what follows its rejection, is caught here.
 WORLDS = {"adverse": (TARGET, DRAFT), "even": (TableModel([[0.2, 0.5, 0.3]] * 3), TableModel([[0.6, 0.3, 0.1]] * 3))}
-
-
-def model_drafters() -> list[tuple[str, dict]]:
-    """Every registered drafter that runs a model, in each topology; one expansion at a time where that can be asked."""
-    found = []
-    for name in DRAFTERS:
-        fields = {entry.name for entry in dataclasses.fields(DRAFTERS[name].Options)}
-        if "model" in fields:
-            narrow = {"width": 1} if "width" in fields else {}
-            found += [(name, {**chosen, **narrow}) for chosen in topologies(DRAFTERS[name].Options)]
-    return found
 
 
 def report(counts: Tensor, law: Tensor, capsys: pytest.CaptureFixture[str], what: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 
 import pytest
@@ -12,7 +13,7 @@ from paceline.core.contracts import RULES, Rule
 from paceline.core.tree import Drawn
 
 from .drafters import some_slow
-from .enumeration import Law, World, enumerate_drafts, iid, total_variation, without_replacement
+from .enumeration import Drafts, Law, World, enumerate_drafts, iid, total_variation, without_replacement
 from .trees import depths_of, random_parents
 
 BOUND = 1e-9
@@ -62,6 +63,20 @@ def test_chains(name: str, drawn: Drawn, parents: list[int]) -> None:
 @pytest.mark.parametrize(("name", "drawn"), JUDGED)
 def test_trees(name: str, drawn: Drawn, parents: list[int]) -> None:
     check_rule(RULES[name](), drawn, parents, chain=False)
+
+
+@pytest.mark.parametrize("parents", [[-1], [-1, 0], [-1, -1]], ids=str)
+@pytest.mark.parametrize(("name", "drawn"), JUDGED)
+def test_nodes_that_are_not_in_use_are_never_accepted(name: str, drawn: Drawn, parents: list[int]) -> None:
+    """Ragged rows are padded; what the padding says is nobody's business."""
+    for chain in (True, False) if parents != [-1, -1] else (False,):
+        longer = [*parents, len(parents) - 1]
+        for world in worlds(max(depths_of(longer)) + 2)[:2]:
+            whole = enumerate_drafts(world, longer, drawn, HOW[drawn], chain=chain)
+            tree = dataclasses.replace(whole.tree, count=torch.full((whole.tree.rows,), len(parents)))
+            if whole.tree.laws is not None:
+                tree = dataclasses.replace(tree, laws=whole.tree.laws.index_fill(1, torch.tensor([len(parents)]), 1.0))
+            assert total_variation(RULES[name](), world, Drafts(tree, whole.weight), apart=drawn == "certain") < BOUND
 
 
 @pytest.mark.slow

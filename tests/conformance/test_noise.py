@@ -9,9 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from paceline.core import choice
+from paceline.core.contracts import RULES
 from paceline.core.noise import Purpose, exponential, gaussian, stream_key, uniform
 
 from .chi_square import ALPHA, p_value
+from .drafters import Variant, model_drafters
 
 SEEDS, POSITIONS, LANES = 60, 40, 50
 
@@ -94,3 +97,26 @@ def test_any_whole_number_is_a_seed(seed: int) -> None:
     assert -(2**63) <= stream_key(seed, Purpose.TARGET) < 2**63
     drawn = uniform(torch.tensor([[stream_key(seed, Purpose.TARGET)]]), torch.tensor([[0]]), 4)
     assert 0 < float(drawn.min()) < float(drawn.max()) < 1
+
+
+@pytest.mark.parametrize(("name", "options"), model_drafters(), ids=str)
+@pytest.mark.parametrize("rule", [name for name in RULES if RULES[name].draw == "independent"])
+def test_noise_that_decided_where_a_tree_grows_is_used_once(
+    rule: str, name: str, options: dict, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Within a round and across rounds. A chain may draw a place again: what it did not reach decided nothing."""
+    drawn: list[tuple[int, int]] = []
+
+    def watched(key: Tensor, position: Tensor, lanes: Tensor | int) -> Tensor:
+        pairs = torch.stack([key.expand_as(position), position], -1)
+        drawn.extend((one, two) for one, two in pairs.flatten(0, 1).tolist() if one in ours)
+        return exponential(key, position, lanes)
+
+    monkeypatch.setattr(choice, "exponential", watched)
+    ours = {stream_key(seed, Purpose.DRAFT) for seed in (1, 2)}
+    variant = Variant(name, options, "close")
+    decoder = variant.decoder("llama", gamma=7, rule=rule)
+    decoder.generate([[1, 7, 9], [4]], max_new_tokens=60, temperature=1.0, seed=[1, 2], ignore_eos=True)
+    assert drawn
+    if not variant.chain:
+        assert len(set(drawn)) == len(drawn)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from paceline import Generation, LanguageModel
+from paceline import Generation, LanguageModel, PacelineWarning
 
 from .drafters import PLAIN, Variant, board, some_slow, variants
 from .models import CASES, EOS, VOCABULARY, build, target
@@ -199,3 +199,18 @@ def test_the_end_of_the_context(case: str, variant: Variant) -> None:
         outs = made.decoder(case, lm, gamma=6, rows=rows).generate(prompts, max_new_tokens=40, ignore_eos=True, seed=0)
         assert [record(out) for out in outs] == [record(one) for one in wanted]
         assert all(out.finish_reason == "length" for out in outs)
+
+
+@pytest.mark.parametrize("variant", [variant for variant in variants(("close",)) if variant.draft], ids=str)
+@pytest.mark.parametrize("case", ["gpt2", "llama"])
+def test_a_draft_that_reads_less_than_the_target(case: str, variant: Variant) -> None:
+    """It drafts as long as it can, says once that it no longer can, and the text goes on."""
+    lm, small = target(case), short_models(case)[1]
+    prompts = [[(3 * i) % 11 for i in range(length)] for length in (SHORT - 4, 9, 1)]
+    wanted = [PLAIN.decoder(case).generate(prompt, max_new_tokens=30, ignore_eos=True).tokens for prompt in prompts]
+    made = Variant(variant.drafter, {**variant.options, "model": small})
+    with pytest.warns(PacelineWarning, match="outgrown the context") as told:
+        outs = made.decoder(case, lm, gamma=4).generate(prompts, max_new_tokens=30, ignore_eos=True)
+    assert [out.tokens for out in outs] == wanted
+    assert len(told) == 1
+    assert all(out.stats.drafted > 0 for out in outs)

@@ -174,3 +174,27 @@ def test_a_row_that_stops_in_mid_block_does_not_disturb_the_others() -> None:
             prompts, eos_token_ids=[[stop] for stop in stops], max_new_tokens=14
         )
         assert [out.tokens for out in outs] == wanted
+
+
+class _Special:
+    """Just enough of a tokenizer with a special token that has no text."""
+
+    class _Entry:
+        special = True
+
+        def __str__(self) -> str:
+            return "<|end|>"
+
+    added_tokens_decoder = {7: _Entry()}  # noqa: RUF012
+
+
+def test_a_stop_string_that_is_a_special_token_stops() -> None:
+    """Known bug class 'stop strings missed': a special token has no text, so it is found by its id."""
+    from paceline.engine.stopping import Stopper, special_stops
+
+    assert special_stops(_Special(), ["<|end|>", "x"]) == {7: "<|end|>"}
+    stopper = Stopper((), ["<|end|>"], 9, None, special=special_stops(_Special(), ["<|end|>"]))
+    assert stopper.push(3) is None
+    stop = stopper.push(7)
+    assert stop is not None
+    assert (stop.finish_reason, stop.cause) == ("stop", "<|end|>")

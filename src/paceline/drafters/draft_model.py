@@ -66,8 +66,8 @@ class DraftModel(Drafter):
     def open(self, target: LanguageModel, rows: RowsView) -> None:
         self.vocabulary = target.vocabulary
         self._reader = self.lm.reader()
-        known = self.lm.model.get_input_embeddings().weight.shape[0]
-        self._reader.largest = known - 1 if known < target.vocabulary else None
+        if self.lm.vocabulary < target.vocabulary:
+            self._reader.largest = self.lm.vocabulary - 1
         self._read, self._drafted_at = [], []
         self._fed: int | None = None
 
@@ -212,7 +212,8 @@ class _Growth:
         open_nodes = self.slots < 0
         if not everywhere:
             open_nodes = open_nodes & (arange(0, self.nodes, self.device) >= self.nodes - self.newest)
-        return self.score.masked_fill(~open_nodes, float("-inf")).topk(count, dim=1).indices.sort(1).values
+        score = self.score.clamp(min=-1e300)  # an impossible open node still comes before one that is expanded already
+        return score.masked_fill(~open_nodes, float("-inf")).topk(count, dim=1).indices.sort(1).values
 
     def feed(self, chosen: Tensor, fed: int) -> tuple[Tensor, Tensor]:
         """Tokens of the chosen nodes, and their parents among the scratch tokens of the draft model."""

@@ -17,7 +17,7 @@ from .loop import Loop
 from .prompts import encode_all
 from .request import Request, build_requests
 from .rows import Event, Row
-from .stopping import Detokenizer, Stopper
+from .stopping import Detokenizer, Stopper, special_stops
 from .stream import Stream
 
 _NAMES = ("target", "draft", "gamma", "rule", "options", "nodes", "rows")
@@ -111,7 +111,12 @@ class SpeculativeDecoder:
             detokenizer = None if tokenizer is None else Detokenizer(tokenizer, prompt)
             tokens: list[int] = []
             stopper = Stopper(
-                () if request.ignore_eos else eos, request.stop, limit, detokenizer, _criterion(request, prompt, tokens)
+                () if request.ignore_eos else eos,
+                request.stop,
+                limit,
+                detokenizer,
+                _criterion(request, prompt, tokens),
+                special_stops(tokenizer, request.stop),
             )
             rows.append(Row(index, prompt, request, eos, stopper, limit, tokens))
         return rows

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,6 +43,12 @@ class Detokenizer:
         return piece
 
 
+def special_stops(tokenizer: Any, strings: Sequence[str]) -> dict[int, str]:
+    """The stop strings that are special tokens of a tokenizer, such as "<|im_end|>", by token id."""
+    added = getattr(tokenizer, "added_tokens_decoder", None) or {}
+    return {token: str(entry) for token, entry in added.items() if str(entry) in strings and entry.special}
+
+
 @dataclass(frozen=True)
 class Stop:
     """Why a text ended. finish_reason is OpenAI's word; `cause` the token id or the string that stopped it."""
@@ -61,6 +67,7 @@ class Stopper:
         limit: int,
         detokenizer: Detokenizer | None,
         criterion: Callable[[], bool] | None = None,
+        special: Mapping[int, str] | None = None,
     ) -> None:
         self._eos = frozenset(eos)
         self._strings = tuple(strings)
@@ -68,6 +75,7 @@ class Stopper:
         self._limit = limit
         self._detokenizer = detokenizer
         self._criterion = criterion
+        self._special = special or {}  # stop strings that are special tokens: those have no text to be found in
         self.count = 0
         self.text = ""
         self.shown = 0  # characters already given to a stream
@@ -78,11 +86,11 @@ class Stopper:
         self.count += 1
         piece = self._detokenizer.push(token) if self._detokenizer else ""
         chosen = self._criterion is not None and self._criterion()
-        ended = chosen or token in self._eos or self.count >= self._limit
+        ended = chosen or token in self._eos or token in self._special or self.count >= self._limit
         if ended and self._detokenizer:
             piece += self._detokenizer.flush()
         self.text += piece
-        found = self._find(len(piece))
+        found = self._find(len(piece)) or self._special.get(token)
         if found is not None:
             self.stop = Stop("stop", found)
         elif token in self._eos:

@@ -187,11 +187,10 @@ def test_a_draft_with_one_more_special_token_works(rule: str) -> None:
         assert max(decoder.generate([1, 2, 3], max_new_tokens=12, temperature=1.0).tokens) < 40
 
 
-def test_a_draft_that_lacks_the_last_tokens_gives_way_when_they_occur() -> None:
-    """Trap 13: ids that the draft model has no row for end its part, with one warning; the text is right."""
+def test_a_draft_that_lacks_the_last_tokens_reads_them_as_it_can() -> None:
+    """Trap 13: ids the draft model has no row for are no index error (on CUDA: no assert); the text is right."""
     target = LanguageModel(llama(), letters())
     draft = LanguageModel(llama(1, vocab_size=37), letters(LETTERS[:37]))
-    with pytest.warns(PacelineWarning, match="plain decoding goes on") as told:
-        out = SpeculativeDecoder(target, draft, gamma=3).generate([1, 39, 2], max_new_tokens=12)
-    assert len(told) == 1
+    out = SpeculativeDecoder(target, draft, gamma=3).generate([1, 39, 2], max_new_tokens=12)
     assert out.tokens == naive(target.model, [1, 39, 2], 12)
+    assert out.stats.drafted > 0

@@ -71,4 +71,6 @@ def build_options(cls: type, given: Mapping[str, Any], owner: str) -> Any:
     for name in given:
         if name not in known:
             raise UnknownNameError(f"option of {owner}", name, known)
+        if known[name].type == "int" and (isinstance(given[name], bool) or not isinstance(given[name], int)):
+            raise InputError(f"{name} of {owner} must be a whole number, got {given[name]!r}.")
     return cls(**given)

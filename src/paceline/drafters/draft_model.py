@@ -149,7 +149,7 @@ class DraftModel(Drafter):
         purpose = Purpose.TARGET if budget.draw == "coupled" else Purpose.DRAFT
         growth = _Growth(rows, min(self.options.branch, budget.nodes), budget.draw == "independent")
         logits = self._logits(self._reader.extend(rows, width).logits)
-        growth.plant(logits, purpose)
+        growth.add(torch.full((rows.count, 1), -1, device=logits.device), logits, purpose)  # below the text
         fed = 0
         for _ in range(budget.depth - 1):
             spread = min(self.options.width, growth.newest, (budget.nodes - growth.nodes) // growth.branch)
@@ -159,7 +159,7 @@ class DraftModel(Drafter):
             tokens, parents = growth.feed(chosen, fed)
             fed += spread
             logits = self._logits(self._reader.extend(rows, 0, tokens, parents).logits)
-            growth.branch_out(chosen, logits, purpose)
+            growth.add(chosen, logits, purpose)
         self._fed, self._slots = _TREE, growth.slots
         return growth.tree(budget.draw == "coupled")
 
@@ -200,13 +200,6 @@ class _Growth:
     def nodes(self) -> int:
         return self.tokens.shape[1]
 
-    def plant(self, logits: Tensor, purpose: Purpose) -> None:
-        root = torch.full((self.R, 1), -1, device=self.device)
-        self._add(root, logits, purpose)
-
-    def branch_out(self, chosen: Tensor, logits: Tensor, purpose: Purpose) -> None:
-        self._add(chosen, logits, purpose)
-
     def frontier(self, count: int, everywhere: bool) -> Tensor:
         """[R,count]: the surest nodes not yet expanded; of the whole tree, or of the last level."""
         open_nodes = self.slots < 0
@@ -223,7 +216,8 @@ class _Growth:
         self.slots = self.slots.scatter(1, chosen, numbers)
         return self.tokens.gather(1, chosen), parents
 
-    def _add(self, chosen: Tensor, logits: Tensor, purpose: Purpose) -> None:
+    def add(self, chosen: Tensor, logits: Tensor, purpose: Purpose) -> None:
+        """Children for the nodes `chosen` [R,W] (-1: the text), whose logits are [R,W,V]."""
         R, W, k = self.R, chosen.shape[1], self.branch
         known = chosen.clamp(min=0)
         deep = self.depth.gather(1, known) + 1 if self.nodes else torch.zeros_like(chosen)

@@ -16,7 +16,7 @@ class PromptLookup(Drafter):
 
     @dataclass(frozen=True)
     class Options:
-        longest: int = 3  # words to match, at most (transformers: max_matching_ngram_size)
+        longest: int = 3  # tokens to match, at most (transformers: max_matching_ngram_size)
         shortest: int = 1  # and at least
         branches: int = 1  # different continuations to propose at once, as a tree
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -47,12 +48,12 @@ class SpeculativeDecoder:
         **aliases: Any,
     ) -> None:
         draft, gamma, options = _translate(aliases, draft, gamma, options or {})
-        for name, value in (("gamma", gamma), ("rows", rows), ("nodes", nodes)):
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+        for name, value in (("gamma", gamma), ("rows", rows), ("nodes", 1 if nodes is None else nodes)):
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise InputError(f"{name} must be a whole number of at least 1, got {value!r}.")
         self.target = target if isinstance(target, LanguageModel) else load(target)
         self.rule = rule if isinstance(rule, Rule) else RULES[rule]()
-        self.drafter = make_drafter(draft, options)
+        self.drafter = make_drafter(draft, options, self.target.device)
         self.drafter.check(self.target)
         self.gamma, self.rows = gamma, rows
         self.nodes = max(gamma, 64) if nodes is None else nodes
@@ -74,8 +75,8 @@ class SpeculativeDecoder:
 
         Settings: max_new_tokens, temperature, top_k, top_p, min_p, typical_p, noise, dynamic_temperature,
         repetition_penalty, presence_penalty, frequency_penalty, logit_bias, banned_tokens, min_new_tokens, processors,
-        seed, stop, eos_token_ids, ignore_eos, logprobs; a list holds one value per prompt. Returns a `Generation`, or
-        a list of them for a batch.
+        seed, do_sample, dynamic_exponent, stop, eos_token_ids, ignore_eos, criteria, logprobs; a list holds one value
+        per prompt. Returns a `Generation`, or a list of them for a batch.
         """
         prompts, single = encode_all(prompt, self.target)
         rows = self._rows(prompts, build_requests(len(prompts), settings))
@@ -156,6 +157,8 @@ def _translate(
 ) -> tuple[Any, int, Mapping[str, Any]]:
     """Transformers' names for the same things."""
     for name, value in aliases.items():
+        if name in _ALIASES and value is None:  # transformers' default
+            continue
         if name == "assistant_model":
             draft = value
         elif name == "num_assistant_tokens":
@@ -175,8 +178,8 @@ def _criterion(request: Request, prompt: list[int], tokens: list[int]) -> Callab
     return lambda: any(criterion(prompt + tokens) for criterion in request.criteria)
 
 
-def make_drafter(draft: Any, options: Mapping[str, Any]) -> Drafter:
-    """A drafter from whatever people call one."""
+def make_drafter(draft: Any, options: Mapping[str, Any], device: Any = None) -> Drafter:
+    """A drafter from whatever people call one; a model that has to be loaded goes to `device`."""
     if isinstance(draft, Drafter):
         if options:
             raise InputError(f"options {sorted(options)} belong to a drafter given by name; this one is already made.")
@@ -186,9 +189,13 @@ def make_drafter(draft: Any, options: Mapping[str, Any]) -> Drafter:
     if isinstance(draft, str) and draft in DRAFTERS:
         cls = DRAFTERS[draft]
         if options.get("model") is not None:
-            options = {**options, "model": load(options["model"])}
+            options = {**options, "model": _load_draft(options["model"], device)}
         return cls(build_options(cls.Options, options, f"drafter '{draft}'"))  # type: ignore[call-arg]
     if isinstance(draft, str) and not is_model(draft):
         raise UnknownNameError("drafter or model", draft, [*DRAFTERS, *catalogue_names()])
-    lm = draft if isinstance(draft, LanguageModel) else load(draft)
-    return DraftModel(build_options(DraftModel.Options, {**options, "model": lm}, "drafter 'draft-model'"))
+    options = {**options, "model": _load_draft(draft, device)}
+    return DraftModel(build_options(DraftModel.Options, options, "drafter 'draft-model'"))
+
+
+def _load_draft(model: Any, device: Any) -> LanguageModel:
+    return load(model, device=device) if isinstance(model, (str, os.PathLike)) else load(model)

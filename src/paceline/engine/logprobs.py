@@ -22,7 +22,7 @@ def measure(rows: Rows, logits: Tensor, choice: Choice, verdict: Verdict) -> lis
         return None
     V = logits.shape[-1]
     most = min(max(k or 0 for k in wanted), V)
-    laws = choice.law(logits).dense(V)
+    laws = _processed(logits, choice)
     if verdict.path is not None:
         places = torch.nn.functional.pad(verdict.path + 1, (1, 0)).unsqueeze(-1).expand(-1, -1, V)
         logits, laws = logits.gather(1, places), laws.gather(1, places)
@@ -32,6 +32,17 @@ def measure(rows: Rows, logits: Tensor, choice: Choice, verdict: Verdict) -> lis
     own = [t.squeeze(-1).tolist() for t in (chosen, raw.gather(2, chosen), laws.gather(2, chosen))]
     tops = [t.tolist() for t in (top_raw.indices, top_raw.values, top_law.indices, top_law.values)]
     return [[_one(own, tops, r, i, k or 0) for i in range(chosen.shape[1])] for r, k in enumerate(wanted)]
+
+
+def _processed(logits: Tensor, choice: Choice) -> Tensor:
+    """[R,N,V]: the laws tokens were chosen by. Greedy rows show the softmax they took the best of: a point mass, all
+    zeros as logarithms, would tell nobody anything."""
+    batch = choice.batch
+    laws = choice.law(logits).dense(logits.shape[-1])
+    if not (batch.all_greedy or batch.mixed):
+        return laws
+    soft = batch.edit(logits, choice.prefix).to(laws.dtype).softmax(-1)
+    return torch.where(batch.column("temperature", laws.dtype) == 0, soft, laws)
 
 
 def _one(own: list[Any], tops: list[Any], r: int, i: int, k: int) -> TokenLogprob:

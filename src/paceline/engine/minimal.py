@@ -25,6 +25,7 @@ def speculative_sampling(
     `token` is a sample of q (drawn here if not given). It is kept with probability min(1, p/q); otherwise the token
     comes from what q left of p: norm(max(0, p - q)).
     """
+    p, q = torch.as_tensor(p), torch.as_tensor(q)
     for name, law in (("p", p), ("q", q)):
         if law.dim() != 1 or bool((law < 0).any()) or not torch.isclose(law.sum(), law.new_ones(()), atol=1e-4):
             raise InputError(
@@ -33,6 +34,8 @@ def speculative_sampling(
     if p.shape != q.shape:
         raise InputError(f"p has {p.shape[0]} tokens and q {q.shape[0]}; they must share a vocabulary.")
     drafted = int(_draw(q, generator) if token is None else token)
+    if not 0 <= drafted < len(q):
+        raise InputError(f"token {drafted} is outside the vocabulary of {len(q)}.")
     if float(torch.rand((), dtype=torch.float64, generator=generator)) * float(q[drafted]) < float(p[drafted]):
         return drafted, True
     left = (p - q).clamp(min=0)
@@ -48,7 +51,10 @@ def speculative_step(
     """
     if gamma < 1:
         raise InputError(f"gamma must be at least 1, got {gamma}.")
-    drafted, laws, text = [], [], tokens
+    text = torch.as_tensor(tokens)
+    if text.dim() != 1 or not len(text):
+        raise InputError(f"tokens must be a list of at least one id, got shape {list(text.shape)}.")
+    drafted, laws = [], []
     for _ in range(gamma):
         q = draft(text)[-1]
         x = _draw(q, generator)

@@ -34,7 +34,10 @@ def encode(prompt: Any, lm: LanguageModel) -> list[int]:
     if _is_conversation(prompt):
         if not getattr(lm.tokenizer, "chat_template", None):
             raise InputError(f"{lm.name} has no chat template, so it cannot read a conversation; give it plain text.")
-        text = lm.tokenizer.apply_chat_template(list(prompt), tokenize=False, add_generation_prompt=True)
+        try:
+            text = lm.tokenizer.apply_chat_template(list(prompt), tokenize=False, add_generation_prompt=True)
+        except Exception as error:  # templates are programs and fail in their own ways
+            raise InputError(f"The chat template of {lm.name} cannot write this conversation: {error}.") from error
         return list(lm.tokenizer.encode(text, add_special_tokens=False))
     if not isinstance(prompt, str):
         raise InputError(

@@ -14,8 +14,15 @@ from paceline.core.sampling import Processor, Sampling
 from paceline.core.trace import Stats, Trace
 
 # names that people have in their fingers from transformers and vLLM, and what they are called here
-ALIASES = {"max_tokens": "max_new_tokens", "min_tokens": "min_new_tokens", "eos_token_id": "eos_token_ids",
-           "stop_strings": "stop", "logits_processor": "processors", "bad_token_ids": "banned_tokens"}  # fmt: skip
+ALIASES = {
+    "max_tokens": "max_new_tokens",
+    "min_tokens": "min_new_tokens",
+    "eos_token_id": "eos_token_ids",
+    "stop_strings": "stop",
+    "logits_processor": "processors",
+    "stopping_criteria": "criteria",
+    "bad_token_ids": "banned_tokens",
+}
 _SAMPLERS = ("top_k", "top_p", "min_p", "typical_p", "noise", "dynamic_temperature")
 # A stopping criterion of the caller: all token ids so far, the prompt included -> stop now?
 Criterion = Callable[[list[int]], bool]
@@ -41,7 +48,10 @@ class Request:
             raise InputError(f"max_new_tokens must be a whole number of at least 1, got {self.max_new_tokens!r}.")
         if any(not isinstance(s, str) or not s for s in self.stop):
             raise InputError(f"stop must be strings that are not empty, got {list(self.stop)!r}.")
-        if self.logprobs is not None and (not isinstance(self.logprobs, int) or self.logprobs < 0):
+        if not isinstance(self.ignore_eos, bool):
+            raise InputError(f"ignore_eos must be True or False, got {self.ignore_eos!r}.")
+        odd = isinstance(self.logprobs, bool) or not isinstance(self.logprobs, (int, type(None)))
+        if odd or (self.logprobs is not None and self.logprobs < 0):
             raise InputError(f"logprobs must be a whole number of at least 0, got {self.logprobs!r}.")
         if self.sampling.min_new_tokens > self.max_new_tokens:
             raise InputError(
@@ -51,7 +61,8 @@ class Request:
 
 @dataclass(frozen=True)
 class TokenLogprob:
-    """Log-probabilities of one emitted token: of the bare logits (raw) and after every control (processed)."""
+    """Log-probabilities of one emitted token: of the bare logits (raw) and after every control (processed; at
+    temperature 0 before the best is taken)."""
 
     token: int
     raw: float
@@ -88,12 +99,21 @@ class Piece:
 
 def build_requests(count: int, settings: Mapping[str, Any]) -> list[Request]:
     """One `Request` per prompt. A setting given as a list holds one value per prompt."""
-    settings = {ALIASES.get(name, name): value for name, value in settings.items() if value is not None}
+    settings = {name: _plain(value) for name, value in settings.items() if value is not None}
+    for name in ALIASES.keys() & settings.keys():
+        if ALIASES[name] in settings:
+            raise InputError(f"{name} and {ALIASES[name]} are two names of one setting; give one of them.")
+    settings = {ALIASES.get(name, name): value for name, value in settings.items()}
     known = {f.name for f in fields(Request)} | {f.name for f in fields(Sampling)} | {"do_sample"}
     for name in settings:
         if name not in known:
             raise UnknownNameError("setting", name, known | set(ALIASES))
     return [_one({name: _of(name, value, i, count) for name, value in settings.items()}) for i in range(count)]
+
+
+def _plain(value: Any) -> Any:
+    """Python's own numbers and lists for those of numpy and torch."""
+    return value.tolist() if hasattr(value, "tolist") else value
 
 
 def _of(name: str, value: Any, index: int, count: int) -> Any:
@@ -119,11 +139,15 @@ def _one(settings: dict[str, Any]) -> Request:
             settings[name] = (value,) if single else tuple(value)
     if "processors" in settings:
         settings["processors"] = tuple(_adapt(p) for p in settings["processors"])
+    if "criteria" in settings:
+        settings["criteria"] = tuple(_adapt_criterion(c) for c in settings["criteria"])
     do_sample = settings.pop("do_sample", None)
     wanted = {name: settings.pop(name) for name in [f.name for f in fields(Sampling)] if name in settings}
-    if do_sample is False:
-        wanted.update(temperature=0.0)
-        wanted.pop("dynamic_temperature", None)
+    if do_sample and wanted.get("temperature") == 0:
+        raise InputError("do_sample=True and temperature=0 contradict each other; give one of them.")
+    if do_sample is False:  # as in transformers, the samplers are then out of work
+        wanted = {name: value for name, value in wanted.items() if name not in _SAMPLERS}
+        wanted["temperature"] = 0.0
     elif "temperature" not in wanted and (do_sample or any(name in wanted for name in _SAMPLERS)):
         wanted["temperature"] = 1.0  # a sampler that was asked for is never silently ignored
     wanted.setdefault("seed", fresh_seed())
@@ -143,6 +167,15 @@ def refuse_memory(process: Any) -> None:
     name = type(process).__name__
     if name in ("UnbatchedClassifierFreeGuidanceLogitsProcessor", "SynthIDTextWatermarkLogitsProcessor"):
         raise UnsupportedError(f"{name} keeps a memory from token to token, so it cannot judge drafts; leave it out.")
+
+
+def _adapt_criterion(criterion: Any) -> Criterion:
+    """A StoppingCriteria of transformers is asked about batches of one; everything else about a list of ids."""
+    if not callable(criterion):
+        raise InputError(f"criteria must be callables (token ids) -> bool, got {criterion!r}.")
+    if not any(base.__name__ == "StoppingCriteria" for base in type(criterion).__mro__):
+        return criterion  # type: ignore[no-any-return]
+    return lambda tokens: bool(torch.as_tensor(criterion(torch.tensor([tokens]), None)).all())
 
 
 def _adapt(process: Any) -> Processor:

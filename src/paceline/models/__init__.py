@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from typing import Any
 
+from paceline.core.errors import InputError
+
 from .language_model import LanguageModel
 
 
@@ -20,6 +22,10 @@ def load(
 ) -> LanguageModel:
     """A model to decode with: a catalogue name, a hub id, a folder, a .gguf file, or a loaded transformers model."""
     if isinstance(source, LanguageModel):
+        changes = {"tokenizer": tokenizer, "dtype": dtype, "device": device, "revision": revision}
+        for name, value in changes.items():
+            if value is not None:
+                raise InputError(f"The model is loaded already; leave {name}={value!r} out, or load it anew.")
         return source
     from .loading import load_checkpoint
 

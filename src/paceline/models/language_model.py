@@ -117,7 +117,7 @@ class SlotReader:
             position = arange(start, stop, rows.text.device).expand(rows.count - first, stop - start)
             ids = rows.text[first : rows.count, start:stop].clamp(min=0)  # past its end a row holds anything
             self.cache.aim(slice(first, rows.count), start, stop, start)
-            allowed = None if start == 0 and self._may_omit_mask(stop) else masks.chain_mask(position, stop)
+            allowed = None if start == 0 and self._may_omit_mask() else masks.chain_mask(position, stop)
             self._pass(ids, position, allowed, masks.key_positions(position[:, :1], None, stop), keep=1)
 
     def extend(
@@ -140,7 +140,7 @@ class SlotReader:
         self._scratch += fed
         keep = fed + (1 if width else 0)
         if parents is None and self._parents is None:
-            omit = even and (start == 0 or width + fed == 1) and self._may_omit_mask(visible)
+            omit = even and (start == 0 or width + fed == 1) and self._may_omit_mask()
             allowed = None if omit else masks.chain_mask(slots, visible)
             keys = masks.key_positions(rows.length, None, visible) if self._positional else None
             return self._pass(ids, slots, allowed, keys, keep)
@@ -167,7 +167,7 @@ class SlotReader:
         """Do masks or biases depend on the positions of keys?"""
         return self.lm.architecture.slides or self.lm.architecture.alibi
 
-    def _may_omit_mask(self, visible: int) -> bool:
+    def _may_omit_mask(self) -> bool:
         """Plain causal attention of even rows: SDPA needs no mask for it, if every layer is of that kind."""
         shape = self.lm.architecture
         return not (shape.additive or self._positional)

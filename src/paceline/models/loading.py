@@ -75,6 +75,8 @@ def load_checkpoint(
     """
     if isinstance(source, PreTrainedModel):
         _refuse_changes(source, dtype, device)
+        if revision is not None:
+            raise InputError(f"The model is loaded already; leave revision={revision!r} out.")
         name = source.config.name_or_path or type(source).__name__
         own = None if tokenizer is None else _load_tokenizer(tokenizer, trust_remote_code, progress)
         return Checkpoint(source, own, name, "memory")

@@ -87,7 +87,7 @@ def test_json_tells_everything(target: str) -> None:
 
 
 def test_an_impossible_token_has_no_logprob_in_json(target: str) -> None:
-    out = generated(PROMPT, "--target", target, "--max-new-tokens", "1", "--logprobs", "3")
+    out = generated(PROMPT, "--target", target, "--max-new-tokens", "1", "--logprobs", "3", "--top-k", "1")
     assert out["logprobs"][0]["processed"] == 0
     assert [entry["logprob"] for entry in out["logprobs"][0]["top_processed"]] == [0, None, None]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -46,14 +47,16 @@ def p_value(counts: Tensor, law: Tensor) -> float:
     return tail(float(((counts - expected) ** 2 / expected).sum()), len(expected) - 1)
 
 
-def first_tokens(decoder: SpeculativeDecoder, prompt: Sequence[int], count: int, seeds: range, heat: float) -> Tensor:
+def first_tokens(
+    decoder: SpeculativeDecoder, prompt: Sequence[int], count: int, seeds: range, **settings: Any
+) -> Tensor:
     """[V, ..., V] counts of the first `count` tokens, one text per seed. More are asked for and then cancelled, so that
     what is counted was emitted in full rounds."""
     rows = len(seeds)
     prompts = [list(prompt)] * rows
     texts: list[list[int]] = [[] for _ in seeds]
     missing = rows
-    stream = decoder.stream(prompts, max_new_tokens=8 * count, ignore_eos=True, temperature=heat, seed=list(seeds))
+    stream = decoder.stream(prompts, max_new_tokens=8 * count, ignore_eos=True, seed=list(seeds), **settings)
     for piece in stream:
         texts[piece.index].append(piece.token)
         missing -= len(texts[piece.index]) == count

@@ -6,6 +6,8 @@ Enumeration (test_enumeration.py) proves the rules; this also covers the noise, 
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -20,6 +22,7 @@ from .models import CASES, build
 from .mutants import ResidualIgnored
 from .tables import TableModel
 
+Tell = Callable[[str, object], None]
 LAW = [name for name in RULES if RULES[name].exact == "law"]
 START = 2
 # The draft's favourite is rejected nearly always, and how sure the draft is of one branch decides whether the other is
@@ -31,19 +34,20 @@ DRAFT = TableModel([[0.10, 0.78, 0.12], [0.34, 0.32, 0.34], [0.76, 0.22, 0.02]])
 WORLDS = {"adverse": (TARGET, DRAFT), "even": (TableModel([[0.2, 0.5, 0.3]] * 3), TableModel([[0.6, 0.3, 0.1]] * 3))}
 
 
-def report(counts: Tensor, law: Tensor, capsys: pytest.CaptureFixture[str], what: str) -> None:
+def report(counts: Tensor, law: Tensor, tell: Tell, what: str) -> None:
     N, freedom = int(counts.sum()), int((law > 0).sum()) - 1
     p = p_value(counts, law)
-    with capsys.disabled():
-        print(f"\n  {what}: N={N}, p={p:.2g}, detects TV >= {detectable(N, freedom):.4f}", end="")
+    tell("measured", f"{what}: N={N}, p={p:.2g}, total variation from {detectable(N, freedom):.4f} on would be seen")
     assert p > ALPHA, f"{what}: p = {p:.1e}; total variation about {float((counts / N - law).abs().sum() / 2):.4f}"
 
 
-def sample(target: LanguageModel, rule: str, name: str, options: dict, N: int, tokens: int) -> Tensor:
+def sample(target: LanguageModel, rule: str, name: str, options: dict, N: int, tokens: int, **controls: Any) -> Tensor:
     decoder = SpeculativeDecoder(target, name, options=options, rule=rule, gamma=3, nodes=6, rows=N)
     total = torch.zeros([target.vocabulary] * tokens, dtype=torch.int64)
     for start in range(0, N, 10_000):
-        total += first_tokens(decoder, [START], tokens, range(start, min(N, start + 10_000)), 1.0)
+        total += first_tokens(
+            decoder, [START], tokens, range(start, min(N, start + 10_000)), **(controls or {"temperature": 1.0})
+        )
     return total
 
 
@@ -54,17 +58,19 @@ RUNS = [("match", "none", {}), *((rule, *drafter) for rule in LAW for drafter in
 @pytest.mark.slow
 @pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize(("rule", "name", "options"), RUNS, ids=str)
-def test_tables(rule: str, name: str, options: dict, world: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_tables(rule: str, name: str, options: dict, world: str, record_property: Tell) -> None:
     target, draft = WORLDS[world]
     given = {**options, "model": draft} if options else {}
     # what a draw decides about a draw is a small effect, all else is a large one
     N = 60_000 if world == "adverse" and options.get("tree", "chain") != "chain" else 15_000
-    report(sample(target, rule, name, given, N, 2), target.joint(START, 2), capsys, f"{rule}, {name} {options}")
+    report(
+        sample(target, rule, name, given, N, 2), target.joint(START, 2), record_property, f"{rule}, {name} {options}"
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("rule", "name", "options"), RUNS, ids=str)
-def test_a_real_model(rule: str, name: str, options: dict, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_real_model(rule: str, name: str, options: dict, record_property: Tell) -> None:
     """A tiny Llama and its own law, from a forward of transformers over all texts of two tokens."""
     small = {"vocab_size": 5, "eos_token_id": None, "initializer_range": 0.5}
     target = LanguageModel(build(CASES["llama"], 1, **small))
@@ -73,13 +79,39 @@ def test_a_real_model(rule: str, name: str, options: dict, capsys: pytest.Captur
     with torch.inference_mode():
         logs = target.model(input_ids=texts).logits.log_softmax(-1)
     law = sum(logs[torch.arange(25), at, texts[:, at + 1]] for at in range(2)).exp().view(5, 5)
-    report(sample(target, rule, name, given, 4_000, 2), law, capsys, f"{rule}, {name} {options}, llama")
+    report(sample(target, rule, name, given, 4_000, 2), law, record_property, f"{rule}, {name} {options}, llama")
+
+
+CONTROLS: dict[str, Any] = {"temperature": 0.8, "top_k": 2, "presence_penalty": 0.9, "logit_bias": {1: -0.7}}
+
+
+def controlled(logits: Tensor, before: list[int]) -> Tensor:
+    """The law that CONTROLS make, by hand."""
+    scores = logits.clone()
+    for token in set(before):
+        scores[token] -= 0.9
+    scores[1] -= 0.7
+    scores = scores / 0.8
+    scores[scores.argmin()] = float("-inf")  # two of three stay
+    return scores.softmax(-1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("rule", "name", "options"), RUNS, ids=str)
+def test_controls(rule: str, name: str, options: dict, record_property: Tell) -> None:
+    """The law after every control is the one that is kept, and the draft is judged by its own law after them."""
+    target, draft = WORLDS["even"]
+    given = {**options, "model": draft} if options else {}
+    logs = target.laws.log()
+    rows = [controlled(logs[START], [])[one] * controlled(logs[one], [one]) for one in range(3)]
+    counts = sample(target, rule, name, given, 15_000, 2, **CONTROLS)
+    report(counts, torch.stack(rows), record_property, f"{rule}, {name} {options}, with controls")
 
 
 def test_the_test_can_fail() -> None:
     """A residual that is ignored is seen with a tenth of the texts."""
     decoder = SpeculativeDecoder(TARGET, "draft-model", options={"model": DRAFT}, rule=ResidualIgnored(), rows=10_000)
-    counts = first_tokens(decoder, [START], 2, range(10_000), 1.0)
+    counts = first_tokens(decoder, [START], 2, range(10_000), temperature=1.0)
     assert p_value(counts, TARGET.joint(START, 2)) < ALPHA
 
 

@@ -63,9 +63,8 @@ def test_tables(rule: str, name: str, options: dict, world: str, record_property
     given = {**options, "model": draft} if options else {}
     # what a draw decides about a draw is a small effect, all else is a large one
     N = 60_000 if world == "adverse" and options.get("tree", "chain") != "chain" else 15_000
-    report(
-        sample(target, rule, name, given, N, 2), target.joint(START, 2), record_property, f"{rule}, {name} {options}"
-    )
+    counts = sample(target, rule, name, given, N, 2)
+    report(counts, target.joint(START, 2), record_property, f"{rule}, {name} {options}, {world}")
 
 
 @pytest.mark.slow

@@ -67,11 +67,19 @@ def test_a_terminal_gets_colours(target: str) -> None:
     assert "24 tokens in" in shown
 
 
+def listen() -> None:
+    """A job started in the background of a script inherits deaf ears for Ctrl-C; this one must hear it."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 @pytest.mark.slow
 def test_ctrl_c_keeps_what_was_written(target: str) -> None:
     arguments = ["generate", "abc", "--target", target, "--max-new-tokens", "2000", "--ignore-eos", "--stream"]
     process = subprocess.Popen(
-        [*COMMAND, *arguments, "--draft", "none"], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        [*COMMAND, *arguments, "--draft", "none"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        preexec_fn=listen,
     )
     assert process.stdout is not None
     first = process.stdout.read(20)  # so it is writing by now

@@ -75,6 +75,7 @@ def test_an_error_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.skipif(threading.current_thread() is not threading.main_thread(), reason="signals reach the main thread")
 def test_the_first_ctrl_c_asks_and_the_second_insists() -> None:
+    deaf = signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job may have inherited SIG_IGN
     before = signal.getsignal(signal.SIGINT)
     with interruptible() as cancelled:
         assert not cancelled()
@@ -83,6 +84,7 @@ def test_the_first_ctrl_c_asks_and_the_second_insists() -> None:
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGINT)
     assert signal.getsignal(signal.SIGINT) is before
+    signal.signal(signal.SIGINT, deaf)
 
 
 @pytest.mark.skipif(threading.current_thread() is not threading.main_thread(), reason="signals reach the main thread")

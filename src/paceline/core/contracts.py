@@ -102,9 +102,7 @@ class Drafter(ABC):
     Options: ClassVar[type]  # a small dataclass; its fields are the API's and the command line's options
     speculates: ClassVar[bool] = True  # false for the one that drafts nothing
     on_device: ClassVar[bool] = False  # proposes from device tensors without a host read, and is trusted to be valid
-    can_branch: ClassVar[bool] = False  # may propose trees
     needs_taps: ClassVar[tuple[float, ...]] = ()  # relative depths of the target's hidden states it wants to see
-    draws: ClassVar[tuple[Drawn, ...]] = ("certain",)  # the ways it can draw
 
     def check(self, target: Any) -> None:  # noqa: B027
         """Refuse, with `UnsupportedError`, a target this drafter cannot draft for."""

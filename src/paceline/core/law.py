@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -244,13 +243,3 @@ def _point_mass(scores: Tensor) -> Law:
     """Greedy is a law like any other: all the weight on the best token. NaN stays NaN, so that it is noticed."""
     best = scores.max(-1, keepdim=True)
     return Law(torch.zeros_like(best.values) + (best.values - best.values == 0), best.indices)
-
-
-def describe(sampling: Sampling) -> dict[str, Any]:
-    """The settings that are not at their defaults; for traces and `--json`."""
-    plain = Sampling()
-    return {
-        name: getattr(sampling, name)
-        for name in Sampling.__dataclass_fields__
-        if name != "processors" and getattr(sampling, name) != getattr(plain, name)
-    }

@@ -14,9 +14,8 @@ BROKEN = -2  # the logits at this place were NaN, or every token was forbidden: 
 class Verdict:
     """emitted [R,D+1]: the accepted tokens, then the target's own token, then NOTHING. accepted [R,1]: how many of them
     were drafted. path [R,D]: the accepted nodes in order, padded with the row's own last accepted node or 0 (None:
-    a chain, nodes 0..accepted-1). source [R]: which old row each row continues (None: its own)."""
+    a chain, nodes 0..accepted-1)."""
 
     emitted: Tensor
     accepted: Tensor
     path: Tensor | None = None
-    source: Tensor | None = None

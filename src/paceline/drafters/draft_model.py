@@ -39,8 +39,6 @@ class DraftModel(Drafter):
                 raise InputError(f"branch and width must be at least 1, got {self.branch} and {self.width}.")
 
     on_device = True
-    can_branch = True
-    draws = ("certain", "coupled", "iid", "without_replacement")
 
     def __init__(self, options: Options | None = None) -> None:
         self.options = options or self.Options()

@@ -28,8 +28,6 @@ class PromptLookup(Drafter):
             if self.branches < 1:
                 raise InputError(f"branches must be at least 1, got {self.branches}.")
 
-    can_branch = True
-
     def __init__(self, options: Options | None = None) -> None:
         self.options = options or self.Options()
         self._indexes: list[_Index] = []

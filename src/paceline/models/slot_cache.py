@@ -101,13 +101,3 @@ class SlotCache(Cache):
         for store in (self.keys, self.values):
             for layer in store:
                 layer[target, :, :length] = layer[source, :, :length]
-
-    def reorder(self, source: Tensor) -> None:
-        """Row r continues old row source[r]."""
-        for store in (self.keys, self.values):
-            for layer in store:
-                layer[: source.shape[0]] = layer[source]
-
-    @property
-    def bytes(self) -> int:
-        return sum(layer.numel() * layer.element_size() for store in (self.keys, self.values) for layer in store)

@@ -21,7 +21,7 @@ from transformers import (
 )
 
 from paceline.core.choice import Choice, NoiseTable
-from paceline.core.law import Prefix, SamplingBatch, describe
+from paceline.core.law import Prefix, SamplingBatch
 from paceline.core.sampling import Sampling
 from paceline.core.verdict import BROKEN
 
@@ -267,10 +267,3 @@ def test_noise_shakes_the_survivors_by_its_width() -> None:
     values = torch.stack(shaken)
     assert values.std() == pytest.approx(0.4, rel=0.05)
     assert (values.mean(0)).abs().max() < 0.1
-
-
-def test_describe_names_what_is_not_at_its_default() -> None:
-    assert describe(Sampling()) == {}
-    assert describe(Sampling(temperature=0.5, seed=3, banned_tokens=(1,))) == {
-        "temperature": 0.5, "banned_tokens": (1,), "seed": 3,
-    }  # fmt: skip

@@ -19,7 +19,7 @@ import pytest
 
 import paceline  # noqa: F401  fills the registries
 from paceline import LanguageModel, SpeculativeDecoder
-from paceline.core.contracts import DRAFTERS
+from paceline.core.contracts import DRAFTERS, Drafter
 
 from .models import DRAFTS, draft, target
 
@@ -47,6 +47,12 @@ class Variant:
     @property
     def chain(self) -> bool:
         return self.options.get("tree", "chain") == "chain" and self.options.get("branches", 1) == 1
+
+    @property
+    def looks_inside(self) -> bool:
+        """Does it run a model, or look into the target? Then the architecture matters."""
+        cls = DRAFTERS[self.drafter]
+        return bool(self.draft or cls.needs_taps) or cls.reader is not Drafter.reader
 
     def made_for(self, lm: LanguageModel, case: str) -> dict[str, Any]:
         options = {name: value(lm) if callable(value) else value for name, value in self.options.items()}
@@ -100,14 +106,23 @@ def model_drafters() -> list[tuple[str, dict[str, Any]]]:
 PLAIN = Variant("none")
 
 
-def board(rows: Iterable[Any], columns: Iterable[Any]) -> list[Any]:
-    """All pairs, every second one of them slow, as on a chess board: the quick half still has every row and column."""
-    columns = list(columns)
-    return [
-        pytest.param(row, column, id=f"{row}-{column}", marks=[pytest.mark.slow] if (i + j) % 2 else [])
-        for i, row in enumerate(rows)
-        for j, column in enumerate(columns)
-    ]
+# the trees that every architecture is tried with; the other shapes are masks of the same kind
+ALL_ARCHITECTURES = ("chain", "best-first")
+SPREAD = 6
+
+
+def board(cases: Iterable[str], columns: Iterable[Variant]) -> list[Any]:
+    """Pairs of an architecture and a variant, every second one of them slow, as on a chess board: the quick half still
+    has every row and column. All pairs of those that look inside a model; of the others, which see nothing but tokens,
+    every sixth, spread so that every architecture and every variant has its share."""
+    found = []
+    for j, variant in enumerate(columns):
+        everywhere = variant.looks_inside and variant.options.get("tree", "chain") in ALL_ARCHITECTURES
+        for i, case in enumerate(cases):
+            if everywhere or (i + j) % SPREAD == 0:
+                slow = (i + j) % 2 if everywhere else (i + j) // SPREAD % 2
+                found.append(pytest.param(case, variant, id=f"{case}-{variant}", marks=[pytest.mark.slow] * slow))
+    return found
 
 
 def some_slow(items: Iterable[Any], slow: Callable[[Any], bool]) -> list[Any]:

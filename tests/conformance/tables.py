@@ -37,6 +37,8 @@ class TableModel(LanguageModel):
 
 
 class _TableReader:
+    glimpses: list[Any] = []  # noqa: RUF012  it never has any
+
     def __init__(self, laws: Tensor) -> None:
         self._logits = laws.log()
 

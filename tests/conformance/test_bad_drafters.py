@@ -49,7 +49,7 @@ class Scripted(Drafter):
         self._step("propose")
         return self._propose(rows, budget)
 
-    def keep(self, rows: Any, verdict: Any, taps: Any) -> None:
+    def keep(self, rows: Any, verdict: Any, reading: Any) -> None:
         self._step("keep")
 
     def release(self, row: int, last: int, length: int) -> None:

@@ -63,7 +63,7 @@ class Odd(Drafter):
             return self.draft(rows.count, budget)
         return TokenTree.from_chains([[1, 2]] * rows.count, "cpu")
 
-    def keep(self, rows: Any, verdict: Any, taps: Any) -> None:
+    def keep(self, rows: Any, verdict: Any, reading: Any) -> None:
         self._maybe("keep")
 
     def release(self, row: int, last: int, length: int) -> None:

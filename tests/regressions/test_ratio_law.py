@@ -15,7 +15,7 @@ from transformers import RepetitionPenaltyLogitsProcessor, TemperatureLogitsWarp
 
 from paceline import LanguageModel, SpeculativeDecoder, TokenTree, Verdict
 from paceline.core.choice import Choice
-from paceline.rules import Ratio
+from paceline.rules.ratio import Ratio
 from tests.toys import from_laws, letters, llama
 
 P = [[0.1, 0.2, 0.3, 0.4], [0.4, 0.3, 0.2, 0.1], [0.25, 0.25, 0.3, 0.2], [0.7, 0.1, 0.1, 0.1]]

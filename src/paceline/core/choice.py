@@ -8,6 +8,7 @@ The conformance suite replaces `coin` and `draw` to enumerate every random branc
 from __future__ import annotations
 
 from functools import cached_property
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -16,6 +17,10 @@ from .law import Law, Prefix, SamplingBatch
 from .noise import Purpose, exponential, uniform
 from .verdict import BROKEN
 
+# How a draft is drawn. coupled: with the target's own noise, so that the same seed gives the same text. certain: the
+# likeliest tokens, without noise. independent: with noise of the draft's own, siblings without replacement, and with its
+# laws brought along, for the rules that judge by a ratio. iid: the same, but siblings do not look at each other.
+Draw = Literal["coupled", "certain", "independent", "iid"]
 _BRANCH = 1 << 40  # added to a position it names another place, far beyond any text
 
 
@@ -74,36 +79,40 @@ class Choice:
             return torch.where(best.values - best.values == 0, best.indices, BROKEN)
         return self._race(self.law(logits), logits.shape[-1], Purpose.TARGET)
 
-    def guess(self, logits: Tensor, purpose: Purpose) -> tuple[Tensor, Law | None]:
+    def guess(self, logits: Tensor, draw: Draw) -> tuple[Tensor, Law | None]:
         """[R,Q]: one drafted token per place, and the law it was drawn from (None: a point mass)."""
-        if self.batch.deterministic:
+        if self.batch.deterministic or draw == "certain":
             return self.batch.edit(logits, self.prefix).argmax(-1), None
         law = self.law(logits)
+        purpose = Purpose.TARGET if draw == "coupled" else Purpose.DRAFT
         where = (law.weights / self._noise(law, logits.shape[-1], purpose)).argmax(-1)
         return _named(where, law), law
 
     def siblings(
-        self, logits: Tensor, k: int, purpose: Purpose, branch: Tensor | None = None
+        self, logits: Tensor, k: int, draw: Draw, branch: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """k distinct drafted tokens per place [R,Q,k], how sure the draft is of each [R,Q,k], and the dense law [R,Q,V]
-        they are a sample of without replacement, in order (None: point masses).
+        """k drafted tokens per place [R,Q,k], how sure the draft is of each [R,Q,k], and the dense law [R,Q,V] they
+        were drawn from in that order (None: point masses).
 
         Greedy rows take the most probable tokens and are as sure as those are probable. Sampled rows take the winners
-        of the race p/E, so with the TARGET stream the first is what the target would pick from the same law; they are
-        as sure as the winner is ahead, for that is how likely a slightly different law has the same winner.
+        of the race p/E, so when coupled the first is what the target would pick from the same law; they are as sure as
+        the winner is ahead, for that is how likely a slightly different law has the same winner.
 
         `branch` [R,Q] gives each place noise of its own, of this round alone. A draft judged by a ratio needs it:
         where a tree grows is decided after looking at races, and noise that was looked at is no longer noise.
         """
-        if self.batch.deterministic:
+        if self.batch.deterministic or draw == "certain":
             scores = self.batch.edit(logits, self.prefix).to(torch.float64)
             best = scores.topk(k, dim=-1)
             return best.indices, (best.values - scores.logsumexp(-1, keepdim=True)).exp(), None
         dense = self.law(logits).dense(logits.shape[-1])
+        if draw == "iid":
+            assert branch is not None
+            return self._independent(dense, k, branch)
         if branch is None:
-            noise = self.table.at(self.depth, logits.shape[-1], purpose)
+            noise = self.table.at(self.depth, logits.shape[-1], Purpose.TARGET if draw == "coupled" else Purpose.DRAFT)
         else:
-            noise = exponential(self.batch.key(purpose), self.table.length + branch * _BRANCH, logits.shape[-1])
+            noise = self._fresh(branch, logits.shape[-1])
         race = dense / noise
         share = race / race.sum(-1, keepdim=True)
         if self.batch.mixed:
@@ -111,6 +120,16 @@ class Choice:
             share = torch.where(greedy, self.batch.edit(logits, self.prefix).to(torch.float64).softmax(-1), share)
         best = share.topk(k, dim=-1)
         return best.indices, best.values, dense
+
+    def _independent(self, dense: Tensor, k: int, branch: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Siblings that do not look at each other: k races at every place; twins may come out."""
+        races = [dense / self._fresh(branch * k + i, dense.shape[-1]) for i in range(k)]
+        tokens = torch.stack([race.argmax(-1) for race in races], -1)
+        return tokens, dense.gather(-1, tokens), dense
+
+    def _fresh(self, branch: Tensor, vocabulary: int) -> Tensor:
+        """[R,Q,V]: noise of this round's own for the places `branch` [R,Q]."""
+        return exponential(self.batch.key(Purpose.DRAFT), self.table.length + branch * _BRANCH, vocabulary)
 
     def coin(self, probability: Tensor, depth: Tensor, lane: int) -> Tensor:
         """[R] bool: true with the given probability; `u < p` strictly, so that probability 0 is never accepted."""

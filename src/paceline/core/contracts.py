@@ -5,19 +5,15 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
 
-from .choice import Choice
+from .choice import Choice, Draw
 from .registry import Registry
 from .tree import Drawn, TokenTree
 from .verdict import Verdict
-
-# coupled: with the target's own noise, so that the same seed gives the same text.
-# independent: with noise of the draft's own, and its laws brought along, for the rules that judge by a ratio.
-Draw = Literal["coupled", "independent"]
 
 
 @dataclass(frozen=True)
@@ -36,10 +32,15 @@ class RowsView(Protocol):
     text: Tensor  # [R,T] committed tokens; garbage past `length`
     length: Tensor  # [R,1] number of committed tokens
     lengths: list[int]  # the same on the host
-    histories: list[list[int]]  # the committed tokens on the host, for drafters that work there
+    histories: list[list[int]]  # the same tokens on the host, for drafters that work there
 
     @property
     def count(self) -> int: ...
+
+    @property
+    def settled(self) -> list[int]:
+        """How many tokens of each text will stay: all of them, but for a draft inside a draft (see `staged`)."""
+        ...
 
     def choice(self, depth: Tensor | slice, path: tuple[Tensor, Tensor] | None = None) -> Choice:
         """The places `depth` tokens past the committed text. `path` = (tokens [R,M], member [R,Q,M]): which of the
@@ -58,8 +59,20 @@ class Reading:
     taps: tuple[Tensor, ...] = ()
 
 
+@dataclass(frozen=True)
+class Glimpse:
+    """What the target thought while it read a prompt: taps [R,Q,D] of positions start... of the rows `first`...; past
+    the end of a row they are garbage."""
+
+    first: int
+    start: int
+    taps: tuple[Tensor, ...]
+
+
 class Reader(Protocol):
     """A model reading a batch of texts with a memory it can forget."""
+
+    glimpses: list[Glimpse]  # of the last `begin`, where taps were asked for: all the prompt but its last token
 
     def begin(self, rows: RowsView, first: int, room: int) -> int:
         """Read the new rows `first`... but for a last piece; returns how many tokens the next `extend` must read."""
@@ -107,18 +120,28 @@ class Drafter(ABC):
     def check(self, target: Any) -> None:  # noqa: B027
         """Refuse, with `UnsupportedError`, a target this drafter cannot draft for."""
 
+    def reader(self, target: Any) -> Reader | None:
+        """A reader of the target that this drafter shares with the loop (early exit), or None."""
+        return None
+
     def open(self, target: Any, rows: RowsView) -> None:  # noqa: B027
         """A batch begins. `target` is the LanguageModel that will judge."""
 
     def admit(self, rows: RowsView, first: int) -> None:  # noqa: B027
         """Rows `first` and after are new."""
 
+    def watch(self, rows: RowsView, glimpse: Glimpse) -> None:  # noqa: B027
+        """Before `admit`, for drafters that need taps: a piece of the prompts as the target read it."""
+
     @abstractmethod
     def propose(self, rows: RowsView, budget: Budget) -> TokenTree:
         """A draft for every row, within the budget."""
 
-    def keep(self, rows: RowsView, verdict: Verdict, taps: tuple[Tensor, ...]) -> None:  # noqa: B027
-        """What was decided, on the device, before the rows commit it."""
+    def keep(self, rows: RowsView, verdict: Verdict, reading: Reading) -> None:  # noqa: B027
+        """What was decided, on the device, before the rows commit it; `reading` is the target's pass over the draft."""
+
+    def rewind(self, lengths: list[int]) -> None:  # noqa: B027
+        """The texts were cut back to these lengths: inside another drafter. Stores learn only what is `settled`."""
 
     def release(self, row: int, last: int, length: int) -> None:  # noqa: B027
         """Row `row` is gone; row `last` (of `length` tokens) takes its place."""
@@ -133,8 +156,16 @@ class Rule(ABC):
 
     name: ClassVar[str] = "unnamed"
     exact: ClassVar[str] = "text"  # what it keeps: "text", "law", or "" when lossy
-    draw: ClassVar[Draw] = "coupled"  # how it wants drafts to be drawn
+    draw: Draw = "coupled"  # how it wants drafts to be drawn
     judges: ClassVar[tuple[Drawn, ...]] = ("certain", "coupled", "iid", "without_replacement")
+    branches: ClassVar[bool] = True  # can it judge trees, or chains only?
+
+    @dataclass(frozen=True)
+    class Options:
+        """The rule's own settings; most have none."""
+
+    def __init__(self, options: Any = None) -> None:
+        self.options = options or self.Options()
 
     @abstractmethod
     def verify(self, tree: TokenTree, logits: Tensor, choice: Choice) -> Verdict:

@@ -97,7 +97,8 @@ class TokenTree:
         for row, used in enumerate(counts):
             if not 0 <= used <= self.nodes:
                 raise DrafterError(f"Row {row} of a draft says it uses {used} of {self.nodes} nodes.")
-            check_row(tokens[row][:used], parents[row][:used], (vocabulary, most, deepest), row)
+            twins = self.drawn == "iid"
+            check_row(tokens[row][:used], parents[row][:used], (vocabulary, most, deepest), row, twins)
 
     def clean(self) -> TokenTree:
         """The same tree with padding that can be read by a model, whatever its drafter left there."""
@@ -167,8 +168,11 @@ def closure(parents: Tensor) -> Tensor:
     return closed[:, 1:, 1:]
 
 
-def check_row(tokens: Sequence[int], parents: Sequence[int], limits: tuple[int, int, int], row: int) -> None:
-    """Refuse one row of nonsense: too much, ids outside the vocabulary, cycles, siblings with the same token."""
+def check_row(
+    tokens: Sequence[int], parents: Sequence[int], limits: tuple[int, int, int], row: int, twins: bool = False
+) -> None:
+    """Refuse one row of nonsense: too much, ids outside the vocabulary, cycles, siblings with the same token (but for
+    independent draws)."""
     vocabulary, most, deepest = limits
     if len(tokens) > most:
         raise DrafterError(f"Row {row} of a draft has {len(tokens)} nodes, the budget is {most}.")
@@ -179,7 +183,7 @@ def check_row(tokens: Sequence[int], parents: Sequence[int], limits: tuple[int, 
             raise DrafterError(f"Row {row} of a draft has token {token}, outside the vocabulary of {vocabulary}.")
         if not -1 <= parent < node:
             raise DrafterError(f"Row {row} of a draft: node {node} has parent {parent}; parents come before children.")
-        if (parent, token) in seen:
+        if (parent, token) in seen and not twins:
             raise DrafterError(f"Row {row} of a draft has token {token} twice below node {parent}.")
         seen.add((parent, token))
         depths.append(1 if parent < 0 else depths[parent] + 1)

@@ -21,7 +21,7 @@ from .rows import Event, Row
 from .stopping import Detokenizer, Stopper, special_stops
 from .stream import Stream
 
-_NAMES = ("target", "draft", "gamma", "rule", "options", "nodes", "rows")
+_NAMES = ("target", "draft", "gamma", "rule", "options", "rule_options", "nodes", "rows")
 _ALIASES = ("assistant_model", "num_assistant_tokens", "prompt_lookup_num_tokens", "max_matching_ngram_size")
 Cancel = Callable[[], bool]
 
@@ -31,7 +31,8 @@ class SpeculativeDecoder:
 
     target: a LanguageModel, a transformers model, or anything `paceline.load` takes. draft: the name of a drafter, a
     Drafter, a model (object, catalogue name, hub id, folder, .gguf), or None for plain decoding. options: of the
-    drafter, by name. gamma: tokens drafted in a row; nodes: of a tree, in all; rows: prompts decoded at once.
+    drafter, by name; rule_options: of the rule. gamma: tokens drafted in a row; nodes: of a tree, in all; rows: prompts
+    decoded at once.
     Transformers' names (assistant_model, num_assistant_tokens, prompt_lookup_num_tokens, max_matching_ngram_size) work.
     """
 
@@ -43,6 +44,7 @@ class SpeculativeDecoder:
         gamma: int = 5,
         rule: str | Rule = "match",
         options: Mapping[str, Any] | None = None,
+        rule_options: Mapping[str, Any] | None = None,
         nodes: int | None = None,
         rows: int = 16,
         **aliases: Any,
@@ -52,7 +54,7 @@ class SpeculativeDecoder:
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise InputError(f"{name} must be a whole number of at least 1, got {value!r}.")
         self.target = target if isinstance(target, LanguageModel) else load(target)
-        self.rule = rule if isinstance(rule, Rule) else RULES[rule]()
+        self.rule = make_rule(rule, rule_options or {})
         self.drafter = make_drafter(draft, options, self.target.device)
         self.drafter.check(self.target)
         self.gamma, self.rows = gamma, rows
@@ -195,6 +197,15 @@ def make_drafter(draft: Any, options: Mapping[str, Any], device: Any = None) -> 
         raise UnknownNameError("drafter or model", draft, [*DRAFTERS, *catalogue_names()])
     options = {**options, "model": _load_draft(draft, device)}
     return DraftModel(build_options(DraftModel.Options, options, "drafter 'draft-model'"))
+
+
+def make_rule(rule: str | Rule, options: Mapping[str, Any]) -> Rule:
+    """A rule from its name and its options."""
+    if isinstance(rule, Rule):
+        if options:
+            raise InputError(f"rule_options {sorted(options)} belong to a rule given by name; this one is made.")
+        return rule
+    return RULES[rule](build_options(RULES[rule].Options, options, f"rule '{rule}'"))
 
 
 def _load_draft(model: Any, device: Any) -> LanguageModel:

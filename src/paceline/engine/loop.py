@@ -9,7 +9,7 @@ from typing import TypeVar
 
 import torch
 
-from paceline.core.contracts import Budget, Drafter, Rule
+from paceline.core.contracts import Budget, Drafter, Reader, Rule
 from paceline.core.errors import PacelineWarning, UnsupportedError
 from paceline.core.tree import TokenTree
 from paceline.drafters.none import NoDraft
@@ -28,10 +28,11 @@ class Loop:
         self.target, self.drafter, self.rule = target, drafter, rule
         self.gamma, self.nodes = gamma, nodes
         self.rows = Rows(target.vocabulary, target.device)
-        self._reader = target.reader(drafter.needs_taps)
         self._width = 1  # committed tokens the next pass of the target must read
         with torch.inference_mode():
             self._guard(lambda: drafter.open(target, self.rows))
+            shared = self._guard(lambda: self.drafter.reader(target))
+        self._reader: Reader = shared or target.reader(self.drafter.needs_taps)
 
     # ---- rows come and go
 
@@ -40,6 +41,8 @@ class Loop:
         first = self.rows.admit(new, self.nodes)
         room = max(len(row.prompt) + row.limit for row in self.rows.live) + self.nodes + 1
         self._width = self._reader.begin(self.rows, first, room)
+        for glimpse in self._reader.glimpses:
+            self._guard(lambda: self.drafter.watch(self.rows, glimpse))  # noqa: B023  called at once
         self._guard(lambda: self.drafter.admit(self.rows, first))
 
     @torch.inference_mode()
@@ -67,7 +70,7 @@ class Loop:
         choice = rows.choice_for(tree)
         verdict = self.rule.verify(tree, reading.logits, choice)
         self._reader.keep(rows, verdict.path)
-        self._guard(lambda: self.drafter.keep(rows, verdict, reading.taps))
+        self._guard(lambda: self.drafter.keep(rows, verdict, reading))
         self._width = 1
         logprobs = measure(rows, reading.logits, choice, verdict)
         events = rows.commit(verdict, tree)
@@ -93,6 +96,11 @@ class Loop:
             raise UnsupportedError(
                 f"Rule '{self.rule.name}' cannot judge a draft of '{self.drafter.name}' drawn '{tree.drawn}' exactly; "
                 "use rule 'match' or 'auto'."
+            )
+        if not self.rule.branches and not tree.is_chain:
+            raise UnsupportedError(
+                f"Rule '{self.rule.name}' judges chains, and '{self.drafter.name}' drafted a tree; "
+                "use rule 'traversal', or draft a chain."
             )
         if not self.drafter.on_device:
             tree.validate(self.target.vocabulary, budget.nodes, budget.depth, self.rows.count)

@@ -96,6 +96,10 @@ class Rows:
     def count(self) -> int:
         return len(self.live)
 
+    @property
+    def settled(self) -> list[int]:
+        return self.lengths
+
     # ---- coming and going
 
     def admit(self, new: Sequence[Row], slack: int) -> int:
@@ -201,13 +205,14 @@ class Rows:
             for table in (self._counts, self._seen):
                 table.scatter_add_(1, verdict.emitted.clamp(min=0), real)
         columns = [verdict.emitted, tree.tokens]
+        columns += [verdict.path] if verdict.path is not None else []
         columns += [tree.parents] if tree.parents is not None else []
         columns += [tree.count.unsqueeze(1)] if tree.count is not None else []
         lines: list[list[int]] = torch.cat(columns, 1).tolist()
-        return [self._commit_row(r, line, steps, tree) for r, line in enumerate(lines)]
+        return [self._commit_row(r, line, verdict, tree) for r, line in enumerate(lines)]
 
-    def _commit_row(self, r: int, line: list[int], steps: int, tree: TokenTree) -> list[Event]:
-        row = self.live[r]
+    def _commit_row(self, r: int, line: list[int], verdict: Verdict, tree: TokenTree) -> list[Event]:
+        row, steps = self.live[r], verdict.emitted.shape[1]
         emitted = line[: line.index(NOTHING)] if NOTHING in line[:steps] else line[:steps]
         if BROKEN in emitted:
             where = len(row.prompt) + len(row.tokens) + emitted.index(BROKEN)
@@ -218,8 +223,14 @@ class Rows:
         N = tree.nodes
         used = N if tree.count is None else line[-1]
         drafted = line[steps : steps + used]
-        parents = None if tree.parents is None else line[steps + N : steps + N + used]
-        path, leaf = _locate(emitted[:-1], drafted, parents)
+        path, leaf = list(range(len(emitted) - 1)), len(emitted) > used
+        parents = None
+        if tree.parents is not None:
+            steps += N
+            path = line[steps : steps + len(path)]
+            steps += 0 if verdict.path is None else verdict.path.shape[1]
+            parents = line[steps : steps + used]
+            leaf = (path[-1] if path else -1) not in parents
         self.histories[r] += emitted
         self.lengths[r] += len(emitted)
         events = self._push(row, emitted, len(path))
@@ -241,15 +252,3 @@ class Rows:
                 row.seconds = time.perf_counter() - row.started
                 break
         return events
-
-
-def _locate(accepted: list[int], drafted: list[int], parents: list[int] | None) -> tuple[list[int], bool]:
-    """The accepted nodes, and whether the path ends at a leaf, so that the target's token is a bonus."""
-    if parents is None:
-        return list(range(len(accepted))), len(accepted) == len(drafted)
-    path: list[int] = []
-    at = -1
-    for token in accepted:
-        at = next(n for n in range(at + 1, len(drafted)) if parents[n] == at and drafted[n] == token)
-        path.append(at)
-    return path, at not in parents

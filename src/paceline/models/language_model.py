@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from paceline.core.contracts import Reading, RowsView, Runner, arange
+from paceline.core.contracts import Glimpse, Reading, RowsView, Runner, arange
 from paceline.core.errors import InputError
 from paceline.core.tree import closure
 
@@ -93,17 +93,20 @@ class SlotReader:
             None  # token ids above it are read as it: a draft model may know fewer than its target
         )
         self._parents: Tensor | None = None  # [R,M] of the scratch tokens, once they branch
+        self.glimpses: list[Glimpse] = []
 
     # ---- reading
 
     def begin(self, rows: RowsView, first: int, room: int) -> int:
         """Read the new rows `first`... up to a last piece; returns how many tokens the next `extend` must read.
 
-        `room` is the most slots a row will need. A text of one length is read to its end together with the first draft.
+        `room` is the most slots a row will need. A text of one length is read to its end together with the first draft,
+        unless someone wants to see how it was read (taps): then all but the last token is read here.
         """
+        self.glimpses = []
         lengths = rows.lengths[first:]
         self.cache.reserve(rows.count, room)
-        if first == 0 and min(lengths) == max(lengths):
+        if first == 0 and min(lengths) == max(lengths) and not self._taps:
             rest = min(lengths[0], CHUNK)
         else:
             rest = 1
@@ -118,7 +121,10 @@ class SlotReader:
             ids = rows.text[first : rows.count, start:stop].clamp(min=0)  # past its end a row holds anything
             self.cache.aim(slice(first, rows.count), start, stop, start)
             allowed = None if start == 0 and self._may_omit_mask() else masks.chain_mask(position, stop)
-            self._pass(ids, position, allowed, masks.key_positions(position[:, :1], None, stop), keep=1)
+            keys = masks.key_positions(position[:, :1], None, stop)
+            reading = self._pass(ids, position, allowed, keys, keep=1, tapped=stop - start)
+            if self._taps:
+                self.glimpses.append(Glimpse(first, start, reading.taps))
 
     def extend(
         self, rows: RowsView, width: int, tokens: Tensor | None = None, parents: Tensor | None = None
@@ -172,7 +178,16 @@ class SlotReader:
         shape = self.lm.architecture
         return not (shape.additive or self._positional)
 
-    def _pass(self, ids: Tensor, position: Tensor, allowed: Tensor | None, keys: Tensor | None, keep: int) -> Reading:
+    def _pass(
+        self,
+        ids: Tensor,
+        position: Tensor,
+        allowed: Tensor | None,
+        keys: Tensor | None,
+        keep: int,
+        tapped: int | None = None,
+    ) -> Reading:
+        """Logits of the last `keep` tokens, taps of the last `tapped` (as many, if not said)."""
         shape = self.lm.architecture
         if self.largest is not None:
             ids = ids.clamp(max=self.largest)
@@ -194,7 +209,8 @@ class SlotReader:
             logits = logits[:, -keep:]
         if logits.shape[2] != self.lm.vocabulary:
             logits = logits[..., : self.lm.vocabulary]
-        return Reading(logits, tuple(output.hidden_states[layer][:, -keep:] for layer in self._taps))
+        seen = keep if tapped is None else tapped
+        return Reading(logits, tuple(output.hidden_states[layer][:, -seen:] for layer in self._taps))
 
     def _masks(self, allowed: Tensor | None, position: Tensor, keys: Tensor | None) -> Any:
         """One mask, or one per kind of layer."""

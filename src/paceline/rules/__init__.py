@@ -1,8 +1,7 @@
-"""The rules: pure mathematics on laws. Importing this room registers them."""
+"""The rules: pure mathematics on laws, one file each. Importing this room registers every file in it."""
 
-from . import auto, match, ratio
-from .auto import Auto
-from .match import Match
-from .ratio import Ratio
+from importlib import import_module
+from pkgutil import iter_modules
 
-__all__ = ["Auto", "Match", "Ratio", "auto", "match", "ratio"]
+for _module in iter_modules(__path__):
+    import_module(f"{__name__}.{_module.name}")

@@ -17,7 +17,8 @@ from .ratio import Ratio
 class Auto(Rule):
     """Let the draft decide: `match` for certain and coupled drafts, `ratio` where it brings laws of its own."""
 
-    def __init__(self) -> None:
+    def __init__(self, options: Rule.Options | None = None) -> None:
+        super().__init__(options)
         self._match, self._ratio = Match(), Ratio()
 
     def verify(self, tree: TokenTree, logits: Tensor, choice: Choice) -> Verdict:

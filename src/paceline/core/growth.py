@@ -1,0 +1,296 @@
+"""Growing a draft: what every drafter that has logits shares. It says what follows a node; here it becomes a tree.
+
+`Grower.run(rows, budget, expand)` asks `expand(tokens, parents)` for the logits [R,W,V] after the text (tokens=None)
+and then after the nodes it has chosen; `parents` numbers those nodes in the order they were asked for (-1: the text,
+None: a chain). The same code draws chains and trees of every shape, coupled with the target or with laws of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from .choice import Draw
+from .contracts import Budget, RowsView, arange
+from .errors import InputError
+from .law import Law
+from .shape import Shape
+from .tree import Drawn, TokenTree
+from .verdict import Verdict
+
+Expand = Callable[[Tensor | None, Tensor | None], Tensor]
+_TREES = ("chain", "levels", "best-first", "static", "optimal")
+_FIRST_LOOK = 16  # rounds before the shape is first fitted to what was measured; then at every doubling
+
+
+@dataclass(frozen=True)
+class TreeOptions:
+    """How a drafter with logits grows its draft. Inherited by the options of such drafters."""
+
+    tree: Literal["chain", "levels", "best-first", "static", "optimal"] = "chain"
+    branch: int = 2  # children of a node that is expanded (levels, best-first)
+    width: int = 2  # nodes expanded per step (levels, best-first)
+    shape: Any = "3x2x1x1"  # static: children per level, or paths; optimal: where it starts
+
+    def __post_init__(self) -> None:
+        if self.tree not in _TREES:
+            raise InputError(f"tree must be {', '.join(_TREES[:-1])} or {_TREES[-1]}, got '{self.tree}'.")
+        if self.branch < 1 or self.width < 1:
+            raise InputError(f"branch and width must be at least 1, got {self.branch} and {self.width}.")
+        Shape.of(self.shape)
+
+
+class Grower:
+    """Grows the drafts of one drafter, and measures which ranks are accepted."""
+
+    def __init__(self, options: TreeOptions) -> None:
+        self.options = options
+        self.fed = 0  # tokens the last draft asked `expand` for
+        self.slots: Tensor | None = None  # [R,N]: the number of each node among them, -1: never asked (None: a chain)
+        self._shape = Shape.of(options.shape)
+        self._meter = _RankMeter()
+        self._ranks: Tensor | None = None
+
+    def run(self, rows: RowsView, budget: Budget, expand: Expand) -> TokenTree:
+        """A draft within the budget."""
+        if self.options.tree == "chain":
+            return self._chain(rows, budget, expand)
+        growth = _Growth(rows, budget.draw)
+        if self.options.tree in ("static", "optimal"):
+            self._by_shape(growth, budget, expand)
+        else:
+            self._by_sureness(growth, budget, expand)
+        self.fed, self.slots, self._ranks = growth.fed, growth.slots, growth.rank
+        return growth.tree()
+
+    def kept(self, verdict: Verdict) -> Tensor | None:
+        """The accepted path as numbers of what `expand` was asked for: what a reader has to keep. An accepted leaf that
+        was never asked for is given as 0, and must be read anew."""
+        path = verdict.path
+        if path is None or self.slots is None or path.shape[1] == 0:
+            return path
+        if self.options.tree == "optimal" and self._ranks is not None:
+            self._meter.add(self._ranks, verdict)
+        return self.slots.gather(1, path).clamp(min=0)
+
+    def _chain(self, rows: RowsView, budget: Budget, expand: Expand) -> TokenTree:
+        logits = expand(None, None)
+        tokens: list[Tensor] = []
+        laws: list[Law | None] = []
+        for step in range(budget.depth):
+            if step:
+                logits = expand(tokens[-1], None)
+            path = _chain_path(tokens) if rows.needs_path and step else None
+            token, law = rows.choice(slice(step, step + 1), path).guess(logits, budget.draw)
+            tokens.append(token)
+            laws.append(law)
+        self.fed, self.slots = budget.depth - 1, None
+        drafted = torch.cat(tokens, 1)
+        if laws[0] is None:
+            return TokenTree(drafted)
+        if budget.draw == "coupled":
+            return TokenTree(drafted, drawn="coupled")
+        dense = [law.dense(logits.shape[-1]) for law in laws if law is not None]
+        return TokenTree(drafted, drawn="iid", laws=torch.cat(dense, 1))
+
+    def _by_sureness(self, growth: _Growth, budget: Budget, expand: Expand) -> None:
+        """Where the draft is surest: of the last level, or anywhere. What is judged by its own text may grow too much
+        first and then keep the best; where laws matter nothing that was drawn may be dropped."""
+        logits = expand(None, None)
+        branch = min(self.options.branch, budget.nodes, logits.shape[-1])
+        growth.add(torch.full((growth.R, 1), -1, device=growth.device), logits, branch)  # below the text
+        for _ in range(budget.depth - 1):
+            spread = min(self.options.width, growth.newest)
+            if growth.wants_laws:
+                spread = min(spread, (budget.nodes - growth.nodes) // branch)
+            if spread < 1:
+                break
+            chosen = growth.frontier(spread, everywhere=self.options.tree == "best-first")
+            growth.add(chosen, expand(*growth.feed(chosen)), branch)
+        if growth.nodes > budget.nodes:
+            growth.prune(budget.nodes)
+
+    def _by_shape(self, growth: _Growth, budget: Budget, expand: Expand) -> None:
+        logits = expand(None, None)
+        for level, parents in enumerate(self._fitting(budget, logits.shape[-1]).levels):
+            start = growth.nodes - growth.newest
+            if level:
+                chosen = torch.tensor([start + i for i, _ in parents], device=growth.device).expand(growth.R, -1)
+                logits = expand(*growth.feed(chosen))
+            else:
+                chosen = torch.full((growth.R, 1), -1, device=growth.device)
+            growth.add(chosen, logits, max(count for _, count in parents), [count for _, count in parents])
+
+    def _fitting(self, budget: Budget, vocabulary: int) -> Shape:
+        """The given shape, or the best one for the acceptance measured so far; only past rounds decide."""
+        if self.options.tree == "optimal" and self._meter.due():
+            widest = 1 + max(max(path) for path in self._shape.paths)
+            acceptance = self._meter.acceptance(max(widest, 4))
+            self._shape = Shape.optimal(acceptance, len(Shape.of(self.options.shape).paths), budget.depth)
+        return self._shape.within(budget.depth, budget.nodes, vocabulary)
+
+
+class _RankMeter:
+    """How often the child of each rank was the accepted one. Counted on the device, read at every doubling."""
+
+    def __init__(self) -> None:
+        self._hits: Tensor | None = None
+        self._rounds, self._next = 0, _FIRST_LOOK
+        self._walks: Tensor | None = None
+
+    def add(self, ranks: Tensor, verdict: Verdict) -> None:
+        """`ranks` [R,N]: the rank of every node among its siblings."""
+        assert verdict.path is not None
+        inside = arange(0, verdict.path.shape[1], ranks.device) < verdict.accepted
+        taken = ranks.gather(1, verdict.path).where(inside, 63).clamp(max=63).flatten()
+        hits = torch.zeros(64, dtype=torch.int64, device=ranks.device).scatter_add_(0, taken, torch.ones_like(taken))
+        walks = (verdict.accepted + 1).sum()  # the places to choose: after the text and after every accepted node
+        self._hits = hits if self._hits is None else self._hits + hits
+        self._walks = walks if self._walks is None else self._walks + walks
+        self._rounds += 1
+
+    def due(self) -> bool:
+        if self._rounds < self._next:
+            return False
+        self._next *= 2
+        return True
+
+    def acceptance(self, ranks: int) -> list[float]:
+        """A share for each rank, falling; a rank that was never tried gets half of the one before it."""
+        assert self._hits is not None
+        assert self._walks is not None
+        hits, places = self._hits[:63].tolist(), max(1, int(self._walks))
+        found: list[float] = []
+        for rank in range(ranks):
+            measured = hits[rank] / places
+            before = found[-1] if found else 1.0
+            found.append(min(before, measured) if hits[rank] else before / 2)
+        return found
+
+
+def _chain_path(tokens: list[Tensor]) -> tuple[Tensor, Tensor]:
+    """The drafted tokens before the next place of a chain, for controls that look at the prefix."""
+    drafted = torch.cat(tokens, 1)
+    return drafted, torch.ones_like(drafted, dtype=torch.bool).unsqueeze(1)
+
+
+class _Growth:
+    """A tree being grown on the device. Node numbers are final unless it is pruned at the end."""
+
+    def __init__(self, rows: RowsView, draw: Draw) -> None:
+        self.rows, self.draw = rows, draw
+        self.wants_laws = draw in ("independent", "iid")
+        self.R, self.device = rows.count, rows.text.device
+        self.tokens = torch.empty(self.R, 0, dtype=torch.int64, device=self.device)
+        self.parents, self.depth, self.slots, self.rank = self.tokens, self.tokens, self.tokens, self.tokens
+        self.ancestors = torch.empty(self.R, 0, 0, dtype=torch.bool, device=self.device)
+        self.score = torch.empty(self.R, 0, dtype=torch.float64, device=self.device)  # log of the joint sureness
+        self.laws: list[Tensor] = []
+        self.newest = 0  # nodes added by the last step
+        self.fed = 0
+        self.certain = False
+        self.steps = 0  # no path is longer
+
+    @property
+    def nodes(self) -> int:
+        return self.tokens.shape[1]
+
+    def frontier(self, count: int, everywhere: bool) -> Tensor:
+        """[R,count]: the surest nodes not yet expanded; of the whole tree, or of the last level."""
+        open_nodes = self.slots < 0
+        if not everywhere:
+            open_nodes = open_nodes & (arange(0, self.nodes, self.device) >= self.nodes - self.newest)
+        score = self.score.clamp(min=-1e300)  # an impossible open node still comes before one that is expanded already
+        return score.masked_fill(~open_nodes, float("-inf")).topk(count, dim=1).indices.sort(1).values
+
+    def feed(self, chosen: Tensor) -> tuple[Tensor, Tensor]:
+        """Tokens of the chosen nodes [R,W], and their parents among what was asked for before."""
+        above = torch.cat([torch.full_like(self.slots[:, :1], -1), self.slots], 1)
+        parents = above.gather(1, self.parents.gather(1, chosen) + 1)
+        numbers = arange(self.fed, self.fed + chosen.shape[1], self.device).expand_as(chosen)
+        self.slots = self.slots.scatter(1, chosen, numbers)
+        self.fed += chosen.shape[1]
+        return self.tokens.gather(1, chosen), parents
+
+    def add(self, chosen: Tensor, logits: Tensor, k: int, counts: list[int] | None = None) -> None:
+        """Children for the nodes `chosen` [R,W] (-1: the text), whose logits are [R,W,V]: k each, or of each the first
+        `counts`, which were fixed before anything was drawn."""
+        R, W = chosen.shape
+        known = chosen.clamp(min=0)
+        deep = self.depth.gather(1, known) + 1 if self.nodes else torch.zeros_like(chosen)
+        path = None
+        if self.rows.needs_path and self.nodes:
+            path = (self.tokens, self.ancestors.gather(1, known.unsqueeze(-1).expand(R, W, self.nodes)))
+        branch = chosen + 1 if self.wants_laws else None
+        tokens, weights, law = self.rows.choice(deep, path).siblings(logits, k, self.draw, branch)
+        self.certain = law is None
+        some = None if counts is None else [w * k + i for w, count in enumerate(counts) for i in range(count)]
+        some = None if some is not None and len(some) == W * k else some
+        if self.wants_laws and law is not None:
+            laws = law.unsqueeze(2).expand(R, W, k, -1) if self.draw == "iid" else _sibling_laws(law, tokens)
+            self.laws.append(_flat(laws, some))
+        base = self.score.gather(1, known) if self.nodes else torch.zeros(R, W, dtype=torch.float64, device=self.device)
+        score = base.unsqueeze(-1) + weights.to(torch.float64).log()
+        parents = _flat(chosen.unsqueeze(-1).expand(R, W, k), some)
+        self._grow_ancestors(parents)
+        self.tokens = torch.cat([self.tokens, _flat(tokens, some)], 1)
+        self.parents = torch.cat([self.parents, parents], 1)
+        self.depth = torch.cat([self.depth, _flat(deep.unsqueeze(-1).expand(R, W, k), some)], 1)
+        self.rank = torch.cat([self.rank, _flat(arange(0, k, self.device).expand(R, W, k), some)], 1)
+        self.score = torch.cat([self.score, _flat(score, some)], 1)
+        self.newest = parents.shape[1]
+        self.slots = torch.cat([self.slots, torch.full_like(parents, -1)], 1)
+        self.steps += 1
+
+    def _grow_ancestors(self, parents: Tensor) -> None:
+        if not self.rows.needs_path:
+            return
+        old, (R, new) = self.ancestors, parents.shape
+        padded = torch.nn.functional.pad(old, (0, new, 1, 0))
+        rows = padded.gather(1, (parents + 1).unsqueeze(-1).expand(R, new, padded.shape[2]))
+        own = torch.eye(new, dtype=torch.bool, device=self.device).expand(R, new, new)
+        rows = rows | torch.nn.functional.pad(own, (padded.shape[2] - new, 0))
+        self.ancestors = torch.cat([padded[:, 1:], rows], 1)
+
+    def prune(self, most: int) -> None:
+        """Only the surest `most` nodes. Nobody is surer than its parent, so ancestors stay; of equals the elder."""
+        order = self.score.clamp(min=-1e300).sort(dim=1, descending=True, stable=True).indices
+        kept = order[:, :most].sort(1).values
+        where = torch.full((self.R, self.nodes + 1), -1, device=self.device)
+        where = where.scatter(1, kept + 1, arange(0, most, self.device).expand_as(kept))
+        parents = where.gather(1, self.parents.gather(1, kept) + 1)
+        self.tokens, self.slots, self.rank, self.score = (
+            each.gather(1, kept) for each in (self.tokens, self.slots, self.rank, self.score)
+        )
+        self.parents = parents
+
+    def tree(self) -> TokenTree:
+        drawn: Drawn = "without_replacement"
+        if self.certain:
+            drawn = "certain"
+        elif self.draw in ("coupled", "iid"):
+            drawn = self.draw
+        laws = torch.cat(self.laws, 1) if self.laws else None
+        return TokenTree(self.tokens, self.parents, drawn=drawn, laws=laws, deepest=self.steps)
+
+
+def _flat(of_children: Tensor, some: list[int] | None) -> Tensor:
+    """[R,W,k,...] -> [R,W*k,...], or of those the children `some`."""
+    flat = of_children.flatten(1, 2)
+    return flat if some is None else flat[:, some]
+
+
+def _sibling_laws(law: Tensor, tokens: Tensor) -> Tensor:
+    """[R,W,k,V]: the law of each sibling given its elders, whose tokens it can no longer be. Where nothing is left,
+    the next token was not drawn but fixed: a point mass."""
+    laws = []
+    for i in range(tokens.shape[2]):
+        total = law.sum(-1, keepdim=True)
+        fixed = torch.zeros_like(law).scatter_(-1, tokens[..., i : i + 1], 1.0)
+        laws.append(torch.where(total > 0, law / total, fixed))
+        law = law.scatter(-1, tokens[..., i : i + 1], 0.0)
+    return torch.stack(laws, 2)

@@ -18,8 +18,8 @@ from .noise import Purpose, exponential, uniform
 from .verdict import BROKEN
 
 # How a draft is drawn. coupled: with the target's own noise, so that the same seed gives the same text. certain: the
-# likeliest tokens, without noise. independent: with noise of the draft's own, siblings without replacement, and with its
-# laws brought along, for the rules that judge by a ratio. iid: the same, but siblings do not look at each other.
+# likeliest tokens, without noise. independent: with noise of the draft's own, siblings without replacement, with the
+# laws they were drawn from, for rules that judge by a ratio. iid: the same, but siblings do not look at each other.
 Draw = Literal["coupled", "certain", "independent", "iid"]
 _BRANCH = 1 << 40  # added to a position it names another place, far beyond any text
 

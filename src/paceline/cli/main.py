@@ -13,6 +13,7 @@ from typer.core import TyperGroup
 
 from paceline.core.errors import PacelineError
 
+from .chat import chat
 from .generate import EPILOG, INTERRUPTED, generate
 from .listing import list_names
 from .report import versions
@@ -71,6 +72,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command("generate", cls=SettingsCommand, context_settings=CONTEXT, epilog=EPILOG)(generate)
+app.command("chat", cls=SettingsCommand, context_settings=CONTEXT)(chat)
 app.command("list")(list_names)
 
 

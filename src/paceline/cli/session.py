@@ -17,6 +17,7 @@ from .terminal import preparing
 if TYPE_CHECKING:
     from paceline.core.contracts import Drafter
     from paceline.engine.decoder import SpeculativeDecoder
+    from paceline.models import LanguageModel
 
 _GIVEN_AS_IS = (
     "max_new_tokens", "min_new_tokens", "temperature", "top_k", "top_p", "min_p", "typical_p", "noise",
@@ -79,22 +80,40 @@ def _bias(text: str) -> tuple[int, float]:
 
 def open_decoder(said: GenerateOptions, drafting: Drafting, settings: dict[str, Any]) -> SpeculativeDecoder:
     """Check the names and numbers, load the model or models, and put them together."""
-    with preparing(f"loading {said.target}") as progress:
+    with preparing(f"loading {said.target}"):
         from paceline.core.contracts import RULES
-        from paceline.engine.decoder import SpeculativeDecoder
         from paceline.engine.request import build_requests
-        from paceline.models import load
 
         _check_counts(gamma=drafting.gamma, nodes=said.nodes, repeats=said.repeats)
         build_requests(1, settings)
         RULES[said.rule]
+        drafter = draft_of(said, drafting)
+    return pair(said, drafting, load_target(said), drafter)
 
-        def load_as_told(source: str) -> Any:
-            return load(source, dtype=said.dtype, device=said.device, progress=progress)
 
-        drafter = _make_drafter(drafting, load_as_told)
-        target = load_as_told(said.target)
-        return SpeculativeDecoder(target, drafter, gamma=drafting.gamma, rule=said.rule, nodes=said.nodes)
+def load_target(said: GenerateOptions) -> LanguageModel:
+    return _load(said, said.target)
+
+
+def _load(said: GenerateOptions, source: str) -> LanguageModel:
+    with preparing(f"loading {source}") as progress:
+        from paceline.models import load
+
+        return load(source, dtype=said.dtype, device=said.device, progress=progress)
+
+
+def pair(
+    said: GenerateOptions, drafting: Drafting, target: LanguageModel, drafter: Drafter | None = None
+) -> SpeculativeDecoder:
+    """A target that is loaded, and its drafter."""
+    from paceline.engine.decoder import SpeculativeDecoder
+
+    drafter = drafter or draft_of(said, drafting)
+    return SpeculativeDecoder(target, drafter, gamma=drafting.gamma, rule=said.rule, nodes=said.nodes)
+
+
+def draft_of(said: GenerateOptions, drafting: Drafting) -> Drafter:
+    return _make_drafter(drafting, lambda source: _load(said, source))
 
 
 def _check_counts(**counts: int | None) -> None:

@@ -1,0 +1,289 @@
+"""The slash commands of `paceline chat`: each a small function of the state, found by its name."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from paceline.core.errors import InputError, UnknownNameError
+
+from .chat_state import MODES, NUMBERS, SAMPLERS, SHORT, SWITCHES, ChatState
+from .report import dump, result_as_dict, settings_of, token_text
+from .terminal import ACCEPTED, OWN, REJECTED, Ink
+
+Run = Callable[[ChatState, list[str], Ink], None]
+
+
+@dataclass(frozen=True)
+class Command:
+    name: str
+    usage: str
+    help: str
+    run: Run
+    values: tuple[str, ...] = ()  # what can follow, for completion
+
+
+COMMANDS: dict[str, Command] = {}
+
+
+class Leave(Exception):  # noqa: N818  not an error: the user wants to go
+    """/quit"""
+
+
+class Again(Exception):  # noqa: N818  not an error: the user wants the last message answered anew
+    """/again"""
+
+
+def command(name: str, usage: str, help: str, values: tuple[str, ...] = ()) -> Callable[[Run], Run]:
+    def add(run: Run) -> Run:
+        COMMANDS[name] = Command(name, usage, help, run, values)
+        return run
+
+    return add
+
+
+def execute(line: str, state: ChatState, ink: Ink) -> None:
+    """One line that begins with a slash."""
+    try:
+        name, *words = shlex.split(line[1:])
+    except ValueError as error:
+        raise InputError(f"'{line}' is no command: {error}; see /help.") from None
+    name = name.lower().replace("_", "-")
+    if name in COMMANDS:
+        COMMANDS[name].run(state, words, ink)
+        return
+    setting = SHORT.get(name, name.replace("-", "_"))
+    if setting in NUMBERS:
+        if len(words) != 1:
+            raise InputError(f"/{name} needs one value, such as /{name} {_example(setting)}.")
+        state.set_number(setting, words[0])
+        ink.write(f"{_key(setting)} = {_shown(state, setting)}\n")
+    elif name in MODES or name in SWITCHES:
+        _toggle(state, name, words, ink)
+    else:
+        known = [*COMMANDS, *MODES, *SWITCHES, *map(_key, NUMBERS), *SHORT]
+        raise UnknownNameError("command", name, known)
+
+
+def words_to_complete() -> dict[str, tuple[str, ...]]:
+    """Every command and what may follow it."""
+    found = {f"/{name}": entry.values for name, entry in COMMANDS.items()}
+    found.update({f"/{name}": ("on", "off") for name in (*MODES, *SWITCHES)})
+    found.update({f"/{_key(name)}": () for name in NUMBERS})
+    return found
+
+
+def _toggle(state: ChatState, name: str, words: list[str], ink: Ink) -> None:
+    table = state.modes if name in MODES else state.switches
+    if words and words[0] not in ("on", "off"):
+        raise InputError(f"/{name} takes on or off, or nothing to toggle; got '{words[0]}'.")
+    table[name] = words[0] == "on" if words else not table[name]
+    if name in MODES and not any(state.modes.values()):
+        table[name] = True
+        raise InputError(f"Something has to answer: switch another of {', '.join(MODES)} on first.")
+    ink.write(f"{name} is {'on' if table[name] else 'off'}\n")
+
+
+# ---- help and values
+
+
+@command("help", "/help", "this list, with every current value")
+def _help(state: ChatState, words: list[str], ink: Ink) -> None:
+    lines = ["what runs for each message (toggle by name):"]
+    lines += [f"  /{name:18} {_on(state.modes[name]):28} {text}" for name, text in MODES.items()]
+    lines.append("switches:")
+    lines += [f"  /{name:18} {_on(state.switches[name]):28} {text}" for name, text in SWITCHES.items()]
+    lines.append("settings (/name value; off gives it back to the library):")
+    lines += [f"  /{_key(name):18} {_shown(state, name)}" for name in NUMBERS]
+    lines.append("commands:")
+    lines += [f"  {entry.usage:40} {entry.help}" for entry in COMMANDS.values()]
+    ink.write("\n".join(lines) + "\n")
+
+
+def _on(value: bool) -> str:
+    return "on" if value else "off"
+
+
+def _key(name: str) -> str:
+    return name.replace("_", "-")
+
+
+def _shown(state: ChatState, name: str) -> str:
+    value = state.drafting.gamma if name == "gamma" else getattr(state.said, name)
+    return "default" if value is None else str(value)
+
+
+def _example(name: str) -> str:
+    return "64" if NUMBERS[name] is int else "0.8"
+
+
+@command("settings", "/settings", "what speculates with what, and every setting that is not the default")
+def _settings(state: ChatState, words: list[str], ink: Ink) -> None:
+    options = " ".join(f"{name}={value}" for name, value in state.drafting.options.items())
+    ink.write(f"draft {state.drafting.draft} {options}".rstrip() + f", rule {state.said.rule}\n")
+    told = {name: _shown(state, name) for name in NUMBERS}
+    ink.write(", ".join(f"{_key(name)} {value}" for name, value in told.items() if value != "default") + "\n")
+
+
+@command("cache", "/cache", "whether texts are remembered as keys and values")
+def _cache(state: ChatState, words: list[str], ink: Ink) -> None:
+    ink.write("the cache is always on: rejecting a draft costs nothing, so there is nothing to gain without it\n")
+
+
+# ---- what decides
+
+
+@command("sampler", "/sampler NAME", f"{', '.join(SAMPLERS)}", tuple(SAMPLERS))
+def _sampler(state: ChatState, words: list[str], ink: Ink) -> None:
+    if len(words) != 1:
+        raise InputError(f"/sampler needs one of {', '.join(SAMPLERS)}.")
+    state.sampler(words[0])
+    _settings(state, [], ink)
+
+
+@command("draft", "/draft NAME [option=value …]", "a drafter, or a smaller model")
+def _draft(state: ChatState, words: list[str], ink: Ink) -> None:
+    if not words:
+        raise InputError("/draft needs the name of a drafter or a model, such as /draft suffix.")
+    bad = next((word for word in words[1:] if "=" not in word), None)
+    if bad is not None:
+        raise InputError(f"Options of a drafter are name=value, got '{bad}'.")
+    before = state.drafting
+    state.draft(words[0], dict(word.split("=", 1) for word in words[1:]))
+    try:
+        ink.write(state.decoder("speculative").describe() + "\n")
+    except Exception:
+        state.drafting = before
+        raise
+
+
+@command("rule", "/rule NAME", "what decides about a draft")
+def _rule(state: ChatState, words: list[str], ink: Ink) -> None:
+    from paceline.core.contracts import RULES
+
+    if len(words) != 1:
+        raise InputError(f"/rule needs one of {', '.join(RULES)}.")
+    RULES[words[0]]
+    before = state.said
+    state.change(rule=words[0])
+    try:
+        ink.write(state.decoder("speculative").describe() + "\n")
+    except Exception:
+        state.said = before
+        raise
+
+
+@command("system", "/system TEXT", "the system message of the conversation; without TEXT none")
+def _system(state: ChatState, words: list[str], ink: Ink) -> None:
+    state.change(system=" ".join(words) or None)
+    state.forget()
+    ink.write("a new conversation begins\n")
+
+
+@command("store", "/store reset|save FILE|load FILE", "what the n-gram store has learned", ("reset", "save", "load"))
+def _store(state: ChatState, words: list[str], ink: Ink) -> None:
+    if words == ["reset"]:
+        state.store = None
+        state.decoders.pop("ngram", None)
+    elif len(words) == 2 and words[0] == "save":
+        drafter: Any = state.decoder("ngram").drafter
+        drafter.save(Path(words[1]))
+    elif len(words) == 2 and words[0] == "load":
+        state.store = words[1]
+        state.decoders.pop("ngram", None)
+        state.decoder("ngram")
+    else:
+        raise InputError("/store needs reset, save FILE or load FILE.")
+    ink.write(f"n-gram store: {' '.join(words)}\n")
+
+
+# ---- the conversation
+
+
+@command("again", "/again", "answer the last message once more, with the settings as they are now")
+def _again(state: ChatState, words: list[str], ink: Ink) -> None:
+    if state.asked is None:
+        raise InputError("There is no message yet to answer again.")
+    raise Again
+
+
+@command("history", "/history", "the conversation so far")
+def _history(state: ChatState, words: list[str], ink: Ink) -> None:
+    for message in state.messages:
+        ink.write(f"{message['role']}: {message['content']}\n")
+
+
+@command("clear", "/clear", "forget the conversation")
+def _clear(state: ChatState, words: list[str], ink: Ink) -> None:
+    state.forget()
+    ink.write("a new conversation begins\n")
+
+
+@command("save", "/save FILE", "conversation, settings and the last answers as JSON")
+def _save(state: ChatState, words: list[str], ink: Ink) -> None:
+    if len(words) != 1:
+        raise InputError("/save needs the name of a file, such as /save chat.json.")
+    tokenizer = state.target.tokenizer
+    answers = [{"mode": each.mode, **result_as_dict(each.result, tokenizer)} for each in state.answers]
+    settings = settings_of(state.decoder("speculative"), {name: _shown(state, name) for name in NUMBERS})
+    told = {"messages": state.messages, "asked": state.asked, "answers": answers, "settings": settings}
+    _write(words[0], dump(told) + "\n")
+    ink.write(f"saved to {words[0]}\n")
+
+
+@command("trace", "/trace [FILE]", "the rounds of the last answers, shown or as JSON lines")
+def _trace(state: ChatState, words: list[str], ink: Ink) -> None:
+    if not state.answers:
+        raise InputError("There is no answer yet to trace.")
+    if words:
+        rounds = [
+            {
+                "mode": answer.mode,
+                "drafted": r.drafted,
+                "parents": r.parents,
+                "path": r.path,
+                "own": r.own,
+                "bonus": r.bonus,
+            }
+            for answer in state.answers
+            for r in answer.result.trace.rounds
+        ]
+        _write(words[0], "".join(json.dumps(entry) + "\n" for entry in rounds))
+        ink.write(f"saved {len(rounds)} rounds to {words[0]}\n")
+        return
+    for answer in state.answers:
+        ink.write(f"[{answer.mode}]\n")
+        show_rounds(answer.result, state.target.tokenizer, ink)
+
+
+def show_rounds(result: Any, tokenizer: Any, ink: Ink) -> None:
+    """One line per round: what was accepted, the target's own token, what was drafted in vain."""
+    for number, entry in enumerate(result.trace.rounds, 1):
+        ink.write(f"{number:4} ")
+        for node in entry.path:
+            ink.write(_quoted(entry.drafted[node], tokenizer), ACCEPTED)
+        if entry.own is not None:
+            ink.write(_quoted(entry.own, tokenizer), OWN)
+        for token in entry.rejected[:12]:
+            ink.write(_quoted(token, tokenizer), REJECTED)
+        ink.write(" …\n" if len(entry.rejected) > 12 else "\n")
+
+
+def _quoted(token: int, tokenizer: Any) -> str:
+    return f" {token}" if tokenizer is None else " " + repr(token_text(token, tokenizer))
+
+
+def _write(name: str, content: str) -> None:
+    try:
+        Path(name).write_text(content, "utf-8")
+    except OSError as error:
+        raise InputError(f"'{name}' cannot be written: {error.strerror or error}.") from error
+
+
+@command("quit", "/quit", "leave; so does Ctrl-D")
+def _quit(state: ChatState, words: list[str], ink: Ink) -> None:
+    raise Leave

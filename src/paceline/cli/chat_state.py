@@ -1,0 +1,143 @@
+"""What a chat remembers: its settings, what runs for each message, the conversation, the last results."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from paceline.core.errors import InputError, UnknownNameError
+
+from .drafting import Drafting
+from .options import GenerateOptions
+
+if TYPE_CHECKING:
+    from paceline.engine.decoder import SpeculativeDecoder
+    from paceline.engine.request import Generation
+    from paceline.models import LanguageModel
+
+# what can run for a message, in this order; the first is what the others are compared with
+MODES = {
+    "target": "the target alone",
+    "speculative": "the target with the drafter of /draft",
+    "ngram": "the target with an n-gram store",
+    "drafter": "the draft model alone, if the drafter has one",
+}
+SWITCHES = {
+    "chat": "apply the chat template and remember the conversation",
+    "drafts": "show rejected drafts",
+    "debug": "show tracebacks and the rounds of every answer",
+}
+NUMBERS: dict[str, type] = {
+    "max_new_tokens": int, "gamma": int, "nodes": int, "temperature": float, "top_k": int, "top_p": float,
+    "min_p": float, "typical_p": float, "noise": float, "dynamic_temperature": float, "repetition_penalty": float,
+    "presence_penalty": float, "frequency_penalty": float, "seed": int,
+}  # fmt: skip
+SHORT = {"length": "max_new_tokens", "temp": "temperature", "topk": "top_k", "topp": "top_p"}
+# the samplers people know by name; what one does not use is switched off
+SAMPLERS: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0.0},
+    "multinomial": {"temperature": 1.0},
+    "top-k": {"temperature": 1.0, "top_k": 50},
+    "nucleus": {"temperature": 1.0, "top_p": 0.9},
+    "top-k-nucleus": {"temperature": 1.0, "top_k": 50, "top_p": 0.9},
+    "top-k-noise": {"temperature": 1.0, "top_k": 20, "noise": 0.3},
+    "dynamic": {"temperature": 0.8, "dynamic_temperature": 0.4},
+    "min-p": {"temperature": 1.0, "min_p": 0.05},
+    "typical": {"temperature": 1.0, "typical_p": 0.9},
+}
+_SAMPLER_FIELDS = ("temperature", "top_k", "top_p", "min_p", "typical_p", "noise", "dynamic_temperature")
+
+
+@dataclass
+class Answer:
+    """What one mode wrote for one message."""
+
+    mode: str
+    result: Generation
+
+
+@dataclass
+class ChatState:
+    said: GenerateOptions
+    drafting: Drafting
+    target: LanguageModel
+    modes: dict[str, bool] = field(default_factory=lambda: {name: name == "speculative" for name in MODES})
+    switches: dict[str, bool] = field(default_factory=lambda: dict.fromkeys(SWITCHES, False))
+    messages: list[dict[str, str]] = field(default_factory=list)
+    answers: list[Answer] = field(default_factory=list)  # to the last message
+    asked: str | None = None  # the last message
+    store: str | None = None  # the file that the n-gram store begins with
+    decoders: dict[str, SpeculativeDecoder] = field(default_factory=dict)
+
+    # ---- settings
+
+    def change(self, **values: Any) -> None:
+        self.said = replace(self.said, **values)
+        self.decoders.clear()
+
+    def set_number(self, name: str, text: str) -> None:
+        """One of NUMBERS; "off" or "default" gives it back to the library."""
+        kind = NUMBERS[name]
+        if text.lower() in ("off", "none", "default", "new") and name not in ("gamma", "max_new_tokens"):
+            self.change(**{name: None})
+            return
+        try:
+            value = kind(text)
+        except ValueError:
+            what = "a whole number" if kind is int else "a number"
+            raise InputError(f"{name} must be {what}, got '{text}'.") from None
+        if name in ("gamma", "nodes", "max_new_tokens") and value < 1:
+            raise InputError(f"{name} must be at least 1, got {value}.")
+        if name == "gamma":
+            self.drafting = replace(self.drafting, gamma=value)
+        self.check({name: value} if name not in ("gamma", "nodes") else {})
+        self.change(**{name: value})
+
+    def check(self, settings: dict[str, Any]) -> None:
+        """Refuse now what the next message would be refused for."""
+        from paceline.engine.request import build_requests
+
+        build_requests(1, settings)
+
+    def sampler(self, name: str) -> None:
+        if name not in SAMPLERS:
+            raise UnknownNameError("sampler", name, SAMPLERS)
+        self.change(**{each: SAMPLERS[name].get(each) for each in _SAMPLER_FIELDS})
+
+    def draft(self, name: str, options: dict[str, str]) -> None:
+        self.drafting = replace(self.drafting, draft=name, options=options)
+        self.decoders.clear()
+
+    # ---- what runs
+
+    def decoder(self, mode: str) -> SpeculativeDecoder:
+        """The decoder of a mode; made once for the settings at hand, so that stores stay what they have learned."""
+        if mode not in self.decoders:
+            self.decoders[mode] = self._make(mode)
+        return self.decoders[mode]
+
+    def _make(self, mode: str) -> SpeculativeDecoder:
+        from paceline.engine.decoder import SpeculativeDecoder
+
+        from .session import pair
+
+        if mode == "target":
+            return SpeculativeDecoder(self.target, None)
+        if mode == "speculative":
+            return pair(self.said, self.drafting, self.target)
+        if mode == "ngram":
+            options = {"persistent": "true", **({} if self.store is None else {"store": self.store})}
+            return pair(self.said, replace(self.drafting, draft="ngram", options=options), self.target)
+        lm = getattr(self.decoder("speculative").drafter, "lm", None)
+        if lm is None:
+            name = self.drafting.draft
+            raise InputError(f"The drafter '{name}' has no model of its own to run alone; use /draft with a model.")
+        return SpeculativeDecoder(lm, None)
+
+    def take_back(self) -> None:
+        """The last message was not asked."""
+        if self.messages and self.answers:
+            del self.messages[-2:]
+
+    def forget(self) -> None:
+        self.messages, self.answers, self.asked = [], [], None

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from .engine.minimal import speculative_sampling, speculative_step
     from .engine.request import Generation, Piece
     from .models import LanguageModel, load
+    from .models.guided import contrast, guided
 
 __version__ = "0.1.0"
 
@@ -49,6 +50,7 @@ _HOMES = {
     "engine.minimal": ("speculative_sampling", "speculative_step"),
     "engine.request": ("Generation", "Piece"),
     "models": ("LanguageModel", "load"),
+    "models.guided": ("contrast", "guided"),
 }
 _HOME = {name: home for home, names in _HOMES.items() for name in names}
 
@@ -74,6 +76,8 @@ __all__ = [
     "UnknownNameError",
     "UnsupportedError",
     "Verdict",
+    "contrast",
+    "guided",
     "load",
     "speculative_sampling",
     "speculative_step",

@@ -196,3 +196,32 @@ def test_compare_shows_where_texts_part(target: str, draft: str) -> None:
     assert f"the texts differ from new token {at + 1} on" in shown
     assert "two best logits are" in shown
     assert "rule 'ratio' keeps the law of the text, not the text" in shown
+
+
+def test_a_prediction_is_drafted(target: str, plain: paceline.Generation, tmp_path: Path) -> None:
+    """As text or from a file; without --draft it is the drafter, and with one that cannot use it, that is said."""
+    shared = (PROMPT, "--target", target, "--max-new-tokens", "24", "--ignore-eos")
+    (tmp_path / "guess.txt").write_text(plain.text)
+    for said in (plain.text, f"@{tmp_path / 'guess.txt'}"):
+        out = generated(*shared, f"--prediction={said}")
+        assert out["tokens"] == plain.tokens
+        assert out["settings"]["draft"] == "prediction"
+        assert out["stats"]["accepted_prediction_tokens"] == out["stats"]["accepted"] > 15
+    result = run("generate", *shared, "--prediction", "x", "--draft", "prompt-lookup")
+    assert result.exit_code == 2
+    assert "drafter 'prompt-lookup' cannot use one" in result.stderr
+    result = run("generate", *shared, "--prediction", "@nowhere.txt")
+    assert result.exit_code == 2
+    assert "--prediction @nowhere.txt cannot be read" in result.stderr
+    assert generated(*shared, f"--prediction={plain.text}", "--compare", "--repeats", "1")["identical"] is True
+
+
+def test_beams_are_shown_best_first(target: str) -> None:
+    arguments = ("generate", "hello", "--target", target, "--max-new-tokens", "6", "--beams", "3", "--n-best", "3")
+    shown = run(*arguments).stdout.splitlines()
+    told = json.loads(run(*arguments, "--json").stdout)
+    scores = [beam["score"] for beam in told["beams"]]
+    assert len(scores) == 3
+    assert scores == sorted(scores, reverse=True)
+    assert told["text"] == told["beams"][0]["text"] == shown[0]
+    assert shown[1] == f"[2, score {scores[1]:.3f}] {told['beams'][1]['text']}"

@@ -133,7 +133,7 @@ def test_options_get_the_types_of_their_fields() -> None:
         "sizes": "1, 2",
         "anything": "x",
     }
-    made = convert_options(given, Options, "d")
+    made = convert_options(given, Options, "drafter", "d")
     assert made == {
         "count": 3,
         "share": 0.25,
@@ -143,10 +143,10 @@ def test_options_get_the_types_of_their_fields() -> None:
         "sizes": (1, 2),
         "anything": "x",
     }
-    assert convert_options({"limit": "7", "eager": "off"}, Options, "d") == {"limit": 7, "eager": False}
+    assert convert_options({"limit": "7", "eager": "off"}, Options, "drafter", "d") == {"limit": 7, "eager": False}
     for wrong in ({"share": "half"}, {"eager": "maybe"}, {"shape": "bush"}, {"limit": "x"}, {"colour": "red"}):
         with pytest.raises(InputError):
-            convert_options(wrong, Options, "d")
+            convert_options(wrong, Options, "drafter", "d")
 
 
 def test_escapes() -> None:

@@ -1,8 +1,7 @@
-"""Does a sample follow a law? Pearson's test at a level where a failure is no accident, and what it could have seen."""
+"""Does a sample follow a law? The mathematics is the audit's (`src/paceline/audit/chi_square.py`); here: the sample."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,41 +9,9 @@ import torch
 from torch import Tensor
 
 from paceline import SpeculativeDecoder
+from paceline.audit.chi_square import ALPHA, critical, detectable, p_value, tail
 
-ALPHA = 1e-6
-
-
-def tail(statistic: float, freedom: int) -> float:
-    """P(chi-square > statistic)."""
-    half = torch.tensor([freedom / 2, statistic / 2], dtype=torch.float64)
-    return float(torch.special.gammaincc(half[0], half[1]))
-
-
-def critical(freedom: int) -> float:
-    low, high = 0.0, 10.0 * freedom + 200
-    for _ in range(100):
-        middle = (low + high) / 2
-        low, high = (middle, high) if tail(middle, freedom) > ALPHA else (low, middle)
-    return high
-
-
-def detectable(count: int, freedom: int) -> float:
-    """The smallest total variation that fails the test in nine runs of ten (the divergence is at least 4 TV²)."""
-    shift = critical(freedom)
-    for _ in range(50):
-        shift = critical(freedom) - freedom + 1.2816 * math.sqrt(2 * (freedom + 2 * shift))
-    return math.sqrt(max(shift, 0.0) / count) / 2
-
-
-def p_value(counts: Tensor, law: Tensor) -> float:
-    """Cells that expect fewer than 5 are put together."""
-    counts, expected = counts.flatten().double(), law.flatten().double() * counts.sum()
-    assert float(counts[expected == 0].sum()) == 0, "something impossible was drawn"
-    rare = expected < 5
-    counts = torch.cat([counts[~rare], counts[rare].sum().view(1)])
-    expected = torch.cat([expected[~rare], expected[rare].sum().view(1)])
-    counts, expected = counts[expected > 0], expected[expected > 0]
-    return tail(float(((counts - expected) ** 2 / expected).sum()), len(expected) - 1)
+__all__ = ["ALPHA", "critical", "detectable", "first_tokens", "p_value", "tail"]
 
 
 def first_tokens(

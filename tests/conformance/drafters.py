@@ -5,6 +5,8 @@
 - A whole number called `branches` is tried as it is and as 3.
 - A drafter that needs more says so itself: `Options.conformance_variants()` (a classmethod) returns further mappings of
   options; a value that is callable is called with the target, to make something that fits it, such as random heads.
+- Options without which nothing can be drafted are named in `Options.required`: then each of those mappings is combined
+  with each of the topologies above, and none is tried without them.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
+import torch
 
 import paceline  # noqa: F401  fills the registries
 from paceline import LanguageModel, SpeculativeDecoder
@@ -36,7 +39,7 @@ class Variant:
 
     def __str__(self) -> str:
         shown = [self.draft] if self.draft else []
-        shown += [f"{name}={'made' if callable(value) else value}" for name, value in self.options.items()]
+        shown += [f"{name}={'made' if _makes(value) else value}" for name, value in self.options.items()]
         return "-".join([self.drafter, *shown])
 
     @property
@@ -55,13 +58,18 @@ class Variant:
         return bool(self.draft or cls.needs_taps) or cls.reader is not Drafter.reader
 
     def made_for(self, lm: LanguageModel, case: str) -> dict[str, Any]:
-        options = {name: value(lm) if callable(value) else value for name, value in self.options.items()}
+        options = {name: value(lm) if _makes(value) else value for name, value in self.options.items()}
         return {**options, "model": draft(case, self.draft)} if self.draft else options
 
     def decoder(self, case: str, lm: LanguageModel | None = None, **settings: Any) -> SpeculativeDecoder:
         """`lm` stands in for the target of that architecture, for instance because it has a tokenizer."""
         lm = lm or target(case)
         return SpeculativeDecoder(lm, self.drafter, options=self.made_for(lm, case), **settings)
+
+
+def _makes(value: Any) -> bool:
+    """Is it a function that makes an option for a target? A module, which can be called too, is one already made."""
+    return callable(value) and not isinstance(value, torch.nn.Module)
 
 
 def topologies(options: type) -> list[dict[str, Any]]:
@@ -76,9 +84,10 @@ def topologies(options: type) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = [{}]
     for options_of_one in choices:
         found = [{**have, **more} for have in found for more in options_of_one]
-    if hasattr(options, "conformance_variants"):
-        found += [dict(more) for more in options.conformance_variants()]
-    return found
+    more = [dict(each) for each in options.conformance_variants()] if hasattr(options, "conformance_variants") else []
+    if getattr(options, "required", ()):
+        return [{**have, **extra} for have in found for extra in more]
+    return found + more
 
 
 def variants(drafts: tuple[str, ...] = DRAFTS) -> list[Variant]:

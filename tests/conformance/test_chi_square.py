@@ -20,10 +20,10 @@ from .chi_square import ALPHA, critical, detectable, first_tokens, p_value, tail
 from .drafters import model_drafters
 from .models import CASES, build
 from .mutants import ResidualIgnored
+from .rules import RuleVariant, law_rules
 from .tables import TableModel
 
 Tell = Callable[[str, object], None]
-LAW = [name for name in RULES if RULES[name].exact == "law"]
 START = 2
 # The draft's favourite is rejected nearly always, and how sure the draft is of one branch decides whether the other is
 # drawn at all: whoever lets a draw decide about a draw is caught here.
@@ -41,8 +41,10 @@ def report(counts: Tensor, law: Tensor, tell: Tell, what: str) -> None:
     assert p > ALPHA, f"{what}: p = {p:.1e}; total variation about {float((counts / N - law).abs().sum() / 2):.4f}"
 
 
-def sample(target: LanguageModel, rule: str, name: str, options: dict, N: int, tokens: int, **controls: Any) -> Tensor:
-    decoder = SpeculativeDecoder(target, name, options=options, rule=rule, gamma=3, nodes=6, rows=N)
+def sample(
+    target: LanguageModel, rule: RuleVariant, name: str, options: dict, N: int, tokens: int, **controls: Any
+) -> Tensor:
+    decoder = SpeculativeDecoder(target, name, options=options, rule=rule.make(), gamma=3, nodes=6, rows=N)
     total = torch.zeros([target.vocabulary] * tokens, dtype=torch.int64)
     for start in range(0, N, 10_000):
         total += first_tokens(
@@ -51,29 +53,48 @@ def sample(target: LanguageModel, rule: str, name: str, options: dict, N: int, t
     return total
 
 
-# `match` writes the same text whatever is drafted, so one drafter says it all
-RUNS = [("match", "none", {}), *((rule, *drafter) for rule in LAW for drafter in [("none", {}), *model_drafters()])]
+def others() -> list[tuple[RuleVariant, str, dict]]:
+    """The other rules, each once however many names it has: on a chain, where places that were drafted are drafted
+    again, and on the tree whose growth depends most on what was drawn."""
+    hard = [(name, options) for name, options in model_drafters() if name == "draft-model"]
+    seen, found = {(RULES[JUDGE.name].verify, JUDGE.make().draw)}, []
+    for rule in law_rules():
+        kind = RULES[rule.name].verify, rule.make().draw
+        shapes = ("best-first", "chain") if RULES[rule.name].branches else ("chain",)
+        if kind not in seen:
+            found += [(rule, name, options) for name, options in hard if options["tree"] in shapes]
+        seen.add(kind)
+    return found
+
+
+# `match` writes the same text whatever is drafted, so one drafter says it all. Every drafter in every topology is
+# judged by the rule that looks at most of it.
+JUDGE = RuleVariant("traversal")
+RUNS = [(RuleVariant("match"), "none", {}), *((JUDGE, *drafter) for drafter in [("none", {}), *model_drafters()])]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("world", WORLDS)
-@pytest.mark.parametrize(("rule", "name", "options"), RUNS, ids=str)
-def test_tables(rule: str, name: str, options: dict, world: str, record_property: Tell) -> None:
+@pytest.mark.parametrize(("rule", "name", "options"), [*RUNS, *others()], ids=str)
+def test_tables(rule: RuleVariant, name: str, options: dict, world: str, record_property: Tell) -> None:
     target, draft = WORLDS[world]
-    given = {**options, "model": draft} if options else {}
+    given = {**options, "model": draft} if name != "none" else {}
+    chain = options.get("tree", "chain") == "chain"
     # what a draw decides about a draw is a small effect, all else is a large one
-    N = 60_000 if world == "adverse" and options.get("tree", "chain") != "chain" else 15_000
-    counts = sample(target, rule, name, given, N, 2)
-    report(counts, target.joint(START, 2), record_property, f"{rule}, {name} {options}, {world}")
+    N = 60_000 if world == "adverse" and not chain else 15_000
+    # four tokens are two rounds and more: places that a rule looked at and rejected are drafted again
+    tokens = 4 if world == "even" and chain else 2
+    counts = sample(target, rule, name, given, N, tokens)
+    report(counts, target.joint(START, tokens), record_property, f"{rule}, {name} {options}, {world}")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("rule", "name", "options"), RUNS, ids=str)
-def test_a_real_model(rule: str, name: str, options: dict, record_property: Tell) -> None:
+def test_a_real_model(rule: RuleVariant, name: str, options: dict, record_property: Tell) -> None:
     """A tiny Llama and its own law, from a forward of transformers over all texts of two tokens."""
     small = {"vocab_size": 5, "eos_token_id": None, "initializer_range": 0.5}
     target = LanguageModel(build(CASES["llama"], 1, **small))
-    given = {**options, "model": LanguageModel(build(CASES["llama"], 2, **small))} if options else {}
+    given = {**options, "model": LanguageModel(build(CASES["llama"], 2, **small))} if name != "none" else {}
     texts = torch.tensor([[START, *pair] for pair in itertools.product(range(5), repeat=2)])
     with torch.inference_mode():
         logs = target.model(input_ids=texts).logits.log_softmax(-1)
@@ -97,10 +118,10 @@ def controlled(logits: Tensor, before: list[int]) -> Tensor:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("rule", "name", "options"), RUNS, ids=str)
-def test_controls(rule: str, name: str, options: dict, record_property: Tell) -> None:
+def test_controls(rule: RuleVariant, name: str, options: dict, record_property: Tell) -> None:
     """The law after every control is the one that is kept, and the draft is judged by its own law after them."""
     target, draft = WORLDS["even"]
-    given = {**options, "model": draft} if options else {}
+    given = {**options, "model": draft} if name != "none" else {}
     logs = target.laws.log()
     rows = [controlled(logs[START], [])[one] * controlled(logs[one], [one]) for one in range(3)]
     counts = sample(target, rule, name, given, 15_000, 2, **CONTROLS)

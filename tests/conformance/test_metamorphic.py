@@ -82,17 +82,16 @@ def test_how_many_at_once_does_not_matter(variant: Variant, rows: int) -> None:
 
 @pytest.mark.parametrize("variant", [PLAIN, *RUNNERS], ids=str)
 def test_streaming_does_not_matter(variant: Variant) -> None:
-    decoder = variant.decoder(CASE, gamma=4)
+    stream = variant.decoder(CASE, gamma=4).stream(PROMPTS, max_new_tokens=NEW, ignore_eos=True, **SETTINGS)
     texts: list[list[int]] = [[] for _ in PROMPTS]
     drafted: list[list[bool]] = [[] for _ in PROMPTS]
     reasons: list[list[str | None]] = [[] for _ in PROMPTS]
-    for piece in decoder.stream(PROMPTS, max_new_tokens=NEW, ignore_eos=True, **SETTINGS):
+    for piece in stream:
         texts[piece.index].append(piece.token)
         drafted[piece.index].append(piece.from_draft)
         reasons[piece.index].append(piece.finish_reason)
     assert texts == plain()
-    outs = decoder.generate(PROMPTS, max_new_tokens=NEW, ignore_eos=True, **SETTINGS)
-    assert drafted == [out.trace.from_draft for out in outs]
+    assert drafted == [out.trace.from_draft for out in stream.results]
     assert all(row == [None] * (NEW - 1) + ["length"] for row in reasons)
 
 

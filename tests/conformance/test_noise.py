@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import itertools
 import math
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from paceline import TokenTree
 from paceline.core import choice
+from paceline.core.choice import Draw
 from paceline.core.contracts import RULES
 from paceline.core.noise import Purpose, exponential, gaussian, stream_key, uniform
 
@@ -100,23 +103,37 @@ def test_any_whole_number_is_a_seed(seed: int) -> None:
 
 
 @pytest.mark.parametrize(("name", "options"), model_drafters(), ids=str)
-@pytest.mark.parametrize("rule", [name for name in RULES if RULES[name].draw == "independent"])
-def test_noise_that_decided_where_a_tree_grows_is_used_once(
-    rule: str, name: str, options: dict, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("draw", ["independent", "iid"])
+def test_the_noise_of_a_draft_is_used_once(
+    draw: Draw, name: str, options: dict, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Within a round and across rounds. A chain may draw a place again: what it did not reach decided nothing."""
-    drawn: list[tuple[int, int]] = []
+    """Within a round and across rounds. What was drawn decided where a tree grows; and a rule that judges from the end
+    has looked at tokens that it then rejects, so that what was drawn there once may not be drawn again."""
+    rounds: list[list[tuple[int, int]]] = []
 
     def watched(key: Tensor, position: Tensor, lanes: Tensor | int) -> Tensor:
         pairs = torch.stack([key.expand_as(position), position], -1)
-        drawn.extend((one, two) for one, two in pairs.flatten(0, 1).tolist() if one in ours)
+        rounds[-1].extend((one, two) for one, two in pairs.flatten(0, 1).tolist() if one in ours)
         return exponential(key, position, lanes)
 
     monkeypatch.setattr(choice, "exponential", watched)
     ours = {stream_key(seed, Purpose.DRAFT) for seed in (1, 2)}
     variant = Variant(name, options, "close")
+    rule = RULES["ratio"]()
+    rule.draw = draw
     decoder = variant.decoder("llama", gamma=7, rule=rule)
+    propose, ways = decoder.drafter.propose, set()
+
+    def noted(rows: Any, budget: Any) -> TokenTree:
+        rounds.append([])
+        tree = propose(rows, budget)
+        ways.add(tree.drawn)
+        return tree
+
+    monkeypatch.setattr(decoder.drafter, "propose", noted)
     decoder.generate([[1, 7, 9], [4]], max_new_tokens=60, temperature=1.0, seed=[1, 2], ignore_eos=True)
-    assert drawn
-    if not variant.chain:
-        assert len(set(drawn)) == len(drawn)
+    assert any(rounds) or ways == {"certain"}  # a draft that says it drew nothing
+    each = [set(drawn) for drawn in rounds]
+    assert len(set().union(*each)) == sum(map(len, each))
+    if not variant.chain:  # in one round a chain may come to a place again, from another text before it
+        assert all(len(drawn) == len(places) for drawn, places in zip(rounds, each, strict=True))

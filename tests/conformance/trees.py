@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 
+from paceline.audit.enumeration import path_to
+
 
 def random_parents(nodes: int, dice: random.Random) -> list[int]:
     """Any tree with parents before children; every second one is more of a chain with side branches."""
@@ -11,13 +13,12 @@ def random_parents(nodes: int, dice: random.Random) -> list[int]:
     return [node - 1 if deep and dice.random() < 0.8 else dice.randrange(-1, node) for node in range(nodes)]
 
 
-def path_to(node: int, parents: list[int]) -> list[int]:
-    """The nodes from the text to `node`, itself included."""
-    path = []
-    while node >= 0:
-        path.append(node)
-        node = parents[node]
-    return path[::-1]
+def small_parents(nodes: int, dice: random.Random) -> list[int]:
+    """A tree with at most three siblings, at most three deep."""
+    while True:
+        parents = random_parents(nodes, dice)
+        if max(depths_of(parents)) < 3 and max(map(parents.count, parents)) <= 3:
+            return parents
 
 
 def paths_of(parents: list[int]) -> list[list[int]]:

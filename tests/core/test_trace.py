@@ -56,5 +56,5 @@ def test_nothing_divided_by_nothing_is_nothing() -> None:
 def test_as_dict_has_exactly_the_words_of_the_documents() -> None:
     assert set(Trace([FULL]).stats(1.0).as_dict()) == {
         "rounds", "drafted", "accepted", "recovered", "bonus", "emitted", "acceptance_rate", "mean_accepted_length",
-        "seconds", "tokens_per_second",
+        "seconds", "tokens_per_second", "rule", "lossy",
     }  # fmt: skip

@@ -23,7 +23,6 @@ def test_processors_with_a_memory_are_refused() -> None:
 @pytest.mark.parametrize(
     ("asked", "said"),
     [
-        ({"num_beams": 2}, "num_beams=2"),
         ({"output_scores": True, "return_dict_in_generate": True}, "output_scores"),
         ({"output_logits": True, "return_dict_in_generate": True}, "output_logits"),
         ({"output_attentions": True, "return_dict_in_generate": True}, "output_attentions"),

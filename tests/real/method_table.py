@@ -26,10 +26,11 @@ from paceline.rules.match import Match
 NEW, GAMMA, NODES = 128, 10, 64
 RUNS: dict[str, tuple[str, dict[str, Any]]] = {
     "prompt-lookup": ("prompt-lookup", {}),
-    "prompt-lookup, 4 branches": ("prompt-lookup", {"branches": 4}),
+    "prompt-lookup, tree": ("prompt-lookup", {"branches": 8}),
     "ngram": ("ngram", {}),
-    "ngram, 4 branches": ("ngram", {"branches": 4}),
+    "ngram, tree": ("ngram", {"branches": 8}),
     "suffix": ("suffix", {}),
+    "suffix, tree": ("suffix", {"branches": 8, "min_probability": 0.0}),
     "recycling": ("recycling", {}),
     "lookahead": ("lookahead", {}),
     "portfolio": ("portfolio", {}),
@@ -120,7 +121,8 @@ def greedy(lm: Any, prompts: dict[str, list[list[int]]], rows: int, runs: list[s
             same = sum(out.tokens == text for out, text in zip(outs, plain[category], strict=True))
             line = {"run": label, "category": category, **figures([out.stats for out in outs])}
             lines.append({**line, "same_text": same, "prompts": len(some)})
-        print(label, f"{time.perf_counter() - start:.0f} s", flush=True)
+        taus = " ".join(f"{line['tau']:.2f}" for line in lines if line["run"] == label)
+        print(f"{label}: {taus} ({time.perf_counter() - start:.0f} s)", flush=True)
     for category, some in prompts.items() if peer else ():
         lines.append({"run": "transformers prompt lookup", "category": category, **hugging(lm, some)})
     return lines

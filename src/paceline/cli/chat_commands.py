@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -168,12 +168,13 @@ def _rule(state: ChatState, words: list[str], ink: Ink) -> None:
     if len(words) != 1:
         raise InputError(f"/rule needs one of {', '.join(RULES)}.")
     RULES[words[0]]
-    before = state.said
+    before = state.said, state.drafting
+    state.drafting = replace(state.drafting, rule_options={})  # they were the other rule's
     state.change(rule=words[0])
     try:
         ink.write(state.decoder("speculative").describe() + "\n")
     except Exception:
-        state.said = before
+        state.said, state.drafting = before
         raise
 
 

@@ -74,17 +74,23 @@ def _race(
     """A warm-up of each, then in turns, so that whatever slows the machine down slows both. None: cancelled."""
     short = {**settings, "max_new_tokens": min(_WARM_UP, settings["max_new_tokens"]), "min_new_tokens": 0}
     for decoder in decoders.values():
-        decoder.generate(prompt, cancel=cancelled, **short)
+        decoder.generate(prompt, cancel=cancelled, **_fitting(decoder, short))
     results: dict[str, list[Generation]] = {name: [] for name in decoders}
     with Console(stderr=True).status("", refresh_per_second=2) as status:
         for run in range(repeats):
             for name, decoder in decoders.items():
                 status.update(f"run {run + 1} of {repeats}, {name}")
-                results[name].append(decoder.generate(prompt, cancel=cancelled, **settings))
+                fitting = _fitting(decoder, settings)
+                results[name].append(decoder.generate(prompt, cancel=cancelled, **fitting))
                 if cancelled():
                     return None
     ours, theirs = (Side(name, runs[-1], [r.stats.tokens_per_second for r in runs]) for name, runs in results.items())
     return ours, theirs
+
+
+def _fitting(decoder: SpeculativeDecoder, settings: dict[str, Any]) -> dict[str, Any]:
+    """Plain decoding is not told what to expect."""
+    return {k: v for k, v in settings.items() if k != "prediction" or decoder.drafter.takes_prediction}
 
 
 def _divergence(plain: Side, speculative: Side, decoder: SpeculativeDecoder) -> Divergence | None:
@@ -186,5 +192,5 @@ def _explain(parted: Divergence, decoder: SpeculativeDecoder) -> str:
     where = (
         f"from new token {parted.position + 1} on: plain {shown(parted.plain)}, speculative {shown(parted.speculative)}"
     )
-    law = f"; rule '{decoder.rule.name}' keeps the law of the text, not the text" if decoder.rule.exact == "law" else ""
-    return f"{where}{gap}{law}"
+    keeps = {"law": "keeps the law of the text, not the text", "": "is lossy"}.get(decoder.rule.exact)
+    return f"{where}{gap}{'' if keeps is None else f'; rule {decoder.rule.name!r} {keeps}'}"

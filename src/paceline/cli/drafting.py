@@ -1,4 +1,4 @@
-"""What the user said about the drafter, in any of the ways to say it, as a name and options of the right types."""
+"""What the user said about drafter and rule, in any of the ways to say it, as names and options of the right types."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import typer
 
 from paceline.core.errors import InputError, UnknownNameError
 
-from .options import GenerateOptions
+from .options import PairOptions
 from .settings import PREFIX, source
 
 _LEVELS = ("default", "config", "environment", "flag")
@@ -23,21 +23,21 @@ _VLLM_KEYS = ("method", "model", "num_speculative_tokens", "prompt_lookup_max", 
 
 @dataclasses.dataclass(frozen=True)
 class Drafting:
-    """Which drafter, with what, and where that was said."""
+    """Which drafter, with what, and with what the rule; and where that was said."""
 
     draft: str
     gamma: int
     options: dict[str, str]
+    rule_options: dict[str, str]
     origins: dict[str, str]
 
 
-def drafting(ctx: typer.Context, said: GenerateOptions) -> Drafting:
+def drafting(ctx: typer.Context, said: PairOptions) -> Drafting:
     """Flags beat --speculative-config, which beats environment and config. Options belong to the drafter named beside
     them: a drafter named on the command line does not inherit those of the one in the config."""
     draft, gamma = said.draft, said.gamma
-    origins = {name: source(ctx, name) for name in ("draft", "gamma")}
-    options: dict[str, str] = {}
-    levels = _option_levels(ctx, said)
+    origins = {name: source(ctx, name) for name in ("draft", "gamma", "rule")}
+    levels = _levels(ctx, "drafter", said.drafter_options)
     if said.speculative_config is not None:
         theirs = from_vllm(said.speculative_config)
         if origins["draft"] != "flag" and theirs.draft is not None:
@@ -45,19 +45,27 @@ def drafting(ctx: typer.Context, said: GenerateOptions) -> Drafting:
             levels = [("flag", theirs.options), *levels]
         if origins["gamma"] != "flag" and theirs.gamma is not None:
             gamma, origins["gamma"] = theirs.gamma, "speculative-config"
-    named_at = _LEVELS.index("flag" if origins["draft"] == "speculative-config" else origins["draft"])
+    options = _merged(levels, "flag" if origins["draft"] == "speculative-config" else origins["draft"])
+    rule_options = _merged(_levels(ctx, "rule", said.rule_options), origins["rule"])
+    return Drafting(draft, gamma, options, rule_options, origins)
+
+
+def _merged(levels: Iterable[tuple[str, dict[str, str]]], named_at: str) -> dict[str, str]:
+    """What was said at the level of the name or above it."""
+    options: dict[str, str] = {}
     for level, given in levels:
-        if _LEVELS.index(level) >= named_at:
+        if _LEVELS.index(level) >= _LEVELS.index(named_at):
             options.update(given)
-    return Drafting(draft, gamma, options, origins)
+    return options
 
 
-def _option_levels(ctx: typer.Context, said: GenerateOptions) -> list[tuple[str, dict[str, str]]]:
-    beginning = f"{PREFIX}_DRAFTER_"
+def _levels(ctx: typer.Context, owner: str, said: Iterable[str] | None) -> list[tuple[str, dict[str, str]]]:
+    """The options of `owner`, drafter or rule, by where they were said."""
+    beginning = f"{PREFIX}_{owner.upper()}_"
     environment = {k.removeprefix(beginning).lower(): v for k, v in os.environ.items() if k.startswith(beginning)}
-    flags = said.drafter_options if source(ctx, "drafter_options") == "flag" else None
+    flags = said if source(ctx, f"{owner}_options") == "flag" else None
     return [
-        ("config", _pairs((ctx.default_map or {}).get("drafter_options", ()))),
+        ("config", _pairs((ctx.default_map or {}).get(f"{owner}_options", ()))),
         ("environment", environment),
         ("flag", _pairs(flags or ())),
     ]
@@ -106,17 +114,18 @@ def from_vllm(text: str) -> _Theirs:
     return _Theirs("prompt-lookup", gamma, {name: str(value) for name, value in given.items() if value is not None})
 
 
-# ---- options of a drafter: text becomes what the field's type says
+# ---- options of a drafter or a rule: text becomes what the field's type says
 
 
-def convert_options(options: dict[str, str], cls: type, drafter: str) -> dict[str, Any]:
-    """By the fields of the drafter's Options; a name that is not there is refused, with the nearest one."""
+def convert_options(options: dict[str, str], cls: type, owner: str, name: str) -> dict[str, Any]:
+    """By the fields of the Options of a drafter or a rule (`owner`) called `name`; an option that is not there is
+    refused, with the nearest one."""
     hints = get_type_hints(cls)
     known = [field.name for field in dataclasses.fields(cls)]
-    for name in options:
-        if name not in known:
-            raise UnknownNameError(f"option of drafter '{drafter}'", name, known)
-    return {name: _convert(f"--drafter.{name}", text, hints[name]) for name, text in options.items()}
+    for option in options:
+        if option not in known:
+            raise UnknownNameError(f"option of {owner} '{name}'", option, known)
+    return {option: _convert(f"--{owner}.{option}", text, hints[option]) for option, text in options.items()}
 
 
 def _convert(flag: str, text: str, hint: Any) -> Any:

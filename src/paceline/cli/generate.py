@@ -11,8 +11,8 @@ from paceline.core.errors import InputError, PacelineError
 
 from .drafting import Drafting, drafting
 from .options import GenerateOptions
-from .report import dump, logprob_lines, result_as_dict, settings_of, summary, versions
-from .session import open_decoder, read_prompt, read_settings
+from .report import beam_lines, dump, logprob_lines, result_as_dict, settings_of, summary, versions
+from .session import check_counts, open_decoder, read_prompt, read_settings
 from .settings import show_config, source, takes
 from .showing import Shown
 from .terminal import Ink, interruptible, plain_warnings, say
@@ -44,11 +44,14 @@ paceline generate "Hello" --target ./big --draft ./small --gamma 4 --compare
 def generate(ctx: typer.Context, said: GenerateOptions) -> None:
     """Continue PROMPT with a target model, faster by speculation, with the text the target alone would write."""
     how = drafting(ctx, said)
+    if said.prediction is not None and how.origins["draft"] == "default":
+        how = replace(how, draft="prediction")
     if said.compare and how.draft == "none":
         raise InputError("--compare needs a drafter to compare plain decoding with, and --draft is none.")
     if said.print_config:
         typer.echo(_config(ctx, said, how))
         return
+    check_counts(repeats=said.repeats)
     with plain_warnings(said.debug):
         settings = read_settings(said)
         prompt = read_prompt(said)
@@ -65,7 +68,8 @@ def generate(ctx: typer.Context, said: GenerateOptions) -> None:
 def _config(ctx: typer.Context, said: GenerateOptions, how: Drafting) -> str:
     values = asdict(replace(said, draft=how.draft, gamma=how.gamma, speculative_config=None))
     origins = {name: source(ctx, name) for name in values}
-    return show_config(str(ctx.info_name), values, {**origins, **how.origins}, how.options)
+    tables = {"drafter_options": how.options, "rule_options": how.rule_options}
+    return show_config(str(ctx.info_name), values, {**origins, **how.origins}, tables)
 
 
 def _write(decoder: SpeculativeDecoder, prompt: Any, settings: dict[str, Any], said: GenerateOptions) -> None:
@@ -90,7 +94,7 @@ def _write(decoder: SpeculativeDecoder, prompt: Any, settings: dict[str, Any], s
         print(dump({**told, "settings": settings_of(decoder, settings), "versions": versions()}), flush=True)
     else:
         shown.finish(ink, result)
-        for line in logprob_lines(result, tokenizer):
+        for line in [*beam_lines(result), *logprob_lines(result, tokenizer)]:
             ink.write(line + "\n")
     say(summary(result, speculates=decoder.drafter.speculates))
     if result.finish_reason == "cancelled":

@@ -53,7 +53,15 @@ def _rules() -> list[dict[str, Any]]:
     import paceline.rules  # noqa: F401  registers them
     from paceline.core.contracts import RULES
 
-    return [{"name": name, "summary": RULES.summary(name), "keeps": RULES[name].exact or "nothing"} for name in RULES]
+    return [
+        {
+            "name": name,
+            "summary": RULES.summary(name),
+            "keeps": RULES[name].exact or "nothing: lossy",
+            "options": _options(RULES[name].Options),
+        }
+        for name in RULES
+    ]
 
 
 def _models() -> list[dict[str, Any]]:

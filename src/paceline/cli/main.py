@@ -13,6 +13,8 @@ from typer.core import TyperGroup
 
 from paceline.core.errors import PacelineError
 
+from .audit import EPILOG as AUDIT_EPILOG
+from .audit import audit
 from .chat import chat
 from .generate import EPILOG, INTERRUPTED, generate
 from .listing import list_names
@@ -73,6 +75,7 @@ app = typer.Typer(
 )
 app.command("generate", cls=SettingsCommand, context_settings=CONTEXT, epilog=EPILOG)(generate)
 app.command("chat", cls=SettingsCommand, context_settings=CONTEXT)(chat)
+app.command("audit", cls=SettingsCommand, context_settings=CONTEXT, epilog=AUDIT_EPILOG)(audit)
 app.command("list")(list_names)
 
 

@@ -1,4 +1,4 @@
-"""The options of `paceline generate`, as one dataclass: a field is an option, a key of the config and a variable."""
+"""The options of the commands, as dataclasses: a field is an option, a key of the config and a variable."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import typer
 from .settings import read_config
 
 _PROMPT, _MODELS, _DRAFT, _CHOICE = "Prompt", "Models", "Drafting", "Choosing tokens"
-_STOP, _SHOW, _SETTINGS = "Stopping", "Output", "Settings"
+_STOP, _SHOW, _SETTINGS, _AUDIT = "Stopping", "Output", "Settings", "Audit"
 
 
 def _value(panel: str, metavar: str, help: str, *names: str, **more: Any) -> Any:
@@ -22,9 +22,20 @@ def _flag(panel: str, name: str, help: str) -> Any:
     return _value(panel, "", help, name)
 
 
+def _dotted(panel: str, name: str, example: str) -> Any:
+    """`--drafter.longest 4`: the options of something that is chosen by name."""
+    help = f"An option of the {name}, such as --{name}.{example} (see `paceline list {name}s`)."
+    return _value(panel, "VALUE", help, f"--{name}.NAME", allow_from_autoenv=False)
+
+
+def _config(command: str) -> Any:
+    help = rf"Settings from the \[{command}] table of a TOML file."
+    return _value(_SETTINGS, "FILE", help, "--config", is_eager=True, callback=read_config)
+
+
 @dataclass(frozen=True)
-class GenerateOptions:
-    """What `paceline generate` was told. None means: not said, so the library's own default holds."""
+class PromptOptions:
+    """What to write on from."""
 
     prompt: Annotated[
         str | None, typer.Argument(metavar="PROMPT", help="What to continue; '-' reads it from standard input.")
@@ -34,28 +45,46 @@ class GenerateOptions:
     )
     system: Annotated[str | None, _value(_PROMPT, "TEXT", "A system message before it; implies --chat.")] = None
 
+
+@dataclass(frozen=True)
+class PairOptions:
+    """Which models, which drafter and which rule: the same for every command that decodes."""
+
     target: Annotated[str, _value(_MODELS, "MODEL", "Catalogue name, hub id, folder or .gguf file.")] = "smollm2-135m"
+    guidance_scale: Annotated[
+        float | None, _value(_MODELS, "X", "Classifier-free guidance, away from the negative prompt; 1 is off.")
+    ] = None
+    negative_prompt: Annotated[
+        str | None, _value(_MODELS, "TEXT", "What to be guided away from; else the prompt's last token alone.")
+    ] = None
+    amateur: Annotated[
+        str | None, _value(_MODELS, "MODEL", "Contrastive decoding: a weaker model to stay away from.")
+    ] = None
     dtype: Annotated[str | None, _value(_MODELS, "TYPE", "float32, bfloat16, float16, float64 or auto.")] = None
     device: Annotated[str | None, _value(_MODELS, "DEVICE", "cpu, cuda, cuda:1 …; CUDA where there is one.")] = None
 
     draft: Annotated[
         str, _value(_DRAFT, "DRAFT", "A drafter's name, a smaller model, or none.", "--draft", "--drafter")
     ] = "prompt-lookup"
-    drafter_options: Annotated[
-        list[str] | None,
-        _value(
-            _DRAFT,
-            "VALUE",
-            "An option of the drafter, such as --drafter.longest 4 (see `paceline list drafters`).",
-            "--drafter.NAME",
-            allow_from_autoenv=False,
-        ),
-    ] = None
+    drafter_options: Annotated[list[str] | None, _dotted(_DRAFT, "drafter", "longest 4")] = None
     gamma: Annotated[int, _value(_DRAFT, "N", "Tokens drafted in a row.")] = 5
     nodes: Annotated[int | None, _value(_DRAFT, "N", "Tokens of a drafted tree, in all.")] = None
-    rule: Annotated[str, _value(_DRAFT, "RULE", "What decides about a draft: match, ratio, auto.")] = "match"
+    rule: Annotated[str, _value(_DRAFT, "RULE", "What decides about a draft (see `paceline list rules`).")] = "match"
+    rule_options: Annotated[list[str] | None, _dotted(_DRAFT, "rule", "lenience 0.5")] = None
+    allow_lossy: Annotated[
+        bool, _flag(_DRAFT, "--allow-lossy", "Permit a rule that changes what is written, for speed.")
+    ] = False
     speculative_config: Annotated[
         str | None, _value(_DRAFT, "JSON", "The same in vLLM's words: method, model, num_speculative_tokens …")
+    ] = None
+
+
+@dataclass(frozen=True)
+class GenerateOptions(PairOptions, PromptOptions):
+    """What `paceline generate` was told. None means: not said, so the library's own default holds."""
+
+    prediction: Annotated[
+        str | None, _value(_DRAFT, "TEXT", "What you expect to be written, or @FILE: drafted where it fits.")
     ] = None
 
     temperature: Annotated[
@@ -76,6 +105,14 @@ class GenerateOptions:
     frequency_penalty: Annotated[float | None, _value(_CHOICE, "X", "The same, for every time they occur.")] = None
     logit_bias: Annotated[list[str] | None, _value(_CHOICE, "ID=X", "Add X to a token's score; repeatable.")] = None
     ban: Annotated[list[int] | None, _value(_CHOICE, "ID", "Never write this token; repeatable.")] = None
+    beams: Annotated[int | None, _value(_CHOICE, "N", "Beam search: the best of N texts at once, greedy only.")] = None
+    length_penalty: Annotated[
+        float | None, _value(_CHOICE, "X", "Of --beams: scores are divided by length to the power of X.")
+    ] = None
+    early_stopping: Annotated[
+        str | None, _value(_CHOICE, "WHEN", "Of --beams: yes (as soon as N texts ended), no, or never.")
+    ] = None
+    n_best: Annotated[int | None, _value(_CHOICE, "N", "Of --beams: show the N best texts with their scores.")] = None
     seed: Annotated[int | None, _value(_CHOICE, "N", "The same seed gives the same text; else a new one.")] = None
 
     max_new_tokens: Annotated[int, _value(_STOP, "N", "Tokens to write at most.")] = 128
@@ -96,17 +133,34 @@ class GenerateOptions:
     logprobs: Annotated[int | None, _value(_SHOW, "K", "Log-probabilities of the tokens and K others.")] = None
     json: Annotated[bool, _flag(_SHOW, "--json", "One JSON object on stdout and nothing else.")] = False
 
-    config: Annotated[
+    config: Annotated[Path | None, _config("generate")] = None
+    print_config: Annotated[
+        bool, _flag(_SETTINGS, "--print-config", "Show all settings and where they come from, and stop.")
+    ] = False
+    debug: Annotated[bool, _flag(_SETTINGS, "--debug", "Show the traceback of an error.")] = False
+
+
+@dataclass(frozen=True)
+class AuditOptions(PairOptions):
+    """What `paceline audit` was told."""
+
+    prompts: Annotated[
         Path | None,
-        _value(
-            _SETTINGS,
-            "FILE",
-            r"Settings from the \[generate] table of a TOML file.",
-            "--config",
-            is_eager=True,
-            callback=read_config,
-        ),
+        _value(_AUDIT, "FILE", "Prompts: one per line, or .jsonl with 'prompt' or 'turns'; else a few of our own."),
     ] = None
+    limit: Annotated[int | None, _value(_AUDIT, "N", "Only the first N prompts.")] = None
+    tokens: Annotated[int, _value(_AUDIT, "N", "Tokens of each text that is compared with plain decoding.")] = 48
+    positions: Annotated[int, _value(_AUDIT, "N", "Places where the law of the next two tokens is tested.")] = 2
+    samples: Annotated[int, _value(_AUDIT, "N", "Samples at each of them; 0 leaves the statistics out.")] = 500
+    temperature: Annotated[float, _value(_AUDIT, "X", "Of the same-seed texts and of the samples.")] = 0.8
+    false_alarm: Annotated[float, _value(_AUDIT, "X", "The chance that an exact decoder fails the statistics.")] = 1e-4
+    seed: Annotated[int, _value(_AUDIT, "N", "The first seed of the texts and of the samples.")] = 0
+    only_rule: Annotated[bool, _flag(_AUDIT, "--only-rule", "Only the rule, on toy laws; no model is read.")] = False
+
+    report: Annotated[Path | None, _value(_SHOW, "FILE", "Write a report; .html or .md.")] = None
+    json: Annotated[bool, _flag(_SHOW, "--json", "One JSON object on stdout and nothing else.")] = False
+
+    config: Annotated[Path | None, _config("audit")] = None
     print_config: Annotated[
         bool, _flag(_SETTINGS, "--print-config", "Show all settings and where they come from, and stop.")
     ] = False

@@ -7,7 +7,7 @@ import math
 import platform
 from typing import TYPE_CHECKING, Any
 
-from .session import drafter_settings
+from .session import options_of
 
 if TYPE_CHECKING:
     from paceline.engine.decoder import SpeculativeDecoder
@@ -32,6 +32,7 @@ def summary(result: Generation, speculates: bool) -> str:
         parts += [f"τ {stats.mean_accepted_length:.2f}", share]
     elif speculates:
         parts.append("nothing was drafted")
+    parts += [f"LOSSY (rule {stats.rule})"] if stats.lossy else []
     parts.append(ending(result))
     return ", ".join(parts)
 
@@ -52,10 +53,11 @@ def settings_of(decoder: SpeculativeDecoder, settings: dict[str, Any]) -> dict[s
         "dtype": str(lm.dtype).removeprefix("torch."),
         "device": str(lm.device),
         "draft": decoder.drafter.name,
-        "drafter_options": drafter_settings(decoder.drafter),
+        "drafter_options": options_of(decoder.drafter),
         "gamma": decoder.gamma,
         "nodes": decoder.nodes,
         "rule": decoder.rule.name,
+        "rule_options": options_of(decoder.rule),
         **settings,
     }
 
@@ -71,6 +73,8 @@ def result_as_dict(result: Generation, tokenizer: Any) -> dict[str, Any]:
         "from_draft": result.trace.from_draft,
         "stats": result.stats.as_dict(),
     }
+    if result.beams is not None:
+        told["beams"] = [vars(beam) for beam in result.beams]
     if result.logprobs is not None:
         told["logprobs"] = [
             {
@@ -107,6 +111,11 @@ def _finite(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [_finite(each) for each in value]
     return value
+
+
+def beam_lines(result: Generation) -> list[str]:
+    """The other texts of a search, best first."""
+    return [f"[{place}, score {beam.score:.3f}] {beam.text}" for place, beam in enumerate(result.beams or (), 1)][1:]
 
 
 def logprob_lines(result: Generation, tokenizer: Any) -> list[str]:

@@ -6,23 +6,26 @@ import re
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, fields
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from paceline.core.errors import InputError
 
 from .drafting import Drafting, convert_options
-from .options import GenerateOptions
+from .options import GenerateOptions, PairOptions
 from .terminal import preparing
 
 if TYPE_CHECKING:
-    from paceline.core.contracts import Drafter
+    from paceline.core.contracts import Drafter, Rule
     from paceline.engine.decoder import SpeculativeDecoder
     from paceline.models import LanguageModel
 
 _GIVEN_AS_IS = (
     "max_new_tokens", "min_new_tokens", "temperature", "top_k", "top_p", "min_p", "typical_p", "noise",
     "dynamic_temperature", "repetition_penalty", "presence_penalty", "frequency_penalty", "seed", "logprobs",
+    "length_penalty",
 )  # fmt: skip
+_EARLY: dict[str, bool | str] = {"yes": True, "no": False, "never": "never"}
 _ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "s": " ", "\\": "\\"}
 
 
@@ -57,7 +60,26 @@ def read_settings(said: GenerateOptions) -> dict[str, Any]:
         settings["logit_bias"] = dict(_bias(each) for each in said.logit_bias)
     if said.ignore_eos:
         settings["ignore_eos"] = True
+    if said.prediction is not None:
+        settings["prediction"] = _read_prediction(said.prediction)
+    if said.beams is not None:
+        settings["num_beams"] = said.beams
+    if said.n_best is not None:
+        settings["num_return_sequences"] = said.n_best
+    if said.early_stopping is not None:
+        if said.early_stopping not in _EARLY:
+            raise InputError(f"--early-stopping must be yes, no or never, got '{said.early_stopping}'.")
+        settings["early_stopping"] = _EARLY[said.early_stopping]
     return settings
+
+
+def _read_prediction(text: str) -> str:
+    if not text.startswith("@"):
+        return text
+    try:
+        return Path(text[1:]).read_text(encoding="utf-8")
+    except (OSError, UnicodeError) as error:
+        raise InputError(f"--prediction {text} cannot be read: {error}.") from None
 
 
 def _unescape(text: str) -> str:
@@ -78,24 +100,40 @@ def _bias(text: str) -> tuple[int, float]:
         raise InputError(f"--logit-bias must be ID=VALUE, such as 42=-1.5, got '{text}'.") from None
 
 
-def open_decoder(said: GenerateOptions, drafting: Drafting, settings: dict[str, Any]) -> SpeculativeDecoder:
+def open_decoder(said: PairOptions, drafting: Drafting, settings: dict[str, Any], rows: int = 16) -> SpeculativeDecoder:
     """Check the names and numbers, load the model or models, and put them together."""
     with preparing(f"loading {said.target}"):
-        from paceline.core.contracts import RULES
         from paceline.engine.request import build_requests
 
-        _check_counts(gamma=drafting.gamma, nodes=said.nodes, repeats=said.repeats)
+        check_counts(gamma=drafting.gamma, nodes=said.nodes)
         build_requests(1, settings)
-        RULES[said.rule]
+        open_rule(said, drafting)
+        _check_branches(said)
         drafter = draft_of(said, drafting)
-    return pair(said, drafting, load_target(said), drafter)
+    return pair(said, drafting, load_target(said), drafter, rows)
 
 
-def load_target(said: GenerateOptions) -> LanguageModel:
-    return _load(said, said.target)
+def load_target(said: PairOptions) -> LanguageModel:
+    """The target, with a second branch where one was asked for."""
+    _check_branches(said)
+    target = _load(said, said.target)
+    from paceline.models.guided import contrast, guided
+
+    if said.amateur is not None:
+        return contrast(target, _load(said, said.amateur))
+    if said.guidance_scale is not None:
+        return guided(target, said.guidance_scale, said.negative_prompt or "")
+    return target
 
 
-def _load(said: GenerateOptions, source: str) -> LanguageModel:
+def _check_branches(said: PairOptions) -> None:
+    if said.negative_prompt is not None and said.guidance_scale is None:
+        raise InputError("--negative-prompt is for --guidance-scale; give both.")
+    if said.amateur is not None and said.guidance_scale is not None:
+        raise InputError("--amateur and --guidance-scale both make a target of two branches; use one of them.")
+
+
+def _load(said: PairOptions, source: str) -> LanguageModel:
     with preparing(f"loading {source}") as progress:
         from paceline.models import load
 
@@ -103,20 +141,32 @@ def _load(said: GenerateOptions, source: str) -> LanguageModel:
 
 
 def pair(
-    said: GenerateOptions, drafting: Drafting, target: LanguageModel, drafter: Drafter | None = None
+    said: PairOptions, drafting: Drafting, target: LanguageModel, drafter: Drafter | None = None, rows: int = 16
 ) -> SpeculativeDecoder:
-    """A target that is loaded, and its drafter."""
+    """A target that is loaded, its drafter and its rule."""
     from paceline.engine.decoder import SpeculativeDecoder
 
-    drafter = drafter or draft_of(said, drafting)
-    return SpeculativeDecoder(target, drafter, gamma=drafting.gamma, rule=said.rule, nodes=said.nodes)
+    drafter, rule = drafter or draft_of(said, drafting), open_rule(said, drafting)
+    settings: dict[str, Any] = {"gamma": drafting.gamma, "nodes": said.nodes, "rows": rows}
+    return SpeculativeDecoder(target, drafter, rule=rule, allow_lossy=said.allow_lossy, **settings)
 
 
-def draft_of(said: GenerateOptions, drafting: Drafting) -> Drafter:
+def draft_of(said: PairOptions, drafting: Drafting) -> Drafter:
     return _make_drafter(drafting, lambda source: _load(said, source))
 
 
-def _check_counts(**counts: int | None) -> None:
+def open_rule(said: PairOptions, drafting: Drafting) -> Rule:
+    """The rule with its options, refused if it is lossy and nobody allowed that."""
+    from paceline.core.contracts import RULES
+    from paceline.engine.decoder import check_lossless, make_rule
+
+    options = convert_options(drafting.rule_options, RULES[said.rule].Options, "rule", said.rule)
+    rule = make_rule(said.rule, options)
+    check_lossless(rule, said.allow_lossy)
+    return rule
+
+
+def check_counts(**counts: int | None) -> None:
     for name, value in counts.items():
         if value is not None and value < 1:
             raise InputError(f"--{name} must be at least 1, got {value}.")
@@ -131,7 +181,7 @@ def _make_drafter(drafting: Drafting, load: Callable[[str], Any]) -> Drafter:
     if draft not in DRAFTERS and not is_model(draft):
         return make_drafter(draft, {})  # says what is wrong with the name
     name = draft if draft in DRAFTERS else "draft-model"
-    options = convert_options(drafting.options, DRAFTERS[name].Options, name)
+    options = convert_options(drafting.options, DRAFTERS[name].Options, "drafter", name)
     if draft not in DRAFTERS:
         draft = load(draft)
     elif isinstance(options.get("model"), str):
@@ -139,9 +189,9 @@ def _make_drafter(drafting: Drafting, load: Callable[[str], Any]) -> Drafter:
     return make_drafter(draft, options)
 
 
-def drafter_settings(drafter: Drafter) -> dict[str, Any]:
-    """The drafter's options as plain values; a model by its name."""
-    options = getattr(drafter, "options", None)
+def options_of(owner: Drafter | Rule) -> dict[str, Any]:
+    """Its options as plain values; a model by its name."""
+    options = getattr(owner, "options", None)
     if options is None:
         return {}
     values = {field.name: getattr(options, field.name) for field in fields(options)}

@@ -22,7 +22,9 @@ PREFIX = "PACELINE"
 CONTEXT = {"auto_envvar_prefix": PREFIX}  # on each command, so that PACELINE_SEED means the same everywhere
 _SOURCES = {"COMMANDLINE": "flag", "ENVIRONMENT": "environment", "DEFAULT_MAP": "config"}
 _NOT_IN_CONFIG = {"prompt", "config", "print_config", "debug", "help"}
-_DRAFTER = "--drafter."
+_DOTTED = ("--drafter.", "--rule.")
+_TABLES = {"drafter_options": "drafter", "rule_options": "rule-options"}  # options that are a table of the config
+_FIELDS = {table: field for field, table in _TABLES.items()}
 
 
 def takes(options: type[T]) -> Callable[[Callable[[typer.Context, T], None]], Callable[..., None]]:
@@ -48,7 +50,7 @@ def takes(options: type[T]) -> Callable[[Callable[[typer.Context, T], None]], Ca
 
 
 class SettingsCommand(TyperCommand):
-    """A command that understands `--drafter.NAME VALUE` for whatever the drafter's options are called."""
+    """A command that understands `--drafter.NAME VALUE` and `--rule.NAME VALUE`, whatever the options are called."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         return super().parse_args(ctx, list(_undotted(args)))
@@ -61,12 +63,13 @@ def _undotted(args: list[str]) -> Iterator[str]:
         if arg == "--":
             yield arg
             yield from rest
-        elif arg.startswith(_DRAFTER):
-            name, given, value = arg.removeprefix(_DRAFTER).partition("=")
+        elif arg.startswith(_DOTTED):
+            owner, _, rest_of_it = arg.partition(".")
+            name, given, value = rest_of_it.partition("=")
             following = value if given else next(rest, None)
             if following is None:
-                raise InputError(f"{_DRAFTER}{name} needs a value, such as {_DRAFTER}{name} 4.")
-            yield from (f"{_DRAFTER}NAME", f"{name.replace('-', '_')}={following}")
+                raise InputError(f"{owner}.{name} needs a value, such as {owner}.{name} 4.")
+            yield from (f"{owner}.NAME", f"{name.replace('-', '_')}={following}")
         else:
             yield arg
 
@@ -116,7 +119,7 @@ def _defaults(ctx: typer.Context, path: Path, content: dict[str, Any]) -> dict[s
     known = {p.name: p for p in ctx.command.params if p.name and p.name not in _NOT_IN_CONFIG}
     defaults: dict[str, Any] = {}
     for key, value in table.items():
-        name = "drafter_options" if key == "drafter" else key.replace("-", "_")
+        name = _FIELDS.get(key, key.replace("-", "_"))
         if name not in known:
             raise UnknownNameError(f"setting in '{path}'", key, [_key(each) for each in known])
         defaults[name] = _listed(value) if known[name].multiple else value  # type: ignore[attr-defined]
@@ -137,27 +140,32 @@ def _shown(value: Any) -> str:
 # ---- --print-config
 
 
-def show_config(command: str, values: dict[str, Any], origins: dict[str, str], drafter: dict[str, str]) -> str:
-    """The settings as a config file that says the same; what is not set is a comment."""
+def show_config(
+    command: str, values: dict[str, Any], origins: dict[str, str], tables: dict[str, dict[str, str]]
+) -> str:
+    """The settings as a config file that says the same; what is not set is a comment. `tables`: the options of what
+    was chosen by name."""
     lines = [f"[{command}]"]
     for name, value in values.items():
-        if name in _NOT_IN_CONFIG or name == "drafter_options":
+        if name in _NOT_IN_CONFIG or name in _TABLES:
             continue
         if value is None:
             lines.append(f"# {_key(name)} is not set")
         else:
             lines.append(f"{_key(name)} = {_toml(value)}  # {origins[name]}")
-    if drafter:
-        lines += ["", f"[{command}.drafter]", *(f"{_key(name)} = {_literal(value)}" for name, value in drafter.items())]
+    for name, options in tables.items():
+        if options:
+            lines += ["", f"[{command}.{_key(name)}]"]
+            lines += [f"{_key(each)} = {_literal(value)}" for each, value in options.items()]
     return "\n".join(lines)
 
 
 def _key(name: str) -> str:
-    return "drafter" if name == "drafter_options" else name.replace("_", "-")
+    return _TABLES.get(name, name.replace("_", "-"))
 
 
 def _literal(text: str) -> str:
-    """The options of a drafter are text until their types are known; a number need not look like text."""
+    """Options of what was chosen by name are text until their types are known; a number need not look like text."""
     return text if re.fullmatch(r"-?\d+(\.\d+)?|true|false", text) else _toml(text)
 
 

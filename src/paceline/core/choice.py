@@ -84,9 +84,14 @@ class Choice:
         if self.batch.deterministic or draw == "certain":
             return self.batch.edit(logits, self.prefix).argmax(-1), None
         law = self.law(logits)
-        purpose = Purpose.TARGET if draw == "coupled" else Purpose.DRAFT
-        where = (law.weights / self._noise(law, logits.shape[-1], purpose)).argmax(-1)
-        return _named(where, law), law
+        if draw == "coupled":
+            noise = self._noise(law, logits.shape[-1], Purpose.TARGET)
+        else:
+            # of this round alone: rules that judge a chain from its end look at tokens they then reject, and the next
+            # round drafts those places again
+            branch = self.position - self.table.length + 1
+            noise = self._fresh(branch, logits.shape[-1] if law.ids is None else law.ids)
+        return _named((law.weights / noise).argmax(-1), law), law
 
     def siblings(
         self, logits: Tensor, k: int, draw: Draw, branch: Tensor | None = None
@@ -123,11 +128,12 @@ class Choice:
 
     def _independent(self, dense: Tensor, k: int, branch: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Siblings that do not look at each other: k races at every place; twins may come out."""
-        races = [dense / self._fresh(branch * k + i, dense.shape[-1]) for i in range(k)]
-        tokens = torch.stack([race.argmax(-1) for race in races], -1)
+        V = dense.shape[-1]
+        races = dense.unsqueeze(-2) / self._fresh(branch, k * V).unflatten(-1, (k, V))
+        tokens = races.argmax(-1)
         return tokens, dense.gather(-1, tokens), dense
 
-    def _fresh(self, branch: Tensor, vocabulary: int) -> Tensor:
+    def _fresh(self, branch: Tensor, vocabulary: int | Tensor) -> Tensor:
         """[R,Q,V]: noise of this round's own for the places `branch` [R,Q]."""
         return exponential(self.batch.key(Purpose.DRAFT), self.table.length + branch * _BRANCH, vocabulary)
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
 
+from .beams import Grouped
 from .choice import Choice, Draw
 from .registry import Registry
 from .tree import Drawn, TokenTree
@@ -40,6 +41,11 @@ class RowsView(Protocol):
     @property
     def settled(self) -> list[int]:
         """How many tokens of each text will stay: all of them, but for a draft inside a draft (see `staged`)."""
+        ...
+
+    @property
+    def predictions(self) -> list[list[int] | None]:
+        """What each row's caller expects to be written, where it said so (see `prediction`)."""
         ...
 
     def choice(self, depth: Tensor | slice, path: tuple[Tensor, Tensor] | None = None) -> Choice:
@@ -88,6 +94,11 @@ class Reader(Protocol):
         """
         ...
 
+    def reorder(self, rows: RowsView, source: Sequence[int]) -> None:
+        """Row r becomes a copy of row source[r], its scratch tokens too. Called before `keep`, while `rows` are still
+        as they were."""
+        ...
+
     def keep(self, rows: RowsView, path: Tensor | None) -> None:
         """Make the scratch tokens `path` [R,D] permanent, in that order, and forget the others (None: the chain stays
         in place, as far as it will be committed). Called before the rows commit."""
@@ -115,7 +126,8 @@ class Drafter(ABC):
     Options: ClassVar[type]  # a small dataclass; its fields are the API's and the command line's options
     speculates: ClassVar[bool] = True  # false for the one that drafts nothing
     on_device: ClassVar[bool] = False  # proposes from device tensors without a host read, and is trusted to be valid
-    needs_taps: ClassVar[tuple[float, ...]] = ()  # relative depths of the target's hidden states it wants to see
+    takes_prediction: bool = False  # drafts from `rows.predictions`
+    needs_taps: tuple[float, ...] = ()  # relative depths of the target's hidden states it wants to see
 
     def check(self, target: Any) -> None:  # noqa: B027
         """Refuse, with `UnsupportedError`, a target this drafter cannot draft for."""
@@ -140,6 +152,12 @@ class Drafter(ABC):
     def keep(self, rows: RowsView, verdict: Verdict, reading: Reading) -> None:  # noqa: B027
         """What was decided, on the device, before the rows commit it; `reading` is the target's pass over the draft."""
 
+    def reorder(self, rows: RowsView, source: Sequence[int]) -> bool:
+        """Row r goes on as a copy of row source[r], with the draft just made (beam search); `rows` are still as they
+        were, and `keep` follows. False: this drafter does not follow; it is not told `keep`, and all its rows are
+        released and admitted anew when the round is committed."""
+        return False
+
     def rewind(self, lengths: list[int]) -> None:  # noqa: B027
         """The texts were cut back to these lengths: inside another drafter. Stores learn only what is `settled`."""
 
@@ -155,10 +173,11 @@ class Rule(ABC):
     """Decides what of a draft is kept. A pure function of the draft, the logits and the choice at hand."""
 
     name: ClassVar[str] = "unnamed"
-    exact: ClassVar[str] = "text"  # what it keeps: "text", "law", or "" when lossy
+    exact: ClassVar[str] = "text"  # what it keeps: "text", "law", "beam" (the result of beam search), or "" when lossy
     draw: Draw = "coupled"  # how it wants drafts to be drawn
     judges: ClassVar[tuple[Drawn, ...]] = ("certain", "coupled", "iid", "without_replacement")
     branches: ClassVar[bool] = True  # can it judge trees, or chains only?
+    num_beams: int = 1  # of a request that does not say
 
     @dataclass(frozen=True)
     class Options:
@@ -167,9 +186,13 @@ class Rule(ABC):
     def __init__(self, options: Any = None) -> None:
         self.options = options or self.Options()
 
+    def open(self, rows: Grouped) -> None:  # noqa: B027
+        """A batch begins. For a rule that decides about rows together: which of them are one search."""
+
     @abstractmethod
     def verify(self, tree: TokenTree, logits: Tensor, choice: Choice) -> Verdict:
-        """logits [R,1+N,V]: of the last committed token and of every node. Must not read anything to the host."""
+        """logits [R,1+N,V]: of the last committed token and of every node. Must not read anything to the host
+        (but for a rule that walks there, and says so)."""
 
 
 DRAFTERS: Registry[Drafter] = Registry("drafter", "paceline.drafters")

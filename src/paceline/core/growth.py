@@ -7,7 +7,7 @@ None: a chain). The same code draws chains and trees of every shape, coupled wit
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -18,13 +18,13 @@ from .choice import Draw
 from .contracts import Budget, RowsView, arange
 from .errors import InputError
 from .law import Law
+from .rank_meter import RankMeter
 from .shape import Shape
 from .tree import Drawn, TokenTree
 from .verdict import Verdict
 
 Expand = Callable[[Tensor | None, Tensor | None], Tensor]
 _TREES = ("chain", "levels", "best-first", "static", "optimal")
-_FIRST_LOOK = 16  # rounds before the shape is first fitted to what was measured; then at every doubling
 
 
 @dataclass(frozen=True)
@@ -52,8 +52,8 @@ class Grower:
         self.fed = 0  # tokens the last draft asked `expand` for
         self.slots: Tensor | None = None  # [R,N]: the number of each node among them, -1: never asked (None: a chain)
         self._shape = Shape.of(options.shape)
-        self._meter = _RankMeter()
-        self._ranks: Tensor | None = None
+        self._meter = RankMeter()
+        self._last: _Growth | None = None  # what was grown last, while its shape is fitted to what is accepted
 
     def run(self, rows: RowsView, budget: Budget, expand: Expand) -> TokenTree:
         """A draft within the budget."""
@@ -64,7 +64,8 @@ class Grower:
             self._by_shape(growth, budget, expand)
         else:
             self._by_sureness(growth, budget, expand)
-        self.fed, self.slots, self._ranks = growth.fed, growth.slots, growth.rank
+        self.fed, self.slots = growth.fed, growth.slots
+        self._last = growth if self.options.tree == "optimal" else None
         return growth.tree()
 
     def kept(self, verdict: Verdict) -> Tensor | None:
@@ -73,9 +74,16 @@ class Grower:
         path = verdict.path
         if path is None or self.slots is None or path.shape[1] == 0:
             return path
-        if self.options.tree == "optimal" and self._ranks is not None:
-            self._meter.add(self._ranks, verdict)
+        if self._last is not None:
+            self._meter.add(self._last.rank, self._last.parents, verdict)
         return self.slots.gather(1, path).clamp(min=0)
+
+    def reorder(self, source: Sequence[int]) -> None:
+        """Row r goes on as a copy of row source[r], with the draft just grown."""
+        some = list(source)
+        self.slots = None if self.slots is None else self.slots[some]
+        if self._last is not None:
+            self._last.rank, self._last.parents = self._last.rank[some], self._last.parents[some]
 
     def _chain(self, rows: RowsView, budget: Budget, expand: Expand) -> TokenTree:
         logits = expand(None, None)
@@ -132,44 +140,6 @@ class Grower:
             acceptance = self._meter.acceptance(max(widest, 4))
             self._shape = Shape.optimal(acceptance, len(Shape.of(self.options.shape).paths), budget.depth)
         return self._shape.within(budget.depth, budget.nodes, vocabulary)
-
-
-class _RankMeter:
-    """How often the child of each rank was the accepted one. Counted on the device, read at every doubling."""
-
-    def __init__(self) -> None:
-        self._hits: Tensor | None = None
-        self._rounds, self._next = 0, _FIRST_LOOK
-        self._walks: Tensor | None = None
-
-    def add(self, ranks: Tensor, verdict: Verdict) -> None:
-        """`ranks` [R,N]: the rank of every node among its siblings."""
-        assert verdict.path is not None
-        inside = arange(0, verdict.path.shape[1], ranks.device) < verdict.accepted
-        taken = ranks.gather(1, verdict.path).where(inside, 63).clamp(max=63).flatten()
-        hits = torch.zeros(64, dtype=torch.int64, device=ranks.device).scatter_add_(0, taken, torch.ones_like(taken))
-        walks = (verdict.accepted + 1).sum()  # the places to choose: after the text and after every accepted node
-        self._hits = hits if self._hits is None else self._hits + hits
-        self._walks = walks if self._walks is None else self._walks + walks
-        self._rounds += 1
-
-    def due(self) -> bool:
-        if self._rounds < self._next:
-            return False
-        self._next *= 2
-        return True
-
-    def acceptance(self, ranks: int) -> list[float]:
-        """A share for each rank, falling; a rank that was never tried gets half of the one before it."""
-        assert self._hits is not None
-        assert self._walks is not None
-        hits, places = self._hits[:63].tolist(), max(1, int(self._walks))
-        found: list[float] = []
-        for rank in range(ranks):
-            measured = hits[rank] / places
-            before = found[-1] if found else 1.0
-            found.append(min(before, measured) if hits[rank] else before / 2)
-        return found
 
 
 def _chain_path(tokens: list[Tensor]) -> tuple[Tensor, Tensor]:

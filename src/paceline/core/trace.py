@@ -55,7 +55,7 @@ class Trace:
                 table[depths[node]][0] += 1
         return [(accepted, drafted) for accepted, drafted in table]
 
-    def stats(self, seconds: float) -> Stats:
+    def stats(self, seconds: float, rule: str = "", lossy: bool = False, predicted: bool = False) -> Stats:
         rounds = self.rounds
         return Stats(
             rounds=len(rounds),
@@ -64,6 +64,9 @@ class Trace:
             recovered=sum(r.own is not None and not r.bonus for r in rounds),
             bonus=sum(r.own is not None and r.bonus for r in rounds),
             seconds=seconds,
+            rule=rule,
+            lossy=lossy,
+            predicted=predicted,
         )
 
 
@@ -78,7 +81,8 @@ def _depths(entry: Round) -> list[int]:
 
 @dataclass(frozen=True)
 class Stats:
-    """The words of docs/exactness.md, and nothing else. `seconds` includes reading the prompt."""
+    """The words of docs/exactness.md, and nothing else. `seconds` includes reading the prompt; `lossy`: the rule may
+    have changed what the target would have written."""
 
     rounds: int
     drafted: int
@@ -86,10 +90,22 @@ class Stats:
     recovered: int
     bonus: int
     seconds: float
+    rule: str = ""
+    lossy: bool = False
+    predicted: bool = False  # the caller gave a prediction
 
     @property
     def emitted(self) -> int:
         return self.accepted + self.recovered + self.bonus
+
+    @property
+    def accepted_prediction_tokens(self) -> int:
+        """OpenAI's word for what was drafted from the caller's prediction and accepted."""
+        return self.accepted if self.predicted else 0
+
+    @property
+    def rejected_prediction_tokens(self) -> int:
+        return self.drafted - self.accepted if self.predicted else 0
 
     @property
     def acceptance_rate(self) -> float:
@@ -105,5 +121,8 @@ class Stats:
         return self.emitted / self.seconds if self.seconds > 0 else 0.0
 
     def as_dict(self) -> dict[str, Any]:
-        names = ("emitted", "acceptance_rate", "mean_accepted_length", "tokens_per_second")
-        return {**asdict(self), **{name: getattr(self, name) for name in names}}
+        names: tuple[str, ...] = ("emitted", "acceptance_rate", "mean_accepted_length", "tokens_per_second")
+        if self.predicted:
+            names += ("accepted_prediction_tokens", "rejected_prediction_tokens")
+        kept = {name: value for name, value in asdict(self).items() if name != "predicted"}
+        return {**kept, **{name: getattr(self, name) for name in names}}

@@ -145,8 +145,36 @@ class TokenTree:
         for row, (tokens, above) in enumerate(rows):
             if len(tokens) != len(above):
                 raise DrafterError(f"Row {row} of a draft has {len(tokens)} tokens but {len(above)} parents.")
+        if most == 0:  # nobody has an idea: nothing branches
+            return chains
         parents = torch.tensor(padded, dtype=torch.int64, device=device).view(len(rows), most)
         return TokenTree(chains.tokens, parents, chains.count, drawn, deepest=max(map(_depth, rows), default=0))
+
+    @staticmethod
+    def from_branches(rows: Sequence[Sequence[Sequence[int]]], most: int, device: torch.device | str) -> TokenTree:
+        """Some chains per row, the likeliest first, merged where they begin alike; a chain if no row has two."""
+        if all(len(chains) <= 1 for chains in rows):
+            return TokenTree.from_chains([chains[0][:most] if chains else [] for chains in rows], device)
+        return TokenTree.from_rows([merge_chains(chains, most) for chains in rows], device)
+
+
+def merge_chains(chains: Sequence[Sequence[int]], most: int) -> tuple[list[int], list[int]]:
+    """Chains with common beginnings as one tree of at most `most` nodes: (tokens, parents)."""
+    tokens: list[int] = []
+    parents: list[int] = []
+    known: dict[tuple[int, int], int] = {}
+    for chain in chains:
+        at = -1
+        for token in chain:
+            child = known.get((at, token))
+            if child is None:
+                if len(tokens) == most:
+                    break
+                child = known[(at, token)] = len(tokens)
+                tokens.append(token)
+                parents.append(at)
+            at = child
+    return tokens, parents
 
 
 def _depth(row: tuple[Sequence[int], Sequence[int]]) -> int:

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from .beams import BeamState
+
 NOTHING = -1  # padding after the last emitted token
 BROKEN = -2  # the logits at this place were NaN, or every token was forbidden: no token could be chosen
 
@@ -14,8 +16,11 @@ BROKEN = -2  # the logits at this place were NaN, or every token was forbidden: 
 class Verdict:
     """emitted [R,D+1]: the accepted tokens, then the target's own token, then NOTHING. accepted [R,1]: how many of them
     were drafted. path [R,D]: the accepted nodes in order, padded with the row's own last accepted node or 0 (None:
-    a chain, nodes 0..accepted-1)."""
+    a chain, nodes 0..accepted-1). source: which old row each row continues, where a rule lets them change places; its
+    path is in that row's tree (None: every row its own). beams: how far each search now is (None: no beams)."""
 
     emitted: Tensor
     accepted: Tensor
     path: Tensor | None = None
+    source: tuple[int, ...] | None = None
+    beams: tuple[BeamState, ...] | None = None

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -20,8 +21,52 @@ from paceline.models.vocabulary import check_same_vocabulary
 _TREE = -1
 
 
+class ModelDrafter(Drafter):
+    """A drafter that runs a smaller model: what its kinds have in common."""
+
+    Options: ClassVar[type]
+
+    def __init__(self, options: Any = None) -> None:
+        self.options = options or self.Options()
+        if not isinstance(self.options.model, LanguageModel):
+            raise InputError(
+                f"{self.name} needs a model: SpeculativeDecoder(target, '{self.name}', options={{'model': 'name or "
+                "folder of a smaller model'})."
+            )
+        self.lm: LanguageModel = self.options.model
+        self._warned = False
+
+    def describe(self) -> str:
+        return f"{self.name} {self.lm.name}"
+
+    def check(self, target: LanguageModel) -> None:
+        check_same_vocabulary(target, self.lm)
+
+    def outgrown(self, lengths: list[int], depth: int) -> bool:
+        """Is there no room left in the draft model's context, for any row? Said once."""
+        if min(lengths) + depth <= self.lm.context:
+            return False
+        if not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"The text has outgrown the context of {self.lm.name} ({self.lm.context} tokens); "
+                "plain decoding goes on.",
+                PacelineWarning,
+                stacklevel=2,
+            )
+        return True
+
+
+def over_vocabulary(logits: Tensor, vocabulary: int) -> Tensor:
+    """Over the target's vocabulary: padded ids are impossible on both sides."""
+    extra = logits.shape[-1] - vocabulary
+    if extra > 0:
+        return logits[..., :vocabulary]
+    return logits if extra == 0 else torch.nn.functional.pad(logits, (0, -extra), value=float("-inf"))
+
+
 @DRAFTERS.register("draft-model")
-class DraftModel(Drafter):
+class DraftModel(ModelDrafter):
     """Let a smaller model with the same vocabulary write ahead, as a chain or as a tree."""
 
     @dataclass(frozen=True)
@@ -31,13 +76,7 @@ class DraftModel(Drafter):
     on_device = True
 
     def __init__(self, options: Options | None = None) -> None:
-        self.options = options or self.Options()
-        if not isinstance(self.options.model, LanguageModel):
-            raise InputError(
-                "draft-model needs a model: SpeculativeDecoder(target, draft='name or folder of a smaller model')."
-            )
-        self.lm: LanguageModel = self.options.model
-        self._warned = False
+        super().__init__(options)
         self._read: list[int] = []  # per row, how many committed tokens the draft's memory holds
         self._drafted_at: list[int] = []  # per row, its length when the last draft was made
         self._grower = Grower(self.options)
@@ -47,9 +86,6 @@ class DraftModel(Drafter):
         return f"draft-model {self.lm.name}{shape}"
 
     # ---- rows come and go
-
-    def check(self, target: LanguageModel) -> None:
-        check_same_vocabulary(target, self.lm)
 
     def open(self, target: LanguageModel, rows: RowsView) -> None:
         self.vocabulary = target.vocabulary
@@ -86,16 +122,24 @@ class DraftModel(Drafter):
         # an accepted leaf was never read: what is copied for it is read anew in the next round
         self._reader.keep(rows, self._grower.kept(verdict))
 
+    def reorder(self, rows: RowsView, source: Sequence[int]) -> bool:
+        self._reader.reorder(rows, source)
+        # a memory that is put together from two rows reaches as far as both of them did
+        self._read = [min(self._read[row], self._read[other]) for row, other in enumerate(source)]
+        if self._fed is not None:
+            self._drafted_at = [self._drafted_at[other] for other in source]
+        self._grower.reorder(source)
+        return True
+
     def rewind(self, lengths: list[int]) -> None:
+        self._settle(lengths)
         self._read = [min(read, length - 1) for read, length in zip(self._read, lengths, strict=True)]
-        self._fed = None
 
     # ---- drafting
 
     def propose(self, rows: RowsView, budget: Budget) -> TokenTree:
         self._settle(rows.lengths)
-        if min(rows.lengths) + budget.depth > self.lm.context:
-            self._say_context_is_used_up()
+        if self.outgrown(rows.lengths, budget.depth):
             return TokenTree.empty(rows.count, rows.text.device)
         width = max(length - read for length, read in zip(rows.lengths, self._read, strict=True))
         if width > min(rows.lengths):  # a newcomer is shorter than what the others have to catch up
@@ -106,29 +150,12 @@ class DraftModel(Drafter):
         self._fed = self._grower.fed if self._grower.slots is None else _TREE
         return tree
 
-    def _say_context_is_used_up(self) -> None:
-        if not self._warned:
-            self._warned = True
-            warnings.warn(
-                f"The text has outgrown the context of {self.lm.name} ({self.lm.context} tokens); "
-                "plain decoding goes on.",
-                PacelineWarning,
-                stacklevel=2,
-            )
-
     def _expand(self, rows: RowsView, width: int) -> Expand:
         """What the draft model says after the text, and then after drafted tokens."""
 
         def expand(tokens: Tensor | None, parents: Tensor | None) -> Tensor:
             if tokens is None:
-                return self._logits(self._reader.extend(rows, width).logits)
-            return self._logits(self._reader.extend(rows, 0, tokens, parents).logits)
+                return over_vocabulary(self._reader.extend(rows, width).logits, self.vocabulary)
+            return over_vocabulary(self._reader.extend(rows, 0, tokens, parents).logits, self.vocabulary)
 
         return expand
-
-    def _logits(self, logits: Tensor) -> Tensor:
-        """Over the target's vocabulary: padded ids are impossible on both sides."""
-        extra = logits.shape[-1] - self.vocabulary
-        if extra > 0:
-            return logits[..., : self.vocabulary]
-        return logits if extra == 0 else torch.nn.functional.pad(logits, (0, -extra), value=float("-inf"))

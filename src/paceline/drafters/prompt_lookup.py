@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 
-from paceline.core.contracts import DRAFTERS, Budget, Drafter, RowsView
+from paceline.core.contracts import DRAFTERS, Budget, RowsView
 from paceline.core.errors import InputError
 from paceline.core.tree import TokenTree
 
+from .host import HostDrafter
+
 
 @DRAFTERS.register("prompt-lookup")
-class PromptLookup(Drafter):
+class PromptLookup(HostDrafter["_Index"]):
     """Copy from the prompt and the text so far: what followed the same words before."""
 
     @dataclass(frozen=True)
@@ -30,27 +32,17 @@ class PromptLookup(Drafter):
 
     def __init__(self, options: Options | None = None) -> None:
         self.options = options or self.Options()
-        self._indexes: list[_Index] = []
 
-    def open(self, target: object, rows: RowsView) -> None:
-        self._indexes = []
-
-    def admit(self, rows: RowsView, first: int) -> None:
-        del self._indexes[first:]
-        self._indexes += [_Index(self.options) for _ in range(first, rows.count)]
-
-    def release(self, row: int, last: int, length: int) -> None:
-        self._indexes[row] = self._indexes[last]
-        del self._indexes[last]
+    def begin(self, rows: RowsView, row: int) -> _Index:
+        return _Index(self.options)
 
     def propose(self, rows: RowsView, budget: Budget) -> TokenTree:
         drafts = []
-        for history, index, limit in zip(rows.histories, self._indexes, budget.limits, strict=True):
-            index.learn(history)
+        known = zip(rows.histories, rows.settled, self._states, budget.limits, strict=True)
+        for history, settled, index, limit in known:
+            index.learn(history, settled)
             drafts.append(index.continuations(history, min(limit, budget.depth)))
-        if self.options.branches == 1:
-            return TokenTree.from_chains([chains[0] if chains else [] for chains in drafts], "cpu")
-        return TokenTree.from_rows([_merge(chains, budget.nodes) for chains in drafts], "cpu")
+        return TokenTree.from_branches(drafts, budget.nodes, "cpu")
 
 
 class _Index:
@@ -61,12 +53,13 @@ class _Index:
         self._known = 1  # n-grams are known that end before the text's last word, so as not to find themselves
         self._ends: dict[tuple[int, ...], deque[int]] = {}
 
-    def learn(self, text: list[int]) -> None:
-        for end in range(self._known, len(text)):
+    def learn(self, text: list[int], settled: int) -> None:
+        """The first `settled` tokens of the text; the others may be taken back."""
+        for end in range(self._known, settled):
             for n in range(self.options.shortest, min(self.options.longest, end) + 1):
                 places = self._ends.setdefault(tuple(text[end - n : end]), deque(maxlen=self.options.branches))
                 places.appendleft(end)
-        self._known = max(self._known, len(text))
+        self._known = max(self._known, settled)
 
     def continuations(self, text: list[int], most: int) -> list[list[int]]:
         """Up to `branches` continuations, from the longest match down."""
@@ -84,22 +77,3 @@ def _copy(text: list[int], start: int, most: int) -> list[int]:
     """`most` tokens from `start`; a copy that reaches the end goes on into itself, as repetition does."""
     period = len(text) - start
     return [text[start + i % period] for i in range(most)]
-
-
-def _merge(chains: list[list[int]], most: int) -> tuple[list[int], list[int]]:
-    """Chains with common beginnings as one tree of at most `most` nodes."""
-    tokens: list[int] = []
-    parents: list[int] = []
-    known: dict[tuple[int, int], int] = {}
-    for chain in chains:
-        at = -1
-        for token in chain:
-            child = known.get((at, token))
-            if child is None:
-                if len(tokens) == most:
-                    break
-                child = known[(at, token)] = len(tokens)
-                tokens.append(token)
-                parents.append(at)
-            at = child
-    return tokens, parents

@@ -48,8 +48,11 @@ class CustomGenerate:
         streamer: Any = None,
         stop_strings: str | list[str] | None = None,
         seed: int | None = None,
+        rule_options: Mapping[str, Any] | None = None,
+        allow_lossy: bool = False,
     ) -> None:
         self.draft, self.gamma, self.rule, self.options = draft, gamma, rule, options
+        self.rule_options, self.allow_lossy = rule_options, allow_lossy
         self.tokenizer, self.streamer, self.stop_strings, self.seed = tokenizer, streamer, stop_strings, seed
         self.generations: list[Generation] = []  # of the last call, with their traces
         self._decoder: SpeculativeDecoder | None = None
@@ -66,6 +69,8 @@ class CustomGenerate:
         _refuse(generation_config, model_kwargs)
         decoder = self._decoder_for(model)
         padding = _padding(input_ids, model_kwargs.get("attention_mask"))
+        beams = generation_config.num_beams or 1
+        input_ids, padding = input_ids[::beams], padding[::beams]  # transformers repeats a prompt for every beam
         ids = input_ids.tolist()
         pads = [row[:skip] for row, skip in zip(ids, padding, strict=True)]
         settings: dict[str, Any] = {
@@ -76,7 +81,10 @@ class CustomGenerate:
             "ignore_eos": True,  # transformers' own criterion ends the text
             "seed": self._seeds(len(ids)),
             "stop": self.stop_strings,
+            "num_beams": beams,
         }
+        if beams > 1:
+            settings.update(_search(generation_config, stopping_criteria, pads))
         prompts = [row[skip:] for row, skip in zip(ids, padding, strict=True)]
         for process in logits_processor:
             refuse_memory(process)
@@ -85,7 +93,12 @@ class CustomGenerate:
         if self.streamer is not None:
             self.streamer.put(input_ids.cpu())
         self.generations = self._write(decoder, prompts, settings)
-        sequences = _rectangle(input_ids, [g.tokens for g in self.generations], _pad_id(generation_config))
+        written = [[g.tokens] if g.beams is None else [b.tokens for b in g.beams] for g in self.generations]
+        wanted = generation_config.num_return_sequences if beams > 1 else 1
+        for texts in written:
+            texts += [[]] * (wanted - len(texts))  # fewer texts than asked for are possible: the rest is padding
+        prompted = input_ids.repeat_interleave(wanted, 0)
+        sequences = _rectangle(prompted, [tokens for texts in written for tokens in texts], _pad_id(generation_config))
         return generate_output(sequences) if generation_config.return_dict_in_generate else sequences
 
     def _write(
@@ -105,7 +118,14 @@ class CustomGenerate:
         if self._decoder is None or self._decoder.target.model is not model:
             target = LanguageModel(model, self.tokenizer)
             self._decoder = SpeculativeDecoder(
-                target, self.draft, gamma=self.gamma, rule=self.rule, options=self.options, rows=1 << 16
+                target,
+                self.draft,
+                gamma=self.gamma,
+                rule=self.rule,
+                options=self.options,
+                rule_options=self.rule_options,
+                rows=1 << 16,
+                allow_lossy=self.allow_lossy,
             )
         return self._decoder
 
@@ -118,8 +138,10 @@ class CustomGenerate:
 
 def _refuse(generation_config: Any, model_kwargs: Mapping[str, Any]) -> None:
     """What cannot be honoured is an error, never silently dropped."""
-    if getattr(generation_config, "num_beams", 1) not in (None, 1):
-        raise UnsupportedError(f"num_beams={generation_config.num_beams} cannot be decoded speculatively here; use 1.")
+    if (generation_config.num_beams or 1) > 1 and generation_config.do_sample:
+        raise UnsupportedError(
+            f"num_beams={generation_config.num_beams} with do_sample=True is not supported; leave one of them out."
+        )
     for name in _REFUSED:
         if getattr(generation_config, name, False):
             raise UnsupportedError(f"{name} is not supported under custom_generate; leave it out.")
@@ -129,6 +151,20 @@ def _refuse(generation_config: Any, model_kwargs: Mapping[str, Any]) -> None:
     for name in sorted(set(model_kwargs) - _IGNORED):
         if model_kwargs[name] is not None:
             raise UnsupportedError(f"The model input '{name}' is not supported here; give token ids only.")
+
+
+def _search(generation_config: Any, stopping_criteria: Any, pads: list[list[int]]) -> dict[str, Any]:
+    """The settings of a beam search. Its ends of text are named, not asked for: it needs as many candidates more."""
+    eos = generation_config.eos_token_id
+    own = [c for c in stopping_criteria if type(c).__name__ not in ("EosTokenCriteria", "MaxLengthCriteria")]
+    return {
+        "num_return_sequences": generation_config.num_return_sequences,
+        "length_penalty": generation_config.length_penalty,
+        "early_stopping": generation_config.early_stopping,
+        "ignore_eos": eos is None,
+        "eos_token_ids": eos,
+        "criteria": [[_criterion(c, pad) for c in own] for pad in pads],
+    }
 
 
 def _padding(input_ids: Tensor, mask: Tensor | None) -> list[int]:
@@ -143,7 +179,7 @@ def _padding(input_ids: Tensor, mask: Tensor | None) -> list[int]:
 
 def _pad_id(generation_config: Any) -> int:
     pad = generation_config.pad_token_id
-    if pad is None:
+    if pad is None or (pad == 0 and (generation_config.num_beams or 1) > 1):  # as transformers' beam search has it
         eos = generation_config.eos_token_id
         pad = eos[0] if isinstance(eos, (list, tuple)) else eos
     return 0 if pad is None else int(pad)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 from paceline.core.contracts import DRAFTERS, RULES, Drafter, Rule
@@ -14,14 +15,15 @@ from paceline.drafters.draft_model import DraftModel
 from paceline.models import catalogue_names, is_model, load
 from paceline.models.language_model import LanguageModel, check_prompt
 
+from .beams import BeamGroup
 from .loop import Loop
-from .prompts import encode_all
+from .prompts import encode_all, encode_prediction
 from .request import Request, build_requests
 from .rows import Event, Row
 from .stopping import Detokenizer, Stopper, special_stops
 from .stream import Stream
 
-_NAMES = ("target", "draft", "gamma", "rule", "options", "rule_options", "nodes", "rows")
+_NAMES = ("target", "draft", "gamma", "rule", "options", "rule_options", "nodes", "rows", "allow_lossy")
 _ALIASES = ("assistant_model", "num_assistant_tokens", "prompt_lookup_num_tokens", "max_matching_ngram_size")
 Cancel = Callable[[], bool]
 
@@ -32,7 +34,7 @@ class SpeculativeDecoder:
     target: a LanguageModel, a transformers model, or anything `paceline.load` takes. draft: the name of a drafter, a
     Drafter, a model (object, catalogue name, hub id, folder, .gguf), or None for plain decoding. options: of the
     drafter, by name; rule_options: of the rule. gamma: tokens drafted in a row; nodes: of a tree, in all; rows: prompts
-    decoded at once.
+    decoded at once; allow_lossy: permits rules that change what is written.
     Transformers' names (assistant_model, num_assistant_tokens, prompt_lookup_num_tokens, max_matching_ngram_size) work.
     """
 
@@ -47,6 +49,7 @@ class SpeculativeDecoder:
         rule_options: Mapping[str, Any] | None = None,
         nodes: int | None = None,
         rows: int = 16,
+        allow_lossy: bool = False,
         **aliases: Any,
     ) -> None:
         draft, gamma, options = _translate(aliases, draft, gamma, options or {})
@@ -55,8 +58,10 @@ class SpeculativeDecoder:
                 raise InputError(f"{name} must be a whole number of at least 1, got {value!r}.")
         self.target = target if isinstance(target, LanguageModel) else load(target)
         self.rule = make_rule(rule, rule_options or {})
+        check_lossless(self.rule, allow_lossy)
         self.drafter = make_drafter(draft, options, self.target.device)
         self.drafter.check(self.target)
+        self._asked = draft is not None  # else a prediction is drafter enough
         self.gamma, self.rows = gamma, rows
         self.nodes = max(gamma, 64) if nodes is None else nodes
         self._busy = threading.Lock()
@@ -68,7 +73,8 @@ class SpeculativeDecoder:
         where = f"{lm.name} ({str(lm.dtype).removeprefix('torch.')}, {lm.device})"
         if not self.drafter.speculates:
             return f"{where}, plain decoding"
-        return f"{where} with {self.drafter.describe()}, γ={self.gamma}, rule {self.rule.name}"
+        lossy = "" if self.rule.exact else " (lossy)"
+        return f"{where} with {self.drafter.describe()}, γ={self.gamma}, rule {self.rule.name}{lossy}"
 
     # ---- the two ways to use it
 
@@ -77,20 +83,22 @@ class SpeculativeDecoder:
 
         Settings: max_new_tokens, temperature, top_k, top_p, min_p, typical_p, noise, dynamic_temperature,
         repetition_penalty, presence_penalty, frequency_penalty, logit_bias, banned_tokens, min_new_tokens, processors,
-        seed, do_sample, dynamic_exponent, stop, eos_token_ids, ignore_eos, criteria, logprobs; a list holds one value
-        per prompt. Returns a `Generation`, or a list of them for a batch.
+        seed, do_sample, dynamic_exponent, stop, eos_token_ids, ignore_eos, criteria, logprobs, num_beams,
+        length_penalty, early_stopping, num_return_sequences, prediction (the text you expect); a list holds one value
+        per prompt. Returns a `Generation`, or a list of them for a batch. Several beams are one search: the best text,
+        the others in `beams`.
         """
         prompts, single = encode_all(prompt, self.target)
-        rows = self._rows(prompts, build_requests(len(prompts), settings))
+        rows = self._rows(prompts, self._requests(len(prompts), settings))
         for _ in self._run(rows, cancel):
             pass
         results = [row.result() for row in rows]
         return results[0] if single else results
 
     def stream(self, prompt: Any, *, cancel: Cancel | None = None, **settings: Any) -> Stream:
-        """The same, one `Piece` per token as it is committed."""
+        """The same, one `Piece` per token as it is committed; the text of a beam search comes when the search ends."""
         prompts, _ = encode_all(prompt, self.target)
-        rows = self._rows(prompts, build_requests(len(prompts), settings))
+        rows = self._rows(prompts, self._requests(len(prompts), settings))
         return Stream(rows, self._run(rows, cancel))
 
     # ---- inside
@@ -111,38 +119,72 @@ class SpeculativeDecoder:
                         "use ignore_eos=True for a text without an end."
                     )
             limit = min(request.max_new_tokens, self.target.context - len(prompt))
-            detokenizer = None if tokenizer is None else Detokenizer(tokenizer, prompt)
             tokens: list[int] = []
-            stopper = Stopper(
-                () if request.ignore_eos else eos,
-                request.stop,
-                limit,
-                detokenizer,
-                _criterion(request, prompt, tokens),
-                special_stops(tokenizer, request.stop),
-            )
-            rows.append(Row(index, prompt, request, eos, stopper, limit, tokens))
+            make = partial(_stopper, request, prompt, eos, limit, tokenizer)
+            expected = encode_prediction(request.prediction, self.target)
+            row = Row(index, prompt, request, eos, make(tokens), limit, tokens, expected)
+            rule = self._rule_for(request)
+            row.rule, row.lossy = rule.name, not rule.exact
+            row.group = BeamGroup(row, make) if request.num_beams > 1 else None
+            rows.append(row)
+        self._drafter_for(rows)  # a prediction that cannot be used is refused before anything is written
         return rows
 
+    def _drafter_for(self, rows: Iterable[Row]) -> Drafter:
+        """The drafter; or, where none was asked for, the one that follows the callers' predictions."""
+        if self.drafter.takes_prediction or all(row.prediction is None for row in rows):
+            return self.drafter
+        if self._asked:
+            raise InputError(
+                f"A prediction was given, and drafter '{self.drafter.name}' cannot use one; use draft='prediction'."
+            )
+        return make_drafter("prediction", {})
+
+    def _rule_for(self, request: Request) -> Rule:
+        """Several beams are always judged by `beam`; one beam, asked of a decoder that has that rule, is plain text."""
+        searches = self.rule.exact == "beam"
+        if searches == (request.num_beams > 1):
+            return self.rule
+        return make_rule("match" if searches else "beam", {})
+
+    def _requests(self, count: int, settings: Mapping[str, Any]) -> list[Request]:
+        if settings.get("num_beams") is None and self.rule.num_beams > 1:
+            settings = {**settings, "num_beams": self.rule.num_beams}
+        return build_requests(count, settings)
+
     def _run(self, rows: list[Row], cancel: Cancel | None) -> Iterator[Event]:
-        """Decode all rows, at most `self.rows` at once; latecomers are admitted as others end."""
+        """Decode all rows: first those that are one text each, then the searches, for another rule judges them."""
         self._claim()
         try:
-            loop = Loop(self.target, self.drafter, self.rule, self.gamma, self.nodes)
-            waiting = list(rows)
-            while waiting or loop.rows.count:
-                if cancel is not None and cancel():
-                    break
-                free = self.rows - loop.rows.count
-                if waiting and free > 0:
-                    loop.admit(waiting[:free])
-                    del waiting[:free]
-                yield from loop.step()
+            for kind in (
+                [[row] for row in rows if row.group is None],
+                [row.group.rows for row in rows if row.group is not None],
+            ):
+                if kind:
+                    yield from self._decode(kind, cancel)
         finally:
             for row in rows:
                 row.cancel()
             self._owner = None
             self._busy.release()
+
+    def _decode(self, waiting: list[list[Row]], cancel: Cancel | None) -> Iterator[Event]:
+        """At most `self.rows` rows at once, but at least one party of them; latecomers are admitted as others end."""
+        rule = self._rule_for(waiting[0][0].request)
+        drafter = self._drafter_for(row for party in waiting for row in party)
+        loop = Loop(self.target, drafter, rule, self.gamma, self.nodes)
+        while waiting or loop.rows.count:
+            if cancel is not None and cancel():
+                break
+            new: list[Row] = []
+            while waiting:
+                there = loop.rows.count + len(new)
+                if there and there + len(waiting[0]) > self.rows:
+                    break
+                new += waiting.pop(0)
+            if new:
+                loop.admit(new)
+            yield from loop.step()
 
     def _claim(self) -> None:
         """A drafter remembers its rows, so a decoder does one batch at a time; other threads wait for their turn."""
@@ -172,6 +214,20 @@ def _translate(
         else:
             raise UnknownNameError("argument", name, [*_NAMES, *_ALIASES])
     return draft, gamma, options
+
+
+def _stopper(
+    request: Request, prompt: list[int], eos: tuple[int, ...], limit: int, tokenizer: Any, tokens: list[int]
+) -> Stopper:
+    """The stops of one text, whose tokens will be in `tokens`."""
+    return Stopper(
+        () if request.ignore_eos else eos,
+        request.stop,
+        limit,
+        None if tokenizer is None else Detokenizer(tokenizer, prompt),
+        _criterion(request, prompt, tokens),
+        special_stops(tokenizer, request.stop),
+    )
 
 
 def _criterion(request: Request, prompt: list[int], tokens: list[int]) -> Callable[[], bool] | None:
@@ -206,6 +262,15 @@ def make_rule(rule: str | Rule, options: Mapping[str, Any]) -> Rule:
             raise InputError(f"rule_options {sorted(options)} belong to a rule given by name; this one is made.")
         return rule
     return RULES[rule](build_options(RULES[rule].Options, options, f"rule '{rule}'"))
+
+
+def check_lossless(rule: Rule, allow_lossy: bool) -> None:
+    """A rule that gives the promise up is only used by those who say so."""
+    if not rule.exact and not allow_lossy:
+        raise InputError(
+            f"Rule '{rule.name}' is lossy: what is written no longer follows the target's law; allow that with "
+            "allow_lossy=True (--allow-lossy), or use rule 'match' or 'ratio'."
+        )
 
 
 def _load_draft(model: Any, device: Any) -> LanguageModel:

@@ -9,9 +9,10 @@ from typing import TypeVar
 
 import torch
 
-from paceline.core.contracts import Budget, Drafter, Reader, Rule
+from paceline.core.contracts import Budget, Drafter, Reader, Reading, Rule
 from paceline.core.errors import PacelineWarning, UnsupportedError
 from paceline.core.tree import TokenTree
+from paceline.core.verdict import Verdict
 from paceline.drafters.none import NoDraft
 from paceline.models.language_model import LanguageModel
 
@@ -29,10 +30,11 @@ class Loop:
         self.gamma, self.nodes = gamma, nodes
         self.rows = Rows(target.vocabulary, target.device)
         self._width = 1  # committed tokens the next pass of the target must read
+        rule.open(self.rows)
         with torch.inference_mode():
             self._guard(lambda: drafter.open(target, self.rows))
             shared = self._guard(lambda: self.drafter.reader(target))
-        self._reader: Reader = shared or target.reader(self.drafter.needs_taps)
+        self._reader: Reader = target.reader_around(shared) if shared else target.reader(self.drafter.needs_taps)
 
     # ---- rows come and go
 
@@ -69,14 +71,37 @@ class Loop:
         reading = self._reader.extend(rows, self._width, tree.tokens, tree.parents)
         choice = rows.choice_for(tree)
         verdict = self.rule.verify(tree, reading.logits, choice)
+        follows, reading = self._reorder(verdict, reading)
         self._reader.keep(rows, verdict.path)
-        self._guard(lambda: self.drafter.keep(rows, verdict, reading))
+        if follows:
+            self._guard(lambda: self.drafter.keep(rows, verdict, reading))
         self._width = 1
         logprobs = measure(rows, reading.logits, choice, verdict)
         events = rows.commit(verdict, tree)
         hand_out(rows, logprobs, events)
         self.release([index for index, row in enumerate(rows.live) if row.stopper.stop is not None])
+        if not follows and rows.count:
+            self._guard(self._admit_anew)
         return [event for row in events for event in row]
+
+    def _reorder(self, verdict: Verdict, reading: Reading) -> tuple[bool, Reading]:
+        """Where rows change places, everything about them does, and what follows is an ordinary round. Does the
+        drafter follow?"""
+        source = verdict.source
+        if source is None:
+            return True, reading
+        self._reader.reorder(self.rows, source)
+        follows = bool(self._guard(lambda: self.drafter.reorder(self.rows, source)))
+        self.rows.reorder(source)
+        index = torch.tensor(source, device=self.rows.device)
+        if follows:
+            reading = Reading(reading.logits[index], tuple(tap[index] for tap in reading.taps))
+        return follows, reading
+
+    def _admit_anew(self) -> None:
+        for index in range(self.rows.count - 1, -1, -1):
+            self.drafter.release(index, index, self.rows.lengths[index])
+        self.drafter.admit(self.rows, 0)
 
     def _budget(self) -> Budget:
         """Never past the last token of a row, nor past the end of the context: the last token is the target's own."""

@@ -46,6 +46,18 @@ def encode(prompt: Any, lm: LanguageModel) -> list[int]:
     return list(lm.tokenizer.encode(prompt))
 
 
+def encode_prediction(prediction: str | tuple[int, ...] | None, lm: LanguageModel) -> list[int] | None:
+    """What the caller expects to be written, as token ids that continue the prompt: no special tokens."""
+    if not isinstance(prediction, str):
+        for token in prediction or ():
+            if not 0 <= token < lm.vocabulary:
+                raise InputError(f"The prediction has token {token}, outside the vocabulary of {lm.vocabulary}.")
+        return list(prediction) if prediction is not None else None
+    if lm.tokenizer is None:
+        raise InputError(f"{lm.name} has no tokenizer, so a prediction must be token ids; or load one with it.")
+    return list(lm.tokenizer.encode(prediction, add_special_tokens=False))
+
+
 def _is_ids(prompt: Any) -> bool:
     return (
         isinstance(prompt, (list, tuple))

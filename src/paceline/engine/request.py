@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -41,9 +42,15 @@ class Request:
     ignore_eos: bool = False
     criteria: tuple[Criterion, ...] = ()
     logprobs: int | None = None  # how many alternatives to report beside each token's own log-probability
+    num_beams: int = 1  # above 1: beam search
+    length_penalty: float = 1.0  # a beam's score is its log-probability over length ** length_penalty
+    early_stopping: bool | str = False  # True: as soon as num_beams texts ended; "never": only when none can come in
+    num_return_sequences: int = 1  # beams to give back
+    prediction: str | tuple[int, ...] | None = None  # what the caller expects to be written
     sampling: Sampling = field(default_factory=Sampling)
 
     def __post_init__(self) -> None:
+        _check_beams(self)
         if not isinstance(self.max_new_tokens, int) or self.max_new_tokens < 1:
             raise InputError(f"max_new_tokens must be a whole number of at least 1, got {self.max_new_tokens!r}.")
         if any(not isinstance(s, str) or not s for s in self.stop):
@@ -59,6 +66,32 @@ class Request:
             )
 
 
+def _check_beams(request: Request) -> None:
+    for name in ("num_beams", "num_return_sequences"):
+        value = getattr(request, name)
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise InputError(f"{name} must be a whole number of at least 1, got {value!r}.")
+    penalty, early = request.length_penalty, request.early_stopping
+    if isinstance(penalty, bool) or not isinstance(penalty, (int, float)) or not math.isfinite(penalty):
+        raise InputError(f"length_penalty must be a finite number, got {penalty!r}; use 0 to switch it off.")
+    if not isinstance(early, bool) and early != "never":
+        raise InputError(f"early_stopping must be True, False or 'never', got {early!r}.")
+    if request.num_return_sequences > request.num_beams:
+        raise InputError(
+            f"num_return_sequences={request.num_return_sequences} is more than num_beams={request.num_beams}."
+        )
+    if request.num_beams == 1:
+        return
+    if not request.sampling.greedy:
+        raise UnsupportedError(
+            f"num_beams={request.num_beams} searches and temperature={request.sampling.temperature:g} samples; "
+            "use num_beams=1 or leave the sampling out."
+        )
+    for name in ("stop", "logprobs"):
+        if getattr(request, name) not in ((), None):
+            raise UnsupportedError(f"{name} is not supported with num_beams={request.num_beams}; leave one out.")
+
+
 @dataclass(frozen=True)
 class TokenLogprob:
     """Log-probabilities of one emitted token: of the bare logits (raw) and after every control (processed; at
@@ -69,6 +102,16 @@ class TokenLogprob:
     processed: float
     top_raw: tuple[tuple[int, float], ...] = ()
     top_processed: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True)
+class BeamResult:
+    """One of the best texts of a beam search; `score` has the length penalty in it."""
+
+    text: str
+    tokens: list[int]
+    score: float
+    finish_reason: str
 
 
 @dataclass(frozen=True)
@@ -84,6 +127,7 @@ class Generation:
     prompt_tokens: list[int]
     seed: int
     logprobs: list[TokenLogprob] | None = None
+    beams: list[BeamResult] | None = None  # of a beam search the num_return_sequences best, this one first
 
 
 @dataclass(frozen=True)
@@ -108,7 +152,11 @@ def build_requests(count: int, settings: Mapping[str, Any]) -> list[Request]:
     for name in settings:
         if name not in known:
             raise UnknownNameError("setting", name, known | set(ALIASES))
-    return [_one({name: _of(name, value, i, count) for name, value in settings.items()}) for i in range(count)]
+    requests = [_one({name: _of(name, value, i, count) for name, value in settings.items()}) for i in range(count)]
+    for name in ("length_penalty", "early_stopping"):
+        if name in settings and all(request.num_beams == 1 for request in requests):
+            raise InputError(f"{name} belongs to beam search; give num_beams as well.")
+    return requests
 
 
 def _plain(value: Any) -> Any:
@@ -118,7 +166,9 @@ def _plain(value: Any) -> Any:
 
 def _of(name: str, value: Any, index: int, count: int) -> Any:
     """The value of a setting for one prompt."""
-    if name in _LISTS:
+    if name == "prediction":  # a string or token ids are one; a list of those is one per prompt
+        shared = isinstance(value, str) or not isinstance(value, Sequence) or all(isinstance(v, int) for v in value)
+    elif name in _LISTS:
         shared = isinstance(value, str) or not isinstance(value, Sequence)
         shared = shared or not all(isinstance(v, (list, tuple)) or v is None for v in value) or not value
     else:
@@ -137,6 +187,8 @@ def _one(settings: dict[str, Any]) -> Request:
             value = settings[name]
             single = isinstance(value, (str, int)) or (callable(value) and not isinstance(value, Sequence))
             settings[name] = (value,) if single else tuple(value)
+    if "prediction" in settings:
+        settings["prediction"] = _prediction(_plain(settings["prediction"]))
     if "processors" in settings:
         settings["processors"] = tuple(_adapt(p) for p in settings["processors"])
     if "criteria" in settings:
@@ -153,6 +205,13 @@ def _one(settings: dict[str, Any]) -> Request:
     wanted.setdefault("seed", fresh_seed())
     wanted["logit_bias"] = _bias(wanted.get("logit_bias", {}))
     return Request(**settings, sampling=Sampling(**wanted))
+
+
+def _prediction(given: Any) -> str | tuple[int, ...] | None:
+    ids = isinstance(given, Sequence) and all(isinstance(token, int) and not isinstance(token, bool) for token in given)
+    if not isinstance(given, str) and not ids:
+        raise InputError(f"prediction must be a string or token ids, got {given!r}.")
+    return given if isinstance(given, str) else tuple(given)
 
 
 def _bias(given: Any) -> dict[int, float]:

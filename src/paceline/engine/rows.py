@@ -8,11 +8,12 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from paceline.core.beams import BeamState
 from paceline.core.choice import Choice, NoiseTable
 from paceline.core.contracts import arange
 from paceline.core.errors import ModelOutputError
@@ -21,8 +22,11 @@ from paceline.core.trace import Round, Trace
 from paceline.core.tree import TokenTree
 from paceline.core.verdict import BROKEN, NOTHING, Verdict
 
-from .request import Generation, Request, TokenLogprob
+from .request import BeamResult, Generation, Request, TokenLogprob
 from .stopping import Stopper
+
+if TYPE_CHECKING:
+    from .beams import BeamGroup
 
 
 @dataclass
@@ -36,14 +40,21 @@ class Row:
     stopper: Stopper
     limit: int  # new tokens at most, by max_new_tokens and by the context
     tokens: list[int] = field(default_factory=list)
+    prediction: list[int] | None = None  # what the caller expects to be written
     trace: Trace = field(default_factory=Trace)
     logprobs: list[TokenLogprob] = field(default_factory=list)
     started: float = field(default_factory=time.perf_counter)
     seconds: float = 0.0
+    rule: str = ""  # what judges the drafts, and may it change the text?
+    lossy: bool = False
+    group: BeamGroup | None = None  # the search it is part of
+    beams: list[BeamResult] | None = None  # what came out of it
 
     def cancel(self) -> None:
         """End a text that has not ended by itself."""
         if self.stopper.stop is None:
+            if self.group is not None:
+                self.group.give_up()
             self.stopper.cancel()
             self.seconds = time.perf_counter() - self.started
 
@@ -55,11 +66,12 @@ class Row:
             tokens=self.tokens,
             finish_reason=stop.finish_reason,
             stop_reason=stop.cause,
-            stats=self.trace.stats(self.seconds),
+            stats=self.trace.stats(self.seconds, self.rule, self.lossy, self.prediction is not None),
             trace=self.trace,
             prompt_tokens=self.prompt,
             seed=self.request.sampling.seed,
             logprobs=None if self.request.logprobs is None else self.logprobs,
+            beams=self.beams,
         )
 
     @property
@@ -98,7 +110,22 @@ class Rows:
 
     @property
     def settled(self) -> list[int]:
-        return self.lengths
+        """Without what was emitted after a stop: that is dropped when its row is released."""
+        return [len(row.prompt) + (row.group.settled if row.group else len(row.tokens)) for row in self.live]
+
+    @property
+    def beams(self) -> list[tuple[BeamState, list[int]]]:
+        """The searches among the live rows; see `core.beams.Grouped`."""
+        return [(group.state, members) for group, members in self._groups()]
+
+    def _groups(self) -> list[tuple[BeamGroup, list[int]]]:
+        where = {id(row): index for index, row in enumerate(self.live)}
+        groups = dict.fromkeys(row.group for row in self.live if row.group is not None)
+        return [(group, [where[id(row)] for row in group.rows]) for group in groups]
+
+    @property
+    def predictions(self) -> list[list[int] | None]:
+        return [row.prediction for row in self.live]
 
     # ---- coming and going
 
@@ -195,6 +222,15 @@ class Rows:
         drafted, member = path
         return full.scatter_add(2, drafted.unsqueeze(1).expand(-1, Q, -1), member.to(torch.int64))
 
+    def reorder(self, source: Sequence[int]) -> None:
+        """Row r goes on with the text of row source[r]; who asked for it stays where it was."""
+        index = torch.tensor(source, device=self.device)
+        for table in (self.text, self.length, self._counts, self._seen):
+            if table is not None:
+                table.copy_(table[index])
+        self.lengths = [self.lengths[other] for other in source]
+        self.histories = [list(self.histories[other]) for other in source]
+
     def commit(self, verdict: Verdict, tree: TokenTree) -> list[list[Event]]:
         """Write what was decided, read it to the host (the one read of a round), and pass it through the stops."""
         steps = verdict.emitted.shape[1]
@@ -209,27 +245,42 @@ class Rows:
         columns += [tree.parents] if tree.parents is not None else []
         columns += [tree.count.unsqueeze(1)] if tree.count is not None else []
         lines: list[list[int]] = torch.cat(columns, 1).tolist()
+        if verdict.beams is not None:
+            return self._commit_beams(lines, verdict, tree)
         return [self._commit_row(r, line, verdict, tree) for r, line in enumerate(lines)]
 
-    def _commit_row(self, r: int, line: list[int], verdict: Verdict, tree: TokenTree) -> list[Event]:
-        row, steps = self.live[r], verdict.emitted.shape[1]
-        emitted = line[: line.index(NOTHING)] if NOTHING in line[:steps] else line[:steps]
+    def _commit_beams(self, lines: list[list[int]], verdict: Verdict, tree: TokenTree) -> list[list[Event]]:
+        """The rows have changed places already; the trees in `lines` are still those of the rows that drafted them."""
+        assert verdict.beams is not None
+        drafts = [_draft(line, verdict, tree) for line in lines]
+        for r, line in enumerate(lines):
+            emitted = self._emitted(r, line[: verdict.emitted.shape[1]])
+            self.histories[r] += emitted
+            self.lengths[r] += len(emitted)
+        events: list[list[Event]] = [[] for _ in lines]
+        for (group, members), state in zip(self._groups(), verdict.beams, strict=True):
+            events[members[0]] = group.commit(state, [drafts[r] for r in members])
+        return events
+
+    def _emitted(self, r: int, line: list[int]) -> list[int]:
+        """The tokens of a row's line, without padding; refuses where none could be chosen."""
+        row = self.live[r]
+        emitted = line[: line.index(NOTHING)] if NOTHING in line else line
         if BROKEN in emitted:
             where = len(row.prompt) + len(row.tokens) + emitted.index(BROKEN)
             raise ModelOutputError(
                 f"No token can be chosen at position {where} of prompt {row.index}: the logits are NaN or all tokens "
                 "are forbidden; check the weights, the dtype and the controls."
             )
-        N = tree.nodes
-        used = N if tree.count is None else line[-1]
-        drafted = line[steps : steps + used]
-        path, leaf = list(range(len(emitted) - 1)), len(emitted) > used
-        parents = None
-        if tree.parents is not None:
-            steps += N
-            path = line[steps : steps + len(path)]
-            steps += 0 if verdict.path is None else verdict.path.shape[1]
-            parents = line[steps : steps + used]
+        return emitted
+
+    def _commit_row(self, r: int, line: list[int], verdict: Verdict, tree: TokenTree) -> list[Event]:
+        row, steps = self.live[r], verdict.emitted.shape[1]
+        emitted = self._emitted(r, line[:steps])
+        drafted, parents = _draft(line, verdict, tree)
+        path, leaf = list(range(len(emitted) - 1)), len(emitted) > len(drafted)
+        if parents is not None:
+            path = line[steps + tree.nodes :][: len(path)]
             leaf = (path[-1] if path else -1) not in parents
         self.histories[r] += emitted
         self.lengths[r] += len(emitted)
@@ -252,3 +303,13 @@ class Rows:
                 row.seconds = time.perf_counter() - row.started
                 break
         return events
+
+
+def _draft(line: list[int], verdict: Verdict, tree: TokenTree) -> tuple[list[int], list[int] | None]:
+    """The tree in a row's line: its tokens and its parents (None: a chain), of the nodes in use."""
+    start, N = verdict.emitted.shape[1], tree.nodes
+    used = N if tree.count is None else line[-1]
+    if tree.parents is None:
+        return line[start : start + used], None
+    parents = start + N + (0 if verdict.path is None else verdict.path.shape[1])
+    return line[start : start + used], line[parents : parents + used]

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from paceline.core.contracts import Glimpse, Reading, RowsView, Runner, arange
+from paceline.core.contracts import Glimpse, Reader, Reading, RowsView, Runner, arange
 from paceline.core.errors import InputError
 from paceline.core.tree import closure
 
@@ -66,6 +66,10 @@ class LanguageModel:
         refuse_dropout(self.model)
         return SlotReader(self, tuple(taps), runner or EagerRunner())
 
+    def reader_around(self, shared: Reader) -> Reader:
+        """The reader to decode with where a drafter brings one along (early exit): that one, unless there are more."""
+        return shared
+
     def __repr__(self) -> str:
         return f"LanguageModel({self.name!r}, {self.architecture.name}, {self.dtype}, {self.device})"
 
@@ -87,6 +91,7 @@ class SlotReader:
         self.lm = lm
         self.cache = SlotCache()
         self._runner = runner
+        self._model: Any = lm.model  # what a pass runs: all of it, or one part (early exit)
         self._taps = tuple(round(share * lm.layers) for share in taps)
         self._scratch = 0
         self.largest: int | None = (
@@ -203,7 +208,7 @@ class SlotReader:
             inputs["logits_to_keep"] = keep
         if self._taps:
             inputs["output_hidden_states"] = True
-        output = self._runner(shape.run, self.lm.model, inputs)
+        output = self._runner(shape.run, self._model, inputs)
         logits = output.logits
         if logits.shape[1] != keep:
             logits = logits[:, -keep:]
@@ -237,10 +242,28 @@ class SlotReader:
         self._scratch = 0
         self._parents = None
 
+    def reorder(self, rows: RowsView, source: Sequence[int]) -> None:
+        """Row r becomes a copy of row source[r], scratch tokens included: only from where their texts part."""
+        changed = [row for row, other in enumerate(source) if row != other]
+        if not changed:
+            return
+        start = min(_parting(rows.histories[row], rows.histories[source[row]]) for row in changed)
+        stop = max(rows.lengths[row] for row in changed) + self._scratch
+        self.cache.copy_rows([source[row] for row in changed], changed, start, stop)
+
     def release(self, row: int, last: int, length: int) -> None:
         """Row `last` takes the place of row `row`."""
         if row != last:
             self.cache.move_row(last, row, length)
+
+
+def _parting(first: list[int], second: list[int]) -> int:
+    """The first position at which two texts differ; their memories are the same before it."""
+    low, high = 0, min(len(first), len(second))
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if first[low:middle] == second[low:middle] else (low, middle - 1)
+    return low
 
 
 def check_prompt(tokens: Sequence[int], lm: LanguageModel) -> None:

@@ -16,7 +16,7 @@ _TEXT = 9  # tokens of the text the probe reads
 _BRANCHES = (-1, -1, 0, 1, 2)  # two branches: 0-2-4 and 1-3
 
 
-class _Text:
+class ProbeText:
     """Two rows of one token difference in length, as a reader sees them."""
 
     def __init__(self, tokens: Tensor, lengths: list[int]) -> None:
@@ -33,7 +33,7 @@ def probe(lm: LanguageModel) -> None:
     logit must be the one that the model gives for that text on its own, without a cache. Refuse the model if not."""
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(0, lm.vocabulary, (2, 32), generator=generator).to(lm.device)
-    rows = _Text(ids, [_TEXT, _TEXT - 1])
+    rows = ProbeText(ids, [_TEXT, _TEXT - 1])
     drafted = torch.randint(0, lm.vocabulary, (2, len(_BRANCHES)), generator=generator).to(lm.device)
     parents = torch.tensor([_BRANCHES, _BRANCHES], device=lm.device)
     try:
@@ -44,7 +44,7 @@ def probe(lm: LanguageModel) -> None:
         longer = torch.stack(
             [torch.cat([ids[r, :n], drafted[r, [0, 2, 4]], ids[r, : 16 - n]]) for r, n in enumerate(rows.lengths)]
         )
-        later = _Text(longer, [n + 4 for n in rows.lengths])
+        later = ProbeText(longer, [n + 4 for n in rows.lengths])
         after = reader.extend(later, 1).logits  # type: ignore[arg-type]
     except Exception as error:
         raise UnsupportedError(

@@ -87,14 +87,21 @@ class SlotCache(Cache):
 
     # ---- after a pass
 
-    def move(self, source: Tensor, target: Tensor) -> None:
-        """Copy the slots `source` [R,D] to the slots `target` [R,D]: an accepted branch becomes contiguous text."""
+    def move(self, source: Tensor, target: Tensor, layers: int | None = None) -> None:
+        """Copy the slots `source` [R,D] to the slots `target` [R,D]: an accepted branch becomes contiguous text. Of all
+        layers, or of the first `layers`."""
         R, D = source.shape
         for store in (self.keys, self.values):
-            for layer in store:
+            for layer in store[:layers]:
                 shape = (R, layer.shape[1], D, layer.shape[3])
                 moved = layer[:R].gather(2, source[:, None, :, None].expand(shape))
                 layer[:R].scatter_(2, target[:, None, :, None].expand(shape), moved)
+
+    def copy_rows(self, source: list[int], target: list[int], start: int, stop: int) -> None:
+        """The slots start..stop-1 of the rows `source` go to the rows `target`; all are read before one is written."""
+        for store in (self.keys, self.values):
+            for layer in store:
+                layer[target, :, start:stop] = layer[source, :, start:stop]
 
     def move_row(self, source: int, target: int, length: int) -> None:
         """Row `source` (its first `length` slots) takes the place of row `target`."""

@@ -10,17 +10,17 @@ from paceline.core.tree import TokenTree
 from paceline.core.verdict import Verdict
 
 from .match import Match
-from .ratio import Ratio
+from .traversal import Traversal
 
 
 @RULES.register("auto")
 class Auto(Rule):
-    """Let the draft decide: `match` for certain and coupled drafts, `ratio` where it brings laws of its own."""
+    """Let the draft decide: `match` for certain and coupled drafts, `traversal` where it brings laws of its own."""
 
     def __init__(self, options: Rule.Options | None = None) -> None:
         super().__init__(options)
-        self._match, self._ratio = Match(), Ratio()
+        self._match, self._traversal = Match(), Traversal()
 
     def verify(self, tree: TokenTree, logits: Tensor, choice: Choice) -> Verdict:
-        rule = self._match if tree.drawn in ("certain", "coupled") else self._ratio
+        rule = self._match if tree.drawn in ("certain", "coupled") else self._traversal
         return rule.verify(tree, logits, choice)

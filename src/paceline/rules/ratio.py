@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import torch
 from torch import Tensor
 
-from paceline.core.choice import Choice
+from paceline.core.choice import Choice, Draw
 from paceline.core.contracts import RULES, Rule, arange
-from paceline.core.tree import TokenTree
+from paceline.core.tree import Drawn, TokenTree
 from paceline.core.verdict import NOTHING, Verdict
 
 
@@ -21,8 +23,8 @@ class Ratio(Rule):
     """
 
     exact = "law"
-    draw = "independent"
-    judges = ("certain", "iid", "without_replacement")
+    draw: Draw = "independent"
+    judges: ClassVar[tuple[Drawn, ...]] = ("certain", "iid", "without_replacement")
 
     def verify(self, tree: TokenTree, logits: Tensor, choice: Choice) -> Verdict:
         laws = choice.law(logits).dense(logits.shape[-1])  # [R,1+N,V]
@@ -30,51 +32,48 @@ class Ratio(Rule):
         at = torch.full((R,), -1, device=logits.device)  # the node the walk stands on; -1 is the text
         left = laws[:, 0]  # [R,V]
         depth = torch.zeros_like(at)
-        emitted, taken = [], []
+        taken = torch.zeros_like(tree.tokens, dtype=torch.bool)
         for node in range(N):
             token = tree.tokens[:, node]
             tried = at == (node - 1 if tree.parents is None else tree.parents[:, node])
             if tree.in_use is not None:
                 tried = tried & tree.in_use[:, node]
-            q = _draft_law(tree, node, left)
-            yes, rest = _test(left, q, token, choice, depth, node)
-            yes = yes & tried
+            q = draft_law(tree, node, left)
+            chance = self.chance(*(law.gather(1, token[:, None]).squeeze(1) for law in (left, q)))
+            yes, rest = choice.coin(chance, depth, node) & tried, self.rest(left, q)
             left = torch.where(yes[:, None], laws[:, node + 1], torch.where(tried[:, None], rest, left))
             at = torch.where(yes, node, at)
-            emitted.append(torch.where(yes, token, NOTHING))
-            taken.append(yes)
+            taken[:, node] = yes
             depth = depth + yes
         last = choice.draw(left, depth)  # the residual after a rejection, the law itself after full acceptance
-        return _pack(tree, emitted, taken, last)
+        return pack(tree, taken, last)
+
+    def chance(self, p: Tensor, q: Tensor) -> Tensor:
+        """[R]: how likely a token is accepted that target and draft give the probabilities p and q."""
+        return torch.where(q > 0, p / q, torch.zeros_like(p)).clamp(max=1.0)
+
+    def rest(self, left: Tensor, q: Tensor) -> Tensor:
+        """[R,V]: the law that is left to serve after a rejection."""
+        residual = (left - q).clamp(min=0)
+        total = residual.sum(1, keepdim=True)
+        # p = q up to rounding leaves nothing: then a rejection has probability ~0, and p itself is the right law
+        return torch.where(total > 0, residual / total, left)
 
 
-def _draft_law(tree: TokenTree, node: int, like: Tensor) -> Tensor:
-    """[R,V]: the law this node was drawn from. Laws of later siblings already lack the tokens of the earlier ones."""
+def draft_law(tree: TokenTree, nodes: int | slice, like: Tensor) -> Tensor:
+    """[R,V] or [R,N,V]: the law each node was drawn from. Laws of later siblings already lack the elders' tokens."""
     if tree.drawn == "certain" or tree.laws is None:
-        return torch.zeros_like(like).scatter_(1, tree.tokens[:, node : node + 1], 1.0)
-    return tree.laws[:, node].to(like.dtype)
+        return torch.zeros_like(like).scatter_(-1, tree.tokens[:, nodes].unsqueeze(-1), 1.0)
+    return tree.laws[:, nodes].to(like.dtype)
 
 
-def _test(left: Tensor, q: Tensor, token: Tensor, choice: Choice, depth: Tensor, node: int) -> tuple[Tensor, Tensor]:
-    """Accept [R], and the law that is left to serve if not [R,V]."""
-    p_token = left.gather(1, token[:, None]).squeeze(1)
-    q_token = q.gather(1, token[:, None]).squeeze(1)
-    chance = torch.where(q_token > 0, p_token / q_token, torch.zeros_like(p_token)).clamp(max=1.0)
-    residual = (left - q).clamp(min=0)
-    total = residual.sum(1, keepdim=True)
-    # p = q up to rounding leaves nothing: then a rejection has probability ~0, and p itself is the right law
-    rest = torch.where(total > 0, residual / total, left)
-    return choice.coin(chance, depth, node), rest
-
-
-def _pack(tree: TokenTree, emitted: list[Tensor], taken: list[Tensor], last: Tensor) -> Verdict:
-    """The accepted tokens of the walk, moved to the front of each row, then the last one."""
-    if not emitted:
+def pack(tree: TokenTree, taken: Tensor, last: Tensor) -> Verdict:
+    """The tokens of the nodes `taken` [R,N], moved to the front of each row, then the last one [R]."""
+    if tree.nodes == 0:
         return Verdict(last[:, None], torch.zeros_like(last)[:, None])
-    took = torch.stack(taken, 1)  # [R,N]
-    accepted = took.sum(1, keepdim=True)
-    path = (~took).to(torch.int64).sort(dim=1, stable=True).indices[:, : tree.reach]  # the taken nodes first
+    accepted = taken.sum(1, keepdim=True)
+    path = (~taken).to(torch.int64).sort(dim=1, stable=True).indices[:, : tree.reach]  # the taken nodes first
     inside = arange(0, tree.reach, last.device) < accepted
-    tokens = torch.stack(emitted, 1).gather(1, path).where(inside, NOTHING)
+    tokens = tree.tokens.gather(1, path).where(inside, NOTHING)
     row = torch.cat([tokens, torch.full_like(accepted, NOTHING)], 1).scatter(1, accepted, last[:, None])
     return Verdict(row, accepted, None if tree.is_chain else path.where(inside, 0))

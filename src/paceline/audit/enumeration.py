@@ -1,0 +1,289 @@
+"""Exact laws of acceptance rules, by following every random branch with its probability.
+
+A `World` is a target and a draft model given as tables. A rule sees them through a `Choice` whose coins and draws are
+not drawn: every row of a large batch is told other outcomes, and its weight is multiplied by their probability. What is
+emitted, continued with the target's own law to a fixed horizon, must be its joint law.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from paceline.core.choice import Choice, NoiseTable
+from paceline.core.contracts import Rule
+from paceline.core.law import SamplingBatch
+from paceline.core.sampling import Sampling
+from paceline.core.tree import Drawn, TokenTree
+from paceline.core.verdict import BROKEN, NOTHING, Verdict
+
+Table = list[Tensor]  # [k]: the laws after k tokens, [V, ..., V] with k+1 axes
+
+
+def path_to(node: int, parents: list[int]) -> list[int]:
+    """The nodes from the text to `node`, itself included."""
+    path = []
+    while node >= 0:
+        path.append(node)
+        node = parents[node]
+    return path[::-1]
+
+
+@dataclass(frozen=True)
+class World:
+    """Laws of a target and of a draft after every text shorter than `horizon`."""
+
+    vocabulary: int
+    horizon: int
+    target: Table
+    draft: Table
+
+    @staticmethod
+    def random(vocabulary: int, horizon: int, seed: int, likeness: float = 0.5, holes: float = 0.0) -> World:
+        """Peaked random laws; the draft resembles the target, and a share of the probabilities is exactly 0."""
+        generator = torch.Generator().manual_seed(seed)
+
+        def table() -> Table:
+            made = []
+            for k in range(horizon):
+                scores = 1.5 * torch.randn([vocabulary] * (k + 1), generator=generator, dtype=torch.float64)
+                gone = torch.rand(scores.shape, generator=generator) < holes
+                best = scores.argmax(-1, keepdim=True)
+                scores = scores.masked_fill(gone.scatter(-1, best, False), float("-inf"))
+                made.append(scores.softmax(-1))
+            return made
+
+        target, noise = table(), table()
+        draft = [likeness * p + (1 - likeness) * q for p, q in zip(target, noise, strict=True)]
+        return World(vocabulary, horizon, target, draft)
+
+    def greedy(self) -> World:
+        """The same world at temperature 0: the target is a point mass."""
+        sharp = [torch.zeros_like(p).scatter_(-1, p.argmax(-1, keepdim=True), 1.0) for p in self.target]
+        return World(self.vocabulary, self.horizon, sharp, self.draft)
+
+    def joint(self) -> Tensor:
+        """[V, ..., V]: the probability of every text of `horizon` tokens."""
+        total = self.target[0]
+        for law in self.target[1:]:
+            total = total.unsqueeze(-1) * law
+        return total
+
+
+def law_after(table: Table, text: Tensor) -> Tensor:
+    """[R,V]: the laws after texts [R,k]."""
+    return table[text.shape[1]][tuple(text.T)] if text.shape[1] else table[0].expand(text.shape[0], -1)
+
+
+# ---- every draft, with its probability
+
+
+@dataclass(frozen=True)
+class Drafts:
+    """All drafts of one topology: as a tree of R rows, and the probability of each row."""
+
+    tree: TokenTree
+    weight: Tensor  # [R]
+
+
+Law = Callable[[Tensor, list[int]], Tensor]  # (draft law [V], tokens of the elder siblings) -> law of this sibling
+
+
+def iid(law: Tensor, elders: list[int]) -> Tensor:
+    return law
+
+
+def without_replacement(law: Tensor, elders: list[int]) -> Tensor:
+    """What is left of a law once the elder siblings are out; where nothing is left, the first token not yet taken."""
+    law = law.clone()
+    law[elders] = 0.0
+    if law.sum() > 0:
+        return law / law.sum()
+    free = next(token for token in range(len(law)) if token not in elders)
+    return torch.zeros_like(law).index_fill_(0, torch.tensor(free), 1.0)
+
+
+def enumerate_drafts(
+    world: World, parents: list[int], drawn: Drawn, draw: Law, declare: Law | None = None, chain: bool = False
+) -> Drafts:
+    """Every draft that `draw` makes, with the laws that `declare` says it was drawn from (None: the truth)."""
+    rows: list[tuple[list[int], float, list[Tensor]]] = [([], 1.0, [])]
+    for node, parent in enumerate(parents):
+        longer = []
+        for tokens, weight, laws in rows:
+            elders = [tokens[n] for n in range(node) if parents[n] == parent]
+            text = torch.tensor([[tokens[n] for n in path_to(parent, parents)]], dtype=torch.int64)
+            base = law_after(world.draft, text)[0]
+            law = draw(base, elders)
+            said = law if declare is None else declare(base, elders)
+            for token in law.nonzero().flatten().tolist():
+                longer.append(([*tokens, token], weight * float(law[token]), [*laws, said]))
+        rows = longer
+    tree = TokenTree(
+        torch.tensor([tokens for tokens, _, _ in rows]).view(len(rows), len(parents)),
+        None if chain else torch.tensor(parents).expand(len(rows), len(parents)),
+        drawn=drawn,
+        laws=None if drawn in ("certain", "coupled") else torch.stack([torch.stack(laws) for _, _, laws in rows]),
+    )
+    return Drafts(tree, torch.tensor([weight for _, weight, _ in rows], dtype=torch.float64))
+
+
+# ---- every random decision of a rule
+
+
+class Dice:
+    """Many branches at once: row i of the batch takes the outcomes that are the digits of the number `branch[i]`."""
+
+    def __init__(self, branch: Tensor, weight: Tensor) -> None:
+        self.weight = weight  # [R]: the probability of each row's branch so far
+        self.outcomes: list[int] = []  # how many each decision had
+        self._rest = branch
+
+    def decide(self, law: Tensor) -> Tensor:
+        """[R]: the outcome in every row, whose probabilities are `law` [R,M]."""
+        which = self._rest % law.shape[1]
+        self._rest = self._rest // law.shape[1]
+        self.outcomes.append(law.shape[1])
+        self.weight = self.weight * law.gather(1, which[:, None]).squeeze(1)
+        return which
+
+
+class Enumerated(Choice):
+    """A choice whose random steps are decided by dice."""
+
+    dice: Dice
+
+    def __init__(self, *of: Any) -> None:
+        super().__init__(*of)
+        self._asked: list[tuple[Tensor, int]] = []
+
+    def coin(self, probability: Tensor, depth: Tensor, lane: int) -> Tensor:
+        real = self.dice.weight > 0
+        assert bool(((probability >= 0) & (probability <= 1))[real].all()), f"a coin was asked for {probability}"
+        again = [bool((depth == before).any()) for before, same in self._asked if same == lane]
+        assert not any(again), f"a coin was asked for twice, at lane {lane}: it would fall the same way"
+        self._asked.append((depth, lane))
+        return self.dice.decide(torch.stack([1 - probability, probability], 1).where(real[:, None], 0.0)) == 1
+
+    def draw(self, weights: Tensor, depth: Tensor) -> Tensor:
+        total = weights.sum(-1, keepdim=True)
+        real = self.dice.weight > 0
+        assert bool((weights >= 0)[real].all() and (total > 0)[real].all()), f"nothing can be drawn from {weights}"
+        return self.dice.decide((weights / total).where(real[:, None], 0.0))
+
+    def pick(self, logits: Tensor) -> Tensor:
+        """The target's own token at every place, each on its own."""
+        law = self.law(logits).dense(logits.shape[-1])
+        return torch.stack([self.dice.decide(law[:, place]) for place in range(logits.shape[1])], 1)
+
+
+_AT_ONCE = 40_000  # rows of one call of a rule
+
+
+def every_branch(
+    rule: Rule, world: World, drafts: Drafts, temperature: float, see: Callable[[Tensor, Tensor, Verdict], None]
+) -> None:
+    """Every outcome of every decision: `see(row, probability of the branch, verdict)`, for many rows [B] of the drafts
+    at once. A rule reads nothing to the host, so what it asks for does not depend on what it is told."""
+    tree = drafts.tree
+    after = [law_after(world.target, tree.tokens[:, :0])]
+    parents = list(range(-1, tree.nodes - 1)) if tree.parents is None else tree.parents[0].tolist()
+    after += [law_after(world.target, tree.tokens[:, path_to(node, parents)]) for node in range(tree.nodes)]
+    logits = torch.stack(after, 1).log()  # what the model says; the temperature is the rule's business
+    batch = SamplingBatch([Sampling(temperature=temperature)], [()], "cpu")  # one row of settings stands for all
+
+    def run(row: Tensor, branch: Tensor) -> tuple[Dice, Verdict]:
+        some = _rows_of(tree, row)
+        table = NoiseTable(batch, torch.zeros(some.rows, 1, dtype=torch.int64), tree.nodes + 1)
+        choice = Enumerated(batch, table, torch.nn.functional.pad(some.depth + 1, (1, 0)))
+        choice.dice = Dice(branch, torch.ones(some.rows, dtype=torch.float64))
+        verdict = rule.verify(some, logits[row], choice)
+        _check_path(some, verdict, choice.dice.weight > 0)
+        return choice.dice, verdict
+
+    outcomes = run(torch.arange(1), torch.zeros(1, dtype=torch.int64))[0].outcomes  # which decisions there are
+    total = tree.rows * math.prod(outcomes)
+    for start in range(0, total, _AT_ONCE):
+        number = torch.arange(start, min(start + _AT_ONCE, total))
+        row = number % tree.rows
+        dice, verdict = run(row, number // tree.rows)
+        assert dice.outcomes == outcomes, "what a rule asks for depends on what it was told: it read something"
+        see(row, dice.weight, verdict)
+
+
+def _rows_of(tree: TokenTree, row: Tensor) -> TokenTree:
+    parents, count, laws = (None if of is None else of[row] for of in (tree.parents, tree.count, tree.laws))
+    return TokenTree(tree.tokens[row], parents, count, tree.drawn, laws, tree.deepest)
+
+
+def _check_path(tree: TokenTree, verdict: Verdict, real: Tensor) -> None:
+    """The accepted nodes hang together, are in use, and are what was emitted."""
+    path = torch.arange(tree.nodes).expand(tree.rows, -1) if verdict.path is None else verdict.path
+    inside = (torch.arange(path.shape[1]) < verdict.accepted) & real[:, None]
+    above = torch.nn.functional.pad(path[:, :-1], (1, 0), value=-1)[:, : path.shape[1]]
+    parents = torch.arange(-1, tree.nodes - 1).expand_as(tree.tokens) if tree.parents is None else tree.parents
+    fine = (parents.gather(1, path) == above) & (tree.tokens.gather(1, path) == verdict.emitted[:, : path.shape[1]])
+    if tree.in_use is not None:
+        fine = fine & tree.in_use.gather(1, path)
+    assert bool(fine[inside].all()), "an accepted path is no path of the draft"
+
+
+# ---- the check itself
+
+
+def emitted_law(rule: Rule, world: World, drafts: Drafts, temperature: float, apart: bool = False) -> Tensor:
+    """[1 or R, V, ..., V]: the joint law of `horizon` tokens when `rule` judges these drafts; `apart`: a law for each
+    draft, else of their mixture."""
+    V, H = world.vocabulary, world.horizon
+    texts = (V + 1) ** H
+    found = torch.zeros((drafts.tree.rows if apart else 1) * texts, dtype=torch.float64)
+
+    def see(row: Tensor, weight: Tensor, verdict: Verdict) -> None:
+        emitted = torch.nn.functional.pad(verdict.emitted, (0, max(0, H - verdict.emitted.shape[1])), value=NOTHING)
+        assert not bool((emitted == BROKEN)[weight > 0].any())
+        code = row if apart else torch.zeros_like(row)
+        for at in range(H):
+            code = code * (V + 1) + emitted[:, at] + 1
+        found.index_add_(0, code.where(weight > 0, 0), weight if apart else weight * drafts.weight[row])
+
+    every_branch(rule, world, drafts, temperature, see)
+    return _continued(found.view(-1, texts), world if temperature > 0 else world.greedy())
+
+
+def expected_accepted(rule: Rule, world: World, drafts: Drafts, temperature: float = 1.0) -> float:
+    """How many drafted tokens of a round are accepted, on average."""
+    total = 0.0
+
+    def see(row: Tensor, weight: Tensor, verdict: Verdict) -> None:
+        nonlocal total
+        total += float((weight * drafts.weight[row] * verdict.accepted.squeeze(1)).sum())
+
+    every_branch(rule, world, drafts, temperature, see)
+    return total
+
+
+def _continued(found: Tensor, world: World) -> Tensor:
+    """From the law of what was emitted to the law of `horizon` tokens."""
+    V, H = world.vocabulary, world.horizon
+    joint = found.view(-1, *[V + 1] * H)
+    # text so far of k tokens: the axes beyond k are "nothing" (0), and the target goes on from there
+    total = torch.zeros(found.shape[0], *[V] * H, dtype=torch.float64)
+    for k in range(1, H + 1):
+        where: list[slice | int] = [slice(None), *[slice(1, None)] * k, *[0] * (H - k)]
+        part = joint[tuple(where)]
+        for law in world.target[k:]:
+            part = part.unsqueeze(-1) * law
+        total += part
+    return total
+
+
+def total_variation(rule: Rule, world: World, drafts: Drafts, temperature: float = 1.0, apart: bool = False) -> float:
+    """The largest distance between what is emitted and the target's joint law."""
+    law = emitted_law(rule, world, drafts, temperature, apart)
+    wanted = (world if temperature > 0 else world.greedy()).joint()
+    return float((law - wanted).abs().flatten(1).sum(1).max() / 2)

@@ -1,0 +1,142 @@
+"""Texts of one's own, seen as rows: for whoever reads or writes other texts beside those that are being decoded."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from .choice import Choice
+from .contracts import RowsView
+from .tree import TokenTree
+
+_ROOM = 64  # a text that outgrows its store gets as much more at least
+
+
+class ScratchRows:
+    """A `RowsView` of texts that are written on the host and may be taken back.
+
+    `follow(rows, depth)` lays them over rows that are being decoded: every text is then a row's text and a tail that is
+    not settled, and `choice` speaks of places of the row's, at most `depth` tokens past its text.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.histories: list[list[int]] = []
+        self._store = torch.zeros(0, _ROOM, dtype=torch.int64, device=device)
+        self._below: tuple[RowsView, int] | None = None
+        self._sync()
+
+    def _sync(self) -> None:
+        self.lengths = [len(text) for text in self.histories]
+        self.text = self._store[: self.count]
+        self.length = torch.tensor(self.lengths, dtype=torch.int64, device=self.device).view(-1, 1)
+
+    @property
+    def count(self) -> int:
+        return len(self.histories)
+
+    # ---- writing
+
+    def admit(self, texts: Sequence[Sequence[int]]) -> int:
+        """New rows at the end; returns the index of the first."""
+        first = self.count
+        self.histories += [[] for _ in texts]
+        self.rewrite([len(text) for text in self.histories[:first]] + [0] * len(texts), [()] * first + list(texts))
+        return first
+
+    def rewrite(self, starts: Sequence[int], tails: Sequence[Sequence[int]]) -> None:
+        """Of every text the first `starts` tokens stay, and the tail follows them."""
+        for text, start, tail in zip(self.histories, starts, tails, strict=True):
+            text[start:] = tail
+        self._reserve(self.count, max((len(text) for text in self.histories), default=0))
+        wide = max((len(tail) for tail in tails), default=0)
+        if wide:
+            padded = torch.tensor([[*tail, *[0] * (wide - len(tail))] for tail in tails], device=self.device)
+            where = torch.tensor(starts, device=self.device).view(-1, 1) + torch.arange(wide, device=self.device)
+            self._store[: self.count].scatter_(1, where, padded)
+        self._sync()
+
+    def _reserve(self, rows: int, tokens: int) -> None:
+        """Past a text's end its row may hold anything, and a tail is padded: hence the room beyond the longest."""
+        have_rows, have = self._store.shape
+        if rows <= have_rows and 2 * tokens <= have:
+            return
+        wide = max(have, 4 * tokens + _ROOM) if 2 * tokens > have else have
+        store = torch.zeros(max(rows, have_rows), wide, dtype=torch.int64, device=self.device)
+        store[:have_rows, :have] = self._store
+        self._store = store
+
+    def release(self, row: int, last: int) -> None:
+        """Row `row` is gone; row `last` takes its place."""
+        self._store[row] = self._store[last]
+        self.histories[row] = self.histories[last]
+        del self.histories[last]
+        self._sync()
+
+    def reorder(self, source: Sequence[int]) -> None:
+        """Row r goes on as a copy of row source[r]."""
+        self._store[: self.count] = self._store[list(source)]
+        self.histories = [list(self.histories[other]) for other in source]
+        self._sync()
+
+    def drop(self, first: int) -> None:
+        """Rows `first` and after are gone."""
+        del self.histories[first:]
+        self._sync()
+
+    # ---- choosing tokens as the rows below do
+
+    def follow(self, rows: RowsView, depth: int) -> None:
+        self._below = (rows, depth)
+
+    @property
+    def settled(self) -> list[int]:
+        return self.lengths if self._below is None else self._below[0].settled
+
+    @property
+    def predictions(self) -> list[list[int] | None]:
+        return [None] * self.count if self._below is None else self._below[0].predictions
+
+    @property
+    def needs_path(self) -> bool:
+        return self._below is not None and self._below[0].needs_path
+
+    def choice(self, depth: Tensor | slice, path: tuple[Tensor, Tensor] | None = None) -> Choice:
+        """The same places of the rows below. Past their depth every place is the last one: nobody wants those."""
+        assert self._below is not None, "texts that follow no rows have no places to choose"
+        below, deepest = self._below
+        tail = [mine - theirs for mine, theirs in zip(self.lengths, below.lengths, strict=True)]
+        tails = self.length - below.length
+        if isinstance(depth, slice) and min(tail) == max(tail) and tail[0] + depth.stop - 1 <= deepest:
+            places: Tensor | slice = slice(tail[0] + depth.start, tail[0] + depth.stop)
+            Q = depth.stop - depth.start
+        else:
+            wanted = torch.arange(depth.start, depth.stop, device=self.device) if isinstance(depth, slice) else depth
+            places = (wanted + tails).clamp(max=deepest)
+            Q = places.shape[1]
+        if not below.needs_path or max(tail) == 0:
+            return below.choice(places, path)
+        return below.choice(places, self._path(tails, max(tail), Q, below, path))
+
+    def _path(
+        self, tails: Tensor, longest: int, Q: int, below: RowsView, path: tuple[Tensor, Tensor] | None
+    ) -> tuple[Tensor, Tensor]:
+        """The tail precedes every place, and then whatever was said to."""
+        steps = torch.arange(longest, device=self.device)
+        tokens = self.text.gather(1, (below.length + steps).clamp(max=self.text.shape[1] - 1))
+        member = (steps < tails).unsqueeze(1).expand(-1, Q, -1)
+        if path is None:
+            return tokens, member
+        return torch.cat([tokens, path[0]], 1), torch.cat([member, path[1]], 2)
+
+    def choice_for(self, tree: TokenTree) -> Choice:
+        """The places after the text and after every node."""
+        if tree.is_chain:
+            depth: Tensor | slice = slice(0, tree.nodes + 1)
+        else:
+            depth = torch.nn.functional.pad(tree.depth + 1, (1, 0))
+        if not self.needs_path or tree.nodes == 0:
+            return self.choice(depth)
+        return self.choice(depth, (tree.tokens, torch.nn.functional.pad(tree.ancestors, (0, 0, 1, 0))))

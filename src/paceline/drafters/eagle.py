@@ -1,0 +1,237 @@
+"""EAGLE: one decoder layer writes ahead in the target's own features, and says what tokens they mean."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from paceline.core.contracts import DRAFTERS, Budget, RowsView, arange
+from paceline.core.errors import InputError
+from paceline.core.growth import Expand
+from paceline.core.tree import TokenTree
+from paceline.models.draft_head import DraftHead
+from paceline.models.draft_layers import DecoderLayer, LayerConfig, Remember, Scratch, by_slot
+from paceline.models.language_model import LanguageModel
+from paceline.models.masks import chain_mask
+from paceline.models.slot_cache import SlotCache
+
+from .heads import HeadDrafter, HeadOptions
+
+_CHUNK = 1024  # places of a prompt read in one pass
+
+
+@dataclass(frozen=True)
+class EagleConfig(LayerConfig):
+    """hidden, embedding: the target's widths; taps: the depths it looks at; draft_vocabulary: the target's ids that it
+    can say, in the order of its own (None: all)."""
+
+    hidden: int = 0
+    embedding: int = 0
+    vocabulary: int = 0
+    taps: tuple[float, ...] = (0.1, 0.5, 0.9)
+    draft_vocabulary: int | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.taps or not all(0 <= share <= 1 for share in self.taps):
+            raise InputError(f"taps of an eagle head are depths from 0 to 1, such as 0.1, 0.5, 0.9; got {self.taps}.")
+        said = self.vocabulary if self.draft_vocabulary is None else self.draft_vocabulary
+        if not 1 <= said <= self.vocabulary:
+            raise InputError(f"draft_vocabulary must be from 1 to the target's {self.vocabulary}, got {said}.")
+
+
+class EagleHead(DraftHead):
+    """EAGLE-3 (arXiv 2503.01840): the target's features at three depths, fused; one layer that continues them.
+
+    Entry j is made of the feature of place j and the token after it, and guesses the token after that. Past what the
+    target has read, the layer's own output stands in for the feature.
+    """
+
+    kind = "eagle"
+    Config = EagleConfig
+    d2t: Tensor | None
+
+    def __init__(self, config: EagleConfig, made_for: dict[str, Any]) -> None:
+        super().__init__(config, made_for)
+        D, said = config.width, config.draft_vocabulary
+        self.fuse = nn.Linear(len(config.taps) * config.hidden, D, bias=False)
+        self.feature_norm = nn.RMSNorm(D, eps=1e-6)
+        self.embed_norm = nn.RMSNorm(config.embedding, eps=1e-6)
+        self.layer = DecoderLayer(config, config.embedding + D)
+        self.norm = nn.RMSNorm(D, eps=1e-6)
+        self.output = nn.Linear(D, config.vocabulary if said is None else said, bias=False)
+        # the target's id of every id of the draft's; training fills it with the most frequent ones
+        self.register_buffer("d2t", None if said is None else torch.arange(said))
+
+    @classmethod
+    def sizes(cls, target: LanguageModel) -> EagleConfig:
+        config = target.model.config.get_text_config(decoder=True)
+        heads = max(1, config.hidden_size // 64)
+        width = 2 * heads * max(1, config.hidden_size // (2 * heads))
+        embedding = target.model.get_input_embeddings().embedding_dim
+        layers = target.layers
+        low, high = min(2, layers) / layers, max(0, layers - 3) / layers
+        taps = tuple(sorted((low, 0.5, high))) if layers > 5 else (0.1, 0.5, 0.9)
+        sizes = (width, heads, heads, 3 * width, 10000.0, config.hidden_size, embedding, config.vocab_size)
+        return EagleConfig(*sizes, taps=taps)
+
+    @property
+    def remembers(self) -> int:
+        return int(self.config.width)
+
+    def step(self, embedded: Tensor, features: Tensor, position: Tensor, mask: Tensor, remember: Remember) -> Tensor:
+        """embedded [R,Q,E], features [R,Q,D] -> the next features [R,Q,D]."""
+        seen = torch.cat([self.embed_norm(embedded), self.feature_norm(features)], -1)
+        return self.layer(seen, features, position, mask, remember)  # type: ignore[no-any-return]
+
+    def say(self, features: Tensor) -> Tensor:
+        """[...,D] -> logits [...,V] over the target's vocabulary; what the draft cannot say is impossible."""
+        logits: Tensor = self.output(self.norm(features))
+        if self.d2t is None:
+            return logits
+        everything = logits.new_full((*logits.shape[:-1], self.config.vocabulary), float("-inf"))
+        return everything.index_copy(-1, self.d2t, logits)
+
+    def forward(self, embedded: Tensor, taps: Sequence[Tensor], steps: int) -> list[Tensor]:
+        """Whole texts, as in drafting ("training-time test"): `embedded` [R,T,E] are the tokens after the places of
+        `taps` [R,T,D]. Returns `steps` logits [R,T,V]: those at t of step s look at true features up to t-s only."""
+        features = self.fuse(torch.cat(list(taps), -1))
+        T = features.shape[1]
+        place = arange(0, T, features.device)
+        behind = place.unsqueeze(1) - place  # [T,T]: how far a key lies behind a query
+        keys: list[Tensor] = []
+        values: list[Tensor] = []
+
+        def remember(key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+            keys.append(key)
+            values.append(value)
+            return torch.cat(keys, 2), torch.cat(values, 2)
+
+        said = []
+        for step in range(steps):
+            mask = torch.cat([behind >= step, *(behind == step - made for made in range(1, step + 1))], 1)
+            mask = mask.index_fill(0, place[:step], True)  # the first places have no past so deep: anything will do
+            features = self.step(embedded, features, place.unsqueeze(0), mask[None, None], remember)
+            said.append(self.say(features))
+            features = torch.nn.functional.pad(features, (0, 0, 1, 0))[:, :-1]
+        return said
+
+
+@DRAFTERS.register("eagle")
+class Eagle(HeadDrafter):
+    """Let one trained layer write ahead in the target's own hidden states."""
+
+    Head = EagleHead
+    needs_taps = EagleConfig.taps
+
+    @dataclass(frozen=True)
+    class Options(HeadOptions):
+        @classmethod
+        def conformance_variants(cls) -> list[Mapping[str, Any]]:
+            return [{"head": _with_few_words}]
+
+    def __init__(self, options: HeadOptions | None = None) -> None:
+        super().__init__(options)
+        self.needs_taps = self.head.config.taps
+        self._read: list[int] = []  # per row, how many entries are in memory, made of true features
+
+    # ---- rows come and go
+
+    def open(self, target: LanguageModel, rows: RowsView) -> None:
+        super().open(target, rows)
+        self._cache = SlotCache()
+        self._remember = by_slot(self._cache, 0)
+        self._read = []
+
+    def digest(self, taps: tuple[Tensor, ...]) -> Tensor:
+        fused: Tensor = self.head.fuse(torch.cat(taps, -1))
+        return fused
+
+    def admit(self, rows: RowsView, first: int) -> None:
+        """Read the prompts but for their last entry, which the first draft begins with."""
+        entries = [length - 1 for length in rows.lengths[first:]]
+        self._read[first:] = [max(0, count - 1) for count in entries]
+        self._cache.reserve(rows.count, max(rows.lengths))
+        new = slice(first, rows.count)
+        for start in range(0, max(entries) - 1, _CHUNK):
+            stop = min(start + _CHUNK, max(entries) - 1)
+            position = arange(start, stop, rows.text.device).expand(len(entries), stop - start)
+            self._cache.aim(new, start, stop, start)
+            self._entries(rows, new, position, stop)
+
+    def rewind(self, lengths: list[int]) -> None:
+        self._read = [min(read, length - 1) for read, length in zip(self._read, lengths, strict=True)]
+
+    def reorder(self, rows: RowsView, source: Sequence[int]) -> bool:
+        self._cache.copy_rows(list(source), list(range(len(source))), 0, max(rows.lengths))
+        self._read = [self._read[other] for other in source]
+        return super().reorder(rows, source)
+
+    def release(self, row: int, last: int, length: int) -> None:
+        super().release(row, last, length)
+        if last < len(self._read):
+            self._read[row] = self._read[last]
+            del self._read[last]
+            if row != last:
+                self._cache.move_row(last, row, length)
+
+    def _entries(self, rows: RowsView, some: slice, position: Tensor, visible: int) -> Tensor:
+        """Entries made of the text and of true features, at `position` [R,Q] of some rows."""
+        embedded = self.embed(rows.text[some].gather(1, position + 1))
+        mask = chain_mask(position, visible)
+        features = self.places.at(some, position)
+        return self.head.step(embedded, features, position, mask, self._remember)  # type: ignore[no-any-return]
+
+    # ---- drafting
+
+    def propose(self, rows: RowsView, budget: Budget) -> TokenTree:
+        tree = self._grower.run(rows, budget, self._expand(rows))
+        self._read = [length - 1 for length in rows.lengths]
+        return tree
+
+    def _expand(self, rows: RowsView) -> Expand:
+        """First the entries of what was committed since, with the target's own features; then drafted tokens, each
+        with the feature that came out at its parent."""
+        everyone, entries, longest = slice(0, rows.count), rows.length - 1, max(rows.lengths) - 1
+        scratch = Scratch(entries, longest)
+        made: Tensor = torch.empty(0)  # [R,1+M,D]: the features after the text and after every scratch token
+
+        def expand(tokens: Tensor | None, parents: Tensor | None) -> Tensor:
+            nonlocal made
+            if tokens is None:
+                made = self._catch_up(rows, entries, longest)
+                return self.usable(self.head.say(made))
+            slots, position, mask, visible = scratch.add(tokens.shape[1], parents)
+            self._cache.reserve(rows.count, visible)
+            self._cache.aim(everyone, slots, visible, 0)
+            above = made[:, -1:]
+            if parents is not None:
+                above = made.gather(1, (parents + 1).unsqueeze(-1).expand(*parents.shape, made.shape[2]))
+            fresh = self.head.step(self.embed(tokens), above, position, mask, self._remember)
+            made = torch.cat([made, fresh], 1)
+            return self.usable(self.head.say(fresh))
+
+        return expand
+
+    def _catch_up(self, rows: RowsView, entries: Tensor, longest: int) -> Tensor:
+        """The feature after the text [R,1,D]. A row with less to catch up reads some entries again, to the same
+        effect; a text of one token has none, and makes one up."""
+        width = max(1, *(length - 1 - read for length, read in zip(rows.lengths, self._read, strict=True)))
+        position = (entries + arange(-width, 0, entries.device)).clamp(min=0)
+        visible = max(longest, 1)
+        self._cache.reserve(rows.count, visible)
+        self._cache.aim(slice(0, rows.count), position, visible, 0)
+        return self._entries(rows, slice(0, rows.count), position, visible)[:, -1:]
+
+
+def _with_few_words(target: LanguageModel) -> EagleHead:
+    """Random weights that cannot say every token, for the conformance suite."""
+    sizes = EagleHead.sizes(target)
+    head = EagleHead.random(target, 0, replace(sizes, draft_vocabulary=sizes.vocabulary * 3 // 4))
+    assert head.d2t is not None
+    head.d2t += sizes.vocabulary // 8
+    return head

@@ -1,0 +1,107 @@
+"""What drafters with trained heads share: where the head comes from, and what the target thought at every place."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from paceline.core.contracts import Drafter, Glimpse, Reading, RowsView, arange
+from paceline.core.errors import InputError
+from paceline.core.growth import Grower, TreeOptions
+from paceline.core.verdict import Verdict
+from paceline.models.draft_head import DraftHead, PlaceStore
+from paceline.models.language_model import LanguageModel
+
+
+@dataclass(frozen=True)
+class HeadOptions(TreeOptions):
+    """The tree, and the head: a folder, or the module itself (it is moved to the target's device and dtype)."""
+
+    head: Any = None
+    required: ClassVar[tuple[str, ...]] = ("head",)  # no drafting without it
+
+
+class HeadDrafter(Drafter):
+    """A drafter with a trained head. `places` holds what the target thought at position 0 ... length-2 of every row:
+    the last committed token has not been read by the target when a draft is made."""
+
+    Head: ClassVar[type[DraftHead]]
+    on_device = True
+
+    def __init__(self, options: HeadOptions | None = None) -> None:
+        self.options: HeadOptions = options or self.Options()
+        self.head: Any = self._take(self.options.head)
+        self._grower = Grower(self.options)
+
+    def _take(self, given: Any) -> DraftHead:
+        if isinstance(given, self.Head):
+            return given
+        if isinstance(given, (str, os.PathLike)):
+            return self.Head.load(given)
+        raise InputError(
+            f"{self.name} needs a trained head: options={{'head': a folder, or a {self.Head.__name__}}}, got {given!r}."
+        )
+
+    def describe(self) -> str:
+        return self.name if self.options.tree == "chain" else f"{self.name}, tree {self.options.tree}"
+
+    # ---- rows come and go
+
+    def check(self, target: LanguageModel) -> None:
+        self.head.check(target)
+
+    def open(self, target: LanguageModel, rows: RowsView) -> None:
+        with torch.inference_mode(False):  # weights that are moved here must remain trainable
+            self.head.to(target.device, target.dtype)
+        self.vocabulary = target.vocabulary
+        self._embedding = target.model.get_input_embeddings()
+        self.places = PlaceStore(self.head.remembers, target.dtype, target.device)
+
+    def release(self, row: int, last: int, length: int) -> None:
+        self.places.release(row, last)
+
+    def reorder(self, rows: RowsView, source: Sequence[int]) -> bool:
+        self.places.reorder(source)
+        self._grower.reorder(source)
+        return True
+
+    def watch(self, rows: RowsView, glimpse: Glimpse) -> None:
+        states = self.digest(glimpse.taps)
+        R, Q, _ = states.shape
+        position = arange(glimpse.start, glimpse.start + Q, states.device).expand(R, Q)
+        self.places.write(slice(glimpse.first, glimpse.first + R), position, states, max(rows.lengths))
+
+    def keep(self, rows: RowsView, verdict: Verdict, reading: Reading) -> None:
+        """The target has read the last committed token (place 0) and the draft (node n is place n+1): what it thought
+        on the accepted path is what it thinks of the text. What is written past that path is overwritten later."""
+        self._grower.kept(verdict)
+        taps = reading.taps
+        if verdict.path is not None:
+            way = torch.nn.functional.pad(verdict.path + 1, (1, 0))
+            taps = tuple(tap.gather(1, way.unsqueeze(-1).expand(*way.shape, tap.shape[2])) for tap in taps)
+        states = self.digest(taps)
+        position = rows.length + arange(-1, states.shape[1] - 1, states.device)
+        self.places.write(slice(0, rows.count), position, states, max(rows.lengths) + states.shape[1])
+
+    def digest(self, taps: tuple[Tensor, ...]) -> Tensor:
+        """What is remembered of the tapped states [R,Q,D] of a place."""
+        return taps[0]
+
+    # ---- for drafting
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """[R,Q] -> [R,Q,E], the target's own embedding; past its end a text holds anything."""
+        return self._embedding(tokens.clamp(min=0))
+
+    def last_state(self, rows: RowsView) -> Tensor:
+        """[R,1,D]: what the target thought before it chose the last committed token; zeros if there was nothing."""
+        return self.places.at(slice(0, rows.count), rows.length - 2)
+
+    def usable(self, logits: Tensor) -> Tensor:
+        """Over the target's usable vocabulary."""
+        return logits[..., : self.vocabulary]

@@ -1,0 +1,188 @@
+"""A Katz back-off trigram model: trained by counting, kept in sorted arrays, loaded without reading them."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from paceline.core.errors import InputError, LoadError
+
+_FORMAT = "paceline-trigram-1"
+_ARRAYS = ("unigram", "keys2", "starts2", "tokens2", "logs2", "open2", "keys3", "starts3", "tokens3", "logs3", "open3")
+_SMALL = 5  # Katz: counts above this are believed as they are
+_LEAST = 0.1  # added to every unigram, so that nothing is impossible
+
+Array = npt.NDArray[Any]
+
+
+@dataclass(frozen=True)
+class _Level:
+    """The n-grams of one order by context: keys [K] sorted, tokens and log-probabilities of the followers of key i at
+    starts[i]:starts[i+1], and `open` [K]: the log of the back-off weight."""
+
+    keys: Array
+    starts: Array
+    tokens: Array
+    logs: Array
+    open: Array
+
+    def find(self, key: int) -> tuple[slice, float] | None:
+        at = int(self.keys.searchsorted(key))
+        if at == len(self.keys) or self.keys[at] != key:
+            return None
+        return slice(int(self.starts[at]), int(self.starts[at + 1])), float(self.open[at])
+
+
+@dataclass
+class TrigramTable:
+    """P(w | u v): discounted where u v w was seen, else what is left, shared out like P(w | v). `law` sums to one."""
+
+    vocabulary: int
+    unigram: Array  # [V] log-probabilities
+    pairs: _Level
+    triples: _Level
+    _best: dict[tuple[int, ...], int] = field(default_factory=dict)
+
+    def logits(self, words: Sequence[int]) -> Tensor:
+        """[V] float32 log-probabilities of the next token after (the last two of) `words`."""
+        return torch.from_numpy(self._row(words, np.empty(self.vocabulary, dtype=np.float32)))
+
+    def law(self, words: Sequence[int]) -> Tensor:
+        """[V] float64 probabilities of the next token."""
+        return torch.from_numpy(self._row(words, np.empty(self.vocabulary))).exp()
+
+    def _row(self, words: Sequence[int], row: Array) -> Array:
+        """The whole vocabulary as the unigrams have it, then what is known better: pairs, and triples."""
+        pair = self.pairs.find(int(words[-1])) if len(words) else None
+        triple = self.triples.find(int(words[-2]) * self.vocabulary + int(words[-1])) if len(words) > 1 else None
+        left = triple[1] if triple else 0.0
+        np.add(self.unigram, left + (pair[1] if pair else 0.0), out=row, casting="same_kind")
+        if pair is not None:
+            row[self.pairs.tokens[pair[0]]] = self.pairs.logs[pair[0]] + left
+        if triple is not None:
+            row[self.triples.tokens[triple[0]]] = self.triples.logs[triple[0]]
+        return row
+
+    def best(self, words: Sequence[int]) -> int:
+        """The likeliest next token; remembered, so that drafting it again costs a look."""
+        key = tuple(words[-2:])
+        if key not in self._best:
+            self._best[key] = int(self.logits(key).argmax())
+        return self._best[key]
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        pairs, triples = self.pairs, self.triples
+        arrays = (self.unigram, pairs.keys, pairs.starts, pairs.tokens, pairs.logs, pairs.open,
+                  triples.keys, triples.starts, triples.tokens, triples.logs, triples.open)  # fmt: skip
+        tensors = {name: torch.from_numpy(np.ascontiguousarray(a)) for name, a in zip(_ARRAYS, arrays, strict=True)}
+        about = {"format": _FORMAT, "about": json.dumps({"vocabulary": self.vocabulary, "triples": len(triples.logs)})}
+        beside = Path(f"{os.fspath(path)}.{os.getpid()}.part")  # nobody ever reads half a file
+        save_file(tensors, beside, about)
+        beside.replace(path)
+
+    @staticmethod
+    def load(path: str | os.PathLike[str]) -> TrigramTable:
+        """The arrays are mapped into memory: what is never looked up is never read."""
+        try:
+            with safe_open(os.fspath(path), "pt") as file:
+                about = file.metadata() or {}
+                if about.get("format") != _FORMAT:
+                    raise LoadError(f"{path} is no trigram model; make one with train_trigram(...).save(path).")
+                arrays = [file.get_tensor(name).numpy() for name in _ARRAYS]
+        except LoadError:
+            raise
+        except Exception as error:  # safetensors has errors of its own
+            raise LoadError(f"The trigram model {path} cannot be read: {error}.") from error
+        vocabulary = int(json.loads(about["about"])["vocabulary"])
+        return TrigramTable(vocabulary, arrays[0], _Level(*arrays[1:6]), _Level(*arrays[6:]))
+
+
+# ---- training
+
+
+def train_trigram(sequences: Iterable[Sequence[int]], vocabulary: int) -> TrigramTable:
+    """Count and discount. `sequences` are texts as token ids: of files (`read_texts`) or of a model (`own_samples`)."""
+    texts = [np.asarray(list(text), dtype=np.int64) for text in sequences]
+    texts = [text for text in texts if len(text)]
+    for text in texts:
+        if text.min() < 0 or text.max() >= vocabulary:
+            raise InputError(f"A text has token {text.max()}, outside the vocabulary of {vocabulary}.")
+    everything = np.concatenate(texts) if texts else np.zeros(0, dtype=np.int64)
+    counts = np.bincount(everything, minlength=vocabulary) + _LEAST
+    unigram = np.log(counts / counts.sum())
+    pairs, triples = [], []
+    for text in texts:
+        pairs.append(text[:-1] * vocabulary + text[1:])
+        triples.append(pairs[-1][:-1] * vocabulary + text[2:])
+    keys, second = _level(pairs, vocabulary, lambda keys: unigram[keys % vocabulary])
+    # whoever saw u v w has seen v w: what shorter contexts say of it is in the table of pairs
+    place = lambda grams: keys.searchsorted(grams % (vocabulary * vocabulary))  # noqa: E731
+    _, third = _level(triples, vocabulary, lambda grams: second.logs[place(grams)])
+    return TrigramTable(vocabulary, unigram, second, third)
+
+
+def _level(grams: list[Array], vocabulary: int, below: Callable[[Array], Array]) -> tuple[Array, _Level]:
+    """The distinct n-grams in order, and their level; `below` gives the log-probabilities of shorter contexts."""
+    every = np.concatenate(grams) if grams else np.zeros(0, dtype=np.int64)
+    keys, counts = np.unique(every, return_counts=True)
+    contexts, starts = np.unique(keys // vocabulary, return_index=True)
+    if not len(keys):
+        none = np.zeros(0)
+        return keys, _Level(keys, np.zeros(1, dtype=np.int64), keys.astype(np.int32), none, none)
+    sizes = np.diff(np.append(starts, len(keys)))
+
+    def total(values: Array) -> Array:
+        """[K]: the sum over the followers of each context."""
+        return np.add.reduceat(values.astype(np.float64), starts)
+
+    share = _discounted(counts) / total(counts).repeat(sizes)
+    rest = 1.0 - total(np.exp(below(keys)))  # what shorter contexts give to unseen followers
+    full = (rest < 1e-9) | (sizes == vocabulary)  # everything was seen: nothing is left to give away
+    seen = total(share)
+    wanted = np.where(full, 1.0, np.minimum(seen, total(counts) / (total(counts) + 0.5)))  # else keep something back
+    logs = np.log(share * (wanted / seen).repeat(sizes))
+    left = 1.0 - total(np.exp(logs))
+    safe = np.where(full, 1.0, rest)
+    weight = np.where(full, 0.0, np.log(np.maximum(left, 1e-300) / safe))
+    return keys, _Level(contexts, np.append(starts, len(keys)), (keys % vocabulary).astype(np.int32), logs, weight)
+
+
+def _discounted(counts: Array) -> Array:
+    """Counts as they are to be believed: Good and Turing's for small ones, as Katz has it; where a text is too small
+    for that, all less a constant (absolute discounting)."""
+    n = np.bincount(np.minimum(counts, _SMALL + 2), minlength=_SMALL + 3)[: _SMALL + 2].astype(np.float64)
+    r = np.arange(1, _SMALL + 1)
+    common = (_SMALL + 1) * n[_SMALL + 1] / max(n[1], 1.0)
+    if (n[1:] > 0).all() and common < 1:
+        ratio = ((r + 1) * n[2:] / (r * n[1:-1]) - common) / (1 - common)
+        if ((ratio > 0) & (ratio < 1)).all():
+            table = np.concatenate([[1.0], ratio])
+            return np.where(counts <= _SMALL, table[np.minimum(counts, _SMALL)], 1.0) * counts
+    constant = n[1] / (n[1] + 2 * n[2]) if n[1] else 0.5
+    return counts - min(max(constant, 0.1), 0.9)
+
+
+def read_texts(paths: Iterable[str | os.PathLike[str]], tokenizer: Any) -> Iterator[list[int]]:
+    """Text files as token ids, by the target's own tokenizer."""
+    for path in paths:
+        yield list(tokenizer.encode(Path(path).read_text(encoding="utf-8"), add_special_tokens=False))
+
+
+def own_samples(generate: Callable[[Any], Any], prompts: Iterable[Any]) -> Iterator[list[int]]:
+    """What a model writes after each prompt, as token ids; `generate` is a decoder's, or anything that gives `tokens`
+    and `prompt_tokens`. A draft that was trained on its target's own samples knows how that one talks."""
+    for prompt in prompts:
+        written = generate(prompt)
+        for one in written if isinstance(written, list) else [written]:
+            yield [*one.prompt_tokens, *one.tokens]

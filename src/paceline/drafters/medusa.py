@@ -1,0 +1,105 @@
+"""Medusa: several heads on the target's last hidden state, each of which guesses a token further ahead."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from paceline.core.contracts import DRAFTERS, Budget, RowsView
+from paceline.core.errors import InputError
+from paceline.core.growth import Expand
+from paceline.core.tree import TokenTree
+from paceline.models.draft_head import DraftHead
+from paceline.models.language_model import LanguageModel
+
+from .heads import HeadDrafter, HeadOptions
+
+
+@dataclass(frozen=True)
+class MedusaConfig:
+    """heads: tokens it can guess ahead; layers: residual blocks of each; own_output: false shares the target's head."""
+
+    hidden: int
+    vocabulary: int
+    heads: int = 4
+    layers: int = 1
+    own_output: bool = True
+
+    def __post_init__(self) -> None:
+        if self.heads < 1 or self.layers < 0:
+            raise InputError(f"Medusa needs at least 1 head of 0 or more layers, got {self.heads} of {self.layers}.")
+
+
+class MedusaHead(DraftHead):
+    """K residual heads (arXiv 2401.10774): head k guesses the token k+2 places after the state it looks at."""
+
+    kind = "medusa"
+    Config = MedusaConfig
+
+    def __init__(self, config: MedusaConfig, made_for: dict[str, Any]) -> None:
+        super().__init__(config, made_for)
+        K, D = config.heads, config.hidden
+        # the blocks start at zero: a new head says what its output says of the state itself
+        self.blocks = nn.Parameter(torch.zeros(config.layers, K, D, D))
+        self.biases = nn.Parameter(torch.zeros(config.layers, K, 1, D))
+        self.output = nn.Parameter(torch.randn(K, config.vocabulary, D) / D**0.5) if config.own_output else None
+
+    @classmethod
+    def sizes(cls, target: LanguageModel) -> MedusaConfig:
+        config = target.model.config.get_text_config(decoder=True)
+        return MedusaConfig(config.hidden_size, config.vocab_size)
+
+    def forward(self, hidden: Tensor, shared: Callable[[Tensor], Tensor], most: int) -> Tensor:
+        """hidden [...,D] -> logits [K,...,V] of the first `most` heads; `shared` is the target's own output layer."""
+        K = min(most, self.config.heads)
+        states = hidden.reshape(1, -1, hidden.shape[-1]).expand(K, -1, -1)  # [K,P,D]
+        for block, bias in zip(self.blocks, self.biases, strict=True):
+            states = states + F.silu(torch.baddbmm(bias[:K], states, block[:K].transpose(1, 2)))
+        logits = shared(states) if self.output is None else states @ self.output[:K].transpose(1, 2)
+        return logits.view(K, *hidden.shape[:-1], -1)
+
+
+@DRAFTERS.register("medusa")
+class Medusa(HeadDrafter):
+    """Let trained heads guess several tokens ahead from the target's last hidden state."""
+
+    Head = MedusaHead
+    needs_taps = (1.0,)
+
+    @dataclass(frozen=True)
+    class Options(HeadOptions):
+        @classmethod
+        def conformance_variants(cls) -> list[Mapping[str, Any]]:
+            return [{"head": MedusaHead.random}]
+
+    def open(self, target: LanguageModel, rows: RowsView) -> None:
+        super().open(target, rows)
+        self._shared = target.model.get_output_embeddings()
+
+    def propose(self, rows: RowsView, budget: Budget) -> TokenTree:
+        depth = min(budget.depth, self.head.config.heads)
+        return self._grower.run(rows, replace(budget, depth=depth), self._expand(rows, depth))
+
+    def _expand(self, rows: RowsView, depth: int) -> Expand:
+        """All nodes of one depth have the same logits: those of the head that guesses so far ahead."""
+        hidden = self.last_state(rows).squeeze(1)
+        logits = self.usable(self.head(hidden, self._shared, depth)).transpose(0, 1)  # [R,K,V]
+        depths = rows.length.new_empty(rows.count, 0)  # of the nodes asked for so far; 1: those below the text
+
+        def expand(tokens: Tensor | None, parents: Tensor | None) -> Tensor:
+            nonlocal depths
+            if tokens is None:
+                return logits[:, :1]
+            if parents is None:
+                deep = torch.full_like(tokens, depths.shape[1] + 1)
+            else:
+                deep = F.pad(depths, (1, 0)).gather(1, parents + 1) + 1
+            depths = torch.cat([depths, deep], 1)
+            return logits.gather(1, deep.unsqueeze(-1).expand(*deep.shape, logits.shape[2]))
+
+        return expand

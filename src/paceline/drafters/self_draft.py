@@ -1,0 +1,76 @@
+"""What drafters have in common whose draft model is made out of the target itself."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from dataclasses import fields
+from typing import Any, ClassVar
+
+from paceline.core.contracts import Budget, Drafter, Reading, RowsView
+from paceline.core.growth import TreeOptions
+from paceline.core.tree import TokenTree
+from paceline.core.verdict import Verdict
+from paceline.models.language_model import LanguageModel
+
+from .draft_model import DraftModel
+
+
+class SelfDraft(Drafter):
+    """A draft model made out of the target does the work, as `draft-model` would do it."""
+
+    Options: ClassVar[type]
+    on_device = True
+
+    def __init__(self, options: Any = None) -> None:
+        self.options = options or self.Options()
+        self._inner: Drafter | None = None
+        self._made: tuple[LanguageModel, LanguageModel] | None = None  # the target, and what was made of it
+
+    @abstractmethod
+    def made_from(self, target: LanguageModel) -> LanguageModel:
+        """The draft model."""
+
+    def draft_of(self, target: LanguageModel) -> LanguageModel:
+        """The same, made once per target."""
+        if self._made is None or self._made[0] is not target:
+            self._made = (target, self.made_from(target))
+        return self._made[1]
+
+    @property
+    def inner(self) -> Drafter:
+        """Who drafts this batch: made when the first row comes, since whoever shares a reader may need no other."""
+        if self._inner is None:
+            target, rows = self._opened
+            growth: dict[str, Any] = {entry.name: getattr(self.options, entry.name) for entry in fields(TreeOptions)}
+            self._inner = DraftModel(DraftModel.Options(model=self.draft_of(target), **growth))
+            self._inner.open(target, rows)
+        return self._inner
+
+    @property
+    def shape(self) -> str:
+        """How drafts grow, for the line that says what speculates with what; nothing for a chain."""
+        return "" if self.options.tree == "chain" else f", tree {self.options.tree}"
+
+    # ---- passed on
+
+    def open(self, target: LanguageModel, rows: RowsView) -> None:
+        self._opened, self._inner = (target, rows), None
+
+    def admit(self, rows: RowsView, first: int) -> None:
+        self.inner.admit(rows, first)
+
+    def propose(self, rows: RowsView, budget: Budget) -> TokenTree:
+        return self.inner.propose(rows, budget)
+
+    def keep(self, rows: RowsView, verdict: Verdict, reading: Reading) -> None:
+        self.inner.keep(rows, verdict, reading)
+
+    def reorder(self, rows: RowsView, source: Sequence[int]) -> bool:
+        return self.inner.reorder(rows, source)
+
+    def rewind(self, lengths: list[int]) -> None:
+        self.inner.rewind(lengths)
+
+    def release(self, row: int, last: int, length: int) -> None:
+        self.inner.release(row, last, length)

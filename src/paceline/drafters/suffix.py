@@ -1,0 +1,194 @@
+"""Suffix automata over this text and over past ones (SuffixDecoding, arXiv 2411.04975; SAM decoding, 2411.10666)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from paceline.core.contracts import DRAFTERS, Budget, RowsView
+from paceline.core.errors import InputError
+from paceline.core.tree import TokenTree
+
+from .host import RANKED, HostDrafter, as_tree, grow
+from .suffix_automaton import END, ROOT, SuffixAutomaton
+
+_LEAD_IN = 8  # tokens of the prompt kept before an answer, so that its beginning can be found again
+_RECENT = 32  # tokens of a text that are looked for in past ones: longer matches say no more
+_PARTS = 4  # automata per namespace; the oldest is evicted as a whole
+
+Place = tuple[SuffixAutomaton, int, int]  # an automaton, a state of it, the length of the match
+
+
+class SuffixStore:
+    """Past answers by namespace. One store may serve several decoders: they feel each other's texts only where they
+    share a namespace."""
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self._spaces: dict[str, list[SuffixAutomaton]] = {}
+
+    def __getitem__(self, namespace: str) -> list[SuffixAutomaton]:
+        """The automata of a namespace, the latest first."""
+        return self._spaces.get(namespace, [])
+
+    def size(self, namespace: str) -> int:
+        return sum(part.size for part in self[namespace])
+
+    def add(self, namespace: str, text: list[int]) -> None:
+        """Remember one more text, and forget the oldest ones if that is too much."""
+        most = self.capacity // _PARTS
+        text = text[-(most - 1) :]
+        parts = self._spaces.setdefault(namespace, [])
+        if not parts or parts[0].size + len(text) + 1 > most:
+            parts.insert(0, SuffixAutomaton())
+            del parts[_PARTS:]
+        for token in text:
+            parts[0].extend(token)
+        parts[0].extend(END)
+
+    def clear(self, namespace: str) -> None:
+        self._spaces.pop(namespace, None)
+
+
+@DRAFTERS.register("suffix")
+class Suffix(HostDrafter["_Row"]):
+    """Draft what followed the longest match, in this text and in past answers, as far as the evidence reaches."""
+
+    @dataclass(frozen=True)
+    class Options:
+        branches: int = 1  # continuations of a match to propose at once, as a tree
+        min_probability: float = (
+            0.05  # the draft ends, or does not branch, below this estimate (the first token is free)
+        )
+        remember: bool = True  # learn from the answers of past requests
+        store: Any = None  # where they are kept: a SuffixStore shared with others (None: one of its own)
+        namespace: str = ""  # whose memory; other namespaces of the store are never looked at
+        frozen: bool = False  # use what is remembered, add nothing
+        capacity: int = 100_000  # tokens remembered per namespace; the oldest requests are forgotten
+
+        def __post_init__(self) -> None:
+            if not 1 <= self.branches <= RANKED:
+                raise InputError(f"branches must be from 1 to {RANKED}, got {self.branches}.")
+            if not 0 <= self.min_probability <= 1:
+                raise InputError(f"min_probability must be from 0 to 1, got {self.min_probability}.")
+            if self.capacity < 4 * _PARTS:
+                raise InputError(f"capacity must be at least {4 * _PARTS} tokens, got {self.capacity}.")
+            if self.store is not None and not isinstance(self.store, SuffixStore):
+                raise InputError(f"store must be a SuffixStore, got {type(self.store).__name__}.")
+
+        @classmethod
+        def conformance_variants(cls) -> list[dict[str, Any]]:
+            return [{"min_probability": 0.0, "branches": 2, "capacity": 64}, {"remember": False}]
+
+    def __init__(self, options: Options | None = None) -> None:
+        self.options = options = options or self.Options()
+        self.store: SuffixStore = SuffixStore(options.capacity) if options.store is None else options.store
+        self._states = []
+
+    def reset(self) -> None:
+        """Forget the past answers of this namespace."""
+        self.store.clear(self.options.namespace)
+
+    # ---- rows
+
+    def begin(self, rows: RowsView, row: int) -> _Row:
+        return _Row(rows.lengths[row])
+
+    def end(self, state: _Row, rows: RowsView, row: int) -> None:
+        """A request has ended: now its answer is a past one. Half an answer teaches nothing to others."""
+        if self.options.remember and not self.options.frozen:
+            answer = rows.histories[row][max(0, state.prompt - _LEAD_IN) : rows.settled[row]]
+            self.store.add(self.options.namespace, answer)
+
+    def _places(self, row: _Row, text: list[int], settled: int) -> list[Place]:
+        """Where the text stands in each automaton, the longest match first; of equals this text, then the latest."""
+        own = row.own
+        for place in range(row.known, settled):
+            own.extend(text[place])
+        parts = self.store[self.options.namespace] if self.options.remember else []
+        if [part for part, _, _ in row.past] != parts:  # something was remembered or forgotten
+            known = {id(part): (part, state, length) for part, state, length in row.past}
+            row.past = [
+                known.get(id(part)) or _found(part, text[max(0, row.known - _RECENT) : row.known]) for part in parts
+            ]
+        new = text[row.known : settled]
+        row.past = [_walk(place, new[-_RECENT:]) for place in row.past]
+        row.known = max(row.known, settled)
+        tail = text[settled:]
+        places = [_walk(place, tail) for place in [(own, *own.repeated), *row.past]]
+        return sorted((place for place in places if place[1] != ROOT), key=_length, reverse=True)
+
+    # ---- drafting
+
+    def propose(self, rows: RowsView, budget: Budget) -> TokenTree:
+        branches, least = self.options.branches, self.options.min_probability
+        drafts: list[list[list[int]]] = []
+        known = zip(rows.histories, rows.settled, self._states, budget.limits, strict=True)
+        for text, settled, row, limit in known:
+            places = self._places(row, text, settled)
+            depth = min(limit, budget.depth)
+            if depth < 1:
+                drafts.append([[], []])
+            elif branches == 1:
+                drafts.append([_chain(places, depth, least), []])
+            else:
+                nodes = min(budget.nodes, depth * branches)
+                drafts.append(grow(places, lambda some: _after(some, branches), nodes, depth, 1, least))
+        return as_tree(drafts, branches)
+
+
+@dataclass
+class _Row:
+    """What one text has taught so far, and where it stands in the past ones."""
+
+    prompt: int  # its length
+    own: SuffixAutomaton = field(default_factory=SuffixAutomaton)
+    known: int = 0  # its first tokens that were learnt
+    past: list[Place] = field(default_factory=list)
+
+
+def _length(place: Place) -> int:
+    return place[2]
+
+
+def _walk(place: Place, tokens: list[int]) -> Place:
+    automaton, state, length = place
+    for token in tokens:
+        state, length = automaton.step(state, length, token)
+    return automaton, state, length
+
+
+def _found(automaton: SuffixAutomaton, tokens: list[int]) -> Place:
+    return _walk((automaton, ROOT, 0), tokens)
+
+
+def _chain(places: list[Place], depth: int, least: float) -> list[int]:
+    """What follows the longest match that is followed by anything."""
+    drafted: list[int] = []
+    joint = 1.0
+    for automaton, state, length in places:
+        while len(drafted) < depth:
+            best = automaton.after(state, length, 1)
+            if not best:
+                break
+            token, share, state, length = best[0]
+            joint *= share
+            if drafted and joint < least:
+                break
+            drafted.append(token)
+        if drafted:
+            break
+    return drafted
+
+
+def _after(places: list[Place], most: int) -> list[tuple[int, float, list[Place]]]:
+    """The next tokens with their probabilities, for a tree. Several places speak where several automata match: what
+    one leaves open the next may fill, at half its own weight."""
+    found: dict[int, tuple[int, float, list[Place]]] = {}
+    mass = 1.0
+    for automaton, state, length in places:
+        for token, share, after, longer in automaton.after(state, length, most):
+            if token not in found and len(found) < most:
+                found[token] = (token, share * mass, [(automaton, after, longer)])
+        mass /= 2
+    return list(found.values())

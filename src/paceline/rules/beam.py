@@ -1,0 +1,115 @@
+"""Beam search over the draft: as many steps of the search as the trees have the texts for, in one pass."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from paceline.core.beams import BeamSettings, BeamState, Grouped
+from paceline.core.choice import Choice
+from paceline.core.contracts import RULES, Rule
+from paceline.core.errors import InputError
+from paceline.core.tree import TokenTree
+from paceline.core.verdict import BROKEN, NOTHING, Verdict
+
+_ENDLESS = 1 << 60
+
+
+@RULES.register("beam")
+class Beam(Rule):
+    """Beam search as transformers runs it, several tokens per pass: the likeliest texts, whatever was drafted.
+
+    At each depth the true best of score + log p over all children of all beams go on, in the tree of their row; the
+    walk ends with the first depth at which one of them was not drafted. Rows that belong to no search are beams of one.
+    Unlike other rules it reads to the host: the few best candidates of every node, once per round.
+    """
+
+    exact = "beam"
+    draw = "certain"
+
+    @dataclass(frozen=True)
+    class Options:
+        num_beams: int = 4  # for requests that do not say
+
+        def __post_init__(self) -> None:
+            if isinstance(self.num_beams, bool) or not isinstance(self.num_beams, int) or self.num_beams < 1:
+                raise InputError(f"num_beams must be a whole number of at least 1, got {self.num_beams!r}.")
+
+    def __init__(self, options: Options | None = None) -> None:
+        self.options: Beam.Options = options or self.Options()
+        self.num_beams = self.options.num_beams
+        self._rows: Grouped | None = None
+
+    def open(self, rows: Grouped) -> None:
+        self._rows = rows
+
+    def verify(self, tree: TokenTree, logits: Tensor, choice: Choice) -> Verdict:
+        known = self._rows.beams if self._rows is not None else ()
+        searches = known or [(BeamState.start(BeamSettings(1, _ENDLESS)), [row]) for row in range(tree.rows)]
+        most = max(state.settings.candidates for state, _ in searches)
+        best = log_probabilities(logits, choice).topk(min(most, logits.shape[-1]), dim=-1)  # [R,1+N,K]
+        values, ids = best.values.cpu(), best.indices.cpu()
+        drafted = children(tree)
+        states = [walk(state.begin_round(), members, values, ids, drafted) for state, members in searches]
+        verdict = _pack(tree, states, [members for _, members in searches])
+        return replace(verdict, beams=tuple(states)) if known else verdict
+
+
+def log_probabilities(logits: Tensor, choice: Choice) -> Tensor:
+    """[R,1+N,V] in float32; the controls work on log-probabilities and are not normalised again, as in transformers."""
+    return choice.batch.edit(logits.to(torch.float32).log_softmax(-1), choice.prefix).to(torch.float32)
+
+
+def children(tree: TokenTree) -> dict[tuple[int, int, int], int]:
+    """(row, parent, token) -> node, of all nodes in use; -1 is the text. Of twins the elder."""
+    tokens = tree.tokens.tolist()
+    parents = [list(range(-1, tree.nodes - 1))] * tree.rows if tree.parents is None else tree.parents.tolist()
+    counts = [tree.nodes] * tree.rows if tree.count is None else tree.count.tolist()
+    found: dict[tuple[int, int, int], int] = {}
+    for row, used in enumerate(counts):
+        for node in range(used):
+            found.setdefault((row, parents[row][node], tokens[row][node]), node)
+    return found
+
+
+def walk(
+    state: BeamState, members: Sequence[int], values: Tensor, ids: Tensor, drafted: dict[tuple[int, int, int], int]
+) -> BeamState:
+    """Steps of one search, until it is over or one of its beams leaves the draft. values/ids [R,1+N,K]: the best
+    candidates after the text (0) and after every node (1+node) of every row."""
+    while True:
+        rows = [members[beam.row] for beam in state.beams]
+        places = [beam.node + 1 for beam in state.beams]
+        state = state.step(values[rows, places], ids[rows, places])
+        if state.done:
+            return state
+        known = [drafted.get((members[beam.row], beam.node, beam.tokens[-1]), -1) for beam in state.beams]
+        if -1 in known:
+            return state
+        state = state.follow(known)
+
+
+def _pack(tree: TokenTree, states: Sequence[BeamState], groups: Sequence[Sequence[int]]) -> Verdict:
+    """The new rows: what each of them continues, by which nodes, and the tokens that come to it."""
+    device = tree.tokens.device
+    source = list(range(tree.rows))
+    emitted: list[list[int]] = [[] for _ in source]
+    path: list[list[int]] = [[] for _ in source]
+    for state, members in zip(states, groups, strict=True):
+        for row, beam in zip(members, state.beams, strict=True):
+            source[row], path[row] = members[beam.row], list(beam.path)
+            steps = len(path[row]) + (not state.broken)
+            emitted[row] = list(beam.tokens[len(beam.tokens) - steps :]) + [BROKEN] * state.broken
+    deepest = max(map(len, path))
+    padded = [tokens + [NOTHING] * (deepest + 1 - len(tokens)) for tokens in emitted]
+    accepted = torch.tensor([[len(nodes)] for nodes in path], device=device)
+    nodes = [each + [0] * (deepest - len(each)) for each in path]
+    return Verdict(
+        torch.tensor(padded, device=device),
+        accepted,
+        None if tree.is_chain else torch.tensor(nodes, dtype=torch.int64, device=device).view(tree.rows, deepest),
+        None if source == list(range(tree.rows)) else tuple(source),
+    )

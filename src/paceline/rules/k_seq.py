@@ -1,0 +1,117 @@
+"""Judge k independent drafts of one token together: SpecTr's sequential selection."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from paceline.core.choice import Choice
+from paceline.core.contracts import RULES, arange
+from paceline.core.tree import TokenTree
+from paceline.core.verdict import Verdict
+
+from .ratio import Ratio, pack
+
+_STEPS = 60  # halvings of an interval no longer than k: rho is then as exact as float64 can tell
+
+
+@RULES.register("k-seq")
+class KSeq(Ratio):
+    """Keep the target's law on trees of independent siblings (SpecTr): draft i is accepted with min(1, p/(rho q)).
+
+    The k siblings below a node are all tried on the same p, with the least rho that lets them serve no token more
+    often than p does. Twins are two drafts like any others: the walk goes on below the one that was accepted. (Going
+    on below a twin because that one was expanded would let a draw decide about a draw.) A chain, and a point mass, is
+    one draft per place: rho is 1, and the walk is that of `ratio`.
+    """
+
+    draw = "iid"
+    judges = ("certain", "iid")
+
+    def verify(self, tree: TokenTree, logits: Tensor, choice: Choice) -> Verdict:
+        if tree.parents is None or tree.nodes == 0 or tree.drawn == "certain" or tree.laws is None:
+            return super().verify(tree, logits, choice)
+        laws = choice.law(logits).dense(logits.shape[-1])  # [R,1+N,V]
+        k, eldest = _children(tree)
+        rho = _rho(laws, tree.laws, k, eldest)
+        width = laws.shape[2]
+        above = tree.parents + 1
+        p = laws.flatten(1).gather(1, above * width + tree.tokens).to(rho.dtype)  # [R,N]
+        q = tree.laws.gather(2, tree.tokens.unsqueeze(-1)).squeeze(-1).to(rho.dtype)
+        chance = self.chance(p, rho.gather(1, above) * q)
+        if tree.in_use is not None:
+            chance = torch.where(tree.in_use, chance, 0.0)
+        # coins at the first place of the round, as in `block`
+        start = torch.zeros(tree.rows, dtype=torch.int64, device=laws.device)
+        heads = torch.stack([choice.coin(chance[:, node], start, node) for node in range(tree.nodes)], 1)
+        siblings = (tree.parents.unsqueeze(1) == tree.parents.unsqueeze(2)).tril(-1)  # [R,N,N]: j is an elder of i
+        first = heads & ~(siblings & heads.unsqueeze(1)).any(-1)
+        taken = ~(tree.ancestors & ~first.unsqueeze(1)).any(-1)
+        end = (taken * arange(1, tree.nodes + 1, laws.device)).amax(1, keepdim=True)  # 0: the text
+        left = _left(_at(laws, end), _at(tree.laws, eldest.gather(1, end)), rho.gather(1, end), k.gather(1, end))
+        return pack(tree, taken, choice.draw(left, taken.sum(1)))
+
+
+def _at(laws: Tensor, place: Tensor) -> Tensor:
+    """[R,V]: of laws [R,N,V] the ones at `place` [R,1]."""
+    return laws.gather(1, place.unsqueeze(-1).expand(-1, 1, laws.shape[2])).squeeze(1).to(torch.float64)
+
+
+def _children(tree: TokenTree) -> tuple[Tensor, Tensor]:
+    """How many children the text and every node have [R,1+N], and which is the first (0 where there is none)."""
+    assert tree.parents is not None
+    places = arange(-1, tree.nodes, tree.parents.device)
+    below = tree.parents.unsqueeze(1) == places[:, None]  # [R,1+N,N]
+    if tree.in_use is not None:
+        below = below & tree.in_use.unsqueeze(1)
+    return below.sum(-1), below.to(torch.int64).argmax(-1)
+
+
+def _rho(laws: Tensor, drafts: Tensor, k: Tensor, eldest: Tensor) -> Tensor:
+    """[R,1+N] float64: the least rho in [1, k] with rho * beta(rho) >= 1 - (1 - beta(rho))^k, for beta(rho) = sum of
+    min(q, p/rho). Between two neighbours among the ratios p/q, beta is A + B/rho: those two numbers are found once for
+    every place, and only they are bisected."""
+    parts = []
+    for place in range(laws.shape[1]):
+        p = laws[:, place].to(torch.float64)
+        parts.append(_piece(p, _at(drafts, eldest[:, place : place + 1]), k[:, place : place + 1].clamp(min=1)))
+    A, B, low, high = (torch.stack(part, 1) for part in zip(*parts, strict=True))
+    count = k.clamp(min=1)
+    for _ in range(_STEPS):
+        middle = (low + high) / 2
+        enough = A * middle + B >= _any_of(A + B / middle, count)
+        low, high = torch.where(enough, low, middle), torch.where(enough, middle, high)
+    return high  # the side on which nothing is served too often
+
+
+def _any_of(chance: Tensor, k: Tensor) -> Tensor:
+    """1 - (1 - chance)^k, also where the chance is tiny."""
+    return -torch.expm1(k * torch.log1p(-chance.clamp(max=1.0)))
+
+
+def _piece(p: Tensor, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """[R] each, from p and q [R,V] and k [R,1]: A, B and the bounds of the piece of beta in which rho lies."""
+    ratio, order = torch.where(q > 0, p / q, torch.where(p > 0, torch.inf, 0.0)).sort(1)
+    p, q = p.gather(1, order), q.gather(1, order)
+    # with rho at the corner of token i: smaller ratios give p/rho, the others q
+    served, kept = p.cumsum(1) - p, q.flip(1).cumsum(1).flip(1)
+    beta = kept + torch.where(ratio > 0, served / ratio, 0.0)
+    short = ratio * beta < _any_of(beta, k)  # true up to a corner, then false: rho * beta rises, the other side falls
+    corner = short.sum(1, keepdim=True)
+    inside = corner < ratio.shape[1]
+    at = corner.clamp(max=ratio.shape[1] - 1)
+    A = torch.where(inside, kept.gather(1, at), 0.0)
+    B = torch.where(inside, served.gather(1, at), p.sum(1, keepdim=True))
+    low = torch.where(corner > 0, ratio.gather(1, (corner - 1).clamp(min=0)), 1.0).clamp(min=1.0)
+    high = torch.minimum(torch.where(inside, ratio.gather(1, at), torch.inf), k.to(p.dtype))
+    return A.squeeze(1), B.squeeze(1), low.squeeze(1), high.squeeze(1)
+
+
+def _left(p: Tensor, q: Tensor, rho: Tensor, k: Tensor) -> Tensor:
+    """[R,V]: what k rejected drafts of q leave to serve. Right for every rho that is large enough."""
+    each = torch.minimum(q, p / rho)
+    beta = each.sum(1, keepdim=True)
+    served = each * torch.where(beta > 0, _any_of(beta, k.clamp(min=1)) / beta, 0.0)
+    left = (p - served).clamp(min=0)
+    total = left.sum(1, keepdim=True)
+    return torch.where((k > 0) & (total > 0), left / total, p)

@@ -1,0 +1,34 @@
+"""Accept a drafted token more readily than its law allows: lossy, with a bound on how much."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from paceline.core.contracts import RULES
+from paceline.core.errors import InputError
+
+from .ratio import Ratio
+
+
+@RULES.register("lenience")
+class Lenience(Ratio):
+    """LOSSY: accept with min(1, p/(l·q)), so that no token gets more than 1/l times its share (Leviathan et al.)."""
+
+    exact = ""
+
+    @dataclass(frozen=True)
+    class Options:
+        """`lenience` l: 1 is the exact ratio test, smaller accepts more."""
+
+        lenience: float = 0.5
+
+        def __post_init__(self) -> None:
+            if not 0 < self.lenience <= 1:
+                raise InputError(f"lenience must be more than 0 and at most 1 (exact), got {self.lenience!r}.")
+
+    options: Options
+
+    def chance(self, p: Tensor, q: Tensor) -> Tensor:
+        return super().chance(p, self.options.lenience * q)

@@ -1,0 +1,19 @@
+"""The ratio test without its second half: lossy."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from paceline.core.contracts import RULES
+
+from .ratio import Ratio
+
+
+@RULES.register("skip-adjustment")
+class SkipAdjustment(Ratio):
+    """LOSSY: accept with min(1, p/q), but after a rejection draw from p itself and not from the residual."""
+
+    exact = ""
+
+    def rest(self, left: Tensor, q: Tensor) -> Tensor:
+        return left

@@ -1,0 +1,75 @@
+"""Judge a tree from its leaves: a branch is given up only after everything below it was tried."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from paceline.core.choice import Choice
+from paceline.core.contracts import RULES, Rule, arange
+from paceline.core.tree import TokenTree
+from paceline.core.verdict import Verdict
+
+from .block import after_rejection, judge_chain
+from .ratio import draft_law, pack
+
+
+@RULES.register("traversal")
+class Traversal(Rule):
+    """Keep the target's law on trees, deciding from the leaves up (traversal verification); `block` on chains.
+
+    What a node has to serve once its children are rejected does not depend on any coin, so all of it is computed
+    first, parents before children. Then every node has one coin, and the first in the order of a traversal (elder
+    branch first, children before their parent) whose coin falls ends the path.
+    """
+
+    exact = "law"
+    draw = "independent"
+    judges = ("certain", "iid", "without_replacement")
+
+    def verify(self, tree: TokenTree, logits: Tensor, choice: Choice) -> Verdict:
+        laws = choice.law(logits).dense(logits.shape[-1])
+        if tree.is_chain or tree.nodes == 0:
+            return judge_chain(tree, laws, choice)
+        share, left = _served(tree, laws)
+        # all coins of a round stand at its first place, as in `block`
+        start = torch.zeros(tree.rows, dtype=torch.int64, device=laws.device)
+        heads = torch.stack([choice.coin(share[:, node + 1], start, node) for node in range(tree.nodes)], 1)
+        taken = _first_leaf(tree, heads)
+        end = (taken * arange(1, tree.nodes + 1, laws.device)).amax(1)  # the last node of the path, 0: the text
+        last = left.gather(1, end.view(-1, 1, 1).expand(-1, 1, left.shape[2])).squeeze(1)
+        return pack(tree, taken, choice.draw(last, taken.sum(1)))
+
+
+def _served(tree: TokenTree, laws: Tensor) -> tuple[Tensor, Tensor]:
+    """share [R,1+N] and law [R,1+N,V] of the text and of every node once all its children are rejected."""
+    assert tree.parents is not None
+    left = laws.clone()
+    share = torch.zeros_like(laws[:, :, 0])
+    share[:, 0] = 1.0
+    for node in range(tree.nodes):
+        above = tree.parents[:, node : node + 1] + 1  # [R,1]
+        where = above.unsqueeze(-1).expand(-1, 1, laws.shape[2])
+        a, p = share.gather(1, above).squeeze(1), left.gather(1, where).squeeze(1)
+        q = draft_law(tree, node, p)
+        p_token, q_token = (law.gather(1, tree.tokens[:, node : node + 1]).squeeze(1) for law in (p, q))
+        chance = torch.where(q_token > 0, a * p_token / q_token, 0.0).clamp(max=1.0)
+        less, rest = after_rejection(a, p, q)
+        if tree.in_use is not None:
+            used = tree.in_use[:, node]
+            chance, less = torch.where(used, chance, 0.0), torch.where(used, less, a)
+            rest = torch.where(used[:, None], rest, p)
+        share.scatter_(1, above, less[:, None])
+        left.scatter_(1, where, rest[:, None])
+        share[:, node + 1] = chance
+    return share, left
+
+
+def _first_leaf(tree: TokenTree, heads: Tensor) -> Tensor:
+    """[R,N]: the path to the first node with `heads` [R,N]. It goes down into the eldest child that has one below."""
+    assert tree.parents is not None
+    ancestors = tree.ancestors
+    some = (ancestors & heads.unsqueeze(2)).any(1)  # at this node or below
+    siblings = (tree.parents.unsqueeze(1) == tree.parents.unsqueeze(2)).tril(-1)  # [R,N,N]: j is an elder of i
+    right = some & ~(siblings & some.unsqueeze(1)).any(-1)
+    return ~(ancestors & ~right.unsqueeze(1)).any(-1)

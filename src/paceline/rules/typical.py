@@ -1,0 +1,36 @@
+"""Medusa's typical acceptance: the less certain the target is, the less it asks of a draft. Lossy."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from paceline.core.contracts import RULES
+from paceline.core.errors import InputError
+
+from .plausible import Plausible
+
+
+@RULES.register("typical")
+class Typical(Plausible):
+    """LOSSY: accept while p(x) ≥ min(ε, δ·exp(-entropy of p)) (Medusa, arXiv 2401.10774)."""
+
+    @dataclass(frozen=True)
+    class Options:
+        """The hard floor ε, and the share δ of the floor that follows the entropy."""
+
+        epsilon: float = 0.3
+        delta: float = 0.09
+
+        def __post_init__(self) -> None:
+            for name in ("epsilon", "delta"):
+                if not 0 < getattr(self, name) <= 1:
+                    raise InputError(f"{name} must be more than 0 and at most 1, got {getattr(self, name)!r}.")
+
+    options: Options
+
+    def floor(self, law: Tensor) -> Tensor:
+        entropy: Tensor = torch.special.entr(law).sum(-1)
+        return (self.options.delta * (-entropy).exp()).clamp(max=self.options.epsilon)

@@ -115,21 +115,45 @@ def model_drafters() -> list[tuple[str, dict[str, Any]]]:
 PLAIN = Variant("none")
 
 
-# the trees that every architecture is tried with; the other shapes are masks of the same kind
-ALL_ARCHITECTURES = ("chain", "best-first")
+def some_variants(drafts: tuple[str, ...] = ("close",)) -> list[Variant]:
+    """Of every registered drafter a chain and a tree, where it has them: for tests of what all variants share."""
+    found: dict[tuple[str, bool], Variant] = {}
+    for variant in variants(drafts[:1]):
+        found.setdefault((variant.drafter, variant.chain), variant)
+    more = [variant for variant in variants(drafts[1:]) if variant.draft] if drafts[1:] else []
+    return [*found.values(), *more]
+
+
 SPREAD = 6
 
 
-def board(cases: Iterable[str], columns: Iterable[Variant]) -> list[Any]:
-    """Pairs of an architecture and a variant, every second one of them slow, as on a chess board: the quick half still
-    has every row and column. All pairs of those that look inside a model; of the others, which see nothing but tokens,
-    every sixth, spread so that every architecture and every variant has its share."""
+def on_architectures(variant: Variant) -> int:
+    """A drafter that runs a model or looks into the target is tried on every architecture, as a chain and, where it is
+    a draft model, as a tree; its other trees on every second one. What sees nothing but tokens, and further shapes of
+    trees (masks of the same kind), on every sixth."""
+    tree = variant.options.get("tree", "chain")
+    if variant.looks_inside and ((tree == "chain" and not variant.perfect) or (tree, variant.draft) == TREE_OF_A_MODEL):
+        return 1
+    return 2 if variant.looks_inside and tree == "best-first" else SPREAD
+
+
+TREE_OF_A_MODEL = ("best-first", "close")
+
+
+def on_settings(variant: Variant) -> int:
+    """Whoever runs a draft model is tried with every setting, the others with every sixth."""
+    return 1 if variant.draft == "close" else SPREAD
+
+
+def board(cases: Iterable[str], columns: Iterable[Variant], every: Callable[[Variant], int]) -> list[Any]:
+    """Pairs of a case and a variant: each variant with `every` so many-th case, spread so that every case has its
+    share. Every second pair is slow, as on a chess board."""
     found = []
     for j, variant in enumerate(columns):
-        everywhere = variant.looks_inside and variant.options.get("tree", "chain") in ALL_ARCHITECTURES
+        step = every(variant)
         for i, case in enumerate(cases):
-            if everywhere or (i + j) % SPREAD == 0:
-                slow = (i + j) % 2 if everywhere else (i + j) // SPREAD % 2
+            if (i + j) % step == 0:
+                slow = (i + j) // step % 2
                 found.append(pytest.param(case, variant, id=f"{case}-{variant}", marks=[pytest.mark.slow] * slow))
     return found
 

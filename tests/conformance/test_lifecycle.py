@@ -9,13 +9,13 @@ import pytest
 
 from paceline import Generation
 
-from .drafters import PLAIN, Variant, some_slow, variants
+from .drafters import PLAIN, Variant, some_slow, some_variants
 from .models import VOCABULARY
 from .test_identity import check_accounts
 
 # full attention, learned positions, sliding windows, ALiBi
 ARCHITECTURES = ["llama", "gpt2", "gemma3", "bloom"]
-RUNNERS = [PLAIN, *variants(("close", "same"))]
+RUNNERS = [PLAIN, *some_variants()]
 
 
 def crowd(seed: int, count: int = 9) -> tuple[list[list[int]], dict[str, Any]]:

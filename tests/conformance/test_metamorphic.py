@@ -10,7 +10,7 @@ import pytest
 
 from paceline import Generation
 
-from .drafters import PLAIN, Variant, variants
+from .drafters import PLAIN, Variant, some_variants
 from .models import VOCABULARY
 from .test_identity import PROMPTS
 
@@ -22,7 +22,7 @@ SETTINGS: dict[str, Any] = {
     "repetition_penalty": [1.0, 1.0, 1.3, 1.0],
     "seed": [1, 2, 3, 4],
 }
-RUNNERS = variants(("close",))
+RUNNERS = some_variants()
 
 
 def settings_of(row: int) -> dict[str, Any]:

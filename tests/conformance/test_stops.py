@@ -14,7 +14,7 @@ import torch
 
 from paceline import Generation, LanguageModel, PacelineWarning
 
-from .drafters import PLAIN, Variant, board, some_slow, variants
+from .drafters import PLAIN, Variant, board, on_settings, some_slow, some_variants, variants
 from .models import CASES, EOS, VOCABULARY, build, target
 from .test_identity import check_accounts
 from .tokenizer import ByteTokenizer
@@ -23,7 +23,7 @@ CASE = "llama"
 NEW = 21
 PROMPT = [1, 7, 9, 4, 7, 9, 4, 7]
 SAMPLING = [{"temperature": 0.0, "seed": 3}, {"temperature": 1.2, "seed": 3}]
-RUNNERS = [PLAIN, *variants(("close", "same"))]
+RUNNERS = [PLAIN, *some_variants(("close", "same"))]
 SOME_SLOW = some_slow(RUNNERS, lambda variant: variant.perfect)
 
 
@@ -126,7 +126,7 @@ def test_the_stops_are_where_they_should_be(kind: str) -> None:
         assert out.text == out.text.split(str(out.stop_reason))[0] or not isinstance(out.stop_reason, str)
 
 
-@pytest.mark.parametrize(("kind", "variant"), board(KINDS, RUNNERS))
+@pytest.mark.parametrize(("kind", "variant"), board(KINDS, RUNNERS, on_settings))
 def test_every_stop_at_every_position(kind: str, variant: Variant) -> None:
     settings = [settings_at(kind, i) for i in range(NEW)]
     outs = batch(variant.decoder(CASE, model(), gamma=5, rows=8), settings)

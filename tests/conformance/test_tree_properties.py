@@ -174,9 +174,8 @@ def _narrowed(tree: TokenTree) -> TokenTree:
     """The same trees over the small vocabulary; siblings that become twins are moved apart, or the row is dropped."""
     rows = []
     counts = [tree.nodes] * tree.rows if tree.count is None else tree.count.tolist()
-    assert tree.parents is not None
     for row, used in enumerate(counts):
-        drafted, above = [], tree.parents[row, :used].tolist()
+        drafted, above = [], [] if tree.parents is None else tree.parents[row, :used].tolist()
         for node in range(used):
             taken = {drafted[n] for n in range(node) if above[n] == above[node]}
             free = [token for token in range(V) if token not in taken]

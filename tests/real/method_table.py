@@ -3,8 +3,8 @@
     python -m tests.real.method_table spec_bench.jsonl --out table.json            # all of it: hours on two cores
     python -m tests.real.method_table spec_bench.jsonl --only suffix,ngram --each 2
 
-Counts, not times: they are the same on every machine up to ties of float32. `--sampled` measures instead what coupling the
-draft's noise to the target's is worth, at temperature 0.8.
+Counts, not times: they are the same on every machine up to ties of float32. `--sampled` measures instead what coupling
+the draft's noise to the target's is worth, at temperature 0.8.
 """
 
 from __future__ import annotations
@@ -38,12 +38,13 @@ RUNS: dict[str, tuple[str, dict[str, Any]]] = {
     "early-exit": ("early-exit", {}),
     "self-quantized": ("self-quantized", {}),
 }
+Prompts = dict[str, list[list[int]]]  # token ids by category
 WITH_LOGITS = ("early-exit", "self-quantized")
 
 
-def read_prompts(path: Path, each: int, lm: Any) -> dict[str, list[list[int]]]:
+def read_prompts(path: Path, each: int, lm: Any) -> Prompts:
     """The first turn of the first `each` questions of every category, through the chat template."""
-    found: dict[str, list[list[int]]] = defaultdict(list)
+    found: Prompts = defaultdict(list)
     for line in path.read_text().splitlines():
         entry = json.loads(line)
         chat = [{"role": "user", "content": entry["turns"][0]}]
@@ -99,7 +100,7 @@ class Argmax(Match):
 RULES: dict[str, Callable[[], Any]] = {"coupled": Match, "argmax": Argmax, "ratio": lambda: "ratio"}
 
 
-def sampled(lm: Any, prompts: dict[str, list[list[int]]], rows: int, runs: list[str]) -> list[dict[str, Any]]:
+def sampled(lm: Any, prompts: Prompts, rows: int, runs: list[str]) -> list[dict[str, Any]]:
     every = [prompt for some in prompts.values() for prompt in some]
     lines = []
     for label in runs:
@@ -111,7 +112,7 @@ def sampled(lm: Any, prompts: dict[str, list[list[int]]], rows: int, runs: list[
     return lines
 
 
-def greedy(lm: Any, prompts: dict[str, list[list[int]]], rows: int, runs: list[str], peer: bool) -> list[dict[str, Any]]:
+def greedy(lm: Any, prompts: Prompts, rows: int, runs: list[str], peer: bool) -> list[dict[str, Any]]:
     lines: list[dict[str, Any]] = []
     plain = {category: [out.tokens for out in ours(lm, "none", {}, some, rows)] for category, some in prompts.items()}
     for label in runs:

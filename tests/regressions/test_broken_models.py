@@ -9,8 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from paceline import CustomGenerate, LanguageModel, ModelOutputError, SpeculativeDecoder
+from paceline import RULES, CustomGenerate, LanguageModel, ModelOutputError, SpeculativeDecoder
 from tests.toys import TableModel, fingerprint, letters, llama, naive
+
+EXACT = [name for name in RULES if RULES[name].exact in ("text", "law")]
 
 
 @lru_cache(maxsize=1)
@@ -36,12 +38,14 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("settings", SETTINGS)
-@pytest.mark.parametrize("rule", ["match", "ratio"])
+@pytest.mark.parametrize("rule", EXACT)
 def test_nan_is_one_sentence_and_the_next_call_works(settings: str, rule: str) -> None:
     """S#19796: NaN logits poisoned the step or the server. The sentence says where and what to look at."""
     target = nan_after(4)
-    for draft in (None, target):
-        decoder = SpeculativeDecoder(target, draft, gamma=3, rule=rule)
+    for draft, options in ((None, {}), (target, {}), (target, {"tree": "levels"})):
+        if options and not RULES[rule].branches:
+            continue
+        decoder = SpeculativeDecoder(target, draft, gamma=3, rule=rule, options=options)
         with pytest.raises(ModelOutputError) as error:
             decoder.generate([0], max_new_tokens=9, **SETTINGS[settings])
         message = str(error.value)
@@ -64,9 +68,10 @@ def test_nan_beyond_what_is_kept_is_nobodys_business() -> None:
     table = torch.zeros(12, 12)
     table[:, 4] = 9  # 4 after everything, and after 4 the target says NaN
     target, draft = nan_after(4), LanguageModel(TableModel(table))
-    for rule in ("match", "ratio"):
-        out = SpeculativeDecoder(target, draft, gamma=3, rule=rule).generate([6], max_new_tokens=5)
-        assert out.tokens == [7, 8, 9, 10, 11]
+    for rule in EXACT:
+        for options in ({}, {"tree": "levels"}) if RULES[rule].branches else ({},):
+            decoder = SpeculativeDecoder(target, draft, gamma=3, rule=rule, options=options)
+            assert decoder.generate([6], max_new_tokens=5).tokens == [7, 8, 9, 10, 11]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

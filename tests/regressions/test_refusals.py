@@ -21,7 +21,7 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
-from paceline import InputError, LanguageModel, SpeculativeDecoder, UnsupportedError
+from paceline import RULES, InputError, LanguageModel, SpeculativeDecoder, UnsupportedError
 from tests.toys import SHAPE, build, gpt2, llama, naive, opt
 
 
@@ -137,7 +137,7 @@ def test_rope_that_depends_on_the_length_does_not_depend_on_drafts_or_batch_mate
     ("arguments", "said"),
     [
         ({"draft": "prompt-lokup"}, "Unknown drafter or model 'prompt-lokup'. Did you mean 'prompt-lookup'?"),
-        ({"rule": "ration"}, "Unknown rule 'ration'. Did you mean 'ratio'? Available: auto, match, ratio."),
+        ({"rule": "ration"}, f"Unknown rule 'ration'. Did you mean 'ratio'? Available: {', '.join(RULES)}."),
         ({"gamma": 0}, "gamma must be a whole number of at least 1, got 0."),
         ({"gamma": 2.5}, "gamma must be a whole number of at least 1, got 2.5."),
         ({"gama": 3}, "Unknown argument 'gama'. Did you mean 'gamma'?"),

@@ -174,7 +174,7 @@ def check_counts(**counts: int | None) -> None:
 
 def _make_drafter(drafting: Drafting, load: Callable[[str], Any]) -> Drafter:
     from paceline.core.contracts import DRAFTERS
-    from paceline.engine.decoder import make_drafter
+    from paceline.drafters.making import make_drafter
     from paceline.models import is_model
 
     draft: Any = drafting.draft

@@ -195,6 +195,16 @@ class Rule(ABC):
         (but for a rule that walks there, and says so)."""
 
 
+def choice_after(rows: RowsView, tree: TokenTree) -> Choice:
+    """The places after the text and after every node of a draft."""
+    depth: Tensor | slice = slice(0, tree.nodes + 1)
+    if not tree.is_chain:
+        depth = torch.nn.functional.pad(tree.depth + 1, (1, 0))
+    if not rows.needs_path or tree.nodes == 0:
+        return rows.choice(depth)
+    return rows.choice(depth, (tree.tokens, torch.nn.functional.pad(tree.ancestors, (0, 0, 1, 0))))
+
+
 DRAFTERS: Registry[Drafter] = Registry("drafter", "paceline.drafters")
 RULES: Registry[Rule] = Registry("rule", "paceline.rules")
 

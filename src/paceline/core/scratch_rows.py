@@ -9,7 +9,6 @@ from torch import Tensor
 
 from .choice import Choice
 from .contracts import RowsView
-from .tree import TokenTree
 
 _ROOM = 64  # a text that outgrows its store gets as much more at least
 
@@ -130,13 +129,3 @@ class ScratchRows:
         if path is None:
             return tokens, member
         return torch.cat([tokens, path[0]], 1), torch.cat([member, path[1]], 2)
-
-    def choice_for(self, tree: TokenTree) -> Choice:
-        """The places after the text and after every node."""
-        if tree.is_chain:
-            depth: Tensor | slice = slice(0, tree.nodes + 1)
-        else:
-            depth = torch.nn.functional.pad(tree.depth + 1, (1, 0))
-        if not self.needs_path or tree.nodes == 0:
-            return self.choice(depth)
-        return self.choice(depth, (tree.tokens, torch.nn.functional.pad(tree.ancestors, (0, 0, 1, 0))))

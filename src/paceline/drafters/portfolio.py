@@ -14,7 +14,8 @@ from paceline.core.errors import DrafterError, InputError, PacelineWarning, Unsu
 from paceline.core.tree import TokenTree, check_row
 from paceline.core.verdict import Verdict
 
-from .portfolio_member import Account, Member, make_member
+from .making import make_drafter
+from .portfolio_member import Account, Member
 from .portfolio_view import Outcome, Proposal, all_of, view_of
 
 T = TypeVar("T")
@@ -60,7 +61,7 @@ class Portfolio(Drafter):
     def __init__(self, options: Options | None = None) -> None:
         self.options = options or self.Options()
         self.frozen = self.options.frozen
-        made = [make_member(given) for given in self.options.drafters]
+        made = [make_drafter(given) for given in self.options.drafters]
         names = [drafter.name for drafter in made]
         titles = [name if names.count(name) == 1 else f"{name} {i + 1}" for i, name in enumerate(names)]
         self._members = [Member(*each, number) for number, each in enumerate(zip(made, titles, strict=True))]

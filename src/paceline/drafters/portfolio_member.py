@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
-from paceline.core.contracts import DRAFTERS, Drafter
+from paceline.core.contracts import Drafter
 from paceline.core.credit import Ledger, Mean
-from paceline.core.errors import InputError
-from paceline.core.registry import build_options
 
 from .portfolio_view import Absorber
 
@@ -54,14 +50,3 @@ class Member:
         """Does it remember by position, so that it must know what of its memory is right? A reader that is shared is
         kept by the loop itself."""
         return type(self.drafter).rewind is not Drafter.rewind and not self.shares
-
-
-def make_member(given: Any) -> Drafter:
-    """A drafter from its name, from (name, options), or as it is."""
-    if isinstance(given, Drafter):
-        return given
-    name, options = given if isinstance(given, (tuple, list)) and len(given) == 2 else (given, {})
-    if not isinstance(name, str) or not isinstance(options, Mapping):
-        raise InputError(f"A member of a portfolio is a name, (name, options) or a Drafter, got {given!r}.")
-    cls = DRAFTERS[name]
-    return cls(build_options(cls.Options, options, f"drafter '{name}'"))  # type: ignore[call-arg]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -12,19 +10,18 @@ import torch
 from torch import Tensor
 
 from paceline.core.choice import Choice, Draw
-from paceline.core.contracts import DRAFTERS, Budget, Drafter, Reading, RowsView
+from paceline.core.contracts import DRAFTERS, Budget, Reading, RowsView, choice_after
 from paceline.core.errors import InputError
 from paceline.core.law import Law
-from paceline.core.registry import build_options
 from paceline.core.scratch_rows import ScratchRows
 from paceline.core.tree import TokenTree
 from paceline.core.verdict import Verdict
-from paceline.models import load
 from paceline.models.language_model import LanguageModel
 from paceline.models.notebook import Notebook
 from paceline.rules.match import Match
 
 from .draft_model import ModelDrafter, over_vocabulary
+from .making import make_drafter
 
 
 @DRAFTERS.register("staged")
@@ -56,7 +53,9 @@ class Staged(ModelDrafter):
 
     def __init__(self, options: Options | None = None) -> None:
         super().__init__(options)
-        self.inner = make_inner(self.options.inner, self.lm)
+        inner = self.options.inner
+        made = inner(self.lm) if callable(inner) and not isinstance(inner, LanguageModel) else inner
+        self.inner = make_drafter(made, device=self.lm.device)
         self.takes_prediction = self.inner.takes_prediction
         self._base: list[int] = []  # per row, how much of its text the notebook has taken over
 
@@ -131,7 +130,7 @@ class Staged(ModelDrafter):
         tree = self._inner_draft(left, budget)
         reading = self.book.extend(tree.tokens, tree.parents)
         logits = over_vocabulary(reading.logits, self.vocabulary)
-        guess = _Guess(rows.choice_for(tree), budget.draw)
+        guess = _Guess(choice_after(rows, tree), budget.draw)
         verdict = Match().verify(tree, logits, guess)
         laws.add(guess.drawn, verdict, [len(tail) for tail in tails], logits.shape[-1], budget.draw)
         self.inner.keep(rows, verdict, Reading(logits, reading.taps))
@@ -197,26 +196,3 @@ class _Laws:
         if self._dense is None:
             return TokenTree(tree.tokens, None, tree.count, "coupled")
         return TokenTree(tree.tokens, None, tree.count, "iid", self._dense[:, : tree.nodes])
-
-
-def make_inner(given: Any, lm: LanguageModel) -> Drafter:
-    """The drafter that drafts for the model `lm`, from whatever people call one."""
-    if isinstance(given, Drafter):
-        return given
-    if callable(given) and not isinstance(given, LanguageModel):
-        return make_inner(given(lm), lm)
-    if isinstance(given, str) and given.lstrip().startswith("{"):
-        try:
-            given = json.loads(given)
-        except ValueError as error:
-            raise InputError(f"inner is not valid JSON: {error}.") from None
-    if isinstance(given, LanguageModel):
-        given = {"name": "draft-model", "model": given}
-    options = {"name": given} if isinstance(given, str) else dict(given) if isinstance(given, Mapping) else {}
-    name = options.pop("name", None)
-    if not isinstance(name, str):
-        raise InputError(f"inner must be a drafter, its name, or {{'name': ..., options}}, got {given!r}.")
-    if isinstance(options.get("model"), (str, os.PathLike)):
-        options["model"] = load(options["model"], device=lm.device)
-    cls = DRAFTERS[name]
-    return cls(build_options(cls.Options, options, f"drafter '{name}'"))  # type: ignore[call-arg]

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
-from paceline.core.contracts import DRAFTERS, RULES, Drafter, Rule
+from paceline.core.contracts import RULES, Drafter, Rule
 from paceline.core.errors import InputError, UnknownNameError
 from paceline.core.registry import build_options
-from paceline.drafters.draft_model import DraftModel
-from paceline.models import catalogue_names, is_model, load
+from paceline.drafters.making import make_drafter
+from paceline.models import load
 from paceline.models.language_model import LanguageModel, check_prompt
 
 from .beams import BeamGroup
@@ -236,25 +235,6 @@ def _criterion(request: Request, prompt: list[int], tokens: list[int]) -> Callab
     return lambda: any(criterion(prompt + tokens) for criterion in request.criteria)
 
 
-def make_drafter(draft: Any, options: Mapping[str, Any], device: Any = None) -> Drafter:
-    """A drafter from whatever people call one; a model that has to be loaded goes to `device`."""
-    if isinstance(draft, Drafter):
-        if options:
-            raise InputError(f"options {sorted(options)} belong to a drafter given by name; this one is already made.")
-        return draft
-    if draft is None:
-        draft = "none"
-    if isinstance(draft, str) and draft in DRAFTERS:
-        cls = DRAFTERS[draft]
-        if options.get("model") is not None:
-            options = {**options, "model": _load_draft(options["model"], device)}
-        return cls(build_options(cls.Options, options, f"drafter '{draft}'"))  # type: ignore[call-arg]
-    if isinstance(draft, str) and not is_model(draft):
-        raise UnknownNameError("drafter or model", draft, [*DRAFTERS, *catalogue_names()])
-    options = {**options, "model": _load_draft(draft, device)}
-    return DraftModel(build_options(DraftModel.Options, options, "drafter 'draft-model'"))
-
-
 def make_rule(rule: str | Rule, options: Mapping[str, Any]) -> Rule:
     """A rule from its name and its options."""
     if isinstance(rule, Rule):
@@ -271,7 +251,3 @@ def check_lossless(rule: Rule, allow_lossy: bool) -> None:
             f"Rule '{rule.name}' is lossy: what is written no longer follows the target's law; allow that with "
             "allow_lossy=True (--allow-lossy), or use rule 'match' or 'ratio'."
         )
-
-
-def _load_draft(model: Any, device: Any) -> LanguageModel:
-    return load(model, device=device) if isinstance(model, (str, os.PathLike)) else load(model)

@@ -9,7 +9,7 @@ from typing import TypeVar
 
 import torch
 
-from paceline.core.contracts import Budget, Drafter, Reader, Reading, Rule
+from paceline.core.contracts import Budget, Drafter, Reader, Reading, Rule, choice_after
 from paceline.core.errors import PacelineWarning, UnsupportedError
 from paceline.core.tree import TokenTree
 from paceline.core.verdict import Verdict
@@ -69,7 +69,7 @@ class Loop:
         rows.begin_round(budget.depth)
         tree = self._propose(budget)
         reading = self._reader.extend(rows, self._width, tree.tokens, tree.parents)
-        choice = rows.choice_for(tree)
+        choice = choice_after(rows, tree)
         verdict = self.rule.verify(tree, reading.logits, choice)
         follows, reading = self._reorder(verdict, reading)
         self._reader.keep(rows, verdict.path)

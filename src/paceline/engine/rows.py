@@ -189,16 +189,6 @@ class Rows:
             return Choice(self.batch, self._table, depth)
         return Choice(self.batch, self._table, depth, self._prefix(depth, path))
 
-    def choice_for(self, tree: TokenTree) -> Choice:
-        """The places after the text and after every node."""
-        if tree.is_chain:
-            depth: Tensor | slice = slice(0, tree.nodes + 1)
-        else:
-            depth = torch.nn.functional.pad(tree.depth + 1, (1, 0))
-        if not self.batch.needs_prefix or tree.nodes == 0:
-            return self.choice(depth)
-        return self.choice(depth, (tree.tokens, torch.nn.functional.pad(tree.ancestors, (0, 0, 1, 0))))
-
     def _prefix(self, depth: Tensor | slice, path: tuple[Tensor, Tensor] | None) -> Prefix:
         places = self._table.position[:, depth] if isinstance(depth, slice) else self._table.position.gather(1, depth)
         Q = places.shape[1]

@@ -249,7 +249,7 @@ def check_split(lm: LanguageModel, depth: int) -> None:
     drafted = torch.randint(0, lm.vocabulary, (2, 5), generator=generator).to(lm.device)
     branches = torch.tensor([[-1, -1, 0, 1, 2]] * 2, device=lm.device)
     for parents in (None, branches):
-        whole, parted = lm.reader(), SplitReader(lm, depth)
+        whole, parted = SlotReader(lm, (), EagerRunner()), SplitReader(lm, depth)
         for reader in (whole, parted):
             reader.begin(rows, 0, 32)
         wanted = whole.extend(rows, 1, drafted, parents).logits.float()

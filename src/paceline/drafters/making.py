@@ -1,0 +1,59 @@
+"""A drafter from whatever people call one: used by the decoder, and by drafters that have drafters inside."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from paceline.core.contracts import DRAFTERS, Drafter
+from paceline.core.errors import InputError, UnknownNameError
+from paceline.core.registry import build_options
+from paceline.models import catalogue_names, is_model, load
+from paceline.models.language_model import LanguageModel
+
+
+def make_drafter(draft: Any, options: Mapping[str, Any] | None = None, device: Any = None) -> Drafter:
+    """From a Drafter, a name, (name, options), {"name": ..., options} or that as JSON, a model, or what names a model.
+
+    None is plain decoding. A model that has to be loaded goes to `device`.
+    """
+    given = dict(options or {})
+    if isinstance(draft, Drafter):
+        if given:
+            raise InputError(f"options {sorted(given)} belong to a drafter given by name; this one is already made.")
+        return draft
+    draft, inside = _parted(draft)
+    given = {**inside, **given}
+    if isinstance(draft, str) and draft not in DRAFTERS and not is_model(draft):
+        raise UnknownNameError("drafter or model", draft, [*DRAFTERS, *catalogue_names()])
+    if not (isinstance(draft, str) and draft in DRAFTERS):
+        draft, given["model"] = "draft-model", draft
+    if given.get("model") is not None:
+        given["model"] = _loaded(given["model"], device)
+    cls = DRAFTERS[draft]
+    return cls(build_options(cls.Options, given, f"drafter '{draft}'"))  # type: ignore[call-arg]
+
+
+def _parted(draft: Any) -> tuple[Any, dict[str, Any]]:
+    """The drafter itself, and the options that came with it."""
+    if draft is None:
+        return "none", {}
+    if isinstance(draft, str) and draft.lstrip().startswith("{"):
+        try:
+            draft = json.loads(draft)
+        except ValueError as error:
+            raise InputError(f"A drafter given as JSON must be valid JSON: {error}.") from None
+    if isinstance(draft, (tuple, list)) and len(draft) == 2 and isinstance(draft[1], Mapping):
+        return draft[0], dict(draft[1])
+    if not isinstance(draft, Mapping):
+        return draft, {}
+    options = dict(draft)
+    if not isinstance(options.get("name"), str):
+        raise InputError(f"A drafter given as a mapping needs a name, such as {{'name': 'suffix'}}, got {draft!r}.")
+    return options.pop("name"), options
+
+
+def _loaded(model: Any, device: Any) -> LanguageModel:
+    return load(model, device=device) if isinstance(model, (str, os.PathLike)) else load(model)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import random
 from functools import cache
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ import paceline  # noqa: F401  fills the registries
 from paceline.core.contracts import RULES, Rule
 from paceline.core.tree import Drawn
 
-from .acceptance import accepted
+from .acceptance import accepted, table
 from .drafters import some_slow
 from .enumeration import Drafts, Law, World, enumerate_drafts, iid, total_variation, without_replacement
 from .trees import depths_of, small_parents
@@ -133,3 +134,9 @@ def test_who_accepts_more(likeness: float) -> None:
     assert accepted("k-seq", "iid", two, likeness) > accepted("multi-round", "iid", two, likeness) + 0.01
     for drawn in ("iid", "without_replacement"):
         assert accepted("traversal", drawn, two, likeness) > accepted("multi-round", drawn, two, likeness) + 0.01
+
+
+@pytest.mark.slow
+def test_the_table_of_the_page_on_rules() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "rules.md").read_text()
+    assert "\n".join(table()) in page

@@ -149,9 +149,9 @@ class AuditOptions(PairOptions):
         _value(_AUDIT, "FILE", "Prompts: one per line, or .jsonl with 'prompt' or 'turns'; else a few of our own."),
     ] = None
     limit: Annotated[int | None, _value(_AUDIT, "N", "Only the first N prompts.")] = None
-    tokens: Annotated[int, _value(_AUDIT, "N", "Tokens of each text that is compared with plain decoding.")] = 48
+    tokens: Annotated[int, _value(_AUDIT, "N", "Tokens of each text that is compared with plain decoding.")] = 32
     positions: Annotated[int, _value(_AUDIT, "N", "Places where the law of the next two tokens is tested.")] = 2
-    samples: Annotated[int, _value(_AUDIT, "N", "Samples at each of them; 0 leaves the statistics out.")] = 500
+    samples: Annotated[int, _value(_AUDIT, "N", "Samples at each of them; 0 leaves the statistics out.")] = 256
     temperature: Annotated[float, _value(_AUDIT, "X", "Of the same-seed texts and of the samples.")] = 0.8
     false_alarm: Annotated[float, _value(_AUDIT, "X", "The chance that an exact decoder fails the statistics.")] = 1e-4
     seed: Annotated[int, _value(_AUDIT, "N", "The first seed of the texts and of the samples.")] = 0

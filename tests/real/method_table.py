@@ -31,6 +31,7 @@ RUNS: dict[str, tuple[str, dict[str, Any]]] = {
     "ngram, tree": ("ngram", {"branches": 8}),
     "suffix": ("suffix", {}),
     "suffix, tree": ("suffix", {"branches": 8, "min_probability": 0.0}),
+    "trigram of the prompt": ("trigram", {}),
     "recycling": ("recycling", {}),
     "lookahead": ("lookahead", {}),
     "portfolio": ("portfolio", {}),
@@ -39,6 +40,7 @@ RUNS: dict[str, tuple[str, dict[str, Any]]] = {
     "self-quantized": ("self-quantized", {}),
 }
 Prompts = dict[str, list[list[int]]]  # token ids by category
+PEER, PEER_NAME = ("summarization", "rag"), "transformers prompt lookup"
 WITH_LOGITS = ("early-exit", "self-quantized")
 
 
@@ -124,8 +126,9 @@ def greedy(lm: Any, prompts: Prompts, rows: int, runs: list[str], peer: bool) ->
             lines.append({**line, "same_text": same, "prompts": len(some)})
         taus = " ".join(f"{line['tau']:.2f}" for line in lines if line["run"] == label)
         print(f"{label}: {taus} ({time.perf_counter() - start:.0f} s)", flush=True)
-    for category, some in prompts.items() if peer else ():
-        lines.append({"run": "transformers prompt lookup", "category": category, **hugging(lm, some)})
+    for category in PEER if peer else ():
+        lines.append({"run": PEER_NAME, "category": category, **hugging(lm, prompts[category])})
+        print(lines[-1], flush=True)
     return lines
 
 
@@ -137,6 +140,9 @@ def table(lines: list[dict[str, Any]]) -> str:
     for run in runs:
         shown = []
         for category in categories:
+            if (run, category) not in cells:
+                shown.append("–")
+                continue
             cell = cells[run, category]
             rate = f" ({100 * cell['acceptance']:.0f} %)" if "acceptance" in cell else ""
             shown.append(f"{cell['tau']:.2f}{rate}")

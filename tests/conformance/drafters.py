@@ -102,13 +102,14 @@ def variants(drafts: tuple[str, ...] = DRAFTS) -> list[Variant]:
 
 
 def model_drafters() -> list[tuple[str, dict[str, Any]]]:
-    """Every registered drafter that runs a model, in each topology; one expansion at a time where that can be asked."""
+    """Every registered drafter that runs a model; in each topology, one expansion at a time, where it grows trees."""
     found = []
     for name in DRAFTERS:
         fields = {entry.name for entry in dataclasses.fields(DRAFTERS[name].Options)}
         if "model" in fields:
             narrow = {"width": 1} if "width" in fields else {}
-            found += [(name, {**chosen, **narrow}) for chosen in topologies(DRAFTERS[name].Options)]
+            tried = topologies(DRAFTERS[name].Options) if narrow else topologies(DRAFTERS[name].Options)[:2]
+            found += [(name, {**chosen, **narrow}) for chosen in tried]
     return found
 
 
@@ -117,11 +118,10 @@ PLAIN = Variant("none")
 
 def some_variants(drafts: tuple[str, ...] = ("close",)) -> list[Variant]:
     """Of every registered drafter a chain and a tree, where it has them: for tests of what all variants share."""
-    found: dict[tuple[str, bool], Variant] = {}
-    for variant in variants(drafts[:1]):
-        found.setdefault((variant.drafter, variant.chain), variant)
-    more = [variant for variant in variants(drafts[1:]) if variant.draft] if drafts[1:] else []
-    return [*found.values(), *more]
+    found: dict[tuple[str, bool, str], Variant] = {}
+    for variant in variants(drafts):
+        found.setdefault((variant.drafter, variant.chain, variant.draft), variant)
+    return list(found.values())
 
 
 SPREAD = 6

@@ -1,7 +1,7 @@
 """τ and acceptance of every drafter that needs no training, per category of Spec-Bench, on the default model.
 
-    python -m tests.real.method_table spec_bench.jsonl --out table.json            # all of it: hours on two cores
-    python -m tests.real.method_table spec_bench.jsonl --only suffix,ngram --each 2
+    python -m tests.real.method_table spec_bench.jsonl --peer --out table.jsonl      # all of it: hours on two cores
+    python -m tests.real.method_table spec_bench.jsonl --only "suffix;ngram" --each 2
 
 Counts, not times: they are the same on every machine up to ties of float32. `--sampled` measures instead what coupling
 the draft's noise to the target's is worth, at temperature 0.8.
@@ -14,6 +14,7 @@ import json
 import time
 from collections import defaultdict
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ import paceline
 from paceline.core.trace import Stats
 from paceline.rules.match import Match
 
-NEW, GAMMA, NODES = 128, 10, 64
+NODES = 64
 RUNS: dict[str, tuple[str, dict[str, Any]]] = {
     "prompt-lookup": ("prompt-lookup", {}),
     "prompt-lookup, tree": ("prompt-lookup", {"branches": 8}),
@@ -36,12 +37,79 @@ RUNS: dict[str, tuple[str, dict[str, Any]]] = {
     "lookahead": ("lookahead", {}),
     "portfolio": ("portfolio", {}),
     "portfolio, first": ("portfolio", {"mode": "first"}),
-    "early-exit": ("early-exit", {}),
+    "early-exit without layers 10, 15, 20": ("early-exit", {"skip": (10, 15, 20)}),
     "self-quantized": ("self-quantized", {}),
 }
-Prompts = dict[str, list[list[int]]]  # token ids by category
 PEER, PEER_NAME = ("summarization", "rag"), "transformers prompt lookup"
-WITH_LOGITS = ("early-exit", "self-quantized")
+WITH_LOGITS = ("trigram of the prompt", "early-exit without layers 10, 15, 20", "self-quantized")
+Prompts = dict[str, list[list[int]]]  # token ids by category
+Lines = list[dict[str, Any]]
+
+
+class Argmax(Match):
+    """`match`, with drafts that take their likeliest token instead of the target's noise."""
+
+    draw = "certain"
+
+
+RULES: dict[str, Callable[[], Any]] = {"coupled": Match, "argmax": Argmax, "ratio": lambda: "ratio"}
+
+
+@dataclass(frozen=True)
+class Bench:
+    lm: Any
+    prompts: Prompts
+    gamma: int
+    rows: int
+    tokens: int
+
+    def decode(self, label: str, prompts: list[list[int]], rule: Any = "match", **settings: Any) -> list[Any]:
+        name, options = RUNS.get(label, (label, {}))
+        how: dict[str, Any] = {"gamma": self.gamma, "nodes": NODES, "rows": self.rows, "rule": rule}
+        decoder = paceline.SpeculativeDecoder(self.lm, name, options=options, **how)
+        return decoder.generate(prompts, max_new_tokens=self.tokens, **settings)
+
+    def greedy(self, runs: list[str]) -> Lines:
+        lines: Lines = []
+        plain = {name: [out.tokens for out in self.decode("none", some)] for name, some in self.prompts.items()}
+        for label in runs:
+            start = time.perf_counter()
+            for category, some in self.prompts.items():
+                outs = self.decode(label, some)
+                same = sum(out.tokens == text for out, text in zip(outs, plain[category], strict=True))
+                told = {"same_text": same, "prompts": len(some)}
+                lines.append({"run": label, "category": category, **figures([out.stats for out in outs]), **told})
+            taus = " ".join(f"{line['tau']:.2f}" for line in lines if line["run"] == label)
+            print(f"{label}: {taus} ({time.perf_counter() - start:.0f} s)", flush=True)
+        return lines
+
+    def sampled(self, runs: list[str]) -> Lines:
+        every = [prompt for some in self.prompts.values() for prompt in some]
+        lines: Lines = []
+        for label in runs:
+            for draw, rule in RULES.items():
+                outs = self.decode(label, every, rule(), temperature=0.8, seed=list(range(len(every))))
+                lines.append({"run": label, "draw": draw, **figures([out.stats for out in outs])})
+                print(lines[-1], flush=True)
+        return lines
+
+    def peer(self) -> Lines:
+        """Transformers' prompt lookup on the same prompts: tokens per forward pass of the model."""
+        lines: Lines = []
+        for category in PEER:
+            passes: list[int] = []
+            hook = self.lm.model.register_forward_hook(lambda *_, passes=passes: passes.append(1))
+            new = sum(self._hugging(prompt) for prompt in self.prompts[category])
+            hook.remove()
+            told = {"tau": new / len(passes), "tokens": new, "rounds": len(passes)}
+            lines.append({"run": PEER_NAME, "category": category, **told})
+            print(lines[-1], flush=True)
+        return lines
+
+    def _hugging(self, prompt: list[int]) -> int:
+        ids = torch.tensor([prompt], device=self.lm.device)
+        told = {"max_new_tokens": self.tokens, "do_sample": False, "prompt_lookup_num_tokens": 10}
+        return self.lm.model.generate(ids, attention_mask=torch.ones_like(ids), **told).shape[1] - len(prompt)
 
 
 def read_prompts(path: Path, each: int, lm: Any) -> Prompts:
@@ -59,116 +127,29 @@ def read_prompts(path: Path, each: int, lm: Any) -> Prompts:
 def figures(stats: list[Stats]) -> dict[str, float]:
     rounds, emitted = sum(s.rounds for s in stats), sum(s.emitted for s in stats)
     drafted, accepted = sum(s.drafted for s in stats), sum(s.accepted for s in stats)
-    return {
-        "tau": emitted / rounds,
-        "acceptance": accepted / drafted if drafted else 0.0,
-        "tokens": emitted,
-        "rounds": rounds,
-        "drafted": drafted,
-    }
-
-
-def ours(lm: Any, name: str, options: dict[str, Any], prompts: list[list[int]], rows: int, **more: Any) -> list[Any]:
-    how: dict[str, Any] = {"gamma": GAMMA, "nodes": NODES, "rows": rows, **more.pop("how", {})}
-    decoder = paceline.SpeculativeDecoder(lm, name, options=options, **how)
-    return decoder.generate(prompts, max_new_tokens=NEW, **more)
-
-
-def hugging(lm: Any, prompts: list[list[int]]) -> dict[str, float]:
-    """Transformers' prompt lookup on the same prompts: tokens per forward pass of the model."""
-    passes = tokens = 0
-
-    def count(*_: Any) -> None:
-        nonlocal passes
-        passes += 1
-
-    hook = lm.model.register_forward_hook(count)
-    for prompt in prompts:
-        ids = torch.tensor([prompt], device=lm.device)
-        out = lm.model.generate(
-            ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW, do_sample=False, prompt_lookup_num_tokens=10
-        )
-        tokens += out.shape[1] - len(prompt)
-    hook.remove()
-    return {"tau": tokens / passes, "tokens": tokens, "rounds": passes}
-
-
-class Argmax(Match):
-    """`match`, with drafts that take their likeliest token instead of the target's noise."""
-
-    draw = "certain"
-
-
-RULES: dict[str, Callable[[], Any]] = {"coupled": Match, "argmax": Argmax, "ratio": lambda: "ratio"}
-
-
-def sampled(lm: Any, prompts: Prompts, rows: int, runs: list[str]) -> list[dict[str, Any]]:
-    every = [prompt for some in prompts.values() for prompt in some]
-    lines = []
-    for label in runs:
-        for draw, rule in RULES.items():
-            settings = {"temperature": 0.8, "seed": list(range(len(every))), "how": {"rule": rule(), "gamma": 5}}
-            outs = ours(lm, *RUNS[label], every, rows, **settings)
-            lines.append({"run": label, "draw": draw, **figures([out.stats for out in outs])})
-            print(lines[-1], flush=True)
-    return lines
-
-
-def greedy(lm: Any, prompts: Prompts, rows: int, runs: list[str], peer: bool) -> list[dict[str, Any]]:
-    lines: list[dict[str, Any]] = []
-    plain = {category: [out.tokens for out in ours(lm, "none", {}, some, rows)] for category, some in prompts.items()}
-    for label in runs:
-        start = time.perf_counter()
-        for category, some in prompts.items():
-            outs = ours(lm, *RUNS[label], some, rows)
-            same = sum(out.tokens == text for out, text in zip(outs, plain[category], strict=True))
-            line = {"run": label, "category": category, **figures([out.stats for out in outs])}
-            lines.append({**line, "same_text": same, "prompts": len(some)})
-        taus = " ".join(f"{line['tau']:.2f}" for line in lines if line["run"] == label)
-        print(f"{label}: {taus} ({time.perf_counter() - start:.0f} s)", flush=True)
-    for category in PEER if peer else ():
-        lines.append({"run": PEER_NAME, "category": category, **hugging(lm, prompts[category])})
-        print(lines[-1], flush=True)
-    return lines
-
-
-def table(lines: list[dict[str, Any]]) -> str:
-    """Markdown: runs down, categories across, τ (acceptance)."""
-    runs, categories = list(dict.fromkeys(x["run"] for x in lines)), list(dict.fromkeys(x["category"] for x in lines))
-    cells = {(x["run"], x["category"]): x for x in lines}
-    out = ["| drafter | " + " | ".join(categories) + " |", "|---" * (len(categories) + 1) + "|"]
-    for run in runs:
-        shown = []
-        for category in categories:
-            if (run, category) not in cells:
-                shown.append("–")
-                continue
-            cell = cells[run, category]
-            rate = f" ({100 * cell['acceptance']:.0f} %)" if "acceptance" in cell else ""
-            shown.append(f"{cell['tau']:.2f}{rate}")
-        out.append(f"| {run} | " + " | ".join(shown) + " |")
-    return "\n".join(out)
+    rate = accepted / drafted if drafted else 0.0
+    return {"tau": emitted / rounds, "acceptance": rate, "tokens": emitted, "rounds": rounds, "drafted": drafted}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("prompts", type=Path)
     parser.add_argument("--model", default="smollm2-135m")
-    parser.add_argument("--each", type=int, default=10)
-    parser.add_argument("--rows", type=int, default=1)
-    parser.add_argument("--only", default="")
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--each", type=int, default=10, help="prompts per category")
+    parser.add_argument("--gamma", type=int, default=10)
+    parser.add_argument("--rows", type=int, default=10)
+    parser.add_argument("--tokens", type=int, default=128)
+    parser.add_argument("--only", default="", help="names of runs, with semicolons between them")
     parser.add_argument("--sampled", action="store_true")
     parser.add_argument("--peer", action="store_true")
+    parser.add_argument("--out", type=Path)
     said = parser.parse_args()
+    wanted = said.only.split(";") if said.only else [*(WITH_LOGITS if said.sampled else RUNS)]
+    assert set(wanted) <= set(RUNS), f"unknown runs {set(wanted) - set(RUNS)}"
     lm = paceline.load(said.model, dtype="float32")
-    prompts = read_prompts(said.prompts, said.each, lm)
-    wanted = said.only.split(",") if said.only else [*(WITH_LOGITS if said.sampled else RUNS)]
-    if said.sampled:
-        lines = sampled(lm, prompts, said.rows, wanted)
-    else:
-        lines = greedy(lm, prompts, said.rows, wanted, said.peer)
-        print(table(lines))
+    bench = Bench(lm, read_prompts(said.prompts, said.each, lm), said.gamma, said.rows, said.tokens)
+    lines = bench.sampled(wanted) if said.sampled else bench.greedy(wanted)
+    lines += bench.peer() if said.peer else []
     if said.out:
         said.out.write_text("\n".join(json.dumps(line) for line in lines) + "\n")
 

@@ -108,3 +108,20 @@ def test_a_failure_frees_the_decoder_for_everybody() -> None:
 
     together(fails, fails, many(decoder, PROMPTS[2]))
     assert decoder.generate(PROMPTS[1], max_new_tokens=3).tokens == naive(lm().model, PROMPTS[1], 3)
+
+
+def test_a_criterion_that_raises_twice_leaves_the_decoder_free() -> None:
+    """A deadline that raises while beams run raises again when the search is given up; the lock was kept for ever."""
+    asked = 0
+
+    def late(ids: list[int]) -> bool:
+        nonlocal asked
+        asked += 1
+        if asked > 12:
+            raise TimeoutError
+        return False
+
+    decoder = SpeculativeDecoder(llama(), "prompt-lookup")
+    with pytest.raises(TimeoutError):
+        decoder.generate([1, 2, 3], max_new_tokens=20, criteria=[late], num_beams=3)
+    assert len(decoder.generate([1, 2, 3], max_new_tokens=5).tokens) == 5

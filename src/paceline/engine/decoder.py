@@ -162,10 +162,12 @@ class SpeculativeDecoder:
                 if kind:
                     yield from self._decode(kind, cancel)
         finally:
-            for row in rows:
-                row.cancel()
-            self._owner = None
-            self._busy.release()
+            try:
+                for row in rows:
+                    row.cancel()
+            finally:  # whatever a criterion of the caller's does, the next request finds the decoder free
+                self._owner = None
+                self._busy.release()
 
     def _decode(self, waiting: list[list[Row]], cancel: Cancel | None) -> Iterator[Event]:
         """At most `self.rows` rows at once, but at least one party of them; latecomers are admitted as others end."""

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import paceline
 from paceline import RULES, InputError, SpeculativeDecoder, UnsupportedError
 from paceline.audit import Report, audit, audit_only_rule
 from paceline.audit.agreement import AuditCancelledError, _divergence, _scores, agreement, logits_after
@@ -46,7 +48,50 @@ def test_an_exact_decoder_passes(rule: str) -> None:
     assert report.greedy.drafted > 0
     assert {test.prompt for test in report.law.tests} == {0, 1}
     assert all(test.drafted > 0 and 0 < test.detectable < 0.2 for test in report.law.tests)
-    assert (report.seeded is not None) == (rule != "ratio")
+    assert (report.seeded is not None) == (rule == "match")
+
+
+@pytest.mark.usefixtures("few_shapes")
+def test_auto_keeps_the_law_of_drafts_that_bring_laws() -> None:
+    """And only that: an audit that asked for the text would fail a rule that does what it says."""
+
+    class Independent(type(decoder().drafter)):  # type: ignore[misc]
+        def propose(self, rows: Any, budget: Any) -> Any:
+            return super().propose(rows, replace(budget, draw="independent"))
+
+    made = decoder("auto")
+    made.drafter = Independent(made.drafter.options)
+    report = audit(made, PROMPTS, **SMALL)
+    assert report.verdict == "exact"
+    assert report.law is not None
+    assert all(test.accepted > 0 for test in report.law.tests)
+
+
+GUIDED: dict[str, Any] = {
+    "without a prompt": lambda lm: paceline.guided(lm, 1.5),
+    "negative prompt": lambda lm: paceline.guided(lm, 1.5, [5, 2, 9]),
+    "contrast": lambda lm: paceline.contrast(lm, draft("llama", "close")),
+}
+
+
+@pytest.mark.usefixtures("few_shapes")
+@pytest.mark.parametrize("make", GUIDED.values(), ids=GUIDED)
+def test_a_target_of_two_branches_passes(make: Any) -> None:
+    """Its second branch reads another prompt, so what was written must not be given to it as one."""
+    made = SpeculativeDecoder(make(target("llama")), "draft-model", options={"model": target("llama")}, rows=500)
+    report = audit(made, [[1, 7, 9, 4, 7], [3, 8]], tokens=12, samples=500, positions=2)
+    assert report.verdict == "exact"
+
+
+@pytest.mark.parametrize("make", GUIDED.values(), ids=GUIDED)
+def test_logits_after_what_was_written(make: Any) -> None:
+    """Those that plain decoding chose from, token by token."""
+    plain, prompt = SpeculativeDecoder(make(target("llama"))), [1, 7, 9, 4, 7]
+    text = plain.generate(prompt, max_new_tokens=5, ignore_eos=True, logprobs=2)
+    for at, (token, entry) in enumerate(zip(text.tokens, text.logprobs, strict=True)):
+        logits = logits_after(plain, prompt, text.tokens[:at])
+        assert int(logits.argmax()) == token
+        assert float(logits.log_softmax(-1)[token]) == pytest.approx(entry.raw)
 
 
 @pytest.mark.parametrize("name", ["match", "ratio"])

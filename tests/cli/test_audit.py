@@ -115,3 +115,13 @@ def test_list_rules_says_what_is_lossy() -> None:
     assert told["typical"]["keeps"] == "nothing: lossy"
     assert told["typical"]["options"] == {"epsilon": 0.3, "delta": 0.09}
     assert told["match"]["keeps"] == "text"
+
+
+def test_a_crash_is_no_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
+    """1 says NOT LOSSLESS; CI must not read that where the audit did not get so far."""
+
+    def fail(**_: object) -> None:
+        raise RuntimeError("oh")
+
+    monkeypatch.setattr("paceline.cli.audit.check_counts", fail)
+    assert "unexpected RuntimeError: oh" in refusal("audit", "--only-rule", code=70)

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from typer.testing import Result
 
-from .conftest import refusal, run
+from .conftest import run
 
 SHORT = ("--max-new-tokens", "12", "--ignore-eos")
 
@@ -146,10 +146,6 @@ def test_a_backslash_continues_a_line_and_quit_leaves(target: str) -> None:
     result = talk(target, "one\\", "two", "/history", "/quit", "never")
     assert "user: one\ntwo" in result.stdout
     assert "never" not in result.stdout
-
-
-def test_what_belongs_to_generate_is_refused(target: str) -> None:
-    assert "belong to" in refusal("chat", "--target", target, "--compare", code=2)
 
 
 @pytest.mark.slow

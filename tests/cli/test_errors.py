@@ -35,10 +35,18 @@ from tests.models.tiny_gguf import byte_level_vocabulary, tiny_llama, write_gguf
         (["--device", "gpu"], ["The device 'gpu' cannot be used here"]),
         (["--compare", "--draft", "none"], ["--compare needs a drafter"]),
         (["--gama", "3"], ["No such option: --gama", "--gamma", "See 'paceline generate --help'"]),
-        (["--gamma", "five"], ["Invalid value for '--gamma'"]),
+        (["--gamma", "five"], ["--gamma must be a whole number, got 'five'."]),
+        (["--guidance-scale", "x"], ["--guidance-scale must be a number, got 'x'."]),
+        (["--ban", "x"], ["--ban must be a whole number, got 'x'."]),
+        (["--amateur", ""], ["--amateur is empty"]),
+        (["--draft", "staged"], ["staged needs a model, such as --drafter.model"]),
+        (["--draft", "eagle"], ["eagle needs a head, such as --drafter.head"]),
+        (["--draft", "portfolio", "--drafter.drafters", '["suffix"'], ["--drafter.drafters begins like JSON"]),
         (["--speculative-config", "{"], ["--speculative-config is not valid JSON"]),
         (["--speculative-config", '{"methd": "ngram"}'], ["Did you mean 'method'?"]),
-        (["--speculative-config", '{"method": "eagle"}'], ["Unknown method of --speculative-config 'eagle'"]),
+        (["--speculative-config", '{"method": "mlp"}'], ["Unknown method of --speculative-config 'mlp'"]),
+        (["--speculative-config", '{"method": "eagle"}'], ["the method eagle needs a model"]),
+        (["--speculative-config", '{"method": "suffix", "prompt_lookup_max": 3}'], ["not for the method suffix"]),
         (["--speculative-config", '{"num_speculative_tokens": 0}'], ["at least 1, got 0"]),
         (["--config", "no/such.toml"], ["The config 'no/such.toml' cannot be read: No such file"]),
     ],
@@ -71,6 +79,7 @@ def test_other_words_mean_other_tokens(target: str, tmp_path: Path) -> None:
     line = refusal("generate", "Hello", "--target", target, "--draft", str(other), code=3)
     assert "other does not share the vocabulary of tiny" in line
     assert "0 is 'Ġ' / 'Ċ'" in line
+    assert "cross-vocabulary" in line
 
 
 def test_a_token_outside_the_vocabulary(target: str) -> None:
@@ -135,5 +144,5 @@ def test_an_unforeseen_error_is_a_line_too(monkeypatch: pytest.MonkeyPatch) -> N
         raise RuntimeError("out of\nmemory")
 
     monkeypatch.setattr("paceline.cli.generate.read_settings", fail)
-    line = refusal("generate", "Hello", code=1)
+    line = refusal("generate", "Hello", code=70)
     assert line == "error: unexpected RuntimeError: out of memory. Run again with --debug to see where."

@@ -223,5 +223,6 @@ def test_beams_are_shown_best_first(target: str) -> None:
     scores = [beam["score"] for beam in told["beams"]]
     assert len(scores) == 3
     assert scores == sorted(scores, reverse=True)
-    assert told["text"] == told["beams"][0]["text"] == shown[0]
+    assert told["text"] == told["beams"][0]["text"]
+    assert shown[0] == f"[1, score {scores[0]:.3f}] {told['text']}"
     assert shown[1] == f"[2, score {scores[1]:.3f}] {told['beams'][1]['text']}"

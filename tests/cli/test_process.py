@@ -23,7 +23,7 @@ SAY_MODULES = (
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--version"], ["--help"], ["generate", "--help"], ["generate", "--print-config"]]
+    "arguments", [["--version"], ["--help"], ["generate", "--help"], ["chat", "--help"], ["generate", "--print-config"]]
 )
 def test_what_needs_no_model_does_not_wait_for_torch(arguments: list[str]) -> None:
     done = subprocess.run(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -11,6 +12,7 @@ import pytest
 from paceline.cli.drafting import convert_options, from_vllm
 from paceline.cli.session import _unescape
 from paceline.core.errors import InputError
+from paceline.drafters.portfolio import Portfolio
 from tests.cli.conftest import refusal, run
 
 
@@ -83,6 +85,11 @@ def test_vllm_methods() -> None:
     assert from_vllm('{"model": "[ngram]"}').draft == "prompt-lookup"
     assert from_vllm('{"method": "draft_model", "model": "a/b"}').draft == "a/b"
     assert from_vllm('{"num_speculative_tokens": 2}').draft is None
+    suffix = from_vllm('{"method": "suffix", "suffix_decoding_min_token_prob": 0.2}')
+    assert (suffix.draft, suffix.options) == ("suffix", {"min_probability": "0.2"})
+    for method, name in (("eagle", "eagle"), ("eagle3", "eagle"), ("medusa", "medusa")):
+        theirs = from_vllm(f'{{"method": "{method}", "model": "a/b"}}')
+        assert (theirs.draft, theirs.options) == (name, {"head": "a/b"})
     with pytest.raises(InputError, match="needs a model"):
         from_vllm('{"method": "draft_model"}')
     with pytest.raises(InputError, match="must be a JSON object"):
@@ -96,7 +103,7 @@ def test_vllm_methods() -> None:
         ("[genrate]\ntemperature = 1", "Did you mean 'generate'?"),
         ("generate = 1", "must be a table"),
         ("[generate]\ntemperature = ", "is not valid TOML"),
-        ("[generate]\ntemperature = 'hot'", "Invalid value for '--temperature'"),
+        ("[generate]\ntemperature = 'hot'", "--temperature must be a number, got 'hot'"),
         ("[generate]\nprompt = 'x'", "Unknown setting"),
     ],
 )
@@ -147,6 +154,31 @@ def test_options_get_the_types_of_their_fields() -> None:
     for wrong in ({"share": "half"}, {"eager": "maybe"}, {"shape": "bush"}, {"limit": "x"}, {"colour": "red"}):
         with pytest.raises(InputError):
             convert_options(wrong, Options, "drafter", "d")
+
+
+def test_a_list_in_json_may_have_commas_of_its_own(tmp_path: Path) -> None:
+    """The drafters of a portfolio have options; cut at every comma they could not be said."""
+    suffix = {"name": "suffix", "branches": 2}
+    for text, wanted in (
+        ('{"name": "suffix", "branches": 2}', (suffix,)),
+        ('[["suffix", {"branches": 2}], "ngram"]', (["suffix", {"branches": 2}], "ngram")),
+        ("suffix,ngram", ("suffix", "ngram")),
+    ):
+        made = convert_options({"drafters": text}, Portfolio.Options, "drafter", "portfolio")
+        assert made == {"drafters": wanted}
+    file = tmp_path / "paceline.toml"
+    file.write_text(
+        '[generate]\ndraft = "portfolio"\n[generate.drafter]\ndrafters = [{name = "suffix", branches = 2}, "ngram"]\n'
+    )
+    said = json.loads(config("--config", str(file))["drafters"])
+    assert json.loads(said) == [suffix, "ngram"]
+
+
+def test_the_drafter_has_two_names_in_the_environment_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PACELINE_DRAFTER", "suffix")
+    assert config()["draft"] == '"suffix"  # environment'
+    monkeypatch.setenv("PACELINE_DRAFT", "ngram")
+    assert config()["draft"] == '"ngram"  # environment'
 
 
 def test_escapes() -> None:

@@ -6,10 +6,13 @@ from __future__ import annotations
 from functools import cache
 from statistics import fmean
 
+from torch import Tensor
+
 import paceline.rules  # noqa: F401  fills the registry
-from paceline.audit.enumeration import Drafts, World, enumerate_drafts, expected_accepted, iid, without_replacement
-from paceline.core.contracts import RULES
+from paceline.audit.enumeration import Drafts, World, enumerate_drafts, every_branch, iid, without_replacement
+from paceline.core.contracts import RULES, Rule
 from paceline.core.tree import Drawn
+from paceline.core.verdict import Verdict
 
 from .trees import depths_of
 
@@ -38,6 +41,18 @@ def worlds(parents: tuple[int, ...], drawn: Drawn, likeness: float, chain: bool)
     draw = iid if drawn == "iid" else without_replacement
     made = [World.random(VOCABULARY, max(depths_of(list(parents))) + 2, seed, likeness) for seed in SEEDS]
     return [(world, enumerate_drafts(world, list(parents), drawn, draw, chain=chain)) for world in made]
+
+
+def expected_accepted(rule: Rule, world: World, drafts: Drafts) -> float:
+    """How many drafted tokens of a round are accepted, on average."""
+    total = 0.0
+
+    def see(row: Tensor, weight: Tensor, verdict: Verdict) -> None:
+        nonlocal total
+        total += float((weight * drafts.weight[row] * verdict.accepted.squeeze(1)).sum())
+
+    every_branch(rule, world, drafts, 1.0, see)
+    return total
 
 
 def accepted(name: str, drawn: Drawn, parents: list[int], likeness: float, as_tree: bool = False) -> float:

@@ -22,7 +22,7 @@ import torch
 
 import paceline  # noqa: F401  fills the registries
 from paceline import LanguageModel, SpeculativeDecoder
-from paceline.core.contracts import DRAFTERS, Drafter
+from paceline.core.contracts import DRAFTERS
 
 from .models import DRAFTS, draft, target
 
@@ -55,7 +55,7 @@ class Variant:
     def looks_inside(self) -> bool:
         """Does it run a model, or look into the target? Then the architecture matters."""
         cls = DRAFTERS[self.drafter]
-        return bool(self.draft or cls.needs_taps) or cls.reader is not Drafter.reader
+        return bool(self.draft or cls.needs_taps) or cls.shares_reader
 
     def made_for(self, lm: LanguageModel, case: str) -> dict[str, Any]:
         options = {name: value(lm) if _makes(value) else value for name, value in self.options.items()}

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, make_dataclass
 from importlib.metadata import EntryPoint
-from typing import Any
+from typing import Any, Optional
 
 import pytest
 
@@ -115,3 +115,87 @@ def test_an_unknown_option_is_refused_with_the_nearest(given: dict[str, Any], sa
     with pytest.raises(UnknownNameError) as error:
         build_options(Options, given, "drafter 'x'")
     assert str(error.value) == said
+
+
+@dataclass(frozen=True)
+class Typed:
+    count: int = 1
+    share: float = 0.5
+    switch: bool = False
+    word: str = ""
+    perhaps: float | None = None
+    maybe: Optional[int] = None  # noqa: UP045  as older packages write it
+    thing: Any = None
+
+
+def test_plain_types_are_taken() -> None:
+    given = {"count": 2, "share": 1, "switch": True, "word": "x", "perhaps": None, "maybe": 3, "thing": object()}
+    assert build_options(Typed, given, "rule 'x'") == Typed(**given)
+    assert build_options(Typed, {"perhaps": 0.5, "maybe": None}, "rule 'x'") == Typed(perhaps=0.5)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"count": 2.0}, "count of rule 'x' must be a whole number, got 2.0"),
+        ({"count": True}, "a whole number, got True"),
+        ({"share": "0.5"}, "share of rule 'x' must be a number, got '0.5'"),
+        ({"share": float("inf")}, "a number, got inf"),
+        ({"share": True}, "a number, got True"),
+        ({"share": None}, "a number, got None"),
+        ({"switch": "false"}, "switch of rule 'x' must be true or false, got 'false'"),
+        ({"switch": 0}, "true or false, got 0"),
+        ({"word": []}, r"word of rule 'x' must be a text, got \[\]"),
+        ({"perhaps": "x"}, "perhaps of rule 'x' must be a number or None, got 'x'"),
+        ({"maybe": 1.5}, "maybe of rule 'x' must be a whole number or None, got 1.5"),
+        ([1], "given by name"),
+    ],
+    ids=str,
+)
+def test_a_wrong_type_is_refused_for_every_drafter_and_rule(given: Any, said: str) -> None:
+    """ "false" is true in Python, so a switch given as text was switched on."""
+    with pytest.raises(InputError, match=said):
+        build_options(Typed, given, "rule 'x'")
+
+
+def test_types_that_are_no_text() -> None:
+    """Other packages may not postpone their annotations."""
+    fields = [("count", int, 1), ("perhaps", float | None, None), ("maybe", Optional[int], None)]  # noqa: UP045
+    eager = make_dataclass("eager", fields)
+    build_options(eager, {"count": 2, "perhaps": None, "maybe": 1}, "rule 'x'")
+    for wrong in ({"count": "2"}, {"perhaps": "2"}, {"maybe": "2"}):
+        with pytest.raises(InputError, match="number"):
+            build_options(eager, wrong, "rule 'x'")
+
+
+@pytest.mark.parametrize(
+    ("name", "given"),
+    [
+        ("portfolio", {"drafters": 3}),
+        ("portfolio", {"drafters": "suffix"}),
+        ("portfolio", {"least": None}),
+        ("early-exit", {"skip": 1}),
+        ("early-exit", {"skip": ["1"]}),
+        ("early-exit", {"head": 1.0}),
+        ("ngram", {"store": 1}),
+        ("ngram", {"namespace": []}),
+        ("suffix", {"min_probability": "x"}),
+        ("recycling", {"persistent": "false"}),
+        ("recycling", {"shape": []}),
+        ("draft-model", {"shape": []}),
+    ],
+    ids=str,
+)
+def test_drafters_refuse_options_of_a_wrong_type(name: str, given: dict[str, Any]) -> None:
+    with pytest.raises(InputError):
+        build_options(DRAFTERS[name].Options, given, name)
+
+
+@pytest.mark.parametrize(
+    ("name", "given"),
+    [("typical", {"epsilon": "x"}), ("lenience", {"lenience": None}), ("threshold", {"least": []})],
+    ids=str,
+)
+def test_rules_refuse_options_of_a_wrong_type(name: str, given: dict[str, Any]) -> None:
+    with pytest.raises(InputError, match="must be a number"):
+        build_options(RULES[name].Options, given, name)

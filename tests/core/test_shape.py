@@ -46,6 +46,7 @@ def test_levels_of_a_sparse_tree() -> None:
         ("3x0", "at least one child"),
         (5, "'3x2x1' or paths"),
         ([("a",)], "'3x2x1' or paths"),
+        ([], "at least one node"),
         ([(0,), ()], "ranks from 0 up"),
         ([(0,), (-1,)], "ranks from 0 up"),
         ([(0,), (1, 0)], "not its parent"),

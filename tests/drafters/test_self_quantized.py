@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 from tests.conformance.models import CASES, build, target
@@ -9,7 +11,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from paceline import LanguageModel, SpeculativeDecoder
-from paceline.models.quantized import Int8Linear, extra_bytes, has_kernel, quantized
+from paceline.models.quantized import Int8Linear, extra_bytes, kernel_rows, quantized
 
 PROMPTS = [[1, 7, 9, 4, 7, 9, 4], [3, 3, 8], [6]]
 
@@ -58,7 +60,7 @@ def test_an_int8_map_is_close_to_the_map(dtype: torch.dtype, tokens: int) -> Non
         linear = nn.Linear(width, 48).to(dtype)
         x = torch.randn(2, tokens, width).to(dtype)
         int8 = Int8Linear(linear.weight, linear.bias)
-        assert int8.packed == (width == 64 and has_kernel(x.device, dtype))
+        assert int8.kernel_rows == (0 if width == 33 else kernel_rows(x.device, dtype, width, 48 % 32))
         error = (int8(x).double() - linear(x).double()).norm() / linear(x).double().norm()
         assert error < 0.02
 
@@ -66,8 +68,55 @@ def test_an_int8_map_is_close_to_the_map(dtype: torch.dtype, tokens: int) -> Non
 def test_where_the_kernel_runs() -> None:
     """What docs/methods/self-quantized.md says of the CPU."""
     cpu = torch.device("cpu")
-    assert has_kernel(cpu, torch.float32)
-    assert not has_kernel(cpu, torch.float64)
+    assert kernel_rows(cpu, torch.float32, 64) == 63
+    assert kernel_rows(cpu, torch.float64, 64) == 0
+
+
+@pytest.fixture
+def measured_anew() -> Iterator[None]:
+    kernel_rows.cache_clear()
+    yield
+    kernel_rows.cache_clear()
+
+
+@pytest.mark.usefixtures("measured_anew")
+@pytest.mark.parametrize("odd", [0, 16])
+def test_a_kernel_is_used_only_for_as_many_rows_as_it_is_right(monkeypatch: pytest.MonkeyPatch, odd: int) -> None:
+    """One that is wrong from 17 rows on looks fine where two are tried, and then guesses at random."""
+    asked: list[int] = []
+
+    def kernel(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        asked.append(len(x))
+        assert x.is_contiguous()
+        y = x @ weight.to(x.dtype).T * scale
+        return y if len(x) < 17 else torch.cat([y[:16], y[: len(x) - 16]])
+
+    monkeypatch.setattr(torch, "_weight_int8pack_mm", kernel)
+    torch.manual_seed(0)
+    linear = nn.Linear(64, 64 + odd)
+    int8 = Int8Linear(linear.weight, linear.bias)
+    assert int8.kernel_rows == 16
+    assert asked == [1, 2, 5, 16, 17], "nothing is tried beyond what is wrong"
+    assert Int8Linear(linear.weight, None).kernel_rows == 16
+    assert len(asked) == 5, "and it is measured once"
+    for rows in (3, 16, 17, 39):
+        asked.clear()
+        x = torch.randn(rows, 2, 64)[:, 1:]  # the last place of every row: not in one piece
+        assert (int8(x) - linear(x)).norm() < 0.02 * linear(x).norm()
+        assert asked == ([rows] if rows <= 16 else [])
+
+
+@pytest.mark.usefixtures("measured_anew")
+@pytest.mark.parametrize("error", [RuntimeError, NotImplementedError, AttributeError])
+def test_without_a_kernel_weights_are_unpacked(monkeypatch: pytest.MonkeyPatch, error: type[Exception]) -> None:
+    def kernel(*given: torch.Tensor) -> torch.Tensor:
+        raise error("not here")
+
+    monkeypatch.setattr(torch, "_weight_int8pack_mm", kernel)
+    linear = nn.Linear(64, 32)
+    int8 = Int8Linear(linear.weight, linear.bias)
+    assert int8.kernel_rows == 0
+    assert int8(torch.randn(2, 64)).shape == (2, 32)
 
 
 def test_it_runs_by_the_kernel_in_float32() -> None:

@@ -23,7 +23,7 @@ INNER: dict[str, Any] = {
     "perfect tree": {"name": "draft-model", "model": DRAFT, "tree": "best-first"},
     "three stages": {"name": "staged", "model": SMALL, "inner": {"name": "staged", "model": DRAFT}},
     "early exit": "early-exit",
-    "taps": lambda lm: {"name": "medusa", "head": DRAFTERS["medusa"].Head.random(lm)},
+    "taps": lambda lm: {"name": "medusa", "head": DRAFTERS["medusa"].Options.Head.random(lm)},
 }
 SETTINGS: dict[str, dict[str, Any]] = {
     "greedy": {},
@@ -143,7 +143,7 @@ def test_what_an_inner_drafter_may_be() -> None:
     assert made('{"name": "prompt-lookup", "longest": 2}') == f"staged {name} (prompt-lookup)"
     assert made(SMALL) == f"staged {name} (draft-model {name})"
     assert made(DRAFTERS["none"]()) == f"staged {name} (none)"
-    for wrong, said in [(3, "must be a drafter"), ("{", "not valid JSON"), ({"longest": 3}, "must be a drafter")]:
+    for wrong, said in [(3, "A model is a name"), ("{", "must be valid JSON"), ({"longest": 3}, "needs a name")]:
         with pytest.raises(InputError, match=said):
             made(wrong)
     with pytest.raises(InputError, match="inner_gamma"):

@@ -243,3 +243,12 @@ def test_stop_strings_are_given_here() -> None:
     got = model().generate(PROMPT, custom_generate=custom, **request("plain"))
     assert tokenizer.decode(got[0, 7:]) == text[:6]
     assert custom.generations[0].text == text[:4]
+
+
+def test_a_tree_has_its_nodes_and_a_prediction_is_drafted() -> None:
+    wanted = model().generate(PROMPT, **request("plain"))
+    told = wanted[0, PROMPT.shape[1] :].tolist()
+    custom = CustomGenerate("prediction", prediction=told, nodes=3)
+    assert torch.equal(model().generate(PROMPT, custom_generate=custom, **request("plain")), wanted)
+    assert custom.generations[0].stats.accepted_prediction_tokens > 0
+    assert max(len(entry.drafted) for entry in custom.generations[0].trace.rounds) <= 3

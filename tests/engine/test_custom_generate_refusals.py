@@ -16,7 +16,7 @@ from paceline import CustomGenerate, PacelineError, SpeculativeDecoder, Unsuppor
 def test_processors_with_a_memory_are_refused() -> None:
     """Classifier-free guidance counts on one call per token; asked about drafts it would silently go wrong."""
     for draft in ("lookup", "own"):
-        with pytest.raises(UnsupportedError, match="ClassifierFreeGuidance"):
+        with pytest.raises(UnsupportedError, match=r"ClassifierFreeGuidance.*paceline\.guided"):
             model().generate(PROMPT, custom_generate=speculating(draft), guidance_scale=1.7, **request("plain"))
 
 
@@ -29,6 +29,10 @@ def test_processors_with_a_memory_are_refused() -> None:
         ({"output_hidden_states": True, "return_dict_in_generate": True}, "output_hidden_states"),
         ({"penalty_alpha": 0.6, "top_k": 4}, "penalty_alpha"),
         ({"dola_layers": "high"}, "dola_layers"),
+        ({"num_beams": 4, "num_beam_groups": 2, "diversity_penalty": 1.0}, "num_beam_groups=2"),
+        ({"num_beams": 2, "diversity_penalty": 1.0}, "diversity_penalty"),
+        ({"num_beams": 2, "force_words_ids": [[1]]}, "force_words_ids"),
+        ({"num_beams": 2, "constraints": ["word"]}, "constraints"),
     ],
     ids=str,
 )

@@ -182,7 +182,15 @@ def test_refusals() -> None:
         paceline.guided(MODEL, float("nan"))
     with pytest.raises(InputError, match="shorten it"):
         paceline.guided(MODEL, 2.0, [1] * CONTEXT)
-    with pytest.raises(InputError, match="alpha"):
-        paceline.contrast(MODEL, CLOSE, alpha=2)
+    wrong: Any
+    for wrong in (None, [1.5], ["1"], 3):
+        with pytest.raises(InputError, match="a text or a list of token ids"):
+            paceline.guided(MODEL, 2.0, wrong)
+    for wrong in (2, "x", None, True, float("nan")):
+        with pytest.raises(InputError, match="alpha"):
+            paceline.contrast(MODEL, CLOSE, alpha=wrong)
+    for wrong in (-1, "x", True, float("inf")):
+        with pytest.raises(InputError, match="beta"):
+            paceline.contrast(MODEL, CLOSE, beta=wrong)
     with pytest.raises(UnsupportedError, match="tokens"):
         paceline.contrast(MODEL, LanguageModel(llama(1, vocab_size=VOCABULARY - 1)))

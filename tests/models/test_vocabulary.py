@@ -55,7 +55,7 @@ def test_other_tokens_are_named() -> None:
         check_same_vocabulary(Speaker("big", Words("a", "b", "c")), Speaker("small", Words("a", "c", "b")))
     assert str(error.value) == (
         "small does not share the vocabulary of big: 2 ids differ (1 is 'b' / 'c', 2 is 'c' / 'b'); "
-        "use a draft model with the same tokenizer."
+        "use a model with the same tokenizer, or, to draft with this one, the drafter 'cross-vocabulary'."
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -111,9 +112,8 @@ def _divergence(
     if at == min(len(ours), len(theirs)):  # one of them ended, and no rounding does that
         left = (ours[at] if at < len(ours) else None, theirs[at] if at < len(theirs) else None)
         return Divergence(row, at, *left, None, None, None)
-    text = prompt + ours[:at]
-    logits = logits_after(decoder, text)
-    scores = _scores(logits, sampling, len(text))
+    logits = logits_after(decoder, prompt, ours[:at])
+    scores = _scores(logits, sampling, len(prompt) + at)
     best = scores.topk(2).values
     gap = float((scores[ours[at]] - scores[theirs[at]]).abs())
     return Divergence(
@@ -128,15 +128,24 @@ def tolerance(logits: Tensor, dtype: torch.dtype) -> float:
     return TIE * unit * float(logits[logits.isfinite()].abs().max())
 
 
-def logits_after(decoder: SpeculativeDecoder, text: list[int]) -> Tensor:
-    """[V]: the target's logits after a text, from one plain pass."""
+def logits_after(decoder: SpeculativeDecoder, prompt: Sequence[int], written: Sequence[int] = ()) -> Tensor:
+    """[V]: the target's logits after prompt + written, from plain passes.
+
+    The two are given apart because a target of two branches reads another prompt in the second, then what was written.
+    """
     seen: list[Tensor] = []
 
     def look(prefix: Tensor, logits: Tensor) -> Tensor:
+        at = len(prefix) - len(prompt)
+        if at < len(written):
+            forced = torch.full_like(logits, -math.inf)
+            forced[..., written[at]] = 0.0
+            return forced
         seen.append(logits.detach().to("cpu", torch.float64, copy=True))
         return logits
 
-    SpeculativeDecoder(decoder.target).generate([text], max_new_tokens=1, processors=[look])
+    settings: dict[str, Any] = {"max_new_tokens": len(written) + 1, "ignore_eos": True, "processors": [look]}
+    SpeculativeDecoder(decoder.target).generate([list(prompt)], **settings)
     return seen[0]
 
 

@@ -255,18 +255,6 @@ def emitted_law(rule: Rule, world: World, drafts: Drafts, temperature: float, ap
     return _continued(found.view(-1, texts), world if temperature > 0 else world.greedy())
 
 
-def expected_accepted(rule: Rule, world: World, drafts: Drafts, temperature: float = 1.0) -> float:
-    """How many drafted tokens of a round are accepted, on average."""
-    total = 0.0
-
-    def see(row: Tensor, weight: Tensor, verdict: Verdict) -> None:
-        nonlocal total
-        total += float((weight * drafts.weight[row] * verdict.accepted.squeeze(1)).sum())
-
-    every_branch(rule, world, drafts, temperature, see)
-    return total
-
-
 def _continued(found: Tensor, world: World) -> Tensor:
     """From the law of what was emitted to the law of `horizon` tokens."""
     V, H = world.vocabulary, world.horizon

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from dataclasses import fields, is_dataclass
 from typing import Any
 
 from paceline.core.contracts import Rule
@@ -14,6 +13,7 @@ from paceline.engine.prompts import encode_all
 from .agreement import Cancel, Progress, agreement
 from .prompts import PROMPTS
 from .statistics import Sampled, law_audit
+from .subject import options_of, subject_of
 from .toys import audit_rule
 from .verdict import Report
 
@@ -50,14 +50,14 @@ def audit(
     if positions and samples:
         plan = Sampled(positions, samples, temperature, false_alarm, seed)
         law = law_audit(decoder, texts, written, plan, progress, cancel)
-    return Report(_subject(decoder), rule, greedy, seeded, law, time.perf_counter() - started)
+    return Report(subject_of(decoder), rule, greedy, seeded, law, time.perf_counter() - started)
 
 
 def audit_only_rule(rule: Rule, progress: Progress = lambda label, done, total: None) -> Report:
     """The first part alone: no model is needed."""
     started = time.perf_counter()
     found = audit_rule(rule, progress)
-    return Report({"rule": rule.name, "rule_options": _options(rule)}, found, seconds=time.perf_counter() - started)
+    return Report({"rule": rule.name, "rule_options": options_of(rule)}, found, seconds=time.perf_counter() - started)
 
 
 def check_plan(tokens: int, positions: int, samples: int, temperature: float, false_alarm: float) -> None:
@@ -71,25 +71,3 @@ def check_plan(tokens: int, positions: int, samples: int, temperature: float, fa
         raise InputError(f"temperature of an audit must be more than 0, got {temperature}; greedy is tested anyway.")
     if not 0 < false_alarm <= 0.1:
         raise InputError(f"false_alarm must be more than 0 and at most 0.1, got {false_alarm}.")
-
-
-def _subject(decoder: SpeculativeDecoder) -> dict[str, Any]:
-    lm = decoder.target
-    return {
-        "target": lm.name,
-        "dtype": str(lm.dtype).removeprefix("torch."),
-        "device": str(lm.device),
-        "draft": decoder.drafter.name,
-        "drafter_options": _options(decoder.drafter),
-        "gamma": decoder.gamma,
-        "nodes": decoder.nodes,
-        "rule": decoder.rule.name,
-        "rule_options": _options(decoder.rule),
-    }
-
-
-def _options(owner: Any) -> dict[str, Any]:
-    """As plain values; a model by its name."""
-    options = getattr(owner, "options", None)
-    values = {each.name: getattr(options, each.name) for each in fields(options)} if is_dataclass(options) else {}
-    return {name: getattr(value, "name", value) for name, value in values.items()}

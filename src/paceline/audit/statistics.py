@@ -98,7 +98,7 @@ def _places(
         progress("choosing positions", row, len(texts))
         own = []
         for prefix in dict.fromkeys((_window(prompt), _window(prompt + text[: len(text) // 2]))):
-            first = _law(decoder, list(prefix), plan)
+            first = _law(decoder, list(prefix), [], plan)
             drafts = _drafts(decoder, list(prefix), plan)
             own.append((drafts, float(torch.special.entr(first).sum()), _Place(row, list(prefix), first)))
             stop_if(cancel)
@@ -108,9 +108,9 @@ def _places(
     return [place for _, place in found[: plan.positions]]
 
 
-def _law(decoder: SpeculativeDecoder, text: list[int], plan: Sampled) -> Tensor:
+def _law(decoder: SpeculativeDecoder, prompt: list[int], written: list[int], plan: Sampled) -> Tensor:
     """[V]: of the token after a text, by hand and not by the code that is audited."""
-    scores = logits_after(decoder, text) / plan.temperature
+    scores = logits_after(decoder, prompt, written) / plan.temperature
     least = scores.topk(min(KEPT, len(scores))).values[-1]
     return scores.masked_fill(scores < least, float("-inf")).softmax(-1)
 
@@ -148,7 +148,7 @@ def _test(
     firsts = place.first.topk(min(TOP, len(place.first))).indices.tolist()
     laws, seconds = [], []
     for token in firsts:
-        after = _law(decoder, [*place.prefix, token], plan)
+        after = _law(decoder, place.prefix, [token], plan)
         best = after.topk(min(TOP, len(after)))
         seconds.append(best.indices.tolist())
         laws += (place.first[token] * torch.cat([best.values, 1 - best.values.sum(0, keepdim=True)])).tolist()

@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from paceline.core.errors import InputError, PacelineError
+from paceline.core.errors import PacelineError
 
 from .chat_commands import Again, Leave, execute, show_rounds, words_to_complete
 from .chat_state import Answer, ChatState
-from .drafting import drafting
-from .options import GenerateOptions
-from .report import dump, result_as_dict, summary
-from .session import load_target, read_settings
+from .drafting import config_of, drafting
+from .options import ChatOptions
+from .report import beginning, dump, result_as_dict, summary
+from .session import fitting, open_decoder, read_settings
 from .settings import takes
 from .showing import Shown
 from .terminal import Ink, complain, interruptible, plain_warnings, say
@@ -28,20 +28,24 @@ if TYPE_CHECKING:
     from paceline.engine.request import Generation
 
 
-@takes(GenerateOptions)
-def chat(ctx: typer.Context, said: GenerateOptions) -> None:
+@takes(ChatOptions)
+def chat(ctx: typer.Context, said: ChatOptions) -> None:
     """Talk to a target model; /help lists what can be switched, set, compared and saved. A pipe works, too."""
-    if said.compare or said.print_config:
-        raise InputError("--compare and --print-config belong to `paceline generate`; in a chat use /target and /help.")
+    how = drafting(ctx, said)
+    if said.print_config:
+        typer.echo(config_of(ctx, said, how))
+        return
     with plain_warnings(said.debug):
-        how = drafting(ctx, said)
-        state = ChatState(said, how, load_target(said))
+        settings = read_settings(said)
+        decoder = open_decoder(said, how, settings)
+        state = ChatState(said, how, decoder.target, drafters={"speculative": decoder.drafter})
+        state.change()  # nothing; but what every message would be refused for is refused here
         state.switches.update(chat=_has_template(state.target), drafts=said.show_drafts, debug=said.debug)
-        say(state.decoder("speculative").describe())
+        say(beginning(decoder, settings))
         if sys.stdin.isatty():
             say("/help lists the commands; Ctrl-C stops an answer, Ctrl-D leaves")
         ink = Ink()
-        if said.prompt is not None:
+        if said.prompt is not None and said.prompt != "-":  # standard input is where messages come from anyway
             _message(state, said.prompt, ink)
         for line in _lines():
             if not _line(state, line, ink):
@@ -85,7 +89,7 @@ def _message(state: ChatState, text: str, ink: Ink) -> None:
         decoder = state.decoder(mode)
         if sum(state.modes.values()) > 1:
             ink.write(f"[{mode}]\n")
-        result = _answer(decoder, prompt, settings, state, ink)
+        result = _answer(decoder, prompt, fitting(decoder, settings), state, ink)
         state.answers.append(Answer(mode, result))
         say(_told(state, decoder, result))
         if state.switches["debug"]:

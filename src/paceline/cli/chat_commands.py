@@ -5,14 +5,15 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from paceline.core.errors import InputError, UnknownNameError
 
 from .chat_state import MODES, NUMBERS, SAMPLERS, SHORT, SWITCHES, ChatState
-from .report import dump, result_as_dict, settings_of, token_text
+from .report import beginning, dump, result_as_dict, settings_of, token_text
+from .session import read_settings
 from .terminal import ACCEPTED, OWN, REJECTED, Ink
 
 Run = Callable[[ChatState, list[str], Ink], None]
@@ -123,10 +124,12 @@ def _example(name: str) -> str:
 
 @command("settings", "/settings", "what speculates with what, and every setting that is not the default")
 def _settings(state: ChatState, words: list[str], ink: Ink) -> None:
-    options = " ".join(f"{name}={value}" for name, value in state.drafting.options.items())
-    ink.write(f"draft {state.drafting.draft} {options}".rstrip() + f", rule {state.said.rule}\n")
-    told = {name: _shown(state, name) for name in NUMBERS}
-    ink.write(", ".join(f"{_key(name)} {value}" for name, value in told.items() if value != "default") + "\n")
+    how = state.drafting
+    named = {f"draft {how.draft}": how.options, f"rule {state.said.rule}": how.rule_options}
+    told = [" ".join([name, *(f"{each}={value}" for each, value in given.items())]) for name, given in named.items()]
+    ink.write(", ".join(told) + "\n")
+    numbers = {name: _shown(state, name) for name in NUMBERS}
+    ink.write(", ".join(f"{_key(name)} {value}" for name, value in numbers.items() if value != "default") + "\n")
 
 
 @command("cache", "/cache", "whether texts are remembered as keys and values")
@@ -149,33 +152,30 @@ def _sampler(state: ChatState, words: list[str], ink: Ink) -> None:
 def _draft(state: ChatState, words: list[str], ink: Ink) -> None:
     if not words:
         raise InputError("/draft needs the name of a drafter or a model, such as /draft suffix.")
-    bad = next((word for word in words[1:] if "=" not in word), None)
-    if bad is not None:
-        raise InputError(f"Options of a drafter are name=value, got '{bad}'.")
-    before = state.drafting
-    state.draft(words[0], dict(word.split("=", 1) for word in words[1:]))
-    try:
-        ink.write(state.decoder("speculative").describe() + "\n")
-    except Exception:
-        state.drafting = before
-        raise
+    state.draft(words[0], _options("drafter", words[1:]))
+    ink.write(_begun(state) + "\n")
 
 
-@command("rule", "/rule NAME", "what decides about a draft")
+@command("rule", "/rule NAME [option=value …]", "what decides about a draft")
 def _rule(state: ChatState, words: list[str], ink: Ink) -> None:
     from paceline.core.contracts import RULES
 
-    if len(words) != 1:
+    if not words:
         raise InputError(f"/rule needs one of {', '.join(RULES)}.")
-    RULES[words[0]]
-    before = state.said, state.drafting
-    state.drafting = replace(state.drafting, rule_options={})  # they were the other rule's
-    state.change(rule=words[0])
-    try:
-        ink.write(state.decoder("speculative").describe() + "\n")
-    except Exception:
-        state.said, state.drafting = before
-        raise
+    state.rule(words[0], _options("rule", words[1:]))
+    ink.write(_begun(state) + "\n")
+
+
+def _options(owner: str, words: list[str]) -> dict[str, str]:
+    bad = next((word for word in words if "=" not in word), None)
+    if bad is not None:
+        raise InputError(f"Options of a {owner} are name=value, got '{bad}'.")
+    given = (word.split("=", 1) for word in words)
+    return {name.replace("-", "_"): value for name, value in given}
+
+
+def _begun(state: ChatState) -> str:
+    return beginning(state.decoder("speculative"), read_settings(state.said))
 
 
 @command("system", "/system TEXT", "the system message of the conversation; without TEXT none")
@@ -188,15 +188,12 @@ def _system(state: ChatState, words: list[str], ink: Ink) -> None:
 @command("store", "/store reset|save FILE|load FILE", "what the n-gram store has learned", ("reset", "save", "load"))
 def _store(state: ChatState, words: list[str], ink: Ink) -> None:
     if words == ["reset"]:
-        state.store = None
-        state.decoders.pop("ngram", None)
+        state.learn_from(None)
     elif len(words) == 2 and words[0] == "save":
         drafter: Any = state.decoder("ngram").drafter
         drafter.save(Path(words[1]))
     elif len(words) == 2 and words[0] == "load":
-        state.store = words[1]
-        state.decoders.pop("ngram", None)
-        state.decoder("ngram")
+        state.learn_from(words[1])
     else:
         raise InputError("/store needs reset, save FILE or load FILE.")
     ink.write(f"n-gram store: {' '.join(words)}\n")

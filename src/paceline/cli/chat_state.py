@@ -8,9 +8,11 @@ from typing import TYPE_CHECKING, Any
 from paceline.core.errors import InputError, UnknownNameError
 
 from .drafting import Drafting
-from .options import GenerateOptions
+from .options import ChatOptions
+from .session import check_settings, draft_of, open_rule, pair, plain_decoder, read_settings
 
 if TYPE_CHECKING:
+    from paceline.core.contracts import Drafter
     from paceline.engine.decoder import SpeculativeDecoder
     from paceline.engine.request import Generation
     from paceline.models import LanguageModel
@@ -58,7 +60,7 @@ class Answer:
 
 @dataclass
 class ChatState:
-    said: GenerateOptions
+    said: ChatOptions
     drafting: Drafting
     target: LanguageModel
     modes: dict[str, bool] = field(default_factory=lambda: {name: name == "speculative" for name in MODES})
@@ -66,14 +68,28 @@ class ChatState:
     messages: list[dict[str, str]] = field(default_factory=list)
     answers: list[Answer] = field(default_factory=list)  # to the last message
     asked: str | None = None  # the last message
-    store: str | None = None  # the file that the n-gram store begins with
-    decoders: dict[str, SpeculativeDecoder] = field(default_factory=dict)
+    drafters: dict[str, Drafter] = field(default_factory=dict)  # by mode; they keep what they have read and learned
+    decoders: dict[str, SpeculativeDecoder] = field(default_factory=dict)  # made anew with every setting, for nothing
 
     # ---- settings
 
     def change(self, **values: Any) -> None:
-        self.said = replace(self.said, **values)
-        self.decoders.clear()
+        """Other settings, refused now if the next message would be."""
+        self._use(replace(self.said, **values), self.drafting)
+
+    def _use(self, said: ChatOptions, how: Drafting, drafter: Drafter | None = None) -> None:
+        """All of it or, where something is wrong, nothing."""
+        drafter = drafter or self.drafter("speculative")
+        settings = read_settings(said)
+        check_settings(settings, open_rule(said, how))
+        if "prediction" in settings and not drafter.takes_prediction:
+            raise InputError(
+                f"--prediction was given, and drafter '{drafter.name}' cannot use one; leave one of them out."
+            )
+        made = pair(said, how, self.target, drafter)
+        self.said, self.drafting = said, how
+        self.drafters["speculative"] = drafter
+        self.decoders = {"speculative": made}
 
     def set_number(self, name: str, text: str) -> None:
         """One of NUMBERS; "off" or "default" gives it back to the library."""
@@ -88,16 +104,8 @@ class ChatState:
             raise InputError(f"{name} must be {what}, got '{text}'.") from None
         if name in ("gamma", "nodes", "max_new_tokens") and value < 1:
             raise InputError(f"{name} must be at least 1, got {value}.")
-        if name == "gamma":
-            self.drafting = replace(self.drafting, gamma=value)
-        self.check({name: value} if name not in ("gamma", "nodes") else {})
-        self.change(**{name: value})
-
-    def check(self, settings: dict[str, Any]) -> None:
-        """Refuse now what the next message would be refused for."""
-        from paceline.engine.request import build_requests
-
-        build_requests(1, settings)
+        how = replace(self.drafting, gamma=value) if name == "gamma" else self.drafting
+        self._use(replace(self.said, **{name: value}), how)
 
     def sampler(self, name: str) -> None:
         if name not in SAMPLERS:
@@ -105,34 +113,47 @@ class ChatState:
         self.change(**{each: SAMPLERS[name].get(each) for each in _SAMPLER_FIELDS})
 
     def draft(self, name: str, options: dict[str, str]) -> None:
-        self.drafting = replace(self.drafting, draft=name, options=options)
-        self.decoders.clear()
+        how = replace(self.drafting, draft=name, options=options)
+        self._use(self.said, how, draft_of(self.said, how))
+
+    def rule(self, name: str, options: dict[str, str]) -> None:
+        self._use(replace(self.said, rule=name), replace(self.drafting, rule_options=options))
+
+    def learn_from(self, store: str | None) -> None:
+        """Another n-gram store: that of a file, or an empty one."""
+        self.drafters["ngram"] = self._draft_of_ngrams(store)
+        self.decoders.pop("ngram", None)
+
+    def _draft_of_ngrams(self, store: str | None) -> Drafter:
+        options = {"persistent": "true", **({} if store is None else {"store": store})}
+        return draft_of(self.said, replace(self.drafting, draft="ngram", options=options))
 
     # ---- what runs
 
+    def drafter(self, mode: str) -> Drafter:
+        """The drafter of a mode, made once: no setting takes away what it has learned, or loads its model again."""
+        if mode not in self.drafters:
+            speculative = mode == "speculative"
+            self.drafters[mode] = draft_of(self.said, self.drafting) if speculative else self._draft_of_ngrams(None)
+        return self.drafters[mode]
+
     def decoder(self, mode: str) -> SpeculativeDecoder:
-        """The decoder of a mode; made once for the settings at hand, so that stores stay what they have learned."""
+        """The decoder of a mode, for the settings at hand."""
         if mode not in self.decoders:
             self.decoders[mode] = self._make(mode)
         return self.decoders[mode]
 
     def _make(self, mode: str) -> SpeculativeDecoder:
-        from paceline.engine.decoder import SpeculativeDecoder
-
-        from .session import pair
-
+        if mode in ("speculative", "ngram"):
+            return pair(self.said, self.drafting, self.target, self.drafter(mode))
+        rule = self.decoder("speculative").rule
         if mode == "target":
-            return SpeculativeDecoder(self.target, None)
-        if mode == "speculative":
-            return pair(self.said, self.drafting, self.target)
-        if mode == "ngram":
-            options = {"persistent": "true", **({} if self.store is None else {"store": self.store})}
-            return pair(self.said, replace(self.drafting, draft="ngram", options=options), self.target)
-        lm = getattr(self.decoder("speculative").drafter, "lm", None)
+            return plain_decoder(self.target, rule)
+        lm = getattr(self.drafter("speculative"), "lm", None)
         if lm is None:
             name = self.drafting.draft
             raise InputError(f"The drafter '{name}' has no model of its own to run alone; use /draft with a model.")
-        return SpeculativeDecoder(lm, None)
+        return plain_decoder(lm, rule)
 
     def take_back(self) -> None:
         """The last message was not asked."""

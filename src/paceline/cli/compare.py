@@ -10,12 +10,14 @@ from typing import Any
 import typer
 from rich.console import Console
 
+from paceline.audit.agreement import logits_after
 from paceline.core.noise import fresh_seed
 from paceline.engine.decoder import SpeculativeDecoder
 from paceline.engine.request import Generation
 
 from .options import GenerateOptions
 from .report import dump, result_as_dict, settings_of, token_text, versions
+from .session import fitting, plain_decoder
 from .terminal import ACCEPTED, OWN, Ink, interruptible, say
 
 _WARM_UP = 16  # tokens: enough for the first passes of either kind, which are slower
@@ -50,7 +52,7 @@ class Divergence:
 
 def compare(decoder: SpeculativeDecoder, prompt: Any, settings: dict[str, Any], said: GenerateOptions) -> None:
     settings = {"seed": fresh_seed(), **settings}
-    plain = SpeculativeDecoder(decoder.target, None)
+    plain = plain_decoder(decoder.target, decoder.rule)
     with interruptible() as cancelled:
         sides = _race({"plain": plain, decoder.drafter.name: decoder}, prompt, settings, said.repeats, cancelled)
     if sides is None:
@@ -74,23 +76,17 @@ def _race(
     """A warm-up of each, then in turns, so that whatever slows the machine down slows both. None: cancelled."""
     short = {**settings, "max_new_tokens": min(_WARM_UP, settings["max_new_tokens"]), "min_new_tokens": 0}
     for decoder in decoders.values():
-        decoder.generate(prompt, cancel=cancelled, **_fitting(decoder, short))
+        decoder.generate(prompt, cancel=cancelled, **fitting(decoder, short))
     results: dict[str, list[Generation]] = {name: [] for name in decoders}
     with Console(stderr=True).status("", refresh_per_second=2) as status:
         for run in range(repeats):
             for name, decoder in decoders.items():
                 status.update(f"run {run + 1} of {repeats}, {name}")
-                fitting = _fitting(decoder, settings)
-                results[name].append(decoder.generate(prompt, cancel=cancelled, **fitting))
+                results[name].append(decoder.generate(prompt, cancel=cancelled, **fitting(decoder, settings)))
                 if cancelled():
                     return None
     ours, theirs = (Side(name, runs[-1], [r.stats.tokens_per_second for r in runs]) for name, runs in results.items())
     return ours, theirs
-
-
-def _fitting(decoder: SpeculativeDecoder, settings: dict[str, Any]) -> dict[str, Any]:
-    """Plain decoding is not told what to expect."""
-    return {k: v for k, v in settings.items() if k != "prediction" or decoder.drafter.takes_prediction}
 
 
 def _divergence(plain: Side, speculative: Side, decoder: SpeculativeDecoder) -> Divergence | None:
@@ -98,9 +94,9 @@ def _divergence(plain: Side, speculative: Side, decoder: SpeculativeDecoder) -> 
     if ours == theirs:
         return None
     at = next((i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), min(len(ours), len(theirs)))
-    # the logits themselves, without any control: the difference of two log-probabilities is that of their logits
-    there = decoder.generate(plain.result.prompt_tokens + ours[:at], max_new_tokens=1, logprobs=2)
-    best = [value for _, value in there.logprobs[0].top_raw]
+    # the logits themselves, without any control
+    logits = logits_after(decoder, plain.result.prompt_tokens, ours[:at])
+    best = logits.topk(min(2, len(logits))).values.tolist()
     gap = best[0] - best[1] if len(best) > 1 else None
     return Divergence(at, ours[at] if at < len(ours) else None, theirs[at] if at < len(theirs) else None, gap)
 

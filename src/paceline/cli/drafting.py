@@ -13,12 +13,17 @@ import typer
 
 from paceline.core.errors import InputError, UnknownNameError
 
-from .options import PairOptions
-from .settings import PREFIX, source
+from .options import PairOptions, WritingOptions
+from .settings import PREFIX, show_config, source
 
 _LEVELS = ("default", "config", "environment", "flag")
-_VLLM_METHODS = {"ngram": "prompt-lookup", "[ngram]": "prompt-lookup", "draft_model": "draft-model"}
-_VLLM_KEYS = ("method", "model", "num_speculative_tokens", "prompt_lookup_max", "prompt_lookup_min")
+_VLLM_METHODS = {"ngram": "prompt-lookup", "[ngram]": "prompt-lookup", "draft_model": "draft-model", "suffix": "suffix",
+                 "eagle": "eagle", "eagle3": "eagle", "medusa": "medusa"}  # fmt: skip
+_VLLM_OPTIONS = {
+    "prompt-lookup": {"prompt_lookup_max": "longest", "prompt_lookup_min": "shortest"},
+    "suffix": {"suffix_decoding_min_token_prob": "min_probability"},
+}
+_VLLM_KEYS = ("method", "model", "num_speculative_tokens", *(k for keys in _VLLM_OPTIONS.values() for k in keys))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,9 +50,19 @@ def drafting(ctx: typer.Context, said: PairOptions) -> Drafting:
             levels = [("flag", theirs.options), *levels]
         if origins["gamma"] != "flag" and theirs.gamma is not None:
             gamma, origins["gamma"] = theirs.gamma, "speculative-config"
+    if isinstance(said, WritingOptions) and said.prediction is not None and origins["draft"] == "default":
+        draft, origins["draft"] = "prediction", source(ctx, "prediction")
     options = _merged(levels, "flag" if origins["draft"] == "speculative-config" else origins["draft"])
     rule_options = _merged(_levels(ctx, "rule", said.rule_options), origins["rule"])
     return Drafting(draft, gamma, options, rule_options, origins)
+
+
+def config_of(ctx: typer.Context, said: PairOptions, how: Drafting) -> str:
+    """What --print-config shows."""
+    values = dataclasses.asdict(dataclasses.replace(said, draft=how.draft, gamma=how.gamma, speculative_config=None))
+    origins = {name: source(ctx, name) for name in values}
+    tables = {"drafter_options": how.options, "rule_options": how.rule_options}
+    return show_config(str(ctx.info_name), values, {**origins, **how.origins}, tables)
 
 
 def _merged(levels: Iterable[tuple[str, dict[str, str]]], named_at: str) -> dict[str, str]:
@@ -100,18 +115,28 @@ def from_vllm(text: str) -> _Theirs:
     if gamma is not None and (isinstance(gamma, bool) or not isinstance(gamma, int) or gamma < 1):
         raise InputError(f"num_speculative_tokens must be a whole number of at least 1, got {gamma!r}.")
     model = config.get("model")
-    method = config.get("method") or ("ngram" if model in _VLLM_METHODS else "draft_model" if model else None)
+    method = config.get("method") or ("ngram" if model in ("ngram", "[ngram]") else "draft_model" if model else None)
     if method is None:
         return _Theirs(None, gamma, {})
-    if method not in _VLLM_METHODS:
-        raise UnknownNameError("method of --speculative-config", method, ("ngram", "draft_model"))
-    if _VLLM_METHODS[method] == "draft-model":
+    if str(method) not in _VLLM_METHODS:
+        known = [name for name in _VLLM_METHODS if name.isidentifier()]
+        raise UnknownNameError("method of --speculative-config", str(method), known)
+    return _method(str(method), model, gamma, config)
+
+
+def _method(method: str, model: Any, gamma: int | None, config: dict[str, Any]) -> _Theirs:
+    name = _VLLM_METHODS[method]
+    known = _VLLM_OPTIONS.get(name, {})
+    for key in config.keys() - known.keys() - {"method", "model", "num_speculative_tokens"}:
+        raise InputError(f"{key} of --speculative-config is not for the method {method}; leave it out.")
+    if name not in _VLLM_OPTIONS:  # it drafts with weights
         if not isinstance(model, str):
-            raise InputError("--speculative-config with the method draft_model needs a model.")
-        return _Theirs(model, gamma, {})
-    longest, shortest = config.get("prompt_lookup_max"), config.get("prompt_lookup_min")
-    given = {"longest": longest or shortest, "shortest": shortest or longest}
-    return _Theirs("prompt-lookup", gamma, {name: str(value) for name, value in given.items() if value is not None})
+            raise InputError(f"--speculative-config with the method {method} needs a model.")
+        return _Theirs(model, gamma, {}) if name == "draft-model" else _Theirs(name, gamma, {"head": model})
+    given = {ours: config.get(theirs) for theirs, ours in known.items()}
+    if name == "prompt-lookup":
+        given = {each: given[each] or given[other] for each, other in zip(given, reversed(given), strict=True)}
+    return _Theirs(name, gamma, {ours: str(value) for ours, value in given.items() if value is not None})
 
 
 # ---- options of a drafter or a rule: text becomes what the field's type says
@@ -140,6 +165,8 @@ def _convert(flag: str, text: str, hint: Any) -> Any:
         if text not in named:
             raise UnknownNameError(f"value of {flag}", text, named)
         return named[text]
+    if kind in (list, tuple) and text.lstrip().startswith(("[", "{")):
+        return kind(_listed(flag, text))
     if kind in (list, tuple):
         return kind(_convert(flag, each.strip(), get_args(hint)[0]) for each in text.split(",") if each.strip())
     if hint is bool:
@@ -151,6 +178,15 @@ def _convert(flag: str, text: str, hint: Any) -> Any:
             what = "a whole number" if hint is int else "a number"
             raise InputError(f"{flag} must be {what}, got '{text}'.") from None
     return text
+
+
+def _listed(flag: str, text: str) -> list[Any]:
+    """A list in JSON, for what has commas of its own; a single object is a list of one."""
+    try:
+        found = json.loads(text)
+    except ValueError as error:
+        raise InputError(f"{flag} begins like JSON and is not valid JSON: {error}; got '{text}'.") from None
+    return found if isinstance(found, list) else [found]
 
 
 def _switch(flag: str, text: str) -> bool:

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 import typer
 
 from paceline.core.errors import InputError, PacelineError
 
-from .drafting import Drafting, drafting
+from .drafting import config_of, drafting
 from .options import GenerateOptions
-from .report import beam_lines, dump, logprob_lines, result_as_dict, settings_of, summary, versions
+from .report import beam_lines, beginning, dump, logprob_lines, result_as_dict, settings_of, summary, versions
 from .session import check_counts, open_decoder, read_prompt, read_settings
-from .settings import show_config, source, takes
+from .settings import takes
 from .showing import Shown
 from .terminal import Ink, interruptible, plain_warnings, say
 
@@ -44,19 +43,17 @@ paceline generate "Hello" --target ./big --draft ./small --gamma 4 --compare
 def generate(ctx: typer.Context, said: GenerateOptions) -> None:
     """Continue PROMPT with a target model, faster by speculation, with the text the target alone would write."""
     how = drafting(ctx, said)
-    if said.prediction is not None and how.origins["draft"] == "default":
-        how = replace(how, draft="prediction")
     if said.compare and how.draft == "none":
         raise InputError("--compare needs a drafter to compare plain decoding with, and --draft is none.")
     if said.print_config:
-        typer.echo(_config(ctx, said, how))
+        typer.echo(config_of(ctx, said, how))
         return
     check_counts(repeats=said.repeats)
     with plain_warnings(said.debug):
         settings = read_settings(said)
         prompt = read_prompt(said)
         decoder = open_decoder(said, how, settings)
-        say(decoder.describe())
+        say(beginning(decoder, settings))
         if said.compare:
             from .compare import compare
 
@@ -65,17 +62,11 @@ def generate(ctx: typer.Context, said: GenerateOptions) -> None:
             _write(decoder, prompt, settings, said)
 
 
-def _config(ctx: typer.Context, said: GenerateOptions, how: Drafting) -> str:
-    values = asdict(replace(said, draft=how.draft, gamma=how.gamma, speculative_config=None))
-    origins = {name: source(ctx, name) for name in values}
-    tables = {"drafter_options": how.options, "rule_options": how.rule_options}
-    return show_config(str(ctx.info_name), values, {**origins, **how.origins}, tables)
-
-
 def _write(decoder: SpeculativeDecoder, prompt: Any, settings: dict[str, Any], said: GenerateOptions) -> None:
     ink = Ink()
     tokenizer = decoder.target.tokenizer
-    live = not said.json and (ink.is_terminal if said.stream is None else said.stream)
+    wanted = ink.is_terminal if said.stream is None else said.stream
+    live = wanted and not said.json and said.n_best is None  # the texts of a search come all at once, each with a score
     with interruptible() as cancelled:
         stream = decoder.stream(prompt, cancel=cancelled, **settings)
         shown = Shown(stream, ink if live else None, tokenizer, said.show_drafts)
@@ -93,8 +84,10 @@ def _write(decoder: SpeculativeDecoder, prompt: Any, settings: dict[str, Any], s
         told = result_as_dict(result, tokenizer)
         print(dump({**told, "settings": settings_of(decoder, settings), "versions": versions()}), flush=True)
     else:
+        first, *others = beam_lines(result) if said.n_best is not None else [""]
+        ink.write(first)
         shown.finish(ink, result)
-        for line in [*beam_lines(result), *logprob_lines(result, tokenizer)]:
+        for line in [*others, *logprob_lines(result, tokenizer)]:
             ink.write(line + "\n")
     say(summary(result, speculates=decoder.drafter.speculates))
     if result.finish_reason == "cancelled":

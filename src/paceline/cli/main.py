@@ -11,7 +11,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 from typer.core import TyperGroup
 
-from paceline.core.errors import PacelineError
+from paceline.core.errors import InputError, PacelineError
 
 from .audit import EPILOG as AUDIT_EPILOG
 from .audit import audit
@@ -24,6 +24,8 @@ from .terminal import complain
 
 # typer's errors of usage; older versions take them from click, newer ones bring their own, so they are found by kinship
 _UsageError: type[Exception] = next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException")
+
+_KINDS = {"int": "a whole number", "float": "a number", "bool": "true or false"}
 
 
 class OneLineErrors(TyperGroup):
@@ -59,10 +61,22 @@ def _explained(error: Exception) -> tuple[str, int]:
         told: Any = error
         context = getattr(error, "ctx", None)
         see = f" See '{context.command_path} --help'." if context is not None else ""
-        message = told.format_message()
-        return f"{message}{'' if message.endswith(('.', '?')) else '.'}{see}", int(told.exit_code)
+        message, unreadable = told.format_message(), _unreadable(told)
+        if unreadable is not None:
+            return unreadable, InputError.exit_code
+        return f"{message}{'' if message.endswith(('.', '?')) else '.'}{see}", InputError.exit_code
     what = " ".join(str(error).split()) or "no message"
-    return f"unexpected {type(error).__name__}: {what}. Run again with --debug to see where.", 1
+    return f"unexpected {type(error).__name__}: {what}. Run again with --debug to see where.", PacelineError.exit_code
+
+
+def _unreadable(error: Any) -> str | None:
+    """A value of the wrong kind, named, where typer knows it and keeps it to itself."""
+    cause, parameter = error.__cause__, getattr(error, "param", None)
+    if parameter is None or not hasattr(cause, "errors"):
+        return None
+    first = cause.errors()[0]
+    kind = next((words for start, words in _KINDS.items() if first["type"].startswith(start)), None)
+    return None if kind is None else f"--{parameter.name.replace('_', '-')} must be {kind}, got '{first['input']}'."
 
 
 app = typer.Typer(

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from .settings import read_config
+from .settings import PREFIX, read_config
 
 _PROMPT, _MODELS, _DRAFT, _CHOICE = "Prompt", "Models", "Drafting", "Choosing tokens"
 _STOP, _SHOW, _SETTINGS, _AUDIT = "Stopping", "Output", "Settings", "Audit"
@@ -47,6 +47,17 @@ class PromptOptions:
 
 
 @dataclass(frozen=True)
+class FirstMessage:
+    """What a conversation begins with."""
+
+    prompt: Annotated[
+        str | None,
+        typer.Argument(metavar="MESSAGE", help="The first message; others follow on the terminal or standard input."),
+    ] = None
+    system: Annotated[str | None, _value(_PROMPT, "TEXT", "The system message of the conversation.")] = None
+
+
+@dataclass(frozen=True)
 class PairOptions:
     """Which models, which drafter and which rule: the same for every command that decodes."""
 
@@ -64,7 +75,15 @@ class PairOptions:
     device: Annotated[str | None, _value(_MODELS, "DEVICE", "cpu, cuda, cuda:1 …; CUDA where there is one.")] = None
 
     draft: Annotated[
-        str, _value(_DRAFT, "DRAFT", "A drafter's name, a smaller model, or none.", "--draft", "--drafter")
+        str,
+        _value(
+            _DRAFT,
+            "DRAFT",
+            "A drafter's name, a smaller model, or none.",
+            "--draft",
+            "--drafter",
+            envvar=[f"{PREFIX}_DRAFT", f"{PREFIX}_DRAFTER"],  # two names of the flag, so two of the variable
+        ),
     ] = "prompt-lookup"
     drafter_options: Annotated[list[str] | None, _dotted(_DRAFT, "drafter", "longest 4")] = None
     gamma: Annotated[int, _value(_DRAFT, "N", "Tokens drafted in a row.")] = 5
@@ -80,8 +99,8 @@ class PairOptions:
 
 
 @dataclass(frozen=True)
-class GenerateOptions(PairOptions, PromptOptions):
-    """What `paceline generate` was told. None means: not said, so the library's own default holds."""
+class WritingOptions(PairOptions):
+    """How to write on: the same for `generate` and `chat`. None means: not said, so the library's own default holds."""
 
     prediction: Annotated[
         str | None, _value(_DRAFT, "TEXT", "What you expect to be written, or @FILE: drafted where it fits.")
@@ -112,7 +131,6 @@ class GenerateOptions(PairOptions, PromptOptions):
     early_stopping: Annotated[
         str | None, _value(_CHOICE, "WHEN", "Of --beams: yes (as soon as N texts ended), no, or never.")
     ] = None
-    n_best: Annotated[int | None, _value(_CHOICE, "N", "Of --beams: show the N best texts with their scores.")] = None
     seed: Annotated[int | None, _value(_CHOICE, "N", "The same seed gives the same text; else a new one.")] = None
 
     max_new_tokens: Annotated[int, _value(_STOP, "N", "Tokens to write at most.")] = 128
@@ -122,22 +140,38 @@ class GenerateOptions(PairOptions, PromptOptions):
     ] = None
     ignore_eos: Annotated[bool, _flag(_STOP, "--ignore-eos", "Write on after an end of text.")] = False
 
-    compare: Annotated[bool, _flag(_SHOW, "--compare", "Decode plainly and speculatively in turns: is it faster?")] = (
-        False
-    )
-    repeats: Annotated[int, _value(_SHOW, "N", "Runs of each for --compare.")] = 3
     show_drafts: Annotated[bool, _flag(_SHOW, "--show-drafts", "Show the rejected drafts as well.")] = False
     stream: Annotated[
         bool | None, _value(_SHOW, "", "Show tokens as they come; the default on a terminal.", "--stream/--no-stream")
     ] = None
-    logprobs: Annotated[int | None, _value(_SHOW, "K", "Log-probabilities of the tokens and K others.")] = None
-    json: Annotated[bool, _flag(_SHOW, "--json", "One JSON object on stdout and nothing else.")] = False
+    json: Annotated[bool, _flag(_SHOW, "--json", "One JSON object per text on stdout and nothing else.")] = False
 
-    config: Annotated[Path | None, _config("generate")] = None
     print_config: Annotated[
         bool, _flag(_SETTINGS, "--print-config", "Show all settings and where they come from, and stop.")
     ] = False
     debug: Annotated[bool, _flag(_SETTINGS, "--debug", "Show the traceback of an error.")] = False
+
+
+@dataclass(frozen=True)
+class GenerateOptions(WritingOptions, PromptOptions):
+    """What `paceline generate` was told."""
+
+    n_best: Annotated[int | None, _value(_CHOICE, "N", "Of --beams: show the N best texts with their scores.")] = None
+
+    compare: Annotated[bool, _flag(_SHOW, "--compare", "Decode plainly and speculatively in turns: is it faster?")] = (
+        False
+    )
+    repeats: Annotated[int, _value(_SHOW, "N", "Runs of each for --compare.")] = 3
+    logprobs: Annotated[int | None, _value(_SHOW, "K", "Log-probabilities of the tokens and K others.")] = None
+
+    config: Annotated[Path | None, _config("generate")] = None
+
+
+@dataclass(frozen=True)
+class ChatOptions(WritingOptions, FirstMessage):
+    """What `paceline chat` was told; what belongs to one text alone is not asked for."""
+
+    config: Annotated[Path | None, _config("chat")] = None
 
 
 @dataclass(frozen=True)

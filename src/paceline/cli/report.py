@@ -7,8 +7,6 @@ import math
 import platform
 from typing import TYPE_CHECKING, Any
 
-from .session import options_of
-
 if TYPE_CHECKING:
     from paceline.engine.decoder import SpeculativeDecoder
     from paceline.engine.request import Generation
@@ -22,6 +20,17 @@ def versions() -> dict[str, str]:
 
     found = {name: version(name) for name in ("torch", "transformers")}
     return {"paceline": __version__, **found, "python": platform.python_version()}
+
+
+def beginning(decoder: SpeculativeDecoder, settings: dict[str, Any]) -> str:
+    """The first line: what speculates with what, and which rule will decide about these settings."""
+    told, beams = decoder.describe(), settings.get("num_beams", decoder.rule.num_beams)
+    searches = decoder.rule.exact == "beam"
+    if beams == 1 and not searches:
+        return told
+    if decoder.drafter.speculates:
+        told = told.rpartition(", rule ")[0] + f", rule {'beam' if beams > 1 else 'match'}"
+    return f"{told}, {beams} beams" if beams > 1 else told
 
 
 def summary(result: Generation, speculates: bool) -> str:
@@ -47,19 +56,9 @@ def ending(result: Generation) -> str:
 
 def settings_of(decoder: SpeculativeDecoder, settings: dict[str, Any]) -> dict[str, Any]:
     """Everything that decided about this text, and about its speed."""
-    lm = decoder.target
-    return {
-        "target": lm.name,
-        "dtype": str(lm.dtype).removeprefix("torch."),
-        "device": str(lm.device),
-        "draft": decoder.drafter.name,
-        "drafter_options": options_of(decoder.drafter),
-        "gamma": decoder.gamma,
-        "nodes": decoder.nodes,
-        "rule": decoder.rule.name,
-        "rule_options": options_of(decoder.rule),
-        **settings,
-    }
+    from paceline.audit.subject import subject_of
+
+    return {**subject_of(decoder), **settings}
 
 
 def result_as_dict(result: Generation, tokenizer: Any) -> dict[str, Any]:
@@ -114,8 +113,9 @@ def _finite(value: Any) -> Any:
 
 
 def beam_lines(result: Generation) -> list[str]:
-    """The other texts of a search, best first."""
-    return [f"[{place}, score {beam.score:.3f}] {beam.text}" for place, beam in enumerate(result.beams or (), 1)][1:]
+    """The texts of a search with their scores, best first; the first without its text, which is shown in colour."""
+    lines = [f"[{place}, score {beam.score:.3f}] {beam.text}" for place, beam in enumerate(result.beams or (), 1)]
+    return [lines[0].removesuffix(result.text), *lines[1:]] if lines else [""]
 
 
 def logprob_lines(result: Generation, tokenizer: Any) -> list[str]:

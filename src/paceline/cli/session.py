@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from paceline.core.errors import InputError
 
 from .drafting import Drafting, convert_options
-from .options import GenerateOptions, PairOptions
+from .options import GenerateOptions, PairOptions, WritingOptions
 from .terminal import preparing
 
 if TYPE_CHECKING:
@@ -23,9 +23,11 @@ if TYPE_CHECKING:
 _GIVEN_AS_IS = (
     "max_new_tokens", "min_new_tokens", "temperature", "top_k", "top_p", "min_p", "typical_p", "noise",
     "dynamic_temperature", "repetition_penalty", "presence_penalty", "frequency_penalty", "seed", "logprobs",
-    "length_penalty",
+    "length_penalty", "beams", "n_best",
 )  # fmt: skip
-_EARLY: dict[str, bool | str] = {"yes": True, "no": False, "never": "never"}
+_LONGER = {"beams": "num_beams", "n_best": "num_return_sequences"}  # what the library calls them
+# a config may say true and false
+_EARLY: dict[str, bool | str] = {"yes": True, "true": True, "no": False, "false": False, "never": "never"}
 _ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "s": " ", "\\": "\\"}
 
 
@@ -48,10 +50,10 @@ def read_prompt(said: GenerateOptions) -> Any:
     return [*system, {"role": "user", "content": text}]
 
 
-def read_settings(said: GenerateOptions) -> dict[str, Any]:
+def read_settings(said: WritingOptions) -> dict[str, Any]:
     """What `decoder.generate` takes; only what was said."""
     values = asdict(said)
-    settings = {name: values[name] for name in _GIVEN_AS_IS if values[name] is not None}
+    settings = {_LONGER.get(name, name): values[name] for name in _GIVEN_AS_IS if values.get(name) is not None}
     if said.stop:
         settings["stop"] = [_unescape(string) for string in said.stop]
     if said.ban:
@@ -62,14 +64,11 @@ def read_settings(said: GenerateOptions) -> dict[str, Any]:
         settings["ignore_eos"] = True
     if said.prediction is not None:
         settings["prediction"] = _read_prediction(said.prediction)
-    if said.beams is not None:
-        settings["num_beams"] = said.beams
-    if said.n_best is not None:
-        settings["num_return_sequences"] = said.n_best
     if said.early_stopping is not None:
-        if said.early_stopping not in _EARLY:
+        early = said.early_stopping.lower()
+        if early not in _EARLY:
             raise InputError(f"--early-stopping must be yes, no or never, got '{said.early_stopping}'.")
-        settings["early_stopping"] = _EARLY[said.early_stopping]
+        settings["early_stopping"] = _EARLY[early]
     return settings
 
 
@@ -103,14 +102,18 @@ def _bias(text: str) -> tuple[int, float]:
 def open_decoder(said: PairOptions, drafting: Drafting, settings: dict[str, Any], rows: int = 16) -> SpeculativeDecoder:
     """Check the names and numbers, load the model or models, and put them together."""
     with preparing(f"loading {said.target}"):
-        from paceline.engine.request import build_requests
-
         check_counts(gamma=drafting.gamma, nodes=said.nodes)
-        build_requests(1, settings)
-        open_rule(said, drafting)
+        check_settings(settings, open_rule(said, drafting))
         _check_branches(said)
         drafter = draft_of(said, drafting)
     return pair(said, drafting, load_target(said), drafter, rows)
+
+
+def check_settings(settings: dict[str, Any], rule: Rule) -> None:
+    """Refuse now what would be refused once there is a prompt; a rule that searches brings its number of beams."""
+    from paceline.engine.request import build_requests
+
+    build_requests(1, {"num_beams": rule.num_beams, **settings})
 
 
 def load_target(said: PairOptions) -> LanguageModel:
@@ -129,6 +132,8 @@ def load_target(said: PairOptions) -> LanguageModel:
 def _check_branches(said: PairOptions) -> None:
     if said.negative_prompt is not None and said.guidance_scale is None:
         raise InputError("--negative-prompt is for --guidance-scale; give both.")
+    if said.amateur == "":
+        raise InputError("--amateur is empty; give the name or the folder of a model.")
     if said.amateur is not None and said.guidance_scale is not None:
         raise InputError("--amateur and --guidance-scale both make a target of two branches; use one of them.")
 
@@ -149,6 +154,18 @@ def pair(
     drafter, rule = drafter or draft_of(said, drafting), open_rule(said, drafting)
     settings: dict[str, Any] = {"gamma": drafting.gamma, "nodes": said.nodes, "rows": rows}
     return SpeculativeDecoder(target, drafter, rule=rule, allow_lossy=said.allow_lossy, **settings)
+
+
+def plain_decoder(target: LanguageModel, rule: Rule) -> SpeculativeDecoder:
+    """What a decoder with `rule` is compared with: the target alone, searching where the rule searches."""
+    from paceline.engine.decoder import SpeculativeDecoder
+
+    return SpeculativeDecoder(target, None, rule=rule if rule.exact == "beam" else "match")
+
+
+def fitting(decoder: SpeculativeDecoder, settings: dict[str, Any]) -> dict[str, Any]:
+    """Plain decoding, and whoever else runs beside, is not told what to expect."""
+    return {k: v for k, v in settings.items() if k != "prediction" or decoder.drafter.takes_prediction}
 
 
 def draft_of(said: PairOptions, drafting: Drafting) -> Drafter:
@@ -183,16 +200,11 @@ def _make_drafter(drafting: Drafting, load: Callable[[str], Any]) -> Drafter:
     name = draft if draft in DRAFTERS else "draft-model"
     options = convert_options(drafting.options, DRAFTERS[name].Options, "drafter", name)
     if draft not in DRAFTERS:
-        draft = load(draft)
-    elif isinstance(options.get("model"), str):
+        return make_drafter(load(draft), options)
+    known = [field.name for field in fields(DRAFTERS[name].Options)]
+    for option in ("model", *getattr(DRAFTERS[name].Options, "required", ())):  # said in the words of a flag
+        if option in known and not options.get(option):
+            raise InputError(f"{name} needs a {option}, such as --drafter.{option} FOLDER.")
+    if isinstance(options.get("model"), str):
         options["model"] = load(options["model"])
     return make_drafter(draft, options)
-
-
-def options_of(owner: Drafter | Rule) -> dict[str, Any]:
-    """Its options as plain values; a model by its name."""
-    options = getattr(owner, "options", None)
-    if options is None:
-        return {}
-    values = {field.name: getattr(options, field.name) for field in fields(options)}
-    return {name: getattr(value, "name", value) for name, value in values.items()}

@@ -134,6 +134,9 @@ def _listed(value: Any) -> list[Any]:
 
 
 def _shown(value: Any) -> str:
+    """As a flag would say it: commas between plain values, JSON where they have an inside."""
+    if isinstance(value, dict) or (isinstance(value, list) and any(isinstance(each, (dict, list)) for each in value)):
+        return json.dumps(value, ensure_ascii=False)
     return ",".join(str(each) for each in value) if isinstance(value, list) else str(value)
 
 

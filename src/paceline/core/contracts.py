@@ -126,6 +126,9 @@ class Drafter(ABC):
     Options: ClassVar[type]  # a small dataclass; its fields are the API's and the command line's options
     speculates: ClassVar[bool] = True  # false for the one that drafts nothing
     on_device: ClassVar[bool] = False  # proposes from device tensors without a host read, and is trusted to be valid
+    shares_reader: ClassVar[bool] = False  # may bring a reader of the target along (`reader`)
+    wants_verdict: ClassVar[bool] = True  # `keep` does something; inside a portfolio it is not worked out for others
+    holds_drafters: ClassVar[bool] = False  # made with (options, device): the models of those inside belong there too
     takes_prediction: bool = False  # drafts from `rows.predictions`
     needs_taps: tuple[float, ...] = ()  # relative depths of the target's hidden states it wants to see
 
@@ -154,9 +157,16 @@ class Drafter(ABC):
 
     def reorder(self, rows: RowsView, source: Sequence[int]) -> bool:
         """Row r goes on as a copy of row source[r], with the draft just made (beam search); `rows` are still as they
-        were, and `keep` follows. False: this drafter does not follow; it is not told `keep`, and all its rows are
-        released and admitted anew when the round is committed."""
+        were, and `keep` follows. False: this drafter does not follow; it is not told `keep`, and begins anew
+        (`restart`) when the round is committed."""
         return False
+
+    def restart(self, rows: RowsView, count: int) -> None:
+        """It has not followed `count` rows that changed places: they and whatever rows are new begin here, with the
+        texts they have now. None of them has ended, so nothing is learned from them as if it had."""
+        for row in range(count - 1, -1, -1):
+            self.release(row, row, rows.lengths[row])
+        self.admit(rows, 0)
 
     def rewind(self, lengths: list[int]) -> None:  # noqa: B027
         """The texts were cut back to these lengths: inside another drafter. Stores learn only what is `settled`."""

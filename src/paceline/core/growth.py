@@ -71,12 +71,13 @@ class Grower:
     def kept(self, verdict: Verdict) -> Tensor | None:
         """The accepted path as numbers of what `expand` was asked for: what a reader has to keep. An accepted leaf that
         was never asked for is given as 0, and must be read anew."""
-        path = verdict.path
-        if path is None or self.slots is None or path.shape[1] == 0:
+        path, slots, last = verdict.path, self.slots, self._last
+        self.slots = self._last = None  # of these rows: the next draft may be of others
+        if path is None or slots is None or path.shape[1] == 0:
             return path
-        if self._last is not None:
-            self._meter.add(self._last.rank, self._last.parents, verdict)
-        return self.slots.gather(1, path).clamp(min=0)
+        if last is not None:
+            self._meter.add(last.rank, last.parents, verdict)
+        return slots.gather(1, path).clamp(min=0)
 
     def reorder(self, source: Sequence[int]) -> None:
         """Row r goes on as a copy of row source[r], with the draft just grown."""

@@ -74,7 +74,7 @@ class SamplingBatch:
         self.edits = not self.used.isdisjoint({"logit_bias", "banned_tokens", "min_new_tokens"})
         self.needs_prefix = self.counts_tokens or self.edits or "processors" in self.used
         self._columns: dict[tuple[str, torch.dtype], Tensor] = {}
-        self._biases: tuple[Tensor, Tensor] | None = None
+        self._biases: dict[int, tuple[Tensor, Tensor]] = {}  # by the width of the logits: drafts may differ in it
         self._keys: dict[Purpose, Tensor] = {}
 
     def column(self, name: str, dtype: torch.dtype) -> Tensor:
@@ -123,7 +123,8 @@ class SamplingBatch:
 
     def _bias(self, scores: Tensor, prefix: Prefix) -> Tensor:
         """[R,Q,V]: bias and bans, and the ends of text while it is too short to end."""
-        if self._biases is None:
+        known = self._biases.get(scores.shape[-1])
+        if known is None:
             bias = torch.zeros(len(self.rows), 1, scores.shape[-1], dtype=scores.dtype)
             closing = torch.zeros_like(bias)
             for r, row in enumerate(self.rows):
@@ -131,9 +132,10 @@ class SamplingBatch:
                     bias[r, 0, token] += value
                 bias[r, 0, list(row.banned_tokens)] = _NEVER
                 closing[r, 0, [token for token in self.eos[r] if token < scores.shape[-1]]] = _NEVER
-            self._biases = (bias.to(self.device), (bias + closing).to(self.device))
+            known = (bias.to(self.device), (bias + closing).to(self.device))
+            self._biases[scores.shape[-1]] = known
         early = prefix.new.unsqueeze(-1) < self.column("min_new_tokens", torch.float64)  # [R,Q,1]
-        return torch.where(early, self._biases[1], self._biases[0]).to(scores.dtype)
+        return torch.where(early, known[1], known[0]).to(scores.dtype)
 
     def _call(self, scores: Tensor, prefix: Prefix) -> Tensor:
         scores = scores.clone()

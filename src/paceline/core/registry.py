@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterator, Mapping
 from importlib import import_module
 from importlib.metadata import entry_points
@@ -65,12 +66,38 @@ class Registry(Generic[T]):
         return (self[name].__doc__ or "").strip().split("\n")[0]
 
 
+# type of an option -> does a value have it, and how that is said
+_TYPES: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "int": (lambda value: isinstance(value, int) and not isinstance(value, bool), "a whole number"),
+    "float": (lambda value: isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value),
+              "a number"),
+    "bool": (lambda value: isinstance(value, bool), "true or false"),
+    "str": (lambda value: isinstance(value, str), "a text"),
+    "None": (lambda value: value is None, "None"),
+}  # fmt: skip
+
+
 def build_options(cls: type, given: Mapping[str, Any], owner: str) -> Any:
-    """The dataclass `cls` from a plain mapping; an unknown option is refused with the nearest known one."""
+    """The dataclass `cls` from a plain mapping; an unknown option is refused with the nearest known one, and a value
+    of another type than the field says. What is no plain type is the business of `cls`."""
+    if not isinstance(given, Mapping):
+        raise InputError(f"Options of {owner} are given by name, such as {{'name': value}}; got {given!r}.")
     known = {field.name: field for field in dataclasses.fields(cls)}
     for name in given:
         if name not in known:
             raise UnknownNameError(f"option of {owner}", name, known)
-        if known[name].type == "int" and (isinstance(given[name], bool) or not isinstance(given[name], int)):
-            raise InputError(f"{name} of {owner} must be a whole number, got {given[name]!r}.")
+        wanted = _plain_types(known[name].type)
+        if wanted and not any(_TYPES[each][0](given[name]) for each in wanted):
+            said = " or ".join(_TYPES[each][1] for each in wanted)
+            raise InputError(f"{name} of {owner} must be {said}, got {given[name]!r}.")
     return cls(**given)
+
+
+def _plain_types(annotation: Any) -> list[str]:
+    """["int", "None"] of `int | None` or Optional[int], as text or not; [] if anything in it is no plain type."""
+    text = annotation.__name__ if isinstance(annotation, type) else str(annotation)
+    text = text.removeprefix("typing.")
+    if text.startswith("Optional["):
+        text = f"{text.removeprefix('Optional[').removesuffix(']')} | None"
+    names = [name.strip() for name in text.split("|")]
+    return names if all(name in _TYPES for name in names) else []

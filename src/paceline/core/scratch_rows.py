@@ -92,7 +92,10 @@ class ScratchRows:
 
     @property
     def settled(self) -> list[int]:
-        return self.lengths if self._below is None else self._below[0].settled
+        if self._below is None:
+            return self.lengths
+        # a text may not yet have taken over what the row below it has committed
+        return [min(pair) for pair in zip(self._below[0].settled, self.lengths, strict=False)]
 
     @property
     def predictions(self) -> list[list[int] | None]:

@@ -39,6 +39,8 @@ class Shape:
                 paths = sorted({tuple(int(rank) for rank in path) for path in given}, key=_order)
             except (TypeError, ValueError) as error:
                 raise InputError(f"A tree shape is '3x2x1' or paths like [(0,), (0, 1)], got {given!r}.") from error
+            if not paths:
+                raise InputError("A tree shape needs at least one node, such as [(0,)]; got none.")
             return Shape(tuple(paths))
         try:
             widths = [int(width) for width in given.split("x")]

@@ -125,11 +125,12 @@ class EagleHead(DraftHead):
 class Eagle(HeadDrafter):
     """Let one trained layer write ahead in the target's own hidden states."""
 
-    Head = EagleHead
     needs_taps = EagleConfig.taps
 
     @dataclass(frozen=True)
     class Options(HeadOptions):
+        Head = EagleHead
+
         @classmethod
         def conformance_variants(cls) -> list[Mapping[str, Any]]:
             return [{"head": _with_few_words}]

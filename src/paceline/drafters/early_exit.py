@@ -22,6 +22,7 @@ from paceline.models.head_files import check_target, fingerprint, load_head, sav
 from paceline.models.language_model import LanguageModel
 from paceline.models.shells import without_layers
 
+from .draft_model import over_vocabulary
 from .self_draft import SelfDraft
 
 KIND = "early-exit"
@@ -81,12 +82,18 @@ class EarlyExit(SelfDraft):
             super().__post_init__()
             if self.layers < 0:
                 raise InputError(f"layers must be at least 1, or 0 for a third of them, got {self.layers}.")
+            if not isinstance(self.skip, (list, tuple)) or any(type(layer) is not int for layer in self.skip):
+                raise InputError(f"skip must be a list of layers, counted from 0, got {self.skip!r}.")
+            if self.head is not None and not isinstance(self.head, (str, Path, ExitHead)):
+                raise InputError(f"head must be a folder or an ExitHead, got {self.head!r}.")
             if self.skip and (self.layers or self.head is not None):
                 raise InputError("early-exit either leaves the target early (layers, head) or skips layers, not both.")
 
         @classmethod
         def conformance_variants(cls) -> list[dict[str, Any]]:
             return [{"skip": (0,), "tree": "levels"}, {"head": _random_head, "tree": "static"}]
+
+    shares_reader = True
 
     def __init__(self, options: Options | None = None) -> None:
         super().__init__(options)
@@ -156,7 +163,11 @@ class _Ahead(Drafter):
     def propose(self, rows: RowsView, budget: Budget) -> TokenTree:
         if self._reader.due(rows) > min(rows.lengths):  # a newcomer is shorter than what the others have to catch up
             return TokenTree.empty(rows.count, rows.text.device)
-        tree = self._grower.run(rows, budget, lambda tokens, parents: self._reader.lower(rows, tokens, parents))
+
+        def expand(tokens: Tensor | None, parents: Tensor | None) -> Tensor:
+            return over_vocabulary(self._reader.lower(rows, tokens, parents), self._reader.lm.vocabulary)
+
+        tree = self._grower.run(rows, budget, expand)
         self._reader.hand_over(tree, self._grower.slots, pruned=tree.nodes >= budget.nodes)
         return tree
 
@@ -164,8 +175,7 @@ class _Ahead(Drafter):
         self._grower.kept(verdict)  # the reader is kept by the loop; here only the shape is fitted
 
     def reorder(self, rows: RowsView, source: Sequence[int]) -> bool:
-        if self._grower.slots is not None:
-            self._grower.slots = self._grower.slots[list(source)]
+        self._grower.reorder(source)
         return True
 
     def rewind(self, lengths: list[int]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -17,21 +17,28 @@ from paceline.core.verdict import Verdict
 from paceline.models.draft_head import DraftHead, PlaceStore
 from paceline.models.language_model import LanguageModel
 
+from .draft_model import over_vocabulary
+
 
 @dataclass(frozen=True)
 class HeadOptions(TreeOptions):
     """The tree, and the head: a folder, or the module itself (it is moved to the target's device and dtype)."""
 
     head: Any = None
+    Head: ClassVar[type[DraftHead]]  # what kind of head
     required: ClassVar[tuple[str, ...]] = ("head",)  # no drafting without it
+
+    @classmethod
+    def conformance_variants(cls) -> list[Mapping[str, Any]]:
+        return [{"head": cls.Head.random}]
 
 
 class HeadDrafter(Drafter):
     """A drafter with a trained head. `places` holds what the target thought at position 0 ... length-2 of every row:
     the last committed token has not been read by the target when a draft is made."""
 
-    Head: ClassVar[type[DraftHead]]
     on_device = True
+    needs_taps: tuple[float, ...] = (1.0,)
 
     def __init__(self, options: HeadOptions | None = None) -> None:
         self.options: HeadOptions = options or self.Options()
@@ -39,12 +46,13 @@ class HeadDrafter(Drafter):
         self._grower = Grower(self.options)
 
     def _take(self, given: Any) -> DraftHead:
-        if isinstance(given, self.Head):
+        Head = self.options.Head
+        if isinstance(given, Head):
             return given
         if isinstance(given, (str, os.PathLike)):
-            return self.Head.load(given)
+            return Head.load(given)
         raise InputError(
-            f"{self.name} needs a trained head: options={{'head': a folder, or a {self.Head.__name__}}}, got {given!r}."
+            f"{self.name} needs a trained head: options={{'head': a folder, or a {Head.__name__}}}, got {given!r}."
         )
 
     def describe(self) -> str:
@@ -95,8 +103,9 @@ class HeadDrafter(Drafter):
     # ---- for drafting
 
     def embed(self, tokens: Tensor) -> Tensor:
-        """[R,Q] -> [R,Q,E], the target's own embedding; past its end a text holds anything."""
-        return self._embedding(tokens.clamp(min=0))
+        """[R,Q] -> [R,Q,E], the target's own embedding. Past its end a text holds anything; and inside `staged` it may
+        hold tokens that the draft model does not know."""
+        return self._embedding(tokens.clamp(0, self.head.made_for["vocabulary"] - 1))
 
     def last_state(self, rows: RowsView) -> Tensor:
         """[R,1,D]: what the target thought before it chose the last committed token; zeros if there was nothing."""
@@ -104,4 +113,4 @@ class HeadDrafter(Drafter):
 
     def usable(self, logits: Tensor) -> Tensor:
         """Over the target's usable vocabulary."""
-        return logits[..., : self.vocabulary]
+        return over_vocabulary(logits, self.vocabulary)

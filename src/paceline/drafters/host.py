@@ -39,6 +39,9 @@ class HostDrafter(Drafter, Generic[State]):
     def reorder(self, rows: RowsView, source: Sequence[int]) -> bool:
         return True  # states know only what is settled, and that is the same in all beams of a search
 
+    def restart(self, rows: RowsView, count: int) -> None:
+        self.admit(rows, 0)  # no `end`: half an answer teaches nothing to others
+
     @abstractmethod
     def begin(self, rows: RowsView, row: int) -> State:
         """The state of a new row."""

@@ -33,7 +33,8 @@ def make_drafter(draft: Any, options: Mapping[str, Any] | None = None, device: A
     if given.get("model") is not None:
         given["model"] = _loaded(given["model"], device)
     cls = DRAFTERS[draft]
-    return cls(build_options(cls.Options, given, f"drafter '{draft}'"))  # type: ignore[call-arg]
+    made = build_options(cls.Options, given, f"drafter '{draft}'")
+    return cls(made, device) if cls.holds_drafters else cls(made)  # type: ignore[call-arg]
 
 
 def _parted(draft: Any) -> tuple[Any, dict[str, Any]]:

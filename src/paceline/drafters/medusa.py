@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -68,14 +68,9 @@ class MedusaHead(DraftHead):
 class Medusa(HeadDrafter):
     """Let trained heads guess several tokens ahead from the target's last hidden state."""
 
-    Head = MedusaHead
-    needs_taps = (1.0,)
-
     @dataclass(frozen=True)
     class Options(HeadOptions):
-        @classmethod
-        def conformance_variants(cls) -> list[Mapping[str, Any]]:
-            return [{"head": MedusaHead.random}]
+        Head = MedusaHead
 
     def open(self, target: LanguageModel, rows: RowsView) -> None:
         super().open(target, rows)

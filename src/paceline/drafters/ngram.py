@@ -45,6 +45,8 @@ class Ngram(HostDrafter["_Row"]):
                 raise InputError(f"filler must be at least 0, got {self.filler}.")
             if self.capacity < 2:
                 raise InputError(f"capacity must be at least 2 contexts, got {self.capacity}.")
+            if self.store is not None and not isinstance(self.store, (str, os.PathLike, NgramStore)):
+                raise InputError(f"store must be a file or an NgramStore, got {type(self.store).__name__}.")
 
         @classmethod
         def conformance_variants(cls) -> list[dict[str, Any]]:

@@ -4,23 +4,23 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
 from paceline.core.contracts import DRAFTERS, Budget, Drafter, Glimpse, Reader, Reading, RowsView
-from paceline.core.credit import Draft, Ledger, Mean, merge
-from paceline.core.errors import DrafterError, InputError, PacelineWarning, UnsupportedError
-from paceline.core.tree import TokenTree, check_row
+from paceline.core.credit import Ledger, Mean, merge
+from paceline.core.errors import InputError, PacelineWarning, UnsupportedError
+from paceline.core.tree import TokenTree
 from paceline.core.verdict import Verdict
 
 from .making import make_drafter
-from .portfolio_member import Account, Member
-from .portfolio_view import Outcome, Proposal, all_of, view_of
+from .portfolio_member import Account, Member, credit
+from .portfolio_view import Outcome, Proposal, all_of, drafts_of
+from .recycling import of_rows
 
 T = TypeVar("T")
 _TRIAL = 64  # rounds every member is asked before it may be passed over
-_RARELY = 32  # rounds after which even the worst is asked again
 _PROBE = 16  # where only one may draft: every so many rounds another one does
 _LEADS = 4
 _PASS = 32  # where nodes are the cost: a pass of the target costs as much as proposing so many full trees
@@ -47,6 +47,8 @@ class Portfolio(Drafter):
         frozen: bool = False  # credit stays as it is
 
         def __post_init__(self) -> None:
+            if not isinstance(self.drafters, (list, tuple)):
+                raise InputError(f"drafters must be a list of drafters, got {self.drafters!r}.")
             if not self.drafters:
                 raise InputError("portfolio needs at least one drafter, got none.")
             if self.mode not in ("merge", "first") or self.cost not in ("time", "nodes"):
@@ -58,10 +60,13 @@ class Portfolio(Drafter):
         def conformance_variants(cls) -> list[Mapping[str, Any]]:
             return [{"drafters": _with_the_target}, {"drafters": _with_the_target, "mode": "first"}]
 
-    def __init__(self, options: Options | None = None) -> None:
+    holds_drafters = True
+
+    def __init__(self, options: Options | None = None, device: Any = None) -> None:
+        """Models of the members that have to be loaded go to `device`."""
         self.options = options or self.Options()
         self.frozen = self.options.frozen
-        made = [make_drafter(given) for given in self.options.drafters]
+        made = [make_drafter(given, device=device) for given in self.options.drafters]
         names = [drafter.name for drafter in made]
         titles = [name if names.count(name) == 1 else f"{name} {i + 1}" for i, name in enumerate(names)]
         self._members = [Member(*each, number) for number, each in enumerate(zip(made, titles, strict=True))]
@@ -70,8 +75,6 @@ class Portfolio(Drafter):
             member.taps = tuple(taps.index(tap) for tap in member.drafter.needs_taps)
         self.needs_taps = tuple(taps)
         self.takes_prediction = any(drafter.takes_prediction for drafter in made)
-        if any(type(drafter).reader is not Drafter.reader for drafter in made):
-            self.reader = self._shared_reader  # type: ignore[method-assign]
         self.reset()
 
     # ---- credit
@@ -117,14 +120,14 @@ class Portfolio(Drafter):
         self._asked: list[tuple[Member, Proposal]] = []
         self._tree: TokenTree | None = None
         for member in self._members:
-            member.lost = member.shares = member.has_laws = False
-            self._try(member, lambda: member.drafter.open(target, rows))  # noqa: B023  called at once
+            member.lost = member.behind = member.shares = member.has_laws = False
+            self._try(member, member.drafter.open, target, rows)
 
-    def _shared_reader(self, target: Any) -> Reader | None:
+    def reader(self, target: Any) -> Reader | None:
         """Of the first member that brings one: the others run without. It reads merged drafts like any other, but has
         no taps, so that nobody may want them."""
         for member in self._alive() if not self.needs_taps else []:
-            shared = self._try(member, lambda: member.drafter.reader(target))  # noqa: B023
+            shared = self._try(member, member.drafter.reader, target)
             if shared is not None:
                 member.shares = True
                 return shared
@@ -134,35 +137,50 @@ class Portfolio(Drafter):
         for member in self._alive():
             if member.taps:
                 own = Glimpse(glimpse.first, glimpse.start, tuple(glimpse.taps[tap] for tap in member.taps))
-                self._try(member, lambda: member.drafter.watch(rows, own))  # noqa: B023
+                self._try(member, member.drafter.watch, rows, own)
 
     def admit(self, rows: RowsView, first: int) -> None:
         del self._books[first:]
         for _ in range(first, rows.count):
             self._books.append([Ledger(member.account.ledger) for member in self._members])
         for member in self._alive():
-            if self._asked and first == 0 and member.by_position:  # a round that was never kept: it begins anew
-                self._try(member, lambda: member.drafter.open(self._target, rows))  # noqa: B023
-            self._try(member, lambda: member.drafter.admit(rows, first))  # noqa: B023
+            self._try(member, member.drafter.restart if member.behind else member.drafter.admit, rows, first)
+            member.behind = False
         self._asked, self._tree = [], None
 
     def release(self, row: int, last: int, length: int) -> None:
         self._books[row] = self._books[last]
         del self._books[last]
         for member in self._alive():
-            self._try(member, lambda: member.drafter.release(row, last, length))  # noqa: B023
+            self._try(member, member.drafter.release, row, last, length)
+
+    def reorder(self, rows: RowsView, source: Sequence[int]) -> bool:
+        """Members that do not follow begin anew when the round is committed. What members were worth to a row stays
+        with it: rows that change places are of one search."""
+        for member in self._alive():
+            member.behind = member.behind or not self._try(member, member.drafter.reorder, rows, source)
+        for _, proposal in self._asked:
+            proposal.reorder(source)
+        self._tree = None if self._tree is None else of_rows(self._tree, source)
+        return True
+
+    def restart(self, rows: RowsView, count: int) -> None:
+        for member in self._members:
+            member.behind = True
+        self.admit(rows, count)
 
     def rewind(self, lengths: list[int]) -> None:
         for member in self._alive():
-            self._try(member, lambda: member.drafter.rewind(lengths))  # noqa: B023
+            if not member.behind:
+                self._try(member, member.drafter.rewind, lengths)
 
     def _alive(self) -> list[Member]:
         return [member for member in self._members if not member.lost]
 
-    def _try(self, member: Member, act: Callable[[], T]) -> T | None:
+    def _try(self, member: Member, act: Callable[..., T], *given: Any) -> T | None:
         """A member that fails is left out until the next batch; the others go on."""
         try:
-            return act()
+            return act(*given)
         except UnsupportedError:
             raise
         except Exception as error:
@@ -179,6 +197,10 @@ class Portfolio(Drafter):
 
     def propose(self, rows: RowsView, budget: Budget) -> TokenTree:
         self._asked, self._tree = [], None
+        for member in self._alive():
+            if member.behind:
+                self._try(member, member.drafter.restart, rows, rows.count)
+                member.behind = False
         now = time.perf_counter()
         if self._began and self.options.cost == "time" and not self.frozen:
             self._lasts.see(now - self._began)
@@ -228,7 +250,7 @@ class Portfolio(Drafter):
 
     def _ask(self, member: Member, rows: RowsView, budget: Budget) -> Proposal | None:
         began = time.perf_counter()
-        tree = self._try(member, lambda: member.drafter.propose(rows, budget))
+        tree = self._try(member, member.drafter.propose, rows, budget)
         if tree is None:
             return None
         account = member.account
@@ -236,7 +258,8 @@ class Portfolio(Drafter):
         account.last = self._rounds
         proposal = Proposal(tree, member.taps)
         if tree.drawn in _MERGES:
-            read = self._try(member, lambda: self._read(member, tree, rows.count, budget))
+            limits = None if member.drafter.on_device else (self._target.vocabulary, budget.nodes, budget.depth)
+            read = self._try(member, drafts_of, tree, rows.count, limits)
             if read is None:
                 return None
             proposal.drafts = read
@@ -245,19 +268,6 @@ class Portfolio(Drafter):
             account.cost.see(time.perf_counter() - began if self.options.cost == "time" else drafted)
         self._asked.append((member, proposal))
         return proposal
-
-    def _read(self, member: Member, tree: TokenTree, count: int, budget: Budget) -> list[Draft]:
-        """A member's tree on the host. Those on the host are not trusted, like any drafter there."""
-        if tree.rows != count:
-            raise DrafterError(f"A draft has {tree.rows} rows for {count} texts.")
-        used = [tree.nodes] * count if tree.count is None else tree.count.tolist()
-        tokens = tree.tokens.tolist()
-        chain = list(range(-1, tree.nodes - 1))
-        parents = [chain] * count if tree.parents is None else tree.parents.tolist()
-        for row in range(count if not member.drafter.on_device else 0):
-            limits = (self._target.vocabulary, budget.nodes, budget.depth)
-            check_row(tokens[row][: used[row]], parents[row][: used[row]], limits, row)
-        return [Draft(tokens[row][: used[row]], parents[row][: used[row]]) for row in range(count)]
 
     def _has_ideas(self) -> bool:
         """Has anyone proposed anything that can be merged?"""
@@ -295,48 +305,18 @@ class Portfolio(Drafter):
         self._asked, self._tree = [], None
         outcome = Outcome.of(verdict)
         if not self.frozen:
-            self._credit(asked, outcome)
-        learners = [member for member in self._alive() if member.learns]
-        tokens, standing = all_of(rows, tree, verdict) if learners else (None, None)
-        for member in learners:
-            self._try(member, lambda: member.drafter.absorb(tokens, reading.logits, standing))  # type: ignore[attr-defined]  # noqa: B023
-        for member, proposal in asked:
-            if not member.lost:
-                self._try(member, lambda: self._tell(member, proposal, rows, outcome, verdict, reading))  # noqa: B023
-
-    def _tell(
-        self, member: Member, proposal: Proposal, rows: RowsView, outcome: Outcome, verdict: Verdict, reading: Reading
-    ) -> None:
-        """What became of the member's own tree; and, where its memory goes by position, how far that is right now: of
-        tokens that others drafted it has read nothing."""
-        if member.is_told:
-            member.drafter.keep(rows, *view_of(proposal, outcome, verdict, reading))
-        if member.by_position:
-            lengths = []
-            for start, own, path in zip(rows.lengths, outcome.own_paths(proposal), outcome.paths, strict=True):
-                lengths.append(start + len(path) + 1 if len(own) == len(path) else start + len(own))
-            member.drafter.rewind(lengths)
-
-    def _credit(self, asked: list[tuple[Member, Proposal]], outcome: Outcome) -> None:
-        """By what would have come true, whether or not it was in the tree; of a tree with laws, by what did."""
-        for row, words in enumerate(outcome.emitted):
-            self._emitted.see(len(words))
-            gains = []
-            for member, proposal in asked:
-                book, account = self._books[row][member.number], member.account
-                if proposal.drafts:
-                    gain = len(proposal.drafts[row].follow(words, (book, account.ledger)))
-                elif proposal.whole:
-                    gain = len(outcome.paths[row])
-                else:
-                    continue
-                gains.append((gain, account))
-                book.gain.see(gain)
-                account.ledger.gain.see(gain)
-            for place, (gain, account) in enumerate(gains):
-                others = max([other for i, (other, _) in enumerate(gains) if i != place], default=0)
-                account.alone.see(max(0, gain - others))
-                account.pause = min(_RARELY, 2 * account.pause) if gain <= others else max(1, account.pause // 2)
+            for words in outcome.emitted:
+                self._emitted.see(len(words))
+            credit(asked, outcome, self._books)
+        proposals = {member.number: proposal for member, proposal in asked}
+        for member in self._alive():
+            if member.absorber is not None:
+                self._try(member, member.absorber.absorb, *all_of(rows, tree, verdict, reading))
+            proposal = proposals.get(member.number)
+            if proposal is None and member.taps:  # it follows the target's thoughts, whoever drafts
+                proposal = Proposal(TokenTree.empty(rows.count, rows.text.device), member.taps)
+            if proposal is not None and not (member.lost or member.behind):
+                self._try(member, member.tell, proposal, rows, outcome, verdict, reading)
 
 
 def _with_the_target(target: Any) -> tuple[Any, ...]:

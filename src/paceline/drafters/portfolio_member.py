@@ -1,13 +1,17 @@
-"""The members of a portfolio: a drafter, and what it has been worth."""
+"""The members of a portfolio: a drafter each, and what it has been worth."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from paceline.core.contracts import Drafter
+from paceline.core.contracts import Drafter, Reading, RowsView
 from paceline.core.credit import Ledger, Mean
+from paceline.core.verdict import Verdict
 
-from .portfolio_view import Absorber
+from .portfolio_view import Absorber, Outcome, Proposal, view_of
+
+_RARELY = 32  # rounds after which even the worst is asked again
 
 
 @dataclass
@@ -32,21 +36,41 @@ class Member:
     number: int
     taps: tuple[int, ...] = ()  # which of the portfolio's taps are its own
     lost: bool = False  # it failed in this batch
+    behind: bool = False  # it has not followed rows that changed places
     shares: bool = False  # it brought the reader of the target
     has_laws: bool = False  # it draws from laws of its own where it is asked to
     account: Account = field(default_factory=Account)
 
     @property
-    def learns(self) -> bool:
-        """Is it told all of a pass, instead of what became of its own draft?"""
-        return isinstance(self.drafter, Absorber)
+    def absorber(self) -> Absorber | None:
+        """The drafter, if it is told all of a pass instead of what became of its own draft."""
+        return self.drafter if isinstance(self.drafter, Absorber) else None
 
-    @property
-    def is_told(self) -> bool:
-        return type(self.drafter).keep is not Drafter.keep and not self.learns
+    def tell(self, proposal: Proposal, rows: RowsView, outcome: Outcome, verdict: Verdict, reading: Reading) -> None:
+        """What became of its own tree; and, where its memory goes by position, how far that is right now."""
+        if self.drafter.wants_verdict and self.absorber is None:
+            self.drafter.keep(rows, *view_of(proposal, outcome, verdict, reading))
+        if not self.shares:  # a reader that is shared is kept by the loop itself
+            self.drafter.rewind(outcome.known_to(proposal, rows.lengths))
 
-    @property
-    def by_position(self) -> bool:
-        """Does it remember by position, so that it must know what of its memory is right? A reader that is shared is
-        kept by the loop itself."""
-        return type(self.drafter).rewind is not Drafter.rewind and not self.shares
+
+def credit(asked: Sequence[tuple[Member, Proposal]], outcome: Outcome, books: Sequence[Sequence[Ledger]]) -> None:
+    """By what would have come true, whether or not it was in the tree; of a tree with laws, by what did. `books` are
+    per row and member."""
+    for row, words in enumerate(outcome.emitted):
+        gains = []
+        for member, proposal in asked:
+            book, account = books[row][member.number], member.account
+            if proposal.drafts:
+                gain = len(proposal.drafts[row].follow(words, (book, account.ledger)))
+            elif proposal.whole:
+                gain = len(outcome.paths[row])
+            else:
+                continue
+            gains.append((gain, account))
+            book.gain.see(gain)
+            account.ledger.gain.see(gain)
+        for place, (gain, account) in enumerate(gains):
+            others = max([other for i, (other, _) in enumerate(gains) if i != place], default=0)
+            account.alone.see(max(0, gain - others))
+            account.pause = min(_RARELY, 2 * account.pause) if gain <= others else max(1, account.pause // 2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Protocol, runtime_checkable
@@ -11,7 +12,8 @@ from torch import Tensor
 
 from paceline.core.contracts import Reading, RowsView
 from paceline.core.credit import Draft
-from paceline.core.tree import TokenTree
+from paceline.core.errors import DrafterError
+from paceline.core.tree import TokenTree, check_row
 from paceline.core.verdict import NOTHING, Verdict
 
 from .recycling import READ, UNREAD, WRITTEN, accepted_nodes
@@ -32,6 +34,10 @@ class Proposal:
     taps: tuple[int, ...]  # which of the portfolio's taps are the member's
     drafts: list[Draft] = field(default_factory=list)  # per row; empty where the tree has laws of its own
     whole: bool = False  # this very tree was read, alone
+
+    def reorder(self, source: Sequence[int]) -> None:
+        """Row r goes on as a copy of row source[r]. Of the tree itself only the shape is asked for later."""
+        self.drafts = [self.drafts[other] for other in source] if self.drafts else []
 
 
 @dataclass(frozen=True)
@@ -61,6 +67,27 @@ class Outcome:
             return [[] for _ in self.paths]
         rows = zip(proposal.drafts, self.emitted, self.paths, strict=True)
         return [draft.follow(words[: len(path)]) for draft, words, path in rows]
+
+    def known_to(self, proposal: Proposal, lengths: Sequence[int]) -> list[int]:
+        """How far a memory by position is right after the round: of tokens that others drafted it has read nothing."""
+        rows = zip(lengths, self.own_paths(proposal), self.paths, strict=True)
+        return [start + len(own) + (len(own) == len(path)) for start, own, path in rows]
+
+
+def drafts_of(tree: TokenTree, count: int, limits: tuple[int, int, int] | None) -> list[Draft]:
+    """A member's tree on the host. One from there is not trusted, like that of any drafter on the host: `limits` are
+    the vocabulary, and the nodes and the depth it may have."""
+    if tree.rows != count:
+        raise DrafterError(f"A draft has {tree.rows} rows for {count} texts.")
+    used = [tree.nodes] * count if tree.count is None else tree.count.tolist()
+    tokens = tree.tokens.tolist()
+    chain = list(range(-1, tree.nodes - 1))
+    parents = [chain] * count if tree.parents is None else tree.parents.tolist()
+    own = [(tokens[row][: used[row]], parents[row][: used[row]]) for row in range(count)]
+    if limits is not None:
+        for row, (words, above) in enumerate(own):
+            check_row(words, above, limits, row)
+    return [Draft(*each) for each in own]
 
 
 def view_of(proposal: Proposal, outcome: Outcome, verdict: Verdict, reading: Reading) -> tuple[Verdict, Reading]:
@@ -136,14 +163,15 @@ def _gathered(values: Tensor, places: list[list[int]]) -> Tensor:
     return found.masked_fill(index < 0, float("nan"))
 
 
-def all_of(rows: RowsView, tree: TokenTree | None, verdict: Verdict) -> tuple[Tensor, Tensor]:
-    """The tokens [R,1+N] a pass has read, and their standing (see `recycling`)."""
+def all_of(rows: RowsView, tree: TokenTree | None, verdict: Verdict, reading: Reading) -> tuple[Tensor, Tensor, Tensor]:
+    """The tokens [R,1+N] a pass has read, what the target said after them, and their standing (see `recycling`)."""
     tokens = rows.text.gather(1, rows.length - 1)
     standing = torch.full_like(tokens, WRITTEN)
     if tree is None or not tree.nodes:
-        return tokens, standing
+        return tokens, reading.logits, standing
     tree = tree.clean().to(rows.text.device)
     below = torch.full_like(tree.tokens, READ)
     if tree.in_use is not None:
         below = below.where(tree.in_use, UNREAD)
-    return torch.cat([tokens, tree.tokens], 1), torch.cat([standing, accepted_nodes(verdict, below)], 1)
+    standing = torch.cat([standing, accepted_nodes(verdict, below)], 1)
+    return torch.cat([tokens, tree.tokens], 1), reading.logits, standing

@@ -33,6 +33,8 @@ class Prediction(HostDrafter["_Row"]):
             if self.branches < 1:
                 raise InputError(f"branches must be at least 1, got {self.branches}.")
 
+    wants_verdict = False
+
     def __init__(self, options: Options | None = None) -> None:
         self.options = options or self.Options()
 

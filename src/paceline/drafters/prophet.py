@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -91,14 +91,9 @@ class ProphetHead(DraftHead):
 class Prophet(HeadDrafter):
     """Let a small transformer, started from the target's last hidden state, write the next few tokens."""
 
-    Head = ProphetHead
-    needs_taps = (1.0,)
-
     @dataclass(frozen=True)
     class Options(HeadOptions):
-        @classmethod
-        def conformance_variants(cls) -> list[Mapping[str, Any]]:
-            return [{"head": ProphetHead.random}]
+        Head = ProphetHead
 
     def open(self, target: LanguageModel, rows: RowsView) -> None:
         super().open(target, rows)

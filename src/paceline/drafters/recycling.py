@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -106,6 +106,7 @@ class Recycling(Drafter):
     # ---- drafting
 
     def propose(self, rows: RowsView, budget: Budget) -> TokenTree:
+        self._drafted = None
         if not self._memory.learned:
             return TokenTree.empty(rows.count, rows.text.device)
         plan = _plan(self._shape(budget), self.options.k, rows.text.device)
@@ -139,10 +140,21 @@ class Recycling(Drafter):
             standing = torch.cat([standing, accepted_nodes(verdict, below)], 1)
         self.absorb(tokens, reading.logits, standing)
 
+    def reorder(self, rows: RowsView, source: Sequence[int]) -> bool:
+        self._drafted = None if self._drafted is None else of_rows(self._drafted, source)
+        return True  # what it remembers is of no row
+
     def absorb(self, tokens: Tensor, logits: Tensor, standing: Tensor) -> None:
         """What the target said after `tokens` [R,Q] in one pass: logits [R,Q,V]; standing [R,Q] as named above."""
         if not self.frozen:
             self._memory.learn(tokens, logits, standing)
+
+
+def of_rows(tree: TokenTree, source: Sequence[int]) -> TokenTree:
+    """Row r is row source[r] of the tree."""
+    some = list(source)
+    parts = {name: getattr(tree, name) for name in ("tokens", "parents", "count", "laws")}
+    return replace(tree, **{name: part[some] for name, part in parts.items() if part is not None})
 
 
 def accepted_nodes(verdict: Verdict, standing: Tensor) -> Tensor:

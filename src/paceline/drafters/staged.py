@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,6 +57,7 @@ class Staged(ModelDrafter):
         made = inner(self.lm) if callable(inner) and not isinstance(inner, LanguageModel) else inner
         self.inner = make_drafter(made, device=self.lm.device)
         self.takes_prediction = self.inner.takes_prediction
+        self._speaks: tuple[LanguageModel, LanguageModel] | None = None
         self._base: list[int] = []  # per row, how much of its text the notebook has taken over
 
     def describe(self) -> str:
@@ -64,21 +65,30 @@ class Staged(ModelDrafter):
 
     def check(self, target: LanguageModel) -> None:
         super().check(target)
-        self.inner.check(self.lm)
+        self.inner.check(self._speaker(target))
+
+    def _speaker(self, target: LanguageModel) -> LanguageModel:
+        """Who the inner drafter drafts for: the draft model with the target's tokens, of which all texts are. One and
+        the same for a target, since an inner drafter may be made out of it."""
+        if self._speaks is None or self._speaks[0] is not target:
+            self._speaks = (target, self.lm.speaking_as(target))
+        return self._speaks[1]
 
     # ---- rows come and go
 
     def open(self, target: LanguageModel, rows: RowsView) -> None:
-        self.vocabulary = target.vocabulary
-        scratch = ScratchRows(rows.text.device)
-        self.inner.open(self.lm, scratch)
-        reader: Any = self.inner.reader(self.lm) or self.lm.reader(self.inner.needs_taps)
+        self.vocabulary, self._rows = target.vocabulary, rows
+        scratch, speaker = ScratchRows(rows.text.device), self._speaker(target)
+        self.inner.open(speaker, scratch)
+        shared = self.inner.reader(speaker)
+        reader: Any = self.lm.reader_around(shared) if shared else self.lm.reader(self.inner.needs_taps)
         if self.lm.vocabulary < target.vocabulary:
             reader.largest = self.lm.vocabulary - 1
         self.book = Notebook(reader, scratch)
         self._base = []
 
     def admit(self, rows: RowsView, first: int) -> None:
+        self._rows = rows
         self._take_over(rows, first)
         self.book.rows.follow(rows, 0)
         self.book.admit(rows.histories[first:])
@@ -88,10 +98,19 @@ class Staged(ModelDrafter):
         self.inner.admit(self.book.rows, first)
 
     def release(self, row: int, last: int, length: int) -> None:
+        self._take_over(self._rows, len(self._base))  # an inner store learns from what was written, not from the draft
         self.inner.release(row, last, self.book.rows.lengths[last])
         self.book.release(row, last)
         self._base[row] = self._base[last]
         del self._base[last]
+
+    def reorder(self, rows: RowsView, source: Sequence[int]) -> bool:
+        follows = self.inner.reorder(self.book.rows, source)
+        self.book.reorder(source)
+        self._base = [self._base[other] for other in source]
+        if not follows:
+            self.inner.restart(self.book.rows, self.book.rows.count)
+        return True
 
     def rewind(self, lengths: list[int]) -> None:
         self._base = [min(base, length) for base, length in zip(self._base, lengths, strict=True)]

@@ -80,6 +80,8 @@ class Suffix(HostDrafter["_Row"]):
         def conformance_variants(cls) -> list[dict[str, Any]]:
             return [{"min_probability": 0.0, "branches": 2, "capacity": 64}, {"remember": False}]
 
+    wants_verdict = False
+
     def __init__(self, options: Options | None = None) -> None:
         self.options = options = options or self.Options()
         self.store: SuffixStore = SuffixStore(options.capacity) if options.store is None else options.store

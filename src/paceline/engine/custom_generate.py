@@ -27,6 +27,9 @@ _REFUSED = (
     "output_hidden_states",
     "penalty_alpha",
     "dola_layers",
+    "constraints",
+    "force_words_ids",
+    "diversity_penalty",
 )
 
 
@@ -50,9 +53,12 @@ class CustomGenerate:
         seed: int | None = None,
         rule_options: Mapping[str, Any] | None = None,
         allow_lossy: bool = False,
+        nodes: int | None = None,
+        prediction: Any = None,
     ) -> None:
         self.draft, self.gamma, self.rule, self.options = draft, gamma, rule, options
         self.rule_options, self.allow_lossy = rule_options, allow_lossy
+        self.nodes, self.prediction = nodes, prediction
         self.tokenizer, self.streamer, self.stop_strings, self.seed = tokenizer, streamer, stop_strings, seed
         self.generations: list[Generation] = []  # of the last call, with their traces
         self._decoder: SpeculativeDecoder | None = None
@@ -82,6 +88,7 @@ class CustomGenerate:
             "seed": self._seeds(len(ids)),
             "stop": self.stop_strings,
             "num_beams": beams,
+            "prediction": self.prediction,
         }
         if beams > 1:
             settings.update(_search(generation_config, stopping_criteria, pads))
@@ -124,6 +131,7 @@ class CustomGenerate:
                 rule=self.rule,
                 options=self.options,
                 rule_options=self.rule_options,
+                nodes=self.nodes,
                 rows=1 << 16,
                 allow_lossy=self.allow_lossy,
             )
@@ -141,6 +149,10 @@ def _refuse(generation_config: Any, model_kwargs: Mapping[str, Any]) -> None:
     if (generation_config.num_beams or 1) > 1 and generation_config.do_sample:
         raise UnsupportedError(
             f"num_beams={generation_config.num_beams} with do_sample=True is not supported; leave one of them out."
+        )
+    if (getattr(generation_config, "num_beam_groups", None) or 1) > 1:
+        raise UnsupportedError(
+            f"num_beam_groups={generation_config.num_beam_groups} is not supported under custom_generate; leave it out."
         )
     for name in _REFUSED:
         if getattr(generation_config, name, False):

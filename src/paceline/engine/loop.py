@@ -81,7 +81,7 @@ class Loop:
         hand_out(rows, logprobs, events)
         self.release([index for index, row in enumerate(rows.live) if row.stopper.stop is not None])
         if not follows and rows.count:
-            self._guard(self._admit_anew)
+            self._guard(lambda: self.drafter.restart(rows, rows.count))
         return [event for row in events for event in row]
 
     def _reorder(self, verdict: Verdict, reading: Reading) -> tuple[bool, Reading]:
@@ -97,11 +97,6 @@ class Loop:
         if follows:
             reading = Reading(reading.logits[index], tuple(tap[index] for tap in reading.taps))
         return follows, reading
-
-    def _admit_anew(self) -> None:
-        for index in range(self.rows.count - 1, -1, -1):
-            self.drafter.release(index, index, self.rows.lengths[index])
-        self.drafter.admit(self.rows, 0)
 
     def _budget(self) -> Budget:
         """Never past the last token of a row, nor past the end of the context: the last token is the target's own."""

@@ -78,18 +78,26 @@ def _check_beams(request: Request) -> None:
         raise InputError(f"early_stopping must be True, False or 'never', got {early!r}.")
     if request.num_return_sequences > request.num_beams:
         raise InputError(
-            f"num_return_sequences={request.num_return_sequences} is more than num_beams={request.num_beams}."
+            f"num_return_sequences={request.num_return_sequences} is more than num_beams={request.num_beams}; "
+            "ask for fewer texts (--n-best), or search with more beams (--beams)."
         )
     if request.num_beams == 1:
         return
     if not request.sampling.greedy:
         raise UnsupportedError(
-            f"num_beams={request.num_beams} searches and temperature={request.sampling.temperature:g} samples; "
+            f"num_beams={request.num_beams} searches and {_sampler_of(request.sampling)} samples; "
             "use num_beams=1 or leave the sampling out."
         )
     for name in ("stop", "logprobs"):
         if getattr(request, name) not in ((), None):
             raise UnsupportedError(f"{name} is not supported with num_beams={request.num_beams}; leave one out.")
+
+
+def _sampler_of(sampling: Sampling) -> str:
+    """What asks for sampling, in the caller's words: a sampler brings a temperature that nobody said."""
+    said = [name for name in _SAMPLERS if getattr(sampling, name) != getattr(Sampling, name)]
+    name = said[0] if said else "temperature"
+    return f"{name}={getattr(sampling, name):g}"
 
 
 @dataclass(frozen=True)
@@ -155,7 +163,7 @@ def build_requests(count: int, settings: Mapping[str, Any]) -> list[Request]:
     requests = [_one({name: _of(name, value, i, count) for name, value in settings.items()}) for i in range(count)]
     for name in ("length_penalty", "early_stopping"):
         if name in settings and all(request.num_beams == 1 for request in requests):
-            raise InputError(f"{name} belongs to beam search; give num_beams as well.")
+            raise InputError(f"{name} belongs to beam search; give num_beams (--beams) as well.")
     return requests
 
 
@@ -224,7 +232,12 @@ def _bias(given: Any) -> dict[int, float]:
 def refuse_memory(process: Any) -> None:
     """Processors that count on one call per token cannot judge the nodes of a draft."""
     name = type(process).__name__
-    if name in ("UnbatchedClassifierFreeGuidanceLogitsProcessor", "SynthIDTextWatermarkLogitsProcessor"):
+    if name == "UnbatchedClassifierFreeGuidanceLogitsProcessor":
+        raise UnsupportedError(
+            f"{name} keeps a memory from token to token, so it cannot judge drafts; leave guidance_scale out and give "
+            "the SpeculativeDecoder paceline.guided(model, scale) as its target."
+        )
+    if name == "SynthIDTextWatermarkLogitsProcessor":
         raise UnsupportedError(f"{name} keeps a memory from token to token, so it cannot judge drafts; leave it out.")
 
 

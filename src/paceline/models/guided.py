@@ -7,6 +7,7 @@ own, and says what both together say. Whatever drafts for it and whatever judges
 from __future__ import annotations
 
 import math
+import operator
 from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Any
@@ -186,14 +187,18 @@ def guided(model: Any, scale: float = 1.5, negative_prompt: str | Sequence[int] 
     last token of the prompt alone. A scale of 1 changes nothing, and is the model itself.
     """
     lm = _loaded(model)
-    if isinstance(scale, bool) or not isinstance(scale, (int, float)) or not math.isfinite(scale):
+    if not _is_number(scale):
         raise InputError(f"The guidance scale must be a number, got {scale!r}.")
     if isinstance(negative_prompt, str):
         if negative_prompt and lm.tokenizer is None:
             raise InputError(f"{lm.name} has no tokenizer, so a negative prompt must be token ids.")
         negative = list(lm.tokenizer.encode(negative_prompt)) if negative_prompt else []
     else:
-        negative = [int(token) for token in negative_prompt]
+        try:
+            negative = [operator.index(token) for token in negative_prompt]
+        except TypeError:
+            said = f"The negative prompt must be a text or a list of token ids, got {negative_prompt!r}."
+            raise InputError(said) from None
     for token in negative:
         if not 0 <= token < lm.vocabulary:
             raise InputError(f"The negative prompt has token id {token}, outside the vocabulary of {lm.vocabulary}.")
@@ -213,10 +218,10 @@ def contrast(expert: Any, amateur: Any, alpha: float = 0.1, beta: float | None =
     original's log expert - log amateur. All other tokens are impossible.
     """
     expert, amateur = _loaded(expert), _loaded(amateur)
-    if not 0 <= alpha <= 1:
-        raise InputError(f"alpha must be between 0 and 1, got {alpha}.")
-    if beta is not None and not (math.isfinite(beta) and beta >= 0):
-        raise InputError(f"beta must be 0 or more, or None, got {beta}.")
+    if not (_is_number(alpha) and 0 <= alpha <= 1):
+        raise InputError(f"alpha must be a number between 0 and 1, got {alpha!r}.")
+    if beta is not None and not (_is_number(beta) and beta >= 0):
+        raise InputError(f"beta must be a number from 0 up, or None, got {beta!r}.")
     check_same_vocabulary(expert, amateur)
     if amateur.vocabulary < expert.vocabulary:
         raise UnsupportedError(
@@ -224,6 +229,10 @@ def contrast(expert: Any, amateur: Any, alpha: float = 0.1, beta: float | None =
             "an amateur needs every token of the expert."
         )
     return Contrast(expert, amateur, alpha, beta)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def _loaded(model: Any) -> LanguageModel:

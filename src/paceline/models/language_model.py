@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +29,8 @@ class LanguageModel:
 
     Any number of readers may share one model. The model and its config are never edited.
     """
+
+    largest: int | None = None  # the last token it knows, where it speaks of more (`speaking_as`)
 
     def __init__(self, model: PreTrainedModel, tokenizer: Any = None, name: str | None = None) -> None:
         self.model = model
@@ -62,6 +65,16 @@ class LanguageModel:
                 return tuple(ids) if isinstance(ids, (list, tuple)) else (int(ids),)
         return ()
 
+    def speaking_as(self, target: LanguageModel) -> LanguageModel:
+        """The same model with the tokens of a target that knows more or fewer: those it does not know are read as its
+        last one, and its logits end before them."""
+        if self.vocabulary == target.vocabulary:
+            return self
+        other = copy.copy(self)
+        other.tokenizer, other.vocabulary = target.tokenizer, target.vocabulary
+        other.largest = self.vocabulary - 1 if self.vocabulary < target.vocabulary else None
+        return other
+
     def reader(self, taps: Sequence[float] = (), runner: Runner | None = None) -> SlotReader:
         refuse_dropout(self.model)
         return SlotReader(self, tuple(taps), runner or EagerRunner())
@@ -94,9 +107,7 @@ class SlotReader:
         self._model: Any = lm.model  # what a pass runs: all of it, or one part (early exit)
         self._taps = tuple(round(share * lm.layers) for share in taps)
         self._scratch = 0
-        self.largest: int | None = (
-            None  # token ids above it are read as it: a draft model may know fewer than its target
-        )
+        self.largest = lm.largest  # token ids above it are read as it
         self._parents: Tensor | None = None  # [R,M] of the scratch tokens, once they branch
         self.glimpses: list[Glimpse] = []
 
@@ -120,6 +131,7 @@ class SlotReader:
 
     def prefill(self, rows: RowsView, first: int, upto: Sequence[int]) -> None:
         """Left-aligned, in chunks; what a shorter row reads past its end is overwritten before anyone sees it."""
+        self.cache.reserve(rows.count, max(upto))
         for start in range(0, max(upto), CHUNK):
             stop = min(start + CHUNK, max(upto))
             position = arange(start, stop, rows.text.device).expand(rows.count - first, stop - start)
@@ -212,8 +224,9 @@ class SlotReader:
         logits = output.logits
         if logits.shape[1] != keep:
             logits = logits[:, -keep:]
-        if logits.shape[2] != self.lm.vocabulary:
-            logits = logits[..., : self.lm.vocabulary]
+        known = self.lm.vocabulary if self.lm.largest is None else self.lm.largest + 1
+        if logits.shape[2] != known:
+            logits = logits[..., :known]
         seen = keep if tapped is None else tapped
         return Reading(logits, tuple(output.hidden_states[layer][:, -seen:] for layer in self._taps))
 

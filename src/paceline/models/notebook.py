@@ -34,6 +34,12 @@ class Notebook:
         self.read[row] = self.read[last]
         del self.read[last]
 
+    def reorder(self, source: Sequence[int]) -> None:
+        """Row r goes on as a copy of row source[r]; a memory put together from two reaches as far as both did."""
+        self.reader.reorder(self.rows, source)
+        self.rows.reorder(source)
+        self.read = [min(self.read[row], self.read[other]) for row, other in enumerate(source)]
+
     def rewrite(self, texts: Sequence[Sequence[int]], since: Sequence[int]) -> list[int]:
         """The texts become these, which are as they were up to `since`; returns how much of each is as it was."""
         kept = [

@@ -6,6 +6,8 @@ from typing import Any
 
 from paceline.core.errors import UnsupportedError
 
+_ADVICE = "use a model with the same tokenizer, or, to draft with this one, the drafter 'cross-vocabulary'"
+
 
 def check_same_vocabulary(target: Any, draft: Any) -> None:
     """Refuse a draft model whose ids mean other tokens, naming the first that differ."""
@@ -25,11 +27,11 @@ def check_same_vocabulary(target: Any, draft: Any) -> None:
         shown = ", ".join(f"{i} is {ours[i]!r} / {theirs[i]!r}" for i in differ[:3])
         raise UnsupportedError(
             f"{draft.name} does not share the vocabulary of {target.name}: {len(differ)} ids differ ({shown}); "
-            "use a draft model with the same tokenizer."
+            f"{_ADVICE}."
         )
     shared = len(ours.keys() & theirs.keys())
     if shared < 0.9 * max(len(ours), len(theirs)):
         raise UnsupportedError(
             f"{draft.name} knows {len(theirs)} tokens and {target.name} {len(ours)}, of which {shared} are the same; "
-            "use a draft model with the same tokenizer."
+            f"{_ADVICE}."
         )

@@ -17,6 +17,8 @@ from .traversal import Traversal
 class Auto(Rule):
     """Let the draft decide: `match` for certain and coupled drafts, `traversal` where it brings laws of its own."""
 
+    exact = "law"  # the weaker of the two promises
+
     def __init__(self, options: Rule.Options | None = None) -> None:
         super().__init__(options)
         self._match, self._traversal = Match(), Traversal()

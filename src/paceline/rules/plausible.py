@@ -3,15 +3,27 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from dataclasses import dataclass, fields
 
 from torch import Tensor
 
 from paceline.core.choice import Choice
 from paceline.core.contracts import Rule, arange
+from paceline.core.errors import InputError
 from paceline.core.tree import TokenTree
 from paceline.core.verdict import Verdict
 
 from .ratio import pack
+
+
+@dataclass(frozen=True)
+class Shares:
+    """Options that are all probabilities, or shares of one."""
+
+    def __post_init__(self) -> None:
+        for name in (each.name for each in fields(self)):
+            if not 0 < getattr(self, name) <= 1:
+                raise InputError(f"{name} must be more than 0 and at most 1, got {getattr(self, name)!r}.")
 
 
 class Plausible(Rule):

@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from paceline.core.contracts import RULES
-from paceline.core.errors import InputError
 
-from .plausible import Plausible
+from .plausible import Plausible, Shares
 
 
 @RULES.register("threshold")
@@ -17,16 +16,11 @@ class Threshold(Plausible):
     """LOSSY: accept while p(x) is at least `least`, or at least `share` of the best token's probability."""
 
     @dataclass(frozen=True)
-    class Options:
+    class Options(Shares):
         """`least` is absolute; `share` is of the best token's probability, and 1 admits the best alone."""
 
         least: float = 0.3
         share: float = 1.0
-
-        def __post_init__(self) -> None:
-            for name in ("least", "share"):
-                if not 0 < getattr(self, name) <= 1:
-                    raise InputError(f"{name} must be more than 0 and at most 1, got {getattr(self, name)!r}.")
 
     options: Options
 

@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 
 from paceline.core.contracts import RULES
-from paceline.core.errors import InputError
 
-from .plausible import Plausible
+from .plausible import Plausible, Shares
 
 
 @RULES.register("typical")
@@ -18,16 +17,11 @@ class Typical(Plausible):
     """LOSSY: accept while p(x) ≥ min(ε, δ·exp(-entropy of p)) (Medusa, arXiv 2401.10774)."""
 
     @dataclass(frozen=True)
-    class Options:
+    class Options(Shares):
         """The hard floor ε, and the share δ of the floor that follows the entropy."""
 
         epsilon: float = 0.3
         delta: float = 0.09
-
-        def __post_init__(self) -> None:
-            for name in ("epsilon", "delta"):
-                if not 0 < getattr(self, name) <= 1:
-                    raise InputError(f"{name} must be more than 0 and at most 1, got {getattr(self, name)!r}.")
 
     options: Options
 

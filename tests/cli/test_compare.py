@@ -1,0 +1,33 @@
+"""Where two texts part: what a comparison says of the place."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+import paceline
+from paceline import LanguageModel, SpeculativeDecoder
+from paceline.cli.compare import Side, _divergence
+from tests.toys import llama
+
+MODEL = LanguageModel(llama(3))
+TARGETS: dict[str, Any] = {
+    "a model": MODEL,
+    "guided": paceline.guided(MODEL, 2.0),
+    "negative prompt": paceline.guided(MODEL, 2.0, [5, 2, 9]),
+}
+
+
+@pytest.mark.parametrize("target", TARGETS.values(), ids=TARGETS)
+def test_the_gap_is_that_of_the_text_itself(target: LanguageModel) -> None:
+    """What was written before it is no prompt: the second branch of a guided target has another one."""
+    plain = SpeculativeDecoder(target)
+    text = plain.generate([1, 7, 9, 4, 7], max_new_tokens=8, ignore_eos=True, logprobs=2)
+    other = replace(text, tokens=[*text.tokens[:5], text.tokens[5] + 1, *text.tokens[6:]])
+    parted = _divergence(Side("plain", text, [1.0]), Side("other", other, [1.0]), plain)
+    assert parted is not None
+    assert (parted.position, parted.plain, parted.speculative) == (5, text.tokens[5], text.tokens[5] + 1)
+    (_, best), (_, second) = text.logprobs[5].top_raw
+    assert parted.gap == pytest.approx(best - second)

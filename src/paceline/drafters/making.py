@@ -19,6 +19,8 @@ def make_drafter(draft: Any, options: Mapping[str, Any] | None = None, device: A
 
     None is plain decoding. A model that has to be loaded goes to `device`.
     """
+    if options is not None and not isinstance(options, Mapping):
+        raise InputError(f"options of a drafter must be a mapping of names to values, got {options!r}.")
     given = dict(options or {})
     if isinstance(draft, Drafter):
         if given:

@@ -29,7 +29,7 @@ install: $(STAMP)  ## make .venv and install everything, pinned by constraints.t
 test: install  ## everything CI runs
 	@$(MAKE) --no-print-directory --keep-going lint format types layers unit real
 
-check: install  ## the quick part, under two minutes
+check: install  ## the quick part
 	@$(MAKE) --no-print-directory --keep-going lint format types layers quick
 
 lint: $(STAMP)  ## ruff check

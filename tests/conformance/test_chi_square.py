@@ -81,7 +81,7 @@ def test_tables(rule: RuleVariant, name: str, options: dict, world: str, record_
     given = {**options, "model": draft} if name != "none" else {}
     chain = options.get("tree", "chain") == "chain"
     # what a draw decides about a draw is a small effect, all else is a large one
-    N = 60_000 if world == "adverse" and not chain else 15_000
+    N = 60_000 if world == "adverse" and options.get("tree") == "best-first" else 15_000
     # four tokens are two rounds and more: places that a rule looked at and rejected are drafted again
     tokens = 4 if world == "even" and chain else 2
     counts = sample(target, rule, name, given, N, tokens)

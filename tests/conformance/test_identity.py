@@ -76,14 +76,16 @@ def test_the_reference_is_no_constant(case: str) -> None:
     assert plain(case, False) != plain(case, True)
 
 
+BLIND = [variant for variant in some_variants(("blind",)) if variant.draft]
+
+
 @pytest.mark.parametrize(("case", "variant"), board(CASES, variants(("close", "same")), on_architectures))
 def test_the_text_is_that_of_plain_decoding(case: str, variant: Variant) -> None:
     check_identity(case, variant, NEW)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("variant", [variant for variant in some_variants(("blind",)) if variant.draft], ids=str)
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(("case", "variant"), board(CASES, BLIND, lambda variant: 2))
 def test_a_draft_that_is_nearly_always_wrong(case: str, variant: Variant) -> None:
     check_identity(case, variant, NEW // 2)
 

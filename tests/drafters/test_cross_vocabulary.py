@@ -61,7 +61,7 @@ def test_the_text_is_that_of_plain_decoding(mode: str, target: str, draft: str) 
     plain = SpeculativeDecoder(ours)
     decoder = SpeculativeDecoder(ours, "cross-vocabulary", options={"model": theirs, "mode": mode}, gamma=4, rows=3)
     for settings in ({}, {"temperature": 1.0, "seed": [1, 2, 3, 4]}, {"repetition_penalty": 1.4}):
-        told = {"max_new_tokens": 30, "ignore_eos": True, **settings}
+        told = {"max_new_tokens": 20, "ignore_eos": True, **settings}
         outs = decoder.generate(prompts, **told)
         assert [out.tokens for out in outs] == [out.tokens for out in plain.generate(prompts, **told)]
         assert sum(out.stats.drafted for out in outs) > 0

@@ -14,7 +14,7 @@ from .models import VOCABULARY
 from .test_identity import check_accounts
 
 # full attention, learned positions, sliding windows, ALiBi
-ARCHITECTURES = ["llama", "gpt2", "gemma3", "bloom"]
+ARCHITECTURES = ["llama", "gpt2", "gemma3"]
 RUNNERS = [PLAIN, *some_variants()]
 
 

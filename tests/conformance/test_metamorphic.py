@@ -47,13 +47,13 @@ def batch(decoder: Any, order: list[int] | None = None) -> list[list[int]]:
     return [out.tokens for out in outs]
 
 
-@pytest.mark.parametrize("gamma", [1, 2, 5, 17])
+@pytest.mark.parametrize("gamma", [1, 5, 17])
 @pytest.mark.parametrize("variant", RUNNERS, ids=str)
 def test_gamma_does_not_matter(variant: Variant, gamma: int) -> None:
     assert batch(variant.decoder(CASE, gamma=gamma)) == plain()
 
 
-@pytest.mark.parametrize("nodes", [1, 2, 3, 9])
+@pytest.mark.parametrize("nodes", [1, 2, 9])
 @pytest.mark.parametrize("variant", RUNNERS, ids=str)
 def test_the_size_of_the_tree_does_not_matter(variant: Variant, nodes: int) -> None:
     assert batch(variant.decoder(CASE, gamma=3, nodes=nodes)) == plain()
@@ -74,7 +74,7 @@ def test_batch_mates_and_their_order_do_not_matter(variant: Variant) -> None:
         assert batch(decoder, order) == [plain()[row] for row in order]
 
 
-@pytest.mark.parametrize("rows", [1, 2, 3, 16])
+@pytest.mark.parametrize("rows", [1, 3, 16])
 @pytest.mark.parametrize("variant", [PLAIN, *RUNNERS], ids=str)
 def test_how_many_at_once_does_not_matter(variant: Variant, rows: int) -> None:
     assert batch(variant.decoder(CASE, gamma=4, rows=rows)) == plain()

@@ -171,7 +171,7 @@ def test_the_minimum_is_what_it_says(least: int) -> None:
 
 # ---- the end of the context
 
-LEARNED_AND_ROTARY = ["gpt2", "opt", "llama", "gemma3", "falcon-alibi"]
+LEARNED_AND_ROTARY = ["gpt2", "gemma3", "falcon-alibi"]
 SHORT = 24
 
 

@@ -1,0 +1,56 @@
+"""What a benchmark is told: one dataclass; the command line, `python -m paceline.bench` and scripts fill it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from paceline.core.errors import InputError
+
+
+@dataclass(frozen=True)
+class BenchOptions:
+    """Everything that decides what is measured. Nothing here is about showing it."""
+
+    target: str = "smollm2-135m"
+    dtype: str | None = None
+    device: str | None = None
+    shape: str | None = None  # a random model of a named shape instead of a target: "llama-7b"
+    draft_shape: str | None = None  # the draft beside it; None: the shape's usual one
+    synthetic_acceptance: tuple[float, ...] = ()  # the draft is right so often: one rate, or one per position
+    construction: float | None = None  # instead: layers past the draft's add so little (agreement by construction)
+    preset: str | None = None  # "default", "gpt2", ...
+
+    runs: tuple[str, ...] = ()  # our own: "suffix", "ngram:gamma=8,branches=4"; plain decoding is always there
+    peers: tuple[str, ...] = ()  # "hf", "hf-assisted", "hf-lookup", "hf-early-exit", "llama.cpp", "openvino"
+    gamma: int = 5  # of runs that do not say
+
+    prompts: tuple[str, ...] = ("builtin",)  # files or "builtin"
+    categories: tuple[str, ...] = ()  # only these
+    limit: int | None = None  # prompts per category
+    turns: int = 1  # 2: the second turns of conversations as well
+    batch: int = 1
+    max_new_tokens: int = 128
+    temperature: float = 0.0
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    seed: int = 0
+    chat: bool = True  # prompts go through the model's chat template, if it has one
+
+    repeats: int = 3
+    warm_up: int = 16  # tokens of an untimed first run of each
+    threads: int | None = None
+    force: bool = False  # measure on a loaded machine too, and mark it
+    memory: bool = False  # per method: peak and cache bytes
+    layers: bool = False  # bytes and seconds per layer
+    quality: bool = False  # judge the answers against those of the prompt set
+
+    def __post_init__(self) -> None:
+        for name in ("gamma", "turns", "batch", "max_new_tokens", "repeats"):
+            if getattr(self, name) < 1:
+                raise InputError(f"{name} must be at least 1, got {getattr(self, name)}.")
+        for rate in self.synthetic_acceptance:
+            if not 0 <= rate <= 1:
+                raise InputError(f"synthetic_acceptance must be from 0 to 1, got {rate}.")
+        if self.limit is not None and self.limit < 1:
+            raise InputError(f"limit must be at least 1 prompt per category, got {self.limit}.")

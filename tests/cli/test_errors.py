@@ -35,7 +35,7 @@ from tests.models.tiny_gguf import byte_level_vocabulary, tiny_llama, write_gguf
         (["--device", "gpu"], ["The device 'gpu' cannot be used here"]),
         (["--compare", "--draft", "none"], ["--compare needs a drafter"]),
         (["--gama", "3"], ["No such option: --gama", "--gamma", "See 'paceline generate --help'"]),
-        (["--gamma", "five"], ["--gamma must be a whole number, got 'five'."]),
+        (["--gamma", "five"], ["--gamma must be a whole number, got 'five'; or auto."]),
         (["--guidance-scale", "x"], ["--guidance-scale must be a number, got 'x'."]),
         (["--ban", "x"], ["--ban must be a whole number, got 'x'."]),
         (["--amateur", ""], ["--amateur is empty"]),

@@ -9,10 +9,12 @@ from typing import Any, Literal
 
 import pytest
 
-from paceline.cli.drafting import convert_options, from_vllm
+from paceline.cli.drafting import from_vllm
 from paceline.cli.session import _unescape
 from paceline.core.errors import InputError
+from paceline.core.registry import convert_options
 from paceline.drafters.portfolio import Portfolio
+from paceline.engine.decoder import SpeculativeDecoder
 from tests.cli.conftest import refusal, run
 
 
@@ -183,3 +185,64 @@ def test_the_drafter_has_two_names_in_the_environment_too(monkeypatch: pytest.Mo
 
 def test_escapes() -> None:
     assert _unescape(r"a\n\t\\n\x41\u00e9\q\s") == "a\n\t\\nAé\\q "
+
+
+# ---- [decoder]: one file for every command and for `SpeculativeDecoder.from_config`
+
+
+@pytest.fixture
+def tuned(tmp_path: Path, target: str) -> Path:
+    path = tmp_path / "tuned.toml"
+    path.write_text(
+        f'[decoder]\ntarget = "{target}"\ndraft = "ngram"\ngamma = 8\nnodes = 32\nrule = "ratio"\nrows = 4\n'
+        "[decoder.drafter]\norder = 3\nbranches = 2\n"
+    )
+    return path
+
+
+@pytest.mark.parametrize("command", ["generate", "chat", "audit"])
+def test_every_command_takes_the_decoder(command: str, tuned: Path, target: str) -> None:
+    shown = run(command, "--config", str(tuned), "--print-config").stdout
+    for line in ('draft = "ngram"  # config', "gamma = 8  # config", 'rule = "ratio"  # config', "nodes = 32  # config",
+                 f'target = "{target}"  # config', "order = 3", "branches = 2"):  # fmt: skip
+        assert line in shown
+
+
+def test_a_command_s_own_table_and_flags_lie_over_it(tuned: Path) -> None:
+    tuned.write_text(tuned.read_text() + "[generate]\ngamma = 3\ntemperature = 0.5\n")
+    found = config("--config", str(tuned), "--rule", "match")
+    assert (found["gamma"], found["rule"], found["nodes"]) == ("3  # config", '"match"  # flag', "32  # config")
+    assert found["order"] == "3"
+    tuned.write_text(tuned.read_text() + 'draft = "suffix"\n')
+    assert "order" not in config("--config", str(tuned))
+
+
+def test_it_decodes_as_the_library_does(tuned: Path) -> None:
+    written = run("generate", "abcabc", "--config", str(tuned), "--max-new-tokens", "8", "--json")
+    told = json.loads(written.stdout)
+    made = SpeculativeDecoder.from_config(tuned)
+    assert told["tokens"] == made.generate("abcabc", max_new_tokens=8).tokens
+    assert "ngram" in written.stderr
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ("[decoder]\ngama = 3", "Did you mean 'gamma'?"),
+        ("[decoder]\ntemperature = 1", "Unknown setting of [decoder]"),
+        ("decoder = 3", "must be a table"),
+        ("[decodr]\ngamma = 3", "Did you mean 'decoder'?"),
+    ],
+)
+def test_decoder_tables_that_are_wrong(content: str, words: str, tmp_path: Path) -> None:
+    path = tmp_path / "wrong.toml"
+    path.write_text(content)
+    assert words in refusal("generate", "Hello", "--config", str(path), code=2)
+
+
+def test_gamma_may_be_auto(tmp_path: Path) -> None:
+    assert config("--gamma", "auto")["gamma"] == '"auto"  # flag'
+    path = tmp_path / "auto.toml"
+    path.write_text('[decoder]\ngamma = "auto"\n')
+    assert config("--config", str(path))["gamma"] == '"auto"  # config'
+    assert config("--config", str(path), "--gamma", "4")["gamma"] == "4  # flag"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from paceline.core.credit import Draft, Ledger, Mean, merge
+from paceline.core.credit import Draft, Ledger, Mean, entry_of, merge, pool
 
 
 def chain(*tokens: int) -> Draft:
@@ -14,7 +14,7 @@ def chain(*tokens: int) -> Draft:
 def taught(draft: Draft, text: list[int], times: int = 40) -> Ledger:
     ledger = Ledger()
     for _ in range(times):
-        draft.follow(text, [ledger])
+        draft.follow(text, 0, [ledger])
     return ledger
 
 
@@ -77,16 +77,38 @@ def test_trees_stay_trees_whatever_is_left_out() -> None:
                     assert parents[where] == (draft.where[above] if above >= 0 else -1)
 
 
-def test_what_came_true_counts_by_depth_and_rank() -> None:
+def test_what_came_true_counts_by_rank_and_by_the_run_before() -> None:
     tree = Draft([1, 2, 3, 4], [-1, -1, 1, 1])
     ledger = Ledger()
     before = list(ledger.chance)
-    assert tree.follow([2, 4, 9], [ledger]) == [1, 3]
+    assert tree.follow([2, 4, 9], 3, [ledger]) == [1, 3]
     moved = [i for i, (old, new) in enumerate(zip(before, ledger.chance, strict=True)) if old != new]
-    first, second = tree.entry(0), tree.entry(1)
-    assert moved == [first, first + 1, second, second + 1]
-    assert ledger.chance[first] < before[first]
-    assert ledger.chance[first + 1] > before[first + 1]
+    # the first two after a run of three; then a second child was right, which no first one had led to
+    wanted = [entry_of(0, 3), entry_of(1, 3), entry_of(0, 0), entry_of(1, 0)]
+    assert moved == sorted(wanted)
+    assert ledger.chance[wanted[0]] < before[wanted[0]]
+    assert ledger.chance[wanted[1]] > before[wanted[1]]
+
+
+def test_a_run_goes_on_while_the_first_children_are_right() -> None:
+    draft = Draft([1, 2, 3, 4], [-1, 0, 1, 1])
+    assert draft.run_after(draft.follow([1, 2, 3], 2), [1, 2, 3], 2) == 5
+    assert draft.run_after(draft.follow([1, 2, 4], 2), [1, 2, 4], 2) == 0  # the second child
+    assert draft.run_after(draft.follow([1, 9], 2), [1, 9], 2) == 0
+    assert draft.run_after(draft.follow([1, 2, 3, 7], 2), [1, 2, 3, 7], 2) == 5  # it said nothing about the last
+
+
+def test_who_was_right_in_a_row_is_expected_to_go_on() -> None:
+    fresh, sure = Ledger(), Ledger()
+    sure.run = 12
+    assert sure.expected(4)[-1] > 3 * fresh.expected(4)[-1]
+
+
+def test_rivals_are_not_all_believed() -> None:
+    """Else a disagreement of three drafters would promise more than one token."""
+    drafts = [(chain(token), Ledger()) for token in (1, 2, 3)]
+    assert sum(pool(drafts, 1).chances) < 0.6
+    assert pool(drafts[:1], 1).chances[0] > pool(drafts, 1).chances[0]
 
 
 def test_the_past_fades() -> None:
@@ -101,6 +123,6 @@ def test_a_row_begins_with_what_all_rows_have_shown() -> None:
     everyone.gain.see(3.0)
     row = Ledger(everyone)
     assert row.chance == everyone.chance
-    chain(1).follow([9], [row])
+    chain(1).follow([9], 0, [row])
     assert row.chance != everyone.chance
     assert row.gain.value == 3.0

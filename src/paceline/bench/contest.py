@@ -18,8 +18,9 @@ class Prompt:
     id: str
     category: str
     turns: tuple[str, ...]
-    answers: tuple[str, ...] = ()  # what would be right, for quality
+    answers: tuple[str, ...] = ()  # what would be right, for quality: to the first turn
     chat: bool = True
+    later_answers: tuple[tuple[str, ...], ...] = ()  # to the turns after the first, where a prompt set has them
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ class BenchOptions:
     draft_shape: str | None = None  # the draft beside it; None: the shape's usual one
     synthetic_acceptance: tuple[float, ...] = ()  # the draft is right so often: one rate, or one per position
     construction: float | None = None  # instead: layers past the draft's add so little (agreement by construction)
+    prompt_tokens: int = 128  # of the random prompts of these; prompt sets have their own
     preset: str | None = None  # "default", "gpt2", ...
 
     runs: tuple[str, ...] = ()  # our own: "suffix", "ngram:gamma=8,branches=4"; plain decoding is always there
@@ -46,7 +47,7 @@ class BenchOptions:
     quality: bool = False  # judge the answers against those of the prompt set
 
     def __post_init__(self) -> None:
-        for name in ("gamma", "turns", "batch", "max_new_tokens", "repeats"):
+        for name in ("gamma", "turns", "batch", "max_new_tokens", "repeats", "prompt_tokens"):
             if getattr(self, name) < 1:
                 raise InputError(f"{name} must be at least 1, got {getattr(self, name)}.")
         for rate in self.synthetic_acceptance:

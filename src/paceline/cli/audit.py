@@ -42,7 +42,7 @@ def audit(ctx: typer.Context, said: AuditOptions) -> None:
     """Test whether speculation changes what a target writes: the rule on toy laws, then your models on prompts."""
     how = drafting(ctx, said)
     if said.print_config:
-        values = asdict(replace(said, draft=how.draft, gamma=how.gamma, speculative_config=None))
+        values = asdict(replace(said, draft=how.draft, speculative_config=None)) | {"gamma": how.gamma}
         origins = {**{name: source(ctx, name) for name in values}, **how.origins}
         tables = {"drafter_options": how.options, "rule_options": how.rule_options}
         typer.echo(show_config(str(ctx.info_name), values, origins, tables))

@@ -94,6 +94,9 @@ class ChatState:
     def set_number(self, name: str, text: str) -> None:
         """One of NUMBERS; "off" or "default" gives it back to the library."""
         kind = NUMBERS[name]
+        if name == "gamma" and text.lower() == "auto":
+            self._use(self.said, replace(self.drafting, gamma="auto"))
+            return
         if text.lower() in ("off", "none", "default", "new") and name not in ("gamma", "max_new_tokens"):
             self.change(**{name: None})
             return
@@ -104,8 +107,10 @@ class ChatState:
             raise InputError(f"{name} must be {what}, got '{text}'.") from None
         if name in ("gamma", "nodes", "max_new_tokens") and value < 1:
             raise InputError(f"{name} must be at least 1, got {value}.")
-        how = replace(self.drafting, gamma=value) if name == "gamma" else self.drafting
-        self._use(replace(self.said, **{name: value}), how)
+        if name == "gamma":
+            self._use(self.said, replace(self.drafting, gamma=value))
+        else:
+            self.change(**{name: value})
 
     def sampler(self, name: str) -> None:
         if name not in SAMPLERS:

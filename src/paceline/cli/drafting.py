@@ -6,8 +6,7 @@ import dataclasses
 import json
 import os
 from collections.abc import Iterable
-from types import NoneType, UnionType
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any
 
 import typer
 
@@ -31,7 +30,7 @@ class Drafting:
     """Which drafter, with what, and with what the rule; and where that was said."""
 
     draft: str
-    gamma: int
+    gamma: int | str  # or "auto"
     options: dict[str, str]
     rule_options: dict[str, str]
     origins: dict[str, str]
@@ -40,7 +39,7 @@ class Drafting:
 def drafting(ctx: typer.Context, said: PairOptions) -> Drafting:
     """Flags beat --speculative-config, which beats environment and config. Options belong to the drafter named beside
     them: a drafter named on the command line does not inherit those of the one in the config."""
-    draft, gamma = said.draft, said.gamma
+    draft, gamma = said.draft, read_gamma(said.gamma)
     origins = {name: source(ctx, name) for name in ("draft", "gamma", "rule")}
     levels = _levels(ctx, "drafter", said.drafter_options)
     if said.speculative_config is not None:
@@ -57,9 +56,24 @@ def drafting(ctx: typer.Context, said: PairOptions) -> Drafting:
     return Drafting(draft, gamma, options, rule_options, origins)
 
 
+def read_gamma(text: str) -> int | str:
+    """What --gamma says: a number of tokens, or "auto"."""
+    if text == "auto":
+        return text
+    try:
+        gamma = int(text)
+    except ValueError:
+        raise InputError(f"--gamma must be a whole number, got '{text}'; or auto.") from None
+    if gamma < 1:
+        raise InputError(f"--gamma must be at least 1, got {gamma}.")
+    return gamma
+
+
 def config_of(ctx: typer.Context, said: PairOptions, how: Drafting) -> str:
     """What --print-config shows."""
-    values = dataclasses.asdict(dataclasses.replace(said, draft=how.draft, gamma=how.gamma, speculative_config=None))
+    values = dataclasses.asdict(dataclasses.replace(said, draft=how.draft, speculative_config=None)) | {
+        "gamma": how.gamma
+    }
     origins = {name: source(ctx, name) for name in values}
     tables = {"drafter_options": how.options, "rule_options": how.rule_options}
     return show_config(str(ctx.info_name), values, {**origins, **how.origins}, tables)
@@ -137,61 +151,3 @@ def _method(method: str, model: Any, gamma: int | None, config: dict[str, Any]) 
     if name == "prompt-lookup":
         given = {each: given[each] or given[other] for each, other in zip(given, reversed(given), strict=True)}
     return _Theirs(name, gamma, {ours: str(value) for ours, value in given.items() if value is not None})
-
-
-# ---- options of a drafter or a rule: text becomes what the field's type says
-
-
-def convert_options(options: dict[str, str], cls: type, owner: str, name: str) -> dict[str, Any]:
-    """By the fields of the Options of a drafter or a rule (`owner`) called `name`; an option that is not there is
-    refused, with the nearest one."""
-    hints = get_type_hints(cls)
-    known = [field.name for field in dataclasses.fields(cls)]
-    for option in options:
-        if option not in known:
-            raise UnknownNameError(f"option of {owner} '{name}'", option, known)
-    return {option: _convert(f"--{owner}.{option}", text, hints[option]) for option, text in options.items()}
-
-
-def _convert(flag: str, text: str, hint: Any) -> Any:
-    kind = get_origin(hint)
-    if kind in (Union, UnionType):
-        choices = [each for each in get_args(hint) if each is not NoneType]
-        if len(choices) < len(get_args(hint)) and text.lower() == "none":
-            return None
-        return _convert(flag, text, choices[0])
-    if kind is Literal:
-        named = {str(each): each for each in get_args(hint)}
-        if text not in named:
-            raise UnknownNameError(f"value of {flag}", text, named)
-        return named[text]
-    if kind in (list, tuple) and text.lstrip().startswith(("[", "{")):
-        return kind(_listed(flag, text))
-    if kind in (list, tuple):
-        return kind(_convert(flag, each.strip(), get_args(hint)[0]) for each in text.split(",") if each.strip())
-    if hint is bool:
-        return _switch(flag, text)
-    if hint in (int, float):
-        try:
-            return hint(text)
-        except ValueError:
-            what = "a whole number" if hint is int else "a number"
-            raise InputError(f"{flag} must be {what}, got '{text}'.") from None
-    return text
-
-
-def _listed(flag: str, text: str) -> list[Any]:
-    """A list in JSON, for what has commas of its own; a single object is a list of one."""
-    try:
-        found = json.loads(text)
-    except ValueError as error:
-        raise InputError(f"{flag} begins like JSON and is not valid JSON: {error}; got '{text}'.") from None
-    return found if isinstance(found, list) else [found]
-
-
-def _switch(flag: str, text: str) -> bool:
-    if text.lower() in ("true", "yes", "on", "1"):
-        return True
-    if text.lower() in ("false", "no", "off", "0"):
-        return False
-    raise InputError(f"{flag} must be true or false, got '{text}'.")

@@ -10,6 +10,7 @@ from paceline.core.errors import InputError, PacelineError
 
 from .drafting import config_of, drafting
 from .options import GenerateOptions
+from .recording import Recording
 from .report import beam_lines, beginning, dump, logprob_lines, result_as_dict, settings_of, summary, versions
 from .session import check_counts, open_decoder, read_prompt, read_settings
 from .settings import takes
@@ -18,6 +19,7 @@ from .terminal import Ink, interruptible, plain_warnings, say
 
 if TYPE_CHECKING:
     from paceline.engine.decoder import SpeculativeDecoder
+    from paceline.engine.request import Generation
 
 
 INTERRUPTED = 130
@@ -45,6 +47,8 @@ def generate(ctx: typer.Context, said: GenerateOptions) -> None:
     how = drafting(ctx, said)
     if said.compare and how.draft == "none":
         raise InputError("--compare needs a drafter to compare plain decoding with, and --draft is none.")
+    if said.compare and said.trace is not None:
+        raise InputError("--trace records one text, and --compare writes it several times; leave one of them out.")
     if said.print_config:
         typer.echo(config_of(ctx, said, how))
         return
@@ -59,10 +63,15 @@ def generate(ctx: typer.Context, said: GenerateOptions) -> None:
 
             compare(decoder, prompt, settings, said)
         else:
-            _write(decoder, prompt, settings, said)
+            recording = None if said.trace is None else Recording(said, how, decoder, settings)
+            result = _write(decoder, prompt, settings, said)
+            if recording is not None:
+                recording.add(result)
+            if result.finish_reason == "cancelled":
+                raise typer.Exit(INTERRUPTED)
 
 
-def _write(decoder: SpeculativeDecoder, prompt: Any, settings: dict[str, Any], said: GenerateOptions) -> None:
+def _write(decoder: SpeculativeDecoder, prompt: Any, settings: dict[str, Any], said: GenerateOptions) -> Generation:
     ink = Ink()
     tokenizer = decoder.target.tokenizer
     wanted = ink.is_terminal if said.stream is None else said.stream
@@ -90,5 +99,4 @@ def _write(decoder: SpeculativeDecoder, prompt: Any, settings: dict[str, Any], s
         for line in [*others, *logprob_lines(result, tokenizer)]:
             ink.write(line + "\n")
     say(summary(result, speculates=decoder.drafter.speculates))
-    if result.finish_reason == "cancelled":
-        raise typer.Exit(INTERRUPTED)
+    return result

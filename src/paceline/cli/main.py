@@ -15,12 +15,16 @@ from paceline.core.errors import InputError, PacelineError
 
 from .audit import EPILOG as AUDIT_EPILOG
 from .audit import audit
+from .bench import EPILOG as BENCH_EPILOG
+from .bench import bench
 from .chat import chat
 from .generate import EPILOG, INTERRUPTED, generate
 from .listing import list_names
 from .report import versions
 from .settings import CONTEXT, PREFIX, SettingsCommand
 from .terminal import complain
+from .tune import EPILOG as TUNE_EPILOG
+from .tune import tune
 
 # typer's errors of usage; older versions take them from click, newer ones bring their own, so they are found by kinship
 _UsageError: type[Exception] = next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException")
@@ -90,6 +94,8 @@ app = typer.Typer(
 app.command("generate", cls=SettingsCommand, context_settings=CONTEXT, epilog=EPILOG)(generate)
 app.command("chat", cls=SettingsCommand, context_settings=CONTEXT)(chat)
 app.command("audit", cls=SettingsCommand, context_settings=CONTEXT, epilog=AUDIT_EPILOG)(audit)
+app.command("bench", cls=SettingsCommand, context_settings=CONTEXT, epilog=BENCH_EPILOG)(bench)
+app.command("tune", cls=SettingsCommand, context_settings=CONTEXT, epilog=TUNE_EPILOG)(tune)
 app.command("list")(list_names)
 
 

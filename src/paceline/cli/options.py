@@ -29,7 +29,7 @@ def _dotted(panel: str, name: str, example: str) -> Any:
 
 
 def _config(command: str) -> Any:
-    help = rf"Settings from the \[{command}] table of a TOML file."
+    help = rf"Settings from the \[{command}] table of a TOML file, and from \[decoder], which `paceline tune` writes."
     return _value(_SETTINGS, "FILE", help, "--config", is_eager=True, callback=read_config)
 
 
@@ -86,7 +86,7 @@ class PairOptions:
         ),
     ] = "prompt-lookup"
     drafter_options: Annotated[list[str] | None, _dotted(_DRAFT, "drafter", "longest 4")] = None
-    gamma: Annotated[int, _value(_DRAFT, "N", "Tokens drafted in a row.")] = 5
+    gamma: Annotated[str, _value(_DRAFT, "N", "Tokens drafted in a row, or auto: as many as pay.")] = "5"
     nodes: Annotated[int | None, _value(_DRAFT, "N", "Tokens of a drafted tree, in all.")] = None
     rule: Annotated[str, _value(_DRAFT, "RULE", "What decides about a draft (see `paceline list rules`).")] = "match"
     rule_options: Annotated[list[str] | None, _dotted(_DRAFT, "rule", "lenience 0.5")] = None
@@ -163,6 +163,9 @@ class GenerateOptions(WritingOptions, PromptOptions):
     )
     repeats: Annotated[int, _value(_SHOW, "N", "Runs of each for --compare.")] = 3
     logprobs: Annotated[int | None, _value(_SHOW, "K", "Log-probabilities of the tokens and K others.")] = None
+    trace: Annotated[
+        str | None, _value(_SHOW, "FILE", "Add the text with its rounds to a trace, for `paceline bench --replay`.")
+    ] = None
 
     config: Annotated[Path | None, _config("generate")] = None
 

@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from paceline.core.errors import InputError
+from paceline.core.registry import convert_options
 
-from .drafting import Drafting, convert_options
+from .drafting import Drafting
 from .options import GenerateOptions, PairOptions, WritingOptions
 from .terminal import preparing
 
@@ -102,7 +103,7 @@ def _bias(text: str) -> tuple[int, float]:
 def open_decoder(said: PairOptions, drafting: Drafting, settings: dict[str, Any], rows: int = 16) -> SpeculativeDecoder:
     """Check the names and numbers, load the model or models, and put them together."""
     with preparing(f"loading {said.target}"):
-        check_counts(gamma=drafting.gamma, nodes=said.nodes)
+        check_counts(nodes=said.nodes)
         check_settings(settings, open_rule(said, drafting))
         _check_branches(said)
         drafter = draft_of(said, drafting)

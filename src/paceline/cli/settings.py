@@ -6,7 +6,6 @@ import dataclasses
 import inspect
 import json
 import re
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar, get_type_hints
@@ -15,6 +14,7 @@ import typer
 from typer.core import TyperCommand
 
 from paceline.core.errors import InputError, UnknownNameError
+from paceline.core.toml import read_toml, toml_value
 
 T = TypeVar("T")
 
@@ -25,6 +25,9 @@ _NOT_IN_CONFIG = {"prompt", "config", "print_config", "debug", "help"}
 _DOTTED = ("--drafter.", "--rule.")
 _TABLES = {"drafter_options": "drafter", "rule_options": "rule-options"}  # options that are a table of the config
 _FIELDS = {table: field for field, table in _TABLES.items()}
+_DECODER = "decoder"  # the table that `paceline tune` writes and `SpeculativeDecoder.from_config` reads too
+_DECODER_FIELDS = ("target", "dtype", "device", "draft", "drafter_options", "gamma", "nodes", "rule", "rule_options",
+                   "rows", "allow_lossy")  # fmt: skip
 
 
 def takes(options: type[T]) -> Callable[[Callable[[typer.Context, T], None]], Callable[..., None]]:
@@ -86,44 +89,45 @@ def source(ctx: typer.Context, name: str) -> str:
 def read_config(ctx: typer.Context, value: Path | None) -> Path | None:
     """Callback of --config, before the other options: what the file says becomes their defaults."""
     if value is not None and not ctx.resilient_parsing:
-        ctx.default_map = _defaults(ctx, value, _parse(value))
+        ctx.default_map = _defaults(ctx, value, read_toml(value))
     return value
 
 
-def _parse(path: Path) -> dict[str, Any]:
-    try:
-        if sys.version_info >= (3, 11):
-            import tomllib
-        else:
-            import tomli as tomllib
-    except ModuleNotFoundError:
-        raise InputError("Reading a config file needs Python 3.11 or the package 'tomli': pip install tomli.") from None
-    try:
-        return tomllib.loads(path.read_text("utf-8"))
-    except OSError as error:
-        raise InputError(f"The config '{path}' cannot be read: {error.strerror or error}.") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise InputError(f"The config '{path}' is not valid TOML: {' '.join(str(error).split())}.") from error
-
-
 def _defaults(ctx: typer.Context, path: Path, content: dict[str, Any]) -> dict[str, Any]:
-    """The command's own table; tables of other commands are left alone, anything else is a mistake."""
+    """The table [decoder], which is for all commands, and over it the command's own; tables of other commands are left
+    alone, anything else is a mistake."""
     group = ctx.parent.command if ctx.parent is not None else None
     commands = getattr(group, "commands", {ctx.info_name: None})
-    for name in content:
-        if name not in commands:
-            raise UnknownNameError(f"table in '{path}'", name, commands)
-    table = content.get(str(ctx.info_name), {})
-    if not isinstance(table, dict):
-        raise InputError(f"'{ctx.info_name}' in '{path}' must be a table, [{ctx.info_name}], not a value.")
+    for name, table in content.items():
+        if name not in commands and name != _DECODER:
+            raise UnknownNameError(f"table in '{path}'", name, [*commands, _DECODER])
+        if name in (ctx.info_name, _DECODER) and not isinstance(table, dict):
+            raise InputError(f"'{name}' in '{path}' must be a table, [{name}], not a value.")
+    base, own = _decoder_table(path, content.get(_DECODER, {})), content.get(str(ctx.info_name), {})
+    for name, options in (("draft", "drafter_options"), ("rule", "rule_options")):
+        if name in own:  # options are of what was named beside them
+            base.pop(options, None)
     known = {p.name: p for p in ctx.command.params if p.name and p.name not in _NOT_IN_CONFIG}
     defaults: dict[str, Any] = {}
-    for key, value in table.items():
+    for key, value in [*((k, v) for k, v in base.items() if k in known), *own.items()]:
         name = _FIELDS.get(key, key.replace("-", "_"))
         if name not in known:
             raise UnknownNameError(f"setting in '{path}'", key, [_key(each) for each in known])
         defaults[name] = _listed(value) if known[name].multiple else value  # type: ignore[attr-defined]
     return defaults
+
+
+def _decoder_table(path: Path, table: dict[str, Any]) -> dict[str, Any]:
+    """By the names of fields; what a command has no use for is not its business, but a name nobody knows is a slip."""
+    found = {}
+    for key, value in table.items():
+        name = {**_FIELDS, "options": "drafter_options"}.get(key, key.replace("-", "_"))
+        if name not in _DECODER_FIELDS:
+            raise UnknownNameError(
+                f"setting of [{_DECODER}] in '{path}'", key, [_key(each) for each in _DECODER_FIELDS]
+            )
+        found[name] = value
+    return found
 
 
 def _listed(value: Any) -> list[Any]:
@@ -155,7 +159,7 @@ def show_config(
         if value is None:
             lines.append(f"# {_key(name)} is not set")
         else:
-            lines.append(f"{_key(name)} = {_toml(value)}  # {origins[name]}")
+            lines.append(f"{_key(name)} = {toml_value(value)}  # {origins[name]}")
     for name, options in tables.items():
         if options:
             lines += ["", f"[{command}.{_key(name)}]"]
@@ -169,12 +173,4 @@ def _key(name: str) -> str:
 
 def _literal(text: str) -> str:
     """Options of what was chosen by name are text until their types are known; a number need not look like text."""
-    return text if re.fullmatch(r"-?\d+(\.\d+)?|true|false", text) else _toml(text)
-
-
-def _toml(value: Any) -> str:
-    if isinstance(value, (list, tuple)):
-        return f"[{', '.join(_toml(each) for each in value)}]"
-    if isinstance(value, (bool, str)):
-        return json.dumps(value, ensure_ascii=False)
-    return repr(value)
+    return text if re.fullmatch(r"-?\d+(\.\d+)?|true|false", text) else toml_value(text)

@@ -25,6 +25,7 @@ class Budget:
     nodes: int
     limits: tuple[int, ...]
     draw: Draw = "coupled"
+    branches: bool = True  # may it be a tree, or only chains?
 
 
 class RowsView(Protocol):
@@ -129,8 +130,27 @@ class Drafter(ABC):
     shares_reader: ClassVar[bool] = False  # may bring a reader of the target along (`reader`)
     wants_verdict: ClassVar[bool] = True  # `keep` does something; inside a portfolio it is not worked out for others
     holds_drafters: ClassVar[bool] = False  # made with (options, device): the models of those inside belong there too
+    chooses_length: ClassVar[bool] = False  # decides itself how much to draft; γ is only a limit
+    hope: ClassVar[float | None] = None  # for drafters that run a model: how often a token is right, before one knows
+    reasons: Sequence[str] = ()  # of the last proposal, per row: why so much and by whom (for the trace)
     takes_prediction: bool = False  # drafts from `rows.predictions`
     needs_taps: tuple[float, ...] = ()  # relative depths of the target's hidden states it wants to see
+
+    @classmethod
+    def beyond_text(cls, options: Any) -> str | None:
+        """What its drafts need beyond the tokens of a text and the caller's prediction, in a few words; None: nothing,
+        so that they can be made again without the target (`bench.replay`)."""
+        return "a model's logits"
+
+    @classmethod
+    def token_by_token(cls, options: Any) -> bool:
+        """Is its draft a chain as deep as the budget, each token a function of all tokens before it? A chain begun
+        later, where the text has followed an earlier one, is then the rest of that."""
+        return False
+
+    def reach(self) -> int | None:
+        """The longest text, with its draft, that it can draft for; None: any that the target can read."""
+        return None
 
     def check(self, target: Any) -> None:  # noqa: B027
         """Refuse, with `UnsupportedError`, a target this drafter cannot draft for."""
@@ -173,6 +193,13 @@ class Drafter(ABC):
 
     def release(self, row: int, last: int, length: int) -> None:  # noqa: B027
         """Row `row` is gone; row `last` (of `length` tokens) takes its place."""
+
+    def anew(self) -> Drafter | None:
+        """The same drafter, as if it had never seen a text: made again from its `options`. Whoever holds what is slow to
+        make and knows no text (a model made out of the target, a head read from a file) hands it on. None: it has no
+        such attribute, and whoever made it must make it again."""
+        options = getattr(self, "options", None)
+        return None if options is None else type(self)(options)  # type: ignore[call-arg]
 
     def describe(self) -> str:
         """One short phrase for the line that says what speculates with what."""

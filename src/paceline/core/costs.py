@@ -21,8 +21,11 @@ class Costs:
     drafters: Mapping[str, float] = field(default_factory=dict)
 
     def seconds(self, fed: int, rows: int = 1) -> float:
-        """Of one pass. Between two numbers of rows that were measured, linearly; the same for tokens."""
+        """Of one pass. Between two numbers of rows that were measured, linearly; the same for tokens. Of more rows than
+        were ever measured by the number of tokens: weights are read once, whoever the tokens belong to."""
         known = sorted(self.passes)
+        if rows > known[-1]:
+            return self._along(known[-1], max(1, round(rows * fed / known[-1])))
         low, high, share = _between(known, rows)
         return (1 - share) * self._along(low, fed) + share * self._along(high, fed)
 

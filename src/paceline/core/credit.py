@@ -5,13 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-DEPTHS, RANKS = 12, 8  # deeper nodes and later siblings share the last entry
-_REACHES = (2, 5)  # drafts that lead so far at most, and those that lead further: who is sure drafts further
+RANKS = 8  # later siblings share the last entry
+_RUNS = (1, 2, 3, 4, 6, 8, 12, 16)  # a drafter that was right so often in a row is believed accordingly
+_BUCKET = tuple(sum(run >= least for least in _RUNS) for run in range(_RUNS[-1] + 1))
+BUCKETS = len(_RUNS) + 1
 _FADE = 0.98  # what was seen 35 rounds ago counts half
-# before anything is seen: the chance of the r-th child of a node that is right
-_PRIOR = tuple(
-    (0.5, 0.15, 0.08, 0.05, 0.04, 0.03, 0.02, 0.02)[i % RANKS] for i in range((len(_REACHES) + 1) * DEPTHS * RANKS)
-)
+_AGREEMENT = 0.01  # drafters look at the same text: that a second one agrees breaks a tie and says no more
+_CONTESTED = 0.5  # that others propose something else instead counts half of what they are believed
+# before anything is seen: the chance of a drafter's first child by how often it was right before, and of its others
+_FIRST = (0.25, 0.45, 0.55, 0.62, 0.68, 0.74, 0.8, 0.85, 0.9)
+_OTHERS = (0.0, 0.12, 0.07, 0.05, 0.04, 0.03, 0.02, 0.02)
+_PRIOR = tuple(_FIRST[i % BUCKETS] if i < BUCKETS else _OTHERS[i // BUCKETS] for i in range(RANKS * BUCKETS))
+_PRIOR_WEIGHT = 4.0
 
 Drafted = tuple[list[int], list[int]]  # the tokens and parents of one row
 
@@ -29,21 +34,43 @@ class Mean:
 
 
 class Ledger:
-    """How often a drafter's nodes came true once their parents had: by the draft's reach, by depth and by rank among
-    siblings.
+    """How often a drafter's nodes came true once their parents had: by rank among siblings, and by how many tokens in
+    a row it had right before. Text that is copied is copied for a while, so that number says more than any average.
 
     `above` is what is believed before anything is seen: the ledger of all rows, for that of one row.
     """
 
-    def __init__(self, above: Ledger | None = None) -> None:
+    def __init__(self, above: Ledger | None = None, hope: float | None = None) -> None:
+        """`hope`: the chance of a first child before anything is seen, of a drafter that is not known to copy."""
         self.chance: list[float] = list(above.chance if above is not None else _PRIOR)
+        if hope is not None:
+            self.chance[:BUCKETS] = [hope] * BUCKETS
         self.gain: Mean = Mean() if above is None else Mean(above.gain.value, 4.0)  # tokens in a row that came true
-        self._weight = [4.0] * len(self.chance)
+        self.run = 0  # the last so many tokens of the row it had right
+        self._weight = [_PRIOR_WEIGHT] * len(self.chance)
 
-    def see(self, entry: int, rank: int, true: bool) -> None:
-        i = entry + min(rank, RANKS - 1)
-        weight = self._weight[i] = self._weight[i] * _FADE + 1.0
-        self.chance[i] += (true - self.chance[i]) / weight
+    def see(self, entry: int, true: bool) -> None:
+        weight = self._weight[entry] = self._weight[entry] * _FADE + 1.0
+        self.chance[entry] += (true - self.chance[entry]) / weight
+
+    def see_chain(self, length: int, right: int) -> None:
+        """A chain of `length` tokens of which the first `right` came true; nobody looked at them one by one."""
+        for depth in range(min(length, right + 1)):
+            self.see(entry_of(0, self.run + depth), depth < right)
+
+    def expected(self, length: int) -> list[float]:
+        """The chances that a chain of so many tokens, drafted now, comes true up to each of them."""
+        chances: list[float] = []
+        joint = 1.0
+        for depth in range(length):
+            joint *= self.chance[entry_of(0, self.run + depth)]
+            chances.append(joint)
+        return chances
+
+
+def entry_of(rank: int, run: int) -> int:
+    """Where a ledger notes the child of this rank of a node that ends a run of so many right ones."""
+    return min(rank, RANKS - 1) * BUCKETS + _BUCKET[min(run, _RUNS[-1])]
 
 
 @dataclass
@@ -58,90 +85,149 @@ class Draft:
     def __post_init__(self) -> None:
         for node, parent in enumerate(self.parents):
             self.children.setdefault(parent, []).append(node)
-        self.leading: list[int] = []  # the chain of first children
+
+    @property
+    def leading(self) -> list[int]:
+        """The chain of first children."""
+        chain: list[int] = []
         children = self.children.get(-1)
         while children:
-            self.leading.append(children[0])
+            chain.append(children[0])
             children = self.children.get(children[0])
-        self._size = sum(len(self.leading) > reach for reach in _REACHES) * DEPTHS
+        return chain
 
-    def entry(self, depth: int) -> int:
-        """Where a ledger notes the first child at this depth."""
-        return (self._size + min(depth, DEPTHS - 1)) * RANKS
+    def cut_to(self, kept: Sequence[int]) -> None:
+        """Only these nodes, their ancestors among them, as if no others had been drafted."""
+        place = {node: i for i, node in enumerate(kept)}
+        parents = [place.get(self.parents[node], -1) for node in kept]
+        self.tokens, self.parents = [self.tokens[node] for node in kept], parents
+        self.children.clear()
+        self.__post_init__()
 
-    def follow(self, emitted: Sequence[int], ledgers: Sequence[Ledger] = ()) -> list[int]:
-        """The nodes that agree with the text from its beginning; what came true is noted in the ledgers."""
+    def follow(self, emitted: Sequence[int], run: int, ledgers: Sequence[Ledger] = ()) -> list[int]:
+        """The nodes that agree with the text from its beginning; what came true is noted in the ledgers. `run`: the
+        tokens in a row that were right before."""
         path: list[int] = []
         at = -1
-        for depth, token in enumerate(emitted):
+        for token in emitted:
             children = self.children.get(at)
             if not children:
                 break
-            found, entry = -1, self.entry(depth)
+            found = -1
             for rank, node in enumerate(children):
                 true = self.tokens[node] == token
                 for ledger in ledgers:
-                    ledger.see(entry, rank, true)
+                    ledger.see(entry_of(rank, run), true)
                 if true:
                     found = node
             if found < 0:
                 break
+            run = run + 1 if found == children[0] else 0
             path.append(found)
             at = found
         return path
 
+    def run_after(self, path: Sequence[int], emitted: Sequence[int], run: int) -> int:
+        """The tokens in a row it had right, once these were emitted and `path` of it came true. A draft that ended
+        before the text was not wrong about what came after."""
+        if len(path) < len(emitted) and self.children.get(path[-1] if path else -1):
+            return 0
+        for node in path:
+            run = run + 1 if self.children[self.parents[node]][0] == node else 0
+        return run
 
-def merge(drafts: Sequence[tuple[Draft, Ledger]], depth: int, nodes: int, least: float = 0.0) -> Drafted:
-    """The nodes with the best chances of all proposals as one tree; equal nodes are one, and likelier for it.
 
-    The first draft's leading chain is always in. A node's chance is that of its parent times its own, so parents are
-    worth more than their children, and whoever is in has its ancestors in. Fills in `where` of every draft.
-    """
-    tokens: list[int] = []
-    parents: list[int] = []
-    missed: list[float] = []  # the chance that all who proposed a node are wrong, once its parent is right
+@dataclass
+class Pool:
+    """The nodes of all proposals for one row as one tree; equal nodes are one. chances: that the text goes there."""
+
+    tokens: list[int] = field(default_factory=list)
+    parents: list[int] = field(default_factory=list)
+    chances: list[float] = field(default_factory=list)
+
+
+def pool(drafts: Sequence[tuple[Draft, Ledger]], depth: int) -> Pool:
+    """Everything that was proposed, at most `depth` deep. A node's chance is that of its parent times its own, so
+    parents are worth no less than their children. Fills in `where` of every draft."""
+    found = Pool()
+    missed: list[float] = []  # the chance that a node is wrong, once its parent is right
     known: dict[tuple[int, int], int] = {}
     for draft, ledger in drafts:
-        chance, where, depths = ledger.chance, draft.where, [0] * len(draft.tokens)
-        where[:] = [-1] * len(draft.tokens)
-        for parent, children in draft.children.items():  # parents before children: a node is met before its own
-            above, level = (-1, 0) if parent < 0 else (where[parent], depths[parent] + 1)
-            if level >= depth or (parent >= 0 and above < 0):
-                continue
-            base = draft.entry(level)
-            for rank, node in enumerate(children):
-                depths[node] = level
-                miss = 1.0 - chance[base + min(rank, RANKS - 1)]
-                key = (above, draft.tokens[node])
-                merged = known.get(key)
-                if merged is None:
-                    merged = known[key] = len(tokens)
-                    tokens.append(key[1])
-                    parents.append(above)
-                    missed.append(miss)
-                else:
-                    missed[merged] *= miss
-                where[node] = merged
-    return _chosen(drafts, (tokens, parents), missed, nodes, least)
+        _add(draft, ledger, depth, (found, missed, known))
+    own = _contested(found.parents, missed)
+    for node, parent in enumerate(found.parents):
+        found.chances.append((found.chances[parent] if parent >= 0 else 1.0) * own[node])
+    return found
 
 
-def _chosen(
-    drafts: Sequence[tuple[Draft, Ledger]], tree: Drafted, missed: list[float], nodes: int, least: float
-) -> Drafted:
-    tokens, parents = tree
-    value: list[float] = []
+def _contested(parents: Sequence[int], missed: Sequence[float]) -> list[float]:
+    """The chance of each node once its parent is right. Only one child of a node can be: the likelier ones leave the
+    others what they miss, and each is believed less for its rivals (without that, two who disagree would both be
+    believed, and every disagreement would look worth reading)."""
+    children: dict[int, list[int]] = {}
     for node, parent in enumerate(parents):
-        value.append((value[parent] if parent >= 0 else 1.0) * (1.0 - missed[node]))
-    for first, _ in drafts[:1]:
-        for node in first.leading:
-            if first.where[node] >= 0:
-                value[first.where[node]] = 2.0
-    kept = [node for node in range(len(tokens)) if value[node] >= least]
-    if len(kept) > nodes:
-        kept = sorted(sorted(kept, key=lambda node: -value[node])[:nodes])  # of equals the elder: parents stay
+        children.setdefault(parent, []).append(node)
+    own = [1.0 - miss for miss in missed]
+    for rivals in children.values():
+        if len(rivals) == 1:
+            continue
+        claims, left = sum(own[node] for node in rivals), 1.0
+        for node in sorted(rivals, key=lambda node: missed[node]):
+            claim = own[node]
+            own[node] = claim * left * (1.0 - _CONTESTED * min(1.0, claims - claim))
+            left *= 1.0 - claim
+    return own
+
+
+def _add(draft: Draft, ledger: Ledger, depth: int, into: tuple[Pool, list[float], dict[tuple[int, int], int]]) -> None:
+    found, missed, known = into
+    where, depths, runs = draft.where, [0] * len(draft.tokens), [0] * len(draft.tokens)
+    where[:] = [-1] * len(draft.tokens)
+    for parent, children in draft.children.items():  # parents before children: a node is met before its own
+        above, level, run = (-1, 0, ledger.run) if parent < 0 else (where[parent], depths[parent] + 1, runs[parent])
+        if level >= depth or (parent >= 0 and above < 0):
+            continue
+        for rank, node in enumerate(children):
+            depths[node], runs[node] = level, 0 if rank else run + 1
+            miss = 1.0 - ledger.chance[entry_of(rank, run)]
+            key = (above, draft.tokens[node])
+            place = known.get(key)
+            if place is None:
+                place = known[key] = len(found.tokens)
+                found.tokens.append(key[1])
+                found.parents.append(above)
+                missed.append(miss)
+            else:
+                less, more = sorted((missed[place], miss))
+                missed[place] = less * more**_AGREEMENT
+            where[node] = place
+
+
+def select(drafts: Sequence[tuple[Draft, Ledger]], found: Pool, kept: Sequence[int]) -> Drafted:
+    """Only the nodes `kept`, their ancestors among them; every draft learns where its nodes went."""
+    tokens, parents = found.tokens, found.parents
     if len(kept) == len(tokens):
-        return tree
+        return tokens, parents
     place = {node: i for i, node in enumerate(kept)}
     for draft, _ in drafts:
         draft.where[:] = [place.get(node, -1) for node in draft.where]
     return [tokens[node] for node in kept], [place.get(parents[node], -1) for node in kept]
+
+
+def best_first(chances: Sequence[float]) -> list[int]:
+    """Nodes by their chances; of equals the elder, so that parents stay before their children."""
+    return sorted(range(len(chances)), key=lambda node: -chances[node])
+
+
+def merge(drafts: Sequence[tuple[Draft, Ledger]], depth: int, nodes: int, least: float = 0.0) -> Drafted:
+    """The nodes with the best chances of all proposals as one tree. The first draft's leading chain is always in."""
+    found = pool(drafts, depth)
+    value = list(found.chances)
+    for first, _ in drafts[:1]:
+        for node in first.leading:
+            if first.where[node] >= 0:
+                value[first.where[node]] = 2.0
+    kept = [node for node in range(len(value)) if value[node] >= least]
+    if len(kept) > nodes:
+        kept = sorted([node for node in best_first(value) if value[node] >= least][:nodes])
+    return select(drafts, found, kept)

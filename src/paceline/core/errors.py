@@ -52,3 +52,7 @@ class ModelOutputError(PacelineError):
 
 class PacelineWarning(UserWarning):
     """Something worth knowing that does not change the text."""
+
+
+class DrafterWarning(PacelineWarning):
+    """A drafter failed, and plain decoding went on: whoever measures it has measured something else."""

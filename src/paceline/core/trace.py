@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 
@@ -15,6 +15,7 @@ class Round:
     path: tuple[int, ...]  # the accepted nodes that were committed
     own: int | None  # the target's own token, if it was committed
     bonus: bool  # the own token came after full acceptance, not after a rejection
+    why: str = ""  # the reason for this draft, of a drafter that decides how much to draft
 
     @property
     def rejected(self) -> tuple[int, ...]:
@@ -41,6 +42,10 @@ class Trace:
         for entry in self.rounds:
             flags += [True] * len(entry.path) + ([] if entry.own is None else [False])
         return flags
+
+    def explain(self, why: str) -> None:
+        """Of the last round."""
+        self.rounds[-1] = replace(self.rounds[-1], why=why)
 
     def by_position(self) -> list[tuple[int, int]]:
         """(accepted, drafted) for the 1st, 2nd, ... drafted token of a round; unconditional."""

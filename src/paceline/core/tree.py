@@ -15,6 +15,7 @@ from .errors import DrafterError
 # certain: a point mass (n-gram, lookup, greedy).  coupled: drawn with the target's own noise; the laws are not needed.
 # iid / without_replacement: siblings drawn from `laws` with noise of their own; a ratio rule needs those laws.
 Drawn = Literal["certain", "coupled", "iid", "without_replacement"]
+LAWFUL: tuple[Drawn, ...] = ("iid", "without_replacement")  # drawn from laws of their own: nothing may be left out
 
 
 @dataclass(frozen=True)

@@ -50,6 +50,11 @@ class CrossVocabulary(ModelDrafter):
     def describe(self) -> str:
         return f"cross-vocabulary {self.lm.name} by {self.options.mode}"
 
+    def anew(self) -> CrossVocabulary:
+        fresh = CrossVocabulary(self.options)
+        fresh._words = self._words
+        return fresh
+
     # ---- rows come and go
 
     def check(self, target: LanguageModel) -> None:

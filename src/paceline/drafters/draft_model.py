@@ -25,6 +25,7 @@ class ModelDrafter(Drafter):
     """A drafter that runs a smaller model: what its kinds have in common."""
 
     Options: ClassVar[type]
+    hope = 0.7
 
     def __init__(self, options: Any = None) -> None:
         self.options = options or self.Options()
@@ -38,6 +39,9 @@ class ModelDrafter(Drafter):
 
     def describe(self) -> str:
         return f"{self.name} {self.lm.name}"
+
+    def reach(self) -> int | None:
+        return self.lm.context
 
     def check(self, target: LanguageModel) -> None:
         check_same_vocabulary(target, self.lm)
@@ -80,6 +84,10 @@ class DraftModel(ModelDrafter):
         self._read: list[int] = []  # per row, how many committed tokens the draft's memory holds
         self._drafted_at: list[int] = []  # per row, its length when the last draft was made
         self._grower = Grower(self.options)
+
+    @classmethod
+    def token_by_token(cls, options: Any) -> bool:
+        return bool(options.tree == "chain")
 
     def describe(self) -> str:
         shape = "" if self.options.tree == "chain" else f", tree {self.options.tree}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
@@ -38,6 +38,7 @@ class HeadDrafter(Drafter):
     the last committed token has not been read by the target when a draft is made."""
 
     on_device = True
+    hope = 0.6
     needs_taps: tuple[float, ...] = (1.0,)
 
     def __init__(self, options: HeadOptions | None = None) -> None:
@@ -57,6 +58,9 @@ class HeadDrafter(Drafter):
 
     def describe(self) -> str:
         return self.name if self.options.tree == "chain" else f"{self.name}, tree {self.options.tree}"
+
+    def anew(self) -> Drafter:
+        return type(self)(replace(self.options, head=self.head))
 
     # ---- rows come and go
 

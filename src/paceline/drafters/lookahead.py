@@ -49,6 +49,10 @@ class Lookahead(Drafter):
         self._states: list[_Row] = []
         self._drafts: list[_Draft] = []
 
+    @classmethod
+    def beyond_text(cls, options: Any) -> str | None:
+        return "the target's logits (option window)" if options.window else None
+
     def open(self, target: object, rows: RowsView) -> None:
         self._states, self._drafts = [], []
 

@@ -26,17 +26,31 @@ def make_drafter(draft: Any, options: Mapping[str, Any] | None = None, device: A
         if given:
             raise InputError(f"options {sorted(given)} belong to a drafter given by name; this one is already made.")
         return draft
-    draft, inside = _parted(draft)
-    given = {**inside, **given}
-    if isinstance(draft, str) and draft not in DRAFTERS and not is_model(draft):
-        raise UnknownNameError("drafter or model", draft, [*DRAFTERS, *catalogue_names()])
-    if not (isinstance(draft, str) and draft in DRAFTERS):
-        draft, given["model"] = "draft-model", draft
+    name, given = named(draft, given)
     if given.get("model") is not None:
         given["model"] = _loaded(given["model"], device)
-    cls = DRAFTERS[draft]
-    made = build_options(cls.Options, given, f"drafter '{draft}'")
+    cls = DRAFTERS[name]
+    made = build_options(cls.Options, given, f"drafter '{name}'")
     return cls(made, device) if cls.holds_drafters else cls(made)  # type: ignore[call-arg]
+
+
+def named(draft: Any, options: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+    """The registered name and all options of a drafter that is not made yet; a model is one of the options."""
+    draft, inside = _parted(draft)
+    given = {**inside, **options}
+    if isinstance(draft, str) and draft not in DRAFTERS and not is_model(draft):
+        raise UnknownNameError("drafter or model", draft, [*DRAFTERS, *catalogue_names()])
+    if isinstance(draft, str) and draft in DRAFTERS:
+        return draft, given
+    return "draft-model", {**given, "model": draft}
+
+
+def beyond_text(draft: Any, options: Mapping[str, Any] | None = None) -> str | None:
+    """See `Drafter.beyond_text`, of whatever people call a drafter; nothing is loaded to find out."""
+    if isinstance(draft, Drafter):
+        return draft.beyond_text(getattr(draft, "options", None))
+    name, given = named(draft, options or {})
+    return DRAFTERS[name].beyond_text(build_options(DRAFTERS[name].Options, given, f"drafter '{name}'"))
 
 
 def _parted(draft: Any) -> tuple[Any, dict[str, Any]]:

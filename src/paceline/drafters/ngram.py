@@ -63,6 +63,10 @@ class Ngram(HostDrafter["_Row"]):
         self.store: NgramStore = as_store(options.store, self._longest, options.capacity)
         self._states = []
 
+    @classmethod
+    def beyond_text(cls, options: Any) -> str | None:
+        return "the target's logits (option filler)" if options.filler else None
+
     def describe(self) -> str:
         return f"ngram, order {self.options.order}"
 

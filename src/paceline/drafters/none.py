@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from paceline.core.contracts import DRAFTERS, Budget, Drafter, RowsView
 from paceline.core.tree import TokenTree
@@ -21,6 +22,10 @@ class NoDraft(Drafter):
 
     def __init__(self, options: Options | None = None) -> None:
         self.options = options or self.Options()
+
+    @classmethod
+    def beyond_text(cls, options: Any) -> str | None:
+        return None
 
     def propose(self, rows: RowsView, budget: Budget) -> TokenTree:
         return TokenTree.empty(rows.count, rows.text.device)

@@ -3,32 +3,27 @@
 from __future__ import annotations
 
 import time
-import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
-from paceline.core.contracts import DRAFTERS, Budget, Drafter, Glimpse, Reader, Reading, RowsView
-from paceline.core.credit import Ledger, Mean, merge
-from paceline.core.errors import InputError, PacelineWarning, UnsupportedError
+from paceline.core.contracts import DRAFTERS, Budget, RowsView
+from paceline.core.credit import Mean, merge
+from paceline.core.errors import InputError
 from paceline.core.tree import TokenTree
-from paceline.core.verdict import Verdict
 
-from .making import make_drafter
-from .portfolio_member import Account, Member, credit
-from .portfolio_view import Outcome, Proposal, all_of, drafts_of
-from .recycling import of_rows
+from .company import MERGES, Company
+from .making import beyond_text
+from .portfolio_member import Member
 
-T = TypeVar("T")
 _TRIAL = 64  # rounds every member is asked before it may be passed over
 _PROBE = 16  # where only one may draft: every so many rounds another one does
 _LEADS = 4
 _PASS = 32  # where nodes are the cost: a pass of the target costs as much as proposing so many full trees
-_MERGES = ("certain", "coupled")
 
 
 @DRAFTERS.register("portfolio")
-class Portfolio(Drafter):
+class Portfolio(Company):
     """Merge what several drafters propose into one tree, and learn which of them to believe."""
 
     @dataclass(frozen=True)
@@ -60,44 +55,16 @@ class Portfolio(Drafter):
         def conformance_variants(cls) -> list[Mapping[str, Any]]:
             return [{"drafters": _with_the_target}, {"drafters": _with_the_target, "mode": "first"}]
 
-    holds_drafters = True
-
     def __init__(self, options: Options | None = None, device: Any = None) -> None:
         """Models of the members that have to be loaded go to `device`."""
-        self.options = options or self.Options()
-        self.frozen = self.options.frozen
-        made = [make_drafter(given, device=device) for given in self.options.drafters]
-        names = [drafter.name for drafter in made]
-        titles = [name if names.count(name) == 1 else f"{name} {i + 1}" for i, name in enumerate(names)]
-        self._members = [Member(*each, number) for number, each in enumerate(zip(made, titles, strict=True))]
-        taps = sorted({tap for drafter in made for tap in drafter.needs_taps})
-        for member in self._members:
-            member.taps = tuple(taps.index(tap) for tap in member.drafter.needs_taps)
-        self.needs_taps = tuple(taps)
-        self.takes_prediction = any(drafter.takes_prediction for drafter in made)
-        self.reset()
-
-    # ---- credit
+        super().__init__(options or self.Options(), device)
 
     def reset(self) -> None:
-        """Forget what the members have been worth."""
-        for member in self._members:
-            member.account = Account()
-        self._rounds = 0
-        self._emitted, self._lasts, self._began = Mean(), Mean(), 0.0
-        self._books: list[list[Ledger]] = []  # per row and member
+        super().reset()
+        self._lasts, self._began = Mean(), 0.0
 
-    def credits(self) -> dict[str, dict[str, float]]:
-        """Per member: rounds it was asked, tokens in a row that came true, those that nobody else had, and its cost."""
-        return {
-            member.title: {
-                "asked": member.account.asked,
-                "accepted": member.account.ledger.gain.value,
-                "alone": member.account.alone.value,
-                "cost": member.account.cost.value,
-            }
-            for member in self._members
-        }
+    def _price(self, seconds: float, drafted: float) -> float:
+        return seconds if self.options.cost == "time" else drafted
 
     def describe(self) -> str:
         shown = [
@@ -106,106 +73,22 @@ class Portfolio(Drafter):
         ]
         return f"portfolio ({'first of ' if self.options.mode == 'first' else ''}{', '.join(shown)})"
 
-    # ---- rows come and go
-
-    def check(self, target: Any) -> None:
-        for member in self._members:
-            member.drafter.check(target)
-
-    def open(self, target: Any, rows: RowsView) -> None:
-        if not self.options.persistent:
-            self.reset()
-        self._target = target
-        self._books = []
-        self._asked: list[tuple[Member, Proposal]] = []
-        self._tree: TokenTree | None = None
-        for member in self._members:
-            member.lost = member.behind = member.shares = member.has_laws = False
-            self._try(member, member.drafter.open, target, rows)
-
-    def reader(self, target: Any) -> Reader | None:
-        """Of the first member that brings one: the others run without. It reads merged drafts like any other, but has
-        no taps, so that nobody may want them."""
-        for member in self._alive() if not self.needs_taps else []:
-            shared = self._try(member, member.drafter.reader, target)
-            if shared is not None:
-                member.shares = True
-                return shared
-        return None
-
-    def watch(self, rows: RowsView, glimpse: Glimpse) -> None:
-        for member in self._alive():
-            if member.taps:
-                own = Glimpse(glimpse.first, glimpse.start, tuple(glimpse.taps[tap] for tap in member.taps))
-                self._try(member, member.drafter.watch, rows, own)
-
-    def admit(self, rows: RowsView, first: int) -> None:
-        del self._books[first:]
-        for _ in range(first, rows.count):
-            self._books.append([Ledger(member.account.ledger) for member in self._members])
-        for member in self._alive():
-            self._try(member, member.drafter.restart if member.behind else member.drafter.admit, rows, first)
-            member.behind = False
-        self._asked, self._tree = [], None
-
-    def release(self, row: int, last: int, length: int) -> None:
-        self._books[row] = self._books[last]
-        del self._books[last]
-        for member in self._alive():
-            self._try(member, member.drafter.release, row, last, length)
-
-    def reorder(self, rows: RowsView, source: Sequence[int]) -> bool:
-        """Members that do not follow begin anew when the round is committed. What members were worth to a row stays
-        with it: rows that change places are of one search."""
-        for member in self._alive():
-            member.behind = member.behind or not self._try(member, member.drafter.reorder, rows, source)
-        for _, proposal in self._asked:
-            proposal.reorder(source)
-        self._tree = None if self._tree is None else of_rows(self._tree, source)
-        return True
-
-    def restart(self, rows: RowsView, count: int) -> None:
-        for member in self._members:
-            member.behind = True
-        self.admit(rows, count)
-
-    def rewind(self, lengths: list[int]) -> None:
-        for member in self._alive():
-            if not member.behind:
-                self._try(member, member.drafter.rewind, lengths)
-
-    def _alive(self) -> list[Member]:
-        return [member for member in self._members if not member.lost]
-
-    def _try(self, member: Member, act: Callable[..., T], *given: Any) -> T | None:
-        """A member that fails is left out until the next batch; the others go on."""
-        try:
-            return act(*given)
-        except UnsupportedError:
-            raise
-        except Exception as error:
-            member.lost = True
-            warnings.warn(
-                f"Drafter '{member.title}' of the portfolio failed ({type(error).__name__}: {error}); "
-                "the others go on.",
-                PacelineWarning,
-                stacklevel=3,
-            )
-            return None
+    @classmethod
+    def beyond_text(cls, options: Any) -> str | None:
+        needs = [need for need in map(beyond_text, options.drafters) if need is not None]
+        if needs:
+            return f"{needs[0]}, for a member"
+        timed = options.mode == "merge" and options.cost == "time" and len(options.drafters) > 1
+        return "a clock, to know whom to ask (option cost; cost=nodes needs none)" if timed else None
 
     # ---- drafting
 
     def propose(self, rows: RowsView, budget: Budget) -> TokenTree:
-        self._asked, self._tree = [], None
-        for member in self._alive():
-            if member.behind:
-                self._try(member, member.drafter.restart, rows, rows.count)
-                member.behind = False
+        self._catch_up(rows)
         now = time.perf_counter()
         if self._began and self.options.cost == "time" and not self.frozen:
             self._lasts.see(now - self._began)
         self._began = now
-        self._rounds += 1
         lawful = budget.draw in ("independent", "iid")
         for member in self._order(lawful):
             if lawful and member.has_laws and self._has_ideas():
@@ -215,7 +98,7 @@ class Portfolio(Drafter):
             proposal = self._ask(member, rows, budget)
             if proposal is None:
                 continue
-            if proposal.tree.drawn not in _MERGES and proposal.tree.nodes:
+            if proposal.tree.drawn not in MERGES and proposal.tree.nodes:
                 member.has_laws = True
                 if not self._has_ideas():  # alone: of what was drawn nothing may be left out
                     proposal.whole, self._tree = True, proposal.tree
@@ -248,31 +131,6 @@ class Portfolio(Drafter):
         pays = account.alone.value * whole >= account.cost.value * self._emitted.value
         return pays or self._rounds - account.last >= account.pause
 
-    def _ask(self, member: Member, rows: RowsView, budget: Budget) -> Proposal | None:
-        began = time.perf_counter()
-        tree = self._try(member, member.drafter.propose, rows, budget)
-        if tree is None:
-            return None
-        account = member.account
-        account.asked += 1
-        account.last = self._rounds
-        proposal = Proposal(tree, member.taps)
-        if tree.drawn in _MERGES:
-            limits = None if member.drafter.on_device else (self._target.vocabulary, budget.nodes, budget.depth)
-            read = self._try(member, drafts_of, tree, rows.count, limits)
-            if read is None:
-                return None
-            proposal.drafts = read
-        if not self.frozen:
-            drafted = sum(len(draft.tokens) for draft in proposal.drafts) / max(1, rows.count)
-            account.cost.see(time.perf_counter() - began if self.options.cost == "time" else drafted)
-        self._asked.append((member, proposal))
-        return proposal
-
-    def _has_ideas(self) -> bool:
-        """Has anyone proposed anything that can be merged?"""
-        return any(draft.tokens for _, proposal in self._asked for draft in proposal.drafts)
-
     def _everyone_served(self, count: int) -> bool:
         return all(any(p.drafts and p.drafts[row].tokens for _, p in self._asked) for row in range(count))
 
@@ -297,26 +155,6 @@ class Portfolio(Drafter):
         if all(parents == list(range(-1, len(parents) - 1)) for _, parents in rows):
             return TokenTree.from_chains([tokens for tokens, _ in rows], "cpu", drawn)
         return TokenTree.from_rows(rows, "cpu", drawn)
-
-    # ---- what became of it
-
-    def keep(self, rows: RowsView, verdict: Verdict, reading: Reading) -> None:
-        asked, tree = self._asked, self._tree
-        self._asked, self._tree = [], None
-        outcome = Outcome.of(verdict)
-        if not self.frozen:
-            for words in outcome.emitted:
-                self._emitted.see(len(words))
-            credit(asked, outcome, self._books)
-        proposals = {member.number: proposal for member, proposal in asked}
-        for member in self._alive():
-            if member.absorber is not None:
-                self._try(member, member.absorber.absorb, *all_of(rows, tree, verdict, reading))
-            proposal = proposals.get(member.number)
-            if proposal is None and member.taps:  # it follows the target's thoughts, whoever drafts
-                proposal = Proposal(TokenTree.empty(rows.count, rows.text.device), member.taps)
-            if proposal is not None and not (member.lost or member.behind):
-                self._try(member, member.tell, proposal, rows, outcome, verdict, reading)
 
 
 def _with_the_target(target: Any) -> tuple[Any, ...]:

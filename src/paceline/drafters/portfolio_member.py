@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from paceline.core.contracts import Drafter, Reading, RowsView
 from paceline.core.credit import Ledger, Mean
@@ -24,6 +25,7 @@ class Account:
     asked: int = 0
     last: int = 0  # the round it was last asked in
     led: int = 0  # rounds it was asked first, where only one may draft
+    helped: Mean = field(default_factory=Mean)  # nodes of its own that were read and accepted
     pause: int = 1  # rounds before it is asked again, while it does not pay
 
 
@@ -36,12 +38,18 @@ class Member:
     number: int
     taps: tuple[int, ...] = ()  # which of the portfolio's taps are its own
     lost: bool = False  # it failed in this batch
+    fresh: bool = True  # rows are new to it: its next proposal takes longer than others
     behind: bool = False  # it has not followed rows that changed places
     shares: bool = False  # it brought the reader of the target
     has_laws: bool = False  # it draws from laws of its own where it is asked to
     account: Account = field(default_factory=Account)
 
     @property
+    def dear(self) -> bool:
+        """It runs a model, so that asking costs passes."""
+        return self.drafter.hope is not None
+
+    @cached_property
     def absorber(self) -> Absorber | None:
         """The drafter, if it is told all of a pass instead of what became of its own draft."""
         return self.drafter if isinstance(self.drafter, Absorber) else None
@@ -62,9 +70,14 @@ def credit(asked: Sequence[tuple[Member, Proposal]], outcome: Outcome, books: Se
         for member, proposal in asked:
             book, account = books[row][member.number], member.account
             if proposal.drafts:
-                gain = len(proposal.drafts[row].follow(words, (book, account.ledger)))
+                draft = proposal.drafts[row]
+                path = draft.follow(words, book.run, (book, account.ledger))
+                book.run = draft.run_after(path, words, book.run)
+                gain = len(path)
             elif proposal.whole:
                 gain = len(outcome.paths[row])
+                for ledger in (book, account.ledger):
+                    ledger.see_chain(proposal.tree.reach, gain)
             else:
                 continue
             gains.append((gain, account))

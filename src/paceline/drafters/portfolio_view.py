@@ -66,7 +66,7 @@ class Outcome:
         if not proposal.drafts:
             return [[] for _ in self.paths]
         rows = zip(proposal.drafts, self.emitted, self.paths, strict=True)
-        return [draft.follow(words[: len(path)]) for draft, words, path in rows]
+        return [draft.follow(words[: len(path)], 0) for draft, words, path in rows]
 
     def known_to(self, proposal: Proposal, lengths: Sequence[int]) -> list[int]:
         """How far a memory by position is right after the round: of tokens that others drafted it has read nothing."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from dataclasses import dataclass, replace
+from typing import Any
 
 from paceline.core.contracts import DRAFTERS, Budget, RowsView
 from paceline.core.errors import InputError
@@ -37,6 +38,10 @@ class Prediction(HostDrafter["_Row"]):
 
     def __init__(self, options: Options | None = None) -> None:
         self.options = options or self.Options()
+
+    @classmethod
+    def beyond_text(cls, options: Any) -> str | None:
+        return None
 
     def begin(self, rows: RowsView, row: int) -> _Row:
         """Without a prediction the prompt stands in for one: much of what is asked for repeats it."""

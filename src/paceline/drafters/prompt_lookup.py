@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
+from typing import Any
 
 from paceline.core.contracts import DRAFTERS, Budget, RowsView
 from paceline.core.errors import InputError
@@ -34,6 +35,10 @@ class PromptLookup(HostDrafter["_Index"]):
 
     def __init__(self, options: Options | None = None) -> None:
         self.options = options or self.Options()
+
+    @classmethod
+    def beyond_text(cls, options: Any) -> str | None:
+        return None
 
     def begin(self, rows: RowsView, row: int) -> _Index:
         return _Index(self.options)

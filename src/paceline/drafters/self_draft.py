@@ -21,11 +21,16 @@ class SelfDraft(Drafter):
 
     Options: ClassVar[type]
     on_device = True
+    hope = 0.7
 
     def __init__(self, options: Any = None) -> None:
         self.options = options or self.Options()
         self._inner: Drafter | None = None
         self._made: tuple[LanguageModel, LanguageModel] | None = None  # the target, and what was made of it
+
+    @classmethod
+    def token_by_token(cls, options: Any) -> bool:
+        return bool(options.tree == "chain")
 
     @abstractmethod
     def made_from(self, target: LanguageModel) -> LanguageModel:
@@ -36,6 +41,11 @@ class SelfDraft(Drafter):
         if self._made is None or self._made[0] is not target:
             self._made = (target, self.made_from(target))
         return self._made[1]
+
+    def anew(self) -> Drafter:
+        fresh = type(self)(self.options)
+        fresh._made = self._made
+        return fresh
 
     @property
     def inner(self) -> Drafter:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -60,8 +60,15 @@ class Staged(ModelDrafter):
         self._speaks: tuple[LanguageModel, LanguageModel] | None = None
         self._base: list[int] = []  # per row, how much of its text the notebook has taken over
 
+    @classmethod
+    def token_by_token(cls, options: Any) -> bool:
+        return True
+
     def describe(self) -> str:
         return f"staged {self.lm.name} ({self.inner.describe()})"
+
+    def anew(self) -> Staged:
+        return Staged(replace(self.options, inner=self.inner.anew() or self.options.inner))
 
     def check(self, target: LanguageModel) -> None:
         super().check(target)

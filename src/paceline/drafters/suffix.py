@@ -87,6 +87,10 @@ class Suffix(HostDrafter["_Row"]):
         self.store: SuffixStore = SuffixStore(options.capacity) if options.store is None else options.store
         self._states = []
 
+    @classmethod
+    def beyond_text(cls, options: Any) -> str | None:
+        return None
+
     def reset(self) -> None:
         """Forget the past answers of this namespace."""
         self.store.clear(self.options.namespace)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -52,9 +52,16 @@ class Trigram(HostDrafter[TrigramTable]):
             self._given = TrigramTable.load(options.file)
         self._grower = Grower(options)
 
+    @classmethod
+    def beyond_text(cls, options: Any) -> str | None:
+        return None
+
     def describe(self) -> str:
         shape = "" if self.options.tree == "chain" else f", tree {self.options.tree}"
         return f"trigram {'of the prompt' if self._given is None else self.options.file or 'table'}{shape}"
+
+    def anew(self) -> Trigram:
+        return Trigram(replace(self.options, file=None, table=self._given))
 
     def check(self, target: Any) -> None:
         if self._given is not None and self._given.vocabulary != target.vocabulary:

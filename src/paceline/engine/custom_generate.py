@@ -44,7 +44,7 @@ class CustomGenerate:
         self,
         draft: Any = None,
         *,
-        gamma: int = 5,
+        gamma: int | str | None = None,
         rule: str = "match",
         options: Mapping[str, Any] | None = None,
         tokenizer: Any = None,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
@@ -15,6 +16,7 @@ from paceline.models import load
 from paceline.models.language_model import LanguageModel, check_prompt
 
 from .beams import BeamGroup
+from .config import decoder_settings
 from .loop import Loop
 from .prompts import encode_all, encode_prediction
 from .request import Request, build_requests
@@ -24,6 +26,7 @@ from .stream import Stream
 
 _NAMES = ("target", "draft", "gamma", "rule", "options", "rule_options", "nodes", "rows", "allow_lossy")
 _ALIASES = ("assistant_model", "num_assistant_tokens", "prompt_lookup_num_tokens", "max_matching_ngram_size")
+_USUAL, _DEEPEST = 5, 16  # tokens drafted in a row, if nothing is said
 Cancel = Callable[[], bool]
 
 
@@ -32,8 +35,9 @@ class SpeculativeDecoder:
 
     target: a LanguageModel, a transformers model, or anything `paceline.load` takes. draft: the name of a drafter, a
     Drafter, a model (object, catalogue name, hub id, folder, .gguf), or None for plain decoding. options: of the
-    drafter, by name; rule_options: of the rule. gamma: tokens drafted in a row; nodes: of a tree, in all; rows: prompts
-    decoded at once; allow_lossy: permits rules that change what is written.
+    drafter, by name; rule_options: of the rule. gamma: tokens drafted in a row (5 if not said), or "auto": as many as
+    pay, from measured costs and live acceptance; nodes: of a tree, in all; rows: prompts decoded at once; allow_lossy:
+    permits rules that change what is written.
     Transformers' names (assistant_model, num_assistant_tokens, prompt_lookup_num_tokens, max_matching_ngram_size) work.
     """
 
@@ -42,7 +46,7 @@ class SpeculativeDecoder:
         target: Any,
         draft: Any = None,
         *,
-        gamma: int = 5,
+        gamma: int | str | None = None,
         rule: str | Rule = "match",
         options: Mapping[str, Any] | None = None,
         rule_options: Mapping[str, Any] | None = None,
@@ -52,19 +56,27 @@ class SpeculativeDecoder:
         **aliases: Any,
     ) -> None:
         draft, gamma, options = _translate(aliases, draft, gamma, options or {})
-        for name, value in (("gamma", gamma), ("rows", rows), ("nodes", 1 if nodes is None else nodes)):
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise InputError(f"{name} must be a whole number of at least 1, got {value!r}.")
+        _check_counts(gamma=1 if gamma in (None, "auto") else gamma, rows=rows, nodes=1 if nodes is None else nodes)
         self.target = target if isinstance(target, LanguageModel) else load(target)
         self.rule = make_rule(rule, rule_options or {})
         check_lossless(self.rule, allow_lossy)
         self.drafter = make_drafter(draft, options, self.target.device)
+        if gamma == "auto" and self.drafter.speculates and not self.drafter.chooses_length:
+            self.drafter = make_drafter(("auto", {"drafters": (self.drafter,)}))
         self.drafter.check(self.target)
         self._asked = draft is not None  # else a prediction is drafter enough
-        self.gamma, self.rows = gamma, rows
-        self.nodes = max(gamma, 64) if nodes is None else nodes
+        self.gamma, self.rows = self._depth(gamma), rows
+        self.nodes = max(self.gamma, 64) if nodes is None else nodes
         self._busy = threading.Lock()
         self._owner: int | None = None
+
+    @classmethod
+    def from_config(
+        cls, source: str | os.PathLike[str] | Mapping[str, Any], target: Any = None, **overrides: Any
+    ) -> SpeculativeDecoder:
+        """From a TOML file (`paceline tune` writes one) or a mapping with these arguments, at the top or in [decoder].
+        `target` and the overrides count more than what stands there."""
+        return cls(**decoder_settings(source, target, overrides))
 
     def describe(self) -> str:
         """One line: what speculates with what."""
@@ -73,7 +85,14 @@ class SpeculativeDecoder:
         if not self.drafter.speculates:
             return f"{where}, plain decoding"
         lossy = "" if self.rule.exact else " (lossy)"
-        return f"{where} with {self.drafter.describe()}, γ={self.gamma}, rule {self.rule.name}{lossy}"
+        limit = f"γ≤{self.gamma}" if self.drafter.chooses_length else f"γ={self.gamma}"
+        return f"{where} with {self.drafter.describe()}, {limit}, rule {self.rule.name}{lossy}"
+
+    def _depth(self, gamma: int | str | None) -> int:
+        """A drafter that chooses by itself is hardly limited."""
+        if isinstance(gamma, int):
+            return gamma
+        return _DEEPEST if self.drafter.chooses_length else _USUAL
 
     # ---- the two ways to use it
 
@@ -197,9 +216,16 @@ class SpeculativeDecoder:
         self._owner = threading.get_ident()
 
 
+def _check_counts(**counts: Any) -> None:
+    for name, value in counts.items():
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            more = ", or 'auto'" if name == "gamma" else ""
+            raise InputError(f"{name} must be a whole number of at least 1{more}, got {value!r}.")
+
+
 def _translate(
-    aliases: Mapping[str, Any], draft: Any, gamma: int, options: Mapping[str, Any]
-) -> tuple[Any, int, Mapping[str, Any]]:
+    aliases: Mapping[str, Any], draft: Any, gamma: int | str | None, options: Mapping[str, Any]
+) -> tuple[Any, int | str | None, Mapping[str, Any]]:
     """Transformers' names for the same things."""
     for name, value in aliases.items():
         if name in _ALIASES and value is None:  # transformers' default

@@ -10,7 +10,7 @@ from typing import TypeVar
 import torch
 
 from paceline.core.contracts import Budget, Drafter, Reader, Reading, Rule, choice_after
-from paceline.core.errors import PacelineWarning, UnsupportedError
+from paceline.core.errors import DrafterWarning, UnsupportedError
 from paceline.core.tree import TokenTree
 from paceline.core.verdict import Verdict
 from paceline.drafters.none import NoDraft
@@ -77,7 +77,7 @@ class Loop:
             self._guard(lambda: self.drafter.keep(rows, verdict, reading))
         self._width = 1
         logprobs = measure(rows, reading.logits, choice, verdict)
-        events = rows.commit(verdict, tree)
+        events = rows.commit(verdict, tree, self.drafter.reasons if budget.depth else ())
         hand_out(rows, logprobs, events)
         self.release([index for index, row in enumerate(rows.live) if row.stopper.stop is not None])
         if not follows and rows.count:
@@ -101,7 +101,8 @@ class Loop:
     def _budget(self) -> Budget:
         """Never past the last token of a row, nor past the end of the context: the last token is the target's own."""
         limits = tuple(row.remaining - 1 for row in self.rows.live)
-        return Budget(max(0, min(self.gamma, self.nodes, max(limits))), self.nodes, limits, self.rule.draw)
+        depth = max(0, min(self.gamma, self.nodes, max(limits)))
+        return Budget(depth, self.nodes, limits, self.rule.draw, self.rule.branches)
 
     def _propose(self, budget: Budget) -> TokenTree:
         tree = TokenTree.empty(self.rows.count, self.rows.device)
@@ -140,7 +141,7 @@ class Loop:
         except Exception as error:
             warnings.warn(
                 f"Drafter '{self.drafter.name}' failed ({type(error).__name__}: {error}); plain decoding goes on.",
-                PacelineWarning,
+                DrafterWarning,
                 stacklevel=4,
             )
             self.drafter = NoDraft()

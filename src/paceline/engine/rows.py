@@ -221,7 +221,7 @@ class Rows:
         self.lengths = [self.lengths[other] for other in source]
         self.histories = [list(self.histories[other]) for other in source]
 
-    def commit(self, verdict: Verdict, tree: TokenTree) -> list[list[Event]]:
+    def commit(self, verdict: Verdict, tree: TokenTree, reasons: Sequence[str] = ()) -> list[list[Event]]:
         """Write what was decided, read it to the host (the one read of a round), and pass it through the stops."""
         steps = verdict.emitted.shape[1]
         self.text.scatter_(1, self.length + arange(0, steps, self.device), verdict.emitted)
@@ -237,7 +237,10 @@ class Rows:
         lines: list[list[int]] = torch.cat(columns, 1).tolist()
         if verdict.beams is not None:
             return self._commit_beams(lines, verdict, tree)
-        return [self._commit_row(r, line, verdict, tree) for r, line in enumerate(lines)]
+        events = [self._commit_row(r, line, verdict, tree) for r, line in enumerate(lines)]
+        for row, why in zip(self.live, reasons, strict=False):
+            row.trace.explain(why)
+        return events
 
     def _commit_beams(self, lines: list[list[int]], verdict: Verdict, tree: TokenTree) -> list[list[Event]]:
         """The rows have changed places already; the trees in `lines` are still those of the rows that drafted them."""

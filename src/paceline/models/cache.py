@@ -83,13 +83,13 @@ class WeightCache:
         state = path.stat()
         stamp = {"path": str(path), "size": state.st_size, "mtime_ns": state.st_mtime_ns}
         note = self.root / "sources" / f"{hashlib.sha256(str(path).encode()).hexdigest()[:32]}.json"
-        known = _read_json(note)
+        known = read_json(note)
         if known is not None and {name: known.get(name) for name in stamp} == stamp and "sha256" in known:
             return str(known["sha256"])
         digest = file_sha256(path, progress=progress, label=f"checking {path.name}")
         with self._writable():
             note.parent.mkdir(parents=True, exist_ok=True)
-            _write_json(note, {**stamp, "sha256": digest})
+            write_json(note, {**stamp, "sha256": digest})
         return digest
 
     @contextmanager
@@ -159,15 +159,15 @@ class WeightCache:
 def _seal(folder: Path) -> None:
     names = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
     files = {name: {"size": (folder / name).stat().st_size, "sha256": file_sha256(folder / name)} for name in names}
-    _write_json(folder / MANIFEST, {"files": files})
+    write_json(folder / MANIFEST, {"files": files})
 
 
 def _damage(entry: Path) -> str | None:
     """What is wrong with an entry. Files are hashed the first time and whenever their time of change is a new one."""
-    manifest = _read_json(entry / MANIFEST)
+    manifest = read_json(entry / MANIFEST)
     if manifest is None or not isinstance(manifest.get("files"), dict):
         return "its manifest cannot be read"
-    known = _read_json(entry / VERIFIED) or {}
+    known = read_json(entry / VERIFIED) or {}
     times: dict[str, int] = {}
     for name, expected in manifest["files"].items():
         try:
@@ -183,11 +183,11 @@ def _damage(entry: Path) -> str | None:
         times[name] = state.st_mtime_ns
     if times != known:
         with suppress(OSError):  # a cache one may only read is as good; the files are then hashed at every load
-            _write_json(entry / VERIFIED, times)
+            write_json(entry / VERIFIED, times)
     return None
 
 
-def _read_json(path: Path) -> dict | None:
+def read_json(path: Path) -> dict | None:
     """A JSON object from a file that may be absent or damaged; the caller knows what absence means."""
     try:
         content = json.loads(path.read_text("utf-8"))
@@ -196,7 +196,7 @@ def _read_json(path: Path) -> dict | None:
     return content if isinstance(content, dict) else None
 
 
-def _write_json(path: Path, content: dict) -> None:
+def write_json(path: Path, content: dict) -> None:
     """Write beside, then rename: a reader sees the old file or the new one, never half of it."""
     beside = path.with_name(f"{path.name}.{uuid.uuid4().hex[:8]}")
     beside.write_text(json.dumps(content, indent=1), "utf-8")

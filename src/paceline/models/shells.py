@@ -25,6 +25,16 @@ def shell(module: nn.Module) -> Any:
     return fresh
 
 
+def apart(fresh: Any) -> Any:
+    """The same shell, with hooks and generation settings of its own: for one that others call as a model of its own,
+    and may count the passes of, or leave notes in."""
+    hooks = {name: copy.copy(value) for name, value in fresh.__dict__.items() if "_hooks" in name}
+    fresh.__dict__.update(hooks)
+    if getattr(fresh, "generation_config", None) is not None:
+        fresh.__dict__["generation_config"] = copy.deepcopy(fresh.generation_config)
+    return fresh
+
+
 def rebuilt(module: nn.Module, exchange: Callable[[nn.Module], nn.Module | None]) -> Any:
     """The same tree with every module for which `exchange` has another; what has none below it is shared as it is."""
     other = exchange(module)

@@ -1,0 +1,76 @@
+"""Tables as values, and how a speed-up stands in one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from .metrics import Line, Ratio, Summary
+from .report import Report
+from .wording import NOTHING
+
+Tone = Literal["", "good", "bad"]
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A text; good: faster than plain decoding beyond the spread, bad: slower beyond it."""
+
+    text: str
+    tone: Tone = ""
+
+
+@dataclass(frozen=True)
+class Table:
+    """The first column names what the row is about."""
+
+    title: str
+    header: tuple[str, ...]
+    rows: tuple[tuple[Cell, ...], ...]
+    note: str = ""
+
+
+def speed_up(found: Ratio | None, spread: bool = False) -> Cell:
+    if found is None:
+        return Cell(NOTHING)
+    half = (
+        f" ±{(found.high - found.low) / 2:.2f}" if spread and found.low is not None and found.high is not None else ""
+    )
+    return Cell(f"{found.value:.2f}×{half}", tone_of(found))
+
+
+def ratio(found: Ratio | None) -> Cell:
+    return Cell(NOTHING if found is None else f"{found.value:.2f}×")
+
+
+def same(line: Line) -> Cell:
+    """Another text is no defect by itself (a tie of the number format, a law instead of a text): it has no tone."""
+    where = "" if line.parted is None else f", from {line.parted + 1}"
+    return Cell(f"{line.same}/{line.compared}{where}")
+
+
+def tone_of(found: Ratio | None) -> Tone:
+    if found is None or found.low is None or found.high is None:
+        return ""
+    return "good" if found.low > 1 else "bad" if found.high < 1 else ""
+
+
+def spread_of(found: Ratio | None) -> str:
+    if found is None or found.low is None or found.high is None:
+        return NOTHING
+    return f"{found.low:.2f} to {found.high:.2f}"
+
+
+def overall_lines(report: Report, summary: Summary) -> list[Line]:
+    return [line for member in report.members if (line := summary.of(member.name)) is not None]
+
+
+def as_text(table: Table) -> str:
+    """Plain columns; good and bad, which have no colour here, are said by the numbers."""
+    rows = [table.header, *(tuple(cell.text for cell in row) for row in table.rows)]
+    widths = [max(len(row[place]) for row in rows) for place in range(len(table.header))]
+    lines = []
+    for first, *others in rows:
+        cells = [cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True)]
+        lines.append(f"  {'  '.join([first.ljust(widths[0]), *cells])}".rstrip())
+    return "\n".join([table.title, *lines, *([table.note] if table.note else []), ""])

@@ -1,0 +1,133 @@
+"""Two reports of the same benchmark: what has become slower or faster?
+
+What is compared is what travels between machines and days: speed-ups over own plain decoding. Plain decoding itself has
+none, so it is compared by its ratio to every peer that is in both reports; and where there is no peer, by tokens/s, but
+only on the same machine. A change counts when each value lies outside the spread of the other; a report without repeats
+has no spread, and gets one of 5 %.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+from .metrics import ALL, Line, Ratio, Summary, summarise
+from .report import Report
+
+UNKNOWN_SPREAD = 0.05
+Verdict = Literal["slower", "faster", "same", "missing", "added"]
+
+_MACHINE = ("cpu", "cores", "threads", "platform", "device", "gpu", "driver")
+_SUBJECT = ("target", "dtype", "shape", "draft_shape", "synthetic_acceptance", "prompts", "max_new_tokens", "batch")
+
+
+@dataclass(frozen=True)
+class Change:
+    """One contestant on one category, then and now. missing: it is not in the new report; added: not in the old one."""
+
+    contestant: str
+    category: str
+    measure: str  # "speed-up", "ratio to hf", "tokens/s"
+    old: Ratio | None
+    new: Ratio | None
+    verdict: Verdict
+
+    @property
+    def ratio(self) -> float | None:
+        """New over old: below 1 is slower."""
+        return None if self.old is None or self.new is None else self.new.value / self.old.value
+
+    @property
+    def regression(self) -> bool:
+        return self.verdict == "slower"
+
+    def as_dict(self) -> dict[str, Any]:
+        return {**asdict(self), "ratio": self.ratio}
+
+
+def compare(old: Report, new: Report) -> list[Change]:
+    """Every contestant of either report, on every category that both have, and on everything."""
+    before, after = summarise(old, per_task=False), summarise(new, per_task=False)
+    peers = [peer for peer in old.peers if peer in new.peers]
+    known = [member.name for member in old.members if member.name not in old.peers]
+    names = known + [m.name for m in new.members if m.name not in new.peers and m.name not in known]
+    changes: list[Change] = []
+    for name in names:
+        absent = _absent(name, before, after)
+        if absent is not None:
+            changes.append(absent)
+            continue
+        for category in (*old.categories, ALL):
+            then, now = before.of(name, category), after.of(name, category)
+            if then is None or now is None:
+                continue
+            if name == old.plain:
+                changes += _of_plain(then, now, peers, same_machine(old, new))
+            else:
+                changes += _change(then, now, "speed-up", then.speed_up, now.speed_up)
+    return changes
+
+
+def differences(old: Report, new: Report) -> list[str]:
+    """What else is different, one phrase each: a reader must know before believing a change."""
+    found = [
+        f"{name}: {_told(old.provenance, name)} then, {_told(new.provenance, name)} now"
+        for name in (*_MACHINE, "commit")
+        if old.provenance.get(name) != new.provenance.get(name)
+    ]
+    for part, names in (("versions", None), ("arguments", _SUBJECT)):
+        then, now = old.provenance.get(part, {}), new.provenance.get(part, {})
+        for name in names or sorted({*then, *now}):
+            if then.get(name) != now.get(name):
+                found.append(f"{name}: {_told(then, name)} then, {_told(now, name)} now")
+    if old.tasks != new.tasks:
+        found.append(f"tasks: {len(old.tasks)} then, {len(new.tasks)} now, {len({*old.tasks} & {*new.tasks})} in both")
+    for which, report in (("then", old), ("now", new)):
+        if report.provenance.get("loaded"):
+            found.append(f"the machine was loaded {which}")
+        if not report.complete:
+            found.append(f"the measurement was interrupted {which}")
+    return found
+
+
+def same_machine(old: Report, new: Report) -> bool:
+    return all(old.provenance.get(name) == new.provenance.get(name) for name in _MACHINE)
+
+
+def _told(values: Mapping[str, Any], name: str) -> str:
+    return str(values.get(name))
+
+
+def _absent(name: str, before: Summary, after: Summary) -> Change | None:
+    then, now = before.of(name), after.of(name)
+    if then is not None and now is not None:
+        return None
+    verdict: Verdict = "missing" if now is None else "added"
+    old, new = (None if line is None else line.speed_up for line in (then, now))
+    return Change(name, ALL, "speed-up", old, new, verdict)
+
+
+def _of_plain(then: Line, now: Line, peers: list[str], same: bool) -> list[Change]:
+    changes = []
+    for peer in peers:
+        changes += _change(then, now, f"ratio to {peer}", then.ratios.get(peer), now.ratios.get(peer))
+    if not peers and same:
+        rates = (Ratio(line.tokens_per_second) for line in (then, now))
+        changes += _change(then, now, "tokens/s", *rates)
+    return changes
+
+
+def _change(then: Line, now: Line, measure: str, old: Ratio | None, new: Ratio | None) -> list[Change]:
+    if old is None or new is None:
+        return []
+    verdict: Verdict = "same"
+    if not _inside(new.value, old) and not _inside(old.value, new):
+        verdict = "slower" if new.value < old.value else "faster"
+    return [Change(then.contestant, now.category, measure, old, new, verdict)]
+
+
+def _inside(value: float, ratio: Ratio) -> bool:
+    low = ratio.value / (1 + UNKNOWN_SPREAD) if ratio.low is None else ratio.low
+    high = ratio.value * (1 + UNKNOWN_SPREAD) if ratio.high is None else ratio.high
+    return low <= value <= high

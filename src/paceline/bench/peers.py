@@ -1,0 +1,146 @@
+"""Other libraries by name: "hf", "hf-assisted:gamma=7", "hf-lookup", "llama.cpp:FILE.gguf"; absentees are noted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from paceline.core.errors import InputError, PacelineError, UnknownNameError, UnsupportedError
+from paceline.models import load
+from paceline.models.language_model import LanguageModel
+from paceline.models.vocabulary import check_same_vocabulary
+
+from .contest import Contestant
+from .gguf_file import gguf_of
+from .hugging import HuggingFace, early_exit
+from .llama_cpp import LlamaCpp
+from .openvino import OpenVino
+from .said import parted, whole_number
+
+_LOOKUP = 10  # tokens that prompt lookup drafts, where nobody says: transformers' own number
+
+
+@dataclass(frozen=True)
+class Circumstances:
+    """What peers are opened with: the target, the draft model of the run's own entries, γ, and is anything sampled?"""
+
+    lm: LanguageModel
+    draft: LanguageModel | None = None
+    gamma: int = 5
+    sampled: bool = False
+
+
+Said = dict[str, str]
+
+
+def open_peers(
+    names: Iterable[str],
+    lm: LanguageModel,
+    *,
+    draft: LanguageModel | None = None,
+    gamma: int = 5,
+    sampled: bool = False,
+) -> tuple[list[Contestant], list[str]]:
+    """The peers, and a line for each that cannot take part here. An unknown name or option is an error."""
+    about = Circumstances(lm, draft, gamma, sampled)
+    peers: list[Contestant] = []
+    notes: list[str] = []
+    for text in names:
+        name, options = parted(text)
+        if name not in _PEERS:
+            raise UnknownNameError("peer", name, _PEERS)
+        if any(peer.name == text for peer in peers):
+            raise InputError(f"The peer '{text}' is named twice; leave one out.")
+        opening = _PEERS[name]
+        for option in options:
+            if option not in opening.options:
+                known = [each for each in opening.options if each]
+                raise UnknownNameError(f"option of peer '{name}'", option or options[option], known)
+        try:
+            peers.append(opening.open(text, options, about))
+        except InputError:
+            raise
+        except PacelineError as reason:
+            notes.append(f"{text} is left out: {str(reason).rstrip('.')}.")
+    return peers, notes
+
+
+def draft_model_of(contestants: Sequence[Any]) -> LanguageModel | None:
+    """The draft model that one of our own contestants has already loaded."""
+    found = (getattr(contestant, "draft_model", None) for contestant in contestants)
+    return next((model for model in found if model is not None), None)
+
+
+# ---- one function per kind
+
+
+def _plain(text: str, said: Said, about: Circumstances) -> Contestant:
+    return HuggingFace(text, about.lm, sampled=about.sampled)
+
+
+def _assisted(text: str, said: Said, about: Circumstances) -> Contestant:
+    lm = about.lm
+    draft = load(said["draft"], dtype=lm.dtype, device=lm.device) if "draft" in said else about.draft
+    if draft is None:
+        raise UnsupportedError("no run has a draft model; name one, as in hf-assisted:draft=MODEL")
+    check_same_vocabulary(lm, draft)
+    sizes = [each.model.config.get_text_config(decoder=True).vocab_size for each in (lm, draft)]
+    if sizes[0] != sizes[1]:
+        raise UnsupportedError(
+            f"transformers wants equal vocabularies, and these have {sizes[0]} and {sizes[1]} tokens"
+        )
+    gamma = _number(text, said, "gamma", about.gamma)
+    return HuggingFace(text, lm, gamma=gamma, draft=draft, sampled=about.sampled)
+
+
+def _lookup(text: str, said: Said, about: Circumstances) -> Contestant:
+    gamma = _number(text, said, "gamma", _LOOKUP)
+    settings = {"prompt_lookup_num_tokens": gamma, "max_matching_ngram_size": _number(text, said, "match", 2)}
+    return HuggingFace(text, about.lm, gamma=gamma, settings=settings, sampled=about.sampled)
+
+
+def _early_exit(text: str, said: Said, about: Circumstances) -> Contestant:
+    layers = _number(text, said, "layers", max(1, round(about.lm.layers / 3)))  # as our own early exit
+    return early_exit(text, about.lm, layers, _number(text, said, "gamma", about.gamma), about.sampled)
+
+
+def _on_gguf(kind: Callable[..., Contestant], lookup: bool) -> Callable[[str, Said, Circumstances], Contestant]:
+    """Of a library that reads the GGUF file itself, on the CPU."""
+
+    def make(text: str, said: Said, about: Circumstances) -> Contestant:
+        if about.lm.device.type != "cpu":
+            raise UnsupportedError(f"it is measured on the CPU, and the target is on {about.lm.device}")
+        file = gguf_of(about.lm, said.get("", said.get("file")))
+        if not lookup:
+            return kind(text, file, about.lm.context)
+        gamma, match = _number(text, said, "gamma", _LOOKUP), _number(text, said, "match", 2)
+        return kind(text, file, about.lm.context, gamma=gamma, match=match)
+
+    return make
+
+
+def _number(text: str, said: Said, key: str, otherwise: int) -> int:
+    return whole_number(text, key, said[key]) if key in said else otherwise
+
+
+@dataclass(frozen=True)
+class _Opening:
+    open: Callable[[str, Said, Circumstances], Contestant]
+    options: tuple[str, ...] = ()  # "": what stands after the colon without a key
+
+
+_PEERS = {
+    "hf": _Opening(_plain),
+    "hf-assisted": _Opening(_assisted, ("gamma", "draft")),
+    "hf-lookup": _Opening(_lookup, ("gamma", "match")),
+    "hf-early-exit": _Opening(_early_exit, ("gamma", "layers")),
+    "llama.cpp": _Opening(_on_gguf(LlamaCpp, lookup=False), ("", "file")),
+    "llama.cpp-lookup": _Opening(_on_gguf(LlamaCpp, lookup=True), ("", "file", "gamma", "match")),
+    "openvino": _Opening(_on_gguf(OpenVino, lookup=False), ("", "file")),
+    "openvino-lookup": _Opening(_on_gguf(OpenVino, lookup=True), ("", "file", "gamma", "match")),
+}
+
+
+def peer_names() -> list[str]:
+    return list(_PEERS)

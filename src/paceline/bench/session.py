@@ -1,0 +1,255 @@
+"""The run: everybody on every task, in turns, again and again; each result is kept the moment it is there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import TextIO
+
+import torch
+
+from paceline.core.errors import PacelineError
+from paceline.models.cache import Progress
+
+from .assembly import Contest, assemble, costs_of, layers_of, quality_of, too_long
+from .contest import Cancel, Contestant, Plan, Run, Task, Watcher
+from .machine import Neighbours, check_idle, how_busy, provenance, wanted_device
+from .memory import peak_while
+from .options import BenchOptions
+from .records import Recorder
+from .report import LeftOut, Member, Report, Result, Tally
+from .tracing import Tracing
+from .turns import Silence, Talk, Tokens, first_difference, order, turns
+
+Weigh = Callable[[Callable[[], Run]], tuple[Run, "int | None"]]  # a run, and the bytes it needed at most
+
+
+class UnequalLengthError(PacelineError):
+    """Somebody wrote more or less than planned, so its seconds cannot be compared."""
+
+
+def measure(
+    contestants: Sequence[Contestant],
+    talks: Sequence[Talk],
+    plan: Plan,
+    *,
+    repeats: int,
+    warm_up: int,
+    recorder: Recorder,
+    watcher: Watcher | None = None,
+    cancel: Cancel = lambda: False,
+    neighbours: Neighbours | None = None,
+    weigh: Weigh | None = None,
+) -> bool:
+    """Measure everybody on everything; False when `cancel` said stop before the end.
+
+    The first contestant is our own plain decoding: what it writes is the text that others are compared with, and makes
+    the next turn of a conversation; if it fails, nothing can be measured and its error is raised. Whoever else fails is
+    noted and left out from there on. What was interrupted is dropped: the recorder holds whole runs only. weigh: of
+    each category everybody does one task more, which is not timed, to find how much memory that needs.
+    """
+    watcher = Silence() if watcher is None else watcher
+    recorder.contestants([Member.of(contestant) for contestant in contestants])
+    watcher.started(contestants, sum(talk.turns for talk in talks) * repeats * len(contestants))
+    near = Neighbours() if neighbours is None else neighbours
+    session = _Session(list(contestants), plan, repeats, warm_up, recorder, watcher, cancel, near, weigh)
+    try:
+        return session.all(talks)
+    finally:
+        session.tell_refusals()
+
+
+def bench(
+    options: BenchOptions,
+    watcher: Watcher | None = None,
+    out: TextIO | None = None,
+    *,
+    cancel: Cancel = lambda: False,
+    trace: Path | None = None,
+    progress: Progress | None = None,
+) -> Report:
+    """All that was asked for, measured. out: where the record goes, a line at a time (see records.py); trace: where the
+    rounds of our own go. Interrupted or failing, the record ends with a line that says it is not complete."""
+    watcher = Silence() if watcher is None else watcher
+    threads, complete = torch.get_num_threads(), False
+    if options.threads is not None:
+        torch.set_num_threads(options.threads)
+    try:
+        busy = how_busy(wanted_device(options.device))
+        loaded = check_idle(busy, options.force)
+        contest = assemble(options, progress)
+        recorder = Recorder(out)
+        told = provenance(asdict(options), contest.lm.device)
+        recorder.provenance({**told, "target": contest.lm.name, "busy": busy.share, "loaded": loaded})
+        try:
+            complete = _measure_contest(options, contest, recorder, watcher, cancel, trace, progress)
+        finally:
+            report = recorder.finish(complete)
+            contest.close()
+    finally:
+        torch.set_num_threads(threads)
+    return report
+
+
+def _measure_contest(
+    options: BenchOptions,
+    contest: Contest,
+    recorder: Recorder,
+    watcher: Watcher,
+    cancel: Cancel,
+    trace: Path | None,
+    progress: Progress | None,
+) -> bool:
+    """What cannot take part, the costs, and then everybody; afterwards what can only be said then."""
+    costs, notes = costs_of(contest, options, progress)
+    recorder.costs(costs)
+    _leave_out(contest.left_out, recorder, watcher)
+    for sentence in (*contest.notes, *notes):
+        recorder.note(sentence)
+        watcher.noted(sentence)
+    if options.layers:
+        recorder.layers(layers_of(contest))
+    device = contest.lm.device
+    with ExitStack() as open_files:
+        if trace is not None:
+            tracing = Tracing(trace, contest.ours, contest.plan, costs, recorder.report().provenance)
+            open_files.callback(tracing.close)
+            recorder.listen(tracing.add)
+        complete = measure(
+            contest.contestants,
+            contest.talks,
+            contest.plan,
+            repeats=options.repeats,
+            warm_up=options.warm_up,
+            recorder=recorder,
+            watcher=watcher,
+            cancel=cancel,
+            weigh=(lambda act: peak_while(act, device)) if options.memory else None,
+        )
+    _leave_out(too_long([each for talk in contest.talks for each in talk.skipped]), recorder, watcher)
+    if options.quality:
+        recorder.quality(quality_of(recorder.report(), recorder.tasks, contest.lm))
+    return complete
+
+
+def _leave_out(found: Sequence[LeftOut], recorder: Recorder, watcher: Watcher) -> None:
+    for each in found:
+        recorder.skipped(each)
+        prompts = f"{len(each.tasks)} prompt{'s' if len(each.tasks) > 1 else ''}"
+        watcher.noted(f"{each.contestant or prompts} left out: {each.why}")
+
+
+@dataclass
+class _Session:
+    contestants: list[Contestant]
+    plan: Plan
+    repeats: int
+    warm_up: int
+    recorder: Recorder
+    watcher: Watcher
+    cancel: Cancel
+    neighbours: Neighbours
+    weigh: Weigh | None
+    warm: set[str] = field(default_factory=set)
+    failed: set[str] = field(default_factory=set)
+    refusals: dict[tuple[str, str], list[str]] = field(default_factory=dict)
+    weighed: set[str] = field(default_factory=set)  # categories
+
+    def all(self, talks: Sequence[Talk]) -> bool:
+        for index, turn in enumerate(turns(talks)):
+            text = self._one(turn.task, index)
+            if text is None:
+                return False
+            turn.written = text
+        return True
+
+    def _one(self, task: Task, index: int) -> Tokens | None:
+        """Everybody on one task; what plain decoding wrote, or None when it was cut short."""
+        there = [contestant for contestant in self.contestants if self._takes_part(contestant, task)]
+        if there[:1] != self.contestants[:1]:
+            raise PacelineError(f"Plain decoding cannot take part in task {task.id}; leave that prompt out.")
+        self.recorder.task(task)
+        peaks = self._prepare(there, task)
+        text: Tokens | None = None
+        for repeat in range(self.repeats):
+            for place in order(len(there), repeat, index):
+                name = there[place].name
+                if name in self.failed:
+                    continue
+                result = None if self.cancel() else self._run(there[place], task, repeat)
+                if result is None and name not in self.failed:
+                    return None
+                if result is not None:
+                    text = result.run.tokens if text is None else text
+                    self._keep(result, text, peaks.get(name))
+        return text
+
+    def _prepare(self, there: Sequence[Contestant], task: Task) -> dict[str, int | None]:
+        """What is done before anything is timed: everybody once in the session, so that kernels are chosen, pages
+        touched, files read; and where memory is asked for, one run of each category for that."""
+        peaks: dict[str, int | None] = {}
+        weigh = self.weigh if task.category not in self.weighed else None
+        self.weighed.add(task.category)
+        short = replace(self.plan, tokens=min(self.warm_up, self.plan.tokens))
+        for each in there:
+            try:
+                if self.warm_up > 0 and each.name not in self.warm and not self.cancel():
+                    self.warm.add(each.name)
+                    each.run(task, short, 0, self.cancel)
+                if weigh is not None and not self.cancel():
+                    _, peaks[each.name] = weigh(lambda: each.run(task, self.plan, 0, self.cancel))  # noqa: B023
+            except Exception as error:
+                self._fail(each, task, error)
+        return peaks
+
+    def _takes_part(self, contestant: Contestant, task: Task) -> bool:
+        if contestant.name in self.failed:
+            return False
+        why = contestant.refuses(task, self.plan)
+        if why is not None:
+            if (contestant.name, why) not in self.refusals:
+                self.watcher.noted(f"{contestant.name} does not take part in {task.id}: {why}")
+            self.refusals.setdefault((contestant.name, why), []).append(task.id)
+        return why is None
+
+    def _run(self, contestant: Contestant, task: Task, repeat: int) -> Result | None:
+        """None: it was interrupted, or it failed."""
+        self.neighbours.begin()
+        try:
+            run = contestant.run(task, self.plan, repeat, self.cancel)
+            wrote = [len(row) for row in run.tokens]
+            if wrote != [self.plan.tokens] * len(task.prompts):
+                if self.cancel():
+                    return None
+                raise UnequalLengthError(
+                    f"it wrote {wrote} tokens where {self.plan.tokens} in each of {len(task.prompts)} rows were "
+                    "planned, and only equal lengths can be compared"
+                )
+        except Exception as error:
+            self._fail(contestant, task, error)
+            return None
+        return Result(run, Tally.of(run.traces), disturbed=self.neighbours.disturbed())
+
+    def _fail(self, contestant: Contestant, task: Task, error: Exception) -> None:
+        """Plain decoding is what everything is measured by, so it may not fail; the others are left out from here."""
+        if contestant is self.contestants[0]:
+            if isinstance(error, UnequalLengthError):
+                raise UnequalLengthError(f"{contestant.name} failed in task {task.id}: {error}.") from error
+            raise error
+        self.failed.add(contestant.name)
+        told = str(error) if isinstance(error, PacelineError) else f"{type(error).__name__}: {error}"
+        sentence = f"{contestant.name} failed in task {task.id} and is left out from there on: {told.rstrip('.')}."
+        self.recorder.note(sentence)
+        self.watcher.noted(sentence)
+
+    def _keep(self, result: Result, text: Tokens, peak: int | None) -> None:
+        parted = first_difference(result.run.tokens, text)
+        run = result.run if peak is None else replace(result.run, peak=peak)
+        self.recorder.run(replace(result, run=run, same=parted is None, parted=parted))
+        self.watcher.ran(run, parted is None)
+
+    def tell_refusals(self) -> None:
+        for (name, why), tasks in self.refusals.items():
+            self.recorder.skipped(LeftOut(name, why, tuple(tasks)))

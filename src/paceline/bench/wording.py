@@ -1,0 +1,29 @@
+"""Numbers as people read them."""
+
+from __future__ import annotations
+
+NOTHING = "–"  # it cannot be known, or there is none
+
+
+def seconds(value: float) -> str:
+    if value >= 1:
+        return f"{value:.2f} s"
+    return f"{value * 1e3:.1f} ms" if value >= 1e-3 else f"{value * 1e6:.0f} µs"
+
+
+def size(value: int | None) -> str:
+    if value is None:
+        return NOTHING
+    return f"{value / 1e9:.2f} GB" if value >= 1e9 else f"{value / 1e6:.1f} MB"
+
+
+def number(value: float | None, digits: int = 2) -> str:
+    return NOTHING if value is None else f"{value:.{digits}f}"
+
+
+def share(value: float | None) -> str:
+    return NOTHING if value is None else f"{value:.0%}"
+
+
+def times(value: float | None) -> str:
+    return NOTHING if value is None else f"{value:.2f}×"

@@ -1,0 +1,160 @@
+"""What `paceline bench` was told, and what it measures because of that."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from paceline.bench.options import BenchOptions
+from paceline.core.errors import InputError
+from paceline.core.toml import read_toml
+
+from .drafting import read_gamma
+from .options import _config, _flag, _value
+from .settings import source
+
+_MODELS, _WHO, _TEXTS, _CHOICE = "Models", "Who takes part", "Texts", "Choosing tokens"
+_MEASURE, _SHOW, _OTHER, _SETTINGS = "Measuring", "Output", "Without measuring", "Settings"
+# the fields of BenchOptions that are called otherwise here: a flag that is repeated has the name of one
+_FIELDS = {"runs": "run", "peers": "peer", "categories": "category"}
+
+
+@dataclass(frozen=True)
+class BenchSettings:
+    """What `paceline bench` was told."""
+
+    target: Annotated[str, _value(_MODELS, "MODEL", "Catalogue name, hub id, folder or .gguf file.")] = "smollm2-135m"
+    dtype: Annotated[str | None, _value(_MODELS, "TYPE", "float32, bfloat16, float16, float64 or auto.")] = None
+    device: Annotated[str | None, _value(_MODELS, "DEVICE", "cpu, cuda, cuda:1 …; CUDA where there is one.")] = None
+    shape: Annotated[
+        str | None, _value(_MODELS, "NAME", "A random model of a named shape instead, such as llama-7b.")
+    ] = None
+    draft_shape: Annotated[str | None, _value(_MODELS, "NAME", "The shape of its draft; else its usual one.")] = None
+    synthetic_acceptance: Annotated[
+        list[str] | None,
+        _value(_MODELS, "RATES", "The draft is right so often, as 0.8, or 0.9,0.8,0.7 by position."),
+    ] = None
+    construction: Annotated[
+        float | None, _value(_MODELS, "EPS", "Agreement by construction: layers past the draft's add so little.")
+    ] = None
+
+    preset: Annotated[str | None, _value(_WHO, "NAME", "default, training-free or gpt2; other flags win over it.")] = (
+        None
+    )
+    run: Annotated[
+        list[str] | None,
+        _value(_WHO, "SPEC", "One of ours, as suffix or ngram:gamma=8,branches=4,rule=ratio; repeatable."),
+    ] = None
+    peer: Annotated[
+        list[str] | None,
+        _value(_WHO, "NAME", "hf, hf-assisted, hf-lookup, hf-early-exit, llama.cpp or openvino; repeatable."),
+    ] = None
+    gamma: Annotated[str, _value(_WHO, "N", "Tokens drafted in a row, where a run does not say.")] = "5"
+
+    prompts: Annotated[
+        list[str] | None,
+        _value(_TEXTS, "FILE", "A set of prompts: .jsonl, .csv or .txt, or builtin; repeatable."),
+    ] = None
+    category: Annotated[list[str] | None, _value(_TEXTS, "NAME", "Only this category; repeatable.")] = None
+    limit: Annotated[int | None, _value(_TEXTS, "N", "Prompts of each category at most.")] = None
+    turns: Annotated[int, _value(_TEXTS, "N", "2: the second turns of conversations as well.")] = 1
+    chat: Annotated[
+        bool, _value(_TEXTS, "", "Through the model's chat template, if it has one.", "--chat/--no-chat")
+    ] = True
+    batch: Annotated[int, _value(_TEXTS, "N", "Texts written at once.")] = 1
+    prompt_tokens: Annotated[int, _value(_TEXTS, "N", "Tokens of the random prompts of a named shape.")] = 128
+    max_new_tokens: Annotated[int, _value(_TEXTS, "N", "Tokens everybody writes for each prompt.")] = 128
+
+    temperature: Annotated[float, _value(_CHOICE, "X", "0 is greedy.")] = 0.0
+    top_k: Annotated[int | None, _value(_CHOICE, "N", "Only the N likeliest tokens.")] = None
+    top_p: Annotated[float | None, _value(_CHOICE, "X", "Only the likeliest tokens that make up X.")] = None
+    min_p: Annotated[float | None, _value(_CHOICE, "X", "Only tokens with X times the best one's share.")] = None
+    seed: Annotated[int, _value(_CHOICE, "N", "The same for everybody.")] = 0
+
+    repeats: Annotated[int, _value(_MEASURE, "N", "Times everybody writes every text, in turns.")] = 3
+    warm_up: Annotated[int, _value(_MEASURE, "N", "Tokens of a first run of each that is not timed.")] = 16
+    threads: Annotated[int | None, _value(_MEASURE, "N", "Threads of torch on a CPU.")] = None
+    force: Annotated[bool, _flag(_MEASURE, "--force", "Measure on a machine that is not quiet, too, and mark it.")] = (
+        False
+    )
+    memory: Annotated[bool, _flag(_MEASURE, "--memory", "Peak memory and bytes of keys and values as well.")] = False
+    layers: Annotated[bool, _flag(_MEASURE, "--layers", "Bytes and seconds of every layer as well.")] = False
+    quality: Annotated[bool, _flag(_MEASURE, "--quality", "Judge the texts by the answers of the prompts.")] = False
+
+    out: Annotated[
+        Path | None, _value(_SHOW, "FOLDER", "Write bench.jsonl, bench.csv, report.html and plots there.")
+    ] = None
+    json: Annotated[bool, _flag(_SHOW, "--json", "The record as JSON lines on stdout and nothing else.")] = False
+    csv: Annotated[Path | None, _value(_SHOW, "FILE", "Write a line per contestant and category.")] = None
+    html: Annotated[Path | None, _value(_SHOW, "FILE", "Write a report as one page.")] = None
+    png: Annotated[Path | None, _value(_SHOW, "FOLDER", "Write the plots (needs matplotlib).")] = None
+    trace: Annotated[Path | None, _value(_SHOW, "FILE", "Record every round of our own runs, for --replay.")] = None
+    wandb: Annotated[bool, _flag(_SHOW, "--wandb", "Log to Weights & Biases; offline where there is no key.")] = False
+    wandb_project: Annotated[str, _value(_SHOW, "NAME", "The project there.")] = "paceline"
+    compare: Annotated[
+        Path | None,
+        _value(_SHOW, "FILE", "Compare with an earlier bench.jsonl.", allow_from_autoenv=False),
+    ] = None  # PACELINE_COMPARE is a yes or no of `generate`
+    fail_on_regression: Annotated[
+        bool, _flag(_SHOW, "--fail-on-regression", "Exit with 1 where --compare finds something slower.")
+    ] = False
+
+    report: Annotated[
+        Path | None,
+        _value(_OTHER, "FILE", "Show a bench.jsonl that is there; nothing is run.", allow_from_autoenv=False),
+    ] = None  # PACELINE_REPORT is what `audit` writes
+    replay: Annotated[
+        Path | None, _value(_OTHER, "FILE", "From a trace: what each --run would have given; no model is read.")
+    ] = None
+
+    config: Annotated[Path | None, _config("bench")] = None
+    print_config: Annotated[
+        bool, _flag(_SETTINGS, "--print-config", "Show all settings and where they come from, and stop.")
+    ] = False
+    debug: Annotated[bool, _flag(_SETTINGS, "--debug", "Show the traceback of an error.")] = False
+
+
+def measured(said: BenchSettings) -> BenchOptions:
+    """The part of it that decides what is measured."""
+    values = {field.name: getattr(said, _FIELDS.get(field.name, field.name)) for field in fields(BenchOptions)}
+    lists = {name: tuple(values[name] or ()) for name in ("runs", "peers", "categories")}
+    rates = _rates(said.synthetic_acceptance or [])
+    prompts = tuple(said.prompts or BenchOptions.prompts)
+    texts = {"synthetic_acceptance": rates, "prompts": prompts, "gamma": _gamma(said.gamma)}
+    return BenchOptions(**{**values, **lists, **texts})
+
+
+def tuned(said: BenchSettings) -> list[str]:
+    """The run that the table [decoder] of the config describes, as `paceline tune` writes it; none without a draft."""
+    table = {} if said.config is None else read_toml(said.config).get("decoder", {})
+    if "draft" not in table:
+        return []
+    ours = {name: table[name] for name in ("gamma", "nodes", "rule") if name in table}
+    rule = {f"rule.{name}": value for name, value in table.get("rule-options", {}).items()}
+    options = {f"drafter.{name}": value for name, value in table.get("drafter", {}).items()}
+    return [json.dumps({"name": table["draft"], "label": "tuned", **ours, **rule, **options})]
+
+
+def named(ctx: typer.Context) -> set[str]:
+    """The fields of BenchOptions that were given, by whatever way."""
+    names = (field.name for field in fields(BenchOptions))
+    return {name for name in names if source(ctx, _FIELDS.get(name, name)) != "default"}
+
+
+def _gamma(text: str) -> int:
+    found = read_gamma(text)
+    if isinstance(found, str):
+        raise InputError("--gamma auto is said of a single run here, such as --run suffix:gamma=auto.")
+    return found
+
+
+def _rates(texts: list[str]) -> tuple[float, ...]:
+    try:
+        return tuple(float(each) for text in texts for each in text.split(","))
+    except ValueError:
+        given = ",".join(texts)
+        raise InputError(f"--synthetic-acceptance must be a rate, or rates with commas, got '{given}'.") from None

@@ -1,0 +1,195 @@
+"""`paceline tune`: which drafter, how long, how wide, with which rule, on this machine?"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from paceline.core.errors import InputError
+
+from .options import _config, _flag, _value
+from .report import dump, versions
+from .session import check_counts
+from .settings import show_config, source, takes
+from .terminal import interruptible, plain_warnings, preparing, say
+
+if TYPE_CHECKING:
+    from paceline.bench.candidates import TuneOptions
+    from paceline.bench.tuning import Trial, Tuning
+
+_MODELS, _WHO, _TEXTS, _MEASURE = "Models", "Who is tried", "Texts", "Measuring"
+_SHOW, _SETTINGS = "Output", "Settings"
+_INTERRUPTED = 130
+
+EPILOG = """
+[bold]Examples[/bold]
+
+paceline tune --target smollm2-135m --out tuned.toml
+
+paceline generate "Once upon a time" --config tuned.toml
+
+paceline tune --target ./big --candidate ./small --candidate ngram:order=3 --prompts mine.jsonl
+"""
+
+
+@dataclass(frozen=True)
+class TuneSettings:
+    """What `paceline tune` was told."""
+
+    target: Annotated[str, _value(_MODELS, "MODEL", "Catalogue name, hub id, folder or .gguf file.")] = "smollm2-135m"
+    dtype: Annotated[str | None, _value(_MODELS, "TYPE", "float32, bfloat16, float16, float64 or auto.")] = None
+    device: Annotated[str | None, _value(_MODELS, "DEVICE", "cpu, cuda, cuda:1 …; CUDA where there is one.")] = None
+
+    candidate: Annotated[
+        list[str] | None,
+        _value(_WHO, "SPEC", "One more: a smaller model, or as ngram:order=3,gamma=8; repeatable."),
+    ] = None
+    only: Annotated[bool, _flag(_WHO, "--only", "Try the given candidates alone.")] = False
+    gammas: Annotated[str, _value(_WHO, "N,N", "How many tokens to draft in a row.")] = "3,5,8,12,16"
+    trees: Annotated[str, _value(_WHO, "N,N", "How many branches, of drafters that look things up.")] = "1,4"
+    rules: Annotated[str, _value(_WHO, "RULE,RULE", "What decides about a draft.")] = "match"
+
+    prompts: Annotated[
+        list[str] | None, _value(_TEXTS, "FILE", "Prompts: .jsonl, .csv or .txt, or builtin; repeatable.")
+    ] = None
+    limit: Annotated[int, _value(_TEXTS, "N", "Prompts of each category.")] = 1
+    tokens: Annotated[int, _value(_TEXTS, "N", "Tokens to write for each of them.")] = 64
+    temperature: Annotated[float, _value(_TEXTS, "X", "0 is greedy.")] = 0.0
+    seed: Annotated[int, _value(_TEXTS, "N", "Of sampled texts.")] = 0
+
+    repeats: Annotated[int, _value(_MEASURE, "N", "Runs of each that is measured.")] = 3
+    finalists: Annotated[int, _value(_MEASURE, "N", "Candidates to measure, the best by prediction.")] = 4
+
+    out: Annotated[Path | None, _value(_SHOW, "FILE", "Write the choice as TOML: the --config of every command.")] = (
+        None
+    )
+    json: Annotated[bool, _flag(_SHOW, "--json", "One JSON object on stdout and nothing else.")] = False
+
+    config: Annotated[Path | None, _config("tune")] = None
+    print_config: Annotated[
+        bool, _flag(_SETTINGS, "--print-config", "Show all settings and where they come from, and stop.")
+    ] = False
+    debug: Annotated[bool, _flag(_SETTINGS, "--debug", "Show the traceback of an error.")] = False
+
+
+@takes(TuneSettings)
+def tune(ctx: typer.Context, said: TuneSettings) -> None:
+    """Try drafters, lengths, trees and rules on a target: a ranking, and a config that every command takes."""
+    if said.print_config:
+        values = asdict(said)
+        typer.echo(show_config("tune", values, {name: source(ctx, name) for name in values}, {}))
+        return
+    with plain_warnings(said.debug):
+        found = _run(said)
+        _tell(found, said)
+    if not found.complete:
+        raise typer.Exit(_INTERRUPTED)
+
+
+def _run(said: TuneSettings) -> Tuning:
+    check_counts(limit=said.limit)
+    if said.out is not None and (said.out.is_dir() or not said.out.parent.is_dir()):
+        raise InputError(f"The config '{said.out}' cannot be written: it is a folder, or its folder is not there.")
+    with preparing("reading prompts"):
+        from paceline.bench.candidates import candidates
+        from paceline.bench.prompt_sets import read_all
+        from paceline.bench.tune import tune as run
+
+        options = _options(said)
+        list(candidates(options))  # whatever is wrong with them is said before a model is read
+        prompts = read_all(said.prompts or ("builtin",), limit=said.limit)
+    with preparing(f"loading {said.target}") as progress:
+        from paceline.models import load
+
+        target = load(said.target, dtype=said.dtype, device=said.device, progress=progress)
+    loading = {name: getattr(said, name) for name in ("target", "dtype", "device") if getattr(said, name) is not None}
+    with interruptible() as cancel, preparing("measuring") as progress:
+        return run(target, prompts, options, target=loading, progress=progress, cancel=cancel)
+
+
+def _options(said: TuneSettings) -> TuneOptions:
+    from paceline.bench.candidates import TuneOptions
+
+    return TuneOptions(
+        candidates=tuple(said.candidate or ()),
+        only=said.only,
+        gammas=_numbers("gammas", said.gammas),
+        trees=_numbers("trees", said.trees),
+        rules=tuple(each.strip() for each in said.rules.split(",") if each.strip()),
+        finalists=said.finalists,
+        tokens=said.tokens,
+        repeats=said.repeats,
+        sampling={"temperature": said.temperature} if said.temperature else {},
+        seed=said.seed,
+    )
+
+
+def _numbers(name: str, text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(each) for each in text.split(",") if each.strip())
+    except ValueError:
+        raise InputError(f"--{name} must be whole numbers with commas between them, got '{text}'.") from None
+
+
+# ---- showing
+
+
+def _tell(found: Tuning, said: TuneSettings) -> None:
+    if said.json:
+        print(dump({**found.as_dict(), "toml": found.toml(), "versions": versions()}), flush=True)
+    else:
+        _table(found)
+    for note in found.notes:
+        say(note, "yellow")
+    if not found.complete:
+        say("stopped; this is what is known so far", "yellow")
+    if said.out is not None:
+        try:
+            said.out.write_text(found.toml(), "utf-8")
+        except OSError as error:
+            raise InputError(f"The config '{said.out}' cannot be written: {error.strerror or error}.") from error
+        say(f"the config is in {said.out}")
+
+
+def _table(found: Tuning) -> None:
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console.width = 120  # a file has no edge
+    table = Table(title=f"{escape(found.model)}: {found.prompts} prompts, {found.tokens} tokens each")
+    table.add_column("candidate", overflow="fold")
+    for name in ("predicted", "measured", "τ", "acceptance", "same text"):
+        table.add_column(name, justify="right")
+    chosen = found.chosen
+    shown = [trial for trial in found.trials if not trial.note]
+    for trial in shown:
+        style = "green" if trial is chosen else "dim" if trial.measured is None else ""
+        table.add_row(*(escape(cell) for cell in _cells(trial)), style=style)
+    speed = "" if found.plain is None else f"{found.plain:.1f} tokens/s"
+    table.add_row("plain decoding", "1.00×", "1.00×", "1.00", "", speed, style="green" if chosen is None else "")
+    console.print(table)
+    for trial in found.trials:
+        if trial.note:
+            console.print(f"{escape(trial.entry.name)}: {escape(trial.note)}", style="dim")
+    console.print(found.verdict)
+
+
+def _cells(trial: Trial) -> tuple[str, ...]:
+    def number(value: float | None, show: str) -> str:
+        return "–" if value is None else format(value, show)
+
+    spread: Any = "" if trial.spread is None else f" ({trial.low:.2f}–{trial.high:.2f})"
+    return (
+        trial.entry.name,
+        f"{number(trial.predicted, '.2f')}×",
+        "–" if trial.measured is None else f"{trial.measured:.2f}×{spread}",
+        number(trial.tau, ".2f"),
+        number(trial.acceptance, ".0%"),
+        {True: "yes", False: "no", None: ""}[trial.same],
+    )

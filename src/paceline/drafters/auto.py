@@ -1,0 +1,266 @@
+"""Draft with whatever pays on this machine, as much as pays, or not at all."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from paceline.core.contracts import DRAFTERS, Budget, RowsView
+from paceline.core.costs import Costs
+from paceline.core.credit import Draft, Ledger, Pool, best_first, pool, select
+from paceline.core.errors import InputError
+from paceline.core.tree import LAWFUL, TokenTree
+from paceline.core.worth import PLAIN, Offer, Rate, best_depth, best_width
+from paceline.models.pass_times import costs_for
+
+from .company import Company
+from .portfolio_member import Member
+from .portfolio_view import Outcome, Proposal
+
+_TRIAL = 32  # rounds every cheap member is asked before it may be passed over
+_CHEAP = 0.003  # of a pass: who costs less is asked in every round
+_RARELY, _AGAIN = 32, 6  # of so many rounds, those in which even one that does not help is asked
+_UNKNOWN_STEP = 0.3  # of a pass: what a draft step of a model is taken to cost before it was timed
+_PURSE = 1.0  # passes to begin with for trying out members that do not seem to pay
+
+Pairs = list[tuple[Draft, Ledger]]
+
+
+@DRAFTERS.register("auto")
+class Auto(Company):
+    """Choose drafter, length and tree in every round from measured costs and live acceptance; also not to speculate."""
+
+    @dataclass(frozen=True)
+    class Options:
+        # names, (name, options), or drafters; a tie goes to the earlier one
+        drafters: tuple[Any, ...] = (
+            ("suffix", {"branches": 4}),
+            "prompt-lookup",
+            "recycling",
+        )
+        costs: Any = None  # a Costs, else measured once per model and machine and kept on disk
+        probing: float = 0.005  # share of the time spent on asking members that do not seem to pay
+        persistent: bool = True  # what was learned is kept from one request to the next
+        frozen: bool = False  # what was learned stays as it is
+
+        def __post_init__(self) -> None:
+            if not isinstance(self.drafters, (list, tuple)) or not self.drafters:
+                raise InputError(f"drafters must be a list of at least one drafter, got {self.drafters!r}.")
+            if self.costs is not None and not isinstance(self.costs, Costs):
+                raise InputError(f"costs must be a paceline.core.costs.Costs, got {type(self.costs).__name__}.")
+            if not 0 <= self.probing <= 1:
+                raise InputError(f"probing must be a share from 0 to 1, got {self.probing}.")
+
+        @classmethod
+        def conformance_variants(cls) -> list[Mapping[str, Any]]:
+            return [{"costs": _FREE}, {"costs": _FREE, "drafters": _with_the_target}, {"costs": _DEAR}]
+
+    chooses_length = True
+
+    def __init__(self, options: Options | None = None, device: Any = None) -> None:
+        """Models of the members that have to be loaded go to `device`."""
+        super().__init__(options or self.Options(), device)
+
+    @classmethod
+    def beyond_text(cls, options: Any) -> str | None:
+        return "a clock, to know what a draft costs"
+
+    def describe(self) -> str:
+        return f"auto ({', '.join(member.title for member in self._members)} or none)"
+
+    def check(self, target: Any) -> None:
+        super().check(target)
+        self._costs = self.options.costs or costs_for(target)
+
+    def reset(self) -> None:
+        super().reset()
+        self._purse = _PURSE
+        self._rate, self._offer = Rate(), PLAIN
+
+    def open(self, target: Any, rows: RowsView) -> None:
+        super().open(target, rows)
+        self._rate, self._offer = Rate(), PLAIN  # the text before says little about what time is worth in this one
+        self._prices: dict[int, list[float]] = {}
+
+    # ---- a round
+
+    def propose(self, rows: RowsView, budget: Budget) -> TokenTree:
+        self._catch_up(rows)
+        prices = self._prices_for(rows.count, budget.nodes)
+        for member in self._alive():
+            if not member.dear and self._due(member, rows.count):
+                self._ask(member, rows, budget)
+        pools, pairs = self._pools(rows.count, budget)
+        offer, speculating = self._width(pools, prices)
+        asked, deeper = self._dearer(rows, budget, prices, offer)
+        if asked is not None:
+            whole = self._ask_dear(asked, rows, budget, deeper)
+            if whole is not None:
+                self._offer = deeper
+                self.reasons = (f"{asked.title} alone, {_said(deeper)}",) * rows.count
+                return whole
+            pools, pairs = self._pools(rows.count, budget)
+            offer, speculating = self._width(pools, prices)
+        self._offer = offer
+        self._tree = self._chosen(pools, pairs, offer.nodes)
+        self.reasons = self._why(pools, pairs, speculating)
+        return self._tree
+
+    def _prices_for(self, rows: int, nodes: int) -> list[float]:
+        """Of passes with 0, 1, ... drafted nodes per row, in those without; a round costs its overhead besides."""
+        known = self._prices.get(rows)
+        if known is None or len(known) <= nodes:
+            extra = self._costs.overhead
+            plain = self._costs.seconds(1, rows) + extra
+            known = [(self._costs.seconds(1 + n, rows) + extra) / plain for n in range(nodes + 1)]
+            self._prices[rows] = known
+        return known
+
+    def _due(self, member: Member, rows: int) -> bool:
+        """In every round while it costs next to nothing, or less than it brings; else now and then for a few rounds,
+        since only somebody who was right in a row is believed."""
+        account, plain = member.account, self._costs.seconds(1, rows)
+        if account.asked < _TRIAL or account.cost.value <= _CHEAP * plain:
+            return True
+        return account.cost.value <= account.helped.value * plain or self._rounds % _RARELY < _AGAIN
+
+    def _pools(self, count: int, budget: Budget) -> tuple[list[Pool], list[Pairs]]:
+        """Per row: all that was proposed as one tree with its chances, and by whom."""
+        pools, every = [], []
+        for row in range(count):
+            pairs = [
+                (proposal.drafts[row], self._books[row][member.number])
+                for member, proposal in self._asked
+                if proposal.drafts and proposal.drafts[row].tokens
+            ]
+            if not budget.branches:
+                pairs = _best_chain(pairs)
+            pools.append(pool(pairs, min(budget.depth, budget.limits[row])))
+            every.append(pairs)
+        return pools, every
+
+    def _width(self, pools: list[Pool], prices: list[float]) -> tuple[Offer, Offer]:
+        chances = [sorted(found.chances, reverse=True) for found in pools]
+        return best_width(chances, prices, self._rate.value)
+
+    def _chosen(self, pools: list[Pool], every: list[Pairs], nodes: int) -> TokenTree:
+        rows = []
+        for found, pairs in zip(pools, every, strict=True):
+            rows.append(select(pairs, found, sorted(best_first(found.chances)[:nodes])))
+        coupled = any(proposal.tree.drawn == "coupled" for _, proposal in self._asked)
+        drawn: Literal["coupled", "certain"] = "coupled" if coupled else "certain"
+        if all(parents == list(range(-1, len(parents) - 1)) for _, parents in rows):
+            return TokenTree.from_chains([tokens for tokens, _ in rows], "cpu", drawn)
+        return TokenTree.from_rows(rows, "cpu", drawn)
+
+    # ---- members that run a model: they cost passes, so it is decided before they are asked
+
+    def _dearer(self, rows: RowsView, budget: Budget, prices: list[float], offer: Offer) -> tuple[Member | None, Offer]:
+        """The member whose draft would be worth more than what is at hand already, or that is due to be tried."""
+        rate = self._rate.value
+        best: tuple[Member | None, Offer] = (None, offer)
+        dear = [member for member in self._alive() if member.dear]
+        for member in dear:
+            expected = _mean([self._books[row][member.number].expected(budget.depth) for row in range(rows.count)])
+            found = best_depth(expected, prices, self._step(member, rows.count), rate)
+            if found.nodes and (not best[1].nodes or found.value(rate) > best[1].value(rate)):
+                best = (member, found)
+        if best[0] is None and dear:
+            member = min(dear, key=lambda member: member.account.last)
+            price = self._step(member, rows.count)
+            if self._purse >= price:
+                self._purse -= price
+                best = (member, Offer(1, 1.0, price + prices[0]))
+        return best
+
+    def _step(self, member: Member, rows: int) -> float:
+        """What one draft step costs, in plain passes."""
+        cost = member.account.cost
+        return cost.value / self._costs.seconds(1, rows) if cost.weight else _UNKNOWN_STEP
+
+    def _ask_dear(self, member: Member, rows: RowsView, budget: Budget, offer: Offer) -> TokenTree | None:
+        """Have it draft as deep as was found best. Its tree, if that can only be read alone and whole."""
+        before = len(self._asked)
+        self._depth = offer.nodes
+        proposal = self._ask(member, rows, replace(budget, depth=min(budget.depth, offer.nodes)))
+        self._depth = 1
+        if proposal is None or proposal.tree.drawn not in LAWFUL or not proposal.tree.nodes:
+            return None
+        for _, other in self._asked[:before]:  # not read, and judged by the text like all the others
+            for draft in other.drafts:
+                draft.where[:] = [-1] * len(draft.tokens)
+        proposal.whole, self._tree = True, proposal.tree
+        return proposal.tree
+
+    _depth = 1  # of what is being asked for: a model's time goes by its steps
+
+    def _price(self, seconds: float, drafted: float) -> float:
+        return seconds / self._depth
+
+    # ---- what became of it, and why
+
+    def _learned(self, asked: Sequence[tuple[Member, Proposal]], outcome: Outcome) -> None:
+        tokens = sum(len(words) for words in outcome.emitted) / max(1, len(outcome.emitted))
+        self._rate.see(tokens, self._offer.price)
+        self._purse += self.options.probing * self._offer.price
+        known = {member.number for member, _ in asked}
+        for member, proposal in asked:
+            kept = [_own(*row) for row in zip(proposal.drafts, outcome.paths, strict=True)] if proposal.drafts else []
+            member.account.helped.see(sum(kept) / max(1, len(kept)))
+        for books in self._books:
+            for book, member in zip(books, self._members, strict=True):
+                if member.number not in known:
+                    book.run = 0  # nobody knows
+
+    def _why(self, pools: list[Pool], every: list[Pairs], speculating: Offer) -> list[str]:
+        """Per row: whose nodes are read and what they are expected to bring, or why none are."""
+        offer, said = self._offer, f"at a rate of {self._rate.value:.2f} tokens per pass"
+        if not offer.nodes:
+            best = f"the best draft: {_said(speculating)}" if speculating.nodes else "nobody has an idea"
+            return [f"plain; {best}, {said}"] * len(pools)
+        titles = {id(draft): member.title for member, proposal in self._asked for draft in proposal.drafts}
+        reasons = []
+        for found, pairs in zip(pools, every, strict=True):
+            names = [titles[id(draft)] for draft, _ in pairs if any(place >= 0 for place in draft.where)]
+            tokens = 1.0 + sum(sorted(found.chances, reverse=True)[: offer.nodes])
+            mine = Offer(min(offer.nodes, len(found.tokens)), tokens, offer.price)
+            reasons.append(f"{' + '.join(names) or 'nobody'}, {_said(mine)}, {said}")
+        return reasons
+
+
+def _said(offer: Offer) -> str:
+    return f"{offer.nodes} nodes for {offer.tokens:.2f} tokens in {offer.price:.2f} passes"
+
+
+def _own(draft: Draft, path: Sequence[int]) -> int:
+    """How many accepted nodes a draft had among its own."""
+    accepted = set(path)
+    return sum(place in accepted for place in draft.where)
+
+
+def _best_chain(pairs: Pairs) -> Pairs:
+    """For rules that judge chains: the leading chain that is expected to come true furthest."""
+    best: Pairs = []
+    most = 0.0
+    for draft, ledger in pairs:
+        expected = sum(ledger.expected(len(draft.leading)))
+        if expected > most:
+            most, best = expected, [(draft, ledger)]
+    for draft, _ in best:
+        draft.cut_to(draft.leading)
+    return best
+
+
+def _mean(rows: list[list[float]]) -> list[float]:
+    return [sum(column) / len(rows) for column in zip(*rows, strict=True)]
+
+
+# for the conformance suite: machines on which reading is free, and on which it hardly ever pays
+_FREE = Costs({1: {1: 1.0, 64: 1.01}})
+_DEAR = Costs({1: {1: 1.0, 2: 1.7, 8: 2.1, 64: 8.0}})
+
+
+def _with_the_target(target: Any) -> tuple[Any, ...]:
+    """For the conformance suite: a draft model, as a tree, beside drafters on the host and on the device."""
+    return (("draft-model", {"model": target, "tree": "levels"}), "prompt-lookup", "recycling")

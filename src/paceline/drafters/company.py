@@ -1,0 +1,222 @@
+"""Several drafters under one roof: who they are, what they have been worth, and what each is told of a round."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, TypeVar
+
+from paceline.core.contracts import Budget, Drafter, Glimpse, Reader, Reading, RowsView
+from paceline.core.credit import Ledger, Mean
+from paceline.core.errors import PacelineWarning, UnsupportedError
+from paceline.core.tree import TokenTree
+from paceline.core.verdict import Verdict
+
+from .making import make_drafter
+from .portfolio_member import Account, Member, credit
+from .portfolio_view import Outcome, Proposal, all_of, drafts_of
+from .recycling import of_rows
+
+T = TypeVar("T")
+MERGES = ("certain", "coupled")  # drafts of these kinds may stand in one tree
+
+
+class Company(Drafter):
+    """What `portfolio` and `auto` share. A subclass proposes: it asks members (`ask`) and leaves in `tree` what was
+    read. Its options have `drafters`, `persistent` and `frozen`."""
+
+    holds_drafters = True
+
+    def __init__(self, options: Any, device: Any = None) -> None:
+        """Models of the members that have to be loaded go to `device`."""
+        self.options = options
+        self.frozen, self._device = self.options.frozen, device
+        made = [make_drafter(given, device=device) for given in self.options.drafters]
+        names = [drafter.name for drafter in made]
+        titles = [name if names.count(name) == 1 else f"{name} {i + 1}" for i, name in enumerate(names)]
+        self._members = [Member(*each, number) for number, each in enumerate(zip(made, titles, strict=True))]
+        taps = sorted({tap for drafter in made for tap in drafter.needs_taps})
+        for member in self._members:
+            member.taps = tuple(taps.index(tap) for tap in member.drafter.needs_taps)
+        self.needs_taps = tuple(taps)
+        self.takes_prediction = any(drafter.takes_prediction for drafter in made)
+        self.reset()
+
+    def anew(self) -> Company:
+        given = zip(self._members, self.options.drafters, strict=True)
+        made = tuple(member.drafter.anew() or each for member, each in given)
+        return type(self)(replace(self.options, drafters=made), self._device)
+
+    # ---- credit
+
+    def reset(self) -> None:
+        """Forget what the members have been worth."""
+        for member in self._members:
+            member.account = Account(Ledger(hope=member.drafter.hope))
+        self._rounds = 0
+        self._emitted = Mean()
+        self._books: list[list[Ledger]] = []  # per row and member
+
+    def credits(self) -> dict[str, dict[str, float]]:
+        """Per member: rounds it was asked, tokens in a row that came true, those that nobody else had, and its cost."""
+        return {
+            member.title: {
+                "asked": member.account.asked,
+                "accepted": member.account.ledger.gain.value,
+                "alone": member.account.alone.value,
+                "cost": member.account.cost.value,
+            }
+            for member in self._members
+        }
+
+    # ---- rows come and go
+
+    def check(self, target: Any) -> None:
+        for member in self._members:
+            member.drafter.check(target)
+
+    def open(self, target: Any, rows: RowsView) -> None:
+        if not self.options.persistent:
+            self.reset()
+        self._target = target
+        self._books = []
+        self._asked: list[tuple[Member, Proposal]] = []
+        self._tree: TokenTree | None = None
+        for member in self._members:
+            member.lost = member.behind = member.shares = member.has_laws = False
+            self._try(member, member.drafter.open, target, rows)
+
+    def reader(self, target: Any) -> Reader | None:
+        """Of the first member that brings one: the others run without. It reads merged drafts like any other, but has
+        no taps, so that nobody may want them."""
+        for member in self._alive() if not self.needs_taps else []:
+            shared = self._try(member, member.drafter.reader, target)
+            if shared is not None:
+                member.shares = True
+                return shared
+        return None
+
+    def watch(self, rows: RowsView, glimpse: Glimpse) -> None:
+        for member in self._alive():
+            if member.taps:
+                own = Glimpse(glimpse.first, glimpse.start, tuple(glimpse.taps[tap] for tap in member.taps))
+                self._try(member, member.drafter.watch, rows, own)
+
+    def admit(self, rows: RowsView, first: int) -> None:
+        del self._books[first:]
+        for _ in range(first, rows.count):
+            self._books.append([Ledger(member.account.ledger) for member in self._members])
+        for member in self._alive():
+            self._try(member, member.drafter.restart if member.behind else member.drafter.admit, rows, first)
+            member.behind, member.fresh = False, True
+        self._asked, self._tree = [], None
+
+    def release(self, row: int, last: int, length: int) -> None:
+        self._books[row] = self._books[last]
+        del self._books[last]
+        for member in self._alive():
+            self._try(member, member.drafter.release, row, last, length)
+
+    def reorder(self, rows: RowsView, source: Sequence[int]) -> bool:
+        """Members that do not follow begin anew when the round is committed. What members were worth to a row stays
+        with it: rows that change places are of one search."""
+        for member in self._alive():
+            member.behind = member.behind or not self._try(member, member.drafter.reorder, rows, source)
+        for _, proposal in self._asked:
+            proposal.reorder(source)
+        self._tree = None if self._tree is None else of_rows(self._tree, source)
+        return True
+
+    def restart(self, rows: RowsView, count: int) -> None:
+        for member in self._members:
+            member.behind = True
+        self.admit(rows, count)
+
+    def rewind(self, lengths: list[int]) -> None:
+        for member in self._alive():
+            if not member.behind:
+                self._try(member, member.drafter.rewind, lengths)
+
+    def _alive(self) -> list[Member]:
+        return [member for member in self._members if not member.lost]
+
+    def _try(self, member: Member, act: Callable[..., T], *given: Any) -> T | None:
+        """A member that fails is left out until the next batch; the others go on."""
+        try:
+            return act(*given)
+        except UnsupportedError:
+            raise
+        except Exception as error:
+            member.lost = True
+            warnings.warn(
+                f"Drafter '{member.title}' of the portfolio failed ({type(error).__name__}: {error}); "
+                "the others go on.",
+                PacelineWarning,
+                stacklevel=3,
+            )
+            return None
+
+    def _ask(self, member: Member, rows: RowsView, budget: Budget) -> Proposal | None:
+        began = time.perf_counter()
+        tree = self._try(member, member.drafter.propose, rows, budget)
+        if tree is None:
+            return None
+        account = member.account
+        account.asked += 1
+        account.last = self._rounds
+        proposal = Proposal(tree, member.taps)
+        if tree.drawn in MERGES:
+            limits = None if member.drafter.on_device else (self._target.vocabulary, budget.nodes, budget.depth)
+            read = self._try(member, drafts_of, tree, rows.count, limits)
+            if read is None:
+                return None
+            proposal.drafts = read
+        if not (self.frozen or member.fresh):
+            drafted = sum(len(draft.tokens) for draft in proposal.drafts) / max(1, rows.count)
+            account.cost.see(self._price(time.perf_counter() - began, drafted))
+        member.fresh = False
+        self._asked.append((member, proposal))
+        return proposal
+
+    def _price(self, seconds: float, drafted: float) -> float:
+        """What a proposal that took so long and drafted so many nodes per row has cost."""
+        return seconds
+
+    def _learned(self, asked: Sequence[tuple[Member, Proposal]], outcome: Outcome) -> None:
+        """What became of a round, once the members are credited."""
+
+    def _catch_up(self, rows: RowsView) -> None:
+        """Before a round: members that have not followed rows that changed places begin anew."""
+        self._asked, self._tree = [], None
+        self._rounds += 1
+        for member in self._alive():
+            if member.behind:
+                self._try(member, member.drafter.restart, rows, rows.count)
+                member.behind = False
+
+    def _has_ideas(self) -> bool:
+        """Has anyone proposed anything that can be merged?"""
+        return any(draft.tokens for _, proposal in self._asked for draft in proposal.drafts)
+
+    # ---- what became of it
+
+    def keep(self, rows: RowsView, verdict: Verdict, reading: Reading) -> None:
+        asked, tree = self._asked, self._tree
+        self._asked, self._tree = [], None
+        outcome = Outcome.of(verdict)
+        if not self.frozen:
+            for words in outcome.emitted:
+                self._emitted.see(len(words))
+            credit(asked, outcome, self._books)
+        self._learned(asked, outcome)
+        proposals = {member.number: proposal for member, proposal in asked}
+        for member in self._alive():
+            if member.absorber is not None:
+                self._try(member, member.absorber.absorb, *all_of(rows, tree, verdict, reading))
+            proposal = proposals.get(member.number)
+            if proposal is None and member.taps:  # it follows the target's thoughts, whoever drafts
+                proposal = Proposal(TokenTree.empty(rows.count, rows.text.device), member.taps)
+            if proposal is not None and not (member.lost or member.behind):
+                self._try(member, member.tell, proposal, rows, outcome, verdict, reading)

@@ -1,0 +1,250 @@
+"""How long passes of a model take here: v(n), measured in seconds once per model and machine, and kept on disk."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import time
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+from paceline.core.contracts import Reader
+from paceline.core.costs import Costs
+from paceline.core.errors import PacelineWarning
+from paceline.core.scratch_rows import ScratchRows
+
+from .cache import Progress, read_json, write_json, cache_folder
+from .language_model import LanguageModel
+from .runners.device import device_name, finish
+
+FED = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
+BUDGET = 6.0  # seconds that measuring one number of rows should take
+_SWEEPS = 3  # but so often at least
+_NARROW = 4  # and so many widths, however slow the model is
+_RAGGED = 4  # rows differ in length by up to this, as those of a real batch soon do
+
+Clock = Callable[[], float]
+
+
+# ---- measuring
+
+
+def measured_costs(
+    lm: LanguageModel,
+    *,
+    rows: Sequence[int] = (1,),
+    fed: Sequence[int] = FED,
+    context: int = 128,
+    repeats: int = 5,
+    clock: Clock = time.perf_counter,
+    progress: Progress | None = None,
+) -> Costs:
+    """Time passes of `fed` tokens after texts of `context` tokens, for each number of `rows`.
+
+    The widths are gone through one after the other, again and again, so that a slow moment of the machine hits all
+    alike; a width counts as the median of its ratios to the one-token pass of the same sweep. The first sweep is not
+    counted. There are `repeats` sweeps, or as many as fit into a few seconds (3 at least); of a model so slow that even
+    the first sweep takes longer, only the narrow passes are measured. A wider pass never costs less than a narrower
+    one in the result: whoever finds it cheaper may pad.
+    """
+    widths = sorted({1, *fed})
+    room = max(1, lm.context - 1)
+    widths = [width for width in widths if width <= room]
+    passes = {}
+    for count in rows:
+        length = max(1, min(context, lm.context - widths[-1]))
+        bench = _PassTimer(lm, count, length, widths[-1], clock)
+        passes[count] = _table(bench, widths, repeats, progress)
+    return Costs(passes)
+
+
+class _PassTimer:
+    """Texts that a model has read, and passes over drafts after them, each forgotten again."""
+
+    def __init__(self, lm: LanguageModel, count: int, length: int, widest: int, clock: Clock) -> None:
+        self._lm, self._clock = lm, clock
+        self._rows = ScratchRows(lm.device)
+        lengths = [max(1, length - row % _RAGGED) for row in range(count)]
+        self._rows.admit([_text(size, lm.vocabulary, row) for row, size in enumerate(lengths)])
+        draft = [_text(max(1, widest - 1), lm.vocabulary, count + row) for row in range(count)]
+        self._draft = torch.tensor(draft, device=lm.device)
+        self._reader: Reader = lm.reader()
+        with torch.inference_mode():
+            width = self._reader.begin(self._rows, 0, length + widest)
+            self._reader.extend(self._rows, width)
+            self._reader.keep(self._rows, None)
+
+    @property
+    def count(self) -> int:
+        return self._rows.count
+
+    def now(self) -> float:
+        return self._clock()
+
+    @torch.inference_mode()
+    def seconds(self, fed: int) -> float:
+        """Of one pass that reads the last committed token and a chain of `fed` - 1 after it."""
+        tokens = self._draft[:, : fed - 1] if fed > 1 else None
+        finish(self._lm.device)
+        started = self._clock()
+        self._reader.extend(self._rows, 1, tokens)
+        finish(self._lm.device)
+        took = self._clock() - started
+        self._reader.keep(self._rows, None)
+        return took
+
+
+def _text(length: int, vocabulary: int, salt: int) -> list[int]:
+    """Tokens all over the vocabulary: what a pass costs may depend on them where experts are chosen."""
+    return [(7919 * (i + 1) + 104729 * salt) % vocabulary for i in range(length)]
+
+
+def _table(timer: _PassTimer, widths: list[int], repeats: int, progress: Progress | None) -> dict[int, float]:
+    """Seconds by width, smoothed to never fall."""
+    label = "measuring passes" if timer.count == 1 else f"measuring passes of {timer.count} rows"
+    began = timer.now()
+    done: list[int] = []
+    for width in widths:  # the first sweep warms up, and shows how long one takes
+        if len(done) >= _NARROW and timer.now() - began > BUDGET:
+            break
+        timer.seconds(width)
+        done.append(width)
+    sweep = max(timer.now() - began, 1e-9)
+    sweeps = max(_SWEEPS, min(repeats, int(BUDGET / sweep)))
+    found: list[dict[int, float]] = []
+    for number in range(sweeps):
+        if progress is not None:
+            progress(label, number, sweeps)
+        found.append({width: timer.seconds(width) for width in done})
+    if progress is not None:
+        progress(label, sweeps, sweeps)
+    one = median(times[1] for times in found)
+    table, highest = {}, 0.0
+    for width in done:
+        highest = max(highest, one * median(times[width] / max(times[1], 1e-12) for times in found))
+        table[width] = highest
+    return table
+
+
+# ---- keeping
+
+_KNOWN: dict[str, Costs] = {}  # what this process has measured or read, by key
+_UNWRITABLE: set[Path] = set()  # folders it was told of already
+
+
+def costs_for(
+    lm: LanguageModel,
+    rows: int = 1,
+    *,
+    fresh: bool = False,
+    clock: Clock = time.perf_counter,
+    progress: Progress | None = None,
+) -> Costs:
+    """What passes of this model cost on this machine: known already, read from the cache, or measured now (seconds).
+
+    There is a table for every power of two up to the first that holds `rows`. `fresh` measures anew.
+    """
+    key = costs_key(lm)
+    known = None if fresh else _KNOWN.get(key) or _stored(key)
+    wanted = [1 << power for power in range(max(0, rows - 1).bit_length() + 1)]
+    missing = [count for count in wanted if known is None or count not in known.passes]
+    if missing:
+        new = measured_costs(lm, rows=missing, clock=clock, progress=progress)
+        known = new if known is None else replace(known, passes={**known.passes, **new.passes})
+        _store(key, known)
+    assert known is not None
+    _KNOWN[key] = known
+    return known
+
+
+def remember(lm: LanguageModel, *, overhead: float | None = None, drafters: Mapping[str, float] | None = None) -> Costs:
+    """Write beside the passes of a model what a round costs outside them (o), and draft steps by name (c)."""
+    known = costs_for(lm)
+    if overhead is not None:
+        known = replace(known, overhead=overhead)
+    if drafters:
+        known = replace(known, drafters={**known.drafters, **drafters})
+    key = costs_key(lm)
+    _KNOWN[key] = known
+    _store(key, known)
+    return known
+
+
+def costs_key(lm: LanguageModel) -> str:
+    """Equal for equal costs: architecture and shapes, types of numbers, device, threads and versions."""
+    facts = {
+        "models": [_shape_of(part) for part in _parts(lm)],
+        "kind": type(lm).__name__,
+        "device": [str(lm.device), device_name(lm.device)],
+        "threads": [torch.get_num_threads(), os.cpu_count()],
+        "versions": {name: _version(name) for name in ("torch", "transformers", "paceline")},
+    }
+    text = json.dumps(facts, sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+def _parts(lm: LanguageModel) -> list[Any]:
+    """The transformers models that a pass runs: two, where a target has two branches (see `guided`)."""
+    branches = [getattr(lm, name) for name in ("first", "second") if hasattr(lm, name)]
+    return [model for branch in branches for model in _parts(branch)] if branches else [lm.model]
+
+
+def _shape_of(model: Any) -> dict[str, Any]:
+    config = {name: value for name, value in model.config.to_dict().items() if name != "_name_or_path"}
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    return {
+        "config": config,
+        "attention": getattr(model.config, "_attn_implementation", None),
+        "tensors": [[name, list(tensor.shape), str(tensor.dtype)] for name, tensor in tensors],
+    }
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:  # run from a source folder
+        return "source"
+
+
+def _file(key: str) -> Path:
+    return cache_folder() / "costs" / f"{key}.json"
+
+
+def _stored(key: str) -> Costs | None:
+    """None for a file that is absent or damaged: it is then measured again."""
+    found = read_json(_file(key))
+    if found is None:
+        return None
+    try:
+        costs = Costs.from_dict(found)
+    except (KeyError, TypeError, ValueError, AttributeError):
+        return None
+    seconds = [s for table in costs.passes.values() for s in table.values()]
+    sound = seconds and all(math.isfinite(s) and s > 0 for s in seconds) and all(costs.passes.values())
+    return costs if sound and 1 in costs.passes else None
+
+
+def _store(key: str, costs: Costs) -> None:
+    path = _file(key)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_json(path, costs.as_dict())
+    except OSError as error:
+        if path.parent in _UNWRITABLE:
+            return
+        _UNWRITABLE.add(path.parent)
+        warnings.warn(
+            f"What passes cost cannot be kept in '{path.parent}' ({error.strerror or error}), so the next process "
+            "measures again; make room there or set PACELINE_CACHE to another folder.",
+            PacelineWarning,
+            stacklevel=3,
+        )

@@ -1,0 +1,166 @@
+"""The charts of a report, as values."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from paceline.bench.cells import speed_up
+from paceline.bench.charts import Chart, Point, Series, charts_of
+from paceline.bench.comparing import compare, differences
+from paceline.bench.details import flat, layers, quality
+from paceline.bench.metrics import Ratio, summarise
+from paceline.bench.report import Report
+from paceline.bench.svg import PALETTE, as_svg, colour, ticks
+from paceline.bench.tables import by_category, changed, overall, slower, tables_of
+from tests.bench.made_reports import COSTS, NASTY, made_report
+
+
+def chart(name: str) -> Chart:
+    report = made_report()
+    return next(chart for chart in charts_of(report, summarise(report)) if chart.name == name)
+
+
+def test_a_report_has_five_charts() -> None:
+    report = made_report()
+    names = [chart.name for chart in charts_of(report, summarise(report))]
+    assert names == ["speed-up", "acceptance", "v", "bound", "predicted"]
+
+
+def test_speed_ups_are_over_plain_decoding_and_losses_are_shown_too() -> None:
+    found = chart("speed-up")
+    assert [series.name for series in found.series] == ["suffix", "hf"]  # plain decoding is the line at 1
+    assert found.level == 1.0
+    points = {point.x: point for point in found.series[0].points}
+    assert points["chat"].y == pytest.approx(0.8)
+    assert points["code"].y == pytest.approx(2.0)
+    assert list(points) == ["chat", "code", "all"]
+    low, high = points["code"].low, points["code"].high
+    assert low is not None
+    assert high is not None
+    assert low <= points["code"].y <= high
+
+
+def test_acceptance_is_unconditional_and_says_how_many() -> None:
+    (series,) = chart("acceptance").series
+    first, *_, last = series.points
+    assert (first.x, first.y) == (1, 6 / 8)
+    assert (last.x, last.y) == (4, 0.0)
+    assert first.note == "(72 of 96)"  # eight drafts in each of twelve runs
+
+
+def test_v_is_in_passes_over_one_token() -> None:
+    one, four = chart("v").series
+    assert [(point.x, point.y) for point in one.points] == [(n, COSTS.v(n)) for n in (1, 2, 6)]
+    assert four.name == "4 rows"
+
+
+def test_bound_and_reached_stand_side_by_side() -> None:
+    limit, reached = chart("bound").series
+    assert limit.points[0].x == reached.points[0].x == "suffix"
+    assert limit.points[0].y > 0
+    assert "of S" in reached.points[0].note
+
+
+def test_a_contestant_has_one_colour_everywhere() -> None:
+    assert {series.colour for name in ("speed-up", "acceptance") for series in chart(name).series[:1]} == {1}
+    assert colour(Series("x", (), len(PALETTE))) == PALETTE[0]
+
+
+def test_nothing_measured_gives_no_chart() -> None:
+    empty = Report({}, made_report().members)
+    assert charts_of(empty, summarise(empty)) == []
+    assert [table.title for table in tables_of(empty, summarise(empty))] == []
+
+
+@pytest.mark.parametrize(("low", "high"), [(0.0, 1.0), (0.0, 3.7), (0.0, 0.0), (1.0, 16.0), (0.0, 1e-4), (2.0, 2.0)])
+def test_ticks_are_round_and_cover(low: float, high: float) -> None:
+    found = ticks(low, high)
+    assert found[0] <= low + 1e-9
+    assert found[-1] >= high - 1e-9
+    assert 2 <= len(found) <= 8
+
+
+@pytest.mark.parametrize("kind", ["bars", "lines", "dots"])
+def test_svg_escapes_names(kind: str) -> None:
+    x = NASTY if kind == "bars" else 1.0
+    made = Chart("x", NASTY, NASTY, NASTY, kind, (Series(NASTY, (Point(x, 1.0, 0.5, 1.5, NASTY),)),), level=1.0)  # type: ignore[arg-type]
+    drawn = as_svg(made)
+    assert "<script" not in drawn
+    assert 'class="spread"' in drawn
+    assert 'class="level"' in drawn
+
+
+# ---- tables
+
+
+def test_the_table_of_everybody() -> None:
+    report = made_report()
+    table = overall(report, summarise(report))
+    assert table.header[:6] == ("contestant", "tokens/s", "speed-up", "spread", "τ", "acceptance")
+    rows = {row[0].text: dict(zip(table.header, row, strict=True)) for row in table.rows}
+    assert rows["plain"]["speed-up"].text == "1.00×"
+    assert rows["suffix"]["τ"].text == "2.50"
+    assert rows["suffix"]["acceptance"].text == "40%"
+    assert rows["suffix"]["× hf"].text == "2.29×"
+    assert rows["hf"]["× hf"].text == "–"
+    assert rows["hf"]["same text"].text == "2/4, from 5"
+    assert rows["hf"]["speed-up"].tone == "bad"
+    assert rows["suffix"]["speed-up"].tone == "good"
+
+
+def test_the_table_of_categories() -> None:
+    report = made_report()
+    table = by_category(report, summarise(report))
+    assert table.header == ("contestant", "chat", "code", "all")
+    rows = {row[0].text: row for row in table.rows}
+    assert rows["plain"][1].text.endswith("tok/s")
+    assert rows["suffix"][1].text.startswith("0.80× ±")
+    assert (rows["suffix"][1].tone, rows["suffix"][2].tone) == ("bad", "good")
+
+
+def test_where_ours_is_slower_is_said() -> None:
+    report = made_report()
+    table = slower(report, summarise(report))
+    assert [(row[0].text, row[1].text) for row in table.rows] == [("suffix", "chat-1"), ("suffix", "chat-2")]
+    assert table.note.startswith("2 of 4 pairs")
+
+
+@pytest.mark.parametrize(
+    ("found", "tone"),
+    [(Ratio(1.2, 1.1, 1.3), "good"), (Ratio(1.1, 0.9, 1.3), ""), (Ratio(0.8, 0.7, 0.9), "bad"), (Ratio(2.0), "")],
+)
+def test_colour_is_for_what_lies_beyond_the_spread(found: Ratio, tone: str) -> None:
+    assert speed_up(found).tone == tone
+
+
+def test_what_became_slower_stands_first() -> None:
+    old = made_report()
+    slow = tuple(
+        replace(each, run=replace(each.run, seconds=each.run.seconds * 3)) if each.run.contestant == "suffix" else each
+        for each in old.results
+    )
+    new = replace(old, results=slow, provenance={**old.provenance, "cpu": "another"})
+    table = changed(compare(old, new), differences(old, new))
+    first = {name: cell.text for name, cell in zip(table.header, table.rows[0], strict=True)}
+    assert (first["contestant"], first["verdict"], first["now/then"]) == ("suffix", "slower", "0.33×")
+    assert table.rows[0][-1].tone == "bad"
+    assert "cpu: a CPU then, another now" in table.note
+    assert table.note.startswith("3 of ")
+
+
+def test_layers_have_bytes_and_times() -> None:
+    layer = {"name": "0", "parameters": 2_000_000, "per_token": 512, "dtype": "float32", "seconds": 0.0015}
+    (row,) = layers(made_report(layers=(layer,))).rows
+    assert [cell.text for cell in row] == ["0", "2.0 MB", "512 B", "float32", "1.5 ms"]
+
+
+def test_quality_has_a_column_per_measure() -> None:
+    table = quality(made_report(quality={"plain": {"exact_match": 0.5}, "hf": {"exact_match": 0.25}}))
+    assert table.header == ("contestant", "exact match")
+    assert [row[1].text for row in table.rows] == ["0.500", "0.250"]
+
+
+def test_provenance_is_flat() -> None:
+    assert dict(flat({"a": {"b": 1, "c": [1, 2]}, "d": None})) == {"a.b": "1", "a.c": "1, 2", "d": "–"}

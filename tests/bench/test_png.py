@@ -1,0 +1,55 @@
+"""The same charts as files."""
+
+from __future__ import annotations
+
+import builtins
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paceline.bench.charts import Chart, Point, Series, charts_of
+from paceline.bench.metrics import summarise
+from paceline.bench.png import check_png, figure_of, write_png
+from paceline.core.errors import InputError, UnsupportedError
+from tests.bench.made_reports import NASTY, made_report
+
+pytest.importorskip("matplotlib")
+
+
+def test_a_file_per_chart(tmp_path: Path) -> None:
+    report = made_report()
+    written = write_png(charts_of(report, summarise(report)), tmp_path / "plots")
+    assert [path.name for path in written] == ["speed-up.png", "acceptance.png", "v.png", "bound.png", "predicted.png"]
+    assert all(path.read_bytes().startswith(b"\x89PNG") for path in written)
+
+
+@pytest.mark.parametrize("kind", ["bars", "lines", "dots"])
+def test_names_are_text_not_formulas(kind: str, tmp_path: Path) -> None:
+    x = "_$" if kind == "bars" else 1.0
+    series = tuple(Series(name, (Point(x, 1.0, 0.5, 1.5), Point(x, 2.0))) for name in (NASTY, "_hidden", r"$\frac"))
+    figure = figure_of(Chart("x", r"$\frac", NASTY, "_y", kind, series))  # type: ignore[arg-type]
+    figure.savefig(tmp_path / "x.png")
+    (legend,) = figure.legends
+    assert len(legend.get_texts()) == 3
+
+
+def test_without_matplotlib_it_is_one_sentence(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    real = builtins.__import__
+
+    def absent(name: str, *rest: Any, **more: Any) -> Any:
+        if name.partition(".")[0] == "matplotlib":
+            raise ModuleNotFoundError(name)
+        return real(name, *rest, **more)
+
+    monkeypatch.setattr(builtins, "__import__", absent)
+    with pytest.raises(UnsupportedError, match=r"need matplotlib: pip install 'paceline\[bench\]'"):
+        check_png()
+    with pytest.raises(UnsupportedError):
+        write_png([], tmp_path)
+
+
+def test_a_folder_that_cannot_be_made_is_one_sentence(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(InputError, match="cannot be written"):
+        write_png([], tmp_path / "file")

@@ -1,0 +1,61 @@
+"""Benchmarks that have a name."""
+
+from __future__ import annotations
+
+import pytest
+
+from paceline.bench.options import BenchOptions
+from paceline.bench.presets import PRESETS, apply, needs_nothing
+from paceline.core.contracts import DRAFTERS
+from paceline.core.errors import UnknownNameError
+
+
+def test_without_a_preset_nothing_changes() -> None:
+    options = BenchOptions(runs=("suffix",))
+    assert apply(options) is options
+
+
+def test_default_has_every_drafter_that_needs_nothing() -> None:
+    made = apply(BenchOptions(preset="default"))
+    assert {"suffix", "ngram", "prompt-lookup", "recycling", "lookahead", "trigram", "portfolio"} <= set(made.runs)
+    assert not {"none", "draft-model", "staged", "cross-vocabulary", "medusa", "eagle", "prophet"} & set(made.runs)
+    assert "prediction" not in made.runs  # nobody says what to expect
+    assert ("auto" in made.runs) == ("auto" in DRAFTERS)
+    assert made.peers == ("hf", "hf-lookup")
+    assert made.preset == "default"  # for the provenance
+
+
+def test_a_drafter_of_somebody_else_takes_part() -> None:
+    assert all(needs_nothing(name) for name in apply(BenchOptions(preset="default")).runs)
+
+
+def test_gpt2_is_a_pair() -> None:
+    made = apply(BenchOptions(preset="gpt2"))
+    assert (made.target, made.runs) == ("openai-community/gpt2-medium", ("distilbert/distilgpt2",))
+    assert made.peers == ("hf", "hf-assisted")
+
+
+@pytest.mark.parametrize("preset", sorted(PRESETS))
+def test_what_was_said_wins(preset: str) -> None:
+    options = BenchOptions(target="./mine", runs=("ngram",), peers=("openvino",), limit=3, preset=preset)
+    assert apply(options) == BenchOptions(
+        target="./mine", runs=("ngram",), peers=("openvino",), limit=3, preset=preset,
+        max_new_tokens=apply(BenchOptions(preset=preset)).max_new_tokens,
+    )  # fmt: skip
+
+
+def test_what_was_said_wins_even_where_it_is_the_default() -> None:
+    made = apply(BenchOptions(target="smollm2-135m", preset="gpt2"), said={"target", "peers"})
+    assert made.target == "smollm2-135m"
+    assert made.peers == ()
+    assert made.runs == ("distilbert/distilgpt2",)
+
+
+def test_twice_is_once() -> None:
+    once = apply(BenchOptions(preset="training-free"))
+    assert apply(once) == once
+
+
+def test_an_unknown_preset_is_named() -> None:
+    with pytest.raises(UnknownNameError, match=r"Unknown preset 'gpt3'\. Did you mean 'gpt2'\?"):
+        apply(BenchOptions(preset="gpt3"))

@@ -1,0 +1,443 @@
+"""Replaying a trace: what it says is what the engine does, round for round; and what cannot be known is not said."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+
+import paceline
+from paceline.bench.contest import Entry
+from paceline.bench.replay import lines, replay, replay_all, replay_table
+from paceline.bench.replayed import Replayed
+from paceline.bench.rerun import rerun
+from paceline.bench.trace_files import TraceFile, header_of
+from paceline.bench.trace_lines import TraceText
+from paceline.core.contracts import DRAFTERS, Budget, RowsView
+from paceline.core.costs import Costs
+from paceline.core.errors import PacelineWarning, UnknownNameError, UnsupportedError
+from paceline.core.trace import Round, Trace
+from paceline.core.tree import TokenTree
+from paceline.drafters.host import HostDrafter
+from paceline.drafters.making import beyond_text
+from paceline.models.language_model import LanguageModel
+from paceline.rules.match import Match
+from tests import toys
+
+BEGINNINGS = ([3, 1, 4, 1, 5], [7, 8, 7])
+TOKENS = 30
+SAMPLED = {"temperature": 0.15, "top_k": 12, "seed": 5}
+SETTINGS: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "sampled": SAMPLED,
+    "penalties": {"repetition_penalty": 1.15, "presence_penalty": 0.2},
+}
+PLAIN = Entry("plain", "none")
+COSTS = Costs({1: {1: 1.0, 2: 1.1, 9: 1.8}}, overhead=0.1, drafters={"suffix": 0.01, "draft-model": 0.2})
+
+
+WEIGHTS = {"seed": 1, "initializer_range": 0.2}  # its texts repeat themselves now and then
+
+
+@cache
+def prompts() -> list[list[int]]:
+    """Of words that the target uses itself."""
+    return [[*start, *toys.naive(toys.llama(**WEIGHTS), start, 14)] for start in BEGINNINGS]
+
+
+@pytest.fixture(scope="module")
+def target() -> LanguageModel:
+    return paceline.load(toys.llama(**WEIGHTS))
+
+
+@pytest.fixture(scope="module")
+def draft() -> LanguageModel:
+    """The target with a little noise on its weights: often right, not always."""
+    model = toys.llama(**WEIGHTS)
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(0)
+        for weight in model.parameters():
+            weight += 0.02 * torch.randn_like(weight)
+    return paceline.load(model)
+
+
+@pytest.fixture(scope="module")
+def plain(target: LanguageModel) -> dict[str, TraceFile]:
+    """What plain decoding writes: from this everything else is told."""
+    return {name: record(target, settings=settings) for name, settings in SETTINGS.items()}
+
+
+def decoder_of(lm: LanguageModel, entry: Entry, model: LanguageModel | None = None) -> paceline.SpeculativeDecoder:
+    options = {**entry.options, **({} if model is None else {"model": model})}
+    return paceline.SpeculativeDecoder(
+        lm, entry.draft, options=options, gamma=entry.gamma, nodes=entry.nodes, rule=entry.rule,
+        rule_options=entry.rule_options,
+    )  # fmt: skip
+
+
+def record(
+    lm: LanguageModel,
+    entry: Entry = PLAIN,
+    settings: dict[str, Any] | None = None,
+    model: LanguageModel | None = None,
+    fresh: bool = True,
+    tokens: int = TOKENS,
+) -> TraceFile:
+    """Decode the prompts, each with a fresh drafter, or one after the other with one."""
+    settings = {"max_new_tokens": tokens, **(settings or {})}
+    decoder = decoder_of(lm, entry, model)
+    reach = decoder.drafter.reach()
+    texts = []
+    for number, prompt in enumerate(prompts()):
+        decoder = decoder_of(lm, entry, model) if fresh else decoder
+        out = decoder.generate(prompt, **settings)
+        limit = min(tokens, lm.context - len(prompt))
+        written = (tuple(prompt), tuple(out.tokens), limit, out.finish_reason, out.seed)
+        texts.append(TraceText(str(number), f"c{number % 2}", *written, rounds=tuple(out.trace.rounds)))
+    return TraceFile(header_of(lm, entry, settings, reach=reach), tuple(texts))
+
+
+def shown(rounds: Any) -> list[tuple[Any, ...]]:
+    return [(r.drafted, r.parents, r.path, r.own, r.bonus if r.own is not None else None) for r in rounds]
+
+
+def same_rounds(answer: Replayed, real: TraceFile) -> None:
+    assert answer.knows == "exact", answer.reason
+    assert answer.notes == ()
+    for text, other in zip(answer.texts, real.texts, strict=True):
+        assert shown(text.fewest.rounds) == shown(other.rounds)
+
+
+HOST = [
+    PLAIN,
+    Entry("lookup", "prompt-lookup", {"longest": 2}),
+    Entry("lookup tree", "prompt-lookup", {"branches": 3}, gamma=3, nodes=7),
+    Entry("ngram", "ngram", {"order": 3}, gamma=1),
+    Entry("ngram on", "ngram", {"stop_if_unknown": False}, gamma=8),
+    Entry("ngram tree", "ngram", {"branches": 3}, gamma=4, nodes=9),
+    Entry("suffix", "suffix", gamma=10),
+    Entry("suffix tree", "suffix", {"branches": 4, "min_probability": 0.0}, gamma=6),
+    Entry("lookahead", "lookahead", {"window": 0}, gamma=4),
+    Entry("prediction", "prediction", {"branches": 2}, gamma=5),
+    Entry("few nodes", "suffix", gamma=8, nodes=3),
+    Entry("trigram", "trigram", gamma=4),
+    Entry("trigram tree", "trigram", {"tree": "best-first"}, gamma=3, nodes=8),
+    Entry("trigram fitted", "trigram", {"tree": "optimal"}, gamma=3, nodes=8),
+    Entry("portfolio", "portfolio", {"drafters": ["suffix", ("ngram", {"branches": 2})], "cost": "nodes"}, gamma=4),
+    Entry("first", "portfolio", {"drafters": ["suffix", "prompt-lookup"], "mode": "first"}, gamma=4),
+]
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
+@pytest.mark.parametrize("entry", HOST, ids=lambda entry: entry.name)
+def test_a_replay_is_the_real_run_round_for_round(
+    entry: Entry, settings: str, target: LanguageModel, plain: dict[str, TraceFile]
+) -> None:
+    same_rounds(replay(plain[settings], entry), record(target, entry, SETTINGS[settings]))
+
+
+def test_the_texts_are_worth_drafting(plain: dict[str, TraceFile]) -> None:
+    """Else the test above would say little."""
+    for name, most in (("greedy", 1.3), ("sampled", 1.15), ("penalties", 1.15)):
+        taus = {entry.name: replay(plain[name], entry).tau()[0] for entry in HOST[1:]}
+        assert sorted(taus.values())[len(taus) // 2] > most, (name, taus)
+
+
+@pytest.mark.parametrize("rule", ["ratio", "block", "multi-round", "traversal", "k-seq", "auto"])
+@pytest.mark.parametrize("entry", [HOST[2], HOST[6], HOST[12], HOST[14]], ids=lambda entry: entry.name)
+def test_greedily_every_rule_that_keeps_the_law_has_the_same_rounds(
+    rule: str, entry: Entry, target: LanguageModel, plain: dict[str, TraceFile]
+) -> None:
+    entry = replace(entry, rule=rule)
+    answer = replay(plain["greedy"], entry)
+    if answer.knows == "unknown":  # the engine refuses it too, in the same words
+        with pytest.raises(UnsupportedError, match=re.escape(answer.reason)):
+            record(target, entry)
+    else:
+        same_rounds(answer, record(target, entry))
+
+
+def test_a_text_that_was_stopped_is_cut_where_the_engine_cuts_it(
+    target: LanguageModel, plain: dict[str, TraceFile]
+) -> None:
+    settings = {"eos_token_ids": [plain["greedy"].texts[0].tokens[20]]}
+    recorded = record(target, settings=settings)
+    assert recorded.texts[0].finish == "stop"
+    assert len(recorded.texts[0].tokens) < TOKENS
+    for entry in (HOST[1], HOST[2], HOST[6], HOST[12]):
+        same_rounds(replay(recorded, entry), record(target, entry, settings))
+
+
+def test_near_the_end_of_the_context_drafts_are_as_short_as_the_engine_makes_them(target: LanguageModel) -> None:
+    recorded = record(target, tokens=1000)
+    assert recorded.texts[0].limit == toys.CONTEXT - len(prompts()[0])
+    for entry in (HOST[6], HOST[2]):
+        same_rounds(replay(recorded, entry), record(target, entry, tokens=1000))
+
+
+@pytest.mark.parametrize(
+    "entry", [Entry("a", "suffix"), Entry("b", "ngram", {"persistent": True}), HOST[14]], ids=lambda entry: entry.name
+)
+def test_a_drafter_may_be_carried_from_text_to_text(
+    entry: Entry, target: LanguageModel, plain: dict[str, TraceFile]
+) -> None:
+    carried, real = replay(plain["greedy"], entry, carry=True), record(target, entry, fresh=False)
+    same_rounds(carried, real)
+    fresh = replay(real, entry)
+    if fresh.tau() != carried.tau():
+        assert "remembered earlier texts" in fresh.notes[0]
+
+
+def test_a_recorded_prediction_is_followed_again(target: LanguageModel, plain: dict[str, TraceFile]) -> None:
+    known = plain["greedy"]
+    entry, guess = Entry("p", "prediction", gamma=6), list(known.texts[0].tokens[5:25])
+    out = decoder_of(target, entry).generate(prompts()[0], max_new_tokens=TOKENS, prediction=guess)
+    text = replace(known.texts[0], prediction=tuple(guess), predicted=True)
+    answer = replay(replace(known, texts=(text,)), entry)
+    assert shown(answer.texts[0].fewest.rounds) == shown(out.trace.rounds)
+    lost = replay(replace(known, texts=(replace(text, prediction=None),)), entry)
+    assert lost.reason == "what the caller expected of text 0 was not recorded"
+
+
+# ---- a model's chains
+
+
+CHAIN = Entry("model", "draft-model", {"model": "small"}, gamma=4)
+
+
+@pytest.mark.parametrize("settings", ["greedy", "sampled"])
+def test_other_lengths_of_a_models_chain_lie_between_what_is_said(
+    settings: str, target: LanguageModel, draft: LanguageModel
+) -> None:
+    recorded = record(target, CHAIN, SETTINGS[settings], draft)
+    said = set()
+    for gamma in (1, 2, 4, 5, 9):
+        entry = replace(CHAIN, gamma=gamma)
+        real = record(target, entry, SETTINGS[settings], draft)
+        answer = replay(recorded, entry)
+        said.add(answer.knows)
+        if answer.knows == "exact":
+            assert answer.reason == ""
+        else:
+            assert "accepted in full" in answer.reason
+        for text, other in zip(answer.texts, real.texts, strict=True):
+            count = len(other.rounds or ())
+            assert len(text.fewest.rounds) <= count <= len(text.most.rounds)
+            for trace in (text.fewest, text.most):
+                assert [token for r in trace.rounds for token in r.emitted] == list(text_of(recorded, text.id))
+            if text.fewest is text.most:
+                assert [(len(r.drafted), r.path, r.own) for r in text.fewest.rounds] == [
+                    (len(r.drafted), r.path, r.own) for r in other.rounds or ()
+                ]
+    assert "exact" in said  # γ=4 at least
+    assert "between" in said
+
+
+def text_of(trace: TraceFile, id: str) -> tuple[int, ...]:
+    return next(text.tokens for text in trace.texts if text.id == id)
+
+
+def chain_record(gamma: int, rounds: list[tuple[int, int]], limit: int) -> TraceFile:
+    """Rounds as (drafted, accepted) of a text of different tokens."""
+    made, tokens = [], list(range(100, 100 + limit))
+    at = 0
+    for drafted, accepted in rounds:
+        right = tokens[at : at + accepted]
+        own = tokens[at + accepted]
+        made.append(
+            Round((*right, *[1] * (drafted - accepted)), None, tuple(range(accepted)), own, drafted == accepted)
+        )
+        at += accepted + 1
+    assert at == limit
+    text = TraceText("t", "c", (5,), tuple(tokens), limit, rounds=tuple(made))
+    lm = paceline.load(toys.llama())
+    header = replace(header_of(lm, replace(CHAIN, gamma=gamma), {}), vocabulary=1000)
+    return TraceFile(header, (text,))
+
+
+@pytest.mark.parametrize("gamma", [1, 2, 3, 4, 8])
+def test_bounds_are_those_of_every_answer_the_open_places_may_have(gamma: int) -> None:
+    recorded = chain_record(2, [(2, 2), (2, 1), (2, 0), (2, 2), (0, 0)], 10)
+    answer = replay(recorded, replace(CHAIN, gamma=gamma))
+    (text,) = answer.texts
+    assert (len(text.fewest.rounds), len(text.most.rounds)) == brute_force(gamma)
+    assert answer.knows == ("exact" if gamma == 2 else "between")
+
+
+def brute_force(gamma: int) -> tuple[int, int]:
+    had = [True, True, None, True, False, False, True, True, None, None]
+    counts = []
+    for answers in range(8):
+        bits = iter([answers >> i & 1 for i in range(3)])
+        full = [bool(next(bits)) if known is None else known for known in had]
+        at = rounds = 0
+        while at < 10:
+            depth, run = min(gamma, 10 - at - 1), 0
+            while run < depth and full[at + run]:
+                run += 1
+            at, rounds = at + run + 1, rounds + 1
+        counts.append(rounds)
+    return min(counts), max(counts)
+
+
+def test_a_draft_model_that_is_outgrown_drafts_nothing(target: LanguageModel) -> None:
+    small = paceline.load(toys.llama(**WEIGHTS, max_position_embeddings=32))
+    with pytest.warns(PacelineWarning, match="outgrown"):
+        recorded = record(target, CHAIN, model=small)
+    assert recorded.header.reach == 32
+    for gamma in (2, 6):
+        entry = replace(CHAIN, gamma=gamma)
+        with pytest.warns(PacelineWarning, match="outgrown"):
+            real = record(target, entry, model=small)
+        for text, other in zip(replay(recorded, entry).texts, real.texts, strict=True):
+            assert len(text.fewest.rounds) <= len(other.rounds or ()) <= len(text.most.rounds)
+
+
+def test_what_was_recorded_is_known_of_any_drafter(target: LanguageModel) -> None:
+    entry = Entry("recycling", "recycling", gamma=4)
+    recorded = record(target, entry)
+    same_rounds(replay(recorded, entry), recorded)
+    other = replay(recorded, replace(entry, gamma=3))
+    assert other.knows == "unknown"
+    assert other.reason == "drafter 'recycling' needs a model's logits, and the record has its drafts of γ=4 only"
+
+
+# ---- what cannot be known
+
+
+@pytest.mark.parametrize(
+    ("entry", "reason"),
+    [
+        (Entry("a", "ngram", {"filler": 2}), "drafter 'ngram' needs the target's logits (option filler)"),
+        (Entry("b", "lookahead"), "drafter 'lookahead' needs the target's logits (option window)"),
+        (Entry("c", "portfolio"), "drafter 'portfolio' needs a model's logits, for a member"),
+        (
+            Entry("d", "portfolio", {"drafters": ["suffix", "ngram"]}),
+            "drafter 'portfolio' needs a clock, to know whom to ask (option cost; cost=nodes needs none)",
+        ),
+        (Entry("e", "smollm2-135m"), "drafter 'draft-model' needs a model's logits"),
+        (Entry("f", "suffix", gamma="auto"), "γ=auto decides by measured costs while it writes; give a number"),
+        (Entry("g", "suffix", rule="typical"), "rule 'typical' is lossy: it would have written another text"),
+        (Entry("h", "suffix", rule="beam"), "rule 'beam' searches, and a trace is of one text"),
+        (
+            Entry("i", "suffix", rule="ratio"),
+            "rule 'ratio' decides by the laws of target and draft, which a trace does not hold",
+        ),
+    ],
+)
+def test_what_cannot_be_known_is_said_to_be(entry: Entry, reason: str, plain: dict[str, TraceFile]) -> None:
+    answer = replay(plain["sampled"], entry, COSTS)
+    assert (answer.knows, answer.reason) == ("unknown", reason)
+    assert answer.row()["tau"] is None
+    assert answer.speed_up() is None
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"rule": "ratio"}, "the record was sampled under rule 'ratio': another run has another text"),
+        ({"rule": "typical"}, "the record was written by the lossy rule 'typical': another run has another text"),
+        ({"processors": 1}, "the record was written with 1 processors, which a file cannot hold"),
+    ],
+)
+def test_a_text_that_depends_on_its_run_says_nothing_about_others(
+    change: dict[str, Any], reason: str, plain: dict[str, TraceFile]
+) -> None:
+    recorded = plain["sampled"]
+    answer = replay(replace(recorded, header=replace(recorded.header, **change)), Entry("s", "suffix"))
+    assert answer.reason == reason
+
+
+class _Liar(HostDrafter[None]):
+    """Says that it lives from text alone, and looks at logits all the same."""
+
+    name = "liar"
+
+    @classmethod
+    def beyond_text(cls, options: Any) -> str | None:
+        return None
+
+    def begin(self, rows: RowsView, row: int) -> None:
+        return None
+
+    def propose(self, rows: RowsView, budget: Budget) -> TokenTree:
+        return TokenTree.from_chains([[1]] * rows.count, "cpu")
+
+    def keep(self, rows: RowsView, verdict: Any, reading: Any) -> None:
+        reading.logits.argmax(-1).tolist()
+
+
+def test_a_drafter_that_looks_at_logits_after_all_is_found_out(plain: dict[str, TraceFile]) -> None:
+    recorded = plain["greedy"]
+    with pytest.raises(UnsupportedError, match="text 0 cannot be replayed: Drafter 'liar' failed"):
+        rerun(recorded.texts[0], recorded.header, _Liar(), Match(), 3)
+
+
+def test_unknown_names_are_the_callers_error(plain: dict[str, TraceFile]) -> None:
+    with pytest.raises(UnknownNameError, match="Did you mean 'suffix'"):
+        replay(plain["greedy"], Entry("x", "sufix"))
+
+
+def test_texts_that_were_broken_off_are_left_out(plain: dict[str, TraceFile]) -> None:
+    recorded = plain["greedy"]
+    broken = replace(recorded.texts[1], finish="cancelled")
+    answer = replay(replace(recorded, texts=(recorded.texts[0], broken)), Entry("s", "suffix"))
+    assert len(answer.texts) == 1
+    assert answer.notes == ("1 of 2 texts were broken off and are left out.",)
+    assert "no text" in replay(replace(recorded, texts=(broken,)), Entry("s", "suffix")).reason
+
+
+def test_every_drafter_that_lives_from_text_is_replayed_here() -> None:
+    """A new drafter that says so must be in the list above."""
+    free = {name for name in DRAFTERS if not hasattr(DRAFTERS[name].Options, "required") and _lives_from_text(name)}
+    assert free <= {entry.draft for entry in HOST}
+
+
+def _lives_from_text(name: str) -> bool:
+    return beyond_text(name) is None
+
+
+# ---- numbers
+
+
+def test_seconds_and_speed_up_by_costs(plain: dict[str, TraceFile]) -> None:
+    recorded = plain["greedy"]
+    entry = Entry("s", "suffix", gamma=3)
+    answer = replay(recorded, entry, COSTS)
+    rounds = [r for text in answer.texts for r in text.fewest.rounds]
+    wanted = sum(COSTS.seconds(1 + len(r.drafted)) + 0.1 + 0.01 * len(r.drafted) for r in rounds)
+    assert answer.seconds() == pytest.approx((wanted, wanted))
+    assert answer.speed_up() == pytest.approx((len(prompts()) * TOKENS * 1.1 / wanted,) * 2)
+    assert replay(recorded, PLAIN, COSTS).speed_up() == pytest.approx((1.0, 1.0))
+    known = replace(recorded, header=replace(recorded.header, costs=COSTS))
+    assert replay(known, entry).seconds() == answer.seconds()
+    assert replay(recorded, entry).seconds() is None
+
+
+def test_a_table_and_lines(target: LanguageModel, draft: LanguageModel, plain: dict[str, TraceFile]) -> None:
+    known = [plain["greedy"], record(target, CHAIN, model=draft)]
+    entries = [
+        Entry("suffix:gamma=8", "suffix", gamma=8),
+        replace(CHAIN, name="model:gamma=2", gamma=2),
+        Entry("r", "recycling"),
+    ]
+    rows = replay_table(known, entries, COSTS)
+    assert [row["knows"] for row in rows] == ["exact", "between", "unknown"]
+    real = record(target, entries[0])
+    whole = Trace([r for text in real.texts for r in text.rounds or ()])
+    stats = whole.stats(0.0)
+    assert rows[0]["tau"] == (stats.mean_accepted_length,) * 2
+    assert rows[0]["drafted"] == (stats.drafted,) * 2
+    assert rows[0]["by_position"] == whole.by_position()
+    assert set(rows[0]["tau_by_category"]) == {"c0", "c1"}
+    told = lines(replay_all(known, entries, COSTS))
+    assert told[0].split() == ["run", "τ", "acceptance", "rounds", "drafted", "speed-up", "known"]
+    assert told[1].split()[0] == "suffix:gamma=8"
+    assert told[1].split()[-1] == "exact"
+    assert "–" in told[2]
+    assert any(line.startswith("r: unknown, because drafter 'recycling' needs a model's logits") for line in told)
+    assert told[-3].split() == ["τ", "c0", "c1"]

@@ -116,7 +116,7 @@ def test_the_table_of_categories() -> None:
     assert table.header == ("contestant", "chat", "code", "all")
     rows = {row[0].text: row for row in table.rows}
     assert rows["plain"][1].text.endswith("tok/s")
-    assert rows["suffix"][1].text.startswith("0.80× ±")
+    assert rows["suffix"][1].text.startswith("0.80× (")
     assert (rows["suffix"][1].tone, rows["suffix"][2].tone) == ("bad", "good")
 
 

@@ -68,8 +68,25 @@ def test_plain_decoding_is_compared_with_a_peer_or_on_the_same_machine() -> None
     assert changes["a", "speed-up", ALL].verdict == "faster"  # over plain decoding, which is slower now
     alone = compare(report("a"), report("a", plain=1.2, seed=1))
     assert {(c.measure, c.verdict) for c in alone if c.contestant == "plain"} == {("tokens/s", "slower")}
-    elsewhere = compare(report("a"), report("a", plain=1.2, seed=1, cpu="b"))
-    assert not [change for change in elsewhere if change.contestant == "plain"]
+    for other in (
+        report("a", plain=1.2, seed=1, cpu="b"),
+        report("a", plain=1.2, seed=1, arguments={"target": "y"}),
+        _disturbed(report("a", plain=1.2, seed=1)),
+    ):
+        assert not [change for change in compare(report("a"), other) if change.contestant == "plain"]
+
+
+def _disturbed(found: Report) -> Report:
+    return replace(found, results=tuple(replace(result, disturbed=True) for result in found.results))
+
+
+def test_only_tasks_that_both_have_are_compared() -> None:
+    old, new = report("a"), report("a", seed=1)
+    fewer = tuple(result for result in new.results if result.run.category == "chat")
+    changes = compare(old, replace(new, results=fewer))
+    assert {change.category for change in changes} == {"chat", ALL}
+    whole = {change.category: change.old for change in changes if change.contestant == "a"}
+    assert whole["chat"] == whole[ALL]
 
 
 def test_one_repeat_has_five_percent_of_room() -> None:

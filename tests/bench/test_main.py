@@ -29,11 +29,11 @@ MADE_UP = BenchOptions(
 
 
 @pytest.fixture(autouse=True)
-def _quiet_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def _quiet_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody else is there, and what passes cost is known: measuring it takes seconds."""
     monkeypatch.setattr(session, "how_busy", lambda device: Busy(0.01))
     costs = Costs({1: {1: 0.001, 8: 0.002}, 2: {1: 0.001, 8: 0.002}})
-    monkeypatch.setattr("paceline.bench.assembly.costs_for", lambda *_, **__: costs)
+    monkeypatch.setattr("paceline.bench.assembly.measured_costs", lambda *_, **__: costs)
 
 
 def test_every_option_has_a_flag() -> None:

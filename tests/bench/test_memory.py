@@ -8,9 +8,7 @@ import time
 import pytest
 import torch
 
-from paceline.bench.contest import Plan, Task
-from paceline.bench.memory import Weighed, cache_bytes, layer_seconds, layer_table, live_caches, weight_bytes
-from paceline.bench.ours import Ours
+from paceline.bench.memory import cache_bytes, layer_seconds, layer_table, live_caches, weight_bytes
 from paceline.core.errors import UnsupportedError
 from paceline.models.language_model import LanguageModel
 from paceline.models.runners import memory as looking
@@ -54,17 +52,6 @@ def test_nobody_looks_on_after_a_failure() -> None:
 
 def test_elsewhere_it_is_not_known() -> None:
     assert peak_while(lambda: 1, torch.device("meta")) == (1, None)
-
-
-def test_a_weighed_contestant_is_the_same_one(lm: LanguageModel) -> None:
-    plain = Ours(lm, plain=True)
-    weighed = Weighed(plain, lm.device)
-    task, plan = Task("1", "x", ((1, 2),)), Plan(5)
-    run = weighed.run(task, plan, 3, lambda: False)
-    assert run.tokens == plain.run(task, plan, 3, lambda: False).tokens
-    assert run.peak is None or run.peak >= 0
-    assert (weighed.name, weighed.gamma, weighed.refuses(task, plan)) == ("plain", 0, None)
-    weighed.close()
 
 
 def test_weights_that_are_shared_count_once() -> None:

@@ -15,19 +15,28 @@ from rich.live import Live
 from paceline.bench import machine
 from paceline.bench.cells import as_text
 from paceline.bench.metrics import summarise
-from paceline.bench.records import read_records
+from paceline.bench.records import Recorder, read_records
 from paceline.bench.tables import overall, short
 from paceline.cli.bench_table import Lines, LiveTable, show
-from tests.bench.made_reports import made_report
+from tests.bench.made_reports import COSTS, made_report
 from tests.cli.conftest import refusal, run
 
 QUICK = ("--max-new-tokens", "6", "--repeats", "2", "--warm-up", "0", "--threads", "1", "--force")
 
 
 @pytest.fixture(autouse=True)
-def _cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Measured costs are kept beside the models; not beside those of whoever runs this."""
-    monkeypatch.setenv("PACELINE_CACHE", str(tmp_path / "cache"))
+def _quickly(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """What takes seconds is done by one test only: measuring costs, looking at the machine, plotting."""
+    monkeypatch.setenv("PACELINE_CACHE", str(tmp_path / "cache"))  # costs are not kept beside those of whoever runs it
+    if "as_in_life" not in request.fixturenames:
+        monkeypatch.setattr("paceline.bench.session.costs_of", lambda *_: (COSTS, []))
+        monkeypatch.setattr("paceline.bench.session.how_busy", lambda *_: machine.Busy(0.0))
+        monkeypatch.setattr("paceline.bench.png.write_png", lambda *_: [])
+
+
+@pytest.fixture
+def as_in_life() -> None:
+    """Nothing is left out."""
 
 
 @pytest.fixture
@@ -42,13 +51,21 @@ def prompts(tmp_path: Path) -> str:
 
 
 @pytest.fixture
-def record(target: str, prompts: str, tmp_path: Path) -> Path:
-    out = tmp_path / "before"
-    result = run("bench", "--target", target, "--prompts", prompts, "--run", "suffix", *QUICK, "--out", str(out))
-    assert result.exit_code == 0, result.output
-    return out / "bench.jsonl"
+def record(tmp_path: Path) -> Path:
+    """The file of a benchmark that was made by hand."""
+    report, path = made_report(), tmp_path / "before.jsonl"
+    with path.open("w", encoding="utf-8") as file:
+        recorder = Recorder(file)
+        recorder.provenance(report.provenance)
+        recorder.contestants(report.members)
+        recorder.costs(COSTS)
+        for result in report.results:
+            recorder.run(result)
+        recorder.finish(True)
+    return path
 
 
+@pytest.mark.usefixtures("as_in_life")
 def test_everything_is_shown_and_written(target: str, prompts: str, tmp_path: Path) -> None:
     out = tmp_path / "out"
     result = run("bench", "--target", target, "--prompts", prompts, "--run", "suffix", "--run", "ngram:gamma=3",
@@ -122,13 +139,12 @@ class _Pressed:
 
 
 def test_a_record_can_be_shown_again(record: Path, tmp_path: Path) -> None:
-    page, table, plots = tmp_path / "page.html", tmp_path / "table.csv", tmp_path / "plots"
-    result = run("bench", "--report", str(record), "--html", str(page), "--csv", str(table), "--png", str(plots))
+    page, table = tmp_path / "page.html", tmp_path / "table.csv"
+    result = run("bench", "--report", str(record), "--html", str(page), "--csv", str(table))
     assert result.exit_code == 0, result.output
     assert "suffix" in result.stdout
     assert page.is_file()
     assert table.is_file()
-    assert (plots / "speed-up.png").is_file()
     assert run("bench", "--report", str(record), "--json").stdout == record.read_text("utf-8")
 
 
@@ -206,7 +222,7 @@ def test_a_prompt_longer_than_the_context_is_left_out_and_counted(target: str, t
 
 
 def test_a_loaded_machine_is_refused(target: str, prompts: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("paceline.bench.session.how_busy", lambda: machine.Busy(0.9))
+    monkeypatch.setattr("paceline.bench.session.how_busy", lambda *_: machine.Busy(0.9))
     quiet = tuple(each for each in QUICK if each != "--force")
     told = refusal("bench", "--target", target, "--prompts", prompts, "--run", "suffix", *quiet, code=2)
     assert "90%" in told

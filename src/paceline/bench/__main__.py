@@ -14,13 +14,14 @@ from typing import Any, TextIO, Union, get_args, get_origin, get_type_hints
 
 from paceline.core.errors import InputError, PacelineError
 
+from .cells import as_text
 from .contest import Contestant, Run
 from .metrics import summarise
 from .options import BenchOptions
 from .presets import apply
 from .records import save_csv
 from .session import bench
-from .tables import Table, short
+from .tables import short
 
 
 def parser() -> argparse.ArgumentParser:
@@ -83,14 +84,6 @@ class Lines:
         print(sentence, flush=True)
 
 
-def text_of(table: Table) -> str:
-    """A table in columns."""
-    rows = [table.header, *(tuple(cell.text for cell in row) for row in table.rows)]
-    widths = [max(len(row[place]) for row in rows) for place in range(len(table.header))]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-    return "\n".join(["", table.title, *lines, *([table.note] if table.note else [])])
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     given = vars(parser().parse_args(arguments))
     out, csv, trace = (given.pop(name) for name in ("out", "csv", "trace"))
@@ -115,7 +108,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if csv is not None:
         save_csv(summary, csv)
     for table in short(report, summary):
-        print(text_of(table))
+        print(as_text(table))
     return 0 if report.complete else 130
 
 

@@ -14,7 +14,7 @@ from paceline.engine.timing import measure_drafter, measure_overhead
 from paceline.models import load
 from paceline.models.cache import Progress
 from paceline.models.language_model import LanguageModel
-from paceline.models.pass_times import costs_for
+from paceline.models.pass_times import measured_costs
 
 from .contest import Contestant, Plan, Task
 from .entries import parse_entries
@@ -122,9 +122,11 @@ def too_long(skipped: Sequence[Skipped]) -> list[LeftOut]:
 
 def costs_of(contest: Contest, options: BenchOptions, progress: Progress | None = None) -> tuple[Costs, list[str]]:
     """v(n), o, and c of everybody of ours under their own name (two of one drafter may differ in options), measured
-    now; and sentences about what could not be measured."""
+    now and not kept: what a machine that may be loaded says is not for the controller. And what could not be measured.
+    """
     lm, notes = contest.lm, []
-    costs = costs_for(lm, options.batch, fresh=True, progress=progress)
+    rows = sorted({1 << power for power in range(options.batch.bit_length())} | {options.batch})
+    costs = measured_costs(lm, rows=rows, progress=progress)
     steps: dict[str, float] = {}
     for each in contest.ours:
         if not each.speculates:

@@ -7,7 +7,7 @@ from typing import Literal
 
 from .metrics import Line, Ratio, Summary
 from .report import Report
-from .wording import NOTHING
+from .wording import NOTHING, times
 
 Tone = Literal["", "good", "bad"]
 
@@ -33,14 +33,13 @@ class Table:
 def speed_up(found: Ratio | None, spread: bool = False) -> Cell:
     if found is None:
         return Cell(NOTHING)
-    half = (
-        f" ±{(found.high - found.low) / 2:.2f}" if spread and found.low is not None and found.high is not None else ""
-    )
-    return Cell(f"{found.value:.2f}×{half}", tone_of(found))
+    known = spread and found.low is not None and found.high is not None
+    around = f" ({found.low:.2f}–{found.high:.2f})" if known else ""
+    return Cell(times(found.value) + around, tone_of(found))
 
 
 def ratio(found: Ratio | None) -> Cell:
-    return Cell(NOTHING if found is None else f"{found.value:.2f}×")
+    return Cell(times(None if found is None else found.value))
 
 
 def same(line: Line) -> Cell:

@@ -1,15 +1,15 @@
 """Two reports of the same benchmark: what has become slower or faster?
 
-What is compared is what travels between machines and days: speed-ups over own plain decoding. Plain decoding itself has
-none, so it is compared by its ratio to every peer that is in both reports; and where there is no peer, by tokens/s, but
-only on the same machine. A change counts when each value lies outside the spread of the other; a report without repeats
-has no spread, and gets one of 5 %.
+What is compared is what travels between machines and days: speed-ups over own plain decoding, on the tasks that both
+reports have. Plain decoding itself has none, so it is compared by its ratio to every peer that is in both reports; and
+where there is no peer, by tokens/s, but only of the same work on the same machine that nobody else used. A change
+counts when each value lies outside the spread of the other; what has no spread (one repeat, tokens/s) gets one of 5 %.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 from .metrics import ALL, Line, Ratio, Summary, summarise
@@ -48,7 +48,9 @@ class Change:
 
 def compare(old: Report, new: Report) -> list[Change]:
     """Every contestant of either report, on every category that both have, and on everything."""
-    before, after = summarise(old, per_task=False), summarise(new, per_task=False)
+    both = {*old.tasks} & {*new.tasks}
+    before, after = (summarise(_only(report, both), per_task=False) for report in (old, new))
+    alike = same_machine(old, new) and not _changed_work(old, new)
     peers = [peer for peer in old.peers if peer in new.peers]
     known = [member.name for member in old.members if member.name not in old.peers]
     names = known + [m.name for m in new.members if m.name not in new.peers and m.name not in known]
@@ -63,7 +65,7 @@ def compare(old: Report, new: Report) -> list[Change]:
             if then is None or now is None:
                 continue
             if name == old.plain:
-                changes += _of_plain(then, now, peers, same_machine(old, new))
+                changes += _of_plain(then, now, peers, alike)
             else:
                 changes += _change(then, now, "speed-up", then.speed_up, now.speed_up)
     return changes
@@ -71,16 +73,10 @@ def compare(old: Report, new: Report) -> list[Change]:
 
 def differences(old: Report, new: Report) -> list[str]:
     """What else is different, one phrase each: a reader must know before believing a change."""
-    found = [
-        f"{name}: {_told(old.provenance, name)} then, {_told(new.provenance, name)} now"
-        for name in (*_MACHINE, "commit")
-        if old.provenance.get(name) != new.provenance.get(name)
-    ]
-    for part, names in (("versions", None), ("arguments", _SUBJECT)):
-        then, now = old.provenance.get(part, {}), new.provenance.get(part, {})
-        for name in names or sorted({*then, *now}):
-            if then.get(name) != now.get(name):
-                found.append(f"{name}: {_told(then, name)} then, {_told(now, name)} now")
+    found = _differing(old.provenance, new.provenance, (*_MACHINE, "commit"))
+    then, now = (report.provenance.get("versions", {}) for report in (old, new))
+    found += _differing(then, now, sorted({*then, *now}))
+    found += _changed_work(old, new)
     if old.tasks != new.tasks:
         found.append(f"tasks: {len(old.tasks)} then, {len(new.tasks)} now, {len({*old.tasks} & {*new.tasks})} in both")
     for which, report in (("then", old), ("now", new)):
@@ -95,8 +91,18 @@ def same_machine(old: Report, new: Report) -> bool:
     return all(old.provenance.get(name) == new.provenance.get(name) for name in _MACHINE)
 
 
-def _told(values: Mapping[str, Any], name: str) -> str:
-    return str(values.get(name))
+def _changed_work(old: Report, new: Report) -> list[str]:
+    then, now = (report.provenance.get("arguments", {}) for report in (old, new))
+    return _differing(then, now, _SUBJECT)
+
+
+def _only(report: Report, tasks: set[str]) -> Report:
+    return replace(report, results=tuple(result for result in report.results if result.run.task in tasks))
+
+
+def _differing(then: Mapping[str, Any], now: Mapping[str, Any], names: Sequence[str]) -> list[str]:
+    changed = [name for name in names if then.get(name) != now.get(name)]
+    return [f"{name}: {then.get(name)} then, {now.get(name)} now" for name in changed]
 
 
 def _absent(name: str, before: Summary, after: Summary) -> Change | None:
@@ -108,11 +114,11 @@ def _absent(name: str, before: Summary, after: Summary) -> Change | None:
     return Change(name, ALL, "speed-up", old, new, verdict)
 
 
-def _of_plain(then: Line, now: Line, peers: list[str], same: bool) -> list[Change]:
+def _of_plain(then: Line, now: Line, peers: list[str], alike: bool) -> list[Change]:
     changes = []
     for peer in peers:
         changes += _change(then, now, f"ratio to {peer}", then.ratios.get(peer), now.ratios.get(peer))
-    if not peers and same:
+    if not peers and alike and not then.disturbed and not now.disturbed:
         rates = (Ratio(line.tokens_per_second) for line in (then, now))
         changes += _change(then, now, "tokens/s", *rates)
     return changes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import subprocess
@@ -151,7 +152,7 @@ def provenance(arguments: Mapping[str, Any], device: torch.device | None = None)
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "device": str(device),
-        "arguments": dict(arguments),
+        "arguments": json.loads(json.dumps(dict(arguments), default=str)),  # as it will be read back: lists, no tuples
     }
     if device.type == "cuda":
         found["gpu"] = device_name(device)

@@ -6,7 +6,7 @@ import gc
 import statistics
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -17,11 +17,9 @@ from paceline.core.scratch_rows import ScratchRows
 from paceline.models.language_model import LanguageModel
 from paceline.models.notebook import Notebook
 from paceline.models.runners.device import finish
-from paceline.models.runners.memory import peak_while
+from paceline.models.runners.memory import peak_while as peak_while  # for whoever weighs runs
 from paceline.models.shells import layers_of
 from paceline.models.slot_cache import SlotCache
-
-from .contest import Cancel, Contestant, Plan, Run, Task
 
 
 def tensor_bytes(tensors: Iterable[Tensor]) -> int:
@@ -58,26 +56,6 @@ def cache_bytes(cache: Any) -> int | None:
     for layer in getattr(cache, "layers", ()):
         found += [held for held in vars(layer).values() if isinstance(held, Tensor)]
     return tensor_bytes(found) if found else None
-
-
-class Weighed:
-    """A contestant whose runs also say how many bytes were in use at most (`Run.peak`). On a CPU the thread that looks
-    takes a little of the time, of everybody alike."""
-
-    def __init__(self, contestant: Contestant, device: torch.device) -> None:
-        self._inside, self._device = contestant, device
-        self.name, self.library, self.speculates = contestant.name, contestant.library, contestant.speculates
-        self.gamma, self.drafter, self.exact = contestant.gamma, contestant.drafter, contestant.exact
-
-    def refuses(self, task: Task, plan: Plan) -> str | None:
-        return self._inside.refuses(task, plan)
-
-    def run(self, task: Task, plan: Plan, repeat: int, cancel: Cancel) -> Run:
-        run, peak = peak_while(lambda: self._inside.run(task, plan, repeat, cancel), self._device)
-        return replace(run, peak=peak)
-
-    def close(self) -> None:
-        self._inside.close()
 
 
 # ---- layer by layer

@@ -88,7 +88,7 @@ class _Tuner:
         self._runs: dict[str, list[Run]] = {}
 
     def go(self, entries: list[Entry], costs: Costs | None) -> None:
-        self._costs = costs or full_costs(self.lm, {}, progress=self._say)
+        self._costs = costs or full_costs(self.lm, {}, fresh=True, progress=self._say)
         self._plain.run(self.tasks[0], replace(self._plan, tokens=min(8, self._plan.tokens)), 0, self._cancel)
         for number, task in enumerate(self.tasks):
             self._say("decoding plainly", number, len(self.tasks))

@@ -162,22 +162,36 @@ def _table(found: Tuning) -> None:
     console = Console(highlight=False)
     if not console.is_terminal:
         console.width = 120  # a file has no edge
-    table = Table(title=f"{escape(found.model)}: {found.prompts} prompts, {found.tokens} tokens each")
+    speed = "" if found.plain is None else f", plain decoding {found.plain:.1f} tokens/s"
+    table = Table(title=f"{escape(found.model)}: {found.prompts} prompts, {found.tokens} tokens each{speed}")
     table.add_column("candidate", overflow="fold")
     for name in ("predicted", "measured", "τ", "acceptance", "same text"):
         table.add_column(name, justify="right")
-    chosen = found.chosen
-    shown = [trial for trial in found.trials if not trial.note]
+    chosen, shown = found.chosen, _worth_showing(found)
     for trial in shown:
         style = "green" if trial is chosen else "dim" if trial.measured is None else ""
         table.add_row(*(escape(cell) for cell in _cells(trial)), style=style)
-    speed = "" if found.plain is None else f"{found.plain:.1f} tokens/s"
-    table.add_row("plain decoding", "1.00×", "1.00×", "1.00", "", speed, style="green" if chosen is None else "")
+    table.add_row("plain decoding", "1.00×", "1.00×", "1.00", "", "", style="green" if chosen is None else "")
     console.print(table)
-    for trial in found.trials:
-        if trial.note:
-            console.print(f"{escape(trial.entry.name)}: {escape(trial.note)}", style="dim")
+    refused = [trial for trial in found.trials if trial.note]
+    for trial in refused:
+        console.print(f"{escape(trial.entry.name)}: {escape(trial.note)}", style="dim")
+    if len(found.trials) > len(shown) + len(refused):
+        more = len(found.trials) - len(shown) - len(refused)
+        console.print(
+            f"{more} more settings of these drafters were predicted to be slower (--json has all).", style="dim"
+        )
     console.print(found.verdict)
+
+
+def _worth_showing(found: Tuning) -> list[Trial]:
+    """What was measured, and the best setting of every other drafter."""
+    shown: list[Trial] = []
+    for trial in found.trials:  # the best first
+        seen = any(each.entry.draft == trial.entry.draft for each in shown)
+        if not trial.note and (trial.measured is not None or not seen):
+            shown.append(trial)
+    return shown
 
 
 def _cells(trial: Trial) -> tuple[str, ...]:

@@ -71,7 +71,14 @@ class Auto(Company):
 
     def check(self, target: Any) -> None:
         super().check(target)
-        self._costs = self.options.costs or costs_for(target)
+        self._study(target)  # now, so that no text waits for it
+
+    def _study(self, target: Any) -> None:
+        if self._studied is not target:
+            self._costs: Costs = self.options.costs or costs_for(target)
+            self._studied = target
+
+    _studied: Any = None
 
     def reset(self) -> None:
         super().reset()
@@ -80,6 +87,7 @@ class Auto(Company):
 
     def open(self, target: Any, rows: RowsView) -> None:
         super().open(target, rows)
+        self._study(target)
         self._rate, self._offer = Rate(), PLAIN  # the text before says little about what time is worth in this one
         self._prices: dict[int, list[float]] = {}
 

@@ -22,7 +22,7 @@ from paceline.core.costs import Costs
 from paceline.core.errors import PacelineWarning
 from paceline.core.scratch_rows import ScratchRows
 
-from .cache import Progress, read_json, write_json, cache_folder
+from .cache import Progress, cache_folder, read_json, write_json
 from .language_model import LanguageModel
 from .runners.device import device_name, finish
 

@@ -6,14 +6,14 @@ from dataclasses import replace
 
 import pytest
 
-from paceline.bench.cells import speed_up
-from paceline.bench.charts import Chart, Point, Series, charts_of
-from paceline.bench.comparing import compare, differences
-from paceline.bench.details import flat, layers, quality
 from paceline.bench.metrics import Ratio, summarise
 from paceline.bench.report import Report
-from paceline.bench.svg import PALETTE, as_svg, colour, ticks
-from paceline.bench.tables import by_category, changed, overall, slower, tables_of
+from paceline.bench.reporting.cells import speed_up
+from paceline.bench.reporting.charts import Chart, Point, Series, charts_of
+from paceline.bench.reporting.comparing import compare, differences
+from paceline.bench.reporting.details import flat, layers, quality
+from paceline.bench.reporting.svg import PALETTE, as_svg, colour, ticks
+from paceline.bench.reporting.tables import by_category, changed, overall, slower, tables_of
 from tests.bench.made_reports import COSTS, NASTY, made_report
 
 

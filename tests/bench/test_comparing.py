@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from paceline.bench.comparing import compare, differences, same_machine
 from paceline.bench.contest import Plan
 from paceline.bench.metrics import ALL
 from paceline.bench.records import Recorder
 from paceline.bench.report import Report
+from paceline.bench.reporting.comparing import compare, differences, same_machine
 from paceline.bench.session import measure
 
 from .acting import Actor, Alone, chats

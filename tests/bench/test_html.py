@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from paceline.bench.html import as_html, write_html
 from paceline.bench.metrics import summarise
 from paceline.bench.report import Report
+from paceline.bench.reporting.html import as_html, write_html
 from paceline.core.errors import InputError
 from tests.bench.made_reports import NASTY, made_report
 

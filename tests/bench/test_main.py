@@ -16,8 +16,8 @@ from paceline.bench.machine import Busy
 from paceline.bench.metrics import summarise
 from paceline.bench.options import BenchOptions
 from paceline.bench.records import read_records
+from paceline.bench.replaying.trace_files import read_trace
 from paceline.bench.session import bench
-from paceline.bench.trace_files import read_trace
 from paceline.core.costs import Costs
 from paceline.core.errors import InputError
 from paceline.models.language_model import LanguageModel

@@ -14,13 +14,13 @@ from typing import Any
 import pytest
 import torch
 
-from paceline.bench import gguf_file
 from paceline.bench.contest import Contestant, Plan, Task
 from paceline.bench.entries import parse_entry
-from paceline.bench.llama_cpp import LlamaCpp
-from paceline.bench.openvino import OpenVino
 from paceline.bench.ours import Ours
-from paceline.bench.peers import draft_model_of, open_peers
+from paceline.bench.peers import gguf_file
+from paceline.bench.peers.llama_cpp import LlamaCpp
+from paceline.bench.peers.opening import draft_model_of, open_peers
+from paceline.bench.peers.openvino import OpenVino
 from paceline.core.errors import InputError, ModelOutputError, UnknownNameError, UnsupportedError
 from paceline.models.cache import file_sha256
 from paceline.models.catalogue import cache_key

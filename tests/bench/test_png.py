@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from paceline.bench.charts import Chart, Point, Series, charts_of
 from paceline.bench.metrics import summarise
-from paceline.bench.png import check_png, figure_of, write_png
+from paceline.bench.reporting.charts import Chart, Point, Series, charts_of
+from paceline.bench.reporting.png import check_png, figure_of, write_png
 from paceline.core.errors import InputError, UnsupportedError
 from tests.bench.made_reports import NASTY, made_report
 

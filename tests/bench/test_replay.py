@@ -12,11 +12,11 @@ import torch
 
 import paceline
 from paceline.bench.contest import Entry
-from paceline.bench.replay import lines, replay, replay_all, replay_table
-from paceline.bench.replayed import Replayed
-from paceline.bench.rerun import rerun
-from paceline.bench.trace_files import TraceFile, header_of
-from paceline.bench.trace_lines import TraceText
+from paceline.bench.replaying.replay import lines, replay, replay_all, replay_table
+from paceline.bench.replaying.replayed import Replayed
+from paceline.bench.replaying.rerun import rerun
+from paceline.bench.replaying.trace_files import TraceFile, header_of
+from paceline.bench.replaying.trace_lines import TraceText
 from paceline.core.contracts import DRAFTERS, Budget, RowsView
 from paceline.core.costs import Costs
 from paceline.core.errors import PacelineWarning, UnknownNameError, UnsupportedError

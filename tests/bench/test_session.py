@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from paceline.bench.contest import Plan, Run
-from paceline.bench.records import Recorder, read_records
+from paceline.bench.records import Recorder, go_on_with, read_records
 from paceline.bench.report import Report
-from paceline.bench.session import UnequalLengthError, measure
+from paceline.bench.session import UnequalLengthError, check_same, measure
 from paceline.bench.turns import first_difference, order
-from paceline.core.errors import InputError
+from paceline.core.errors import InputError, PacelineWarning
 
 from .acting import Actor, Alone, Chat, chats
 
@@ -167,3 +167,39 @@ def test_memory_is_weighed_in_a_run_of_its_own_once_in_a_category() -> None:
         ("2", None),
         ("3", 77),
     ]
+
+
+def test_what_was_cut_short_is_gone_on_with(tmp_path: Any) -> None:
+    """Nothing is run twice, the record is whole, and texts are still compared with plain decoding's."""
+    path = tmp_path / "bench.jsonl"
+    two, log = actors("a", "b")
+    left = iter([False] * 11 + [True] * 99)
+    with path.open("w") as file:
+        recorder = Recorder(file)
+        recorder.provenance({"arguments": {}})
+        run(two, chats("1", "2"), recorder=recorder, cancel=lambda: next(left))
+    before = len(log)
+    assert 0 < before < 12
+    with path.open("a") as file:
+        file.write('{"kind": "run", "contes')  # and killed in the middle of a line
+    with pytest.warns(PacelineWarning, match="breaks off"):
+        earlier, file = go_on_with(path)
+    with file:
+        recorder = Recorder(file)
+        recorder.provenance({"arguments": {}})
+        recorder.go_on(earlier)
+        report = run(two, chats("1", "2"), recorder=recorder)
+    assert len(log) == 12
+    assert len({entry[:3] for entry in log}) == 12
+    assert report.complete
+    again = read_records(path)
+    assert again.complete
+    assert len(again.results) == 12
+    assert all(result.same for result in again.results)
+
+
+def test_only_the_same_benchmark_can_be_gone_on_with() -> None:
+    earlier = Report({"arguments": {"gamma": 5, "limit": 3}}, (), ())
+    check_same(earlier, {"gamma": 5, "limit": 9})
+    with pytest.raises(InputError, match="gamma 5 and this is 7"):
+        check_same(earlier, {"gamma": 7, "limit": 3})

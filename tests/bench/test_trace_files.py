@@ -11,8 +11,15 @@ import pytest
 
 import paceline
 from paceline.bench.contest import Entry
-from paceline.bench.trace_files import TraceWriter, fingerprint, header_of, read_trace, read_traces, write_trace
-from paceline.bench.trace_lines import TraceHeader, TraceText, sampling_of
+from paceline.bench.replaying.trace_files import (
+    TraceWriter,
+    fingerprint,
+    header_of,
+    read_trace,
+    read_traces,
+    write_trace,
+)
+from paceline.bench.replaying.trace_lines import TraceHeader, TraceText, sampling_of
 from paceline.core.costs import Costs
 from paceline.core.errors import InputError, UnknownNameError
 from paceline.core.trace import Round, Trace

@@ -11,13 +11,13 @@ import torch
 
 from paceline import InputError, LanguageModel, SpeculativeDecoder
 from paceline.bench import ours
-from paceline.bench import tune as room
-from paceline.bench.candidates import TuneOptions, candidates
 from paceline.bench.contest import Entry, Prompt, Run
-from paceline.bench.forecast import forecast, rounds_of, shortened, steps_of
 from paceline.bench.machine import Busy
-from paceline.bench.tune import tune
-from paceline.bench.tuning import Trial, Tuning, ranked
+from paceline.bench.tuning import tune as room
+from paceline.bench.tuning.candidates import TuneOptions, candidates
+from paceline.bench.tuning.forecast import forecast, rounds_of, shortened, steps_of
+from paceline.bench.tuning.outcome import Trial, Tuning, ranked
+from paceline.bench.tuning.tune import tune
 from paceline.core.costs import Costs
 from paceline.core.toml import read_toml
 from paceline.core.trace import Round, Trace

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from paceline.bench import wandb_log
 from paceline.bench.metrics import summarise
-from paceline.bench.wandb_log import check_wandb, log
+from paceline.bench.reporting import wandb_log
+from paceline.bench.reporting.wandb_log import check_wandb, log
 from paceline.core.errors import UnsupportedError
 from tests.bench.made_reports import made_report
 
@@ -86,7 +86,7 @@ def test_without_a_key_nobody_is_asked_for_one(run: list[FakeRun], monkeypatch: 
 SCRIPT = """
 from tests.bench.made_reports import made_report
 from paceline.bench.metrics import summarise
-from paceline.bench.wandb_log import log
+from paceline.bench.reporting.wandb_log import log
 report = made_report()
 print(log(report, summarise(report), "mine", folder="."))
 """

@@ -13,10 +13,10 @@ from rich.console import Console
 from rich.live import Live
 
 from paceline.bench import machine
-from paceline.bench.cells import as_text
 from paceline.bench.metrics import summarise
 from paceline.bench.records import Recorder, read_records
-from paceline.bench.tables import overall, short
+from paceline.bench.reporting.cells import as_text
+from paceline.bench.reporting.tables import overall, short
 from paceline.cli.bench_table import Lines, LiveTable, show
 from tests.bench.made_reports import COSTS, made_report
 from tests.cli.conftest import refusal, run
@@ -31,7 +31,7 @@ def _quickly(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tm
     if "as_in_life" not in request.fixturenames:
         monkeypatch.setattr("paceline.bench.session.costs_of", lambda *_: (COSTS, []))
         monkeypatch.setattr("paceline.bench.session.how_busy", lambda *_: machine.Busy(0.0))
-        monkeypatch.setattr("paceline.bench.png.write_png", lambda *_: [])
+        monkeypatch.setattr("paceline.bench.reporting.png.write_png", lambda *_: [])
 
 
 @pytest.fixture

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from paceline.bench.contest import Entry
-from paceline.bench.replay import replay
-from paceline.bench.trace_files import read_trace
+from paceline.bench.replaying.replay import replay
+from paceline.bench.replaying.trace_files import read_trace
 from tests.cli.conftest import run
 
 PROMPT = "abc abc abc abc"

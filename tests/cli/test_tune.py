@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from paceline import SpeculativeDecoder
-from paceline.bench import ours, tune
+from paceline.bench import ours
 from paceline.bench.machine import Busy
+from paceline.bench.tuning import tune
 from paceline.core.toml import read_toml
 from tests.cli.conftest import refusal, run
 

@@ -12,16 +12,17 @@ from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any, TextIO, Union, get_args, get_origin, get_type_hints
 
+from paceline.bench.reporting.cells import as_text
+from paceline.bench.reporting.tables import short
 from paceline.core.errors import InputError, PacelineError
 
-from .cells import as_text
 from .contest import Contestant, Run
 from .metrics import summarise
 from .options import BenchOptions
 from .presets import apply
-from .records import save_csv
+from .records import go_on_with, save_csv
+from .report import Report
 from .session import bench
-from .tables import short
 
 
 def parser() -> argparse.ArgumentParser:
@@ -38,6 +39,7 @@ def parser() -> argparse.ArgumentParser:
         else:
             made.add_argument(flag, type=kind, help=told)
     made.add_argument("--out", type=Path, default=None, help="the record, as JSON lines")
+    made.add_argument("--resume", action="store_true", default=False, help="go on with the record of --out")
     made.add_argument("--csv", type=Path, default=None, help="the table")
     made.add_argument("--trace", type=Path, default=None, help="the rounds of our own, for --replay")
     return made
@@ -84,9 +86,18 @@ class Lines:
         print(sentence, flush=True)
 
 
+def _record(out: Path | None, resume: bool) -> tuple[TextIO | None, Report | None]:
+    if out is None:
+        return None, None
+    if not (resume and out.exists()):
+        return out.open("w", encoding="utf-8"), None
+    earlier, file = go_on_with(out)
+    return file, earlier
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     given = vars(parser().parse_args(arguments))
-    out, csv, trace = (given.pop(name) for name in ("out", "csv", "trace"))
+    out, csv, trace, resume = (given.pop(name) for name in ("out", "csv", "trace", "resume"))
     asked: list[bool] = []
 
     def ask(*_: Any) -> None:
@@ -97,8 +108,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     before = signal.signal(signal.SIGINT, ask)  # the first Ctrl-C ends after this run, the second one at once
     try:
         with ExitStack() as files:
-            file: TextIO | None = None if out is None else files.enter_context(out.open("w", encoding="utf-8"))
-            report = bench(options_of(given), Lines(), file, cancel=lambda: bool(asked), trace=trace)
+            file, earlier = _record(out, resume)
+            if file is not None:
+                files.enter_context(file)
+            report = bench(options_of(given), Lines(), file, earlier=earlier, cancel=lambda: bool(asked), trace=trace)
     except (PacelineError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return getattr(error, "exit_code", 2)

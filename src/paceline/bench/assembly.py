@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from paceline.bench.peers.opening import draft_model_of, open_peers
 from paceline.core.costs import Costs
 from paceline.core.errors import DrafterWarning, InputError, UnsupportedError
 from paceline.engine.timing import measure_drafter, measure_overhead
@@ -21,7 +22,6 @@ from .entries import parse_entries
 from .memory import layer_table
 from .options import BenchOptions
 from .ours import Ours
-from .peers import draft_model_of, open_peers
 from .prompt_sets import read_all
 from .quality import judge
 from .report import LeftOut, Report

@@ -47,6 +47,16 @@ class Recorder:
         self._listener: Callable[[Run, Task], None] | None = None
         self.tasks: dict[str, Task] = {}  # by id; the file does not have them
 
+    def go_on(self, earlier: Report) -> None:
+        """What was measured before is part of it, and stands in the file already."""
+        self._results = list(earlier.results)
+        self._written = {result.run.task for result in earlier.results}
+
+    @property
+    def done(self) -> dict[tuple[str, str, int], Result]:
+        """The runs there are, by contestant, task and repeat."""
+        return {(each.run.contestant, each.run.task, each.run.repeat): each for each in self._results}
+
     def provenance(self, found: Mapping[str, Any]) -> None:
         self._provenance = found
         self._write("provenance", found)
@@ -166,6 +176,14 @@ def read_records(path: str | Path) -> Report:
             raise InputError(f"Line {number} of '{path}' is not JSON: {error}.") from error
         reading.take(found, f"Line {number} of '{path}'")
     return reading.report(str(path))
+
+
+def go_on_with(path: Path) -> tuple[Report, TextIO]:
+    """A record that broke off, and the file open at its end: after its last whole line."""
+    report = read_records(path)
+    with path.open("r+b") as file:
+        file.truncate(file.read().rfind(b"\n") + 1)
+    return report, path.open("a", encoding="utf-8")
 
 
 class _Reading:

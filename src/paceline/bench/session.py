@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 import torch
 
-from paceline.core.errors import PacelineError
+from paceline.bench.replaying.tracing import Tracing
+from paceline.core.errors import InputError, PacelineError
 from paceline.models.cache import Progress
 
 from .assembly import Contest, assemble, costs_of, layers_of, quality_of, too_long
@@ -20,10 +21,12 @@ from .memory import peak_while
 from .options import BenchOptions
 from .records import Recorder
 from .report import LeftOut, Member, Report, Result, Tally
-from .tracing import Tracing
 from .turns import Silence, Talk, Tokens, first_difference, order, turns
 
 Weigh = Callable[[Callable[[], Run]], tuple[Run, "int | None"]]  # a run, and the bytes it needed at most
+
+
+_MORE = ("force", "limit", "categories", "repeats", "memory", "layers", "quality")
 
 
 class UnequalLengthError(PacelineError):
@@ -66,12 +69,14 @@ def bench(
     watcher: Watcher | None = None,
     out: TextIO | None = None,
     *,
+    earlier: Report | None = None,
     cancel: Cancel = lambda: False,
     trace: Path | None = None,
     progress: Progress | None = None,
 ) -> Report:
     """All that was asked for, measured. out: where the record goes, a line at a time (see records.py); trace: where the
-    rounds of our own go. Interrupted or failing, the record ends with a line that says it is not complete."""
+    rounds of our own go. Interrupted or failing, the record ends with a line that says it is not complete; `earlier` is
+    such a one, of the same benchmark: its runs are not made again."""
     watcher = Silence() if watcher is None else watcher
     threads, complete = torch.get_num_threads(), False
     if options.threads is not None:
@@ -82,6 +87,9 @@ def bench(
         contest = assemble(options, progress)
         recorder = Recorder(out)
         told = provenance(asdict(options), contest.lm.device)
+        if earlier is not None:
+            check_same(earlier, told["arguments"])
+            recorder.go_on(earlier)
         recorder.provenance({**told, "target": contest.lm.name, "busy": busy.share, "loaded": loaded})
         try:
             complete = _measure_contest(options, contest, recorder, watcher, cancel, trace, progress)
@@ -91,6 +99,17 @@ def bench(
     finally:
         torch.set_num_threads(threads)
     return report
+
+
+def check_same(earlier: Report, arguments: Mapping[str, Any]) -> None:
+    """Only what was measured in the same way can be gone on with; there may be more of it."""
+    before = earlier.provenance.get("arguments", {})
+    for name, value in arguments.items():
+        if name not in _MORE and before.get(name) != value:
+            raise InputError(
+                f"The record was measured with {name} {before.get(name)!r} and this is {value!r}; "
+                "go on with the same arguments, or write to another place."
+            )
 
 
 def _measure_contest(
@@ -154,8 +173,12 @@ class _Session:
     weigh: Weigh | None
     warm: set[str] = field(default_factory=set)
     failed: set[str] = field(default_factory=set)
+    done: dict[tuple[str, str, int], Result] = field(init=False)  # by contestant, task and repeat
     refusals: dict[tuple[str, str], list[str]] = field(default_factory=dict)
     weighed: set[str] = field(default_factory=set)  # categories
+
+    def __post_init__(self) -> None:
+        self.done = self.recorder.done
 
     def all(self, talks: Sequence[Talk]) -> bool:
         for index, turn in enumerate(turns(talks)):
@@ -171,12 +194,15 @@ class _Session:
         if there[:1] != self.contestants[:1]:
             raise PacelineError(f"Plain decoding cannot take part in task {task.id}; leave that prompt out.")
         self.recorder.task(task)
+        before = self.done.get((there[0].name, task.id, 0))
+        text: Tokens | None = None if before is None else before.run.tokens
+        if all((each.name, task.id, repeat) in self.done for each in there for repeat in range(self.repeats)):
+            return text
         peaks = self._prepare(there, task)
-        text: Tokens | None = None
         for repeat in range(self.repeats):
             for place in order(len(there), repeat, index):
                 name = there[place].name
-                if name in self.failed:
+                if name in self.failed or (name, task.id, repeat) in self.done:
                     continue
                 result = None if self.cancel() else self._run(there[place], task, repeat)
                 if result is None and name not in self.failed:

@@ -93,8 +93,8 @@ def _options(ctx: typer.Context, said: BenchSettings) -> BenchOptions:
 
 def _check(said: BenchSettings) -> None:
     """Refuse now what would be refused after an hour of measuring."""
-    from paceline.bench.png import check_png
-    from paceline.bench.wandb_log import check_wandb
+    from paceline.bench.reporting.png import check_png
+    from paceline.bench.reporting.wandb_log import check_wandb
 
     if said.fail_on_regression and said.compare is None:
         raise InputError("--fail-on-regression is for --compare FILE; give both.")
@@ -137,16 +137,16 @@ def _measure(said: BenchSettings, options: BenchOptions) -> Report:
 
     if said.compare is not None:
         _read(said.compare)  # a mistake in it is told before, not after
-    with _record(said) as file, watching() as watcher, _warnings_told_to(watcher), interruptible() as cancel:
-        return run(options, watcher, file, cancel=cancel, trace=said.trace, progress=watcher.progress)
+    with _record(said) as (file, earlier), watching() as watcher, _warnings_told_to(watcher), interruptible() as cancel:
+        return run(options, watcher, file, earlier=earlier, cancel=cancel, trace=said.trace, progress=watcher.progress)
 
 
 def _replay(said: BenchSettings, path: Path) -> None:
     """What others would have given on the texts of a trace; without --run, what is recorded at other lengths."""
     from paceline.bench.contest import Entry
     from paceline.bench.entries import parse_entries
-    from paceline.bench.replay import lines, replay_all
-    from paceline.bench.trace_files import read_traces
+    from paceline.bench.replaying.replay import lines, replay_all
+    from paceline.bench.replaying.trace_files import read_traces
 
     options, traces = measured(said), read_traces(path)
     entries = parse_entries(options.runs, options.gamma)
@@ -166,18 +166,27 @@ def _replay(said: BenchSettings, path: Path) -> None:
 
 
 @contextmanager
-def _record(said: BenchSettings) -> Iterator[TextIO | None]:
-    """Where the lines go as they come: a file, or stdout where they are asked for there alone."""
+def _record(said: BenchSettings) -> Iterator[tuple[TextIO | None, Report | None]]:
+    """Where the lines go as they come: a file, or stdout where they are asked for there alone. And what stands in that
+    file already, where that is gone on with."""
+    from paceline.bench.records import go_on_with
+
     if said.out is None:
-        yield sys.stdout if said.json else None
+        if said.resume:
+            raise InputError("--resume goes on with the record in a folder; name it with --out.")
+        yield (sys.stdout if said.json else None), None
         return
     path = said.out / "bench.jsonl"
+    earlier: Report | None = None
     try:
-        file = path.open("w", encoding="utf-8")
+        if said.resume and path.exists():
+            earlier, file = go_on_with(path)
+        else:
+            file = path.open("w", encoding="utf-8")
     except OSError as error:
         raise InputError(f"The record '{path}' cannot be written: {error.strerror or error}.") from error
     with file:
-        yield file
+        yield file, earlier
 
 
 @contextmanager
@@ -200,9 +209,9 @@ def _warnings_told_to(watcher: LiveTable | Lines) -> Iterator[None]:
 
 def _tell(report: Report, said: BenchSettings) -> bool:
     """Show it and write it; is anything slower than it was?"""
-    from paceline.bench.comparing import compare, differences
     from paceline.bench.metrics import summarise
-    from paceline.bench.tables import changed, short
+    from paceline.bench.reporting.comparing import compare, differences
+    from paceline.bench.reporting.tables import changed, short
 
     from .bench_table import show
 
@@ -237,10 +246,10 @@ def _copy_record(said: BenchSettings) -> None:
 def _write(report: Report, summary: Summary, said: BenchSettings) -> None:
     from importlib.util import find_spec
 
-    from paceline.bench.charts import charts_of
-    from paceline.bench.html import write_html
-    from paceline.bench.png import write_png
     from paceline.bench.records import save_csv
+    from paceline.bench.reporting.charts import charts_of
+    from paceline.bench.reporting.html import write_html
+    from paceline.bench.reporting.png import write_png
 
     out = said.out
     for path in (said.csv, out and out / "bench.csv"):
@@ -256,7 +265,7 @@ def _write(report: Report, summary: Summary, said: BenchSettings) -> None:
     for folder in plots:
         write_png(charts_of(report, summary), folder)
     if said.wandb:
-        from paceline.bench.wandb_log import log
+        from paceline.bench.reporting.wandb_log import log
 
         say(f"logged to {log(report, summary, said.wandb_project)}")
     if out is not None:

@@ -88,6 +88,7 @@ class BenchSettings:
     out: Annotated[
         Path | None, _value(_SHOW, "FOLDER", "Write bench.jsonl, bench.csv, report.html and plots there.")
     ] = None
+    resume: Annotated[bool, _flag(_SHOW, "--resume", "Go on with the record of --out that broke off.")] = False
     json: Annotated[bool, _flag(_SHOW, "--json", "The record as JSON lines on stdout and nothing else.")] = False
     csv: Annotated[Path | None, _value(_SHOW, "FILE", "Write a line per contestant and category.")] = None
     html: Annotated[Path | None, _value(_SHOW, "FILE", "Write a report as one page.")] = None

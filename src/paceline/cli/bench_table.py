@@ -17,10 +17,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from paceline.bench.cells import Table, as_text
 from paceline.bench.contest import Contestant, Run
 from paceline.bench.report import Tally
-from paceline.bench.wording import NOTHING, number, seconds, share, times
+from paceline.bench.reporting.cells import Table, as_text
+from paceline.bench.reporting.wording import NOTHING, number, seconds, share, times
 
 _TONES = {"": "", "good": "green", "bad": "red"}
 _PAUSE = 0.5  # seconds between two drawings, at least

@@ -11,7 +11,7 @@ from .options import GenerateOptions
 from .report import versions
 
 if TYPE_CHECKING:
-    from paceline.bench.trace_files import TraceWriter
+    from paceline.bench.replaying.trace_files import TraceWriter
     from paceline.engine.decoder import SpeculativeDecoder
     from paceline.engine.request import Generation
 
@@ -23,7 +23,7 @@ class Recording:
         self, said: GenerateOptions, how: Drafting, decoder: SpeculativeDecoder, settings: dict[str, Any]
     ) -> None:
         from paceline.bench.contest import Entry
-        from paceline.bench.trace_files import header_of
+        from paceline.bench.replaying.trace_files import header_of
         from paceline.core.contracts import DRAFTERS, RULES
         from paceline.core.registry import convert_options
 
@@ -41,7 +41,7 @@ class Recording:
         self._open().close()
 
     def _open(self) -> TraceWriter:
-        from paceline.bench.trace_files import TraceWriter
+        from paceline.bench.replaying.trace_files import TraceWriter
 
         return TraceWriter(self._path, self._header, append=True)
 

@@ -17,8 +17,8 @@ from .settings import show_config, source, takes
 from .terminal import interruptible, plain_warnings, preparing, say
 
 if TYPE_CHECKING:
-    from paceline.bench.candidates import TuneOptions
-    from paceline.bench.tuning import Trial, Tuning
+    from paceline.bench.tuning.candidates import TuneOptions
+    from paceline.bench.tuning.outcome import Trial, Tuning
 
 _MODELS, _WHO, _TEXTS, _MEASURE = "Models", "Who is tried", "Texts", "Measuring"
 _SHOW, _SETTINGS = "Output", "Settings"
@@ -94,9 +94,9 @@ def _run(said: TuneSettings) -> Tuning:
     if said.out is not None and (said.out.is_dir() or not said.out.parent.is_dir()):
         raise InputError(f"The config '{said.out}' cannot be written: it is a folder, or its folder is not there.")
     with preparing("reading prompts"):
-        from paceline.bench.candidates import candidates
         from paceline.bench.prompt_sets import read_all
-        from paceline.bench.tune import tune as run
+        from paceline.bench.tuning.candidates import candidates
+        from paceline.bench.tuning.tune import tune as run
 
         options = _options(said)
         list(candidates(options))  # whatever is wrong with them is said before a model is read
@@ -111,7 +111,7 @@ def _run(said: TuneSettings) -> Tuning:
 
 
 def _options(said: TuneSettings) -> TuneOptions:
-    from paceline.bench.candidates import TuneOptions
+    from paceline.bench.tuning.candidates import TuneOptions
 
     return TuneOptions(
         candidates=tuple(said.candidate or ()),

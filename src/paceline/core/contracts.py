@@ -139,7 +139,7 @@ class Drafter(ABC):
     @classmethod
     def beyond_text(cls, options: Any) -> str | None:
         """What its drafts need beyond the tokens of a text and the caller's prediction, in a few words; None: nothing,
-        so that they can be made again without the target (`bench.replay`)."""
+        so that they can be made again without the target (`bench.replaying.replay`)."""
         return "a model's logits"
 
     @classmethod

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from paceline.bench.metrics import Summary
+from paceline.bench.report import Report
+
 from .cells import Cell, Table, overall_lines
-from .metrics import Summary
-from .report import Report
 from .wording import NOTHING, number, seconds, share, size, times
 
 

@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
-from .metrics import ALL, Line, Ratio, Summary, summarise
-from .report import Report
+from paceline.bench.metrics import ALL, Line, Ratio, Summary, summarise
+from paceline.bench.report import Report
 
 UNKNOWN_SPREAD = 0.05
 Verdict = Literal["slower", "faster", "same", "missing", "added"]

@@ -10,10 +10,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from paceline.bench.contest import Run
 from paceline.core.costs import Costs
 from paceline.core.trace import Trace
-
-from .contest import Run
 
 
 @dataclass(frozen=True)

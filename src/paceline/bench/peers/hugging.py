@@ -19,15 +19,14 @@ from typing import Any
 
 import torch
 
+from paceline.bench.contest import Cancel, Plan, Run, Task
+from paceline.bench.lengths import counted, cut_short, too_long
+from paceline.bench.memory import cache_bytes
 from paceline.core.errors import UnsupportedError
 from paceline.models.chatter import in_one_line, quiet
 from paceline.models.language_model import LanguageModel
 from paceline.models.runners.device import finish
 from paceline.models.shells import layers_of, shell
-
-from .contest import Cancel, Plan, Run, Task
-from .lengths import counted, cut_short, too_long
-from .memory import cache_bytes
 
 _SAMPLERS = ("temperature", "top_k", "top_p", "min_p", "typical_p")
 _ALONE = "assisted generation of transformers decodes one text at a time"

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from paceline.bench.metrics import ALL, Ratio, Summary
+from paceline.bench.report import Report
+
 from .cells import Cell, Table, Tone, overall_lines, ratio, same, speed_up, spread_of, tone_of
 from .comparing import Change
 from .details import by_position, costs, latencies, layers, quality, rounds, skipped
-from .metrics import ALL, Ratio, Summary
-from .report import Report
 from .wording import NOTHING, number, seconds, share, size, times
 
 _WORST = 10  # prompts shown of those where somebody is slower than plain decoding

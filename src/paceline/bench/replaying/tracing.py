@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from paceline.bench.contest import Plan, Run, Task
+from paceline.bench.ours import Ours
 from paceline.core.costs import Costs
 
-from .contest import Plan, Run, Task
-from .ours import Ours
 from .trace_files import TraceWriter, header_of
 
 

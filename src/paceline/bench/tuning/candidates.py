@@ -6,13 +6,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
+from paceline.bench.contest import Entry
+from paceline.bench.entries import parse_entry
+from paceline.bench.presets import needs_nothing
 from paceline.core.contracts import DRAFTERS, RULES
 from paceline.core.errors import InputError
 from paceline.drafters.making import beyond_text, named
-
-from .contest import Entry
-from .entries import parse_entry
-from .presets import needs_nothing
 
 GAMMAS = (3, 5, 8, 12, 16)
 TREES = (1, 4)  # branches, of drafters that look things up

@@ -14,11 +14,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from paceline.bench.contest import Cancel, Plan, Run, Task
+from paceline.bench.lengths import counted, cut_short, too_long
 from paceline.core.errors import UnsupportedError
 from paceline.models.chatter import in_one_line
-
-from .contest import Cancel, Plan, Run, Task
-from .lengths import counted, cut_short, too_long
 
 _SAMPLERS = ("temperature", "top_k", "top_p")
 

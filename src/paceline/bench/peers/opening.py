@@ -6,17 +6,17 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from paceline.bench.contest import Contestant
+from paceline.bench.said import parted, whole_number
 from paceline.core.errors import InputError, PacelineError, UnknownNameError, UnsupportedError
 from paceline.models import load
 from paceline.models.language_model import LanguageModel
 from paceline.models.vocabulary import check_same_vocabulary
 
-from .contest import Contestant
 from .gguf_file import gguf_of
 from .hugging import HuggingFace, early_exit
 from .llama_cpp import LlamaCpp
 from .openvino import OpenVino
-from .said import parted, whole_number
 
 _LOOKUP = 10  # tokens that prompt lookup drafts, where nobody says: transformers' own number
 

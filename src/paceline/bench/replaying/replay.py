@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import fields
 from typing import Any
 
+from paceline.bench.contest import Entry
+from paceline.bench.reporting.wording import NOTHING, number, share, times
 from paceline.core.contracts import DRAFTERS, Rule
 from paceline.core.costs import Costs
 from paceline.core.errors import UnsupportedError
@@ -20,12 +22,10 @@ from paceline.drafters.making import make_drafter, named
 from paceline.engine.decoder import make_rule
 
 from .chain_bounds import bounds
-from .contest import Entry
 from .replayed import Range, Replayed, ReplayedText
 from .rerun import rerun
 from .trace_files import TraceFile
 from .trace_lines import TraceHeader, TraceText, plain, sampling_of
-from .wording import NOTHING, number, share, times
 
 Pair = tuple[Trace, Trace]
 _ORDER = ("exact", "between", "unknown")

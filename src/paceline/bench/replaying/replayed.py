@@ -6,11 +6,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from paceline.bench.contest import Entry
 from paceline.core.contracts import DRAFTERS
 from paceline.core.costs import Costs
 from paceline.core.trace import Stats, Trace
-
-from .contest import Entry
 
 Knows = Literal["exact", "between", "unknown"]
 Range = tuple[float, float]

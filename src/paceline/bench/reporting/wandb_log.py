@@ -8,12 +8,12 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from paceline.bench.metrics import Line, Summary
+from paceline.bench.report import Report
 from paceline.core.errors import UnsupportedError
 
 from .charts import charts_of
-from .metrics import Line, Summary
 from .png import pixels_of
-from .report import Report
 from .tables import tables_of
 
 _MEASURES = (

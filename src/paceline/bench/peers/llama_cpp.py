@@ -17,10 +17,9 @@ from urllib.parse import urlsplit
 
 import torch
 
+from paceline.bench.contest import Cancel, Plan, Run, Task
+from paceline.bench.lengths import counted, cut_short, too_long
 from paceline.core.errors import UnsupportedError
-
-from .contest import Cancel, Plan, Run, Task
-from .lengths import counted, cut_short, too_long
 
 _SAMPLERS = ("temperature", "top_k", "top_p", "min_p")
 _ROOM = 256  # contexts grow by so many tokens, so that a slightly longer prompt needs no new server

@@ -15,13 +15,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from paceline.bench.contest import Entry
 from paceline.core.costs import Costs
 from paceline.core.errors import InputError, UnknownNameError
 from paceline.core.sampling import Sampling
 from paceline.core.trace import Trace
 from paceline.engine.request import Generation, build_requests
 
-from .contest import Entry
 from .trace_lines import TraceHeader, TraceText, is_json, made, parsed, plain
 
 

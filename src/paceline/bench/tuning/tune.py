@@ -7,6 +7,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
+from paceline.bench.contest import Cancel, Entry, Plan, Prompt, Run, Task
+from paceline.bench.machine import how_busy, provenance
+from paceline.bench.ours import Ours
+from paceline.bench.replaying.rerun import rerun
+from paceline.bench.replaying.trace_lines import TraceHeader, TraceText
+from paceline.bench.spread import shared, spread, total
+from paceline.bench.tasks import first_tasks
 from paceline.core.costs import Costs
 from paceline.core.errors import InputError, PacelineError
 from paceline.core.trace import Trace
@@ -16,15 +23,8 @@ from paceline.models.language_model import LanguageModel
 from paceline.rules.match import Match
 
 from .candidates import DEEPEST, TuneOptions, candidates, spelled
-from .contest import Cancel, Entry, Plan, Prompt, Run, Task
 from .forecast import Rounds, forecast, rounds_of, shortened, steps_of, unit_of
-from .machine import how_busy, provenance
-from .ours import Ours
-from .rerun import rerun
-from .spread import shared, spread, total
-from .tasks import first_tasks
-from .trace_lines import TraceHeader, TraceText
-from .tuning import Trial, Tuning, ranked
+from .outcome import Trial, Tuning, ranked
 
 _PER_DRAFTER = 2  # of them; the next best settings of one drafter are much like its best
 _HOPELESS = 0.9  # predicted less than this, a candidate is not measured

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from .metrics import Line, Ratio, Summary
-from .report import Report
+from paceline.bench.metrics import Line, Ratio, Summary
+from paceline.bench.report import Report
+
 from .wording import NOTHING, times
 
 Tone = Literal["", "good", "bad"]

@@ -6,13 +6,13 @@ from collections.abc import Iterator
 from html import escape
 from pathlib import Path
 
+from paceline.bench.metrics import ALL, Summary
+from paceline.bench.report import Report
 from paceline.core.errors import InputError
 
 from .cells import Table
 from .charts import Chart, charts_of
 from .details import provenance
-from .metrics import ALL, Summary
-from .report import Report
 from .svg import as_svg, colour
 from .tables import tables_of
 

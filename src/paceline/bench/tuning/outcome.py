@@ -7,9 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from paceline.bench.contest import Entry
 from paceline.core.toml import toml_value
-
-from .contest import Entry
 
 
 @dataclass(frozen=True)

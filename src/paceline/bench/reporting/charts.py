@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from .metrics import ALL, Line, Ratio, Summary
-from .report import Report
+from paceline.bench.metrics import ALL, Line, Ratio, Summary
+from paceline.bench.report import Report
 
 _LONGEST = 16  # drafted positions shown at most
 

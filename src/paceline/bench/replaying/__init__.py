@@ -1,0 +1,1 @@
+"""What happened, on disk, and what else would have happened."""

@@ -1,0 +1,1 @@
+"""Which drafter, γ and tree are best here."""

@@ -2,7 +2,20 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
+
+import pytest
+
+from paceline.models import pass_times
+from paceline.models.cache import cache_folder
+
+
+@pytest.fixture(autouse=True, scope="session")
+def costs_of_their_own(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """What passes of toys cost under two busy workers is nothing to keep, and nothing to depend on."""
+    folder = tmp_path_factory.mktemp("cache")
+    pass_times.cache_folder = lambda: cache_folder() if "PACELINE_CACHE" in os.environ else folder  # type: ignore[assignment]
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:

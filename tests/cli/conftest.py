@@ -49,6 +49,12 @@ def save_model(folder: Path, *, seed: int = 0, letters: list[str] = LETTERS, bro
     return folder
 
 
+@pytest.fixture
+def looks_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For tests of what a drafter shows and remembers: one whose drafts do not depend on a clock."""
+    monkeypatch.setenv("PACELINE_DRAFT", "prompt-lookup")
+
+
 @pytest.fixture(scope="session")
 def target(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(save_model(tmp_path_factory.mktemp("models") / "tiny"))

@@ -9,6 +9,8 @@ import pytest
 
 from tests.cli.conftest import refusal, run
 
+pytestmark = pytest.mark.usefixtures("looks_up")
+
 PROMPT = "abcabcabc"
 
 

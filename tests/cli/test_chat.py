@@ -14,6 +14,8 @@ from typer.testing import Result
 
 from .conftest import run
 
+pytestmark = pytest.mark.usefixtures("looks_up")
+
 SHORT = ("--max-new-tokens", "12", "--ignore-eos")
 
 

@@ -10,6 +10,8 @@ from safetensors import safe_open
 from .conftest import refusal, run
 from .test_chat import SHORT, talk
 
+pytestmark = pytest.mark.usefixtures("looks_up")
+
 
 def contexts(store: Path) -> int:
     with safe_open(store, "pt") as file:
@@ -69,7 +71,8 @@ def test_a_search_is_compared_with_a_search(target: str) -> None:
     assert "tokens/s" in refused.stderr
 
 
-def test_a_prediction_is_drafted_by_the_drafter_that_can(target: str) -> None:
+def test_a_prediction_is_drafted_by_the_drafter_that_can(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PACELINE_DRAFT")  # where none is asked for, the prediction is drafter enough
     result = talk(target, "/target on", "/ngram on", "hello", "/draft suffix", "hello", more=("--prediction", "abc"))
     assert "with prediction" in result.stderr.splitlines()[0]
     assert result.stderr.count("error: ") == 1

@@ -9,6 +9,8 @@ import pytest
 from tests.cli.conftest import CONTEXT, LETTERS, refusal, run, save_model
 from tests.models.tiny_gguf import byte_level_vocabulary, tiny_llama, write_gguf
 
+pytestmark = pytest.mark.usefixtures("looks_up")
+
 
 @pytest.mark.parametrize(
     ("arguments", "words"),

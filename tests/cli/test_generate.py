@@ -10,6 +10,8 @@ import pytest
 import paceline
 from tests.cli.conftest import run
 
+pytestmark = pytest.mark.usefixtures("looks_up")
+
 PROMPT = "abc abc abc abc"
 
 
@@ -198,8 +200,11 @@ def test_compare_shows_where_texts_part(target: str, draft: str) -> None:
     assert "rule 'ratio' keeps the law of the text, not the text" in shown
 
 
-def test_a_prediction_is_drafted(target: str, plain: paceline.Generation, tmp_path: Path) -> None:
+def test_a_prediction_is_drafted(
+    target: str, plain: paceline.Generation, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As text or from a file; without --draft it is the drafter, and with one that cannot use it, that is said."""
+    monkeypatch.delenv("PACELINE_DRAFT")  # where none is asked for, the prediction is drafter enough
     shared = (PROMPT, "--target", target, "--max-new-tokens", "24", "--ignore-eos")
     (tmp_path / "guess.txt").write_text(plain.text)
     for said in (plain.text, f"@{tmp_path / 'guess.txt'}"):
@@ -226,3 +231,11 @@ def test_beams_are_shown_best_first(target: str) -> None:
     assert told["text"] == told["beams"][0]["text"]
     assert shown[0] == f"[1, score {scores[0]:.3f}] {told['text']}"
     assert shown[1] == f"[2, score {scores[1]:.3f}] {told['beams'][1]['text']}"
+
+
+def test_by_default_it_drafts_what_pays(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PACELINE_DRAFT")
+    auto, plain = (run("generate", "abcabcabc", "--target", target, *more) for more in ((), ("--draft", "none")))
+    assert auto.exit_code == 0, auto.stderr
+    assert auto.stdout == plain.stdout
+    assert "auto (suffix, prompt-lookup, recycling or none), γ≤16" in auto.stderr

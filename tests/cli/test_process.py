@@ -11,6 +11,8 @@ from collections.abc import Sequence
 
 import pytest
 
+pytestmark = pytest.mark.usefixtures("looks_up")
+
 pty = pytest.importorskip("pty", reason="there are no pseudo-terminals here")
 
 COMMAND = [sys.executable, "-m", "paceline"]

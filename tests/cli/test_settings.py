@@ -45,7 +45,7 @@ def test_each_source_beats_the_next(file: Path, monkeypatch: pytest.MonkeyPatch)
     assert found["ban"] == "[3, 4]  # config"
     assert found["stop"] == '["\\n\\n"]  # config'
     assert found["logit-bias"] == '["5=-1.5"]  # config'
-    assert found["gamma"] == "5  # default"
+    assert found["draft"] == '"auto"  # default'
     assert (found["longest"], found["shortest"], found["branches"]) == ("4", "3", "2")
 
 

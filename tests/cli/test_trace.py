@@ -11,6 +11,8 @@ from paceline.bench.replaying.replay import replay
 from paceline.bench.replaying.trace_files import read_trace
 from tests.cli.conftest import run
 
+pytestmark = pytest.mark.usefixtures("looks_up")
+
 PROMPT = "abc abc abc abc"
 
 
@@ -37,7 +39,8 @@ def test_texts_are_recorded_one_after_the_other_and_can_be_replayed(target: str,
     assert [r.path for r in again.texts[0].fewest.rounds] == [r.path for r in first.rounds or ()]
 
 
-def test_a_prediction_is_recorded_as_tokens(target: str, tmp_path: Path) -> None:
+def test_a_prediction_is_recorded_as_tokens(target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PACELINE_DRAFT")  # where none is asked for, the prediction is drafter enough
     path = tmp_path / "t.jsonl"
     assert write(target, path, "--prediction", "abc", "--stop", "q", "--no-stream") == ""
     (text,) = read_trace(path).texts

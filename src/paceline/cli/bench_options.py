@@ -148,7 +148,7 @@ def named(ctx: typer.Context) -> set[str]:
 
 def _gamma(text: str) -> int:
     found = read_gamma(text)
-    if isinstance(found, str):
+    if not isinstance(found, int):
         raise InputError("--gamma auto is said of a single run here, such as --run suffix:gamma=auto.")
     return found
 

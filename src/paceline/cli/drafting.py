@@ -30,7 +30,7 @@ class Drafting:
     """Which drafter, with what, and with what the rule; and where that was said."""
 
     draft: str
-    gamma: int | str  # or "auto"
+    gamma: int | str | None  # or "auto"; None: not said
     options: dict[str, str]
     rule_options: dict[str, str]
     origins: dict[str, str]
@@ -56,9 +56,9 @@ def drafting(ctx: typer.Context, said: PairOptions) -> Drafting:
     return Drafting(draft, gamma, options, rule_options, origins)
 
 
-def read_gamma(text: str) -> int | str:
-    """What --gamma says: a number of tokens, or "auto"."""
-    if text == "auto":
+def read_gamma(text: str | None) -> int | str | None:
+    """What --gamma says: a number of tokens, or "auto"; None: the decoder's own."""
+    if text in (None, "auto"):
         return text
     try:
         gamma = int(text)

@@ -79,14 +79,16 @@ class PairOptions:
         _value(
             _DRAFT,
             "DRAFT",
-            "A drafter's name, a smaller model, or none.",
+            "A drafter's name, a smaller model, none, or auto: what pays here.",
             "--draft",
             "--drafter",
             envvar=[f"{PREFIX}_DRAFT", f"{PREFIX}_DRAFTER"],  # two names of the flag, so two of the variable
         ),
-    ] = "prompt-lookup"
+    ] = "auto"
     drafter_options: Annotated[list[str] | None, _dotted(_DRAFT, "drafter", "longest 4")] = None
-    gamma: Annotated[str, _value(_DRAFT, "N", "Tokens drafted in a row, or auto: as many as pay.")] = "5"
+    gamma: Annotated[
+        str | None, _value(_DRAFT, "N", "Tokens drafted in a row (5), or auto: as many as pay (so for --draft auto).")
+    ] = None
     nodes: Annotated[int | None, _value(_DRAFT, "N", "Tokens of a drafted tree, in all.")] = None
     rule: Annotated[str, _value(_DRAFT, "RULE", "What decides about a draft (see `paceline list rules`).")] = "match"
     rule_options: Annotated[list[str] | None, _dotted(_DRAFT, "rule", "lenience 0.5")] = None

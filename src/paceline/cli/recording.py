@@ -33,7 +33,8 @@ class Recording:
         name = how.draft if how.draft in DRAFTERS else "draft-model"
         options = convert_options(how.options, DRAFTERS[name].Options, "drafter", name)
         rule_options = convert_options(how.rule_options, RULES[said.rule].Options, "rule", said.rule)
-        entry = Entry(how.draft, how.draft, options, how.gamma, said.nodes, said.rule, rule_options)
+        gamma = "auto" if decoder.drafter.chooses_length else decoder.gamma
+        entry = Entry(how.draft, how.draft, options, gamma, said.nodes, said.rule, rule_options)
         self._decoder, self._settings, self._path = decoder, settings, said.trace
         self._header = header_of(
             decoder.target, entry, settings, reach=decoder.drafter.reach(), provenance={"versions": versions()}

@@ -154,7 +154,17 @@ def pair(
 
     drafter, rule = drafter or draft_of(said, drafting), open_rule(said, drafting)
     settings: dict[str, Any] = {"gamma": drafting.gamma, "nodes": said.nodes, "rows": rows}
+    if drafting.gamma == "auto" or drafter.chooses_length:
+        _measure_costs(target)
     return SpeculativeDecoder(target, drafter, rule=rule, allow_lossy=said.allow_lossy, **settings)
+
+
+def _measure_costs(target: LanguageModel) -> None:
+    """The first time on this machine: some seconds, so people should see what they wait for."""
+    from paceline.models.pass_times import costs_for
+
+    with preparing("measuring passes") as progress:
+        costs_for(target, progress=progress)
 
 
 def plain_decoder(target: LanguageModel, rule: Rule) -> SpeculativeDecoder:

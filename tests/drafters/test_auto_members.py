@@ -1,0 +1,169 @@
+"""Members of the controller that run a model: what their steps cost, how often they are tried, and what they are told."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from tests.toys import VOCABULARY, TableModel, llama
+
+from paceline import LanguageModel, SpeculativeDecoder
+from paceline.core.contracts import Budget, Drafter, RowsView
+from paceline.core.costs import Costs
+from paceline.core.tree import TokenTree
+from paceline.drafters import company
+from paceline.drafters.auto import Auto
+from paceline.drafters.portfolio import Portfolio
+
+FLAT = Costs({1: {1: 1.0, 64: 1.01}})
+PERIOD = 7
+LONG: dict[str, Any] = {"max_new_tokens": 200, "ignore_eos": True}
+
+
+class Clock:
+    """Time that passes only where it is said to."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 1.0
+        monkeypatch.setattr(company.time, "perf_counter", lambda: self.now)
+
+
+class Stepping(Drafter):
+    """Runs a model, or so it says: it is right about `repeating`, or never, and each of its steps takes a while."""
+
+    name, hope = "stepping", 0.7
+
+    def __init__(self, clock: Clock, step: float, right: bool = True) -> None:
+        self.clock, self.step, self.right = clock, step, right
+        self.steps = 0
+
+    def propose(self, rows: RowsView, budget: Budget) -> TokenTree:
+        self.steps += budget.depth
+        self.clock.now += self.step * budget.depth
+        off = 0 if self.right else 1
+        chains = [[(text[-1] + 1 + i + off) % PERIOD for i in range(budget.depth)] for text in rows.histories]
+        return TokenTree.from_chains(chains, "cpu")
+
+
+def repeating() -> TableModel:
+    table = torch.zeros(VOCABULARY, VOCABULARY)
+    for here in range(VOCABULARY):
+        table[here, (here + 1) % PERIOD] = 9.0
+    return TableModel(table)
+
+
+def auto(*drafters: Any, costs: Costs = FLAT, **more: Any) -> SpeculativeDecoder:
+    return SpeculativeDecoder(repeating(), "auto", options={"costs": costs, "drafters": drafters, **more})
+
+
+def test_time_spent_on_drafting_counts_in_what_time_is_worth(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fifth of a pass per step, always right: 17 tokens in 4.2 passes, and no shorter draft is better. Were only the
+    target's passes counted, time would seem to be worth 17 tokens per pass, and no step worth its time."""
+    decoder = auto(Stepping(Clock(monkeypatch), 0.2))
+    decoder.generate([0], **LONG)
+    out = decoder.generate([0], **LONG)
+    assert out.stats.mean_accepted_length > 12
+    assert "in 4.2" in out.trace.rounds[-3].why
+
+
+def test_what_was_saved_for_trying_out_is_not_hoarded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A member that paid for a long time and then does not: the text on which that happens must not pay for it."""
+    member = Stepping(Clock(monkeypatch), 0.2)
+    decoder = auto(member, probing=0.05)
+    for _ in range(20):
+        decoder.generate([0], **LONG)
+    member.right, member.step = False, 0.9
+    decoder.generate([0], **LONG)  # it is found out here
+    member.steps = 0
+    out = decoder.generate([0], **LONG)
+    assert member.steps * 0.9 <= 0.05 * 200 * 1.1 + 1.0
+    assert out.stats.rounds > 190
+
+
+def test_frozen_it_learns_nothing_and_tries_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    member = Stepping(Clock(monkeypatch), 5.0)
+    decoder = auto(member, "suffix")
+    controller = decoder.drafter
+    assert isinstance(controller, Auto)
+    decoder.generate([0], **LONG)
+    controller.frozen = True
+    before = [(m.account.helped.value, m.account.cost.value, m.account.ledger.chance[:]) for m in controller._members]
+    member.steps = 0
+    out = decoder.generate([0], **LONG)
+    after = [(m.account.helped.value, m.account.cost.value, m.account.ledger.chance[:]) for m in controller._members]
+    assert before == after
+    assert member.steps == 0
+    assert out.stats.mean_accepted_length > 5  # what it learned is used: whoever was right in a row is believed
+
+
+def test_a_tree_cut_to_a_chain_is_told_by_its_own_numbers() -> None:
+    """A rule for chains gets the leading chain of a tree; what the member's memory is told to keep are its own nodes."""
+    target = LanguageModel(llama(1, dtype=torch.float64))
+    member = ("draft-model", {"model": target, "tree": "levels", "branch": 3})
+    costs = Costs({1: {1: 3600.0, 64: 3601.0}})
+    out = SpeculativeDecoder(
+        target, "auto", options={"costs": costs, "drafters": (member,)}, rule="block", gamma=4
+    ).generate([1, 2, 3], max_new_tokens=40, ignore_eos=True)
+    assert out.stats.acceptance_rate == 1.0
+    assert out.stats.mean_accepted_length > 4
+
+
+def test_a_portfolio_with_a_model_inside_is_asked_like_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drafters inside drafters: whoever holds a member that runs a model runs a model."""
+    clock = Clock(monkeypatch)
+    inside = Portfolio(Portfolio.Options(drafters=("suffix", Stepping(clock, 0.2))))
+    assert inside.hope == 0.7
+    assert Portfolio(Portfolio.Options(drafters=("suffix",))).hope is None
+    lm = LanguageModel(llama(1, dtype=torch.float64))
+    model = ("portfolio", {"drafters": (("draft-model", {"model": lm}),)})
+    costs = Costs({1: {1: 3600.0, 64: 3601.0}})
+    decoder = SpeculativeDecoder(lm, "auto", options={"costs": costs, "drafters": (model,)}, rule="ratio", gamma=4)
+    out = decoder.generate([1, 2, 3], max_new_tokens=40, ignore_eos=True, temperature=1.0, seed=1)
+    assert out.stats.accepted > 20  # a draft with laws of its own, read whole
+
+
+def test_a_draft_with_laws_counts_as_a_run() -> None:
+    """Read whole and right in full, a member has had as many tokens right in a row."""
+    lm = LanguageModel(llama(1, dtype=torch.float64))
+    costs = Costs({1: {1: 3600.0, 64: 3601.0}})
+    options = {"costs": costs, "drafters": (("draft-model", {"model": lm}),)}
+    decoder = SpeculativeDecoder(lm, "auto", options=options, rule="ratio", gamma=4)
+    stream = decoder.stream([1, 2, 3], max_new_tokens=40, ignore_eos=True, temperature=1.0, seed=1)
+    for _ in range(22):
+        next(stream)
+    controller = decoder.drafter
+    assert isinstance(controller, Auto)
+    assert controller._books[0][0].run >= 8
+    stream.close()
+
+
+def test_the_reason_of_a_tree_with_laws_names_its_nodes() -> None:
+    lm = LanguageModel(llama(1, dtype=torch.float64))
+    costs = Costs({1: {1: 3600.0, 64: 3601.0}})
+    options = {"costs": costs, "drafters": (("draft-model", {"model": lm, "tree": "levels", "branch": 3}),)}
+    decoder = SpeculativeDecoder(lm, "auto", options=options, rule="multi-round", gamma=4)
+    out = decoder.generate([1, 2, 3], max_new_tokens=24, ignore_eos=True, temperature=1.0, seed=1)
+    for entry in out.trace.rounds[:-1]:
+        assert f"draft-model alone, {len(entry.drafted)} nodes" in entry.why
+
+
+def test_an_early_exit_that_drafts_alone_is_gone_on_from(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its tree, if nothing else is in it and nothing left out, is handed on as it is: the target then reads from where
+    the exit stopped, instead of all layers again."""
+    from paceline.models.early_exit import SplitReader
+
+    lm = LanguageModel(llama(1, dtype=torch.float64, num_hidden_layers=3))
+    went_on = []
+    rest = SplitReader._rest
+    monkeypatch.setattr(SplitReader, "_rest", lambda *given: went_on.append(1) or rest(*given))
+    costs = Costs({1: {1: 3600.0, 64: 3601.0}})
+    for options in ({}, {"tree": "levels"}):
+        went_on.clear()
+        drafters = (("early-exit", options),)
+        decoder = SpeculativeDecoder(lm, "auto", options={"costs": costs, "drafters": drafters}, gamma=3)
+        out = decoder.generate([1, 2, 3], max_new_tokens=24, ignore_eos=True)
+        assert out.tokens == SpeculativeDecoder(lm).generate([1, 2, 3], max_new_tokens=24, ignore_eos=True).tokens
+        drafted = [entry for entry in out.trace.rounds if entry.drafted]
+        assert drafted
+        assert len(went_on) >= len(drafted) - 1

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from paceline.bench.contest import Plan, Run
-from paceline.bench.records import Recorder, go_on_with, read_records
+from paceline.bench.files import open_record
+from paceline.bench.records import Recorder, read_records
 from paceline.bench.report import Report
 from paceline.bench.session import UnequalLengthError, check_same, measure
 from paceline.bench.turns import first_difference, order
@@ -183,7 +184,8 @@ def test_what_was_cut_short_is_gone_on_with(tmp_path: Any) -> None:
     with path.open("a") as file:
         file.write('{"kind": "run", "contes')  # and killed in the middle of a line
     with pytest.warns(PacelineWarning, match="breaks off"):
-        earlier, file = go_on_with(path)
+        file, earlier = open_record(path, resume=True)
+    assert earlier is not None
     with file:
         recorder = Recorder(file)
         recorder.provenance({"arguments": {}})
@@ -199,7 +201,9 @@ def test_what_was_cut_short_is_gone_on_with(tmp_path: Any) -> None:
 
 
 def test_only_the_same_benchmark_can_be_gone_on_with() -> None:
-    earlier = Report({"arguments": {"gamma": 5, "limit": 3}}, (), ())
-    check_same(earlier, {"gamma": 5, "limit": 9})
+    earlier = Report({"arguments": {"gamma": 5, "limit": 3}, "cpu": "here"}, (), ())
+    check_same(earlier, {"arguments": {"gamma": 5, "limit": 9}, "cpu": "here"})
     with pytest.raises(InputError, match="gamma 5 and this is 7"):
-        check_same(earlier, {"gamma": 7, "limit": 3})
+        check_same(earlier, {"arguments": {"gamma": 7, "limit": 3}, "cpu": "here"})
+    with pytest.raises(InputError, match="cpu 'here' and this is 'there'"):
+        check_same(earlier, {"arguments": {"gamma": 5, "limit": 3}, "cpu": "there"})

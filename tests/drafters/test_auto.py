@@ -9,7 +9,7 @@ import pytest
 import torch
 from tests.toys import VOCABULARY, TableModel, llama, scripted
 
-from paceline import InputError, LanguageModel, SpeculativeDecoder
+from paceline import InputError, LanguageModel, SpeculativeDecoder, guided
 from paceline.core.costs import Costs
 from paceline.drafters.auto import Auto
 
@@ -121,6 +121,21 @@ def test_every_round_says_why() -> None:
     assert any("suffix" in entry.why for entry in rounds)
 
 
+def test_a_search_says_why() -> None:
+    """Rows of a beam search change places; the reason in the trace belongs to the draft that stands beside it."""
+    out = decoder(repeating(7), FREE).generate([0], max_new_tokens=24, num_beams=3)
+    for entry in out.trace.rounds[:-1]:
+        assert entry.why
+        assert ("plain" in entry.why) == (not entry.drafted) or "nobody" in entry.why
+        assert not entry.drafted or f"{len(entry.drafted)} nodes" in entry.why
+
+
+def test_a_guided_target_is_measured_as_what_it_is() -> None:
+    target = guided(llama(1))
+    out = SpeculativeDecoder(target, "prompt-lookup", gamma="auto").generate([1, 2, 1, 2, 1], max_new_tokens=16)
+    assert out.tokens == SpeculativeDecoder(target).generate([1, 2, 1, 2, 1], max_new_tokens=16).tokens
+
+
 def test_rows_of_a_batch_have_reasons_of_their_own() -> None:
     dice = random.Random(5)
     prompts = [[0, 1, 2, 3, 4, 5, 6] * 4, [dice.randrange(20, VOCABULARY) for _ in range(30)]]
@@ -166,6 +181,7 @@ def test_what_was_learned_is_kept_reset_and_frozen() -> None:
     [
         ({"drafters": ()}, "at least one drafter"),
         ({"costs": {1: 2}}, "costs must be"),
+        ({"costs": Costs({1: {}})}, "costs has no pass in it"),
         ({"probing": 2.0}, "probing must be a share from 0 to 1, got 2.0"),
     ],
 )

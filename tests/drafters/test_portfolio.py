@@ -169,7 +169,7 @@ def test_credit_is_kept_reset_and_frozen() -> None:
     ids=["raises", "outside the vocabulary", "twins"],
 )
 def test_a_member_that_fails_is_left_out_and_the_others_go_on(bad: Says) -> None:
-    with pytest.warns(PacelineWarning, match="of the portfolio failed") as caught:
+    with pytest.warns(PacelineWarning, match="of 'portfolio' failed") as caught:
         out = decoder(bad, Says(right)).generate([1], max_new_tokens=20)
     assert len(caught) == 1
     assert out.tokens == SCRIPT[1:21]

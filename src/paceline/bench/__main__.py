@@ -7,7 +7,7 @@ import signal
 import sys
 import types
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import nullcontext
 from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any, TextIO, Union, get_args, get_origin, get_type_hints
@@ -86,15 +86,6 @@ class Lines:
         print(sentence, flush=True)
 
 
-def _record(out: Path | None, resume: bool) -> tuple[TextIO | None, Report | None]:
-    if out is None:
-        return None, None
-    if not (resume and out.exists()):
-        return out.open("w", encoding="utf-8"), None
-    earlier, file = go_on_with(out)
-    return file, earlier
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     given = vars(parser().parse_args(arguments))
     out, csv, trace, resume = (given.pop(name) for name in ("out", "csv", "trace", "resume"))
@@ -107,22 +98,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     before = signal.signal(signal.SIGINT, ask)  # the first Ctrl-C ends after this run, the second one at once
     try:
-        with ExitStack() as files:
-            file, earlier = _record(out, resume)
-            if file is not None:
-                files.enter_context(file)
+        if csv is not None:
+            check_writable(csv, "The table")
+        file, earlier = (None, None) if out is None else open_record(out, resume)
+        with file or nullcontext():
             report = bench(options_of(given), Lines(), file, earlier=earlier, cancel=lambda: bool(asked), trace=trace)
+        summary = summarise(report)
+        if csv is not None:
+            save_csv(summary, csv)
     except (PacelineError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return getattr(error, "exit_code", 2)
+    except KeyboardInterrupt:
+        return _INTERRUPTED
     finally:
         signal.signal(signal.SIGINT, before)
-    summary = summarise(report)
-    if csv is not None:
-        save_csv(summary, csv)
     for table in short(report, summary):
         print(as_text(table))
-    return 0 if report.complete else 130
+    return 0 if report.complete else _INTERRUPTED
 
 
 if __name__ == "__main__":

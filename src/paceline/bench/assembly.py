@@ -8,9 +8,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from paceline.bench.peers.opening import draft_model_of, open_peers
+from paceline.bench.peers.opening import check_peers, draft_model_of, open_peers
 from paceline.core.costs import Costs
 from paceline.core.errors import DrafterWarning, InputError, UnsupportedError
+from paceline.core.sampling import Sampling
 from paceline.engine.timing import measure_drafter, measure_overhead
 from paceline.models import load
 from paceline.models.cache import Progress
@@ -64,15 +65,18 @@ class Contest:
 
 
 def plan_of(options: BenchOptions) -> Plan:
-    """Greedy where the temperature is 0, whatever else is said."""
+    """Greedy where the temperature is 0, whatever else is said; what makes no sense is refused all the same."""
     names = ("temperature", "top_k", "top_p", "min_p")
     said = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
+    Sampling(**said)
     return Plan(options.max_new_tokens, said if options.temperature > 0 else {}, options.seed)
 
 
 def assemble(options: BenchOptions, progress: Progress | None = None) -> Contest:
-    """Read the prompts first: a mistake in them is told before a model is loaded."""
+    """What was said and the prompts first: a mistake in them is told before a model is loaded."""
+    plan = plan_of(options)
     entries = parse_entries(options.runs, options.gamma)
+    check_peers(options.peers)
     made: Synthetic | None = None
     if is_synthetic(options):
         made = synthetic_contest(options)
@@ -91,7 +95,6 @@ def assemble(options: BenchOptions, progress: Progress | None = None) -> Contest
     if not talks:
         why = f" ({skipped[0].why.rstrip('.')})" if skipped else ""
         raise InputError(f"There is no prompt to measure{why}; give other prompts, or fewer max_new_tokens.")
-    plan = plan_of(options)
     contestants: list[Contestant] = [Ours(lm, plain=True)]
     for entry in entries:
         try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import re
 import subprocess
 import time
 from collections.abc import Callable, Mapping
@@ -102,7 +103,7 @@ def wanted_device(name: str | None) -> torch.device | None:
     """Where a model will be, for looking at it beforehand; None where that cannot be said yet."""
     if name is None:
         return torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    return torch.device(name) if name.partition(":")[0] == "cuda" else None
+    return torch.device(name) if re.fullmatch(r"cuda(:\d+)?", name) else None  # who loads it tells what is wrong
 
 
 def check_idle(busy: Busy, force: bool) -> bool:

@@ -53,5 +53,9 @@ class BenchOptions:
         for rate in self.synthetic_acceptance:
             if not 0 <= rate <= 1:
                 raise InputError(f"synthetic_acceptance must be from 0 to 1, got {rate}.")
+        if self.threads is not None and self.threads < 1:
+            raise InputError(f"threads must be at least 1, got {self.threads}.")
+        if self.warm_up < 0:
+            raise InputError(f"warm_up must be at least 0 tokens, got {self.warm_up}.")
         if self.limit is not None and self.limit < 1:
             raise InputError(f"limit must be at least 1 prompt per category, got {self.limit}.")

@@ -14,7 +14,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, Protocol, TextIO
 
 from paceline.core.costs import Costs
 from paceline.core.errors import InputError, PacelineWarning
@@ -30,10 +30,18 @@ _KINDS = ("provenance", "contestants", "costs", "skipped", "note", "run", "quali
 # ---- writing
 
 
+class Sink(Protocol):
+    """Where lines go: a file, stdout, or a `RecordFile`."""
+
+    def write(self, text: str, /) -> int: ...
+
+    def flush(self) -> None: ...
+
+
 class Recorder:
     """Collects what happens into a `Report`, and writes it to a file at once where there is one."""
 
-    def __init__(self, file: TextIO | None = None) -> None:
+    def __init__(self, file: Sink | None = None) -> None:
         self._file = file
         self._provenance: Mapping[str, Any] = {}
         self._members: tuple[Member, ...] = ()
@@ -70,11 +78,13 @@ class Recorder:
         self._write("costs", costs.as_dict())
 
     def skipped(self, left_out: LeftOut) -> None:
-        self._skipped.append(left_out)
+        if left_out not in self._skipped:  # a record that was gone on with says it again
+            self._skipped.append(left_out)
         self._write("skipped", asdict(left_out))
 
     def note(self, sentence: str) -> None:
-        self._notes.append(sentence)
+        if sentence not in self._notes:
+            self._notes.append(sentence)
         self._write("note", {"sentence": sentence})
 
     def task(self, task: Task) -> None:
@@ -176,14 +186,6 @@ def read_records(path: str | Path) -> Report:
             raise InputError(f"Line {number} of '{path}' is not JSON: {error}.") from error
         reading.take(found, f"Line {number} of '{path}'")
     return reading.report(str(path))
-
-
-def go_on_with(path: Path) -> tuple[Report, TextIO]:
-    """A record that broke off, and the file open at its end: after its last whole line."""
-    report = read_records(path)
-    with path.open("r+b") as file:
-        file.truncate(file.read().rfind(b"\n") + 1)
-    return report, path.open("a", encoding="utf-8")
 
 
 class _Reading:

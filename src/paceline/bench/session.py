@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import torch
 
@@ -19,7 +19,7 @@ from .contest import Cancel, Contestant, Plan, Run, Task, Watcher
 from .machine import Neighbours, check_idle, how_busy, provenance, wanted_device
 from .memory import peak_while
 from .options import BenchOptions
-from .records import Recorder
+from .records import Recorder, Sink
 from .report import LeftOut, Member, Report, Result, Tally
 from .turns import Silence, Talk, Tokens, first_difference, order, turns
 
@@ -27,6 +27,7 @@ Weigh = Callable[[Callable[[], Run]], tuple[Run, "int | None"]]  # a run, and th
 
 
 _MORE = ("force", "limit", "categories", "repeats", "memory", "layers", "quality")
+_MACHINE = ("cpu", "threads", "device", "gpu", "versions")
 
 
 class UnequalLengthError(PacelineError):
@@ -67,7 +68,7 @@ def measure(
 def bench(
     options: BenchOptions,
     watcher: Watcher | None = None,
-    out: TextIO | None = None,
+    out: Sink | None = None,
     *,
     earlier: Report | None = None,
     cancel: Cancel = lambda: False,
@@ -88,9 +89,12 @@ def bench(
         recorder = Recorder(out)
         told = provenance(asdict(options), contest.lm.device)
         if earlier is not None:
-            check_same(earlier, told["arguments"])
+            check_same(earlier, told)
             recorder.go_on(earlier)
+            loaded = loaded or bool(earlier.provenance.get("loaded"))
         recorder.provenance({**told, "target": contest.lm.name, "busy": busy.share, "loaded": loaded})
+        if earlier is not None and earlier.provenance.get("commit") != told["commit"]:
+            recorder.note(f"The runs before --resume were measured at commit {earlier.provenance.get('commit')}.")
         try:
             complete = _measure_contest(options, contest, recorder, watcher, cancel, trace, progress)
         finally:
@@ -101,10 +105,12 @@ def bench(
     return report
 
 
-def check_same(earlier: Report, arguments: Mapping[str, Any]) -> None:
-    """Only what was measured in the same way can be gone on with; there may be more of it."""
-    before = earlier.provenance.get("arguments", {})
-    for name, value in arguments.items():
+def check_same(earlier: Report, told: Mapping[str, Any]) -> None:
+    """Only what was measured in the same way, on the same machine, can be gone on with; there may be more of it."""
+    then = earlier.provenance
+    before = {**then.get("arguments", {}), **{name: then.get(name) for name in _MACHINE}}
+    now = {**told["arguments"], **{name: told.get(name) for name in _MACHINE}}
+    for name, value in now.items():
         if name not in _MORE and before.get(name) != value:
             raise InputError(
                 f"The record was measured with {name} {before.get(name)!r} and this is {value!r}; "
@@ -192,7 +198,7 @@ class _Session:
         """Everybody on one task; what plain decoding wrote, or None when it was cut short."""
         there = [contestant for contestant in self.contestants if self._takes_part(contestant, task)]
         if there[:1] != self.contestants[:1]:
-            raise PacelineError(f"Plain decoding cannot take part in task {task.id}; leave that prompt out.")
+            raise InputError(f"Plain decoding cannot take part in task {task.id}; leave that prompt out.")
         self.recorder.task(task)
         before = self.done.get((there[0].name, task.id, 0))
         text: Tokens | None = None if before is None else before.run.tokens

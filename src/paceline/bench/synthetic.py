@@ -65,6 +65,11 @@ def synthetic_contest(options: BenchOptions) -> Synthetic:
     entries: tuple[Entry, ...] = ()
     if draft is not None:
         entries = (_with_draft(Entry("draft-model", "draft-model", gamma=options.gamma), draft),)
+    if options.prompt_tokens + options.max_new_tokens > target.context:
+        raise InputError(
+            f"Prompts of {options.prompt_tokens} tokens and {options.max_new_tokens} to write do not fit the context of "
+            f"{target.name}, {target.context} tokens; write less, or give shorter prompt_tokens."
+        )
     tasks = synthetic_tasks(target, options.limit or _TASKS, options.prompt_tokens, options.batch, options.seed)
     return Synthetic(target, draft, tuple(tasks), entries, remark)
 
@@ -88,6 +93,8 @@ def synthetic_tasks(lm: LanguageModel, count: int, length: int, batch: int = 1, 
 
 
 def _check(options: BenchOptions) -> None:
+    if options.quality:
+        raise InputError("quality is judged by the answers of prompts, and these are random tokens; leave it out.")
     if options.construction is None:
         return
     if options.synthetic_acceptance:

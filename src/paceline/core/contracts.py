@@ -131,8 +131,8 @@ class Drafter(ABC):
     wants_verdict: ClassVar[bool] = True  # `keep` does something; inside a portfolio it is not worked out for others
     holds_drafters: ClassVar[bool] = False  # made with (options, device): the models of those inside belong there too
     chooses_length: ClassVar[bool] = False  # decides itself how much to draft; γ is only a limit
-    hope: ClassVar[float | None] = None  # for drafters that run a model: how often a token is right, before one knows
     reasons: Sequence[str] = ()  # of the last proposal, per row: why so much and by whom (for the trace)
+    hope: float | None = None  # for drafters that run a model: how often a token is right, before one knows
     takes_prediction: bool = False  # drafts from `rows.predictions`
     needs_taps: tuple[float, ...] = ()  # relative depths of the target's hidden states it wants to see
 

@@ -53,10 +53,11 @@ class Ledger:
         weight = self._weight[entry] = self._weight[entry] * _FADE + 1.0
         self.chance[entry] += (true - self.chance[entry]) / weight
 
-    def see_chain(self, length: int, right: int) -> None:
-        """A chain of `length` tokens of which the first `right` came true; nobody looked at them one by one."""
+    def see_chain(self, length: int, right: int, run: int) -> None:
+        """A chain of `length` tokens of which the first `right` came true, after a run of so many that were right;
+        nobody looked at them one by one."""
         for depth in range(min(length, right + 1)):
-            self.see(entry_of(0, self.run + depth), depth < right)
+            self.see(entry_of(0, run + depth), depth < right)
 
     def expected(self, length: int) -> list[float]:
         """The chances that a chain of so many tokens, drafted now, comes true up to each of them."""
@@ -97,12 +98,10 @@ class Draft:
         return chain
 
     def cut_to(self, kept: Sequence[int]) -> None:
-        """Only these nodes, their ancestors among them, as if no others had been drafted."""
-        place = {node: i for i, node in enumerate(kept)}
-        parents = [place.get(self.parents[node], -1) for node in kept]
-        self.tokens, self.parents = [self.tokens[node] for node in kept], parents
+        """Only these nodes, their ancestors among them, as if no others had been drafted. They keep their numbers."""
         self.children.clear()
-        self.__post_init__()
+        for node in kept:
+            self.children.setdefault(self.parents[node], []).append(node)
 
     def follow(self, emitted: Sequence[int], run: int, ledgers: Sequence[Ledger] = ()) -> list[int]:
         """The nodes that agree with the text from its beginning; what came true is noted in the ledgers. `run`: the

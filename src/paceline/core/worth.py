@@ -55,15 +55,19 @@ def best_width(chances: Sequence[Sequence[float]], prices: Sequence[float], rate
     """How many nodes to read, of rows whose nodes have these chances, the best first. All rows are read in one pass,
     as wide as the widest: prices[n] is that of a pass with n nodes per row. The best offer, and the best of those that
     speculate (the same, unless not to speculate is best; no nodes: nobody has an idea)."""
-    best, gained = PLAIN, 0.0
-    rows = len(chances)
+    best, most, gained = 0, 0.0, 0.0
+    rows, tokens = len(chances), [1.0]
     widest = min(len(prices) - 1, max((len(row) for row in chances), default=0))
     for nodes in range(1, widest + 1):
-        gained += sum(row[nodes - 1] for row in chances if len(row) >= nodes)
-        offer = Offer(nodes, 1.0 + gained / rows, prices[nodes])
-        if best is PLAIN or offer.value(rate) > best.value(rate):
-            best = offer
-    return (best if best.pays else PLAIN), best
+        gained += sum([row[nodes - 1] for row in chances if len(row) >= nodes])
+        tokens.append(1.0 + gained / rows)
+        value = tokens[nodes] - rate * prices[nodes]  # see `Offer.value`; in every round for every width, so by hand
+        if not best or value > most:
+            best, most = nodes, value
+    if not best:
+        return PLAIN, PLAIN
+    offer = Offer(best, tokens[best], prices[best])
+    return (offer if offer.pays else PLAIN), offer
 
 
 def best_depth(chances: Sequence[float], prices: Sequence[float], step: float, rate: float) -> Offer:

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from paceline.core.contracts import DRAFTERS, Budget, RowsView
 from paceline.core.costs import Costs
-from paceline.core.credit import Draft, Ledger, Pool, best_first, pool, select
+from paceline.core.credit import Draft, Drafted, Ledger, Pool, best_first, pool, select
 from paceline.core.errors import InputError
 from paceline.core.tree import LAWFUL, TokenTree
 from paceline.core.worth import PLAIN, Offer, Rate, best_depth, best_width
@@ -49,6 +49,8 @@ class Auto(Company):
                 raise InputError(f"drafters must be a list of at least one drafter, got {self.drafters!r}.")
             if self.costs is not None and not isinstance(self.costs, Costs):
                 raise InputError(f"costs must be a paceline.core.costs.Costs, got {type(self.costs).__name__}.")
+            if self.costs is not None and not (self.costs.passes and all(self.costs.passes.values())):
+                raise InputError("costs has no pass in it; give the seconds of at least one, such as {1: {1: 0.02}}.")
             if not 0 <= self.probing <= 1:
                 raise InputError(f"probing must be a share from 0 to 1, got {self.probing}.")
 
@@ -103,16 +105,18 @@ class Auto(Company):
         offer, speculating = self._width(pools, prices)
         asked, deeper = self._dearer(rows, budget, prices, offer)
         if asked is not None:
+            spent = deeper.nodes * self._step(asked, rows.count)
             whole = self._ask_dear(asked, rows, budget, deeper)
             if whole is not None:
-                self._offer = deeper
-                self.reasons = (f"{asked.title} alone, {_said(deeper)}",) * rows.count
+                self._offer = Offer(whole.nodes, deeper.tokens, prices[min(whole.nodes, budget.nodes)] + spent)
+                self.reasons = _why_whole(asked, whole, self._offer, budget)
                 return whole
             pools, pairs = self._pools(rows.count, budget)
             offer, speculating = self._width(pools, prices)
+            offer = replace(offer, price=offer.price + spent)  # whatever is read now, that time is gone
         self._offer = offer
         self._tree = self._chosen(pools, pairs, offer.nodes)
-        self.reasons = self._why(pools, pairs, speculating)
+        self.reasons = self._why(pools, pairs, speculating, asked)
         return self._tree
 
     def _prices_for(self, rows: int, nodes: int) -> list[float]:
@@ -123,7 +127,7 @@ class Auto(Company):
             plain = self._costs.seconds(1, rows) + extra
             known = [(self._costs.seconds(1 + n, rows) + extra) / plain for n in range(nodes + 1)]
             self._prices[rows] = known
-        return known
+        return known[: nodes + 1]
 
     def _due(self, member: Member, rows: int) -> bool:
         """In every round while it costs next to nothing, or less than it brings; else now and then for a few rounds,
@@ -156,11 +160,30 @@ class Auto(Company):
         rows = []
         for found, pairs in zip(pools, every, strict=True):
             rows.append(select(pairs, found, sorted(best_first(found.chances)[:nodes])))
+        as_drafted = self._as_drafted(rows, every)
+        if as_drafted is not None:
+            return as_drafted
         coupled = any(proposal.tree.drawn == "coupled" for _, proposal in self._asked)
         drawn: Literal["coupled", "certain"] = "coupled" if coupled else "certain"
         if all(parents == list(range(-1, len(parents) - 1)) for _, parents in rows):
             return TokenTree.from_chains([tokens for tokens, _ in rows], "cpu", drawn)
         return TokenTree.from_rows(rows, "cpu", drawn)
+
+    def _as_drafted(self, rows: Sequence[Drafted], every: list[Pairs]) -> TokenTree | None:
+        """The very tree of the member whose reader is shared, if it is all that will be read: the target then goes on
+        from where that member stopped."""
+        for member, proposal in self._asked:
+            if not member.shares or not proposal.tree.nodes or not proposal.drafts:
+                continue
+            own = proposal.drafts
+            if any(-1 in draft.where or len(draft.tokens) != len(row[0]) for draft, row in zip(own, rows, strict=True)):
+                continue
+            for draft, pairs in zip(own, every, strict=True):
+                place = {node: i for i, node in enumerate(draft.where)}
+                for other, _ in pairs:
+                    other.where[:] = [place.get(node, -1) for node in other.where]
+            return proposal.tree
+        return None
 
     # ---- members that run a model: they cost passes, so it is decided before they are asked
 
@@ -171,15 +194,18 @@ class Auto(Company):
         dear = [member for member in self._alive() if member.dear]
         for member in dear:
             expected = _mean([self._books[row][member.number].expected(budget.depth) for row in range(rows.count)])
-            found = best_depth(expected, prices, self._step(member, rows.count), rate)
+            wide = max(1.0, member.account.spread.value)
+            widened = [prices[min(budget.nodes, round(depth * wide))] for depth in range(budget.depth + 1)]
+            found = best_depth(expected, widened, self._step(member, rows.count), rate)
             if found.nodes and (not best[1].nodes or found.value(rate) > best[1].value(rate)):
                 best = (member, found)
-        if best[0] is None and dear:
+        if best[0] is None and dear and not self.frozen:
             member = min(dear, key=lambda member: member.account.last)
             price = self._step(member, rows.count)
+            self._purse = min(self._purse, max(_PURSE, price))  # what lies there long is not spent on one text
             if self._purse >= price:
                 self._purse -= price
-                best = (member, Offer(1, 1.0, price + prices[0]))
+                best = (member, Offer(1, 1.0, price + prices[1]))
         return best
 
     def _step(self, member: Member, rows: int) -> float:
@@ -193,7 +219,10 @@ class Auto(Company):
         self._depth = offer.nodes
         proposal = self._ask(member, rows, replace(budget, depth=min(budget.depth, offer.nodes)))
         self._depth = 1
-        if proposal is None or proposal.tree.drawn not in LAWFUL or not proposal.tree.nodes:
+        whole = proposal is not None and proposal.tree.drawn in LAWFUL and proposal.tree.nodes > 0
+        if not self.frozen:
+            member.account.spread.see(proposal.tree.nodes / offer.nodes if whole and proposal else 1.0)
+        if proposal is None or not whole:
             return None
         for _, other in self._asked[:before]:  # not read, and judged by the text like all the others
             for draft in other.drafts:
@@ -212,8 +241,9 @@ class Auto(Company):
         tokens = sum(len(words) for words in outcome.emitted) / max(1, len(outcome.emitted))
         self._rate.see(tokens, self._offer.price)
         self._purse += self.options.probing * self._offer.price
+        self._offer = PLAIN  # until something is proposed again
         known = {member.number for member, _ in asked}
-        for member, proposal in asked:
+        for member, proposal in () if self.frozen else asked:
             kept = [_own(*row) for row in zip(proposal.drafts, outcome.paths, strict=True)] if proposal.drafts else []
             member.account.helped.see(sum(kept) / max(1, len(kept)))
         for books in self._books:
@@ -221,9 +251,10 @@ class Auto(Company):
                 if member.number not in known:
                     book.run = 0  # nobody knows
 
-    def _why(self, pools: list[Pool], every: list[Pairs], speculating: Offer) -> list[str]:
+    def _why(self, pools: list[Pool], every: list[Pairs], speculating: Offer, asked: Member | None) -> list[str]:
         """Per row: whose nodes are read and what they are expected to bring, or why none are."""
         offer, said = self._offer, f"at a rate of {self._rate.value:.2f} tokens per pass"
+        said += f", {asked.title} was asked" if asked is not None else ""
         if not offer.nodes:
             best = f"the best draft: {_said(speculating)}" if speculating.nodes else "nobody has an idea"
             return [f"plain; {best}, {said}"] * len(pools)
@@ -235,6 +266,12 @@ class Auto(Company):
             mine = Offer(min(offer.nodes, len(found.tokens)), tokens, offer.price)
             reasons.append(f"{' + '.join(names) or 'nobody'}, {_said(mine)}, {said}")
         return reasons
+
+
+def _why_whole(member: Member, tree: TokenTree, offer: Offer, budget: Budget) -> list[str]:
+    """Of a tree with laws of its own; rows near their end read less of a chain."""
+    used = [max(0, min(tree.nodes, limit)) if tree.is_chain else tree.nodes for limit in budget.limits]
+    return [f"{member.title} alone, {_said(replace(offer, nodes=nodes))}" for nodes in used]
 
 
 def _said(offer: Offer) -> str:

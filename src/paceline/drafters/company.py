@@ -15,7 +15,7 @@ from paceline.core.tree import TokenTree
 from paceline.core.verdict import Verdict
 
 from .making import make_drafter
-from .portfolio_member import Account, Member, credit
+from .portfolio_member import Account, Member, credit, follow
 from .portfolio_view import Outcome, Proposal, all_of, drafts_of
 from .recycling import of_rows
 
@@ -42,6 +42,7 @@ class Company(Drafter):
             member.taps = tuple(taps.index(tap) for tap in member.drafter.needs_taps)
         self.needs_taps = tuple(taps)
         self.takes_prediction = any(drafter.takes_prediction for drafter in made)
+        self.hope = max((drafter.hope for drafter in made if drafter.hope is not None), default=None)
         self.reset()
 
     def anew(self) -> Company:
@@ -151,7 +152,7 @@ class Company(Drafter):
         except Exception as error:
             member.lost = True
             warnings.warn(
-                f"Drafter '{member.title}' of the portfolio failed ({type(error).__name__}: {error}); "
+                f"Drafter '{member.title}' of '{self.name}' failed ({type(error).__name__}: {error}); "
                 "the others go on.",
                 PacelineWarning,
                 stacklevel=3,
@@ -210,6 +211,8 @@ class Company(Drafter):
             for words in outcome.emitted:
                 self._emitted.see(len(words))
             credit(asked, outcome, self._books)
+        else:
+            follow(asked, outcome, self._books)
         self._learned(asked, outcome)
         proposals = {member.number: proposal for member, proposal in asked}
         for member in self._alive():

@@ -26,6 +26,7 @@ class Account:
     last: int = 0  # the round it was last asked in
     led: int = 0  # rounds it was asked first, where only one may draft
     helped: Mean = field(default_factory=Mean)  # nodes of its own that were read and accepted
+    spread: Mean = field(default_factory=lambda: Mean(1.0, 1.0))  # nodes per depth of its trees that are read whole
     pause: int = 1  # rounds before it is asked again, while it does not pay
 
 
@@ -77,7 +78,8 @@ def credit(asked: Sequence[tuple[Member, Proposal]], outcome: Outcome, books: Se
             elif proposal.whole:
                 gain = len(outcome.paths[row])
                 for ledger in (book, account.ledger):
-                    ledger.see_chain(proposal.tree.reach, gain)
+                    ledger.see_chain(proposal.tree.reach, gain, book.run)
+                book.run = book.run + gain if gain == proposal.tree.reach else 0
             else:
                 continue
             gains.append((gain, account))
@@ -87,3 +89,13 @@ def credit(asked: Sequence[tuple[Member, Proposal]], outcome: Outcome, books: Se
             others = max([other for i, (other, _) in enumerate(gains) if i != place], default=0)
             account.alone.see(max(0, gain - others))
             account.pause = min(_RARELY, 2 * account.pause) if gain <= others else max(1, account.pause // 2)
+
+
+def follow(asked: Sequence[tuple[Member, Proposal]], outcome: Outcome, books: Sequence[Sequence[Ledger]]) -> None:
+    """Only who is right at present, and for how long: where nothing is learned, that is still seen."""
+    for row, words in enumerate(outcome.emitted):
+        for member, proposal in asked:
+            book = books[row][member.number]
+            if proposal.drafts:
+                draft = proposal.drafts[row]
+                book.run = draft.run_after(draft.follow(words, book.run), words, book.run)

@@ -79,11 +79,14 @@ def drafts_of(tree: TokenTree, count: int, limits: tuple[int, int, int] | None) 
     the vocabulary, and the nodes and the depth it may have."""
     if tree.rows != count:
         raise DrafterError(f"A draft has {tree.rows} rows for {count} texts.")
-    used = [tree.nodes] * count if tree.count is None else tree.count.tolist()
-    tokens = tree.tokens.tolist()
-    chain = list(range(-1, tree.nodes - 1))
-    parents = [chain] * count if tree.parents is None else tree.parents.tolist()
-    own = [(tokens[row][: used[row]], parents[row][: used[row]]) for row in range(count)]
+    columns = [tree.tokens]
+    columns += [tree.parents] if tree.parents is not None else []
+    columns += [tree.count.unsqueeze(1)] if tree.count is not None else []
+    N, chain = tree.nodes, list(range(-1, tree.nodes - 1))
+    own = []
+    for line in (torch.cat(columns, 1) if len(columns) > 1 else tree.tokens).tolist():  # one read
+        used = N if tree.count is None else line[-1]
+        own.append((line[:used], (chain if tree.parents is None else line[N : 2 * N])[:used]))
     if limits is not None:
         for row, (words, above) in enumerate(own):
             check_row(words, above, limits, row)

@@ -34,7 +34,7 @@ class BeamGroup:
         self.state = BeamState.start(settings)
         endless = [Stopper((), (), sys.maxsize, None) for _ in range(request.num_beams)]
         self.rows = [replace(asked, stopper=each, tokens=[], trace=Trace(), group=self) for each in endless]
-        self._log: list[list[Draft]] = []  # per round, the drafts of the rows
+        self._log: list[tuple[list[Draft], list[str]]] = []  # per round, the drafts of the rows, and why
 
     @property
     def settled(self) -> int:
@@ -42,10 +42,11 @@ class BeamGroup:
         texts = [text.tokens for text in (*self.state.beams, *self.state.ended)]
         return common(min(texts), max(texts))
 
-    def commit(self, state: BeamState, drafts: list[Draft]) -> list[Event]:
-        """One round further; the events of the best text, once the search is done."""
+    def commit(self, state: BeamState, drafts: list[Draft], reasons: list[str]) -> list[Event]:
+        """One round further, with what each row drafted and why; the events of the best text, once the search is
+        done."""
         self.state = state
-        self._log.append(drafts)
+        self._log.append((drafts, reasons))
         for row, beam in zip(self.rows, state.beams, strict=True):
             row.tokens = list(beam.tokens)
         return self._finish(state.results) if state.done else []
@@ -85,7 +86,7 @@ class BeamGroup:
         this text had ended are passes of the target as well, and emit nothing."""
         rounds = []
         position = 0
-        for number, drafts in enumerate(self._log):
+        for number, (drafts, reasons) in enumerate(self._log):
             ended = number >= len(text.lineage)
             row, path = (0, ()) if ended else text.lineage[number]
             tokens, parents = drafts[row]
@@ -93,7 +94,8 @@ class BeamGroup:
             own = None if ended else text.tokens[position - 1]
             last = path[-1] if path else -1
             leaf = len(path) == len(tokens) if parents is None else last not in parents
-            rounds.append(Round(tuple(tokens), None if parents is None else tuple(parents), path, own, leaf))
+            shape = None if parents is None else tuple(parents)
+            rounds.append(Round(tuple(tokens), shape, path, own, leaf, reasons[row]))
         return Trace(rounds)
 
 

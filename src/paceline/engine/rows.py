@@ -236,13 +236,15 @@ class Rows:
         columns += [tree.count.unsqueeze(1)] if tree.count is not None else []
         lines: list[list[int]] = torch.cat(columns, 1).tolist()
         if verdict.beams is not None:
-            return self._commit_beams(lines, verdict, tree)
+            return self._commit_beams(lines, verdict, tree, reasons)
         events = [self._commit_row(r, line, verdict, tree) for r, line in enumerate(lines)]
         for row, why in zip(self.live, reasons, strict=False):
             row.trace.explain(why)
         return events
 
-    def _commit_beams(self, lines: list[list[int]], verdict: Verdict, tree: TokenTree) -> list[list[Event]]:
+    def _commit_beams(
+        self, lines: list[list[int]], verdict: Verdict, tree: TokenTree, reasons: Sequence[str]
+    ) -> list[list[Event]]:
         """The rows have changed places already; the trees in `lines` are still those of the rows that drafted them."""
         assert verdict.beams is not None
         drafts = [_draft(line, verdict, tree) for line in lines]
@@ -252,7 +254,8 @@ class Rows:
             self.lengths[r] += len(emitted)
         events: list[list[Event]] = [[] for _ in lines]
         for (group, members), state in zip(self._groups(), verdict.beams, strict=True):
-            events[members[0]] = group.commit(state, [drafts[r] for r in members])
+            why = [reasons[r] if reasons else "" for r in members]
+            events[members[0]] = group.commit(state, [drafts[r] for r in members], why)
         return events
 
     def _emitted(self, r: int, line: list[int]) -> list[int]:

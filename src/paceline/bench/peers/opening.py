@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,7 +35,7 @@ Said = dict[str, str]
 
 
 def open_peers(
-    names: Iterable[str],
+    names: Sequence[str],
     lm: LanguageModel,
     *,
     draft: LanguageModel | None = None,
@@ -43,27 +43,34 @@ def open_peers(
     sampled: bool = False,
 ) -> tuple[list[Contestant], list[str]]:
     """The peers, and a line for each that cannot take part here. An unknown name or option is an error."""
+    check_peers(names)
     about = Circumstances(lm, draft, gamma, sampled)
     peers: list[Contestant] = []
     notes: list[str] = []
     for text in names:
         name, options = parted(text)
-        if name not in _PEERS:
-            raise UnknownNameError("peer", name, _PEERS)
-        if any(peer.name == text for peer in peers):
-            raise InputError(f"The peer '{text}' is named twice; leave one out.")
-        opening = _PEERS[name]
-        for option in options:
-            if option not in opening.options:
-                known = [each for each in opening.options if each]
-                raise UnknownNameError(f"option of peer '{name}'", option or options[option], known)
         try:
-            peers.append(opening.open(text, options, about))
+            peers.append(_PEERS[name].open(text, options, about))
         except InputError:
             raise
         except PacelineError as reason:
             notes.append(f"{text} is left out: {str(reason).rstrip('.')}.")
     return peers, notes
+
+
+def check_peers(names: Sequence[str]) -> None:
+    """Mistakes in the names and options of peers: told before a model is loaded."""
+    for text in names:
+        name, options = parted(text)
+        if name not in _PEERS:
+            raise UnknownNameError("peer", name, _PEERS)
+        if names.count(text) > 1:
+            raise InputError(f"The peer '{text}' is named twice; leave one out.")
+        known = _PEERS[name].options
+        for option in options:
+            if option not in known:
+                said = option or options[option]
+                raise UnknownNameError(f"option of peer '{name}'", said, [each for each in known if each])
 
 
 def draft_model_of(contestants: Sequence[Any]) -> LanguageModel | None:
@@ -140,7 +147,3 @@ _PEERS = {
     "openvino": _Opening(_on_gguf(OpenVino, lookup=False), ("", "file")),
     "openvino-lookup": _Opening(_on_gguf(OpenVino, lookup=True), ("", "file", "gamma", "match")),
 }
-
-
-def peer_names() -> list[str]:
-    return list(_PEERS)

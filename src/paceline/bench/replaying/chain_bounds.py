@@ -8,7 +8,7 @@ one of them runs into an open place, all that can be said is between which numbe
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from paceline.core.errors import UnsupportedError
 from paceline.core.trace import Round, Trace
@@ -18,15 +18,15 @@ from .trace_lines import TraceHeader, TraceText
 UNKNOWN = -1  # a drafted token of which only that it was wrong is known
 
 
-def bounds(text: TraceText, header: TraceHeader, gamma: int, nodes: int | None) -> tuple[Trace, Trace]:
-    """The runs with the fewest and with the most rounds that agree with the record; one and the same if it is exact.
-    Raises `UnsupportedError` for a record of another kind."""
+def bounds(text: TraceText, header: TraceHeader, gamma: int, nodes: int | None) -> tuple[Trace, Trace, Ways | None]:
+    """The runs with the fewest and with the most rounds that agree with the record, and all that do; one and the same
+    run, and nothing else, if it is exact. Raises `UnsupportedError` for a record of another kind."""
     had = known_hits(text, header)
-    span = _Span(text, had, min(gamma, gamma if nodes is None else nodes), header.reach)
-    fewest = span.best(fewest=True)
-    if span.certain:
-        return fewest, fewest
-    return fewest, span.best(fewest=False)
+    ways = Ways(text, had, min(gamma, gamma if nodes is None else nodes), header.reach)
+    fewest = ways.least(lambda entry: 1.0)
+    if ways.certain:
+        return fewest, fewest, None
+    return fewest, ways.least(lambda entry: -1.0), ways
 
 
 def known_hits(text: TraceText, header: TraceHeader) -> list[bool | None]:
@@ -54,13 +54,14 @@ def depth_at(text: TraceText, at: int, gamma: int, reach: int | None) -> int:
     return 0 if reach is not None and len(text.prompt) + at + depth > reach else depth
 
 
-class _Span:
-    """Every way through one text, from its end: from each place the fewest and the most rounds still to come."""
+class Ways:
+    """Every way through one text that agrees with the record."""
 
     def __init__(self, text: TraceText, had: Sequence[bool | None], gamma: int, reach: int | None) -> None:
         self.text, self.had = text, had
         self.depths = [depth_at(text, at, gamma, reach) for at in range(len(text.tokens))]
         self.runs = [self._runs(at) for at in range(len(text.tokens))]
+        self._rounds = [[self._round(at, run) for run in runs] for at, runs in enumerate(self.runs)]
 
     def _runs(self, at: int) -> list[int]:
         """How many tokens of a draft made here may be accepted: one number, or several where a place is open."""
@@ -82,19 +83,24 @@ class _Span:
             at += self.runs[at][0] + 1
         return True
 
-    def best(self, fewest: bool) -> Trace:
-        """Every place is looked at in one round at most, so rounds may be chosen one by one."""
-        size, sign = len(self.runs), 1 if fewest else -1
-        left = [0] * (size + 2)  # rounds from each place to the end
+    def least(self, weigh: Callable[[Round], float]) -> Trace:
+        """The way whose rounds weigh least. Every place is looked at in one round at most, so rounds may be chosen one
+        by one, from the end."""
+        size = len(self.runs)
+        left = [0.0] * (size + 1)  # from each place to the end
         choice = [0] * size
         for at in range(size - 1, -1, -1):
-            choice[at] = min(self.runs[at], key=lambda run: (sign * left[min(at + run + 1, size)], -sign * run))
-            left[at] = 1 + left[min(at + choice[at] + 1, size)]
+            weights = [
+                weigh(entry) + left[min(at + run + 1, size)]
+                for run, entry in zip(self.runs[at], self._rounds[at], strict=True)
+            ]
+            left[at] = min(weights)
+            choice[at] = weights.index(left[at])
         rounds = []
         at = 0
         while at < size:
-            rounds.append(self._round(at, choice[at]))
-            at += choice[at] + 1
+            rounds.append(self._rounds[at][choice[at]])
+            at += self.runs[at][choice[at]] + 1
         return Trace(rounds)
 
     def _round(self, at: int, run: int) -> Round:

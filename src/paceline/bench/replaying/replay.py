@@ -21,13 +21,13 @@ from paceline.core.trace import Trace
 from paceline.drafters.making import make_drafter, named
 from paceline.engine.decoder import make_rule
 
-from .chain_bounds import bounds
+from .chain_bounds import Ways, bounds
 from .replayed import Range, Replayed, ReplayedText
 from .rerun import rerun
 from .trace_files import TraceFile
 from .trace_lines import TraceHeader, TraceText, plain, sampling_of
 
-Pair = tuple[Trace, Trace]
+Found = tuple[Trace, Trace, Ways | None]  # of one text: see `ReplayedText`
 _ORDER = ("exact", "between", "unknown")
 _OPEN = "after a recorded draft that was accepted in full, nothing was drafted for the next token"
 
@@ -49,12 +49,12 @@ def replay(trace: TraceFile, entry: Entry, costs: Costs | None = None, carry: bo
         return Replayed(entry, (), str(error).removesuffix("."), tuple(notes), costs)
     if _as_recorded(trace.header, entry) and not carry:
         notes += _unlike(texts, found)
-    answers = [ReplayedText(text.id, text.category, *pair) for text, pair in zip(texts, found, strict=True)]
+    answers = [ReplayedText(text.id, text.category, *each) for text, each in zip(texts, found, strict=True)]
     replayed = Replayed(entry, tuple(answers), "", tuple(notes), costs)
     return Replayed(entry, tuple(answers), reason if replayed.knows == "between" else "", tuple(notes), costs)
 
 
-def _answer(header: TraceHeader, texts: Sequence[TraceText], entry: Entry, carry: bool) -> tuple[list[Pair], str]:
+def _answer(header: TraceHeader, texts: Sequence[TraceText], entry: Entry, carry: bool) -> tuple[list[Found], str]:
     """Per text the fewest and the most rounds, and why they are not the same, if so. Raises where nothing is known."""
     if not texts:
         raise UnsupportedError("the trace has no text that was written to its end")
@@ -66,7 +66,7 @@ def _answer(header: TraceHeader, texts: Sequence[TraceText], entry: Entry, carry
     need = cls.beyond_text(made)
     recorded = _same_drafter(header, entry)
     if need is not None and _as_recorded(header, entry) and all(text.rounds is not None for text in texts):
-        return [(trace, trace) for trace in (Trace(list(text.rounds or ())) for text in texts)], ""
+        return [(trace, trace, None) for trace in (Trace(list(text.rounds or ())) for text in texts)], ""
     rule = _check(header, entry)
     if need is None:
         return _rerun_all(header, texts, entry, rule, carry), ""
@@ -76,11 +76,9 @@ def _answer(header: TraceHeader, texts: Sequence[TraceText], entry: Entry, carry
     raise UnsupportedError(f"drafter '{name}' needs {need}{more}")
 
 
-def _rerun_all(
-    header: TraceHeader, texts: Sequence[TraceText], entry: Entry, rule: Rule, carry: bool
-) -> list[tuple[Trace, Trace]]:
+def _rerun_all(header: TraceHeader, texts: Sequence[TraceText], entry: Entry, rule: Rule, carry: bool) -> list[Found]:
     assert isinstance(entry.gamma, int)
-    found: list[Pair] = []
+    found: list[Found] = []
     drafter = make_drafter(entry.draft, entry.options)
     for place, text in enumerate(texts):
         if place and not carry:
@@ -88,7 +86,7 @@ def _rerun_all(
         if drafter.takes_prediction and text.predicted and text.prediction is None:
             raise UnsupportedError(f"what the caller expected of text {text.id} was not recorded")
         trace = rerun(text, header, drafter, rule, entry.gamma, entry.nodes)
-        found.append((trace, trace))
+        found.append((trace, trace, None))
         beyond = trace.rounds[-1].own is None  # it drafted past a stop: how much of that came true is not recorded
         if carry and beyond and drafter.wants_verdict and place + 1 < len(texts):
             raise UnsupportedError(f"'{drafter.name}' learned from its draft past the end of text {text.id}")
@@ -151,10 +149,10 @@ def _nodes(said: Entry | TraceHeader) -> int:
     return said.nodes or max(said.gamma if isinstance(said.gamma, int) else 0, 64)
 
 
-def _unlike(texts: Iterable[TraceText], found: Iterable[Pair]) -> list[str]:
+def _unlike(texts: Iterable[TraceText], found: Iterable[Found]) -> list[str]:
     """The recorded run again: are its rounds those of the record?"""
     other = 0
-    for text, (trace, _) in zip(texts, found, strict=True):
+    for text, (trace, *_) in zip(texts, found, strict=True):
         shown = [(r.drafted, r.parents, r.path, r.own) for r in trace.rounds]
         other += text.rounds is not None and shown != [(r.drafted, r.parents, r.path, r.own) for r in text.rounds]
     if not other:

@@ -9,7 +9,9 @@ from typing import Any, Literal
 from paceline.bench.contest import Entry
 from paceline.core.contracts import DRAFTERS
 from paceline.core.costs import Costs
-from paceline.core.trace import Stats, Trace
+from paceline.core.trace import Round, Trace
+
+from .chain_bounds import Ways
 
 Knows = Literal["exact", "between", "unknown"]
 Range = tuple[float, float]
@@ -24,6 +26,11 @@ class ReplayedText:
     category: str
     fewest: Trace
     most: Trace
+    ways: Ways | None = None  # all that agree with the record, where there is more than one
+
+    def least(self, weigh: Callable[[Round], float]) -> Trace:
+        """Of those, the one whose rounds weigh least."""
+        return self.fewest if self.ways is None else self.ways.least(weigh)
 
 
 @dataclass(frozen=True)
@@ -46,21 +53,42 @@ class Replayed:
     def categories(self) -> list[str]:
         return list(dict.fromkeys(text.category for text in self.texts))
 
-    def _traces(self, category: str | None) -> tuple[list[Trace], list[Trace]]:
-        some = [text for text in self.texts if category in (None, text.category)]
-        return [text.fewest for text in some], [text.most for text in some]
+    def _of(self, category: str | None) -> list[ReplayedText]:
+        return [text for text in self.texts if category in (None, text.category)]
 
-    def stats(self, category: str | None = None) -> tuple[Stats, Stats]:
-        """With the fewest rounds, and with the most. There was no clock: seconds are 0."""
-        fewest, most = (Trace([r for trace in traces for r in trace.rounds]) for traces in self._traces(category))
-        return fewest.stats(0.0, self.entry.rule), most.stats(0.0, self.entry.rule)
+    def _least(self, weigh: Callable[[Round], float], category: str | None = None) -> list[Round]:
+        """The rounds of all texts, where they weigh least."""
+        return [entry for text in self._of(category) for entry in text.least(weigh).rounds]
+
+    def _total(self, weigh: Callable[[Round], float], category: str | None = None) -> Range:
+        """The rounds that weigh least in all need not be the fewest: near the end of a text drafts are shorter."""
+        low = sum(weigh(entry) for entry in self._least(weigh, category))
+        return low, sum(weigh(entry) for entry in self._least(lambda entry: -weigh(entry), category))
+
+    def emitted(self, category: str | None = None) -> int:
+        """The same, whoever drafts."""
+        return sum(len(entry.emitted) for text in self._of(category) for entry in text.fewest.rounds)
+
+    def rounds(self, category: str | None = None) -> Range:
+        some = self._of(category)
+        return sum(len(text.fewest.rounds) for text in some), sum(len(text.most.rounds) for text in some)
 
     def tau(self, category: str | None = None) -> Range:
-        return self._range(lambda stats: stats.mean_accepted_length, category)
+        fewest, most = self.rounds(category)
+        return (self.emitted(category) / most, self.emitted(category) / fewest) if fewest else (0.0, 0.0)
 
-    def _range(self, number: Callable[[Stats], float], category: str | None = None) -> Range:
-        low, high = sorted(number(stats) for stats in self.stats(category))
-        return low, high
+    def acceptance_rate(self) -> Range:
+        return self._extreme_rate(1), self._extreme_rate(-1)
+
+    def _extreme_rate(self, sign: int) -> float:
+        """The lowest rate (1) or the highest (-1): the way that is best against one rate has a better one, until none
+        has (Dinkelbach)."""
+        rate = _rate([entry for text in self.texts for entry in text.fewest.rounds])
+        while True:
+            other = _rate(self._least(lambda entry: sign * (len(entry.path) - rate * len(entry.drafted))))  # noqa: B023
+            if sign * (rate - other) < 1e-12:
+                return rate
+            rate = other
 
     def by_position(self) -> list[tuple[int, int]] | None:
         """(accepted, drafted) of the 1st, 2nd, ... drafted token of a round; None where it is not exact."""
@@ -72,40 +100,42 @@ class Replayed:
         """Predicted, without reading the prompts: every round at the pass over what it feeds, c per depth, and o."""
         if self.costs is None or not self.texts:
             return None
-        low, high = sorted(sum(self._spent(trace) for trace in traces) for traces in self._traces(category))
-        return low, high
+        return self._total(self._spent, category)
 
-    def _spent(self, trace: Trace) -> float:
+    def _spent(self, entry: Round) -> float:
         assert self.costs is not None
         step = self.costs.drafters.get(self.entry.draft if self.entry.draft in DRAFTERS else "draft-model", 0.0)
-        return sum(
-            self.costs.seconds(1 + len(each.drafted)) + self.costs.overhead + _levels(each.parents, each.drafted) * step
-            for each in trace.rounds
-        )
+        drafting = _levels(entry.parents, entry.drafted) * step
+        return self.costs.seconds(1 + len(entry.drafted)) + self.costs.overhead + drafting
 
     def speed_up(self, category: str | None = None) -> Range | None:
         """Predicted, over plain decoding: the same tokens at a one-token pass and o each."""
         spent = self.seconds(category)
         if spent is None or self.costs is None:
             return None
-        plainly = self.stats(category)[0].emitted * (self.costs.seconds(1) + self.costs.overhead)
+        plainly = self.emitted(category) * (self.costs.seconds(1) + self.costs.overhead)
         return plainly / spent[1], plainly / spent[0]
 
     def row(self) -> dict[str, Any]:
         """For a table. Numbers are ranges (low, high), None where nothing is known."""
         told: dict[str, Any] = {"run": self.entry.name, "knows": self.knows, "texts": len(self.texts)}
-        numbers: dict[str, Callable[[Stats], float]] = {
-            "emitted": lambda stats: stats.emitted,
-            "rounds": lambda stats: stats.rounds,
-            "drafted": lambda stats: stats.drafted,
-            "accepted": lambda stats: stats.accepted,
-            "acceptance_rate": lambda stats: stats.acceptance_rate,
-            "tau": lambda stats: stats.mean_accepted_length,
+        numbers: dict[str, Callable[[], Range]] = {
+            "emitted": lambda: (self.emitted(), self.emitted()),
+            "rounds": self.rounds,
+            "drafted": lambda: self._total(lambda entry: len(entry.drafted)),
+            "accepted": lambda: self._total(lambda entry: len(entry.path)),
+            "acceptance_rate": self.acceptance_rate,
+            "tau": self.tau,
         }
-        told |= {name: self._range(number) if self.texts else None for name, number in numbers.items()}
+        told |= {name: number() if self.texts else None for name, number in numbers.items()}
         told |= {"by_position": self.by_position(), "seconds": self.seconds(), "speed_up": self.speed_up()}
         told["tau_by_category"] = {category: self.tau(category) for category in self.categories}
         return {**told, "reason": self.reason, "notes": list(self.notes)}
+
+
+def _rate(rounds: Sequence[Round]) -> float:
+    drafted = sum(len(entry.drafted) for entry in rounds)
+    return sum(len(entry.path) for entry in rounds) / drafted if drafted else 0.0
 
 
 def _levels(parents: Sequence[int] | None, drafted: Sequence[int]) -> int:

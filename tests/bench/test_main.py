@@ -38,7 +38,7 @@ def _quiet_machine(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_every_option_has_a_flag() -> None:
     given = vars(parser().parse_args(["--shape", "tiny", "--runs", "suffix", "--runs", "ngram:gamma=3", "--no-chat"]))
-    left = {name: value for name, value in given.items() if name not in ("out", "csv", "trace")}
+    left = {name: value for name, value in given.items() if name not in ("out", "csv", "trace", "resume")}
     assert options_of(left) == BenchOptions(shape="tiny", runs=("suffix", "ngram:gamma=3"), chat=False)
     flags = {action.dest for action in parser()._actions}
     assert {field.name for field in fields(BenchOptions)} <= flags
@@ -130,3 +130,21 @@ def test_whoever_cannot_go_with_the_target_is_left_out_with_a_line(tmp_path: Pat
     assert [member.name for member in report.members] == ["plain", "suffix"]
     assert [sentence for sentence in told if sentence.startswith("hf-assisted is left out")]
     assert [sentence for sentence in report.notes if sentence.startswith("hf-assisted is left out")]
+
+
+def test_what_cannot_be_written_and_what_is_interrupted_are_no_tracebacks(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ["--shape", "tiny", "--runs", "suffix"]
+    assert main([*words, "--csv", str(tmp_path)]) == 2
+    assert "it is a folder" in capsys.readouterr().err
+    record = tmp_path / "record.jsonl"
+    record.write_text("older")
+    assert main(["--runs", "sufix", "--out", str(record)]) == 2
+    assert record.read_text() == "older"
+
+    def insist(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("paceline.bench.__main__.bench", insist)
+    assert main(words) == 130

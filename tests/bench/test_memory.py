@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
+import tracemalloc
 
 import pytest
 import torch
 
-from paceline.bench.memory import cache_bytes, layer_seconds, layer_table, live_caches, weight_bytes
+from paceline.bench.memory import cache_bytes, layer_seconds, layer_table, tensor_bytes
 from paceline.core.errors import UnsupportedError
 from paceline.models.language_model import LanguageModel
 from paceline.models.runners import memory as looking
 from paceline.models.runners.memory import peak_while
+from paceline.models.slot_cache import live_caches
 from tests.toys import fingerprint, gpt2, llama, scripted
 
 MEGABYTE = 1 << 20
@@ -52,6 +55,10 @@ def test_nobody_looks_on_after_a_failure() -> None:
 
 def test_elsewhere_it_is_not_known() -> None:
     assert peak_while(lambda: 1, torch.device("meta")) == (1, None)
+
+
+def weight_bytes(lm: LanguageModel) -> int:
+    return tensor_bytes([*lm.model.parameters(), *lm.model.buffers()])
 
 
 def test_weights_that_are_shared_count_once() -> None:
@@ -98,4 +105,18 @@ def test_caches_of_both_kinds_are_weighed(lm: LanguageModel) -> None:
     assert cache_bytes(output.past_key_values) == 2 * 2 * 2 * 2 * 8 * 5 * 8
     assert cache_bytes(None) is None
     assert cache_bytes(object()) is None
-    assert all(isinstance(cache_bytes(cache), int) for cache in live_caches())
+
+
+def test_caches_are_found_while_they_live_without_memory_of_their_own(lm: LanguageModel) -> None:
+    """Looking for them is part of a run whose peak is measured."""
+    gc.collect()
+    before = len(live_caches())
+    reader = lm.reader()
+    assert len(live_caches()) == before + 1
+    del reader
+    gc.collect()
+    assert len(live_caches()) == before
+    tracemalloc.start()
+    live_caches()
+    assert tracemalloc.get_traced_memory()[1] < MEGABYTE / 4
+    tracemalloc.stop()

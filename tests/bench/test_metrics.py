@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from paceline.bench.contest import Plan, Run
-from paceline.bench.metrics import ALL, Line, predicted_seconds, quick_ratio, summarise
+from paceline.bench.metrics import ALL, Line, predicted_seconds, summarise
 from paceline.bench.records import Recorder
 from paceline.bench.report import Member, Report, Result, Tally
 from paceline.bench.session import measure
@@ -63,7 +63,6 @@ def test_seconds_are_medians_added_up_and_speed_ups_ratios_of_them() -> None:
     assert everything.speed_up is not None
     assert everything.speed_up.value == pytest.approx(9.0 / (6.0 / 1.25 + 1.5))
     assert everything.ratios["hf"].value == pytest.approx(18.0 / (6.0 / 1.25 + 1.5))
-    assert quick_ratio(report, "plain", "toy") == pytest.approx(everything.speed_up.value)
     assert (everything.tasks, everything.runs, everything.disturbed) == (3, 9, 0)
 
 

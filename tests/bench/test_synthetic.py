@@ -82,12 +82,16 @@ def test_a_random_model_alone_has_no_draft() -> None:
 def test_a_target_with_weights_of_its_own_can_follow_a_script(monkeypatch: pytest.MonkeyPatch) -> None:
     lm = LanguageModel(llama(eos_token_id=3), letters())
     monkeypatch.setattr(synthetic, "load", lambda source, **_: lm)
-    made = synthetic_contest(options(shape=None, synthetic_acceptance=(0.7,)))
+    made = synthetic_contest(options(shape=None, synthetic_acceptance=(0.7,), max_new_tokens=32))
     assert made.draft is not None
     assert made.draft.name.startswith("first 1 layers of")
     found = decode(made)
     assert all(3 not in one.tokens for one in found)
-    decode(synthetic_contest(options(shape=None, draft_shape="tiny:layers=1", synthetic_acceptance=(0.7,))))
+    decode(
+        synthetic_contest(
+            options(shape=None, draft_shape="tiny:layers=1", synthetic_acceptance=(0.7,), max_new_tokens=32)
+        )
+    )
 
 
 def test_entries_that_need_a_model_get_the_draft() -> None:

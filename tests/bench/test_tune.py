@@ -92,14 +92,14 @@ def test_the_best_is_found_and_predicted(cyclic: LanguageModel, monkeypatch: pyt
     best = found.chosen
     assert best is not None
     assert best is found.trials[0]
-    assert best.entry.name == "prompt-lookup:gamma=8"
+    assert best.entry.gamma == 8  # of either: both draft the same here
     assert (best.same, best.acceptance) == (True, 1.0)
     assert best.tau == pytest.approx(30 / 4)  # 9, 9, 9 and the last 3
     measured = [trial for trial in found.trials if trial.measured is not None]
     assert len(measured) >= 2
     for trial in measured:
         assert trial.predicted == pytest.approx(trial.measured, rel=0.1)
-    assert found.verdict.startswith("Use prompt-lookup:gamma=8: ")
+    assert found.verdict.startswith(f"Use {best.entry.name}: ")
     assert {trial.entry.draft for trial in found.trials} == {"prompt-lookup", "trigram"}
 
 
@@ -268,7 +268,7 @@ def test_the_file_says_what_was_chosen(tmp_path: Path, cyclic: LanguageModel, re
 
 
 @pytest.mark.parametrize(
-    ("measured", "spread", "chosen"), [(1.05, 0.01, True), (1.05, 0.1, False), (1.05, None, True), (0.99, None, False)]
+    ("measured", "spread", "chosen"), [(1.05, 0.01, True), (1.05, 0.1, False), (1.05, None, False), (0.99, None, False)]
 )
 def test_only_what_is_surely_not_slower(measured: float, spread: float | None, chosen: bool) -> None:
     found = made(Trial(Entry("x", "suffix"), 1.5, measured, spread))

@@ -1,4 +1,4 @@
-"""What `paceline bench` must not do: lose an older record, measure for nothing, or keep to itself what a number is of."""
+"""What `paceline bench` must not do: lose an older record, measure for nothing, or hide what a number is of."""
 
 from __future__ import annotations
 
@@ -65,23 +65,23 @@ def test_a_busy_machine_leaves_an_older_record_alone(
 
 @pytest.mark.parametrize("flag", ["--csv", "--html", "--trace"])
 def test_a_place_that_cannot_be_written_is_told_before(tmp_path: Path, flag: str) -> None:
-    assert "is a folder" in refusal("bench", "--target", "absent", flag, str(tmp_path), code=2)
+    assert "is a folder" in refusal("bench", "--shape", "tiny", "--run", "none", flag, str(tmp_path), code=2)
 
 
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
         (["--threads", "0"], "threads must be at least 1, got 0"),
-        (["--warm-up", "-3"], "warm_up must be at least 0, got -3"),
+        (["--warm-up", "-3"], "warm_up must be at least 0 tokens, got -3"),
         (["--temperature", "-1"], "temperature must be"),
         (["--temperature", "1", "--top-p", "3"], "top_p must be"),
         (["--device", "cuda:x"], "cuda:x"),
-        (["--shape", "tiny", "--prompt-tokens", "1020", "--max-new-tokens", "20"], "1020 tokens and 20"),
+        (["--prompt-tokens", "1020", "--max-new-tokens", "20"], "1020 tokens and 20"),
         (["--report", "x", "--resume"], "--resume"),
     ],
 )
 def test_mistakes_are_one_sentence(flags: list[str], words: str) -> None:
-    assert words in refusal("bench", "--run", "suffix", "--force", *flags, code=2)
+    assert words in refusal("bench", "--shape", "tiny", "--run", "suffix", "--force", *flags, code=2)
 
 
 def test_a_record_that_broke_off_is_shown_as_such(tmp_path: Path) -> None:

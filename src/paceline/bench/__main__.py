@@ -10,19 +10,21 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import MISSING, fields
 from pathlib import Path
-from typing import Any, TextIO, Union, get_args, get_origin, get_type_hints
+from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from paceline.bench.reporting.cells import as_text
 from paceline.bench.reporting.tables import short
 from paceline.core.errors import InputError, PacelineError
 
 from .contest import Contestant, Run
+from .files import check_writable, open_record
 from .metrics import summarise
 from .options import BenchOptions
 from .presets import apply
-from .records import go_on_with, save_csv
-from .report import Report
+from .records import save_csv
 from .session import bench
+
+_INTERRUPTED = 130
 
 
 def parser() -> argparse.ArgumentParser:

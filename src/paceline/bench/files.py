@@ -1,4 +1,4 @@
-"""Files that a benchmark writes: tried before anything is measured, and an older record lives until there is a new one."""
+"""Files that are written: tried before anything is measured; an older record lives until there is a new one."""
 
 from __future__ import annotations
 

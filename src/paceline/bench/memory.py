@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import statistics
 import time
 from collections.abc import Callable, Iterable
@@ -31,19 +30,8 @@ def tensor_bytes(tensors: Iterable[Tensor]) -> int:
     return sum(stores.values())
 
 
-def weight_bytes(lm: LanguageModel) -> int:
-    """Of all weights and buffers."""
-    return tensor_bytes(_weights(lm.model))
-
-
 def _weights(module: nn.Module) -> list[Tensor]:
     return [*module.parameters(), *module.buffers()]
-
-
-def live_caches() -> list[SlotCache]:
-    """The stores of keys and values that our decoders and drafters hold now. Readers belong to a loop that nobody can
-    ask, so Python's collector is asked; that takes a moment, and is done when no clock runs."""
-    return [found for found in gc.get_objects() if type(found) is SlotCache]
 
 
 def cache_bytes(cache: Any) -> int | None:

@@ -109,13 +109,6 @@ def summarise(report: Report, per_task: bool = True) -> Summary:
     return Summary(tuple(lines), tuple(single))
 
 
-def quick_ratio(report: Report, base: str, other: str) -> float | None:
-    """How many times as fast `other` is as `base` so far, for a live table: no spread is worked out."""
-    times = {name: seconds_of([r for r in report.results if r.run.contestant == name]) for name in (base, other)}
-    both = shared(times[base], times[other], list(times[base]))
-    return total(times[base], both) / total(times[other], both) if both else None
-
-
 def seconds_of(results: Sequence[Result]) -> Seconds:
     """Task -> repeat -> seconds, of one contestant."""
     found: dict[str, dict[int, float]] = {}

@@ -15,11 +15,12 @@ from paceline.engine.decoder import SpeculativeDecoder
 from paceline.models import load
 from paceline.models.language_model import LanguageModel
 from paceline.models.runners.device import finish
+from paceline.models.slot_cache import live_caches
 
 from .contest import Cancel, Entry, Plan, Run, Task
 from .entries import PLAIN
 from .lengths import counted, cut_short, too_long
-from .memory import cache_bytes, live_caches
+from .memory import cache_bytes
 
 
 class Ours:

@@ -67,8 +67,8 @@ def synthetic_contest(options: BenchOptions) -> Synthetic:
         entries = (_with_draft(Entry("draft-model", "draft-model", gamma=options.gamma), draft),)
     if options.prompt_tokens + options.max_new_tokens > target.context:
         raise InputError(
-            f"Prompts of {options.prompt_tokens} tokens and {options.max_new_tokens} to write do not fit the context of "
-            f"{target.name}, {target.context} tokens; write less, or give shorter prompt_tokens."
+            f"Prompts of {options.prompt_tokens} tokens and {options.max_new_tokens} to write do not fit the context "
+            f"of {target.name}, {target.context} tokens; write less, or give shorter prompt_tokens."
         )
     tasks = synthetic_tasks(target, options.limit or _TASKS, options.prompt_tokens, options.batch, options.seed)
     return Synthetic(target, draft, tuple(tasks), entries, remark)

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any
 
 import typer
 
@@ -23,6 +23,7 @@ from .terminal import interruptible, plain_warnings, say
 if TYPE_CHECKING:
     from paceline.bench.metrics import Summary
     from paceline.bench.options import BenchOptions
+    from paceline.bench.records import Sink
     from paceline.bench.report import Report
 
     from .bench_table import Lines, LiveTable
@@ -64,6 +65,10 @@ def bench(ctx: typer.Context, said: BenchSettings) -> None:
     if not report.complete and said.report is None:
         say("interrupted: these are the runs until then")
         raise typer.Exit(_INTERRUPTED)
+    if not report.results:
+        say("there is no run in this record")
+    elif not report.complete:
+        say("this record is not complete: what was measured until it broke off")
     if slower and said.fail_on_regression:
         raise typer.Exit(_REGRESSION)
 
@@ -93,6 +98,7 @@ def _options(ctx: typer.Context, said: BenchSettings) -> BenchOptions:
 
 def _check(said: BenchSettings) -> None:
     """Refuse now what would be refused after an hour of measuring."""
+    from paceline.bench.files import check_writable
     from paceline.bench.reporting.png import check_png
     from paceline.bench.reporting.wandb_log import check_wandb
 
@@ -106,9 +112,13 @@ def _check(said: BenchSettings) -> None:
         check_png()
     if said.wandb:
         check_wandb()
-    for path in (said.csv, said.html, said.trace):
+    if said.resume and (said.report is not None or said.replay is not None):
+        raise InputError("--resume goes on measuring, and --report and --replay measure nothing; leave one out.")
+    for path, what in ((said.csv, "The table"), (said.html, "The report"), (said.trace, "The trace")):
         if path is not None and not path.parent.is_dir():
             raise InputError(f"The folder of '{path}' does not exist; make it first.")
+        if path is not None:
+            check_writable(path, what)
     for path in (said.out, said.png):
         if path is not None:
             _make(path)
@@ -166,25 +176,17 @@ def _replay(said: BenchSettings, path: Path) -> None:
 
 
 @contextmanager
-def _record(said: BenchSettings) -> Iterator[tuple[TextIO | None, Report | None]]:
+def _record(said: BenchSettings) -> Iterator[tuple[Sink | None, Report | None]]:
     """Where the lines go as they come: a file, or stdout where they are asked for there alone. And what stands in that
     file already, where that is gone on with."""
-    from paceline.bench.records import go_on_with
+    from paceline.bench.files import open_record
 
     if said.out is None:
         if said.resume:
             raise InputError("--resume goes on with the record in a folder; name it with --out.")
         yield (sys.stdout if said.json else None), None
         return
-    path = said.out / "bench.jsonl"
-    earlier: Report | None = None
-    try:
-        if said.resume and path.exists():
-            earlier, file = go_on_with(path)
-        else:
-            file = path.open("w", encoding="utf-8")
-    except OSError as error:
-        raise InputError(f"The record '{path}' cannot be written: {error.strerror or error}.") from error
+    file, earlier = open_record(said.out / "bench.jsonl", said.resume)
     with file:
         yield file, earlier
 
@@ -217,12 +219,13 @@ def _tell(report: Report, said: BenchSettings) -> bool:
 
     summary = summarise(report)
     tables = list(short(report, summary))
-    slower = False
+    slower = nothing = False
     if said.compare is not None:
         old = _read(said.compare)
         changes = compare(old, report)
         tables.append(changed(changes, differences(old, report)))
         slower = any(change.regression for change in changes)
+        nothing = not any(change.ratio is not None for change in changes)
     if said.json:
         _copy_record(said)
     else:
@@ -231,6 +234,8 @@ def _tell(report: Report, said: BenchSettings) -> bool:
     for note in report.notes if said.report is not None else ():
         say(note)
     _write(report, summary, said)
+    if nothing and said.fail_on_regression:
+        raise InputError(f"The record '{said.compare}' has nothing in common with this one, so nothing was compared.")
     return slower
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -15,7 +15,7 @@ from paceline.core.toml import read_toml
 
 from .drafting import read_gamma
 from .options import _config, _flag, _value
-from .settings import source
+from .settings import decoder_table, source
 
 _MODELS, _WHO, _TEXTS, _CHOICE = "Models", "Who takes part", "Texts", "Choosing tokens"
 _MEASURE, _SHOW, _OTHER, _SETTINGS = "Measuring", "Output", "Without measuring", "Settings"
@@ -125,19 +125,27 @@ def measured(said: BenchSettings) -> BenchOptions:
     lists = {name: tuple(values[name] or ()) for name in ("runs", "peers", "categories")}
     rates = _rates(said.synthetic_acceptance or [])
     prompts = tuple(said.prompts or BenchOptions.prompts)
-    texts = {"synthetic_acceptance": rates, "prompts": prompts, "gamma": _gamma(said.gamma)}
+    texts = {"synthetic_acceptance": rates, "prompts": prompts, "gamma": _gamma(said)}
     return BenchOptions(**{**values, **lists, **texts})
 
 
 def tuned(said: BenchSettings) -> list[str]:
     """The run that the table [decoder] of the config describes, as `paceline tune` writes it; none without a draft."""
-    table = {} if said.config is None else read_toml(said.config).get("decoder", {})
+    table = _decoder(said)
     if "draft" not in table:
         return []
     ours = {name: table[name] for name in ("gamma", "nodes", "rule") if name in table}
-    rule = {f"rule.{name}": value for name, value in table.get("rule-options", {}).items()}
-    options = {f"drafter.{name}": value for name, value in table.get("drafter", {}).items()}
+    rule = _prefixed("rule", table.get("rule_options", {}))
+    options = _prefixed("drafter", table.get("drafter_options", {}))
     return [json.dumps({"name": table["draft"], "label": "tuned", **ours, **rule, **options})]
+
+
+def _decoder(said: BenchSettings) -> dict[str, Any]:
+    return {} if said.config is None else decoder_table(said.config, read_toml(said.config).get("decoder", {}))
+
+
+def _prefixed(owner: str, options: dict[str, Any]) -> dict[str, Any]:
+    return {f"{owner}.{name.replace('-', '_')}": value for name, value in options.items()}
 
 
 def named(ctx: typer.Context) -> set[str]:
@@ -146,9 +154,12 @@ def named(ctx: typer.Context) -> set[str]:
     return {name for name in names if source(ctx, _FIELDS.get(name, name)) != "default"}
 
 
-def _gamma(text: str) -> int:
-    found = read_gamma(text)
+def _gamma(said: BenchSettings) -> int:
+    """Of runs that do not say. A config may say auto of its own drafter: that is of this one alone (see `tuned`)."""
+    found = read_gamma(said.gamma)
     if not isinstance(found, int):
+        if _decoder(said).get("gamma") == found:
+            return BenchOptions.gamma
         raise InputError("--gamma auto is said of a single run here, such as --run suffix:gamma=auto.")
     return found
 

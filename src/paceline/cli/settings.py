@@ -103,7 +103,7 @@ def _defaults(ctx: typer.Context, path: Path, content: dict[str, Any]) -> dict[s
             raise UnknownNameError(f"table in '{path}'", name, [*commands, _DECODER])
         if name in (ctx.info_name, _DECODER) and not isinstance(table, dict):
             raise InputError(f"'{name}' in '{path}' must be a table, [{name}], not a value.")
-    base, own = _decoder_table(path, content.get(_DECODER, {})), content.get(str(ctx.info_name), {})
+    base, own = decoder_table(path, content.get(_DECODER, {})), content.get(str(ctx.info_name), {})
     for name, options in (("draft", "drafter_options"), ("rule", "rule_options")):
         if name in own:  # options are of what was named beside them
             base.pop(options, None)
@@ -117,7 +117,7 @@ def _defaults(ctx: typer.Context, path: Path, content: dict[str, Any]) -> dict[s
     return defaults
 
 
-def _decoder_table(path: Path, table: dict[str, Any]) -> dict[str, Any]:
+def decoder_table(path: Path, table: dict[str, Any]) -> dict[str, Any]:
     """By the names of fields; what a command has no use for is not its business, but a name nobody knows is a slip."""
     found = {}
     for key, value in table.items():

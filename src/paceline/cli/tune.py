@@ -94,10 +94,13 @@ def _run(said: TuneSettings) -> Tuning:
     if said.out is not None and (said.out.is_dir() or not said.out.parent.is_dir()):
         raise InputError(f"The config '{said.out}' cannot be written: it is a folder, or its folder is not there.")
     with preparing("reading prompts"):
+        from paceline.bench.files import check_writable
         from paceline.bench.prompt_sets import read_all
         from paceline.bench.tuning.candidates import candidates
         from paceline.bench.tuning.tune import tune as run
 
+        if said.out is not None:
+            check_writable(said.out, "The config")
         options = _options(said)
         list(candidates(options))  # whatever is wrong with them is said before a model is read
         prompts = read_all(said.prompts or ("builtin",), limit=said.limit)

@@ -7,9 +7,17 @@ that call means. Nothing is ever concatenated or cropped.
 from __future__ import annotations
 
 from typing import Any
+from weakref import WeakSet
 
 from torch import Tensor
 from transformers.cache_utils import Cache
+
+_LIVE: WeakSet[SlotCache] = WeakSet()
+
+
+def live_caches() -> list[SlotCache]:
+    """Those that somebody holds now: readers belong to a loop that nobody can ask what it keeps."""
+    return list(_LIVE)
 
 
 class SlotCache(Cache):
@@ -19,6 +27,7 @@ class SlotCache(Cache):
 
     def __init__(self) -> None:
         super().__init__(layers=[])
+        _LIVE.add(self)
         self.keys: list[Tensor] = []
         self.values: list[Tensor] = []
         self._rows = self._slots = 0  # what is allocated, or will be at the first update

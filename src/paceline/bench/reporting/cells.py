@@ -49,6 +49,12 @@ def same(line: Line) -> Cell:
     return Cell(f"{line.same}/{line.compared}{where}")
 
 
+def who(report: Report, line: Line) -> Cell:
+    """Its name; whoever changes the text for speed is called lossy where its speed is told."""
+    lossy = any(member.lossy for member in report.members if member.name == line.contestant)
+    return Cell(f"{line.contestant} (lossy)" if lossy else line.contestant)
+
+
 def tone_of(found: Ratio | None) -> Tone:
     if found is None or found.low is None or found.high is None:
         return ""

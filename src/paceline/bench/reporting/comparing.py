@@ -19,7 +19,10 @@ UNKNOWN_SPREAD = 0.05
 Verdict = Literal["slower", "faster", "same", "missing", "added"]
 
 _MACHINE = ("cpu", "cores", "threads", "platform", "device", "gpu", "driver")
-_SUBJECT = ("target", "dtype", "shape", "draft_shape", "synthetic_acceptance", "prompts", "max_new_tokens", "batch")
+_SUBJECT = (
+    "target", "dtype", "shape", "draft_shape", "synthetic_acceptance", "construction", "prompts", "prompt_tokens",
+    "chat", "max_new_tokens", "batch", "gamma", "temperature", "top_k", "top_p", "min_p", "seed",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -56,6 +59,8 @@ def compare(old: Report, new: Report) -> list[Change]:
     names = known + [m.name for m in new.members if m.name not in new.peers and m.name not in known]
     changes: list[Change] = []
     for name in names:
+        if before.of(name) is None and after.of(name) is None:
+            continue  # on nothing that is in both
         absent = _absent(name, before, after)
         if absent is not None:
             changes.append(absent)

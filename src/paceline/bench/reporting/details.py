@@ -85,7 +85,7 @@ def costs(report: Report) -> Table:
 def quality(report: Report) -> Table:
     measures = list(dict.fromkeys(name for each in report.quality.values() for name in each))
     rows = tuple(
-        (Cell(name), *(Cell(number(found.get(measure), 3)) for measure in measures))
+        (Cell(name), *(Cell(number(found.get(measure), 0 if measure == "texts" else 3)) for measure in measures))
         for name, found in report.quality.items()
     )
     return Table("Quality", ("contestant", *(name.replace("_", " ") for name in measures)), rows)

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from paceline.bench.metrics import ALL, Ratio, Summary
 from paceline.bench.report import Report
 
-from .cells import Cell, Table, Tone, overall_lines, ratio, same, speed_up, spread_of, tone_of
+from .cells import Cell, Table, Tone, overall_lines, ratio, same, speed_up, spread_of, tone_of, who
 from .comparing import Change
 from .details import by_position, costs, latencies, layers, quality, rounds, skipped
 from .wording import NOTHING, number, seconds, share, size, times
@@ -59,18 +59,30 @@ def overall(report: Report, summary: Summary) -> Table:
         bytes_used = [Cell(size(line.peak)), Cell(size(line.cache))] if memory else []
         rows.append(
             (
-                Cell(line.contestant), Cell(f"{line.tokens_per_second:.1f}"), speed_up(line.speed_up),
+                who(report, line), Cell(f"{line.tokens_per_second:.1f}"), speed_up(line.speed_up),
                 Cell(spread_of(line.speed_up)), Cell(number(line.tau)), Cell(share(line.acceptance_rate)), *ratios,
                 same(line), Cell(seconds(line.first)), *bytes_used,
             )
         )  # fmt: skip
-    disturbed = sum(line.disturbed for line in summary.lines if line.category == ALL)
-    loaded = f" {disturbed} runs were disturbed: others used the machine meanwhile." if disturbed else ""
     note = (
         "Speed-up: over our own plain decoding, in the same run. Spread: what measuring all of it again could give. "
-        f"× NAME: times as fast as that peer.{loaded}"
+        "× NAME: times as fast as that peer."
     )
-    return Table("All prompts", header, tuple(rows), note)
+    return Table("All prompts", header, tuple(rows), " ".join([note, *_reservations(report, summary)]))
+
+
+def _reservations(report: Report, summary: Summary) -> Iterator[str]:
+    """What a reader must know before believing the numbers."""
+    if report.provenance.get("loaded"):
+        yield "The machine was loaded: others used it while this was measured."
+    disturbed = sum(line.disturbed for line in summary.lines if line.category == ALL)
+    if disturbed:
+        yield f"{disturbed} runs were disturbed: others used the machine meanwhile."
+    lines = overall_lines(report, summary)
+    most = max((line.tasks for line in lines), default=0)
+    few = [f"{line.contestant} {line.tasks}" for line in lines if line.tasks < most]
+    if few:
+        yield f"Not everybody did all of {most} tasks, and numbers are of those they did: {', '.join(few)}."
 
 
 def by_category(report: Report, summary: Summary) -> Table:
@@ -129,6 +141,8 @@ def changed(changes: Sequence[Change], different: Sequence[str]) -> Table:
     )  # fmt: skip
     slow = sum(each.regression for each in changes)
     said = f"{slow} of {len(changes)} are slower beyond both spreads."
+    if not any(each.ratio is not None for each in changes):
+        said = "The two have nothing in common, so nothing was compared."
     other = f" Also different: {'; '.join(different)}." if different else ""
     header = ("contestant", "category", "measure", "then", "now", "now/then", "verdict")
     return Table("Compared with before", header, rows, said + other)

@@ -14,6 +14,8 @@ def seconds(value: float) -> str:
 def size(value: int | None) -> str:
     if value is None:
         return NOTHING
+    if value < 1e5:
+        return f"{value / 1e3:.1f} kB"
     return f"{value / 1e9:.2f} GB" if value >= 1e9 else f"{value / 1e6:.1f} MB"
 
 

@@ -11,6 +11,7 @@ from paceline.bench.entries import parse_entry
 from paceline.bench.presets import needs_nothing
 from paceline.core.contracts import DRAFTERS, RULES
 from paceline.core.errors import InputError
+from paceline.core.sampling import Sampling
 from paceline.drafters.making import beyond_text, named
 
 GAMMAS = (3, 5, 8, 12, 16)
@@ -38,6 +39,7 @@ class TuneOptions:
         for name in ("finalists", "tokens", "repeats"):
             if getattr(self, name) < 1:
                 raise InputError(f"{name} must be at least 1, got {getattr(self, name)}.")
+        Sampling(**self.sampling)  # refuses what makes no sense
         for name in ("gammas", "trees", "rules"):
             if not getattr(self, name):
                 raise InputError(f"{name} is empty; give at least one.")

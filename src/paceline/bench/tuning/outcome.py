@@ -27,12 +27,12 @@ class Trial:
 
     @property
     def low(self) -> float | None:
-        """What it gives at least, as far as the spread tells."""
-        return None if self.measured is None else self.measured * math.exp(-(self.spread or 0.0))
+        """What it gives at least, as far as the spread tells; None where that is unknown (one repeat)."""
+        return None if self.measured is None or self.spread is None else self.measured * math.exp(-self.spread)
 
     @property
     def high(self) -> float | None:
-        return None if self.measured is None else self.measured * math.exp(self.spread or 0.0)
+        return None if self.measured is None or self.spread is None else self.measured * math.exp(self.spread)
 
     def as_dict(self) -> dict[str, Any]:
         entry = self.entry
@@ -74,12 +74,15 @@ class Tuning:
             return f"Use {best.entry.name}: {best.measured:.2f}x plain decoding{_range(best)}."
         if not any(trial.measured is not None for trial in self.trials):
             return 'Nothing was measured to be faster than plain decoding, so draft = "none".'
+        if all(trial.spread is None for trial in self.trials):
+            return 'One repeat has no spread, so nothing is surely faster than plain decoding: draft = "none".'
         return 'Nothing is surely faster than plain decoding here, so draft = "none".'
 
     def toml(self) -> str:
         """A config with the table [decoder]: for `--config` of every command and `SpeculativeDecoder.from_config`."""
         best = self.chosen
-        where = self.machine.get("gpu") or f"{self.machine.get('cpu')}, {self.machine.get('threads')} threads"
+        threads = self.machine.get("threads")
+        where = self.machine.get("gpu") or f"{self.machine.get('cpu')}, {threads} thread{'' if threads == 1 else 's'}"
         lines = [f"# paceline tune, {self.date}: {self.model} on {where}"]
         lines.append(f"# {self.verdict} ({self.prompts} prompts, {self.tokens} tokens each)")
         if not self.complete:

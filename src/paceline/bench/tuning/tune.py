@@ -14,6 +14,7 @@ from paceline.bench.replaying.rerun import rerun
 from paceline.bench.replaying.trace_lines import TraceHeader, TraceText
 from paceline.bench.spread import shared, spread, total
 from paceline.bench.tasks import first_tasks
+from paceline.bench.turns import order
 from paceline.core.costs import Costs
 from paceline.core.errors import InputError, PacelineError
 from paceline.core.trace import Trace
@@ -89,7 +90,7 @@ class _Tuner:
 
     def go(self, entries: list[Entry], costs: Costs | None) -> None:
         self._costs = costs or full_costs(self.lm, {}, fresh=True, progress=self._say)
-        self._plain.run(self.tasks[0], replace(self._plan, tokens=min(8, self._plan.tokens)), 0, self._cancel)
+        self._warm(self._plain)
         for number, task in enumerate(self.tasks):
             self._say("decoding plainly", number, len(self.tasks))
             self._check()
@@ -100,6 +101,10 @@ class _Tuner:
     def _check(self) -> None:
         if self._cancel():
             raise _Stopped
+
+    def _warm(self, contestant: Ours) -> None:
+        """A short run that is not timed: kernels are chosen, tables made, pages touched."""
+        contestant.run(self.tasks[0], replace(self._plan, tokens=min(8, self._plan.tokens)), 0, self._cancel)
 
     def _once(self, contestant: Ours, task: Task, repeat: int) -> Run:
         run = contestant.run(task, self._plan, repeat, self._cancel)
@@ -143,7 +148,7 @@ class _Tuner:
         contestant = Ours(self.lm, entry, clock=self._clock)
         found = []
         try:
-            contestant.run(self.tasks[0], replace(self._plan, tokens=min(8, self._plan.tokens)), 0, self._cancel)
+            self._warm(contestant)
             for task in self.tasks[:_PROBES]:
                 run = self._once(contestant, task, 0)
                 found.append((task, run.traces[0], self._step(run)))
@@ -197,19 +202,22 @@ class _Tuner:
     # ---- measuring
 
     def _measure(self, finalists: list[Trial]) -> None:
-        """In turns with plain decoding, task after task, so that a slow moment hits all alike."""
+        """In turns with plain decoding, task after task, in an order that changes: a slow moment hits all alike."""
         for trial in finalists:
             self._check()
             self._trials[trial.entry.name] = trial
             try:
                 sampled = bool(self.options.sampling.get("temperature"))
-                self._contestants[trial.entry.name] = Ours(self.lm, trial.entry, sampled=sampled, clock=self._clock)
+                contestant = Ours(self.lm, trial.entry, sampled=sampled, clock=self._clock)
+                self._warm(contestant)
+                self._contestants[trial.entry.name] = contestant
             except PacelineError as error:
                 self._trials[trial.entry.name] = replace(trial, note=str(error))
         done, all_runs = 0, self.options.repeats * len(self.tasks) * (1 + len(self._contestants))
         for repeat in range(self.options.repeats if self._contestants else 0):
-            for task in self.tasks:
-                for contestant in [self._plain, *self._contestants.values()]:
+            for index, task in enumerate(self.tasks):
+                there = [self._plain, *self._contestants.values()]
+                for contestant in (there[place] for place in order(len(there), repeat, index)):
                     self._say(f"measuring {contestant.name}", done, all_runs)
                     self._check()
                     self._run(contestant, task, repeat)

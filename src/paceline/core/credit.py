@@ -13,10 +13,12 @@ _FADE = 0.98  # what was seen 35 rounds ago counts half
 _AGREEMENT = 0.01  # drafters look at the same text: that a second one agrees breaks a tie and says no more
 _CONTESTED = 0.5  # that others propose something else instead counts half of what they are believed
 # before anything is seen: the chance of a drafter's first child by how often it was right before, and of its others
-_FIRST = (0.25, 0.45, 0.55, 0.62, 0.68, 0.74, 0.8, 0.85, 0.9)
+# (below what copied text shows: hope costs passes, doubt a few tokens)
+_FIRST = (0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.85, 0.9)
 _OTHERS = (0.0, 0.12, 0.07, 0.05, 0.04, 0.03, 0.02, 0.02)
 _PRIOR = tuple(_FIRST[i % BUCKETS] if i < BUCKETS else _OTHERS[i // BUCKETS] for i in range(RANKS * BUCKETS))
 _PRIOR_WEIGHT = 4.0
+_TEMPER = 4.0  # chances given and come true, before anything is seen
 
 Drafted = tuple[list[int], list[int]]  # the tokens and parents of one row
 
@@ -47,9 +49,19 @@ class Ledger:
             self.chance[:BUCKETS] = [hope] * BUCKETS
         self.gain: Mean = Mean() if above is None else Mean(above.gain.value, 4.0)  # tokens in a row that came true
         self.run = 0  # the last so many tokens of the row it had right
+        self._believed = self._seen = _TEMPER  # of its first children: the chances given, and those that came true
         self._weight = [_PRIOR_WEIGHT] * len(self.chance)
 
+    @property
+    def temper(self) -> float:
+        """How much better or worse it does here than was believed. A text in which it is hardly ever right at all is
+        no text in which it will be right in a row, though that is seen rarely."""
+        return min(self._seen / self._believed, 1.0)
+
     def see(self, entry: int, true: bool) -> None:
+        if entry < BUCKETS:
+            self._believed = self._believed * _FADE + self.chance[entry]
+            self._seen = self._seen * _FADE + true
         weight = self._weight[entry] = self._weight[entry] * _FADE + 1.0
         self.chance[entry] += (true - self.chance[entry]) / weight
 
@@ -62,9 +74,9 @@ class Ledger:
     def expected(self, length: int) -> list[float]:
         """The chances that a chain of so many tokens, drafted now, comes true up to each of them."""
         chances: list[float] = []
-        joint = 1.0
+        joint, temper = 1.0, self.temper
         for depth in range(length):
-            joint *= self.chance[entry_of(0, self.run + depth)]
+            joint *= temper * self.chance[entry_of(0, self.run + depth)]
             chances.append(joint)
         return chances
 
@@ -182,13 +194,14 @@ def _add(draft: Draft, ledger: Ledger, depth: int, into: tuple[Pool, list[float]
     found, missed, known = into
     where, depths, runs = draft.where, [0] * len(draft.tokens), [0] * len(draft.tokens)
     where[:] = [-1] * len(draft.tokens)
+    temper = ledger.temper
     for parent, children in draft.children.items():  # parents before children: a node is met before its own
         above, level, run = (-1, 0, ledger.run) if parent < 0 else (where[parent], depths[parent] + 1, runs[parent])
         if level >= depth or (parent >= 0 and above < 0):
             continue
         for rank, node in enumerate(children):
             depths[node], runs[node] = level, 0 if rank else run + 1
-            miss = 1.0 - ledger.chance[entry_of(rank, run)]
+            miss = 1.0 - temper * ledger.chance[entry_of(rank, run)]
             key = (above, draft.tokens[node])
             place = known.get(key)
             if place is None:

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from paceline.core.contracts import DRAFTERS, Budget, RowsView
 from paceline.core.costs import Costs
-from paceline.core.credit import Draft, Drafted, Ledger, Pool, best_first, pool, select
+from paceline.core.credit import Draft, Drafted, Ledger, Pool, best_first, entry_of, pool, select
 from paceline.core.errors import InputError
 from paceline.core.tree import LAWFUL, TokenTree
 from paceline.core.worth import PLAIN, Offer, Rate, best_depth, best_width
@@ -18,9 +18,10 @@ from .company import Company
 from .portfolio_member import Member
 from .portfolio_view import Outcome, Proposal
 
-_TRIAL = 32  # rounds every cheap member is asked before it may be passed over
-_CHEAP = 0.003  # of a pass: who costs less is asked in every round
-_RARELY, _AGAIN = 32, 6  # of so many rounds, those in which even one that does not help is asked
+_TRIAL = 8  # rounds in a row every member is asked before it may be passed over, and when it is tried again
+_CHEAP = 0.01  # of a pass: who costs less is asked in every round
+_RARELY = (32, 512)  # rounds until one that did not help is tried again: at first, and in the end
+_GLANCE = 0.005  # deeper than tokens with such a chance nobody is asked to draft
 _UNKNOWN_STEP = 0.3  # of a pass: what a draft step of a model is taken to cost before it was timed
 _PURSE = 1.0  # passes to begin with for trying out members that do not seem to pay
 
@@ -100,7 +101,7 @@ class Auto(Company):
         prices = self._prices_for(rows.count, budget.nodes)
         for member in self._alive():
             if not member.dear and self._due(member, rows.count):
-                self._ask(member, rows, budget)
+                self._ask(member, rows, self._glance(member, budget))
         pools, pairs = self._pools(rows.count, budget)
         offer, speculating = self._width(pools, prices)
         asked, deeper = self._dearer(rows, budget, prices, offer)
@@ -130,12 +131,33 @@ class Auto(Company):
         return known[: nodes + 1]
 
     def _due(self, member: Member, rows: int) -> bool:
-        """In every round while it costs next to nothing, or less than it brings; else now and then for a few rounds,
-        since only somebody who was right in a row is believed."""
+        """In every round while it costs next to nothing, or less than it brings; else for a few rounds in a row, since
+        only somebody who was right in a row is believed, and then after ever longer pauses."""
         account, plain = member.account, self._costs.seconds(1, rows)
-        if account.asked < _TRIAL or account.cost.value <= _CHEAP * plain:
+        cost = account.cost.value + account.absorbing.value
+        if cost <= _CHEAP * plain or cost <= account.helped.value * plain:
+            account.tried, account.wait = 0, _RARELY[0]
             return True
-        return account.cost.value <= account.helped.value * plain or self._rounds % _RARELY < _AGAIN
+        if account.tried >= _TRIAL and self._rounds - account.last > account.wait:
+            account.tried, account.wait = 0, min(2 * account.wait, _RARELY[1])
+        account.tried += 1
+        return account.tried <= _TRIAL
+
+    def _glance(self, member: Member, budget: Budget) -> Budget:
+        """Somebody who has not been right of late is not asked for long drafts: nobody would read them."""
+        depth = 1
+        for books in self._books:
+            ledger = books[member.number]
+            joint = ledger.chance[entry_of(0, ledger.run)]
+            reach = 1
+            while reach < budget.depth and joint >= _GLANCE:
+                joint *= ledger.chance[entry_of(0, ledger.run + reach)]
+                reach += 1
+            depth = max(depth, reach)
+        return budget if depth >= budget.depth else replace(budget, depth=depth)
+
+    def _absorbs(self, member: Member, asked: bool) -> bool:
+        return asked  # who is not asked does not have to keep up
 
     def _pools(self, count: int, budget: Budget) -> tuple[list[Pool], list[Pairs]]:
         """Per row: all that was proposed as one tree with its chances, and by whom."""
@@ -243,9 +265,13 @@ class Auto(Company):
         self._purse += self.options.probing * self._offer.price
         self._offer = PLAIN  # until something is proposed again
         known = {member.number for member, _ in asked}
+        left = [set(path) for path in outcome.paths]  # accepted nodes that nobody so far had
         for member, proposal in () if self.frozen else asked:
-            kept = [_own(*row) for row in zip(proposal.drafts, outcome.paths, strict=True)] if proposal.drafts else []
-            member.account.helped.see(sum(kept) / max(1, len(kept)))
+            helped = sum(
+                len(nodes.intersection(draft.where)) for nodes, draft in zip(left, proposal.drafts, strict=False)
+            )
+            left = [nodes.difference(draft.where) for nodes, draft in zip(left, proposal.drafts, strict=False)] or left
+            member.account.helped.see(helped / max(1, len(left)))
         for books in self._books:
             for book, member in zip(books, self._members, strict=True):
                 if member.number not in known:
@@ -276,12 +302,6 @@ def _why_whole(member: Member, tree: TokenTree, offer: Offer, budget: Budget) ->
 
 def _said(offer: Offer) -> str:
     return f"{offer.nodes} nodes for {offer.tokens:.2f} tokens in {offer.price:.2f} passes"
-
-
-def _own(draft: Draft, path: Sequence[int]) -> int:
-    """How many accepted nodes a draft had among its own."""
-    accepted = set(path)
-    return sum(place in accepted for place in draft.where)
 
 
 def _best_chain(pairs: Pairs) -> Pairs:

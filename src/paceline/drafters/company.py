@@ -185,6 +185,10 @@ class Company(Drafter):
         """What a proposal that took so long and drafted so many nodes per row has cost."""
         return seconds
 
+    def _absorbs(self, member: Member, asked: bool) -> bool:
+        """Is a member that learns from every pass told of this one?"""
+        return True
+
     def _learned(self, asked: Sequence[tuple[Member, Proposal]], outcome: Outcome) -> None:
         """What became of a round, once the members are credited."""
 
@@ -216,9 +220,11 @@ class Company(Drafter):
         self._learned(asked, outcome)
         proposals = {member.number: proposal for member, proposal in asked}
         for member in self._alive():
-            if member.absorber is not None:
-                self._try(member, member.absorber.absorb, *all_of(rows, tree, verdict, reading))
             proposal = proposals.get(member.number)
+            if member.absorber is not None and self._absorbs(member, proposal is not None):
+                began = time.perf_counter()
+                self._try(member, member.absorber.absorb, *all_of(rows, tree, verdict, reading))
+                member.account.absorbing.see(time.perf_counter() - began)
             if proposal is None and member.taps:  # it follows the target's thoughts, whoever drafts
                 proposal = Proposal(TokenTree.empty(rows.count, rows.text.device), member.taps)
             if proposal is not None and not (member.lost or member.behind):

@@ -37,7 +37,7 @@ class Portfolio(Company):
         )
         mode: Literal["merge", "first"] = "merge"  # one tree of all, or of the first that has an idea
         cost: Literal["time", "nodes"] = "time"  # what a proposal costs: seconds, or nodes (the same on every machine)
-        least: float = 0.002  # chance below which a node is left out
+        least: float = 0.0005  # chance below which a node is left out
         persistent: bool = True  # credit is kept from one request to the next
         frozen: bool = False  # credit stays as it is
 

@@ -25,7 +25,10 @@ class Account:
     asked: int = 0
     last: int = 0  # the round it was last asked in
     led: int = 0  # rounds it was asked first, where only one may draft
-    helped: Mean = field(default_factory=Mean)  # nodes of its own that were read and accepted
+    absorbing: Mean = field(default_factory=Mean)  # seconds of learning from a pass, where it does that
+    tried: int = 0  # rounds in a row it was asked without paying
+    wait: int = 32  # rounds before it is tried again, then
+    helped: Mean = field(default_factory=Mean)  # nodes read and accepted that nobody before it had
     spread: Mean = field(default_factory=lambda: Mean(1.0, 1.0))  # nodes per depth of its trees that are read whole
     pause: int = 1  # rounds before it is asked again, while it does not pay
 

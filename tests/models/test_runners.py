@@ -1,0 +1,33 @@
+"""How a pass runs: what the eager runner switches off on CUDA, and that it leaves the process as it was."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from paceline.models.runners.device import without_planned_attention
+from paceline.models.runners.eager import EagerRunner
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_attention_is_not_planned_inside_and_as_before_outside(before: bool) -> None:
+    old = torch.backends.cuda.cudnn_sdp_enabled()
+    torch.backends.cuda.enable_cudnn_sdp(before)
+    try:
+        with pytest.raises(RuntimeError, match="out of memory"), without_planned_attention():
+            assert not torch.backends.cuda.cudnn_sdp_enabled()
+            raise RuntimeError("out of memory")
+        assert torch.backends.cuda.cudnn_sdp_enabled() == before
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(old)
+
+
+def test_on_a_cpu_nothing_is_switched() -> None:
+    seen = []
+    old = torch.backends.cuda.cudnn_sdp_enabled()
+    torch.backends.cuda.enable_cudnn_sdp(True)
+    try:
+        EagerRunner()(lambda *_: seen.append(torch.backends.cuda.cudnn_sdp_enabled()), None, {"ids": torch.zeros(1)})
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(old)
+    assert seen == [True]

@@ -16,7 +16,7 @@ from paceline.core.contracts import Reading
 from paceline.core.errors import PacelineWarning
 from paceline.models import pass_times
 from paceline.models.language_model import LanguageModel
-from paceline.models.pass_times import costs_for, costs_key, measured_costs, remember
+from paceline.models.pass_times import costs_for, costs_key, measured_costs, remember, rising
 
 
 class FakeModel:
@@ -101,7 +101,13 @@ def test_a_slow_sweep_and_a_slow_pass_change_nothing() -> None:
 
 def test_a_wider_pass_never_costs_less() -> None:
     costs = measure(FakeModel(lambda rows, fed, number: {1: 0.02, 2: 0.05, 4: 0.04, 8: 0.06}[fed]), fed=(1, 2, 4, 8))
-    assert costs.passes[1] == pytest.approx({1: 0.02, 2: 0.05, 4: 0.05, 8: 0.06})
+    assert costs.passes[1] == pytest.approx({1: 0.02, 2: 0.045, 4: 0.045, 8: 0.06})
+
+
+def test_one_slow_width_does_not_make_all_wider_ones_slow() -> None:
+    assert rising([1.0, 3.0, 1.5, 1.5, 2.5]) == pytest.approx([1.0, 2.0, 2.0, 2.0, 2.5])
+    assert rising([2.0, 1.0, 0.6]) == pytest.approx([1.2, 1.2, 1.2])
+    assert rising([1.0, 1.6, 2.0]) == [1.0, 1.6, 2.0]
 
 
 def test_rows_have_tables_of_their_own() -> None:

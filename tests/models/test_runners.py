@@ -9,14 +9,19 @@ from paceline.models.runners.device import without_planned_attention
 from paceline.models.runners.eager import EagerRunner
 
 
+def _fail_inside() -> None:
+    with without_planned_attention():
+        assert not torch.backends.cuda.cudnn_sdp_enabled()
+        raise RuntimeError("out of memory")
+
+
 @pytest.mark.parametrize("before", [True, False])
 def test_attention_is_not_planned_inside_and_as_before_outside(before: bool) -> None:
     old = torch.backends.cuda.cudnn_sdp_enabled()
     torch.backends.cuda.enable_cudnn_sdp(before)
     try:
-        with pytest.raises(RuntimeError, match="out of memory"), without_planned_attention():
-            assert not torch.backends.cuda.cudnn_sdp_enabled()
-            raise RuntimeError("out of memory")
+        with pytest.raises(RuntimeError, match="out of memory"):
+            _fail_inside()
         assert torch.backends.cuda.cudnn_sdp_enabled() == before
     finally:
         torch.backends.cuda.enable_cudnn_sdp(old)

@@ -53,8 +53,8 @@ def measured_costs(
     The widths are gone through one after the other, again and again, so that a slow moment of the machine hits all
     alike; a width counts as the median of its ratios to the one-token pass of the same sweep. The first sweep is not
     counted. There are `repeats` sweeps, or as many as fit into a few seconds (3 at least); of a model so slow that even
-    the first sweep takes longer, only the narrow passes are measured. A wider pass never costs less than a narrower
-    one in the result: whoever finds it cheaper may pad.
+    the first sweep takes longer, only the narrow passes are measured. In the result a wider
+    pass never costs less than a narrower one: widths that say so share the mean of what was measured.
     """
     widths = sorted({1, *fed})
     room = max(1, lm.context - 1)
@@ -128,11 +128,20 @@ def _table(timer: _PassTimer, widths: list[int], repeats: int, progress: Progres
     if progress is not None:
         progress(label, sweeps, sweeps)
     one = median(times[1] for times in found)
-    table, highest = {}, 0.0
-    for width in done:
-        highest = max(highest, one * median(times[width] / max(times[1], 1e-12) for times in found))
-        table[width] = highest
-    return table
+    ratios = [median(times[width] / max(times[1], 1e-12) for times in found) for width in done]
+    return {width: one * ratio for width, ratio in zip(done, rising(ratios), strict=True)}
+
+
+def rising(values: Sequence[float]) -> list[float]:
+    """The nearest numbers that never fall (isotonic regression): neighbours that do are replaced by their mean, so
+    that one slow width neither stands out nor makes all wider ones look slow."""
+    blocks: list[tuple[float, int]] = []  # means, and of how many
+    for value in values:
+        blocks.append((value, 1))
+        while len(blocks) > 1 and blocks[-2][0] > blocks[-1][0]:
+            (last, many), (before, few) = blocks.pop(), blocks.pop()
+            blocks.append(((last * many + before * few) / (many + few), many + few))
+    return [mean for mean, count in blocks for _ in range(count)]
 
 
 # ---- keeping

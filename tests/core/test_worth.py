@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from paceline.core.costs import Costs, bound
-from paceline.core.worth import PLAIN, Rate, best_depth, best_width
+from paceline.core.worth import PLAIN, Rate, Trust, best_depth, best_width
 
 STEEP = [1.0, 1.7, 1.8, 1.9, 2.0]  # the cliff of a CPU: the second token is dear, the others are not
 FLAT = [1.0, 1.01, 1.02, 1.03, 1.04]
@@ -73,3 +73,15 @@ def test_the_bound_is_that_of_the_words() -> None:
     expected = (1 - 0.8**4) / (1 - 0.8)
     assert bound(0.8, 3, costs, "small") == pytest.approx(expected / (1.3 + 3 * 0.05 + 0.1))
     assert bound(1.0, 3, costs, "small") == pytest.approx(4 / 1.55)
+
+
+def test_promises_that_were_not_kept_are_believed_less() -> None:
+    trust = Trust()
+    trust.see(1.4, 3)  # more than promised is no reason to believe more than was promised
+    assert trust.value == 1.0
+    for _ in range(4):
+        trust.see(1.4, 0)
+    assert 0.4 < trust.value < 0.7
+    for _ in range(20):
+        trust.see(1.0, 2)
+    assert trust.value == 1.0

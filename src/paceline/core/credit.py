@@ -243,3 +243,16 @@ def merge(drafts: Sequence[tuple[Draft, Ledger]], depth: int, nodes: int, least:
     if len(kept) > nodes:
         kept = sorted([node for node in best_first(value) if value[node] >= least][:nodes])
     return select(drafts, found, kept)
+
+
+def best_chain(drafts: Sequence[tuple[Draft, Ledger]]) -> list[tuple[Draft, Ledger]]:
+    """For rules that judge chains: the leading chain that is expected to come true furthest."""
+    best: list[tuple[Draft, Ledger]] = []
+    most = 0.0
+    for draft, ledger in drafts:
+        expected = sum(ledger.expected(len(draft.leading)))
+        if expected > most:
+            most, best = expected, [(draft, ledger)]
+    for draft, _ in best:
+        draft.cut_to(draft.leading)
+    return best

@@ -51,6 +51,25 @@ class Rate:
         self._passes = self._passes * self._FADE + price + back
 
 
+class Trust:
+    """Whether the drafts that were read kept what was promised, in one text: the share of promised tokens that were
+    accepted, at most 1. Drafts are read where they promise most, so promises are too high on the whole."""
+
+    _FADE = 0.97
+    _WEIGHT = 4.0
+
+    def __init__(self) -> None:
+        self._promised = self._kept = self._WEIGHT
+
+    @property
+    def value(self) -> float:
+        return min(1.0, self._kept / self._promised)
+
+    def see(self, promised: float, kept: int) -> None:
+        self._promised = self._promised * self._FADE + promised
+        self._kept = self._kept * self._FADE + kept
+
+
 def best_width(chances: Sequence[Sequence[float]], prices: Sequence[float], rate: float) -> tuple[Offer, Offer]:
     """How many nodes to read, of rows whose nodes have these chances, the best first. All rows are read in one pass,
     as wide as the widest: prices[n] is that of a pass with n nodes per row. The best offer, and the best of those that

@@ -8,14 +8,15 @@ from typing import Any, Literal
 
 from paceline.core.contracts import DRAFTERS, Budget, RowsView
 from paceline.core.costs import Costs
-from paceline.core.credit import Draft, Drafted, Ledger, Pool, best_first, entry_of, pool, select
+from paceline.core.credit import Draft, Drafted, Ledger, Pool, best_chain, best_first, entry_of, pool, select
 from paceline.core.errors import InputError
 from paceline.core.tree import LAWFUL, TokenTree
-from paceline.core.worth import PLAIN, Offer, Rate, best_depth, best_width
+from paceline.core.worth import PLAIN, Offer, Rate, Trust, best_depth, best_width
 from paceline.models.pass_times import costs_for
 
+from .auto_reasons import of_merged, of_whole
 from .company import Company
-from .portfolio_member import Member
+from .portfolio_member import Member, note_help
 from .portfolio_view import Outcome, Proposal
 
 _TRIAL = 8  # rounds in a row every member is asked before it may be passed over, and when it is tried again
@@ -93,6 +94,17 @@ class Auto(Company):
         self._study(target)
         self._rate, self._offer = Rate(), PLAIN  # the text before says little about what time is worth in this one
         self._prices: dict[int, list[float]] = {}
+        self._trust: list[Trust] = []  # per row
+        self._promised: list[float] = []  # per row of the draft that is being read; empty: none, or not of this kind
+
+    def admit(self, rows: RowsView, first: int) -> None:
+        super().admit(rows, first)
+        self._trust[first:] = [Trust() for _ in range(first, rows.count)]
+
+    def release(self, row: int, last: int, length: int) -> None:
+        super().release(row, last, length)
+        self._trust[row] = self._trust[last]
+        del self._trust[last]
 
     # ---- a round
 
@@ -110,12 +122,13 @@ class Auto(Company):
             whole = self._ask_dear(asked, rows, budget, deeper)
             if whole is not None:
                 self._offer = Offer(whole.nodes, deeper.tokens, prices[min(whole.nodes, budget.nodes)] + spent)
-                self.reasons = _why_whole(asked, whole, self._offer, budget)
+                self.reasons = of_whole(asked.title, whole, self._offer, budget)
                 return whole
             pools, pairs = self._pools(rows.count, budget)
             offer, speculating = self._width(pools, prices)
             offer = replace(offer, price=offer.price + spent)  # whatever is read now, that time is gone
         self._offer = offer
+        self._promised = [sum(sorted(found.chances, reverse=True)[: offer.nodes]) for found in pools]
         self._tree = self._chosen(pools, pairs, offer.nodes)
         self.reasons = self._why(pools, pairs, speculating, asked)
         return self._tree
@@ -169,13 +182,16 @@ class Auto(Company):
                 if proposal.drafts and proposal.drafts[row].tokens
             ]
             if not budget.branches:
-                pairs = _best_chain(pairs)
+                pairs = best_chain(pairs)
             pools.append(pool(pairs, min(budget.depth, budget.limits[row])))
             every.append(pairs)
         return pools, every
 
     def _width(self, pools: list[Pool], prices: list[float]) -> tuple[Offer, Offer]:
-        chances = [sorted(found.chances, reverse=True) for found in pools]
+        chances = []
+        for found, trust in zip(pools, self._trust, strict=True):
+            believed = trust.value
+            chances.append(sorted((believed * chance for chance in found.chances), reverse=True))
         return best_width(chances, prices, self._rate.value)
 
     def _chosen(self, pools: list[Pool], every: list[Pairs], nodes: int) -> TokenTree:
@@ -264,57 +280,26 @@ class Auto(Company):
         self._rate.see(tokens, self._offer.price)
         self._purse += self.options.probing * self._offer.price
         self._offer = PLAIN  # until something is proposed again
+        for trust, promised, path in zip(self._trust, self._promised, outcome.paths, strict=False):
+            if promised and not self.frozen:
+                trust.see(promised, len(path))
+        self._promised = []
         known = {member.number for member, _ in asked}
-        left = [set(path) for path in outcome.paths]  # accepted nodes that nobody so far had
-        for member, proposal in () if self.frozen else asked:
-            helped = sum(
-                len(nodes.intersection(draft.where)) for nodes, draft in zip(left, proposal.drafts, strict=False)
-            )
-            left = [nodes.difference(draft.where) for nodes, draft in zip(left, proposal.drafts, strict=False)] or left
-            member.account.helped.see(helped / max(1, len(left)))
+        if not self.frozen:
+            note_help(asked, outcome)
         for books in self._books:
             for book, member in zip(books, self._members, strict=True):
                 if member.number not in known:
                     book.run = 0  # nobody knows
 
     def _why(self, pools: list[Pool], every: list[Pairs], speculating: Offer, asked: Member | None) -> list[str]:
-        """Per row: whose nodes are read and what they are expected to bring, or why none are."""
-        offer, said = self._offer, f"at a rate of {self._rate.value:.2f} tokens per pass"
-        said += f", {asked.title} was asked" if asked is not None else ""
-        if not offer.nodes:
-            best = f"the best draft: {_said(speculating)}" if speculating.nodes else "nobody has an idea"
-            return [f"plain; {best}, {said}"] * len(pools)
         titles = {id(draft): member.title for member, proposal in self._asked for draft in proposal.drafts}
-        reasons = []
-        for found, pairs in zip(pools, every, strict=True):
+        rows = []
+        for found, pairs, promised, trust in zip(pools, every, self._promised, self._trust, strict=True):
             names = [titles[id(draft)] for draft, _ in pairs if any(place >= 0 for place in draft.where)]
-            tokens = 1.0 + sum(sorted(found.chances, reverse=True)[: offer.nodes])
-            mine = Offer(min(offer.nodes, len(found.tokens)), tokens, offer.price)
-            reasons.append(f"{' + '.join(names) or 'nobody'}, {_said(mine)}, {said}")
-        return reasons
-
-
-def _why_whole(member: Member, tree: TokenTree, offer: Offer, budget: Budget) -> list[str]:
-    """Of a tree with laws of its own; rows near their end read less of a chain."""
-    used = [max(0, min(tree.nodes, limit)) if tree.is_chain else tree.nodes for limit in budget.limits]
-    return [f"{member.title} alone, {_said(replace(offer, nodes=nodes))}" for nodes in used]
-
-
-def _said(offer: Offer) -> str:
-    return f"{offer.nodes} nodes for {offer.tokens:.2f} tokens in {offer.price:.2f} passes"
-
-
-def _best_chain(pairs: Pairs) -> Pairs:
-    """For rules that judge chains: the leading chain that is expected to come true furthest."""
-    best: Pairs = []
-    most = 0.0
-    for draft, ledger in pairs:
-        expected = sum(ledger.expected(len(draft.leading)))
-        if expected > most:
-            most, best = expected, [(draft, ledger)]
-    for draft, _ in best:
-        draft.cut_to(draft.leading)
-    return best
+            mine = Offer(min(self._offer.nodes, len(found.tokens)), 1.0 + promised * trust.value, self._offer.price)
+            rows.append((names, mine))
+        return of_merged(rows, speculating, self._rate.value, "" if asked is None else asked.title)
 
 
 def _mean(rows: list[list[float]]) -> list[float]:

@@ -102,3 +102,13 @@ def follow(asked: Sequence[tuple[Member, Proposal]], outcome: Outcome, books: Se
             if proposal.drafts:
                 draft = proposal.drafts[row]
                 book.run = draft.run_after(draft.follow(words, book.run), words, book.run)
+
+
+def note_help(asked: Sequence[tuple[Member, Proposal]], outcome: Outcome) -> None:
+    """Per member: how many nodes were read and accepted that nobody asked before it had."""
+    left = [set(path) for path in outcome.paths]
+    for member, proposal in asked:
+        own = [set(draft.where) for draft in proposal.drafts] or [set[int]() for _ in left]
+        helped = sum(len(nodes & mine) for nodes, mine in zip(left, own, strict=True))
+        left = [nodes - mine for nodes, mine in zip(left, own, strict=True)]
+        member.account.helped.see(helped / max(1, len(left)))

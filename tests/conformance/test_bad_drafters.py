@@ -1,6 +1,6 @@
 """A drafter costs speed at worst: perfect, random or adversarial, broken or lying, the text is the target's.
 
-One that breaks its contract is named in exactly one PacelineWarning, and plain decoding goes on.
+One that breaks its contract is named in exactly one DrafterWarning, and plain decoding goes on.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 import torch
 
-from paceline import Budget, Drafter, PacelineWarning, SpeculativeDecoder, TokenTree
+from paceline import Budget, Drafter, SpeculativeDecoder, TokenTree
+from paceline.core.errors import DrafterWarning
 
 from .models import VOCABULARY, target
 from .test_identity import NEW, PROMPTS, SEEDS, plain
@@ -176,7 +177,7 @@ def warned_once(run: Callable[[], list[Any]]) -> list[Any]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         outs = run()
-    assert [warning.category for warning in caught] == [PacelineWarning]
+    assert [warning.category for warning in caught] == [DrafterWarning]
     assert "scripted" in str(caught[0].message)
     return outs
 

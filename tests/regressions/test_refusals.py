@@ -138,8 +138,8 @@ def test_rope_that_depends_on_the_length_does_not_depend_on_drafts_or_batch_mate
     [
         ({"draft": "prompt-lokup"}, "Unknown drafter or model 'prompt-lokup'. Did you mean 'prompt-lookup'?"),
         ({"rule": "ration"}, f"Unknown rule 'ration'. Did you mean 'ratio'? Available: {', '.join(RULES)}."),
-        ({"gamma": 0}, "gamma must be a whole number of at least 1, got 0."),
-        ({"gamma": 2.5}, "gamma must be a whole number of at least 1, got 2.5."),
+        ({"gamma": 0}, "gamma must be a whole number of at least 1, or 'auto', got 0."),
+        ({"gamma": 2.5}, "gamma must be a whole number of at least 1, or 'auto', got 2.5."),
         ({"gama": 3}, "Unknown argument 'gama'. Did you mean 'gamma'?"),
         ({"draft": "prompt-lookup", "options": {"longst": 2}}, "Unknown option of drafter 'prompt-lookup' 'longst'."),
         ({"draft": "draft-model"}, "draft-model needs a model"),

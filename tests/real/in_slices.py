@@ -1,0 +1,73 @@
+"""A long benchmark on a machine with many cores: the prompts in parts, a part per slice of cores, all at the same time.
+
+    python -m tests.real.in_slices 8 spec_bench_dev.jsonl OUT --seconds 560 -- --runs auto --peers hf
+
+Everybody is still measured in turns with everybody else, inside one slice. Called again it goes on with what is
+missing; after `--seconds` each slice is interrupted and keeps what it has. `OUT/bench.jsonl` holds all of it, for
+`paceline bench --report`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+
+def parts_of(prompts: Path, slices: int) -> list[list[str]]:
+    """Every category dealt out in turns."""
+    by_category: dict[str, list[str]] = {}
+    for line in prompts.read_text("utf-8").splitlines():
+        if line.strip():
+            by_category.setdefault(json.loads(line).get("category", ""), []).append(line)
+    lines = [line for some in by_category.values() for line in some]
+    return [lines[start::slices] for start in range(slices)]
+
+
+def start(number: int, slices: int, out: Path, arguments: list[str]) -> subprocess.Popen[bytes]:
+    cores = sorted(os.sched_getaffinity(0))
+    wide = len(cores) // slices
+    own = cores[number * wide : (number + 1) * wide]
+    command = [sys.executable, "-m", "paceline.bench", "--prompts", str(out / f"part{number}.jsonl"),
+               "--out", str(out / f"bench{number}.jsonl"), "--resume", "--threads", str(wide), "--force",
+               *arguments]  # fmt: skip
+    log = (out / f"log{number}.txt").open("w")
+    environment = {**os.environ, "OMP_NUM_THREADS": str(wide)}
+    return subprocess.Popen(
+        command, stdout=log, stderr=log, env=environment, preexec_fn=lambda: os.sched_setaffinity(0, own)
+    )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("slices", type=int)
+    parser.add_argument("prompts", type=Path)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--seconds", type=float, default=1e9)
+    parser.add_argument("arguments", nargs="*")
+    said = parser.parse_args()
+    said.out.mkdir(parents=True, exist_ok=True)
+    for number, lines in enumerate(parts_of(said.prompts, said.slices)):
+        (said.out / f"part{number}.jsonl").write_text("\n".join(lines) + "\n", "utf-8")
+    until = time.monotonic() + said.seconds
+    running = [start(number, said.slices, said.out, said.arguments) for number in range(said.slices)]
+    for process in running:
+        try:
+            process.wait(max(0.1, until - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            process.send_signal(signal.SIGINT)
+    codes = [process.wait() for process in running]
+    records = [said.out / f"bench{number}.jsonl" for number in range(said.slices)]
+    whole = "".join(record.read_text("utf-8") for record in records if record.exists())
+    (said.out / "bench.jsonl").write_text(whole, "utf-8")
+    print(f"exit codes {codes}; {whole.count(json.dumps('run'))} runs in {said.out / 'bench.jsonl'}")
+    return max(codes)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

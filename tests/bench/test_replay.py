@@ -12,7 +12,7 @@ import torch
 
 import paceline
 from paceline.bench.contest import Entry
-from paceline.bench.replaying.replay import lines, replay, replay_all, replay_table
+from paceline.bench.replaying.replay import lines, replay, replay_all
 from paceline.bench.replaying.replayed import Replayed
 from paceline.bench.replaying.rerun import rerun
 from paceline.bench.replaying.trace_files import TraceFile, header_of
@@ -425,7 +425,7 @@ def test_a_table_and_lines(target: LanguageModel, draft: LanguageModel, plain: d
         replace(CHAIN, name="model:gamma=2", gamma=2),
         Entry("r", "recycling"),
     ]
-    rows = replay_table(known, entries, COSTS)
+    rows = [answer.row() for answer in replay_all(known, entries, COSTS)]
     assert [row["knows"] for row in rows] == ["exact", "between", "unknown"]
     real = record(target, entries[0])
     whole = Trace([r for text in real.texts for r in text.rounds or ()])

@@ -17,7 +17,6 @@ from paceline.bench.replaying.trace_files import (
     header_of,
     read_trace,
     read_traces,
-    write_trace,
 )
 from paceline.bench.replaying.trace_lines import TraceHeader, TraceText, sampling_of
 from paceline.core.costs import Costs
@@ -43,10 +42,16 @@ def header(lm: Any) -> TraceHeader:
     return header_of(lm, ENTRY, settings, reach=64, costs=costs, provenance={"commit": "abc"})
 
 
+def put_all(path: Any, header: Any, texts: Any) -> None:
+    with TraceWriter(path, header) as writer:
+        for text in texts:
+            writer.put(text)
+
+
 def test_what_is_written_is_read_again(header: TraceHeader, tmp_path: Path) -> None:
     path = tmp_path / "t.jsonl"
     texts = (TEXT, replace(TEXT, id="82", prediction=(1, 2), predicted=True), replace(TEXT, id="83", rounds=None))
-    write_trace(path, header, texts)
+    put_all(path, header, texts)
     found = read_trace(path)
     assert (found.texts, found.notes) == (texts, ())
     assert found.header.as_dict() == header.as_dict()
@@ -117,7 +122,7 @@ def test_texts_are_added_to_a_file_that_was_written_in_the_same_way(header: Trac
 @pytest.mark.parametrize("cut", [1, 20])
 def test_half_a_line_is_said_and_cut_off_when_more_is_added(cut: int, header: TraceHeader, tmp_path: Path) -> None:
     path = tmp_path / "t.jsonl"
-    write_trace(path, header, [TEXT, TEXT])
+    put_all(path, header, [TEXT, TEXT])
     path.write_bytes(path.read_bytes()[:-cut])
     found = read_trace(path)
     kept = 2 if cut == 1 else 1  # without its newline alone a line is whole

@@ -9,58 +9,37 @@ from __future__ import annotations
 
 import http.client
 import json
-import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 from urllib.parse import urlsplit
 
 import torch
 
 from paceline.bench.contest import Cancel, Plan, Run, Task
-from paceline.bench.lengths import counted, cut_short, too_long
+from paceline.bench.lengths import counted, cut_short
 from paceline.core.errors import UnsupportedError
 
-_SAMPLERS = ("temperature", "top_k", "top_p", "min_p")
+from .gguf_peer import GgufPeer
+
 _ROOM = 256  # contexts grow by so many tokens, so that a slightly longer prompt needs no new server
 _PATIENCE = 600  # seconds without a word after which the server is given up
 
 
-class LlamaCpp:
+class LlamaCpp(GgufPeer):
     """Plain decoding, or with `gamma` its lookup of n-grams in the text ("ngram-simple"). Nothing is kept between
     requests: prompts are read anew every time."""
 
     library = "llama.cpp"
-    drafter = ""
-    exact = False
+    samplers = ("temperature", "top_k", "top_p", "min_p")
 
-    def __init__(
-        self,
-        name: str,
-        file: Path,
-        context: int,
-        *,
-        gamma: int = 0,
-        match: int = 2,
-        clock: Callable[[], float] = time.perf_counter,
-    ) -> None:
-        """match: tokens that must be the same for what followed them to be drafted."""
+    def find_library(self) -> None:
         try:
             import xllamacpp
         except ImportError as error:
             raise UnsupportedError("xllamacpp is not installed; pip install xllamacpp") from error
-        self.name, self.gamma, self.speculates = name, gamma, gamma > 0
-        self._module, self._file, self._context, self._match, self._clock = xllamacpp, file, context, match, clock
+        self._module = xllamacpp
         self._server: Any = None
         self._room = 0
-
-    def refuses(self, task: Task, plan: Plan) -> str | None:
-        if len(task.prompts) > 1:
-            return "llama.cpp takes part with one text at a time"
-        for name in plan.sampling:
-            if name not in _SAMPLERS:
-                return f"llama.cpp is not told about {name} here"
-        return too_long(task, plan, self._context)
 
     def run(self, task: Task, plan: Plan, repeat: int, cancel: Cancel) -> Run:
         prompt = task.prompts[0]

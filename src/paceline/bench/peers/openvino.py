@@ -6,57 +6,34 @@ is compared, never asked to agree. Its memory of earlier prompts is off: with it
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
 from paceline.bench.contest import Cancel, Plan, Run, Task
-from paceline.bench.lengths import counted, cut_short, too_long
+from paceline.bench.lengths import counted, cut_short
 from paceline.core.errors import UnsupportedError
 from paceline.models.chatter import in_one_line
 
-_SAMPLERS = ("temperature", "top_k", "top_p")
+from .gguf_peer import GgufPeer
 
 
-class OpenVino:
+class OpenVino(GgufPeer):
     """Plain decoding, or with `gamma` its prompt lookup. The pipeline is opened with the first run."""
 
     library = "openvino"
-    drafter = ""
-    exact = False
+    samplers = ("temperature", "top_k", "top_p")
 
-    def __init__(
-        self,
-        name: str,
-        file: Path,
-        context: int,
-        *,
-        gamma: int = 0,
-        match: int = 2,
-        clock: Callable[[], float] = time.perf_counter,
-    ) -> None:
-        """match: the longest n-gram that is looked up."""
+    def find_library(self) -> None:
         try:
             import openvino
             import openvino_genai
         except ImportError as error:
             raise UnsupportedError("openvino-genai is not installed; pip install openvino-genai") from error
-        self.name, self.gamma, self.speculates = name, gamma, gamma > 0
         self._genai, self._tensor = openvino_genai, openvino.Tensor
-        self._file, self._context, self._match, self._clock = file, context, match, clock
         self._pipeline: Any = None
-
-    def refuses(self, task: Task, plan: Plan) -> str | None:
-        if len(task.prompts) > 1:
-            return "OpenVINO takes part with one text at a time"
-        for name in plan.sampling:
-            if name not in _SAMPLERS:
-                return f"OpenVINO is not told about {name} here"
-        return too_long(task, plan, self._context)
 
     def run(self, task: Task, plan: Plan, repeat: int, cancel: Cancel) -> Run:
         if self._pipeline is None:

@@ -175,13 +175,6 @@ def replay_all(
     return found
 
 
-def replay_table(
-    traces: TraceFile | Sequence[TraceFile], entries: Iterable[Entry], costs: Costs | None = None
-) -> list[dict[str, Any]]:
-    """A row for each entry; see `Replayed.row`."""
-    return [answer.row() for answer in replay_all(traces, entries, costs)]
-
-
 def lines(answers: Sequence[Replayed]) -> list[str]:
     """The same for people: a line for each entry, then what is not exact and why, then τ by category."""
     header = ("run", "τ", "acceptance", "rounds", "drafted", "speed-up", "known")

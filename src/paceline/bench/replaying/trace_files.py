@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from types import TracebackType
@@ -175,13 +175,6 @@ class TraceWriter:
         self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
     ) -> None:
         self.close()
-
-
-def write_trace(path: str | os.PathLike[str], header: TraceHeader, texts: Iterable[TraceText]) -> None:
-    """A whole file at once."""
-    with TraceWriter(path, header) as writer:
-        for text in texts:
-            writer.put(text)
 
 
 # ---- reading

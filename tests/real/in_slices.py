@@ -43,19 +43,25 @@ def start(number: int, slices: int, out: Path, arguments: list[str]) -> subproce
     )
 
 
+def before_and_after(words: list[str]) -> tuple[list[str], list[str]]:
+    """What is ours and what is `paceline bench`'s: argparse of Python 3.12 loses a list that follows `--`."""
+    here = words.index("--") if "--" in words else len(words)
+    return words[:here], words[here + 1 :]
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("slices", type=int)
     parser.add_argument("prompts", type=Path)
     parser.add_argument("out", type=Path)
     parser.add_argument("--seconds", type=float, default=1e9)
-    parser.add_argument("arguments", nargs="*")
-    said = parser.parse_args()
+    own, arguments = before_and_after(sys.argv[1:])
+    said = parser.parse_args(own)
     said.out.mkdir(parents=True, exist_ok=True)
     for number, lines in enumerate(parts_of(said.prompts, said.slices)):
         (said.out / f"part{number}.jsonl").write_text("\n".join(lines) + "\n", "utf-8")
     until = time.monotonic() + said.seconds
-    running = [start(number, said.slices, said.out, said.arguments) for number in range(said.slices)]
+    running = [start(number, said.slices, said.out, arguments) for number in range(said.slices)]
     for process in running:
         try:
             process.wait(max(0.1, until - time.monotonic()))

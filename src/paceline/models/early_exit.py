@@ -20,6 +20,7 @@ from paceline.core.errors import InputError, UnsupportedError
 from paceline.core.tree import TokenTree
 
 from .architecture import refuse_dropout
+from .kernel_pass import Part
 from .language_model import LanguageModel, SlotReader
 from .probe import ProbeText
 from .runners.eager import EagerRunner
@@ -90,7 +91,7 @@ class Split:
 
     def __init__(self, lm: LanguageModel, depth: int, head: Head | None = None) -> None:
         check_depth(lm, depth)
-        self.depth, self.handover = depth, _Handover()
+        self.depth, self.head, self.handover = depth, head, _Handover()
         layers, kinds = layers_of(lm), lm.architecture.kinds
         below = [*layers[: depth - 1], _Exit(layers[depth - 1], self.handover)]
         trained = None if head is None else _TrainedHead(head, self.handover)
@@ -176,15 +177,28 @@ class SplitReader(SlotReader):
 
     def _below(self, part: Any, rows: RowsView, width: int, tokens: Tensor | None, parents: Tensor | None) -> Reading:
         reading = self._through(part, rows, width, tokens, parents)
-        self._ahead.append(self._split.handover.take())
-        return reading
+        if self._kernels is None:
+            self._ahead.append(self._split.handover.take())
+            return reading
+        self._ahead.append(self._said.clone())
+        if part is self._split.silent or self._split.head is None:
+            return reading
+        return Reading(self._split.head(self._ahead[-1][:, -reading.logits.shape[1] :]))
 
     def _through(self, part: Any, rows: RowsView, width: int, tokens: Tensor | None, parents: Tensor | None) -> Reading:
-        self._model = part
+        self._model, self._part = part, self._kernel_part(part)
         try:
             return super().extend(rows, width, tokens, parents)
         finally:
-            self._model = self.lm.model
+            self._model, self._part = self.lm.model, None
+
+    def _kernel_part(self, part: Any) -> Part | None:
+        if self._kernels is None:
+            return None
+        split = self._split
+        if part is split.upper:
+            return Part(split.depth, self.lm.layers, split.handover.take())
+        return Part(0, split.depth, head=part is split.lower and split.head is None)
 
     def _forget(self) -> None:
         """What the lower part read ahead counts no longer; its slots are written again."""

@@ -15,6 +15,7 @@ from paceline.core.tree import closure
 
 from . import masks
 from .architecture import TESTED, refuse_dropout, study
+from .kernel_pass import KernelPass, Part, Sight, kernel_pass
 from .runners.eager import EagerRunner
 from .slot_cache import SlotCache
 
@@ -31,6 +32,7 @@ class LanguageModel:
     """
 
     largest: int | None = None  # the last token it knows, where it speaks of more (`speaking_as`)
+    runner: str = "auto"  # how passes run: "auto" (kernels of our own where there are some) or "eager" (transformers)
 
     def __init__(self, model: PreTrainedModel, tokenizer: Any = None, name: str | None = None) -> None:
         self.model = model
@@ -105,11 +107,14 @@ class SlotReader:
         self.cache = SlotCache()
         self._runner = runner
         self._model: Any = lm.model  # what a pass runs: all of it, or one part (early exit)
+        self._kernels: KernelPass | None = kernel_pass(lm)
         self._taps = tuple(round(share * lm.layers) for share in taps)
         self._scratch = 0
         self.largest = lm.largest  # token ids above it are read as it
         self._parents: Tensor | None = None  # [R,M] of the scratch tokens, once they branch
         self.glimpses: list[Glimpse] = []
+        self._part: Part | None = None  # what of the model the kernels run (early exit)
+        self._said = torch.empty(0)  # hidden states of their last pass, before norm and head
 
     # ---- reading
 
@@ -117,12 +122,13 @@ class SlotReader:
         """Read the new rows `first`... up to a last piece; returns how many tokens the next `extend` must read.
 
         `room` is the most slots a row will need. A text of one length is read to its end together with the first draft,
-        unless someone wants to see how it was read (taps): then all but the last token is read here.
+        unless someone wants to see how it was read (taps), or kernels read on from here: then all but the last token is
+        read here.
         """
         self.glimpses = []
         lengths = rows.lengths[first:]
         self.cache.reserve(rows.count, room)
-        if first == 0 and min(lengths) == max(lengths) and not self._taps:
+        if first == 0 and min(lengths) == max(lengths) and not self._taps and self._kernels is None:
             rest = min(lengths[0], CHUNK)
         else:
             rest = 1
@@ -162,6 +168,8 @@ class SlotReader:
         self.cache.aim(slice(0, rows.count), start if even else slots, visible, start)
         self._scratch += fed
         keep = fed + (1 if width else 0)
+        if self._kernels is not None:
+            return self._by_kernels(rows, ids, slots, fed, parents, keep)
         if parents is None and self._parents is None:
             omit = even and (start == 0 or width + fed == 1) and self._may_omit_mask()
             allowed = None if omit else masks.chain_mask(slots, visible)
@@ -172,6 +180,26 @@ class SlotReader:
         position = torch.cat([slots[:, :width], nodes], 1) if width else nodes
         allowed = masks.tree_mask(position, rows.length, ancestors[:, M:], visible)
         return self._pass(ids, position, allowed, masks.key_positions(rows.length, depth, visible), keep)
+
+    def _by_kernels(
+        self, rows: RowsView, ids: Tensor, slots: Tensor, fed: int, parents: Tensor | None, keep: int
+    ) -> Reading:
+        """The pass of an `extend`, by kernels of our own: each token with the slots it sees instead of a mask."""
+        assert self._kernels is not None
+        position, sight = slots, Sight(slots + 1)
+        if parents is not None or self._parents is not None:
+            M, width = self._scratch - fed, ids.shape[1] - fed
+            depth, ancestors = self._grow(rows.count, fed, parents)
+            position = torch.cat([slots[:, :width], rows.length + depth[:, M:]], 1)
+            members = torch.nn.functional.pad(ancestors[:, M:], (0, 0, width, 0))
+            sight = Sight(torch.cat([slots[:, :width] + 1, rows.length.expand(-1, fed)], 1), members, rows.length)
+        if self.largest is not None:
+            ids = ids.clamp(max=self.largest)
+        known = self.lm.vocabulary if self.lm.largest is None else self.lm.largest + 1
+        reading, self._said = self._kernels(
+            self.cache, ids, position, slots, sight, keep, self._taps, vocabulary=known, part=self._part
+        )
+        return reading
 
     def _grow(self, R: int, fed: int, parents: Tensor | None) -> tuple[Tensor, Tensor]:
         """Depth [R,M] and ancestors [R,M,M] of all scratch tokens; those fed before without parents were a chain."""

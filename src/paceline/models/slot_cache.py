@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 from weakref import WeakSet
 
+import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
@@ -70,6 +71,12 @@ class SlotCache(Cache):
             keys.scatter_(2, where.expand_as(key_states), key_states)
             values.scatter_(2, where.expand_as(value_states), value_states)
         return keys[:, :, :visible], values[:, :, :visible]
+
+    def allocate(self, layers: int, heads: int, width: int, dtype: torch.dtype) -> None:
+        """The stores of all layers, for those that write to them by themselves."""
+        while len(self.keys) < layers:
+            for store in (self.keys, self.values):
+                store.append(torch.zeros(self._rows, heads, self._slots, width, dtype=dtype))
 
     def _add_layer(self, key_states: Tensor, value_states: Tensor) -> None:
         for store, states in ((self.keys, key_states), (self.values, value_states)):

@@ -1,0 +1,1 @@
+"""Kernels for CPUs, compiled by numba on the user's machine. Imports numba and numpy only: memory is told by address."""

@@ -1,0 +1,297 @@
+"""Eight floats at a time, in an order that is written down: the pieces all kernels are made of.
+
+Each piece is a function of plain addresses (int64) that numba compiles in place. They are written as LLVM vectors and
+not as loops for its optimiser, because an optimiser chooses the order of a sum by the shape of the loop around it, and
+the same row would then come out differently in a pass of one token and in one of eight. Here a sum has one order on
+every machine, whatever it is compiled into: lane by lane, then lanes 4 apart, 2 apart, 1 apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+LANES = 8
+BYTE, INT, LONG, FLOAT = ir.IntType(8), ir.IntType(32), ir.IntType(64), ir.FloatType()
+FLOATS, INTS = ir.VectorType(FLOAT, LANES), ir.VectorType(INT, LANES)
+ZEROS = ir.Constant(FLOATS, [0.0] * LANES)
+
+
+class Emit:
+    """A few words on top of llvmlite's builder."""
+
+    def __init__(self, builder: ir.IRBuilder) -> None:
+        self.b = builder
+
+    @staticmethod
+    def int(value: int) -> Any:
+        return INT(value)
+
+    # ---- addresses
+
+    def at(self, address: Any, offset: Any = None, kind: ir.Type = FLOAT) -> Any:
+        """A pointer to `kind`, `offset` bytes after an address."""
+        if offset is not None:
+            address = self.b.add(address, offset if isinstance(offset, ir.Value) else LONG(offset))
+        return self.b.inttoptr(address, kind.as_pointer())
+
+    def load(self, address: Any, offset: Any = None, kind: ir.Type = FLOATS, align: int = 4) -> Any:
+        return self.b.load(self.at(address, offset, kind), align=align, typ=kind)
+
+    def store(self, value: Any, address: Any, offset: Any = None, align: int = 4) -> None:
+        self.b.store(value, self.at(address, offset, value.type), align=align)
+
+    def some(self, address: Any, offset: Any, count: Any) -> Any:
+        """The first `count` (i64) of eight floats, zeros after them; nothing past them is touched."""
+        name = "llvm.masked.load.v8f32.p0"
+        kind = ir.FunctionType(FLOATS, [FLOATS.as_pointer(), INT, ir.VectorType(ir.IntType(1), LANES), FLOATS])
+        function = cgutils.get_or_insert_function(self.b.module, kind, name)
+        return self.b.call(function, [self.at(address, offset, FLOATS), INT(4), self.first(count), ZEROS])
+
+    def first(self, count: Any) -> Any:
+        """A mask: the first `count` lanes."""
+        return self.b.icmp_signed("<", ir.Constant(INTS, list(range(LANES))), self.splat(self.b.trunc(count, INT)))
+
+    def expect(self, address: Any, offset: Any) -> None:
+        """This memory will be read soon: into the second cache, the first is too small to wait in."""
+        kind = ir.FunctionType(ir.VoidType(), [BYTE.as_pointer(), INT, INT, INT])
+        function = cgutils.get_or_insert_function(self.b.module, kind, "llvm.prefetch.p0")
+        self.b.call(function, [self.at(address, offset, BYTE), INT(0), INT(2), INT(1)])
+
+    # ---- arithmetic
+
+    def fma(self, a: Any, b: Any, c: Any) -> Any:
+        """a · b + c, rounded once."""
+        kind = ir.FunctionType(a.type, [a.type] * 3)
+        function = cgutils.get_or_insert_function(self.b.module, kind, f"llvm.fma.v{LANES}f32")
+        return self.b.call(function, [a, b, c])
+
+    def splat(self, value: Any) -> Any:
+        kind = ir.VectorType(value.type, LANES)
+        one = self.b.insert_element(ir.Constant(kind, ir.Undefined), value, INT(0))
+        return self.b.shuffle_vector(one, ir.Constant(kind, ir.Undefined), ir.Constant(INTS, [0] * LANES))
+
+    def total(self, vector: Any, add: Callable[[Any, Any], Any] | None = None) -> Any:
+        """The lanes of a vector, added up (or otherwise reduced) in the one order."""
+        add = add or self.b.fadd
+        width = LANES
+        while width > 1:
+            width //= 2
+            low, high = list(range(width)), list(range(width, 2 * width))
+            vector = add(self._pick(vector, vector, low), self._pick(vector, vector, high))
+        return self.b.extract_element(vector, INT(0))
+
+    def four_totals(self, vectors: list[Any]) -> Any:
+        """`total` of four vectors at once, as a vector of four: the same additions, hence the same numbers."""
+        halves = []
+        for vector in vectors:
+            halves.append(
+                self.b.fadd(self._pick(vector, vector, [0, 1, 2, 3]), self._pick(vector, vector, [4, 5, 6, 7]))
+            )
+        pairs = []
+        for one, other in (halves[:2], halves[2:]):
+            pairs.append(self.b.fadd(self._pick(one, other, [0, 1, 4, 5]), self._pick(one, other, [2, 3, 6, 7])))
+        return self.b.fadd(self._pick(*pairs, [0, 2, 4, 6]), self._pick(*pairs, [1, 3, 5, 7]))
+
+    def _pick(self, one: Any, other: Any, lanes: list[int]) -> Any:
+        return self.b.shuffle_vector(one, other, ir.Constant(ir.VectorType(INT, len(lanes)), lanes))
+
+    def larger(self, a: Any, b: Any) -> Any:
+        return self.b.select(self.b.fcmp_ordered(">", a, b), a, b)
+
+    # ---- loops
+
+    def variable(self, value: Any) -> Any:
+        """A place for a value: made once, at the top of the function, and set here, every time one comes by."""
+        place = cgutils.alloca_once(self.b, value.type)
+        self.b.store(value, place)
+        return place
+
+    @contextmanager
+    def steps(self, start: Any, stop: Any, step: int) -> Iterator[Any]:
+        """for i in range(start, stop, step), where start <= stop and step divides the difference or is 1."""
+        with cgutils.for_range_slice(self.b, start, stop, LONG(step), LONG) as (i, _):
+            yield i
+
+
+def piece(*arguments: Any, returns: Any = types.void) -> Callable[[Callable[..., Any]], Any]:
+    """Makes a function of numba out of one that emits code: `f(emit, *values)`."""
+
+    def decorate(emitting: Callable[..., Any]) -> Any:
+        def typed(typing_context: Any, *given: Any) -> Any:
+            def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+                wanted = [context.cast(builder, v, a, b) for v, a, b in zip(values, signature.args, arguments)]
+                result = emitting(Emit(builder), *wanted)
+                return context.get_dummy_value() if returns is types.void else result
+
+            return returns(*given), generate
+
+        names = ", ".join(f"a{i}" for i in range(len(arguments)))
+        scope: dict[str, Any] = {"typed": typed}
+        exec(f"def {emitting.__name__}(typing_context, {names}): return typed(typing_context, {names})", scope)
+        made = scope[emitting.__name__]
+        made.__module__ = emitting.__module__
+        made.__doc__ = emitting.__doc__
+        return intrinsic(made)
+
+    return decorate
+
+
+I64, F32 = types.int64, types.float32
+
+
+# ---- threads
+
+
+@piece(I64, I64, returns=I64)
+def fetch_add(e: Emit, address: Any, amount: Any) -> Any:
+    """Adds to a shared int64; returns what it was."""
+    return e.b.atomic_rmw("add", e.at(address, kind=LONG), amount, "acq_rel")
+
+
+@piece(I64, returns=I64)
+def look(e: Emit, address: Any) -> Any:
+    """A shared int64, as it is now."""
+    return e.b.load_atomic(e.at(address, kind=LONG), "acquire", 8, typ=LONG)
+
+
+# ---- rows of floats
+
+
+@piece(I64, I64, returns=F32)
+def sum_of_squares(e: Emit, x: Any, count: Any) -> Any:
+    return _summed(e, x, x, count)
+
+
+@piece(I64, I64, I64, returns=F32)
+def dot(e: Emit, x: Any, y: Any, count: Any) -> Any:
+    return _summed(e, x, y, count)
+
+
+def _summed(e: Emit, x: Any, y: Any, count: Any) -> Any:
+    whole = e.b.and_(count, LONG(-LANES))
+    rest = e.b.sub(count, whole)
+    sums = e.variable(ZEROS)
+    with e.steps(LONG(0), whole, LANES) as i:
+        here = e.b.shl(i, LONG(2))
+        e.b.store(e.fma(e.load(x, here), e.load(y, here), e.b.load(sums)), sums)
+    with e.b.if_then(e.b.icmp_signed(">", rest, LONG(0))):
+        here = e.b.shl(whole, LONG(2))
+        e.b.store(e.fma(e.some(x, here, rest), e.some(y, here, rest), e.b.load(sums)), sums)
+    return e.total(e.b.load(sums))
+
+
+@piece(I64, I64, I64, F32, I64)
+def scaled(e: Emit, x: Any, weight: Any, y: Any, scale: Any, count: Any) -> None:
+    """y = x · scale · weight, element by element."""
+    by = e.splat(scale)
+
+    def step(load: Callable[[Any], Any], here: Any) -> Any:
+        return e.b.fmul(e.b.fmul(load(x), by), load(weight))
+
+    _each(e, count, y, step)
+
+
+@piece(I64, I64, I64)
+def added(e: Emit, x: Any, y: Any, count: Any) -> None:
+    """y = y + x."""
+    _each(e, count, y, lambda load, here: e.b.fadd(load(y), load(x)))
+
+
+@piece(I64, I64, I64)
+def gated(e: Emit, gate: Any, up: Any, count: Any) -> None:
+    """gate = silu(gate) · up."""
+
+    def step(load: Callable[[Any], Any], here: Any) -> Any:
+        value = load(gate)
+        ones = ir.Constant(FLOATS, [1.0] * LANES)
+        below = e.b.fadd(ones, exponential(e, e.b.fsub(ZEROS, value)))
+        return e.b.fmul(e.b.fdiv(value, below), load(up))
+
+    _each(e, count, gate, step)
+
+
+@piece(I64, I64, returns=F32)
+def softmax(e: Emit, scores: Any, count: Any) -> Any:
+    """exp(score - largest), in place, and their sum. The memory must go on to a whole number of vectors."""
+    lowest = ir.Constant(FLOATS, [float("-inf")] * LANES)
+    whole = e.b.and_(e.b.add(count, LONG(LANES - 1)), LONG(-LANES))
+    last = e.b.sub(whole, LONG(LANES))
+    tail = e.b.shl(last, LONG(2))
+    inside = e.first(e.b.sub(count, last))
+    e.store(e.b.select(inside, e.load(scores, tail), lowest), scores, tail)
+    largest = e.variable(lowest)
+    with e.steps(LONG(0), whole, LANES) as i:
+        e.b.store(e.larger(e.load(scores, e.b.shl(i, LONG(2))), e.b.load(largest)), largest)
+    top = e.splat(e.total(e.b.load(largest), e.larger))
+    sums = e.variable(ZEROS)
+    with e.steps(LONG(0), whole, LANES) as i:
+        here = e.b.shl(i, LONG(2))
+        value = exponential(e, e.b.fsub(e.load(scores, here), top))
+        e.store(value, scores, here)
+        e.b.store(e.b.fadd(e.b.load(sums), value), sums)
+    return e.total(e.b.load(sums))
+
+
+def _each(e: Emit, count: Any, y: Any, step: Callable[[Callable[[Any], Any], Any], Any]) -> None:
+    """y[i] = step for every i; the rest is computed on vectors padded with zeros and stored one by one."""
+    whole = e.b.and_(count, LONG(-LANES))
+    with e.steps(LONG(0), whole, LANES) as i:
+        here = e.b.shl(i, LONG(2))
+        e.store(step(lambda a: e.load(a, here), here), y, here)
+    rest = e.b.sub(count, whole)
+    with e.b.if_then(e.b.icmp_signed(">", rest, LONG(0)), likely=False):
+        here = e.b.shl(whole, LONG(2))
+        value = step(lambda a: e.some(a, here, rest), here)
+        held = e.variable(value)
+        base = e.b.ptrtoint(held, LONG)
+        with e.steps(LONG(0), rest, 1) as i:
+            offset = e.b.shl(i, LONG(2))
+            e.store(e.load(base, offset, FLOAT), y, e.b.add(here, offset))
+
+
+def exponential(e: Emit, x: Any) -> Any:
+    """exp of eight floats, to about one unit in the last place; 0 below -87.3, not larger than exp(88)."""
+
+    def const(value: float) -> Any:
+        return ir.Constant(FLOATS, [value] * LANES)
+
+    low = e.b.fcmp_ordered("<", x, const(-87.3))
+    x = e.b.select(e.b.fcmp_ordered(">", x, const(88.0)), const(88.0), e.b.select(low, const(-87.3), x))
+    kind = ir.FunctionType(FLOATS, [FLOATS])
+    round_to = cgutils.get_or_insert_function(e.b.module, kind, f"llvm.rint.v{LANES}f32")
+    whole = e.b.call(round_to, [e.b.fmul(x, const(1.4426950408889634))])
+    rest = e.fma(whole, const(-0.693145751953125), x)
+    rest = e.fma(whole, const(-1.428606765330187e-06), rest)
+    poly = const(1.0 / 5040)
+    for factor in (1 / 720, 1 / 120, 1 / 24, 1 / 6, 1 / 2, 1.0, 1.0):
+        poly = e.fma(poly, rest, const(factor))
+    power = e.b.shl(e.b.fptosi(whole, INTS), ir.Constant(INTS, [23] * LANES))
+    value = e.b.bitcast(e.b.add(e.b.bitcast(poly, INTS), power), FLOATS)
+    return e.b.select(low, ZEROS, value)
+
+
+@intrinsic
+def floats_at(typing_context, address):  # type: ignore[no-untyped-def]
+    """The memory at an address, as a pointer that `carray` makes an array of."""
+
+    def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        return builder.inttoptr(values[0], FLOAT.as_pointer())
+
+    return types.CPointer(types.float32)(address), generate
+
+
+@intrinsic
+def longs_at(typing_context, address):  # type: ignore[no-untyped-def]
+    """The same, of int64."""
+
+    def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        return builder.inttoptr(values[0], LONG.as_pointer())
+
+    return types.CPointer(types.int64)(address), generate

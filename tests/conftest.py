@@ -10,6 +10,9 @@ import pytest
 from paceline.models import pass_times
 from paceline.models.cache import cache_folder
 
+# compiled once, also for tests (and processes of theirs) that have a cache of their own
+os.environ.setdefault("NUMBA_CACHE_DIR", str(cache_folder() / "kernels"))
+
 
 @pytest.fixture(autouse=True, scope="session")
 def costs_of_their_own(tmp_path_factory: pytest.TempPathFactory) -> None:

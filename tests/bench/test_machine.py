@@ -82,7 +82,7 @@ def test_a_run_is_disturbed_when_others_used_more_than_the_limit() -> None:
 def test_provenance_says_what_a_reader_would_ask() -> None:
     found = provenance({"target": "x", "runs": ("a",)}, torch.device("cpu"))
     assert found["arguments"] == {"target": "x", "runs": ["a"]}
-    assert {"paceline", "torch", "transformers", "numpy", "python"} == set(found["versions"])
+    assert {"paceline", "torch", "transformers", "numpy", "numba", "python"} == set(found["versions"])
     assert found["threads"] == torch.get_num_threads()
     assert found["cores"] >= 1
     assert found["cpu"]

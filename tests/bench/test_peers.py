@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import http.server
-import json
 import sys
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -18,10 +15,9 @@ from paceline.bench.contest import Contestant, Plan, Task
 from paceline.bench.entries import parse_entry
 from paceline.bench.ours import Ours
 from paceline.bench.peers import gguf_file
-from paceline.bench.peers.llama_cpp import LlamaCpp
 from paceline.bench.peers.opening import draft_model_of, open_peers
 from paceline.bench.peers.openvino import OpenVino
-from paceline.core.errors import InputError, ModelOutputError, UnknownNameError, UnsupportedError
+from paceline.core.errors import InputError, UnknownNameError, UnsupportedError
 from paceline.models.cache import file_sha256
 from paceline.models.catalogue import cache_key
 from paceline.models.gguf import PROVENANCE
@@ -126,7 +122,7 @@ def test_who_cannot_come_is_noted_in_one_line(lm: LanguageModel) -> None:
     for names, given, part in (
         (["hf-assisted"], None, "no run has a draft model"),
         (["hf-assisted"], other, "41"),
-        (["llama.cpp"], None, "did not come from a GGUF file"),
+        (["llama-cpp:FILE.gguf"], None, "did not come from a GGUF file"),
         (["openvino-lookup"], None, "did not come from a GGUF file"),
     ):
         peers, notes = open_peers(names, lm, draft=given)
@@ -203,92 +199,6 @@ def test_the_file_in_an_installed_package_is_found(
     assert gguf_file.gguf_of(lm, None) == package / "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
-# ---- llama.cpp, as its server answers
-
-
-@pytest.fixture
-def llama_cpp(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
-    """A module `xllamacpp` whose server writes the tokens 0, 1, 2, ... two at a time."""
-    seen = SimpleNamespace(requests=[], params=[], status=200, short=0)
-
-    class Answers(http.server.BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            seen.requests.append((self.path, asked))
-            self.send_response(seen.status)
-            self.end_headers()
-            tokens = list(range(asked["n_predict"] - seen.short))
-            for start in range(0, len(tokens), 2):
-                event = {"tokens": tokens[start : start + 2], "content": "x"}
-                self.wfile.write(b"data: " + json.dumps(event).encode() + b"\n\n")
-            self.wfile.write(b'data: {"tokens": [], "stop": true}\n\n')
-
-        def log_message(self, format: str, *args: Any) -> None: ...
-
-    web = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Answers)
-    thread = threading.Thread(target=web.serve_forever)
-    thread.start()
-
-    def server(params: Any) -> SimpleNamespace:
-        seen.params.append(params)
-        return SimpleNamespace(listening_address=f"http://127.0.0.1:{web.server_port}")
-
-    module: Any = ModuleType("xllamacpp")
-    module.Server = server
-    module.CommonParams = lambda: SimpleNamespace(
-        model=SimpleNamespace(), cpuparams=SimpleNamespace(), cpuparams_batch=SimpleNamespace(),
-        speculative=SimpleNamespace(ngram_simple=SimpleNamespace()),
-    )  # fmt: skip
-    module.common_speculative_type = SimpleNamespace(COMMON_SPECULATIVE_TYPE_NGRAM_SIMPLE="simple")
-    monkeypatch.setitem(sys.modules, "xllamacpp", module)
-    yield seen
-    web.shutdown()
-    thread.join()
-    web.server_close()
-
-
-def test_llama_cpp_is_asked_for_ids(llama_cpp: SimpleNamespace, from_gguf: tuple[LanguageModel, Path]) -> None:
-    lm, file = from_gguf
-    peer = opened(f"llama.cpp-lookup:{file},gamma=7", lm)
-    run = peer.run(ONE, Plan(5, seed=9), 1, never)
-    assert run.tokens == ((0, 1, 2, 3, 4),)
-    assert len(run.arrivals) == 5
-    assert run.arrivals[0] == run.arrivals[1] == run.first
-    path, asked = llama_cpp.requests[0]
-    assert path == "/completion"
-    assert asked["prompt"] == list(ONE.prompts[0])
-    assert {key: asked[key] for key in ("n_predict", "ignore_eos", "temperature", "cache_prompt", "seed")} == {
-        "n_predict": 5, "ignore_eos": True, "temperature": 0.0, "cache_prompt": False, "seed": 9,
-    }  # fmt: skip
-    params = llama_cpp.params[0]
-    assert params.model.path == str(file)
-    assert (params.n_ctx, params.cache_ram_mib, params.speculative.ngram_simple.size_m) == (256, 0, 7)
-    peer.run(ONE, Plan(6), 1, never)
-    assert len(llama_cpp.params) == 1  # one server, as long as there is room
-    assert not peer.exact
-    assert "one text" in str(peer.refuses(TWO, PLAN))
-    assert "noise" in str(peer.refuses(ONE, Plan(4, {"noise": 0.1})))
-    peer.close()
-
-
-def test_llama_cpp_grows_samples_and_is_cancelled(llama_cpp: SimpleNamespace, tmp_path: Path) -> None:
-    peer = LlamaCpp("llama.cpp", tmp_path / "x.gguf", 2048)
-    peer.run(ONE, Plan(4, {"temperature": 0.7, "top_k": 3}), 0, never)
-    assert (
-        llama_cpp.requests[0][1] | {"temperature": 0.7, "top_k": 3, "top_p": 1.0, "min_p": 0.0}
-        == (llama_cpp.requests[0][1])
-    )
-    peer.run(Task("2", "x", (tuple(range(300)),)), Plan(4), 0, never)
-    assert [params.n_ctx for params in llama_cpp.params] == [256, 512]
-    assert peer.run(ONE, Plan(4), 0, lambda: True).tokens == ((),)
-    llama_cpp.short = 1
-    with pytest.raises(ModelOutputError, match="instead of 4"):
-        peer.run(ONE, Plan(4), 0, never)
-    llama_cpp.status = 500
-    with pytest.raises(UnsupportedError, match="status 500"):
-        peer.run(ONE, Plan(4), 0, never)
-
-
 # ---- OpenVINO, as its pipeline answers
 
 
@@ -357,7 +267,7 @@ def test_openvino_samples_and_may_fail(openvino: SimpleNamespace, tmp_path: Path
         peer.run(ONE, PLAN, 0, never)
 
 
-@pytest.mark.parametrize(("name", "module"), [("llama.cpp", "xllamacpp"), ("openvino", "openvino_genai")])
+@pytest.mark.parametrize(("name", "module"), [("llama-cpp", "xllamacpp"), ("openvino", "openvino_genai")])
 def test_what_is_not_installed_is_left_out(
     name: str, module: str, from_gguf: tuple[LanguageModel, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -44,8 +44,8 @@ class Variant:
 
     @property
     def perfect(self) -> bool:
-        """The draft is what the target will say."""
-        return self.draft == "same"
+        """The draft is what the target will say, and it can say all of it."""
+        return self.draft == "same" and "vocabulary" not in self.options
 
     @property
     def chain(self) -> bool:

@@ -70,6 +70,16 @@ def test_the_target_is_loaded_as_it_says(tmp_path: Path) -> None:
     assert str(SpeculativeDecoder.from_config(str(path)).target.dtype) == "torch.float64"
 
 
+def test_how_passes_run(lm: LanguageModel, tmp_path: Path) -> None:
+    path = tmp_path / "tuned.toml"
+    path.write_text('[decoder]\nrunner = "eager"\nquantize = "int8"\n')
+    made = SpeculativeDecoder.from_config(path, lm)
+    assert (made.target.runner, made.target.name) == ("eager", f"{lm.name} in int8")
+    assert SpeculativeDecoder.from_config(path, lm, quantize=None, runner="auto").target is lm
+    with pytest.raises(UnknownNameError, match="Did you mean 'eager'"):
+        SpeculativeDecoder.from_config({"runner": "eagr"}, lm)
+
+
 @pytest.mark.parametrize(
     ("said", "words"),
     [

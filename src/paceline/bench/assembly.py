@@ -17,6 +17,7 @@ from paceline.models import load
 from paceline.models.cache import Progress
 from paceline.models.language_model import LanguageModel
 from paceline.models.pass_times import measured_costs
+from paceline.models.running import check_kind, check_runner, prepare
 
 from .contest import Contestant, Plan, Task
 from .entries import parse_entries
@@ -77,9 +78,12 @@ def assemble(options: BenchOptions, progress: Progress | None = None) -> Contest
     plan = plan_of(options)
     entries = parse_entries(options.runs, options.gamma)
     check_peers(options.peers)
+    check_running(options)
     made: Synthetic | None = None
     if is_synthetic(options):
         made = synthetic_contest(options)
+        for each in filter(None, (made.target, made.draft)):  # nobody else's
+            each.runner = options.runner
         lm, entries = made.target, list(made.fitted(entries) if entries else made.entries)
         talks: list[Conversation | SingleTask] = [SingleTask(task) for task in made.tasks]
         skipped: list[LeftOut] = []
@@ -87,7 +91,14 @@ def assemble(options: BenchOptions, progress: Progress | None = None) -> Contest
         prompts = read_all(
             options.prompts, limit=options.limit, categories=options.categories, require_answers=options.quality
         )
-        lm = load(options.target, dtype=options.dtype, device=options.device, progress=progress)
+        lm = load(
+            options.target,
+            dtype=options.dtype,
+            device=options.device,
+            runner=options.runner,
+            quantize=options.quantize,
+            progress=progress,
+        )
         begun, long = conversations(
             prompts, lm, options.batch, options.max_new_tokens, chat=options.chat, turns=options.turns
         )
@@ -95,6 +106,7 @@ def assemble(options: BenchOptions, progress: Progress | None = None) -> Contest
     if not talks:
         why = f" ({skipped[0].why.rstrip('.')})" if skipped else ""
         raise InputError(f"There is no prompt to measure{why}; give other prompts, or fewer max_new_tokens.")
+    prepare(lm, progress)
     contestants: list[Contestant] = [Ours(lm, plain=True)]
     for entry in entries:
         try:
@@ -106,6 +118,17 @@ def assemble(options: BenchOptions, progress: Progress | None = None) -> Contest
     if made is not None:
         notes.insert(0, f"{made.remark[:1].upper()}{made.remark[1:]}")
     return Contest(lm, _unique([*contestants, *peers]), tuple(talks), plan, tuple(skipped), tuple(notes))
+
+
+def check_running(options: BenchOptions) -> None:
+    """How passes should run: names that are known, for models that have it."""
+    check_runner(options.runner)
+    check_kind(options.quantize)
+    if options.quantize is not None and is_synthetic(options):
+        raise InputError(
+            f"quantize '{options.quantize}' is for a target that is read from somewhere, and this one is made up; "
+            "leave it out."
+        )
 
 
 def _unique(contestants: list[Contestant]) -> tuple[Contestant, ...]:

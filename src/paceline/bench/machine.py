@@ -146,7 +146,7 @@ def provenance(arguments: Mapping[str, Any], device: torch.device | None = None)
         "versions": {
             "paceline": __version__,
             "python": platform.python_version(),
-            **{name: _version(name) for name in ("torch", "transformers", "numpy")},
+            **{name: _version(name) for name in ("torch", "transformers", "numpy", "numba")},
         },
         "platform": platform.platform(),
         "cpu": device_name(torch.device("cpu")),

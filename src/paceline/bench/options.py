@@ -14,6 +14,8 @@ class BenchOptions:
     target: str = "smollm2-135m"
     dtype: str | None = None
     device: str | None = None
+    runner: str = "auto"  # how our own passes run, and those of drafts
+    quantize: str | None = None  # the target in "int8", "int4" or "bfloat16"
     shape: str | None = None  # a random model of a named shape instead of a target: "llama-7b"
     draft_shape: str | None = None  # the draft beside it; None: the shape's usual one
     synthetic_acceptance: tuple[float, ...] = ()  # the draft is right so often: one rate, or one per position

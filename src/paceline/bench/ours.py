@@ -15,6 +15,7 @@ from paceline.engine.decoder import SpeculativeDecoder
 from paceline.models import load
 from paceline.models.language_model import LanguageModel
 from paceline.models.runners.device import finish
+from paceline.models.running import parts
 from paceline.models.slot_cache import live_caches
 
 from .contest import Cancel, Entry, Plan, Run, Task
@@ -59,11 +60,11 @@ class Ours:
         self.draft_model: LanguageModel | None = found if isinstance(found, LanguageModel) else None
 
     def _loaded(self, entry: Entry) -> dict[str, Any]:
-        """The drafter's options with its model in memory: on the target's device, in the target's dtype."""
+        """The drafter's options with its model in memory: on the target's device, in its dtype, by its runner."""
         options = dict(entry.options)
         model = options.get("model") if entry.draft in DRAFTERS else entry.draft
         if isinstance(model, str):
-            options["model"] = load(model, dtype=self.lm.dtype, device=self.lm.device)
+            options["model"] = load(model, dtype=self.lm.dtype, device=self.lm.device, runner=parts(self.lm)[0].runner)
         return options
 
     def decoder(self, rows: int = 1) -> SpeculativeDecoder:

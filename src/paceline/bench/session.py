@@ -13,6 +13,7 @@ import torch
 from paceline.bench.replaying.tracing import Tracing
 from paceline.core.errors import InputError, PacelineError
 from paceline.models.cache import Progress
+from paceline.models.running import running
 
 from .assembly import Contest, assemble, costs_of, layers_of, quality_of, too_long
 from .contest import Cancel, Contestant, Plan, Run, Task, Watcher
@@ -92,7 +93,8 @@ def bench(
             check_same(earlier, told)
             recorder.go_on(earlier)
             loaded = loaded or bool(earlier.provenance.get("loaded"))
-        recorder.provenance({**told, "target": contest.lm.name, "busy": busy.share, "loaded": loaded})
+        how = running(contest.lm).describe()
+        recorder.provenance({**told, "target": contest.lm.name, "running": how, "busy": busy.share, "loaded": loaded})
         if earlier is not None and earlier.provenance.get("commit") != told["commit"]:
             recorder.note(f"The runs before --resume were measured at commit {earlier.provenance.get('commit')}.")
         try:

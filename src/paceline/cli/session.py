@@ -104,6 +104,7 @@ def open_decoder(said: PairOptions, drafting: Drafting, settings: dict[str, Any]
     """Check the names and numbers, load the model or models, and put them together."""
     with preparing(f"loading {said.target}"):
         check_counts(nodes=said.nodes)
+        check_running(said.runner, said.quantize)
         check_settings(settings, open_rule(said, drafting))
         _check_branches(said)
         drafter = draft_of(said, drafting)
@@ -120,11 +121,11 @@ def check_settings(settings: dict[str, Any], rule: Rule) -> None:
 def load_target(said: PairOptions) -> LanguageModel:
     """The target, with a second branch where one was asked for."""
     _check_branches(said)
-    target = _load(said, said.target)
+    target = _load(said, said.target, said.quantize)
     from paceline.models.guided import contrast, guided
 
     if said.amateur is not None:
-        return contrast(target, _load(said, said.amateur))
+        return contrast(target, _load(said, said.amateur, said.quantize))
     if said.guidance_scale is not None:
         return guided(target, said.guidance_scale, said.negative_prompt or "")
     return target
@@ -139,11 +140,24 @@ def _check_branches(said: PairOptions) -> None:
         raise InputError("--amateur and --guidance-scale both make a target of two branches; use one of them.")
 
 
-def _load(said: PairOptions, source: str) -> LanguageModel:
+def _load(said: PairOptions, source: str, quantize: str | None = None) -> LanguageModel:
     with preparing(f"loading {source}") as progress:
         from paceline.models import load
+        from paceline.models.running import prepare
 
-        return load(source, dtype=said.dtype, device=said.device, progress=progress)
+        lm = load(
+            source, dtype=said.dtype, device=said.device, runner=said.runner, quantize=quantize, progress=progress
+        )
+        prepare(lm, progress)
+        return lm
+
+
+def check_running(runner: str, quantize: str | None) -> None:
+    """Names that nobody knows are refused before a model is read."""
+    from paceline.models.running import check_kind, check_runner
+
+    check_runner(runner)
+    check_kind(quantize)
 
 
 def pair(

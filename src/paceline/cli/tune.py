@@ -12,7 +12,7 @@ from paceline.core.errors import InputError
 
 from .options import _config, _flag, _value
 from .report import dump, versions
-from .session import check_counts
+from .session import check_counts, check_running
 from .settings import show_config, source, takes
 from .terminal import interruptible, plain_warnings, preparing, say
 
@@ -42,6 +42,12 @@ class TuneSettings:
     target: Annotated[str, _value(_MODELS, "MODEL", "Catalogue name, hub id, folder or .gguf file.")] = "smollm2-135m"
     dtype: Annotated[str | None, _value(_MODELS, "TYPE", "float32, bfloat16, float16, float64 or auto.")] = None
     device: Annotated[str | None, _value(_MODELS, "DEVICE", "cpu, cuda, cuda:1 …; CUDA where there is one.")] = None
+    runner: Annotated[str, _value(_MODELS, "NAME", "auto, eager (transformers) or kernels (our own, on a CPU).")] = (
+        "auto"
+    )
+    quantize: Annotated[str | None, _value(_MODELS, "KIND", "The target in int8, int4 or bfloat16; exact to that.")] = (
+        None
+    )
 
     candidate: Annotated[
         list[str] | None,
@@ -91,6 +97,7 @@ def tune(ctx: typer.Context, said: TuneSettings) -> None:
 
 def _run(said: TuneSettings) -> Tuning:
     check_counts(limit=said.limit)
+    check_running(said.runner, said.quantize)
     if said.out is not None and (said.out.is_dir() or not said.out.parent.is_dir()):
         raise InputError(f"The config '{said.out}' cannot be written: it is a folder, or its folder is not there.")
     with preparing("reading prompts"):
@@ -106,11 +113,16 @@ def _run(said: TuneSettings) -> Tuning:
         prompts = read_all(said.prompts or ("builtin",), limit=said.limit)
     with preparing(f"loading {said.target}") as progress:
         from paceline.models import load
+        from paceline.models.running import prepare
 
-        target = load(said.target, dtype=said.dtype, device=said.device, progress=progress)
-    loading = {name: getattr(said, name) for name in ("target", "dtype", "device") if getattr(said, name) is not None}
+        how = {name: getattr(said, name) for name in ("dtype", "device", "runner", "quantize")}
+        target = load(said.target, progress=progress, **how)
+        prepare(target, progress)
+    said_so = {name: value for name, value in how.items() if value not in (None, "auto")}
     with interruptible() as cancel, preparing("measuring") as progress:
-        return run(target, prompts, options, target=loading, progress=progress, cancel=cancel)
+        return run(
+            target, prompts, options, target={"target": said.target, **said_so}, progress=progress, cancel=cancel
+        )
 
 
 def _options(said: TuneSettings) -> TuneOptions:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from .law import Law, Prefix, SamplingBatch
 from .noise import Purpose, exponential, uniform
+from .ranking import first_best
 from .verdict import BROKEN
 
 # How a draft is drawn. coupled: with the target's own noise, so that the same seed gives the same text. certain: the
@@ -75,14 +76,16 @@ class Choice:
     def pick(self, logits: Tensor) -> Tensor:
         """[R,Q]: the target's token at each place, or BROKEN where none can be chosen."""
         if self.batch.deterministic:
-            best = self.batch.edit(logits, self.prefix).max(-1)
-            return torch.where(best.values - best.values == 0, best.indices, BROKEN)
+            scores = self.batch.edit(logits, self.prefix)
+            index = first_best(scores)
+            value = scores.gather(-1, index.unsqueeze(-1)).squeeze(-1)
+            return torch.where(value - value == 0, index, BROKEN)
         return self._race(self.law(logits), logits.shape[-1], Purpose.TARGET)
 
     def guess(self, logits: Tensor, draw: Draw) -> tuple[Tensor, Law | None]:
         """[R,Q]: one drafted token per place, and the law it was drawn from (None: a point mass)."""
         if self.batch.deterministic or draw == "certain":
-            return self.batch.edit(logits, self.prefix).argmax(-1), None
+            return first_best(self.batch.edit(logits, self.prefix)), None
         law = self.law(logits)
         if draw == "coupled":
             noise = self._noise(law, logits.shape[-1], Purpose.TARGET)

@@ -14,9 +14,11 @@ import torch
 from torch import Tensor
 
 from .noise import Purpose, gaussian, stream_key
+from .ranking import best, first_best, nucleus, on_host
 from .sampling import Sampling
 
 _NEVER = float("-inf")
+_BESIDE_TOP_P = {"top_k", "min_p", "typical_p", "noise"}  # controls that want to see more of a law than its nucleus
 
 
 @dataclass(frozen=True)
@@ -158,15 +160,18 @@ class SamplingBatch:
         greedy = self.column("temperature", scores.dtype) == 0 if some_greedy else None  # [R,1,1]
         heat = self._temperature(scores)
         scores = scores / (heat if greedy is None else torch.where(greedy, 1.0, heat))
+        if self.used.isdisjoint(_BESIDE_TOP_P) and "top_p" in self.used and on_host(scores):
+            if scores.dtype == torch.float32:
+                return Law(*nucleus(scores, [row.top_p for row in self.rows], [row.greedy for row in self.rows]))
         ids = None
         if self.ranks:
             scores, ids = self._ranked(scores, position)
-        best = None if greedy is None else scores.max(-1, keepdim=True)  # before typical, which may cut the best token
+        top = None if greedy is None else scores.max(-1, keepdim=True)  # before typical, which may cut the best token
         scores = self._cut_typical(self._cut_min_p(scores))
         weights = scores.softmax(-1)
-        if greedy is not None and best is not None:
-            sound = (best.values - best.values == 0).to(weights.dtype)  # NaN and -inf are no choice
-            weights = torch.where(greedy, torch.zeros_like(weights).scatter_(-1, best.indices, sound), weights)
+        if greedy is not None and top is not None:
+            sound = (top.values - top.values == 0).to(weights.dtype)  # NaN and -inf are no choice
+            weights = torch.where(greedy, torch.zeros_like(weights).scatter_(-1, top.indices, sound), weights)
         return Law(weights, ids)
 
     def _temperature(self, scores: Tensor) -> Tensor:
@@ -184,7 +189,7 @@ class SamplingBatch:
         """Top-k, noise and top-p on scores in falling order; the k best where every row has a k, else all."""
         V = scores.shape[-1]
         limits = [min(row.top_k, V) if row.top_k else V for row in self.rows]
-        scores, ids = _best(scores, max(limits))
+        scores, ids = best(scores, max(limits))
         if min(limits) < max(limits):
             k = torch.tensor(limits, device=self.device).view(-1, 1, 1)
             scores = scores.masked_fill(torch.arange(scores.shape[-1], device=self.device) >= k, _NEVER)
@@ -223,25 +228,8 @@ class SamplingBatch:
         return scores.masked_fill(cut & (mass < 1), _NEVER)
 
 
-def _best(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """The k best scores in falling order and their ids; of equal scores the lower id first, in every batch.
-
-    `topk` breaks ties as it likes, and bf16 logits tie all the time: float32 scores are ranked as integers that end in
-    the token id. Float64 has no room for that and is sorted.
-    """
-    V = scores.shape[-1]
-    if k >= V or scores.dtype != torch.float32:
-        ranked = scores.sort(dim=-1, descending=True, stable=True)
-        return ranked.values[..., :k], ranked.indices[..., :k]
-    bits = (scores + 0.0).view(torch.int32)  # +0.0: no negative zero
-    ordered = bits ^ (bits.bitwise_right_shift(31) & 0x7FFFFFFF)
-    ordered = torch.where(scores == scores, ordered, 0x7FFFFFFF)  # NaN of either sign first, so that it is noticed
-    keys = ordered.to(torch.int64).mul_(1 << 32).sub_(torch.arange(V, device=scores.device))
-    ids = keys.topk(k, dim=-1).indices
-    return scores.gather(-1, ids), ids
-
-
 def _point_mass(scores: Tensor) -> Law:
     """Greedy is a law like any other: all the weight on the best token. NaN stays NaN, so that it is noticed."""
-    best = scores.max(-1, keepdim=True)
-    return Law(torch.zeros_like(best.values) + (best.values - best.values == 0), best.indices)
+    index = first_best(scores).unsqueeze(-1)
+    value = scores.gather(-1, index)
+    return Law(torch.zeros_like(value) + (value - value == 0), index)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -16,9 +16,12 @@ from paceline.core.growth import Expand, Grower, TreeOptions
 from paceline.core.tree import TokenTree
 from paceline.core.verdict import Verdict
 from paceline.models.language_model import LanguageModel
+from paceline.models.running import check_kind, in_numbers
+from paceline.models.subset_head import SubsetHead
 from paceline.models.vocabulary import check_same_vocabulary
 
 _TREE = -1
+_FEWEST = 8  # tokens that a draft model must be able to say
 
 
 class ModelDrafter(Drafter):
@@ -76,14 +79,30 @@ class DraftModel(ModelDrafter):
     @dataclass(frozen=True)
     class Options(TreeOptions):
         model: Any = None  # a LanguageModel, or anything `paceline.load` takes
+        quantize: str | None = None  # the model in int8, int4 or bfloat16
+
+        vocabulary: int | None = None  # tokens it can say: the usual ones and those of the texts at hand (None: all)
+
+        def __post_init__(self) -> None:
+            super().__post_init__()
+            check_kind(self.quantize)
+            if self.vocabulary is not None and self.vocabulary < _FEWEST:
+                raise InputError(f"vocabulary must be at least {_FEWEST} tokens, got {self.vocabulary}; try 8000.")
+
+        @classmethod
+        def conformance_variants(cls) -> list[Mapping[str, Any]]:
+            return [{"tree": "chain", "vocabulary": 12}]
 
     on_device = True
 
     def __init__(self, options: Options | None = None) -> None:
         super().__init__(options)
+        self.lm = in_numbers(self.lm, self.options.quantize)
         self._read: list[int] = []  # per row, how many committed tokens the draft's memory holds
         self._drafted_at: list[int] = []  # per row, its length when the last draft was made
         self._grower = Grower(self.options)
+        self._words: SubsetHead | None = None  # where it can say some tokens only
+        self._heard: list[int] = []  # per row, the tokens that were looked at for new ones
 
     @classmethod
     def token_by_token(cls, options: Any) -> bool:
@@ -91,26 +110,33 @@ class DraftModel(ModelDrafter):
 
     def describe(self) -> str:
         shape = "" if self.options.tree == "chain" else f", tree {self.options.tree}"
-        return f"draft-model {self.lm.name}{shape}"
+        some = "" if self.options.vocabulary is None else f", {self.options.vocabulary} tokens"
+        return f"draft-model {self.lm.name}{some}{shape}"
 
     # ---- rows come and go
 
     def open(self, target: LanguageModel, rows: RowsView) -> None:
         self.vocabulary = target.vocabulary
-        self._reader = self.lm.reader()
+        some = self.options.vocabulary
+        if self._words is not None:
+            self._words.forget()
+        elif some is not None and some < min(self.lm.vocabulary, target.vocabulary):
+            self._words = SubsetHead(self.lm, some, (token for token in target.eos if token < target.vocabulary))
+        self._reader = self.lm.reader() if self._words is None else self._words.lm.reader()
         if self.lm.vocabulary < target.vocabulary:
             self._reader.largest = self.lm.vocabulary - 1
-        self._read, self._drafted_at = [], []
+        self._read, self._drafted_at, self._heard = [], [], []
         self._fed: int | None = None
 
     def admit(self, rows: RowsView, first: int) -> None:
         self._settle(rows.lengths[:first])
+        self._heard[first:] = [0] * (rows.count - first)
         rest = self._reader.begin(rows, first, max(rows.lengths))
         self._read[first:] = [length - rest for length in rows.lengths[first:]]
 
     def release(self, row: int, last: int, length: int) -> None:
         self._reader.release(row, last, length)
-        for state in (self._read, self._drafted_at):
+        for state in (self._read, self._drafted_at, self._heard):
             if last < len(state):
                 state[row] = state[last]
                 del state[last]
@@ -154,16 +180,26 @@ class DraftModel(ModelDrafter):
             self._reader.prefill(rows, 0, [length - 1 for length in rows.lengths])
             width = 1
         self._drafted_at = list(rows.lengths)
+        self._hear(rows)
         tree = self._grower.run(rows, budget, self._expand(rows, width))
         self._fed = self._grower.fed if self._grower.slots is None else _TREE
         return tree
+
+    def _hear(self, rows: RowsView) -> None:
+        """Where it can say some tokens only: those that have come up since are among them."""
+        if self._words is None:
+            return
+        for row, (text, settled) in enumerate(zip(rows.histories, rows.settled, strict=True)):
+            self._words.learn([t for t in text[self._heard[row] : settled] if t < self.lm.vocabulary])
+            self._heard[row] = max(self._heard[row], settled)
 
     def _expand(self, rows: RowsView, width: int) -> Expand:
         """What the draft model says after the text, and then after drafted tokens."""
 
         def expand(tokens: Tensor | None, parents: Tensor | None) -> Tensor:
-            if tokens is None:
-                return over_vocabulary(self._reader.extend(rows, width).logits, self.vocabulary)
-            return over_vocabulary(self._reader.extend(rows, 0, tokens, parents).logits, self.vocabulary)
+            said = self._reader.extend(rows, width if tokens is None else 0, tokens, parents).logits
+            if self._words is not None:
+                return self._words.spread(said, self.vocabulary)
+            return over_vocabulary(said, self.vocabulary)
 
         return expand

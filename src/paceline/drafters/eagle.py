@@ -18,6 +18,7 @@ from paceline.models.draft_layers import DecoderLayer, LayerConfig, Remember, Sc
 from paceline.models.language_model import LanguageModel
 from paceline.models.masks import chain_mask
 from paceline.models.slot_cache import SlotCache
+from paceline.models.subset_head import spread
 
 from .heads import HeadDrafter, HeadOptions
 
@@ -91,10 +92,7 @@ class EagleHead(DraftHead):
     def say(self, features: Tensor) -> Tensor:
         """[...,D] -> logits [...,V] over the target's vocabulary; what the draft cannot say is impossible."""
         logits: Tensor = self.output(self.norm(features))
-        if self.d2t is None:
-            return logits
-        everything = logits.new_full((*logits.shape[:-1], self.config.vocabulary), float("-inf"))
-        return everything.index_copy(-1, self.d2t, logits)
+        return logits if self.d2t is None else spread(logits, self.d2t, self.config.vocabulary)
 
     def forward(self, embedded: Tensor, taps: Sequence[Tensor], steps: int) -> list[Tensor]:
         """Whole texts, as in drafting ("training-time test"): `embedded` [R,T,E] are the tokens after the places of

@@ -14,10 +14,12 @@ from paceline.models import catalogue_names, is_model, load
 from paceline.models.language_model import LanguageModel
 
 
-def make_drafter(draft: Any, options: Mapping[str, Any] | None = None, device: Any = None) -> Drafter:
+def make_drafter(
+    draft: Any, options: Mapping[str, Any] | None = None, device: Any = None, runner: str | None = None
+) -> Drafter:
     """From a Drafter, a name, (name, options), {"name": ..., options} or that as JSON, a model, or what names a model.
 
-    None is plain decoding. A model that has to be loaded goes to `device`.
+    None is plain decoding. A model that has to be loaded goes to `device` and runs by `runner`.
     """
     if options is not None and not isinstance(options, Mapping):
         raise InputError(f"options of a drafter must be a mapping of names to values, got {options!r}.")
@@ -28,7 +30,7 @@ def make_drafter(draft: Any, options: Mapping[str, Any] | None = None, device: A
         return draft
     name, given = named(draft, given)
     if given.get("model") is not None:
-        given["model"] = _loaded(given["model"], device)
+        given["model"] = _loaded(given["model"], device, runner)
     cls = DRAFTERS[name]
     made = build_options(cls.Options, given, f"drafter '{name}'")
     return cls(made, device) if cls.holds_drafters else cls(made)  # type: ignore[call-arg]
@@ -72,5 +74,5 @@ def _parted(draft: Any) -> tuple[Any, dict[str, Any]]:
     return options.pop("name"), options
 
 
-def _loaded(model: Any, device: Any) -> LanguageModel:
-    return load(model, device=device) if isinstance(model, (str, os.PathLike)) else load(model)
+def _loaded(model: Any, device: Any, runner: str | None) -> LanguageModel:
+    return load(model, device=device, runner=runner) if isinstance(model, (str, os.PathLike)) else load(model)

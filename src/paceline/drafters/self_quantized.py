@@ -28,4 +28,4 @@ class SelfQuantized(SelfDraft):
         self.draft_of(target)
 
     def made_from(self, target: LanguageModel) -> LanguageModel:
-        return quantized(target, self.options.head)
+        return quantized(target, "int8", self.options.head)

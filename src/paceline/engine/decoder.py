@@ -14,6 +14,7 @@ from paceline.core.registry import build_options
 from paceline.drafters.making import make_drafter
 from paceline.models import load
 from paceline.models.language_model import LanguageModel, check_prompt
+from paceline.models.running import kind_of, parts, prepare, running
 
 from .beams import BeamGroup
 from .config import decoder_settings
@@ -24,7 +25,8 @@ from .rows import Event, Row
 from .stopping import Detokenizer, Stopper, special_stops
 from .stream import Stream
 
-_NAMES = ("target", "draft", "gamma", "rule", "options", "rule_options", "nodes", "rows", "allow_lossy")
+_NAMES = ("target", "draft", "gamma", "rule", "options", "rule_options", "nodes", "rows", "allow_lossy", "runner",
+          "quantize")  # fmt: skip
 _ALIASES = ("assistant_model", "num_assistant_tokens", "prompt_lookup_num_tokens", "max_matching_ngram_size")
 _USUAL, _DEEPEST = 5, 16  # tokens drafted in a row, if nothing is said
 Cancel = Callable[[], bool]
@@ -37,7 +39,9 @@ class SpeculativeDecoder:
     Drafter, a model (object, catalogue name, hub id, folder, .gguf), or None for plain decoding. options: of the
     drafter, by name; rule_options: of the rule. gamma: tokens drafted in a row (5 if not said), or "auto": as many as
     pay, from measured costs and live acceptance; nodes: of a tree, in all; rows: prompts decoded at once; allow_lossy:
-    permits rules that change what is written.
+    permits rules that change what is written. runner: how passes run, "auto" (kernels of our own where they can),
+    "eager" (transformers) or "kernels" (or an error); a draft model that is named takes the same. quantize: the target
+    in "int8", "int4" or "bfloat16"; what is written is then what that target alone would have written.
     Transformers' names (assistant_model, num_assistant_tokens, prompt_lookup_num_tokens, max_matching_ngram_size) work.
     """
 
@@ -53,17 +57,22 @@ class SpeculativeDecoder:
         nodes: int | None = None,
         rows: int = 16,
         allow_lossy: bool = False,
+        runner: str | None = None,
+        quantize: str | None = None,
         **aliases: Any,
     ) -> None:
         draft, gamma, options = _translate(aliases, draft, gamma, options or {})
         _check_counts(gamma=1 if gamma in (None, "auto") else gamma, rows=rows, nodes=1 if nodes is None else nodes)
-        self.target = target if isinstance(target, LanguageModel) else load(target)
+        self.target = load(target, runner=runner, quantize=quantize)
         self.rule = make_rule(rule, rule_options or {})
         check_lossless(self.rule, allow_lossy)
-        self.drafter = make_drafter(draft, options, self.target.device)
+        self.drafter = make_drafter(draft, options, self.target.device, parts(self.target)[0].runner)
         if gamma == "auto" and self.drafter.speculates and not self.drafter.chooses_length:
             self.drafter = make_drafter(("auto", {"drafters": (self.drafter,)}))
         self.drafter.check(self.target)
+        for lm in (self.target, getattr(self.drafter, "lm", None)):
+            if isinstance(lm, LanguageModel):
+                prepare(lm)
         self._asked = draft is not None  # else a prediction is drafter enough
         self.gamma, self.rows = self._depth(gamma), rows
         self.nodes = max(self.gamma, 64) if nodes is None else nodes
@@ -81,7 +90,9 @@ class SpeculativeDecoder:
     def describe(self) -> str:
         """One line: what speculates with what."""
         lm = self.target
-        where = f"{lm.name} ({str(lm.dtype).removeprefix('torch.')}, {lm.device})"
+        kind = kind_of(lm)
+        exact = "" if kind is None else f"; exact with respect to the {kind} model"
+        where = f"{lm.name} ({str(lm.dtype).removeprefix('torch.')}, {lm.device}; {running(lm).describe()}{exact})"
         if not self.drafter.speculates:
             return f"{where}, plain decoding"
         lossy = "" if self.rule.exact else " (lossy)"

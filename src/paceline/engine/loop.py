@@ -56,8 +56,7 @@ class Loop:
             self._reader.release(index, last, length)
             self._guard(lambda: self.drafter.release(index, last, length))  # noqa: B023  called at once
             self.rows.release(index)
-        if ended:
-            self.rows.refresh()
+        self.rows.refresh()
 
     # ---- one round
 
@@ -79,7 +78,9 @@ class Loop:
         logprobs = measure(rows, reading.logits, choice, verdict)
         events = rows.commit(verdict, tree, self.drafter.reasons if budget.depth else ())
         hand_out(rows, logprobs, events)
-        self.release([index for index, row in enumerate(rows.live) if row.stopper.stop is not None])
+        ended = [index for index, row in enumerate(rows.live) if row.stopper.stop is not None]
+        if ended:
+            self.release(ended)
         if not follows and rows.count:
             self._guard(lambda: self.drafter.restart(rows, rows.count))
         return [event for row in events for event in row]
@@ -105,11 +106,10 @@ class Loop:
         return Budget(depth, self.nodes, limits, self.rule.draw, self.rule.branches)
 
     def _propose(self, budget: Budget) -> TokenTree:
-        tree = TokenTree.empty(self.rows.count, self.rows.device)
-        if budget.depth == 0:
-            return tree
-        drafted = self._guard(lambda: self._checked(self.drafter.propose(self.rows, budget), budget))
-        return tree if drafted is None else drafted
+        drafted = None
+        if budget.depth:
+            drafted = self._guard(lambda: self._checked(self.drafter.propose(self.rows, budget), budget))
+        return TokenTree.empty(self.rows.count, self.rows.device) if drafted is None else drafted
 
     def _checked(self, tree: TokenTree, budget: Budget) -> TokenTree:
         """A drafter on the host is read and checked; one on the device has declared itself valid."""

@@ -17,6 +17,7 @@ class Detokenizer:
         self._tokenizer = tokenizer
         self._ids = list(prompt[-_CONTEXT:])
         self._start, self._told = 0, len(self._ids)  # ids[start:told] have been told; they are the context of the rest
+        self._alone: dict[int, str] = {}
         # a prompt may end inside a character, which the first new tokens complete
         self._told_text = self._decode(self._ids).removesuffix("\ufffd")
 
@@ -26,8 +27,9 @@ class Detokenizer:
     def push(self, token: int) -> str:
         """The text that this token completes; empty while a character is incomplete."""
         self._ids.append(token)
-        if not self._decode(self._ids[self._start :]).endswith("\ufffd"):
-            return self._tell(len(self._ids))
+        text = self._decode(self._ids[self._start :])
+        if not text.endswith("\ufffd"):
+            return self._tell(len(self._ids), text)
         if len(self._ids) - self._told < _PATIENCE:
             return ""
         return self._tell(len(self._ids) - 3)  # what is older than a character's 4 bytes will not be completed
@@ -36,11 +38,22 @@ class Detokenizer:
         """What is left at the end: an incomplete character shows as U+FFFD."""
         return self._tell(len(self._ids))
 
-    def _tell(self, upto: int) -> str:
-        piece = self._decode(self._ids[self._start : upto])[len(self._told_text) :]
+    def _tell(self, upto: int, text: str | None = None) -> str:
+        """What is new up to there; `text`: all of it from the start on, where that is known."""
+        text = self._decode(self._ids[self._start : upto]) if text is None else text
+        piece = text[len(self._told_text) :]
         self._start, self._told = self._told, upto
-        self._told_text = self._decode(self._ids[self._start : upto])
+        self._told_text = self._told_alone(self._ids[self._start : upto])
         return piece
+
+    def _told_alone(self, ids: list[int]) -> str:
+        """The context of what comes next, which nearly always is one token: those are decoded once."""
+        if len(ids) != 1:
+            return self._decode(ids)
+        known = self._alone.get(ids[0])
+        if known is None:
+            known = self._alone[ids[0]] = self._decode(ids)
+        return known
 
 
 def special_stops(tokenizer: Any, strings: Sequence[str]) -> dict[int, str]:

@@ -1,1 +1,2 @@
-"""Kernels for CPUs, compiled by numba on the user's machine. Imports numba and numpy only: memory is told by address."""
+"""Kernels for CPUs, compiled by numba on the user's machine (`warm_up`). Imports numba and numpy only: memory is told
+by address."""

@@ -6,16 +6,17 @@ import ctypes
 import os
 import sys
 import threading
+from collections import deque
 from collections.abc import Callable
+from functools import partial
 from queue import SimpleQueue
 from typing import Any
 
 import llvmlite.binding as llvm
+from llvmlite import ir
 from numba import njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
-
-from llvmlite import ir
 
 from .vectors import fetch_add, look
 
@@ -25,7 +26,7 @@ _SPINS = 2000  # looks at a barrier before one offers the core to others: a few 
 def _offer() -> Any:
     """The function of this system by which a thread lets others run."""
     if sys.platform == "win32":
-        return ctypes.windll.kernel32.SwitchToThread  # type: ignore[attr-defined]
+        return ctypes.windll.kernel32.SwitchToThread
     return ctypes.CDLL(None).sched_yield
 
 
@@ -45,7 +46,11 @@ def step_aside(typing_context):  # type: ignore[no-untyped-def]
 
 @njit(nogil=True, cache=True)
 def meet(barrier, wanted):
-    """Wait until `wanted` threads have come here, since the barrier was 0."""
+    """Wait until `wanted` threads have come here, since the barrier was 0.
+
+    A thread may still be looking when the others have gone on: a barrier is never set back. It belongs to one job.
+    What a thread wrote before it came here is seen by all that leave (it releases, they acquire).
+    """
     fetch_add(barrier, 1)
     spins = 0
     while look(barrier) < wanted:
@@ -55,45 +60,61 @@ def meet(barrier, wanted):
 
 
 class Team:
-    """The caller and `threads` - 1 workers that sleep between jobs."""
+    """The caller and workers that sleep between jobs, each before a queue of its own. One job at a time: two that
+    share the cores would only wait for each other."""
 
-    def __init__(self, threads: int) -> None:
-        self.threads = threads
-        self._jobs: list[SimpleQueue[Any]] = [SimpleQueue() for _ in range(threads - 1)]
-        for number, jobs in enumerate(self._jobs, 1):
-            worker = threading.Thread(target=_work, args=(jobs, number), name=f"paceline-{number}", daemon=True)
-            worker.start()
+    def __init__(self) -> None:
+        self._one = threading.Lock()
+        self._jobs: list[SimpleQueue[Any]] = []
 
-    def run(self, kernel: Callable[..., None], *arguments: Any) -> None:
-        """`kernel(*arguments, number)` on every thread; it must end with all of them meeting."""
-        for jobs in self._jobs:
-            jobs.put((kernel, arguments))
-        kernel(*arguments, 0)
+    def gather(self, threads: int) -> int:
+        """How many threads, with the caller, there will be for a job: `threads`, or as many as the system gives."""
+        with self._one:
+            while len(self._jobs) < threads - 1:
+                jobs: SimpleQueue[Any] = SimpleQueue()
+                worker = threading.Thread(target=_work, args=(jobs,), name="paceline-kernels", daemon=True)
+                try:
+                    worker.start()
+                except RuntimeError:  # out of threads, or at the end of the interpreter: results do not depend on it
+                    break
+                self._jobs.append(jobs)
+            return min(threads, len(self._jobs) + 1)
+
+    def run(self, threads: int, kernel: Callable[..., None], *arguments: Any) -> None:
+        """`kernel(*arguments, number)` on every thread; it must end with all of them meeting.
+
+        Handing out the job and doing one's own share is one step for the interpreter (a C iterator over C functions):
+        an interrupt in between would leave the others waiting for ever. It is raised after the job.
+        """
+        with self._one:
+            others = self._jobs[: threads - 1]
+            assert len(others) == threads - 1, "gather() comes first"
+            steps = [partial(jobs.put, (kernel, (*arguments, n))) for n, jobs in enumerate(others, 1)]
+            steps.append(partial(kernel, *arguments, 0))
+            deque(map(partial.__call__, steps), maxlen=0)
 
 
-def _work(jobs: SimpleQueue[Any], number: int) -> None:
+def _work(jobs: SimpleQueue[Any]) -> None:
     while True:
         kernel, arguments = jobs.get()
-        kernel(*arguments, number)
+        kernel(*arguments)
+        del kernel, arguments  # nothing is kept alive by somebody asleep
 
 
-_TEAMS: dict[int, Team] = {}
-_ONE = threading.Lock()
+def direct(kernel: Any) -> Callable[..., None]:
+    """The compiled function of a kernel with one signature, without numba's choosing among several: that is Python,
+    where an interrupt can happen."""
+    (compiled,) = kernel.overloads.values()
+    return compiled.entry_point
 
 
-def run(threads: int, kernel: Callable[..., None], *arguments: Any) -> None:
-    """One job at a time in a process: two that share the cores would only wait for each other."""
-    with _ONE:
-        if threads not in _TEAMS:
-            _TEAMS[threads] = Team(threads)
-        _TEAMS[threads].run(kernel, *arguments)
+TEAM = Team()
 
 
 def _after_fork() -> None:
-    """The child of a fork has none of its parent's threads."""
-    global _ONE
-    _TEAMS.clear()
-    _ONE = threading.Lock()
+    """The child of a fork has none of its parent's threads; the job that one of them was in is not the child's."""
+    global TEAM
+    TEAM = Team()
 
 
 if hasattr(os, "register_at_fork"):

@@ -29,10 +29,6 @@ class Emit:
     def __init__(self, builder: ir.IRBuilder) -> None:
         self.b = builder
 
-    @staticmethod
-    def int(value: int) -> Any:
-        return INT(value)
-
     # ---- addresses
 
     def at(self, address: Any, offset: Any = None, kind: ir.Type = FLOAT) -> Any:
@@ -72,10 +68,10 @@ class Emit:
         function = cgutils.get_or_insert_function(self.b.module, kind, f"llvm.fma.v{LANES}f32")
         return self.b.call(function, [a, b, c])
 
-    def splat(self, value: Any) -> Any:
-        kind = ir.VectorType(value.type, LANES)
+    def splat(self, value: Any, lanes: int = LANES) -> Any:
+        kind = ir.VectorType(value.type, lanes)
         one = self.b.insert_element(ir.Constant(kind, ir.Undefined), value, INT(0))
-        return self.b.shuffle_vector(one, ir.Constant(kind, ir.Undefined), ir.Constant(INTS, [0] * LANES))
+        return self._pick(one, one, [0] * lanes)
 
     def total(self, vector: Any, add: Callable[[Any, Any], Any] | None = None) -> Any:
         """The lanes of a vector, added up (or otherwise reduced) in the one order."""
@@ -97,7 +93,8 @@ class Emit:
         pairs = []
         for one, other in (halves[:2], halves[2:]):
             pairs.append(self.b.fadd(self._pick(one, other, [0, 1, 4, 5]), self._pick(one, other, [2, 3, 6, 7])))
-        return self.b.fadd(self._pick(*pairs, [0, 2, 4, 6]), self._pick(*pairs, [1, 3, 5, 7]))
+        first, second = pairs
+        return self.b.fadd(self._pick(first, second, [0, 2, 4, 6]), self._pick(first, second, [1, 3, 5, 7]))
 
     def _pick(self, one: Any, other: Any, lanes: list[int]) -> Any:
         return self.b.shuffle_vector(one, other, ir.Constant(ir.VectorType(INT, len(lanes)), lanes))
@@ -126,7 +123,9 @@ def piece(*arguments: Any, returns: Any = types.void) -> Callable[[Callable[...,
     def decorate(emitting: Callable[..., Any]) -> Any:
         def typed(typing_context: Any, *given: Any) -> Any:
             def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-                wanted = [context.cast(builder, v, a, b) for v, a, b in zip(values, signature.args, arguments)]
+                wanted = [
+                    context.cast(builder, v, a, b) for v, a, b in zip(values, signature.args, arguments, strict=True)
+                ]
                 result = emitting(Emit(builder), *wanted)
                 return context.get_dummy_value() if returns is types.void else result
 
@@ -257,24 +256,28 @@ def _each(e: Emit, count: Any, y: Any, step: Callable[[Callable[[Any], Any], Any
 
 
 def exponential(e: Emit, x: Any) -> Any:
-    """exp of eight floats, to about one unit in the last place; 0 below -87.3, not larger than exp(88)."""
+    """exp of eight floats, to about one unit in the last place: 0 below -87.3 (where floats lose digits), infinity from
+    where there are no larger ones; NaN stays NaN."""
 
     def const(value: float) -> Any:
         return ir.Constant(FLOATS, [value] * LANES)
 
-    low = e.b.fcmp_ordered("<", x, const(-87.3))
-    x = e.b.select(e.b.fcmp_ordered(">", x, const(88.0)), const(88.0), e.b.select(low, const(-87.3), x))
+    lowest, highest = -87.3, 88.722835  # the last float below log(2 ** 128)
+    low, high = e.b.fcmp_ordered("<", x, const(lowest)), e.b.fcmp_ordered(">", x, const(highest))
+    known = e.b.fcmp_ordered("ord", x, x)
+    inside = e.b.select(e.b.or_(low, high), ZEROS, e.b.select(known, x, ZEROS))
     kind = ir.FunctionType(FLOATS, [FLOATS])
     round_to = cgutils.get_or_insert_function(e.b.module, kind, f"llvm.rint.v{LANES}f32")
-    whole = e.b.call(round_to, [e.b.fmul(x, const(1.4426950408889634))])
-    rest = e.fma(whole, const(-0.693145751953125), x)
+    whole = e.b.call(round_to, [e.b.fmul(inside, const(1.4426950408889634))])
+    rest = e.fma(whole, const(-0.693145751953125), inside)
     rest = e.fma(whole, const(-1.428606765330187e-06), rest)
     poly = const(1.0 / 5040)
     for factor in (1 / 720, 1 / 120, 1 / 24, 1 / 6, 1 / 2, 1.0, 1.0):
         poly = e.fma(poly, rest, const(factor))
     power = e.b.shl(e.b.fptosi(whole, INTS), ir.Constant(INTS, [23] * LANES))
     value = e.b.bitcast(e.b.add(e.b.bitcast(poly, INTS), power), FLOATS)
-    return e.b.select(low, ZEROS, value)
+    value = e.b.select(low, ZEROS, e.b.select(high, const(float("inf")), value))
+    return e.b.select(known, value, x)
 
 
 @intrinsic

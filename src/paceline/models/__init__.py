@@ -18,15 +18,25 @@ def load(
     device: Any = None,
     revision: str | None = None,
     trust_remote_code: bool = False,
+    runner: str | None = None,
+    quantize: str | None = None,
     progress: Any = None,
 ) -> LanguageModel:
-    """A model to decode with: a catalogue name, a hub id, a folder, a .gguf file, or a loaded transformers model."""
+    """A model to decode with: a catalogue name, a hub id, a folder, a .gguf file, or a loaded transformers model.
+
+    runner: how its passes run, "auto", "eager" or "kernels" (see `running`); quantize: its linear maps in "int8",
+    "int4" or "bfloat16". Neither changes a model that is given: it is seen in another way.
+    """
+    from .running import check_kind, check_runner, in_numbers, with_runner
+
+    check_runner(runner)
+    check_kind(quantize)
     if isinstance(source, LanguageModel):
         changes = {"tokenizer": tokenizer, "dtype": dtype, "device": device, "revision": revision}
         for name, value in changes.items():
             if value is not None:
                 raise InputError(f"The model is loaded already; leave {name}={value!r} out, or load it anew.")
-        return source
+        return in_numbers(with_runner(source, runner), quantize)
     from .loading import load_checkpoint
 
     found = load_checkpoint(
@@ -38,7 +48,7 @@ def load(
         trust_remote_code=trust_remote_code,
         progress=progress,
     )
-    return LanguageModel(found.model, found.tokenizer, found.name)
+    return in_numbers(with_runner(LanguageModel(found.model, found.tokenizer, found.name), runner), quantize)
 
 
 def catalogue_names() -> list[str]:

@@ -7,6 +7,7 @@ which read a weight once for all the tokens of a pass and give a token the same 
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache as once
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor
 
 from paceline.core.contracts import Reading
+from paceline.core.errors import PacelineWarning
 
 from .kernel_plan import Plan, plan_of
 from .slot_cache import SlotCache
@@ -36,14 +38,14 @@ class Sight:
 
     def extras(self) -> tuple[Tensor, Tensor]:
         """Where each token's list begins (one more for the end), and the slots of all lists."""
-        if self.members is None:
-            return torch.zeros(self.prefix.numel() + 1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
+        assert self.members is not None
         assert self.length is not None
-        R, Q, M = self.members.shape
-        counts = self.members.sum(-1).flatten()
-        starts = torch.nn.functional.pad(counts.cumsum(0), (1, 0))
-        row, _, member = self.members.nonzero(as_tuple=True)
-        return starts, self.length.flatten()[row] + member
+        members = self.members.numpy()  # a handful of numbers: numpy is done before torch has begun
+        starts = np.zeros(self.prefix.numel() + 1, np.int64)
+        np.cumsum(members.sum(-1).ravel(), out=starts[1:])
+        row, _, member = members.nonzero()
+        slots = self.length.numpy().ravel()[row] + member
+        return torch.from_numpy(starts), torch.from_numpy(slots)
 
 
 @dataclass(frozen=True)
@@ -61,16 +63,17 @@ class KernelPass:
     """Runs passes of one model for one reader. It owns the memory in between, not the cache."""
 
     def __init__(self, plan: Plan, threads: int) -> None:
-        from paceline.kernels import llama
+        from paceline.kernels import llama, team
 
         self.plan, self.threads = plan, threads
-        self._names = llama.CALL
-        self._run = llama.run_pass
+        self._names, self._line = llama.CALL, llama.COUNTER
+        self._run = team.direct(llama.run_pass)
         self._room = self._seen = 0
         self._buffers: dict[str, Tensor] = {}
-        self._scores = torch.empty(0)
+        self._scores, self._together = _floats(0), llama.TOGETHER
         self._counters = np.zeros((llama.STEPS * plan.layers + 2) * llama.COUNTER, np.int64)
-        self._barrier = np.zeros(llama.COUNTER, np.int64)
+        self._own: dict[str, int] = {}  # addresses of the memory above, until some of it is replaced
+        self._shapes: dict[tuple[int, int, int], _Shape] = {}
 
     def __call__(
         self,
@@ -85,7 +88,8 @@ class KernelPass:
         vocabulary: int,
         part: Part | None = None,
     ) -> tuple[Reading, Tensor]:
-        """Logits and taps of the last `keep` tokens of every row, and what the last layer said of all of them.
+        """Logits and taps of the last `keep` tokens of every row, and what the last layer said of all of them (until
+        the next pass).
 
         ids, position, slots: [R,Q]; vocabulary: how many logits.
         """
@@ -96,68 +100,143 @@ class KernelPass:
         cache.allocate(plan.layers, plan.kv_heads, plan.width, torch.float32)
         visible = cache.get_mask_sizes(0)[0]
         self._make_room(n, visible + 16)
-        cos, sin = plan.turned(int(position.max()) + 1)
-        starts, extras = sight.extras()
-        kept = torch.arange(n).view(R, Q)[:, Q - keep :].contiguous()
-        logits = torch.empty(R, keep, vocabulary if part.head else 0)
-        seen = {layer: torch.empty(R, keep if layer == plan.layers else Q, plan.hidden) for layer in taps}
+        cos, sin = plan.turned(visible)  # a token's position is not beyond its slot
+        shape = self._shape(R, Q, keep)
+        starts, extras = shape.nobody if sight.members is None else sight.extras()
+        logits = _floats(R, keep, vocabulary if part.head else 0)
+        seen = {layer: _floats(R, keep if layer == plan.layers else Q, plan.hidden) for layer in taps}
         tapped = np.zeros(plan.layers + 1, np.int64)
         for layer, tensor in seen.items():
             tapped[layer] = tensor.data_ptr()
-        held = [
-            t.contiguous()
-            for t in (ids, position, torch.arange(R)[:, None].expand(R, Q), slots, sight.prefix, starts, extras, kept)
-        ]
-        keys = cache.keys[0]
-        addresses = np.array([t.data_ptr() for pair in zip(cache.keys, cache.values, strict=True) for t in pair])
+        lists = ("ids", "position", "slot", "prefix", "extra", "extras")
+        held = [t.to(torch.int64).contiguous() for t in (ids, position, slots, sight.prefix, starts, extras)]
         given = None if part.given is None else part.given.contiguous()
+        _check(held[0], plan.vocabulary, vocabulary, cache.keys[0], R, visible)
+        keys, stores = cache.keys[0], cache.addresses()
+        threads = team.TEAM.gather(self.threads)
         self._counters[:] = 0
-        self._barrier[:] = 0
-        named: dict[str, int] = {
-            **dict(zip(("ids", "position", "row", "slot", "prefix", "extra", "extras", "kept"),
-                       (t.data_ptr() for t in held), strict=True)),  # fmt: skip
-            **{name: buffer.data_ptr() for name, buffer in self._buffers.items()},
-            "n": n, "threads": self.threads, "from": part.start, "to": part.stop, "cos": cos.data_ptr(), "sin": sin.data_ptr(),
-            "scores": self._scores.data_ptr(), "scores_step": 4 * self._scores.shape[1],
-            "counters": self._counters.ctypes.data, "barrier": self._barrier.ctypes.data,
-            "caches": addresses.ctypes.data, "row_step": 4 * keys.stride(0), "head_step": 4 * keys.stride(1),
-            "slot_step": 4 * keys.stride(2), "keep": R * keep, "logits": logits.data_ptr() if part.head else 0,
+        call = self._call({
+            **self._own, **shape.addresses,
+            **{name: tensor.data_ptr() for name, tensor in zip(lists, held, strict=True)},
+            "threads": threads, "from": part.start, "to": part.stop, "cos": cos.data_ptr(), "sin": sin.data_ptr(),
+            "caches": stores.ctypes.data, "row_step": 4 * keys.stride(0), "head_step": 4 * keys.stride(1),
+            "slot_step": 4 * keys.stride(2), "logits": logits.data_ptr() if part.head else 0,
             "logits_step": 4 * vocabulary, "vocabulary": vocabulary, "taps": tapped.ctypes.data,
             "given": 0 if given is None else given.data_ptr(),
-        }  # fmt: skip
-        call = np.array([named[name] for name in self._names], np.int64)
-        team.run(self.threads, self._run, plan.numbers, call, plan.floats)
+        })  # fmt: skip
+        team.TEAM.run(threads, self._run, plan.numbers, call, plan.floats)
         said = self._buffers["x"][: n * plan.hidden].view(R, Q, plan.hidden)
         return Reading(logits, tuple(seen[layer][:, -keep:] for layer in taps)), said
 
+    def _call(self, named: dict[str, int]) -> np.ndarray:
+        """The numbers of a call in their order and, behind them, a cache line that is the barrier of this call alone:
+        whoever still looks at it when the call is over must find it as it was, and there."""
+        count = len(self._names)
+        call = np.zeros(count + 2 * self._line, np.int64)
+        line = 8 * self._line
+        named["barrier"] = -(-(call.ctypes.data + 8 * count) // line) * line
+        call[:count] = [named[name] for name in self._names]
+        return call
+
+    def _shape(self, R: int, Q: int, keep: int) -> _Shape:
+        found = self._shapes.get((R, Q, keep))
+        if found is None:
+            if len(self._shapes) == 64:
+                self._shapes.clear()
+            found = self._shapes[R, Q, keep] = _Shape(R, Q, keep)
+        return found
+
     def _make_room(self, n: int, visible: int) -> None:
+        if n <= self._room and visible <= self._seen:
+            return
         if n > self._room:
             self._room = max(16, 1 << (n - 1).bit_length())
-            self._buffers = {name: torch.empty(self._room * size) for name, size in self.plan.sizes.items()}
+            self._buffers = {name: _floats(self._room * size) for name, size in self.plan.sizes.items()}
         if visible > self._seen:
             self._seen = 1 << (visible - 1).bit_length()
-            self._scores = torch.empty(self.threads, self._seen)
+            self._scores = _floats(self.threads, self._together * self._seen)
+        self._own = {name: buffer.data_ptr() for name, buffer in self._buffers.items()}
+        self._own |= {"scores": self._scores.data_ptr(), "scores_step": 4 * self._scores.shape[1]}
+        self._own["counters"] = self._counters.ctypes.data
+
+
+class _Shape:
+    """What passes of one shape have in common: whose row a token is of, which are kept, and that none sees others."""
+
+    def __init__(self, R: int, Q: int, keep: int) -> None:
+        self._row = torch.arange(R, device="cpu").repeat_interleave(Q)
+        self._kept = torch.arange(R * Q, device="cpu").view(R, Q)[:, Q - keep :].contiguous()
+        self.nobody = (self._row.new_zeros(R * Q + 1), self._row.new_zeros(1))
+        self.addresses = {"n": R * Q, "keep": R * keep, "row": self._row.data_ptr(), "kept": self._kept.data_ptr()}
+
+
+def _floats(*shape: int) -> Tensor:
+    """Memory of the kind kernels write, whatever kind torch was told to make where nobody says."""
+    return torch.empty(shape, dtype=torch.float32, device="cpu")
+
+
+def _check(ids: Tensor, known: int, wanted: int, keys: Tensor, rows: int, visible: int) -> None:
+    """Kernels follow addresses: what is not in the memory must not get there. (torch would say the same of an id.)"""
+    numbers = ids.numpy()
+    if numbers.size and (numbers.min() < 0 or numbers.max() >= known):
+        raise IndexError(
+            f"Token ids {numbers.min()} to {numbers.max()} cannot be read; the model knows 0 to {known - 1}."
+        )
+    assert wanted <= known
+    assert rows <= keys.shape[0]
+    assert visible <= keys.shape[2]
 
 
 def kernel_pass(lm: LanguageModel) -> KernelPass | None:
     """Kernels for a reader of this model, where there are some. The plan is made anew each time: somebody may have
     cast the model, or hung hooks on it, since the last."""
-    if lm.runner == "eager" or kernels_missing() is not None:
+    if lm.runner == "eager" or lm.device.type != "cpu" or kernels_missing() is not None:
         return None
     plan = plan_of(lm.model, lm.architecture.kinds, lm.architecture.window)
-    return None if isinstance(plan, str) else KernelPass(plan, threads_here())
+    if isinstance(plan, str) or not _compiled(plan):
+        return None
+    return KernelPass(plan, threads_here(lm))
 
 
-def threads_here() -> int:
-    """As many as torch may use: `OMP_NUM_THREADS` and `torch.set_num_threads` are the user's word on it."""
-    return max(1, torch.get_num_threads())
+def _compiled(plan: Plan) -> bool:
+    """The products for the formats of its weights, which are compiled when they are first asked for."""
+    try:
+        return len(plan.numbers) > 0
+    except Exception as error:
+        _tell_why(_cannot(error))
+        return False
+
+
+def threads_here(lm: LanguageModel) -> int:
+    """As many as are fastest, and not more than torch may use: `OMP_NUM_THREADS` and `torch.set_num_threads` are the
+    user's word on it."""
+    from .thread_choice import threads_for
+
+    return threads_for(lm)
 
 
 @once
 def kernels_missing() -> str | None:
-    """Why there are no kernels here; None if there are."""
+    """Why there are no kernels here; None if there are. Compiles them, or loads what was compiled before."""
+    from paceline.kernels import machine
+
+    from .first_use import kernels_ready
+
+    lacking = machine.missing()
+    if lacking is not None:
+        return lacking
     try:
-        import paceline.kernels.llama  # noqa: F401
-    except ImportError as error:
-        return str(error)
+        kernels_ready()
+    except Exception as error:  # a compiler may fail in any way; passes then run as they would without one
+        _tell_why(_cannot(error))
+        return _cannot(error)
     return None
+
+
+def _cannot(error: Exception) -> str:
+    return f"the kernels could not be compiled here ({type(error).__name__}: {' '.join(str(error).split())[:200]})"
+
+
+@once
+def _tell_why(reason: str) -> None:
+    warnings.warn(f"Passes run through torch, more slowly: {reason}.", PacelineWarning, stacklevel=3)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+
+from .packed_linear import PackedLinear
 
 # One block: norm, attention with RoPE, norm, gated feed-forward.
 FAMILY = {
@@ -17,13 +20,14 @@ FAMILY = {
     "Qwen3ForCausalLM": "qwen3",
 }
 _ROPES = {"default", "linear", "llama3", "yarn"}  # angles that depend on the position alone
+_STORED = {"int8": torch.int8, "q4_1": torch.uint8, "bfloat16": torch.bfloat16}  # how the formats of maps are kept
 
 
 @dataclass
 class Plan:
     """Addresses of a model's weights in the layout of `kernels.llama`, and the tensors they belong to."""
 
-    numbers: np.ndarray
+    laid_out: list[int | str]  # with the formats of matrices, by name
     floats: np.ndarray
     tensors: list[Tensor]
     rotary: nn.Module
@@ -31,62 +35,106 @@ class Plan:
     hidden: int
     width: int  # of a head
     kv_heads: int
-    vocabulary: int
+    vocabulary: int  # tokens it can read, and
+    said: int  # those it has logits of: fewer, where its head was cut (`subset_head`)
     sizes: dict[str, int]  # floats per token in each buffer
     angles: tuple[Tensor, Tensor] = field(default_factory=lambda: (torch.empty(0, 0), torch.empty(0, 0)))
+
+    @cached_property
+    def numbers(self) -> np.ndarray:
+        """The layout itself, with the addresses of the products that these formats need: compiled now, where they never
+        were."""
+        from paceline.kernels.packed import compiled
+
+        numbers = [compiled(each).address if isinstance(each, str) else each for each in self.laid_out]
+        return np.array(numbers, np.int64)
 
     def turned(self, positions: int) -> tuple[Tensor, Tensor]:
         """cos and sin [P,width] of so many positions at least, as the model's own code makes them."""
         if self.angles[0].shape[0] < positions:
             many = max(512, 1 << (positions - 1).bit_length())
-            cos, sin = self.rotary(torch.zeros(1), torch.arange(many)[None])
+            positions_of = torch.arange(many, device="cpu")[None]
+            cos, sin = self.rotary(torch.zeros(1, dtype=torch.float32, device="cpu"), positions_of)
             self.angles = (cos[0].contiguous(), sin[0].contiguous())
         return self.angles
 
 
+class _UnfitError(Exception):
+    """Why a model has no plan."""
+
+
 class _Gathered:
-    """Addresses, each with the tensor it belongs to."""
+    """Addresses, each with the tensor it belongs to. A tensor that kernels would misread is refused."""
 
     def __init__(self) -> None:
         self.tensors: list[Tensor] = []
 
-    def __call__(self, tensor: Tensor | None) -> int:
+    def __call__(self, tensor: Tensor | None, *shape: int, dtype: torch.dtype = torch.float32) -> int:
         if tensor is None:
             return 0
-        self.tensors.append(tensor)
+        if tensor.dtype != dtype or tensor.device.type != "cpu" or not tensor.is_contiguous():
+            raise _UnfitError("its weights are not all float32, on the CPU and contiguous")
+        if tuple(tensor.shape) != shape:
+            raise _UnfitError(f"some weights are of shape {list(tensor.shape)} where its config says {list(shape)}")
+        self.tensors.append(tensor.detach())  # the memory itself: a parameter can be given another (a cast, `.data`)
         return tensor.data_ptr()
+
+    def matrix(self, linear: nn.Module, outputs: int, inputs: int) -> list[int | str]:
+        """The numbers of `kernels.llama.MATRIX`, the product by the name of its format."""
+        if type(linear) is nn.Linear:
+            return [self(linear.weight, outputs, inputs), 0, 4 * inputs, "float32"]
+        if not isinstance(linear, PackedLinear):
+            raise _UnfitError("its linear maps are not plain ones")
+        if (linear.out_features, linear.in_features) != (outputs, inputs):
+            is_, says = f"{linear.in_features} to {linear.out_features}", f"{inputs} to {outputs}"
+            raise _UnfitError(f"a linear map is from {is_} where its config says {says}")
+        weights = linear.packed
+        address = self(weights, *weights.shape, dtype=_STORED[linear.format])
+        step = weights.stride(0) * weights.element_size()
+        return [address, self(linear.scales, outputs), step, linear.format]
 
 
 def plan_of(model: Any, kinds: tuple[str, ...], window: int | None) -> Plan | str:
-    """The plan of a model, or in a few words why it has none."""
+    """The plan of a model, or in a few words why it has none. Nothing is compiled for it."""
     problem = _problem(model)
     if problem is not None:
         return problem
+    try:
+        return _planned(model, kinds, window)
+    except _UnfitError as unfit:
+        return str(unfit)
+
+
+def _planned(model: Any, kinds: tuple[str, ...], window: int | None) -> Plan:
     config = model.config
     base, at = model.model, _Gathered()
-    heads, kv = config.num_attention_heads, config.num_key_value_heads
-    width = base.layers[0].self_attn.head_dim
-    hidden, inner, head = config.hidden_size, config.intermediate_size, model.lm_head
-    numbers = [hidden, heads, kv, width, inner, config.vocab_size,
-               at(base.embed_tokens.weight), at(base.norm.weight), at(head.weight), len(base.layers)]  # fmt: skip
+    heads, kv, vocabulary = config.num_attention_heads, config.num_key_value_heads, config.vocab_size
+    width, said = base.layers[0].self_attn.head_dim, getattr(model.lm_head, "out_features", vocabulary)
+    hidden, inner, mixed = config.hidden_size, config.intermediate_size, heads * width
+    numbers: list[int | str] = [
+        hidden, heads, kv, width, inner, vocabulary, at(base.embed_tokens.weight, vocabulary, hidden),
+        at(base.norm.weight, hidden), *at.matrix(model.lm_head, said, hidden), len(base.layers)]  # fmt: skip
     for layer, kind in zip(base.layers, kinds, strict=True):
         a, f = layer.self_attn, layer.mlp
-        norms = [getattr(a, name, None) for name in ("q_norm", "k_norm")]
-        numbers.append(at(layer.input_layernorm.weight))
-        for linear in (a.q_proj, a.k_proj, a.v_proj):
-            numbers += [at(linear.weight), at(linear.bias)]
-        numbers += [0 if norm is None else at(norm.weight) for norm in norms]
-        numbers += [at(a.o_proj.weight), at(a.o_proj.bias), at(layer.post_attention_layernorm.weight)]
-        numbers += [at(f.gate_proj.weight), at(f.up_proj.weight), at(f.down_proj.weight)]
-        numbers.append((window or 0) if kind == "sliding_attention" else 0)
-    wrong = [t for t in at.tensors if t.dtype != torch.float32 or t.device.type != "cpu" or not t.is_contiguous()]
-    if wrong:
-        return "its weights are not all float32, on the CPU and contiguous"
-    sizes = {"x": hidden, "h": max(hidden, heads * width), "qkv": (heads + 2 * kv) * width, "mixed": heads * width,
-             "gate": inner, "up": inner}  # fmt: skip
+        numbers.append(at(layer.input_layernorm.weight, hidden))
+        for linear, outputs in ((a.q_proj, mixed), (a.k_proj, kv * width), (a.v_proj, kv * width)):
+            numbers += [*at.matrix(linear, outputs, hidden), at(linear.bias, outputs)]
+        for norm in (getattr(a, name, None) for name in ("q_norm", "k_norm")):
+            numbers.append(0 if norm is None else at(norm.weight, width))
+        numbers += [*at.matrix(a.o_proj, hidden, mixed), at(a.o_proj.bias, hidden)]
+        numbers.append(at(layer.post_attention_layernorm.weight, hidden))
+        numbers += [*at.matrix(f.gate_proj, inner, hidden), *at.matrix(f.up_proj, inner, hidden)]
+        numbers += [*at.matrix(f.down_proj, hidden, inner), (window or 0) if kind == "sliding_attention" else 0]
+    sizes = {"x": hidden, "h": max(hidden, mixed), "qkv": mixed + 2 * kv * width, "mixed": mixed, "gate": inner,
+             "up": inner}  # fmt: skip
     floats = np.array([config.rms_norm_eps, base.layers[0].self_attn.scaling], np.float32)
-    return Plan(np.array(numbers, np.int64), floats, at.tensors, base.rotary_emb, len(base.layers), hidden, width, kv,
-                config.vocab_size, sizes)  # fmt: skip
+    return Plan(numbers, floats, at.tensors, base.rotary_emb, len(base.layers), hidden, width, kv, vocabulary, said,
+                sizes)  # fmt: skip
+
+
+def _listens(hook: Any) -> bool:
+    """Those of transformers itself stay on a model whose hidden states were asked for once, and do nothing."""
+    return getattr(hook, "__module__", None) != "transformers.utils.output_capturing"
 
 
 def _problem(model: Any) -> str | None:
@@ -104,12 +152,15 @@ def _problem(model: Any) -> str | None:
     if config.num_attention_heads % config.num_key_value_heads or model.model.layers[0].self_attn.head_dim % 8:
         return "its heads are of an odd size"
     for module in model.modules():
-        if module._forward_hooks or module._forward_pre_hooks or "forward" in module.__dict__:
+        if (
+            module._forward_pre_hooks
+            or "forward" in module.__dict__
+            or any(map(_listens, module._forward_hooks.values()))
+        ):
             return "somebody listens to its layers (hooks), whom kernels would not call"
-    linears = [m for m in model.modules() if "proj" in type(m).__name__ or isinstance(m, nn.Linear)]
-    if any(type(m) is not nn.Linear for m in linears) or getattr(model.lm_head, "bias", None) is not None:
-        return "its linear maps are not plain ones"
-    if any(getattr(layer.mlp, name).bias is not None for layer in model.model.layers
+    if getattr(model.lm_head, "bias", None) is not None:
+        return "its output head has biases"
+    if any(getattr(getattr(layer.mlp, name), "bias", None) is not None for layer in model.model.layers
            for name in ("gate_proj", "up_proj", "down_proj")):  # fmt: skip
         return "its feed-forward has biases"
     return None

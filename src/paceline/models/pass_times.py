@@ -21,10 +21,12 @@ from paceline.core.contracts import Reader
 from paceline.core.costs import Costs
 from paceline.core.errors import PacelineWarning
 from paceline.core.scratch_rows import ScratchRows
+from paceline.kernels.warm_up import fingerprint
 
 from .cache import Progress, cache_folder, read_json, write_json
 from .language_model import LanguageModel
 from .runners.device import device_name, finish
+from .running import cores_here, parts, running
 
 FED = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 BUDGET = 6.0  # seconds that measuring one number of rows should take
@@ -62,12 +64,12 @@ def measured_costs(
     passes = {}
     for count in rows:
         length = max(1, min(context, lm.context - widths[-1]))
-        bench = _PassTimer(lm, count, length, widths[-1], clock)
+        bench = PassTimer(lm, count, length, widths[-1], clock)
         passes[count] = _table(bench, widths, repeats, progress)
     return Costs(passes)
 
 
-class _PassTimer:
+class PassTimer:
     """Texts that a model has read, and passes over drafts after them, each forgotten again."""
 
     def __init__(self, lm: LanguageModel, count: int, length: int, widest: int, clock: Clock) -> None:
@@ -108,7 +110,7 @@ def _text(length: int, vocabulary: int, salt: int) -> list[int]:
     return [(7919 * (i + 1) + 104729 * salt) % vocabulary for i in range(length)]
 
 
-def _table(timer: _PassTimer, widths: list[int], repeats: int, progress: Progress | None) -> dict[int, float]:
+def _table(timer: PassTimer, widths: list[int], repeats: int, progress: Progress | None) -> dict[int, float]:
     """Seconds by width, smoothed to never fall."""
     label = "measuring passes" if timer.count == 1 else f"measuring passes of {timer.count} rows"
     began = timer.now()
@@ -169,7 +171,7 @@ def costs_for(
     if missing:
         new = measured_costs(lm, rows=missing, clock=clock, progress=progress)
         known = new if known is None else replace(known, passes={**known.passes, **new.passes})
-        _store(key, known)
+        keep(kept_file(key), known.as_dict())
     assert known is not None
     _KNOWN[key] = known
     return known
@@ -184,27 +186,34 @@ def remember(lm: LanguageModel, *, overhead: float | None = None, drafters: Mapp
         known = replace(known, drafters={**known.drafters, **drafters})
     key = costs_key(lm)
     _KNOWN[key] = known
-    _store(key, known)
+    keep(kept_file(key), known.as_dict())
     return known
 
 
 def costs_key(lm: LanguageModel) -> str:
-    """Equal for equal costs: architecture and shapes, types of numbers, device, threads and versions."""
-    facts = {
-        "models": [_shape_of(part) for part in _parts(lm)],
-        "kind": type(lm).__name__,
-        "device": [str(lm.device), device_name(lm.device)],
-        "threads": [torch.get_num_threads(), os.cpu_count()],
-        "versions": {name: _version(name) for name in ("torch", "transformers", "paceline")},
-    }
+    """Equal for equal costs: what `machine_key` says, and how passes run."""
+    how = [[run.by, run.threads, run.kind] for run in map(running, parts(lm))]
+    return _hashed({"machine": machine_key(lm), "running": how})
+
+
+def machine_key(lm: LanguageModel) -> str:
+    """Equal for equal models on equal machines: architecture and shapes, types of numbers, device, how many threads
+    there may be, versions, and the sources of the kernels."""
+    return _hashed(
+        {
+            "models": [_shape_of(part.model) for part in parts(lm)],
+            "kind": type(lm).__name__,
+            "device": [str(lm.device), device_name(lm.device)],
+            "threads": [torch.get_num_threads(), os.cpu_count(), cores_here()],
+            "versions": {name: _version(name) for name in ("torch", "transformers", "paceline", "numba")},
+            "kernels": fingerprint(),
+        }
+    )
+
+
+def _hashed(facts: Mapping[str, Any]) -> str:
     text = json.dumps(facts, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:32]
-
-
-def _parts(lm: LanguageModel) -> list[Any]:
-    """The transformers models that a pass runs: two, where a target has two branches (see `guided`)."""
-    branches = [getattr(lm, name) for name in ("first", "second") if hasattr(lm, name)]
-    return [model for branch in branches for model in _parts(branch)] if branches else [lm.model]
 
 
 def _shape_of(model: Any) -> dict[str, Any]:
@@ -224,13 +233,14 @@ def _version(package: str) -> str:
         return "source"
 
 
-def _file(key: str) -> Path:
-    return cache_folder() / "costs" / f"{key}.json"
+def kept_file(key: str, what: str = "") -> Path:
+    """Where something that was measured is kept."""
+    return cache_folder() / "costs" / f"{key}{what}.json"
 
 
 def _stored(key: str) -> Costs | None:
     """None for a file that is absent or damaged: it is then measured again."""
-    found = read_json(_file(key))
+    found = read_json(kept_file(key))
     if found is None:
         return None
     try:
@@ -242,17 +252,17 @@ def _stored(key: str) -> Costs | None:
     return costs if sound and 1 in costs.passes else None
 
 
-def _store(key: str, costs: Costs) -> None:
-    path = _file(key)
+def keep(path: Path, found: dict[str, Any]) -> None:
+    """Write what was measured; where that cannot be, say so once."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_json(path, costs.as_dict())
+        write_json(path, found)
     except OSError as error:
         if path.parent in _UNWRITABLE:
             return
         _UNWRITABLE.add(path.parent)
         warnings.warn(
-            f"What passes cost cannot be kept in '{path.parent}' ({error.strerror or error}), so the next process "
+            f"What was measured cannot be kept in '{path.parent}' ({error.strerror or error}), so the next process "
             "measures again; make room there or set PACELINE_CACHE to another folder.",
             PacelineWarning,
             stacklevel=3,

@@ -1,115 +1,65 @@
-"""A second view of a model with its linear maps in int8: one byte per weight, one scale per output.
-
-Where torch has a kernel for it (`_weight_int8pack_mm`) that is found to multiply rightly on this device, in this dtype
-and for so many rows, weights are read as int8 and never unpacked. Elsewhere, in float64 above all, they are unpacked
-for every pass: as exact, but not faster. Embeddings, norms, biases and fused experts are shared with the model, which
-is not edited.
-"""
+"""A second view of a model with its linear maps in fewer bytes. Embeddings, norms, biases and fused experts are shared
+with the model, which is not edited."""
 
 from __future__ import annotations
 
-from functools import cache
-
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from paceline.core.errors import UnsupportedError
+from paceline.core.errors import UnknownNameError, UnsupportedError
 
 from .language_model import LanguageModel
+from .packed_linear import BLOCK, BFloat16Linear, Int4Linear, Int8Linear, PackedLinear, kernel_rows
 from .shells import rebuilt
 
-_KERNEL_STEP = 32  # the kernel reads past the end of rows of another length (bfloat16, torch 2.13: it crashes)
-# Rows the kernel is tried out with: kernels go by tiles, and one that is right for few rows may be wrong for more. For
-# more than the last, unpacking once is cheaper anyway.
-_TRIED = (1, 2, 5, 16, 17, 33, 63)
-_CLOSE = 0.02  # of the largest number: rounding in bfloat16 stays below it, a wrong number does not
+__all__ = ["KINDS", "Int4Linear", "Int8Linear", "extra_bytes", "kernel_rows", "quantized"]
+
+KINDS: dict[str, type[PackedLinear]] = {"int8": Int8Linear, "int4": Int4Linear, "bfloat16": BFloat16Linear}
 
 
-class Int8Linear(nn.Module):
-    """A linear map with weights [out, in] in int8, rounded to the nearest, and one scale per output."""
+def quantized(lm: LanguageModel, kind: str = "int8", head: bool = True) -> LanguageModel:
+    """The model with every linear map in another kind of numbers, under a name that says so ("SmolLM2 in int8").
 
-    quantized: Tensor
-    scale: Tensor
+    kind: "int8" (a byte per weight, one scale per output), "int4" (5 bits per weight: blocks of 32, each with a scale
+    and a least value; a map whose rows are no multiple of 32 is in int8), or "bfloat16" (the same weights where the
+    checkpoint was in bfloat16, at half the bytes of float32). head: the output head too; false leaves it as it is.
 
-    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        super().__init__()
-        self.out_features, self.in_features = weight.shape
-        exact = weight.detach().to(torch.promote_types(weight.dtype, torch.float32))
-        scale = exact.abs().amax(1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny) / 127
-        self.register_buffer("quantized", (exact / scale).round().to(torch.int8).contiguous(), persistent=False)
-        self.register_buffer("scale", scale.squeeze(1).to(weight.dtype), persistent=False)
-        self.bias = bias
-        self.kernel_rows = kernel_rows(weight.device, weight.dtype, self.in_features, self.out_features % _KERNEL_STEP)
-
-    @property
-    def bytes(self) -> int:
-        """What it holds besides the model's own weights."""
-        return sum(buffer.numel() * buffer.element_size() for buffer in self.buffers())
-
-    def forward(self, x: Tensor) -> Tensor:
-        flat = x.reshape(-1, self.in_features)
-        if flat.shape[0] <= self.kernel_rows:  # it reads memory in order, whatever the strides say
-            y = torch._weight_int8pack_mm(flat.contiguous(), self.quantized, self.scale)
-        else:
-            y = nn.functional.linear(flat, self.quantized.to(x.dtype)) * self.scale
-        y = y.view(*x.shape[:-1], self.out_features)
-        return y if self.bias is None else y + self.bias
-
-
-def quantized(lm: LanguageModel, head: bool = True) -> LanguageModel:
-    """The model with every linear map in int8; the output head stays as it is if `head` is false."""
+    The result is a model of its own: what is exact with respect to it need not be what the given one would write. Its
+    activations keep their dtype. On a CPU, in float32 and where the architecture has kernels, passes after the prompt
+    read the small weights themselves; everywhere else they are unpacked for every pass, which is as right and not
+    faster. An embedding that was tied to the head stays as it is, and the head becomes a small copy.
+    """
+    if kind not in KINDS:
+        raise UnknownNameError("kind of quantization", kind, KINDS)
+    already = next((m for m in lm.model.modules() if isinstance(m, PackedLinear)), None)
+    if already is not None:
+        raise UnsupportedError(f"{lm.name} is quantized already; quantize the model it was made of.")
     kept = None if head else lm.model.get_output_embeddings()
-    known: dict[int, Int8Linear] = {}
+    known: dict[int, PackedLinear] = {}
 
     def exchange(module: nn.Module) -> nn.Module | None:
         if module is kept or not _is_linear(module):
             return None
         if id(module) not in known:
             weight = module.weight.T if isinstance(module, Conv1D) else module.weight
-            known[id(module)] = Int8Linear(weight, module.bias)  # type: ignore[arg-type]
+            fits = kind != "int4" or weight.shape[1] % BLOCK == 0  # type: ignore[index, union-attr]
+            known[id(module)] = KINDS[kind if fits else "int8"](weight, module.bias)  # type: ignore[arg-type]
         return known[id(module)]
 
     with torch.no_grad():
         model = rebuilt(lm.model, exchange)
     if not known:
         raise UnsupportedError(f"{type(lm.model).__name__} ({lm.architecture.name}) has no linear map to quantize.")
-    return LanguageModel(model, lm.tokenizer, f"{lm.name} in int8")
+    return LanguageModel(model, lm.tokenizer, f"{lm.name} in {kind}")
 
 
 def extra_bytes(lm: LanguageModel) -> int:
-    """What the int8 weights of a model take besides those it shares."""
-    return sum(module.bytes for module in lm.model.modules() if isinstance(module, Int8Linear))
+    """What the small weights of a model take besides those it shares."""
+    return sum(module.bytes for module in lm.model.modules() if isinstance(module, PackedLinear))
 
 
 def _is_linear(module: nn.Module) -> bool:
     """Somebody else's subclass may compute something else, for instance from weights that are quantized already."""
     known = type(module).__module__.startswith(("torch.nn.modules.", "transformers.models."))
     return isinstance(module, Conv1D) or (isinstance(module, nn.Linear) and known)
-
-
-@cache
-def kernel_rows(device: torch.device, dtype: torch.dtype, width: int, odd: int = 0) -> int:
-    """Up to how many rows torch multiplies int8 weights rightly here; 0: never. Measured, against the unpacked product.
-
-    width: of the input; odd: how many outputs are left over when they are taken by 32.
-    """
-    if width % _KERNEL_STEP:
-        return 0
-    dice = torch.Generator().manual_seed(0)
-    outputs = 4 * _KERNEL_STEP + odd
-    x = torch.randn(_TRIED[-1], width, generator=dice).to(dtype)
-    weight = torch.randint(-127, 128, (outputs, width), generator=dice, dtype=torch.int8)
-    scale = ((0.5 + torch.rand(outputs, generator=dice)) / 127).to(dtype)
-    wanted = x.double() @ weight.double().T * scale.double()  # on the CPU: not every device has float64
-    x, weight, scale = x.to(device), weight.to(device), scale.to(device)
-    right = 0
-    for rows in _TRIED:
-        try:
-            got = torch._weight_int8pack_mm(x[:rows], weight, scale).cpu().double()
-        except (RuntimeError, AttributeError):  # not for this device or dtype, or not in this torch
-            return right
-        if not bool(((got - wanted[:rows]).abs() <= _CLOSE * wanted.abs().max()).all()):
-            return right
-        right = rows
-    return right

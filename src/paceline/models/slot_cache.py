@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 from weakref import WeakSet
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
@@ -34,6 +35,7 @@ class SlotCache(Cache):
         self._rows = self._slots = 0  # what is allocated, or will be at the first update
         self._aim: tuple[slice, int | Tensor, int] = (slice(0, 0), 0, 0)
         self.past = 0  # committed tokens before this pass, for the parts of transformers that ask
+        self._addresses: np.ndarray | None = None  # of the stores, until one of them is replaced
 
     # ---- before a pass
 
@@ -49,6 +51,7 @@ class SlotCache(Cache):
                 new[: old.shape[0], :, : old.shape[2]] = old
                 store[layer] = new
         self._rows, self._slots = rows, slots
+        self._addresses = None
 
     def aim(self, rows: slice, slots: int | Tensor, visible: int, past: int) -> None:
         """The next pass writes to `slots` (a first slot common to all rows, or [R,Q]) and sees slots 0..visible-1."""
@@ -73,14 +76,23 @@ class SlotCache(Cache):
         return keys[:, :, :visible], values[:, :, :visible]
 
     def allocate(self, layers: int, heads: int, width: int, dtype: torch.dtype) -> None:
-        """The stores of all layers, for those that write to them by themselves."""
+        """The stores of all layers, for those that write to them by themselves: kernels, on a CPU."""
         while len(self.keys) < layers:
             for store in (self.keys, self.values):
-                store.append(torch.zeros(self._rows, heads, self._slots, width, dtype=dtype))
+                store.append(torch.zeros(self._rows, heads, self._slots, width, dtype=dtype, device="cpu"))
+            self._addresses = None
+
+    def addresses(self) -> np.ndarray:
+        """Where the stores are: keys, values of the first layer, then of the next. They stay until the cache grows."""
+        if self._addresses is None:
+            pairs = zip(self.keys, self.values, strict=True)
+            self._addresses = np.array([store.data_ptr() for pair in pairs for store in pair], np.int64)
+        return self._addresses
 
     def _add_layer(self, key_states: Tensor, value_states: Tensor) -> None:
         for store, states in ((self.keys, key_states), (self.values, value_states)):
             store.append(states.new_zeros(self._rows, states.shape[1], self._slots, states.shape[3]))
+        self._addresses = None
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return self.past

@@ -1,4 +1,4 @@
-"""The GGUF file a target was converted from: for peers that read such files themselves."""
+"""Where the weights of a target came from: for peers that read the file themselves, or need them unrounded."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ import importlib.util
 from pathlib import Path
 
 from paceline.core.errors import UnsupportedError
+from paceline.models import load
 from paceline.models.cache import file_sha256
 from paceline.models.catalogue import cache_key, find_entry
 from paceline.models.gguf import PROVENANCE
 from paceline.models.language_model import LanguageModel
+from paceline.models.running import kind_of
 
 
 def gguf_of(lm: LanguageModel, given: str | None) -> Path:
@@ -21,11 +23,21 @@ def gguf_of(lm: LanguageModel, given: str | None) -> Path:
     path = _packaged(lm.name) if given is None else Path(given).expanduser()
     if path is None or not path.is_file():
         missing = f"there is no file '{path}'" if given is not None else f"the GGUF file of {lm.name} is not at hand"
-        raise UnsupportedError(f"{missing}; name it, as in llama.cpp:FILE.gguf")
+        raise UnsupportedError(f"{missing}; name it after a colon, as in openvino:FILE.gguf")
     key = cache_key("", file_sha256(path))
     if not folder.name.endswith(key):
         raise UnsupportedError(f"'{path}' is not the file that {lm.name} was converted from")
     return path
+
+
+def in_floats(lm: LanguageModel) -> LanguageModel:
+    """The target before it was quantised, read again: a peer rounds the weights it was made of, not ours."""
+    if kind_of(lm) is None:
+        return lm
+    source = getattr(lm.model.config, "_name_or_path", "") or ""
+    if not source:
+        raise UnsupportedError(f"the weights of {lm.name} before they were quantised are not at hand")
+    return load(source, dtype=lm.dtype, device=lm.device)
 
 
 def _packaged(name: str) -> Path | None:

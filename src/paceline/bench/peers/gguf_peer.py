@@ -12,8 +12,8 @@ from paceline.bench.lengths import too_long
 
 
 class GgufPeer(ABC):
-    """One text at a time, with the quantized weights themselves: its text may differ from the target's, so it is
-    compared, never asked to agree."""
+    """One text at a time, with other sums or other weights than the target's: its text may differ, so it is compared,
+    never asked to agree."""
 
     library = ""
     samplers: tuple[str, ...] = ()  # what it is told of how tokens are chosen

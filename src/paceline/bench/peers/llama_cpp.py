@@ -1,17 +1,19 @@
 """llama.cpp as a contestant, through PyPI's `xllamacpp`: a llama.cpp server inside this process.
 
-Its Python calls speak OpenAI's format, which has no token ids; so the server is asked over its own HTTP port, where
-`/completion` takes ids and streams ids. What that costs, a line of JSON per token, is part of its time. It computes
-with the quantized weights themselves, so its text may differ from the target's: it is compared, never asked to agree.
+It is asked by a function call, not over HTTP. In the files it is given tokens are called by their numbers
+(`gguf_writing`), so that the pieces of text it hands over one by one are ids. What is left beside its own work, by its
+own clock, is half a millisecond per request.
 """
 
 from __future__ import annotations
 
-import http.client
+import importlib
 import json
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Generator
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import torch
 
@@ -22,72 +24,95 @@ from paceline.core.errors import UnsupportedError
 from .gguf_peer import GgufPeer
 
 _ROOM = 256  # contexts grow by so many tokens, so that a slightly longer prompt needs no new server
-_PATIENCE = 600  # seconds without a word after which the server is given up
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """A drafter of llama.cpp's: the fields of its settings that hold the length of a match and of a draft."""
+
+    field: str
+    match: str
+    gamma: str
+    least: str = ""  # shorter drafts are not tried
+    remembers: bool = False  # texts of earlier requests, so that every run needs a new server
+
+
+KINDS = {
+    "ngram-simple": _Kind("ngram_simple", "size_n", "size_m"),
+    "ngram-map-k": _Kind("ngram_map_k", "size_n", "size_m"),
+    "ngram-map-k4v": _Kind("ngram_map_k4v", "size_n", "size_m"),
+    "ngram-mod": _Kind("ngram_mod", "n_match", "n_max", "n_min", remembers=True),
+}
+BEST = "ngram-map-k"  # of those, with llama.cpp's own sizes (docs/bench.md)
+
+
+@dataclass(frozen=True)
+class Speculation:
+    """What llama.cpp drafts by; a size that is not said is its own."""
+
+    kind: str = BEST
+    gamma: int | None = None
+    match: int | None = None
+
+
+def xllamacpp() -> Any:
+    """The module, or `UnsupportedError` with how to install it."""
+    try:
+        return importlib.import_module("xllamacpp")
+    except ImportError as error:
+        raise UnsupportedError("xllamacpp is not installed; pip install xllamacpp") from error
 
 
 class LlamaCpp(GgufPeer):
-    """Plain decoding, or with `gamma` its lookup of n-grams in the text ("ngram-simple"). Nothing is kept between
-    requests: prompts are read anew every time."""
+    """Plain decoding, or one of llama.cpp's lookups of n-grams. Nothing is kept between requests: prompts are read anew
+    every time. Keys and values are in float16, its own choice."""
 
     library = "llama.cpp"
     samplers = ("temperature", "top_k", "top_p", "min_p")
 
+    def __init__(
+        self,
+        name: str,
+        file: Path,
+        context: int,
+        speculation: Speculation | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._speculation = speculation
+        super().__init__(name, file, context, clock=clock)
+        if speculation is not None:
+            self.gamma, self.speculates = self._drafting(self._module.CommonParams(), speculation), True
+
     def find_library(self) -> None:
-        try:
-            import xllamacpp
-        except ImportError as error:
-            raise UnsupportedError("xllamacpp is not installed; pip install xllamacpp") from error
-        self._module = xllamacpp
+        self._module = xllamacpp()
         self._server: Any = None
         self._room = 0
 
     def run(self, task: Task, plan: Plan, repeat: int, cancel: Cancel) -> Run:
         prompt = task.prompts[0]
         self._serve(len(prompt) + plan.tokens + self.gamma)
+        answer = _Answer(self._clock, cancel)
         request = {
             "prompt": list(prompt),
             "n_predict": plan.tokens,
             "ignore_eos": True,
             "stream": True,
-            "return_tokens": True,
             "cache_prompt": False,
             "seed": plan.seed,
             **_sampling(plan),
         }
-        tokens: list[int] = []
-        arrivals: list[float] = []
-        started = self._clock()
-        for new in self._written(request):
-            tokens += new
-            arrivals += [self._clock() - started] * len(new)
-            if cancel():
-                return cut_short(self.name, task, repeat)
-        seconds = self._clock() - started
+        seconds = answer.ask(self._server, json.dumps(request))
+        if answer.stopped:
+            return cut_short(self.name, task, repeat)
+        if answer.refused:
+            raise UnsupportedError(f"llama.cpp refused to run {self._file.parent.name}: {answer.refused}.")
+        tokens, arrivals = answer.tokens()
         written = counted(self.name, [tokens], task, plan)
         return Run(self.name, task.id, task.category, repeat, written, seconds, arrivals[0], tuple(arrivals))
 
-    def _written(self, request: dict[str, Any]) -> Iterator[list[int]]:
-        """The ids of one event after the other; leaving the loop closes the connection, which ends the request."""
-        address = urlsplit(self._server.listening_address)
-        connection = http.client.HTTPConnection(str(address.hostname), address.port, timeout=_PATIENCE)
-        try:
-            body = json.dumps(request)
-            connection.request("POST", "/completion", body, {"Content-Type": "application/json"})
-            answer = connection.getresponse()
-            if answer.status != 200:
-                said = " ".join(answer.read(300).decode("utf-8", "replace").split())
-                raise UnsupportedError(f"llama.cpp refused {self._file.name} with status {answer.status}: {said}.")
-            for line in answer:
-                if line.startswith(b"data: {"):
-                    event = json.loads(line.removeprefix(b"data: "))
-                    if event.get("tokens"):
-                        yield [int(token) for token in event["tokens"]]
-        finally:
-            connection.close()
-
     def _serve(self, room: int) -> None:
         """A server with room for so many tokens, on as many threads as torch uses."""
-        if room <= self._room:
+        if room <= self._room and not self._remembers:
             return
         self.close()
         module = self._module
@@ -97,14 +122,90 @@ class LlamaCpp(GgufPeer):
         params.n_ctx, params.n_parallel, params.n_gpu_layers = self._room, 1, 0
         params.cpuparams.n_threads = params.cpuparams_batch.n_threads = torch.get_num_threads()
         params.cache_prompt, params.cache_ram_mib, params.verbosity = False, 0, -1
-        if self.gamma:
-            params.speculative.types = [module.common_speculative_type.COMMON_SPECULATIVE_TYPE_NGRAM_SIMPLE]
-            params.speculative.ngram_simple.size_n = self._match
-            params.speculative.ngram_simple.size_m = self.gamma
-        self._server = module.Server(params)
+        if self._speculation is not None:
+            self._drafting(params, self._speculation)
+        try:
+            self._server = module.Server(params)
+        except RuntimeError as error:
+            self._room = 0
+            raise UnsupportedError(f"llama.cpp cannot open {self._file.parent.name}: {error}") from error
+
+    @property
+    def _remembers(self) -> bool:
+        return self._speculation is not None and KINDS[self._speculation.kind].remembers
+
+    def _drafting(self, params: Any, said: Speculation) -> int:
+        """Set what it drafts by; the most tokens that one draft has then."""
+        kind, types = KINDS[said.kind], self._module.common_speculative_type
+        wanted = f"COMMON_SPECULATIVE_TYPE_{said.kind.replace('-', '_').upper()}"
+        if not hasattr(types, wanted):
+            raise UnsupportedError(f"this xllamacpp has no '{said.kind}'; pip install -U xllamacpp")
+        params.speculative.types = [getattr(types, wanted)]
+        sizes = getattr(params.speculative, kind.field)
+        if said.match is not None:
+            setattr(sizes, kind.match, said.match)
+        if said.gamma is not None:
+            setattr(sizes, kind.gamma, said.gamma)
+            if kind.least:
+                setattr(sizes, kind.least, min(said.gamma, getattr(sizes, kind.least)))
+        return int(getattr(sizes, kind.gamma))
 
     def close(self) -> None:
         self._server, self._room = None, 0  # a server ends with its object
+
+
+class _Answer:
+    """What the server says while it writes. It is only kept and looked at later: nobody is timed reading JSON."""
+
+    def __init__(self, clock: Callable[[], float], cancel: Cancel) -> None:
+        self._clock, self._cancel = clock, cancel
+        self._said: list[tuple[float, str]] = []
+        self._error: BaseException | None = None
+        self._started = 0.0
+        self.stopped = False
+
+    def ask(self, server: Any, request: str) -> float:
+        """Seconds until the call came back. An error in between (Ctrl-C) ends the request, and is raised here."""
+        hearing = self._hearing()
+        next(hearing)
+        self._started = self._clock()
+        server.handle_completions(request, hearing.send)
+        seconds = self._clock() - self._started
+        if self._error is not None:
+            raise self._error
+        return seconds
+
+    def _hearing(self) -> Generator[bool, str, None]:
+        """Takes one event after the other; True ends the request. xllamacpp loses what its callback raises, so it is
+        kept here. A generator, because Python raises KeyboardInterrupt where its code goes on: in a function that would
+        be before any `try`, here it is inside."""
+        while True:
+            try:
+                while True:
+                    event = yield self.stopped or self._error is not None
+                    self._said.append((self._clock() - self._started, event))
+                    self.stopped = self._cancel()
+            except (Exception, KeyboardInterrupt) as error:
+                self._error = error
+
+    @property
+    def refused(self) -> str:
+        """Its reason not to write, in one line."""
+        first = json.loads(self._said[0][1]) if self._said else {"message": "it said nothing"}
+        if "choices" in first:
+            return ""
+        told = first.get("error", first)
+        return " ".join(str(told.get("message", told)).split())[:300].rstrip(".")
+
+    def tokens(self) -> tuple[list[int], list[float]]:
+        """The ids, and when each was there."""
+        tokens: list[int] = []
+        arrivals: list[float] = []
+        for moment, event in self._said:
+            new = [int(number) for choice in json.loads(event)["choices"] for number in choice["text"].split()]
+            tokens += new
+            arrivals += [moment] * len(new)
+        return tokens, arrivals
 
 
 def _sampling(plan: Plan) -> dict[str, Any]:

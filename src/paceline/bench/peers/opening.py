@@ -1,4 +1,4 @@
-"""Other libraries by name: "hf", "hf-assisted:gamma=7", "hf-lookup", "llama.cpp:FILE.gguf"; absentees are noted."""
+"""Other libraries by name: "hf", "hf-assisted:gamma=7", "hf-lookup", "llama-cpp-ngram"; absentees are noted."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from paceline.models import load
 from paceline.models.language_model import LanguageModel
 from paceline.models.vocabulary import check_same_vocabulary
 
-from .gguf_file import gguf_of
+from .gguf_file import gguf_of, in_floats
+from .gguf_writing import FORMATS, numbered, written
 from .hugging import HuggingFace, early_exit
-from .llama_cpp import LlamaCpp
+from .llama_cpp import BEST, KINDS, LlamaCpp, Speculation, xllamacpp
 from .openvino import OpenVino
 
 _LOOKUP = 10  # tokens that prompt lookup drafts, where nobody says: transformers' own number
@@ -112,19 +113,50 @@ def _early_exit(text: str, said: Said, about: Circumstances) -> Contestant:
     return early_exit(text, about.lm, layers, _number(text, said, "gamma", about.gamma), about.sampled)
 
 
-def _on_gguf(kind: Callable[..., Contestant], lookup: bool) -> Callable[[str, Said, Circumstances], Contestant]:
-    """Of a library that reads the GGUF file itself, on the CPU."""
+def _llama_cpp(drafts: bool = False, kind: str | None = None) -> Callable[[str, Said, Circumstances], Contestant]:
+    """llama.cpp on the target's own weights, or on the GGUF file they came from. kind: the format of the weights, where
+    nobody says; None: the target's own."""
 
     def make(text: str, said: Said, about: Circumstances) -> Contestant:
-        if about.lm.device.type != "cpu":
-            raise UnsupportedError(f"it is measured on the CPU, and the target is on {about.lm.device}")
-        file = gguf_of(about.lm, said.get("", said.get("file")))
-        if not lookup:
-            return kind(text, file, about.lm.context)
-        gamma, match = _number(text, said, "gamma", _LOOKUP), _number(text, said, "match", 2)
-        return kind(text, file, about.lm.context, gamma=gamma, match=match)
+        _only_on_cpu(about)
+        lm, given, weights = about.lm, said.get("", said.get("file")), said.get("weights", kind)
+        if weights is not None and weights not in FORMATS:
+            raise UnknownNameError(f"format of weights of peer '{text}'", weights, FORMATS)
+        if given is not None and "weights" in said:
+            raise InputError(f"'{text}' names a file and a format, and a file has its own; leave one out.")
+        speculation = _speculation(text, said) if drafts else None
+        xllamacpp()  # is it installed? before gigabytes are written
+        file = written(in_floats(lm), weights) if given is None else numbered(gguf_of(lm, given))
+        return LlamaCpp(text, file, lm.context, speculation)
 
     return make
+
+
+def _speculation(text: str, said: Said) -> Speculation:
+    kind = said.get("type", BEST)
+    if kind not in KINDS:
+        raise UnknownNameError(f"type of peer '{text}'", kind, KINDS)
+    sizes = {key: whole_number(text, key, said[key]) for key in ("gamma", "match") if key in said}
+    return Speculation(kind, **sizes)
+
+
+def _openvino(lookup: bool) -> Callable[[str, Said, Circumstances], Contestant]:
+    """OpenVINO on the GGUF file the target came from: of files with float32 weights it reads none."""
+
+    def make(text: str, said: Said, about: Circumstances) -> Contestant:
+        _only_on_cpu(about)
+        file = gguf_of(about.lm, said.get("", said.get("file")))
+        if not lookup:
+            return OpenVino(text, file, about.lm.context)
+        gamma, match = _number(text, said, "gamma", _LOOKUP), _number(text, said, "match", 2)
+        return OpenVino(text, file, about.lm.context, gamma=gamma, match=match)
+
+    return make
+
+
+def _only_on_cpu(about: Circumstances) -> None:
+    if about.lm.device.type != "cpu":
+        raise UnsupportedError(f"it is measured on the CPU, and the target is on {about.lm.device}")
 
 
 def _number(text: str, said: Said, key: str, otherwise: int) -> int:
@@ -142,8 +174,9 @@ _PEERS = {
     "hf-assisted": _Opening(_assisted, ("gamma", "draft")),
     "hf-lookup": _Opening(_lookup, ("gamma", "match")),
     "hf-early-exit": _Opening(_early_exit, ("gamma", "layers")),
-    "llama.cpp": _Opening(_on_gguf(LlamaCpp, lookup=False), ("", "file")),
-    "llama.cpp-lookup": _Opening(_on_gguf(LlamaCpp, lookup=True), ("", "file", "gamma", "match")),
-    "openvino": _Opening(_on_gguf(OpenVino, lookup=False), ("", "file")),
-    "openvino-lookup": _Opening(_on_gguf(OpenVino, lookup=True), ("", "file", "gamma", "match")),
+    "llama-cpp": _Opening(_llama_cpp(), ("", "file", "weights")),
+    "llama-cpp-ngram": _Opening(_llama_cpp(drafts=True), ("", "file", "weights", "type", "gamma", "match")),
+    "llama-cpp-q8": _Opening(_llama_cpp(kind="q8_0")),
+    "openvino": _Opening(_openvino(lookup=False), ("", "file")),
+    "openvino-lookup": _Opening(_openvino(lookup=True), ("", "file", "gamma", "match")),
 }

@@ -1,0 +1,82 @@
+"""Products of weights that are smaller than floats, each compiled when a model first needs it."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+from numba import cfunc
+
+from .formats import BFLOAT16, FLOAT16, INT8, Q4_1, Q8_0
+from .product import KEPT, PRODUCT, SETTINGS, float32, product
+
+_bfloat16, _float16, _int8 = product(BFLOAT16), product(FLOAT16), product(INT8)
+_q8_0, _q4_1 = product(Q8_0), product(Q4_1)
+
+# One function each, since numba keeps what it compiled by their names; made when asked for, since making compiles it.
+
+
+def _make_bfloat16() -> Any:
+    @cfunc(PRODUCT, cache=True)
+    def bfloat16(x, x_step, n, w, scales, K, low, high, y, y_step, after):  # type: ignore[no-untyped-def]
+        _bfloat16(x, x_step, n, w, scales, K, low, high, y, y_step, after)
+
+    return bfloat16
+
+
+def _make_float16() -> Any:
+    @cfunc(PRODUCT, cache=True)
+    def float16(x, x_step, n, w, scales, K, low, high, y, y_step, after):  # type: ignore[no-untyped-def]
+        _float16(x, x_step, n, w, scales, K, low, high, y, y_step, after)
+
+    return float16
+
+
+def _make_int8() -> Any:
+    @cfunc(PRODUCT, cache=True)
+    def int8(x, x_step, n, w, scales, K, low, high, y, y_step, after):  # type: ignore[no-untyped-def]
+        _int8(x, x_step, n, w, scales, K, low, high, y, y_step, after)
+
+    return int8
+
+
+def _make_q8_0() -> Any:
+    @cfunc(PRODUCT, cache=True)
+    def q8_0(x, x_step, n, w, scales, K, low, high, y, y_step, after):  # type: ignore[no-untyped-def]
+        _q8_0(x, x_step, n, w, scales, K, low, high, y, y_step, after)
+
+    return q8_0
+
+
+def _make_q4_1() -> Any:
+    @cfunc(PRODUCT, cache=True)
+    def q4_1(x, x_step, n, w, scales, K, low, high, y, y_step, after):  # type: ignore[no-untyped-def]
+        _q4_1(x, x_step, n, w, scales, K, low, high, y, y_step, after)
+
+    return q4_1
+
+
+_MAKERS = {
+    "float32": lambda: float32,
+    "bfloat16": _make_bfloat16,
+    "float16": _make_float16,
+    "int8": _make_int8,
+    "q8_0": _make_q8_0,
+    "q4_1": _make_q4_1,
+}
+KINDS = tuple(_MAKERS)
+_MADE: dict[str, Any] = {}
+_ONE = threading.Lock()
+
+
+def compiled(kind: str) -> Any:
+    """The product of a format, compiled or read from where the other kernels are kept: about a second, or none. Its
+    `address` is what a plan holds."""
+    with _ONE:
+        if kind not in _MADE:
+            before, SETTINGS.CACHE_DIR = SETTINGS.CACHE_DIR, KEPT
+            try:
+                _MADE[kind] = _MAKERS[kind]()
+            finally:
+                SETTINGS.CACHE_DIR = before
+        return _MADE[kind]

@@ -1,0 +1,179 @@
+"""How passes of a model run: by what, on how many threads, in which numbers; as people ask for it, and as it is."""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections import Counter
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from torch import nn
+
+from paceline.core.errors import UnknownNameError, UnsupportedError
+
+from .cache import Progress
+from .kernel_pass import kernels_missing, threads_here
+from .kernel_plan import plan_of
+from .language_model import LanguageModel
+from .quantized import KINDS, quantized
+
+RUNNERS = {
+    "auto": "kernels of our own where they can run, else transformers",
+    "eager": "transformers' own forward",
+    "kernels": "kernels of our own, or an error",
+}
+_BRANCHES = ("first", "second")  # of a target that is made of two models (see `guided`)
+
+# ---- as people ask for it
+
+
+def check_runner(name: object) -> None:
+    if name is not None and name not in RUNNERS:
+        raise UnknownNameError("runner", name, RUNNERS)
+
+
+def check_kind(name: object) -> None:
+    if name is not None and name not in KINDS:
+        raise UnknownNameError("kind of quantization", name, KINDS)
+
+
+def with_runner(lm: LanguageModel, runner: str | None) -> LanguageModel:
+    """The same weights, read by another runner; the model that was given stays as it is. None: as it is."""
+    check_runner(runner)
+
+    def change(one: LanguageModel) -> LanguageModel:
+        if runner is None or one.runner == runner:
+            return one
+        other = copy.copy(one)
+        other.runner = runner
+        return other
+
+    return change(_each(lm, change))
+
+
+def in_numbers(lm: LanguageModel, kind: str | None) -> LanguageModel:
+    """The model with its linear maps quantised, read by the same runner; made once for a model. None: as it is."""
+    check_kind(kind)
+    if kind is None:
+        return lm
+    if _branches(lm):
+        return _each(lm, lambda one: in_numbers(one, kind))
+    known = _MADE.setdefault(lm.model, {})
+    if kind not in known:
+        known[kind] = quantized(lm, kind)
+    return with_runner(known[kind], lm.runner)
+
+
+_MADE: WeakKeyDictionary[nn.Module, dict[str, LanguageModel]] = WeakKeyDictionary()
+
+
+def kind_of(lm: LanguageModel) -> str | None:
+    """The numbers that most of its linear maps are in, where it was quantised; else None."""
+    model = getattr(parts(lm)[0], "model", None)
+    packed = {cls: name for name, cls in KINDS.items()}
+    found = Counter(packed[type(m)] for m in (model.modules() if model is not None else ()) if type(m) in packed)
+    return found.most_common(1)[0][0] if found else None
+
+
+def parts(lm: LanguageModel) -> list[LanguageModel]:
+    """The models that a pass runs: two, where a target has two branches."""
+    return [each for name in _branches(lm) for each in parts(getattr(lm, name))] or [lm]
+
+
+def _branches(lm: LanguageModel) -> list[str]:
+    return [name for name in _BRANCHES if isinstance(getattr(lm, name, None), LanguageModel)]
+
+
+def _each(lm: LanguageModel, change: Callable[[LanguageModel], LanguageModel]) -> LanguageModel:
+    """The target with every branch changed; one that has no branches as it is."""
+    if not _branches(lm):
+        return lm
+    other = copy.copy(lm)
+    for name in _branches(lm):
+        setattr(other, name, change(getattr(lm, name)))
+    first: Any = getattr(other, _BRANCHES[0])
+    other.model, other.architecture = first.model, first.architecture
+    return other
+
+
+# ---- as it is
+
+
+@dataclass(frozen=True)
+class Running:
+    """By what passes run (`by`: "kernels" or "eager"), and why not by kernels where they do not."""
+
+    by: str
+    why: str = ""
+    threads: int = 1
+    kind: str | None = None
+
+    def describe(self) -> str:
+        """A few words for the line that says what decodes."""
+        if self.by == "kernels":
+            threads = "1 thread" if self.threads == 1 else f"{self.threads} threads"
+            return f"{self.kind + ' ' if self.kind else ''}kernels, {threads}"
+        reason = f" ({self.why})" if self.why else ""
+        return f"transformers{' in ' + self.kind if self.kind else ''}{reason}"
+
+
+def running(lm: LanguageModel) -> Running:
+    """How passes of this model run here. Where that is by kernels, they are compiled now if they never were."""
+    first = parts(lm)[0]
+    kind = kind_of(first)
+    if first.runner == "eager":
+        return Running("eager", kind=kind)
+    why = _unfit(first) or kernels_missing()
+    if why is not None:
+        return Running("eager", _in_short(why) if first.device.type == "cpu" else "", kind=kind)
+    return Running("kernels", threads=threads_here(first), kind=kind)
+
+
+def prepare(lm: LanguageModel, progress: Progress | None = None) -> None:
+    """Have the kernels ready that this model will run by; refuse a runner that it cannot have."""
+    for one in parts(lm):
+        if one.runner == "eager":
+            continue
+        why = _unfit(one)
+        if why is None:
+            _compile(progress)
+            why = kernels_missing()
+        if why is not None and one.runner == "kernels":
+            raise UnsupportedError(
+                f"The runner 'kernels' was asked for, and {one.name} cannot run by it: {why}; use runner 'auto'."
+            )
+
+
+def _compile(progress: Progress | None) -> None:
+    from paceline.kernels import machine
+
+    from .first_use import kernels_ready
+
+    if machine.missing() is None:
+        with suppress(Exception):  # `kernels_missing` tries again, and says what is wrong
+            kernels_ready(progress)
+
+
+def cores_here() -> int:
+    """Those this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _unfit(lm: LanguageModel) -> str | None:
+    """Why kernels cannot run this model, wherever it is; None if they can."""
+    if not hasattr(lm, "model"):
+        return "it is no transformers model"
+    if lm.device.type != "cpu":
+        return "kernels are for float32 on a CPU"
+    plan = plan_of(lm.model, lm.architecture.kinds, lm.architecture.window)
+    return plan if isinstance(plan, str) else None
+
+
+def _in_short(why: str) -> str:
+    return "no numba" if "No module named" in why and ("numba" in why or "llvmlite" in why) else why

@@ -1,0 +1,231 @@
+"""Where kernels cannot run, or cannot be compiled, passes run through transformers and the text is the same."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.kernels.zoo import build
+
+from paceline import LanguageModel, SpeculativeDecoder
+from paceline.core.errors import PacelineWarning
+from paceline.kernels import machine
+from paceline.models import first_use, kernel_pass
+
+ROOT = Path(__file__).resolve().parents[2]
+PROMPT = [3, 9, 27, 4, 11, 9, 27]
+
+
+@pytest.fixture(autouse=True)
+def _forgotten() -> Iterator[None]:
+    """Whether there are kernels is asked once in a process."""
+    kernel_pass.kernels_missing.cache_clear()
+    kernel_pass._tell_why.cache_clear()
+    yield
+    kernel_pass.kernels_missing.cache_clear()
+    kernel_pass._tell_why.cache_clear()
+
+
+def text(runner: str = "auto") -> list[int]:
+    lm = LanguageModel(build("llama"))
+    lm.runner = runner
+    return list(SpeculativeDecoder(lm, "prompt-lookup").generate(PROMPT, max_new_tokens=24, ignore_eos=True).tokens)
+
+
+def without_kernels() -> bool:
+    return LanguageModel(build("llama")).reader()._kernels is None
+
+
+# ---- what a machine may lack
+
+
+def numba_with(monkeypatch: pytest.MonkeyPatch, **settings: Any) -> None:
+    numba = pytest.importorskip("numba")
+    for name, value in settings.items():
+        monkeypatch.setattr(numba.config, name, value)
+
+
+def processor(monkeypatch: pytest.MonkeyPatch, name: str, features: dict[str, bool]) -> None:
+    binding = pytest.importorskip("llvmlite.binding")
+    monkeypatch.setattr(machine.platform, "machine", lambda: name)
+    monkeypatch.setattr(binding, "get_host_cpu_features", lambda: features)
+    numba_with(monkeypatch, CPU_FEATURES=None, ENABLE_AVX=1, DISABLE_JIT=0)
+
+
+@pytest.mark.parametrize("word", ["off", "OFF", "0", "no", " false "])
+def test_people_may_want_out(word: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PACELINE_KERNELS", word)
+    assert machine.missing() == "PACELINE_KERNELS is off"
+    assert without_kernels()
+    assert text() == text("eager")
+
+
+@pytest.mark.parametrize(("features", "lacking"), [
+    ({"avx2": True, "fma": False}, "fma"),
+    ({"avx2": False, "fma": True}, "avx2"),
+    ({"sse4.2": True}, "avx2 and fma"),
+    ({}, "avx2 and fma"),
+])  # fmt: skip
+def test_an_old_processor(features: dict[str, bool], lacking: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    processor(monkeypatch, "x86_64", features)
+    assert str(machine.missing()).endswith(f"this processor lacks {lacking}")
+    assert without_kernels()
+    assert text() == text("eager")
+
+
+@pytest.mark.parametrize("name", ["x86_64", "AMD64"])
+def test_a_new_processor(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    processor(monkeypatch, name, {"avx2": True, "fma": True, "avx512f": False})
+    assert machine.missing() is None
+
+
+@pytest.mark.parametrize("name", ["arm64", "aarch64"])
+def test_an_arm_needs_nothing_more(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    processor(monkeypatch, name, {})
+    assert machine.missing() is None
+
+
+def test_another_processor(monkeypatch: pytest.MonkeyPatch) -> None:
+    processor(monkeypatch, "riscv64", {"fma": True})
+    assert "riscv64" in str(machine.missing())
+
+
+def test_numbers_the_other_way_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine.sys, "byteorder", "big")
+    assert "little-endian" in str(machine.missing())
+
+
+def test_a_small_address_space(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine.sys, "maxsize", 2**31 - 1)
+    assert "64-bit" in str(machine.missing())
+
+
+@pytest.mark.parametrize("settings", [
+    {"DISABLE_JIT": 1},
+    {"ENABLE_AVX": 0, "CPU_FEATURES": None},
+    {"CPU_FEATURES": "+sse2,-avx2"},
+    {"CPU_FEATURES": ""},
+])  # fmt: skip
+def test_numba_told_to_do_without(settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    processor(monkeypatch, "x86_64", {"avx2": True, "fma": True})
+    numba_with(monkeypatch, **settings)
+    assert machine.missing() is not None
+    assert without_kernels()
+
+
+def test_a_system_that_llvm_does_not_know(monkeypatch: pytest.MonkeyPatch) -> None:
+    processor(monkeypatch, "x86_64", {})
+
+    def unknown() -> Any:
+        raise RuntimeError("not implemented for this platform")
+
+    monkeypatch.setattr(pytest.importorskip("llvmlite.binding"), "get_host_cpu_features", unknown)
+    assert "lacks avx2 and fma" in str(machine.missing())
+
+
+# ---- kernels that cannot be compiled
+
+
+@pytest.mark.skipif(machine.missing() is not None, reason="no kernels here")
+@pytest.mark.parametrize(
+    "error", [SyntaxError("x"), TypeError("No\nmatching   definition"), OSError(28, "No space left")]
+)
+def test_kernels_that_do_not_compile_are_told_of_once(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(*_: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(first_use, "kernels_ready", failing)
+    with pytest.warns(PacelineWarning) as seen:
+        written = text()
+    assert len(seen) == 1
+    said = str(seen[0].message)
+    assert "\n" not in said
+    assert type(error).__name__ in said
+    assert written == text("eager")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert text() == written
+
+
+@pytest.mark.skipif(machine.missing() is not None, reason="no kernels here")
+def test_a_format_that_does_not_compile_is_told_of_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Products are compiled when a model needs them, after the pass itself was."""
+    from paceline.kernels import packed
+
+    def failing(kind: str) -> None:
+        raise ValueError(f"no product for {kind}")
+
+    monkeypatch.setattr(packed, "compiled", failing)
+    with pytest.warns(PacelineWarning, match="no product for float32") as seen:
+        written = [text(), text()]
+    assert len(seen) == 1
+    assert written == [text("eager")] * 2
+
+
+def test_an_interrupt_while_they_compile_is_an_interrupt(monkeypatch: pytest.MonkeyPatch) -> None:
+    if machine.missing() is not None:
+        pytest.skip("no kernels here")
+
+    def stopped(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(first_use, "kernels_ready", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        kernel_pass.kernels_missing()
+    monkeypatch.undo()
+    assert kernel_pass.kernels_missing() is None
+
+
+# ---- machines without numba, in processes of their own
+
+_WITHOUT = """
+import sys, warnings
+warnings.simplefilter("error")
+for name in {hidden!r}:
+    sys.modules[name] = None  # an import of it fails
+{more}
+from tests.kernels.test_machine import text
+from paceline.models import kernel_pass
+said = kernel_pass.kernels_missing()
+print(text(), said, sep="|")
+"""
+
+
+def written_by(hidden: tuple[str, ...], more: str = "") -> tuple[list[int], str]:
+    script = _WITHOUT.format(hidden=hidden, more=more)
+    run = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert run.returncode == 0, run.stdout + run.stderr
+    tokens, said = run.stdout.splitlines()[-1].split("|")
+    return [int(token) for token in tokens.strip("[]").split(",")], said
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("hidden", [("numba",), ("numba", "llvmlite"), ("llvmlite",)])
+def test_without_numba(hidden: tuple[str, ...]) -> None:
+    tokens, said = written_by(hidden)
+    assert tokens == text("eager")
+    assert "No module named" in said or "import of" in said
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(machine.missing() is not None, reason="no kernels here")
+def test_a_kernel_file_that_is_broken() -> None:
+    """Its import fails in the middle, after numba's: one line is said, the text is the same."""
+    broken = """
+import importlib.abc, importlib.machinery
+class Broken(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name == "paceline.kernels.attention":
+            raise ValueError("this file is broken")
+sys.meta_path.insert(0, Broken())
+from paceline.core.errors import PacelineWarning
+warnings.simplefilter("ignore", PacelineWarning)
+"""
+    tokens, said = written_by((), broken)
+    assert tokens == text("eager")
+    assert "ValueError: this file is broken" in said

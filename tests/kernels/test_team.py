@@ -1,0 +1,178 @@
+"""Threads that run a pass together: two decoders at once, forks, interrupts, too many threads, none."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tests.kernels.scenarios import decoder, text
+from tests.kernels.zoo import Alone, reader_of, small
+
+from paceline.kernels import team
+from paceline.models import kernel_pass
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(autouse=True)
+def three_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernel_pass, "threads_here", lambda lm: 3)
+
+
+def workers() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "paceline-kernels"]
+
+
+# ---- Python's threads and ours
+
+
+def at_once(*acts: Any) -> list[Any]:
+    results: list[Any] = [None] * len(acts)
+
+    def run(number: int) -> None:
+        results[number] = acts[number]()
+
+    threads = [threading.Thread(target=run, args=(number,)) for number in range(len(acts))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+        assert not thread.is_alive(), "hangs"
+    return results
+
+
+def test_two_decoders_at_once() -> None:
+    names = ["llama", "qwen3", "mistral-window"]
+    wanted = [text(decoder(name)) for name in names]
+
+    def several(name: str) -> list[list[int]]:
+        return [text(decoder(name)) for _ in range(5)]
+
+    got = at_once(*(lambda name=name: several(name) for name in names))
+    assert got == [[each] * 5 for each in wanted]
+
+
+def test_one_decoder_in_several_threads_one_after_the_other() -> None:
+    one = decoder()
+    wanted = text(one)
+    for _ in range(4):
+        assert at_once(lambda: text(one)) == [wanted]
+
+
+@pytest.mark.parametrize("threads", [1, 2, 9])
+def test_any_number_of_threads_writes_the_same(threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nine on a machine of two cores: those that wait step aside."""
+    wanted = text(decoder())
+    monkeypatch.setattr(kernel_pass, "threads_here", lambda lm: threads)
+    assert text(decoder()) == wanted
+
+
+@torch.inference_mode()
+def test_many_short_passes_on_too_many_threads() -> None:
+    """Somebody is always late; a barrier that was set back for the next pass would never let them go."""
+    alone = Alone(small("llama"))
+    rows, reader = _one_row(5)
+    for _ in range(300):
+        logits = reader.extend(rows, 1, torch.tensor([[4, 5]])).logits
+        reader.keep(rows, None)
+        for count in range(3):
+            alone.check(logits[0, count], [7, 4, 5][: count + 1], "a pass")
+
+
+def _one_row(threads: int) -> Any:
+    from tests.conformance.test_cache import Texts
+
+    rows, reader = Texts(), reader_of(small("llama"), threads)
+    rows.admit([[7]])
+    reader.begin(rows, 0, 16)
+    return rows, reader
+
+
+@torch.inference_mode()
+def test_a_barrier_is_of_one_call_and_lives_as_long() -> None:
+    calls: list[np.ndarray] = []
+    rows, reader = _one_row(2)
+    run = reader._kernels._run
+    reader._kernels._run = lambda m, c, f, me: (calls.append(c), run(m, c, f, me))
+    for _ in range(2):
+        reader.extend(rows, 1)
+        reader.keep(rows, None)
+    place = reader._kernels._names.index("barrier")
+    for call in calls:
+        inside = int(call[place]) - call.ctypes.data
+        assert 8 * len(reader._kernels._names) <= inside <= call.nbytes - 64
+        assert int(call[place]) % 64 == 0
+        assert call[inside // 8] > 0, "as it was left"
+    assert len({id(call) for call in calls}) == 2, "each of the two passes, on both threads"
+
+
+# ---- workers
+
+
+def test_one_thread_needs_no_worker() -> None:
+    alone = team.Team()
+    before = len(workers())
+    assert alone.gather(1) == 1
+    done: list[int] = []
+    alone.run(1, done.append)
+    assert done == [0]
+    assert len(workers()) == before
+
+
+def test_workers_are_made_once_and_sleep() -> None:
+    text(decoder())
+    before = workers()
+    assert len(before) >= 2
+    assert all(thread.daemon for thread in before)
+    text(decoder())
+    assert workers() == before
+    used = time.process_time()
+    time.sleep(0.4)
+    assert time.process_time() - used < 0.2, "somebody spins between passes"
+
+
+def test_where_no_thread_can_be_started_fewer_do_the_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted = text(decoder())
+
+    def refused(self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(team, "TEAM", team.Team())
+    monkeypatch.setattr(threading.Thread, "start", refused)
+    assert team.TEAM.gather(4) == 1
+    assert text(decoder()) == wanted
+
+
+def test_a_job_is_refused_before_it_is_handed_out_to_too_few() -> None:
+    with pytest.raises(AssertionError, match="gather"):
+        team.Team().run(3, print)
+
+
+# ---- in processes of their own
+
+_SCENARIOS = [
+    pytest.param("interrupts", marks=pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="no timers here")),
+    pytest.param(
+        "interrupts_of_a_job", marks=pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="no timers here")
+    ),
+    pytest.param("forks", marks=pytest.mark.skipif(not hasattr(os, "fork"), reason="no forks here")),
+    "leaving",
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", _SCENARIOS)
+def test_in_a_process_of_its_own(name: str) -> None:
+    command = [sys.executable, "-m", "tests.kernels.scenarios", name]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert "as it should" in run.stdout

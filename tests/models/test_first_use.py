@@ -1,0 +1,174 @@
+"""Kernels compiled once: where they are kept, what is told meanwhile, and what happens where nothing can be kept."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paceline.core.errors import PacelineWarning
+from paceline.kernels import warm_up
+from paceline.models import first_use
+from paceline.models.first_use import LABEL, kernels_ready
+
+numba = pytest.importorskip("numba")
+
+# a room of kernels with one small kernel in it: real ones take ten seconds
+KERNEL = """
+from numba import njit, types
+
+@njit(types.int64(types.int64), cache=True)
+def more(a):
+    return a + 1
+"""
+IN_A_PROCESS = """
+import sys
+from pathlib import Path
+room = Path(sys.argv[1])
+sys.path.insert(0, str(room.parent))
+from paceline.kernels import warm_up
+warm_up._ROOM, warm_up._HERE, warm_up.ENTRY = room.name, room, "entry"
+from paceline.models.first_use import kernels_ready
+told = []
+kernels_ready(lambda *said: told.append(said))
+import importlib
+assert importlib.import_module(room.name + ".entry").more(1) == 2
+print(sum(1 for label, done, many in told if label.startswith("compiling") and done == 1))
+"""
+
+
+@pytest.fixture
+def room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Kernels of our own, as if nobody had used any in this process."""
+    room = tmp_path / f"room_{tmp_path.name}"
+    room.mkdir()
+    (room / "__init__.py").write_text("")
+    (room / "entry.py").write_text(KERNEL)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(warm_up, "_ROOM", room.name)
+    monkeypatch.setattr(warm_up, "_HERE", room)
+    monkeypatch.setattr(warm_up, "ENTRY", "entry")
+    monkeypatch.setattr(warm_up, "fingerprint", warm_up.fingerprint.__wrapped__)
+    monkeypatch.setattr(numba.config, "CACHE_DIR", "")
+    monkeypatch.setenv("PACELINE_CACHE", str(tmp_path / "cache"))
+    return room
+
+
+@pytest.fixture
+def again(room: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[Any]]:
+    """Use the kernels as a new process would; what was told."""
+
+    def use() -> list[Any]:
+        sys.modules.pop(f"{room.name}.entry", None)
+        told: list[Any] = []
+        kernels_ready(lambda *said: told.append(said))
+        assert sys.modules[f"{room.name}.entry"].more(41) == 42
+        return told
+
+    return use
+
+
+def test_compiled_once_and_told(again: Callable[[], list[Any]], tmp_path: Path) -> None:
+    assert again() == [(LABEL, 0, 1), (LABEL, 1, 1)]
+    kept = list((tmp_path / "cache" / "kernels").rglob("*.nbc"))
+    assert len(kept) == 1
+    assert again() == []
+    assert numba.config.CACHE_DIR == ""  # others' functions are kept where they were
+
+
+def test_a_second_use_in_a_process_does_nothing(
+    again: Callable[[], list[Any]], room: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    again()
+    monkeypatch.setattr(first_use, "_make", lambda *_: pytest.fail("made again"))
+    kernels_ready()
+
+
+def test_another_state_of_any_source_is_compiled_anew(again: Callable[[], list[Any]], room: Path) -> None:
+    """numba looks at the file of a function only, not at those of its pieces."""
+    again()
+    (room / "__init__.py").write_text("# other pieces")
+    assert len(again()) == 2
+
+
+def test_a_folder_that_the_user_gave_numba(
+    again: Callable[[], list[Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path / "theirs"))
+    again()
+    assert list((tmp_path / "theirs" / "paceline").rglob("*.nbc"))
+    assert not (tmp_path / "cache").exists()
+    assert str(tmp_path / "theirs") == numba.config.CACHE_DIR
+
+
+def test_where_nothing_can_be_kept(
+    again: Callable[[], list[Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("in the way")
+    monkeypatch.setenv("PACELINE_CACHE", str(tmp_path / "file"))
+    with pytest.warns(PacelineWarning, match="cannot be kept in .*set PACELINE_CACHE") as found:
+        assert len(again()) == 2
+    assert len(found) == 1
+    with pytest.warns(PacelineWarning):
+        assert len(again()) == 2
+
+
+def test_a_folder_one_may_only_read_is_read(again: Callable[[], list[Any]], monkeypatch: pytest.MonkeyPatch) -> None:
+    again()
+    monkeypatch.setattr(first_use, "_writable", lambda place: False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert again() == []
+
+
+def test_one_of_several_processes_compiles(room: Path, tmp_path: Path) -> None:
+    """The others wait for it and read; nobody finds half a file."""
+    command = [sys.executable, "-c", IN_A_PROCESS, str(room)]
+    where = {name: value for name, value in os.environ.items() if name != "NUMBA_CACHE_DIR"}
+    piped: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "env": where}
+    running = [subprocess.Popen(command, **piped) for _ in range(3)]
+    said = [process.communicate(timeout=300) for process in running]
+    assert [process.returncode for process in running] == [0, 0, 0], said
+    assert sorted(int(out) for out, _ in said) == [0, 0, 1]
+
+
+def test_old_kernels_are_swept_away(
+    again: Callable[[], list[Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept = tmp_path / "cache" / "kernels"
+    (kept / "gone").mkdir(parents=True)
+    (kept / "gone" / "x.nbc").write_text("")
+    monkeypatch.setattr(first_use, "_OLD", -60.0)
+    again()
+    assert [folder.name for folder in kept.iterdir()] == [warm_up.fingerprint()]
+
+
+def test_two_installations_do_not_take_each_others_word(
+    again: Callable[[], list[Any]], room: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    again()
+    here = warm_up.seal(tmp_path)
+    monkeypatch.setattr(warm_up, "_HERE", room.parent / "elsewhere")
+    assert warm_up.seal(tmp_path) != here
+
+
+def test_the_sources_are_told_apart(room: Path) -> None:
+    before = warm_up.fingerprint()
+    assert warm_up.fingerprint() == before
+    (room / "entry.py").write_text(KERNEL + "\n# more")
+    assert warm_up.fingerprint() != before
+
+
+def test_importing_paceline_does_not_import_numba() -> None:
+    code = (
+        "import sys, paceline; paceline.SpeculativeDecoder; paceline.load\n"
+        "import paceline.models.running, paceline.models.first_use, paceline.models.thread_choice, paceline.cli.main\n"
+        "assert 'numba' not in sys.modules and 'llvmlite' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)

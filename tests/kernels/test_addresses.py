@@ -14,7 +14,7 @@ from tests.kernels.zoo import VOCABULARY, Alone, build, reader_of, small
 from torch import nn
 
 from paceline import LanguageModel, SpeculativeDecoder
-from paceline.core.errors import ModelOutputError
+from paceline.core.errors import ModelOutputError, UnsupportedError
 from paceline.models.kernel_plan import plan_of
 from paceline.models.slot_cache import SlotCache
 
@@ -99,7 +99,11 @@ def test_weights_of_another_shape_than_the_config_says_are_not_read(change: str)
     else:
         model.model.embed_tokens = nn.Embedding(VOCABULARY - 3, 36)
     lm = LanguageModel(model)
-    assert isinstance(plan_of(lm.model, lm.architecture.kinds, lm.architecture.window), str)
+    assert isinstance(plan_of(lm.model, lm.architecture.kinds, lm.architecture.window, lm.logits), str)
+    assert not uses_kernels(lm)
+    lm.runner = "kernels"
+    with pytest.raises(UnsupportedError, match="cannot run by it"):
+        lm.reader()
 
 
 def test_numbers_that_are_none_are_told() -> None:

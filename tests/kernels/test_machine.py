@@ -167,6 +167,14 @@ def test_a_format_that_does_not_compile_is_told_of_once(monkeypatch: pytest.Monk
     assert written == [text("eager")] * 2
 
 
+def test_nothing_is_compiled_for_a_model_that_has_no_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    def asked(*_: Any) -> None:
+        raise AssertionError("nobody needs them")
+
+    monkeypatch.setattr(first_use, "kernels_ready", asked)
+    assert LanguageModel(build("llama").double()).reader()._kernels is None
+
+
 def test_an_interrupt_while_they_compile_is_an_interrupt(monkeypatch: pytest.MonkeyPatch) -> None:
     if machine.missing() is not None:
         pytest.skip("no kernels here")

@@ -107,7 +107,9 @@ def test_rules_that_look_at_laws_keep_the_targets(rule: str) -> None:
     decoder = SpeculativeDecoder(
         target, "draft-model", options={"model": draft, "vocabulary": 8}, rule=rule, gamma=2, rows=1500
     )
-    counts = sum(first_tokens(decoder, [1, 2, 3], 2, range(start, start + 1500), temperature=1.0) for start in (0, 1500))
+    counts = sum(
+        first_tokens(decoder, [1, 2, 3], 2, range(start, start + 1500), temperature=1.0) for start in (0, 1500)
+    )
     with torch.inference_mode():
         texts = torch.tensor([[1, 2, 3, token] for token in range(12)])
         said = target.model(texts).logits.softmax(-1)

@@ -183,21 +183,23 @@ class SpeculativeDecoder:
 
     def _run(self, rows: list[Row], cancel: Cancel | None) -> Iterator[Event]:
         """Decode all rows: first those that are one text each, then the searches, for another rule judges them."""
-        self._claim()
-        try:
-            for kind in (
-                [[row] for row in rows if row.group is None],
-                [row.group.rows for row in rows if row.group is not None],
-            ):
-                if kind:
-                    yield from self._decode(kind, cancel)
-        finally:
+        if self._owner == threading.get_ident():
+            raise InputError(
+                "This decoder is still streaming in this thread; finish or close that stream, or make a second one."
+            )
+        with self._busy:  # a drafter remembers its rows: one batch at a time, other threads wait for their turn
             try:
+                self._owner = threading.get_ident()
+                for kind in (
+                    [[row] for row in rows if row.group is None],
+                    [row.group.rows for row in rows if row.group is not None],
+                ):
+                    if kind:
+                        yield from self._decode(kind, cancel)
+            finally:
+                self._owner = None
                 for row in rows:
                     row.cancel()
-            finally:  # whatever a criterion of the caller's does, the next request finds the decoder free
-                self._owner = None
-                self._busy.release()
 
     def _decode(self, waiting: list[list[Row]], cancel: Cancel | None) -> Iterator[Event]:
         """At most `self.rows` rows at once, but at least one party of them; latecomers are admitted as others end."""
@@ -216,15 +218,6 @@ class SpeculativeDecoder:
             if new:
                 loop.admit(new)
             yield from loop.step()
-
-    def _claim(self) -> None:
-        """A drafter remembers its rows, so a decoder does one batch at a time; other threads wait for their turn."""
-        if self._owner == threading.get_ident():
-            raise InputError(
-                "This decoder is still streaming in this thread; finish or close that stream, or make a second one."
-            )
-        self._busy.acquire()
-        self._owner = threading.get_ident()
 
 
 def _check_counts(**counts: Any) -> None:

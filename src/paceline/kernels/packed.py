@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import threading
 from typing import Any
 
 from numba import cfunc
 
 from .formats import BFLOAT16, FLOAT16, INT8, Q4_1, Q8_0
+from .locks import OneAtATime
 from .product import KEPT, PRODUCT, SETTINGS, float32, product
 
 _bfloat16, _float16, _int8 = product(BFLOAT16), product(FLOAT16), product(INT8)
@@ -66,7 +66,7 @@ _MAKERS = {
 }
 KINDS = tuple(_MAKERS)
 _MADE: dict[str, Any] = {}
-_ONE = threading.Lock()
+_ONE = OneAtATime()
 
 
 def compiled(kind: str) -> Any:

@@ -10,7 +10,6 @@ import atexit
 import logging
 import shutil
 import tempfile
-import threading
 import time
 import warnings
 from collections.abc import Iterator
@@ -21,6 +20,7 @@ from filelock import FileLock, Timeout
 
 from paceline.core.errors import PacelineWarning
 from paceline.kernels import warm_up
+from paceline.kernels.locks import OneAtATime
 
 from .cache import Progress, cache_folder
 
@@ -28,7 +28,7 @@ LABEL = "compiling kernels for this machine, once"
 _PATIENCE = 180.0  # seconds to wait for another process
 _OLD = 60 * 86400.0  # seconds after which kernels of other sources are swept away
 _LOG = logging.getLogger("paceline")
-_ONE = threading.Lock()
+_ONE = OneAtATime()
 
 
 def kernels_ready(progress: Progress | None = None) -> None:

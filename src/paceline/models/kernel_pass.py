@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from paceline.core.contracts import Reading
-from paceline.core.errors import PacelineWarning
+from paceline.core.errors import PacelineWarning, UnsupportedError
 
 from .kernel_plan import Plan, plan_of
 from .slot_cache import SlotCache
@@ -111,7 +111,8 @@ class KernelPass:
         lists = ("ids", "position", "slot", "prefix", "extra", "extras")
         held = [t.to(torch.int64).contiguous() for t in (ids, position, slots, sight.prefix, starts, extras)]
         given = None if part.given is None else part.given.contiguous()
-        _check(held[0], plan.vocabulary, vocabulary, cache.keys[0], R, visible)
+        _check(held[0], plan.vocabulary, cache.keys[0], R, visible)
+        assert vocabulary <= plan.said
         keys, stores = cache.keys[0], cache.addresses()
         threads = team.TEAM.gather(self.threads)
         self._counters[:] = 0
@@ -175,36 +176,42 @@ def _floats(*shape: int) -> Tensor:
     return torch.empty(shape, dtype=torch.float32, device="cpu")
 
 
-def _check(ids: Tensor, known: int, wanted: int, keys: Tensor, rows: int, visible: int) -> None:
+def _check(ids: Tensor, known: int, keys: Tensor, rows: int, visible: int) -> None:
     """Kernels follow addresses: what is not in the memory must not get there. (torch would say the same of an id.)"""
     numbers = ids.numpy()
     if numbers.size and (numbers.min() < 0 or numbers.max() >= known):
         raise IndexError(
             f"Token ids {numbers.min()} to {numbers.max()} cannot be read; the model knows 0 to {known - 1}."
         )
-    assert wanted <= known
     assert rows <= keys.shape[0]
     assert visible <= keys.shape[2]
 
 
 def kernel_pass(lm: LanguageModel) -> KernelPass | None:
     """Kernels for a reader of this model, where there are some. The plan is made anew each time: somebody may have
-    cast the model, or hung hooks on it, since the last."""
-    if lm.runner == "eager" or lm.device.type != "cpu" or kernels_missing() is not None:
+    cast the model, or hung hooks on it, since the last. Nothing is compiled for a model that has none."""
+    if lm.runner == "eager":
         return None
-    plan = plan_of(lm.model, lm.architecture.kinds, lm.architecture.window)
-    if isinstance(plan, str) or not _compiled(plan):
-        return None
-    return KernelPass(plan, threads_here(lm))
+    plan = plan_of(lm.model, lm.architecture.kinds, lm.architecture.window, lm.logits)
+    why = plan if isinstance(plan, str) else kernels_missing() or _uncompiled(plan)
+    if why is None:
+        assert isinstance(plan, Plan)
+        return KernelPass(plan, threads_here(lm))
+    if lm.runner == "kernels":
+        raise UnsupportedError(
+            f"The runner 'kernels' was asked for, and {lm.name} cannot run by it: {why}; use runner 'auto'."
+        )
+    return None
 
 
-def _compiled(plan: Plan) -> bool:
-    """The products for the formats of its weights, which are compiled when they are first asked for."""
+def _uncompiled(plan: Plan) -> str | None:
+    """Why the products for the formats of its weights, which are compiled when first asked for, could not be."""
     try:
-        return len(plan.numbers) > 0
+        _ = plan.numbers
     except Exception as error:
         _tell_why(_cannot(error))
-        return False
+        return _cannot(error)
+    return None
 
 
 def threads_here(lm: LanguageModel) -> int:

@@ -94,15 +94,20 @@ class _Gathered:
         return [address, self(linear.scales, outputs), step, linear.format]
 
 
-def plan_of(model: Any, kinds: tuple[str, ...], window: int | None) -> Plan | str:
-    """The plan of a model, or in a few words why it has none. Nothing is compiled for it."""
+def plan_of(model: Any, kinds: tuple[str, ...], window: int | None, logits: int | None = None) -> Plan | str:
+    """The plan of a model, or in a few words why it has none. Nothing is compiled for it.
+
+    logits: how many a pass will ask for at most (its vocabulary, if not said); a head with fewer rows is refused.
+    """
     problem = _problem(model)
     if problem is not None:
         return problem
     try:
-        return _planned(model, kinds, window)
+        made = _planned(model, kinds, window)
     except _UnfitError as unfit:
         return str(unfit)
+    wanted = made.vocabulary if logits is None else logits
+    return f"its output head says {made.said} tokens of {wanted}" if made.said < wanted else made
 
 
 def _planned(model: Any, kinds: tuple[str, ...], window: int | None) -> Plan:

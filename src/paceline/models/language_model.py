@@ -67,6 +67,11 @@ class LanguageModel:
                 return tuple(ids) if isinstance(ids, (list, tuple)) else (int(ids),)
         return ()
 
+    @property
+    def logits(self) -> int:
+        """How many logits a pass gives: fewer than `vocabulary` where some of its tokens are not this model's own."""
+        return self.vocabulary if self.largest is None else self.largest + 1
+
     def speaking_as(self, target: LanguageModel) -> LanguageModel:
         """The same model with the tokens of a target that knows more or fewer: those it does not know are read as its
         last one, and its logits end before them."""
@@ -195,9 +200,8 @@ class SlotReader:
             sight = Sight(torch.cat([slots[:, :width] + 1, rows.length.expand(-1, fed)], 1), members, rows.length)
         if self.largest is not None:
             ids = ids.clamp(max=self.largest)
-        known = self.lm.vocabulary if self.lm.largest is None else self.lm.largest + 1
         reading, self._said = self._kernels(
-            self.cache, ids, position, slots, sight, keep, self._taps, vocabulary=known, part=self._part
+            self.cache, ids, position, slots, sight, keep, self._taps, vocabulary=self.lm.logits, part=self._part
         )
         return reading
 
@@ -252,9 +256,8 @@ class SlotReader:
         logits = output.logits
         if logits.shape[1] != keep:
             logits = logits[:, -keep:]
-        known = self.lm.vocabulary if self.lm.largest is None else self.lm.largest + 1
-        if logits.shape[2] != known:
-            logits = logits[..., :known]
+        if logits.shape[2] != self.lm.logits:
+            logits = logits[..., : self.lm.logits]
         seen = keep if tapped is None else tapped
         return Reading(logits, tuple(output.hidden_states[layer][:, -seen:] for layer in self._taps))
 

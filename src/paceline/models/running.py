@@ -171,7 +171,7 @@ def _unfit(lm: LanguageModel) -> str | None:
         return "it is no transformers model"
     if lm.device.type != "cpu":
         return "kernels are for float32 on a CPU"
-    plan = plan_of(lm.model, lm.architecture.kinds, lm.architecture.window)
+    plan = plan_of(lm.model, lm.architecture.kinds, lm.architecture.window, lm.logits)
     return plan if isinstance(plan, str) else None
 
 

@@ -120,7 +120,7 @@ class _StepReader(SlotReader):
     """Reads a draft and says the script, right or wrong by how far into the draft a token is."""
 
     def scripted(self, plain: Any, said: Tensor) -> None:
-        self._model, self._said = plain, said
+        self._model, self._script = plain, said
         self._base: Tensor | None = None  # [R,1]: tokens of each text that are no draft
 
     def prefill(self, rows: RowsView, first: int, upto: Sequence[int]) -> None:
@@ -147,8 +147,8 @@ class _StepReader(SlotReader):
     ) -> Reading:
         reading = super()._pass(ids, position, allowed, keys, keep, tapped)
         if self._base is not None:  # else a prompt is being read, and nobody asks
-            step = (position[:, -keep:] + 1 - self._base).clamp(0, self._said.shape[1] - 1)
-            _say(reading.logits, self._said[ids[:, -keep:], step])
+            step = (position[:, -keep:] + 1 - self._base).clamp(0, self._script.shape[1] - 1)
+            _say(reading.logits, self._script[ids[:, -keep:], step])
         return reading
 
 

@@ -100,7 +100,9 @@ def _with_rows(whole: Any, ids: Tensor) -> Any:
     """The head of these outputs alone: a plain linear map, or one of our own with packed weights."""
     fresh = shell(whole)
     for kind in ("_parameters", "_buffers"):
-        held = {name: None if t is None else t.detach().index_select(0, ids) for name, t in whole.__dict__[kind].items()}
+        held = {
+            name: None if t is None else t.detach().index_select(0, ids) for name, t in whole.__dict__[kind].items()
+        }
         made = {n: nn.Parameter(t, False) if kind == "_parameters" and t is not None else t for n, t in held.items()}
         fresh.__dict__[kind] = made
     fresh.out_features = ids.shape[0]

@@ -17,6 +17,8 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
+from paceline.kernels.locks import OneAtATime
+
 from .cache import read_json
 from .language_model import LanguageModel
 from .pass_times import PassTimer, keep, kept_file, machine_key
@@ -30,7 +32,7 @@ _OURS = 0.9  # of the time of a pass our thread had a core, on a machine that is
 
 Clock = Callable[[], float]
 _CHOSEN: WeakKeyDictionary[nn.Module, dict[int, int]] = WeakKeyDictionary()  # by the limit
-_ONE = threading.RLock()  # two measurements at once would measure each other
+_ONE = OneAtATime()  # two measurements at once would measure each other
 _TRYING = threading.local()
 
 

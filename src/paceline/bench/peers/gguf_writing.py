@@ -51,7 +51,7 @@ def written(lm: LanguageModel, kind: str | None = None) -> Path:
             raise UnsupportedError(f"llama.cpp has no weights in {lm.dtype}; load the target in float32")
         kind = _OF_DTYPE[lm.dtype]
     family = _family_of(lm)
-    key = f"{_name_of(lm)}-{_fingerprint(model, family)}-{kind}-v{VERSION}"
+    key = f"{family.architecture}-{_fingerprint(model, family)}-{kind}-v{VERSION}"
     return _kept(key, lambda path: _write(path, model, family, kind))
 
 
@@ -68,11 +68,6 @@ def _kept(key: str, write: Callable[[Path], None]) -> Path:
 
 def _cache() -> WeightCache:
     return WeightCache(cache_folder() / "gguf")
-
-
-def _name_of(lm: LanguageModel) -> str:
-    name = Path(lm.name).name
-    return "".join(letter if letter.isalnum() or letter in "._" else "-" for letter in name)[:40]
 
 
 # ---- what can be said in a GGUF file

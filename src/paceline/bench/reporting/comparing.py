@@ -20,8 +20,8 @@ Verdict = Literal["slower", "faster", "same", "missing", "added"]
 
 _MACHINE = ("cpu", "cores", "threads", "platform", "device", "gpu", "driver")
 _SUBJECT = (
-    "target", "dtype", "shape", "draft_shape", "synthetic_acceptance", "construction", "prompts", "prompt_tokens",
-    "chat", "max_new_tokens", "batch", "gamma", "temperature", "top_k", "top_p", "min_p", "seed",
+    "target", "dtype", "runner", "quantize", "shape", "draft_shape", "synthetic_acceptance", "construction", "prompts",
+    "prompt_tokens", "chat", "max_new_tokens", "batch", "gamma", "temperature", "top_k", "top_p", "min_p", "seed",
 )  # fmt: skip
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from paceline.core.costs import Costs, bound
-from paceline.core.worth import PLAIN, Rate, Trust, best_depth, best_width
+from paceline.core.worth import PLAIN, Rate, Trust, best_depth, best_width, cheapest_node
 
 STEEP = [1.0, 1.7, 1.8, 1.9, 2.0]  # the cliff of a CPU: the second token is dear, the others are not
 FLAT = [1.0, 1.01, 1.02, 1.03, 1.04]
@@ -85,3 +85,12 @@ def test_promises_that_were_not_kept_are_believed_less() -> None:
     for _ in range(20):
         trust.see(1.0, 2)
     assert trust.value == 1.0
+
+
+def test_the_price_of_a_node_is_that_of_a_few_where_they_are_cheapest() -> None:
+    """What the first one costs, dear or free, says nothing of the others."""
+    cliff = [1.0, 1.65, *[1.7] * 12]
+    assert cheapest_node(cliff) == 0.0
+    slope = [1.0, 1.01, *[1.01 + 0.05 * n for n in range(1, 20)]]
+    assert cheapest_node(slope) == pytest.approx(0.05)
+    assert cheapest_node([1.0, 1.2]) == 0.0  # nothing is known

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -166,3 +167,101 @@ def test_an_early_exit_that_drafts_alone_is_gone_on_from(monkeypatch: pytest.Mon
         drafted = [entry for entry in out.trace.rounds if entry.drafted]
         assert drafted
         assert len(went_on) >= len(drafted) - 1
+
+
+class Slow(Drafter):
+    """On the host, and it takes its time: right about `repeating`, or never."""
+
+    name = "slow"
+    wants_verdict = False
+
+    def __init__(self, clock: Clock, seconds: float, right: bool) -> None:
+        self.clock, self.seconds, self.right = clock, seconds, right
+        self.asked: list[int] = []  # at what lengths of the text
+
+    def propose(self, rows: RowsView, budget: Budget) -> TokenTree:
+        self.asked.append(rows.lengths[0])
+        self.clock.now += self.seconds
+        return TokenTree.from_chains([[(rows.histories[0][-1] + (1 if self.right else 2)) % PERIOD]], "cpu")
+
+
+def test_whoever_does_not_pay_is_tried_after_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tenth of a pass for nothing: first a pause, then some rounds in a row, then a longer pause."""
+    member = Slow(Clock(monkeypatch), 0.1, right=False)
+    auto(member).generate([0], max_new_tokens=400, ignore_eos=True)
+    asked = [length - 1 for length in member.asked]  # one token per round: these are the rounds
+    pauses = [after - before for before, after in pairwise(asked) if after - before > 1]
+    assert asked[:2] == [0, 1]  # the first time is not timed
+    assert pauses[:2] == [65, 129]
+    assert len(asked) <= 2 + 3 * 16
+
+
+def test_whoever_pays_is_asked_always(monkeypatch: pytest.MonkeyPatch) -> None:
+    member = Slow(Clock(monkeypatch), 0.1, right=True)
+    out = auto(member).generate([0], max_new_tokens=100, ignore_eos=True)
+    assert len(member.asked) >= len(out.trace.rounds) - 1
+
+
+def test_help_that_costs_more_to_read_than_it_brings_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every second node is right, and a node costs nearly a pass."""
+    decoder = auto(Slow(Clock(monkeypatch), 0.1, right=True), costs=Costs({1: {1: 1.0, 2: 1.98, 64: 70.0}}))
+    decoder.generate([0], max_new_tokens=60, ignore_eos=True)
+    controller = decoder.drafter
+    assert isinstance(controller, Auto)
+    assert controller._members[0].account.helped.value < 0.1
+
+
+def test_a_hiccup_of_the_machine_is_no_cost_of_a_drafter(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch)
+    member = Slow(clock, 0.001, right=True)
+    decoder = auto(member)
+    decoder.generate([0], max_new_tokens=60, ignore_eos=True)
+    member.seconds = 5.0
+    stream = decoder.stream([0], max_new_tokens=60, ignore_eos=True)
+    next(stream)
+    member.seconds = 0.001
+    list(stream)
+    controller = decoder.drafter
+    assert isinstance(controller, Auto)
+    assert controller._members[0].account.cost.value < 0.002
+
+
+@pytest.mark.parametrize(("costs", "trees"), [(FLAT, True), (Costs({1: {1: 1.0, 2: 1.01, 64: 7.3}}), False)])
+def test_trees_are_drafted_where_their_second_branches_can_pay(costs: Costs, trees: bool) -> None:
+    """A second branch is right every fourteenth time or so: on a machine where a node costs a tenth of a pass it is
+    not even drafted."""
+    decoder = SpeculativeDecoder(
+        llama(3, max_position_embeddings=512),
+        "auto",
+        options={"costs": costs, "drafters": (("suffix", {"branches": 4}),)},
+    )
+    prompt = [1, 2, 1, 3, 1, 2, 1, 4, 1, 3, 1]
+    out = decoder.generate(prompt * 6, max_new_tokens=48, ignore_eos=True, temperature=1.2, seed=1)
+    assert any(entry.parents is not None for entry in out.trace.rounds) is trees
+
+
+def test_lists_and_trees_of_a_drafter_say_the_same() -> None:
+    """Whoever drafts lists is taken at its word; asked for tensors it says the same."""
+    from tests.drafters.texts import HandRows
+
+    from paceline.drafters.ngram import Ngram
+    from paceline.drafters.prompt_lookup import PromptLookup
+    from paceline.drafters.suffix import Suffix
+
+    text = [1, 2, 3, 1, 2, 4, 1, 2, 3, 5, 1, 2]
+    for cls in (Suffix, Ngram, PromptLookup):
+        for branches in (1, 3):
+            for may in (True, False):
+                drafter, rows = cls(cls.Options(branches=branches)), HandRows([text, text[:5]])
+                drafter.open(None, rows)
+                drafter.admit(rows, 0)
+                budget = Budget(4, 12, (9, 9))
+                lists, tree = drafter.listed(rows, budget, may), drafter.propose(rows, budget)
+                if not may:
+                    assert all(parents == list(range(-1, len(parents) - 1)) for _, parents in lists)
+                    continue
+                for row, (tokens, parents) in enumerate(lists):
+                    used = tree.nodes if tree.count is None else int(tree.count[row])
+                    assert tree.tokens[row, :used].tolist() == tokens
+                    if tree.parents is not None:
+                        assert tree.parents[row, :used].tolist() == parents

@@ -84,7 +84,7 @@ def test_the_text_is_that_of_plain_decoding(tree: str, settings: dict[str, Any])
     out = decoder.generate(TEXT, max_new_tokens=40, ignore_eos=True, **settings)
     assert out.tokens == plain.tokens
     assert "24 tokens" in decoder.describe()
-    assert 1.5 < out.stats.mean_accepted_length
+    assert out.stats.mean_accepted_length > 1.5
     again = decoder.generate(TEXT, max_new_tokens=40, ignore_eos=True, **settings)
     assert again.trace.rounds == out.trace.rounds  # what the first text taught is forgotten
 

@@ -71,6 +71,20 @@ class Ledger:
         for depth in range(min(length, right + 1)):
             self.see(entry_of(0, run + depth), depth < right)
 
+    @property
+    def second(self) -> float:
+        """The chance of a second child, drafted now."""
+        return self.chance[BUCKETS + _BUCKET[min(self.run, _RUNS[-1])]]
+
+    def glance(self, most: int, least: float) -> int:
+        """How deep a chain drafted now is worth a look: while its tokens have at least such a chance."""
+        chance, run = self.chance, self.run
+        joint, depth = chance[_BUCKET[min(run, _RUNS[-1])]], 1
+        while depth < most and joint >= least:
+            joint *= chance[_BUCKET[min(run + depth, _RUNS[-1])]]
+            depth += 1
+        return depth
+
     def expected(self, length: int) -> list[float]:
         """The chances that a chain of so many tokens, drafted now, comes true up to each of them."""
         chances: list[float] = []

@@ -160,9 +160,9 @@ class SamplingBatch:
         greedy = self.column("temperature", scores.dtype) == 0 if some_greedy else None  # [R,1,1]
         heat = self._temperature(scores)
         scores = scores / (heat if greedy is None else torch.where(greedy, 1.0, heat))
-        if self.used.isdisjoint(_BESIDE_TOP_P) and "top_p" in self.used and on_host(scores):
-            if scores.dtype == torch.float32:
-                return Law(*nucleus(scores, [row.top_p for row in self.rows], [row.greedy for row in self.rows]))
+        few = "top_p" in self.used and self.used.isdisjoint(_BESIDE_TOP_P)
+        if few and scores.dtype == torch.float32 and on_host(scores):
+            return Law(*nucleus(scores, [row.top_p for row in self.rows], [row.greedy for row in self.rows]))
         ids = None
         if self.ranks:
             scores, ids = self._ranked(scores, position)

@@ -31,6 +31,29 @@ def first_best(scores: Tensor) -> Tensor:
     return torch.from_numpy(scores.numpy().argmax(-1))
 
 
+def top(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """`topk` over the last dimension, in whatever order equals come. On the host few of many are sought in the blocks
+    with the largest scores alone: those that hold the k best are among the k best blocks."""
+    V = scores.shape[-1]
+    if not on_host(scores) or 4 * k * _SPAN > V:
+        found = scores.topk(k, dim=-1)
+        return found.values, found.indices
+    even = V // _SPAN * _SPAN
+    blocks = scores[..., :even].unflatten(-1, (-1, _SPAN))
+    largest = blocks.amax(-1).topk(k, dim=-1).indices
+    some = blocks.gather(-2, largest.unsqueeze(-1).expand(*largest.shape, _SPAN)).flatten(-2)
+    ids = (largest.unsqueeze(-1) * _SPAN + _STEPS).flatten(-2)
+    if even < V:
+        some = torch.cat([some, scores[..., even:]], -1)
+        ids = torch.cat([ids, torch.arange(even, V).expand(*ids.shape[:-1], V - even)], -1)
+    found = some.topk(k, dim=-1)
+    return found.values, ids.gather(-1, found.indices)
+
+
+_SPAN = 128
+_STEPS = torch.arange(_SPAN)
+
+
 def best(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """The k best scores in falling order and their ids; of equal scores the lower id first, in every batch.
 
@@ -54,7 +77,7 @@ def best(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
 def _best_on_host(scores: Tensor, k: int) -> Tensor | None:
     """The same ids: nothing below the k-th best score matters, and the few others are sorted. None: there is NaN."""
     lines = scores.reshape(-1, scores.shape[-1])
-    last = lines.topk(k, dim=-1).values[:, [0, -1]].numpy()
+    last = top(lines, k)[0][:, [0, -1]].numpy()
     found = []
     for line, (first, least) in zip(lines.numpy(), last, strict=True):
         if first != first:

@@ -92,9 +92,11 @@ class TokenTree:
             raise DrafterError(f"A draft has {self.rows} rows for {rows} texts.")
         if self.laws is not None and self.laws.shape[2] != vocabulary:
             raise DrafterError(f"A draft has laws over {self.laws.shape[2]} tokens for a vocabulary of {vocabulary}.")
+        if not self.nodes and self.count is None:
+            return
         counts = self.count.tolist() if self.count is not None else [self.nodes] * self.rows
         tokens = self.tokens.tolist()
-        parents = self.parents.tolist() if self.parents is not None else [list(range(-1, self.nodes - 1))] * self.rows
+        parents = self.parents.tolist() if self.parents is not None else [chain_parents(self.nodes)] * self.rows
         for row, used in enumerate(counts):
             if not 0 <= used <= self.nodes:
                 raise DrafterError(f"Row {row} of a draft says it uses {used} of {self.nodes} nodes.")
@@ -152,11 +154,25 @@ class TokenTree:
         return TokenTree(chains.tokens, parents, chains.count, drawn, deepest=max(map(_depth, rows), default=0))
 
     @staticmethod
+    def from_lists(
+        rows: Sequence[tuple[Sequence[int], Sequence[int]]], device: torch.device | str, drawn: Drawn = "certain"
+    ) -> TokenTree:
+        """The same, as a chain where nothing branches."""
+        if all(list(above) == chain_parents(len(above)) for _, above in rows):
+            return TokenTree.from_chains([tokens for tokens, _ in rows], device, drawn)
+        return TokenTree.from_rows(rows, device, drawn)
+
+    @staticmethod
     def from_branches(rows: Sequence[Sequence[Sequence[int]]], most: int, device: torch.device | str) -> TokenTree:
         """Some chains per row, the likeliest first, merged where they begin alike; a chain if no row has two."""
         if all(len(chains) <= 1 for chains in rows):
             return TokenTree.from_chains([chains[0][:most] if chains else [] for chains in rows], device)
         return TokenTree.from_rows([merge_chains(chains, most) for chains in rows], device)
+
+
+def chain_parents(length: int) -> list[int]:
+    """Of a chain: everybody follows the one before."""
+    return list(range(-1, length - 1))
 
 
 def merge_chains(chains: Sequence[Sequence[int]], most: int) -> tuple[list[int], list[int]]:
@@ -205,6 +221,9 @@ def check_row(
     vocabulary, most, deepest = limits
     if len(tokens) > most:
         raise DrafterError(f"Row {row} of a draft has {len(tokens)} nodes, the budget is {most}.")
+    chain = len(tokens) <= deepest and parents == chain_parents(len(tokens))
+    if chain and (not tokens or (min(tokens) >= 0 and max(tokens) < vocabulary)):
+        return
     seen: set[tuple[int, int]] = set()
     depths: list[int] = []
     for node, (token, parent) in enumerate(zip(tokens, parents, strict=True)):

@@ -70,6 +70,16 @@ class Trust:
         self._kept = self._kept * self._FADE + kept
 
 
+def cheapest_node(prices: Sequence[float]) -> float:
+    """What one more node costs where a few more cost least; the first of all may be dear or free, and says nothing."""
+    steps = [prices[n + _FEW] - prices[n] for n in range(1, min(len(prices) - _FEW, _NARROW))]
+    return min(steps, default=0.0) / _FEW
+
+
+_FEW = 4  # nodes that are bought together
+_NARROW = 13  # and up to here
+
+
 def best_width(chances: Sequence[Sequence[float]], prices: Sequence[float], rate: float) -> tuple[Offer, Offer]:
     """How many nodes to read, of rows whose nodes have these chances, the best first. All rows are read in one pass,
     as wide as the widest: prices[n] is that of a pass with n nodes per row. The best offer, and the best of those that
@@ -87,6 +97,11 @@ def best_width(chances: Sequence[Sequence[float]], prices: Sequence[float], rate
         return PLAIN, PLAIN
     offer = Offer(best, tokens[best], prices[best])
     return (offer if offer.pays else PLAIN), offer
+
+
+def average(rows: Sequence[Sequence[float]]) -> list[float]:
+    """Of several rows, place by place."""
+    return [sum(column) / len(rows) for column in zip(*rows, strict=True)]
 
 
 def best_depth(chances: Sequence[float], prices: Sequence[float], step: float, rate: float) -> Offer:

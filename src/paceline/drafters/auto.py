@@ -8,25 +8,25 @@ from typing import Any, Literal
 
 from paceline.core.contracts import DRAFTERS, Budget, RowsView
 from paceline.core.costs import Costs
-from paceline.core.credit import Draft, Drafted, Ledger, Pool, best_chain, best_first, entry_of, pool, select
+from paceline.core.credit import Drafted
 from paceline.core.errors import InputError
 from paceline.core.tree import LAWFUL, TokenTree
-from paceline.core.worth import PLAIN, Offer, Rate, Trust, best_depth, best_width
+from paceline.core.worth import PLAIN, Offer, Rate, Trust, average, best_depth, best_width, cheapest_node
 from paceline.models.pass_times import costs_for
 
+from .auto_found import Found, found_for
 from .auto_reasons import of_merged, of_whole
 from .company import Company
 from .portfolio_member import Member, note_help
 from .portfolio_view import Outcome, Proposal
 
-_TRIAL = 8  # rounds in a row every member is asked before it may be passed over, and when it is tried again
+_TRIAL = 16  # rounds in a row that a member is asked which does not seem to pay
 _CHEAP = 0.01  # of a pass: who costs less is asked in every round
-_RARELY = (32, 512)  # rounds until one that did not help is tried again: at first, and in the end
+_RARELY = (64, 512)  # rounds until one that did not help is tried again: at first, and in the end
 _GLANCE = 0.005  # deeper than tokens with such a chance nobody is asked to draft
+_CLEARLY = 2.0  # times the price of a node: what a second branch must be worth to be drafted
 _UNKNOWN_STEP = 0.3  # of a pass: what a draft step of a model is taken to cost before it was timed
 _PURSE = 1.0  # passes to begin with for trying out members that do not seem to pay
-
-Pairs = list[tuple[Draft, Ledger]]
 
 
 @DRAFTERS.register("auto")
@@ -36,11 +36,7 @@ class Auto(Company):
     @dataclass(frozen=True)
     class Options:
         # names, (name, options), or drafters; a tie goes to the earlier one
-        drafters: tuple[Any, ...] = (
-            ("suffix", {"branches": 4}),
-            "prompt-lookup",
-            "recycling",
-        )
+        drafters: tuple[Any, ...] = (("suffix", {"branches": 4}), "recycling")
         costs: Any = None  # a Costs, else measured once per model and machine and kept on disk
         probing: float = 0.005  # share of the time spent on asking members that do not seem to pay
         persistent: bool = True  # what was learned is kept from one request to the next
@@ -93,7 +89,10 @@ class Auto(Company):
         super().open(target, rows)
         self._study(target)
         self._rate, self._offer = Rate(), PLAIN  # the text before says little about what time is worth in this one
-        self._prices: dict[int, list[float]] = {}
+        self._prices: dict[tuple[int, int], list[float]] = {}  # by rows and nodes
+        self._current, self._node, self._plain = [1.0], 0.0, (0, 0.0)
+        self._cheap = [member for member in self._members if not member.dear]
+        self._dear = [member for member in self._members if member.dear]
         self._trust: list[Trust] = []  # per row
         self._promised: list[float] = []  # per row of the draft that is being read; empty: none, or not of this kind
 
@@ -111,12 +110,12 @@ class Auto(Company):
     def propose(self, rows: RowsView, budget: Budget) -> TokenTree:
         self._catch_up(rows)
         prices = self._prices_for(rows.count, budget.nodes)
-        for member in self._alive():
-            if not member.dear and self._due(member, rows.count):
+        for member in self._cheap:
+            if not member.lost and self._due(member, rows.count):
                 self._ask(member, rows, self._glance(member, budget))
-        pools, pairs = self._pools(rows.count, budget)
-        offer, speculating = self._width(pools, prices)
-        asked, deeper = self._dearer(rows, budget, prices, offer)
+        found = self._found(rows.count, budget)
+        offer, speculating = self._width(found, prices)
+        asked, deeper = self._dearer(rows, budget, prices, offer) if self._dear else (None, offer)
         if asked is not None:
             spent = deeper.nodes * self._step(asked, rows.count)
             whole = self._ask_dear(asked, rows, budget, deeper)
@@ -124,32 +123,40 @@ class Auto(Company):
                 self._offer = Offer(whole.nodes, deeper.tokens, prices[min(whole.nodes, budget.nodes)] + spent)
                 self.reasons = of_whole(asked.title, whole, self._offer, budget)
                 return whole
-            pools, pairs = self._pools(rows.count, budget)
-            offer, speculating = self._width(pools, prices)
+            found = self._found(rows.count, budget)
+            offer, speculating = self._width(found, prices)
             offer = replace(offer, price=offer.price + spent)  # whatever is read now, that time is gone
         self._offer = offer
-        self._promised = [sum(sorted(found.chances, reverse=True)[: offer.nodes]) for found in pools]
-        self._tree = self._chosen(pools, pairs, offer.nodes)
-        self.reasons = self._why(pools, pairs, speculating, asked)
+        self._promised = [row.promises(offer.nodes) for row in found]
+        self._tree = self._chosen(found, offer.nodes)
+        self.reasons = self._why(found, speculating, asked)
         return self._tree
 
     def _prices_for(self, rows: int, nodes: int) -> list[float]:
         """Of passes with 0, 1, ... drafted nodes per row, in those without; a round costs its overhead besides."""
-        known = self._prices.get(rows)
-        if known is None or len(known) <= nodes:
-            extra = self._costs.overhead
-            plain = self._costs.seconds(1, rows) + extra
+        known = self._prices.get((rows, nodes))
+        if known is None:
+            extra, plain = self._costs.overhead, self._seconds(rows) + self._costs.overhead
             known = [(self._costs.seconds(1 + n, rows) + extra) / plain for n in range(nodes + 1)]
-            self._prices[rows] = known
-        return known[: nodes + 1]
+            self._prices[rows, nodes] = known
+        if self._current is not known:
+            self._current, self._node = known, cheapest_node(known)
+        return known
+
+    def _seconds(self, rows: int) -> float:
+        """Of a pass without a draft."""
+        if self._plain[0] != rows:
+            self._plain = (rows, self._costs.seconds(1, rows))
+        return self._plain[1]
 
     def _due(self, member: Member, rows: int) -> bool:
-        """In every round while it costs next to nothing, or less than it brings; else for a few rounds in a row, since
-        only somebody who was right in a row is believed, and then after ever longer pauses."""
-        account, plain = member.account, self._costs.seconds(1, rows)
+        """In every round while it costs next to nothing, or less than it brings; else, after ever longer pauses, for
+        some rounds in a row: whoever learns from passes has to see a few before it can help. It begins with a pause, so
+        that a short text does not pay for what only long ones have the time to use."""
+        account, plain = member.account, self._seconds(rows)
         cost = account.cost.value + account.absorbing.value
         if cost <= _CHEAP * plain or cost <= account.helped.value * plain:
-            account.tried, account.wait = 0, _RARELY[0]
+            account.tried, account.wait = _TRIAL, _RARELY[0]
             return True
         if account.tried >= _TRIAL and self._rounds - account.last > account.wait:
             account.tried, account.wait = 0, min(2 * account.wait, _RARELY[1])
@@ -158,67 +165,49 @@ class Auto(Company):
 
     def _glance(self, member: Member, budget: Budget) -> Budget:
         """Somebody who has not been right of late is not asked for long drafts: nobody would read them."""
-        depth = 1
-        for books in self._books:
-            ledger = books[member.number]
-            joint = ledger.chance[entry_of(0, ledger.run)]
-            reach = 1
-            while reach < budget.depth and joint >= _GLANCE:
-                joint *= ledger.chance[entry_of(0, ledger.run + reach)]
-                reach += 1
-            depth = max(depth, reach)
-        return budget if depth >= budget.depth else replace(budget, depth=depth)
+        depth = max([books[member.number].glance(budget.depth, _GLANCE) for books in self._books], default=1)
+        return Budget(depth, budget.nodes, budget.limits, budget.draw, budget.branches)
+
+    def _branching(self, member: Member) -> bool:
+        """Nor for trees whose second branches are hardly worth their nodes."""
+        dear = _CLEARLY * self._rate.value * self._node
+        return any(books[member.number].second >= dear for books in self._books)
 
     def _absorbs(self, member: Member, asked: bool) -> bool:
         return asked  # who is not asked does not have to keep up
 
-    def _pools(self, count: int, budget: Budget) -> tuple[list[Pool], list[Pairs]]:
-        """Per row: all that was proposed as one tree with its chances, and by whom."""
-        pools, every = [], []
-        for row in range(count):
-            pairs = [
-                (proposal.drafts[row], self._books[row][member.number])
-                for member, proposal in self._asked
-                if proposal.drafts and proposal.drafts[row].tokens
-            ]
-            if not budget.branches:
-                pairs = best_chain(pairs)
-            pools.append(pool(pairs, min(budget.depth, budget.limits[row])))
-            every.append(pairs)
-        return pools, every
+    def _found(self, count: int, budget: Budget) -> list[Found]:
+        return [found_for(row, self._asked, self._books[row], budget) for row in range(count)]
 
-    def _width(self, pools: list[Pool], prices: list[float]) -> tuple[Offer, Offer]:
+    def _width(self, found: list[Found], prices: list[float]) -> tuple[Offer, Offer]:
         chances = []
-        for found, trust in zip(pools, self._trust, strict=True):
-            believed = trust.value
-            chances.append(sorted((believed * chance for chance in found.chances), reverse=True))
+        for row, trust in zip(found, self._trust, strict=True):
+            chances.append(row.believed(trust.value))
         return best_width(chances, prices, self._rate.value)
 
-    def _chosen(self, pools: list[Pool], every: list[Pairs], nodes: int) -> TokenTree:
-        rows = []
-        for found, pairs in zip(pools, every, strict=True):
-            rows.append(select(pairs, found, sorted(best_first(found.chances)[:nodes])))
-        as_drafted = self._as_drafted(rows, every)
+    def _chosen(self, found: list[Found], nodes: int) -> TokenTree:
+        rows = [row.select(nodes) for row in found]
+        if not nodes:
+            return TokenTree.empty(len(found), "cpu")
+        as_drafted = self._as_drafted(rows, found) if any(member.shares for member in self._members) else None
         if as_drafted is not None:
             return as_drafted
-        coupled = any(proposal.tree.drawn == "coupled" for _, proposal in self._asked)
+        coupled = any(proposal.drawn == "coupled" for _, proposal in self._asked)
         drawn: Literal["coupled", "certain"] = "coupled" if coupled else "certain"
-        if all(parents == list(range(-1, len(parents) - 1)) for _, parents in rows):
-            return TokenTree.from_chains([tokens for tokens, _ in rows], "cpu", drawn)
-        return TokenTree.from_rows(rows, "cpu", drawn)
+        return TokenTree.from_lists(rows, "cpu", drawn)
 
-    def _as_drafted(self, rows: Sequence[Drafted], every: list[Pairs]) -> TokenTree | None:
+    def _as_drafted(self, rows: Sequence[Drafted], found: list[Found]) -> TokenTree | None:
         """The very tree of the member whose reader is shared, if it is all that will be read: the target then goes on
         from where that member stopped."""
         for member, proposal in self._asked:
             if not member.shares or not proposal.tree.nodes or not proposal.drafts:
                 continue
             own = proposal.drafts
-            if any(-1 in draft.where or len(draft.tokens) != len(row[0]) for draft, row in zip(own, rows, strict=True)):
+            if any(-1 in draft.where or len(draft.tokens) != len(new[0]) for draft, new in zip(own, rows, strict=True)):
                 continue
-            for draft, pairs in zip(own, every, strict=True):
+            for draft, row in zip(own, found, strict=True):
                 place = {node: i for i, node in enumerate(draft.where)}
-                for other, _ in pairs:
+                for other, _ in row.pairs:
                     other.where[:] = [place.get(node, -1) for node in other.where]
             return proposal.tree
         return None
@@ -229,9 +218,9 @@ class Auto(Company):
         """The member whose draft would be worth more than what is at hand already, or that is due to be tried."""
         rate = self._rate.value
         best: tuple[Member | None, Offer] = (None, offer)
-        dear = [member for member in self._alive() if member.dear]
+        dear = [member for member in self._dear if not member.lost]
         for member in dear:
-            expected = _mean([self._books[row][member.number].expected(budget.depth) for row in range(rows.count)])
+            expected = average([self._books[row][member.number].expected(budget.depth) for row in range(rows.count)])
             wide = max(1.0, member.account.spread.value)
             widened = [prices[min(budget.nodes, round(depth * wide))] for depth in range(budget.depth + 1)]
             found = best_depth(expected, widened, self._step(member, rows.count), rate)
@@ -249,7 +238,7 @@ class Auto(Company):
     def _step(self, member: Member, rows: int) -> float:
         """What one draft step costs, in plain passes."""
         cost = member.account.cost
-        return cost.value / self._costs.seconds(1, rows) if cost.weight else _UNKNOWN_STEP
+        return cost.value / self._seconds(rows) if cost.weight else _UNKNOWN_STEP
 
     def _ask_dear(self, member: Member, rows: RowsView, budget: Budget, offer: Offer) -> TokenTree | None:
         """Have it draft as deep as was found best. Its tree, if that can only be read alone and whole."""
@@ -277,6 +266,7 @@ class Auto(Company):
 
     def _learned(self, asked: Sequence[tuple[Member, Proposal]], outcome: Outcome) -> None:
         tokens = sum(len(words) for words in outcome.emitted) / max(1, len(outcome.emitted))
+        rate = self._rate.value
         self._rate.see(tokens, self._offer.price)
         self._purse += self.options.probing * self._offer.price
         self._offer = PLAIN  # until something is proposed again
@@ -286,24 +276,18 @@ class Auto(Company):
         self._promised = []
         known = {member.number for member, _ in asked}
         if not self.frozen:
-            note_help(asked, outcome)
+            note_help(asked, outcome, self._current, rate)
         for books in self._books:
             for book, member in zip(books, self._members, strict=True):
                 if member.number not in known:
                     book.run = 0  # nobody knows
 
-    def _why(self, pools: list[Pool], every: list[Pairs], speculating: Offer, asked: Member | None) -> list[str]:
-        titles = {id(draft): member.title for member, proposal in self._asked for draft in proposal.drafts}
-        rows = []
-        for found, pairs, promised, trust in zip(pools, every, self._promised, self._trust, strict=True):
-            names = [titles[id(draft)] for draft, _ in pairs if any(place >= 0 for place in draft.where)]
-            mine = Offer(min(self._offer.nodes, len(found.tokens)), 1.0 + promised * trust.value, self._offer.price)
-            rows.append((names, mine))
+    def _why(self, found: list[Found], speculating: Offer, asked: Member | None) -> list[str]:
+        offer, rows = self._offer, []
+        for row, promised, trust in zip(found, self._promised, self._trust, strict=True):
+            mine = Offer(min(offer.nodes, len(row.order)), 1.0 + promised * trust.value, offer.price)
+            rows.append((row.names if offer.nodes else [], mine))
         return of_merged(rows, speculating, self._rate.value, "" if asked is None else asked.title)
-
-
-def _mean(rows: list[list[float]]) -> list[float]:
-    return [sum(column) / len(rows) for column in zip(*rows, strict=True)]
 
 
 # for the conformance suite: machines on which reading is free, and on which it hardly ever pays

@@ -16,11 +16,12 @@ from paceline.core.verdict import Verdict
 
 from .making import make_drafter
 from .portfolio_member import Account, Member, credit, follow
-from .portfolio_view import Outcome, Proposal, all_of, drafts_of
+from .portfolio_view import Outcome, Proposal, all_of, checked_drafts, drafts_of
 from .recycling import of_rows
 
 T = TypeVar("T")
 MERGES = ("certain", "coupled")  # drafts of these kinds may stand in one tree
+_HICCUP, _ENOUGH = 3.0, 3.0  # a proposal counts as so many usual ones at most, once so many were timed
 
 
 class Company(Drafter):
@@ -161,25 +162,35 @@ class Company(Drafter):
 
     def _ask(self, member: Member, rows: RowsView, budget: Budget) -> Proposal | None:
         began = time.perf_counter()
-        tree = self._try(member, member.drafter.propose, rows, budget)
-        if tree is None:
+        proposal = self._try(member, self._proposal, member, rows, budget)
+        if proposal is None:
             return None
         account = member.account
         account.asked += 1
         account.last = self._rounds
-        proposal = Proposal(tree, member.taps)
-        if tree.drawn in MERGES:
-            limits = None if member.drafter.on_device else (self._target.vocabulary, budget.nodes, budget.depth)
-            read = self._try(member, drafts_of, tree, rows.count, limits)
-            if read is None:
-                return None
-            proposal.drafts = read
         if not (self.frozen or member.fresh):
-            drafted = sum(len(draft.tokens) for draft in proposal.drafts) / max(1, rows.count)
-            account.cost.see(self._price(time.perf_counter() - began, drafted))
+            drafted = sum([len(draft.tokens) for draft in proposal.drafts]) / max(1, rows.count)
+            price = self._price(time.perf_counter() - began, drafted)
+            known = account.cost
+            # a moment in which the machine does something else is no cost of a drafter
+            known.see(price if known.weight < _ENOUGH else min(price, _HICCUP * known.value))
         member.fresh = False
         self._asked.append((member, proposal))
         return proposal
+
+    def _proposal(self, member: Member, rows: RowsView, budget: Budget) -> Proposal:
+        drafter, limits = member.drafter, (self._target.vocabulary, budget.nodes, budget.depth)
+        if member.lister is not None:
+            lists = member.lister.listed(rows, budget, budget.branches and self._branching(member))
+            return Proposal(None, member.taps, checked_drafts(lists, rows.count, limits))
+        proposal = Proposal(drafter.propose(rows, budget), member.taps)
+        if proposal.tree.drawn in MERGES:
+            proposal.drafts = drafts_of(proposal.tree, rows.count, None if drafter.on_device else limits)
+        return proposal
+
+    def _branching(self, member: Member) -> bool:
+        """Is a tree of this member's wanted, or will a chain do?"""
+        return True
 
     def _price(self, seconds: float, drafted: float) -> float:
         """What a proposal that took so long and drafted so many nodes per row has cost."""

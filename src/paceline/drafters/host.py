@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterable, Sequence
 from heapq import heappop, heappush
 from typing import Generic, TypeVar
 
-from paceline.core.contracts import Drafter, RowsView
+from paceline.core.contracts import Budget, Drafter, RowsView
+from paceline.core.credit import Drafted
 from paceline.core.tree import TokenTree
 
 State = TypeVar("State")
@@ -50,6 +51,21 @@ class HostDrafter(Drafter, Generic[State]):
         """A row is about to go; its text is still there."""
 
 
+class ListDrafter(HostDrafter[State]):
+    """One whose drafts are lists: whoever works on the host as well (`auto`) takes them as they are, and spares the way
+    into tensors and back."""
+
+    @abstractmethod
+    def listed(self, rows: RowsView, budget: Budget, branching: bool = True) -> list[Drafted]:
+        """A draft for every row, within the budget: its tokens and their parents. Not `branching`: a chain will do,
+        whatever its options say."""
+
+    def propose(self, rows: RowsView, budget: Budget) -> TokenTree:
+        """Branches that were asked for are drafted, whoever judges them: the loop says where a rule takes chains only,
+        and nobody's option is silently ignored."""
+        return TokenTree.from_lists(self.listed(rows, budget), "cpu")
+
+
 class Followers:
     """How often each token followed one context, and the most frequent of them in order; of equals the latest."""
 
@@ -79,18 +95,11 @@ class Followers:
             place -= 1
 
 
-def as_tree(drafts: Sequence[Sequence[list[int]]], branches: int) -> TokenTree:
-    """(tokens, parents) of every row; a chain where nothing can branch."""
-    if branches == 1:
-        return TokenTree.from_chains([tokens for tokens, _ in drafts], "cpu")
-    return TokenTree.from_rows([(tokens, parents) for tokens, parents in drafts], "cpu")
-
-
 Expand = Callable[[Place], Iterable[tuple[int, float, Place]]]
 
 
-def grow(start: Place, expand: Expand[Place], nodes: int, depth: int, sure: int, least: float) -> list[list[int]]:
-    """[tokens, parents] of a tree grown where it is most probable. `expand(place)` gives the distinct next tokens, the
+def grow(start: Place, expand: Expand[Place], nodes: int, depth: int, sure: int, least: float) -> Drafted:
+    """Tokens and parents of a tree grown where it is most probable. `expand(place)` gives the distinct next tokens, the
     best one first, each with its share and the place after it.
 
     The chain of best tokens comes first, `sure` tokens of it whatever their probability; after that nothing whose
@@ -118,4 +127,4 @@ def grow(start: Place, expand: Expand[Place], nodes: int, depth: int, sure: int,
         parents.append(parent)
         if level + 1 < depth:
             push(node, place, joint, level + 1, order == -2.0)
-    return [tokens, parents]
+    return tokens, parents

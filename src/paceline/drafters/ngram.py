@@ -7,18 +7,19 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from paceline.core.contracts import DRAFTERS, Budget, Reading, RowsView
+from paceline.core.credit import Drafted
 from paceline.core.errors import InputError
-from paceline.core.tree import TokenTree
+from paceline.core.tree import chain_parents
 from paceline.core.verdict import Verdict
 
-from .host import RANKED, Followers, HostDrafter, as_tree, grow
+from .host import RANKED, Followers, ListDrafter, grow
 from .ngram_store import Context, Levels, NgramStore, as_store
 
 _LEAST = 0.02  # a branch less probable than this is not worth a node
 
 
 @DRAFTERS.register("ngram")
-class Ngram(HostDrafter["_Row"]):
+class Ngram(ListDrafter["_Row"]):
     """Draft what most often followed the same words so far, in this text and, if wanted, in earlier ones."""
 
     @dataclass(frozen=True)
@@ -129,21 +130,23 @@ class Ngram(HostDrafter["_Row"]):
 
     # ---- drafting
 
-    def propose(self, rows: RowsView, budget: Budget) -> TokenTree:
-        drafts: list[list[list[int]]] = []
+    def listed(self, rows: RowsView, budget: Budget, branching: bool = True) -> list[Drafted]:
+        drafts: list[Drafted] = []
+        branches = self.options.branches if branching else 1
         known = zip(rows.histories, rows.settled, self._states, budget.limits, strict=True)
         for text, settled, row, limit in known:
             self._learn(row, text, settled)
             depth = min(limit, budget.depth)
             if depth < 1:
-                drafts.append([[], []])
-            elif self.options.branches == 1:
-                drafts.append([self._chain(row, text, depth), []])
+                drafts.append(([], []))
+            elif branches == 1:
+                chain = self._chain(row, text, depth)
+                drafts.append((chain, chain_parents(len(chain))))
             else:
-                nodes = min(budget.nodes, depth * self.options.branches)
+                nodes = min(budget.nodes, depth * branches)
                 start = tuple(text[-self._longest :])
                 drafts.append(grow(start, lambda words, row=row: self._after(row, words), nodes, depth, depth, _LEAST))  # type: ignore[misc]
-        return as_tree(drafts, self.options.branches)
+        return drafts
 
     def _find(self, row: _Row, words: Context) -> Followers | None:
         """From the longest context down; on every level this text before earlier ones."""

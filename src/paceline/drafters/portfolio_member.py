@@ -10,7 +10,7 @@ from paceline.core.contracts import Drafter, Reading, RowsView
 from paceline.core.credit import Ledger, Mean
 from paceline.core.verdict import Verdict
 
-from .portfolio_view import Absorber, Outcome, Proposal, view_of
+from .portfolio_view import Absorber, Lister, Outcome, Proposal, view_of
 
 _RARELY = 32  # rounds after which even the worst is asked again
 
@@ -27,8 +27,8 @@ class Account:
     led: int = 0  # rounds it was asked first, where only one may draft
     absorbing: Mean = field(default_factory=Mean)  # seconds of learning from a pass, where it does that
     tried: int = 0  # rounds in a row it was asked without paying
-    wait: int = 32  # rounds before it is tried again, then
-    helped: Mean = field(default_factory=Mean)  # nodes read and accepted that nobody before it had
+    wait: int = 64  # rounds before it is tried again, then
+    helped: Mean = field(default_factory=Mean)  # tokens that nobody before it had, less what it cost to read its nodes
     spread: Mean = field(default_factory=lambda: Mean(1.0, 1.0))  # nodes per depth of its trees that are read whole
     pause: int = 1  # rounds before it is asked again, while it does not pay
 
@@ -58,11 +58,21 @@ class Member:
         """The drafter, if it is told all of a pass instead of what became of its own draft."""
         return self.drafter if isinstance(self.drafter, Absorber) else None
 
+    @cached_property
+    def rewinds(self) -> bool:
+        """Has it a memory by position?"""
+        return type(self.drafter).rewind is not Drafter.rewind
+
+    @cached_property
+    def lister(self) -> Lister | None:
+        """The drafter, if its drafts are lists."""
+        return self.drafter if isinstance(self.drafter, Lister) else None
+
     def tell(self, proposal: Proposal, rows: RowsView, outcome: Outcome, verdict: Verdict, reading: Reading) -> None:
         """What became of its own tree; and, where its memory goes by position, how far that is right now."""
         if self.drafter.wants_verdict and self.absorber is None:
             self.drafter.keep(rows, *view_of(proposal, outcome, verdict, reading))
-        if not self.shares:  # a reader that is shared is kept by the loop itself
+        if self.rewinds and not self.shares:  # a reader that is shared is kept by the loop itself
             self.drafter.rewind(outcome.known_to(proposal, rows.lengths))
 
 
@@ -104,11 +114,23 @@ def follow(asked: Sequence[tuple[Member, Proposal]], outcome: Outcome, books: Se
                 book.run = draft.run_after(draft.follow(words, book.run), words, book.run)
 
 
-def note_help(asked: Sequence[tuple[Member, Proposal]], outcome: Outcome) -> None:
-    """Per member: how many nodes were read and accepted that nobody asked before it had."""
+def note_help(asked: Sequence[tuple[Member, Proposal]], outcome: Outcome, prices: Sequence[float], rate: float) -> None:
+    """Per member: how many nodes were read and accepted that nobody asked before it had, less what it costs to read
+    all those that only it had: `prices` of passes with 0, 1, ... nodes, worth `rate` tokens each."""
+    if len(asked) == 1:  # nearly always: nothing to tell apart
+        (member, proposal), rows = asked[0], max(1, len(outcome.paths))
+        read = max([sum([place >= 0 for place in draft.where]) for draft in proposal.drafts], default=0)
+        helped = sum(map(len, outcome.paths)) / rows if read else 0.0
+        member.account.helped.see(helped - rate * (prices[min(read, len(prices) - 1)] - prices[0]))
+        return
     left = [set(path) for path in outcome.paths]
+    known: list[set[int]] = [{-1} for _ in left]
     for member, proposal in asked:
         own = [set(draft.where) for draft in proposal.drafts] or [set[int]() for _ in left]
         helped = sum(len(nodes & mine) for nodes, mine in zip(left, own, strict=True))
         left = [nodes - mine for nodes, mine in zip(left, own, strict=True)]
-        member.account.helped.see(helped / max(1, len(left)))
+        before = max(map(len, known), default=1)
+        known = [some | mine for some, mine in zip(known, own, strict=True)]
+        after = min(max(map(len, known), default=1), len(prices))
+        spent = rate * (prices[after - 1] - prices[min(before, after) - 1])
+        member.account.helped.see(helped / max(1, len(left)) - spent)

@@ -10,8 +10,8 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from paceline.core.contracts import Reading, RowsView
-from paceline.core.credit import Draft
+from paceline.core.contracts import Budget, Reading, RowsView
+from paceline.core.credit import Draft, Drafted
 from paceline.core.errors import DrafterError
 from paceline.core.tree import TokenTree, check_row
 from paceline.core.verdict import NOTHING, Verdict
@@ -26,14 +26,32 @@ class Absorber(Protocol):
     def absorb(self, tokens: Tensor, logits: Tensor, standing: Tensor) -> None: ...
 
 
+@runtime_checkable
+class Lister(Protocol):
+    """A drafter whose drafts are lists before they are tensors (`host.ListDrafter`)."""
+
+    def listed(self, rows: RowsView, budget: Budget, branching: bool = True) -> list[Drafted]: ...
+
+
 @dataclass
 class Proposal:
     """What a member drafted: a tree per row on the host, or laws of its own, of which nothing was looked at."""
 
-    tree: TokenTree
-    taps: tuple[int, ...]  # which of the portfolio's taps are the member's
+    given: TokenTree | None  # None: as `drafts` say
+    taps: tuple[int, ...] = ()  # which of the portfolio's taps are the member's
     drafts: list[Draft] = field(default_factory=list)  # per row; empty where the tree has laws of its own
     whole: bool = False  # this very tree was read, alone
+
+    @property
+    def tree(self) -> TokenTree:
+        """As tensors: of drafts that were lists, when somebody asks for them."""
+        if self.given is None:
+            self.given = TokenTree.from_rows([(draft.tokens, draft.parents) for draft in self.drafts], "cpu")
+        return self.given
+
+    @property
+    def drawn(self) -> str:
+        return "certain" if self.given is None else self.given.drawn
 
     def reorder(self, source: Sequence[int]) -> None:
         """Row r goes on as a copy of row source[r]. Of the tree itself only the shape is asked for later."""
@@ -49,14 +67,15 @@ class Outcome:
 
     @staticmethod
     def of(verdict: Verdict) -> Outcome:
-        """One read."""
-        width = verdict.emitted.shape[1]
-        columns = [verdict.emitted, verdict.accepted] + ([] if verdict.path is None else [verdict.path])
-        emitted, paths = [], []
-        for line in torch.cat(columns, 1).tolist():
-            words, count, path = line[:width], line[width], line[width + 1 :]
-            emitted.append(words[: words.index(NOTHING)] if NOTHING in words else words)
-            paths.append(list(range(count)) if verdict.path is None else path[:count])
+        """One read; none of a chain's lengths, which show in what was emitted."""
+        width, paths = verdict.emitted.shape[1], []
+        whole = verdict.emitted if verdict.path is None else torch.cat([verdict.emitted, verdict.path], 1)
+        emitted: list[list[int]] = []
+        for line in whole.tolist():
+            words = line[:width]
+            count = words.index(NOTHING) if NOTHING in words else width
+            emitted.append(words[:count])
+            paths.append(list(range(count - 1)) if verdict.path is None else line[width : width + count - 1])
         return Outcome(emitted, paths)
 
     def own_paths(self, proposal: Proposal) -> list[list[int]]:
@@ -77,8 +96,6 @@ class Outcome:
 def drafts_of(tree: TokenTree, count: int, limits: tuple[int, int, int] | None) -> list[Draft]:
     """A member's tree on the host. One from there is not trusted, like that of any drafter on the host: `limits` are
     the vocabulary, and the nodes and the depth it may have."""
-    if tree.rows != count:
-        raise DrafterError(f"A draft has {tree.rows} rows for {count} texts.")
     columns = [tree.tokens]
     columns += [tree.parents] if tree.parents is not None else []
     columns += [tree.count.unsqueeze(1)] if tree.count is not None else []
@@ -87,6 +104,13 @@ def drafts_of(tree: TokenTree, count: int, limits: tuple[int, int, int] | None) 
     for line in (torch.cat(columns, 1) if len(columns) > 1 else tree.tokens).tolist():  # one read
         used = N if tree.count is None else line[-1]
         own.append((line[:used], (chain if tree.parents is None else line[N : 2 * N])[:used]))
+    return checked_drafts(own, count, limits)
+
+
+def checked_drafts(own: Sequence[Drafted], count: int, limits: tuple[int, int, int] | None) -> list[Draft]:
+    """The same of lists."""
+    if len(own) != count:
+        raise DrafterError(f"A draft has {len(own)} rows for {count} texts.")
     if limits is not None:
         for row, (words, above) in enumerate(own):
             check_row(words, above, limits, row)

@@ -7,14 +7,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from paceline.core.contracts import DRAFTERS, Budget, RowsView
+from paceline.core.credit import Drafted
 from paceline.core.errors import InputError
-from paceline.core.tree import TokenTree
+from paceline.core.tree import chain_parents, merge_chains
 
-from .host import HostDrafter
+from .host import ListDrafter
 
 
 @DRAFTERS.register("prompt-lookup")
-class PromptLookup(HostDrafter["_Index"]):
+class PromptLookup(ListDrafter["_Index"]):
     """Copy from the prompt and the text so far: what followed the same words before."""
 
     @dataclass(frozen=True)
@@ -43,13 +44,18 @@ class PromptLookup(HostDrafter["_Index"]):
     def begin(self, rows: RowsView, row: int) -> _Index:
         return _Index(self.options)
 
-    def propose(self, rows: RowsView, budget: Budget) -> TokenTree:
-        drafts = []
+    def listed(self, rows: RowsView, budget: Budget, branching: bool = True) -> list[Drafted]:
+        drafts: list[Drafted] = []
         known = zip(rows.histories, rows.settled, self._states, budget.limits, strict=True)
         for history, settled, index, limit in known:
             index.learn(history, settled)
-            drafts.append(index.continuations(history, min(limit, budget.depth)))
-        return TokenTree.from_branches(drafts, budget.nodes, "cpu")
+            chains = index.continuations(history, min(limit, budget.depth))
+            if len(chains) > 1 and branching:
+                drafts.append(merge_chains(chains, budget.nodes))
+            else:
+                chain = chains[0][: budget.nodes] if chains else []
+                drafts.append((chain, chain_parents(len(chain))))
+        return drafts
 
 
 class _Index:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from paceline.core.contracts import DRAFTERS, Budget, Drafter, Reading, RowsView, arange
 from paceline.core.errors import InputError, LoadError
+from paceline.core.ranking import top
 from paceline.core.shape import Shape
 from paceline.core.tree import TokenTree
 from paceline.core.verdict import Verdict
@@ -195,15 +196,15 @@ class _Memory:
     def learn(self, tokens: Tensor, logits: Tensor, standing: Tensor) -> None:
         """Of several places with one token the one in the text counts, else the first: never the order of writing,
         which a device does not promise."""
-        best = logits.topk(min(self.k, logits.shape[-1]), dim=-1)
-        fine = (standing > UNREAD) & (best.values[..., 0] - best.values[..., 0] == 0)
+        values, likely = top(logits, min(self.k, logits.shape[-1]))
+        fine = (standing > UNREAD) & (values[..., 0] - values[..., 0] == 0)
         names = tokens.where(fine, self.vocabulary).flatten()
         count = names.shape[0]
         order = self.learned + 1 + count * standing.flatten() - arange(0, count, names.device)
         self.learned += 4 * count
         self.stamp.scatter_reduce_(0, names, order, "amax")
         names = names.where(self.stamp[names] == order, self.vocabulary)
-        found = best.indices.flatten(0, 1)
+        found = likely.flatten(0, 1)
         if found.shape[1] < self.k:
             found = torch.nn.functional.pad(found, (0, self.k - found.shape[1]), value=-1)
         self.successors.index_copy_(0, names, found)

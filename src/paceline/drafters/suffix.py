@@ -6,10 +6,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from paceline.core.contracts import DRAFTERS, Budget, RowsView
+from paceline.core.credit import Drafted
 from paceline.core.errors import InputError
-from paceline.core.tree import TokenTree
+from paceline.core.tree import chain_parents
 
-from .host import RANKED, HostDrafter, as_tree, grow
+from .host import RANKED, ListDrafter, grow
 from .suffix_automaton import END, ROOT, SuffixAutomaton
 
 _LEAD_IN = 8  # tokens of the prompt kept before an answer, so that its beginning can be found again
@@ -51,7 +52,7 @@ class SuffixStore:
 
 
 @DRAFTERS.register("suffix")
-class Suffix(HostDrafter["_Row"]):
+class Suffix(ListDrafter["_Row"]):
     """Draft what followed the longest match, in this text and in past answers, as far as the evidence reaches."""
 
     @dataclass(frozen=True)
@@ -126,21 +127,22 @@ class Suffix(HostDrafter["_Row"]):
 
     # ---- drafting
 
-    def propose(self, rows: RowsView, budget: Budget) -> TokenTree:
-        branches, least = self.options.branches, self.options.min_probability
-        drafts: list[list[list[int]]] = []
+    def listed(self, rows: RowsView, budget: Budget, branching: bool = True) -> list[Drafted]:
+        least, drafts = self.options.min_probability, list[Drafted]()
+        branches = self.options.branches if branching else 1
         known = zip(rows.histories, rows.settled, self._states, budget.limits, strict=True)
         for text, settled, row, limit in known:
             places = self._places(row, text, settled)
             depth = min(limit, budget.depth)
             if depth < 1:
-                drafts.append([[], []])
+                drafts.append(([], []))
             elif branches == 1:
-                drafts.append([_chain(places, depth, least), []])
+                chain = _chain(places, depth, least)
+                drafts.append((chain, chain_parents(len(chain))))
             else:
                 nodes = min(budget.nodes, depth * branches)
                 drafts.append(grow(places, lambda some: _after(some, branches), nodes, depth, 1, least))
-        return as_tree(drafts, branches)
+        return drafts
 
 
 @dataclass

@@ -40,8 +40,8 @@ def usual_tokens(lm: LanguageModel, always: Iterable[int]) -> list[int]:
 
 
 class SubsetHead:
-    """`lm`: a view of a model that says N tokens, `ids` [N] of the model's own. Some rows change with the texts at hand:
-    what was said in them may be said again."""
+    """`lm`: a view of a model that says N tokens, `ids` [N] of the model's own. Some rows change with the texts at
+    hand: what was said in them may be said again."""
 
     def __init__(self, lm: LanguageModel, count: int, always: Iterable[int] = ()) -> None:
         name, self._whole = _head_of(lm)

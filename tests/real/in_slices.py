@@ -20,12 +20,13 @@ from pathlib import Path
 
 
 def parts_of(prompts: Path, slices: int) -> list[list[str]]:
-    """Every category dealt out in turns."""
+    """Dealt out so that every slice, and every beginning of one, has some of each category."""
     by_category: dict[str, list[str]] = {}
     for line in prompts.read_text("utf-8").splitlines():
         if line.strip():
             by_category.setdefault(json.loads(line).get("category", ""), []).append(line)
-    lines = [line for some in by_category.values() for line in some]
+    kinds = list(by_category.values())
+    lines = [own[place] for place in range(max(map(len, kinds))) for own in kinds if place < len(own)]
     return [lines[start::slices] for start in range(slices)]
 
 

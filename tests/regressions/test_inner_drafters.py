@@ -250,7 +250,7 @@ def test_models_inside_go_where_the_target_is(monkeypatch: pytest.MonkeyPatch) -
     """By name: they went to the default device, and a GPU is one."""
     loaded = []
 
-    def load(model: Any, device: Any = "default") -> LanguageModel:
+    def load(model: Any, device: Any = "default", **_: Any) -> LanguageModel:
         if isinstance(model, str):
             loaded.append(device)
             return close()

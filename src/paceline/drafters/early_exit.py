@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,18 +12,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from paceline.core.contracts import DRAFTERS, Budget, Drafter, Reader, Reading, RowsView
+from paceline.core.contracts import DRAFTERS, Drafter, Reader
 from paceline.core.errors import InputError
-from paceline.core.growth import Grower, TreeOptions
-from paceline.core.tree import TokenTree
-from paceline.core.verdict import Verdict
+from paceline.core.growth import TreeOptions
 from paceline.models.early_exit import Head, Split, SplitReader, check_split
 from paceline.models.head_files import check_target, fingerprint, load_head, save_head
 from paceline.models.language_model import LanguageModel
 from paceline.models.shells import without_layers
 
-from .draft_model import over_vocabulary
-from .self_draft import SelfDraft
+from .self_draft import Ahead, SelfDraft
 
 KIND = "early-exit"
 
@@ -145,7 +142,7 @@ class EarlyExit(SelfDraft):
         if self.options.skip:
             return None
         reader = SplitReader(target, self._exit_of(target), self._head_for(target))
-        self._inner = _Ahead(reader, self.options)
+        self._inner = Ahead(reader, self.options)
         return reader
 
     def made_from(self, target: LanguageModel) -> LanguageModel:
@@ -155,37 +152,6 @@ class EarlyExit(SelfDraft):
         else:
             part = Split(target, self._exit_of(target), self._head_for(target)).lower
         return LanguageModel(part, name=f"part of {target.name}")
-
-
-class _Ahead(Drafter):
-    """The lower part of a reader that is shared with the loop writes ahead."""
-
-    on_device = True
-
-    def __init__(self, reader: SplitReader, options: TreeOptions) -> None:
-        self._reader = reader
-        self._grower = Grower(options)
-
-    def propose(self, rows: RowsView, budget: Budget) -> TokenTree:
-        if self._reader.due(rows) > min(rows.lengths):  # a newcomer is shorter than what the others have to catch up
-            return TokenTree.empty(rows.count, rows.text.device)
-
-        def expand(tokens: Tensor | None, parents: Tensor | None) -> Tensor:
-            return over_vocabulary(self._reader.lower(rows, tokens, parents), self._reader.lm.vocabulary)
-
-        tree = self._grower.run(rows, budget, expand)
-        self._reader.hand_over(tree, self._grower.slots, pruned=tree.nodes >= budget.nodes)
-        return tree
-
-    def keep(self, rows: RowsView, verdict: Verdict, reading: Reading) -> None:
-        self._grower.kept(verdict)  # the reader is kept by the loop; here only the shape is fitted
-
-    def reorder(self, rows: RowsView, source: Sequence[int]) -> bool:
-        self._grower.reorder(source)
-        return True
-
-    def rewind(self, lengths: list[int]) -> None:
-        self._reader.rewind(lengths)
 
 
 def _check_skip(target: LanguageModel, skip: tuple[int, ...]) -> None:

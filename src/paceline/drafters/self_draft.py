@@ -7,13 +7,16 @@ from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any, ClassVar
 
+from torch import Tensor
+
 from paceline.core.contracts import Budget, Drafter, Reading, RowsView
-from paceline.core.growth import TreeOptions
+from paceline.core.growth import Grower, TreeOptions
 from paceline.core.tree import TokenTree
 from paceline.core.verdict import Verdict
+from paceline.models.ahead_reader import AheadReader
 from paceline.models.language_model import LanguageModel
 
-from .draft_model import DraftModel
+from .draft_model import DraftModel, over_vocabulary
 
 
 class SelfDraft(Drafter):
@@ -84,3 +87,34 @@ class SelfDraft(Drafter):
 
     def release(self, row: int, last: int, length: int) -> None:
         self.inner.release(row, last, length)
+
+
+class Ahead(Drafter):
+    """Something inside a reader that is shared with the loop writes ahead."""
+
+    on_device = True
+
+    def __init__(self, reader: AheadReader, options: TreeOptions) -> None:
+        self._reader = reader
+        self._grower = Grower(options)
+
+    def propose(self, rows: RowsView, budget: Budget) -> TokenTree:
+        if not self._reader.ready(rows):
+            return TokenTree.empty(rows.count, rows.text.device)
+
+        def expand(tokens: Tensor | None, parents: Tensor | None) -> Tensor:
+            return over_vocabulary(self._reader.lower(rows, tokens, parents), self._reader.lm.vocabulary)
+
+        tree = self._grower.run(rows, budget, expand)
+        self._reader.hand_over(tree, self._grower.slots, pruned=tree.nodes >= budget.nodes)
+        return tree
+
+    def keep(self, rows: RowsView, verdict: Verdict, reading: Reading) -> None:
+        self._grower.kept(verdict)  # the reader is kept by the loop; here only the shape is fitted
+
+    def reorder(self, rows: RowsView, source: Sequence[int]) -> bool:
+        self._grower.reorder(source)
+        return True
+
+    def rewind(self, lengths: list[int]) -> None:
+        self._reader.rewind(lengths)

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from paceline.core.contracts import DRAFTERS
+from paceline.core.contracts import DRAFTERS, Reader
 from paceline.core.growth import TreeOptions
+from paceline.models.ahead_reader import TwinReader
 from paceline.models.language_model import LanguageModel
 from paceline.models.quantized import extra_bytes, quantized
 
-from .self_draft import SelfDraft
+from .self_draft import Ahead, SelfDraft
 
 
 @DRAFTERS.register("self-quantized")
 class SelfQuantized(SelfDraft):
     """Let the target itself draft with its weights in int8."""
+
+    shares_reader = True
 
     @dataclass(frozen=True)
     class Options(TreeOptions):
@@ -26,6 +29,12 @@ class SelfQuantized(SelfDraft):
 
     def check(self, target: LanguageModel) -> None:
         self.draft_of(target)
+
+    def reader(self, target: LanguageModel) -> Reader | None:
+        """Both write to one memory, so that the draft reads no prompt."""
+        reader = TwinReader(target, self.draft_of(target))
+        self._inner = Ahead(reader, self.options)
+        return reader
 
     def made_from(self, target: LanguageModel) -> LanguageModel:
         return quantized(target, "int8", self.options.head)

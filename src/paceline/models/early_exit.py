@@ -8,7 +8,7 @@ whatever a model does before its layers is done again (a lookup) and not looked 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -19,6 +19,7 @@ from paceline.core.contracts import Reading, RowsView, Runner, arange
 from paceline.core.errors import InputError, UnsupportedError
 from paceline.core.tree import TokenTree
 
+from .ahead_reader import AheadReader
 from .architecture import refuse_dropout
 from .kernel_pass import Part
 from .language_model import LanguageModel, SlotReader
@@ -109,7 +110,7 @@ def check_depth(lm: LanguageModel, depth: int) -> None:
         )
 
 
-class SplitReader(SlotReader):
+class SplitReader(AheadReader):
     """A reader whose lower part can run ahead; `extend` then goes on from there, and reads only what is new.
 
     `lower` reads scratch tokens in the order in which a draft grows; `hand_over` says which nodes of the tree they
@@ -120,49 +121,10 @@ class SplitReader(SlotReader):
         refuse_dropout(lm.model)
         super().__init__(lm, (), runner or EagerRunner())
         self._split = Split(lm, depth, head)
-        self._held: list[int] = []  # per row, how many committed tokens the memory holds
-        self._kept = False  # a round was kept: all of the text but its last token is held
         self._ahead: list[Tensor] = []  # hidden states [R,Q,D] that were handed over: of the text, then of scratch
         self._plan: tuple[TokenTree, Tensor | None, bool] | None = None
 
-    # ---- rows come and go
-
-    def begin(self, rows: RowsView, first: int, room: int) -> int:
-        self._forget()
-        self._settle(rows.lengths[:first])
-        rest = super().begin(rows, first, room)
-        self._held[first:] = [length - rest for length in rows.lengths[first:]]
-        return rest
-
-    def release(self, row: int, last: int, length: int) -> None:
-        super().release(row, last, length)
-        self._held[row] = self._held[last]
-        del self._held[last]
-
-    def keep(self, rows: RowsView, path: Tensor | None) -> None:
-        super().keep(rows, path)
-        self._kept = True
-
-    def reorder(self, rows: RowsView, source: Sequence[int]) -> None:
-        super().reorder(rows, source)
-        self._held = [self._held[other] for other in source]
-
-    def rewind(self, lengths: list[int]) -> None:
-        """The texts were cut back to these lengths."""
-        self._settle(lengths)
-        self._held = [min(held, length - 1) for held, length in zip(self._held, lengths, strict=True)]
-
-    def _settle(self, lengths: list[int]) -> None:
-        if self._kept:
-            self._held = [length - 1 for length in lengths]
-        self._kept = False
-
     # ---- the lower part runs ahead
-
-    def due(self, rows: RowsView) -> int:
-        """How many committed tokens the lower part has to read first."""
-        self._settle(rows.lengths)
-        return max(length - held for length, held in zip(rows.lengths, self._held, strict=True))
 
     def lower(self, rows: RowsView, tokens: Tensor | None, parents: Tensor | None) -> Tensor:
         """Logits of the exit after the text (tokens=None: a new draft begins), then after scratch tokens [R,W]."""
@@ -222,7 +184,7 @@ class SplitReader(SlotReader):
         else:
             self._forget()
             reading = super().extend(rows, width, tokens, parents)
-        self._held, self._kept = list(rows.lengths), False
+        self._hold(rows)
         return reading
 
     def _rest(self, rows: RowsView, tree: TokenTree, slots: Tensor | None, pruned: bool) -> Tensor:

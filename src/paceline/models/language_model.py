@@ -114,6 +114,7 @@ class SlotReader:
         self._model: Any = lm.model  # what a pass runs: all of it, or one part (early exit)
         self._kernels: KernelPass | None = kernel_pass(lm)
         self._taps = tuple(round(share * lm.layers) for share in taps)
+        self._last_alone = bool(taps) or self._kernels is not None  # all of a prompt but its last token is read first
         self._scratch = 0
         self.largest = lm.largest  # token ids above it are read as it
         self._parents: Tensor | None = None  # [R,M] of the scratch tokens, once they branch
@@ -133,7 +134,7 @@ class SlotReader:
         self.glimpses = []
         lengths = rows.lengths[first:]
         self.cache.reserve(rows.count, room)
-        if first == 0 and min(lengths) == max(lengths) and not self._taps and self._kernels is None:
+        if first == 0 and min(lengths) == max(lengths) and not self._last_alone:
             rest = min(lengths[0], CHUNK)
         else:
             rest = 1
@@ -283,6 +284,10 @@ class SlotReader:
             self.cache.reserve(rows.count, max(rows.lengths) + path.shape[1])
             target = rows.length + arange(0, path.shape[1], path.device)
             self.cache.move(rows.length + path, target)
+        self.forget()
+
+    def forget(self) -> None:
+        """Scratch tokens are forgotten; their slots are written again."""
         self._scratch = 0
         self._parents = None
 

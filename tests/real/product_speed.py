@@ -40,7 +40,9 @@ def candidates(weights: torch.Tensor, threads: int) -> dict[str, Callable[[torch
 
     def ours(x: torch.Tensor) -> None:
         barrier[:] = 0
-        team.run(threads, _all, weights.data_ptr(), x.data_ptr(), len(x), out.data_ptr(), barrier.ctypes.data, threads)
+        team.TEAM.run(
+            threads, _all, weights.data_ptr(), x.data_ptr(), len(x), out.data_ptr(), barrier.ctypes.data, threads
+        )
 
     def linear(x: torch.Tensor) -> None:
         for w in weights:
@@ -59,7 +61,7 @@ def candidates(weights: torch.Tensor, threads: int) -> dict[str, Callable[[torch
 
 
 def main() -> None:
-    threads = torch.get_num_threads()
+    threads = team.TEAM.gather(torch.get_num_threads())
     weights = torch.randn(MATRICES, OUTPUTS, K)
     runs = candidates(weights, threads)
     runs["torch.sum"] = lambda x: weights.sum()  # type: ignore[assignment, return-value]

@@ -95,7 +95,7 @@ def seconds(act: Callable[[], object]) -> float:
 
 
 def test_plain_decoding_is_not_slower_than_transformers(lm: LanguageModel) -> None:
-    """Interleaved, medians of 5; the bound leaves room for the noise of a shared machine (docs/results has figures). Not
+    """Interleaved, medians of 5; the bound leaves room for the noise of a shared machine (figures: docs/results). Not
     asked where others use the cores: threads that meet 240 times in a pass then wait for the scheduler."""
     plain = SpeculativeDecoder(lm)
     ids = plain.generate(chat("Tell me about the sea."), max_new_tokens=1).prompt_tokens

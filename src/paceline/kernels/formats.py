@@ -55,7 +55,7 @@ class Dense(Format):
         return self.floats(e, e.load(at, LANES * self.size * part, self.kind, align=min(self.size, 4)))
 
     def some(self, e: Emit, at: Any, count: Any) -> Any:
-        letter = "f" if isinstance(self.kind.element, (ir.FloatType, ir.HalfType)) else "i"
+        letter = "f" if isinstance(self.kind.element, ir.FloatType) else "i"
         name = f"llvm.masked.load.v{LANES}{letter}{8 * self.size}.p0"
         bits = ir.VectorType(ir.IntType(1), LANES)
         kind = ir.FunctionType(self.kind, [self.kind.as_pointer(), INT, bits, self.kind])
@@ -67,8 +67,6 @@ class Dense(Format):
         element = self.kind.element
         if isinstance(element, ir.FloatType):
             return values
-        if isinstance(element, ir.HalfType):
-            return e.b.fpext(values, FLOATS)
         if element == _SHORT:  # bfloat16 is the upper half of a float
             high = e.b.shl(e.b.zext(values, INTS), ir.Constant(INTS, [16] * LANES))
             return e.b.bitcast(high, FLOATS)
@@ -95,19 +93,6 @@ class Blocks(Format):
         return e.load(at, offset, ir.VectorType(BYTE, LANES), align=1)
 
 
-class ByteBlocks(Blocks):
-    """Q8_0: a float16 d and 32 int8 q. A weight is d · q."""
-
-    bytes = 2 + BLOCK
-
-    def shared(self, e: Emit, at: Any) -> Any:
-        return self.halves(e, at, 1)[0]
-
-    def eight(self, e: Emit, at: Any, shared: Any, part: int) -> Any:
-        values = self.bytes_at(e, at, 2 + LANES * part)
-        return e.b.fmul(e.b.sitofp(e.b.sext(values, INTS), FLOATS), shared)
-
-
 class NibbleBlocks(Blocks):
     """Q4_1: float16s d and m, and 32 nibbles q, first the lower ones of 16 bytes. A weight is d · q + m."""
 
@@ -128,6 +113,5 @@ class NibbleBlocks(Blocks):
 
 FLOAT32 = Dense(FLOAT, 4, 16)  # steps of a line of memory, or more where unpacking takes most of the time
 BFLOAT16 = Dense(_SHORT, 2, 32)
-FLOAT16 = Dense(_HALF, 2, 32)
 INT8 = Dense(BYTE, 1, 32, scaled=True)
-Q8_0, Q4_1 = ByteBlocks(), NibbleBlocks()
+Q4_1 = NibbleBlocks()

@@ -39,10 +39,9 @@ def _numbers(names):
     return {name: number for number, name in enumerate(names)}
 
 
-_M, _L, _C = _numbers(MODEL), _numbers(LAYER), _numbers(CALL)
+_M, _L = _numbers(MODEL), _numbers(LAYER)
 M_HIDDEN, M_HEADS, M_KV, M_WIDTH, M_INNER = _M["hidden"], _M["heads"], _M["kv_heads"], _M["width"], _M["inner"]
-M_VOCABULARY, M_EMBEDDING, M_NORM, M_HEAD, M_LAYERS = (
-    _M["vocabulary"], _M["embedding"], _M["norm"], _M["head"], _M["layers"])  # fmt: skip
+M_EMBEDDING, M_NORM, M_HEAD, M_LAYERS = (_M[name] for name in ("embedding", "norm", "head", "layers"))
 PER_LAYER = len(LAYER)
 L_NORM1, L_NORM2, L_QN, L_KN, L_WINDOW = _L["norm1"], _L["norm2"], _L["q_norm"], _L["k_norm"], _L["window"]
 L_Q, L_K, L_V, L_O, L_GATE, L_UP, L_DOWN = (_L[name] for name in ("q", "k", "v", "o", "gate", "up", "down"))
@@ -53,7 +52,6 @@ SCALES, STEP, PRODUCT = 1, 2, 3  # where the parts of a matrix are, after its we
  C_SLOT_STEP, C_KEPT, C_KEEP, C_LOGITS, C_LOGITS_STEP, C_VOCABULARY, C_TAPS, C_GIVEN) = range(len(CALL))  # fmt: skip
 
 CHUNK = 48  # outputs claimed at a time: whole tiles of three and of four
-KEYS = 1 << 10
 
 
 @njit(nogil=True, cache=True)

@@ -6,12 +6,11 @@ from typing import Any
 
 from numba import cfunc
 
-from .formats import BFLOAT16, FLOAT16, INT8, Q4_1, Q8_0
+from .formats import BFLOAT16, INT8, Q4_1
 from .locks import OneAtATime
 from .product import KEPT, PRODUCT, SETTINGS, float32, product
 
-_bfloat16, _float16, _int8 = product(BFLOAT16), product(FLOAT16), product(INT8)
-_q8_0, _q4_1 = product(Q8_0), product(Q4_1)
+_bfloat16, _int8, _q4_1 = product(BFLOAT16), product(INT8), product(Q4_1)
 
 # One function each, since numba keeps what it compiled by their names; made when asked for, since making compiles it.
 
@@ -24,28 +23,12 @@ def _make_bfloat16() -> Any:
     return bfloat16
 
 
-def _make_float16() -> Any:
-    @cfunc(PRODUCT, cache=True)
-    def float16(x, x_step, n, w, scales, K, low, high, y, y_step, after):  # type: ignore[no-untyped-def]
-        _float16(x, x_step, n, w, scales, K, low, high, y, y_step, after)
-
-    return float16
-
-
 def _make_int8() -> Any:
     @cfunc(PRODUCT, cache=True)
     def int8(x, x_step, n, w, scales, K, low, high, y, y_step, after):  # type: ignore[no-untyped-def]
         _int8(x, x_step, n, w, scales, K, low, high, y, y_step, after)
 
     return int8
-
-
-def _make_q8_0() -> Any:
-    @cfunc(PRODUCT, cache=True)
-    def q8_0(x, x_step, n, w, scales, K, low, high, y, y_step, after):  # type: ignore[no-untyped-def]
-        _q8_0(x, x_step, n, w, scales, K, low, high, y, y_step, after)
-
-    return q8_0
 
 
 def _make_q4_1() -> Any:
@@ -59,9 +42,7 @@ def _make_q4_1() -> Any:
 _MAKERS = {
     "float32": lambda: float32,
     "bfloat16": _make_bfloat16,
-    "float16": _make_float16,
     "int8": _make_int8,
-    "q8_0": _make_q8_0,
     "q4_1": _make_q4_1,
 }
 KINDS = tuple(_MAKERS)

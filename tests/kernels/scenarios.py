@@ -61,8 +61,8 @@ def interrupts() -> None:
     assert text(decoder()) == wanted
 
 
-def interrupts_of_a_job() -> None:
-    """The same with jobs that do nothing but meet, so that most interrupts come while one is handed out."""
+def meetings(threads: int = 3) -> Callable[[], None]:
+    """A job that does nothing but meet."""
     import numpy as np
     from numba import njit, types
 
@@ -72,18 +72,29 @@ def interrupts_of_a_job() -> None:
     def job(numbers, threads, me):
         team.meet(numbers[0], threads)
 
+    run = team.direct(job)
+
+    def once() -> None:
+        barrier = np.zeros(2, np.int64)
+        barrier[0] = barrier.ctypes.data + 8
+        team.TEAM.run(team.TEAM.gather(threads), run, barrier, threads)
+
+    return once
+
+
+def interrupts_of_a_job() -> None:
+    """The same with jobs that do nothing but meet, so that most interrupts come while one is handed out."""
+
     def stop(*_: object) -> None:
         raise KeyboardInterrupt
 
     signal.signal(signal.SIGALRM, stop)
-    run, dice = team.direct(job), random.Random(1)
+    meeting, dice = meetings(), random.Random(1)
     for _ in range(400):
         try:
             signal.setitimer(signal.ITIMER_REAL, dice.uniform(1e-5, 2e-3))
             while True:
-                barrier = np.zeros(2, np.int64)
-                barrier[0] = barrier.ctypes.data + 8
-                team.TEAM.run(team.TEAM.gather(3), run, barrier, 3)
+                meeting()
         except KeyboardInterrupt:
             pass
 
@@ -124,13 +135,17 @@ def _fork(check: Callable[[], bool]) -> None:
 
 
 def leaving() -> None:
-    """Workers asleep, and a thread in the middle of a text, do not keep the process."""
+    """Workers asleep, and a thread that runs one job after the other, do not keep the process and do not abort it.
+
+    Not a thread in the middle of a text: the same would hold for our part of it, but torch aborts a process that ends
+    while a daemon thread is in one of its operations.
+    """
     text(decoder())
+    meeting = meetings()
 
     def on_and_on() -> None:
-        mine = decoder("qwen3")
         while True:
-            text(mine)
+            meeting()
 
     threading.Thread(target=on_and_on, daemon=True).start()
     time.sleep(0.2)

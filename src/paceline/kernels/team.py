@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import os
 import sys
@@ -93,6 +94,14 @@ class Team:
             steps.append(partial(kernel, *arguments, 0))
             deque(map(partial.__call__, steps), maxlen=0)
 
+    def close(self) -> None:
+        """At the end of the interpreter: nobody is in a job, and nobody begins one.
+
+        A thread that comes back from compiled code into an interpreter that has ended is torn out of that code, and the
+        C++ runtime may answer by aborting the process.
+        """
+        self._one.acquire(timeout=5)
+
 
 def _work(jobs: SimpleQueue[Any]) -> None:
     while True:
@@ -119,3 +128,5 @@ def _after_fork() -> None:
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_after_fork)
+
+atexit.register(lambda: TEAM.close())

@@ -19,6 +19,7 @@ from .auto_reasons import of_merged, of_whole
 from .company import Company
 from .portfolio_member import Member, note_help
 from .portfolio_view import Outcome, Proposal
+from .self_quantized import has_fast_twin
 
 _TRIAL = 16  # rounds in a row that a member is asked which does not seem to pay
 _CHEAP = 0.01  # of a pass: who costs less is asked in every round
@@ -26,6 +27,7 @@ _RARELY = (64, 512)  # rounds until one that did not help is tried again: at fir
 _GLANCE = 0.005  # deeper than tokens with such a chance nobody is asked to draft
 _CLEARLY = 2.0  # times the price of a node: what a second branch must be worth to be drafted
 _UNKNOWN_STEP = 0.3  # of a pass: what a draft step of a model is taken to cost before it was timed
+_LOOK_UP = (("suffix", {"branches": 4}), "recycling")  # who needs nothing but texts and passes
 _PURSE = 1.0  # passes to begin with for trying out members that do not seem to pay
 
 
@@ -35,15 +37,15 @@ class Auto(Company):
 
     @dataclass(frozen=True)
     class Options:
-        # names, (name, options), or drafters; a tie goes to the earlier one
-        drafters: tuple[Any, ...] = (("suffix", {"branches": 4}), "recycling")
+        # names, (name, options), or drafters; a tie goes to the earlier one. None: who needs no training
+        drafters: tuple[Any, ...] | None = None
         costs: Any = None  # a Costs, else measured once per model and machine and kept on disk
         probing: float = 0.005  # share of the time spent on asking members that do not seem to pay
         persistent: bool = True  # what was learned is kept from one request to the next
         frozen: bool = False  # what was learned stays as it is
 
         def __post_init__(self) -> None:
-            if not isinstance(self.drafters, (list, tuple)) or not self.drafters:
+            if self.drafters is not None and (not isinstance(self.drafters, (list, tuple)) or not self.drafters):
                 raise InputError(f"drafters must be a list of at least one drafter, got {self.drafters!r}.")
             if self.costs is not None and not isinstance(self.costs, Costs):
                 raise InputError(f"costs must be a paceline.core.costs.Costs, got {type(self.costs).__name__}.")
@@ -69,7 +71,12 @@ class Auto(Company):
     def describe(self) -> str:
         return f"auto ({', '.join(member.title for member in self._members)} or none)"
 
+    def _usual(self) -> tuple[Any, ...]:
+        return _LOOK_UP
+
     def check(self, target: Any) -> None:
+        if self.options.drafters is None and self._given is _LOOK_UP and has_fast_twin(target):
+            self._engage((*_LOOK_UP, "self-quantized"))
         super().check(target)
         self._study(target)  # now, so that no text waits for it
 

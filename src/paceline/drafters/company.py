@@ -34,7 +34,16 @@ class Company(Drafter):
         """Models of the members that have to be loaded go to `device`."""
         self.options = options
         self.frozen, self._device = self.options.frozen, device
-        made = [make_drafter(given, device=device) for given in self.options.drafters]
+        self._engage(self._usual() if options.drafters is None else tuple(options.drafters))
+
+    def _usual(self) -> tuple[Any, ...]:
+        """Who takes part where nobody is named."""
+        raise NotImplementedError
+
+    def _engage(self, given: tuple[Any, ...]) -> None:
+        """These are the members: names, (name, options), or drafters. Nothing is known of them yet."""
+        self._given = given
+        made = [make_drafter(each, device=self._device) for each in given]
         names = [drafter.name for drafter in made]
         titles = [name if names.count(name) == 1 else f"{name} {i + 1}" for i, name in enumerate(names)]
         self._members = [Member(*each, number) for number, each in enumerate(zip(made, titles, strict=True))]
@@ -47,7 +56,7 @@ class Company(Drafter):
         self.reset()
 
     def anew(self) -> Company:
-        given = zip(self._members, self.options.drafters, strict=True)
+        given = zip(self._members, self._given, strict=True)
         made = tuple(member.drafter.anew() or each for member, each in given)
         return type(self)(replace(self.options, drafters=made), self._device)
 

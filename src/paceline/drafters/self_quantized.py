@@ -8,7 +8,9 @@ from paceline.core.contracts import DRAFTERS, Reader
 from paceline.core.growth import TreeOptions
 from paceline.models.ahead_reader import TwinReader
 from paceline.models.language_model import LanguageModel
+from paceline.models.memory import memory_left
 from paceline.models.quantized import extra_bytes, quantized
+from paceline.models.running import kind_of, parts, running
 
 from .self_draft import Ahead, SelfDraft
 
@@ -18,6 +20,7 @@ class SelfQuantized(SelfDraft):
     """Let the target itself draft with its weights in int8."""
 
     shares_reader = True
+    hope = 0.9  # eight bits change few decisions
 
     @dataclass(frozen=True)
     class Options(TreeOptions):
@@ -38,3 +41,15 @@ class SelfQuantized(SelfDraft):
 
     def made_from(self, target: LanguageModel) -> LanguageModel:
         return quantized(target, "int8", self.options.head)
+
+
+_SHARE = 0.5  # of the memory that is left: more is not taken unasked
+
+
+def has_fast_twin(target: LanguageModel) -> bool:
+    """Would this drafter pay here unasked? Where kernels read small weights as they are, and there is memory for them."""
+    if parts(target) != [target] or running(target).by != "kernels" or kind_of(target) is not None:
+        return False
+    weights = sum(parameter.numel() for parameter in target.model.parameters())
+    left = memory_left()
+    return left is None or weights <= _SHARE * left

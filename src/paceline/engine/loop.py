@@ -15,6 +15,7 @@ from paceline.core.tree import TokenTree
 from paceline.core.verdict import Verdict
 from paceline.drafters.none import NoDraft
 from paceline.models.language_model import LanguageModel
+from paceline.models.openmp import own_threads
 
 from .logprobs import hand_out, measure
 from .rows import Event, Row, Rows
@@ -60,6 +61,7 @@ class Loop:
 
     # ---- one round
 
+    @own_threads()
     @torch.inference_mode()
     def step(self) -> list[Event]:
         """One round for every live row; rows that ended are released."""

@@ -13,7 +13,7 @@ from paceline.core.contracts import Glimpse, Reader, Reading, RowsView, Runner, 
 from paceline.core.errors import InputError
 from paceline.core.tree import closure
 
-from . import masks
+from . import masks, openmp
 from .architecture import TESTED, refuse_dropout, study
 from .kernel_pass import KernelPass, Part, Sight, kernel_pass
 from .runners.eager import EagerRunner
@@ -201,6 +201,7 @@ class SlotReader:
             sight = Sight(torch.cat([slots[:, :width] + 1, rows.length.expand(-1, fed)], 1), members, rows.length)
         if self.largest is not None:
             ids = ids.clamp(max=self.largest)
+        openmp.rest()
         reading, self._said = self._kernels(
             self.cache, ids, position, slots, sight, keep, self._taps, vocabulary=self.lm.logits, part=self._part
         )
@@ -253,6 +254,7 @@ class SlotReader:
             inputs["logits_to_keep"] = keep
         if self._taps:
             inputs["output_hidden_states"] = True
+        openmp.work()
         output = self._runner(shape.run, self._model, inputs)
         logits = output.logits
         if logits.shape[1] != keep:

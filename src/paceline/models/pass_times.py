@@ -25,6 +25,7 @@ from paceline.kernels.warm_up import fingerprint
 
 from .cache import Progress, cache_folder, read_json, write_json
 from .language_model import LanguageModel
+from .openmp import own_threads, usual_threads
 from .runners.device import device_name, finish
 from .running import cores_here, parts, running
 
@@ -92,6 +93,7 @@ class PassTimer:
     def now(self) -> float:
         return self._clock()
 
+    @own_threads()
     @torch.inference_mode()
     def seconds(self, fed: int) -> float:
         """Of one pass that reads the last committed token and a chain of `fed` - 1 after it."""
@@ -204,7 +206,7 @@ def machine_key(lm: LanguageModel) -> str:
             "models": [_shape_of(part.model) for part in parts(lm)],
             "kind": type(lm).__name__,
             "device": [str(lm.device), device_name(lm.device)],
-            "threads": [torch.get_num_threads(), os.cpu_count(), cores_here()],
+            "threads": [usual_threads(), os.cpu_count(), cores_here()],
             "versions": {name: _version(name) for name in ("torch", "transformers", "paceline", "numba")},
             "kernels": fingerprint(),
         }

@@ -14,13 +14,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from weakref import WeakKeyDictionary
 
-import torch
 from torch import nn
 
 from paceline.kernels.locks import OneAtATime
 
 from .cache import read_json
 from .language_model import LanguageModel
+from .openmp import usual_threads
 from .pass_times import PassTimer, keep, kept_file, machine_key
 from .running import cores_here
 
@@ -41,7 +41,7 @@ def threads_for(lm: LanguageModel) -> int:
     trying: int | None = getattr(_TRYING, "threads", None)
     if trying is not None:
         return trying
-    limit = max(1, min(torch.get_num_threads(), cores_here()))
+    limit = max(1, min(usual_threads(), cores_here()))
     if limit == 1:
         return 1
     with _ONE:

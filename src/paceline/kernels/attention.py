@@ -17,6 +17,8 @@ from numba import njit
 from .vectors import F32, FLOAT, I64, LANES, LONG, ZEROS, Emit, piece
 
 _BYTES = 4 * LANES
+_LINE = 64  # bytes that memory is read by
+_AHEAD = 32  # keys and values are asked for so many before they are due
 TOGETHER = 3  # heads: with four keys, or four vectors of values, their sums fill the registers
 
 
@@ -31,7 +33,7 @@ def _scores(heads: int) -> Any:
         queries = [e.b.add(query, e.b.mul(query_step, LONG(h))) for h in range(heads)]
         outs = [e.b.add(out, e.b.mul(out_step, LONG(h))) for h in range(heads)]
         fours = e.b.and_(count, LONG(-4))
-        scales = e.splat(scale, 4)
+        scales, ahead = e.splat(scale, 4), e.b.mul(step, LONG(_AHEAD))
 
         def sums_over(some: list[Any]) -> list[list[Any]]:
             sums = [[e.variable(ZEROS) for _ in some] for _ in queries]
@@ -48,6 +50,9 @@ def _scores(heads: int) -> Any:
             four = [e.b.add(keys, e.b.mul(j, step))]
             for _ in range(3):
                 four.append(e.b.add(four[-1], step))
+            with e.steps(LONG(0), e.b.shl(width, LONG(2)), _LINE) as here:
+                for key in four:
+                    e.expect(key, e.b.add(here, ahead))
             for h, sums in enumerate(sums_over(four)):
                 e.store(e.b.fmul(e.four_totals(sums), scales), outs[h], e.b.shl(j, LONG(2)))
         with e.steps(fours, count, 1) as j:
@@ -67,9 +72,11 @@ def _mixed(heads: int, vectors: int) -> Any:
         rows = [e.b.add(weights, e.b.mul(weights_step, LONG(h))) for h in range(heads)]
         outs = [e.b.add(out, e.b.mul(out_step, LONG(h))) for h in range(heads)]
         sums = [[e.variable(e.load(own, _BYTES * k)) for k in range(vectors)] for own in outs]
-        where = e.variable(values)
+        where, ahead = e.variable(values), e.b.mul(step, LONG(_AHEAD))
         with e.steps(LONG(0), count, 1) as j:
             here = e.b.load(where)
+            for line in range(0, _BYTES * vectors, _LINE):
+                e.expect(here, e.b.add(ahead, LONG(line)))
             seen = [e.load(here, _BYTES * k) for k in range(vectors)]
             for h in range(heads):
                 by = e.splat(e.load(rows[h], e.b.shl(j, LONG(2)), FLOAT))

@@ -226,7 +226,8 @@ def _attention(m, c, w, layer, eps, scale, counter, met, me):
     meet(barrier, met + 2 * threads)
     job = fetch_add(counter + 3 * LINE, 1)
     while job < n * kv:
-        _attend(m, c, layer, scale, job // kv, job % kv, c[C_SCORES] + me * c[C_SCORES_STEP])
+        # a head of all tokens after the other: its keys and values stay in the cache
+        _attend(m, c, layer, scale, job % n, job // n, c[C_SCORES] + me * c[C_SCORES_STEP])
         job = fetch_add(counter + 3 * LINE, 1)
     meet(barrier, met + 3 * threads)
     _product(w, L_O, counter + 4 * LINE, c[C_MIXED], heads * width, n, w[L_OB], hidden, h, 4 * hidden, c[C_X])

@@ -10,7 +10,7 @@ from paceline.models.ahead_reader import TwinReader
 from paceline.models.language_model import LanguageModel
 from paceline.models.memory import memory_left
 from paceline.models.quantized import extra_bytes, quantized
-from paceline.models.running import kind_of, parts, running
+from paceline.models.running import kind_of, parts, running, with_runner
 
 from .self_draft import Ahead, SelfDraft
 
@@ -40,14 +40,14 @@ class SelfQuantized(SelfDraft):
         return reader
 
     def made_from(self, target: LanguageModel) -> LanguageModel:
-        return quantized(target, "int8", self.options.head)
+        return with_runner(quantized(target, "int8", self.options.head), target.runner)
 
 
 _SHARE = 0.5  # of the memory that is left: more is not taken unasked
 
 
 def has_fast_twin(target: LanguageModel) -> bool:
-    """Would this drafter pay here unasked? Where kernels read small weights as they are, and there is memory for them."""
+    """Would this drafter pay here unasked? Where kernels read small weights as they are, and there is memory left."""
     if parts(target) != [target] or running(target).by != "kernels" or kind_of(target) is not None:
         return False
     weights = sum(parameter.numel() for parameter in target.model.parameters())

@@ -7,11 +7,12 @@ import ctypes
 import os
 import sys
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from functools import partial
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, NamedTuple
 
 import llvmlite.binding as llvm
 from llvmlite import ir
@@ -60,6 +61,14 @@ def meet(barrier, wanted):
             step_aside()
 
 
+class Spent(NamedTuple):
+    """The seconds of a job once it was its turn, and for how many of them some thread had no core, as far as is known
+    yet: of the others it is the job before. Threads never sleep in a job, so those were taken by other programs."""
+
+    seconds: float
+    lost: float
+
+
 class Team:
     """The caller and workers that sleep between jobs, each before a queue of its own. One job at a time: two that
     share the cores would only wait for each other."""
@@ -67,21 +76,23 @@ class Team:
     def __init__(self) -> None:
         self._one = threading.Lock()
         self._jobs: list[SimpleQueue[Any]] = []
+        self._lost: list[float] = []  # per worker, seconds of its last job in which it had no core
 
     def gather(self, threads: int) -> int:
         """How many threads, with the caller, there will be for a job: `threads`, or as many as the system gives."""
         with self._one:
             while len(self._jobs) < threads - 1:
                 jobs: SimpleQueue[Any] = SimpleQueue()
-                worker = threading.Thread(target=_work, args=(jobs,), name="paceline-kernels", daemon=True)
+                worker = threading.Thread(target=self._work, args=(jobs,), name="paceline-kernels", daemon=True)
                 try:
                     worker.start()
                 except RuntimeError:  # out of threads, or at the end of the interpreter: results do not depend on it
                     break
                 self._jobs.append(jobs)
+                self._lost.append(0.0)
             return min(threads, len(self._jobs) + 1)
 
-    def run(self, threads: int, kernel: Callable[..., None], *arguments: Any) -> None:
+    def run(self, threads: int, kernel: Callable[..., None], *arguments: Any) -> Spent:
         """`kernel(*arguments, number)` on every thread; it must end with all of them meeting.
 
         Handing out the job and doing one's own share is one step for the interpreter (a C iterator over C functions):
@@ -90,9 +101,22 @@ class Team:
         with self._one:
             others = self._jobs[: threads - 1]
             assert len(others) == threads - 1, "gather() comes first"
-            steps = [partial(jobs.put, (kernel, (*arguments, n))) for n, jobs in enumerate(others, 1)]
+            began, worked = time.perf_counter(), time.thread_time()
+            steps = [partial(jobs.put, (kernel, (*arguments, n), began)) for n, jobs in enumerate(others, 1)]
             steps.append(partial(kernel, *arguments, 0))
             deque(map(partial.__call__, steps), maxlen=0)
+            seconds = time.perf_counter() - began
+            lost = max(seconds - (time.thread_time() - worked), *self._lost[: threads - 1], 0.0)
+            return Spent(seconds, min(lost, seconds))
+
+    def _work(self, jobs: SimpleQueue[Any]) -> None:
+        while True:
+            kernel, arguments, began = jobs.get()
+            worked = time.thread_time()
+            kernel(*arguments)
+            worked = time.thread_time() - worked
+            self._lost[arguments[-1] - 1] = time.perf_counter() - began - worked
+            del kernel, arguments  # nothing is kept alive by somebody asleep
 
     def close(self) -> None:
         """At the end of the interpreter: nobody is in a job, and nobody begins one.
@@ -101,13 +125,6 @@ class Team:
         C++ runtime may answer by aborting the process.
         """
         self._one.acquire(timeout=5)
-
-
-def _work(jobs: SimpleQueue[Any]) -> None:
-    while True:
-        kernel, arguments = jobs.get()
-        kernel(*arguments)
-        del kernel, arguments  # nothing is kept alive by somebody asleep
 
 
 def direct(kernel: Any) -> Callable[..., None]:

@@ -20,6 +20,7 @@ from torch import Tensor
 from paceline.core.contracts import Reading
 from paceline.core.errors import PacelineWarning, UnsupportedError
 
+from .crowd import CROWD
 from .kernel_plan import Plan, plan_of
 from .slot_cache import SlotCache
 
@@ -114,7 +115,7 @@ class KernelPass:
         _check(held[0], plan.vocabulary, cache.keys[0], R, visible)
         assert vocabulary <= plan.said
         keys, stores = cache.keys[0], cache.addresses()
-        threads = team.TEAM.gather(self.threads)
+        threads = team.TEAM.gather(CROWD.threads(self.threads))
         self._counters[:] = 0
         call = self._call({
             **self._own, **shape.addresses,
@@ -125,7 +126,8 @@ class KernelPass:
             "logits_step": 4 * vocabulary, "vocabulary": vocabulary, "taps": tapped.ctypes.data,
             "given": 0 if given is None else given.data_ptr(),
         })  # fmt: skip
-        team.TEAM.run(threads, self._run, plan.numbers, call, plan.floats)
+        spent = team.TEAM.run(threads, self._run, plan.numbers, call, plan.floats)
+        CROWD.see(threads, *spent)
         said = self._buffers["x"][: n * plan.hidden].view(R, Q, plan.hidden)
         return Reading(logits, tuple(seen[layer][:, -keep:] for layer in taps)), said
 

@@ -19,6 +19,7 @@ from torch import nn
 from paceline.kernels.locks import OneAtATime
 
 from .cache import read_json
+from .crowd import CROWD
 from .language_model import LanguageModel
 from .openmp import usual_threads
 from .pass_times import PassTimer, keep, kept_file, machine_key
@@ -73,6 +74,11 @@ def measured_threads(
 ) -> int | None:
     """The fewest that are as fast as the best; None: others were using the machine. The fastest of a few passes counts,
     in turns: what slows a pass down is the machine's, not the kernels'. working: the time this thread had a core."""
+    with CROWD.ignored():
+        return _measured(lm, limit, clock, working)
+
+
+def _measured(lm: LanguageModel, limit: int, clock: Clock, working: Clock) -> int | None:
     began, worked = clock(), working()
     timers: dict[int, PassTimer] = {}
     best: dict[int, float] = {}

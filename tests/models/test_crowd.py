@@ -1,0 +1,90 @@
+"""Fewer threads while cores are taken away, all of them again when they are not."""
+
+from __future__ import annotations
+
+import pytest
+from tests.kernels.zoo import small
+
+from paceline import SpeculativeDecoder
+from paceline.models import kernel_pass
+from paceline.models.crowd import Crowd
+from paceline.models.kernel_pass import kernels_missing
+
+
+def passes(crowd: Crowd, count: int, lost: float, most: int = 2, seconds: float = 0.02) -> list[int]:
+    """So many passes in which, on more than one thread, a share of the time was lost; the threads each ran on."""
+    ran = []
+    for _ in range(count):
+        threads = crowd.threads(most)
+        ran.append(threads)
+        crowd.see(threads, seconds, lost * seconds if threads > 1 else 0.0)
+    return ran
+
+
+def test_quiet_passes_keep_all_threads() -> None:
+    assert set(passes(Crowd(), 500, lost=0.05)) == {2}
+
+
+def test_one_long_wait_is_enough() -> None:
+    crowd = Crowd()
+    passes(crowd, 10, lost=0.0)
+    crowd.see(2, 0.4, 0.38)
+    assert crowd.threads(2) == 1
+
+
+def test_less_than_a_wake_up_does_not_count() -> None:
+    assert set(passes(Crowd(), 500, lost=0.9, seconds=0.001)) == {2}
+
+
+def test_under_load_nearly_all_passes_run_alone_and_ever_fewer_are_tried() -> None:
+    ran = passes(Crowd(), 4000, lost=0.8)
+    tried = [i for i, threads in enumerate(ran) if threads == 2]
+    assert len(tried) < 20
+    assert tried[-1] - tried[-2] > 900
+
+
+def test_when_the_load_ends_all_threads_come_back_and_a_new_load_finds_short_pauses() -> None:
+    crowd = Crowd()
+    passes(crowd, 300, lost=0.8)
+    back = passes(crowd, 2000, lost=0.0)
+    assert back[-1] == 2
+    assert back.index(2) < 600
+    again = passes(crowd, 100, lost=0.8)
+    assert again.count(2) > 1  # tried again within a hundred passes
+
+
+def test_of_many_threads_as_many_as_needed_are_given_up() -> None:
+    crowd = Crowd()
+    assert passes(crowd, 3, lost=0.8, most=8)[-1] < 8
+    passes(crowd, 30, lost=0.8, most=8)
+    assert crowd.threads(8) == 1
+    assert crowd.threads(2) == 1
+
+
+def test_whoever_measures_gets_the_threads_that_were_asked_for() -> None:
+    crowd = Crowd()
+    passes(crowd, 8, lost=0.8)
+    with crowd.ignored():
+        assert crowd.threads(2) == 2
+        crowd.see(2, 1.0, 1.0)
+    assert crowd.threads(2) == 1
+
+
+@pytest.mark.skipif(kernels_missing() is not None, reason="no kernels here")
+def test_the_text_does_not_depend_on_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernel_pass, "threads_here", lambda lm: 3)
+    ran: list[int] = []
+
+    class Fickle(Crowd):
+        def threads(self, most: int) -> int:
+            ran.append(1 + len(ran) % most)
+            return ran[-1]
+
+    target = small("llama")
+    settings = {"max_new_tokens": 40, "ignore_eos": True, "logprobs": 1}
+    wanted = SpeculativeDecoder(target).generate([3, 9, 27], **settings)
+    monkeypatch.setattr(kernel_pass, "CROWD", Fickle())
+    found = SpeculativeDecoder(target).generate([3, 9, 27], **settings)
+    assert set(ran) == {1, 2, 3}
+    assert found.tokens == wanted.tokens
+    assert found.logprobs == wanted.logprobs

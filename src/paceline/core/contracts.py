@@ -76,6 +76,9 @@ class Glimpse:
     taps: tuple[Tensor, ...]
 
 
+NODES = 64  # of a tree, in all, where nobody says otherwise
+
+
 class Reader(Protocol):
     """A model reading a batch of texts with a memory it can forget."""
 
@@ -133,6 +136,7 @@ class Drafter(ABC):
     chooses_length: ClassVar[bool] = False  # decides itself how much to draft; γ is only a limit
     reasons: Sequence[str] = ()  # of the last proposal, per row: why so much and by whom (for the trace)
     hope: float | None = None  # for drafters that run a model: how often a token is right, before one knows
+    fills: bool = False  # its trees grow as large as they may, and nobody has said how large
     takes_prediction: bool = False  # drafts from `rows.predictions`
     needs_taps: tuple[float, ...] = ()  # relative depths of the target's hidden states it wants to see
 

@@ -46,6 +46,10 @@ class Lookahead(Drafter):
 
     def __init__(self, options: Options | None = None) -> None:
         self.options = options or self.Options()
+        usual = self.Options()
+        self.fills = all(
+            getattr(self.options, name) == getattr(usual, name) for name in ("window", "ngram", "candidates")
+        )
         self._states: list[_Row] = []
         self._drafts: list[_Draft] = []
 

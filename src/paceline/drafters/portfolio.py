@@ -55,6 +55,8 @@ class Portfolio(Company):
         def conformance_variants(cls) -> list[Mapping[str, Any]]:
             return [{"drafters": _with_the_target}, {"drafters": _with_the_target, "mode": "first"}]
 
+    fills = True
+
     def __init__(self, options: Options | None = None, device: Any = None) -> None:
         """Models of the members that have to be loaded go to `device`."""
         super().__init__(options or self.Options(), device)

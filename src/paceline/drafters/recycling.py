@@ -23,6 +23,7 @@ from paceline.core.verdict import Verdict
 
 # How often the r-th candidate is the right one, roughly: only to choose the shape of a tree, never what is accepted.
 _BY_RANK = (0.45, 0.15, 0.08, 0.05, 0.04, 0.03, 0.025, 0.02)
+_NODES = 48
 _FORMAT = "paceline.recycling.1"
 UNREAD, READ, WRITTEN = 0, 1, 2  # standing of a place in a pass: never read, read in a draft, part of the text now
 
@@ -34,7 +35,7 @@ class Recycling(Drafter):
     @dataclass(frozen=True)
     class Options:
         k: int = 8  # candidates remembered after each token
-        nodes: int = 48  # of the tree, at most
+        nodes: int | None = None  # of the tree, at most; None: what the decoder allows, and 48 at most
         shape: Any = None  # a tree of your own, as "4x2x1" or paths; None: a good one of `nodes` nodes
         prompt: bool = True  # tokens not yet read are followed as in the prompt
         persistent: bool = False  # remember from one request to the next
@@ -42,7 +43,7 @@ class Recycling(Drafter):
         namespace: str = ""  # whose memory; set `drafter.namespace` between requests to change it
 
         def __post_init__(self) -> None:
-            if self.k < 1 or self.nodes < 1:
+            if self.k < 1 or (self.nodes is not None and self.nodes < 1):
                 raise InputError(f"k and nodes must be at least 1, got {self.k} and {self.nodes}.")
             if self.shape is not None:
                 Shape.of(self.shape)
@@ -56,6 +57,7 @@ class Recycling(Drafter):
     def __init__(self, options: Options | None = None) -> None:
         self.options = options or self.Options()
         self.namespace, self.frozen = self.options.namespace, self.options.frozen
+        self.fills = self.options.nodes is None and self.options.shape is None
         self._memories: dict[str, _Memory] = {}
         self._drafted: TokenTree | None = None
 
@@ -127,7 +129,9 @@ class Recycling(Drafter):
         vocabulary = self._memory.vocabulary
         if self.options.shape is not None:
             return Shape.of(self.options.shape).within(budget.depth, budget.nodes, min(self.options.k, vocabulary))
-        return _good_shape(min(self.options.k, vocabulary), min(self.options.nodes, budget.nodes), budget.depth)
+        return _good_shape(
+            min(self.options.k, vocabulary), min(self.options.nodes or _NODES, budget.nodes), budget.depth
+        )
 
     def keep(self, rows: RowsView, verdict: Verdict, reading: Reading) -> None:
         drafted, self._drafted = self._drafted, None

@@ -14,7 +14,7 @@ from paceline.core.registry import build_options
 from paceline.drafters.making import make_drafter
 from paceline.models import load
 from paceline.models.language_model import LanguageModel, check_prompt
-from paceline.models.running import kind_of, parts, prepare, running
+from paceline.models.running import kind_of, parts, prepare, running, usual_nodes
 
 from .beams import BeamGroup
 from .config import decoder_settings
@@ -75,7 +75,7 @@ class SpeculativeDecoder:
                 prepare(lm)
         self._asked = draft is not None  # else a prediction is drafter enough
         self.gamma, self.rows = self._depth(gamma), rows
-        self.nodes = max(self.gamma, 64) if nodes is None else nodes
+        self.nodes = nodes or usual_nodes(self.target, self.drafter.fills, self.gamma)
         self._busy = threading.Lock()
         self._owner: int | None = None
 

@@ -13,6 +13,7 @@ from weakref import WeakKeyDictionary
 
 from torch import nn
 
+from paceline.core.contracts import NODES
 from paceline.core.errors import UnknownNameError, UnsupportedError
 
 from .cache import Progress
@@ -131,6 +132,19 @@ def running(lm: LanguageModel) -> Running:
     if why is not None:
         return Running("eager", _in_short(why) if first.device.type == "cpu" else "", kind=kind)
     return Running("kernels", threads=threads_here(first), kind=kind)
+
+
+_COMFORTABLE = {
+    "kernels": 7,
+    "eager": 15,
+}  # on a CPU: up to here a pass costs about what it costs with the first of them
+
+
+def usual_nodes(lm: LanguageModel, fills: bool, gamma: int) -> int:
+    """How large a tree may be where nobody says so. fills: the drafter makes use of any number. Where reading weights
+    is what takes time, further nodes are free; on a CPU they are soon dearer than what they bring."""
+    most = NODES if not fills or lm.device.type != "cpu" else _COMFORTABLE[running(lm).by]
+    return max(gamma, most)
 
 
 def prepare(lm: LanguageModel, progress: Progress | None = None) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 from paceline.bench.contest import Entry
 from paceline.bench.reporting.wording import NOTHING, number, share, times
-from paceline.core.contracts import DRAFTERS, Rule
+from paceline.core.contracts import DRAFTERS, NODES, Rule
 from paceline.core.costs import Costs
 from paceline.core.errors import UnsupportedError
 from paceline.core.registry import build_options
@@ -85,7 +85,7 @@ def _rerun_all(header: TraceHeader, texts: Sequence[TraceText], entry: Entry, ru
             drafter = make_drafter(entry.draft, entry.options)
         if drafter.takes_prediction and text.predicted and text.prediction is None:
             raise UnsupportedError(f"what the caller expected of text {text.id} was not recorded")
-        trace = rerun(text, header, drafter, rule, entry.gamma, entry.nodes)
+        trace = rerun(text, header, drafter, rule, entry.gamma, _nodes(entry, header))
         found.append((trace, trace, None))
         beyond = trace.rounds[-1].own is None  # it drafted past a stop: how much of that came true is not recorded
         if carry and beyond and drafter.wants_verdict and place + 1 < len(texts):
@@ -139,14 +139,16 @@ def _same_drafter(header: TraceHeader, entry: Entry) -> bool:
 def _as_recorded(header: TraceHeader, entry: Entry) -> bool:
     """Is this the very run that was recorded?"""
     ours, theirs = (
-        (each.gamma, _nodes(each), each.rule, plain(each.rule_options))
+        (each.gamma, _nodes(each, header), each.rule, plain(each.rule_options))
         for each in (entry, header)  # what both call the same
     )
     return ours == theirs and _same_drafter(header, entry)
 
 
-def _nodes(said: Entry | TraceHeader) -> int:
-    return said.nodes or max(said.gamma if isinstance(said.gamma, int) else 0, 64)
+def _nodes(said: Entry | TraceHeader, header: TraceHeader) -> int:
+    """As said; else, of the drafter that was recorded, as it was there."""
+    recorded = header.nodes if said.draft == header.draft else None
+    return said.nodes or recorded or max(said.gamma if isinstance(said.gamma, int) else 0, NODES)
 
 
 def _unlike(texts: Iterable[TraceText], found: Iterable[Found]) -> list[str]:

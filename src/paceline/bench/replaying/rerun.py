@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from paceline.core.choice import Choice
-from paceline.core.contracts import Drafter, Glimpse, Reading, RowsView, Rule
+from paceline.core.contracts import NODES, Drafter, Glimpse, Reading, RowsView, Rule
 from paceline.core.errors import PacelineWarning, UnsupportedError
 from paceline.core.trace import Trace
 from paceline.core.tree import TokenTree
@@ -43,7 +43,7 @@ def rerun(
         warnings.simplefilter("error", PacelineWarning)
         try:
             drafter.check(record)
-            most = max(gamma, 64) if nodes is None else nodes
+            most = max(gamma, NODES) if nodes is None else nodes
             loop = Loop(cast(Any, record), drafter, _Recorded(rule, text.tokens), gamma, most)
             loop.admit([row])
             while loop.rows.count:

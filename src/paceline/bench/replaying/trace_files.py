@@ -16,11 +16,13 @@ from types import TracebackType
 from typing import Any
 
 from paceline.bench.contest import Entry
+from paceline.core.contracts import DRAFTERS
 from paceline.core.costs import Costs
 from paceline.core.errors import InputError, UnknownNameError
 from paceline.core.sampling import Sampling
 from paceline.core.trace import Trace
 from paceline.engine.request import Generation, build_requests
+from paceline.models.running import usual_nodes
 
 from .trace_lines import TraceHeader, TraceText, is_json, made, parsed, plain
 
@@ -32,6 +34,13 @@ class TraceFile:
     header: TraceHeader
     texts: tuple[TraceText, ...]
     notes: tuple[str, ...] = ()
+
+
+def _nodes(lm: Any, entry: Entry) -> int | None:
+    """As said; where the drafter takes as many as there are, what that is here."""
+    if entry.nodes is None and isinstance(entry.gamma, int) and entry.draft in DRAFTERS and DRAFTERS[entry.draft].fills:
+        return usual_nodes(lm, True, entry.gamma)
+    return entry.nodes
 
 
 def header_of(
@@ -57,7 +66,7 @@ def header_of(
         entry.draft,
         plain(entry.options),
         entry.gamma,
-        entry.nodes,
+        _nodes(lm, entry),
         entry.rule,
         plain(entry.rule_options),
         plain({name: value for name, value in other.items() if name not in ("seed", "processors")}),

@@ -21,6 +21,7 @@ from paceline.core.trace import Trace
 from paceline.drafters.making import beyond_text, make_drafter
 from paceline.engine.timing import Stopwatch, Timed, full_costs
 from paceline.models.language_model import LanguageModel
+from paceline.models.running import usual_nodes
 from paceline.rules.match import Match
 
 from .candidates import DEEPEST, TuneOptions, candidates, spelled
@@ -135,10 +136,12 @@ class _Tuner:
         """On what plain decoding wrote, without the target."""
         assert isinstance(entry.gamma, int)
         watch = Stopwatch(self.lm.device, self._clock)
-        drafter = Timed(make_drafter(entry.draft, entry.options), watch, "drafting", ("propose", "keep"))
+        made = make_drafter(entry.draft, entry.options)
+        drafter = Timed(made, watch, "drafting", ("propose", "keep"))
+        nodes = entry.nodes or usual_nodes(self.lm, made.fills, entry.gamma)
         header = TraceHeader(self.lm.name, self.lm.vocabulary, "", "none")
         text = TraceText(task.id, task.category, task.prompts[0], self._written[task.id].tokens[0], self._plan.tokens)
-        trace = rerun(text, header, cast(Any, drafter), Match(), entry.gamma, entry.nodes)
+        trace = rerun(text, header, cast(Any, drafter), Match(), entry.gamma, nodes)
         return rounds_of(trace, watch.spent.get("drafting", 0.0))
 
     def _probe(self, entry: Entry) -> list[tuple[Task, Trace, float]]:

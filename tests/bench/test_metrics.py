@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -117,6 +118,18 @@ def test_rows_of_a_batch_share_their_passes() -> None:
     plain = Result(Run("plain", "1+2", "chat", 0, ((1, 2, 3), (1, 2, 3)), 3.0, 1.0))
     passes = ((0.3 + 0.02 + 0.04) + (0.1 + 0.02) + (0.15 + 0.02 + 0.02)) / 0.12
     assert predicted_seconds(plain, tally, COSTS, "toy") == pytest.approx(1.0 + passes - 1)
+
+
+def test_models_that_were_asked_count_in_their_own_seconds_once_per_pass() -> None:
+    rows = [Trace([Round((7,), None, (), 1, False, "why", 0.25), Round((7,), None, (), 1, False)]) for _ in range(2)]
+    tally, without = Tally.of(rows), Tally.of([Trace([replace(r, asked=0.0) for r in trace.rounds]) for trace in rows])
+    assert tally is not None
+    assert without is not None
+    assert tally.asked == 0.25
+    assert Tally.total([tally, tally]).asked == 0.5
+    plain = Result(Run("plain", "1+2", "chat", 0, ((1, 2, 3), (1, 2, 3)), 3.0, 1.0))
+    more, less = (predicted_seconds(plain, each, COSTS, "toy") for each in (tally, without))
+    assert more == pytest.approx((less or 0.0) + 0.25)
 
 
 def test_a_tree_is_judged_by_its_depth() -> None:

@@ -13,7 +13,8 @@
   often has none stays far below it. **reached**: decode speed-up over the bound, for S says nothing about reading
   prompts.
 - **predicted**: the speed-up that costs and trace give without a clock: reading the prompt as plain decoding did,
-  then every round at v(fed) + c per drafted depth + o, with plain decoding's own seconds per token as the unit.
+  then every round at v(fed) + c per drafted depth + o, with plain decoding's own seconds per token as the unit; and
+  of `auto`, what the models it asked take by its own account.
 - per-position acceptance is unconditional, with the count behind it.
 """
 
@@ -137,7 +138,7 @@ def predicted_seconds(plain: Result, tally: Tally, costs: Costs, drafter: str) -
         count * (costs.seconds(fed, live) + costs.overhead + depth * step)
         for (live, fed, depth), count in tally.steps.items()
     )
-    return run.first + unit * (passes / alone - 1)
+    return run.first + unit * (passes / alone - 1) + tally.asked
 
 
 class _View:

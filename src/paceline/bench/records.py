@@ -155,7 +155,8 @@ def run_as_dict(result: Result, tokens: bool) -> dict[str, Any]:
 def _tally_as_dict(tally: Tally) -> dict[str, Any]:
     steps = [[*step, count] for step, count in sorted(tally.steps.items())]
     counts = {name: getattr(tally, name) for name in _COUNTS}
-    return {**counts, "by_position": [list(pair) for pair in tally.by_position], "steps": steps}
+    positions = [list(pair) for pair in tally.by_position]
+    return {**counts, "by_position": positions, "steps": steps, "asked": tally.asked}
 
 
 # ---- reading back
@@ -255,7 +256,8 @@ class _Reading:
 def _tally_from(found: Mapping[str, Any]) -> Tally:
     steps = {(rows, tokens, depth): count for rows, tokens, depth, count in found["steps"]}
     positions = tuple((accepted, drafted) for accepted, drafted in found["by_position"])
-    return Tally(**{name: found[name] for name in _COUNTS}, by_position=positions, steps=steps)
+    counts = {name: found[name] for name in _COUNTS}
+    return Tally(**counts, by_position=positions, steps=steps, asked=found.get("asked", 0.0))  # older records lack it
 
 
 # ---- CSV

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -51,6 +51,7 @@ class Tally:
     judged: int = 0
     by_position: tuple[tuple[int, int], ...] = ()  # (accepted, drafted), unconditional
     steps: Mapping[Step, int] = field(default_factory=dict)
+    asked: float = 0.0  # seconds of models that a drafter which decides by itself has asked, as it has measured them
 
     @property
     def emitted(self) -> int:
@@ -73,6 +74,7 @@ class Tally:
             judged=accepted + stopped,
             by_position=add_positions(trace.by_position() for trace in traces),
             steps=_steps(traces),
+            asked=sum(max(entry.asked for entry in live) for live in _passes(traces)),
         )
 
     @staticmethod
@@ -83,7 +85,8 @@ class Tally:
         steps: Counter[Step] = Counter()
         for each in found:
             steps.update(each.steps)
-        return Tally(**counts, by_position=add_positions(each.by_position for each in found), steps=steps)
+        positions = add_positions(each.by_position for each in found)
+        return Tally(**counts, by_position=positions, steps=steps, asked=sum(each.asked for each in found))
 
 
 def add_positions(tables: Iterable[Sequence[tuple[int, int]]]) -> tuple[tuple[int, int], ...]:
@@ -107,11 +110,15 @@ def _depth(entry: Round) -> int:
     return max(depths, default=0)
 
 
-def _steps(traces: Sequence[Trace]) -> Counter[Step]:
+def _passes(traces: Sequence[Trace]) -> Iterator[list[Round]]:
     """Row r's k-th round was in the k-th pass: the rows of a task begin together."""
-    steps: Counter[Step] = Counter()
     for index in range(max(len(trace.rounds) for trace in traces)):
-        live = [trace.rounds[index] for trace in traces if index < len(trace.rounds)]
+        yield [trace.rounds[index] for trace in traces if index < len(trace.rounds)]
+
+
+def _steps(traces: Sequence[Trace]) -> Counter[Step]:
+    steps: Counter[Step] = Counter()
+    for live in _passes(traces):
         steps[len(live), 1 + max(len(entry.drafted) for entry in live), max(map(_depth, live))] += 1
     return steps
 

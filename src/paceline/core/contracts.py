@@ -135,6 +135,7 @@ class Drafter(ABC):
     holds_drafters: ClassVar[bool] = False  # made with (options, device): the models of those inside belong there too
     chooses_length: ClassVar[bool] = False  # decides itself how much to draft; γ is only a limit
     reasons: Sequence[str] = ()  # of the last proposal, per row: why so much and by whom (for the trace)
+    model_seconds: float = 0.0  # of the last proposal: what models took that it was decided to ask
     hope: float | None = None  # for drafters that run a model: how often a token is right, before one knows
     fills: bool = False  # its trees grow as large as they may, and nobody has said how large
     takes_prediction: bool = False  # drafts from `rows.predictions`

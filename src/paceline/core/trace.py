@@ -16,6 +16,7 @@ class Round:
     own: int | None  # the target's own token, if it was committed
     bonus: bool  # the own token came after full acceptance, not after a rejection
     why: str = ""  # the reason for this draft, of a drafter that decides how much to draft
+    asked: float = 0.0  # seconds that the models it asked for it take, as it has measured them
 
     @property
     def rejected(self) -> tuple[int, ...]:
@@ -43,9 +44,9 @@ class Trace:
             flags += [True] * len(entry.path) + ([] if entry.own is None else [False])
         return flags
 
-    def explain(self, why: str) -> None:
+    def explain(self, why: str, asked: float = 0.0) -> None:
         """Of the last round."""
-        self.rounds[-1] = replace(self.rounds[-1], why=why)
+        self.rounds[-1] = replace(self.rounds[-1], why=why, asked=asked)
 
     def by_position(self) -> list[tuple[int, int]]:
         """(accepted, drafted) for the 1st, 2nd, ... drafted token of a round; unconditional."""

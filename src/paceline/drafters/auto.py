@@ -116,6 +116,7 @@ class Auto(Company):
 
     def propose(self, rows: RowsView, budget: Budget) -> TokenTree:
         self._catch_up(rows)
+        self.model_seconds = 0.0
         prices = self._prices_for(rows.count, budget.nodes)
         for member in self._cheap:
             if not member.lost and self._due(member, rows.count):
@@ -125,6 +126,7 @@ class Auto(Company):
         asked, deeper = self._dearer(rows, budget, prices, offer) if self._dear else (None, offer)
         if asked is not None:
             spent = deeper.nodes * self._step(asked, rows.count)
+            self.model_seconds = spent * self._seconds(rows.count)
             whole = self._ask_dear(asked, rows, budget, deeper)
             if whole is not None:
                 self._offer = Offer(whole.nodes, deeper.tokens, prices[min(whole.nodes, budget.nodes)] + spent)

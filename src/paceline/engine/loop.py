@@ -78,7 +78,8 @@ class Loop:
             self._guard(lambda: self.drafter.keep(rows, verdict, reading))
         self._width = 1
         logprobs = measure(rows, reading.logits, choice, verdict)
-        events = rows.commit(verdict, tree, self.drafter.reasons if budget.depth else ())
+        why = (self.drafter.reasons, self.drafter.model_seconds) if budget.depth else ((), 0.0)
+        events = rows.commit(verdict, tree, *why)
         hand_out(rows, logprobs, events)
         ended = [index for index, row in enumerate(rows.live) if row.stopper.stop is not None]
         if ended:

@@ -221,7 +221,9 @@ class Rows:
         self.lengths = [self.lengths[other] for other in source]
         self.histories = [list(self.histories[other]) for other in source]
 
-    def commit(self, verdict: Verdict, tree: TokenTree, reasons: Sequence[str] = ()) -> list[list[Event]]:
+    def commit(
+        self, verdict: Verdict, tree: TokenTree, reasons: Sequence[str] = (), asked: float = 0.0
+    ) -> list[list[Event]]:
         """Write what was decided, read it to the host (the one read of a round), and pass it through the stops."""
         steps = verdict.emitted.shape[1]
         self.text.scatter_(1, self.length + arange(0, steps, self.device), verdict.emitted)
@@ -239,7 +241,7 @@ class Rows:
             return self._commit_beams(lines, verdict, tree, reasons)
         events = [self._commit_row(r, line, verdict, tree) for r, line in enumerate(lines)]
         for row, why in zip(self.live, reasons, strict=False):
-            row.trace.explain(why)
+            row.trace.explain(why, asked)
         return events
 
     def _commit_beams(

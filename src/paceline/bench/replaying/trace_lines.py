@@ -16,7 +16,6 @@ from paceline.core.trace import Round
 VERSION = 1
 T = TypeVar("T")
 _OWN = ("costs", "provenance", "seed")  # texts that differ in these may be of one run
-_TELLS_WHY = any(each.name == "why" for each in fields(Round))
 
 
 def plain(value: Any) -> Any:
@@ -72,7 +71,7 @@ class Fields:
 
 def round_as_dict(entry: Round) -> dict[str, Any]:
     told = {each.name: plain(getattr(entry, each.name)) for each in fields(Round)}
-    return {name: value for name, value in told.items() if name != "why" or value}
+    return {name: value for name, value in told.items() if value or name not in ("why", "asked")}
 
 
 def round_of(found: Any) -> Round:
@@ -90,8 +89,10 @@ def round_of(found: Any) -> Round:
         if node >= len(drafted) or above[node] != at:
             raise InputError(f"path {list(path)} is not a path of the draft")
         at = node
-    why: dict[str, Any] = {"why": found["why"]} if _TELLS_WHY and "why" in found else {}
-    return Round(drafted, parents, path, own, found.get("bonus") is True, **why)
+    asked = found.get("asked", 0.0)
+    if isinstance(asked, bool) or not isinstance(asked, (int, float)):
+        raise InputError(f"asked must be seconds, got {asked!r}")
+    return Round(drafted, parents, path, own, found.get("bonus") is True, found.get("why", ""), float(asked))
 
 
 # ---- the header's

@@ -108,7 +108,7 @@ def test_a_tree_cut_to_a_chain_is_told_by_its_own_numbers() -> None:
         target, "auto", options={"costs": costs, "drafters": (member,)}, rule="block", gamma=4
     ).generate([1, 2, 3], max_new_tokens=40, ignore_eos=True)
     assert out.stats.acceptance_rate == 1.0
-    assert out.stats.mean_accepted_length > 4
+    assert out.stats.mean_accepted_length > 3
 
 
 def test_a_portfolio_with_a_model_inside_is_asked_like_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -265,3 +265,20 @@ def test_lists_and_trees_of_a_drafter_say_the_same() -> None:
                     assert tree.tokens[row, :used].tolist() == tokens
                     if tree.parents is not None:
                         assert tree.parents[row, :used].tolist() == parents
+
+
+def test_one_slow_moment_does_not_silence_a_model_for_a_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first steps that are timed take seven times as long as all others."""
+
+    class Slow(Stepping):
+        def propose(self, rows: RowsView, budget: Budget) -> TokenTree:
+            self.step = 1.5 if self.steps and self.steps == self.first else 0.2
+            tree = super().propose(rows, budget)
+            self.first = self.first or self.steps
+            return tree
+
+        first = 0
+
+    decoder = auto(Slow(Clock(monkeypatch), 0.2))
+    out = decoder.generate([0], max_new_tokens=48, ignore_eos=True)
+    assert out.stats.mean_accepted_length > 3

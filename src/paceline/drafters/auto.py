@@ -27,6 +27,7 @@ _RARELY = (64, 512)  # rounds until one that did not help is tried again: at fir
 _GLANCE = 0.005  # deeper than tokens with such a chance nobody is asked to draft
 _CLEARLY = 2.0  # times the price of a node: what a second branch must be worth to be drafted
 _UNKNOWN_STEP = 0.3  # of a pass: what a draft step of a model is taken to cost before it was timed
+_DOUBT, _SURE = 2.0, 8.0  # that counts as so many proposals at first, and no longer once so many were timed
 _LOOK_UP = (("suffix", {"branches": 4}), "recycling")  # who needs nothing but texts and passes
 _PURSE = 1.0  # passes to begin with for trying out members that do not seem to pay
 
@@ -245,9 +246,12 @@ class Auto(Company):
         return best
 
     def _step(self, member: Member, rows: int) -> float:
-        """What one draft step costs, in plain passes."""
+        """What one draft step costs, in plain passes. The first ones that were timed do not say all: a slow moment must
+        not keep a member from ever being asked again in a short text."""
         cost = member.account.cost
-        return cost.value / self._seconds(rows) if cost.weight else _UNKNOWN_STEP
+        doubt = _DOUBT * max(0.0, 1.0 - cost.weight / _SURE)
+        seen = cost.weight * cost.value / self._seconds(rows)
+        return (seen + doubt * _UNKNOWN_STEP) / (cost.weight + doubt)
 
     def _ask_dear(self, member: Member, rows: RowsView, budget: Budget, offer: Offer) -> TokenTree | None:
         """Have it draft as deep as was found best. Its tree, if that can only be read alone and whole."""

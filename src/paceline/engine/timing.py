@@ -16,6 +16,7 @@ from paceline.drafters.making import make_drafter
 from paceline.models.language_model import LanguageModel
 from paceline.models.pass_times import costs_for, remember
 from paceline.models.runners.device import finish
+from paceline.models.running import usual_nodes
 from paceline.rules.match import Match
 
 from .loop import Loop
@@ -78,7 +79,7 @@ def time_rounds(
     row = Row(0, prompt, request, (), Stopper((), (), limit, detokenizer), limit)
     watch = Stopwatch(lm.device, clock)
     loop = Loop(lm, cast(Drafter, Timed(drafter, watch, "drafting", ("propose", "keep"))), rule or Match(), gamma,
-                max(gamma, 64))  # fmt: skip
+                usual_nodes(lm, drafter.fills, gamma))  # fmt: skip
     loop._reader = cast(Any, Timed(loop._reader, watch, "reading", ("extend",)))
     loop.admit([row])
     found: list[RoundTime] = []

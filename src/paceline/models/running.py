@@ -134,10 +134,8 @@ def running(lm: LanguageModel) -> Running:
     return Running("kernels", threads=threads_here(first), kind=kind)
 
 
-_COMFORTABLE = {
-    "kernels": 7,
-    "eager": 15,
-}  # on a CPU: up to here a pass costs about what it costs with the first of them
+# nodes on a CPU: up to here a pass costs about what it costs with the first of them
+_COMFORTABLE = {"kernels": 7, "eager": 15}
 
 
 def usual_nodes(lm: LanguageModel, fills: bool, gamma: int) -> int:

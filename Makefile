@@ -8,6 +8,7 @@ PROMPT  ?= Repeat this list and then add three more fruits: apple, banana, cherr
 
 PY      := $(VENV)/bin/python
 STAMP   := $(VENV)/.installed
+TRITON  := $(VENV)/.triton
 BUSY    := $(VENV)/.installing
 PIP     := $(PY) -m pip install --disable-pip-version-check -c constraints.txt
 # Two pytest workers on two cores: one thread each, or they fight.
@@ -44,10 +45,10 @@ types: $(STAMP)  ## mypy
 layers: $(STAMP)  ## import-linter: imports point down only
 	$(VENV)/bin/lint-imports
 
-unit: $(STAMP)  ## every test that needs no weights
+unit: $(TRITON)  ## every test that needs no weights
 	$(ONE_THREAD) $(PY) -m pytest -q -n $(WORKERS) -m "not real" --durations=10 --durations-min=2
 
-coverage: $(STAMP)  ## the same, showing what no test touches
+coverage: $(TRITON)  ## the same, showing what no test touches
 	$(ONE_THREAD) $(PY) -m pytest -q -n $(WORKERS) -m "not real" --cov --cov-report=term
 
 quick: $(STAMP)  ## the tests of `make check`
@@ -84,3 +85,9 @@ $(STAMP): pyproject.toml constraints.txt
 	$(PIP) --quiet setuptools
 	$(PIP) --no-build-isolation -e '.[dev]'
 	@rm -f $(BUSY) && touch $@
+
+# The kernels for CUDA devices are interpreted in tests. Not among the dependencies: it is large (180 MB to fetch), torch
+# for CUDA brings its own, and there is none for other systems (the tests that want it are then skipped).
+$(TRITON): $(STAMP)
+	@if [ "$$(uname -sm)" = "Linux x86_64" ]; then $(PIP) --quiet --no-deps triton==3.6.0; fi
+	@touch $@

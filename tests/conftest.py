@@ -10,6 +10,8 @@ import pytest
 from paceline.models import pass_times
 from paceline.models.cache import cache_folder
 
+# kernels for CUDA devices are interpreted: there is none here
+os.environ.setdefault("TRITON_INTERPRET", "1")
 # compiled once, also for tests (and processes of theirs) that have a cache of their own
 os.environ.setdefault("NUMBA_CACHE_DIR", str(cache_folder() / "kernels"))
 

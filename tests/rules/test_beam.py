@@ -242,15 +242,15 @@ def test_memory_follows_the_rows(case: str, tree: str) -> None:
         loop.step()
         moved += any(new[: len(old)] != old for new, old in zip(loop.rows.histories, before, strict=True))
         with torch.inference_mode():
-            said = loop._reader.extend(loop.rows, 1).logits[:, -1]
-            loop._reader.keep(loop.rows, None)
+            said = loop.reader.extend(loop.rows, 1).logits[:, -1]
+            loop.reader.keep(loop.rows, None)
             for row, text in enumerate(loop.rows.histories):
                 assert loop.rows.text[row, : loop.rows.lengths[row]].tolist() == text
                 fresh = lm.model(input_ids=torch.tensor([text])).logits[0, -1]
                 assert torch.allclose(said[row], fresh, atol=CASES[case].tolerance)
     assert moved > 0
     assert decoder.drafter is loop.drafter  # it did not fail
-    budget = loop._budget()
+    budget = loop.budget()
     with torch.inference_mode():
         loop.rows.begin_round(budget.depth)
         tokens = loop.drafter.propose(loop.rows, budget).tokens[:, 0].tolist()

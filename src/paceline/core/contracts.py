@@ -34,10 +34,29 @@ class RowsView(Protocol):
     text: Tensor  # [R,T] committed tokens; garbage past `length`
     length: Tensor  # [R,1] number of committed tokens
     lengths: list[int]  # the same on the host
-    histories: list[list[int]]  # the same tokens on the host, for drafters that work there
+
+    @property
+    def bound(self) -> int | None:
+        """Of a captured program: no text is longer, and `lengths` say no more than that. None: they are exact."""
+        ...
+
+    @property
+    def histories(self) -> list[list[int]]:
+        """The same tokens on the host, for drafters that work there."""
+        ...
 
     @property
     def count(self) -> int: ...
+
+    @property
+    def capacity(self) -> int:
+        """Rows that memories should have room for: there may soon be so many."""
+        ...
+
+    @property
+    def room(self) -> int:
+        """Slots that the longest of them may need, drafts included."""
+        ...
 
     @property
     def settled(self) -> list[int]:
@@ -83,6 +102,16 @@ class Reader(Protocol):
     """A model reading a batch of texts with a memory it can forget."""
 
     glimpses: list[Glimpse]  # of the last `begin`, where taps were asked for: all the prompt but its last token
+
+    @property
+    def moved(self) -> int:
+        """How often its memory was replaced by a larger one."""
+        ...
+
+    @property
+    def capturable(self) -> bool:
+        """Can what it does for rows with a `bound` be captured: no host read, no shape that depends on the texts?"""
+        ...
 
     def begin(self, rows: RowsView, first: int, room: int) -> int:
         """Read the new rows `first`... but for a last piece; returns how many tokens the next `extend` must read."""
@@ -193,6 +222,20 @@ class Drafter(ABC):
             self.release(row, row, rows.lengths[row])
         self.admit(rows, 0)
 
+    def steady(self, longest: int) -> bool:
+        """May its drafts for texts of up to `longest` tokens be made inside a captured program? Then `propose` and
+        `keep` look at nothing on the host where `rows.bound` says so, and hold what they need from one round to the
+        next in tensors that stay where they are (`moved` says when they did not)."""
+        return False
+
+    @property
+    def moved(self) -> int:
+        """How often its tensors were replaced, for programs that use them."""
+        return 0
+
+    def replayed(self) -> None:  # noqa: B027
+        """A captured round has passed, with nothing of this object's code run."""
+
     def rewind(self, lengths: list[int]) -> None:  # noqa: B027
         """The texts were cut back to these lengths: inside another drafter. Stores learn only what is `settled`."""
 
@@ -219,6 +262,7 @@ class Rule(ABC):
     draw: Draw = "coupled"  # how it wants drafts to be drawn
     judges: ClassVar[tuple[Drawn, ...]] = ("certain", "coupled", "iid", "without_replacement")
     branches: ClassVar[bool] = True  # can it judge trees, or chains only?
+    on_device: ClassVar[bool] = True  # judges without a host read
     num_beams: int = 1  # of a request that does not say
 
     @dataclass(frozen=True)

@@ -78,22 +78,46 @@ class SamplingBatch:
         self._columns: dict[tuple[str, torch.dtype], Tensor] = {}
         self._biases: dict[int, tuple[Tensor, Tensor]] = {}  # by the width of the logits: drafts may differ in it
         self._keys: dict[Purpose, Tensor] = {}
+        self._limits: dict[int, Tensor] = {}  # of top-k, where rows differ in it; by the width of the logits
+
+    @property
+    def kind(self) -> tuple[object, ...]:
+        """Batches of one kind do the same with their logits, in other numbers; the user's callables are never alike."""
+        limits = {row.top_k or 0 for row in self.rows} if "top_k" in self.used else set()
+        alike = None if "processors" not in self.used else object()
+        return (self.used, self.all_greedy, self.mixed, max(limits, default=0), len(limits) > 1, 0 in limits, alike)
+
+    def adopt(self, rows: Sequence[Sampling], eos: Sequence[Sequence[int]]) -> None:
+        """Take the settings of other rows, of the same kind and as many: every tensor stays where it is."""
+        self.rows, self.eos = list(rows), [list(ids) for ids in eos]
+        for (name, _), column in self._columns.items():
+            column.copy_(self._column(name))
+        for purpose, keys in self._keys.items():
+            keys.copy_(self._key(purpose))
+        for width, (bias, closed) in self._biases.items():
+            for known, new in zip((bias, closed), self._bias_of(width, bias.dtype), strict=True):
+                known.copy_(new)
+        for width, limits in self._limits.items():
+            limits.copy_(self._limits_of(width))
 
     def column(self, name: str, dtype: torch.dtype) -> Tensor:
         """One setting of all rows, [R,1,1]."""
         known = self._columns.get((name, dtype))
         if known is None:
-            values = [getattr(row, name) for row in self.rows]
-            known = torch.tensor(values, device=self.device, dtype=torch.float64).view(-1, 1, 1).to(dtype)
-            self._columns[(name, dtype)] = known
+            known = self._columns[(name, dtype)] = self._column(name).to(self.device, dtype)
         return known
+
+    def _column(self, name: str) -> Tensor:
+        return torch.tensor([getattr(row, name) for row in self.rows], dtype=torch.float64).view(-1, 1, 1)
 
     def key(self, purpose: Purpose) -> Tensor:
         """The noise key of each row's seed, [R,1]."""
         if purpose not in self._keys:
-            keys = [stream_key(row.seed, purpose) for row in self.rows]
-            self._keys[purpose] = torch.tensor(keys, device=self.device).view(-1, 1)
+            self._keys[purpose] = self._key(purpose).to(self.device)
         return self._keys[purpose]
+
+    def _key(self, purpose: Purpose) -> Tensor:
+        return torch.tensor([stream_key(row.seed, purpose) for row in self.rows]).view(-1, 1)
 
     # ---- logits -> edited logits
 
@@ -127,17 +151,21 @@ class SamplingBatch:
         """[R,Q,V]: bias and bans, and the ends of text while it is too short to end."""
         known = self._biases.get(scores.shape[-1])
         if known is None:
-            bias = torch.zeros(len(self.rows), 1, scores.shape[-1], dtype=scores.dtype)
-            closing = torch.zeros_like(bias)
-            for r, row in enumerate(self.rows):
-                for token, value in row.logit_bias.items():
-                    bias[r, 0, token] += value
-                bias[r, 0, list(row.banned_tokens)] = _NEVER
-                closing[r, 0, [token for token in self.eos[r] if token < scores.shape[-1]]] = _NEVER
-            known = (bias.to(self.device), (bias + closing).to(self.device))
-            self._biases[scores.shape[-1]] = known
+            bias, closed = self._bias_of(scores.shape[-1], scores.dtype)
+            known = self._biases[scores.shape[-1]] = (bias.to(self.device), closed.to(self.device))
         early = prefix.new.unsqueeze(-1) < self.column("min_new_tokens", torch.float64)  # [R,Q,1]
         return torch.where(early, known[1], known[0]).to(scores.dtype)
+
+    def _bias_of(self, width: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """[R,1,V], on the host: bias and bans, and those with the ends of text forbidden as well."""
+        bias = torch.zeros(len(self.rows), 1, width, dtype=dtype)
+        closing = torch.zeros_like(bias)
+        for r, row in enumerate(self.rows):
+            for token, value in row.logit_bias.items():
+                bias[r, 0, token] += value
+            bias[r, 0, list(row.banned_tokens)] = _NEVER
+            closing[r, 0, [token for token in self.eos[r] if token < width]] = _NEVER
+        return bias, bias + closing
 
     def _call(self, scores: Tensor, prefix: Prefix) -> Tensor:
         scores = scores.clone()
@@ -191,8 +219,10 @@ class SamplingBatch:
         limits = [min(row.top_k, V) if row.top_k else V for row in self.rows]
         scores, ids = best(scores, max(limits))
         if min(limits) < max(limits):
-            k = torch.tensor(limits, device=self.device).view(-1, 1, 1)
-            scores = scores.masked_fill(torch.arange(scores.shape[-1], device=self.device) >= k, _NEVER)
+            if V not in self._limits:
+                self._limits[V] = self._limits_of(V).to(self.device)
+            beyond = torch.arange(scores.shape[-1], device=self.device) >= self._limits[V]
+            scores = scores.masked_fill(beyond, _NEVER)
         if self.shakes:
             assert position is not None
             width = self.column("noise", torch.float64)
@@ -206,6 +236,10 @@ class SamplingBatch:
             beyond = weights.cumsum(-1) - weights >= top_p  # the mass before a token already reaches top_p
             scores = scores.masked_fill(beyond & (top_p < 1), _NEVER)
         return scores, ids
+
+    def _limits_of(self, V: int) -> Tensor:
+        """[R,1,1], on the host: how many of V tokens each row ranks."""
+        return torch.tensor([min(row.top_k, V) if row.top_k else V for row in self.rows]).view(-1, 1, 1)
 
     def _cut_min_p(self, scores: Tensor) -> Tensor:
         if "min_p" not in self.used:

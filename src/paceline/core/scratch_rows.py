@@ -20,6 +20,8 @@ class ScratchRows:
     not settled, and `choice` speaks of places of the row's, at most `depth` tokens past its text.
     """
 
+    bound: int | None = None
+
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.histories: list[list[int]] = []
@@ -35,6 +37,14 @@ class ScratchRows:
     @property
     def count(self) -> int:
         return len(self.histories)
+
+    @property
+    def capacity(self) -> int:
+        return self.count
+
+    @property
+    def room(self) -> int:
+        return max(self.lengths, default=0)
 
     # ---- writing
 

@@ -21,6 +21,7 @@ from paceline.models.subset_head import SubsetHead
 from paceline.models.vocabulary import check_same_vocabulary
 
 _TREE = -1
+_STEADY = -2
 _FEWEST = 8  # tokens that a draft model must be able to say
 
 
@@ -131,7 +132,7 @@ class DraftModel(ModelDrafter):
     def admit(self, rows: RowsView, first: int) -> None:
         self._settle(rows.lengths[:first])
         self._heard[first:] = [0] * (rows.count - first)
-        rest = self._reader.begin(rows, first, max(rows.lengths))
+        rest = self._reader.begin(rows, first, rows.room)
         self._read[first:] = [length - rest for length in rows.lengths[first:]]
 
     def release(self, row: int, last: int, length: int) -> None:
@@ -144,8 +145,12 @@ class DraftModel(ModelDrafter):
     def _settle(self, lengths: list[int]) -> None:
         """Once the last round is known on the host: what was accepted is in memory, as far as the draft model read it.
 
-        `_fed` is the number of drafted tokens it read of a chain; of a tree it read all of a path but perhaps its leaf.
+        `_fed` is the number of drafted tokens it read of a chain; of a tree it read all of a path but perhaps its leaf,
+        and in a captured program, tree or chain, all but the last two tokens at worst.
         """
+        if self._fed == _STEADY:
+            self._read = [max(0, length - 2) for length in lengths]
+            self._fed = None
         for row, length in enumerate(lengths if self._fed is not None else []):
             start = self._drafted_at[row]
             in_place = length - 2 if self._fed == _TREE else start + self._fed  # type: ignore[operator]
@@ -171,7 +176,20 @@ class DraftModel(ModelDrafter):
 
     # ---- drafting
 
+    def steady(self, longest: int) -> bool:
+        fixed = self._words is None and self.options.tree != "optimal"
+        return fixed and self._reader.capturable and longest <= self.lm.context
+
+    @property
+    def moved(self) -> int:
+        return self._reader.moved
+
+    def replayed(self) -> None:
+        self._fed = _STEADY
+
     def propose(self, rows: RowsView, budget: Budget) -> TokenTree:
+        if rows.bound is not None:  # it has read all but the last two tokens, or more; of those it reads one again
+            return self._grower.run(rows, budget, self._expand(rows, 2))
         self._settle(rows.lengths)
         if self.outgrown(rows.lengths, budget.depth):
             return TokenTree.empty(rows.count, rows.text.device)

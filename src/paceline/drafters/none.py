@@ -27,5 +27,8 @@ class NoDraft(Drafter):
     def beyond_text(cls, options: Any) -> str | None:
         return None
 
+    def steady(self, longest: int) -> bool:
+        return True
+
     def propose(self, rows: RowsView, budget: Budget) -> TokenTree:
         return TokenTree.empty(rows.count, rows.text.device)

@@ -76,6 +76,7 @@ class SpeculativeDecoder:
         self._asked = draft is not None  # else a prediction is drafter enough
         self.gamma, self.rows = self._depth(gamma), rows
         self.nodes = nodes or usual_nodes(self.target, self.drafter.fills, self.gamma)
+        self._loop: Loop | None = None  # of the last batch, where its captured rounds are worth keeping
         self._busy = threading.Lock()
         self._owner: int | None = None
 
@@ -205,7 +206,9 @@ class SpeculativeDecoder:
         """At most `self.rows` rows at once, but at least one party of them; latecomers are admitted as others end."""
         rule = self._rule_for(waiting[0][0].request)
         drafter = self._drafter_for(row for party in waiting for row in party)
-        loop = Loop(self.target, drafter, rule, self.gamma, self.nodes)
+        loop, self._loop = self._loop, None
+        if loop is None or (loop.drafter, loop.rule) != (drafter, rule):
+            loop = Loop(self.target, drafter, rule, self.gamma, self.nodes)
         while waiting or loop.rows.count:
             if cancel is not None and cancel():
                 break
@@ -218,6 +221,8 @@ class SpeculativeDecoder:
             if new:
                 loop.admit(new)
             yield from loop.step()
+        if loop.reusable:
+            self._loop = loop
 
 
 def _check_counts(**counts: Any) -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import warnings
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
 import torch
+from torch import Tensor
 
 from paceline.core.contracts import Budget, Drafter, Reader, Reading, Rule, choice_after
 from paceline.core.errors import DrafterWarning, UnsupportedError
@@ -16,9 +18,12 @@ from paceline.core.verdict import Verdict
 from paceline.drafters.none import NoDraft
 from paceline.models.language_model import LanguageModel
 from paceline.models.openmp import own_threads
+from paceline.models.runners.programs import Mail
 
+from .flight import Decided, Flight, Hangar
 from .logprobs import hand_out, measure
 from .rows import Event, Row, Rows
+from .steady import SteadyRows
 
 T = TypeVar("T")
 
@@ -29,22 +34,49 @@ class Loop:
     def __init__(self, target: LanguageModel, drafter: Drafter, rule: Rule, gamma: int, nodes: int) -> None:
         self.target, self.drafter, self.rule = target, drafter, rule
         self.gamma, self.nodes = gamma, nodes
-        self.rows = Rows(target.vocabulary, target.device)
-        self._width = 1  # committed tokens the next pass of the target must read
+        self._hangar = Hangar(target, rule)
+        self.rows = Rows(target.vocabulary, target.device, self._hangar.spare)
+        self.width = 1  # committed tokens the next pass of the target must read
+        self.flights: deque[Flight] = deque()  # rounds whose outcome was not read yet
+        self._landed: list[Event] = []  # of rounds that had to be read early
         rule.open(self.rows)
         with torch.inference_mode():
             self._guard(lambda: drafter.open(target, self.rows))
             shared = self._guard(lambda: self.drafter.reader(target))
-        self._reader: Reader = target.reader_around(shared) if shared else target.reader(self.drafter.needs_taps)
+        self.reader: Reader = target.reader_around(shared) if shared else target.reader(self.drafter.needs_taps)
+
+    @property
+    def captures(self) -> bool:
+        """Are its rounds captured, where they can be?"""
+        return self._hangar.captures
+
+    @property
+    def reusable(self) -> bool:
+        """Nobody is left in it, and it holds captured rounds."""
+        return self.captures and not self.rows.count and not self.flights
+
+    @torch.inference_mode()
+    def draft_seconds(self, often: int, now: Callable[[], float]) -> float | None:
+        """What a captured draft takes by itself; None where drafts are not captured."""
+        self._land()
+        steady = self._hangar.rows_for(self)
+        if steady is None or not self._hangar.drafts(self):
+            return None
+        for _ in range(2):
+            self._hangar.try_draft(self, steady)
+        began = now()
+        for _ in range(often):
+            self._hangar.try_draft(self, steady)
+        return (now() - began) / often
 
     # ---- rows come and go
 
     @torch.inference_mode()
     def admit(self, new: Sequence[Row]) -> None:
+        self._land()
         first = self.rows.admit(new, self.nodes)
-        room = max(len(row.prompt) + row.limit for row in self.rows.live) + self.nodes + 1
-        self._width = self._reader.begin(self.rows, first, room)
-        for glimpse in self._reader.glimpses:
+        self.width = self.reader.begin(self.rows, first, self.rows.room)
+        for glimpse in self.reader.glimpses:
             self._guard(lambda: self.drafter.watch(self.rows, glimpse))  # noqa: B023  called at once
         self._guard(lambda: self.drafter.admit(self.rows, first))
 
@@ -54,7 +86,7 @@ class Loop:
         for index in sorted(ended, reverse=True):
             last = self.rows.count - 1
             length = self.rows.lengths[last]
-            self._reader.release(index, last, length)
+            self.reader.release(index, last, length)
             self._guard(lambda: self.drafter.release(index, last, length))  # noqa: B023  called at once
             self.rows.release(index)
         self.rows.refresh()
@@ -65,28 +97,66 @@ class Loop:
     @torch.inference_mode()
     def step(self) -> list[Event]:
         """One round for every live row; rows that ended are released."""
-        rows = self.rows
-        budget = self._budget()
+        steady = self._hangar.rows_for(self)
+        if steady is None:
+            self._land()
+            if self.rows.count:
+                self.flights.append(self._round(self.rows))
+        else:
+            while not self.flights or (len(self.flights) == 1 and self._hangar.may_hurry(self)):
+                self.flights.append(self._hangar.fly(self, steady))  # the next may begin before this one is read
+        if self.flights:
+            self._read()
+        events, self._landed = self._landed, []
+        return events
+
+    def _round(self, rows: Rows) -> Flight:
+        """A round of shapes that are exactly as large as they need be."""
+        budget = self.budget()
         rows.begin_round(budget.depth)
-        tree = self._propose(budget)
-        reading = self._reader.extend(rows, self._width, tree.tokens, tree.parents)
+        decided = self.decide(rows, self.propose(rows, budget), self.width)
+        self.width = 1
+        return self.finish(rows, decided, budget)
+
+    def decide(self, rows: Rows | SteadyRows, tree: TokenTree, width: int) -> Decided:
+        """One pass of the target over the last `width` tokens and a draft, and what is kept of it."""
+        reading = self.reader.extend(rows, width, tree.tokens, tree.parents)
         choice = choice_after(rows, tree)
         verdict = self.rule.verify(tree, reading.logits, choice)
         follows, reading = self._reorder(verdict, reading)
-        self._reader.keep(rows, verdict.path)
-        if follows:
-            self._guard(lambda: self.drafter.keep(rows, verdict, reading))
-        self._width = 1
-        logprobs = measure(rows, reading.logits, choice, verdict)
+        self.reader.keep(rows, verdict.path)
+        return Decided(tree, verdict, reading, choice, follows)
+
+    def finish(
+        self, rows: Rows, decided: Decided, budget: Budget, mail: Callable[[Tensor], Mail] | None = None
+    ) -> Flight:
+        """Tell the drafter, and commit."""
+        if decided.follows:
+            self._guard(lambda: self.drafter.keep(rows, decided.verdict, decided.reading))
+        logprobs = measure(rows, decided.reading.logits, decided.choice, decided.verdict)
         why = (self.drafter.reasons, self.drafter.model_seconds) if budget.depth else ((), 0.0)
-        events = rows.commit(verdict, tree, *why)
-        hand_out(rows, logprobs, events)
+        lines = rows.write(decided.verdict, decided.tree)
+        return Flight(decided, lines if mail is None else mail(lines), *why, logprobs=logprobs)
+
+    def _read(self) -> None:
+        """The outcome of the round that began first; of all, where a row ends with it and has to go."""
+        flight = self.flights.popleft()
+        decided, rows = flight.decided, self.rows
+        events = rows.commit(flight.read(), decided.verdict, decided.tree, flight.reasons, flight.asked)
+        hand_out(rows, flight.logprobs, events)
+        self._landed += [event for row in events for event in row]
         ended = [index for index, row in enumerate(rows.live) if row.stopper.stop is not None]
-        if ended:
+        if ended and self.flights:
+            self._read()  # with the others' next tokens
+        elif ended:
             self.release(ended)
-        if not follows and rows.count:
+        if not decided.follows and rows.count:
             self._guard(lambda: self.drafter.restart(rows, rows.count))
-        return [event for row in events for event in row]
+
+    def _land(self) -> None:
+        """Read all that is on its way: what follows must know how far the texts are."""
+        while self.flights:
+            self._read()
 
     def _reorder(self, verdict: Verdict, reading: Reading) -> tuple[bool, Reading]:
         """Where rows change places, everything about them does, and what follows is an ordinary round. Does the
@@ -94,7 +164,7 @@ class Loop:
         source = verdict.source
         if source is None:
             return True, reading
-        self._reader.reorder(self.rows, source)
+        self.reader.reorder(self.rows, source)
         follows = bool(self._guard(lambda: self.drafter.reorder(self.rows, source)))
         self.rows.reorder(source)
         index = torch.tensor(source, device=self.rows.device)
@@ -102,17 +172,17 @@ class Loop:
             reading = Reading(reading.logits[index], tuple(tap[index] for tap in reading.taps))
         return follows, reading
 
-    def _budget(self) -> Budget:
+    def budget(self) -> Budget:
         """Never past the last token of a row, nor past the end of the context: the last token is the target's own."""
         limits = tuple(row.remaining - 1 for row in self.rows.live)
         depth = max(0, min(self.gamma, self.nodes, max(limits)))
         return Budget(depth, self.nodes, limits, self.rule.draw, self.rule.branches)
 
-    def _propose(self, budget: Budget) -> TokenTree:
+    def propose(self, rows: Rows | SteadyRows, budget: Budget) -> TokenTree:
         drafted = None
         if budget.depth:
-            drafted = self._guard(lambda: self._checked(self.drafter.propose(self.rows, budget), budget))
-        return TokenTree.empty(self.rows.count, self.rows.device) if drafted is None else drafted
+            drafted = self._guard(lambda: self._checked(self.drafter.propose(rows, budget), budget))
+        return TokenTree.empty(rows.count, self.rows.device) if drafted is None else drafted
 
     def _checked(self, tree: TokenTree, budget: Budget) -> TokenTree:
         """A drafter on the host is read and checked; one on the device has declared itself valid."""

@@ -6,7 +6,7 @@ Live rows are always rows 0..R-1: when one is released, the last takes its place
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -14,15 +14,15 @@ import torch
 from torch import Tensor
 
 from paceline.core.beams import BeamState
-from paceline.core.choice import Choice, NoiseTable
-from paceline.core.contracts import arange
 from paceline.core.errors import ModelOutputError
-from paceline.core.law import Prefix, SamplingBatch
+from paceline.core.law import SamplingBatch
 from paceline.core.trace import Round, Trace
 from paceline.core.tree import TokenTree
 from paceline.core.verdict import BROKEN, NOTHING, Verdict
 
 from .request import BeamResult, Generation, Request, TokenLogprob
+from .row_tensors import RowTensors, occurrences
+from .steady import IDLE
 from .stopping import Stopper
 
 if TYPE_CHECKING:
@@ -90,18 +90,23 @@ class Event:
     count: int  # tokens of the row, this one included
 
 
-class Rows:
-    """See `core.contracts.RowsView`."""
+class Rows(RowTensors):
+    """See `core.contracts.RowsView`. Tensors have room for more rows than are live: `spare` says up to which number."""
 
-    def __init__(self, vocabulary: int, device: torch.device) -> None:
+    bound: int | None = None  # the lengths on the host are those of the texts
+
+    def __init__(self, vocabulary: int, device: torch.device, spare: Callable[[int], int] = int) -> None:
         self.vocabulary, self.device = vocabulary, device
+        self._spare = spare
         self.live: list[Row] = []
         self.lengths: list[int] = []
         self.histories: list[list[int]] = []
-        self._store = torch.zeros(0, 0, dtype=torch.int64, device=device)  # text, with room for rows and tokens
-        self._lengths = torch.zeros(0, 1, dtype=torch.int64, device=device)
-        self._counts: Tensor | None = None  # [R,V] occurrences in the new text, and in prompt and text
-        self._seen: Tensor | None = None
+        self.store = torch.zeros(0, 0, dtype=torch.int64, device=device)  # texts, with room for rows and tokens
+        self.all_lengths, self.all_prompts, self.all_ends = _columns(0, device)
+        self.all_counts: Tensor | None = None  # [2,R,V]: occurrences in the new texts, and with the prompts
+        self.moved = 0  # how often the tensors were replaced by larger ones
+        self.seated = 0  # how often somebody came or went
+        self.room = 0  # slots that the longest of them may need
         self.refresh()
 
     @property
@@ -129,28 +134,48 @@ class Rows:
 
     # ---- coming and going
 
+    @property
+    def capacity(self) -> int:
+        """Rows that memories should have room for."""
+        return max(self.count, self._spare(self.count))
+
     def admit(self, new: Sequence[Row], slack: int) -> int:
         """Add rows at the end; returns the first new index. `slack` is the most tokens a round adds."""
         first = self.count
-        width = max([self._store.shape[1]] + [len(row.prompt) + row.limit + slack + 1 for row in new])
-        store = torch.zeros(first + len(new), width, dtype=torch.int64, device=self.device)
-        store[:first, : self._store.shape[1]] = self._store[:first]
-        lengths = self.lengths + [len(row.prompt) for row in new]
-        for offset, row in enumerate(new):
-            store[first + offset, : len(row.prompt)] = torch.tensor(row.prompt, device=self.device)
-        self._store = store
-        self._lengths = torch.tensor(lengths, device=self.device).view(-1, 1)
         self.live += new
-        self.lengths = lengths
+        self.lengths = self.lengths + [len(row.prompt) for row in new]
         self.histories += [list(row.prompt) for row in new]
+        self.room = max(self.room, *(len(row.prompt) + row.limit + slack + 1 for row in new))
+        self._reserve()
+        for offset, row in enumerate(new):
+            self.store[first + offset, : len(row.prompt)] = torch.tensor(row.prompt, device=self.device)
+        fresh = torch.tensor([[len(row.prompt), len(row.prompt) + row.limit] for row in new], device=self.device)
+        here = slice(first, self.count)
+        self.all_lengths[here] = self.all_prompts[here] = fresh[:, :1]
+        self.all_ends[here] = fresh[:, 1:]
         self.refresh()
         return first
+
+    def _reserve(self) -> None:
+        """Make room; what is there moves to the new tensors."""
+        rows, width = self.store.shape
+        if self.capacity <= rows and self.room <= width:
+            return
+        old = (self.store, self.all_lengths, self.all_prompts, self.all_ends)
+        rows = max(rows, self.capacity)
+        self.store = torch.zeros(rows, max(width, self.room), dtype=torch.int64, device=self.device)
+        self.all_lengths, self.all_prompts, self.all_ends = _columns(rows, self.device)
+        for new, before in zip((self.store, self.all_lengths, self.all_prompts, self.all_ends), old, strict=True):
+            new[: before.shape[0], : before.shape[1]] = before
+        self.moved += 1
 
     def release(self, index: int) -> None:
         """The last row takes the place of row `index`; `refresh` must follow."""
         last = self.count - 1
-        self._store[index] = self._store[last]
-        self._lengths[index] = self._lengths[last]
+        for table in (self.store, self.all_lengths, self.all_prompts, self.all_ends):
+            table[index] = table[last]
+        for table in (self.all_lengths, self.all_ends):
+            table[last] = IDLE
         lists: tuple[list[Any], ...] = (self.live, self.lengths, self.histories)
         for listed in lists:
             listed[index] = listed[last]
@@ -158,88 +183,54 @@ class Rows:
 
     def refresh(self) -> None:
         """Rebuild what depends on who is live: the views, the settings, the token counts."""
-        self.text, self.length = self._store[: self.count], self._lengths[: self.count]
+        self.seated += 1
+        some = slice(0, self.count)
+        self.text, self.length = self.store[some], self.all_lengths[some]
+        self.prompt_length, self.end = self.all_prompts[some], self.all_ends[some]
         self.batch = SamplingBatch(
             [row.request.sampling for row in self.live], [row.eos for row in self.live], self.device
         )
-        self.prompt_length = torch.tensor([len(row.prompt) for row in self.live], device=self.device).view(-1, 1)
-        self._counts = self._seen = None
+        self.counts = self.seen = None
         if self.batch.counts_tokens:
-            self._counts = self._count([row.tokens for row in self.live])
-            self._seen = self._count(self.histories)
+            self._count(some)
 
-    def _count(self, texts: Sequence[Sequence[int]]) -> Tensor:
-        table = torch.zeros(len(texts), self.vocabulary, dtype=torch.int64)
-        for row, text in enumerate(texts):
-            table[row] = torch.bincount(torch.tensor(text, dtype=torch.int64), minlength=self.vocabulary)
-        return table.to(self.device)
+    def _count(self, some: slice) -> None:
+        """Occurrences, in tensors that stay."""
+        if self.all_counts is None or self.all_counts.shape[1] < self.store.shape[0]:
+            shape = (2, self.store.shape[0], self.vocabulary)
+            self.all_counts = torch.zeros(shape, dtype=torch.int64, device=self.device)
+            self.moved += 1
+        self.counts, self.seen = self.all_counts[0, some], self.all_counts[1, some]
+        self.counts.copy_(occurrences([row.tokens for row in self.live], self.vocabulary))
+        self.seen.copy_(occurrences(self.histories, self.vocabulary))
 
     # ---- a round
-
-    def begin_round(self, depth: int) -> None:
-        """The next round goes at most `depth` tokens past the text."""
-        self._table = NoiseTable(self.batch, self.length, depth + 1)
-
-    @property
-    def needs_path(self) -> bool:
-        return self.batch.needs_prefix
-
-    def choice(self, depth: Tensor | slice, path: tuple[Tensor, Tensor] | None = None) -> Choice:
-        if not self.batch.needs_prefix:
-            return Choice(self.batch, self._table, depth)
-        return Choice(self.batch, self._table, depth, self._prefix(depth, path))
-
-    def _prefix(self, depth: Tensor | slice, path: tuple[Tensor, Tensor] | None) -> Prefix:
-        places = self._table.position[:, depth] if isinstance(depth, slice) else self._table.position.gather(1, depth)
-        Q = places.shape[1]
-
-        def tokens(row: int, place: int) -> Tensor:
-            committed = self.text[row, : self.lengths[row]]
-            if path is None:
-                return committed
-            return torch.cat([committed, path[0][row][path[1][row, place]]])
-
-        return Prefix(self._with_path(self._seen, path, Q), self._with_path(self._counts, path, Q),
-                      places - self.prompt_length, tokens)  # fmt: skip
-
-    def _with_path(self, base: Tensor | None, path: tuple[Tensor, Tensor] | None, Q: int) -> Tensor | None:
-        """[R,Q,V] counts of the text and of the drafted tokens before each place."""
-        if base is None:
-            return None
-        full = base.unsqueeze(1).expand(-1, Q, -1)
-        if path is None:
-            return full
-        drafted, member = path
-        return full.scatter_add(2, drafted.unsqueeze(1).expand(-1, Q, -1), member.to(torch.int64))
 
     def reorder(self, source: Sequence[int]) -> None:
         """Row r goes on with the text of row source[r]; who asked for it stays where it was."""
         index = torch.tensor(source, device=self.device)
-        for table in (self.text, self.length, self._counts, self._seen):
+        for table in (self.text, self.length, self.counts, self.seen):
             if table is not None:
                 table.copy_(table[index])
         self.lengths = [self.lengths[other] for other in source]
         self.histories = [list(self.histories[other]) for other in source]
 
     def commit(
-        self, verdict: Verdict, tree: TokenTree, reasons: Sequence[str] = (), asked: float = 0.0
+        self,
+        lines: list[list[int]],
+        verdict: Verdict,
+        tree: TokenTree,
+        reasons: Sequence[str] = (),
+        asked: float = 0.0,
     ) -> list[list[Event]]:
-        """Write what was decided, read it to the host (the one read of a round), and pass it through the stops."""
-        steps = verdict.emitted.shape[1]
-        self.text.scatter_(1, self.length + arange(0, steps, self.device), verdict.emitted)
-        self.length.add_(verdict.accepted).add_(1)
-        if self._counts is not None and self._seen is not None:
-            real = (verdict.emitted >= 0).to(torch.int64)
-            for table in (self._counts, self._seen):
-                table.scatter_add_(1, verdict.emitted.clamp(min=0), real)
-        columns = [verdict.emitted, tree.tokens]
-        columns += [verdict.path] if verdict.path is not None else []
-        columns += [tree.parents] if tree.parents is not None else []
-        columns += [tree.count.unsqueeze(1)] if tree.count is not None else []
-        lines: list[list[int]] = torch.cat(columns, 1).tolist()
+        """Take apart what `write` gave for each row, and pass it through the stops. A row that has stopped already (its
+        last round was read late) gets nothing."""
         if verdict.beams is not None:
             return self._commit_beams(lines, verdict, tree, reasons)
-        events = [self._commit_row(r, line, verdict, tree) for r, line in enumerate(lines)]
+        events = [
+            self._commit_row(r, line, verdict, tree) if row.stopper.stop is None else []
+            for r, (row, line) in enumerate(zip(self.live, lines, strict=False))
+        ]
         for row, why in zip(self.live, reasons, strict=False):
             row.trace.explain(why, asked)
         return events
@@ -311,3 +302,9 @@ def _draft(line: list[int], verdict: Verdict, tree: TokenTree) -> tuple[list[int
         return line[start : start + used], None
     parents = start + N + (0 if verdict.path is None else verdict.path.shape[1])
     return line[start : start + used], line[parents : parents + used]
+
+
+def _columns(rows: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """[rows,1] each, of nobody: lengths, prompts and ends."""
+    lengths, prompts, ends = (torch.full((rows, 1), IDLE, dtype=torch.int64, device=device) for _ in range(3))
+    return lengths, prompts, ends

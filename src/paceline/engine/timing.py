@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any, cast
 
@@ -78,9 +78,13 @@ def time_rounds(
     detokenizer = None if lm.tokenizer is None else Detokenizer(lm.tokenizer, prompt)
     row = Row(0, prompt, request, (), Stopper((), (), limit, detokenizer), limit)
     watch = Stopwatch(lm.device, clock)
+    nodes = usual_nodes(lm, drafter.fills, gamma)
+    loop = Loop(lm, drafter, rule or Match(), gamma, nodes)
+    if loop.captures:
+        return _captured(loop, row, watch, costs_for(lm))
     loop = Loop(lm, cast(Drafter, Timed(drafter, watch, "drafting", ("propose", "keep"))), rule or Match(), gamma,
-                usual_nodes(lm, drafter.fills, gamma))  # fmt: skip
-    loop._reader = cast(Any, Timed(loop._reader, watch, "reading", ("extend",)))
+                nodes)  # fmt: skip
+    loop.reader = cast(Any, Timed(loop.reader, watch, "reading", ("extend",)))
     loop.admit([row])
     found: list[RoundTime] = []
     while loop.rows.count and len(found) < _TOKENS:
@@ -91,6 +95,26 @@ def time_rounds(
     return found[_WARM:] or found
 
 
+def _captured(loop: Loop, row: Row, watch: Stopwatch, costs: Costs) -> list[RoundTime]:
+    """Rounds that the device runs by itself cannot be looked into: reading takes as long as passes of that width, and
+    drafting as long as drafts alone; where those are made on the host, as long as is left of the round."""
+    loop.admit([row])
+    found: list[RoundTime] = []
+    drafting: float | None = None
+    while loop.rows.count and len(found) < _TOKENS:
+        began = watch.now(wait=False)  # the next round may be on its way already
+        loop.step()
+        took = watch.now(wait=False) - began
+        reading = costs.seconds(1 + len(row.trace.rounds[-1].drafted))
+        found.append(RoundTime(took, reading, max(0.0, took - reading - costs.overhead)))
+        if len(found) == _TOKENS // 2:
+            drafting = loop.draft_seconds(_TOKENS, watch.now)
+    found = found[_WARM + 1 :] or found
+    if not loop.drafter.speculates:
+        drafting = 0.0
+    return found if drafting is None else [replace(each, drafting=drafting) for each in found]
+
+
 class Stopwatch:
     """Adds up seconds by name; a device that is still busy is waited for."""
 
@@ -98,8 +122,9 @@ class Stopwatch:
         self._device, self._clock = device, clock
         self.spent: dict[str, float] = {}
 
-    def now(self) -> float:
-        finish(self._device)
+    def now(self, wait: bool = True) -> float:
+        if wait:
+            finish(self._device)
         return self._clock()
 
     def timed(self, name: str, act: Callable[..., Any]) -> Callable[..., Any]:

@@ -23,6 +23,8 @@ class AheadReader(SlotReader):
         self._held: list[int] = []  # per row, how many committed tokens the memory holds
         self._kept = False  # a round was kept: all of the text but its last token is held
 
+    capturable = False  # how much a memory holds is counted on the host
+
     # ---- rows come and go
 
     def begin(self, rows: RowsView, first: int, room: int) -> int:

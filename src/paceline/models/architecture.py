@@ -62,6 +62,11 @@ class Architecture:
         return len(set(self.kinds)) > 1
 
     @property
+    def capturable(self) -> bool:
+        """Does a pass do the same whatever the tokens are? Where experts are chosen, shapes depend on the choice."""
+        return not self.alibi and "moe" not in self.name and self.name != "mixtral"
+
+    @property
     def slides(self) -> bool:
         return "sliding_attention" in self.kinds
 

@@ -69,6 +69,12 @@ class BranchReader:
 
     # ---- reading
 
+    capturable = False  # the second text is kept on the host
+
+    @property
+    def moved(self) -> int:
+        return int(self._first.moved + self._second.moved)
+
     def begin(self, rows: RowsView, first: int, room: int) -> int:
         del self._prompts[first:]
         self._rows.drop(first)

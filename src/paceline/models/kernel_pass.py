@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache as once
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -25,6 +25,7 @@ from .kernel_plan import Plan, plan_of
 from .slot_cache import SlotCache
 
 if TYPE_CHECKING:
+    from .cuda_pass import CudaPass
     from .language_model import LanguageModel
 
 
@@ -48,6 +49,19 @@ class Sight:
         slots = self.length.numpy().ravel()[row] + member
         return torch.from_numpy(starts), torch.from_numpy(slots)
 
+    def branches(self) -> tuple[Tensor, Tensor, Tensor] | None:
+        """The same as tensors of fixed shape, without a host read: the slots of each token's branch in their order
+        [RQ,M], how many those are [RQ], and where each row's text ends [R]. None: there is no tree."""
+        if self.members is None:
+            return None
+        assert self.length is not None
+        members, M = self.members, self.members.shape[-1]
+        rank = torch.where(members, members.cumsum(-1) - 1, M)
+        numbers = torch.arange(M, device=members.device) + self.length  # [R,M]: the slot of each scratch token
+        order = torch.zeros(*members.shape[:2], M + 1, dtype=torch.int64, device=members.device)
+        order.scatter_(-1, rank, numbers.unsqueeze(1).expand(members.shape))
+        return order.flatten(0, 1), members.sum(-1).flatten(), self.length.flatten()
+
 
 @dataclass(frozen=True)
 class Part:
@@ -62,6 +76,11 @@ class Part:
 
 class KernelPass:
     """Runs passes of one model for one reader. It owns the memory in between, not the cache."""
+
+    most = 0  # tokens of a prompt in one pass: transformers is better at them
+
+    def read(self, cache: SlotCache, first: int, ids: Tensor, position: Tensor) -> None:
+        raise AssertionError("prompts are read by transformers")
 
     def __init__(self, plan: Plan, threads: int) -> None:
         from paceline.kernels import llama, team
@@ -189,16 +208,26 @@ def _check(ids: Tensor, known: int, keys: Tensor, rows: int, visible: int) -> No
     assert visible <= keys.shape[2]
 
 
-def kernel_pass(lm: LanguageModel) -> KernelPass | None:
+def kernel_pass(lm: LanguageModel, model: Any) -> KernelPass | CudaPass | None:
     """Kernels for a reader of this model, where there are some. The plan is made anew each time: somebody may have
     cast the model, or hung hooks on it, since the last. Nothing is compiled for a model that has none."""
-    if lm.runner == "eager":
+    if lm.runner not in ("auto", "kernels"):
         return None
-    plan = plan_of(lm.model, lm.architecture.kinds, lm.architecture.window, lm.logits)
-    why = plan if isinstance(plan, str) else kernels_missing() or _uncompiled(plan)
-    if why is None:
-        assert isinstance(plan, Plan)
-        return KernelPass(plan, threads_here(lm))
+    about = (model, lm.architecture.kinds, lm.architecture.window, lm.logits)
+    why: str | None
+    if lm.device.type == "cuda":
+        from .cuda_pass import CudaPass, CudaPlan, cuda_plan
+
+        found = cuda_plan(*about)
+        if isinstance(found, CudaPlan):
+            return CudaPass(found)
+        why = found
+    else:
+        plan = plan_of(*about)
+        why = plan if isinstance(plan, str) else kernels_missing() or _uncompiled(plan)
+        if why is None:
+            assert isinstance(plan, Plan)
+            return KernelPass(plan, threads_here(lm))
     if lm.runner == "kernels":
         raise UnsupportedError(
             f"The runner 'kernels' was asked for, and {lm.name} cannot run by it: {why}; use runner 'auto'."

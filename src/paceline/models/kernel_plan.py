@@ -99,7 +99,9 @@ def plan_of(model: Any, kinds: tuple[str, ...], window: int | None, logits: int 
 
     logits: how many a pass will ask for at most (its vocabulary, if not said); a head with fewer rows is refused.
     """
-    problem = _problem(model)
+    problem = misfit(model)
+    if problem is None and (model.dtype != torch.float32 or model.device.type != "cpu"):
+        problem = "kernels are for float32 on a CPU"
     if problem is not None:
         return problem
     try:
@@ -142,13 +144,12 @@ def _listens(hook: Any) -> bool:
     return getattr(hook, "__module__", None) != "transformers.utils.output_capturing"
 
 
-def _problem(model: Any) -> str | None:
+def misfit(model: Any) -> str | None:
+    """Why a model is none of those that kernels are made for, wherever it is and in whatever numbers."""
     config = model.config
     name = FAMILY.get(type(model).__name__)
     if name is None or type(model).__module__ != f"transformers.models.{name}.modeling_{name}":
         return f"{type(model).__name__} has no kernels"
-    if model.dtype != torch.float32 or model.device.type != "cpu":
-        return "kernels are for float32 on a CPU"
     rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
     if rope not in _ROPES:
         return f"its positions are of kind '{rope}'"

@@ -22,6 +22,8 @@ from .slot_cache import SlotCache
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    from .cuda_pass import CudaPass
+
 CHUNK = 1024  # tokens of a prompt read in one pass
 
 
@@ -48,6 +50,11 @@ class LanguageModel:
             from .probe import probe
 
             probe(self)
+
+    @property
+    def core(self) -> PreTrainedModel:
+        """What passes of its readers run; `model` is what others are given."""
+        return self.model
 
     @property
     def device(self) -> torch.device:
@@ -107,12 +114,12 @@ def _usable_vocabulary(size: int, tokenizer: Any) -> int:
 class SlotReader:
     """A model reading a batch of texts. Position p of a row lives in slot p; scratch tokens follow the text."""
 
-    def __init__(self, lm: LanguageModel, taps: tuple[float, ...], runner: Runner) -> None:
+    def __init__(self, lm: LanguageModel, taps: tuple[float, ...], runner: Runner, model: Any = None) -> None:
         self.lm = lm
         self.cache = SlotCache()
         self._runner = runner
-        self._model: Any = lm.model  # what a pass runs: all of it, or one part (early exit)
-        self._kernels: KernelPass | None = kernel_pass(lm)
+        self._model: Any = lm.model if model is None else model  # what a pass runs: all of it, or one part (early exit)
+        self._kernels: KernelPass | CudaPass | None = kernel_pass(lm, self._model)
         self._taps = tuple(round(share * lm.layers) for share in taps)
         self._last_alone = bool(taps) or self._kernels is not None  # all of a prompt but its last token is read first
         self._scratch = 0
@@ -121,6 +128,14 @@ class SlotReader:
         self.glimpses: list[Glimpse] = []
         self._part: Part | None = None  # what of the model the kernels run (early exit)
         self._said = torch.empty(0)  # hidden states of their last pass, before norm and head
+
+    @property
+    def moved(self) -> int:
+        return self.cache.moved
+
+    @property
+    def capturable(self) -> bool:
+        return self._kernels is not None or self.lm.architecture.capturable
 
     # ---- reading
 
@@ -133,7 +148,7 @@ class SlotReader:
         """
         self.glimpses = []
         lengths = rows.lengths[first:]
-        self.cache.reserve(rows.count, room)
+        self.cache.reserve(rows.capacity, room)
         if first == 0 and min(lengths) == max(lengths) and not self._last_alone:
             rest = min(lengths[0], CHUNK)
         else:
@@ -143,12 +158,15 @@ class SlotReader:
 
     def prefill(self, rows: RowsView, first: int, upto: Sequence[int]) -> None:
         """Left-aligned, in chunks; what a shorter row reads past its end is overwritten before anyone sees it."""
-        self.cache.reserve(rows.count, max(upto))
+        self.cache.reserve(rows.capacity, max(upto))
         for start in range(0, max(upto), CHUNK):
             stop = min(start + CHUNK, max(upto))
             position = arange(start, stop, rows.text.device).expand(rows.count - first, stop - start)
             ids = rows.text[first : rows.count, start:stop].clamp(min=0)  # past its end a row holds anything
             self.cache.aim(slice(first, rows.count), start, stop, start)
+            if self._kernels is not None and not self._taps and ids.numel() <= self._kernels.most:
+                self._kernels.read(self.cache, first, self._known(ids), position)
+                continue
             allowed = None if start == 0 and self._may_omit_mask() else masks.chain_mask(position, stop)
             keys = masks.key_positions(position[:, :1], None, stop)
             reading = self._pass(ids, position, allowed, keys, keep=1, tapped=stop - start)
@@ -163,8 +181,8 @@ class SlotReader:
         parents = parents if fed else None
         M, longest = self._scratch, max(rows.lengths)
         visible = longest + M + fed
-        even = min(rows.lengths) == longest
-        self.cache.reserve(rows.count, visible)
+        even = rows.bound is None and min(rows.lengths) == longest
+        self.cache.reserve(rows.capacity, visible)
         slots = rows.length + arange(M - width, M + fed, rows.text.device)  # [R,Q]; for a chain also the positions
         ids = tokens if width == 0 else rows.text.gather(1, slots[:, :width] if fed else slots)
         if width and tokens is not None and fed:
@@ -187,6 +205,10 @@ class SlotReader:
         allowed = masks.tree_mask(position, rows.length, ancestors[:, M:], visible)
         return self._pass(ids, position, allowed, masks.key_positions(rows.length, depth, visible), keep)
 
+    def _known(self, ids: Tensor) -> Tensor:
+        """Token ids as this model knows them."""
+        return ids if self.largest is None else ids.clamp(max=self.largest)
+
     def _by_kernels(
         self, rows: RowsView, ids: Tensor, slots: Tensor, fed: int, parents: Tensor | None, keep: int
     ) -> Reading:
@@ -199,13 +221,12 @@ class SlotReader:
             position = torch.cat([slots[:, :width], rows.length + depth[:, M:]], 1)
             members = torch.nn.functional.pad(ancestors[:, M:], (0, 0, width, 0))
             sight = Sight(torch.cat([slots[:, :width] + 1, rows.length.expand(-1, fed)], 1), members, rows.length)
-        if self.largest is not None:
-            ids = ids.clamp(max=self.largest)
+        ids = self._known(ids)
         openmp.rest()
         reading, self._said = self._kernels(
             self.cache, ids, position, slots, sight, keep, self._taps, vocabulary=self.lm.logits, part=self._part
         )
-        return reading
+        return self._heard(reading, ids, position)
 
     def _grow(self, R: int, fed: int, parents: Tensor | None) -> tuple[Tensor, Tensor]:
         """Depth [R,M] and ancestors [R,M,M] of all scratch tokens; those fed before without parents were a chain."""
@@ -240,8 +261,7 @@ class SlotReader:
     ) -> Reading:
         """Logits of the last `keep` tokens, taps of the last `tapped` (as many, if not said)."""
         shape = self.lm.architecture
-        if self.largest is not None:
-            ids = ids.clamp(max=self.largest)
+        ids = self._known(ids)
         inputs: dict[str, Any] = {"input_ids": ids, "past_key_values": self.cache, "use_cache": True}
         visible = self.cache.get_mask_sizes(0)[0]
         if shape.alibi:
@@ -262,7 +282,12 @@ class SlotReader:
         if logits.shape[2] != self.lm.logits:
             logits = logits[..., : self.lm.logits]
         seen = keep if tapped is None else tapped
-        return Reading(logits, tuple(output.hidden_states[layer][:, -seen:] for layer in self._taps))
+        taps = tuple(output.hidden_states[layer][:, -seen:] for layer in self._taps)
+        return self._heard(Reading(logits, taps), ids, position)
+
+    def _heard(self, reading: Reading, ids: Tensor, position: Tensor) -> Reading:
+        """What a pass said after the tokens `ids` [R,Q] at `position` [R,Q]; its logits are of the last of them."""
+        return reading
 
     def _masks(self, allowed: Tensor | None, position: Tensor, keys: Tensor | None) -> Any:
         """One mask, or one per kind of layer."""
@@ -283,7 +308,7 @@ class SlotReader:
     def keep(self, rows: RowsView, path: Tensor | None) -> None:
         """`path` [R,D]: the scratch tokens to keep, in order (None: of a chain, which is in place)."""
         if path is not None and self._parents is not None and path.shape[1] > 0:
-            self.cache.reserve(rows.count, max(rows.lengths) + path.shape[1])
+            self.cache.reserve(rows.capacity, max(rows.lengths) + path.shape[1])
             target = rows.length + arange(0, path.shape[1], path.device)
             self.cache.move(rows.length + path, target)
         self.forget()

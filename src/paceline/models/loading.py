@@ -25,6 +25,7 @@ from paceline.models.catalogue import cache_key, fetch_entry, find_entry, names
 from paceline.models.chatter import in_one_line, quiet
 from paceline.models.gguf import PROVENANCE, convert, read_header, tokenizer_refused
 from paceline.models.gguf_tokenizer import TokenizerError, build_tokenizer
+from paceline.models.memory import give_back
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 _TOKENIZER_FILES = (
@@ -90,6 +91,7 @@ def load_checkpoint(
     located = _locate(os.fspath(source), revision, given is None, trust_remote_code, progress)
     own = given if given is not None else _tokenizer_of(located, trust_remote_code)
     model = _load_model(located, kind, where, trust_remote_code)
+    give_back()
     return Checkpoint(model, own, located.name, located.origin)
 
 

@@ -19,6 +19,8 @@ _HEAD = 4  # bytes of those two
 _SIZE = _HEAD + BLOCK // 2
 _AT_ONCE = 1 << 20  # weights that are unpacked at a time: the memory they take is small beside the model's
 
+_PACKED_AT_ONCE = 1 << 15  # weights that are packed at a time: so little that allocators leave no holes behind
+
 _KERNEL_STEP = 32  # the kernel reads past the end of rows of another length (bfloat16, torch 2.13: it crashes)
 # Rows the kernel is tried out with: kernels go by tiles, and one that is right for few rows may be wrong for more. For
 # more than the last, unpacking once is cheaper anyway.
@@ -81,10 +83,17 @@ class Int8Linear(PackedLinear):
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         super().__init__(weight, bias)
-        exact = weight.detach().to(torch.promote_types(weight.dtype, torch.float32))
-        scale = exact.abs().amax(1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny) / 127
-        self.register_buffer("quantized", (exact / scale).round().to(torch.int8).contiguous(), persistent=False)
-        self.register_buffer("scale", scale.squeeze(1).to(weight.dtype), persistent=False)
+        quantized = torch.empty(weight.shape, dtype=torch.int8, device=weight.device)
+        scales = torch.empty(self.out_features, dtype=weight.dtype, device=weight.device)
+        step = max(1, _PACKED_AT_ONCE // self.in_features)
+        for start in range(0, self.out_features, step):
+            exact = weight.detach()[start : start + step].to(torch.promote_types(weight.dtype, torch.float32))
+            largest = torch.maximum(exact.amax(1, keepdim=True), -exact.amin(1, keepdim=True))
+            scale = largest.clamp(min=torch.finfo(torch.float32).tiny) / 127
+            quantized[start : start + step] = (exact / scale).round_()
+            scales[start : start + step] = scale.squeeze(1)
+        self.register_buffer("quantized", quantized, persistent=False)
+        self.register_buffer("scale", scales, persistent=False)
         self.kernel_rows = kernel_rows(weight.device, weight.dtype, self.in_features, self.out_features % _KERNEL_STEP)
 
     @property

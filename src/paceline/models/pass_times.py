@@ -27,12 +27,14 @@ from .cache import Progress, cache_folder, read_json, write_json
 from .language_model import LanguageModel
 from .openmp import own_threads, usual_threads
 from .runners.device import device_name, finish
+from .runners.programs import programs_for
 from .running import cores_here, parts, running
 
 FED = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 BUDGET = 6.0  # seconds that measuring one number of rows should take
 _SWEEPS = 3  # but so often at least
 _NARROW = 4  # and so many widths, however slow the model is
+_REPLAYS = 4  # passes that are timed together where the device runs them by itself
 _RAGGED = 4  # rows differ in length by up to this, as those of a real batch soon do
 
 Clock = Callable[[], float]
@@ -81,10 +83,14 @@ class PassTimer:
         draft = [_text(max(1, widest - 1), lm.vocabulary, count + row) for row in range(count)]
         self._draft = torch.tensor(draft, device=lm.device)
         self._reader: Reader = lm.reader()
+        self._known: set[int] = set()  # widths that were tried, and captured where that is how passes run
         with torch.inference_mode():
             width = self._reader.begin(self._rows, 0, length + widest)
             self._reader.extend(self._rows, width)
             self._reader.keep(self._rows, None)
+        self._programs = programs_for(lm) if self._reader.capturable else None
+        if self._programs is not None:
+            self._rows.bound = max(self._rows.lengths)
 
     @property
     def count(self) -> int:
@@ -97,14 +103,26 @@ class PassTimer:
     @torch.inference_mode()
     def seconds(self, fed: int) -> float:
         """Of one pass that reads the last committed token and a chain of `fed` - 1 after it."""
-        tokens = self._draft[:, : fed - 1] if fed > 1 else None
+        if self._programs is None:
+            return self._times(1, lambda: self._pass(fed))
+        programs = self._programs
+        if fed not in self._known:
+            self._known.add(fed)
+            self._times(2, lambda: programs.run(fed, lambda: self._pass(fed)))
+        return self._times(_REPLAYS, lambda: programs.run(fed, lambda: self._pass(fed)))
+
+    def _pass(self, fed: int) -> None:
+        self._reader.extend(self._rows, 1, self._draft[:, : fed - 1].contiguous() if fed > 1 else None)
+        self._reader.keep(self._rows, None)
+
+    def _times(self, often: int, act: Callable[[], None]) -> float:
+        """Seconds of one of them."""
         finish(self._lm.device)
         started = self._clock()
-        self._reader.extend(self._rows, 1, tokens)
+        for _ in range(often):
+            act()
         finish(self._lm.device)
-        took = self._clock() - started
-        self._reader.keep(self._rows, None)
-        return took
+        return (self._clock() - started) / often
 
 
 def _text(length: int, vocabulary: int, salt: int) -> list[int]:

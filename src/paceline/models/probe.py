@@ -24,7 +24,8 @@ class ProbeText:
         self.lengths = lengths
         self.length = torch.tensor(lengths, device=tokens.device).view(-1, 1)
         self.histories = [row[:n].tolist() for row, n in zip(tokens, lengths, strict=True)]
-        self.count = len(lengths)
+        self.count = self.capacity = len(lengths)
+        self.bound: int | None = None
 
 
 @torch.inference_mode()

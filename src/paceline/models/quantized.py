@@ -10,6 +10,7 @@ from transformers.pytorch_utils import Conv1D
 from paceline.core.errors import UnknownNameError, UnsupportedError
 
 from .language_model import LanguageModel
+from .memory import give_back
 from .packed_linear import BLOCK, BFloat16Linear, Int4Linear, Int8Linear, PackedLinear, kernel_rows
 from .shells import rebuilt
 
@@ -49,6 +50,7 @@ def quantized(lm: LanguageModel, kind: str = "int8", head: bool = True) -> Langu
 
     with torch.no_grad():
         model = rebuilt(lm.model, exchange)
+    give_back()
     if not known:
         raise UnsupportedError(f"{type(lm.model).__name__} ({lm.architecture.name}) has no linear map to quantize.")
     return LanguageModel(model, lm.tokenizer, f"{lm.name} in {kind}")

@@ -17,16 +17,19 @@ from paceline.core.contracts import NODES
 from paceline.core.errors import UnknownNameError, UnsupportedError
 
 from .cache import Progress
+from .cuda_pass import cuda_plan
 from .kernel_pass import kernels_missing, threads_here
 from .kernel_plan import plan_of
 from .language_model import LanguageModel
 from .quantized import KINDS, quantized
 
 RUNNERS = {
-    "auto": "kernels of our own where they can run, else transformers",
-    "eager": "transformers' own forward",
-    "kernels": "kernels of our own, or an error",
+    "auto": "kernels of our own where they can run, else transformers; on CUDA, rounds are captured",
+    "eager": "transformers' own forward, nothing captured",
+    "cuda_graph": "transformers' own forward; on CUDA, rounds are captured",
+    "kernels": "kernels of our own, or an error; on CUDA, rounds are captured",
 }
+_PLAIN = ("eager", "cuda_graph")  # no kernels of ours
 _BRANCHES = ("first", "second")  # of a target that is made of two models (see `guided`)
 
 # ---- as people ask for it
@@ -110,28 +113,33 @@ class Running:
 
     by: str
     why: str = ""
-    threads: int = 1
+    threads: int = 1  # on a CPU
     kind: str | None = None
+    captured: bool = False  # rounds are replayed (CUDA)
 
     def describe(self) -> str:
         """A few words for the line that says what decodes."""
+        captured = ", captured" if self.captured else ""
         if self.by == "kernels":
             threads = "1 thread" if self.threads == 1 else f"{self.threads} threads"
-            return f"{self.kind + ' ' if self.kind else ''}kernels, {threads}"
+            return f"{self.kind + ' ' if self.kind else ''}kernels{captured or ', ' + threads}"
         reason = f" ({self.why})" if self.why else ""
-        return f"transformers{' in ' + self.kind if self.kind else ''}{reason}"
+        return f"transformers{' in ' + self.kind if self.kind else ''}{captured}{reason}"
 
 
 def running(lm: LanguageModel) -> Running:
     """How passes of this model run here. Where that is by kernels, they are compiled now if they never were."""
     first = parts(lm)[0]
-    kind = kind_of(first)
-    if first.runner == "eager":
-        return Running("eager", kind=kind)
-    why = _unfit(first) or kernels_missing()
+    kind, device = kind_of(first), first.device.type
+    captured = device == "cuda" and first.runner != "eager"
+    if first.runner in _PLAIN:
+        return Running("eager", kind=kind, captured=captured)
+    why = _unfit(first)
+    if device == "cpu":
+        why = why or kernels_missing()
     if why is not None:
-        return Running("eager", _in_short(why) if first.device.type == "cpu" else "", kind=kind)
-    return Running("kernels", threads=threads_here(first), kind=kind)
+        return Running("eager", _in_short(why) if device == "cpu" else "", kind=kind, captured=captured)
+    return Running("kernels", threads=threads_here(first) if device == "cpu" else 0, kind=kind, captured=captured)
 
 
 # nodes on a CPU: up to here a pass costs about what it costs with the first of them
@@ -148,10 +156,10 @@ def usual_nodes(lm: LanguageModel, fills: bool, gamma: int) -> int:
 def prepare(lm: LanguageModel, progress: Progress | None = None) -> None:
     """Have the kernels ready that this model will run by; refuse a runner that it cannot have."""
     for one in parts(lm):
-        if one.runner == "eager":
+        if one.runner in _PLAIN:
             continue
         why = _unfit(one)
-        if why is None:
+        if why is None and one.device.type == "cpu":
             _compile(progress)
             why = kernels_missing()
         if why is not None and one.runner == "kernels":
@@ -181,9 +189,10 @@ def _unfit(lm: LanguageModel) -> str | None:
     """Why kernels cannot run this model, wherever it is; None if they can."""
     if not hasattr(lm, "model"):
         return "it is no transformers model"
-    if lm.device.type != "cpu":
-        return "kernels are for float32 on a CPU"
-    plan = plan_of(lm.model, lm.architecture.kinds, lm.architecture.window, lm.logits)
+    if lm.device.type not in ("cpu", "cuda"):
+        return "there are kernels for CPUs and CUDA devices"
+    about = (lm.core, lm.architecture.kinds, lm.architecture.window, lm.logits)
+    plan = cuda_plan(*about) if lm.device.type == "cuda" else plan_of(*about)
     return plan if isinstance(plan, str) else None
 
 

@@ -107,21 +107,22 @@ class ScriptedModel(LanguageModel):
         one = script.said([even_rate(rates, gamma)])[:, 0]
         self.model = _module(lm.model, one.to(lm.device))
 
+    @property
+    def core(self) -> Any:
+        return self._plain
+
     def reader(self, taps: Sequence[float] = (), runner: Runner | None = None) -> SlotReader:
-        if len(self.rates) == 1:
-            return super().reader(taps, runner)
         refuse_dropout(self.model)
-        reader = _StepReader(self, tuple(taps), runner or EagerRunner())
-        reader.scripted(self._plain, self._said)
+        reader = _ScriptReader(self, tuple(taps), runner or EagerRunner(), self._plain)
+        reader.script = self._said
         return reader
 
 
-class _StepReader(SlotReader):
-    """Reads a draft and says the script, right or wrong by how far into the draft a token is."""
+class _ScriptReader(SlotReader):
+    """Runs the model as it is and then says the script, right or wrong by how far into a draft a token is."""
 
-    def scripted(self, plain: Any, said: Tensor) -> None:
-        self._model, self._script = plain, said
-        self._base: Tensor | None = None  # [R,1]: tokens of each text that are no draft
+    script: Tensor  # [V,D]
+    _base: Tensor | None = None  # [R,1]: tokens of each text that are no draft; None while a prompt is read
 
     def prefill(self, rows: RowsView, first: int, upto: Sequence[int]) -> None:
         self._base = None
@@ -136,19 +137,11 @@ class _StepReader(SlotReader):
         )
         return super().extend(rows, width, tokens, parents)
 
-    def _pass(
-        self,
-        ids: Tensor,
-        position: Tensor,
-        allowed: Tensor | None,
-        keys: Tensor | None,
-        keep: int,
-        tapped: int | None = None,
-    ) -> Reading:
-        reading = super()._pass(ids, position, allowed, keys, keep, tapped)
-        if self._base is not None:  # else a prompt is being read, and nobody asks
-            step = (position[:, -keep:] + 1 - self._base).clamp(0, self._script.shape[1] - 1)
-            _say(reading.logits, self._script[ids[:, -keep:], step])
+    def _heard(self, reading: Reading, ids: Tensor, position: Tensor) -> Reading:
+        if self._base is not None:
+            keep = reading.logits.shape[1]
+            step = (position[:, -keep:] + 1 - self._base).clamp(0, self.script.shape[1] - 1)
+            _say(reading.logits, self.script[ids[:, -keep:], step])
         return reading
 
 

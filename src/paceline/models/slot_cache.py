@@ -36,6 +36,7 @@ class SlotCache(Cache):
         self._aim: tuple[slice, int | Tensor, int] = (slice(0, 0), 0, 0)
         self.past = 0  # committed tokens before this pass, for the parts of transformers that ask
         self._addresses: np.ndarray | None = None  # of the stores, until one of them is replaced
+        self.moved = 0  # how often they were
 
     # ---- before a pass
 
@@ -52,6 +53,7 @@ class SlotCache(Cache):
                 store[layer] = new
         self._rows, self._slots = rows, slots
         self._addresses = None
+        self.moved += 1
 
     def aim(self, rows: slice, slots: int | Tensor, visible: int, past: int) -> None:
         """The next pass writes to `slots` (a first slot common to all rows, or [R,Q]) and sees slots 0..visible-1."""
@@ -75,11 +77,13 @@ class SlotCache(Cache):
             values.scatter_(2, where.expand_as(value_states), value_states)
         return keys[:, :, :visible], values[:, :, :visible]
 
-    def allocate(self, layers: int, heads: int, width: int, dtype: torch.dtype) -> None:
-        """The stores of all layers, for those that write to them by themselves: kernels, on a CPU."""
+    def allocate(
+        self, layers: int, heads: int, width: int, dtype: torch.dtype, device: torch.device | str = "cpu"
+    ) -> None:
+        """The stores of all layers, for those that write to them by themselves: kernels."""
         while len(self.keys) < layers:
             for store in (self.keys, self.values):
-                store.append(torch.zeros(self._rows, heads, self._slots, width, dtype=dtype, device="cpu"))
+                store.append(torch.zeros(self._rows, heads, self._slots, width, dtype=dtype, device=device))
             self._addresses = None
 
     def addresses(self) -> np.ndarray:

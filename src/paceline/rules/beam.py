@@ -29,6 +29,7 @@ class Beam(Rule):
 
     exact = "beam"
     draw = "certain"
+    on_device = False
 
     @dataclass(frozen=True)
     class Options:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import os
 import threading
@@ -11,6 +10,8 @@ from pathlib import Path
 from typing import TypeVar
 
 import torch
+
+from ..memory import give_back
 
 T = TypeVar("T")
 
@@ -35,7 +36,7 @@ def peak_while(act: Callable[[], T], device: torch.device) -> tuple[T, int | Non
     if device.type != "cpu" or not _STATM.exists():
         return act(), None
     gc.collect()
-    _give_back()
+    give_back()
     return _resident_while(act, _resident)
 
 
@@ -57,14 +58,6 @@ def _resident_while(act: Callable[[], T], resident: Callable[[], int]) -> tuple[
         ended.set()
         watcher.join()
     return result, most - before
-
-
-def _give_back() -> None:
-    """What was freed goes back to the system where the C library can do that: else the set never shrinks, and whoever
-    runs second seems to need nothing."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)
 
 
 def _resident() -> int:

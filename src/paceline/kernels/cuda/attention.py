@@ -1,0 +1,194 @@
+"""Attention over the slots of a memory, in the order of the text.
+
+The places of a text are cut into spans of SPAN places. A program takes one span, one head of keys and a few queries,
+and writes what those queries make of the span; a second kernel joins the spans of each query in their order. Which keys
+are in a span, and the order they are summed in, depend on the text before a token and on nothing else: the nodes of a
+tree, whose slots lie in the order of drafting, are looked up branch by branch. So a token's result is the same to the
+bit whether it was drafted in a tree, in a chain, or not at all. Grouped heads share their keys, never expanded.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .launching import after, overlapping
+
+SPAN = 256  # places whose keys are taken together
+_TILE = 128  # of them at a time
+_QUERIES = 16  # (token, head) pairs of a program
+_ROOM = 1 << 28  # bytes that unjoined spans may take: more tokens are read in several goes
+
+
+@triton.jit(do_not_specialize=["Q", "DEPTH", "SPANS", "window", "blocks"])
+def _spans(q, keys, values, prefix, branch, deep, length, peaks, sums, mixed, out, Q, DEPTH, SPANS, row_step, head_step,
+           slot_step, scale, window, blocks,
+           HEADS: tl.constexpr, KV: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, PLACES: tl.constexpr,
+           TILE: tl.constexpr, ROWS: tl.constexpr, TREE: tl.constexpr, TAILS: tl.constexpr, WINDOW: tl.constexpr,
+           ALL: tl.constexpr, EXACT: tl.constexpr, OVERLAP: tl.constexpr):  # fmt: skip
+    after(OVERLAP)
+    GROUP: tl.constexpr = HEADS // KV
+    TOGETHER: tl.constexpr = ROWS // GROUP
+    job = tl.program_id(0)
+    head = tl.program_id(1)
+    row = tl.program_id(2)
+    pair = tl.arange(0, ROWS)
+    span = job // blocks  # a span that all queries see alike, and some of the queries ...
+    lead = job % blocks * TOGETHER
+    asking = lead + pair // GROUP
+    ours = pair < TOGETHER * GROUP
+    alone = False
+    active = span < SPANS
+    if TREE:
+        ended = tl.load(length + row)
+        tail = job - SPANS * blocks
+        alone = tail >= 0  # ... or one query, and a span in which it sees its own branch
+        active = alone | ((span + 1) * PLACES <= ended)
+        span = tl.where(alone, ended // PLACES + tail % TAILS, span).to(tl.int32)
+        lead = tl.where(alone, tail // TAILS, lead)
+        asking = tl.where(alone, lead, asking)
+        ours = tl.where(alone, pair < GROUP, ours)
+        active = active & (span < SPANS)
+    ours = ours & (asking < Q)
+    token = row * Q + asking
+    start = tl.load(prefix + token, mask=ours, other=0)
+    seen = start
+    if TREE:
+        seen += tl.load(deep + token, mask=ours, other=0)
+    active = active & (tl.max(seen, 0) > span * PLACES)
+    if WINDOW:
+        active = active & (tl.min(tl.where(ours, seen, 1 << 30), 0) - window < (span + 1) * PLACES)
+    if active:
+        asked = head * GROUP + pair % GROUP
+        column = tl.arange(0, BLOCK)
+        wide = column < WIDTH
+        q_at = q + (token.to(tl.int64) * HEADS + asked)[:, None] * WIDTH + column[None, :]
+        query = tl.load(q_at, mask=ours[:, None] & wide[None, :], other=0.0)
+        base = row.to(tl.int64) * row_step + head * head_step
+        leader = row * Q + lead
+        begin = tl.load(prefix + leader)
+        peak = tl.full([ROWS], float("-inf"), tl.float32)
+        total = tl.zeros([ROWS], tl.float32)
+        gathered = tl.zeros([ROWS, BLOCK], tl.float32)
+        most = tl.max(seen, 0)
+        for piece in tl.static_range(PLACES // TILE):
+            if span * PLACES + piece * TILE < most:
+                place = span * PLACES + piece * TILE + tl.arange(0, TILE)
+                slot = place.to(tl.int64)
+                known = place < most
+                if TREE:
+                    beyond = known & alone & (place >= begin)
+                    drafted = tl.load(branch + leader.to(tl.int64) * DEPTH + (place - begin), mask=beyond, other=0)
+                    slot = tl.where(beyond, drafted, slot)
+                k_at = keys + base + slot[None, :] * slot_step + column[:, None]
+                k = tl.load(k_at, mask=known[None, :] & wide[:, None], other=0.0)
+                if EXACT:
+                    score = tl.dot(query, k, input_precision="ieee") * scale
+                else:
+                    score = tl.dot(query, k) * scale
+                visible = place[None, :] < seen[:, None]
+                if WINDOW:
+                    visible = visible & (place[None, :] >= seen[:, None] - window)
+                score = tl.where(visible, score, float("-inf"))
+                higher = tl.maximum(peak, tl.max(score, 1))
+                safe = tl.where(higher == float("-inf"), 0.0, higher)
+                weight = tl.exp(score - safe[:, None])
+                shrink = tl.exp(peak - safe)
+                v_at = values + base + slot[:, None] * slot_step + column[None, :]
+                v = tl.load(v_at, mask=known[:, None] & wide[None, :], other=0.0)
+                total = total * shrink + tl.sum(weight, 1)
+                gathered = gathered * shrink[:, None]
+                if EXACT:
+                    gathered = tl.dot(weight, v, gathered, input_precision="ieee")
+                else:
+                    gathered = tl.dot(weight.to(v.dtype), v, gathered)
+                peak = higher
+        at = (token.to(tl.int64) * HEADS + asked) * SPANS + span
+        there = ours[:, None] & wide[None, :]
+        if ALL:
+            said = gathered / total[:, None]
+            tl.store(out + at[:, None] * WIDTH + column[None, :], said.to(out.dtype.element_ty), mask=there)
+        else:
+            tl.store(peaks + at, peak, mask=ours)
+            tl.store(sums + at, total, mask=ours)
+            tl.store(mixed + at[:, None] * WIDTH + column[None, :], gathered, mask=there)
+
+
+@triton.jit(do_not_specialize=["SPANS", "window"])
+def _join(peaks, sums, mixed, prefix, deep, out, SPANS, window, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+          PLACES: tl.constexpr, TREE: tl.constexpr, WINDOW: tl.constexpr, OVERLAP: tl.constexpr):  # fmt: skip
+    after(OVERLAP)
+    token = tl.program_id(0)
+    head = tl.program_id(1)
+    heads = tl.num_programs(1)
+    seen = tl.load(prefix + token)
+    if TREE:
+        seen += tl.load(deep + token)
+    last = (seen + PLACES - 1) // PLACES
+    first = last * 0
+    if WINDOW:
+        first = tl.maximum(seen - window, 0) // PLACES
+    base = (token.to(tl.int64) * heads + head) * SPANS
+    column = tl.arange(0, BLOCK)
+    wide = column < WIDTH
+    highest = tl.load(peaks + base + first)
+    span = first
+    while span < last:
+        highest = tl.maximum(highest, tl.load(peaks + base + span))
+        span += 1
+    total = highest * 0
+    gathered = tl.zeros([BLOCK], tl.float32)
+    span = first
+    while span < last:
+        share = tl.exp(tl.load(peaks + base + span) - highest)
+        total += share * tl.load(sums + base + span)
+        gathered += share * tl.load(mixed + (base + span) * WIDTH + column, mask=wide, other=0.0)
+        span += 1
+    said = gathered / total
+    tl.store(out + (token.to(tl.int64) * heads + head) * WIDTH + column, said.to(out.dtype.element_ty), mask=wide)
+
+
+def attend(
+    q: Tensor, memory: tuple[Tensor, Tensor], prefix: Tensor, out: Tensor, per_row: int, visible: int, scale: float, *,
+    tree: tuple[Tensor, Tensor, Tensor] | None = None, window: int = 0,
+) -> None:  # fmt: skip
+    """out [M,heads,width]: what each of q [M,heads,width] makes of the slots it sees, `visible` at most.
+
+    Token m is of row m // per_row and sees the slots before prefix [M]. tree = (branch [M,D], deep [M], length [R]): it
+    then sees the slots branch[m,:deep[m]] as those places that follow; the text itself ends at `length`.
+    window: only the last so many places, its own included (0: all).
+    """
+    M, heads, width = q.shape
+    keys, values = memory
+    kv = keys.shape[1]
+    rows, spans = M // per_row, -(-visible // SPAN)
+    together = max(1, _QUERIES // (heads // kv))
+    size = max(_QUERIES, triton.next_power_of_2(heads // kv))
+    blocks = -(-per_row // together)
+    at_once = max(1, _ROOM // (4 * per_row * heads * spans * (width + 2)))
+    tails = 0 if tree is None else -(-(SPAN - 1 + tree[0].shape[1]) // SPAN)
+    more = overlapping(q.device)
+    for start in range(0, rows, at_once):
+        some = slice(start * per_row, min(rows, start + at_once) * per_row)
+        group = slice(start, min(rows, start + at_once))
+        branch, deep, length = (
+            (prefix, prefix, prefix) if tree is None else (tree[0][some], tree[1][some], tree[2][group])
+        )
+        count = group.stop - group.start
+        peaks, sums, mixed = torch.empty(
+            count * per_row * heads * spans * (width + 2), dtype=torch.float32, device=q.device
+        ).split([count * per_row * heads * spans * each for each in (1, 1, width)])
+        _spans[(spans * blocks + per_row * tails, kv, count)](
+            q[some], keys[group], values[group], prefix[some], branch, deep, length, peaks, sums, mixed, out[some],
+            per_row, 0 if tree is None else tree[0].shape[1], spans, keys.stride(0), keys.stride(1), keys.stride(2),
+            scale, window, blocks, HEADS=heads, KV=kv, WIDTH=width, BLOCK=max(16, triton.next_power_of_2(width)),
+            PLACES=SPAN, TILE=_TILE, ROWS=size, TREE=tree is not None, TAILS=max(tails, 1), WINDOW=window > 0,
+            ALL=spans == 1, EXACT=q.dtype == torch.float32, num_warps=4, **more)  # fmt: skip
+        if spans == 1:
+            continue
+        _join[(count * per_row, heads)](
+            peaks, sums, mixed, prefix[some], deep, out[some], spans, window, WIDTH=width,
+            BLOCK=triton.next_power_of_2(width), PLACES=SPAN, TREE=tree is not None, WINDOW=window > 0, num_warps=1,
+            **more)  # fmt: skip

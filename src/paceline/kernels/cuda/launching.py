@@ -1,0 +1,37 @@
+"""How kernels follow each other: each may start before the one before it has ended, and waits for it to end."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton import knobs
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+INTERPRETED = bool(knobs.runtime.interpret)  # TRITON_INTERPRET=1: kernels run in Python, on a CPU, for tests
+
+
+@triton.jit
+def after(OVERLAP: tl.constexpr):
+    """Wait for what came before; whoever comes next may already take its place on the device."""
+    if OVERLAP:
+        gdc_wait()
+        gdc_launch_dependents()
+
+
+def overlapping(device: object) -> dict[str, bool]:
+    """The options of a launch on this device: may kernels overlap there?"""
+    return {"OVERLAP": True, "launch_pdl": True} if _hopper(str(device)) else {"OVERLAP": False}
+
+
+def _hopper(device: str) -> bool:
+    if INTERPRETED or not device.startswith("cuda"):
+        return False
+    found = _CAPABLE.get(device)
+    if found is None:
+        import torch
+
+        found = _CAPABLE[device] = torch.cuda.get_device_capability(device)[0] >= 9
+    return found
+
+
+_CAPABLE: dict[str, bool] = {}

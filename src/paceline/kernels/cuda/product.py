@@ -1,0 +1,203 @@
+"""The skinny product: a few tokens times a large matrix, each weight read once.
+
+The matrix is cut into tiles of outputs and, where those are too few to keep the device busy, into parts of the inner
+dimension; parts are summed by whoever reads the result, in their order. How a matrix is cut depends on its shape alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .launching import after, overlapping
+
+WIDE = 64  # tokens from which torch's own product is faster
+_PARTS = 4
+_LARGE = 1 << 22  # weights from which a matrix is worth deep pipelines
+_FAST = 200 << 10  # bytes of fast memory that the pipeline of a tile may take
+_PLACES = 264  # tiles that run at once: two on each of an H100's or H200's processors
+
+
+@triton.jit(do_not_specialize=["M", "second", "third"])
+def _product(x, w0, w1, w2, out, M, N, K, second, third,
+             STEPS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr,
+             STAGES: tl.constexpr, EXACT: tl.constexpr, OVERLAP: tl.constexpr):  # fmt: skip
+    """out [parts,M,N] = x [M,K] times the rows of w0, w1 and w2, which follow each other: tiles from `second` on are of
+    w1, from `third` on of w2."""
+    tile = tl.program_id(0)
+    part = tl.program_id(1)
+    w, own = w0, tile
+    if tile >= third:
+        w, own = w2, tile - third
+    elif tile >= second:
+        w, own = w1, tile - second
+    rows = (own * BN + tl.arange(0, BN)) % N
+    outputs = tile * BN + tl.arange(0, BN)
+    tokens = tl.arange(0, BM)
+    inner = part * STEPS * BK + tl.arange(0, BK)
+    w_at = w + rows.to(tl.int64)[:, None] * K + inner[None, :]
+    x_at = x + tokens[None, :] * K + inner[:, None]
+    there = (tokens < M)[None, :]
+    after(OVERLAP)
+    total = tl.zeros([BN, BM], tl.float32)
+    for step in tl.range(0, STEPS, num_stages=STAGES):
+        if EVEN:
+            weights = tl.load(w_at, eviction_policy="evict_first")
+            values = tl.load(x_at, mask=there, other=0.0)
+        else:
+            inside = inner + step * BK < K
+            weights = tl.load(w_at, mask=inside[None, :], other=0.0, eviction_policy="evict_first")
+            values = tl.load(x_at, mask=there & inside[:, None], other=0.0)
+        if EXACT:
+            total = tl.dot(weights, values, total, input_precision="ieee")
+        else:
+            total = tl.dot(weights, values, total)
+        w_at += BK
+        x_at += BK
+    out_at = out + (part * M + tokens[None, :]).to(tl.int64) * N + outputs[:, None]
+    tl.store(out_at, total, mask=there & (outputs < N)[:, None])
+
+
+@triton.jit(do_not_specialize=["M"])
+def _gated(x, gate, up, out, M, N, K,
+           STEPS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr,
+           STAGES: tl.constexpr, EXACT: tl.constexpr, OVERLAP: tl.constexpr):  # fmt: skip
+    """out [M,N] = silu(x times gate) * (x times up). A tile is BN rows of gate over the same BN rows of up."""
+    tile = tl.program_id(0)
+    both = tl.arange(0, 2 * BN)
+    rows = (tile * BN + both % BN) % N
+    tokens = tl.arange(0, BM)
+    inner = tl.arange(0, BK)
+    offset = rows.to(tl.int64)[:, None] * K + inner[None, :]
+    w_at = tl.where((both < BN)[:, None], gate + offset, up + offset)
+    x_at = x + tokens[None, :] * K + inner[:, None]
+    there = (tokens < M)[None, :]
+    after(OVERLAP)
+    total = tl.zeros([2 * BN, BM], tl.float32)
+    for step in tl.range(0, STEPS, num_stages=STAGES):
+        if EVEN:
+            weights = tl.load(w_at, eviction_policy="evict_first")
+            values = tl.load(x_at, mask=there, other=0.0)
+        else:
+            inside = inner + step * BK < K
+            weights = tl.load(w_at, mask=inside[None, :], other=0.0, eviction_policy="evict_first")
+            values = tl.load(x_at, mask=there & inside[:, None], other=0.0)
+        if EXACT:
+            total = tl.dot(weights, values, total, input_precision="ieee")
+        else:
+            total = tl.dot(weights, values, total)
+        w_at += BK
+        x_at += BK
+    gates, ups = tl.split(tl.permute(tl.reshape(total, [2, BN, BM]), [1, 2, 0]))
+    kind = out.dtype.element_ty
+    gates, ups = gates.to(kind).to(tl.float32), ups.to(kind).to(tl.float32)
+    sigmoid = 1 / (1 + tl.exp(-gates))
+    said = ((gates * sigmoid).to(kind).to(tl.float32) * ups).to(kind)
+    outputs = tile * BN + tl.arange(0, BN)
+    tl.store(out + tokens[None, :].to(tl.int64) * N + outputs[:, None], said, mask=there & (outputs < N)[:, None])
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How a matrix [N,K] is cut: tiles of `outputs` rows, `parts` of the inner dimension, `inner` numbers at a time."""
+
+    outputs: int
+    inner: int
+    parts: int
+    stages: int
+    warps: int
+
+    def steps(self, K: int) -> int:
+        return -(-K // (self.inner * self.parts))
+
+    def pipeline(self, tokens: int, size: int) -> int:
+        """Stages that fit the fast memory, for numbers of `size` bytes."""
+        return max(1, min(self.stages, _FAST // ((self.outputs + tokens) * self.inner * size)))
+
+    def even(self, K: int) -> bool:
+        return K % (self.inner * self.parts) == 0
+
+
+@cache
+def cut(N: int, K: int, align: int = 64) -> Cut:
+    """`align`: the rows at which another matrix begins are multiples of it."""
+    large = N * K >= _LARGE
+    inner, stages, fewest = (128, 4, 8) if large else (64, 8, 2)
+    outputs = 64
+    while outputs > 16 and align % outputs:
+        outputs //= 2
+    tiles, warps = -(-N // outputs), 4 if outputs == 64 else 2
+    for parts in range(_PARTS, 1, -1):
+        how = Cut(outputs, inner, parts, stages, warps)
+        if tiles * parts <= _PLACES and how.steps(K) >= fewest and (parts - 1) * how.steps(K) * inner < K:
+            return how
+    return Cut(outputs, inner, 1, stages, warps)
+
+
+@cache
+def _cut_of(shapes: tuple[int, ...], K: int) -> Cut:
+    align = 0
+    for rows in shapes[:-1]:
+        align = rows if not align else _common(align, rows)
+    return cut(sum(shapes), K, align or 64)
+
+
+def _common(a: int, b: int) -> int:
+    while b:
+        a, b = b, a % b
+    return a
+
+
+def parts_for(x: Tensor, weights: Sequence[Tensor]) -> Tensor:
+    """Room for `product`: [parts,M,N], to be summed by whoever reads it."""
+    sizes = tuple(w.shape[0] for w in weights)
+    shape = (1 if x.shape[0] > WIDE else _cut_of(sizes, x.shape[1]).parts, x.shape[0], sum(sizes))
+    return torch.empty(shape, dtype=x.dtype if x.shape[0] > WIDE else torch.float32, device=x.device)
+
+
+def product(x: Tensor, weights: Sequence[Tensor]) -> Tensor:
+    """[parts,M,N], to be summed: x [M,K] times each of one to three matrices [n,K], side by side."""
+    M, K = x.shape
+    out = parts_for(x, weights)
+    if M > WIDE:
+        at = 0
+        for w in weights:
+            torch.mm(x, w.t(), out=out[0, :, at : at + w.shape[0]])
+            at += w.shape[0]
+        return out
+    sizes = tuple(w.shape[0] for w in weights)
+    N, how, wide = sum(sizes), _cut_of(sizes, K), _wide(M)
+    w0, w1, w2 = (*weights, *([weights[0]] * (3 - len(weights))))
+    bounds = [sum(sizes[: i + 1]) // how.outputs if i + 1 < len(sizes) else 1 << 30 for i in range(2)]
+    _product[(-(-N // how.outputs), how.parts)](
+        x, w0, w1, w2, out, M, N, K, bounds[0], bounds[1],
+        STEPS=how.steps(K), BM=wide, BN=how.outputs, BK=how.inner, EVEN=how.even(K),
+        STAGES=how.pipeline(wide, x.element_size()), EXACT=x.dtype == torch.float32, num_warps=how.warps,
+        **overlapping(x.device))  # fmt: skip
+    return out
+
+
+def gated(x: Tensor, gate: Tensor, up: Tensor) -> Tensor:
+    """[M,N] = silu(x gate') * (x up')."""
+    (M, K), N = x.shape, gate.shape[0]
+    if M > WIDE:
+        return torch.nn.functional.silu(x @ gate.t()).mul_(x @ up.t())
+    out = torch.empty(M, N, dtype=x.dtype, device=x.device)
+    how, wide = cut(2 * N, K), _wide(M)
+    half = how.outputs // 2
+    _gated[(-(-N // half),)](
+        x, gate, up, out, M, N, K,
+        STEPS=-(-K // how.inner), BM=wide, BN=half, BK=how.inner, EVEN=K % how.inner == 0,
+        STAGES=how.pipeline(wide, x.element_size()), EXACT=x.dtype == torch.float32, num_warps=how.warps,
+        **overlapping(x.device))  # fmt: skip
+    return out
+
+
+def _wide(tokens: int) -> int:
+    return max(16, 1 << (tokens - 1).bit_length())

@@ -1,0 +1,119 @@
+"""Programs on a CUDA device: what was run once as it is, is captured the next time and replayed ever after."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch import Tensor
+
+from paceline.core.errors import PacelineWarning
+
+T = TypeVar("T")
+MOST = 48  # programs of one loop: the one that was not used for longest makes room
+_CAPTURING = threading.Lock()  # one capture at a time in a process
+
+
+@dataclass
+class _Program(Generic[T]):
+    graph: Any
+    result: T  # tensors in the memory of the graph: good until the next replay
+
+
+class Programs:
+    """Captured programs that share their memory. They run one after the other, on the stream of whoever asks.
+
+    A program is a function of tensors that stay where they are. The first time it is run as it is, which compiles what
+    it needs and makes the constants it uses; the second time it is captured. Where that fails, for want of memory or
+    because something in it cannot be captured, it is run as it is from then on, and a line says so.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.captured = 0  # so often, in all
+        self._pool: Any = None
+        self._made: dict[Hashable, _Program[Any] | None] = {}  # None: has run once
+        self._broken = False
+
+    def run(self, key: Hashable, program: Callable[[], T]) -> T:
+        if self._broken:
+            return program()
+        if key not in self._made:
+            self._make_way()
+            self._made[key] = None
+            return program()
+        made = self._made.pop(key)
+        if made is None:
+            made = self._capture(program)
+            if made is None:
+                return program()
+        self._made[key] = made  # now the last that was used
+        made.graph.replay()
+        result: T = made.result
+        return result
+
+    def mail(self, tensor: Tensor) -> Mail:
+        return Mail(tensor)
+
+    def forget(self) -> None:
+        """Tensors that programs use were replaced."""
+        self._made.clear()
+        self._pool = None  # it went with the last of them
+
+    def _make_way(self) -> None:
+        while len(self._made) >= MOST:
+            del self._made[next(iter(self._made))]
+        if not any(self._made.values()):
+            self._pool = None
+
+    def _capture(self, program: Callable[[], T]) -> _Program[T] | None:
+        with _CAPTURING:
+            try:
+                if self._pool is None:
+                    self._pool = torch.cuda.graph_pool_handle()
+                return self._captured(program)
+            except (torch.cuda.OutOfMemoryError, RuntimeError) as error:
+                self._broken = True
+                self._made.clear()
+                memory = isinstance(error, torch.cuda.OutOfMemoryError)
+                what = "there is not enough memory for it" if memory else " ".join(str(error).split())[:200]
+                warnings.warn(
+                    f"Rounds run one kernel at a time, more slowly: they could not be captured ({what}).",
+                    PacelineWarning,
+                    stacklevel=4,
+                )
+                return None
+
+    def _captured(self, program: Callable[[], T]) -> _Program[T]:
+        here = torch.cuda.current_stream(self.device)
+        stream = torch.cuda.Stream(self.device)
+        stream.wait_stream(here)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.stream(stream):
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            try:
+                result = program()
+            finally:
+                graph.capture_end()
+        here.wait_stream(stream)
+        self.captured += 1
+        return _Program(graph, result)
+
+
+class Mail:
+    """What a device has to say to the host: copied when its turn comes, read when it is needed."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._there = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        self._there.copy_(tensor, non_blocking=True)
+        self._sent = torch.cuda.Event()
+        self._sent.record(torch.cuda.current_stream(tensor.device))
+
+    def read(self) -> list[list[int]]:
+        self._sent.synchronize()
+        lines: list[list[int]] = self._there.tolist()
+        return lines

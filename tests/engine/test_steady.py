@@ -1,0 +1,143 @@
+"""Rounds of fixed shapes, as they are captured on a CUDA device; run as they are on a CPU, they write the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from typing import Any, TypeVar
+
+import pytest
+import torch
+from tests.toys import gpt2, llama
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import paceline
+from paceline.engine import flight
+from paceline.models.runners.programs import Rehearsal
+
+T = TypeVar("T")
+PROMPTS = [[1, 2, 3, 4, 5, 1, 2], [7, 8, 9], [3, 3, 3, 3, 3], [6, 1], [9]]
+SETTINGS: list[dict[str, Any]] = [
+    {},
+    {"temperature": 0.9, "seed": [3, 4, 5, 6, 7]},
+    {"temperature": [0.0, 0.9, 1.2, 0.0, 0.7], "top_k": [4, 0, 10, 4, 4], "top_p": 0.9, "seed": 1},
+    {"temperature": 0.8, "repetition_penalty": 1.3, "frequency_penalty": 0.2, "min_new_tokens": 6, "seed": 2,
+     "logit_bias": {3: -2.0}},
+]  # fmt: skip
+DRAFTS: list[tuple[Any, dict[str, Any]]] = [
+    (None, {}),
+    ("model", {}),
+    ("model", {"tree": "levels"}),
+    ("model", {"tree": "best-first", "branch": 3}),
+    ("model", {"tree": "static"}),
+    ("model", {"tree": "optimal"}),
+    ("prompt-lookup", {}),
+    ("ngram", {"branches": 3}),
+    ("recycling", {}),
+    ("early-exit", {"layers": 1}),
+    ("portfolio", {"drafters": ("suffix", "recycling")}),
+]
+
+
+class NoReads(TorchDispatchMode):
+    """Refuses what a captured program cannot do."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert not any(name in str(func) for name in ("_local_scalar_dense", "nonzero", "masked_select")), func
+        return func(*args, **(kwargs or {}))
+
+
+class Watched(Rehearsal):
+    """The first time a program may make its constants; after that it must not look at anything on the host."""
+
+    def __init__(self) -> None:
+        self.runs: dict[Hashable, int] = {}
+
+    def run(self, key: Hashable, program: Callable[[], T]) -> T:
+        self.runs[key] = self.runs.get(key, 0) + 1
+        if self.runs[key] == 1:
+            return program()
+        with NoReads():
+            return program()
+
+    def forget(self) -> None:
+        self.runs.clear()
+
+
+@pytest.fixture
+def programs(monkeypatch: pytest.MonkeyPatch) -> list[Watched]:
+    made: list[Watched] = []
+
+    def make(lm: Any) -> Watched | None:
+        if lm.runner == "eager":
+            return None
+        made.append(Watched())
+        return made[-1]
+
+    monkeypatch.setattr(flight, "programs_for", make)
+    return made
+
+
+def decoders(draft: Any, options: dict[str, Any], family: Callable[..., Any], **more: Any) -> Any:
+    target, small = family(0), family(1, **({"num_hidden_layers": 1} if family is llama else {"n_layer": 1}))
+    plain = paceline.SpeculativeDecoder(target, runner="eager", rows=5)
+    named = paceline.LanguageModel(small) if draft == "model" else draft
+    return plain, paceline.SpeculativeDecoder(target, named, options=options, **more)
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=["greedy", "sampled", "mixed", "penalised"])
+@pytest.mark.parametrize(("draft", "options"), DRAFTS, ids=str)
+@pytest.mark.parametrize("rows", [1, 3, 5])
+def test_the_same_texts(
+    draft: Any, options: dict[str, Any], settings: dict[str, Any], rows: int, programs: list[Watched]
+) -> None:
+    plain, steady = decoders(draft, options, llama, rows=rows)
+    for limit in (24, 30):  # the second time, whatever was made is used again
+        wanted = [out.tokens for out in plain.generate(PROMPTS, max_new_tokens=limit, **settings)]
+        got = [out.tokens for out in steady.generate(PROMPTS, max_new_tokens=limit, **settings)]
+        assert got == wanted
+    assert sum(count > 1 for watched in programs for count in watched.runs.values()) or draft == "early-exit"
+
+
+@pytest.mark.parametrize(("draft", "options"), DRAFTS[:3], ids=str)
+def test_another_architecture(draft: Any, options: dict[str, Any], programs: list[Watched]) -> None:
+    plain, steady = decoders(draft, options, gpt2)
+    assert [out.tokens for out in steady.generate(PROMPTS, max_new_tokens=24)] == [
+        out.tokens for out in plain.generate(PROMPTS, max_new_tokens=24)
+    ]
+
+
+@pytest.mark.parametrize("draft", [None, "model"])
+@pytest.mark.parametrize("rule", ["match", "ratio", "block", "traversal"])
+def test_stops_and_limits(draft: Any, rule: str, programs: list[Watched]) -> None:
+    """A round may have begun before the last one was read; what it wrote for a text that has ended is dropped."""
+    plain, steady = decoders(draft, {}, llama, rule=rule, rows=2)
+    limits = [1, 7, 24, 3, 12]
+    wanted = plain.generate(PROMPTS, max_new_tokens=limits)
+    ends = [[text.tokens[min(4, len(text.tokens) - 1)]] for text in wanted]
+    for settings in ({}, {"eos_token_ids": ends}):
+        wanted = plain.generate(PROMPTS, max_new_tokens=limits, **settings)
+        got = steady.generate(PROMPTS, max_new_tokens=limits, **settings)
+        assert [text.tokens for text in got] == [text.tokens for text in wanted]
+        assert [text.finish_reason for text in got] == [text.finish_reason for text in wanted]
+        for text in got:
+            committed = sum(len(r.path) + (r.own is not None) for r in text.trace.rounds)
+            assert committed == len(text.tokens)
+
+
+def test_streams_can_be_left(programs: list[Watched]) -> None:
+    _, steady = decoders("model", {}, llama)
+    stream = steady.stream(PROMPTS[0], max_new_tokens=40)
+    for _ in range(5):
+        next(stream)
+    stream.close()
+    again = steady.generate(PROMPTS[0], max_new_tokens=10).tokens
+    assert again == decoders(None, {}, llama)[0].generate(PROMPTS[0], max_new_tokens=10).tokens
+
+
+def test_rows_come_and_go_without_new_programs(programs: list[Watched]) -> None:
+    _, steady = decoders("model", {}, llama, rows=2)
+    steady.generate(PROMPTS[:2], max_new_tokens=[30, 8])
+    before = {key for watched in programs for key in watched.runs}
+    steady.generate([PROMPTS[2], PROMPTS[0], PROMPTS[1]], max_new_tokens=[8, 20, 9])
+    assert {key for watched in programs for key in watched.runs} <= before
+    assert torch.is_inference_mode_enabled() is False

@@ -1,0 +1,182 @@
+"""The kernels for CUDA devices, run by Triton's interpreter on a CPU: what they compute. That rows are alike to the bit
+is the device's to show (`tests/gpu`)."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
+
+from paceline.core.choice import Choice, NoiseTable
+from paceline.core.law import SamplingBatch
+from paceline.core.sampling import Sampling
+from paceline.core.scratch_rows import ScratchRows
+from paceline.core.verdict import BROKEN
+from paceline.models.cuda_pass import CudaPass, CudaPlan, cuda_plan
+from paceline.models.language_model import LanguageModel
+
+pytest.importorskip("triton")
+
+from paceline.kernels.cuda import product as products
+from paceline.kernels.cuda.attention import attend
+from paceline.kernels.cuda.choosing import race
+from paceline.kernels.cuda.layers import add_norm
+
+
+def close(got: Tensor, wanted: Tensor, within: float) -> None:
+    assert torch.isfinite(got).all()
+    assert (got.double() - wanted.double()).norm() <= within * wanted.double().norm()
+
+
+def draw(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+@pytest.mark.parametrize(("dtype", "within"), [(torch.float32, 1e-6), (torch.float16, 1e-3)])  # it knows no bfloat16
+@pytest.mark.parametrize(
+    ("M", "sizes", "K"),
+    [(1, (32,), 64), (3, (64, 32, 32), 80), (16, (48,), 576), (17, (100,), 144), (64, (16, 16, 16), 16)],
+)
+def test_product(M: int, sizes: tuple[int, ...], K: int, dtype: torch.dtype, within: float) -> None:
+    x, weights = draw(M, K, dtype=dtype), [draw(n, K, seed=i + 1, dtype=dtype) for i, n in enumerate(sizes)]
+    got = products.product(x, weights)
+    assert got.shape[1:] == (M, sum(sizes))
+    close(got.sum(0), x.double() @ torch.cat(weights).double().t(), within)
+
+
+@pytest.mark.parametrize("M", [1, 5, 65])
+@pytest.mark.parametrize(("N", "K"), [(48, 64), (33, 80), (96, 32)])
+def test_gated(M: int, N: int, K: int) -> None:
+    x, gate, up = draw(M, K), draw(N, K, seed=1), draw(N, K, seed=2)
+    wanted = torch.nn.functional.silu(x.double() @ gate.double().t()) * (x.double() @ up.double().t())
+    close(products.gated(x, gate, up), wanted, 1e-5)
+
+
+def test_a_matrix_is_cut_by_its_shape_and_the_parts_cover_it() -> None:
+    for N, K in [(12288, 4096), (4096, 11008), (960, 576), (576, 1536), (32000, 4096), (48, 16), (64, 208)]:
+        how = products.cut(N, K)
+        assert (how.parts - 1) * how.steps(K) * how.inner < K <= how.parts * how.steps(K) * how.inner
+        assert 64 % how.outputs == 0
+
+
+@pytest.mark.parametrize("parts", [None, 1, 4])
+@pytest.mark.parametrize(("take", "skip"), [(1, 0), (2, 3)])
+def test_add_norm(parts: int | None, take: int, skip: int) -> None:
+    M, D, eps = 10, 40, 1e-5
+    stream, weight, bias = draw(M, D), draw(D, seed=1), draw(D, seed=2)
+    added = None if parts is None else draw(parts, M, D, seed=3)
+    picked = torch.arange(M).view(-1, take + skip)[:, skip:].flatten()
+    after = stream.clone()
+    if added is not None:
+        after[picked] += added.sum(0)[picked] + bias
+    wanted = after[picked] * torch.rsqrt(after[picked].square().mean(-1, keepdim=True) + eps) * weight
+    out = torch.full((len(picked), D), float("nan"))
+    add_norm(added, stream, out, weight=weight, bias=bias, eps=eps, of=(take, skip))
+    close(out, wanted, 1e-5)
+    close(stream, after, 1e-6)
+
+
+@pytest.mark.parametrize(("heads", "kv", "width"), [(4, 4, 16), (6, 2, 24), (9, 3, 64)])
+@pytest.mark.parametrize("window", [0, 20])
+@pytest.mark.parametrize("shape", ["chain", "tree"])
+def test_attention(heads: int, kv: int, width: int, window: int, shape: str) -> None:
+    R, Q, S = 2, 5, 600
+    lengths = torch.tensor([300, 517])
+    keys, values = draw(3, kv, S, width), draw(3, kv, S, width, seed=1)
+    q = draw(R * Q, heads, width, seed=2)
+    if shape == "chain":
+        prefix = (lengths[:, None] + torch.arange(Q)).flatten()
+        tree, branches = None, [[list(range(p)) for p in row] for row in prefix.view(R, Q).tolist()]
+    else:  # the last token of the text, then nodes 0 -> 1, 0 -> 2, 2 -> 3 at the slots that follow
+        paths = [[], [0], [0, 1], [0, 2], [0, 2, 3]]
+        prefix = lengths[:, None].expand(R, Q).flatten().contiguous()
+        branch = torch.zeros(R, Q, 5, dtype=torch.int64)
+        for r in range(R):
+            for i, path in enumerate(paths):
+                branch[r, i, : len(path)] = lengths[r] + torch.tensor(path, dtype=torch.int64)
+        deep = torch.tensor([len(path) for path in paths]).repeat(R)
+        tree = (branch.view(R * Q, 5), deep, lengths)
+        branches = [[list(range(n)) + [n + node for node in path] for path in paths] for n in lengths.tolist()]
+    out = torch.full_like(q, float("nan"))
+    attend(q, (keys, values), prefix, out, Q, 530, 0.3, tree=tree, window=window)
+    wanted = torch.zeros_like(q, dtype=torch.float64)
+    for r in range(R):
+        for i in range(Q):
+            slots = branches[r][i][-window:] if window else branches[r][i]
+            for h in range(heads):
+                k, v = keys[r, h // (heads // kv), slots].double(), values[r, h // (heads // kv), slots].double()
+                wanted[r * Q + i, h] = ((k @ q[r * Q + i, h].double()) * 0.3).softmax(0) @ v
+    close(out, wanted, 1e-5)
+
+
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
+@pytest.mark.parametrize("heats", [(0.0, 0.0), (0.8, 1.3), (0.7, 0.0)])
+@pytest.mark.parametrize("V", [40, 2048, 5000])
+def test_race_picks_what_the_law_picks(heats: tuple[float, float], V: int) -> None:
+    batch = SamplingBatch([Sampling(temperature=heat, seed=7 + i) for i, heat in enumerate(heats)], [(), ()], "cpu")
+    length = torch.tensor([[11], [300]])
+    choice = Choice(batch, NoiseTable(batch, length, 4), slice(0, 4))
+    logits = draw(2, 4, V, seed=3) * 3
+    logits[0, 1] = float("nan")
+    logits[1, 2, 5] = float("nan")
+    logits[1, 3] = float("-inf")
+    from paceline.core.noise import Purpose
+
+    some = None if not any(heats) else batch.column("temperature", torch.float32)
+    key = None if some is None else batch.key(Purpose.TARGET)
+    got = race(logits, some, key, choice.position, BROKEN)
+    wanted = choice.pick(logits)
+    assert got.tolist() == wanted.tolist()
+    assert (got == BROKEN).sum() == 3
+
+
+MODELS: dict[str, Any] = {
+    "llama": LlamaConfig,
+    "mistral with a window": lambda **more: MistralConfig(sliding_window=24, **more),
+    "qwen2 with biases": Qwen2Config,
+    "qwen3 with norms": lambda **more: Qwen3Config(head_dim=16, **more),
+    "llama of odd heads": lambda **more: LlamaConfig(**{**more, "num_attention_heads": 6, "head_dim": 24}),
+}
+
+
+def model(name: str) -> LanguageModel:
+    sizes = {"vocab_size": 80, "hidden_size": 96, "intermediate_size": 80, "num_hidden_layers": 2,
+             "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128,
+             "initializer_range": 0.3}  # fmt: skip
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        return LanguageModel(AutoModelForCausalLM.from_config(MODELS[name](**sizes)).float().eval())
+
+
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
+@pytest.mark.parametrize("name", MODELS)
+@torch.inference_mode()
+def test_a_pass_says_what_transformers_says(name: str) -> None:
+    """A prompt of ragged rows, a tree, a chain after it, and the rows that were kept."""
+    lm = model(name)
+    plan = cuda_plan(lm.model, lm.architecture.kinds, lm.architecture.window, lm.logits)
+    assert isinstance(plan, CudaPlan), plan
+    eager = copy.copy(lm)
+    eager.runner = "eager"
+    texts = [[(7 * i + r) % 80 for i in range(length)] for r, length in enumerate((40, 3, 17))]
+    tokens = torch.arange(3 * 5).view(3, 5) * 5 % 80
+    parents = torch.tensor([-1, 0, 0, 2, -1]).expand(3, 5)
+    said = []
+    for kernels in (None, CudaPass(plan)):
+        rows = ScratchRows(lm.device)
+        rows.admit(texts)
+        reader = eager.reader()
+        reader._kernels = kernels
+        reader._last_alone = True
+        width = reader.begin(rows, 0, 64)
+        tree = reader.extend(rows, width, tokens, parents).logits
+        reader.keep(rows, torch.tensor([0, 2, 3]).expand(3, 3))
+        rows.rewrite(rows.lengths, [[int(tokens[r, node]) for node in (0, 2, 3)] + [9] for r in range(3)])
+        chain = reader.extend(rows, 1, tokens[:, :3].contiguous()).logits
+        said.append((tree, chain))
+    for theirs, ours in zip(*said, strict=True):
+        close(ours, theirs, 2e-5)

@@ -27,9 +27,19 @@ ROOM = 24  # the smallest room a test asks for, so that the cache has to grow
 class Texts:
     """Rows as a reader sees them (`core.contracts.RowsView`), changed by hand."""
 
+    bound: int | None = None
+
     def __init__(self) -> None:
         self.histories: list[list[int]] = []
         self._sync()
+
+    @property
+    def capacity(self) -> int:
+        return self.count
+
+    @property
+    def room(self) -> int:
+        return max(self.lengths)
 
     def _sync(self) -> None:
         self.lengths = [len(row) for row in self.histories]

@@ -123,8 +123,8 @@ def test_a_round_is_cheap_outside_the_passes(
 
 FREE = Costs({1: {1: 1.0, 64: 1.01}})  # seconds: everything pays
 WITHOUT = {
-    "none": ("none", 16, 250),
-    "suffix": ("suffix", 28, 450),
+    "none": ("none", 16, 265),
+    "suffix": ("suffix", 28, 460),
     "auto": (("auto", {"costs": FREE, "drafters": ("suffix",)}), 32, 700),
 }
 

@@ -23,6 +23,7 @@ class FakeModel:
     """A target whose passes take what they are told to, on a clock of its own."""
 
     device, vocabulary, context = torch.device("cpu"), 40, 2048
+    capturable = False
 
     def __init__(self, seconds: Callable[[int, int, int], float]) -> None:
         self.time, self.passes, self._seconds = 0.0, [], seconds

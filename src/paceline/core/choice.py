@@ -78,7 +78,7 @@ class Choice:
 
     def pick(self, logits: Tensor) -> Tensor:
         """[R,Q]: the target's token at each place, or BROKEN where none can be chosen."""
-        quick = self._quick(logits)
+        quick = self._quick(logits) if RACES else None
         if quick is not None:
             return quick
         if self.batch.deterministic:
@@ -88,24 +88,24 @@ class Choice:
             return torch.where(value - value == 0, index, BROKEN)
         return self._race(self.law(logits), logits.shape[-1], Purpose.TARGET)
 
-    def _quick(self, logits: Tensor) -> Tensor | None:
+    def _quick(self, logits: Tensor, broken: int = BROKEN) -> Tensor | None:
         """The same token by the race of its device, where that has one and nothing else is asked for but heat."""
         race = RACES.get(logits.device.type)
         if race is None or self.prefix is not None or logits.dtype == torch.float64:
             return None
         if self.batch.deterministic:
-            return race(logits, None, None, None, BROKEN)
+            return race(logits, None, None, None, broken)
         if not self.batch.used <= {"temperature", "seed"}:
             return None
         heat, key = self.batch.column("temperature", torch.float32), self.batch.key(Purpose.TARGET)
-        return race(logits, heat, key, self.position, BROKEN)
+        return race(logits, heat, key, self.position, broken)
 
     def guess(self, logits: Tensor, draw: Draw) -> tuple[Tensor, Law | None]:
         """[R,Q]: one drafted token per place, and the law it was drawn from (None: a point mass; of a coupled draft
         nobody looks at it)."""
-        quick = self._quick(logits) if draw == "coupled" else None
+        quick = self._quick(logits, broken=0) if RACES and draw == "coupled" else None
         if quick is not None:
-            return quick.clamp(min=0), None if self.batch.deterministic else Law(logits)
+            return quick, None if self.batch.deterministic else Law(logits)
         if self.batch.deterministic or draw == "certain":
             return first_best(self.batch.edit(logits, self.prefix)), None
         law = self.law(logits)

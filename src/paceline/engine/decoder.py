@@ -13,7 +13,8 @@ from paceline.core.errors import InputError, UnknownNameError
 from paceline.core.registry import build_options
 from paceline.drafters.making import make_drafter
 from paceline.models import load
-from paceline.models.language_model import LanguageModel, check_prompt
+from paceline.models.language_model import LanguageModel
+from paceline.models.prompt_reading import check_prompt
 from paceline.models.running import kind_of, parts, prepare, running, usual_nodes
 
 from .beams import BeamGroup

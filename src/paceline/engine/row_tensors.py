@@ -55,10 +55,10 @@ class RowTensors:
 
     def write(self, verdict: Verdict, tree: TokenTree) -> Tensor:
         """Commit what was decided; returns all of it as one tensor [R,C], for the one read of a round (`Rows.commit`
-        takes it apart). A text that has reached its end stays as it is."""
+        takes it apart)."""
         steps = verdict.emitted.shape[1]
         self.text.scatter_(1, self.length + arange(0, steps, self.text.device), verdict.emitted)
-        self.length.add_(torch.minimum(verdict.accepted + 1, self.end - self.length))
+        self._advance(verdict.accepted)
         if self.counts is not None and self.seen is not None:
             real = (verdict.emitted >= 0).to(torch.int64)
             for table in (self.counts, self.seen):
@@ -68,6 +68,9 @@ class RowTensors:
         columns += [tree.parents] if tree.parents is not None else []
         columns += [tree.count.unsqueeze(1)] if tree.count is not None else []
         return torch.cat(columns, 1)
+
+    def _advance(self, accepted: Tensor) -> None:
+        self.length.add_(accepted).add_(1)
 
 
 def _with_path(base: Tensor | None, path: tuple[Tensor, Tensor] | None, Q: int) -> Tensor | None:

@@ -134,17 +134,13 @@ class Rows(RowTensors):
 
     # ---- coming and going
 
-    @property
-    def capacity(self) -> int:
-        """Rows that memories should have room for."""
-        return max(self.count, self._spare(self.count))
-
     def admit(self, new: Sequence[Row], slack: int) -> int:
         """Add rows at the end; returns the first new index. `slack` is the most tokens a round adds."""
         first = self.count
         self.live += new
         self.lengths = self.lengths + [len(row.prompt) for row in new]
         self.histories += [list(row.prompt) for row in new]
+        self.capacity = max(self.count, self._spare(self.count))
         self.room = max(self.room, *(len(row.prompt) + row.limit + slack + 1 for row in new))
         self._reserve()
         for offset, row in enumerate(new):
@@ -184,6 +180,7 @@ class Rows(RowTensors):
     def refresh(self) -> None:
         """Rebuild what depends on who is live: the views, the settings, the token counts."""
         self.seated += 1
+        self.capacity = max(self.count, self._spare(self.count))  # rows that memories should have room for
         some = slice(0, self.count)
         self.text, self.length = self.store[some], self.all_lengths[some]
         self.prompt_length, self.end = self.all_prompts[some], self.all_ends[some]

@@ -70,6 +70,10 @@ class SteadyRows(RowTensors):
         self._seated = rows.seated
         self.batch.adopt(*self._seats(rows))
 
+    def _advance(self, accepted: Tensor) -> None:
+        """A text that has reached its end stays as it is: its last round may not have been read yet."""
+        self.length.add_(torch.minimum(accepted + 1, self.end - self.length))
+
     def limited(self, tree: TokenTree) -> TokenTree:
         """No chain goes past the last token of its row: that one is the target's own."""
         if not tree.is_chain or tree.nodes == 0:

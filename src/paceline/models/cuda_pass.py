@@ -71,20 +71,25 @@ class CudaPass:
     """Runs passes of one model. It holds no memory: that is the reader's."""
 
     most = 2048  # tokens of prompts in one pass; transformers is better at more
+    strict: bool  # the same bits for more tokens, too, than our products are best at
 
     def read(self, cache: SlotCache, first: int, ids: Tensor, position: Tensor) -> None:
         """Read a piece of the prompts of the rows `first`...: ids and positions [R,Q]; nobody asks what comes next."""
-        self._first = first
+        strict: bool = self.strict
+        self._first, self.strict = first, False  # a prompt is read once, and alike for everybody
         try:
-            self(cache, ids, position, position, Sight(position + 1), 1, vocabulary=self.plan.head.shape[0])
+            self(cache, ids, position, position, Sight(None), 1, vocabulary=self.plan.head.shape[0])
         finally:
-            self._first = 0
+            self._first, self.strict = 0, strict
 
-    def __init__(self, plan: CudaPlan) -> None:
+    def __init__(self, plan: CudaPlan, strict: bool = False) -> None:
+        from paceline.kernels.cuda.attention import COUNTS
         from paceline.kernels.cuda.choosing import race
 
         self.plan = plan
+        self.strict = strict
         self._first = 0  # the first row that is being read
+        self._done = torch.zeros(COUNTS, dtype=torch.int32, device=plan.table.device)
         RACES.setdefault(plan.table.device.type, race)
 
     def __call__(
@@ -133,7 +138,7 @@ class CudaPass:
             said = torch.empty(R * keep, D, dtype=kind, device=device)
             add_norm(added, stream, said, weight=plan.norm, eps=plan.eps, of=(keep, Q - keep))
             tapped[len(plan.layers)] = said.view(R, keep, D)
-            parts = product(said, [plan.head])
+            parts = product(said, [plan.head], self.strict)
             logits = parts[0]
             for more in parts[1:]:
                 logits = logits + more
@@ -148,17 +153,22 @@ class CudaPass:
 
         plan, layer, M = self.plan, self.plan.layers[index], stream.shape[0]
         memory = (seen.cache.keys[index][self._first :], seen.cache.values[index][self._first :])
-        qkv = product(hidden, layer.qkv)
+        qkv = product(hidden, layer.qkv, self.strict)
         q = torch.empty(M, plan.heads, plan.width, dtype=stream.dtype, device=stream.device)
         turn(qkv, seen.angles, seen.position, seen.slots, q, memory, seen.per_row, bias=layer.qkv_bias,
              norms=layer.norms, eps=plan.eps)  # fmt: skip
         mixed = torch.empty_like(q)
-        attend(q, memory, seen.prefix, mixed, seen.per_row, seen.visible, plan.scale, tree=seen.tree,
-               window=layer.window)  # fmt: skip
+        attend(q, memory, seen.prefix, mixed, seen.per_row, seen.visible, plan.scale, done=self._done,
+               tree=seen.tree, window=layer.window, ahead=seen.ahead)  # fmt: skip
         add_norm(
-            product(mixed.view(M, -1), [layer.o]), stream, hidden, weight=layer.after, bias=layer.o_bias, eps=plan.eps
+            product(mixed.view(M, -1), [layer.o], self.strict),
+            stream,
+            hidden,
+            weight=layer.after,
+            bias=layer.o_bias,
+            eps=plan.eps,
         )
-        return product(gated(hidden, layer.gate, layer.up), [layer.down])
+        return product(gated(hidden, layer.gate, layer.up, self.strict), [layer.down], self.strict)
 
 
 class _Seen:
@@ -171,7 +181,8 @@ class _Seen:
         self.visible = cache.get_mask_sizes(0)[0]
         self.angles = run.plan.turned(self.visible)
         self.position, self.slots = position.flatten().contiguous(), slots.flatten().contiguous()
-        self.prefix = sight.prefix.flatten().contiguous()
+        self.prefix = self.slots if sight.prefix is None else sight.prefix.flatten().contiguous()
+        self.ahead = 1 if sight.prefix is None else 0
         self.tree = sight.branches()
 
 

@@ -31,10 +31,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Sight:
-    """What each token of a pass sees: the slots before `prefix` [R,Q] and, in a tree, those of its branch: `members`
-    [R,Q,M] among the M scratch slots that follow a row's text of `length` [R,1]."""
+    """What each token of a pass sees: the slots before `prefix` [R,Q] (None: up to its own) and, in a tree, those of
+    its branch: `members` [R,Q,M] among the M scratch slots that follow a row's text of `length` [R,1]."""
 
-    prefix: Tensor
+    prefix: Tensor | None
     members: Tensor | None = None
     length: Tensor | None = None
 
@@ -43,6 +43,7 @@ class Sight:
         assert self.members is not None
         assert self.length is not None
         members = self.members.numpy()  # a handful of numbers: numpy is done before torch has begun
+        assert self.prefix is not None
         starts = np.zeros(self.prefix.numel() + 1, np.int64)
         np.cumsum(members.sum(-1).ravel(), out=starts[1:])
         row, _, member = members.nonzero()
@@ -129,7 +130,8 @@ class KernelPass:
         for layer, tensor in seen.items():
             tapped[layer] = tensor.data_ptr()
         lists = ("ids", "position", "slot", "prefix", "extra", "extras")
-        held = [t.to(torch.int64).contiguous() for t in (ids, position, slots, sight.prefix, starts, extras)]
+        prefix = slots + 1 if sight.prefix is None else sight.prefix
+        held = [t.to(torch.int64).contiguous() for t in (ids, position, slots, prefix, starts, extras)]
         given = None if part.given is None else part.given.contiguous()
         _check(held[0], plan.vocabulary, cache.keys[0], R, visible)
         assert vocabulary <= plan.said

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from paceline.core.contracts import Glimpse, Reader, Reading, RowsView, Runner, arange
-from paceline.core.errors import InputError
 from paceline.core.tree import closure
 
 from . import masks, openmp
 from .architecture import TESTED, refuse_dropout, study
 from .kernel_pass import KernelPass, Part, Sight, kernel_pass
+from .prompt_reading import PromptReader
 from .runners.eager import EagerRunner
 from .slot_cache import SlotCache
 
@@ -120,6 +120,7 @@ class SlotReader:
         self._runner = runner
         self._model: Any = lm.model if model is None else model  # what a pass runs: all of it, or one part (early exit)
         self._kernels: KernelPass | CudaPass | None = kernel_pass(lm, self._model)
+        self._prompts = PromptReader(lm, self._kernels)  # where kernels read them
         self._taps = tuple(round(share * lm.layers) for share in taps)
         self._last_alone = bool(taps) or self._kernels is not None  # all of a prompt but its last token is read first
         self._scratch = 0
@@ -165,7 +166,9 @@ class SlotReader:
             ids = rows.text[first : rows.count, start:stop].clamp(min=0)  # past its end a row holds anything
             self.cache.aim(slice(first, rows.count), start, stop, start)
             if self._kernels is not None and not self._taps and ids.numel() <= self._kernels.most:
-                self._kernels.read(self.cache, first, self._known(ids), position)
+                if self.largest is not None:
+                    ids = ids.clamp(max=self.largest)
+                self._prompts.read(self.cache, first, ids, start)
                 continue
             allowed = None if start == 0 and self._may_omit_mask() else masks.chain_mask(position, stop)
             keys = masks.key_positions(position[:, :1], None, stop)
@@ -205,23 +208,20 @@ class SlotReader:
         allowed = masks.tree_mask(position, rows.length, ancestors[:, M:], visible)
         return self._pass(ids, position, allowed, masks.key_positions(rows.length, depth, visible), keep)
 
-    def _known(self, ids: Tensor) -> Tensor:
-        """Token ids as this model knows them."""
-        return ids if self.largest is None else ids.clamp(max=self.largest)
-
     def _by_kernels(
         self, rows: RowsView, ids: Tensor, slots: Tensor, fed: int, parents: Tensor | None, keep: int
     ) -> Reading:
         """The pass of an `extend`, by kernels of our own: each token with the slots it sees instead of a mask."""
         assert self._kernels is not None
-        position, sight = slots, Sight(slots + 1)
+        position, sight = slots, Sight(None)
         if parents is not None or self._parents is not None:
             M, width = self._scratch - fed, ids.shape[1] - fed
             depth, ancestors = self._grow(rows.count, fed, parents)
             position = torch.cat([slots[:, :width], rows.length + depth[:, M:]], 1)
             members = torch.nn.functional.pad(ancestors[:, M:], (0, 0, width, 0))
             sight = Sight(torch.cat([slots[:, :width] + 1, rows.length.expand(-1, fed)], 1), members, rows.length)
-        ids = self._known(ids)
+        if self.largest is not None:
+            ids = ids.clamp(max=self.largest)
         openmp.rest()
         reading, self._said = self._kernels(
             self.cache, ids, position, slots, sight, keep, self._taps, vocabulary=self.lm.logits, part=self._part
@@ -261,7 +261,8 @@ class SlotReader:
     ) -> Reading:
         """Logits of the last `keep` tokens, taps of the last `tapped` (as many, if not said)."""
         shape = self.lm.architecture
-        ids = self._known(ids)
+        if self.largest is not None:
+            ids = ids.clamp(max=self.largest)
         inputs: dict[str, Any] = {"input_ids": ids, "past_key_values": self.cache, "use_cache": True}
         visible = self.cache.get_mask_sizes(0)[0]
         if shape.alibi:
@@ -340,16 +341,3 @@ def _parting(first: list[int], second: list[int]) -> int:
         middle = (low + high + 1) // 2
         low, high = (middle, high) if first[low:middle] == second[low:middle] else (low, middle - 1)
     return low
-
-
-def check_prompt(tokens: Sequence[int], lm: LanguageModel) -> None:
-    """A prompt must exist, fit the context with room for one token, and use the model's own ids."""
-    if not tokens:
-        raise InputError("The prompt is empty; give at least one token.")
-    if len(tokens) >= lm.context:
-        raise InputError(
-            f"The prompt has {len(tokens)} tokens, the context of {lm.name} ends at {lm.context}; shorten it."
-        )
-    for token in tokens:
-        if not 0 <= token < lm.vocabulary:
-            raise InputError(f"The prompt has token id {token}, outside the vocabulary of {lm.vocabulary} tokens.")

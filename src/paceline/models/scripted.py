@@ -140,7 +140,9 @@ class _ScriptReader(SlotReader):
     def _heard(self, reading: Reading, ids: Tensor, position: Tensor) -> Reading:
         if self._base is not None:
             keep = reading.logits.shape[1]
-            step = (position[:, -keep:] + 1 - self._base).clamp(0, self.script.shape[1] - 1)
+            step: Tensor | int = 0
+            if self.script.shape[1] > 1:
+                step = (position[:, -keep:] + 1 - self._base).clamp(0, self.script.shape[1] - 1)
             _say(reading.logits, self.script[ids[:, -keep:], step])
         return reading
 

@@ -18,11 +18,12 @@ from paceline.core.scratch_rows import ScratchRows
 from paceline.core.verdict import BROKEN
 from paceline.models.cuda_pass import CudaPass, CudaPlan, cuda_plan
 from paceline.models.language_model import LanguageModel
+from paceline.models.prompt_reading import PromptReader
 
 pytest.importorskip("triton")
 
 from paceline.kernels.cuda import product as products
-from paceline.kernels.cuda.attention import attend
+from paceline.kernels.cuda.attention import COUNTS, attend
 from paceline.kernels.cuda.choosing import race
 from paceline.kernels.cuda.layers import add_norm
 
@@ -80,6 +81,7 @@ def test_add_norm(parts: int | None, take: int, skip: int) -> None:
     close(stream, after, 1e-6)
 
 
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # of rows that are padding
 @pytest.mark.parametrize(("heads", "kv", "width"), [(4, 4, 16), (6, 2, 24), (9, 3, 64)])
 @pytest.mark.parametrize("window", [0, 20])
 @pytest.mark.parametrize("shape", ["chain", "tree"])
@@ -102,7 +104,9 @@ def test_attention(heads: int, kv: int, width: int, window: int, shape: str) -> 
         tree = (branch.view(R * Q, 5), deep, lengths)
         branches = [[list(range(n)) + [n + node for node in path] for path in paths] for n in lengths.tolist()]
     out = torch.full_like(q, float("nan"))
-    attend(q, (keys, values), prefix, out, Q, 530, 0.3, tree=tree, window=window)
+    done = torch.zeros(COUNTS, dtype=torch.int32)
+    attend(q, (keys, values), prefix - 1, out, Q, 530, 0.3, done=done, tree=tree, window=window, ahead=1)
+    assert not done.any()
     wanted = torch.zeros_like(q, dtype=torch.float64)
     for r in range(R):
         for i in range(Q):
@@ -171,6 +175,7 @@ def test_a_pass_says_what_transformers_says(name: str) -> None:
         rows.admit(texts)
         reader = eager.reader()
         reader._kernels = kernels
+        reader._prompts = PromptReader(lm, kernels)
         reader._last_alone = True
         width = reader.begin(rows, 0, 64)
         tree = reader.extend(rows, width, tokens, parents).logits

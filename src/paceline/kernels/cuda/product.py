@@ -18,6 +18,7 @@ from torch import Tensor
 from .launching import after, overlapping
 
 WIDE = 64  # tokens from which torch's own product is faster
+_MOST = 128  # tokens of one launch
 _PARTS = 4
 _LARGE = 1 << 22  # weights from which a matrix is worth deep pipelines
 _FAST = 200 << 10  # bytes of fast memory that the pipeline of a tile may take
@@ -154,49 +155,55 @@ def _common(a: int, b: int) -> int:
     return a
 
 
-def parts_for(x: Tensor, weights: Sequence[Tensor]) -> Tensor:
-    """Room for `product`: [parts,M,N], to be summed by whoever reads it."""
-    sizes = tuple(w.shape[0] for w in weights)
-    shape = (1 if x.shape[0] > WIDE else _cut_of(sizes, x.shape[1]).parts, x.shape[0], sum(sizes))
-    return torch.empty(shape, dtype=x.dtype if x.shape[0] > WIDE else torch.float32, device=x.device)
-
-
-def product(x: Tensor, weights: Sequence[Tensor]) -> Tensor:
-    """[parts,M,N], to be summed: x [M,K] times each of one to three matrices [n,K], side by side."""
-    M, K = x.shape
-    out = parts_for(x, weights)
-    if M > WIDE:
-        at = 0
-        for w in weights:
-            torch.mm(x, w.t(), out=out[0, :, at : at + w.shape[0]])
-            at += w.shape[0]
+def product(x: Tensor, weights: Sequence[Tensor], strict: bool = False) -> Tensor:
+    """[parts,M,N], to be summed: x [M,K] times each of one to three matrices [n,K], side by side. Of more than `WIDE`
+    tokens by torch, which is faster and gives a token other bits; strict: not so."""
+    (M, K), sizes = x.shape, tuple(w.shape[0] for w in weights)
+    N, how = sum(sizes), _cut_of(sizes, K)
+    if M > WIDE and not strict:
+        out = torch.empty(1, M, N, dtype=x.dtype, device=x.device)
+        for w, into in zip(weights, out[0].split(sizes, 1), strict=True):
+            torch.mm(x, w.t(), out=into)
         return out
-    sizes = tuple(w.shape[0] for w in weights)
-    N, how, wide = sum(sizes), _cut_of(sizes, K), _wide(M)
+    out = torch.empty(how.parts, M, N, dtype=torch.float32, device=x.device)
     w0, w1, w2 = (*weights, *([weights[0]] * (3 - len(weights))))
     bounds = [sum(sizes[: i + 1]) // how.outputs if i + 1 < len(sizes) else 1 << 30 for i in range(2)]
-    _product[(-(-N // how.outputs), how.parts)](
-        x, w0, w1, w2, out, M, N, K, bounds[0], bounds[1],
-        STEPS=how.steps(K), BM=wide, BN=how.outputs, BK=how.inner, EVEN=how.even(K),
-        STAGES=how.pipeline(wide, x.element_size()), EXACT=x.dtype == torch.float32, num_warps=how.warps,
-        **overlapping(x.device))  # fmt: skip
+    for some, wide in _pieces(x):
+        into = out if some is x else torch.empty(how.parts, some.shape[0], N, dtype=out.dtype, device=x.device)
+        _product[(-(-N // how.outputs), how.parts)](
+            some, w0, w1, w2, into, some.shape[0], N, K, bounds[0], bounds[1],
+            STEPS=how.steps(K), BM=wide, BN=how.outputs, BK=how.inner, EVEN=how.even(K),
+            STAGES=how.pipeline(wide, x.element_size()), EXACT=x.dtype == torch.float32, num_warps=how.warps,
+            **overlapping(x.device))  # fmt: skip
+        if into is not out:
+            at = some.storage_offset() // K - x.storage_offset() // K
+            out[:, at : at + some.shape[0]] = into
     return out
 
 
-def gated(x: Tensor, gate: Tensor, up: Tensor) -> Tensor:
-    """[M,N] = silu(x gate') * (x up')."""
+def gated(x: Tensor, gate: Tensor, up: Tensor, strict: bool = False) -> Tensor:
+    """[M,N] = silu(x gate') * (x up'); see `product`."""
     (M, K), N = x.shape, gate.shape[0]
-    if M > WIDE:
+    if M > WIDE and not strict:
         return torch.nn.functional.silu(x @ gate.t()).mul_(x @ up.t())
     out = torch.empty(M, N, dtype=x.dtype, device=x.device)
-    how, wide = cut(2 * N, K), _wide(M)
+    how = cut(2 * N, K)
     half = how.outputs // 2
-    _gated[(-(-N // half),)](
-        x, gate, up, out, M, N, K,
-        STEPS=-(-K // how.inner), BM=wide, BN=half, BK=how.inner, EVEN=K % how.inner == 0,
-        STAGES=how.pipeline(wide, x.element_size()), EXACT=x.dtype == torch.float32, num_warps=how.warps,
-        **overlapping(x.device))  # fmt: skip
+    for some, wide in _pieces(x):
+        at = some.storage_offset() // K - x.storage_offset() // K
+        _gated[(-(-N // half),)](
+            some, gate, up, out[at:], some.shape[0], N, K,
+            STEPS=-(-K // how.inner), BM=wide, BN=half, BK=how.inner, EVEN=K % how.inner == 0,
+            STAGES=how.pipeline(wide, x.element_size()), EXACT=x.dtype == torch.float32, num_warps=how.warps,
+            **overlapping(x.device))  # fmt: skip
     return out
+
+
+def _pieces(x: Tensor) -> list[tuple[Tensor, int]]:
+    """The tokens that one launch takes, and how many it has room for."""
+    if x.shape[0] <= _MOST:
+        return [(x, _wide(x.shape[0]))]
+    return [(some, _wide(some.shape[0])) for some in x.split(_MOST)]
 
 
 def _wide(tokens: int) -> int:

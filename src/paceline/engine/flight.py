@@ -88,6 +88,10 @@ class Hangar:
         """Rows to have room for: captured programs come in powers of two."""
         return count if self._programs is None else 1 << max(0, count - 1).bit_length()
 
+    def ample(self, room: int) -> int:
+        """Slots to have room for: not every length of a text needs programs of its own."""
+        return room if self._programs is None else -(-room // _SHORTEST) * _SHORTEST
+
     def rows_for(self, loop: Loop) -> SteadyRows | None:
         """The rows as the program of the next round sees them; None: no program can run it."""
         rows = loop.rows
@@ -104,7 +108,7 @@ class Hangar:
             self._drafts.clear()
             self._stamp = stamp
         longest = max(rows.lengths) + len(loop.flights) * (loop.gamma + 1)
-        bound = max(_SHORTEST, 1 << (longest + loop.gamma).bit_length())
+        bound = min(max(_SHORTEST, 1 << (longest + loop.gamma).bit_length()), rows.room - loop.nodes - 1)
         key = (rows.capacity, bound, rows.batch.kind)
         found = self._rows.get(key)
         if found is None:

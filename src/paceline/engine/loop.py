@@ -35,7 +35,7 @@ class Loop:
         self.target, self.drafter, self.rule = target, drafter, rule
         self.gamma, self.nodes = gamma, nodes
         self._hangar = Hangar(target, rule)
-        self.rows = Rows(target.vocabulary, target.device, self._hangar.spare)
+        self.rows = Rows(target.vocabulary, target.device, self._hangar.spare, self._hangar.ample)
         self.width = 1  # committed tokens the next pass of the target must read
         self.flights: deque[Flight] = deque()  # rounds whose outcome was not read yet
         self._landed: list[Event] = []  # of rounds that had to be read early

@@ -95,9 +95,15 @@ class Rows(RowTensors):
 
     bound: int | None = None  # the lengths on the host are those of the texts
 
-    def __init__(self, vocabulary: int, device: torch.device, spare: Callable[[int], int] = int) -> None:
+    def __init__(
+        self,
+        vocabulary: int,
+        device: torch.device,
+        spare: Callable[[int], int] = int,
+        ample: Callable[[int], int] = int,
+    ) -> None:
         self.vocabulary, self.device = vocabulary, device
-        self._spare = spare
+        self._spare, self._ample = spare, ample  # rows and slots to have room for, where so many are needed
         self.live: list[Row] = []
         self.lengths: list[int] = []
         self.histories: list[list[int]] = []
@@ -141,7 +147,7 @@ class Rows(RowTensors):
         self.lengths = self.lengths + [len(row.prompt) for row in new]
         self.histories += [list(row.prompt) for row in new]
         self.capacity = max(self.count, self._spare(self.count))
-        self.room = max(self.room, *(len(row.prompt) + row.limit + slack + 1 for row in new))
+        self.room = max(self.room, *(self._ample(len(row.prompt) + row.limit + slack + 1) for row in new))
         self._reserve()
         for offset, row in enumerate(new):
             self.store[first + offset, : len(row.prompt)] = torch.tensor(row.prompt, device=self.device)

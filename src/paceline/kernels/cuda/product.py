@@ -7,7 +7,7 @@ dimension; parts are summed by whoever reads the result, in their order. How a m
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 import torch
@@ -20,6 +20,7 @@ from .launching import after, overlapping
 WIDE = 64  # tokens from which torch's own product is faster
 _MOST = 128  # tokens of one launch
 _PARTS = 4
+_MANY = 64  # tokens of a tile from which shorter steps are better
 _LARGE = 1 << 22  # weights from which a matrix is worth deep pipelines
 _FAST = 200 << 10  # bytes of fast memory that the pipeline of a tile may take
 _PLACES = 264  # tiles that run at once: two on each of an H100's or H200's processors
@@ -117,9 +118,12 @@ class Cut:
     def steps(self, K: int) -> int:
         return -(-K // (self.inner * self.parts))
 
-    def pipeline(self, tokens: int, size: int) -> int:
-        """Stages that fit the fast memory, for numbers of `size` bytes."""
-        return max(1, min(self.stages, _FAST // ((self.outputs + tokens) * self.inner * size)))
+    def pipeline(self, tokens: int, size: int, K: int) -> dict[str, int | bool]:
+        """How a tile with so many tokens, in numbers of `size` bytes, is gone through: in steps that fit the fast
+        memory. The order of summation is the same however long a step is."""
+        inner = self.inner if tokens < _MANY else min(self.inner, 64)
+        stages = max(1, min(self.stages, _FAST // ((self.outputs + tokens) * inner * size)))
+        return {"STEPS": self.steps(K) * (self.inner // inner), "BK": inner, "STAGES": stages}
 
     def even(self, K: int) -> bool:
         return K % (self.inner * self.parts) == 0
@@ -172,9 +176,8 @@ def product(x: Tensor, weights: Sequence[Tensor], strict: bool = False) -> Tenso
         into = out if some is x else torch.empty(how.parts, some.shape[0], N, dtype=out.dtype, device=x.device)
         _product[(-(-N // how.outputs), how.parts)](
             some, w0, w1, w2, into, some.shape[0], N, K, bounds[0], bounds[1],
-            STEPS=how.steps(K), BM=wide, BN=how.outputs, BK=how.inner, EVEN=how.even(K),
-            STAGES=how.pipeline(wide, x.element_size()), EXACT=x.dtype == torch.float32, num_warps=how.warps,
-            **overlapping(x.device))  # fmt: skip
+            BM=wide, BN=how.outputs, EVEN=how.even(K), EXACT=x.dtype == torch.float32, num_warps=how.warps,
+            **how.pipeline(wide, x.element_size(), K), **overlapping(x.device))  # fmt: skip
         if into is not out:
             at = some.storage_offset() // K - x.storage_offset() // K
             out[:, at : at + some.shape[0]] = into
@@ -187,15 +190,14 @@ def gated(x: Tensor, gate: Tensor, up: Tensor, strict: bool = False) -> Tensor:
     if M > WIDE and not strict:
         return torch.nn.functional.silu(x @ gate.t()).mul_(x @ up.t())
     out = torch.empty(M, N, dtype=x.dtype, device=x.device)
-    how = cut(2 * N, K)
+    how = replace(cut(2 * N, K), parts=1)
     half = how.outputs // 2
     for some, wide in _pieces(x):
         at = some.storage_offset() // K - x.storage_offset() // K
         _gated[(-(-N // half),)](
             some, gate, up, out[at:], some.shape[0], N, K,
-            STEPS=-(-K // how.inner), BM=wide, BN=half, BK=how.inner, EVEN=K % how.inner == 0,
-            STAGES=how.pipeline(wide, x.element_size()), EXACT=x.dtype == torch.float32, num_warps=how.warps,
-            **overlapping(x.device))  # fmt: skip
+            BM=wide, BN=half, EVEN=how.even(K), EXACT=x.dtype == torch.float32, num_warps=how.warps,
+            **how.pipeline(wide, x.element_size(), K), **overlapping(x.device))  # fmt: skip
     return out
 
 

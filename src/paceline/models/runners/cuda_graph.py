@@ -1,4 +1,4 @@
-"""Programs on a CUDA device: what was run once as it is, is captured the next time and replayed ever after."""
+"""Programs on a CUDA device: what was run once as it is, is captured and replayed ever after."""
 
 from __future__ import annotations
 
@@ -28,33 +28,31 @@ class Programs:
     """Captured programs that share their memory. They run one after the other, on the stream of whoever asks.
 
     A program is a function of tensors that stay where they are. The first time it is run as it is, which compiles what
-    it needs and makes the constants it uses; the second time it is captured. Where that fails, for want of memory or
-    because something in it cannot be captured, it is run as it is from then on, and a line says so.
+    it needs and makes the constants it uses; then it is captured, and replayed from the second time on. Where that
+    fails, for want of memory or because something in it cannot be captured, it is run as it is, and a line says so.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.captured = 0  # so often, in all
         self._pool: Any = None
-        self._made: dict[Hashable, _Program[Any] | None] = {}  # None: has run once
+        self._made: dict[Hashable, _Program[Any]] = {}
         self._broken = False
 
     def run(self, key: Hashable, program: Callable[[], T]) -> T:
         if self._broken:
             return program()
         if key not in self._made:
+            result = program()
             self._make_way()
-            self._made[key] = None
-            return program()
-        made = self._made.pop(key)
-        if made is None:
             made = self._capture(program)
-            if made is None:
-                return program()
-        self._made[key] = made  # now the last that was used
-        made.graph.replay()
-        result: T = made.result
-        return result
+            if made is not None:
+                self._made[key] = made
+            return result
+        self._made[key] = known = self._made.pop(key)  # now the last that was used
+        known.graph.replay()
+        replayed: T = known.result
+        return replayed
 
     def mail(self, tensor: Tensor) -> Mail:
         return Mail(tensor)
@@ -67,7 +65,7 @@ class Programs:
     def _make_way(self) -> None:
         while len(self._made) >= MOST:
             del self._made[next(iter(self._made))]
-        if not any(self._made.values()):
+        if not self._made:
             self._pool = None
 
     def _capture(self, program: Callable[[], T]) -> _Program[T] | None:

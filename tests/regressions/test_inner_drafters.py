@@ -236,6 +236,7 @@ def test_reading_anew_makes_room() -> None:
     rows: Any = type("Rows", (), {})()
     rows.text = torch.randint(0, 40, (2, 60))
     rows.count, rows.lengths, rows.length = 2, [50, 3], torch.tensor([[50], [3]])
+    rows.capacity, rows.bound = 2, None
     reader = TARGET.reader()
     rows.lengths = [3, 3]
     reader.begin(rows, 0, 3)

@@ -48,6 +48,8 @@ class Ours:
         self.name = self.entry.name
         self._options = self._loaded(self.entry)
         self._next: Drafter | None = None
+        self._kept: SpeculativeDecoder | None = None  # with its captured rounds, where nothing else is kept in it
+        self._mine: set[int] = set()  # the memories it had in the last run
         decoder = self.decoder(1)  # whatever is wrong with it is said before anything runs
         self._next = decoder.drafter.anew()
         drafter, rule = decoder.drafter, decoder.rule
@@ -70,6 +72,8 @@ class Ours:
     def decoder(self, rows: int = 1) -> SpeculativeDecoder:
         """As every run has it: its drafter remembers nothing yet."""
         entry = self.entry
+        if self._kept is not None and self._kept.rows == rows:
+            return self._kept
         drafter = self._next
         if drafter is None:
             name = entry.draft if entry.draft in DRAFTERS else "draft-model"
@@ -91,7 +95,7 @@ class Ours:
         return too_long(task, plan, self.lm.context)
 
     def run(self, task: Task, plan: Plan, repeat: int, cancel: Cancel) -> Run:
-        before = {id(cache) for cache in live_caches()}
+        before = {id(cache) for cache in live_caches()} - self._mine
         decoder = self.decoder(len(task.prompts))
         with warnings.catch_warnings():
             warnings.simplefilter("error", DrafterWarning)
@@ -101,6 +105,7 @@ class Ours:
                 raise DrafterError(f"'{self.name}' cannot be measured: {failure}") from failure
             finally:  # also: the memory of this run is free before the next one begins
                 self._next = decoder.drafter.anew()
+                self._kept = decoder if decoder.keeps_rounds and self._next is decoder.drafter else None
         if sum(map(len, timed.tokens)) < len(task.prompts) * plan.tokens and cancel():
             return cut_short(self.name, task, repeat)
         return Run(
@@ -144,12 +149,13 @@ class Ours:
         finish(self.lm.device)
         seconds = clock() - started
         new = [cache for cache in live_caches() if id(cache) not in before]
+        self._mine = {id(cache) for cache in new}
         stream.close()
         return _Timed(tokens, seconds, arrivals, stream.traces, sum(cache_bytes(cache) or 0 for cache in new))
 
     def close(self) -> None:
         """Nothing outlives it but what it was given."""
-        self._next = None
+        self._next = self._kept = None
         self._options = {}
 
 

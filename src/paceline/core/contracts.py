@@ -243,7 +243,8 @@ class Drafter(ABC):
         """Row `row` is gone; row `last` (of `length` tokens) takes its place."""
 
     def anew(self) -> Drafter | None:
-        """The same drafter, as if it had never seen a text: made again from its `options`. Whoever holds something slow
+        """The same drafter, as if it had never seen a text: made again from its `options`; itself, where it learns
+        nothing. Whoever holds something slow
         to make that knows no text (a model made out of the target, a head read from a file) hands it on. None: it has
         no such attribute, and whoever made it must make it again."""
         options = getattr(self, "options", None)

@@ -114,6 +114,11 @@ class DraftModel(ModelDrafter):
         some = "" if self.options.vocabulary is None else f", {self.options.vocabulary} tokens"
         return f"draft-model {self.lm.name}{some}{shape}"
 
+    def anew(self) -> Drafter:
+        """Itself, where it learns nothing from a text."""
+        learns = self._words is not None or self.options.tree == "optimal"
+        return type(self)(self.options) if learns else self
+
     # ---- rows come and go
 
     def open(self, target: LanguageModel, rows: RowsView) -> None:

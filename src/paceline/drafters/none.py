@@ -30,5 +30,8 @@ class NoDraft(Drafter):
     def steady(self, longest: int) -> bool:
         return True
 
+    def anew(self) -> NoDraft:
+        return self  # there is nothing it could have learned
+
     def propose(self, rows: RowsView, budget: Budget) -> TokenTree:
         return TokenTree.empty(rows.count, rows.text.device)

@@ -89,6 +89,11 @@ class SpeculativeDecoder:
         `target` and the overrides count more than what stands there."""
         return cls(**decoder_settings(source, target, overrides))
 
+    @property
+    def keeps_rounds(self) -> bool:
+        """Does it hold captured rounds, for the next text?"""
+        return self._loop is not None
+
     def describe(self) -> str:
         """One line: what speculates with what."""
         lm = self.target
@@ -210,20 +215,22 @@ class SpeculativeDecoder:
         loop, self._loop = self._loop, None
         if loop is None or (loop.drafter, loop.rule) != (drafter, rule):
             loop = Loop(self.target, drafter, rule, self.gamma, self.nodes)
-        while waiting or loop.rows.count:
-            if cancel is not None and cancel():
-                break
-            new: list[Row] = []
-            while waiting:
-                there = loop.rows.count + len(new)
-                if there and there + len(waiting[0]) > self.rows:
+        try:
+            while waiting or loop.rows.count:
+                if cancel is not None and cancel():
                     break
-                new += waiting.pop(0)
-            if new:
-                loop.admit(new)
-            yield from loop.step()
-        if loop.reusable:
-            self._loop = loop
+                new: list[Row] = []
+                while waiting:
+                    there = loop.rows.count + len(new)
+                    if there and there + len(waiting[0]) > self.rows:
+                        break
+                    new += waiting.pop(0)
+                if new:
+                    loop.admit(new)
+                yield from loop.step()
+        finally:  # also where somebody has seen enough
+            if loop.reusable:
+                self._loop = loop
 
 
 def _check_counts(**counts: Any) -> None:

@@ -73,8 +73,11 @@ class PairOptions:
     ] = None
     dtype: Annotated[str | None, _value(_MODELS, "TYPE", "float32, bfloat16, float16, float64 or auto.")] = None
     device: Annotated[str | None, _value(_MODELS, "DEVICE", "cpu, cuda, cuda:1 …; CUDA where there is one.")] = None
-    runner: Annotated[str, _value(_MODELS, "NAME", "auto, eager (transformers) or kernels (our own, on a CPU).")] = (
+    runner: Annotated[str, _value(_MODELS, "NAME", "auto, eager (transformers), cuda_graph or kernels (our own).")] = (
         "auto"
+    )
+    tp_plan: Annotated[str | None, _value(_MODELS, "auto", "Share the target out over the processes of torchrun.")] = (
+        None
     )
     quantize: Annotated[str | None, _value(_MODELS, "KIND", "The target in int8, int4 or bfloat16; exact to that.")] = (
         None

@@ -121,7 +121,7 @@ def check_settings(settings: dict[str, Any], rule: Rule) -> None:
 def load_target(said: PairOptions) -> LanguageModel:
     """The target, with a second branch where one was asked for."""
     _check_branches(said)
-    target = _load(said, said.target, said.quantize)
+    target = _load(said, said.target, said.quantize, said.tp_plan)
     from paceline.models.guided import contrast, guided
 
     if said.amateur is not None:
@@ -140,14 +140,13 @@ def _check_branches(said: PairOptions) -> None:
         raise InputError("--amateur and --guidance-scale both make a target of two branches; use one of them.")
 
 
-def _load(said: PairOptions, source: str, quantize: str | None = None) -> LanguageModel:
+def _load(said: PairOptions, source: str, quantize: str | None = None, tp_plan: str | None = None) -> LanguageModel:
     with preparing(f"loading {source}") as progress:
         from paceline.models import load
         from paceline.models.running import prepare
 
-        lm = load(
-            source, dtype=said.dtype, device=said.device, runner=said.runner, quantize=quantize, progress=progress
-        )
+        lm = load(source, dtype=said.dtype, device=said.device, runner=said.runner, quantize=quantize, tp_plan=tp_plan,
+                  progress=progress)  # fmt: skip
         prepare(lm, progress)
         return lm
 

@@ -162,6 +162,7 @@ class Drafter(ABC):
     shares_reader: ClassVar[bool] = False  # may bring a reader of the target along (`reader`)
     wants_verdict: ClassVar[bool] = True  # `keep` does something; inside a portfolio it is not worked out for others
     holds_drafters: ClassVar[bool] = False  # made with (options, device): the models of those inside belong there too
+    by_clock: ClassVar[bool] = False  # what it drafts depends on how long things take
     chooses_length: ClassVar[bool] = False  # decides itself how much to draft; γ is only a limit
     reasons: Sequence[str] = ()  # of the last proposal, per row: why so much and by whom (for the trace)
     model_seconds: float = 0.0  # of the last proposal: what models took that it was decided to ask

@@ -28,6 +28,7 @@ class Company(Drafter):
     """What `portfolio` and `auto` share. A subclass proposes: it asks members (`ask`) and leaves in `tree` what was
     read. Its options have `drafters`, `persistent` and `frozen`."""
 
+    by_clock = True
     holds_drafters = True
 
     def __init__(self, options: Any, device: Any = None) -> None:

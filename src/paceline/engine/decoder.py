@@ -5,17 +5,19 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from paceline.core.contracts import RULES, Drafter, Rule
-from paceline.core.errors import InputError, UnknownNameError
+from paceline.core.errors import InputError, UnknownNameError, UnsupportedError
 from paceline.core.registry import build_options
 from paceline.drafters.making import make_drafter
 from paceline.models import load
 from paceline.models.language_model import LanguageModel
 from paceline.models.prompt_reading import check_prompt
 from paceline.models.running import kind_of, parts, prepare, running, usual_nodes
+from paceline.models.sharded import check_alike, is_sharded, of_the_first
 
 from .beams import BeamGroup
 from .config import decoder_settings
@@ -70,6 +72,12 @@ class SpeculativeDecoder:
         self.drafter = make_drafter(draft, options, self.target.device, parts(self.target)[0].runner)
         if gamma == "auto" and self.drafter.speculates and not self.drafter.chooses_length:
             self.drafter = make_drafter(("auto", {"drafters": (self.drafter,)}))
+        self._shared_out = is_sharded(self.target)
+        if self._shared_out and self.drafter.by_clock:
+            raise UnsupportedError(
+                f"Drafter '{self.drafter.name}' goes by the clock, and the processes of a shared-out target (tp_plan) "
+                "have one each; name a drafter that does not, such as 'suffix' or a smaller model."
+            )
         self.drafter.check(self.target)
         for lm in (self.target, getattr(self.drafter, "lm", None)):
             if isinstance(lm, LanguageModel):
@@ -140,6 +148,8 @@ class SpeculativeDecoder:
     # ---- inside
 
     def _rows(self, prompts: list[list[int]], requests: list[Request]) -> list[Row]:
+        if self._shared_out:
+            check_alike(prompts, "prompts")
         rows = []
         for index, (prompt, request) in enumerate(zip(prompts, requests, strict=True)):
             check_prompt(prompt, self.target)
@@ -186,7 +196,14 @@ class SpeculativeDecoder:
     def _requests(self, count: int, settings: Mapping[str, Any]) -> list[Request]:
         if settings.get("num_beams") is None and self.rule.num_beams > 1:
             settings = {**settings, "num_beams": self.rule.num_beams}
-        return build_requests(count, settings)
+        requests = build_requests(count, settings)
+        if not self._shared_out:
+            return requests
+        seeds = of_the_first([request.sampling.seed for request in requests])
+        return [
+            replace(request, sampling=replace(request.sampling, seed=seed))
+            for request, seed in zip(requests, seeds, strict=True)
+        ]
 
     def _run(self, rows: list[Row], cancel: Cancel | None) -> Iterator[Event]:
         """Decode all rows: first those that are one text each, then the searches, for another rule judges them."""

@@ -20,19 +20,25 @@ def load(
     trust_remote_code: bool = False,
     runner: str | None = None,
     quantize: str | None = None,
+    tp_plan: str | None = None,
     progress: Any = None,
 ) -> LanguageModel:
     """A model to decode with: a catalogue name, a hub id, a folder, a .gguf file, or a loaded transformers model.
 
     runner: how its passes run, "auto", "eager" or "kernels" (see `running`); quantize: its linear maps in "int8",
-    "int4" or "bfloat16". Neither changes a model that is given: it is seen in another way.
+    "int4" or "bfloat16". Neither changes a model that is given: it is seen in another way. tp_plan: "auto" shares it
+    out over the processes of torchrun.
     """
     from .running import check_kind, check_runner, in_numbers, with_runner
+    from .sharded import check_plan
 
     check_runner(runner)
     check_kind(quantize)
+    check_plan(tp_plan)
     if isinstance(source, LanguageModel):
-        changes = {"tokenizer": tokenizer, "dtype": dtype, "device": device, "revision": revision}
+        changes = {
+            "tokenizer": tokenizer, "dtype": dtype, "device": device, "revision": revision, "tp_plan": tp_plan
+        }  # fmt: skip
         for name, value in changes.items():
             if value is not None:
                 raise InputError(f"The model is loaded already; leave {name}={value!r} out, or load it anew.")
@@ -46,6 +52,7 @@ def load(
         device=device,
         revision=revision,
         trust_remote_code=trust_remote_code,
+        tp_plan=tp_plan,
         progress=progress,
     )
     return in_numbers(with_runner(LanguageModel(found.model, found.tokenizer, found.name), runner), quantize)

@@ -67,6 +67,7 @@ def load_checkpoint(
     device: torch.device | str | int | None = None,
     revision: str | None = None,
     trust_remote_code: bool = False,
+    tp_plan: str | None = None,
     progress: Progress | None = None,
 ) -> Checkpoint:
     """Find, check and load a model; only safetensors and GGUF are read.
@@ -78,6 +79,8 @@ def load_checkpoint(
         _refuse_changes(source, dtype, device)
         if revision is not None:
             raise InputError(f"The model is loaded already; leave revision={revision!r} out.")
+        if tp_plan is not None:
+            raise InputError(f"The model is loaded already; leave tp_plan={tp_plan!r} out.")
         name = source.config.name_or_path or type(source).__name__
         own = None if tokenizer is None else _load_tokenizer(tokenizer, trust_remote_code, progress)
         return Checkpoint(source, own, name, "memory")
@@ -90,7 +93,7 @@ def load_checkpoint(
     given = None if tokenizer is None else _load_tokenizer(tokenizer, trust_remote_code, progress)
     located = _locate(os.fspath(source), revision, given is None, trust_remote_code, progress)
     own = given if given is not None else _tokenizer_of(located, trust_remote_code)
-    model = _load_model(located, kind, where, trust_remote_code)
+    model = _load_model(located, kind, where, trust_remote_code, tp_plan)
     give_back()
     return Checkpoint(model, own, located.name, located.origin)
 
@@ -199,8 +202,13 @@ def _provenance(located: _Located) -> dict:
 
 
 def _load_model(
-    located: _Located, dtype: torch.dtype | str, device: torch.device, trust_remote_code: bool
+    located: _Located,
+    dtype: torch.dtype | str,
+    device: torch.device,
+    trust_remote_code: bool,
+    tp_plan: str | None = None,
 ) -> PreTrainedModel:
+    sharing = {} if tp_plan is None else {"tp_plan": tp_plan}
     try:
         with quiet():
             model, report = AutoModelForCausalLM.from_pretrained(
@@ -210,13 +218,14 @@ def _load_model(
                 trust_remote_code=trust_remote_code,
                 local_files_only=True,
                 output_loading_info=True,
+                **sharing,
             )
     except Exception as error:  # transformers has no error class of its own
         raise LoadError(f"'{located.name}' cannot be loaded: {_explained(error)}.") from error
     absent = sorted(report["missing_keys"])
     if absent:  # transformers fills these with random numbers and carries on
         raise LoadError(f"'{located.name}' lacks {len(absent)} weights of its model, the first of them '{absent[0]}'.")
-    return model.to(device).eval()
+    return model.eval() if sharing else model.to(device).eval()  # a piece is where it belongs
 
 
 def _explained(error: Exception) -> str:

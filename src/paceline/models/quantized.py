@@ -12,6 +12,7 @@ from paceline.core.errors import UnknownNameError, UnsupportedError
 from .language_model import LanguageModel
 from .memory import give_back
 from .packed_linear import BLOCK, BFloat16Linear, Int4Linear, Int8Linear, PackedLinear, kernel_rows
+from .sharded import refuse_pieces
 from .shells import rebuilt
 
 __all__ = ["KINDS", "Int4Linear", "Int8Linear", "extra_bytes", "kernel_rows", "quantized"]
@@ -33,6 +34,7 @@ def quantized(lm: LanguageModel, kind: str = "int8", head: bool = True) -> Langu
     """
     if kind not in KINDS:
         raise UnknownNameError("kind of quantization", kind, KINDS)
+    refuse_pieces(lm, "it cannot be quantized")
     already = next((m for m in lm.model.modules() if isinstance(m, PackedLinear)), None)
     if already is not None:
         raise UnsupportedError(f"{lm.name} is quantized already; quantize the model it was made of.")

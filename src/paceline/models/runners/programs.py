@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from torch import Tensor
 
+from ..sharded import is_sharded
+
 if TYPE_CHECKING:
     from ..language_model import LanguageModel
 
@@ -51,8 +53,8 @@ class _Read:
 
 
 def programs_for(lm: LanguageModel) -> ProgramRunner | None:
-    """Captured programs on a CUDA device, unless somebody asked for none; else None."""
-    if lm.runner == "eager" or lm.device.type != "cuda":
+    """Captured programs on a CUDA device, unless somebody asked for none or a pass is shared with others; else None."""
+    if lm.runner == "eager" or lm.device.type != "cuda" or is_sharded(lm):
         return None
     from .cuda_graph import Programs
 

@@ -1,0 +1,64 @@
+"""A target that is shared out over several processes: transformers' tensor parallelism, under torchrun.
+
+Every process runs the same loop over its piece of every layer. Logits are the same everywhere, and so are all random
+numbers, for they follow from seed and position; what remains is that the processes are asked the same thing.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+
+from paceline.core.errors import InputError, UnsupportedError
+
+if TYPE_CHECKING:
+    from .language_model import LanguageModel
+
+T = TypeVar("T")
+
+
+def check_plan(plan: str | None) -> None:
+    """Refuse a plan where there is nobody to share with."""
+    if plan is None:
+        return
+    if plan != "auto":
+        raise InputError(f"tp_plan must be 'auto', the plan that a model brings along, got {plan!r}.")
+    if int(os.environ.get("WORLD_SIZE", "1")) < 2:
+        raise InputError(
+            "tp_plan shares a model out over processes, and there is one; start with `torchrun --nproc-per-node 2 …`."
+        )
+
+
+def is_sharded(lm: LanguageModel) -> bool:
+    """Does this process hold a piece of the model only?"""
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return False
+    from torch.distributed.tensor import DTensor
+
+    model: Any = getattr(lm, "model", None)
+    return model is not None and any(isinstance(weight, DTensor) for weight in model.parameters())
+
+
+def refuse_pieces(lm: LanguageModel, what: str) -> None:
+    """For whatever looks into the weights of a model."""
+    if is_sharded(lm):
+        raise UnsupportedError(f"{lm.name} is shared out over processes (tp_plan), so {what}; load it in one process.")
+
+
+def of_the_first(value: T) -> T:
+    """What the first process has, in all of them."""
+    box = [value]
+    torch.distributed.broadcast_object_list(box, src=0)
+    return box[0]
+
+
+def check_alike(value: Any, what: str) -> None:
+    """Processes that are asked different things would wait for each other for ever."""
+    everywhere: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(everywhere, value)
+    if any(other != everywhere[0] for other in everywhere):
+        raise InputError(
+            f"The processes of a shared-out target were given different {what}; give all of them the same."
+        )

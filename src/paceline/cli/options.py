@@ -104,6 +104,9 @@ class PairOptions:
     allow_lossy: Annotated[
         bool, _flag(_DRAFT, "--allow-lossy", "Permit a rule that changes what is written, for speed.")
     ] = False
+    strict: Annotated[
+        bool, _flag(_DRAFT, "--strict", "The same bits with and without a draft, in bfloat16 too, at a price.")
+    ] = False
     speculative_config: Annotated[
         str | None, _value(_DRAFT, "JSON", "The same in vLLM's words: method, model, num_speculative_tokens …")
     ] = None

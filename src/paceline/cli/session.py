@@ -122,6 +122,10 @@ def load_target(said: PairOptions) -> LanguageModel:
     """The target, with a second branch where one was asked for."""
     _check_branches(said)
     target = _load(said, said.target, said.quantize, said.tp_plan)
+    if said.strict:
+        from paceline.models.running import made_strict
+
+        target = made_strict(target)
     from paceline.models.guided import contrast, guided
 
     if said.amateur is not None:

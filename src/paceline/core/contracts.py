@@ -104,6 +104,11 @@ class Reader(Protocol):
     glimpses: list[Glimpse]  # of the last `begin`, where taps were asked for: all the prompt but its last token
 
     @property
+    def branches(self) -> bool:
+        """May it be given trees, or chains only?"""
+        ...
+
+    @property
     def moved(self) -> int:
         """How often its memory was replaced by a larger one."""
         ...

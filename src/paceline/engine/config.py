@@ -12,7 +12,7 @@ from paceline.models import load
 
 TABLE = "decoder"
 # arguments of a decoder, and what its target is loaded with
-KEYS = ("target", "draft", "gamma", "nodes", "rule", "rule_options", "options", "rows", "allow_lossy",
+KEYS = ("target", "draft", "gamma", "nodes", "rule", "rule_options", "options", "rows", "allow_lossy", "strict",
         "runner", "quantize")  # fmt: skip
 _LOADING = ("dtype", "device")
 _AS_FLAGS = {"drafter": "options"}  # tables that the command line calls otherwise

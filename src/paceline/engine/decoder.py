@@ -16,7 +16,7 @@ from paceline.drafters.making import make_drafter
 from paceline.models import load
 from paceline.models.language_model import LanguageModel
 from paceline.models.prompt_reading import check_prompt
-from paceline.models.running import kind_of, parts, prepare, running, usual_nodes
+from paceline.models.running import kind_of, made_strict, parts, prepare, running, usual_nodes
 from paceline.models.sharded import check_alike, is_sharded, of_the_first
 
 from .beams import BeamGroup
@@ -29,7 +29,7 @@ from .stopping import Detokenizer, Stopper, special_stops
 from .stream import Stream
 
 _NAMES = ("target", "draft", "gamma", "rule", "options", "rule_options", "nodes", "rows", "allow_lossy", "runner",
-          "quantize")  # fmt: skip
+          "quantize", "strict")  # fmt: skip
 _ALIASES = ("assistant_model", "num_assistant_tokens", "prompt_lookup_num_tokens", "max_matching_ngram_size")
 _USUAL, _DEEPEST = 5, 16  # tokens drafted in a row, if nothing is said
 Cancel = Callable[[], bool]
@@ -45,6 +45,8 @@ class SpeculativeDecoder:
     permits rules that change what is written. runner: how passes run, "auto" (kernels of our own where they can),
     "eager" (transformers) or "kernels" (or an error); a draft model that is named takes the same. quantize: the target
     in "int8", "int4" or "bfloat16"; what is written is then what that target alone would have written.
+    strict: a token has the same bits with and without a draft also where they would differ by rounding (bfloat16 on a
+    GPU, other architectures than Llama's), at the price of passes of one shape.
     Transformers' names (assistant_model, num_assistant_tokens, prompt_lookup_num_tokens, max_matching_ngram_size) work.
     """
 
@@ -62,11 +64,14 @@ class SpeculativeDecoder:
         allow_lossy: bool = False,
         runner: str | None = None,
         quantize: str | None = None,
+        strict: bool = False,
         **aliases: Any,
     ) -> None:
         draft, gamma, options = _translate(aliases, draft, gamma, options or {})
         _check_counts(gamma=1 if gamma in (None, "auto") else gamma, rows=rows, nodes=1 if nodes is None else nodes)
         self.target = load(target, runner=runner, quantize=quantize)
+        if strict:
+            self.target = made_strict(self.target)
         self.rule = make_rule(rule, rule_options or {})
         check_lossless(self.rule, allow_lossy)
         self.drafter = make_drafter(draft, options, self.target.device, parts(self.target)[0].runner)

@@ -147,7 +147,7 @@ class Hangar:
         rows.begin_round(depth)
         if not depth:
             return TokenTree.empty(rows.count, rows.device)
-        budget = Budget(depth, loop.nodes, (depth,) * rows.count, loop.rule.draw, loop.rule.branches)
+        budget = Budget(depth, loop.nodes, (depth,) * rows.count, loop.rule.draw, loop.branches)
         return rows.limited(loop.drafter.propose(rows, budget))
 
     def try_draft(self, loop: Loop, rows: SteadyRows) -> None:

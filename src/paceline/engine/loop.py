@@ -19,6 +19,7 @@ from paceline.drafters.none import NoDraft
 from paceline.models.language_model import LanguageModel
 from paceline.models.openmp import own_threads
 from paceline.models.runners.programs import Mail
+from paceline.models.running import by_kernels
 
 from .flight import Decided, Flight, Hangar
 from .logprobs import hand_out, measure
@@ -44,6 +45,11 @@ class Loop:
             self._guard(lambda: drafter.open(target, self.rows))
             shared = self._guard(lambda: self.drafter.reader(target))
         self.reader: Reader = target.reader_around(shared) if shared else target.reader(self.drafter.needs_taps)
+        if target.strict and shared is not None and not by_kernels(target):
+            raise UnsupportedError(
+                f"'{self.drafter.name}' reads the target in a way of its own, and {target.name} has no kernels here, "
+                "so its text would not be strict; use another drafter, or do without strict."
+            )
 
     @property
     def captures(self) -> bool:
@@ -172,11 +178,16 @@ class Loop:
             reading = Reading(reading.logits[index], tuple(tap[index] for tap in reading.taps))
         return follows, reading
 
+    @property
+    def branches(self) -> bool:
+        """May drafts be trees?"""
+        return self.rule.branches and self.reader.branches
+
     def budget(self) -> Budget:
         """Never past the last token of a row, nor past the end of the context: the last token is the target's own."""
         limits = tuple(row.remaining - 1 for row in self.rows.live)
         depth = max(0, min(self.gamma, self.nodes, max(limits)))
-        return Budget(depth, self.nodes, limits, self.rule.draw, self.rule.branches)
+        return Budget(depth, self.nodes, limits, self.rule.draw, self.branches)
 
     def propose(self, rows: Rows | SteadyRows, budget: Budget) -> TokenTree:
         drafted = None
@@ -191,11 +202,11 @@ class Loop:
                 f"Rule '{self.rule.name}' cannot judge a draft of '{self.drafter.name}' drawn '{tree.drawn}' exactly; "
                 "use rule 'match' or 'auto'."
             )
-        if not self.rule.branches and not tree.is_chain:
-            raise UnsupportedError(
-                f"Rule '{self.rule.name}' judges chains, and '{self.drafter.name}' drafted a tree; "
-                "use rule 'traversal', or draft a chain."
-            )
+        if not self.branches and not tree.is_chain:
+            judge, other = f"Rule '{self.rule.name}' judges", "use rule 'traversal', or draft a chain"
+            if self.rule.branches:
+                judge, other = "A strict text is written from", "draft a chain, or do without strict"
+            raise UnsupportedError(f"{judge} chains, and '{self.drafter.name}' drafted a tree; {other}.")
         if not self.drafter.on_device:
             tree.validate(self.target.vocabulary, budget.nodes, budget.depth, self.rows.count)
             tree = tree.clean()

@@ -72,6 +72,10 @@ class BranchReader:
     capturable = False  # the second text is kept on the host
 
     @property
+    def branches(self) -> bool:
+        return bool(self._first.branches)
+
+    @property
     def moved(self) -> int:
         return int(self._first.moved + self._second.moved)
 

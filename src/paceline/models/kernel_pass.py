@@ -222,7 +222,7 @@ def kernel_pass(lm: LanguageModel, model: Any) -> KernelPass | CudaPass | None:
 
         found = cuda_plan(*about)
         if isinstance(found, CudaPlan):
-            return CudaPass(found)
+            return CudaPass(found, lm.strict)
         why = found
     else:
         plan = plan_of(*about)

@@ -17,7 +17,7 @@ from .architecture import TESTED, refuse_dropout, study
 from .kernel_pass import KernelPass, Part, Sight, kernel_pass
 from .prompt_reading import PromptReader
 from .runners.eager import EagerRunner
-from .slot_cache import SlotCache
+from .slot_cache import SlotCache, parting
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -34,6 +34,7 @@ class LanguageModel:
     """
 
     largest: int | None = None  # the last token it knows, where it speaks of more (`speaking_as`)
+    strict: bool = False  # a token has the same bits in every pass, whatever that costs (`strict`)
     runner: str = "auto"  # how passes run: "auto" (kernels of our own where there are some) or "eager" (transformers)
 
     def __init__(self, model: PreTrainedModel, tokenizer: Any = None, name: str | None = None) -> None:
@@ -91,6 +92,10 @@ class LanguageModel:
 
     def reader(self, taps: Sequence[float] = (), runner: Runner | None = None) -> SlotReader:
         refuse_dropout(self.model)
+        if self.strict:
+            from .strict import StrictReader
+
+            return StrictReader(self, tuple(taps), runner or EagerRunner())
         return SlotReader(self, tuple(taps), runner or EagerRunner())
 
     def reader_around(self, shared: Reader) -> Reader:
@@ -129,6 +134,10 @@ class SlotReader:
         self.glimpses: list[Glimpse] = []
         self._part: Part | None = None  # what of the model the kernels run (early exit)
         self._said = torch.empty(0)  # hidden states of their last pass, before norm and head
+
+    @property
+    def branches(self) -> bool:
+        return True
 
     @property
     def moved(self) -> int:
@@ -268,7 +277,7 @@ class SlotReader:
         if shape.alibi:
             inputs.update(key_positions=keys, span=visible, attention_mask=allowed)
         else:
-            inputs["attention_mask"] = self._masks(allowed, position, keys)
+            inputs["attention_mask"] = masks.of_layers(shape, allowed, position, keys, self.lm.dtype)
         if "position_ids" in shape.takes:
             inputs["position_ids"] = position.clamp(max=shape.context - 1) if visible > shape.context else position
         if "logits_to_keep" in shape.takes:
@@ -290,20 +299,6 @@ class SlotReader:
         """What a pass said after the tokens `ids` [R,Q] at `position` [R,Q]; its logits are of the last of them."""
         return reading
 
-    def _masks(self, allowed: Tensor | None, position: Tensor, keys: Tensor | None) -> Any:
-        """One mask, or one per kind of layer."""
-        if allowed is None:
-            return None
-        shape = self.lm.architecture
-        made: dict[str, Tensor] = {}
-        for kind in sorted(set(shape.kinds)):
-            mask = allowed
-            if kind == "sliding_attention" and shape.window is not None:
-                assert keys is not None
-                mask = masks.within(allowed, position, keys, shape.window)
-            made[kind] = masks.additive(mask, self.lm.dtype) if shape.additive else mask
-        return made if shape.mixed else made[shape.kinds[0]]
-
     # ---- forgetting
 
     def keep(self, rows: RowsView, path: Tensor | None) -> None:
@@ -324,7 +319,7 @@ class SlotReader:
         changed = [row for row, other in enumerate(source) if row != other]
         if not changed:
             return
-        start = min(_parting(rows.histories[row], rows.histories[source[row]]) for row in changed)
+        start = min(parting(rows.histories[row], rows.histories[source[row]]) for row in changed)
         stop = max(rows.lengths[row] for row in changed) + self._scratch
         self.cache.copy_rows([source[row] for row in changed], changed, start, stop)
 
@@ -332,12 +327,3 @@ class SlotReader:
         """Row `last` takes the place of row `row`."""
         if row != last:
             self.cache.move_row(last, row, length)
-
-
-def _parting(first: list[int], second: list[int]) -> int:
-    """The first position at which two texts differ; their memories are the same before it."""
-    low, high = 0, min(len(first), len(second))
-    while low < high:
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if first[low:middle] == second[low:middle] else (low, middle - 1)
-    return low

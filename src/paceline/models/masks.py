@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
 import torch
 from torch import Tensor
 
 from paceline.core.contracts import arange
+
+if TYPE_CHECKING:
+    from .architecture import Architecture
 
 
 def chain_mask(position: Tensor, visible: int) -> Tensor:
@@ -45,3 +50,19 @@ def within(mask: Tensor, position: Tensor, keys: Tensor, window: int) -> Tensor:
 def additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
     """0 where a key may be seen, the lowest number of the dtype where not: what eager attention adds to its scores."""
     return torch.zeros((), dtype=dtype, device=mask.device).where(mask, torch.finfo(dtype).min)
+
+
+def of_layers(
+    shape: Architecture, allowed: Tensor | None, position: Tensor, keys: Tensor | None, dtype: torch.dtype
+) -> Any:
+    """One mask, or one per kind of layer."""
+    if allowed is None:
+        return None
+    made: dict[str, Tensor] = {}
+    for kind in sorted(set(shape.kinds)):
+        mask = allowed
+        if kind == "sliding_attention" and shape.window is not None:
+            assert keys is not None
+            mask = within(allowed, position, keys, shape.window)
+        made[kind] = additive(mask, dtype) if shape.additive else mask
+    return made if shape.mixed else made[shape.kinds[0]]

@@ -59,6 +59,17 @@ def with_runner(lm: LanguageModel, runner: str | None) -> LanguageModel:
     return change(_each(lm, change))
 
 
+def made_strict(lm: LanguageModel) -> LanguageModel:
+    """The same weights, read so that a token has the same bits in every pass."""
+
+    def change(one: LanguageModel) -> LanguageModel:
+        other = copy.copy(one)
+        other.strict = True
+        return other
+
+    return change(_each(lm, change))
+
+
 def in_numbers(lm: LanguageModel, kind: str | None) -> LanguageModel:
     """The model with its linear maps quantised, read by the same runner; made once for a model. None: as it is."""
     check_kind(kind)
@@ -140,6 +151,11 @@ def running(lm: LanguageModel) -> Running:
     if why is not None:
         return Running("eager", _in_short(why) if device == "cpu" else "", kind=kind, captured=captured)
     return Running("kernels", threads=threads_here(first) if device == "cpu" else 0, kind=kind, captured=captured)
+
+
+def by_kernels(lm: LanguageModel) -> bool:
+    """Do passes run by kernels of our own?"""
+    return running(lm).by == "kernels"
 
 
 # nodes on a CPU: up to here a pass costs about what it costs with the first of them

@@ -140,3 +140,12 @@ class SlotCache(Cache):
         for store in (self.keys, self.values):
             for layer in store:
                 layer[target, :, :length] = layer[source, :, :length]
+
+
+def parting(first: list[int], second: list[int]) -> int:
+    """The first position at which two texts differ; their memories are the same before it."""
+    low, high = 0, min(len(first), len(second))
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if first[low:middle] == second[low:middle] else (low, middle - 1)
+    return low

@@ -58,7 +58,7 @@ class _Record:
     """Stands where the target stands, as far as a drafter that lives from text alone will look."""
 
     device = torch.device("cpu")
-    runner = "eager"
+    runner, strict = "eager", False
 
     def __init__(self, header: TraceHeader) -> None:
         self.name, self.vocabulary, self.eos = header.model, header.vocabulary, header.eos
@@ -70,7 +70,7 @@ class _Record:
 class _Blind:
     """Reads nothing. Its logits have a shape and no numbers, so that whoever looks at them fails."""
 
-    moved, capturable = 0, False
+    moved, capturable, branches = 0, False, True
 
     def __init__(self, vocabulary: int) -> None:
         self._vocabulary = vocabulary

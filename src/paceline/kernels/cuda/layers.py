@@ -8,6 +8,8 @@ from torch import Tensor
 
 from .launching import after, overlapping
 
+_HEADS = 4  # of a program that turns them
+
 
 @triton.jit
 def _normalised(values, weight_at, inside, eps, D, kind: tl.constexpr):
@@ -59,51 +61,72 @@ def _embed_norm(ids, table, stream, weight, out, D, eps, BLOCK: tl.constexpr, OV
 @triton.jit(do_not_specialize=["M", "Q"])
 def _turn(parts, bias, q_norm, k_norm, cos, sin, position, slots, q, keys, values, M, Q, N, row_step, head_step,
           slot_step, eps, HEADS: tl.constexpr, KV: tl.constexpr, WIDTH: tl.constexpr, HALF: tl.constexpr,
-          PARTS: tl.constexpr, BIAS: tl.constexpr, NORMS: tl.constexpr, OVERLAP: tl.constexpr):  # fmt: skip
-    """One head of one token: queries are turned by their position; keys too, and go to the memory with the values."""
+          SOME: tl.constexpr, PARTS: tl.constexpr, BIAS: tl.constexpr, NORMS: tl.constexpr,
+          OVERLAP: tl.constexpr):  # fmt: skip
+    """Some heads of one token: queries are turned by their position; keys too, and go to the memory with the values."""
     after(OVERLAP)
     token = tl.program_id(0)
-    head = tl.program_id(1)
+    head = tl.program_id(1) * SOME + tl.arange(0, SOME)
     kind = q.dtype.element_ty
     low = tl.arange(0, HALF)
-    inside = low < WIDTH // 2
-    at = head * WIDTH + low
-    first = tl.zeros([HALF], tl.float32)
-    second = tl.zeros([HALF], tl.float32)
+    narrow = (low < WIDTH // 2)[None, :]
+    there = (head < HEADS + 2 * KV)[:, None] & narrow
+    at = head[:, None] * WIDTH + low[None, :]
+    first = tl.zeros([SOME, HALF], tl.float32)
+    second = tl.zeros([SOME, HALF], tl.float32)
     for part in tl.static_range(PARTS):
         base = parts + (part * M + token).to(tl.int64) * N + at
-        first += tl.load(base, mask=inside, other=0.0)
-        second += tl.load(base + WIDTH // 2, mask=inside, other=0.0)
+        first += tl.load(base, mask=there, other=0.0)
+        second += tl.load(base + WIDTH // 2, mask=there, other=0.0)
     if BIAS:
-        first += tl.load(bias + at, mask=inside, other=0.0).to(tl.float32)
-        second += tl.load(bias + at + WIDTH // 2, mask=inside, other=0.0).to(tl.float32)
+        first += tl.load(bias + at, mask=there, other=0.0).to(tl.float32)
+        second += tl.load(bias + at + WIDTH // 2, mask=there, other=0.0).to(tl.float32)
     first, second = first.to(kind).to(tl.float32), second.to(kind).to(tl.float32)
-    slot = tl.load(slots + token).to(tl.int64)
-    row = (token // Q).to(tl.int64)
-    if head >= HEADS + KV:
-        into = values + row * row_step + (head - HEADS - KV) * head_step + slot * slot_step + low
-        tl.store(into, first.to(kind), mask=inside)
-        tl.store(into + WIDTH // 2, second.to(kind), mask=inside)
-    else:
-        if NORMS:
-            norm = q_norm
-            if head >= HEADS:
-                norm = k_norm
-            spread = (tl.sum(first * first, 0) + tl.sum(second * second, 0)) / WIDTH
-            scale = 1 / tl.sqrt(spread + eps)
-            weights = tl.load(norm + low, mask=inside, other=0.0).to(tl.float32)
-            others = tl.load(norm + low + WIDTH // 2, mask=inside, other=0.0).to(tl.float32)
-            first = ((first * scale).to(kind).to(tl.float32) * weights).to(kind).to(tl.float32)
-            second = ((second * scale).to(kind).to(tl.float32) * others).to(kind).to(tl.float32)
-        where = tl.load(position + token).to(tl.int64) * WIDTH + low
-        c, s = tl.load(cos + where, mask=inside, other=0.0), tl.load(sin + where, mask=inside, other=0.0)
-        turned = (first * c - second * s).to(kind)
-        other = (second * c + first * s).to(kind)
-        into = q + (token * HEADS + head).to(tl.int64) * WIDTH + low
-        if head >= HEADS:
-            into = keys + row * row_step + (head - HEADS) * head_step + slot * slot_step + low
-        tl.store(into, turned, mask=inside)
-        tl.store(into + WIDTH // 2, other, mask=inside)
+    slot = tl.load(slots + token).to(tl.int64) * slot_step + (token // Q).to(tl.int64) * row_step
+    is_value = there & (head >= HEADS + KV)[:, None]
+    into = values + slot + (head - HEADS - KV)[:, None] * head_step + low[None, :]
+    tl.store(into, first.to(kind), mask=is_value)
+    tl.store(into + WIDTH // 2, second.to(kind), mask=is_value)
+    if NORMS:
+        scale = 1 / tl.sqrt((tl.sum(first * first, 1) + tl.sum(second * second, 1)) / WIDTH + eps)[:, None]
+        asks = there & (head < HEADS)[:, None]
+        across = at * 0 + low[None, :]
+        ones = tl.load(q_norm + across, mask=asks, other=0.0).to(tl.float32)
+        ones += tl.load(k_norm + across, mask=there & ~asks, other=0.0).to(tl.float32)
+        others = tl.load(q_norm + across + WIDTH // 2, mask=asks, other=0.0).to(tl.float32)
+        others += tl.load(k_norm + across + WIDTH // 2, mask=there & ~asks, other=0.0).to(tl.float32)
+        first = ((first * scale).to(kind).to(tl.float32) * ones).to(kind).to(tl.float32)
+        second = ((second * scale).to(kind).to(tl.float32) * others).to(kind).to(tl.float32)
+    where = tl.load(position + token).to(tl.int64) * WIDTH + low
+    c = tl.load(cos + where, mask=low < WIDTH // 2, other=0.0)[None, :]
+    s = tl.load(sin + where, mask=low < WIDTH // 2, other=0.0)[None, :]
+    turned, other = (first * c - second * s).to(kind), (second * c + first * s).to(kind)
+    asks = there & (head < HEADS)[:, None]
+    into = q + (token * HEADS + head).to(tl.int64)[:, None] * WIDTH + low[None, :]
+    tl.store(into, turned, mask=asks)
+    tl.store(into + WIDTH // 2, other, mask=asks)
+    is_key = there & (head >= HEADS)[:, None] & (head < HEADS + KV)[:, None]
+    into = keys + slot + (head - HEADS)[:, None] * head_step + low[None, :]
+    tl.store(into, turned, mask=is_key)
+    tl.store(into + WIDTH // 2, other, mask=is_key)
+
+
+@triton.jit(do_not_specialize=["count"])
+def _silu_times(gate, up, count, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):
+    after(OVERLAP)
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < count
+    kind = gate.dtype.element_ty
+    gates = tl.load(gate + at, mask=inside, other=0.0).to(tl.float32)
+    ups = tl.load(up + at, mask=inside, other=0.0).to(tl.float32)
+    said = (gates / (1 + tl.exp(-gates))).to(kind).to(tl.float32) * ups
+    tl.store(gate + at, said.to(kind), mask=inside)
+
+
+def silu_times(gate: Tensor, up: Tensor) -> Tensor:
+    """silu(gate) * up, in the place of gate."""
+    _silu_times[(-(-gate.numel() // 1024),)](gate, up, gate.numel(), BLOCK=1024, num_warps=4, **overlapping(up.device))
+    return gate
 
 
 def add_norm(
@@ -141,11 +164,11 @@ def turn(
     keys, values = memory
     kv = keys.shape[1]
     some = norms or (q, q)
-    _turn[(M, heads + 2 * kv)](
+    _turn[(M, -(-(heads + 2 * kv) // _HEADS))](
         parts, q if bias is None else bias, some[0], some[1], angles[0], angles[1], position, slots, q, keys, values,
         M, per_row, N, keys.stride(0), keys.stride(1), keys.stride(2), eps,
-        HEADS=heads, KV=kv, WIDTH=width, HALF=triton.next_power_of_2(width // 2), PARTS=P, BIAS=bias is not None,
-        NORMS=norms is not None, num_warps=1, **overlapping(q.device))  # fmt: skip
+        HEADS=heads, KV=kv, WIDTH=width, HALF=triton.next_power_of_2(width // 2), SOME=_HEADS, PARTS=P,
+        BIAS=bias is not None, NORMS=norms is not None, num_warps=1, **overlapping(q.device))  # fmt: skip
 
 
 def _warps(width: int) -> int:

@@ -1,0 +1,59 @@
+"""`strict`: every pass after the prompt has one shape, so that a token's bits do not depend on a draft."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from tests.toys import gpt2, llama
+
+import paceline
+from paceline.core.errors import UnsupportedError
+from paceline.models.language_model import SlotReader
+from paceline.models.strict import WIDTH
+
+PROMPTS = [[1, 2, 3, 4, 5, 1, 2], [7, 8, 9], [6]]
+
+
+@pytest.mark.parametrize("family", [llama, gpt2])
+@pytest.mark.parametrize("gamma", [3, 11])
+@pytest.mark.parametrize("settings", [{}, {"temperature": 0.9, "seed": 3}], ids=["greedy", "sampled"])
+def test_same_texts_in_passes_of_one_shape(
+    family: Any, gamma: int, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shapes: set[tuple[int, ...]] = set()
+    run = SlotReader._pass
+
+    def seen(self: SlotReader, ids: Any, position: Any, allowed: Any, *given: Any, **named: Any) -> Any:
+        if self.lm.strict and ids.shape[1] and (given[1] if len(given) > 1 else named["keep"]) != 1:
+            shapes.add((*ids.shape[1:], *allowed.shape[2:]))
+        return run(self, ids, position, allowed, *given, **named)
+
+    monkeypatch.setattr(SlotReader, "_pass", seen)
+    plain = paceline.SpeculativeDecoder(family(0))
+    wanted = [out.tokens for out in plain.generate(PROMPTS, max_new_tokens=30, **settings)]
+    for draft in (None, "prompt-lookup", paceline.LanguageModel(family(1))):
+        strict = paceline.SpeculativeDecoder(family(0), draft, gamma=gamma, strict=True)
+        assert [out.tokens for out in strict.generate(PROMPTS, max_new_tokens=30, **settings)] == wanted
+    assert len(shapes) == 1
+    assert next(iter(shapes))[:2] == (WIDTH, WIDTH)
+
+
+def test_trees_and_readers_of_their_own_are_refused() -> None:
+    tree = paceline.SpeculativeDecoder(llama(0), llama(1), options={"tree": "levels"}, strict=True)
+    with pytest.raises(UnsupportedError, match="written from chains"):
+        tree.generate([1, 2, 3], max_new_tokens=8)
+    exits = paceline.SpeculativeDecoder(llama(0), "early-exit", options={"layers": 1}, strict=True)
+    with pytest.raises(UnsupportedError, match="would not be strict"):
+        exits.generate([1, 2, 3], max_new_tokens=8)
+
+
+def test_kernels_are_strict_anyhow() -> None:
+    target = llama(0).float()
+    wanted = paceline.SpeculativeDecoder(target).generate([1, 2, 3], max_new_tokens=20).tokens
+    strict = paceline.SpeculativeDecoder(target, llama(1).float(), options={"tree": "levels"}, strict=True)
+    if paceline.SpeculativeDecoder(target).describe().find("kernels,") < 0:
+        pytest.skip("no kernels here")
+    assert strict.generate([1, 2, 3], max_new_tokens=20).tokens == wanted
+    assert torch.is_inference_mode_enabled() is False

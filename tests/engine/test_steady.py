@@ -11,6 +11,9 @@ from tests.toys import gpt2, llama
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import paceline
+from paceline.drafters.eagle import EagleHead
+from paceline.drafters.medusa import MedusaHead
+from paceline.drafters.prophet import ProphetHead
 from paceline.engine import flight
 from paceline.models.runners.programs import Rehearsal
 
@@ -35,7 +38,14 @@ DRAFTS: list[tuple[Any, dict[str, Any]]] = [
     ("recycling", {}),
     ("early-exit", {"layers": 1}),
     ("portfolio", {"drafters": ("suffix", "recycling")}),
+    ("medusa", {}),
+    ("medusa", {"tree": "levels"}),
+    ("eagle", {}),
+    ("eagle", {"tree": "best-first", "branch": 3}),
+    ("prophet", {}),
+    ("prophet", {"tree": "levels"}),
 ]
+HEADS = {"medusa": MedusaHead, "eagle": EagleHead, "prophet": ProphetHead}
 
 
 class NoReads(TorchDispatchMode):
@@ -81,6 +91,8 @@ def decoders(draft: Any, options: dict[str, Any], family: Callable[..., Any], **
     target, small = family(0), family(1, **({"num_hidden_layers": 1} if family is llama else {"n_layer": 1}))
     plain = paceline.SpeculativeDecoder(target, runner="eager", rows=5)
     named = paceline.LanguageModel(small) if draft == "model" else draft
+    if draft in HEADS:
+        options = {**options, "head": HEADS[draft].random(paceline.LanguageModel(target))}
     return plain, paceline.SpeculativeDecoder(target, named, options=options, **more)
 
 
@@ -96,6 +108,8 @@ def test_the_same_texts(
         got = [out.tokens for out in steady.generate(PROMPTS, max_new_tokens=limit, **settings)]
         assert got == wanted
     assert sum(count > 1 for watched in programs for count in watched.runs.values()) or draft == "early-exit"
+    if draft in (None, *HEADS) or (draft == "model" and options.get("tree") != "optimal"):  # whole rounds
+        assert all(key[0] == "round" for watched in programs for key in watched.runs)
 
 
 @pytest.mark.parametrize(("draft", "options"), DRAFTS[:3], ids=str)

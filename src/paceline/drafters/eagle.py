@@ -137,6 +137,8 @@ class Eagle(HeadDrafter):
         super().__init__(options)
         self.needs_taps = self.head.config.taps
         self._read: list[int] = []  # per row, how many entries are in memory, made of true features
+        self._lag = 0  # entries that may be missing after captured rounds; 0: `_read` is right
+        self._behind = 0  # so many entries a captured draft reads first
 
     # ---- rows come and go
 
@@ -144,7 +146,7 @@ class Eagle(HeadDrafter):
         super().open(target, rows)
         self._cache = SlotCache()
         self._remember = by_slot(self._cache, 0)
-        self._read = []
+        self._read, self._lag = [], 0
 
     def digest(self, taps: tuple[Tensor, ...]) -> Tensor:
         fused: Tensor = self.head.fuse(torch.cat(taps, -1))
@@ -152,9 +154,11 @@ class Eagle(HeadDrafter):
 
     def admit(self, rows: RowsView, first: int) -> None:
         """Read the prompts but for their last entry, which the first draft begins with."""
+        super().admit(rows, first)
+        self._settle(rows.lengths[:first])
         entries = [length - 1 for length in rows.lengths[first:]]
         self._read[first:] = [max(0, count - 1) for count in entries]
-        self._cache.reserve(rows.count, max(rows.lengths))
+        self._cache.reserve(rows.capacity, rows.room)
         new = slice(first, rows.count)
         for start in range(0, max(entries) - 1, _CHUNK):
             stop = min(start + _CHUNK, max(entries) - 1)
@@ -162,7 +166,20 @@ class Eagle(HeadDrafter):
             self._cache.aim(new, start, stop, start)
             self._entries(rows, new, position, stop)
 
+    @property
+    def moved(self) -> int:
+        return super().moved + self._cache.moved
+
+    def replayed(self) -> None:
+        self._lag = self._behind
+
+    def _settle(self, lengths: list[int]) -> None:
+        if self._lag:
+            self._read = [max(0, length - 1 - self._lag) for length in lengths]
+        self._lag = 0
+
     def rewind(self, lengths: list[int]) -> None:
+        self._settle(lengths)
         self._read = [min(read, length - 1) for read, length in zip(self._read, lengths, strict=True)]
 
     def reorder(self, rows: RowsView, source: Sequence[int]) -> bool:
@@ -188,6 +205,10 @@ class Eagle(HeadDrafter):
     # ---- drafting
 
     def propose(self, rows: RowsView, budget: Budget) -> TokenTree:
+        if rows.bound is not None:  # a round adds no more than this
+            self._behind = budget.depth + 1
+            return self._grower.run(rows, budget, self._expand(rows))
+        self._settle(rows.lengths)
         tree = self._grower.run(rows, budget, self._expand(rows))
         self._read = [length - 1 for length in rows.lengths]
         return tree
@@ -205,7 +226,7 @@ class Eagle(HeadDrafter):
                 made = self._catch_up(rows, entries, longest)
                 return self.usable(self.head.say(made))
             slots, position, mask, visible = scratch.add(tokens.shape[1], parents)
-            self._cache.reserve(rows.count, visible)
+            self._cache.reserve(rows.capacity, visible)
             self._cache.aim(everyone, slots, visible, 0)
             above = made[:, -1:]
             if parents is not None:
@@ -219,10 +240,12 @@ class Eagle(HeadDrafter):
     def _catch_up(self, rows: RowsView, entries: Tensor, longest: int) -> Tensor:
         """The feature after the text [R,1,D]. A row with less to catch up reads some entries again, to the same
         effect; a text of one token has none, and makes one up."""
-        width = max(1, *(length - 1 - read for length, read in zip(rows.lengths, self._read, strict=True)))
+        width = self._behind
+        if rows.bound is None:
+            width = max(1, *(length - 1 - read for length, read in zip(rows.lengths, self._read, strict=True)))
         position = (entries + arange(-width, 0, entries.device)).clamp(min=0)
         visible = max(longest, 1)
-        self._cache.reserve(rows.count, visible)
+        self._cache.reserve(rows.capacity, visible)
         self._cache.aim(slice(0, rows.count), position, visible, 0)
         return self._entries(rows, slice(0, rows.count), position, visible)[:, -1:]
 

@@ -74,8 +74,18 @@ class HeadDrafter(Drafter):
         self._embedding = target.model.get_input_embeddings()
         self.places = PlaceStore(self.head.remembers, target.dtype, target.device)
 
+    def admit(self, rows: RowsView, first: int) -> None:
+        self.places.reserve(rows.capacity, rows.room)
+
     def release(self, row: int, last: int, length: int) -> None:
         self.places.release(row, last)
+
+    def steady(self, longest: int) -> bool:
+        return self.options.tree != "optimal"
+
+    @property
+    def moved(self) -> int:
+        return self.places.moved
 
     def reorder(self, rows: RowsView, source: Sequence[int]) -> bool:
         self.places.reorder(source)

@@ -99,6 +99,10 @@ class Prophet(HeadDrafter):
         super().open(target, rows)
         self._cache = SlotCache()
 
+    @property
+    def moved(self) -> int:
+        return super().moved + self._cache.moved
+
     def propose(self, rows: RowsView, budget: Budget) -> TokenTree:
         return self._grower.run(rows, budget, self._expand(rows))
 
@@ -113,12 +117,12 @@ class Prophet(HeadDrafter):
                 last = self.embed(rows.text.gather(1, rows.length - 1))
                 stream = self.head.start(self.last_state(rows), last)
                 position = arange(0, _START, stream.device).unsqueeze(0)
-                cache.reserve(rows.count, _START)
+                cache.reserve(rows.capacity, _START)
                 cache.aim(everyone, 0, _START, 0)
                 told = self.head.think(stream, position, chain_mask(position, _START), remember)[:, -1:]
                 return self.usable(self.head.say(told))
             slots, position, mask, visible = scratch.add(tokens.shape[1], parents)
-            cache.reserve(rows.count, visible)
+            cache.reserve(rows.capacity, visible)
             cache.aim(everyone, slots, visible, 0)
             return self.usable(
                 self.head.say(self.head.think(self.head.read(self.embed(tokens)), position, mask, remember))

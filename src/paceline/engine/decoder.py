@@ -43,8 +43,9 @@ class SpeculativeDecoder:
     drafter, by name; rule_options: of the rule. gamma: tokens drafted in a row (5 if not said), or "auto": as many as
     pay, from measured costs and live acceptance; nodes: of a tree, in all; rows: prompts decoded at once; allow_lossy:
     permits rules that change what is written. runner: how passes run, "auto" (kernels of our own where they can),
-    "eager" (transformers) or "kernels" (or an error); a draft model that is named takes the same. quantize: the target
-    in "int8", "int4" or "bfloat16"; what is written is then what that target alone would have written.
+    "eager" (transformers), "kernels" (or an error) or, on CUDA, "cuda_graph" and "compiled" (docs/gpu.md); a draft
+    model that is named takes the same. quantize: the target in "int8", "int4" or "bfloat16"; what is written is then
+    what that target alone would have written.
     strict: a token has the same bits with and without a draft also where they would differ by rounding (bfloat16 on a
     GPU, other architectures than Llama's), at the price of passes of one shape.
     Transformers' names (assistant_model, num_assistant_tokens, prompt_lookup_num_tokens, max_matching_ngram_size) work.

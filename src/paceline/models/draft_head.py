@@ -81,22 +81,23 @@ class PlaceStore:
 
     def __init__(self, width: int, dtype: torch.dtype, device: torch.device) -> None:
         self._states = torch.zeros(0, 0, width, dtype=dtype, device=device)  # [R,T,D]
+        self.moved = 0  # how often they were replaced by larger ones
 
     def write(self, rows: slice, position: Tensor, states: Tensor, places: int) -> None:
         """`states` [R,Q,D] of the rows, at `position` [R,Q], all below `places`."""
-        self._reserve(rows.stop, places)
+        self.reserve(rows.stop, places)
         # places that were not read are NaN, inside a portfolio; a memory would never get rid of one
         states = states.to(self._states.dtype).nan_to_num()
         self._states[rows].scatter_(1, position.unsqueeze(-1).expand_as(states), states)
 
     def at(self, rows: slice, position: Tensor) -> Tensor:
         """[R,Q,D] at `position` [R,Q]; zeros where there is nothing, such as before the text."""
-        self._reserve(rows.stop, 1)
+        self.reserve(rows.stop, 1)
         known = position.clamp(0, self._states.shape[1] - 1)
         states = self._states[rows].gather(1, known.unsqueeze(-1).expand(*known.shape, self._states.shape[2]))
         return states.where((known == position).unsqueeze(-1), 0)
 
-    def _reserve(self, rows: int, places: int) -> None:
+    def reserve(self, rows: int, places: int) -> None:
         """Make room; places grow by doubling."""
         old = self._states
         if rows <= old.shape[0] and places <= old.shape[1]:
@@ -105,10 +106,11 @@ class PlaceStore:
             places = max(places, min(2 * old.shape[1], places + 4096))
         self._states = old.new_zeros(max(rows, old.shape[0]), max(places, old.shape[1]), old.shape[2])
         self._states[: old.shape[0], : old.shape[1]] = old
+        self.moved += 1
 
     def reorder(self, source: Sequence[int]) -> None:
         """Row r becomes a copy of row source[r]."""
-        self._reserve(len(source), 1)
+        self.reserve(len(source), 1)
         self._states[: len(source)] = self._states[list(source)]
 
     def release(self, row: int, last: int) -> None:

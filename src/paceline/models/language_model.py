@@ -16,6 +16,7 @@ from . import masks, openmp
 from .architecture import TESTED, refuse_dropout, study
 from .kernel_pass import KernelPass, Part, Sight, kernel_pass
 from .prompt_reading import PromptReader
+from .runners.compiled import CompiledRunner
 from .runners.eager import EagerRunner
 from .slot_cache import SlotCache, parting
 
@@ -92,11 +93,12 @@ class LanguageModel:
 
     def reader(self, taps: Sequence[float] = (), runner: Runner | None = None) -> SlotReader:
         refuse_dropout(self.model)
+        runner = runner or (CompiledRunner(self) if self.runner == "compiled" else EagerRunner())
         if self.strict:
             from .strict import StrictReader
 
-            return StrictReader(self, tuple(taps), runner or EagerRunner())
-        return SlotReader(self, tuple(taps), runner or EagerRunner())
+            return StrictReader(self, tuple(taps), runner)
+        return SlotReader(self, tuple(taps), runner)
 
     def reader_around(self, shared: Reader) -> Reader:
         """The reader to decode with where a drafter brings one along (early exit): that one, unless there are more."""
@@ -201,7 +203,7 @@ class SlotReader:
             ids = torch.cat([ids, tokens], 1)  # type: ignore[list-item]
         assert ids is not None
         start = longest + M - width
-        self.cache.aim(slice(0, rows.count), start if even else slots, visible, start)
+        self.cache.aim(slice(0, rows.count), start if even else slots, visible, start, rows.bound is not None)
         self._scratch += fed
         keep = fed + (1 if width else 0)
         if self._kernels is not None:

@@ -71,7 +71,7 @@ def without_layers(lm: LanguageModel, skip: Sequence[int]) -> Any:
     """The model without some of its layers. Those that stay are renumbered, so that its cache has no gaps."""
     kept = [layer for layer in range(lm.layers) if layer not in skip]
     every = layers_of(lm)
-    layers = [_renumbered(every[layer], index) for index, layer in enumerate(kept)]
+    layers = [renumbered(every[layer], index) for index, layer in enumerate(kept)]
     return with_layers(lm, layers, [lm.architecture.kinds[layer] for layer in kept], None)
 
 
@@ -118,11 +118,12 @@ def _shorter(config: Any, layers: int, kinds: Sequence[str]) -> Any:
     return fresh
 
 
-def _renumbered(module: nn.Module, index: int) -> Any:
+def renumbered(module: nn.Module, index: int) -> Any:
+    """The layer under another number, by which it calls its memory."""
     fresh = shell(module)
     if "layer_idx" in fresh.__dict__:
         fresh.__dict__["layer_idx"] = index
-    fresh._modules.update({name: child and _renumbered(child, index) for name, child in module._modules.items()})
+    fresh._modules.update({name: child and renumbered(child, index) for name, child in module._modules.items()})
     return fresh
 
 

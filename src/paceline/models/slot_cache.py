@@ -34,6 +34,7 @@ class SlotCache(Cache):
         self.values: list[Tensor] = []
         self._rows = self._slots = 0  # what is allocated, or will be at the first update
         self._aim: tuple[slice, int | Tensor, int] = (slice(0, 0), 0, 0)
+        self.steady = False  # the next pass has a shape that does not depend on the texts
         self.past = 0  # committed tokens before this pass, for the parts of transformers that ask
         self._addresses: np.ndarray | None = None  # of the stores, until one of them is replaced
         self.moved = 0  # how often they were
@@ -55,9 +56,9 @@ class SlotCache(Cache):
         self._addresses = None
         self.moved += 1
 
-    def aim(self, rows: slice, slots: int | Tensor, visible: int, past: int) -> None:
+    def aim(self, rows: slice, slots: int | Tensor, visible: int, past: int, steady: bool = False) -> None:
         """The next pass writes to `slots` (a first slot common to all rows, or [R,Q]) and sees slots 0..visible-1."""
-        self._aim = (rows, slots, visible)
+        self._aim, self.steady = (rows, slots, visible), steady
         self.past = past
 
     # ---- called by transformers, inside a pass
@@ -76,6 +77,12 @@ class SlotCache(Cache):
             keys.scatter_(2, where.expand_as(key_states), key_states)
             values.scatter_(2, where.expand_as(value_states), value_states)
         return keys[:, :, :visible], values[:, :, :visible]
+
+    def of_layer(self, layer: int) -> tuple[Tensor, Tensor, Tensor, int]:
+        """Keys and values of the rows of the next pass, the slots [R,Q] it writes to, and how many it sees."""
+        rows, slots, visible = self._aim
+        assert isinstance(slots, Tensor)
+        return self.keys[layer][rows], self.values[layer][rows], slots, visible
 
     def allocate(
         self, layers: int, heads: int, width: int, dtype: torch.dtype, device: torch.device | str = "cpu"

@@ -45,6 +45,7 @@ class Loop:
             self._guard(lambda: drafter.open(target, self.rows))
             shared = self._guard(lambda: self.drafter.reader(target))
         self.reader: Reader = target.reader_around(shared) if shared else target.reader(self.drafter.needs_taps)
+        self.branches = rule.branches and self.reader.branches  # may drafts be trees?
         if target.strict and shared is not None and not by_kernels(target):
             raise UnsupportedError(
                 f"'{self.drafter.name}' reads the target in a way of its own, and {target.name} has no kernels here, "
@@ -177,11 +178,6 @@ class Loop:
         if follows:
             reading = Reading(reading.logits[index], tuple(tap[index] for tap in reading.taps))
         return follows, reading
-
-    @property
-    def branches(self) -> bool:
-        """May drafts be trees?"""
-        return self.rule.branches and self.reader.branches
 
     def budget(self) -> Budget:
         """Never past the last token of a row, nor past the end of the context: the last token is the target's own."""

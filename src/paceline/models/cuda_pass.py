@@ -90,7 +90,8 @@ class CudaPass:
         self.strict = strict
         self._first = 0  # the first row that is being read
         self._done = torch.zeros(COUNTS, dtype=torch.int32, device=plan.table.device)
-        RACES.setdefault(plan.table.device.type, race)
+        if plan.table.device.type == "cuda":
+            RACES.setdefault("cuda", race)
 
     def __call__(
         self,

@@ -279,7 +279,7 @@ class SlotReader:
         if shape.alibi:
             inputs.update(key_positions=keys, span=visible, attention_mask=allowed)
         else:
-            inputs["attention_mask"] = masks.of_layers(shape, allowed, position, keys, self.lm.dtype)
+            inputs["attention_mask"] = masks.of_layers(self.lm, allowed, position, keys)
         if "position_ids" in shape.takes:
             inputs["position_ids"] = position.clamp(max=shape.context - 1) if visible > shape.context else position
         if "logits_to_keep" in shape.takes:

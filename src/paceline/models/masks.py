@@ -10,7 +10,7 @@ from torch import Tensor
 from paceline.core.contracts import arange
 
 if TYPE_CHECKING:
-    from .architecture import Architecture
+    from .language_model import LanguageModel
 
 
 def chain_mask(position: Tensor, visible: int) -> Tensor:
@@ -52,17 +52,16 @@ def additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.zeros((), dtype=dtype, device=mask.device).where(mask, torch.finfo(dtype).min)
 
 
-def of_layers(
-    shape: Architecture, allowed: Tensor | None, position: Tensor, keys: Tensor | None, dtype: torch.dtype
-) -> Any:
+def of_layers(lm: LanguageModel, allowed: Tensor | None, position: Tensor, keys: Tensor | None) -> Any:
     """One mask, or one per kind of layer."""
     if allowed is None:
         return None
+    shape = lm.architecture
     made: dict[str, Tensor] = {}
     for kind in sorted(set(shape.kinds)):
         mask = allowed
         if kind == "sliding_attention" and shape.window is not None:
             assert keys is not None
             mask = within(allowed, position, keys, shape.window)
-        made[kind] = additive(mask, dtype) if shape.additive else mask
+        made[kind] = additive(mask, lm.dtype) if shape.additive else mask
     return made if shape.mixed else made[shape.kinds[0]]

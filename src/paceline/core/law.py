@@ -82,10 +82,9 @@ class SamplingBatch:
 
     @property
     def kind(self) -> tuple[object, ...]:
-        """Batches of one kind do the same with their logits, in other numbers; the user's callables are never alike."""
+        """Batches of one kind do the same with their logits, in other numbers (but for callables of the user's)."""
         limits = {row.top_k or 0 for row in self.rows} if "top_k" in self.used else set()
-        alike = None if "processors" not in self.used else object()
-        return (self.used, self.all_greedy, self.mixed, max(limits, default=0), len(limits) > 1, 0 in limits, alike)
+        return (self.used, self.all_greedy, self.mixed, max(limits, default=0), len(limits) > 1, 0 in limits)
 
     def adopt(self, rows: Sequence[Sampling], eos: Sequence[Sequence[int]]) -> None:
         """Take the settings of other rows, of the same kind and as many: every tensor stays where it is."""

@@ -148,7 +148,9 @@ class Hangar:
         if not depth:
             return TokenTree.empty(rows.count, rows.device)
         budget = Budget(depth, loop.nodes, (depth,) * rows.count, loop.rule.draw, loop.branches)
-        return rows.limited(loop.drafter.propose(rows, budget))
+        tree = loop.drafter.propose(rows, budget)
+        loop.refuse_unfit(tree)
+        return rows.limited(tree)
 
     def try_draft(self, loop: Loop, rows: SteadyRows) -> None:
         """Make a draft and forget it: to see how long that takes."""

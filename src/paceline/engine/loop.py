@@ -105,17 +105,26 @@ class Loop:
     def step(self) -> list[Event]:
         """One round for every live row; rows that ended are released."""
         steady = self._hangar.rows_for(self)
+        while steady and (not self.flights or (len(self.flights) == 1 and self._hangar.may_hurry(self))):
+            flight = self._fly(steady)  # the next may begin before this one is read
+            if flight is None:
+                steady = None
+            else:
+                self.flights.append(flight)
         if steady is None:
             self._land()
             if self.rows.count:
                 self.flights.append(self._round(self.rows))
-        else:
-            while not self.flights or (len(self.flights) == 1 and self._hangar.may_hurry(self)):
-                self.flights.append(self._hangar.fly(self, steady))  # the next may begin before this one is read
         if self.flights:
             self._read()
         events, self._landed = self._landed, []
         return events
+
+    def _fly(self, steady: SteadyRows) -> Flight | None:
+        """A captured round; None where the drafter has failed in it, before anything was committed."""
+        if not self.drafter.speculates:
+            return self._hangar.fly(self, steady)
+        return self._guard(lambda: self._hangar.fly(self, steady))
 
     def _round(self, rows: Rows) -> Flight:
         """A round of shapes that are exactly as large as they need be."""
@@ -193,6 +202,18 @@ class Loop:
 
     def _checked(self, tree: TokenTree, budget: Budget) -> TokenTree:
         """A drafter on the host is read and checked; one on the device has declared itself valid."""
+        self.refuse_unfit(tree)
+        if not self.drafter.on_device:
+            tree.validate(self.target.vocabulary, budget.nodes, budget.depth, self.rows.count)
+            tree = tree.clean()
+        if tree.is_chain and tree.count is None and min(budget.limits) < tree.nodes:
+            # a row near its end must not draft past it because a batch-mate has further to go
+            limits = torch.tensor(budget.limits, device=tree.tokens.device)
+            tree = replace(tree, count=limits.clamp(max=tree.nodes))
+        return tree.to(self.rows.device)
+
+    def refuse_unfit(self, tree: TokenTree) -> None:
+        """A draft of a kind that cannot be judged exactly here."""
         if tree.drawn not in self.rule.judges and tree.nodes:
             raise UnsupportedError(
                 f"Rule '{self.rule.name}' cannot judge a draft of '{self.drafter.name}' drawn '{tree.drawn}' exactly; "
@@ -203,14 +224,6 @@ class Loop:
             if self.rule.branches:
                 judge, other = "A strict text is written from", "draft a chain, or do without strict"
             raise UnsupportedError(f"{judge} chains, and '{self.drafter.name}' drafted a tree; {other}.")
-        if not self.drafter.on_device:
-            tree.validate(self.target.vocabulary, budget.nodes, budget.depth, self.rows.count)
-            tree = tree.clean()
-        if tree.is_chain and tree.count is None and min(budget.limits) < tree.nodes:
-            # a row near its end must not draft past it because a batch-mate has further to go
-            limits = torch.tensor(budget.limits, device=tree.tokens.device)
-            tree = replace(tree, count=limits.clamp(max=tree.nodes))
-        return tree.to(self.rows.device)
 
     def _guard(self, act: Callable[[], T]) -> T | None:
         """A drafter that fails costs speed, never the text: say so once and go on without it."""

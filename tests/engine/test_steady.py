@@ -6,11 +6,11 @@ from collections.abc import Callable, Hashable
 from typing import Any, TypeVar
 
 import pytest
-import torch
 from tests.toys import gpt2, llama
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import paceline
+from paceline.core.errors import DrafterWarning, UnsupportedError
 from paceline.drafters.eagle import EagleHead
 from paceline.drafters.medusa import MedusaHead
 from paceline.drafters.prophet import ProphetHead
@@ -138,6 +138,27 @@ def test_stops_and_limits(draft: Any, rule: str, programs: list[Watched]) -> Non
             assert committed == len(text.tokens)
 
 
+def test_a_tree_that_the_rule_cannot_judge_is_refused(programs: list[Watched]) -> None:
+    _, steady = decoders("model", {"tree": "levels"}, llama, rule="block")
+    with pytest.raises(UnsupportedError, match="judges chains"):
+        steady.generate(PROMPTS[0], max_new_tokens=20, temperature=0.9, seed=1)
+
+
+def test_a_drafter_that_fails_costs_speed_only(programs: list[Watched], monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, steady = decoders("model", {}, llama)
+    propose = type(steady.drafter).propose
+
+    def fails(self: Any, rows: Any, budget: Any) -> Any:
+        if rows.bound is not None:
+            raise RuntimeError("out of order")
+        return propose(self, rows, budget)
+
+    monkeypatch.setattr(type(steady.drafter), "propose", fails)
+    with pytest.warns(DrafterWarning, match="out of order"):
+        got = steady.generate(PROMPTS, max_new_tokens=20)
+    assert [out.tokens for out in got] == [out.tokens for out in plain.generate(PROMPTS, max_new_tokens=20)]
+
+
 def test_streams_can_be_left(programs: list[Watched]) -> None:
     _, steady = decoders("model", {}, llama)
     stream = steady.stream(PROMPTS[0], max_new_tokens=40)
@@ -154,4 +175,3 @@ def test_rows_come_and_go_without_new_programs(programs: list[Watched]) -> None:
     before = {key for watched in programs for key in watched.runs}
     steady.generate([PROMPTS[2], PROMPTS[0], PROMPTS[1]], max_new_tokens=[8, 20, 9])
     assert {key for watched in programs for key in watched.runs} <= before
-    assert torch.is_inference_mode_enabled() is False

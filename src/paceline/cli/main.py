@@ -45,7 +45,7 @@ class OneLineErrors(TyperGroup):
         **extra: Any,
     ) -> NoReturn:
         given = sys.argv[1:] if args is None else list(args)
-        if "--tp-plan" in given and os.environ.get("RANK", "0") != "0":
+        if any(each.startswith("--tp-plan") for each in given) and os.environ.get("RANK", "0") != "0":
             sys.stdout = open(os.devnull, "w")  # noqa: SIM115  all processes write the same; one says it
         debug = "--debug" in given or os.environ.get(f"{PREFIX}_DEBUG", "") not in ("", "0", "false")
         try:

@@ -26,6 +26,7 @@ from paceline.models.chatter import in_one_line, quiet
 from paceline.models.gguf import PROVENANCE, convert, read_header, tokenizer_refused
 from paceline.models.gguf_tokenizer import TokenizerError, build_tokenizer
 from paceline.models.memory import give_back
+from paceline.models.sharded import leave_in_order
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 _TOKENIZER_FILES = (
@@ -209,6 +210,8 @@ def _load_model(
     tp_plan: str | None = None,
 ) -> PreTrainedModel:
     sharing = {} if tp_plan is None else {"tp_plan": tp_plan}
+    if sharing:
+        leave_in_order()
     try:
         with quiet():
             model, report = AutoModelForCausalLM.from_pretrained(

@@ -6,7 +6,9 @@ numbers, for they follow from seed and position; what remains is that the proces
 
 from __future__ import annotations
 
+import atexit
 import os
+from functools import cache
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -29,6 +31,17 @@ def check_plan(plan: str | None) -> None:
         raise InputError(
             "tp_plan shares a model out over processes, and there is one; start with `torchrun --nproc-per-node 2 …`."
         )
+
+
+@cache
+def leave_in_order() -> None:
+    """Take the processes' connections down while Python still runs: gloo's threads abort a process that just ends."""
+    atexit.register(_leave)
+
+
+def _leave() -> None:
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
 
 
 def is_sharded(lm: LanguageModel) -> bool:

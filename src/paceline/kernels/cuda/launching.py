@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import triton
 import triton.language as tl
 from triton import knobs
@@ -23,15 +25,10 @@ def overlapping(device: object) -> dict[str, bool]:
     return {"OVERLAP": True, "launch_pdl": True} if _hopper(str(device)) else {"OVERLAP": False}
 
 
+@cache
 def _hopper(device: str) -> bool:
     if INTERPRETED or not device.startswith("cuda"):
         return False
-    found = _CAPABLE.get(device)
-    if found is None:
-        import torch
+    import torch
 
-        found = _CAPABLE[device] = torch.cuda.get_device_capability(device)[0] >= 9
-    return found
-
-
-_CAPABLE: dict[str, bool] = {}
+    return torch.cuda.get_device_capability(device)[0] >= 9

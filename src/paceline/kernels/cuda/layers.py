@@ -21,7 +21,7 @@ def _normalised(values, weight_at, inside, eps, D, kind: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["M", "take", "skip"])
-def _add_norm(parts, stream, weight, bias, out, kept, M, D, eps, take, skip,
+def _add_norm(parts, stream, weight, bias, out, M, D, eps, take, skip,
               PARTS: tl.constexpr, BIAS: tl.constexpr, NORM: tl.constexpr, BLOCK: tl.constexpr,
               OVERLAP: tl.constexpr):  # fmt: skip
     """stream [M,D] += the sum of parts [PARTS,M,D]; out = its norm, of the last `take` of each `take + skip` tokens."""
@@ -139,7 +139,7 @@ def add_norm(
     take, skip = of
     _add_norm[(M // (take + skip) * take,)](
         stream if parts is None else parts, stream, stream if weight is None else weight,
-        stream if bias is None else bias, stream if out is None else out, stream, M, D, eps, take, skip,
+        stream if bias is None else bias, stream if out is None else out, M, D, eps, take, skip,
         PARTS=0 if parts is None else parts.shape[0], BIAS=bias is not None, NORM=out is not None,
         BLOCK=triton.next_power_of_2(D), num_warps=_warps(D), **overlapping(stream.device))  # fmt: skip
 

@@ -27,6 +27,28 @@ _FAST = 200 << 10  # bytes of fast memory that the pipeline of a tile may take
 _PLACES = 264  # tiles that run at once: two on each of an H100's or H200's processors
 
 
+@triton.jit
+def _summed(w_at, x_at, inner, there, K, total, STEPS: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr,
+            STAGES: tl.constexpr, EXACT: tl.constexpr):  # fmt: skip
+    """total [outputs,tokens] and the product of the weights at `w_at` with the values at `x_at`, step by step; `inner`
+    says where in the inner dimension the first step is."""
+    for step in tl.range(0, STEPS, num_stages=STAGES):
+        if EVEN:
+            weights = tl.load(w_at, eviction_policy="evict_first")
+            values = tl.load(x_at, mask=there, other=0.0)
+        else:
+            inside = inner + step * BK < K
+            weights = tl.load(w_at, mask=inside[None, :], other=0.0, eviction_policy="evict_first")
+            values = tl.load(x_at, mask=there & inside[:, None], other=0.0)
+        if EXACT:
+            total = tl.dot(weights, values, total, input_precision="ieee")
+        else:
+            total = tl.dot(weights, values, total)
+        w_at += BK
+        x_at += BK
+    return total
+
+
 @triton.jit(do_not_specialize=["M", "second", "third"])
 def _product(x, w0, w1, w2, out, M, N, K, second, third,
              STEPS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr,
@@ -48,21 +70,7 @@ def _product(x, w0, w1, w2, out, M, N, K, second, third,
     x_at = x + tokens[None, :] * K + inner[:, None]
     there = (tokens < M)[None, :]
     after(OVERLAP)
-    total = tl.zeros([BN, BM], tl.float32)
-    for step in tl.range(0, STEPS, num_stages=STAGES):
-        if EVEN:
-            weights = tl.load(w_at, eviction_policy="evict_first")
-            values = tl.load(x_at, mask=there, other=0.0)
-        else:
-            inside = inner + step * BK < K
-            weights = tl.load(w_at, mask=inside[None, :], other=0.0, eviction_policy="evict_first")
-            values = tl.load(x_at, mask=there & inside[:, None], other=0.0)
-        if EXACT:
-            total = tl.dot(weights, values, total, input_precision="ieee")
-        else:
-            total = tl.dot(weights, values, total)
-        w_at += BK
-        x_at += BK
+    total = _summed(w_at, x_at, inner, there, K, tl.zeros([BN, BM], tl.float32), STEPS, BK, EVEN, STAGES, EXACT)
     out_at = out + (part * M + tokens[None, :]).to(tl.int64) * N + outputs[:, None]
     tl.store(out_at, total, mask=there & (outputs < N)[:, None])
 
@@ -82,21 +90,7 @@ def _gated(x, gate, up, out, M, N, K,
     x_at = x + tokens[None, :] * K + inner[:, None]
     there = (tokens < M)[None, :]
     after(OVERLAP)
-    total = tl.zeros([2 * BN, BM], tl.float32)
-    for step in tl.range(0, STEPS, num_stages=STAGES):
-        if EVEN:
-            weights = tl.load(w_at, eviction_policy="evict_first")
-            values = tl.load(x_at, mask=there, other=0.0)
-        else:
-            inside = inner + step * BK < K
-            weights = tl.load(w_at, mask=inside[None, :], other=0.0, eviction_policy="evict_first")
-            values = tl.load(x_at, mask=there & inside[:, None], other=0.0)
-        if EXACT:
-            total = tl.dot(weights, values, total, input_precision="ieee")
-        else:
-            total = tl.dot(weights, values, total)
-        w_at += BK
-        x_at += BK
+    total = _summed(w_at, x_at, inner, there, K, tl.zeros([2 * BN, BM], tl.float32), STEPS, BK, EVEN, STAGES, EXACT)
     gates, ups = tl.split(tl.permute(tl.reshape(total, [2, BN, BM]), [1, 2, 0]))
     kind = out.dtype.element_ty
     gates, ups = gates.to(kind).to(tl.float32), ups.to(kind).to(tl.float32)

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from .core.sampling import Sampling
     from .core.tree import TokenTree
     from .core.verdict import Verdict
+    from .drafters.loading import load_drafter
     from .engine.custom_generate import CustomGenerate
     from .engine.decoder import SpeculativeDecoder
     from .engine.minimal import speculative_sampling, speculative_step
@@ -45,6 +46,7 @@ _HOMES = {
     "core.sampling": ("Sampling",),
     "core.tree": ("TokenTree",),
     "core.verdict": ("Verdict",),
+    "drafters.loading": ("load_drafter",),
     "engine.custom_generate": ("CustomGenerate",),
     "engine.decoder": ("SpeculativeDecoder",),
     "engine.minimal": ("speculative_sampling", "speculative_step"),
@@ -79,6 +81,7 @@ __all__ = [
     "contrast",
     "guided",
     "load",
+    "load_drafter",
     "speculative_sampling",
     "speculative_step",
 ]

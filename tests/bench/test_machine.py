@@ -1,8 +1,7 @@
-"""The load of a machine, and what is written down about it."""
+"""The load of a machine."""
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,8 +11,9 @@ import pytest
 import torch
 
 from paceline.bench import machine
-from paceline.bench.machine import Busy, Neighbours, Usage, check_idle, how_busy, provenance, read_usage
+from paceline.bench.machine import Busy, Neighbours, Usage, check_idle, how_busy, read_usage
 from paceline.core.errors import InputError
+from paceline.engine import provenance as made
 
 
 def looks(*usages: Usage | None) -> Any:
@@ -79,32 +79,9 @@ def test_a_run_is_disturbed_when_others_used_more_than_the_limit() -> None:
     assert neighbours.disturbed() is False
 
 
-def test_provenance_says_what_a_reader_would_ask() -> None:
-    found = provenance({"target": "x", "runs": ("a",)}, torch.device("cpu"))
-    assert found["arguments"] == {"target": "x", "runs": ["a"]}
-    assert {"paceline", "torch", "transformers", "numpy", "numba", "python"} == set(found["versions"])
-    assert found["threads"] == torch.get_num_threads()
-    assert found["cores"] >= 1
-    assert found["cpu"]
-    json.dumps(found)
-
-
-def test_without_git_or_a_driver_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "_asked", lambda command: None)
-    found = provenance({})
-    assert found["commit"] is None
-    assert "dirty" not in found
-
-
-def test_a_program_that_is_not_there_answers_nothing() -> None:
-    assert machine._asked(["no-such-program-anywhere"]) is None
-    assert machine._asked([sys.executable, "-c", "import sys; sys.exit(3)"]) is None
-    assert machine._asked([sys.executable, "-c", "print(' 7 ')"]) == "7"
-
-
 def test_the_card_that_is_asked_is_the_one_we_see(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[list[str]] = []
-    monkeypatch.setattr(machine, "_asked", lambda command: asked.append(command) or "40")
+    monkeypatch.setattr(made, "_asked", lambda command: asked.append(command) or "40")
     for visible, wanted in (("", "--id=1"), ("3,5", "--id=5")):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
         busy = how_busy(torch.device("cuda:1"), look=lambda: None, sleep=lambda seconds: None)

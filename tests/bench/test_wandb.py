@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from paceline.bench.metrics import summarise
-from paceline.bench.reporting import wandb_log
 from paceline.bench.reporting.wandb_log import check_wandb, log
 from paceline.core.errors import UnsupportedError
+from paceline.engine import weights_and_biases
 from tests.bench.made_reports import made_report
 
 
@@ -109,6 +109,6 @@ def test_offline_it_is_a_folder(tmp_path: Path) -> None:
 
 
 def test_without_wandb_it_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(wandb_log, "find_spec", lambda name: None)
+    monkeypatch.setattr(weights_and_biases, "find_spec", lambda name: None)
     with pytest.raises(UnsupportedError, match=r"pip install 'paceline\[bench\]'"):
         check_wandb()

@@ -5,16 +5,15 @@ from __future__ import annotations
 import argparse
 import signal
 import sys
-import types
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import MISSING, fields
 from pathlib import Path
-from typing import Any, Union, get_args, get_origin, get_type_hints
+from typing import Any
 
 from paceline.bench.reporting.cells import as_text
 from paceline.bench.reporting.tables import short
-from paceline.core.errors import InputError, PacelineError
+from paceline.core.errors import PacelineError
+from paceline.core.flags import add_flags, values_of
 
 from .contest import Contestant, Run
 from .files import check_writable, open_record
@@ -28,18 +27,9 @@ _INTERRUPTED = 130
 
 
 def parser() -> argparse.ArgumentParser:
-    """A flag for every field of `BenchOptions`: lists by repeating it, yes or no as --x and --no-x."""
+    """A flag for every field of `BenchOptions`, and where the results go."""
     made = argparse.ArgumentParser("python -m paceline.bench", argument_default=argparse.SUPPRESS)
-    hints = get_type_hints(BenchOptions)
-    for field in fields(BenchOptions):
-        flag, kind = f"--{field.name.replace('_', '-')}", _kind(hints[field.name])
-        told = "" if field.default in (None, (), MISSING) else f"default {field.default}"
-        if kind is bool:
-            made.add_argument(flag, action=argparse.BooleanOptionalAction, help=told)
-        elif get_origin(kind) is tuple:
-            made.add_argument(flag, action="append", help=f"{told} (repeat it, for several)")
-        else:
-            made.add_argument(flag, type=kind, help=told)
+    add_flags(made, BenchOptions)
     made.add_argument("--out", type=Path, default=None, help="the record, as JSON lines")
     made.add_argument("--resume", action="store_true", default=False, help="go on with the record of --out")
     made.add_argument("--csv", type=Path, default=None, help="the table")
@@ -47,25 +37,9 @@ def parser() -> argparse.ArgumentParser:
     return made
 
 
-def _kind(hint: Any) -> Any:
-    """int for `int | None`."""
-    if get_origin(hint) in (Union, types.UnionType):
-        return next(each for each in get_args(hint) if each is not type(None))
-    return hint
-
-
 def options_of(given: dict[str, Any]) -> BenchOptions:
-    hints = get_type_hints(BenchOptions)
-    for name, value in given.items():
-        if get_origin(_kind(hints[name])) is not tuple:
-            continue
-        given[name] = tuple(value)
-        if get_args(hints[name])[0] is float:
-            try:
-                given[name] = tuple(float(each) for text in value for each in text.split(","))
-            except ValueError:
-                raise InputError(f"--{name.replace('_', '-')} must be numbers, got {','.join(value)}.") from None
-    return apply(BenchOptions(**given), given)
+    said = values_of(given, BenchOptions)
+    return apply(BenchOptions(**said), said)
 
 
 class Lines:

@@ -1,25 +1,18 @@
-"""The machine that is measured on: what it is, for the record, and whether others are using it."""
+"""The machine that is measured on: are others using it?"""
 
 from __future__ import annotations
 
-import json
 import os
-import platform
 import re
-import subprocess
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import datetime, timezone
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from paceline import __version__
 from paceline.core.errors import InputError
-from paceline.models.runners.device import device_name
+from paceline.engine.provenance import of_the_card
 
 LIMIT = 0.1  # of the machine that others may use
 _SAMPLE = 1.0  # seconds of looking
@@ -94,7 +87,7 @@ def how_busy(
     share = None if before is None or after is None else after.others_since(before)
     gpu = None
     if device is not None and device.type == "cuda":
-        found = _nvidia("utilization.gpu", device)
+        found = of_the_card("utilization.gpu", device)
         gpu = float(found) / 100 if found is not None and found.isdigit() else None
     return Busy(share, gpu)
 
@@ -133,62 +126,3 @@ class Neighbours:
             return None
         share = after.others_since(self._before)
         return None if share is None else share > self._limit
-
-
-# ---- what is it?
-
-
-def provenance(arguments: Mapping[str, Any], device: torch.device | None = None) -> dict[str, Any]:
-    """Everything that a number depends on and that a reader would ask for."""
-    device = device or torch.device("cpu")
-    found: dict[str, Any] = {
-        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "versions": {
-            "paceline": __version__,
-            "python": platform.python_version(),
-            **{name: _version(name) for name in ("torch", "transformers", "numpy", "numba")},
-        },
-        "platform": platform.platform(),
-        "cpu": device_name(torch.device("cpu")),
-        "cores": os.cpu_count(),
-        "threads": torch.get_num_threads(),
-        "device": str(device),
-        "arguments": json.loads(json.dumps(dict(arguments), default=str)),  # as it will be read back: lists, no tuples
-    }
-    if device.type == "cuda":
-        found["gpu"] = device_name(device)
-        found["driver"] = _nvidia("driver_version", device)
-    return {**found, **_commit()}
-
-
-def _commit() -> dict[str, Any]:
-    """Where this is a checkout: which one, and whether somebody has changed it."""
-    folder = Path(__file__).resolve().parents[1]
-    head = _asked(["git", "-C", str(folder), "rev-parse", "HEAD"])
-    if head is None:
-        return {"commit": None}
-    changed = _asked(["git", "-C", str(folder), "status", "--porcelain", "--", str(folder)])
-    return {"commit": head, "dirty": None if changed is None else bool(changed)}
-
-
-def _nvidia(what: str, device: torch.device) -> str | None:
-    """One number of the driver's own tool, which counts all cards, also those we may not see; None without it."""
-    place, visible = device.index or 0, os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
-    card = visible[place] if visible[0] and place < len(visible) else str(place)
-    return _asked(["nvidia-smi", f"--query-gpu={what}", "--format=csv,noheader,nounits", f"--id={card}"])
-
-
-def _asked(command: list[str]) -> str | None:
-    """What a program answers in a line or more; None where there is no such program, or it fails."""
-    try:
-        told = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return told.stdout.strip() if told.returncode == 0 else None
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:  # run from a folder, or a bare machine
-        return None

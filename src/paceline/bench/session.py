@@ -12,12 +12,13 @@ import torch
 
 from paceline.bench.replaying.tracing import Tracing
 from paceline.core.errors import InputError, PacelineError
+from paceline.engine.provenance import provenance
 from paceline.models.cache import Progress
 from paceline.models.running import running
 
 from .assembly import Contest, assemble, costs_of, layers_of, quality_of, too_long
 from .contest import Cancel, Contestant, Plan, Run, Task, Watcher
-from .machine import Neighbours, check_idle, how_busy, provenance, wanted_device
+from .machine import Neighbours, check_idle, how_busy, wanted_device
 from .memory import peak_while
 from .options import BenchOptions
 from .records import Recorder, Sink

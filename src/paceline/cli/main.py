@@ -18,11 +18,14 @@ from .audit import audit
 from .bench import EPILOG as BENCH_EPILOG
 from .bench import bench
 from .chat import chat
+from .export import export
 from .generate import EPILOG, INTERRUPTED, generate
 from .listing import list_names
 from .report import versions
 from .settings import CONTEXT, PREFIX, SettingsCommand
 from .terminal import complain
+from .train import EPILOG as TRAIN_EPILOG
+from .train import train
 from .tune import EPILOG as TUNE_EPILOG
 from .tune import tune
 
@@ -98,6 +101,8 @@ app.command("chat", cls=SettingsCommand, context_settings=CONTEXT)(chat)
 app.command("audit", cls=SettingsCommand, context_settings=CONTEXT, epilog=AUDIT_EPILOG)(audit)
 app.command("bench", cls=SettingsCommand, context_settings=CONTEXT, epilog=BENCH_EPILOG)(bench)
 app.command("tune", cls=SettingsCommand, context_settings=CONTEXT, epilog=TUNE_EPILOG)(tune)
+app.command("train", cls=SettingsCommand, context_settings=CONTEXT, epilog=TRAIN_EPILOG)(train)
+app.command("export")(export)
 app.command("list")(list_names)
 
 

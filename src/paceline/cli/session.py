@@ -219,16 +219,18 @@ def check_counts(**counts: int | None) -> None:
 
 def _make_drafter(drafting: Drafting, load: Callable[[str], Any]) -> Drafter:
     from paceline.core.contracts import DRAFTERS
+    from paceline.drafters.loading import holds
     from paceline.drafters.making import make_drafter
     from paceline.models import is_model
 
     draft: Any = drafting.draft
-    if draft not in DRAFTERS and not is_model(draft):
+    held = None if draft in DRAFTERS else holds(draft)  # a folder with a trained head
+    if draft not in DRAFTERS and held is None and not is_model(draft):
         return make_drafter(draft, {})  # says what is wrong with the name
-    name = draft if draft in DRAFTERS else "draft-model"
+    name = draft if draft in DRAFTERS else held[0] if held else "draft-model"
     options = convert_options(drafting.options, DRAFTERS[name].Options, "drafter", name)
     if draft not in DRAFTERS:
-        return make_drafter(load(draft), options)
+        return make_drafter(draft if held else load(draft), options)
     known = [field.name for field in fields(DRAFTERS[name].Options)]
     for option in ("model", *getattr(DRAFTERS[name].Options, "required", ())):  # said in the words of a flag
         if option in known and not options.get(option):

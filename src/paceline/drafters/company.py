@@ -48,10 +48,7 @@ class Company(Drafter):
         names = [drafter.name for drafter in made]
         titles = [name if names.count(name) == 1 else f"{name} {i + 1}" for i, name in enumerate(names)]
         self._members = [Member(*each, number) for number, each in enumerate(zip(made, titles, strict=True))]
-        taps = sorted({tap for drafter in made for tap in drafter.needs_taps})
-        for member in self._members:
-            member.taps = tuple(taps.index(tap) for tap in member.drafter.needs_taps)
-        self.needs_taps = tuple(taps)
+        self._share_taps()
         self.takes_prediction = any(drafter.takes_prediction for drafter in made)
         self.hope = max((drafter.hope for drafter in made if drafter.hope is not None), default=None)
         self.reset()
@@ -88,6 +85,13 @@ class Company(Drafter):
     def check(self, target: Any) -> None:
         for member in self._members:
             member.drafter.check(target)
+        self._share_taps()  # some know only now what they want to see
+
+    def _share_taps(self) -> None:
+        taps = sorted({tap for member in self._members for tap in member.drafter.needs_taps})
+        for member in self._members:
+            member.taps = tuple(taps.index(tap) for tap in member.drafter.needs_taps)
+        self.needs_taps = tuple(taps)
 
     def open(self, target: Any, rows: RowsView) -> None:
         if not self.options.persistent:

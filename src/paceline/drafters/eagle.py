@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from paceline.core.contracts import DRAFTERS, Budget, RowsView, arange
-from paceline.core.errors import InputError
+from paceline.core.contracts import DRAFTERS, Budget, Drafter, RowsView, arange
+from paceline.core.errors import InputError, UnsupportedError
 from paceline.core.growth import Expand
 from paceline.core.tree import TokenTree
-from paceline.models.draft_head import DraftHead
+from paceline.models.draft_head import DraftHead, depths
 from paceline.models.draft_layers import DecoderLayer, LayerConfig, Remember, Scratch, by_slot
 from paceline.models.language_model import LanguageModel
 from paceline.models.masks import chain_mask
@@ -23,18 +23,27 @@ from paceline.models.subset_head import spread
 from .heads import HeadDrafter, HeadOptions
 
 _CHUNK = 1024  # places of a prompt read in one pass
+_PUBLISHED = 3  # hidden states that a head looks at, where its files do not say which
+
+
+Shared = Callable[[Tensor], Tensor]  # states [...,D] -> logits [...,V]
 
 
 @dataclass(frozen=True)
 class EagleConfig(LayerConfig):
     """hidden, embedding: the target's widths; taps: the depths it looks at; draft_vocabulary: the target's ids that it
-    can say, in the order of its own (None: all)."""
+    can say, in the order of its own (None: all). As others have it: tap_layers, instead of taps the hidden states by
+    number, or () for 2, L//2, L-3 of L layers; norm_before_residual: the layer adds to the normed feature."""
 
     hidden: int = 0
     embedding: int = 0
     vocabulary: int = 0
     taps: tuple[float, ...] = (0.1, 0.5, 0.9)
     draft_vocabulary: int | None = None
+    tap_layers: tuple[int, ...] | None = field(default=None, kw_only=True)
+    norm_before_residual: bool = field(default=False, kw_only=True)
+    fuse_bias: bool = field(default=False, kw_only=True)
+    own_embedding: bool = field(default=False, kw_only=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -43,6 +52,17 @@ class EagleConfig(LayerConfig):
         said = self.vocabulary if self.draft_vocabulary is None else self.draft_vocabulary
         if not 1 <= said <= self.vocabulary:
             raise InputError(f"draft_vocabulary must be from 1 to the target's {self.vocabulary}, got {said}.")
+
+    @property
+    def tapped(self) -> int:
+        """How many hidden states it looks at."""
+        return len(self.taps) if self.tap_layers is None else len(self.tap_layers) or _PUBLISHED
+
+    def taps_of(self, layers: int) -> tuple[float, ...]:
+        """The depths it looks at in a target of so many layers."""
+        if self.tap_layers is None:
+            return self.taps
+        return depths(self.tap_layers or (2, layers // 2, layers - 3), layers)
 
 
 class EagleHead(DraftHead):
@@ -59,14 +79,15 @@ class EagleHead(DraftHead):
     def __init__(self, config: EagleConfig, made_for: dict[str, Any]) -> None:
         super().__init__(config, made_for)
         D, said = config.width, config.draft_vocabulary
-        self.fuse = nn.Linear(len(config.taps) * config.hidden, D, bias=False)
-        self.feature_norm = nn.RMSNorm(D, eps=1e-6)
-        self.embed_norm = nn.RMSNorm(config.embedding, eps=1e-6)
+        self.fuse: nn.Module = nn.Linear(config.tapped * config.hidden, D, bias=config.fuse_bias)
+        self.feature_norm = nn.RMSNorm(D, eps=config.eps)
+        self.embed_norm = nn.RMSNorm(config.embedding, eps=config.eps)
         self.layer = DecoderLayer(config, config.embedding + D)
-        self.norm = nn.RMSNorm(D, eps=1e-6)
+        self.norm = nn.RMSNorm(D, eps=config.eps)
         self.output = nn.Linear(D, config.vocabulary if said is None else said, bias=False)
         # the target's id of every id of the draft's; training fills it with the most frequent ones
         self.register_buffer("d2t", None if said is None else torch.arange(said))
+        self.words = nn.Embedding(config.vocabulary, config.embedding) if config.own_embedding else None
 
     @classmethod
     def sizes(cls, target: LanguageModel) -> EagleConfig:
@@ -86,17 +107,26 @@ class EagleHead(DraftHead):
 
     def step(self, embedded: Tensor, features: Tensor, position: Tensor, mask: Tensor, remember: Remember) -> Tensor:
         """embedded [R,Q,E], features [R,Q,D] -> the next features [R,Q,D]."""
-        seen = torch.cat([self.embed_norm(embedded), self.feature_norm(features)], -1)
-        return self.layer(seen, features, position, mask, remember)  # type: ignore[no-any-return]
+        normed = self.feature_norm(features)
+        seen = torch.cat([self.embed_norm(embedded), normed], -1)
+        stream = normed if self.config.norm_before_residual else features
+        return self.layer(seen, stream, position, mask, remember)  # type: ignore[no-any-return]
 
-    def say(self, features: Tensor) -> Tensor:
-        """[...,D] -> logits [...,V] over the target's vocabulary; what the draft cannot say is impossible."""
+    def say(self, features: Tensor, shared: Shared | None = None) -> Tensor:
+        """[...,D] -> logits [...,V] over the target's vocabulary; what the draft cannot say is impossible. `shared`:
+        the target's own output layer, for heads that have none."""
         logits: Tensor = self.output(self.norm(features))
         return logits if self.d2t is None else spread(logits, self.d2t, self.config.vocabulary)
 
-    def forward(self, embedded: Tensor, taps: Sequence[Tensor], steps: int) -> list[Tensor]:
+    def forward(
+        self, embedded: Tensor, taps: Sequence[Tensor], steps: int, shared: Shared | None = None
+    ) -> list[Tensor]:
+        """Logits [R,T,V] of `steps` steps over whole texts: see `unrolled`."""
+        return [self.say(features, shared) for features in self.unrolled(embedded, taps, steps)]
+
+    def unrolled(self, embedded: Tensor, taps: Sequence[Tensor], steps: int) -> Iterator[Tensor]:
         """Whole texts, as in drafting ("training-time test"): `embedded` [R,T,E] are the tokens after the places of
-        `taps` [R,T,D]. Returns `steps` logits [R,T,V]: those at t of step s look at true features up to t-s only."""
+        `taps` [R,T,D]. Gives `steps` features [R,T,D]: those at t of step s follow true features up to t-s only."""
         features = self.fuse(torch.cat(list(taps), -1))
         T = features.shape[1]
         place = arange(0, T, features.device)
@@ -109,14 +139,12 @@ class EagleHead(DraftHead):
             values.append(value)
             return torch.cat(keys, 2), torch.cat(values, 2)
 
-        said = []
         for step in range(steps):
             mask = torch.cat([behind >= step, *(behind == step - made for made in range(1, step + 1))], 1)
             mask = mask.index_fill(0, place[:step], True)  # the first places have no past so deep: anything will do
             features = self.step(embedded, features, place.unsqueeze(0), mask[None, None], remember)
-            said.append(self.say(features))
+            yield features
             features = torch.nn.functional.pad(features, (0, 0, 1, 0))[:, :-1]
-        return said
 
 
 @DRAFTERS.register("eagle")
@@ -135,20 +163,36 @@ class Eagle(HeadDrafter):
 
     def __init__(self, options: HeadOptions | None = None) -> None:
         super().__init__(options)
-        self.needs_taps = self.head.config.taps
+        self.needs_taps = self.head.config.taps if self.head.config.tap_layers is None else ()
         self._read: list[int] = []  # per row, how many entries are in memory, made of true features
         self._lag = 0  # entries that may be missing after captured rounds; 0: `_read` is right
         self._behind = 0  # so many entries a captured draft reads first
 
+    def anew(self) -> Drafter:
+        fresh = super().anew()
+        fresh.needs_taps = self.needs_taps
+        return fresh
+
     # ---- rows come and go
+
+    def check(self, target: LanguageModel) -> None:
+        super().check(target)
+        self.needs_taps = self.head.config.taps_of(target.layers)
 
     def open(self, target: LanguageModel, rows: RowsView) -> None:
         super().open(target, rows)
+        self._shared = target.model.get_output_embeddings()
+        self._embedding = self.head.words or self._embedding
         self._cache = SlotCache()
         self._remember = by_slot(self._cache, 0)
         self._read, self._lag = [], 0
 
     def digest(self, taps: tuple[Tensor, ...]) -> Tensor:
+        if len(taps) != self.head.config.tapped:
+            raise UnsupportedError(
+                f"This eagle head looks at {self.head.config.tapped} hidden states and was shown {len(taps)}: among "
+                "other drafters it must know its target first, as load_drafter(folder, target) tells it."
+            )
         fused: Tensor = self.head.fuse(torch.cat(taps, -1))
         return fused
 
@@ -224,7 +268,7 @@ class Eagle(HeadDrafter):
             nonlocal made
             if tokens is None:
                 made = self._catch_up(rows, entries, longest)
-                return self.usable(self.head.say(made))
+                return self.usable(self.head.say(made, self._shared))
             slots, position, mask, visible = scratch.add(tokens.shape[1], parents)
             self._cache.reserve(rows.capacity, visible)
             self._cache.aim(everyone, slots, visible, 0)
@@ -233,7 +277,7 @@ class Eagle(HeadDrafter):
                 above = made.gather(1, (parents + 1).unsqueeze(-1).expand(*parents.shape, made.shape[2]))
             fresh = self.head.step(self.embed(tokens), above, position, mask, self._remember)
             made = torch.cat([made, fresh], 1)
-            return self.usable(self.head.say(fresh))
+            return self.usable(self.head.say(fresh, self._shared))
 
         return expand
 

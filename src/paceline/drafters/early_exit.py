@@ -55,14 +55,18 @@ class ExitHead(nn.Module):
         head.load_state_dict(tensors)
         return head
 
-    def save(self, folder: str | os.PathLike[str]) -> None:
-        save_head(folder, KIND, self.config, self.state_dict())
+    def save(self, folder: str | os.PathLike[str], numbers: str | None = None) -> None:
+        save_head(folder, KIND, self.config, self.state_dict(), numbers)
 
-    def forward(self, hidden: Tensor, output: Callable[[Tensor], Tensor]) -> Tensor:
-        """hidden [R,Q,D], as the last layer before the exit left it -> logits [R,Q,V]."""
+    def states(self, hidden: Tensor) -> Tensor:
+        """hidden [...,D], as the last layer before the exit left it -> what the output matrix sees [...,D]."""
         if self.enter is not None and self.up is not None and self.down is not None:
             hidden = hidden + self.down(nn.functional.silu(self.up(self.enter(hidden))))
-        return (self.output or output)(self.norm(hidden))
+        return self.norm(hidden)  # type: ignore[no-any-return]
+
+    def forward(self, hidden: Tensor, output: Callable[[Tensor], Tensor]) -> Tensor:
+        """hidden [R,Q,D] -> logits [R,Q,V]."""
+        return (self.output or output)(self.states(hidden))
 
 
 @DRAFTERS.register("early-exit")

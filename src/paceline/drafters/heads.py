@@ -22,7 +22,7 @@ from .draft_model import over_vocabulary
 
 @dataclass(frozen=True)
 class HeadOptions(TreeOptions):
-    """The tree, and the head: a folder, or the module itself (it is moved to the target's device and dtype)."""
+    """The tree, and the head: a folder or hub id, or the module itself (moved to the target's device and dtype)."""
 
     head: Any = None
     Head: ClassVar[type[DraftHead]]  # what kind of head
@@ -51,7 +51,9 @@ class HeadDrafter(Drafter):
         if isinstance(given, Head):
             return given
         if isinstance(given, (str, os.PathLike)):
-            return Head.load(given)
+            from .loading import read_head  # it knows every kind of head, and so this file too
+
+            return read_head(given, Head)
         raise InputError(
             f"{self.name} needs a trained head: options={{'head': a folder, or a {Head.__name__}}}, got {given!r}."
         )

@@ -111,8 +111,9 @@ class TrigramTable:
 # ---- training
 
 
-def train_trigram(sequences: Iterable[Sequence[int]], vocabulary: int) -> TrigramTable:
-    """Count and discount. `sequences` are texts as token ids: of files (`read_texts`) or of a model (`own_samples`)."""
+def train_trigram(sequences: Iterable[Sequence[int]], vocabulary: int, least: int = 1) -> TrigramTable:
+    """Count and discount. `sequences` are texts as token ids: of files (`read_texts`) or of a model (`own_samples`).
+    Pairs and triples that were seen fewer than `least` times count as unseen, for a smaller table."""
     texts = [np.asarray(list(text), dtype=np.int64) for text in sequences]
     texts = [text for text in texts if len(text)]
     for text in texts:
@@ -125,17 +126,20 @@ def train_trigram(sequences: Iterable[Sequence[int]], vocabulary: int) -> Trigra
     for text in texts:
         pairs.append(text[:-1] * vocabulary + text[1:])
         triples.append(pairs[-1][:-1] * vocabulary + text[2:])
-    keys, second = _level(pairs, vocabulary, lambda keys: unigram[keys % vocabulary])
+    keys, second = _level(pairs, vocabulary, least, lambda keys: unigram[keys % vocabulary])
     # whoever saw u v w has seen v w: what shorter contexts say of it is in the table of pairs
     place = lambda grams: keys.searchsorted(grams % (vocabulary * vocabulary))  # noqa: E731
-    _, third = _level(triples, vocabulary, lambda grams: second.logs[place(grams)])
+    _, third = _level(triples, vocabulary, least, lambda grams: second.logs[place(grams)])
     return TrigramTable(vocabulary, unigram, second, third)
 
 
-def _level(grams: list[Array], vocabulary: int, below: Callable[[Array], Array]) -> tuple[Array, _Level]:
+def _level(
+    grams: list[Array], vocabulary: int, least: int, below: Callable[[Array], Array]
+) -> tuple[Array, _Level]:
     """The distinct n-grams in order, and their level; `below` gives the log-probabilities of shorter contexts."""
     every = np.concatenate(grams) if grams else np.zeros(0, dtype=np.int64)
     keys, counts = np.unique(every, return_counts=True)
+    keys, counts = keys[counts >= least], counts[counts >= least]
     contexts, starts = np.unique(keys // vocabulary, return_index=True)
     if not len(keys):
         none = np.zeros(0)

@@ -13,11 +13,14 @@ from paceline.core.registry import build_options
 from paceline.models import catalogue_names, is_model, load
 from paceline.models.language_model import LanguageModel
 
+from .loading import holds
+
 
 def make_drafter(
     draft: Any, options: Mapping[str, Any] | None = None, device: Any = None, runner: str | None = None
 ) -> Drafter:
-    """From a Drafter, a name, (name, options), {"name": ..., options} or that as JSON, a model, or what names a model.
+    """From a Drafter, a name, (name, options), {"name": ..., options} or that as JSON, a model, what names a model, or
+    a folder with a trained head.
 
     None is plain decoding. A model that has to be loaded goes to `device` and runs by `runner`.
     """
@@ -37,9 +40,13 @@ def make_drafter(
 
 
 def named(draft: Any, options: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
-    """The registered name and all options of a drafter that is not made yet; a model is one of the options."""
+    """The registered name and all options of a drafter that is not made yet; a model or head is one of the options."""
     draft, inside = _parted(draft)
     given = {**inside, **options}
+    held = holds(draft) if isinstance(draft, (str, os.PathLike)) and draft not in DRAFTERS else None
+    if held is not None:  # a folder with a trained head, or a trigram model
+        name, path = held
+        return name, {**given, "file" if name == "trigram" else "head": str(path)}
     if isinstance(draft, str) and draft not in DRAFTERS and not is_model(draft):
         raise UnknownNameError("drafter or model", draft, [*DRAFTERS, *catalogue_names()])
     if isinstance(draft, str) and draft in DRAFTERS:

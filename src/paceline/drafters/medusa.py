@@ -54,6 +54,12 @@ class MedusaHead(DraftHead):
         config = target.model.config.get_text_config(decoder=True)
         return MedusaConfig(config.hidden_size, config.vocab_size)
 
+    def states(self, hidden: Tensor, head: int) -> Tensor:
+        """[...,D] -> [...,D]: what one head's output sees."""
+        for block, bias in zip(self.blocks[:, head], self.biases[:, head], strict=True):
+            hidden = hidden + F.silu(F.linear(hidden, block, bias.squeeze(0)))
+        return hidden
+
     def forward(self, hidden: Tensor, shared: Callable[[Tensor], Tensor], most: int) -> Tensor:
         """hidden [...,D] -> logits [K,...,V] of the first `most` heads; `shared` is the target's own output layer."""
         K = min(most, self.config.heads)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,17 +21,20 @@ from paceline.models.slot_cache import SlotCache
 
 from .heads import HeadDrafter, HeadOptions
 
+Shared = Callable[[Tensor], Tensor]  # the target's output layer
 _START = 2  # places before the draft: the target's state, and the last committed token
 
 
 @dataclass(frozen=True)
 class ProphetConfig(LayerConfig):
-    """hidden, embedding: the target's widths; width: its own; layers: how many."""
+    """hidden, embedding: the target's widths; width: its own; layers: how many; own_output: false says what it says by
+    the target's output layer."""
 
     hidden: int = 0
     embedding: int = 0
     vocabulary: int = 0
     layers: int = 2
+    own_output: bool = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -55,7 +58,8 @@ class ProphetHead(DraftHead):
         self.norms = nn.ModuleList(nn.RMSNorm(D, eps=1e-6) for _ in range(config.layers))
         self.layers = nn.ModuleList(DecoderLayer(config, D) for _ in range(config.layers))
         self.norm = nn.RMSNorm(D, eps=1e-6)
-        self.output = nn.Linear(D, config.vocabulary, bias=False)
+        # to logits, or to what the target's output layer takes
+        self.output = nn.Linear(D, config.vocabulary if config.own_output else config.hidden, bias=False)
 
     @classmethod
     def sizes(cls, target: LanguageModel) -> ProphetConfig:
@@ -65,12 +69,16 @@ class ProphetHead(DraftHead):
         embedding = target.model.get_input_embeddings().embedding_dim
         return ProphetConfig(width, heads, heads, 3 * width, 10000.0, config.hidden_size, embedding, config.vocab_size)
 
-    def forward(self, hidden: Tensor, embedded: Tensor) -> Tensor:
-        """hidden [R,1,D] and the embedded tokens that follow it [R,Q,E] -> logits [R,Q,V] of the token after each."""
+    def states(self, hidden: Tensor, embedded: Tensor) -> Tensor:
+        """hidden [R,1,D] and the embedded tokens that follow it [R,Q,E] -> [R,Q,D]: what follows each, to be said."""
         stream = self.start(hidden, embedded)
         position = arange(0, stream.shape[1], stream.device).unsqueeze(0)
         remember = [alone] * len(self.layers)
-        return self.say(self.think(stream, position, chain_mask(position, stream.shape[1]), remember)[:, 1:])
+        return self.think(stream, position, chain_mask(position, stream.shape[1]), remember)[:, 1:]
+
+    def forward(self, hidden: Tensor, embedded: Tensor, shared: Shared | None = None) -> Tensor:
+        """The same -> logits [R,Q,V] of the token after each; `shared` is the target's output layer."""
+        return self.say(self.states(hidden, embedded), shared)
 
     def start(self, hidden: Tensor, embedded: Tensor) -> Tensor:
         return torch.cat([self.begin(self.begin_norm(hidden)), self.read(embedded)], 1)
@@ -83,8 +91,12 @@ class ProphetHead(DraftHead):
             stream = layer(norm(stream), stream, position, mask, store)
         return stream
 
-    def say(self, stream: Tensor) -> Tensor:
-        return self.output(self.norm(stream))  # type: ignore[no-any-return]
+    def say(self, stream: Tensor, shared: Shared | None = None) -> Tensor:
+        said: Tensor = self.output(self.norm(stream))
+        if self.config.own_output:
+            return said
+        assert shared is not None
+        return shared(said)
 
 
 @DRAFTERS.register("prophet")
@@ -98,6 +110,7 @@ class Prophet(HeadDrafter):
     def open(self, target: LanguageModel, rows: RowsView) -> None:
         super().open(target, rows)
         self._cache = SlotCache()
+        self._shared = target.model.get_output_embeddings()
 
     @property
     def moved(self) -> int:
@@ -120,12 +133,11 @@ class Prophet(HeadDrafter):
                 cache.reserve(rows.capacity, _START)
                 cache.aim(everyone, 0, _START, 0)
                 told = self.head.think(stream, position, chain_mask(position, _START), remember)[:, -1:]
-                return self.usable(self.head.say(told))
+                return self.usable(self.head.say(told, self._shared))
             slots, position, mask, visible = scratch.add(tokens.shape[1], parents)
             cache.reserve(rows.capacity, visible)
             cache.aim(everyone, slots, visible, 0)
-            return self.usable(
-                self.head.say(self.head.think(self.head.read(self.embed(tokens)), position, mask, remember))
-            )
+            told = self.head.think(self.head.read(self.embed(tokens)), position, mask, remember)
+            return self.usable(self.head.say(told, self._shared))
 
         return expand

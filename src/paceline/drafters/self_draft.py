@@ -50,12 +50,17 @@ class SelfDraft(Drafter):
         fresh._made = self._made
         return fresh
 
+    def inner_options(self) -> dict[str, Any]:
+        """What else the draft model is told."""
+        return {}
+
     @property
     def inner(self) -> Drafter:
         """Who drafts this batch: made when the first row comes, since whoever shares a reader may need no other."""
         if self._inner is None:
             target, rows = self._opened
             growth: dict[str, Any] = {entry.name: getattr(self.options, entry.name) for entry in fields(TreeOptions)}
+            growth.update(self.inner_options())
             self._inner = DraftModel(DraftModel.Options(model=self.draft_of(target), **growth))
             self._inner.open(target, rows)
         return self._inner
@@ -72,6 +77,16 @@ class SelfDraft(Drafter):
 
     def admit(self, rows: RowsView, first: int) -> None:
         self.inner.admit(rows, first)
+
+    def steady(self, longest: int) -> bool:
+        return self.inner.steady(longest)
+
+    @property
+    def moved(self) -> int:
+        return self.inner.moved
+
+    def replayed(self) -> None:
+        self.inner.replayed()
 
     def propose(self, rows: RowsView, budget: Budget) -> TokenTree:
         return self.inner.propose(rows, budget)

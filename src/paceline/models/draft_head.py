@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 import torch
 from torch import Tensor, nn
 
-from paceline.core.errors import LoadError
+from paceline.core.errors import LoadError, UnsupportedError
 
 from .head_files import check_target, fingerprint, load_head, save_head
 
@@ -49,8 +49,10 @@ class DraftHead(nn.Module):
             head = cls(config or cls.sizes(target), fingerprint(target))
         return head.to(target.device, target.dtype)
 
-    def save(self, folder: str | os.PathLike[str]) -> None:
-        save_head(folder, self.kind, {**asdict(self.config), "target": self.made_for}, self.state_dict())
+    def save(self, folder: str | os.PathLike[str], numbers: str | None = None) -> None:
+        """numbers: float32, bfloat16 or int8 on disk; as they are, if nothing is said."""
+        config = {**asdict(self.config), "target": self.made_for}
+        save_head(folder, self.kind, config, self.state_dict(), numbers)
 
     @classmethod
     def load(cls: type[H], folder: str | os.PathLike[str]) -> H:
@@ -68,11 +70,28 @@ class DraftHead(nn.Module):
     def check(self, target: LanguageModel) -> None:
         """Refuse another target than its own."""
         check_target(self.kind, self.made_for, target)
+        wanted, given = getattr(self.config, "embedding", None), target.model.get_input_embeddings().embedding_dim
+        if wanted not in (None, given) and getattr(self, "words", None) is None:
+            raise UnsupportedError(
+                f"This {self.kind} head reads embeddings of {wanted} numbers, but those of {target.name} have {given}; "
+                "use a head trained for this target."
+            )
 
 
 def _frozen(value: Any) -> Any:
     """JSON has no tuples."""
     return tuple(value) if isinstance(value, list) else value
+
+
+def depths(numbers: Sequence[int], layers: int) -> tuple[float, ...]:
+    """Hidden states by number (0: the embeddings), as depths of a target of so many layers. Nobody asks for the last
+    one by number: it is behind the target's final norm here, and before it where such heads are trained."""
+    if len(set(numbers)) < len(numbers) or not all(0 <= number < layers for number in numbers):
+        raise UnsupportedError(
+            f"This head looks at the hidden states {', '.join(map(str, numbers))}, which must differ and lie between 0 "
+            f"and {layers - 1} in a target of {layers} layers; use a head trained for this target."
+        )
+    return tuple(number / layers for number in numbers)
 
 
 class PlaceStore:

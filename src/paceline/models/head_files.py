@@ -1,6 +1,7 @@
 """Trained heads on disk: a folder with config.json (what it is, for which target) and model.safetensors (the weights).
 
 A head knows one target: its config carries that target's fingerprint under "target", and `check_target` refuses others.
+Heads of others say less about theirs: what is not said is not compared.
 """
 
 from __future__ import annotations
@@ -11,11 +12,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from paceline.core.errors import LoadError, UnsupportedError
+
+from .head_packing import packed, unpacked
 
 if TYPE_CHECKING:
     from .language_model import LanguageModel
@@ -28,40 +32,108 @@ _FINGERPRINT = {
     "layers": "{} layers",
     "model_type": "the architecture '{}'",
 }
+_ALWAYS = ("vocabulary", "hidden")  # nothing fits without these
+_VALUES = 24  # of each weight that is remembered
+_NEAR = 2.0**-8  # relative: what a weight may lose on its way through bfloat16
+_TINY = 1e-7  # absolute: below this float16 has no digits left
+_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 def fingerprint(target: LanguageModel) -> dict[str, Any]:
     """What a head must agree with its target about; the name is told, not compared."""
+    return {**_sizes(target), "name": target.name, "weights": _samples(target.model)}
+
+
+def _sizes(target: LanguageModel) -> dict[str, Any]:
     config = target.model.config.get_text_config(decoder=True)
     return {
         "vocabulary": int(config.vocab_size),
         "hidden": int(config.hidden_size),
         "layers": target.layers,
         "model_type": str(config.model_type),
-        "name": target.name,
     }
 
 
 def check_target(kind: str, made_for: Mapping[str, Any], target: LanguageModel) -> None:
     """Refuse, by the first difference, a head that was made for another target than this one."""
-    here = fingerprint(target)
+    here = _sizes(target)
+    known = f" ({made_for['name']})" if made_for.get("name") else ""
     for key, phrase in _FINGERPRINT.items():
-        if made_for.get(key) != here[key]:
-            known = f" ({made_for['name']})" if made_for.get("name") else ""
+        if (key in made_for or key in _ALWAYS) and made_for.get(key) != here[key]:
             raise UnsupportedError(
                 f"This {kind} head was made for a target{known} with {phrase.format(made_for.get(key))}, but "
                 f"{target.name} has {phrase.format(here[key])}; use a head trained for this target."
             )
+    weights = _plain(target.model)
+    for name, values in made_for.get("weights", {}).items():
+        if name in weights and not _alike(values, _sample(weights[name])):
+            raise UnsupportedError(
+                f"This {kind} head was made for other weights{known} than those of {target.name}, which differ in "
+                f"'{name}'; use a head trained for this revision."
+            )
 
 
-def save_head(folder: str | os.PathLike[str], kind: str, config: dict[str, Any], tensors: Mapping[str, Tensor]) -> None:
-    """Write a head. `config` holds its sizes and, under "target", the fingerprint of the model it was made for."""
+# ---- which weights, by a few numbers of them: the same on every device and, nearly, in every dtype
+
+
+def _samples(model: Any) -> dict[str, str]:
+    """A few values of the embedding, of the last norm and of the last linear map, by name. Whoever sees the model in
+    fewer bits compares what is left."""
+    weights = _plain(model)
+    ends = [getattr(end, "weight", None) for end in (model.get_input_embeddings(), model.get_output_embeddings())]
+    inner = [name for name, weight in weights.items() if name.endswith("weight") and all(weight is not e for e in ends)]
+    chosen = [name for name, weight in weights.items() if weight is ends[0]]
+    for size in (1, 2):
+        chosen += [name for name in inner if weights[name].ndim == size][-1:]
+    return {name: _sample(weights[name]) for name in chosen}
+
+
+def _plain(model: Any) -> dict[str, Tensor]:
+    """The weights that are plain numbers: not packed, not shared out over processes, and really there."""
+    return {
+        name: weight
+        for name, weight in model.named_parameters()
+        if type(weight) is nn.Parameter and weight.dtype in _DTYPES and weight.numel() and not weight.is_meta
+    }
+
+
+def _sample(weight: Tensor) -> str:
+    """Some values, spread evenly, in one line."""
+    count = min(_VALUES, weight.numel())
+    places = [place * weight.numel() // count for place in range(count)]
+    flat = weight.detach().flatten()
+    values = flat[torch.tensor(places, device=flat.device)].to("cpu", torch.float64).tolist()
+    return " ".join(f"{value:.6g}" for value in values)
+
+
+def _alike(known: Any, here: str) -> bool:
+    pairs = [(float(one), float(other)) for one, other in zip(str(known).split(), here.split(), strict=False)]
+    return all(abs(one - other) <= _NEAR * max(abs(one), abs(other)) + _TINY for one, other in pairs)
+
+
+def save_head(
+    folder: str | os.PathLike[str],
+    kind: str,
+    config: dict[str, Any],
+    tensors: Mapping[str, Tensor],
+    numbers: str | None = None,
+) -> None:
+    """Write a head. `config` holds its sizes and, under "target", the fingerprint of the model it was made for.
+    numbers: how its weights are kept (`head_packing`). What was there stays where this cannot be written."""
     place = Path(folder)
-    place.mkdir(parents=True, exist_ok=True)
-    whole = {name: tensor.detach().to("cpu").contiguous().clone() for name, tensor in tensors.items()}
-    save_file(whole, place / _WEIGHTS, metadata={"kind": kind})
     text = json.dumps({"kind": kind, "format": FORMAT, **config}, indent=2, sort_keys=True)
-    (place / _CONFIG).write_text(text + "\n", encoding="utf-8")
+    halves = {place / f".{name}.part": place / name for name in (_WEIGHTS, _CONFIG)}
+    weights, about = halves
+    try:
+        place.mkdir(parents=True, exist_ok=True)
+        save_file(packed(tensors, numbers), weights, metadata={"kind": kind})
+        about.write_text(text + "\n", encoding="utf-8")
+        for part, whole in halves.items():
+            part.replace(whole)
+    except (OSError, SafetensorError) as error:
+        for part in halves:
+            part.unlink(missing_ok=True)
+        raise LoadError(f"The {kind} head cannot be written to '{place}': {error}.") from error
 
 
 def load_head(folder: str | os.PathLike[str], kind: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -69,7 +141,7 @@ def load_head(folder: str | os.PathLike[str], kind: str) -> tuple[dict[str, Any]
     place = Path(folder)
     try:
         config = json.loads((place / _CONFIG).read_text(encoding="utf-8"))
-        tensors = load_file(place / _WEIGHTS)
+        tensors = unpacked(load_file(place / _WEIGHTS))
     except (OSError, ValueError, SafetensorError) as error:
         raise LoadError(f"No {kind} head could be read from '{place}': {error}.") from error
     if not isinstance(config, dict) or config.get("kind") != kind:

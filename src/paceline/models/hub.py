@@ -16,7 +16,7 @@ from paceline.models.chatter import in_one_line, quiet
 
 _PATIENCE = 5.0  # seconds for the first answer; a network that swallows packets should not look like a hang
 _TEXT_FILES = ["*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken"]
-_WEIGHT_FILES = ["model.safetensors", "model-*.safetensors"]
+_WEIGHT_FILES = ["model.safetensors", "model-*.safetensors", "medusa_lm_head.safetensors"]
 _PICKLES = ("pytorch_model*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 
 

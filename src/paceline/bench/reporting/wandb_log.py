@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -10,11 +9,13 @@ from typing import Any
 
 from paceline.bench.metrics import Line, Summary
 from paceline.bench.report import Report
-from paceline.core.errors import UnsupportedError
+from paceline.engine.weights_and_biases import check_wandb, start
 
 from .charts import charts_of
 from .png import pixels_of
 from .tables import tables_of
+
+__all__ = ["check_wandb", "log"]
 
 _MEASURES = (
     "tokens_per_second", "decode_tokens_per_second", "tau", "acceptance_rate", "efficiency", "bound", "reached",
@@ -22,22 +23,12 @@ _MEASURES = (
 )  # fmt: skip
 
 
-def check_wandb() -> None:
-    """Refuse now what would be refused after an hour of measuring."""
-    if find_spec("wandb") is None:
-        raise UnsupportedError("--wandb needs the package 'wandb': pip install 'paceline[bench]'.")
-
-
 def log(report: Report, summary: Summary, project: str = "paceline", folder: str | None = None) -> str:
     """A run with the provenance as its config, a value per contestant and measure, the tables, and the charts as
     pictures where matplotlib is there. Returns where it went."""
-    check_wandb()
+    run = start("bench", report.provenance, folder, project)
     import wandb
 
-    mode, settings = _mode(), wandb.Settings(silent=True, console="off")
-    run = wandb.init(
-        project=project, job_type="bench", config=dict(report.provenance), mode=mode, dir=folder, settings=settings
-    )
     try:
         for line in summary.lines:
             run.summary.update(dict(_values(line)))
@@ -50,19 +41,9 @@ def log(report: Report, summary: Summary, project: str = "paceline", folder: str
             content.update({f"charts/{chart.name}": wandb.Image(pixels_of(chart)) for chart in charts})
         run.log(content)
         run.summary["complete"] = report.complete
-        return str(run.url if mode == "online" else Path(run.dir).parent)
+        return str(run.url or Path(run.dir).parent)
     finally:
         run.finish()
-
-
-def _mode() -> Any:
-    """What the environment says; else offline without a key, for a benchmark must not stop and ask for one."""
-    said = os.environ.get("WANDB_MODE")
-    if said:
-        return said
-    import wandb
-
-    return "online" if wandb.api.api_key else "offline"
 
 
 def _values(line: Line) -> Iterator[tuple[str, float]]:

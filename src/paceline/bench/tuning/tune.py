@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any, cast
 
 from paceline.bench.contest import Cancel, Entry, Plan, Prompt, Run, Task
-from paceline.bench.machine import how_busy, provenance
+from paceline.bench.machine import how_busy
 from paceline.bench.ours import Ours
 from paceline.bench.replaying.rerun import rerun
 from paceline.bench.replaying.trace_lines import TraceHeader, TraceText
@@ -19,6 +19,7 @@ from paceline.core.costs import Costs
 from paceline.core.errors import InputError, PacelineError
 from paceline.core.trace import Trace
 from paceline.drafters.making import beyond_text, make_drafter
+from paceline.engine.provenance import provenance
 from paceline.engine.timing import Stopwatch, Timed, full_costs
 from paceline.models.language_model import LanguageModel
 from paceline.models.running import usual_nodes

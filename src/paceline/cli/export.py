@@ -1,0 +1,30 @@
+"""`paceline export`: a head that was trained here, in the format that others serve."""
+
+from __future__ import annotations
+
+from enum import Enum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+class Format(str, Enum):
+    """What others read."""
+
+    SPECULATORS = "speculators"
+    MEDUSA = "medusa"
+
+
+def export(
+    folder: Annotated[Path, typer.Argument(help="The folder of a trained head: eagle or medusa.")],
+    target: Annotated[str, typer.Option(help="The model it was trained for: a name, a hub id or a folder.")],
+    to: Annotated[Format, typer.Option(help="Eagle heads go to speculators, medusa heads to vLLM's medusa.")],
+    out: Annotated[Path, typer.Option(help="The folder to write.")],
+    debug: Annotated[bool, typer.Option("--debug", metavar="", help="Show the traceback of an error.")] = False,
+) -> None:
+    """Write a trained head in the format that vLLM and others serve."""
+    from paceline.drafters.formats import export_head
+
+    export_head(folder, target, out, to.value)
+    print(f"{out}: the head in {folder} for {target}, as {to.value}")

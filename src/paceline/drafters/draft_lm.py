@@ -1,0 +1,132 @@
+"""A small model of the target's own kind: a few layers between the target's embedding and its output head."""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from paceline.core.contracts import DRAFTERS, Drafter
+from paceline.core.errors import InputError, LoadError, UnsupportedError
+from paceline.core.growth import TreeOptions
+from paceline.models.head_files import check_target, fingerprint, load_head, save_head
+from paceline.models.language_model import LanguageModel
+from paceline.models.running import check_kind
+from paceline.models.shells import layers_of, renumbered, with_layers
+
+from .self_draft import SelfDraft
+
+KIND = "draft-lm"
+
+
+class DraftLayers(nn.Module):
+    """The layers: copies of some of the target's, to be trained. Embedding, final norm and output head are not here:
+    they are the target's own."""
+
+    def __init__(self, target: LanguageModel, layers: Sequence[int]) -> None:
+        """layers: the target's layers that they are copies of, by number."""
+        super().__init__()
+        every = layers_of(target)
+        wrong = [layer for layer in layers if not 0 <= layer < len(every)]
+        if wrong or not layers:
+            raise InputError(
+                f"A draft-lm is made of layers 0 to {len(every) - 1} of {target.name}, got {list(layers)}."
+            )
+        if any(not weight.is_floating_point() for weight in every[0].state_dict().values()):
+            raise UnsupportedError(
+                f"The layers of {target.name} are in fewer bits, and a draft-lm needs them as they are; load the "
+                "target without quantize."
+            )
+        self.sources = tuple(layers)
+        self.made_for = fingerprint(target)
+        with torch.inference_mode(False):
+            copies = [renumbered(copy.deepcopy(every[layer]), index) for index, layer in enumerate(layers)]
+        self.layers = nn.ModuleList(copies)
+        self._kinds = [target.architecture.kinds[layer] for layer in layers]
+        for weight in self.layers.parameters():
+            weight.requires_grad_(True)
+
+    def model(self, target: LanguageModel) -> Any:
+        """The small model: a view of the target with these layers instead of its own."""
+        return with_layers(target, list(self.layers), self._kinds, None)
+
+    def save(self, folder: str | os.PathLike[str], numbers: str | None = None) -> None:
+        save_head(folder, KIND, {"sources": list(self.sources), "target": self.made_for}, self.state_dict(), numbers)
+
+
+@dataclass(frozen=True)
+class SavedLayers:
+    """The same as it lies on disk: it becomes layers where a target is."""
+
+    config: dict[str, Any]
+    tensors: dict[str, Tensor]
+    folder: str
+
+    @classmethod
+    def load(cls, folder: str | os.PathLike[str]) -> SavedLayers:
+        return cls(*load_head(folder, KIND), os.fspath(folder))
+
+    def fitted(self, target: LanguageModel) -> DraftLayers:
+        check_target(KIND, self.config["target"], target)
+        layers = DraftLayers(target, self.config["sources"])
+        layers.made_for = self.config["target"]
+        try:
+            layers.load_state_dict({name: tensor.to(target.dtype) for name, tensor in self.tensors.items()})
+        except RuntimeError as error:
+            raise LoadError(f"The draft-lm in '{self.folder}' does not fit its own config.json: {error}.") from error
+        return layers.requires_grad_(False)
+
+
+@DRAFTERS.register(KIND)
+class DraftLm(SelfDraft):
+    """Let a few trained layers write ahead, between the target's own embedding and its own output head."""
+
+    @dataclass(frozen=True)
+    class Options(TreeOptions):
+        head: Any = None  # its folder, or the DraftLayers themselves
+        quantize: str | None = None  # the draft in int8, int4 or bfloat16
+        vocabulary: int | None = None  # tokens it can say: the usual ones and those of the texts at hand (None: all)
+
+        required = ("head",)
+
+        def __post_init__(self) -> None:
+            super().__post_init__()
+            check_kind(self.quantize)
+            if not isinstance(self.head, (str, Path, DraftLayers, SavedLayers)):
+                raise InputError(f"draft-lm needs a trained draft: options={{'head': a folder}}, got {self.head!r}.")
+
+        @classmethod
+        def conformance_variants(cls) -> list[Mapping[str, Any]]:
+            return [{"head": lambda target: DraftLayers(target, (0,))}]
+
+    def __init__(self, options: Options | None = None) -> None:
+        super().__init__(options)
+        given = self.options.head
+        self._head = SavedLayers.load(given) if isinstance(given, (str, Path)) else given
+
+    def describe(self) -> str:
+        return f"draft-lm{self.shape}"
+
+    def anew(self) -> Drafter:
+        fresh = super().anew()
+        assert isinstance(fresh, DraftLm)
+        fresh._head = self._head
+        return fresh
+
+    def check(self, target: LanguageModel) -> None:
+        made_for = self._head.config["target"] if isinstance(self._head, SavedLayers) else self._head.made_for
+        check_target(KIND, made_for, target)
+
+    def made_from(self, target: LanguageModel) -> LanguageModel:
+        layers = self._head.fitted(target) if isinstance(self._head, SavedLayers) else self._head
+        model = layers.to(target.device, target.dtype).model(target)
+        return LanguageModel(model, target.tokenizer, name=f"draft-lm of {target.name}")
+
+    def inner_options(self) -> dict[str, Any]:
+        return {"quantize": self.options.quantize, "vocabulary": self.options.vocabulary}

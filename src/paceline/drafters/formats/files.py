@@ -1,0 +1,133 @@
+"""A folder with a head that somebody else trained: its config, and its tensors, each of which must be understood."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file
+from torch import Tensor
+
+from paceline.core.errors import InputError, LoadError, UnsupportedError
+from paceline.models import hub
+from paceline.models.draft_head import DraftHead
+
+H = TypeVar("H", bound=DraftHead)
+
+OURS = "paceline"  # under this name our exports keep what they know of the target
+_WEIGHTS = ("model.safetensors", "model-*.safetensors", "medusa_lm_head.safetensors")
+_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+def read_config(folder: Path) -> dict[str, Any] | None:
+    """What config.json says; None where there is none."""
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        raise LoadError(f"'{folder / 'config.json'}' cannot be read: {error}.") from error
+    if not isinstance(config, dict):
+        raise LoadError(f"'{folder / 'config.json'}' holds no JSON object, so it describes no model.")
+    return config
+
+
+def weight_files(folder: Path) -> list[Path]:
+    return [path for pattern in _WEIGHTS for path in sorted(folder.glob(pattern))]
+
+
+def weight_names(folder: Path) -> set[str]:
+    """The names of all tensors; the tensors themselves are not read."""
+    found: set[str] = set()
+    for path in weight_files(folder):
+        try:
+            with safe_open(path, "pt") as file:
+                found.update(file.keys())
+        except (OSError, SafetensorError) as error:
+            raise LoadError(f"'{path}' cannot be read: {error}.") from error
+    return found
+
+
+class Checkpoint:
+    """The config and the tensors of a head. What is taken is understood; `finish` refuses a head with anything left."""
+
+    def __init__(self, folder: Path, kind: str) -> None:
+        self.folder, self.kind = folder, kind
+        self.config: dict[str, Any] = read_config(folder) or {}
+        self._tensors: dict[str, Tensor] = {}
+        files = weight_files(folder)
+        if not files:
+            raise LoadError(f"The folder '{folder}' {hub.weights_problem(folder) or 'holds no weights'}.")
+        for path in files:
+            try:
+                self._tensors.update(load_file(path))
+            except (OSError, SafetensorError) as error:
+                raise LoadError(f"'{path}' cannot be read: {error}.") from error
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(sorted(self._tensors))
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._tensors
+
+    def rename(self, old: str, new: str) -> None:
+        """Another beginning of names, for whoever has it."""
+        self._tensors = {
+            new + name.removeprefix(old) if name.startswith(old) else name: t for name, t in self._tensors.items()
+        }
+
+    def take(self, name: str) -> Tensor:
+        """A tensor of numbers; not to be found again."""
+        if name not in self._tensors:
+            raise LoadError(f"The {self.kind} head in '{self.folder}' lacks the tensor '{name}'.")
+        found = self._tensors.pop(name)
+        if found.is_floating_point() and found.dtype not in _DTYPES:
+            raise self.refusal(f"weights in {str(found.dtype).removeprefix('torch.')}")
+        return found
+
+    def drop(self, name: str) -> None:
+        """A tensor that says nothing new."""
+        self._tensors.pop(name, None)
+
+    def number(self, *path: str, default: Any = None) -> Any:
+        """A number of the config, under the first of several names that is there."""
+        for name in path:
+            value = self.config.get(name)
+            if isinstance(value, (int, float)) and not isinstance(value, bool):
+                return value
+        if default is None:
+            raise LoadError(f"config.json of the {self.kind} head in '{self.folder}' needs a number '{path[0]}'.")
+        return default
+
+    def target(self, name: Any) -> dict[str, Any]:
+        """What the files say of the target: its whole fingerprint in what was exported here, else at most its name."""
+        own = self.config.get(OURS)
+        if isinstance(own, dict) and isinstance(own.get("target"), dict):
+            return dict(own["target"])
+        return {"name": name} if isinstance(name, str) else {}
+
+    def refusal(self, what: str) -> UnsupportedError:
+        return UnsupportedError(
+            f"The {self.kind} head in '{self.folder}' has {what}, which such heads cannot have here; use another."
+        )
+
+    def finish(
+        self, Head: type[H], config: Mapping[str, Any], made_for: dict[str, Any], weights: dict[str, Tensor]
+    ) -> H:
+        """The head itself, on the CPU and in the dtype of its first weight."""
+        if self._tensors:
+            raise self.refusal(f"a tensor '{min(self._tensors)}'")
+        dtype = next(tensor.dtype for tensor in weights.values() if tensor.is_floating_point())
+        whole = {n: t.to(dtype) if t.is_floating_point() else t for n, t in weights.items()}
+        try:
+            with torch.device("meta"):  # no need to think up numbers that are replaced
+                head = Head(Head.Config(**config), made_for)
+            head.load_state_dict(whole, assign=True)
+        except (InputError, RuntimeError, TypeError) as error:
+            said = " ".join(str(error).split())
+            raise LoadError(f"The {self.kind} head in '{self.folder}' does not fit its own config: {said}") from error
+        return head

@@ -1,0 +1,74 @@
+"""What a number or a file depends on, for whoever reads it later: versions, machine, commit, arguments."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+from collections.abc import Mapping
+from datetime import datetime, timezone
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from paceline import __version__
+from paceline.models.runners.device import device_name
+
+
+def provenance(arguments: Mapping[str, Any], device: torch.device | None = None) -> dict[str, Any]:
+    """Everything that a number depends on and that a reader would ask for."""
+    device = device or torch.device("cpu")
+    found: dict[str, Any] = {
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "versions": {
+            "paceline": __version__,
+            "python": platform.python_version(),
+            **{name: _version(name) for name in ("torch", "transformers", "numpy", "numba")},
+        },
+        "platform": platform.platform(),
+        "cpu": device_name(torch.device("cpu")),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "device": str(device),
+        "arguments": json.loads(json.dumps(dict(arguments), default=str)),  # as it will be read back: lists, no tuples
+    }
+    if device.type == "cuda":
+        found["gpu"] = device_name(device)
+        found["driver"] = of_the_card("driver_version", device)
+    return {**found, **_commit()}
+
+
+def _commit() -> dict[str, Any]:
+    """Where this is a checkout: which one, and whether somebody has changed it."""
+    folder = Path(__file__).resolve().parents[1]
+    head = _asked(["git", "-C", str(folder), "rev-parse", "HEAD"])
+    if head is None:
+        return {"commit": None}
+    changed = _asked(["git", "-C", str(folder), "status", "--porcelain", "--", str(folder)])
+    return {"commit": head, "dirty": None if changed is None else bool(changed)}
+
+
+def of_the_card(what: str, device: torch.device) -> str | None:
+    """One number of the driver's own tool, which counts all cards, also those we may not see; None without it."""
+    place, visible = device.index or 0, os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    card = visible[place] if visible[0] and place < len(visible) else str(place)
+    return _asked(["nvidia-smi", f"--query-gpu={what}", "--format=csv,noheader,nounits", f"--id={card}"])
+
+
+def _asked(command: list[str]) -> str | None:
+    """What a program answers in a line or more; None where there is no such program, or it fails."""
+    try:
+        told = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return told.stdout.strip() if told.returncode == 0 else None
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:  # run from a folder, or a bare machine
+        return None

@@ -1,0 +1,7 @@
+"""How each kind of drafter learns: one file per kind. Importing this room registers every file in it."""
+
+from importlib import import_module
+from pkgutil import iter_modules
+
+for _module in iter_modules(__path__):
+    import_module(f"{__name__}.{_module.name}")

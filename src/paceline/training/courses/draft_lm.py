@@ -1,0 +1,56 @@
+"""A draft model out of copies of some of the target's layers, distilled on the target's laws."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from paceline.core.contracts import Drafter
+from paceline.core.errors import InputError
+from paceline.drafters.draft_lm import DraftLayers, DraftLm
+from paceline.training.corpus import Corpus
+from paceline.training.course import COURSES, Course, Sizes, chosen, later
+from paceline.training.teacher import Lesson, Teacher
+
+
+@COURSES.register("draft-lm")
+class DraftLmCourse(Course):
+    """Train a small model of the target's kind that reuses its embedding and its output head."""
+
+    @dataclass(frozen=True)
+    class Options(Sizes):
+        layers: int = 2
+        sources: tuple[int, ...] = ()  # the target's layers it begins as; (): its first ones, and its last
+
+        def __post_init__(self) -> None:
+            if self.layers < 1:
+                raise InputError(f"A draft-lm has at least 1 layer, got {self.layers}.")
+
+    model: Any  # the small model: not a part, for most of it is the target's
+
+    def __init__(self, teacher: Teacher, corpus: Corpus, loss: str, options: Options) -> None:
+        super().__init__(teacher, corpus, loss, options)
+        last = teacher.lm.layers - 1
+        usual = tuple(dict.fromkeys([*range(min(options.layers - 1, last)), last])) if options.layers > 1 else (0,)
+        self.layers = DraftLayers(teacher.lm, options.sources or usual).to(teacher.numbers)
+        self.__dict__["model"] = self.layers.model(teacher.lm)
+
+    def forward(self, lesson: Lesson) -> Tensor:
+        rows, places = chosen(lesson, 1)
+        states = self.teacher.last_of(self.model, lesson.ids)[rows, places]
+        return self.distance(self.teacher.logits, states, lesson.last[rows, places], lesson.ids[rows, places + 1])
+
+    def guesses(self, lesson: Lesson) -> Tensor:
+        states = self.teacher.last_of(self.model, lesson.ids)
+        best = torch.stack([self.teacher.logits(row).argmax(-1) for row in states])
+        return torch.stack([later(best, step + 1) for step in range(self.depth)])
+
+    def save(self, folder: str | os.PathLike[str], numbers: str) -> None:
+        self.layers.save(folder, numbers)
+
+    def drafter(self, **options: Any) -> Drafter:
+        return DraftLm(DraftLm.Options(head=self.layers, **options))

@@ -1,0 +1,98 @@
+"""What `paceline train` is told, as plain values; whatever cannot be is refused before anything is read."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from paceline.core.errors import InputError, UnknownNameError
+from paceline.core.registry import convert_options
+from paceline.models.head_packing import NUMBERS
+
+from .course import COURSES
+from .losses import check_loss
+from .writing import WritingPlan
+
+COUNTED = ("trigram",)  # learnt by counting, without a gradient
+
+
+@dataclass(frozen=True)
+class TrainOptions:
+    """target, kind, out: a drafter of this kind for this target, into this folder. options: of the kind, as
+    name=value. data: a file instead of what the target writes; texts: the folder of token shards (out/texts), which
+    several kinds may share; tokens ... rows: see `WritingPlan`."""
+
+    target: str = "smollm2-135m"
+    kind: str = "eagle"
+    out: str = ""
+    options: tuple[str, ...] = ()
+    data: str | None = None
+    texts: str | None = None
+    tokens: int = 1_000_000
+    style: str = "auto"
+    temperatures: tuple[float, ...] = WritingPlan.temperatures
+    question: int = WritingPlan.question
+    answer: int = WritingPlan.answer
+    rows: int = WritingPlan.rows
+    shard: int = WritingPlan.shard
+    length: int = 512  # tokens of a piece of text
+    batch: int = 16384  # tokens of a step, padding included
+    accumulate: int = 1  # batches of a step
+    steps: int | None = None  # in all; or
+    epochs: float = 2.0
+    learning_rate: float = 5e-4
+    warm_up: float = 0.03  # the share of the steps in which it rises
+    weight_decay: float = 0.0
+    clip: float = 1.0  # the largest norm of a gradient
+    loss: str = "kl"
+    seed: int = 0
+    dtype: str | None = None
+    device: str | None = None
+    evaluate: int | None = None  # every so many steps; 20 times in all if not said
+    held_out: int = 128  # pieces of text that are looked at then
+    patience: int | None = None  # looks without a better τ after which it stops
+    numbers: str = "bfloat16"  # how the weights are saved
+    predict: bool = True  # measure what passes and drafts cost here, to predict the speed-up
+    measure: int = 8  # held-out prompts that the finished drafter is tried on
+    accelerate: bool = False
+    wandb: bool = False
+
+    def __post_init__(self) -> None:
+        if self.kind not in (*COUNTED, *COURSES):
+            raise UnknownNameError("kind", self.kind, (*COUNTED, *COURSES))
+        if not self.out:
+            raise InputError("Training needs a folder for what it makes; give --out FOLDER.")
+        check_loss(self.loss)
+        if self.numbers not in NUMBERS:
+            raise InputError(f"numbers must be one of {', '.join(NUMBERS)}, got '{self.numbers}'.")
+        for name in ("length", "batch", "accumulate", "held_out", "rows", "shard"):
+            if getattr(self, name) < 1:
+                raise InputError(f"{name} must be at least 1, got {getattr(self, name)}.")
+        for name in ("steps", "evaluate", "patience"):
+            if getattr(self, name) is not None and getattr(self, name) < 1:
+                raise InputError(f"{name} must be at least 1, got {getattr(self, name)}.")
+        for name, low in (("learning_rate", 0), ("epochs", 0), ("clip", 0)):
+            if getattr(self, name) <= low:
+                raise InputError(f"{name} must be more than {low}, got {getattr(self, name):g}.")
+        if not 0 <= self.warm_up < 1:
+            raise InputError(f"warm_up is a share of the steps, from 0 to below 1, got {self.warm_up:g}.")
+
+    @property
+    def folder(self) -> Path:
+        return Path(self.out)
+
+    def of_kind(self) -> Any:
+        """The options of the kind, with their types."""
+        given: dict[str, str] = {}
+        for each in self.options:
+            name, equals, value = each.partition("=")
+            if not equals:
+                raise InputError(f"An option of a kind is given as name=value, such as steps=5, got '{each}'.")
+            given[name.strip().replace("-", "_")] = value.strip()
+        cls = COURSES[self.kind].Options
+        return cls(**convert_options(given, cls, "kind", self.kind, prefix=""))
+
+    def plan(self) -> WritingPlan:
+        named = {each.name for each in fields(WritingPlan)} & {each.name for each in fields(self)}
+        return WritingPlan(**{name: getattr(self, name) for name in named})

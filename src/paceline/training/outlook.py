@@ -1,0 +1,88 @@
+"""What a drafter would be worth if training ended now: τ on held-out texts without decoding, and the speed-up it means.
+
+A draft is followed while the drafted token, the target's own and that of the text are the same. Where the text itself
+left what the target would have said, nobody knows how the draft would have gone on: such a draft is left out from there
+on, neither counted as accepted nor as rejected (the estimate of Kaplan and Meier).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from paceline.core.costs import Costs
+
+from .course import Course, later
+from .teacher import Lesson, Teacher
+
+
+@dataclass(frozen=True)
+class Outlook:
+    """loss and, of drafts along held-out texts: `positions`, how often the token at each depth is accepted if all
+    before it were; `tau`; the best `gamma` and the `speedup` it means, where costs are known."""
+
+    loss: float
+    positions: tuple[float, ...]
+    tau: float
+    gamma: int | None = None
+    speedup: float | None = None
+
+    def as_dict(self) -> dict[str, Any]:
+        return {**asdict(self), "positions": [round(rate, 4) for rate in self.positions]}
+
+
+@torch.no_grad()
+def look_ahead(course: Course, lessons: Iterable[Lesson], costs: Costs | None, drafter: str) -> Outlook:
+    """Over all lessons; costs: what passes and steps of this drafter cost here."""
+    tried = torch.zeros(course.depth, dtype=torch.float64)
+    right = torch.zeros(course.depth, dtype=torch.float64)
+    loss, count = 0.0, 0
+    for lesson in lessons:
+        loss += float(course(lesson))
+        count += 1
+        some, hits = follow(course.guesses(lesson), lesson, course.teacher)
+        tried += some.cpu()
+        right += hits.cpu()
+    positions = tuple((right / tried.clamp(min=1)).tolist())
+    gamma, speedup = best_length(positions, costs, drafter) if costs is not None else (None, None)
+    return Outlook(loss / max(1, count), positions, expected(positions), gamma, speedup)
+
+
+def follow(guesses: Tensor, lesson: Lesson, teacher: Teacher) -> tuple[Tensor, Tensor]:
+    """[S] each: how many drafts came to depth s, and how many of them were right there. guesses: [S,R,T]."""
+    wanted = torch.stack([teacher.logits(row).argmax(-1) for row in lesson.last])  # of token t+1
+    wanted, there = later(wanted, 1), later(lesson.ids, 2)  # of token t+2, and what stands there
+    learn = later(lesson.learn.long(), 2, 0).bool()
+    alive = learn
+    tried, right = [], []
+    for step, guess in enumerate(guesses):
+        valid = later(learn.long(), step, 0).bool() & alive & (guess >= 0)
+        hit = valid & (guess == later(wanted, step))
+        tried.append(valid.sum())
+        right.append(hit.sum())
+        alive = hit & (later(there, step) == guess)
+    return torch.stack(tried).double(), torch.stack(right).double()
+
+
+def expected(positions: Sequence[float]) -> float:
+    """τ of chains as long as `positions`."""
+    total, chance = 1.0, 1.0
+    for rate in positions:
+        chance *= rate
+        total += chance
+    return total
+
+
+def best_length(positions: Sequence[float], costs: Costs, drafter: str) -> tuple[int, float]:
+    """γ and the speed-up τ/(v(γ+1)+γc+o) where that is best; 0 and 1.0 where drafting never pays."""
+    best = (0, 1.0)
+    for gamma in range(1, len(positions) + 1):
+        price = costs.v(gamma + 1) + gamma * costs.c(drafter) + costs.o()
+        gain = expected(positions[:gamma]) * (1 + costs.o()) / price
+        if gain > best[1]:
+            best = (gamma, gain)
+    return best

@@ -1,0 +1,131 @@
+"""`train`: from a target to a drafter in a folder. Every part can be interrupted, and goes on where it was."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from paceline.core.costs import Costs
+from paceline.core.errors import LoadError
+from paceline.drafters.katz import train_trigram
+from paceline.engine.provenance import provenance
+from paceline.engine.timing import full_costs
+from paceline.engine.weights_and_biases import check_wandb
+from paceline.models import load
+from paceline.models.head_files import fingerprint
+from paceline.models.language_model import LanguageModel
+
+from .corpus import Corpus
+from .course import Course, make_course
+from .finished import measure, write_card
+from .hardware import Alone, Several
+from .options import COUNTED, TrainOptions
+from .outlook import Outlook
+from .shards import Shards
+from .sources import read_data
+from .teacher import Teacher
+from .trainer import Trainer, Watcher
+from .trigram import save_table
+from .writing import Writer
+
+Cancel = Callable[[], bool]
+_PIECE = 1024  # texts of a shard made of a file
+
+
+class Onlooker(Watcher):
+    """Who looks on at all of it: the target loading and writing too. This one looks away."""
+
+    def loading(self, label: str, done: int, total: int | None) -> None: ...
+    def writing(self, label: str, done: int, total: int | None) -> None: ...
+    def stepped(self, step: int, steps: int, loss: float, rate: float) -> None: ...
+    def looked(self, step: int, outlook: Outlook) -> None: ...
+    def noted(self, sentence: str) -> None: ...
+
+
+def train(options: TrainOptions, onlooker: Onlooker | None = None, cancel: Cancel | None = None) -> Path:
+    """Train a drafter; returns its folder. Raises KeyboardInterrupt where `cancel` said so, with everything kept."""
+    eye = onlooker or Onlooker()
+    own = None if options.kind in COUNTED else options.of_kind()
+    if options.wandb:
+        check_wandb()
+    hardware = Several() if options.accelerate else Alone()
+    _prepare_folder(options.folder)
+    lm = load(options.target, dtype=options.dtype, device=options.device, progress=eye.loading)
+    texts = _texts(options, lm, eye, cancel, hardware)
+    corpus = Corpus(texts.texts(), options.length, options.batch, options.seed)
+    eye.noted(
+        f"{len(corpus.pieces)} pieces of text with {corpus.size} tokens to learn from, {len(corpus.held_out)} held out"
+    )
+    if cancel is not None and cancel():
+        raise KeyboardInterrupt
+    if options.kind in COUNTED:
+        return _counted(options, lm, corpus)
+    teacher = Teacher(lm)
+    course = make_course(options.kind, teacher, corpus, options.loss, own, options.seed)
+    costs = _costs(options, lm, course, eye) if options.predict and hardware.rank == 0 else None
+    trainer = Trainer(course, corpus, options, _plan(options, corpus), costs=costs, hardware=hardware, watcher=eye,
+                      cancel=cancel)  # fmt: skip
+    outlook = trainer.run()
+    if hardware.rank == 0:
+        _finish(options, lm, course, corpus, outlook)
+        trainer.done()
+    hardware.wait()
+    return options.folder
+
+
+def _prepare_folder(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise LoadError(f"The folder '{folder}' cannot be made: {error.strerror or error}.") from error
+
+
+def _texts(options: TrainOptions, lm: LanguageModel, eye: Onlooker, cancel: Cancel | None, hardware: Alone) -> Shards:
+    """The shards: of a file, or of what the target writes. With several processes the first one makes them."""
+    known = {name: value for name, value in fingerprint(lm).items() if name != "weights"}
+    where = Path(options.texts) if options.texts is not None else options.folder / "texts"
+    if options.data is not None:
+        texts = read_data(Path(options.data), lm) if hardware.rank == 0 else []  # what is wrong with them is said first
+        shards = Shards(where, {"target": known, "data": str(Path(options.data).resolve())})
+        for start in range(_PIECE * len(shards), len(texts), _PIECE):
+            shards.append(texts[start : start + _PIECE])
+    else:
+        plan = options.plan().settled(lm)
+        about = {name: value for name, value in asdict(plan).items() if name not in ("tokens", "rows")}
+        shards = Shards(where, {"target": known, **about})
+        if hardware.rank == 0:
+            Writer(lm, plan).fill(shards, eye.writing, cancel)
+    hardware.wait()
+    return shards
+
+
+def _plan(options: TrainOptions, corpus: Corpus) -> dict[str, Any]:
+    """What must not change between an interruption and going on."""
+    names = ("target", "kind", "options", "data", "length", "batch", "accumulate", "learning_rate", "warm_up",
+             "weight_decay", "clip", "loss", "seed", "evaluate", "held_out", "patience")  # fmt: skip
+    found = {name: getattr(options, name) for name in names}
+    return json.loads(json.dumps({**found, "pieces": len(corpus.pieces), "to_learn": corpus.size}))  # type: ignore[no-any-return]
+
+
+def _costs(options: TrainOptions, lm: LanguageModel, course: Course, eye: Onlooker) -> Costs:
+    """v(n) of the target, and what a step of a drafter of this size costs; the name says which size."""
+    label = f"{options.kind} {' '.join(sorted(options.options))}".strip()
+    found = full_costs(lm, {label: course.drafter}, progress=eye.loading)
+    return Costs(found.passes, found.overhead, {**found.drafters, options.kind: found.drafters[label]})
+
+
+def _finish(options: TrainOptions, lm: LanguageModel, course: Course, corpus: Corpus, outlook: Outlook) -> None:
+    course.save(options.folder, options.numbers)
+    found = measure(lm, course.drafter(), corpus.held_out, options.measure) if options.measure else None
+    about = provenance({**asdict(options)}, lm.device)
+    write_card(options.folder, options.kind, about, outlook, found, "")
+
+
+def _counted(options: TrainOptions, lm: LanguageModel, corpus: Corpus) -> Path:
+    table = train_trigram((piece.tokens for piece in corpus.pieces), lm.vocabulary)
+    save_table(options.folder, table, lm)
+    write_card(options.folder, options.kind, provenance(asdict(options), lm.device), None, None, "")
+    return options.folder

@@ -1,0 +1,119 @@
+"""Texts as token ids, on disk: a folder of shards (safetensors) that grows whole shard by whole shard.
+
+    manifest.json              what the texts are of: the target's fingerprint, and how they came about
+    shard-00000.safetensors    tokens [N] of all its texts one after the other, starts [T+1], prompts [T]
+
+A shard appears whole or not at all, so whoever is killed while writing goes on with the next one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from paceline.core.errors import InputError, LoadError
+
+FORMAT = 1
+_MANIFEST = "manifest.json"
+
+
+@dataclass(frozen=True)
+class Text:
+    """Token ids; the first `prompt` of them were given, the others were written by the target."""
+
+    tokens: list[int]
+    prompt: int = 0
+
+
+class Shards:
+    """A folder of texts. `about` must be the same whenever it is opened: texts of two targets never mix."""
+
+    def __init__(self, folder: str | os.PathLike[str], about: Mapping[str, Any]) -> None:
+        self.folder = Path(folder)
+        plain = json.loads(json.dumps({"format": FORMAT, **about}))
+        path = self.folder / _MANIFEST
+        if not path.exists():
+            self.folder.mkdir(parents=True, exist_ok=True)
+            write_whole(path, (json.dumps(plain, indent=2, sort_keys=True) + "\n").encode())
+        try:
+            found = json.loads(path.read_text("utf-8"))
+        except (OSError, ValueError) as error:
+            raise LoadError(f"The texts in '{self.folder}' cannot be read: {error}.") from error
+        for name, value in plain.items():
+            if found.get(name) != value:
+                raise InputError(
+                    f"The texts in '{self.folder}' were made with {name} = {found.get(name)!r}, not {value!r}; "
+                    "take another folder, or remove this one."
+                )
+
+    def __len__(self) -> int:
+        """How many shards there are; the next one gets this number."""
+        count = 0
+        while self._path(count).exists():
+            count += 1
+        return count
+
+    def _path(self, number: int) -> Path:
+        return self.folder / f"shard-{number:05}.safetensors"
+
+    def append(self, texts: Sequence[Text], **notes: Any) -> None:
+        """One more shard; `notes` are kept with it."""
+        starts = [0]
+        for text in texts:
+            starts.append(starts[-1] + len(text.tokens))
+        tensors = {
+            "tokens": torch.tensor([token for text in texts for token in text.tokens], dtype=torch.int32),
+            "starts": torch.tensor(starts, dtype=torch.int64),
+            "prompts": torch.tensor([text.prompt for text in texts], dtype=torch.int32),
+        }
+        number = len(self)
+        beside = self._path(number).with_suffix(".part")
+        try:
+            save_file(tensors, beside, {name: json.dumps(value) for name, value in notes.items()})
+            beside.replace(self._path(number))
+        except (OSError, SafetensorError) as error:
+            with suppress(OSError):
+                beside.unlink()
+            raise LoadError(f"The texts of shard {number} cannot be written to '{self.folder}': {error}.") from error
+
+    def notes(self, number: int) -> dict[str, Any]:
+        with safe_open(self._path(number), "pt") as file:
+            return {name: json.loads(value) for name, value in (file.metadata() or {}).items()}
+
+    def texts(self) -> Iterator[Text]:
+        """All texts, in the order in which they were written."""
+        for number in range(len(self)):
+            try:
+                with safe_open(self._path(number), "pt") as file:
+                    tokens, starts, prompts = (file.get_tensor(name) for name in ("tokens", "starts", "prompts"))
+            except (OSError, SafetensorError) as error:
+                raise LoadError(f"The texts in '{self._path(number)}' cannot be read: {error}.") from error
+            every, edges = tokens.tolist(), starts.tolist()
+            for start, stop, prompt in zip(edges, edges[1:], prompts.tolist(), strict=False):
+                yield Text(every[start:stop], prompt)
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """A file that is there whole or not at all; whatever was there before stays if it cannot be written."""
+    beside = path.with_name(f".{path.name}.part")
+    try:
+        with beside.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        beside.replace(path)
+    except OSError as error:
+        with suppress(OSError):
+            beside.unlink()
+        raise LoadError(
+            f"'{path}' cannot be written: {error.strerror or error}; what was there is untouched."
+        ) from error

@@ -1,0 +1,229 @@
+"""The loop of training: read, learn, now and then look how far it has come, and never lose more than a little of it."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from paceline.core.costs import Costs
+from paceline.core.errors import PacelineError
+
+from .checkpoints import Checkpoint, trained
+from .corpus import Corpus
+from .course import Course
+from .hardware import Alone
+from .logs import Log
+from .options import TrainOptions
+from .outlook import Outlook, look_ahead
+from .teacher import Teacher
+
+_LOOKS = 20  # in all, if nothing is said
+_LOG = 10  # steps between two lines of the log: what is on the device is read then
+_LOWEST = 0.1  # of the learning rate, at the end
+
+
+class TrainingError(PacelineError):
+    """Training that cannot go on."""
+
+    exit_code = 6
+
+
+class Watcher(Protocol):
+    """Who looks on."""
+
+    def stepped(self, step: int, steps: int, loss: float, rate: float) -> None: ...
+    def looked(self, step: int, outlook: Outlook) -> None: ...
+    def noted(self, sentence: str) -> None: ...
+
+
+@dataclass
+class Progress:
+    """Where it stands: what a checkpoint holds beside weights."""
+
+    step: int = 0
+    best: float = 0.0  # τ
+    best_step: int = 0
+    bad: int = 0  # looks since then
+    tokens: int = 0
+
+    def as_dict(self) -> dict[str, Any]:
+        return dict(vars(self))
+
+
+def learning_rate(step: int, steps: int, options: TrainOptions) -> float:
+    """It rises, and falls like half a cosine to a tenth."""
+    rise = max(1, round(options.warm_up * steps))
+    if step < rise:
+        return options.learning_rate * (step + 1) / rise
+    share = (step - rise) / max(1, steps - rise)
+    return options.learning_rate * (_LOWEST + (1 - _LOWEST) * 0.5 * (1 + math.cos(math.pi * share)))
+
+
+class Trainer:
+    """Trains one course to its end, or from where it was interrupted. After `run` the course holds its best weights."""
+
+    def __init__(
+        self,
+        course: Course,
+        corpus: Corpus,
+        options: TrainOptions,
+        plan: dict[str, Any],
+        *,
+        costs: Costs | None = None,
+        hardware: Alone | None = None,
+        watcher: Watcher | None = None,
+        cancel: Callable[[], bool] | None = None,
+    ) -> None:
+        self.course, self.corpus, self.options = course, corpus, options
+        self.teacher: Teacher = course.teacher
+        self.hardware = hardware or Alone()
+        self._costs, self._watcher, self._cancel = costs, watcher, cancel or (lambda: False)
+        batches = max(1, math.ceil(options.epochs * corpus.batches / (options.accumulate * self.hardware.world)))
+        self.steps = options.steps or batches
+        self.every = options.evaluate or max(1, math.ceil(self.steps / _LOOKS))
+        self._weights = [weight for weight in course.parameters() if weight.requires_grad]
+        fused = self.teacher.lm.device.type == "cuda"
+        self._optimizer: torch.optim.Optimizer = torch.optim.AdamW(
+            self._weights, options.learning_rate, (0.9, 0.95), weight_decay=options.weight_decay, fused=fused
+        )
+        self._module, self._optimizer = self.hardware.prepare(course, self._optimizer)
+        self.progress = Progress()
+        self._best: dict[str, Tensor] = {}
+        self._checkpoint = Checkpoint(options.folder, {**plan, "steps": self.steps})
+        self.log = Log(options.folder, options, quiet=self.hardware.rank > 0)
+        self._held_out = corpus.held_out_batches(options.held_out)
+        self._losses: list[Tensor] = []
+        self._since = time.monotonic()
+        self._seen = 0
+
+    def run(self) -> Outlook:
+        found = self._checkpoint.load(self.course, self._optimizer, self.teacher.lm.device)
+        if found is not None:
+            self.progress, self._best = Progress(**found[0]), found[1]
+            self.log.cut(self.progress.step)
+            self._note(f"going on from step {self.progress.step} of {self.steps}")
+        self._since = time.monotonic()
+        outlook: Outlook | None = None
+        while self.progress.step < self.steps and not self._stuck():
+            self._step(self.progress.step)
+            self.progress.step += 1
+            step = self.progress.step
+            if step % _LOG == 0 or step == self.steps:
+                self._read_losses()
+            if step % self.every == 0 or step == self.steps:
+                outlook = self._look()
+            if self._cancel():
+                self._read_losses()
+                self._save()
+                raise KeyboardInterrupt
+        if outlook is None or self.progress.best_step != self.progress.step:
+            self._restore()
+            outlook = self._outlook()
+        return outlook
+
+    def _stuck(self) -> bool:
+        patience = self.options.patience
+        if patience is None or self.progress.bad < patience:
+            return False
+        self._note(f"no better τ since step {self.progress.best_step}: it stops here")
+        return True
+
+    def _step(self, step: int) -> None:
+        rate = learning_rate(step, self.steps, self.options)
+        for group in self._optimizer.param_groups:
+            group["lr"] = rate
+        many, hardware = self.options.accumulate, self.hardware
+        total = torch.zeros((), device=self.teacher.lm.device)
+        for micro in range(many):
+            number = (step * many + micro) * hardware.world + hardware.rank
+            lesson = self.teacher.read(self.corpus.batch(number), self.course.taps)
+            with hardware.alone_until(micro == many - 1, self._module):
+                with self._mixed():
+                    loss = self._module(lesson) / many
+                hardware.backward(loss)
+            total += loss.detach()
+            self._seen += lesson.ids.numel() * hardware.world
+        hardware.clip(self._weights, self.options.clip)
+        self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=True)
+        self._losses.append(total)
+
+    def _mixed(self) -> AbstractContextManager[Any]:
+        """Products in the target's own 16 bits, where it has such; sums and weights in 32."""
+        dtype, device = self.teacher.lm.dtype, self.teacher.lm.device
+        if dtype not in (torch.bfloat16, torch.float16):
+            return nullcontext()
+        return torch.autocast(device.type, dtype)
+
+    def _read_losses(self) -> None:
+        """One read for many steps. A loss that is no number ends training before anything of it is kept."""
+        if not self._losses:
+            return
+        losses = self.hardware.mean(torch.stack(self._losses)).tolist()
+        first, self._losses = self.progress.step - len(losses), []
+        for index, loss in enumerate(losses):
+            if not math.isfinite(loss):
+                kept = self._checkpoint.path.exists()
+                raise TrainingError(
+                    f"The loss is {loss} at step {first + index + 1}; lower --learning-rate (now "
+                    f"{self.options.learning_rate:g}) and start "
+                    + (f"again, or go on from the checkpoint in '{self.options.folder}'." if kept else "again.")
+                )
+        seconds = max(1e-9, time.monotonic() - self._since)
+        rate = learning_rate(self.progress.step - 1, self.steps, self.options)
+        self.progress.tokens += self._seen
+        self.log.write({
+            "step": self.progress.step, "loss": sum(losses) / len(losses), "learning_rate": rate,
+            "tokens": self.progress.tokens, "tokens_per_second": round(self._seen / seconds),
+        })  # fmt: skip
+        if self._watcher is not None:
+            self._watcher.stepped(self.progress.step, self.steps, sum(losses) / len(losses), self._seen / seconds)
+        self._seen, self._since = 0, time.monotonic()
+
+    def _look(self) -> Outlook:
+        """See how far it has come; keep the best weights, and a checkpoint."""
+        self._read_losses()
+        outlook = self._outlook()
+        if outlook.tau > self.progress.best or not self._best:
+            self.progress.best, self.progress.best_step, self.progress.bad = outlook.tau, self.progress.step, 0
+            self._best = {name: weight.detach().clone() for name, weight in trained(self.course).items()}
+        else:
+            self.progress.bad += 1
+        self.log.write({"step": self.progress.step, "held_out": outlook.as_dict()})
+        if self._watcher is not None:
+            self._watcher.looked(self.progress.step, outlook)
+        self._save()
+        self._since = time.monotonic()
+        return outlook
+
+    def _outlook(self) -> Outlook:
+        lessons = (self.teacher.read(batch, self.course.taps) for batch in self._held_out)
+        with self._mixed():
+            return look_ahead(self.course, lessons, self._costs, self.course.name)
+
+    def _save(self) -> None:
+        if self.hardware.rank == 0:
+            self._checkpoint.save(self.course, self._optimizer, self.progress.as_dict(), self._best)
+        self.hardware.wait()
+
+    def _restore(self) -> None:
+        with torch.no_grad():
+            for name, weight in trained(self.course).items():
+                if name in self._best:
+                    weight.copy_(self._best[name])
+
+    def done(self) -> None:
+        """What was trained is saved elsewhere: nothing is to be gone on with."""
+        self._checkpoint.remove()
+        self.log.close()
+
+    def _note(self, sentence: str) -> None:
+        if self._watcher is not None:
+            self._watcher.noted(sentence)

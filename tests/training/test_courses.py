@@ -1,0 +1,124 @@
+"""Every kind learns, and what it is said to accept while training is what it accepts when it drafts."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from paceline.engine.decoder import SpeculativeDecoder
+from paceline.training.corpus import Corpus, gathered
+from paceline.training.course import COURSES, Course
+from paceline.training.losses import LOSSES, Distance, distance
+from paceline.training.outlook import expected, follow, look_ahead
+from paceline.training.teacher import Lesson
+from tests.training.toys import KINDS, course_of, own_texts, target, trained
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_it_learns(kind: str) -> None:
+    lm = target()
+    corpus = Corpus(own_texts(lm), 64, 512, seed=1)
+    course = course_of(kind, lm, corpus)
+    held = [course.teacher.read(batch, course.taps) for batch in corpus.held_out_batches(8)]
+    before = look_ahead(course, held, None, kind)
+    losses = trained(course, corpus)
+    after = look_ahead(course, held, None, kind)
+    assert sum(losses[-5:]) < 0.7 * sum(losses[:5])
+    assert after.loss < before.loss
+    assert after.tau > before.tau
+    assert after.tau == expected(after.positions)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_guesses_are_what_it_drafts(kind: str) -> None:
+    """Rounds of real decoding against those that follow from the guesses along the same text."""
+    lm = target()
+    corpus = Corpus(own_texts(lm), 64, 512, seed=1)
+    course = course_of(kind, lm, corpus)
+    trained(course, corpus, 60)
+    depth = course.depth if kind in ("medusa", "eagle", "prophet") else 3
+    decoder = SpeculativeDecoder(lm, course.drafter(), gamma=depth)
+    most = 1
+    for piece in corpus.held_out[:4]:
+        prompt = piece.tokens[:6]
+        found = decoder.generate(prompt, max_new_tokens=30)
+        whole = prompt + found.tokens
+        lesson = course.teacher.read(gathered([type(piece)(whole)]), course.taps)
+        per_round = [len(each.path) + 1 for each in found.trace.rounds]
+        most = max(most, *per_round[1:])
+        assert _accepted(course, lesson, len(prompt), per_round, depth) == per_round[1:]
+    assert most > 1, "something is accepted at all"
+
+
+def _accepted(course: Course, lesson: Lesson, start: int, per_round: list[int], depth: int) -> list[int]:
+    """Emitted tokens of every round but the first, which may know less of the prompt, by the guesses at its place."""
+    guesses, text = course.guesses(lesson)[:, 0].tolist(), lesson.ids[0].tolist()
+    at, found = start + per_round[0], []
+    for emitted in per_round[1:]:
+        accepted = 0
+        while accepted < min(depth, len(text) - at - 1) and guesses[accepted][at - 2] == text[at + accepted]:
+            accepted += 1
+        found.append(accepted + 1)
+        at += emitted
+    assert at == len(text)
+    return found
+
+
+def test_a_text_that_left_the_target_counts_no_further() -> None:
+    """Kaplan and Meier: a draft that was right where the text was not is neither right nor wrong from there on."""
+    lm = target()
+    corpus = Corpus(own_texts(lm), 64, 512, seed=1)
+    course = course_of("draft-lm", lm, corpus)
+    lesson = course.teacher.read(gathered(corpus.held_out[:1]), course.taps)
+    T = lesson.ids.shape[1]
+    wanted = course.teacher.logits(lesson.last[0]).argmax(-1)  # of token t+1
+    perfect = torch.full((3, 1, T), -1)
+    for step in range(3):
+        perfect[step, 0, : T - 1 - step] = wanted[1 + step :]
+    tried, right = follow(perfect, lesson, course.teacher)
+    assert torch.equal(tried, right), "what the target would have said is always right"
+    other = Lesson(lesson.ids.clone(), lesson.learn, lesson.taps, lesson.last)
+    place = T // 2
+    other.ids[0, place] = (other.ids[0, place] + 1) % lm.vocabulary
+    fewer, still = follow(perfect, other, course.teacher)
+    assert torch.equal(fewer, still), "nothing becomes wrong because the text went another way"
+    assert fewer[0] == tried[0]
+    assert fewer[1] < tried[1]
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_losses_are_zero_where_laws_agree(name: str) -> None:
+    torch.manual_seed(0)
+    logits = torch.randn(5, 7, dtype=torch.float64)
+    law, token = logits.softmax(-1), torch.tensor([0, 1, 2, 3, -1])
+    other = torch.randn(5, 7, dtype=torch.float64)
+    far = distance(name, other, law, token)
+    assert (far[:4] > 0).all()
+    if name == "ce":
+        assert far[4] == 0
+        assert torch.allclose(far[:4], -other.log_softmax(-1)[range(4), token[:4]])
+    else:
+        assert distance(name, logits, law, token).abs().max() < 1e-9
+        p, q = law, other.softmax(-1)
+        by_hand = {"kl": (p * (p / q).log()).sum(-1), "reverse-kl": (q * (q / p).log()).sum(-1),
+                   "tv": (p - q).abs().sum(-1) / 2}[name]  # fmt: skip
+        assert torch.allclose(far, by_hand)
+
+
+def test_a_chunked_loss_has_the_gradient_of_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    monkeypatch.setattr("paceline.training.losses._CHUNK", 3)
+    weight = torch.randn(11, 4, dtype=torch.float64, requires_grad=True)
+    states = torch.randn(8, 4, dtype=torch.float64, requires_grad=True)
+    last, tokens = torch.randn(8, 4, dtype=torch.float64), torch.randint(0, 11, (8,))
+    teach = lambda each: each @ weight.detach().T * 2  # noqa: E731
+    loss = Distance("kl", teach)(lambda each: each @ weight.T, states, last, tokens)
+    found = torch.autograd.grad(loss, (weight, states))
+    whole = distance("kl", states @ weight.T, teach(last).softmax(-1), tokens).mean()
+    for one, other in zip(found, torch.autograd.grad(whole, (weight, states)), strict=True):
+        assert torch.allclose(one, other)
+
+
+def test_an_unknown_kind_is_named() -> None:
+    with pytest.raises(ValueError, match="Did you mean 'medusa'"):
+        COURSES["medussa"]

@@ -1,0 +1,286 @@
+"""Training that is interrupted in every way goes on as if nothing had been; what cannot go on says where and why."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import paceline
+from paceline.core.errors import InputError, LoadError, PacelineError, UnsupportedError
+from paceline.training import checkpoints, trainer
+from paceline.training.checkpoints import NAME
+from paceline.training.corpus import Corpus
+from paceline.training.logs import NAME as LOG
+from paceline.training.options import TrainOptions
+from paceline.training.run import train
+from paceline.training.shards import Shards, Text
+from paceline.training.trainer import TrainingError, learning_rate
+from tests.toys import letters, llama
+from tests.training.toys import own_texts, target
+
+SMALL: dict[str, Any] = {
+    "options": ("vocabulary=36", "steps=2"), "length": 48, "batch": 256, "steps": 24, "evaluate": 4, "held_out": 4,
+    "predict": False, "measure": 2, "learning_rate": 5e-3,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a target and a text file that it could have written."""
+    folder = tmp_path_factory.mktemp("training")
+    model = llama(0, num_hidden_layers=3).float()
+    model.save_pretrained(folder / "target")
+    letters().save_pretrained(folder / "target")
+    lm = paceline.load(str(folder / "target"), dtype="float32")
+    texts = ["".join(lm.tokenizer.decode([token]) for token in text.tokens) for text in own_texts(target(), 32)]
+    (folder / "data.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    return folder
+
+
+def options(place: Path, out: Path, **changes: Any) -> TrainOptions:
+    said = {"target": str(place / "target"), "data": str(place / "data.jsonl"), "out": str(out), "device": "cpu"}
+    return TrainOptions(**{**said, **SMALL, **changes})
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "model.safetensors")
+
+
+class Stop:
+    """Asks to stop after so many questions."""
+
+    def __init__(self, after: int) -> None:
+        self.left = after
+
+    def __call__(self) -> bool:
+        self.left -= 1
+        return self.left < 0
+
+
+def test_interrupted_anywhere_it_ends_the_same(place: Path, tmp_path: Path) -> None:
+    whole = train(options(place, tmp_path / "whole"))
+    wanted, lines = weights(whole), (whole / LOG).read_text().splitlines()
+    parted = options(place, tmp_path / "parted")
+    for after in (3, 6, 9):
+        with pytest.raises(KeyboardInterrupt):
+            train(parted, cancel=Stop(after))
+        assert (tmp_path / "parted" / NAME).exists()
+    train(parted)
+    found = weights(tmp_path / "parted")
+    assert found.keys() == wanted.keys()
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+    held = [json.loads(line)["held_out"] for line in lines if "held_out" in line]
+    again = [json.loads(line) for line in (tmp_path / "parted" / LOG).read_text().splitlines()]
+    assert [line["held_out"] for line in again if "held_out" in line] == held, "nothing is logged twice"
+    assert not (whole / NAME).exists(), "nothing is left to go on with"
+
+
+KILLED = """
+import sys, time
+from paceline.training.__main__ import main
+from paceline.training import trainer
+step = trainer.Trainer._step
+def slow(self, number):
+    step(self, number)
+    print("step", number, flush=True)
+    time.sleep(0.05)
+trainer.Trainer._step = slow
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def test_killed_without_a_word_it_ends_the_same(place: Path, tmp_path: Path) -> None:
+    whole = train(options(place, tmp_path / "whole"))
+    said = ["--target", str(place / "target"), "--data", str(place / "data.jsonl"), "--out", str(tmp_path / "killed"),
+            "--device", "cpu", "--no-predict"]  # fmt: skip
+    for name, value in SMALL.items():
+        for each in value if isinstance(value, tuple) else [value]:
+            if name != "predict":
+                said += [f"--{name.replace('_', '-')}", str(each)]
+    with subprocess.Popen([sys.executable, "-c", KILLED, *said], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if line.startswith("step 13"):
+                process.send_signal(signal.SIGKILL)
+    assert process.returncode == -signal.SIGKILL
+    assert (tmp_path / "killed" / NAME).exists()
+    train(options(place, tmp_path / "killed"))
+    found, wanted = weights(tmp_path / "killed"), weights(whole)
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+
+
+def test_what_it_leaves(place: Path, tmp_path: Path) -> None:
+    folder = train(options(place, tmp_path / "it"))
+    assert {"config.json", "model.safetensors", "README.md", "provenance.json", LOG} <= {
+        p.name for p in folder.iterdir()
+    }
+    about = json.loads((folder / "provenance.json").read_text())
+    assert about["arguments"]["kind"] == "eagle"
+    assert about["measured"]["same"] is True
+    assert f"τ = {about['measured']['tau']:.2f}" in (folder / "README.md").read_text()
+    lm = paceline.load(str(place / "target"), dtype="float32")
+    drafter = paceline.load_drafter(folder, lm)
+    plain = paceline.SpeculativeDecoder(lm).generate([1, 2, 3], max_new_tokens=30)
+    found = paceline.SpeculativeDecoder(lm, drafter).generate([1, 2, 3], max_new_tokens=30)
+    assert found.tokens == plain.tokens
+    assert found.stats.accepted > 0
+
+
+def test_another_plan_is_refused(place: Path, tmp_path: Path) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        train(options(place, tmp_path / "it"), cancel=Stop(5))
+    with pytest.raises(InputError, match=r"holds training with learning_rate = 0.005, not 0.1"):
+        train(options(place, tmp_path / "it", learning_rate=0.1))
+
+
+def test_a_loss_that_is_no_number_says_where(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = trainer.Trainer._step
+
+    def broken(self: Any, step: int) -> None:
+        real(self, step)
+        if step == 13:
+            self._losses[-1] = self._losses[-1] * float("nan")
+
+    monkeypatch.setattr(trainer.Trainer, "_step", broken)
+    with pytest.raises(TrainingError, match=r"The loss is nan at step 14; lower --learning-rate .*checkpoint"):
+        train(options(place, tmp_path / "it"))
+    kept = load_file(tmp_path / "it" / NAME)
+    assert all(bool(tensor.isfinite().all()) for tensor in kept.values())
+    monkeypatch.setattr(trainer.Trainer, "_step", real)
+    train(options(place, tmp_path / "it"))
+
+
+def test_a_full_disk_leaves_the_checkpoint(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        train(options(place, tmp_path / "it"), cancel=Stop(9))
+    before = (tmp_path / "it" / NAME).read_bytes()
+
+    def full(tensors: Any, path: Path, about: Any) -> None:
+        save_file({"half": torch.zeros(3)}, path)
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(checkpoints, "save_file", full)
+    with pytest.raises(LoadError, match="No space left on device; the checkpoint before it is intact"):
+        train(options(place, tmp_path / "it"))
+    assert (tmp_path / "it" / NAME).read_bytes() == before
+    assert not list((tmp_path / "it").glob("*.part"))
+
+
+def test_bad_data(place: Path, tmp_path: Path) -> None:
+    (tmp_path / "empty.txt").write_text("")
+    (tmp_path / "bad.jsonl").write_text('{"text": "abc"}\n{"txt": 1}\n')
+    for data, message in (
+        (tmp_path / "empty.txt", "are empty"),
+        (tmp_path / "bad.jsonl", r"Line 2 of '.*' has neither 'text'"),
+        (tmp_path / "none.txt", "cannot be read: No such file"),
+    ):
+        with pytest.raises(InputError, match=message):
+            train(options(place, tmp_path / "it", data=str(data)))
+    (tmp_path / "short.txt").write_text("abcdefghij")
+    with pytest.raises(InputError, match="There are 1 texts of 8 or more tokens, and learning needs 2"):
+        train(options(place, tmp_path / "other", data=str(tmp_path / "short.txt")))
+
+
+def test_a_target_without_a_template_writes_no_conversations(place: Path, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="has no chat template, so it cannot write conversations"):
+        train(options(place, tmp_path / "it", data=None, style="chat"))
+
+
+def test_a_drafter_of_another_target_is_refused(place: Path, tmp_path: Path) -> None:
+    folder = train(options(place, tmp_path / "it", steps=2))
+    for other in (llama(5, num_hidden_layers=3), llama(0, num_hidden_layers=2)):
+        with pytest.raises(UnsupportedError, match="This eagle head was made for"):
+            paceline.SpeculativeDecoder(other.float(), paceline.load_drafter(folder))
+
+
+def test_it_stops_where_nothing_gets_better(place: Path, tmp_path: Path) -> None:
+    train(options(place, tmp_path / "it", patience=1, steps=400, evaluate=2, learning_rate=1e-9))
+    steps = [json.loads(line)["step"] for line in (tmp_path / "it" / LOG).read_text().splitlines()]
+    assert max(steps) < 20
+
+
+def test_the_rate_rises_and_falls() -> None:
+    said = TrainOptions(out="x", learning_rate=1.0, warm_up=0.1)
+    rates = [learning_rate(step, 100, said) for step in range(100)]
+    assert rates[0] == pytest.approx(0.1)
+    assert max(rates) == rates[10] == 1.0
+    assert rates[-1] == pytest.approx(0.1, abs=0.01)
+    assert all(one >= other for one, other in pairwise(rates[10:]))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"out": ""}, "--out FOLDER"),
+        ({"kind": "eagl"}, "Did you mean 'eagle'"),
+        ({"loss": "kll"}, "Did you mean 'kl'"),
+        ({"learning_rate": 0.0}, "learning_rate must be more than 0"),
+        ({"numbers": "int3"}, "numbers must be one of"),
+        ({"steps": 0}, "steps must be at least 1"),
+        ({"warm_up": 1.0}, "warm_up is a share"),
+    ],
+)
+def test_bad_options(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(PacelineError, match=message):
+        TrainOptions(**{"out": "x", **changes})
+
+
+def test_options_of_a_kind() -> None:
+    assert TrainOptions(out="x", kind="medusa", options=("heads=2", "own-output=yes")).of_kind().own_output is True
+    for wrong, message in (("head=2", "Did you mean 'heads'"), ("heads", "name=value"), ("heads=9", "1 to 5 heads")):
+        with pytest.raises(InputError, match=message):
+            TrainOptions(out="x", kind="medusa", options=(wrong,)).of_kind()
+
+
+def test_shards_never_mix(tmp_path: Path) -> None:
+    shards = Shards(tmp_path / "s", {"target": "a"})
+    shards.append([Text([1, 2, 3], 1), Text([4], 0)], note=7)
+    shards.append([])
+    shards.append([Text([5, 6], 2)])
+    again = Shards(tmp_path / "s", {"target": "a"})
+    assert list(again.texts()) == [Text([1, 2, 3], 1), Text([4], 0), Text([5, 6], 2)]
+    assert (len(again), again.notes(0)) == (3, {"note": 7})
+    with pytest.raises(InputError, match="were made with target = 'a', not 'b'"):
+        Shards(tmp_path / "s", {"target": "b"})
+
+
+def test_batches_are_the_same_again_and_hold_out() -> None:
+    texts = [Text(list(range(i, i + 9 + i % 7)), i % 3) for i in range(200)]
+    one, other = Corpus(texts, 12, 48, 3), Corpus(texts, 12, 48, 3)
+    for number in (0, 5, one.batches + 2, 0):
+        assert torch.equal(one.batch(number).ids, other.batch(number).ids)
+    seen = {tuple(piece.tokens) for piece in one.pieces}
+    held = {tuple(piece.tokens) for piece in one.held_out}
+    assert held
+    assert not seen & held
+    every = [one.batch(number) for number in range(one.batches)]
+    assert all(batch.ids.numel() <= 48 for batch in every)
+    rows = sorted(tuple(row[: int(length)].tolist()) for batch in every
+                  for row, length in zip(batch.ids, _lengths(batch), strict=True))  # fmt: skip
+    assert rows == sorted(tuple(piece.tokens) for piece in one.pieces), "every piece once in an epoch"
+    assert not torch.equal(one.batch(0).ids, one.batch(one.batches).ids), "another order in the next one"
+
+
+def _lengths(batch: Any) -> list[int]:
+    return [int(row.nonzero().max()) + 1 for row in batch.learn]
+
+
+@pytest.mark.parametrize("kind", ["draft-lm", "eagle", "early-exit", "medusa", "prophet", "trigram"])
+def test_every_kind_from_a_file_to_a_drafter(kind: str, place: Path, tmp_path: Path) -> None:
+    said = {"early-exit": ("layers=1",), "draft-lm": ("layers=1",), "eagle": ("vocabulary=36",)}.get(kind, ())
+    folder = train(options(place, tmp_path / kind, kind=kind, options=said, steps=6, evaluate=3, numbers="int8"))
+    lm = paceline.load(str(place / "target"), dtype="float32")
+    plain = paceline.SpeculativeDecoder(lm).generate([1, 2, 3], max_new_tokens=20)
+    for drafter in (paceline.load_drafter(folder), paceline.load_drafter(folder, lm), str(folder)):
+        found = paceline.SpeculativeDecoder(lm, drafter).generate([1, 2, 3], max_new_tokens=20)
+        assert found.tokens == plain.tokens
+        assert found.stats.drafted > 0

@@ -1,0 +1,57 @@
+"""A tiny target, texts of its own, and courses on them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from paceline.engine.decoder import SpeculativeDecoder
+from paceline.models.language_model import LanguageModel
+from paceline.training.corpus import Corpus
+from paceline.training.course import COURSES, Course, make_course
+from paceline.training.shards import Text
+from paceline.training.teacher import Teacher
+from tests.toys import llama
+
+KINDS: dict[str, dict[str, Any]] = {
+    "draft-lm": {"layers": 1},
+    "eagle": {"vocabulary": 36, "steps": 4},
+    "early-exit": {"layers": 1, "block": 64},
+    "medusa": {"heads": 3},
+    "prophet": {"layers": 1, "width": 32, "steps": 4, "share": 1.0},
+}
+
+
+def target(seed: int = 0, **changes: Any) -> LanguageModel:
+    return LanguageModel(llama(seed, num_hidden_layers=3, **changes), name="toy")
+
+
+def own_texts(lm: LanguageModel, count: int = 48, length: int = 40, temperature: float = 0.0) -> list[Text]:
+    """What the target writes after random beginnings."""
+    generator = torch.Generator().manual_seed(7)
+    starts = torch.randint(0, lm.vocabulary, (count, 4), generator=generator).tolist()
+    decoder = SpeculativeDecoder(lm, rows=16)
+    settings: dict[str, Any] = {"max_new_tokens": length, "temperature": temperature, "seed": list(range(count))}
+    return [
+        Text(start + each.tokens, 4) for start, each in zip(starts, decoder.generate(starts, **settings), strict=True)
+    ]
+
+
+def course_of(kind: str, lm: LanguageModel, corpus: Corpus, loss: str = "kl", seed: int = 0) -> Course:
+    options = COURSES[kind].Options(**KINDS[kind])
+    return make_course(kind, Teacher(lm), corpus, loss, options, seed)
+
+
+def trained(course: Course, corpus: Corpus, steps: int = 150, rate: float = 1e-2) -> list[float]:
+    """Losses on the way; a few steps of plain Adam."""
+    weights = [weight for weight in course.parameters() if weight.requires_grad]
+    optimizer = torch.optim.Adam(weights, rate)
+    losses = []
+    for step in range(steps):
+        loss = course(course.teacher.read(corpus.batch(step), course.taps))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    return losses

@@ -284,3 +284,23 @@ def test_every_kind_from_a_file_to_a_drafter(kind: str, place: Path, tmp_path: P
         found = paceline.SpeculativeDecoder(lm, drafter).generate([1, 2, 3], max_new_tokens=20)
         assert found.tokens == plain.tokens
         assert found.stats.drafted > 0
+
+
+def test_a_pair_from_a_text_file(tmp_path: Path) -> None:
+    (tmp_path / "data.txt").write_text("the cat sat on the mat. the dog sat on the log. a frog is in the bog.\n" * 80)
+    said = TrainOptions(
+        kind="pair", out=str(tmp_path / "it"), data=str(tmp_path / "data.txt"), steps=120, evaluate=60, measure=2,
+        options=("vocabulary=300", "width=48", "layers=2", "draft_width=32", "draft_layers=1", "context=128"),
+        length=48, batch=384, learning_rate=5e-3, held_out=4,
+    )  # fmt: skip
+    with pytest.raises(KeyboardInterrupt):
+        train(said, cancel=Stop(30))
+    folder = train(said)
+    main, draft = paceline.load(str(folder / "main")), paceline.load(str(folder / "draft"))
+    plain = paceline.SpeculativeDecoder(main).generate("the cat", max_new_tokens=24)
+    found = paceline.SpeculativeDecoder(main, draft).generate("the cat", max_new_tokens=24)
+    assert found.tokens == plain.tokens
+    assert found.stats.mean_accepted_length > 2, "both have learnt three sentences"
+    assert not list(folder.rglob(NAME))
+    with pytest.raises(InputError, match="give --data FILE"):
+        train(TrainOptions(kind="pair", out=str(tmp_path / "none")))

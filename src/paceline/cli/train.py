@@ -37,7 +37,9 @@ class TrainSettings:
     """What `paceline train` was told."""
 
     target: Annotated[str, _value(_WHAT, "MODEL", "Catalogue name, hub id, folder or .gguf file.")] = "smollm2-135m"
-    kind: Annotated[str, _value(_WHAT, "KIND", "eagle, medusa, draft-lm, early-exit, prophet or trigram.")] = "eagle"
+    kind: Annotated[str, _value(_WHAT, "KIND", "eagle, medusa, draft-lm, early-exit, prophet, trigram, pair.")] = (
+        "eagle"
+    )
     out: Annotated[str, _value(_WHAT, "FOLDER", "Where the drafter goes; the same folder goes on after a stop.")] = ""
     options: Annotated[
         list[str] | None, typer.Option("--option", metavar="NAME=VALUE", rich_help_panel=_WHAT,

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.core.errors import UnsupportedError
+from paceline.models.sharded import leave_in_order
 
 
 class Alone:
@@ -46,6 +47,7 @@ class Several(Alone):
             raise UnsupportedError("--accelerate needs the package 'accelerate': pip install 'paceline[shared]'.")
         from accelerate import Accelerator
 
+        leave_in_order()
         self._inner: Any = Accelerator()
         self.rank, self.world = int(self._inner.process_index), int(self._inner.num_processes)
 

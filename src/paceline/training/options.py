@@ -15,6 +15,7 @@ from .losses import check_loss
 from .writing import WritingPlan
 
 COUNTED = ("trigram",)  # learnt by counting, without a gradient
+PAIR = "pair"  # two models from scratch
 
 
 @dataclass(frozen=True)
@@ -59,8 +60,8 @@ class TrainOptions:
     wandb: bool = False
 
     def __post_init__(self) -> None:
-        if self.kind not in (*COUNTED, *COURSES):
-            raise UnknownNameError("kind", self.kind, (*COUNTED, *COURSES))
+        if self.kind not in (known := (*COUNTED, PAIR, *COURSES)):
+            raise UnknownNameError("kind", self.kind, known)
         if not self.out:
             raise InputError("Training needs a folder for what it makes; give --out FOLDER.")
         check_loss(self.loss)
@@ -82,16 +83,20 @@ class TrainOptions:
     def folder(self) -> Path:
         return Path(self.out)
 
-    def of_kind(self) -> Any:
-        """The options of the kind, with their types."""
+    def said(self) -> dict[str, str]:
+        """The options of the kind, as they were said."""
         given: dict[str, str] = {}
         for each in self.options:
             name, equals, value = each.partition("=")
             if not equals:
                 raise InputError(f"An option of a kind is given as name=value, such as steps=5, got '{each}'.")
             given[name.strip().replace("-", "_")] = value.strip()
+        return given
+
+    def of_kind(self) -> Any:
+        """The same, with their types."""
         cls = COURSES[self.kind].Options
-        return cls(**convert_options(given, cls, "kind", self.kind, prefix=""))
+        return cls(**convert_options(self.said(), cls, "kind", self.kind, prefix=""))
 
     def plan(self) -> WritingPlan:
         named = {each.name for each in fields(WritingPlan)} & {each.name for each in fields(self)}

@@ -31,6 +31,11 @@ class Outlook:
     gamma: int | None = None
     speedup: float | None = None
 
+    @property
+    def score(self) -> float:
+        """What training is to make large: τ, or where nothing is drafted, less loss."""
+        return self.tau if self.positions else -self.loss
+
     def as_dict(self) -> dict[str, Any]:
         return {**asdict(self), "positions": [round(rate, 4) for rate in self.positions]}
 
@@ -44,6 +49,8 @@ def look_ahead(course: Course, lessons: Iterable[Lesson], costs: Costs | None, d
     for lesson in lessons:
         loss += float(course(lesson))
         count += 1
+        if not course.depth:
+            continue
         some, hits = follow(course.guesses(lesson), lesson, course.teacher)
         tried += some.cpu()
         right += hits.cpu()

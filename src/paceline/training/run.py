@@ -22,8 +22,9 @@ from .corpus import Corpus
 from .course import Course, make_course
 from .finished import measure, write_card
 from .hardware import Alone, Several
-from .options import COUNTED, TrainOptions
+from .options import COUNTED, PAIR, TrainOptions
 from .outlook import Outlook
+from .pair import train_pair
 from .shards import Shards
 from .sources import read_data
 from .teacher import Teacher
@@ -48,6 +49,8 @@ class Onlooker(Watcher):
 def train(options: TrainOptions, onlooker: Onlooker | None = None, cancel: Cancel | None = None) -> Path:
     """Train a drafter; returns its folder. Raises KeyboardInterrupt where `cancel` said so, with everything kept."""
     eye = onlooker or Onlooker()
+    if options.kind == PAIR:
+        return train_pair(options, eye, cancel)
     own = None if options.kind in COUNTED else options.of_kind()
     if options.wandb:
         check_wandb()

@@ -20,12 +20,7 @@ def read_data(path: Path, lm: LanguageModel) -> list[Text]:
     """The texts of a file as the target would see them; every line that cannot be used is named by its number."""
     if lm.tokenizer is None:
         raise InputError(f"{lm.name} has no tokenizer, so '{path}' cannot be read for it; load it with one.")
-    try:
-        content = path.read_bytes().decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise InputError(f"The data '{path}' are not UTF-8 (byte {error.start}); save the file as UTF-8.") from None
-    except OSError as error:
-        raise InputError(f"The data '{path}' cannot be read: {error.strerror or error}.") from error
+    content = text_of(path)
     if path.suffix.lower() in (".jsonl", ".ndjson"):
         texts = list(_lines(content, path, lm))
     else:
@@ -34,6 +29,15 @@ def read_data(path: Path, lm: LanguageModel) -> list[Text]:
     if not texts:
         raise InputError(f"The data '{path}' are empty; give a file with at least a few texts.")
     return texts
+
+
+def text_of(path: Path) -> str:
+    try:
+        return path.read_bytes().decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise InputError(f"The data '{path}' are not UTF-8 (byte {error.start}); save the file as UTF-8.") from None
+    except OSError as error:
+        raise InputError(f"The data '{path}' cannot be read: {error.strerror or error}.") from error
 
 
 def _parts(content: str) -> Iterator[str]:

@@ -48,7 +48,7 @@ class Progress:
     """Where it stands: what a checkpoint holds beside weights."""
 
     step: int = 0
-    best: float = 0.0  # τ
+    best: float = 0.0  # τ, or less than 0 where only the loss counts
     best_step: int = 0
     bad: int = 0  # looks since then
     tokens: int = 0
@@ -104,6 +104,7 @@ class Trainer:
         self._seen = 0
 
     def run(self) -> Outlook:
+        """To the end; a checkpoint stays until somebody calls `done`."""
         found = self._checkpoint.load(self.course, self._optimizer, self.teacher.lm.device)
         if found is not None:
             self.progress, self._best = Progress(**found[0]), found[1]
@@ -191,8 +192,8 @@ class Trainer:
         """See how far it has come; keep the best weights, and a checkpoint."""
         self._read_losses()
         outlook = self._outlook()
-        if outlook.tau > self.progress.best or not self._best:
-            self.progress.best, self.progress.best_step, self.progress.bad = outlook.tau, self.progress.step, 0
+        if outlook.score > self.progress.best or not self._best:
+            self.progress.best, self.progress.best_step, self.progress.bad = outlook.score, self.progress.step, 0
             self._best = {name: weight.detach().clone() for name, weight in trained(self.course).items()}
         else:
             self.progress.bad += 1

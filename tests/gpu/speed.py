@@ -1,8 +1,10 @@
 """What rounds and passes take on a CUDA device: `PYTHONPATH=src python3 tests/gpu/speed.py llama-7b [llama-135m ...]`.
 
-Random models of a named shape whose draft is right with a given probability. Prints v(n), plain decoding, and for each
-rate: the time to the first token, tokens per second after it, and the share of the bound τ / (v(γ+1) + γ·c), with c a
-pass of the draft model over one token. Everything is run until nothing is compiled or captured any more, then timed.
+Random models of a named shape whose draft is right with a given probability. Prints v(n), of trees beside chains, plain
+decoding, and for each rate: the time to the first token, tokens per second after it, and the share of the bound
+τ / (v(γ+1) + γ·c), with c a pass of the draft model over one token; then batches, while all rows are live (rows advance
+at different speeds, and one that ends is followed by another). Everything is run until nothing is compiled or captured
+any more, then timed.
 """
 
 from __future__ import annotations
@@ -17,8 +19,10 @@ import torch
 
 import paceline
 from paceline.core.costs import Costs
+from paceline.core.scratch_rows import ScratchRows
 from paceline.models.named_shapes import random_model, usual_draft
 from paceline.models.pass_times import measured_costs
+from paceline.models.runners.programs import programs_for
 from paceline.models.scripted import Script, ScriptedModel
 
 TOKENS, PROMPT, GAMMA = 192, 128, 5
@@ -50,6 +54,66 @@ def timed(decoder: Any, prompts: list[list[int]], repeats: int = 5, **settings: 
     return Timed(median(f for f, _ in found), median(r for _, r in found), tau)
 
 
+def live_rate(decoder: Any, prompts: list[list[int]], rows: int) -> float:
+    """Tokens per second while `rows` rows are live: from when the first of them begin until no newcomer is left."""
+    best = 0.0
+    for _ in range(3):
+        began: float | None = None
+        ended = count = 0
+        last = 0.0
+        for piece in decoder.stream(prompts, max_new_tokens=TOKENS, ignore_eos=True):
+            if began is None:
+                began = time.perf_counter()
+            count += 1
+            ended += piece.finish_reason is not None
+            if ended > len(prompts) - rows:
+                break
+            last = time.perf_counter()
+        assert began is not None
+        best = max(best, count / (last - began))
+    return best
+
+
+def trees(lm: Any) -> None:
+    """A pass over a binary tree beside one over a chain of as many tokens."""
+    rows = ScratchRows(lm.device)
+    rows.admit([torch.randint(5, 1000, (PROMPT,), generator=torch.Generator().manual_seed(1)).tolist()])
+    reader, programs = lm.reader(), programs_for(lm)
+    with torch.inference_mode():
+        width = reader.begin(rows, 0, PROMPT + 128)
+        reader.extend(rows, width)
+        reader.keep(rows, None)
+        rows.bound = PROMPT
+        line = []
+        for nodes in (7, 15, 31, 63):
+            tokens = torch.randint(5, 1000, (1, nodes), device=lm.device)
+            parents = torch.tensor([[(node + 1) // 2 - 1 for node in range(nodes)]], device=lm.device)
+            took = []
+            for tree in (None, parents):
+
+                def act(tokens: Any = tokens, tree: Any = tree) -> None:
+                    reader.extend(rows, 1, tokens, tree)
+                    reader.forget()
+
+                run = (lambda key, act: act()) if programs is None else programs.run
+                took.append(_seconds(lambda act=act, key=(nodes, tree is None), run=run: run(key, act)))
+            line.append(f"{nodes + 1} tokens {took[0] * 1e3:.3f} and {took[1] * 1e3:.3f} ms ({took[1] / took[0]:.3f})")
+    print(f"  chain and tree: {'; '.join(line)}", flush=True)
+
+
+def _seconds(act: Any, often: int = 20) -> float:
+    found = []
+    for repeat in range(7):
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        for _ in range(often):
+            act()
+        torch.cuda.synchronize()
+        if repeat > 1:
+            found.append((time.perf_counter() - began) / often)
+    return median(found)
+
+
 def told(name: str, costs: Costs) -> None:
     passes = costs.passes[1]
     curve = ", ".join(f"v({n}) {costs.v(n):.3f}" for n in FED if n > 1)
@@ -76,6 +140,7 @@ def main(shape: str) -> None:
     costs, small = (measured_costs(lm, fed=FED, repeats=9) for lm in (target, draft))
     told("target", costs)
     told("draft", small)
+    trees(target)
     generator = torch.Generator().manual_seed(0)
     prompts = [torch.randint(5, 1000, (PROMPT,), generator=generator).tolist() for _ in range(32)]
     script = Script.written(target.vocabulary)
@@ -92,10 +157,12 @@ def main(shape: str) -> None:
                         f"{found.rate / bound:.0%} of the bound, first {found.first * 1e3:.1f} ms)")  # fmt: skip
         print(f"  right {acceptance:.0%}: greedy {line[0]}; sampled {line[1]}", flush=True)
         if acceptance == 0.9:
-            for rows in (8, 32):
+            alone = live_rate(paceline.SpeculativeDecoder(scripted, helper, gamma=GAMMA, rows=1), prompts[:2], 1)
+            print(f"  1 row live: {alone:.0f} tokens/s", flush=True)
+            for rows in (8, 32, 64):
                 decoder = paceline.SpeculativeDecoder(scripted, helper, gamma=GAMMA, rows=rows)
-                many = timed(decoder, prompts[:rows], repeats=3)
-                print(f"  {rows} rows: {many.rate:.0f} tokens/s, the first after {many.first * 1e3:.1f} ms", flush=True)
+                many = live_rate(decoder, [prompts[i % 32][: PROMPT - 3 * (i % 8)] for i in range(2 * rows)], rows)
+                print(f"  {rows} rows live: {many:.0f} tokens/s, {many / alone:.2f} times one row", flush=True)
 
 
 if __name__ == "__main__":

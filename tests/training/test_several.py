@@ -34,9 +34,8 @@ def test_two_processes_learn_what_one_learns(tmp_path: Path) -> None:
     (tmp_path / "data.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     said = {
         "target": str(tmp_path / "target"), "data": str(tmp_path / "data.jsonl"), "kind": "draft-lm",
-        "dtype": "float64", "options": ["layers=1"], "length": 48, "batch": 128, "steps": 6, "evaluate": 3, "held_out": 4,
-        "device": "cpu",
-        "predict": False, "measure": 0, "numbers": "float32",
+        "dtype": "float64", "options": ["layers=1"], "length": 48, "batch": 128, "steps": 6, "evaluate": 3,
+        "held_out": 4, "device": "cpu", "predict": False, "measure": 0, "numbers": "float32",
     }  # fmt: skip
     script = tmp_path / "worker.py"
     script.write_text(WORKER)

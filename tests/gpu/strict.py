@@ -43,7 +43,11 @@ def main(model: str, path: str, count: int) -> None:
             print(f"{runner:8} {strict!s:7} {'plain':12} {'':>9} {speed:9.0f} {1:9.2f}", flush=True)
             for name, options in DRAFTS[: 3 if runner == "auto" else 1]:
                 decoder = paceline.SpeculativeDecoder(lm, name, options=options, strict=strict)
-                found, rate = texts(decoder, some)
+                try:
+                    found, rate = texts(decoder, some)
+                except paceline.PacelineError as error:
+                    print(f"{runner:8} {strict!s:7} {name:12} refused: {error}", flush=True)
+                    continue
                 same = sum(one == other for one, other in zip(plain, found, strict=True))
                 print(f"{runner:8} {strict!s:7} {name:12} {same:4}/{len(some):<4} {rate:9.0f} {rate / speed:9.2f}",
                       flush=True)  # fmt: skip

@@ -50,6 +50,23 @@ def test_guesses_are_what_it_drafts(kind: str) -> None:
     assert most > 1, "something is accepted at all"
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("loss", LOSSES)
+def test_in_sixteen_bits_too(kind: str, loss: str) -> None:
+    """A target in bfloat16, weights in float32, products by autocast: what a GPU does."""
+    lm = target()
+    lm.model.bfloat16()
+    corpus = Corpus(own_texts(lm, 12), 64, 256, seed=1)
+    course = course_of(kind, lm, corpus, loss)
+    lesson = course.teacher.read(corpus.batch(0), course.taps)
+    with torch.autocast("cpu", torch.bfloat16):
+        course(lesson).backward()
+        assert course.guesses(lesson).shape == (course.depth, *lesson.ids.shape)
+    weights = [weight for weight in course.parameters() if weight.requires_grad]
+    assert all(weight.dtype == torch.float32 for weight in weights)
+    assert all(weight.grad is not None and bool(weight.grad.isfinite().all()) for weight in weights)
+
+
 def _accepted(course: Course, lesson: Lesson, start: int, per_round: list[int], depth: int) -> list[int]:
     """Emitted tokens of every round but the first, which may know less of the prompt, by the guesses at its place."""
     guesses, text = course.guesses(lesson)[:, 0].tolist(), lesson.ids[0].tolist()

@@ -14,7 +14,7 @@ from paceline.core.errors import InputError, UnsupportedError
 from paceline.core.growth import Expand
 from paceline.core.tree import TokenTree
 from paceline.models.draft_head import DraftHead, depths
-from paceline.models.draft_layers import DecoderLayer, LayerConfig, Remember, Scratch, by_slot
+from paceline.models.draft_layers import DecoderLayer, LayerConfig, Norm, Remember, Scratch, by_slot
 from paceline.models.language_model import LanguageModel
 from paceline.models.masks import chain_mask
 from paceline.models.slot_cache import SlotCache
@@ -80,10 +80,10 @@ class EagleHead(DraftHead):
         super().__init__(config, made_for)
         D, said = config.width, config.draft_vocabulary
         self.fuse: nn.Module = nn.Linear(config.tapped * config.hidden, D, bias=config.fuse_bias)
-        self.feature_norm = nn.RMSNorm(D, eps=config.eps)
-        self.embed_norm = nn.RMSNorm(config.embedding, eps=config.eps)
+        self.feature_norm = Norm(D, eps=config.eps)
+        self.embed_norm = Norm(config.embedding, eps=config.eps)
         self.layer = DecoderLayer(config, config.embedding + D)
-        self.norm = nn.RMSNorm(D, eps=config.eps)
+        self.norm = Norm(D, eps=config.eps)
         self.output = nn.Linear(D, config.vocabulary if said is None else said, bias=False)
         # the target's id of every id of the draft's; training fills it with the most frequent ones
         self.register_buffer("d2t", None if said is None else torch.arange(said))

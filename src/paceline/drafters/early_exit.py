@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from paceline.core.contracts import DRAFTERS, Drafter, Reader
 from paceline.core.errors import InputError
 from paceline.core.growth import TreeOptions
+from paceline.models.draft_layers import Norm
 from paceline.models.early_exit import Head, Split, SplitReader, check_split
 from paceline.models.head_files import check_target, fingerprint, load_head, save_head
 from paceline.models.language_model import LanguageModel
@@ -35,8 +36,8 @@ class ExitHead(nn.Module):
         super().__init__()
         self.config = dict(config)
         width, block = config["target"]["hidden"], config["block"]
-        self.norm = nn.RMSNorm(width, eps=1e-6)
-        self.enter = nn.RMSNorm(width, eps=1e-6) if block else None
+        self.norm = Norm(width, eps=1e-6)
+        self.enter = Norm(width, eps=1e-6) if block else None
         self.up = nn.Linear(width, block, bias=False) if block else None
         self.down = nn.Linear(block, width, bias=False) if block else None
         self.output = nn.Linear(width, config["target"]["vocabulary"], bias=False) if config["own_output"] else None

@@ -14,7 +14,7 @@ from paceline.core.errors import InputError
 from paceline.core.growth import Expand
 from paceline.core.tree import TokenTree
 from paceline.models.draft_head import DraftHead
-from paceline.models.draft_layers import DecoderLayer, LayerConfig, Remember, Scratch, alone, by_slot
+from paceline.models.draft_layers import DecoderLayer, LayerConfig, Norm, Remember, Scratch, alone, by_slot
 from paceline.models.language_model import LanguageModel
 from paceline.models.masks import chain_mask
 from paceline.models.slot_cache import SlotCache
@@ -52,12 +52,12 @@ class ProphetHead(DraftHead):
         super().__init__(config, made_for)
         D = config.width
         self.begin = nn.Linear(config.hidden, D, bias=False)
-        self.begin_norm = nn.RMSNorm(config.hidden, eps=1e-6)
-        self.embed_norm = nn.RMSNorm(config.embedding, eps=1e-6)
+        self.begin_norm = Norm(config.hidden, eps=1e-6)
+        self.embed_norm = Norm(config.embedding, eps=1e-6)
         self.embed = nn.Linear(config.embedding, D, bias=False)
-        self.norms = nn.ModuleList(nn.RMSNorm(D, eps=1e-6) for _ in range(config.layers))
+        self.norms = nn.ModuleList(Norm(D, eps=1e-6) for _ in range(config.layers))
         self.layers = nn.ModuleList(DecoderLayer(config, D) for _ in range(config.layers))
-        self.norm = nn.RMSNorm(D, eps=1e-6)
+        self.norm = Norm(D, eps=1e-6)
         # to logits, or to what the target's output layer takes
         self.output = nn.Linear(D, config.vocabulary if config.own_output else config.hidden, bias=False)
 

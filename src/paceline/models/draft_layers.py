@@ -72,6 +72,13 @@ class LayerConfig:
             raise InputError(f"rope_scaling of a head is a factor, low < high and a context, got {stretch}.")
 
 
+class Norm(nn.RMSNorm):
+    """In the numbers of its weights: of a head that is trained, 32 bits, whatever the products around it are in."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x if x.dtype == self.weight.dtype else x.to(self.weight.dtype))
+
+
 class DecoderLayer(nn.Module):
     """Attention and feed-forward as in Llama: rotary positions, grouped keys, SwiGLU. What attention looks at may be
     wider than the stream it adds to (`seen`)."""
@@ -85,7 +92,7 @@ class DecoderLayer(nn.Module):
         self.k_proj = nn.Linear(seen, shared, bias=False)
         self.v_proj = nn.Linear(seen, shared, bias=False)
         self.o_proj = nn.Linear(own, config.width, bias=False)
-        self.norm = nn.RMSNorm(config.width, eps=config.eps)
+        self.norm = Norm(config.width, eps=config.eps)
         self.gate_proj = nn.Linear(config.width, config.inner, bias=False)
         self.up_proj = nn.Linear(config.width, config.inner, bias=False)
         self.down_proj = nn.Linear(config.inner, config.width, bias=False)

@@ -55,29 +55,43 @@ class Distance:
         self.name, self._teach, self._ids = name, teach, ids
         self._place: Tensor | None = None  # the student's own number of each of the teacher's tokens, -1 for none
 
-    def __call__(self, say: Say, states: Tensor, last: Tensor, tokens: Tensor) -> Tensor:
-        """states [P,D] of the student, last [P,D] of the teacher, tokens [P] that came next -> a number."""
+    def __call__(self, say: Say, states: Tensor, last: Tensor, tokens: Tensor, laws: Tensor | None = None) -> Tensor:
+        """states [P,D] of the student, last [P,D] of the teacher, tokens [P] that came next -> a number. laws: of
+        `wanted`, where the same places are learnt from several times."""
         if not states.shape[0]:
             return states.sum() * 0.0
         total = exactly(states.new_zeros(()))
         for start in range(0, states.shape[0], _CHUNK):
             some = slice(start, start + _CHUNK)
-            part = checkpoint(self._part, say, states[some], last[some], tokens[some], use_reentrant=False)
+            law = None if laws is None else laws[some]
+            part = checkpoint(self._part, say, states[some], last[some], tokens[some], law, use_reentrant=False)
             assert part is not None
             total = total + part
         return total / states.shape[0]
 
-    def _part(self, say: Say, states: Tensor, last: Tensor, tokens: Tensor) -> Tensor:
+    @torch.no_grad()
+    def wanted(self, last: Tensor) -> Tensor:
+        """[P,N]: the teacher's laws, over what the student can say."""
+        pieces = [self._law(last[start : start + _CHUNK]) for start in range(0, last.shape[0], _CHUNK)]
+        return torch.cat(pieces) if pieces else last.new_zeros(0, 1)
+
+    def _law(self, last: Tensor) -> Tensor:
+        law = exactly(self._teach(last)).softmax(-1)
+        return law if self._ids is None else law.index_select(-1, self._ids)
+
+    def _part(self, say: Say, states: Tensor, last: Tensor, tokens: Tensor, law: Tensor | None) -> Tensor:
         with torch.no_grad():
-            law = exactly(self._teach(last)).softmax(-1)
+            if law is None:
+                law = self._law(last)
             if self._ids is not None:
-                tokens = self._own(law.shape[-1])[tokens]
-                law = law.index_select(-1, self._ids)
+                tokens = self._own(int(tokens.max()) + 1)[tokens]
         return distance(self.name, say(states), law, tokens).sum()
 
-    def _own(self, vocabulary: int) -> Tensor:
+    def _own(self, known: int) -> Tensor:
+        """The student's own number of each of the teacher's tokens, up to the largest that has one, and then -1."""
         assert self._ids is not None
-        if self._place is None:
-            place = torch.full((vocabulary,), -1, device=self._ids.device, dtype=torch.int64)
+        if self._place is None or self._place.shape[0] < known:
+            size = max(known, int(self._ids.max()) + 1)
+            place = torch.full((size,), -1, device=self._ids.device, dtype=torch.int64)
             self._place = place.index_copy(0, self._ids, torch.arange(len(self._ids), device=self._ids.device))
         return self._place

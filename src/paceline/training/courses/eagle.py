@@ -78,11 +78,12 @@ class EagleCourse(Course):
         embedded, taps = self._seen(lesson)
         rows, places = chosen(lesson, 2)
         last, tokens = lesson.last[rows, places + 1], lesson.ids[rows, places + 2]
+        laws = self.distance.wanted(last)
         total = torch.zeros((), device=lesson.ids.device)
         fused = self.head.fuse(torch.cat(taps, -1)).detach() if self.options.regression else None
         for step, features in enumerate(self.head.unrolled(embedded, taps, self.options.steps)):
             mine = features[rows, places]
-            loss = self.distance(self._say, mine, last, tokens)
+            loss = self.distance(self._say, mine, last, tokens, laws)
             if fused is not None:
                 true = later_states(fused)[rows, places]
                 loss = loss + self.options.regression * F.smooth_l1_loss(mine, true)

@@ -1,0 +1,44 @@
+"""The trained drafters that come with Paceline: which of them fit a target.
+
+    catalogue/<model>/catalogue.json     {"best": ["eagle", ...]}: the kinds, the one to be tried first in front
+    catalogue/<model>/<kind>/            a folder as `paceline train` writes it
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from paceline.core.errors import UnsupportedError
+from paceline.models.head_files import check_target
+from paceline.models.language_model import LanguageModel
+
+ROOT = Path(__file__).resolve().parents[1] / "catalogue"
+_KNOWN: WeakKeyDictionary[Any, tuple[Path, dict[str, Path]]] = WeakKeyDictionary()
+
+
+def shipped(target: LanguageModel) -> dict[str, Path]:
+    """The folders of the drafters made for this very model, by kind, the best first; a few values of its weights are
+    looked at, once per model."""
+    model = getattr(target, "model", None)
+    if model is None:
+        return {}
+    found = _KNOWN.get(model)
+    if found is None or found[0] != ROOT:
+        found = _KNOWN[model] = (ROOT, _fitting(target))
+    return found[1]
+
+
+def _fitting(target: LanguageModel) -> dict[str, Path]:
+    for index in sorted(ROOT.glob("*/catalogue.json")):
+        kinds = json.loads(index.read_text("utf-8"))["best"]
+        folders = {kind: index.parent / kind for kind in kinds}
+        first = json.loads((folders[kinds[0]] / "config.json").read_text("utf-8"))
+        try:
+            check_target(kinds[0], first["target"], target)
+        except UnsupportedError:
+            continue
+        return folders
+    return {}

@@ -14,10 +14,11 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from .law import Law, Prefix, SamplingBatch
+from .law import Law, Prefix, SamplingBatch, Unwritten
 from .noise import Purpose, exponential, uniform
 from .ranking import first_best
-from .verdict import BROKEN
+from .tree import TokenTree
+from .verdict import BROKEN, Verdict
 
 # How a draft is drawn. coupled: with the target's own noise, so that the same seed gives the same text. certain: the
 # likeliest tokens, without noise. independent: with noise of the draft's own, siblings without replacement, with the
@@ -25,6 +26,10 @@ from .verdict import BROKEN
 Draw = Literal["coupled", "certain", "independent", "iid"]
 Race = Callable[[Tensor, Tensor | None, Tensor | None, Tensor | None, int], Tensor]
 RACES: dict[str, Race] = {}  # by the type of a device: a faster way to a token than by its law, where somebody has one
+Judge = Callable[
+    [Tensor, Tensor, Tensor | None, Tensor | None, Tensor, tuple[Tensor, Tensor], Tensor], tuple[Tensor, Tensor]
+]
+JUDGES: dict[str, Judge] = {}  # likewise: a faster way through the ratio test and the draw after it, for chains
 _BRANCH = 1 << 40  # added to a position it names another place, far beyond any text
 
 
@@ -43,6 +48,11 @@ class NoiseTable:
     def position(self) -> Tensor:
         """[R,D]: the next positions of every row."""
         return self.length + torch.arange(self._depths, device=self.length.device)
+
+    @cached_property
+    def own(self) -> Tensor:
+        """[R,D]: places of this round alone, where the tokens of a chain are drawn that a ratio judges."""
+        return self.length + torch.arange(1, self._depths + 1, device=self.length.device) * _BRANCH
 
     def at(self, depth: Tensor | slice, vocabulary: int, purpose: Purpose) -> Tensor:
         """[R,Q,V] for depths given as a slice (the same for all rows) or as [R,Q]."""
@@ -69,9 +79,10 @@ class Choice:
     @property
     def position(self) -> Tensor:
         """[R,Q] absolute positions of the tokens to be chosen."""
-        if isinstance(self.depth, slice):
-            return self.table.position[:, self.depth]
-        return self.table.position.gather(1, self.depth)
+        return self._here(self.table.position)
+
+    def _here(self, by_depth: Tensor) -> Tensor:
+        return by_depth[:, self.depth] if isinstance(self.depth, slice) else by_depth.gather(1, self.depth)
 
     def law(self, logits: Tensor) -> Law:
         return self.batch.law(logits, self.position if self.batch.shakes else None, self.prefix)
@@ -88,24 +99,45 @@ class Choice:
             return torch.where(value - value == 0, index, BROKEN)
         return self._race(self.law(logits), logits.shape[-1], Purpose.TARGET)
 
-    def _quick(self, logits: Tensor, broken: int = BROKEN) -> Tensor | None:
+    def _quick(self, logits: Tensor, purpose: Purpose = Purpose.TARGET, broken: int = BROKEN) -> Tensor | None:
         """The same token by the race of its device, where that has one and nothing else is asked for but heat."""
         race = RACES.get(logits.device.type)
         if race is None or self.prefix is not None or logits.dtype == torch.float64:
             return None
         if self.batch.deterministic:
             return race(logits, None, None, None, broken)
-        if not self.batch.used <= {"temperature", "seed"}:
+        if not self.batch.only_heat:
             return None
-        heat, key = self.batch.column("temperature", torch.float32), self.batch.key(Purpose.TARGET)
-        return race(logits, heat, key, self.position, broken)
+        position = self.position if purpose == Purpose.TARGET else self._here(self.table.own)
+        return race(logits, self.batch.column("temperature", torch.float32), self.batch.key(purpose), position, broken)
+
+    def judged(self, tree: TokenTree, logits: Tensor) -> Verdict | None:
+        """What rule `ratio` says to a chain, by the judge of its device, where that has one and nothing else is asked
+        for but heat; the draft's laws must not be written down yet. None: by the laws, then."""
+        judge, laws = JUDGES.get(logits.device.type), tree.laws
+        if judge is None or self.prefix is not None or logits.dtype == torch.float64 or tree.parents is not None:
+            return None
+        if not self.batch.only_heat:
+            return None
+        drafts = None
+        if tree.drawn != "certain" and laws is not None:
+            if not isinstance(laws, Unwritten) or laws.batch is not self.batch or laws.shape[-1] != logits.shape[-1]:
+                return None
+            drafts = laws.logits
+        keys = (self.batch.key(Purpose.ACCEPT), self.batch.key(Purpose.FINAL))
+        heat = self.batch.column("temperature", torch.float32)
+        emitted, accepted = judge(logits, tree.tokens, drafts, tree.count, heat, keys, self.table.length)
+        return Verdict(emitted[:, : tree.reach + 1], accepted)
 
     def guess(self, logits: Tensor, draw: Draw) -> tuple[Tensor, Law | None]:
         """[R,Q]: one drafted token per place, and the law it was drawn from (None: a point mass; of a coupled draft
         nobody looks at it)."""
-        quick = self._quick(logits, broken=0) if RACES and draw == "coupled" else None
-        if quick is not None:
-            return quick, None if self.batch.deterministic else Law(logits)
+        if RACES and draw != "certain":
+            quick = self._quick(logits, Purpose.TARGET if draw == "coupled" else Purpose.DRAFT, broken=0)
+            if quick is not None and self.batch.deterministic:
+                return quick, None
+            if quick is not None:
+                return quick, Law(logits if draw == "coupled" else Unwritten(logits, self.batch))
         if self.batch.deterministic or draw == "certain":
             return first_best(self.batch.edit(logits, self.prefix)), None
         law = self.law(logits)
@@ -114,8 +146,8 @@ class Choice:
         else:
             # of this round alone: rules that judge a chain from its end look at tokens they then reject, and the next
             # round drafts those places again
-            branch = self.position - self.table.length + 1
-            noise = self._fresh(branch, logits.shape[-1] if law.ids is None else law.ids)
+            lanes = logits.shape[-1] if law.ids is None else law.ids
+            noise = exponential(self.batch.key(Purpose.DRAFT), self._here(self.table.own), lanes)
         return _named((law.weights / noise).argmax(-1), law), law
 
     def siblings(
@@ -158,7 +190,7 @@ class Choice:
         tokens = races.argmax(-1)
         return tokens, dense.gather(-1, tokens), dense
 
-    def _fresh(self, branch: Tensor, vocabulary: int | Tensor) -> Tensor:
+    def _fresh(self, branch: Tensor, vocabulary: int) -> Tensor:
         """[R,Q,V]: noise of this round's own for the places `branch` [R,Q]."""
         return exponential(self.batch.key(Purpose.DRAFT), self.table.length + branch * _BRANCH, vocabulary)
 

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from .noise import Purpose, gaussian, stream_key
 from .ranking import best, first_best, nucleus, on_host
@@ -36,6 +38,33 @@ class Law:
         return torch.zeros(shape, dtype=self.weights.dtype, device=self.weights.device).scatter_(
             -1, self.ids, self.weights
         )
+
+
+class Unwritten(Tensor):
+    """Laws [R,Q,V] that are not written down: the logits they come from, and the settings of the rows.
+
+    Put side by side they stay so. To everybody else they are a tensor of probabilities: written whenever one looks."""
+
+    @staticmethod
+    def __new__(cls, logits: Tensor, batch: SamplingBatch) -> Unwritten:
+        return Tensor._make_wrapper_subclass(cls, logits.shape, dtype=torch.float32, device=logits.device)
+
+    def __init__(self, logits: Tensor, batch: SamplingBatch) -> None:
+        self.logits, self.batch = logits, batch
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        joins = func is torch.ops.aten.cat.default and args[1:] == (1,)
+        if joins and len({getattr(each, "batch", None) for each in args[0]}) == 1:
+            return cls(torch.cat([each.logits for each in args[0]], 1), args[0][0].batch)
+        if func is torch.ops.aten.select.int and args[1] == 1:  # one place: no need of the others
+            return _written(args[0].logits[:, args[2], None], args[0].batch).squeeze(1)
+        args, kwargs = tree_map_only(cls, lambda laws: _written(laws.logits, laws.batch), (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+
+def _written(logits: Tensor, batch: SamplingBatch) -> Tensor:
+    return batch.law(logits, None, None).dense(logits.shape[-1])
 
 
 @dataclass(frozen=True)
@@ -68,6 +97,7 @@ class SamplingBatch:
         )
         self.all_greedy = all(row.greedy for row in self.rows)
         self.mixed = not self.all_greedy and any(row.greedy for row in self.rows)
+        self.only_heat = self.used <= {"temperature", "seed"}
         self.shakes = "noise" in self.used
         self.deterministic = self.all_greedy and not self.shakes
         self.ranks = not self.used.isdisjoint({"top_k", "top_p"})

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from paceline.core.choice import RACES
+from paceline.core.choice import JUDGES, RACES
 from paceline.core.contracts import Reading
 
 from .kernel_pass import Part, Sight
@@ -83,6 +83,7 @@ class CudaPass:
             self._first, self.strict = 0, strict
 
     def __init__(self, plan: CudaPlan, strict: bool = False) -> None:
+        from paceline.kernels.cuda.accepting import judge
         from paceline.kernels.cuda.attention import COUNTS
         from paceline.kernels.cuda.choosing import race
 
@@ -92,6 +93,7 @@ class CudaPass:
         self._done = torch.zeros(COUNTS, dtype=torch.int32, device=plan.table.device)
         if plan.table.device.type == "cuda":
             RACES.setdefault("cuda", race)
+            JUDGES.setdefault("cuda", judge)
 
     def __call__(
         self,

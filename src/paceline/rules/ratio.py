@@ -7,7 +7,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from paceline.core.choice import Choice, Draw
+from paceline.core.choice import JUDGES, Choice, Draw
 from paceline.core.contracts import RULES, Rule, arange
 from paceline.core.tree import Drawn, TokenTree
 from paceline.core.verdict import NOTHING, Verdict
@@ -27,6 +27,9 @@ class Ratio(Rule):
     judges: ClassVar[tuple[Drawn, ...]] = ("certain", "iid", "without_replacement")
 
     def verify(self, tree: TokenTree, logits: Tensor, choice: Choice) -> Verdict:
+        quick = choice.judged(tree, logits) if JUDGES and self._plain else None
+        if quick is not None:
+            return quick
         laws = choice.law(logits).dense(logits.shape[-1])  # [R,1+N,V]
         R, N = tree.tokens.shape
         at = torch.full((R,), -1, device=logits.device)  # the node the walk stands on; -1 is the text
@@ -47,6 +50,11 @@ class Ratio(Rule):
             depth = depth + yes
         last = choice.draw(left, depth)  # the residual after a rejection, the law itself after full acceptance
         return pack(tree, taken, last)
+
+    @property
+    def _plain(self) -> bool:
+        """Is this the test itself, whatever the rule is called? Others may have changed a part of it."""
+        return all(getattr(type(self), part) is getattr(Ratio, part) for part in ("verify", "chance", "rest"))
 
     def chance(self, p: Tensor, q: Tensor) -> Tensor:
         """[R]: how likely a token is accepted that target and draft give the probabilities p and q."""

@@ -28,12 +28,17 @@ def padded(length: int) -> int:
 
 class PromptReader:
     """Reads pieces of prompts for one reader. What a piece reads past the end of a prompt is written again before
-    anybody sees it."""
+    anybody sees it.
+
+    A prompt that comes alone is captured at once. Newcomers of a batch come in many numbers to many rows: what they
+    need is captured when it is needed for the second time.
+    """
 
     def __init__(self, lm: LanguageModel, kernels: KernelPass | CudaPass | None) -> None:
         self._kernels = kernels
         self._programs = programs_for(lm)
         self._pieces: dict[tuple[int, ...], tuple[Tensor, Tensor]] = {}
+        self._met: set[tuple[int, ...]] = set()  # pieces of batches, once
         self._moved = -1
 
     def read(self, cache: SlotCache, first: int, ids: Tensor, start: int) -> None:
@@ -43,19 +48,32 @@ class PromptReader:
         cache.reserve(first + R, start + padded(Q))
         if self._moved != cache.moved:
             self._moved = cache.moved
+            self._pieces.clear()
+            self._met.clear()
             if self._programs is not None:
                 self._programs.forget()
         key = (first, R, padded(Q), start)
-        if key not in self._pieces:
-            position = torch.arange(start, start + padded(Q), device=device).expand(R, -1).contiguous()
-            self._pieces[key] = (torch.zeros_like(position), position)
-        tokens, position = self._pieces[key]
+        tokens, position = self._pieces.get(key) or _places(R, padded(Q), start, device)
         tokens[:, :Q] = ids
         cache.aim(slice(first, first + R), start, start + padded(Q), start)
-        if self._programs is None:
+        if self._programs is None or not self._comes_again(key):
             kernels.read(cache, first, tokens, position)
-        else:
-            self._programs.run(key, lambda: kernels.read(cache, first, tokens, position))
+            return
+        self._pieces[key] = (tokens, position)
+        self._programs.run(key, lambda: kernels.read(cache, first, tokens, position))
+
+    def _comes_again(self, key: tuple[int, ...]) -> bool:
+        first, rows, _, _ = key
+        if (first, rows) == (0, 1) or key in self._met:
+            return True
+        self._met.add(key)
+        return False
+
+
+def _places(rows: int, length: int, start: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Room for the tokens of a piece, and their positions."""
+    position = torch.arange(start, start + length, device=device).expand(rows, -1).contiguous()
+    return torch.zeros_like(position), position
 
 
 def check_prompt(tokens: Sequence[int], lm: LanguageModel) -> None:

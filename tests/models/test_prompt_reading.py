@@ -1,0 +1,79 @@
+"""Which pieces of prompts are captured."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import torch
+
+from paceline.models.prompt_reading import PromptReader, padded
+
+
+class Kernels:
+    """Notes what it was given to read."""
+
+    def __init__(self) -> None:
+        self.read_so_far: list[tuple[int, list[list[int]], list[int]]] = []
+
+    def read(self, cache: Any, first: int, tokens: torch.Tensor, position: torch.Tensor) -> None:
+        self.read_so_far.append((first, tokens.tolist(), position[0].tolist()))
+
+
+class Cache:
+    moved = 0
+
+    def reserve(self, rows: int, slots: int) -> None: ...
+    def aim(self, rows: slice, start: int, stop: int, longest: int) -> None: ...
+
+
+class Programs:
+    def __init__(self) -> None:
+        self.keys: list[Hashable] = []
+        self.forgot = 0
+
+    def run(self, key: Hashable, program: Callable[[], None]) -> None:
+        self.keys.append(key)
+        program()
+
+    def forget(self) -> None:
+        self.forgot += 1
+
+
+def reader() -> tuple[PromptReader, Kernels, Programs]:
+    made = PromptReader.__new__(PromptReader)
+    kernels, programs = Kernels(), Programs()
+    made._kernels, made._programs = kernels, programs  # type: ignore[assignment]
+    made._pieces, made._met, made._moved = {}, set(), 0
+    return made, kernels, programs
+
+
+def ids(rows: int, length: int, value: int = 1) -> torch.Tensor:
+    return torch.full((rows, length), value)
+
+
+def test_alone_at_once_and_in_company_when_it_comes_again() -> None:
+    made, kernels, programs = reader()
+    cache: Any = Cache()
+    made.read(cache, 0, ids(1, 5), 0)
+    assert programs.keys == [(0, 1, 16, 0)]
+    made.read(cache, 3, ids(2, 5), 0)
+    made.read(cache, 4, ids(2, 5), 0)
+    assert len(programs.keys) == 1
+    made.read(cache, 3, ids(2, 9, 7), 0)
+    assert programs.keys[1:] == [(3, 2, 16, 0)]
+    assert [first for first, _, _ in kernels.read_so_far] == [0, 3, 4, 3]
+    assert all(len(row) == padded(5) for _, tokens, _ in kernels.read_so_far for row in tokens)
+    assert kernels.read_so_far[-1][1][0][:9] == [7] * 9
+
+
+def test_tensors_of_a_program_stay_and_what_moved_is_forgotten() -> None:
+    made, _, programs = reader()
+    cache: Any = Cache()
+    made.read(cache, 0, ids(1, 5), 32)
+    before = made._pieces[(0, 1, 16, 32)][0].data_ptr()
+    made.read(cache, 0, ids(1, 6), 32)
+    assert made._pieces[(0, 1, 16, 32)][0].data_ptr() == before
+    cache.moved = 1
+    made.read(cache, 5, ids(2, 6), 0)
+    assert (programs.forgot, made._pieces) == (1, {})

@@ -20,6 +20,7 @@ from .company import Company
 from .portfolio_member import Member, note_help
 from .portfolio_view import Outcome, Proposal
 from .self_quantized import has_fast_twin
+from .shipped import best_for
 
 _TRIAL = 16  # rounds in a row that a member is asked which does not seem to pay
 _CHEAP = 0.01  # of a pass: who costs less is asked in every round
@@ -76,8 +77,10 @@ class Auto(Company):
         return _LOOK_UP
 
     def check(self, target: Any) -> None:
-        if self.options.drafters is None and self._given is _LOOK_UP and has_fast_twin(target):
-            self._engage((*_LOOK_UP, "self-quantized"))
+        if self.options.drafters is None and self._given is _LOOK_UP:
+            best = best_for(target) or ("self-quantized" if has_fast_twin(target) else None)
+            if best is not None:
+                self._engage((*_LOOK_UP, best))
         super().check(target)
         self._study(target)  # now, so that no text waits for it
 

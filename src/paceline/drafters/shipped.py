@@ -31,6 +31,18 @@ def shipped(target: LanguageModel) -> dict[str, Path]:
     return found[1]
 
 
+def best_for(target: LanguageModel) -> tuple[str, dict[str, str]] | None:
+    """The one to be tried first, as a name and options."""
+    for kind, folder in shipped(target).items():
+        return kind, given(kind, folder)
+    return None
+
+
+def given(kind: str, folder: Path) -> dict[str, str]:
+    """The option by which a drafter of this kind is told where its weights are."""
+    return {"file": str(folder / "model.safetensors")} if kind == "trigram" else {"head": str(folder)}
+
+
 def _fitting(target: LanguageModel) -> dict[str, Path]:
     for index in sorted(ROOT.glob("*/catalogue.json")):
         kinds = json.loads(index.read_text("utf-8"))["best"]

@@ -14,12 +14,13 @@ class Format(str, Enum):
 
     SPECULATORS = "speculators"
     MEDUSA = "medusa"
+    HF = "hf"
 
 
 def export(
-    folder: Annotated[Path, typer.Argument(help="The folder of a trained head: eagle or medusa.")],
+    folder: Annotated[Path, typer.Argument(help="The folder of a trained eagle, medusa or draft-lm.")],
     target: Annotated[str, typer.Option(help="The model it was trained for: a name, a hub id or a folder.")],
-    to: Annotated[Format, typer.Option(help="Eagle heads go to speculators, medusa heads to vLLM's medusa.")],
+    to: Annotated[Format, typer.Option(help="Eagle goes to speculators, medusa to vLLM's medusa, draft-lm to hf.")],
     out: Annotated[Path, typer.Option(help="The folder to write.")],
     debug: Annotated[bool, typer.Option("--debug", metavar="", help="Show the traceback of an error.")] = False,
 ) -> None:

@@ -99,7 +99,7 @@ def test_what_was_exported_knows_its_target(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("make", "format", "words"),
     [
-        (lambda: ProphetHead.random(target()), "medusa", "only eagle and medusa heads can be exported"),
+        (lambda: ProphetHead.random(target()), "medusa", "only eagle, medusa and draft-lm can be exported"),
         (lambda: FirstEagleHead.random(target()), "speculators", "no place for heads of kind 'eagle-1'"),
         (lambda: MedusaHead.random(target()), "speculators", "export it to medusa"),
         (eagle, "medusa", "export it to speculators"),

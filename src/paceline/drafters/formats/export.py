@@ -25,6 +25,7 @@ from ..medusa import MedusaHead
 from .eagle3 import WEIGHTS
 from .files import OURS
 from .layer import SCALING
+from .plain import WHOLE, export_layers
 
 _SPECULATORS = "0.9.0"  # the version whose loader was tried; written into the file, as that project does
 _AHEAD = 3  # tokens that its users draft if they do not say
@@ -36,19 +37,23 @@ def export_head(
     folder: str | os.PathLike[str],
     format: str = "speculators",
 ) -> None:
-    """Write a head (or the head in a folder) for `target` into `folder`, as "speculators" or "medusa"."""
-    if format not in _WRITERS:
-        raise UnknownNameError("format of heads", format, _WRITERS)
+    """Write a head (or the head in a folder) for `target` into `folder`, as "speculators" or "medusa"; a draft-lm as
+    "hf", a model like any other."""
+    if format not in (*_WRITERS, WHOLE):
+        raise UnknownNameError("format of heads", format, (*_WRITERS, WHOLE))
     if isinstance(head, (str, os.PathLike)):
         if Path(head).resolve() == Path(folder).resolve():
             raise InputError(f"The head cannot be exported into its own folder '{folder}'; name another.")
         from ..loading import read_head  # it imports this room
 
+        if format == WHOLE:
+            export_layers(head, target, folder)
+            return
         head = read_head(head, DraftHead)
-    Head, write = _WRITERS[format]
-    if type(head) is not Head:
+    Head, write = _WRITERS.get(format, (None, None))
+    if type(head) is not Head or write is None:
         fitting = next((name for name, (kind, _) in _WRITERS.items() if type(head) is kind), None)
-        advice = f"export it to {fitting}" if fitting else "only eagle and medusa heads can be exported"
+        advice = f"export it to {fitting}" if fitting else "only eagle, medusa and draft-lm can be exported"
         raise UnsupportedError(f"The format '{format}' has no place for heads of kind '{head.kind}'; {advice}.")
     # little of it is written, and nothing is decoded
     lm = load(target, dtype="auto", device="cpu") if isinstance(target, (str, os.PathLike)) else load(target)

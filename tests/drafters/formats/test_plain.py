@@ -1,0 +1,48 @@
+"""A draft-lm becomes a model of its own, and drafts as before."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from tests.toys import letters, llama
+from transformers import AutoModelForCausalLM
+
+import paceline
+from paceline.core.errors import InputError, LoadError, UnsupportedError
+from paceline.drafters.draft_lm import DraftLayers
+from paceline.drafters.formats import export_head
+from paceline.drafters.medusa import MedusaHead
+
+
+def test_it_drafts_as_before(tmp_path: Path) -> None:
+    llama(0, num_hidden_layers=3).save_pretrained(tmp_path / "target")
+    letters().save_pretrained(tmp_path / "target")
+    lm = paceline.load(str(tmp_path / "target"), dtype="float64")
+    layers = DraftLayers(lm, (0, 2))
+    with torch.no_grad():
+        for weight in layers.parameters():
+            weight.add_(0.02 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(1)))
+    layers.save(tmp_path / "draft")
+    export_head(tmp_path / "draft", str(tmp_path / "target"), tmp_path / "out", "hf")
+    whole = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert whole.config.num_hidden_layers == 2
+    found = []
+    for drafter in (
+        paceline.load_drafter(tmp_path / "draft", lm),
+        paceline.load(str(tmp_path / "out"), dtype="float64"),
+    ):
+        out = paceline.SpeculativeDecoder(lm, drafter).generate([1, 2, 3], max_new_tokens=24)
+        found.append([each.drafted for each in out.trace.rounds])
+    assert found[0] == found[1]
+
+
+def test_what_has_no_layers_is_refused(tmp_path: Path) -> None:
+    lm = paceline.LanguageModel(llama(0))
+    MedusaHead.random(lm).save(tmp_path / "head")
+    with pytest.raises(LoadError, match="holds a head of kind 'medusa', not 'draft-lm'"):
+        export_head(tmp_path / "head", lm, tmp_path / "out", "hf")
+    DraftLayers(lm, (0,)).save(tmp_path / "draft")
+    with pytest.raises((InputError, LoadError, UnsupportedError)):
+        export_head(tmp_path / "draft", lm, tmp_path / "out", "medusa")

@@ -304,3 +304,15 @@ def test_a_pair_from_a_text_file(tmp_path: Path) -> None:
     assert not list(folder.rglob(NAME))
     with pytest.raises(InputError, match="give --data FILE"):
         train(TrainOptions(kind="pair", out=str(tmp_path / "none")))
+
+
+def test_costs_of_this_machine_say_what_it_would_be_worth(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PACELINE_CACHE", str(tmp_path / "cache"))
+    folder = train(options(place, tmp_path / "it", predict=True, steps=8))
+    held = json.loads((folder / "provenance.json").read_text())["held_out"]
+    assert held["gamma"] >= 0
+    assert held["speedup"] >= 1.0
+    if held["gamma"]:
+        assert f"{held['speedup']:.2f}× at γ={held['gamma']}" in (folder / "README.md").read_text()

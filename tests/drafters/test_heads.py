@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import json
 from collections.abc import Callable
@@ -15,9 +16,12 @@ import torch
 
 from paceline import Generation, InputError, LanguageModel, LoadError, SpeculativeDecoder, UnsupportedError
 from paceline.drafters.eagle import EagleConfig, EagleHead
+from paceline.drafters.heads import HeadDrafter
 from paceline.drafters.medusa import MedusaHead
 from paceline.drafters.prophet import ProphetHead
+from paceline.kernels import machine
 from paceline.models.head_files import load_head, save_head
+from paceline.models.kernel_linear import KernelLinear
 
 from ..conformance.chi_square import ALPHA, first_tokens, p_value
 from ..toys import gpt2, llama
@@ -86,6 +90,55 @@ def test_weights_stay_trainable_after_drafting(name: str) -> None:
     written(name, head)
     assert all(weight.dtype == torch.float64 and not weight.is_inference() for weight in head.parameters())
     sum(weight.square().sum() for weight in head.parameters()).backward()
+
+
+# ---- float32 on a CPU: in int8, by kernels
+
+
+@cache
+def narrow() -> LanguageModel:
+    return LanguageModel(llama(0).float())
+
+
+@pytest.mark.skipif(machine.missing() is not None, reason="no kernels here")
+@pytest.mark.parametrize("tree", ["chain", "levels", "best-first", "static"])
+@pytest.mark.parametrize("name", HEADS)
+def test_heads_in_int8_are_believed(name: str, tree: str) -> None:
+    """The text is plain decoding's, greedy and sampled, and what was learnt is still there after rounding."""
+    head = copy.deepcopy(FITTED[name]())
+    options = {"head": head, "tree": tree, "shape": "2x2x1x1"}
+    for rows in (16, 2):
+        plain = SpeculativeDecoder(narrow(), rows=rows)
+        decoder = SpeculativeDecoder(narrow(), name, gamma=fitting.AHEAD, rows=rows, rule="match", options=options)
+        for settings in ({}, {"temperature": 0.9, "seed": 3}):
+            settings |= {"max_new_tokens": fitting.NEW, "ignore_eos": True}
+            outs = decoder.generate(fitting.PROMPTS, **settings)
+            assert [out.tokens for out in outs] == [out.tokens for out in plain.generate(fitting.PROMPTS, **settings)]
+            assert tau(outs) > 3.5 or "seed" in settings
+    used = decoder.drafter
+    assert isinstance(used, HeadDrafter)
+    assert used.head is head
+    assert any(isinstance(module, KernelLinear) for module in used.light.modules())
+    assert not any(isinstance(module, KernelLinear) for module in head.modules())
+
+
+@pytest.mark.skipif(machine.missing() is not None, reason="no kernels here")
+def test_heads_are_rounded_once_for_all_texts(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = []
+    monkeypatch.setattr(KernelLinear, "of", lambda *maps, of=KernelLinear.of: made.append(maps) or of(*maps))
+    decoder = SpeculativeDecoder(narrow(), "eagle", options={"head": EagleHead.random(narrow())})
+    for _ in range(3):
+        decoder.generate(fitting.PROMPTS[0], max_new_tokens=8)
+    assert len(made) == 6  # what fuses, what says, and of the layer qkv, o, gate and up, down
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_other_heads_stay_as_they_are(name: str) -> None:
+    decoder = SpeculativeDecoder(fitting.target(), name, options={"head": HEADS[name].random(fitting.target())})
+    decoder.generate(fitting.PROMPTS[0], max_new_tokens=4)
+    used = decoder.drafter
+    assert isinstance(used, HeadDrafter)
+    assert used.light is used.head
 
 
 # ---- refusals

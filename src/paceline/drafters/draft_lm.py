@@ -17,7 +17,7 @@ from paceline.core.errors import InputError, LoadError, UnsupportedError
 from paceline.core.growth import TreeOptions
 from paceline.models.head_files import check_target, fingerprint, load_head, save_head
 from paceline.models.language_model import LanguageModel
-from paceline.models.running import check_kind
+from paceline.models.running import by_kernels, check_kind
 from paceline.models.shells import layers_of, renumbered, with_layers
 
 from .self_draft import SelfDraft
@@ -90,14 +90,14 @@ class DraftLm(SelfDraft):
     @dataclass(frozen=True)
     class Options(TreeOptions):
         head: Any = None  # its folder, or the DraftLayers themselves
-        quantize: str | None = None  # the draft in int8, int4 or bfloat16
+        quantize: str | None = "auto"  # the draft in int8, int4 or bfloat16; auto: in int8 where kernels read that
         vocabulary: int | None = None  # tokens it can say: the usual ones and those of the texts at hand (None: all)
 
         required = ("head",)
 
         def __post_init__(self) -> None:
             super().__post_init__()
-            check_kind(self.quantize)
+            check_kind(None if self.quantize == "auto" else self.quantize)
             if not isinstance(self.head, (str, Path, DraftLayers, SavedLayers)):
                 raise InputError(f"draft-lm needs a trained draft: options={{'head': a folder}}, got {self.head!r}.")
 
@@ -129,4 +129,8 @@ class DraftLm(SelfDraft):
         return LanguageModel(model, target.tokenizer, name=f"draft-lm of {target.name}")
 
     def inner_options(self) -> dict[str, Any]:
-        return {"quantize": self.options.quantize, "vocabulary": self.options.vocabulary}
+        kind = self.options.quantize
+        if kind == "auto":
+            draft = self.draft_of(self._opened[0])
+            kind = "int8" if draft.device.type == "cpu" and by_kernels(draft) else None
+        return {"quantize": kind, "vocabulary": self.options.vocabulary}

@@ -181,7 +181,6 @@ class Eagle(HeadDrafter):
 
     def open(self, target: LanguageModel, rows: RowsView) -> None:
         super().open(target, rows)
-        self._shared = target.model.get_output_embeddings()
         self._embedding = self.head.words or self._embedding
         self._cache = SlotCache()
         self._remember = by_slot(self._cache, 0)
@@ -193,7 +192,7 @@ class Eagle(HeadDrafter):
                 f"This eagle head looks at {self.head.config.tapped} hidden states and was shown {len(taps)}: among "
                 "other drafters it must know its target first, as load_drafter(folder, target) tells it."
             )
-        fused: Tensor = self.head.fuse(torch.cat(taps, -1))
+        fused: Tensor = self.light.fuse(torch.cat(taps, -1))
         return fused
 
     def admit(self, rows: RowsView, first: int) -> None:
@@ -207,7 +206,7 @@ class Eagle(HeadDrafter):
         for start in range(0, max(entries) - 1, _CHUNK):
             stop = min(start + _CHUNK, max(entries) - 1)
             position = arange(start, stop, rows.text.device).expand(len(entries), stop - start)
-            self._cache.aim(new, start, stop, start)
+            self._cache.aim(new, position, stop, start)
             self._entries(rows, new, position, stop)
 
     @property
@@ -244,7 +243,7 @@ class Eagle(HeadDrafter):
         embedded = self.embed(rows.text[some].gather(1, position + 1))
         mask = chain_mask(position, visible)
         features = self.places.at(some, position)
-        return self.head.step(embedded, features, position, mask, self._remember)  # type: ignore[no-any-return]
+        return self.light.step(embedded, features, position, mask, self._remember)  # type: ignore[no-any-return]
 
     # ---- drafting
 
@@ -268,16 +267,16 @@ class Eagle(HeadDrafter):
             nonlocal made
             if tokens is None:
                 made = self._catch_up(rows, entries, longest)
-                return self.usable(self.head.say(made, self._shared))
+                return self.usable(self.light.say(made, self.shared))
             slots, position, mask, visible = scratch.add(tokens.shape[1], parents)
             self._cache.reserve(rows.capacity, visible)
             self._cache.aim(everyone, slots, visible, 0)
             above = made[:, -1:]
             if parents is not None:
                 above = made.gather(1, (parents + 1).unsqueeze(-1).expand(*parents.shape, made.shape[2]))
-            fresh = self.head.step(self.embed(tokens), above, position, mask, self._remember)
+            fresh = self.light.step(self.embed(tokens), above, position, mask, self._remember)
             made = torch.cat([made, fresh], 1)
-            return self.usable(self.head.say(fresh, self._shared))
+            return self.usable(self.light.say(fresh, self.shared))
 
         return expand
 

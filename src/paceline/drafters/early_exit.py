@@ -6,6 +6,7 @@ import copy
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from paceline.core.growth import TreeOptions
 from paceline.models.draft_layers import Norm
 from paceline.models.early_exit import Head, Split, SplitReader, check_split
 from paceline.models.head_files import check_target, fingerprint, load_head, save_head
+from paceline.models.kernel_linear import drafting
 from paceline.models.language_model import LanguageModel
 from paceline.models.shells import without_layers
 
@@ -138,8 +140,8 @@ class EarlyExit(SelfDraft):
         if self._fitted is None or self._fitted[0] is not target:
             check_target(KIND, self._head.config["target"], target)
             self._fitted = (target, copy.deepcopy(self._head).to(target.device, target.dtype).eval())
-        head, output = self._fitted[1], target.model.get_output_embeddings()
-        return lambda hidden: head(hidden, output)
+        head, output = drafting(self._fitted[1]), cache(lambda: drafting(target.model.get_output_embeddings()))
+        return lambda hidden: head(hidden, lambda states: output()(states))
 
     # ---- who drafts
 

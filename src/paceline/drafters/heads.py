@@ -15,6 +15,7 @@ from paceline.core.errors import InputError
 from paceline.core.growth import Grower, TreeOptions
 from paceline.core.verdict import Verdict
 from paceline.models.draft_head import DraftHead, PlaceStore
+from paceline.models.kernel_linear import drafting
 from paceline.models.language_model import LanguageModel
 
 from .draft_model import over_vocabulary
@@ -44,6 +45,7 @@ class HeadDrafter(Drafter):
     def __init__(self, options: HeadOptions | None = None) -> None:
         self.options: HeadOptions = options or self.Options()
         self.head: Any = self._take(self.options.head)
+        self.light: Any = self.head  # the same as it drafts, once it is open: on a CPU in int8
         self._grower = Grower(self.options)
 
     def _take(self, given: Any) -> DraftHead:
@@ -72,6 +74,9 @@ class HeadDrafter(Drafter):
     def open(self, target: LanguageModel, rows: RowsView) -> None:
         with torch.inference_mode(False):  # weights that are moved here must remain trainable
             self.head.to(target.device, target.dtype)
+        self.light = drafting(self.head)
+        self._output: Any = target.model.get_output_embeddings()
+        self._shared: Any = None
         self.vocabulary = target.vocabulary
         self._embedding = target.model.get_input_embeddings()
         self.places = PlaceStore(self.head.remembers, target.dtype, target.device)
@@ -126,6 +131,13 @@ class HeadDrafter(Drafter):
     def last_state(self, rows: RowsView) -> Tensor:
         """[R,1,D]: what the target thought before it chose the last committed token; zeros if there was nothing."""
         return self.places.at(slice(0, rows.count), rows.length - 2)
+
+    def shared(self, states: Tensor) -> Tensor:
+        """[...,D] -> [...,V] by the target's own output layer, for heads that have none."""
+        if self._shared is None:  # made now: most heads never ask
+            self._shared = drafting(self._output)
+        said: Tensor = self._shared(states)
+        return said
 
     def usable(self, logits: Tensor) -> Tensor:
         """Over the target's usable vocabulary."""

@@ -133,9 +133,7 @@ def train_trigram(sequences: Iterable[Sequence[int]], vocabulary: int, least: in
     return TrigramTable(vocabulary, unigram, second, third)
 
 
-def _level(
-    grams: list[Array], vocabulary: int, least: int, below: Callable[[Array], Array]
-) -> tuple[Array, _Level]:
+def _level(grams: list[Array], vocabulary: int, least: int, below: Callable[[Array], Array]) -> tuple[Array, _Level]:
     """The distinct n-grams in order, and their level; `below` gives the log-probabilities of shorter contexts."""
     every = np.concatenate(grams) if grams else np.zeros(0, dtype=np.int64)
     keys, counts = np.unique(every, return_counts=True)

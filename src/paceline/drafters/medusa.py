@@ -10,11 +10,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from paceline.core.contracts import DRAFTERS, Budget, RowsView
+from paceline.core.contracts import DRAFTERS, Budget, RowsView, arange
 from paceline.core.errors import InputError
 from paceline.core.growth import Expand
 from paceline.core.tree import TokenTree
 from paceline.models.draft_head import DraftHead
+from paceline.models.kernel_linear import KernelLinear
 from paceline.models.language_model import LanguageModel
 
 from .heads import HeadDrafter, HeadOptions
@@ -69,6 +70,34 @@ class MedusaHead(DraftHead):
         logits = shared(states) if self.output is None else states @ self.output[:K].transpose(1, 2)
         return logits.view(K, *hidden.shape[:-1], -1)
 
+    def light(self) -> nn.Module:
+        """The same heads as they draft: see `kernel_linear.drafting`."""
+        return _LightHeads(self)
+
+
+class _LightHeads(nn.Module):
+    """The maps of all heads in int8, one after the other."""
+
+    def __init__(self, head: MedusaHead) -> None:
+        super().__init__()
+        self.config = head.config
+        some = range(head.config.heads)
+        rows = [zip(head.blocks[:, k], head.biases[:, k].squeeze(1), strict=True) for k in some]
+        self.blocks = nn.ModuleList(nn.ModuleList(KernelLinear.of(*each) for each in row) for row in rows)
+        self.output = None if head.output is None else nn.ModuleList(KernelLinear.of(head.output[k]) for k in some)
+
+    def forward(self, hidden: Tensor, shared: Callable[[Tensor], Tensor], most: int) -> Tensor:
+        K = min(most, self.config.heads)
+        states = hidden.reshape(1, -1, hidden.shape[-1]).repeat(K, 1, 1)  # [K,P,D]
+        for k in range(K):
+            for block in self.blocks[k]:  # type: ignore[attr-defined]
+                states[k] += F.silu(block(states[k]))
+        if self.output is None:
+            logits = shared(states)
+        else:
+            logits = torch.stack([say(state) for say, state in zip(self.output, states, strict=False)])
+        return logits.view(K, *hidden.shape[:-1], -1)
+
 
 @DRAFTERS.register("medusa")
 class Medusa(HeadDrafter):
@@ -78,10 +107,6 @@ class Medusa(HeadDrafter):
     class Options(HeadOptions):
         Head = MedusaHead
 
-    def open(self, target: LanguageModel, rows: RowsView) -> None:
-        super().open(target, rows)
-        self._shared = target.model.get_output_embeddings()
-
     def propose(self, rows: RowsView, budget: Budget) -> TokenTree:
         depth = min(budget.depth, self.head.config.heads)
         return self._grower.run(rows, replace(budget, depth=depth), self._expand(rows, depth))
@@ -89,18 +114,19 @@ class Medusa(HeadDrafter):
     def _expand(self, rows: RowsView, depth: int) -> Expand:
         """All nodes of one depth have the same logits: those of the head that guesses so far ahead."""
         hidden = self.last_state(rows).squeeze(1)
-        logits = self.usable(self.head(hidden, self._shared, depth)).transpose(0, 1)  # [R,K,V]
+        logits = self.usable(self.light(hidden, self.shared, depth)).transpose(0, 1)  # [R,K,V]
+        row = arange(0, rows.count, logits.device).unsqueeze(1)
         depths = rows.length.new_empty(rows.count, 0)  # of the nodes asked for so far; 1: those below the text
 
         def expand(tokens: Tensor | None, parents: Tensor | None) -> Tensor:
             nonlocal depths
             if tokens is None:
                 return logits[:, :1]
-            if parents is None:
-                deep = torch.full_like(tokens, depths.shape[1] + 1)
-            else:
-                deep = F.pad(depths, (1, 0)).gather(1, parents + 1) + 1
+            if parents is None:  # a chain, one after the other
+                depths = F.pad(depths, (0, 1), value=depths.shape[1] + 1)
+                return logits[:, depths.shape[1], None]
+            deep = F.pad(depths, (1, 0)).gather(1, parents + 1) + 1
             depths = torch.cat([depths, deep], 1)
-            return logits.gather(1, deep.unsqueeze(-1).expand(*deep.shape, logits.shape[2]))
+            return logits[row, deep]
 
         return expand

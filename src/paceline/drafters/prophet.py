@@ -110,7 +110,6 @@ class Prophet(HeadDrafter):
     def open(self, target: LanguageModel, rows: RowsView) -> None:
         super().open(target, rows)
         self._cache = SlotCache()
-        self._shared = target.model.get_output_embeddings()
 
     @property
     def moved(self) -> int:
@@ -121,23 +120,23 @@ class Prophet(HeadDrafter):
 
     def _expand(self, rows: RowsView) -> Expand:
         """The draft is all it remembers: every round begins in slot 0."""
-        cache, everyone = self._cache, slice(0, rows.count)
-        remember = [by_slot(cache, layer) for layer in range(self.head.config.layers)]
+        cache, everyone, head = self._cache, slice(0, rows.count), self.light
+        remember = [by_slot(cache, layer) for layer in range(head.config.layers)]
         scratch = Scratch(torch.full_like(rows.length, _START), _START)
 
         def expand(tokens: Tensor | None, parents: Tensor | None) -> Tensor:
             if tokens is None:
                 last = self.embed(rows.text.gather(1, rows.length - 1))
-                stream = self.head.start(self.last_state(rows), last)
+                stream = head.start(self.last_state(rows), last)
                 position = arange(0, _START, stream.device).unsqueeze(0)
                 cache.reserve(rows.capacity, _START)
-                cache.aim(everyone, 0, _START, 0)
-                told = self.head.think(stream, position, chain_mask(position, _START), remember)[:, -1:]
-                return self.usable(self.head.say(told, self._shared))
+                cache.aim(everyone, position.expand(rows.count, -1), _START, 0)
+                told = head.think(stream, position, chain_mask(position, _START), remember)[:, -1:]
+                return self.usable(head.say(told, self.shared))
             slots, position, mask, visible = scratch.add(tokens.shape[1], parents)
             cache.reserve(rows.capacity, visible)
             cache.aim(everyone, slots, visible, 0)
-            told = self.head.think(self.head.read(self.embed(tokens)), position, mask, remember)
-            return self.usable(self.head.say(told, self._shared))
+            told = head.think(head.read(self.embed(tokens)), position, mask, remember)
+            return self.usable(head.say(told, self.shared))
 
         return expand

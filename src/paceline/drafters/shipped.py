@@ -1,7 +1,7 @@
 """The trained drafters that come with Paceline: which of them fit a target.
 
-    catalogue/<model>/catalogue.json     {"best": ["eagle", ...]}: the kinds, the one to be tried first in front
-    catalogue/<model>/<kind>/            a folder as `paceline train` writes it
+catalogue/<model>/catalogue.json     {"best": ["eagle", ...]}: the kinds, the one to be tried first in front
+catalogue/<model>/<kind>/            a folder as `paceline train` writes it
 """
 
 from __future__ import annotations

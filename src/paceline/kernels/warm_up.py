@@ -17,7 +17,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-ENTRY = "llama"  # the module whose import compiles a pass and everything in it
+ENTRY = "heads"  # the module whose import compiles everything: heads are made of what a pass is made of
 _ROOM = __name__.rpartition(".")[0]
 _HERE = Path(__file__).parent
 

@@ -7,8 +7,9 @@ function it is given.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +20,8 @@ from paceline.core.errors import InputError
 from paceline.core.tree import closure
 
 from . import masks
+from .kernel_layer import MOST, KernelNorm, LayerJob
+from .kernel_linear import KernelLinear, plain
 from .slot_cache import SlotCache
 
 # (keys, values) [R,H,Q,W] of the fed tokens -> (keys, values) [R,H,S,W] of all that may be seen
@@ -32,12 +35,17 @@ def alone(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
 
 def by_slot(cache: SlotCache, layer: int) -> Remember:
     """Remember in `cache`, in the slots it is aimed at."""
+    return _BySlot(cache, layer)
 
-    def remember(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        found: tuple[Tensor, Tensor] = cache.update(keys, values, layer)
+
+@dataclass(frozen=True)
+class _BySlot:
+    cache: SlotCache
+    layer: int
+
+    def __call__(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        found: tuple[Tensor, Tensor] = self.cache.update(keys, values, self.layer)
         return found
-
-    return remember
 
 
 @dataclass(frozen=True)
@@ -78,6 +86,9 @@ class Norm(nn.RMSNorm):
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x if x.dtype == self.weight.dtype else x.to(self.weight.dtype))
 
+    def light(self) -> KernelNorm:
+        return KernelNorm(self)
+
 
 class DecoderLayer(nn.Module):
     """Attention and feed-forward as in Llama: rotary positions, grouped keys, SwiGLU. What attention looks at may be
@@ -100,26 +111,87 @@ class DecoderLayer(nn.Module):
     def forward(self, seen: Tensor, stream: Tensor, position: Tensor, mask: Tensor, remember: Remember) -> Tensor:
         """seen [R,Q,E], stream [R,Q,D], position [R,Q] (or [1,Q]), mask bool [R,1,Q,S] -> [R,Q,D]."""
         angles = _angles(position, self.head_width, self.config, stream.dtype)
-        query = _turn(self._split(self.q_proj(seen)), angles)
-        keys, values = remember(_turn(self._split(self.k_proj(seen)), angles), self._split(self.v_proj(seen)))
-        grouped = self.config.kv_heads != self.config.heads
-        mixed = F.scaled_dot_product_attention(query, keys, values, attn_mask=mask, enable_gqa=grouped)
+        heads, shared = self.config.heads, self.config.kv_heads
+        every = self._projected(seen).unflatten(-1, (-1, self.head_width)).transpose(1, 2)  # [R,H+2G,Q,W]
+        turned = _turn(every[:, : heads + shared], angles)
+        keys, values = remember(turned[:, heads:], every[:, heads + shared :])
+        mixed = F.scaled_dot_product_attention(
+            turned[:, :heads], keys, values, attn_mask=mask, enable_gqa=shared != heads
+        )
         stream = stream + self.o_proj(mixed.transpose(1, 2).flatten(2))
-        normed = self.norm(stream)
-        return stream + self.down_proj(F.silu(self.gate_proj(normed)) * self.up_proj(normed))
+        gate, up = self._gated(self.norm(stream))
+        return stream + self.down_proj(F.silu(gate) * up)
 
-    def _split(self, projected: Tensor) -> Tensor:
-        """[R,Q,H*W] -> [R,H,Q,W]."""
-        return projected.unflatten(-1, (-1, self.head_width)).transpose(1, 2)
+    def _projected(self, seen: Tensor) -> Tensor:
+        """Queries, keys and values [R,Q,(H+2G)*W]."""
+        return torch.cat([self.q_proj(seen), self.k_proj(seen), self.v_proj(seen)], -1)
+
+    def _gated(self, normed: Tensor) -> Sequence[Tensor]:
+        return self.gate_proj(normed), self.up_proj(normed)
+
+    def light(self) -> DecoderLayer:
+        """The same layer as it drafts: see `kernel_linear.drafting`."""
+        return _LightLayer(self)
+
+
+class _LightLayer(DecoderLayer):
+    """Its maps in int8, those that look at the same in one; a few tokens that are remembered by slot are one job."""
+
+    def __init__(self, layer: DecoderLayer) -> None:
+        nn.Module.__init__(self)
+        self.config, self.head_width, self.norm = layer.config, layer.head_width, layer.norm
+        self.qkv = _joined(layer.q_proj, layer.k_proj, layer.v_proj)
+        self.gate_up = _joined(layer.gate_proj, layer.up_proj)
+        self.o_proj, self.down_proj = _joined(layer.o_proj), _joined(layer.down_proj)  # type: ignore[assignment]
+        maps = (self.qkv, self.o_proj, self.gate_up, self.down_proj)
+        sizes = (self.config.heads, self.config.kv_heads, self.head_width)
+        even = self.head_width % 8 == 0
+        self._job = LayerJob(maps, layer.norm.weight, self.config.eps, *sizes) if even else None  # type: ignore[arg-type]
+        self._turns = _all_angles(0, self.head_width, self.config)
+
+    def forward(self, seen: Tensor, stream: Tensor, position: Tensor, mask: Tensor, remember: Remember) -> Tensor:
+        few = seen.shape[0] * seen.shape[1] <= MOST
+        if self._job is None or not few or not isinstance(remember, _BySlot) or not (plain(seen) and plain(stream)):
+            return super().forward(seen, stream, position, mask, remember)
+        if self._turns[0].shape[0] < mask.shape[-1]:
+            self._turns = _all_angles(mask.shape[-1], self.head_width, self.config)
+        return self._job.run(seen, stream, position, mask, remember.cache, remember.layer, self._turns)
+
+    def _projected(self, seen: Tensor) -> Tensor:
+        return self.qkv(seen)  # type: ignore[no-any-return]
+
+    def _gated(self, normed: Tensor) -> Sequence[Tensor]:
+        return self.gate_up(normed).chunk(2, -1)  # type: ignore[no-any-return]
+
+
+def _all_angles(places: int, width: int, config: LayerConfig) -> tuple[Tensor, Tensor]:
+    """cos and sin [P,W] of so many positions at least, for those that look them up; no position is past its slot."""
+    every = torch.arange(max(512, 1 << places.bit_length()), device="cpu")[None]
+    cos, sin = _angles(every, width, config, torch.float32)
+    return cos[0, 0].repeat(1, 2), sin[0, 0].repeat(1, 2)
+
+
+def _joined(*maps: nn.Linear) -> KernelLinear:
+    return KernelLinear.of(torch.cat([each.weight for each in maps]))
 
 
 def _angles(position: Tensor, width: int, config: LayerConfig, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     exact = torch.promote_types(dtype, torch.float32)
-    steps = arange(0, width // 2, position.device).to(exact) * (2.0 / width)
-    turns = position[:, None, :, None].to(exact) / config.rope_theta**steps
-    if config.rope_scaling is not None:
-        turns = turns * _stretch(config.rope_theta**-steps, *config.rope_scaling)
+    slowness, stretch = _rates(width, config.rope_theta, config.rope_scaling, exact, position.device)
+    turns = position[:, None, :, None] / slowness
+    if stretch is not None:
+        turns = turns * stretch
     return turns.cos().to(dtype), turns.sin().to(dtype)
+
+
+@cache
+def _rates(
+    width: int, theta: float, scaling: tuple[float, ...] | None, dtype: torch.dtype, device: torch.device
+) -> tuple[Tensor, Tensor | None]:
+    """[W/2] each: what a position is divided by to become an angle, and what that is multiplied with. Constants."""
+    with torch.inference_mode(False):
+        steps = torch.arange(0, width // 2, device=device).to(dtype) * (2.0 / width)
+        return theta**steps, None if scaling is None else _stretch(theta**-steps, *scaling)
 
 
 def _stretch(speeds: Tensor, factor: float, low: float, high: float, context: float) -> Tensor:

@@ -10,7 +10,9 @@ from tests.toys import llama
 
 import paceline
 from paceline.core.costs import Costs
+from paceline.core.errors import InputError
 from paceline.drafters import shipped as room
+from paceline.drafters.draft_lm import DraftLayers
 from paceline.drafters.eagle import EagleHead
 from paceline.drafters.medusa import MedusaHead
 from paceline.drafters.shipped import best_for, shipped
@@ -44,6 +46,21 @@ def test_auto_takes_it(target: LanguageModel) -> None:
     assert decoder.generate([1, 2, 3], max_new_tokens=30).tokens == plain.tokens
     other = paceline.SpeculativeDecoder(llama(1), "auto", options={"costs": FREE})
     assert "medusa" not in other.describe()
+
+
+@pytest.mark.parametrize("kind", ["eagle", "medusa", "draft-lm"])
+def test_a_drafter_without_a_head_takes_what_comes_along(kind: str, target: LanguageModel, tmp_path: Path) -> None:
+    if kind == "draft-lm":
+        DraftLayers(target, (0,)).save(tmp_path / "toy" / kind)
+        (tmp_path / "toy" / "catalogue.json").write_text(json.dumps({"best": ["medusa", "eagle", kind]}))
+    plain = paceline.SpeculativeDecoder(target).generate([1, 2, 3], max_new_tokens=20)
+    found = paceline.SpeculativeDecoder(target, kind).generate([1, 2, 3], max_new_tokens=20)
+    assert found.tokens == plain.tokens
+    assert found.stats.drafted > 0
+    among = paceline.SpeculativeDecoder(target, "portfolio", options={"drafters": (kind, "suffix")})
+    assert among.generate([1, 2, 3], max_new_tokens=20).tokens == plain.tokens
+    with pytest.raises(InputError, match=f"{kind} needs a trained head, and none comes with Paceline for Llama"):
+        paceline.SpeculativeDecoder(llama(1), kind)
 
 
 def test_what_is_in_the_package_fits_its_own_description() -> None:

@@ -232,9 +232,8 @@ def _make_drafter(drafting: Drafting, load: Callable[[str], Any]) -> Drafter:
     if draft not in DRAFTERS:
         return make_drafter(draft if held else load(draft), options)
     known = [field.name for field in fields(DRAFTERS[name].Options)]
-    for option in ("model", *getattr(DRAFTERS[name].Options, "required", ())):  # said in the words of a flag
-        if option in known and not options.get(option):
-            raise InputError(f"{name} needs a {option}, such as --drafter.{option} FOLDER.")
+    if "model" in known and not options.get("model"):  # said in the words of a flag
+        raise InputError(f"{name} needs a model, such as --drafter.model FOLDER.")
     if isinstance(options.get("model"), str):
         options["model"] = load(options["model"])
     return make_drafter(draft, options)

@@ -21,6 +21,7 @@ from paceline.models.running import by_kernels, check_kind
 from paceline.models.shells import layers_of, renumbered, with_layers
 
 from .self_draft import SelfDraft
+from .shipped import trained_for
 
 KIND = "draft-lm"
 
@@ -89,7 +90,7 @@ class DraftLm(SelfDraft):
 
     @dataclass(frozen=True)
     class Options(TreeOptions):
-        head: Any = None  # its folder, or the DraftLayers themselves
+        head: Any = None  # its folder, or the DraftLayers themselves; None: what comes with Paceline for the target
         quantize: str | None = "auto"  # the draft in int8, int4 or bfloat16; auto: in int8 where kernels read that
         vocabulary: int | None = None  # tokens it can say: the usual ones and those of the texts at hand (None: all)
 
@@ -98,7 +99,7 @@ class DraftLm(SelfDraft):
         def __post_init__(self) -> None:
             super().__post_init__()
             check_kind(None if self.quantize == "auto" else self.quantize)
-            if not isinstance(self.head, (str, Path, DraftLayers, SavedLayers)):
+            if self.head is not None and not isinstance(self.head, (str, Path, DraftLayers, SavedLayers)):
                 raise InputError(f"draft-lm needs a trained draft: options={{'head': a folder}}, got {self.head!r}.")
 
         @classmethod
@@ -120,6 +121,8 @@ class DraftLm(SelfDraft):
         return fresh
 
     def check(self, target: LanguageModel) -> None:
+        if self._head is None:
+            self._head = SavedLayers.load(trained_for(target, KIND))
         made_for = self._head.config["target"] if isinstance(self._head, SavedLayers) else self._head.made_for
         check_target(KIND, made_for, target)
 

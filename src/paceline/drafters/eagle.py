@@ -163,7 +163,8 @@ class Eagle(HeadDrafter):
 
     def __init__(self, options: HeadOptions | None = None) -> None:
         super().__init__(options)
-        self.needs_taps = self.head.config.taps if self.head.config.tap_layers is None else ()
+        known = self.head is not None and self.head.config.tap_layers is None
+        self.needs_taps = self.head.config.taps if known else ()  # else `check` says
         self._read: list[int] = []  # per row, how many entries are in memory, made of true features
         self._lag = 0  # entries that may be missing after captured rounds; 0: `_read` is right
         self._behind = 0  # so many entries a captured draft reads first

@@ -19,11 +19,13 @@ from paceline.models.kernel_linear import drafting
 from paceline.models.language_model import LanguageModel
 
 from .draft_model import over_vocabulary
+from .shipped import trained_for
 
 
 @dataclass(frozen=True)
 class HeadOptions(TreeOptions):
-    """The tree, and the head: a folder or hub id, or the module itself (moved to the target's device and dtype)."""
+    """The tree, and the head: a folder or hub id, or the module itself (moved to the target's device and dtype); None:
+    the one that comes with Paceline for the target."""
 
     head: Any = None
     Head: ClassVar[type[DraftHead]]  # what kind of head
@@ -44,7 +46,8 @@ class HeadDrafter(Drafter):
 
     def __init__(self, options: HeadOptions | None = None) -> None:
         self.options: HeadOptions = options or self.Options()
-        self.head: Any = self._take(self.options.head)
+        # without one, that which comes with Paceline for the target, once the target is known (`check`)
+        self.head: Any = None if self.options.head is None else self._take(self.options.head)
         self.light: Any = self.head  # the same as it drafts, once it is open: on a CPU in int8
         self._grower = Grower(self.options)
 
@@ -69,6 +72,8 @@ class HeadDrafter(Drafter):
     # ---- rows come and go
 
     def check(self, target: LanguageModel) -> None:
+        if self.head is None:
+            self.head = self._take(str(trained_for(target, self.name)))
         self.head.check(target)
 
     def open(self, target: LanguageModel, rows: RowsView) -> None:

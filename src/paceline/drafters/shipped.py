@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from paceline.core.errors import UnsupportedError
+from paceline.core.errors import InputError, UnsupportedError
 from paceline.models.head_files import check_target
 from paceline.models.language_model import LanguageModel
 
@@ -36,6 +36,17 @@ def best_for(target: LanguageModel) -> tuple[str, dict[str, str]] | None:
     for kind, folder in shipped(target).items():
         return kind, given(kind, folder)
     return None
+
+
+def trained_for(target: LanguageModel, kind: str) -> Path:
+    """The folder of one kind, or an error that says where to get one."""
+    folder = shipped(target).get(kind)
+    if folder is None:
+        raise InputError(
+            f"{kind} needs a trained head, and none comes with Paceline for {target.name}: give its folder "
+            f"(--drafter.head FOLDER, options={{'head': folder}}), or make one with `paceline train --kind {kind}`."
+        )
+    return folder
 
 
 def given(kind: str, folder: Path) -> dict[str, str]:

@@ -16,8 +16,8 @@ MAX_FILE_LINES = 350
 MAX_FUNCTION_LINES = 60
 
 # house.md, Rooms: these must import where only torch, transformers, safetensors, tokenizers and numpy are present.
-BARE_ROOMS = ("core", "rules", "models", "drafters", "engine", "audit", "bench")
-ABSENT = ("rich", "typer", "gguf", "pytest", "matplotlib", "wandb")
+BARE_ROOMS = ("core", "rules", "models", "drafters", "engine", "audit", "bench", "training")
+ABSENT = ("rich", "typer", "gguf", "pytest", "matplotlib", "wandb", "accelerate")
 
 UNPICKLERS = frozenset({"pickle", "_pickle", "cPickle", "dill", "cloudpickle", "joblib", "shelve", "marshal"})
 

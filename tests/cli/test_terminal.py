@@ -10,7 +10,8 @@ import warnings
 import pytest
 
 from paceline import PacelineWarning
-from paceline.cli.terminal import ACCEPTED, Ink, complain, interruptible, plain_warnings, preparing
+from paceline.cli.terminal import ACCEPTED, Ink, complain, plain_warnings, preparing
+from paceline.core.interrupting import interruptible
 
 
 def test_what_a_model_writes_cannot_command_the_terminal(

@@ -243,12 +243,12 @@ def test_options_of_a_kind() -> None:
 
 def test_shards_never_mix(tmp_path: Path) -> None:
     shards = Shards(tmp_path / "s", {"target": "a"})
-    shards.append([Text([1, 2, 3], 1), Text([4], 0)], note=7)
+    shards.append([Text([1, 2, 3], 1), Text([4], 0)])
     shards.append([])
     shards.append([Text([5, 6], 2)])
     again = Shards(tmp_path / "s", {"target": "a"})
     assert list(again.texts()) == [Text([1, 2, 3], 1), Text([4], 0), Text([5, 6], 2)]
-    assert (len(again), again.notes(0)) == (3, {"note": 7})
+    assert len(again) == 3
     with pytest.raises(InputError, match="were made with target = 'a', not 'b'"):
         Shards(tmp_path / "s", {"target": "b"})
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import signal
 import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -14,6 +13,7 @@ from paceline.bench.reporting.cells import as_text
 from paceline.bench.reporting.tables import short
 from paceline.core.errors import PacelineError
 from paceline.core.flags import add_flags, values_of
+from paceline.core.interrupting import interruptible
 
 from .contest import Contestant, Run
 from .files import check_writable, open_record
@@ -65,20 +65,12 @@ class Lines:
 def main(arguments: Sequence[str] | None = None) -> int:
     given = vars(parser().parse_args(arguments))
     out, csv, trace, resume = (given.pop(name) for name in ("out", "csv", "trace", "resume"))
-    asked: list[bool] = []
-
-    def ask(*_: Any) -> None:
-        if asked:
-            raise KeyboardInterrupt
-        asked.append(True)
-
-    before = signal.signal(signal.SIGINT, ask)  # the first Ctrl-C ends after this run, the second one at once
     try:
         if csv is not None:
             check_writable(csv, "The table")
         file, earlier = (None, None) if out is None else open_record(out, resume)
-        with file or nullcontext():
-            report = bench(options_of(given), Lines(), file, earlier=earlier, cancel=lambda: bool(asked), trace=trace)
+        with file or nullcontext(), interruptible() as cancel:
+            report = bench(options_of(given), Lines(), file, earlier=earlier, cancel=cancel, trace=trace)
         summary = summarise(report)
         if csv is not None:
             save_csv(summary, csv)
@@ -87,8 +79,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return getattr(error, "exit_code", 2)
     except KeyboardInterrupt:
         return _INTERRUPTED
-    finally:
-        signal.signal(signal.SIGINT, before)
     for table in short(report, summary):
         print(as_text(table))
     return 0 if report.complete else _INTERRUPTED

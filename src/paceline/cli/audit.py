@@ -7,12 +7,14 @@ from typing import TYPE_CHECKING
 
 import typer
 
+from paceline.core.interrupting import interruptible
+
 from .drafting import drafting
 from .options import AuditOptions
 from .report import dump, token_text, versions
 from .session import check_counts, open_decoder, open_rule
 from .settings import show_config, source, takes
-from .terminal import Ink, interruptible, plain_warnings, preparing, say
+from .terminal import Ink, plain_warnings, preparing, say
 
 if TYPE_CHECKING:
     from paceline.audit import Report

@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from paceline.core.errors import InputError
+from paceline.core.interrupting import interruptible
 
 from .bench_options import BenchSettings, measured, named, tuned
 from .report import dump
 from .settings import show_config, source, takes
-from .terminal import interruptible, plain_warnings, say
+from .terminal import plain_warnings, say
 
 if TYPE_CHECKING:
     from paceline.bench.metrics import Summary

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from paceline.core.errors import PacelineError
+from paceline.core.interrupting import interruptible
 
 from .chat_commands import Again, Leave, execute, show_rounds, words_to_complete
 from .chat_state import Answer, ChatState
@@ -21,7 +22,7 @@ from .report import beginning, dump, result_as_dict, summary
 from .session import fitting, open_decoder, read_settings
 from .settings import takes
 from .showing import Shown
-from .terminal import Ink, complain, interruptible, plain_warnings, say
+from .terminal import Ink, complain, plain_warnings, say
 
 if TYPE_CHECKING:
     from paceline.engine.decoder import SpeculativeDecoder

@@ -11,6 +11,7 @@ import typer
 from rich.console import Console
 
 from paceline.audit.agreement import logits_after
+from paceline.core.interrupting import interruptible
 from paceline.core.noise import fresh_seed
 from paceline.engine.decoder import SpeculativeDecoder
 from paceline.engine.request import Generation
@@ -18,7 +19,7 @@ from paceline.engine.request import Generation
 from .options import GenerateOptions
 from .report import dump, result_as_dict, settings_of, token_text, versions
 from .session import fitting, plain_decoder
-from .terminal import ACCEPTED, OWN, Ink, interruptible, say
+from .terminal import ACCEPTED, OWN, Ink, say
 
 _WARM_UP = 16  # tokens: enough for the first passes of either kind, which are slower
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from paceline.core.errors import InputError, PacelineError
+from paceline.core.interrupting import interruptible
 
 from .drafting import config_of, drafting
 from .options import GenerateOptions
@@ -15,7 +16,7 @@ from .report import beam_lines, beginning, dump, logprob_lines, result_as_dict, 
 from .session import check_counts, open_decoder, read_prompt, read_settings
 from .settings import takes
 from .showing import Shown
-from .terminal import Ink, interruptible, plain_warnings, say
+from .terminal import Ink, plain_warnings, say
 
 if TYPE_CHECKING:
     from paceline.engine.decoder import SpeculativeDecoder

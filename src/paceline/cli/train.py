@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from paceline.core.interrupting import interruptible
+
 from .options import _config, _flag, _value
 from .settings import show_config, source, takes
-from .terminal import interruptible, plain_warnings, preparing, say
+from .terminal import plain_warnings, preparing, say
 
 if TYPE_CHECKING:
     from paceline.training.options import TrainOptions

@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from paceline.core.errors import InputError
+from paceline.core.interrupting import interruptible
 
 from .options import _config, _flag, _value
 from .report import dump, versions
 from .session import check_counts, check_running
 from .settings import show_config, source, takes
-from .terminal import interruptible, plain_warnings, preparing, say
+from .terminal import plain_warnings, preparing, say
 
 if TYPE_CHECKING:
     from paceline.bench.tuning.candidates import TuneOptions

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -59,6 +59,15 @@ class Costs:
             int(rows): {int(fed): float(s) for fed, s in table.items()} for rows, table in found["passes"].items()
         }
         return Costs(passes, float(found["overhead"]), {k: float(s) for k, s in found["drafters"].items()})
+
+
+def accepted_of(rates: Sequence[float]) -> float:
+    """Tokens of a chain that come true, each with such a probability where all before it did."""
+    reached, total = 1.0, 0.0
+    for rate in rates:
+        reached *= rate
+        total += reached
+    return total
 
 
 def _between(known: list[int], wanted: int) -> tuple[int, int, float]:

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from paceline.core.contracts import Reading, RowsView, Runner
+from paceline.core.costs import accepted_of
 from paceline.core.errors import InputError, UnsupportedError
 
 from .architecture import refuse_dropout
@@ -70,21 +71,12 @@ def even_rate(rates: Sequence[float], gamma: int) -> float:
     each = [rates[min(step, len(rates) - 1)] for step in range(gamma)]
     if min(each) == max(each):
         return each[0]
-    wanted = _accepted(each)
+    wanted = accepted_of(each)
     low, high = 0.0, 1.0
     for _ in range(60):
         middle = (low + high) / 2
-        low, high = (middle, high) if _accepted([middle] * gamma) < wanted else (low, middle)
+        low, high = (middle, high) if accepted_of([middle] * gamma) < wanted else (low, middle)
     return low
-
-
-def _accepted(rates: Sequence[float]) -> float:
-    """Of a chain that is right at each step with these probabilities, given that it was right before."""
-    reached, total = 1.0, 0.0
-    for rate in rates:
-        reached *= rate
-        total += reached
-    return total
 
 
 class ScriptedModel(LanguageModel):

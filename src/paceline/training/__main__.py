@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import signal
 import sys
 import time
 from collections.abc import Sequence
-from typing import Any
 
 from paceline.core.errors import PacelineError
 from paceline.core.flags import add_flags, values_of
+from paceline.core.interrupting import interruptible
 
 from .options import TrainOptions
 from .outlook import Outlook
@@ -61,26 +60,17 @@ def described(outlook: Outlook) -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser("python -m paceline.training", argument_default=argparse.SUPPRESS)
     add_flags(parser, TrainOptions)
-    asked: list[bool] = []
-
-    def ask(*_: Any) -> None:
-        if asked:
-            raise KeyboardInterrupt
-        asked.append(True)
-
-    before = signal.signal(signal.SIGINT, ask)  # the first Ctrl-C ends after this step, the second one at once
     try:
         options = TrainOptions(**values_of(vars(parser.parse_args(arguments)), TrainOptions))
         began = time.monotonic()
-        folder = train(options, Lines(), lambda: bool(asked))
+        with interruptible() as cancel:
+            folder = train(options, Lines(), cancel)
     except (PacelineError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return int(getattr(error, "exit_code", 2))
     except KeyboardInterrupt:
         print("stopped; the same command goes on from here", file=sys.stderr)
         return _INTERRUPTED
-    finally:
-        signal.signal(signal.SIGINT, before)
     print(f"{options.kind} for {options.target} in {folder}, {time.monotonic() - began:.0f} s", flush=True)
     return 0
 

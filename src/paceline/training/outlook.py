@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paceline.core.costs import Costs
+from paceline.core.costs import Costs, accepted_of
 
 from .course import Course, later
 from .teacher import Lesson, Teacher
@@ -77,11 +77,7 @@ def follow(guesses: Tensor, lesson: Lesson, teacher: Teacher) -> tuple[Tensor, T
 
 def expected(positions: Sequence[float]) -> float:
     """τ of chains as long as `positions`."""
-    total, chance = 1.0, 1.0
-    for rate in positions:
-        chance *= rate
-        total += chance
-    return total
+    return 1.0 + accepted_of(positions)
 
 
 def best_length(positions: Sequence[float], costs: Costs, drafter: str) -> tuple[int, float]:

@@ -65,8 +65,8 @@ class Shards:
     def _path(self, number: int) -> Path:
         return self.folder / f"shard-{number:05}.safetensors"
 
-    def append(self, texts: Sequence[Text], **notes: Any) -> None:
-        """One more shard; `notes` are kept with it."""
+    def append(self, texts: Sequence[Text]) -> None:
+        """One more shard."""
         starts = [0]
         for text in texts:
             starts.append(starts[-1] + len(text.tokens))
@@ -78,16 +78,12 @@ class Shards:
         number = len(self)
         beside = self._path(number).with_suffix(".part")
         try:
-            save_file(tensors, beside, {name: json.dumps(value) for name, value in notes.items()})
+            save_file(tensors, beside)
             beside.replace(self._path(number))
         except (OSError, SafetensorError) as error:
             with suppress(OSError):
                 beside.unlink()
             raise LoadError(f"The texts of shard {number} cannot be written to '{self.folder}': {error}.") from error
-
-    def notes(self, number: int) -> dict[str, Any]:
-        with safe_open(self._path(number), "pt") as file:
-            return {name: json.loads(value) for name, value in (file.metadata() or {}).items()}
 
     def texts(self) -> Iterator[Text]:
         """All texts, in the order in which they were written."""

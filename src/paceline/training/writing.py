@@ -95,7 +95,7 @@ class Writer:
         while done < self.plan.tokens and idle < _TRIES and not (cancel is not None and cancel()):
             texts = [text for text in self._written(len(shards)) if self._is_new(text)]
             idle = 0 if texts else idle + 1
-            shards.append(texts, number=len(shards))
+            shards.append(texts)
             done += sum(len(text.tokens) for text in texts)
             if progress is not None:
                 progress("the target writes", min(done, self.plan.tokens), self.plan.tokens)

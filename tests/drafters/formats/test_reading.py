@@ -225,6 +225,13 @@ def test_an_embedding_of_its_own_is_used_unless_it_is_the_targets(tmp_path: Path
 Change = Callable[[dict[str, Any], dict[str, Tensor]], Any]
 
 
+def changed(change: Change, folder: Path) -> None:
+    """A sound head with a change."""
+    config, tensors = dict(LLAMA), others.eagle3()
+    change(config, tensors)
+    write(folder, config, tensors)
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
@@ -244,9 +251,7 @@ Change = Callable[[dict[str, Any], dict[str, Tensor]], Any]
     ],
 )
 def test_what_a_head_cannot_have_is_named(change: Change, words: str, tmp_path: Path) -> None:
-    config, tensors = dict(LLAMA), others.eagle3()
-    change(config, tensors)
-    write(tmp_path, config, tensors)
+    changed(change, tmp_path)
     with pytest.raises(UnsupportedError) as refused:
         load_drafter(tmp_path)
     assert words in str(refused.value)
@@ -266,9 +271,7 @@ def test_what_a_head_cannot_have_is_named(change: Change, words: str, tmp_path: 
     ],
 )
 def test_what_is_damaged_is_not_loaded(change: Change, words: str, tmp_path: Path) -> None:
-    config, tensors = dict(LLAMA), others.eagle3()
-    change(config, tensors)
-    write(tmp_path, config, tensors)
+    changed(change, tmp_path)
     with pytest.raises(LoadError) as refused:
         load_drafter(tmp_path)
     assert words in str(refused.value)

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import linecache
 import os
 import signal
 import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from itertools import count
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import numpy as np
@@ -150,6 +155,41 @@ def test_where_no_thread_can_be_started_fewer_do_the_work(monkeypatch: pytest.Mo
     monkeypatch.setattr(threading.Thread, "start", refused)
     assert team.TEAM.gather(4) == 1
     assert text(decoder()) == wanted
+
+
+def test_an_interrupt_while_threads_are_gathered_leaves_all_that_work_or_none() -> None:
+    """At every line of it: who was gathered does job after job."""
+    for line in range(12):
+        some = team.Team()
+        with suppress(KeyboardInterrupt), interrupted_at(line, team.Team.gather):
+            some.gather(3)
+        assert some.gather(3) == 3
+        for _ in range(3):
+            came: SimpleQueue[int] = SimpleQueue()
+            some.run(3, came.put)
+            assert sorted(came.get(timeout=20) for _ in range(3)) == [0, 1, 2]
+
+
+@contextmanager
+def interrupted_at(line: int, function: Any) -> Iterator[None]:
+    """An interrupt before the so many-th line that is run in a function; not before `with` and `try`, where no signal
+    is let through and Python's own bookkeeping would not hold."""
+    lines = count()
+
+    def trace(frame: Any, event: str, _: object) -> Any:
+        if frame.f_code is not function.__code__:
+            return None
+        text = linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()
+        if event == "line" and not text.startswith(("with ", "try:")) and next(lines) == line:
+            raise KeyboardInterrupt
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        yield
+    finally:
+        sys.settrace(before)
 
 
 def test_a_job_is_refused_before_it_is_handed_out_to_too_few() -> None:

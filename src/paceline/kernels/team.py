@@ -69,28 +69,43 @@ class Spent(NamedTuple):
     lost: float
 
 
+class _Worker:
+    """What the team knows of a thread of its own: the queue it sleeps before, and how long it had no core in its last
+    job, in seconds. One thing, so that an interrupt cannot come between two lists of them."""
+
+    def __init__(self) -> None:
+        self.jobs: SimpleQueue[Any] = SimpleQueue()
+        self.lost = 0.0
+
+    def work(self) -> None:
+        while True:
+            kernel, arguments, began = self.jobs.get()
+            worked = time.thread_time()
+            kernel(*arguments)
+            worked = time.thread_time() - worked
+            self.lost = time.perf_counter() - began - worked
+            del kernel, arguments  # nothing is kept alive by somebody asleep
+
+
 class Team:
     """The caller and workers that sleep between jobs, each before a queue of its own. One job at a time: two that
     share the cores would only wait for each other."""
 
     def __init__(self) -> None:
         self._one = threading.Lock()
-        self._jobs: list[SimpleQueue[Any]] = []
-        self._lost: list[float] = []  # per worker, seconds of its last job in which it had no core
+        self._workers: list[_Worker] = []
 
     def gather(self, threads: int) -> int:
         """How many threads, with the caller, there will be for a job: `threads`, or as many as the system gives."""
         with self._one:
-            while len(self._jobs) < threads - 1:
-                jobs: SimpleQueue[Any] = SimpleQueue()
-                worker = threading.Thread(target=self._work, args=(jobs,), name="paceline-kernels", daemon=True)
+            while len(self._workers) < threads - 1:
+                worker = _Worker()
                 try:
-                    worker.start()
+                    threading.Thread(target=worker.work, name="paceline-kernels", daemon=True).start()
                 except RuntimeError:  # out of threads, or at the end of the interpreter: results do not depend on it
                     break
-                self._jobs.append(jobs)
-                self._lost.append(0.0)
-            return min(threads, len(self._jobs) + 1)
+                self._workers.append(worker)
+            return min(threads, len(self._workers) + 1)
 
     def run(self, threads: int, kernel: Callable[..., None], *arguments: Any) -> Spent:
         """`kernel(*arguments, number)` on every thread; it must end with all of them meeting.
@@ -99,24 +114,15 @@ class Team:
         an interrupt in between would leave the others waiting for ever. It is raised after the job.
         """
         with self._one:
-            others = self._jobs[: threads - 1]
+            others = self._workers[: threads - 1]
             assert len(others) == threads - 1, "gather() comes first"
             began, worked = time.perf_counter(), time.thread_time()
-            steps = [partial(jobs.put, (kernel, (*arguments, n), began)) for n, jobs in enumerate(others, 1)]
+            steps = [partial(each.jobs.put, (kernel, (*arguments, n), began)) for n, each in enumerate(others, 1)]
             steps.append(partial(kernel, *arguments, 0))
             deque(map(partial.__call__, steps), maxlen=0)
             seconds = time.perf_counter() - began
-            lost = max(seconds - (time.thread_time() - worked), *self._lost[: threads - 1], 0.0)
+            lost = max(seconds - (time.thread_time() - worked), *(each.lost for each in others), 0.0)
             return Spent(seconds, min(lost, seconds))
-
-    def _work(self, jobs: SimpleQueue[Any]) -> None:
-        while True:
-            kernel, arguments, began = jobs.get()
-            worked = time.thread_time()
-            kernel(*arguments)
-            worked = time.thread_time() - worked
-            self._lost[arguments[-1] - 1] = time.perf_counter() - began - worked
-            del kernel, arguments  # nothing is kept alive by somebody asleep
 
     def close(self) -> None:
         """At the end of the interpreter: nobody is in a job, and nobody begins one.

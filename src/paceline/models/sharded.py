@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import time
 from functools import cache
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
     from .language_model import LanguageModel
 
 T = TypeVar("T")
+
+_LETS_GO = 1.0  # seconds, for threads that want a moment of one core: ample on a machine that is busy with others
 
 
 def check_plan(plan: str | None) -> None:
@@ -35,12 +38,20 @@ def check_plan(plan: str | None) -> None:
 
 @cache
 def leave_in_order() -> None:
-    """Take the processes' connections down while Python still runs: gloo's threads abort a process that just ends."""
+    """Take the processes' connections down while Python still runs.
+
+    A thread of gloo lets go of a collective's tensors after it has told everybody that it is done, and needs Python's
+    lock for it. If Python ends first, the thread is torn out of a C++ destructor, and that aborts the process. Nothing
+    of torch's waits for it while a group is still referred to (and a model that is shared out refers to its own), so
+    we do.
+    """
     atexit.register(_leave)
 
 
 def _leave() -> None:
     if torch.distributed.is_initialized():
+        if torch.distributed.get_backend() != "nccl":
+            time.sleep(_LETS_GO)
         torch.distributed.destroy_process_group()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import linecache
 import os
 import signal
@@ -11,7 +12,6 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from itertools import count
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
@@ -174,7 +174,7 @@ def test_an_interrupt_while_threads_are_gathered_leaves_all_that_work_or_none() 
 def interrupted_at(line: int, function: Any) -> Iterator[None]:
     """An interrupt before the so many-th line that is run in a function; not before `with` and `try`, where no signal
     is let through and Python's own bookkeeping would not hold."""
-    lines = count()
+    lines = itertools.count()
 
     def trace(frame: Any, event: str, _: object) -> Any:
         if frame.f_code is not function.__code__:

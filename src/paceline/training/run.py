@@ -88,21 +88,22 @@ def _prepare_folder(folder: Path) -> None:
 
 def _texts(options: TrainOptions, lm: LanguageModel, eye: Onlooker, cancel: Cancel | None, hardware: Alone) -> Shards:
     """The shards: of a file, or of what the target writes. With several processes the first one makes them."""
-    known = {name: value for name, value in fingerprint(lm).items() if name != "weights"}
+    plan = options.plan().settled(lm) if options.data is None else None
+    if plan is None:
+        about: dict[str, Any] = {"data": str(Path(str(options.data)).resolve())}
+    else:
+        about = {name: value for name, value in asdict(plan).items() if name not in ("tokens", "rows")}
+    about["target"] = {name: value for name, value in fingerprint(lm).items() if name != "weights"}
     where = Path(options.texts) if options.texts is not None else options.folder / "texts"
-    if options.data is not None:
-        texts = read_data(Path(options.data), lm) if hardware.rank == 0 else []  # what is wrong with them is said first
-        shards = Shards(where, {"target": known, "data": str(Path(options.data).resolve())})
+    if hardware.rank == 0:
+        texts = read_data(Path(str(options.data)), lm) if plan is None else []  # what is wrong with them is said first
+        shards = Shards(where, about)
         for start in range(_PIECE * len(shards), len(texts), _PIECE):
             shards.append(texts[start : start + _PIECE])
-    else:
-        plan = options.plan().settled(lm)
-        about = {name: value for name, value in asdict(plan).items() if name not in ("tokens", "rows")}
-        shards = Shards(where, {"target": known, **about})
-        if hardware.rank == 0:
+        if plan is not None:
             Writer(lm, plan).fill(shards, eye.writing, cancel)
-    hardware.wait()
-    return shards
+    hardware.wait()  # two that make the same folder would be in each other's way
+    return Shards(where, about)
 
 
 def _plan(options: TrainOptions, corpus: Corpus) -> dict[str, Any]:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from paceline.bench.options import BenchOptions
 from paceline.bench.presets import PRESETS, apply, needs_nothing
 from paceline.core.contracts import DRAFTERS
 from paceline.core.errors import UnknownNameError
+from paceline.drafters import shipped
+from paceline.drafters.shipped import kinds_of
 
 
 def test_without_a_preset_nothing_changes() -> None:
@@ -18,7 +22,8 @@ def test_without_a_preset_nothing_changes() -> None:
 def test_default_has_every_drafter_that_needs_nothing() -> None:
     made = apply(BenchOptions(preset="default"))
     assert {"suffix", "ngram", "prompt-lookup", "recycling", "lookahead", "trigram", "portfolio"} <= set(made.runs)
-    assert not {"none", "draft-model", "staged", "cross-vocabulary", "medusa", "eagle", "prophet"} & set(made.runs)
+    assert not {"none", "draft-model", "staged", "cross-vocabulary"} & set(made.runs)
+    assert set(made.runs) & {"medusa", "eagle", "prophet"} <= set(kinds_of("smollm2-135m"))
     assert "prediction" not in made.runs  # nobody says what to expect
     assert ("auto" in made.runs) == ("auto" in DRAFTERS)
     assert made.peers == ("hf", "hf-lookup")
@@ -26,7 +31,19 @@ def test_default_has_every_drafter_that_needs_nothing() -> None:
 
 
 def test_a_drafter_of_somebody_else_takes_part() -> None:
-    assert all(needs_nothing(name) for name in apply(BenchOptions(preset="default")).runs)
+    runs = set(apply(BenchOptions(preset="default")).runs)
+    assert all(needs_nothing(name) for name in runs - set(kinds_of("smollm2-135m")))
+
+
+def test_what_comes_along_trained_takes_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "smollm2-135m").mkdir()
+    (tmp_path / "smollm2-135m" / "catalogue.json").write_text('{"best": ["eagle", "trigram"]}')
+    monkeypatch.setattr(shipped, "ROOT", tmp_path)
+    assert apply(BenchOptions(preset="trained")).runs == ("eagle", "trigram", "auto")
+    assert apply(BenchOptions(preset="trained")).peers == ("hf", "hf-lookup", "hf-assisted")
+    default = apply(BenchOptions(preset="default")).runs
+    assert "eagle" in default
+    assert default.count("trigram") == 1, "it needs no training, but has one"
 
 
 def test_gpt2_is_a_pair() -> None:

@@ -9,14 +9,21 @@ import pytest
 from tests.toys import llama
 
 import paceline
+from paceline.bench.contest import Plan, Task
+from paceline.bench.entries import parse_entries
+from paceline.bench.ours import Ours
+from paceline.bench.peers.opening import draft_model_of, open_peers
 from paceline.core.costs import Costs
 from paceline.core.errors import InputError
 from paceline.drafters import shipped as room
 from paceline.drafters.draft_lm import DraftLayers
 from paceline.drafters.eagle import EagleHead
+from paceline.drafters.early_exit import ExitHead
+from paceline.drafters.katz import train_trigram
 from paceline.drafters.medusa import MedusaHead
 from paceline.drafters.shipped import best_for, shipped
 from paceline.models.language_model import LanguageModel
+from paceline.training.trigram import save_table
 
 FREE = Costs({1: {1: 1.0, 64: 1.01}})
 
@@ -61,6 +68,47 @@ def test_a_drafter_without_a_head_takes_what_comes_along(kind: str, target: Lang
     assert among.generate([1, 2, 3], max_new_tokens=20).tokens == plain.tokens
     with pytest.raises(InputError, match=f"{kind} needs a trained head, and none comes with Paceline for Llama"):
         paceline.SpeculativeDecoder(llama(1), kind)
+
+
+def add(target: LanguageModel, root: Path, kind: str) -> Path:
+    folder = root / "toy" / kind
+    if kind == "early-exit":
+        ExitHead.fresh(target, 2).save(folder)
+    else:
+        folder.mkdir()
+        save_table(folder, train_trigram([[1, 2, 3, 4] * 5], target.vocabulary), target)
+    (root / "toy" / "catalogue.json").write_text(json.dumps({"best": ["medusa", "eagle", kind]}))
+    return folder
+
+
+@pytest.mark.parametrize(("kind", "said", "other"), [
+    ("early-exit", "after 2 layers by a trained head", {"layers": 1}), ("trigram", "trigram table", None)
+])  # fmt: skip
+def test_what_also_works_untrained_takes_what_comes_along(
+    kind: str, said: str, other: dict[str, int] | None, target: LanguageModel, tmp_path: Path
+) -> None:
+    assert said not in paceline.SpeculativeDecoder(target, kind).describe()
+    room._KNOWN.clear()
+    folder = add(target, tmp_path, kind)
+    decoder = paceline.SpeculativeDecoder(target, kind)
+    assert said in decoder.describe()
+    plain = paceline.SpeculativeDecoder(target).generate([1, 2, 3], max_new_tokens=20)
+    assert decoder.generate([1, 2, 3], max_new_tokens=20).tokens == plain.tokens
+    if other is not None:
+        assert said not in paceline.SpeculativeDecoder(target, kind, options=other).describe()
+    (by_folder,) = parse_entries([str(folder)])
+    (where,) = by_folder.options.values()
+    assert by_folder.draft == kind
+    assert Path(where) in (folder, folder / "model.safetensors")
+
+
+def test_transformers_drafts_with_the_same_small_model(target: LanguageModel, tmp_path: Path) -> None:
+    DraftLayers(target, (0,)).save(tmp_path / "small")
+    ours = Ours(target, parse_entries([f"draft-lm:head={tmp_path / 'small'}"])[0])
+    (peer,), notes = open_peers(["hf-assisted:gamma=3"], target, draft=draft_model_of([ours]), gamma=3)
+    assert not notes
+    task, plan = Task("one", "toy", ((1, 2, 3, 4),)), Plan(tokens=12)
+    assert peer.run(task, plan, 0, lambda: False).tokens == ours.run(task, plan, 0, lambda: False).tokens
 
 
 def test_what_is_in_the_package_fits_its_own_description() -> None:

@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 
 import paceline
 from paceline.core.errors import InputError, LoadError, PacelineError, UnsupportedError
+from paceline.drafters.katz import TrigramTable
 from paceline.training import checkpoints, trainer
 from paceline.training.checkpoints import NAME
 from paceline.training.corpus import Corpus
@@ -284,6 +285,17 @@ def test_every_kind_from_a_file_to_a_drafter(kind: str, place: Path, tmp_path: P
         found = paceline.SpeculativeDecoder(lm, drafter).generate([1, 2, 3], max_new_tokens=20)
         assert found.tokens == plain.tokens
         assert found.stats.drafted > 0
+
+
+def test_a_smaller_trigram(place: Path, tmp_path: Path) -> None:
+    every, often = (
+        TrigramTable.load(train(options(place, tmp_path / str(least), kind="trigram", options=(f"least={least}",)))
+                          / "model.safetensors")
+        for least in (1, 3)
+    )  # fmt: skip
+    assert 0 < len(often.triples.tokens) < len(every.triples.tokens)
+    with pytest.raises(InputError, match="least must be at least 1, got 0"):
+        train(options(place, tmp_path / "none", kind="trigram", options=("least=0",)))
 
 
 def test_a_pair_from_a_text_file(tmp_path: Path) -> None:

@@ -10,6 +10,8 @@ from typing import Any
 from paceline.core.contracts import DRAFTERS, RULES
 from paceline.core.errors import InputError, UnknownNameError
 from paceline.core.registry import build_options, convert_options
+from paceline.drafters.loading import holds
+from paceline.drafters.shipped import weights_of
 from paceline.models import catalogue_names, is_model
 
 from .contest import Entry
@@ -55,8 +57,11 @@ def _entry(text: str, said: Mapping[str, Any], gamma: int | str) -> Entry:
     draft = said.get("name")
     if not isinstance(draft, str):
         raise InputError(f'A run needs the name of a drafter or a model, such as {{"name": "suffix"}}, got {text}.')
-    if draft not in DRAFTERS and not is_model(draft):
+    held = None if draft in DRAFTERS else holds(draft)
+    if held is None and draft not in DRAFTERS and not is_model(draft):
         raise UnknownNameError("drafter or model", draft, [*DRAFTERS, *catalogue_names()])
+    if held is not None:  # the folder of a trained head
+        draft, said = held[0], {**weights_of(*held), **said}
     drafter = draft if draft in DRAFTERS else "draft-model"
     rule = said.get("rule", "match")
     if not isinstance(rule, str):

@@ -10,6 +10,7 @@ from typing import Any
 
 from paceline.core.contracts import DRAFTERS, Drafter
 from paceline.core.errors import DrafterError, DrafterWarning
+from paceline.drafters.draft_lm import DraftLm
 from paceline.drafters.making import make_drafter
 from paceline.engine.decoder import SpeculativeDecoder
 from paceline.models import load
@@ -58,7 +59,7 @@ class Ours:
         self.gamma = self.entry.gamma if drafter.speculates and isinstance(self.entry.gamma, int) else 0
         self.exact = rule.exact == "text" or (rule.exact == "law" and not sampled)
         self.lossy = not rule.exact
-        found = getattr(drafter, "lm", None)
+        found = drafter.draft_of(lm) if isinstance(drafter, DraftLm) else getattr(drafter, "lm", None)
         self.draft_model: LanguageModel | None = found if isinstance(found, LanguageModel) else None
 
     def _loaded(self, entry: Entry) -> dict[str, Any]:

@@ -8,9 +8,11 @@ from typing import Any
 
 from paceline.core.contracts import DRAFTERS
 from paceline.core.errors import UnknownNameError
+from paceline.drafters.shipped import kinds_of
 
 from .options import BenchOptions
 
+_MODEL = "smollm2-135m"
 _CHEAP = ("prompt-lookup", "ngram", "suffix", "auto")  # they look things up, and cost no pass of a model
 
 
@@ -40,10 +42,20 @@ def needs_nothing(name: str) -> bool:
 
 def _default() -> dict[str, Any]:
     return {
-        "target": "smollm2-135m",
-        "runs": tuple(name for name in DRAFTERS if needs_nothing(name)),
+        "target": _MODEL,
+        "runs": (*(name for name in DRAFTERS if needs_nothing(name)), *_trained_kinds()),
         "peers": ("hf", "hf-lookup"),
     }
+
+
+def _trained() -> dict[str, Any]:
+    """The drafters that come along trained, and transformers with the same small model."""
+    return {"target": _MODEL, "runs": (*kinds_of(_MODEL), "auto"), "peers": ("hf", "hf-lookup", "hf-assisted")}
+
+
+def _trained_kinds() -> tuple[str, ...]:
+    """Those that are nothing without their training."""
+    return tuple(kind for kind in kinds_of(_MODEL) if not needs_nothing(kind))
 
 
 def _training_free() -> dict[str, Any]:
@@ -63,5 +75,6 @@ def _gpt2() -> dict[str, Any]:
 PRESETS: dict[str, Callable[[], dict[str, Any]]] = {
     "default": _default,
     "gpt2": _gpt2,
+    "trained": _trained,
     "training-free": _training_free,
 }

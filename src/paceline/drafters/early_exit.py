@@ -24,6 +24,7 @@ from paceline.models.language_model import LanguageModel
 from paceline.models.shells import without_layers
 
 from .self_draft import Ahead, SelfDraft
+from .shipped import shipped
 
 KIND = "early-exit"
 
@@ -80,7 +81,7 @@ class EarlyExit(SelfDraft):
     class Options(TreeOptions):
         layers: int = 0  # the target is left after so many; 0: where its head was trained, else after a third
         skip: tuple[int, ...] = ()  # instead: draft with the target without these layers
-        head: Any = None  # a trained exit: an ExitHead, or its folder
+        head: Any = None  # a trained exit: an ExitHead, or its folder; None: what comes along, unless layers are said
 
         def __post_init__(self) -> None:
             super().__post_init__()
@@ -124,6 +125,8 @@ class EarlyExit(SelfDraft):
         if self.options.skip:
             _check_skip(target, self.options.skip)
             return
+        if self._head is None and not self.options.layers and KIND in shipped(target):
+            self._head = ExitHead.load(shipped(target)[KIND])
         self._depth = self._exit_of(target)
         check_split(target, self._depth)
         self._head_for(target)

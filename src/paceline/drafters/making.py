@@ -14,6 +14,7 @@ from paceline.models import catalogue_names, is_model, load
 from paceline.models.language_model import LanguageModel
 
 from .loading import holds
+from .shipped import weights_of
 
 
 def make_drafter(
@@ -46,7 +47,7 @@ def named(draft: Any, options: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
     held = holds(draft) if isinstance(draft, (str, os.PathLike)) and draft not in DRAFTERS else None
     if held is not None:  # a folder with a trained head, or a trigram model
         name, path = held
-        return name, {**given, "file" if name == "trigram" else "head": str(path)}
+        return name, {**given, **weights_of(name, path)}
     if isinstance(draft, str) and draft not in DRAFTERS and not is_model(draft):
         raise UnknownNameError("drafter or model", draft, [*DRAFTERS, *catalogue_names()])
     if isinstance(draft, str) and draft in DRAFTERS:

@@ -31,10 +31,16 @@ def shipped(target: LanguageModel) -> dict[str, Path]:
     return found[1]
 
 
+def kinds_of(model: str) -> tuple[str, ...]:
+    """What comes along for a model of the catalogue, by its name; nothing is loaded to find out."""
+    index = ROOT / model / "catalogue.json"
+    return tuple(json.loads(index.read_text("utf-8"))["best"]) if index.exists() else ()
+
+
 def best_for(target: LanguageModel) -> tuple[str, dict[str, str]] | None:
     """The one to be tried first, as a name and options."""
     for kind, folder in shipped(target).items():
-        return kind, given(kind, folder)
+        return kind, weights_of(kind, folder)
     return None
 
 
@@ -49,9 +55,11 @@ def trained_for(target: LanguageModel, kind: str) -> Path:
     return folder
 
 
-def given(kind: str, folder: Path) -> dict[str, str]:
-    """The option by which a drafter of this kind is told where its weights are."""
-    return {"file": str(folder / "model.safetensors")} if kind == "trigram" else {"head": str(folder)}
+def weights_of(kind: str, path: Path) -> dict[str, str]:
+    """The option by which a drafter of this kind is told where its weights are: in a folder, or in a file of it."""
+    if kind == "trigram":
+        return {"file": str(path / "model.safetensors" if path.is_dir() else path)}
+    return {"head": str(path)}
 
 
 def _fitting(target: LanguageModel) -> dict[str, Path]:

@@ -17,6 +17,7 @@ from paceline.core.verdict import Verdict
 
 from .host import HostDrafter
 from .katz import TrigramTable, train_trigram
+from .shipped import shipped
 
 
 @DRAFTERS.register("trigram")
@@ -26,7 +27,7 @@ class Trigram(HostDrafter[TrigramTable]):
     @dataclass(frozen=True)
     class Options(TreeOptions):
         file: str | None = None  # a model written by train_trigram(...).save(path)
-        table: Any = None  # or the model itself, a TrigramTable
+        table: Any = None  # or the model itself, a TrigramTable; without both, what comes along, else of the prompt
 
         def __post_init__(self) -> None:
             super().__post_init__()
@@ -64,6 +65,8 @@ class Trigram(HostDrafter[TrigramTable]):
         return Trigram(replace(self.options, file=None, table=self._given))
 
     def check(self, target: Any) -> None:
+        if self._given is None and self.name in shipped(target):
+            self._given = TrigramTable.load(shipped(target)[self.name] / "model.safetensors")
         if self._given is not None and self._given.vocabulary != target.vocabulary:
             raise UnsupportedError(
                 f"The trigram model has {self._given.vocabulary} tokens and {target.name} has {target.vocabulary}; "

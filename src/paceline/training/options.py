@@ -12,6 +12,7 @@ from paceline.models.head_packing import NUMBERS
 
 from .course import COURSES
 from .losses import check_loss
+from .trigram import CountingOptions
 from .writing import WritingPlan
 
 COUNTED = ("trigram",)  # learnt by counting, without a gradient
@@ -95,7 +96,7 @@ class TrainOptions:
 
     def of_kind(self) -> Any:
         """The same, with their types."""
-        cls = COURSES[self.kind].Options
+        cls = CountingOptions if self.kind in COUNTED else COURSES[self.kind].Options
         return cls(**convert_options(self.said(), cls, "kind", self.kind, prefix=""))
 
     def plan(self) -> WritingPlan:

@@ -29,7 +29,7 @@ from .shards import Shards
 from .sources import read_data
 from .teacher import Teacher
 from .trainer import Trainer, Watcher
-from .trigram import save_table
+from .trigram import CountingOptions, save_table
 from .writing import Writer
 
 Cancel = Callable[[], bool]
@@ -51,7 +51,7 @@ def train(options: TrainOptions, onlooker: Onlooker | None = None, cancel: Cance
     eye = onlooker or Onlooker()
     if options.kind == PAIR:
         return train_pair(options, eye, cancel)
-    own = None if options.kind in COUNTED else options.of_kind()
+    own = options.of_kind()
     if options.wandb:
         check_wandb()
     hardware = Several() if options.accelerate else Alone()
@@ -65,7 +65,7 @@ def train(options: TrainOptions, onlooker: Onlooker | None = None, cancel: Cance
     if cancel is not None and cancel():
         raise KeyboardInterrupt
     if options.kind in COUNTED:
-        return _counted(options, lm, corpus)
+        return _counted(options, lm, corpus, own)
     teacher = Teacher(lm)
     course = make_course(options.kind, teacher, corpus, options.loss, own, options.seed)
     costs = _costs(options, lm, course, eye) if options.predict and hardware.rank == 0 else None
@@ -128,8 +128,8 @@ def _finish(options: TrainOptions, lm: LanguageModel, course: Course, corpus: Co
     write_card(options.folder, options.kind, about, outlook, found, "")
 
 
-def _counted(options: TrainOptions, lm: LanguageModel, corpus: Corpus) -> Path:
-    table = train_trigram((piece.tokens for piece in corpus.pieces), lm.vocabulary)
+def _counted(options: TrainOptions, lm: LanguageModel, corpus: Corpus, own: CountingOptions) -> Path:
+    table = train_trigram((piece.tokens for piece in corpus.pieces), lm.vocabulary, own.least)
     save_table(options.folder, table, lm)
     write_card(options.folder, options.kind, provenance(asdict(options), lm.device), None, None, "")
     return options.folder

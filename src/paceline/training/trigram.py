@@ -3,17 +3,29 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from paceline.core.errors import InputError
 from paceline.drafters.katz import TrigramTable
 from paceline.models.head_files import FORMAT, fingerprint
 from paceline.models.language_model import LanguageModel
 
 from .shards import write_whole
+
+
+@dataclass(frozen=True)
+class CountingOptions:
+    """least: pairs and triples of tokens that were seen fewer times count as unseen, for a smaller table."""
+
+    least: int = 1
+
+    def __post_init__(self) -> None:
+        if self.least < 1:
+            raise InputError(f"least must be at least 1, got {self.least}.")
 
 
 def save_table(folder: Path, table: TrigramTable, lm: LanguageModel) -> None:

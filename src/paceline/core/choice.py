@@ -7,7 +7,6 @@ The conformance suite replaces `coin` and `draw` to enumerate every random branc
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import cached_property
 from typing import Literal
 
@@ -16,6 +15,7 @@ from torch import Tensor
 
 from .law import Law, Prefix, SamplingBatch, Unwritten
 from .noise import Purpose, exponential, uniform
+from .quick import QUICK
 from .ranking import first_best
 from .tree import TokenTree
 from .verdict import BROKEN, Verdict
@@ -24,12 +24,6 @@ from .verdict import BROKEN, Verdict
 # likeliest tokens, without noise. independent: with noise of the draft's own, siblings without replacement, with the
 # laws they were drawn from, for rules that judge by a ratio. iid: the same, but siblings do not look at each other.
 Draw = Literal["coupled", "certain", "independent", "iid"]
-Race = Callable[[Tensor, Tensor | None, Tensor | None, Tensor | None, int], Tensor]
-RACES: dict[str, Race] = {}  # by the type of a device: a faster way to a token than by its law, where somebody has one
-Judge = Callable[
-    [Tensor, Tensor, Tensor | None, Tensor | None, Tensor, tuple[Tensor, Tensor], Tensor], tuple[Tensor, Tensor]
-]
-JUDGES: dict[str, Judge] = {}  # likewise: a faster way through the ratio test and the draw after it, for chains
 _BRANCH = 1 << 40  # added to a position it names another place, far beyond any text
 
 
@@ -39,9 +33,12 @@ class NoiseTable:
     Draft steps and verification ask for the same numbers (that is what couples them), so they are computed once.
     """
 
-    def __init__(self, batch: SamplingBatch, length: Tensor, depths: int) -> None:
+    def __init__(self, batch: SamplingBatch, length: Tensor, depths: int, position: Tensor | None = None) -> None:
+        """position [R,D]: the next positions of every row, where somebody knows them already."""
         self.batch = batch
         self.length, self._depths = length, depths
+        if position is not None:
+            self.position = position
         self._made: dict[tuple[Purpose, int], Tensor] = {}
 
     @cached_property
@@ -89,7 +86,7 @@ class Choice:
 
     def pick(self, logits: Tensor) -> Tensor:
         """[R,Q]: the target's token at each place, or BROKEN where none can be chosen."""
-        quick = self._quick(logits) if RACES else None
+        quick = self._quick(logits) if QUICK else None
         if quick is not None:
             return quick
         if self.batch.deterministic:
@@ -99,23 +96,27 @@ class Choice:
             return torch.where(value - value == 0, index, BROKEN)
         return self._race(self.law(logits), logits.shape[-1], Purpose.TARGET)
 
-    def _quick(self, logits: Tensor, purpose: Purpose = Purpose.TARGET, broken: int = BROKEN) -> Tensor | None:
+    def _quick(
+        self, logits: Tensor, purpose: Purpose = Purpose.TARGET, broken: int = BROKEN, into: Tensor | None = None
+    ) -> Tensor | None:
         """The same token by the race of its device, where that has one and nothing else is asked for but heat."""
-        race = RACES.get(logits.device.type)
-        if race is None or self.prefix is not None or logits.dtype == torch.float64:
+        quick = QUICK.get(logits.device.type)
+        if quick is None or self.prefix is not None or logits.dtype == torch.float64:
             return None
+        done = self.batch.zeros(logits.shape[0] * logits.shape[1])
         if self.batch.deterministic:
-            return race(logits, None, None, None, broken)
+            return quick.race(logits, None, None, None, broken, into, done)
         if not self.batch.only_heat:
             return None
         position = self.position if purpose == Purpose.TARGET else self._here(self.table.own)
-        return race(logits, self.batch.column("temperature", torch.float32), self.batch.key(purpose), position, broken)
+        heat = self.batch.column("temperature", torch.float32)
+        return quick.race(logits, heat, self.batch.key(purpose), position, broken, into, done)
 
     def judged(self, tree: TokenTree, logits: Tensor) -> Verdict | None:
         """What rule `ratio` says to a chain, by the judge of its device, where that has one and nothing else is asked
         for but heat; the draft's laws must not be written down yet. None: by the laws, then."""
-        judge, laws = JUDGES.get(logits.device.type), tree.laws
-        if judge is None or self.prefix is not None or logits.dtype == torch.float64 or tree.parents is not None:
+        quick, laws = QUICK.get(logits.device.type), tree.laws
+        if quick is None or self.prefix is not None or logits.dtype == torch.float64 or tree.parents is not None:
             return None
         if not self.batch.only_heat:
             return None
@@ -126,14 +127,14 @@ class Choice:
             drafts = laws.logits
         keys = (self.batch.key(Purpose.ACCEPT), self.batch.key(Purpose.FINAL))
         heat = self.batch.column("temperature", torch.float32)
-        emitted, accepted = judge(logits, tree.tokens, drafts, tree.count, heat, keys, self.table.length)
+        emitted, accepted = quick.judge(logits, tree.tokens, drafts, tree.count, heat, keys, self.table.length)
         return Verdict(emitted[:, : tree.reach + 1], accepted)
 
-    def guess(self, logits: Tensor, draw: Draw) -> tuple[Tensor, Law | None]:
+    def guess(self, logits: Tensor, draw: Draw, into: Tensor | None = None) -> tuple[Tensor, Law | None]:
         """[R,Q]: one drafted token per place, and the law it was drawn from (None: a point mass; of a coupled draft
-        nobody looks at it)."""
-        if RACES and draw != "certain":
-            quick = self._quick(logits, Purpose.TARGET if draw == "coupled" else Purpose.DRAFT, broken=0)
+        nobody looks at it). The tokens may be written to `into` [R,Q], which is then what is returned."""
+        if QUICK and draw != "certain":
+            quick = self._quick(logits, Purpose.TARGET if draw == "coupled" else Purpose.DRAFT, 0, into)
             if quick is not None and self.batch.deterministic:
                 return quick, None
             if quick is not None:
@@ -164,7 +165,8 @@ class Choice:
         where a tree grows is decided after looking at races, and noise that was looked at is no longer noise.
         """
         if self.batch.deterministic or draw == "certain":
-            scores = self.batch.edit(logits, self.prefix).to(torch.float64)
+            scores = self.batch.edit(logits, self.prefix)
+            scores = scores if scores.dtype == torch.float64 else scores.to(torch.float32)  # a guess of how sure it is
             best = scores.topk(k, dim=-1)
             return best.indices, (best.values - scores.logsumexp(-1, keepdim=True)).exp(), None
         dense = self.law(logits).dense(logits.shape[-1])

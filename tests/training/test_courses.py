@@ -7,10 +7,10 @@ import torch
 
 from paceline.engine.decoder import SpeculativeDecoder
 from paceline.training.corpus import Corpus, gathered
-from paceline.training.course import COURSES, Course
+from paceline.training.course import COURSES, Course, make_course
 from paceline.training.losses import LOSSES, Distance, distance
 from paceline.training.outlook import expected, follow, look_ahead
-from paceline.training.teacher import Lesson
+from paceline.training.teacher import Lesson, Teacher
 from tests.training.toys import KINDS, course_of, own_texts, target, trained
 
 
@@ -65,6 +65,17 @@ def test_in_sixteen_bits_too(kind: str, loss: str) -> None:
     weights = [weight for weight in course.parameters() if weight.requires_grad]
     assert all(weight.dtype == torch.float32 for weight in weights)
     assert all(weight.grad is not None and bool(weight.grad.isfinite().all()) for weight in weights)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_drafter_leaves_what_is_learnt_in(kind: str) -> None:
+    """What drafts for a target in 16 bits is in 16 bits; what is trained for it must stay in 32."""
+    lm = target()
+    lm.model.bfloat16()
+    corpus = Corpus(own_texts(lm, 12), 64, 256, seed=1)
+    course = course_of(kind, lm, corpus)
+    SpeculativeDecoder(lm, course.drafter()).generate([1, 2, 3], max_new_tokens=8)
+    assert all(weight.dtype == torch.float32 for weight in course.parameters())
 
 
 def _accepted(course: Course, lesson: Lesson, start: int, per_round: list[int], depth: int) -> list[int]:
@@ -129,11 +140,40 @@ def test_a_chunked_loss_has_the_gradient_of_the_whole(monkeypatch: pytest.Monkey
     states = torch.randn(8, 4, dtype=torch.float64, requires_grad=True)
     last, tokens = torch.randn(8, 4, dtype=torch.float64), torch.randint(0, 11, (8,))
     teach = lambda each: each @ weight.detach().T * 2  # noqa: E731
-    loss = Distance("kl", teach)(lambda each: each @ weight.T, states, last, tokens)
+    loss = Distance("kl", teach)(lambda each: each @ weight.T, states, last, tokens, weights=(weight,))
     found = torch.autograd.grad(loss, (weight, states))
     whole = distance("kl", states @ weight.T, teach(last).softmax(-1), tokens).mean()
     for one, other in zip(found, torch.autograd.grad(whole, (weight, states)), strict=True):
         assert torch.allclose(one, other)
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "own outputs"])
+def test_all_that_a_kind_says_by_is_learnt(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A loss in chunks has gradients for the weights that it is told of; every kind tells of all of them."""
+    lm = target()
+    lm.model.double()
+    corpus = Corpus(own_texts(lm, 12), 64, 256, seed=1)
+    if kind == "own outputs":
+        options = [COURSES[name].Options(own_output=True) for name in ("medusa", "early-exit", "prophet")]
+        names = ("medusa", "early-exit", "prophet")
+        courses = [make_course(name, Teacher(lm), corpus, "kl", o, 0) for name, o in zip(names, options, strict=True)]
+    else:
+        courses = [course_of(kind, lm, corpus)]
+    for course in courses:
+        trained(course, corpus, 2)
+        lesson = course.teacher.read(corpus.batch(0), course.taps)
+        weights = [weight for weight in course.parameters() if weight.requires_grad]
+        found = torch.autograd.grad(course(lesson), weights)
+        with monkeypatch.context() as patch:
+            patch.setattr(Distance, "__call__", _whole)
+            wanted = torch.autograd.grad(course(lesson), weights)
+        for one, other in zip(found, wanted, strict=True):
+            assert other.abs().max() > 0
+            assert torch.allclose(one, other)
+
+
+def _whole(self: Distance, say, states, last, tokens, laws=None, weights=()):  # type: ignore[no-untyped-def]
+    return self._part(say, states, last, tokens, laws) / len(states)
 
 
 def test_an_unknown_kind_is_named() -> None:

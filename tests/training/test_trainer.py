@@ -22,9 +22,10 @@ from paceline.training.checkpoints import NAME
 from paceline.training.corpus import Corpus
 from paceline.training.logs import NAME as LOG
 from paceline.training.options import TrainOptions
-from paceline.training.run import train
+from paceline.training.outlook import Outlook
+from paceline.training.run import Onlooker, train
 from paceline.training.shards import Shards, Text
-from paceline.training.trainer import TrainingError, learning_rate
+from paceline.training.trainer import ENOUGH, TrainingError, learning_rate
 from tests.toys import letters, llama
 from tests.training.toys import own_texts, target
 
@@ -207,6 +208,18 @@ def test_it_stops_where_nothing_gets_better(place: Path, tmp_path: Path) -> None
     train(options(place, tmp_path / "it", patience=1, steps=400, evaluate=2, learning_rate=1e-9))
     steps = [json.loads(line)["step"] for line in (tmp_path / "it" / LOG).read_text().splitlines()]
     assert max(steps) < 20
+
+
+def test_a_file_says_that_it_is_enough(place: Path, tmp_path: Path) -> None:
+    class Impatient(Onlooker):
+        def looked(self, step: int, outlook: Outlook) -> None:
+            (tmp_path / "it" / ENOUGH).touch()
+
+    train(options(place, tmp_path / "it", steps=400, evaluate=3), Impatient())
+    lines = [json.loads(line) for line in (tmp_path / "it" / LOG).read_text().splitlines()]
+    assert max(line["step"] for line in lines) == 3
+    assert (tmp_path / "it" / "model.safetensors").exists()
+    assert not (tmp_path / "it" / ENOUGH).exists(), "the next training is not over at once"
 
 
 def test_the_rate_rises_and_falls() -> None:

@@ -244,7 +244,7 @@ class SpeculativeDecoder:
                     break
                 new: list[Row] = []
                 while waiting:
-                    there = loop.rows.count + len(new)
+                    there = loop.taken + len(new)
                     if there and there + len(waiting[0]) > self.rows:
                         break
                     new += waiting.pop(0)

@@ -40,6 +40,8 @@ class Loop:
         self.width = 1  # committed tokens the next pass of the target must read
         self.flights: deque[Flight] = deque()  # rounds whose outcome was not read yet
         self._landed: list[Event] = []  # of rounds that had to be read early
+        self._idle: set[int] = set()  # rows that ended and are still seated
+        self._sits = not drafter.speculates  # nobody but the reader has to know where rows are
         rule.open(self.rows)
         with torch.inference_mode():
             self._guard(lambda: drafter.open(target, self.rows))
@@ -78,9 +80,15 @@ class Loop:
 
     # ---- rows come and go
 
+    @property
+    def taken(self) -> int:
+        """Seats that nobody else can have."""
+        return self.rows.count - len(self._idle)
+
     @torch.inference_mode()
     def admit(self, new: Sequence[Row]) -> None:
         self._land()
+        self._close_up()
         first = self.rows.admit(new, self.nodes)
         self.width = self.reader.begin(self.rows, first, self.rows.room)
         for glimpse in self.reader.glimpses:
@@ -98,6 +106,29 @@ class Loop:
             self.rows.release(index)
         self.rows.refresh()
 
+    def _may_sit(self, ended: Sequence[int]) -> bool:
+        """May rows that ended keep their seats? A captured round costs the same with them, as long as the others would
+        not fit one for fewer rows; so many rows end in a large batch that each by itself would take longer."""
+        rows = self.rows
+        if not self._sits or not self.captures or not self.reader.capturable or len(ended) == rows.count:
+            return False
+        return self._hangar.spare(rows.count - len(ended)) == rows.capacity
+
+    def _close_up(self) -> None:
+        """Rows that ended leave, all of those that sit at once; nothing is on its way."""
+        if not self._idle:
+            return
+        rows, left = self.rows, self.rows.count - len(self._idle)
+        free = sorted(index for index in self._idle if index < left)
+        movers = [index for index in range(left, rows.count) if index not in self._idle]
+        source = list(range(rows.count))
+        for seat, mover in zip(free, movers, strict=True):
+            source[seat] = mover
+            rows.lengths[seat] = rows.lengths[mover]
+        self.reader.reorder(rows, source)
+        rows.close_up(free, movers, left)
+        self._idle.clear()
+
     # ---- one round
 
     @own_threads()
@@ -113,6 +144,7 @@ class Loop:
                 self.flights.append(flight)
         if steady is None:
             self._land()
+            self._close_up()
             if self.rows.count:
                 self.flights.append(self._round(self.rows))
         if self.flights:
@@ -162,8 +194,14 @@ class Loop:
         hand_out(rows, flight.logprobs, events)
         self._landed += [event for row in events for event in row]
         ended = [index for index, row in enumerate(rows.live) if row.stopper.stop is not None]
-        if ended and self.flights:
+        if ended and self._may_sit(ended):
+            rows.retire([index for index in ended if index not in self._idle])
+            self._idle.update(ended)
+        elif ended and self.flights:
             self._read()  # with the others' next tokens
+        elif ended and self._idle:
+            self._idle.update(ended)
+            self._close_up()
         elif ended:
             self.release(ended)
         if not decided.follows and rows.count:

@@ -90,3 +90,13 @@ def occurrences(texts: Sequence[Sequence[int]], vocabulary: int) -> Tensor:
     for row, text in enumerate(texts):
         table[row] = torch.bincount(torch.tensor(text, dtype=torch.int64), minlength=vocabulary)
     return table
+
+
+def draft_in(line: list[int], verdict: Verdict, tree: TokenTree) -> tuple[list[int], list[int] | None]:
+    """The tree in a row's line: its tokens and its parents (None: a chain), of the nodes in use."""
+    start, N = verdict.emitted.shape[1], tree.nodes
+    used = N if tree.count is None else line[-1]
+    if tree.parents is None:
+        return line[start : start + used], None
+    parents = start + N + (0 if verdict.path is None else verdict.path.shape[1])
+    return line[start : start + used], line[parents : parents + used]

@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,7 +22,7 @@ from paceline.core.tree import TokenTree
 from paceline.core.verdict import BROKEN, NOTHING, Verdict
 
 from .request import BeamResult, Generation, Request, TokenLogprob
-from .row_tensors import RowTensors, occurrences
+from .row_tensors import RowTensors, draft_in, occurrences
 from .steady import IDLE
 from .stopping import Stopper
 
@@ -79,7 +80,7 @@ class Row:
         return self.limit - len(self.tokens)
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Event:
     """One token was committed to one row."""
 
@@ -149,8 +150,9 @@ class Rows(RowTensors):
         self.capacity = max(self.count, self._spare(self.count))
         self.room = max(self.room, *(self._ample(len(row.prompt) + row.limit + slack + 1) for row in new))
         self._reserve()
-        for offset, row in enumerate(new):
-            self.store[first + offset, : len(row.prompt)] = torch.tensor(row.prompt, device=self.device)
+        widest = max(len(row.prompt) for row in new)
+        padded = torch.tensor([row.prompt + [0] * (widest - len(row.prompt)) for row in new], device=self.device)
+        self.store[first : self.count, :widest] = padded
         fresh = torch.tensor([[len(row.prompt), len(row.prompt) + row.limit] for row in new], device=self.device)
         here = slice(first, self.count)
         self.all_lengths[here] = self.all_prompts[here] = fresh[:, :1]
@@ -182,6 +184,31 @@ class Rows(RowTensors):
         for listed in lists:
             listed[index] = listed[last]
             del listed[last]
+
+    def retire(self, ended: Sequence[int]) -> None:
+        """These rows have ended and stay where they are, of nobody, until `close_up`."""
+        if not ended:
+            return
+        index = torch.tensor(ended, device=self.device)
+        for table in (self.all_lengths, self.all_ends):
+            table.index_fill_(0, index, IDLE)
+        for row in ended:
+            self.lengths[row], self.histories[row] = IDLE, []
+
+    def close_up(self, free: Sequence[int], movers: Sequence[int], left: int) -> None:
+        """The rows `movers` take the seats `free`; everybody behind row `left` is gone."""
+        if movers:
+            here, there = (torch.tensor(some, device=self.device) for some in (free, movers))
+            for table in (self.store, self.all_lengths, self.all_prompts, self.all_ends):
+                table[here] = table[there]
+        for table in (self.all_lengths, self.all_ends):
+            table[left : self.count] = IDLE
+        lists: tuple[list[Any], ...] = (self.live, self.lengths, self.histories)
+        for listed in lists:
+            for seat, mover in zip(free, movers, strict=True):
+                listed[seat] = listed[mover]
+            del listed[left:]
+        self.refresh()
 
     def refresh(self) -> None:
         """Rebuild what depends on who is live: the views, the settings, the token counts."""
@@ -230,8 +257,9 @@ class Rows(RowTensors):
         last round was read late) gets nothing."""
         if verdict.beams is not None:
             return self._commit_beams(lines, verdict, tree, reasons)
+        commit = self._commit_row if tree.nodes else self._commit_token
         events = [
-            self._commit_row(r, line, verdict, tree) if row.stopper.stop is None else []
+            commit(r, line, verdict, tree) if row.stopper.stop is None else []
             for r, (row, line) in enumerate(zip(self.live, lines, strict=False))
         ]
         for row, why in zip(self.live, reasons, strict=False):
@@ -243,7 +271,7 @@ class Rows(RowTensors):
     ) -> list[list[Event]]:
         """The rows have changed places already; the trees in `lines` are still those of the rows that drafted them."""
         assert verdict.beams is not None
-        drafts = [_draft(line, verdict, tree) for line in lines]
+        drafts = [draft_in(line, verdict, tree) for line in lines]
         for r, line in enumerate(lines):
             emitted = self._emitted(r, line[: verdict.emitted.shape[1]])
             self.histories[r] += emitted
@@ -269,7 +297,7 @@ class Rows(RowTensors):
     def _commit_row(self, r: int, line: list[int], verdict: Verdict, tree: TokenTree) -> list[Event]:
         row, steps = self.live[r], verdict.emitted.shape[1]
         emitted = self._emitted(r, line[:steps])
-        drafted, parents = _draft(line, verdict, tree)
+        drafted, parents = draft_in(line, verdict, tree)
         path, leaf = list(range(len(emitted) - 1)), len(emitted) > len(drafted)
         if parents is not None:
             path = line[steps + tree.nodes :][: len(path)]
@@ -284,7 +312,19 @@ class Rows(RowTensors):
         )
         return events
 
-    def _push(self, row: Row, emitted: list[int], drafted: int) -> list[Event]:
+    def _commit_token(self, r: int, line: list[int], verdict: Verdict, tree: TokenTree) -> list[Event]:
+        """`_commit_row` where nothing was drafted: of a large batch, this is most of what the host does."""
+        token = line[0]
+        if token < 0:
+            return self._commit_row(r, line, verdict, tree)
+        row = self.live[r]
+        self.histories[r].append(token)
+        self.lengths[r] += 1
+        events = self._push(row, (token,), 0)
+        row.trace.rounds.append(_plain_round(token))
+        return events
+
+    def _push(self, row: Row, emitted: Sequence[int], drafted: int) -> list[Event]:
         """One by one through the stops, as plain decoding does; the tail after a stop is dropped."""
         events = []
         for i, token in enumerate(emitted):
@@ -297,14 +337,9 @@ class Rows(RowTensors):
         return events
 
 
-def _draft(line: list[int], verdict: Verdict, tree: TokenTree) -> tuple[list[int], list[int] | None]:
-    """The tree in a row's line: its tokens and its parents (None: a chain), of the nodes in use."""
-    start, N = verdict.emitted.shape[1], tree.nodes
-    used = N if tree.count is None else line[-1]
-    if tree.parents is None:
-        return line[start : start + used], None
-    parents = start + N + (0 if verdict.path is None else verdict.path.shape[1])
-    return line[start : start + used], line[parents : parents + used]
+@lru_cache(maxsize=1 << 16)
+def _plain_round(token: int) -> Round:
+    return Round((), None, (), token, True)
 
 
 def _columns(rows: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:

@@ -88,6 +88,7 @@ class Stopper:
         self._limit = limit
         self._detokenizer = detokenizer
         self._criterion = criterion
+        self._tokens_alone = detokenizer is None and criterion is None and not strings and not special
         self._special = special or {}  # stop strings that are special tokens: those have no text to be found in
         self.count = 0
         self.text = ""
@@ -97,6 +98,10 @@ class Stopper:
     def push(self, token: int) -> Stop | None:
         """One more token. A stop string beats EOS, which beats the caller's criterion, which beats the limit."""
         self.count += 1
+        if self._tokens_alone:
+            if token in self._eos or self.count >= self._limit:
+                self.stop = Stop("stop", token) if token in self._eos else Stop("length")
+            return self.stop
         piece = self._detokenizer.push(token) if self._detokenizer else ""
         chosen = self._criterion is not None and self._criterion()
         ended = chosen or token in self._eos or token in self._special or self.count >= self._limit
@@ -133,6 +138,8 @@ class Stopper:
     def show(self) -> str:
         """Text for a stream: what is new, less what might still turn out to be the beginning of a stop string."""
         safe = len(self.text)
+        if not safe:
+            return ""
         if self.stop is None:
             for size in range(min(self._longest - 1, safe), 0, -1):
                 if any(s.startswith(self.text[safe - size :]) for s in self._strings):

@@ -115,9 +115,9 @@ class DecoderLayer(nn.Module):
         every = self._projected(seen).unflatten(-1, (-1, self.head_width)).transpose(1, 2)  # [R,H+2G,Q,W]
         turned = _turn(every[:, : heads + shared], angles)
         keys, values = remember(turned[:, heads:], every[:, heads + shared :])
-        mixed = F.scaled_dot_product_attention(
-            turned[:, :heads], keys, values, attn_mask=mask, enable_gqa=shared != heads
-        )
+        if shared != heads:  # on CUDA, no attention of torch's takes a mask and shared keys without writing all scores
+            keys, values = (each.repeat_interleave(heads // shared, 1) for each in (keys, values))
+        mixed = F.scaled_dot_product_attention(turned[:, :heads], keys, values, attn_mask=mask)
         stream = stream + self.o_proj(mixed.transpose(1, 2).flatten(2))
         gate, up = self._gated(self.norm(stream))
         return stream + self.down_proj(F.silu(gate) * up)

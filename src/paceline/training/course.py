@@ -50,7 +50,7 @@ class Course(nn.Module):
 
     @abstractmethod
     def drafter(self, **options: Any) -> Drafter:
-        """A drafter with the weights as they are now."""
+        """A drafter with a copy of the weights as they are now: one that drafts takes the target's numbers."""
 
 
 @dataclass(frozen=True)

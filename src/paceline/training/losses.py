@@ -1,22 +1,22 @@
 """How far a draft's law is from the target's, and the gradient of that, a few places at a time.
 
 Laws over a whole vocabulary are large: 32,000 places of 49,152 tokens are 6 GB. So they are made chunk by chunk, from
-the hidden states that they follow from, and made again when the gradient asks for them.
+the hidden states that they follow from, and the gradient at those states is worked out before they are thrown away.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 from paceline.core.errors import UnknownNameError
 
 Say = Callable[[Tensor], Tensor]  # states [P,D] -> logits [P,V]
 LOSSES = ("kl", "reverse-kl", "tv", "ce")
-_CHUNK = 8192  # places
+_CHUNK = 4096  # places
 
 
 def check_loss(name: str) -> None:
@@ -34,15 +34,34 @@ def distance(name: str, said: Tensor, wanted: Tensor, token: Tensor) -> Tensor:
     p = wanted
     if name == "tv":
         return 0.5 * (p - log_q.exp()).abs().sum(-1)
-    log_p = p.clamp(min=1e-12).log()
     if name == "reverse-kl":
-        return (log_q.exp() * (log_q - log_p)).sum(-1)
-    return (p * (log_p - log_q)).sum(-1)
+        return (log_q.exp() * (log_q - p.clamp(min=1e-12).log())).sum(-1)
+    return -(torch.special.entr(p).sum(-1) + (p * log_q).sum(-1))
 
 
 def exactly(values: Tensor) -> Tensor:
     """In 32 bits at least."""
     return values.to(torch.promote_types(values.dtype, torch.float32))
+
+
+class _Known(torch.autograd.Function):
+    """A number whose gradients are known already."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, slopes: list[Tensor], *inputs: Tensor) -> Tensor:
+        ctx.slopes = slopes
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *wanted: Any) -> Any:
+        return (None, None, *(slope * wanted[0].to(slope.dtype) for slope in ctx.slopes))
+
+
+def _unremembered(device: torch.device) -> torch.autocast:
+    """Autocast as it is, but weights that it rounds are not kept: each chunk has a gradient of its own."""
+    kind = device.type
+    on, dtype = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
+    return torch.autocast(kind, dtype, on, cache_enabled=False)
 
 
 class Distance:
@@ -55,19 +74,44 @@ class Distance:
         self.name, self._teach, self._ids = name, teach, ids
         self._place: Tensor | None = None  # the student's own number of each of the teacher's tokens, -1 for none
 
-    def __call__(self, say: Say, states: Tensor, last: Tensor, tokens: Tensor, laws: Tensor | None = None) -> Tensor:
+    def __call__(
+        self,
+        say: Say,
+        states: Tensor,
+        last: Tensor,
+        tokens: Tensor,
+        laws: Tensor | None = None,
+        weights: Sequence[Tensor] = (),
+    ) -> Tensor:
         """states [P,D] of the student, last [P,D] of the teacher, tokens [P] that came next -> a number. laws: of
-        `wanted`, where the same places are learnt from several times."""
-        if not states.shape[0]:
+        `wanted`, where the same places are learnt from several times. weights: those by which the student says what it
+        says, where they learn too."""
+        many = states.shape[0]
+        if not many:
             return states.sum() * 0.0
+        if self._ids is not None and self.name == "ce":  # nobody else looks at them
+            tokens = self._own(int(tokens.max()) + 1)[tokens]
+        weights = [weight for weight in weights if weight.requires_grad]
         total = exactly(states.new_zeros(()))
-        for start in range(0, states.shape[0], _CHUNK):
+        slopes: list[Tensor] = []  # of the states, chunk by chunk
+        sums: list[Tensor] = []  # of the weights
+        for start in range(0, many, _CHUNK):
             some = slice(start, start + _CHUNK)
-            law = None if laws is None else laws[some]
-            part = checkpoint(self._part, say, states[some], last[some], tokens[some], law, use_reentrant=False)
-            assert part is not None
-            total = total + part
-        return total / states.shape[0]
+            given = (last[some], tokens[some], None if laws is None else laws[some])
+            if not torch.is_grad_enabled():
+                total = total + self._part(say, states[some], *given)
+                continue
+            mine = states[some].detach().requires_grad_()
+            with _unremembered(states.device):
+                part = self._part(say, mine, *given)
+            slope, *more = torch.autograd.grad(part, (mine, *weights))
+            total = total + part.detach()
+            slopes.append(slope)
+            sums = [one + other for one, other in zip(sums, more, strict=True)] if sums else more
+        if not slopes:
+            return total / many
+        found = [torch.cat(slopes), *sums]
+        return _Known.apply(total / many, [each / many for each in found], states, *weights)  # type: ignore[no-any-return]
 
     @torch.no_grad()
     def wanted(self, last: Tensor) -> Tensor:
@@ -75,17 +119,13 @@ class Distance:
         pieces = [self._law(last[start : start + _CHUNK]) for start in range(0, last.shape[0], _CHUNK)]
         return torch.cat(pieces) if pieces else last.new_zeros(0, 1)
 
+    @torch.no_grad()
     def _law(self, last: Tensor) -> Tensor:
         law = exactly(self._teach(last)).softmax(-1)
         return law if self._ids is None else law.index_select(-1, self._ids)
 
     def _part(self, say: Say, states: Tensor, last: Tensor, tokens: Tensor, law: Tensor | None) -> Tensor:
-        with torch.no_grad():
-            if law is None:
-                law = self._law(last)
-            if self._ids is not None:
-                tokens = self._own(int(tokens.max()) + 1)[tokens]
-        return distance(self.name, say(states), law, tokens).sum()
+        return distance(self.name, say(states), self._law(last) if law is None else law, tokens).sum()
 
     def _own(self, known: int) -> Tensor:
         """The student's own number of each of the teacher's tokens, up to the largest that has one, and then -1."""

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from paceline.core.costs import Costs
 from paceline.core.errors import PacelineError
+from paceline.models.runners.device import without_planned_attention
 
 from .checkpoints import Checkpoint, trained
 from .corpus import Corpus
@@ -27,6 +28,7 @@ from .teacher import Teacher
 _LOOKS = 20  # in all, if nothing is said
 _LOG = 10  # steps between two lines of the log: what is on the device is read then
 _LOWEST = 0.1  # of the learning rate, at the end
+ENOUGH = "enough"  # a file of this name in its folder ends training: the best so far is what is kept
 
 
 class TrainingError(PacelineError):
@@ -105,6 +107,10 @@ class Trainer:
 
     def run(self) -> Outlook:
         """To the end; a checkpoint stays until somebody calls `done`."""
+        with without_planned_attention():  # batches are of many lengths
+            return self._run()
+
+    def _run(self) -> Outlook:
         found = self._checkpoint.load(self.course, self._optimizer, self.teacher.lm.device)
         if found is not None:
             self.progress, self._best = Progress(**found[0]), found[1]
@@ -130,6 +136,11 @@ class Trainer:
         return outlook
 
     def _stuck(self) -> bool:
+        if self.progress.step and self.hardware.world == 1 and (self.options.folder / ENOUGH).exists():
+            self._note(f"'{ENOUGH}' was found in '{self.options.folder}': it ends with step {self.progress.step}")
+            if self.progress.step % self.every:
+                self._look()
+            return True
         patience = self.options.patience
         if patience is None or self.progress.bad < patience:
             return False
@@ -223,6 +234,7 @@ class Trainer:
     def done(self) -> None:
         """What was trained is saved elsewhere: nothing is to be gone on with."""
         self._checkpoint.remove()
+        (self.options.folder / ENOUGH).unlink(missing_ok=True)
         self.log.close()
 
     def _note(self, sentence: str) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 from paceline.core.errors import PacelineWarning
 
 T = TypeVar("T")
-MOST = 48  # programs of one loop: the one that was not used for longest makes room
+MOST = 128  # programs of one loop: the one that was not used for longest makes room
 _CAPTURING = threading.Lock()  # one capture at a time in a process
 
 

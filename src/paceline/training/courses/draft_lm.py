@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from dataclasses import dataclass
 from typing import Any
@@ -53,4 +54,4 @@ class DraftLmCourse(Course):
         self.layers.save(folder, numbers)
 
     def drafter(self, **options: Any) -> Drafter:
-        return DraftLm(DraftLm.Options(head=self.layers, **options))
+        return DraftLm(DraftLm.Options(head=copy.deepcopy(self.layers), **options))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from dataclasses import dataclass, replace
 from typing import Any
@@ -81,9 +82,10 @@ class EagleCourse(Course):
         laws = self.distance.wanted(last)
         total = torch.zeros((), device=lesson.ids.device)
         fused = self.head.fuse(torch.cat(taps, -1)).detach() if self.options.regression else None
+        weights = (self.head.norm.weight, self.head.output.weight)
         for step, features in enumerate(self.head.unrolled(embedded, taps, self.options.steps)):
             mine = features[rows, places]
-            loss = self.distance(self._say, mine, last, tokens, laws)
+            loss = self.distance(self._say, mine, last, tokens, laws, weights)
             if fused is not None:
                 true = later_states(fused)[rows, places]
                 loss = loss + self.options.regression * F.smooth_l1_loss(mine, true)
@@ -112,7 +114,7 @@ class EagleCourse(Course):
         self.head.save(folder, numbers)
 
     def drafter(self, **options: Any) -> Drafter:
-        return Eagle(Eagle.Options(head=self.head, **options))
+        return Eagle(Eagle.Options(head=copy.deepcopy(self.head), **options))
 
 
 def later_states(states: Tensor) -> Tensor:

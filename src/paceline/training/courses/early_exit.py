@@ -42,7 +42,9 @@ class ExitCourse(Course):
     def forward(self, lesson: Lesson) -> Tensor:
         rows, places = chosen(lesson, 1)
         states = self.head.states(lesson.taps[0][rows, places])
-        return self.distance(self._say, states, lesson.last[rows, places], lesson.ids[rows, places + 1])
+        last, tokens = lesson.last[rows, places], lesson.ids[rows, places + 1]
+        weights = () if self.head.output is None else (self.head.output.weight,)
+        return self.distance(self._say, states, last, tokens, weights=weights)
 
     def _say(self, states: Tensor) -> Tensor:
         if self.head.output is None:

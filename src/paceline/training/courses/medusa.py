@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from dataclasses import dataclass, replace
 from functools import partial
@@ -50,11 +51,12 @@ class MedusaCourse(Course):
 
     def forward(self, lesson: Lesson) -> Tensor:
         total = torch.zeros((), device=lesson.ids.device)
+        weights = () if self.head.output is None else (self.head.output,)
         for k in range(self.options.heads):
             rows, places = chosen(lesson, k + 2)
             last, tokens = lesson.last[rows, places + k + 1], lesson.ids[rows, places + k + 2]
             states = self.head.states(lesson.taps[0][rows, places], k)
-            loss = self.distance(partial(self._say, k=k), states, last, tokens)
+            loss = self.distance(partial(self._say, k=k), states, last, tokens, weights=weights)
             total = total + self.options.fade**k * loss
         return total
 
@@ -74,4 +76,4 @@ class MedusaCourse(Course):
         self.head.save(folder, numbers)
 
     def drafter(self, **options: Any) -> Drafter:
-        return Medusa(Medusa.Options(head=self.head, **options))
+        return Medusa(Medusa.Options(head=copy.deepcopy(self.head), **options))

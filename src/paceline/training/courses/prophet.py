@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from dataclasses import dataclass, replace
 from typing import Any
@@ -55,9 +56,11 @@ class ProphetCourse(Course):
         rows, places = rows[some], places[some]
         said = self._states(lesson, rows, places)  # [P,S,D]
         total = torch.zeros((), device=lesson.ids.device)
+        weights = (self.head.norm.weight, self.head.output.weight)
         for step in range(self.options.steps):
             last, tokens = lesson.last[rows, places + 1 + step], lesson.ids[rows, places + 2 + step]
-            total = total + self.options.fade**step * self.distance(self._say, said[:, step], last, tokens)
+            loss = self.distance(self._say, said[:, step], last, tokens, weights=weights)
+            total = total + self.options.fade**step * loss
         return total
 
     def _states(self, lesson: Lesson, rows: Tensor, places: Tensor) -> Tensor:
@@ -86,7 +89,7 @@ class ProphetCourse(Course):
         self.head.save(folder, numbers)
 
     def drafter(self, **options: Any) -> Drafter:
-        return Prophet(Prophet.Options(head=self.head, **options))
+        return Prophet(Prophet.Options(head=copy.deepcopy(self.head), **options))
 
 
 def _stride(share: float) -> int:

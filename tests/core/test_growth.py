@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from paceline.core.choice import Choice, NoiseTable
 from paceline.core.contracts import Budget
@@ -138,3 +139,26 @@ def test_ranks_are_counted_where_they_were_tried() -> None:
     assert first == pytest.approx(1, abs=1e-3)
     assert second == pytest.approx(0, abs=1e-3)
     assert third == second / 2
+
+
+class NoUploads(TorchDispatchMode):
+    """Refuses numbers that come from the host: a captured program cannot take them."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert "lift_fresh" not in str(func), "numbers come from the host"
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("shape", ["3x2x1", [[0], [1], [0, 0], [0, 1], [1, 0], [0, 0, 0]]])
+def test_the_second_draft_of_a_shape_takes_nothing_from_the_host(shape: Any) -> None:
+    grower = Grower(TreeOptions(tree="static", shape=shape))
+    row: Any = OneRow()
+    choice = row.choice(slice(0, 1))
+    row.choice = lambda depth, path=None: Choice(choice.batch, choice.table, depth)
+    first = grower.run(row, Budget(3, 64, (9,)), follow)
+    with NoUploads():
+        second = grower.run(row, Budget(3, 64, (9,)), follow)
+    assert first.tokens.tolist() == second.tokens.tolist()
+    assert first.parents is not None
+    assert second.parents is not None
+    assert first.parents.tolist() == second.parents.tolist()

@@ -15,6 +15,7 @@ from paceline.drafters.eagle import EagleHead
 from paceline.drafters.medusa import MedusaHead
 from paceline.drafters.prophet import ProphetHead
 from paceline.engine import flight
+from paceline.engine.rows import Rows
 from paceline.models.runners.programs import Rehearsal
 
 T = TypeVar("T")
@@ -175,3 +176,29 @@ def test_rows_come_and_go_without_new_programs(programs: list[Watched]) -> None:
     before = {key for watched in programs for key in watched.runs}
     steady.generate([PROMPTS[2], PROMPTS[0], PROMPTS[1]], max_new_tokens=[8, 20, 9])
     assert {key for watched in programs for key in watched.runs} <= before
+
+
+@pytest.mark.parametrize("rows", [32, 12])
+def test_rows_that_ended_keep_their_seats_for_a_while(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a large captured batch rows leave together, when a smaller program will do; others write on as if alone."""
+    prompts = [[1 + i % 7, 2, 3 + i % 5][: 2 + i % 2] for i in range(32)]
+    settings: dict[str, Any] = {
+        "max_new_tokens": [5 + 3 * (i % 11) for i in range(32)],
+        "temperature": [0.0, 0.9, 1.2, 0.7] * 8,
+        "seed": list(range(32)),
+        "eos_token_ids": (3, 5),
+    }
+    model = llama(4)
+    plain = paceline.SpeculativeDecoder(model, rows=rows).generate(prompts, **settings)
+    sat, left = [], []
+    retire, close_up = Rows.retire, Rows.close_up
+    monkeypatch.setattr(Rows, "retire", lambda self, ended: (sat.append(len(ended)), retire(self, ended))[1])
+    monkeypatch.setattr(Rows, "close_up", lambda self, *moves: (left.append(len(moves[1])), close_up(self, *moves))[1])
+    monkeypatch.setattr(flight, "programs_for", lambda lm: Rehearsal())
+    decoder = paceline.SpeculativeDecoder(model, rows=rows)
+    for _ in range(2):
+        found = decoder.generate(prompts, **settings)
+        assert [each.tokens for each in found] == [each.tokens for each in plain]
+        assert [each.finish_reason for each in found] == [each.finish_reason for each in plain]
+    assert sum(sat) > 8, "some have kept their seats"
+    assert max(left) > 1, "several have moved at once"

@@ -1,4 +1,4 @@
-"""The promise on a CUDA device, without pytest: `PYTHONPATH=src python3 tests/gpu/run.py [part of a title]`.
+"""The promise on a CUDA device, without pytest: `PYTHONPATH=src python3 tests/gpu/run.py [parts of titles]`.
 
 Texts equal plain decoding with every drafter, alone and in ragged batches, by every runner: float64 models through
 transformers (and equal the CPU's), bfloat16 ones by kernels, where bits are compared. Synchronising calls are counted
@@ -8,31 +8,31 @@ per round. Closes with a line 'N passed, N failed'.
 from __future__ import annotations
 
 import copy
+import signal
 import sys
 import threading
+import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from copy import deepcopy
+from functools import partial
 from typing import Any
 
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 import paceline
-from paceline.core.choice import JUDGES, RACES, Choice, NoiseTable
 from paceline.core.costs import Costs
 from paceline.core.errors import PacelineWarning
-from paceline.core.law import SamplingBatch, Unwritten
-from paceline.core.sampling import Sampling
 from paceline.core.scratch_rows import ScratchRows
-from paceline.core.tree import TokenTree
 from paceline.drafters.eagle import EagleHead
 from paceline.drafters.medusa import MedusaHead
 from paceline.engine.loop import Loop
 from paceline.engine.request import build_requests
 from paceline.models.runners import cuda_graph
-from paceline.rules.ratio import Ratio
+
+from verdicts import check_law, check_race, check_verdicts  # isort: skip
 
 PROMPTS = [[1, 2, 3, 4, 5, 1, 2], [7, 8, 9], [3, 3, 3, 3, 3], [6]]
 SETTINGS: list[dict[str, Any]] = [
@@ -54,6 +54,7 @@ DRAFTS: list[tuple[str, dict[str, Any]]] = [
     ("auto", {"costs": DEAR, "drafters": ("early-exit", "prompt-lookup")}),
 ]
 HEADS: dict[str, Any] = {"medusa": MedusaHead, "eagle": EagleHead}
+KNOWN: dict[tuple[int, str], list[list[int]]] = {}
 
 
 def models() -> dict[str, tuple[Any, Any]]:
@@ -82,15 +83,23 @@ def drafting(lm: Any, small: Any, draft: str, options: dict[str, Any]) -> tuple[
     return small if draft == "model" else draft, options
 
 
+def by_cpu(target: Any, settings: dict[str, Any]) -> list[list[int]]:
+    """What plain decoding on the CPU writes, once for all that are compared with it."""
+    key = (id(target), str(settings))
+    if key not in KNOWN:
+        cpu = paceline.SpeculativeDecoder(paceline.LanguageModel(target))
+        KNOWN[key] = [cpu.generate(prompt, **settings).tokens for prompt in PROMPTS]
+    return KNOWN[key]
+
+
 def check_texts(
     target: Any, small: Any, draft: str, options: dict[str, Any], settings: dict[str, Any], runner: str
 ) -> None:
     settings = {**settings, "max_new_tokens": 32, "ignore_eos": True}
-    cpu = paceline.SpeculativeDecoder(paceline.LanguageModel(target))
+    wanted = by_cpu(target, settings)
     lm, little = (paceline.load(deepcopy(m).cuda(), runner=runner) for m in (target, small))
     named, options = drafting(lm, little, draft, options)
     decoder = paceline.SpeculativeDecoder(lm, named, options=options)
-    wanted = [cpu.generate(prompt, **settings).tokens for prompt in PROMPTS]
     for _ in range(2):  # the second time by what was captured the first
         assert [decoder.generate(prompt, **settings).tokens for prompt in PROMPTS] == wanted, "one row"
         assert [out.tokens for out in decoder.generate(PROMPTS, **settings)] == wanted, "ragged batch"
@@ -168,83 +177,6 @@ def check_bfloat16(settings: dict[str, Any], draft: str, options: dict[str, Any]
     assert [text.tokens for text in found] == [text.tokens for text in plain]
 
 
-# ---- the ratio test by kernels
-
-
-def places(heats: list[float], N: int, seed: int, device: str = "cuda") -> Choice:
-    from paceline.kernels.cuda.accepting import judge
-    from paceline.kernels.cuda.choosing import race
-
-    RACES.setdefault(device, race)
-    JUDGES.setdefault(device, judge)
-    rows = [Sampling(temperature=heat, seed=seed + row) for row, heat in enumerate(heats)]
-    batch = SamplingBatch(rows, [()] * len(rows), device)
-    return Choice(batch, NoiseTable(batch, torch.full((len(rows), 1), 9, device=device), N + 1), slice(0, N + 1))
-
-
-def drafted(choice: Choice, logits: torch.Tensor) -> TokenTree:
-    tokens, law = Choice(choice.batch, choice.table, slice(0, logits.shape[1])).guess(logits, "independent")
-    return TokenTree(tokens) if law is None else TokenTree(tokens, drawn="iid", laws=law.weights)
-
-
-def check_verdicts(dtype: Any, device: str = "cuda", cases: int = 120) -> None:
-    """The rule's own verdicts, token for token, with nothing read; and again by a captured program."""
-    generator = torch.Generator().manual_seed(3)
-    accepted = rejected = 0
-    for case in range(cases):
-        R, N, V = 1 + case % 6, case % 9, (50, 4099, 32000, 151936)[case % 4]
-        choice = places([(0.0, 0.4, 1.0, 1.7)[(case + row) % 4] for row in range(R)], N, 100 * case, device)
-        target = (3 * torch.randn(R, N + 1, V, generator=generator)).to(device, dtype)
-        near = target[:, :N] + torch.randn(R, N, V, generator=generator).to(device, dtype)
-        tree = drafted(choice, near) if N else TokenTree.empty(R, device)
-        assert tree.laws is None or isinstance(tree.laws, Unwritten)
-        quick = choice.judged(tree, target)
-        assert quick is not None
-        judge = JUDGES.pop(device)
-        slow = Ratio().verify(tree, target, choice)
-        JUDGES[device] = judge
-        assert quick.emitted.tolist() == slow.emitted.tolist(), (case, quick, slow)
-        assert quick.accepted.tolist() == slow.accepted.tolist(), case
-        accepted, rejected = accepted + int(quick.accepted.sum()), rejected + int((quick.accepted < N).sum())
-        if device == "cuda" and case % 10 == 5:
-            check_captured(choice, tree, target, quick.emitted.tolist())
-    print(f"ratio by kernels, {dtype}: {accepted} tokens accepted, {rejected} rows cut short, as by the rule")
-    assert accepted
-    assert rejected
-
-
-def check_captured(choice: Choice, tree: TokenTree, target: torch.Tensor, wanted: list[list[int]]) -> None:
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        choice.judged(tree, target)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        verdict = choice.judged(tree, target)
-    assert verdict is not None
-    verdict.emitted.zero_()
-    graph.replay()
-    assert verdict.emitted.tolist() == wanted, "captured"
-
-
-def check_law(device: str = "cuda", rows: int = 40000) -> None:
-    """By counting: what is emitted first, and second where the first was drafted, has the law of the target."""
-    generator = torch.Generator().manual_seed(4)
-    choice = places([0.8] * rows, 2, 0, device)
-    target, other = (torch.randn(1, n, 8, generator=generator).to(device).expand(rows, n, 8) for n in (3, 2))
-    verdict = choice.judged(drafted(choice, other.contiguous()), target.contiguous())
-    assert verdict is not None
-    for place in range(2):
-        seen = verdict.emitted[verdict.accepted.flatten() >= place, place]
-        wanted = (target[0, place].double() / 0.8).softmax(-1) * len(seen)
-        off = float(((seen.bincount(minlength=8) - wanted) ** 2 / wanted).sum())
-        chance = float(torch.special.gammaincc(torch.tensor(3.5).double(), torch.tensor(off / 2).double()))
-        print(f"ratio by kernels: token {place + 1} of {len(seen)} rows, chi-square {off:.1f}, p = {chance:.3f}")
-        assert chance > 1e-6
-
-
 # ---- what goes wrong
 
 
@@ -287,40 +219,44 @@ def check_threads() -> None:
     assert found == [True] * 12
 
 
-def cases() -> Iterator[tuple[str, Callable[[], None]]]:
-    for name, (target, small) in models().items():
-        for runner in ("cuda_graph", "eager"):
-            for draft, options in DRAFTS:
-                for settings in SETTINGS:
-                    title = f"{runner} {name} {draft} {options} {settings}"
-                    yield (
-                        title,
-                        lambda t=target, s=small, d=draft, o=options, k=settings, r=runner: check_texts(
-                            t, s, d, o, k, r
-                        ),
-                    )  # type: ignore[misc]
-        yield f"{name} reads", lambda t=target, s=small: check_reads(t, s)  # type: ignore[misc]
-        yield f"{name} reads of auto", lambda t=target, s=small: check_reads(t, s, auto=True)  # type: ignore[misc]
+def by_kernels() -> Iterator[tuple[str, Callable[[], None]]]:
     yield "bits llama", lambda: check_bits(middling(LlamaForCausalLM, LlamaConfig))
     yield "bits qwen3", lambda: check_bits(middling(Qwen3ForCausalLM, Qwen3Config, head_dim=32))
+    yield "the race", check_race
     for settings in SETTINGS:
         for draft, options in DRAFTS[:7]:
             for strict in (False, True):
                 title = f"kernels bfloat16 {draft} {options} {settings} strict={strict}"
-                yield title, lambda k=settings, d=draft, o=options, x=strict: check_bfloat16(k, d, o, x)  # type: ignore[misc]
+                yield title, partial(check_bfloat16, settings, draft, options, strict)
     for dtype in (torch.float32, torch.bfloat16):
-        yield f"ratio by kernels {dtype}", lambda t=dtype: check_verdicts(t)  # type: ignore[misc]
+        yield f"ratio by kernels {dtype}", partial(check_verdicts, dtype)
     yield "ratio by kernels, its law", check_law
     yield "no memory for capturing", check_no_memory
     yield "two threads", check_threads
 
 
+def by_transformers() -> Iterator[tuple[str, Callable[[], None]]]:
+    made = models()
+    for runner in ("cuda_graph", "eager"):
+        for name, (target, small) in made.items():
+            for draft, options in DRAFTS:
+                for settings in SETTINGS:
+                    title = f"{runner} {name} {draft} {options} {settings}"
+                    yield title, partial(check_texts, target, small, draft, options, settings, runner)
+    for name, (target, small) in made.items():
+        yield f"{name} reads", partial(check_reads, target, small)
+        yield f"{name} reads of auto", partial(check_reads, target, small, auto=True)
+    yield "compiled llama", partial(check_texts, *made["llama"], "model", {}, {}, "compiled")
+
+
 def main() -> int:
     passed = failed = 0
-    wanted = sys.argv[1] if len(sys.argv) > 1 else ""
-    for title, check in cases():
-        if wanted not in title:
+    wanted, began = sys.argv[1:] or [""], time.perf_counter()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(print(f"stopped: {passed} passed, {failed} failed so far") or 1))
+    for title, check in (*by_kernels(), *by_transformers()):
+        if not any(part in title for part in wanted):
             continue
+        start = time.perf_counter()
         try:
             check()
             passed += 1
@@ -328,7 +264,9 @@ def main() -> int:
             failed += 1
             print("FAILED", title, flush=True)
             traceback.print_exc()
-    print(f"{passed} passed, {failed} failed")
+        if time.perf_counter() - start > 3:
+            print(f"{time.perf_counter() - began:5.0f} s: {time.perf_counter() - start:.1f} s for {title}", flush=True)
+    print(f"{passed} passed, {failed} failed, {time.perf_counter() - began:.0f} s")
     return 1 if failed else 0
 
 

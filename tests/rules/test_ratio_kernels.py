@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 import paceline
-from paceline.core.choice import JUDGES, RACES
+from paceline.core.quick import QUICK
 from paceline.engine import flight
+from paceline.models.cuda_pass import between_passes
 from paceline.models.runners.programs import Rehearsal
 from tests.toys import llama
 
@@ -46,7 +48,7 @@ def test_texts(
     monkeypatch.setattr(choosing, "_CHUNK", 32)
     settings, asked = {"temperature": heat, "seed": [5, 6, 7]}, []
     wanted = list(texts(rule, draft, options, settings))
-    monkeypatch.setitem(RACES, "cpu", choosing.race)
-    monkeypatch.setitem(JUDGES, "cpu", lambda *given: asked.append(given[2] is not None) or accepting.judge(*given))
+    watched = lambda *given: asked.append(given[2] is not None) or accepting.judge(*given)  # noqa: E731
+    monkeypatch.setitem(QUICK, "cpu", replace(between_passes(), judge=watched))
     assert list(texts(rule, draft, options, settings)) == wanted
     assert any(asked) == (draft == "model" and not options and rule != "block" and heat != 0)

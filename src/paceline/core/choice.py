@@ -7,7 +7,7 @@ The conformance suite replaces `coin` and `draw` to enumerate every random branc
 
 from __future__ import annotations
 
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Literal
 
 import torch
@@ -27,6 +27,12 @@ Draw = Literal["coupled", "certain", "independent", "iid"]
 _BRANCH = 1 << 40  # added to a position it names another place, far beyond any text
 
 
+@cache
+def _steps(start: int, stop: int, wide: int, device: torch.device) -> Tensor:
+    """The numbers start..stop-1, `wide` apart: a constant, so that a round does not make it anew."""
+    return torch.arange(start, stop, device=device) * wide
+
+
 class NoiseTable:
     """Exponential noise for the whole vocabulary at the next few positions of every row, made once per round.
 
@@ -44,12 +50,12 @@ class NoiseTable:
     @cached_property
     def position(self) -> Tensor:
         """[R,D]: the next positions of every row."""
-        return self.length + torch.arange(self._depths, device=self.length.device)
+        return self.length + _steps(0, self._depths, 1, self.length.device)
 
     @cached_property
     def own(self) -> Tensor:
         """[R,D]: places of this round alone, where the tokens of a chain are drawn that a ratio judges."""
-        return self.length + torch.arange(1, self._depths + 1, device=self.length.device) * _BRANCH
+        return self.length + _steps(1, self._depths + 1, _BRANCH, self.length.device)
 
     def at(self, depth: Tensor | slice, vocabulary: int, purpose: Purpose) -> Tensor:
         """[R,Q,V] for depths given as a slice (the same for all rows) or as [R,Q]."""

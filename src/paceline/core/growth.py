@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Literal
 
 import torch
@@ -18,6 +19,7 @@ from .choice import Draw
 from .contracts import Budget, RowsView, arange
 from .errors import InputError
 from .law import Law
+from .quick import QUICK
 from .rank_meter import RankMeter
 from .shape import Shape
 from .tree import Drawn, TokenTree
@@ -88,17 +90,21 @@ class Grower:
 
     def _chain(self, rows: RowsView, budget: Budget, expand: Expand) -> TokenTree:
         logits = expand(None, None)
+        room = torch.empty(budget.depth if QUICK else 0, rows.count, 1, dtype=torch.int64, device=logits.device)
         tokens: list[Tensor] = []
         laws: list[Law | None] = []
         for step in range(budget.depth):
             if step:
                 logits = expand(tokens[-1], None)
             path = _chain_path(tokens) if rows.needs_path and step else None
-            token, law = rows.choice(slice(step, step + 1), path).guess(logits, budget.draw)
+            token, law = rows.choice(slice(step, step + 1), path).guess(
+                logits, budget.draw, room[step] if QUICK else None
+            )
             tokens.append(token)
             laws.append(law)
         self.fed, self.slots = budget.depth - 1, None
-        drafted = torch.cat(tokens, 1)
+        in_place = bool(QUICK) and tokens[0].data_ptr() == room.data_ptr()
+        drafted = room.squeeze(2).t() if in_place else torch.cat(tokens, 1)
         if laws[0] is None:
             return TokenTree(drafted)
         if budget.draw == "coupled":
@@ -128,7 +134,7 @@ class Grower:
         for level, parents in enumerate(self._fitting(budget, logits.shape[-1]).levels):
             start = growth.nodes - growth.newest
             if level:
-                chosen = torch.tensor([start + i for i, _ in parents], device=growth.device).expand(growth.R, -1)
+                chosen = _constant(tuple(start + i for i, _ in parents), growth.device).expand(growth.R, -1)
                 logits = expand(*growth.feed(chosen))
             else:
                 chosen = torch.full((growth.R, 1), -1, device=growth.device)
@@ -252,7 +258,13 @@ class _Growth:
 def _flat(of_children: Tensor, some: list[int] | None) -> Tensor:
     """[R,W,k,...] -> [R,W*k,...], or of those the children `some`."""
     flat = of_children.flatten(1, 2)
-    return flat if some is None else flat[:, some]
+    return flat if some is None else flat.index_select(1, _constant(tuple(some), flat.device))
+
+
+@cache
+def _constant(numbers: tuple[int, ...], device: torch.device) -> Tensor:
+    """Made once: a captured program cannot take numbers from the host."""
+    return torch.tensor(numbers, device=device)
 
 
 def _sibling_laws(law: Tensor, tokens: Tensor) -> Tensor:

@@ -109,6 +109,7 @@ class SamplingBatch:
         self._biases: dict[int, tuple[Tensor, Tensor]] = {}  # by the width of the logits: drafts may differ in it
         self._keys: dict[Purpose, Tensor] = {}
         self._limits: dict[int, Tensor] = {}  # of top-k, where rows differ in it; by the width of the logits
+        self._zeros: list[Tensor] = []  # to count with; captured programs still use the shorter ones
 
     @property
     def kind(self) -> tuple[object, ...]:
@@ -147,6 +148,13 @@ class SamplingBatch:
 
     def _key(self, purpose: Purpose) -> Tensor:
         return torch.tensor([stream_key(row.seed, purpose) for row in self.rows]).view(-1, 1)
+
+    def zeros(self, count: int) -> Tensor:
+        """As many zeros as that at least, for kernels that count with them and leave them as they were. They are this
+        batch's own: two batches may be at work at once."""
+        if not self._zeros or self._zeros[-1].shape[0] < count:
+            self._zeros.append(torch.zeros(max(64, 2 * count), dtype=torch.int32, device=self.device))
+        return self._zeros[-1]
 
     # ---- logits -> edited logits
 

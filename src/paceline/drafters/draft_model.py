@@ -194,6 +194,7 @@ class DraftModel(ModelDrafter):
 
     def propose(self, rows: RowsView, budget: Budget) -> TokenTree:
         if rows.bound is not None:  # it has read all but the last two tokens, or more; of those it reads one again
+            self._reader.forget()  # where capturing has failed, half a round may be left
             return self._grower.run(rows, budget, self._expand(rows, 2))
         self._settle(rows.lengths)
         if self.outgrown(rows.lengths, budget.depth):

@@ -134,6 +134,7 @@ class Hangar:
         assert self._programs is not None
 
         def program() -> tuple[Decided, Tensor]:
+            loop.reader.keep(rows, None)  # where capturing has failed, half a round may be left
             decided = loop.decide(rows, self._draft(loop, rows), 1)
             loop.drafter.keep(rows, decided.verdict, decided.reading)
             return decided, rows.write(decided.verdict, decided.tree)
@@ -176,6 +177,7 @@ class Hangar:
         draft = self._placed(tree, rows, loop.gamma)
 
         def program() -> Decided:
+            loop.reader.keep(rows, None)
             rows.begin_round(draft.nodes if draft.is_chain else loop.gamma)
             return loop.decide(rows, draft, 1)
 

@@ -8,8 +8,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from paceline.core.choice import NoiseTable
 from paceline.core.law import SamplingBatch
+from paceline.core.quick import QUICK
 from paceline.core.tree import TokenTree
+from paceline.core.verdict import Verdict
 
 from .row_tensors import RowTensors
 
@@ -36,6 +39,8 @@ class SteadyRows(RowTensors):
         if rows.all_counts is not None and self.batch.counts_tokens:
             self.counts, self.seen = rows.all_counts[0, :count], rows.all_counts[1, :count]
         self._seated = -1
+        self._most: Tensor | None = None  # [R]: tokens that each row may draft, of a chain of `_depth`
+        self._depth = 0
         self.seat(rows)
 
     @property
@@ -70,6 +75,19 @@ class SteadyRows(RowTensors):
         self._seated = rows.seated
         self.batch.adopt(*self._seats(rows))
 
+    def begin_round(self, depth: int) -> None:
+        quick, position, self._most, self._depth = QUICK.get(self.device.type), None, None, depth
+        if quick is not None and (depth or not self.batch.deterministic):
+            position, self._most = quick.begin(self.length, self.end, depth)
+        self._table = NoiseTable(self.batch, self.length, depth + 1, position)
+
+    def write(self, verdict: Verdict, tree: TokenTree) -> Tensor:
+        quick = QUICK.get(self.device.type)
+        if quick is None or verdict.path is not None or tree.parents is not None or self.counts is not None:
+            return super().write(verdict, tree)
+        texts = (self.text, self.length, self.end)
+        return quick.write(texts, verdict.emitted, verdict.accepted, tree.tokens, tree.count)
+
     def _advance(self, accepted: Tensor) -> None:
         """A text that has reached its end stays as it is: its last round may not have been read yet."""
         self.length.add_(torch.minimum(accepted + 1, self.end - self.length))
@@ -78,5 +96,8 @@ class SteadyRows(RowTensors):
         """No chain goes past the last token of its row: that one is the target's own."""
         if not tree.is_chain or tree.nodes == 0:
             return tree
-        most: Tensor = (self.end - self.length - 1).squeeze(1).clamp(0, tree.nodes)
+        if self._most is not None and self._depth == tree.nodes:
+            most = self._most
+        else:
+            most = (self.end - self.length - 1).squeeze(1).clamp(0, tree.nodes)
         return replace(tree, count=most if tree.count is None else torch.minimum(tree.count, most))

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from paceline.core.choice import JUDGES, RACES
 from paceline.core.contracts import Reading
+from paceline.core.quick import QUICK, Quick
 
 from .kernel_pass import Part, Sight
 from .kernel_plan import misfit
@@ -83,17 +83,14 @@ class CudaPass:
             self._first, self.strict = 0, strict
 
     def __init__(self, plan: CudaPlan, strict: bool = False) -> None:
-        from paceline.kernels.cuda.accepting import judge
         from paceline.kernels.cuda.attention import COUNTS
-        from paceline.kernels.cuda.choosing import race
 
         self.plan = plan
         self.strict = strict
         self._first = 0  # the first row that is being read
         self._done = torch.zeros(COUNTS, dtype=torch.int32, device=plan.table.device)
         if plan.table.device.type == "cuda":
-            RACES.setdefault("cuda", race)
-            JUDGES.setdefault("cuda", judge)
+            QUICK.setdefault("cuda", between_passes())
 
     def __call__(
         self,
@@ -133,11 +130,10 @@ class CudaPass:
             if index in taps:
                 tapped[index] = stream.view(R, Q, D)[:, Q - keep :].clone()
             added = self._layer(index, seen, stream, hidden)
-        if keep < Q or not part.head:  # everybody's hidden states are complete, whoever is asked for more
-            add_norm(added, stream, None)
-            added = None
         logits = torch.empty(R, keep, 0, device=device)
-        if part.head:
+        if not part.head:
+            add_norm(added, stream, None)
+        else:
             said = torch.empty(R * keep, D, dtype=kind, device=device)
             add_norm(added, stream, said, weight=plan.norm, eps=plan.eps, of=(keep, Q - keep))
             tapped[len(plan.layers)] = said.view(R, keep, D)
@@ -183,10 +179,20 @@ class _Seen:
         self.cache, self.per_row = cache, per_row
         self.visible = cache.get_mask_sizes(0)[0]
         self.angles = run.plan.turned(self.visible)
-        self.position, self.slots = position.flatten().contiguous(), slots.flatten().contiguous()
+        self.slots = slots.flatten().contiguous()
+        self.position = self.slots if position is slots else position.flatten().contiguous()
         self.prefix = self.slots if sight.prefix is None else sight.prefix.flatten().contiguous()
         self.ahead = 1 if sight.prefix is None else 0
         self.tree = sight.branches()
+
+
+def between_passes() -> Quick:
+    """The kernels for what lies between the passes of a round."""
+    from paceline.kernels.cuda import rounds
+    from paceline.kernels.cuda.accepting import judge
+    from paceline.kernels.cuda.choosing import race
+
+    return Quick(race, judge, rounds.follow, rounds.lay, rounds.begin, rounds.write, rounds.say)
 
 
 # ---- the plan of a model

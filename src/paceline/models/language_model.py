@@ -15,6 +15,7 @@ from paceline.core.tree import closure
 from . import masks, openmp
 from .architecture import TESTED, refuse_dropout, study
 from .kernel_pass import KernelPass, Part, Sight, kernel_pass
+from .laying import Layout
 from .prompt_reading import PromptReader
 from .runners.compiled import CompiledRunner
 from .runners.eager import EagerRunner
@@ -131,6 +132,7 @@ class SlotReader:
         self._taps = tuple(round(share * lm.layers) for share in taps)
         self._last_alone = bool(taps) or self._kernels is not None  # all of a prompt but its last token is read first
         self._scratch = 0
+        self._layout = Layout()
         self.largest = lm.largest  # token ids above it are read as it
         self._parents: Tensor | None = None  # [R,M] of the scratch tokens, once they branch
         self.glimpses: list[Glimpse] = []
@@ -197,11 +199,7 @@ class SlotReader:
         visible = longest + M + fed
         even = rows.bound is None and min(rows.lengths) == longest
         self.cache.reserve(rows.capacity, visible)
-        slots = rows.length + arange(M - width, M + fed, rows.text.device)  # [R,Q]; for a chain also the positions
-        ids = tokens if width == 0 else rows.text.gather(1, slots[:, :width] if fed else slots)
-        if width and tokens is not None and fed:
-            ids = torch.cat([ids, tokens], 1)  # type: ignore[list-item]
-        assert ids is not None
+        slots, ids = self._layout.of(rows, M, width, tokens)  # for a chain the slots are also the positions
         start = longest + M - width
         self.cache.aim(slice(0, rows.count), start if even else slots, visible, start, rows.bound is not None)
         self._scratch += fed
@@ -315,6 +313,7 @@ class SlotReader:
         """Scratch tokens are forgotten; their slots are written again."""
         self._scratch = 0
         self._parents = None
+        self._layout.forget()
 
     def reorder(self, rows: RowsView, source: Sequence[int]) -> None:
         """Row r becomes a copy of row source[r], scratch tokens included: only from where their texts part."""

@@ -23,6 +23,7 @@ from torch import Tensor
 from paceline.core.contracts import Reading, RowsView, Runner
 from paceline.core.costs import accepted_of
 from paceline.core.errors import InputError, UnsupportedError
+from paceline.core.quick import QUICK
 
 from .architecture import refuse_dropout
 from .language_model import LanguageModel, SlotReader
@@ -130,7 +131,10 @@ class _ScriptReader(SlotReader):
         return super().extend(rows, width, tokens, parents)
 
     def _heard(self, reading: Reading, ids: Tensor, position: Tensor) -> Reading:
-        if self._base is not None:
+        quick = QUICK.get(ids.device.type)
+        if self._base is not None and quick is not None:
+            quick.say(reading.logits, self.script, ids, position, self._base, LOUD)
+        elif self._base is not None:
             keep = reading.logits.shape[1]
             step: Tensor | int = 0
             if self.script.shape[1] > 1:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 from torch import Tensor
 
 from paceline.core.choice import Choice
 from paceline.core.contracts import RULES, Rule, arange
+from paceline.core.quick import QUICK
 from paceline.core.tree import TokenTree
 from paceline.core.verdict import NOTHING, Verdict
 
@@ -18,11 +21,20 @@ class Match(Rule):
     def verify(self, tree: TokenTree, logits: Tensor, choice: Choice) -> Verdict:
         picks = choice.pick(logits)  # [R,1+N]: the target's token after the text and after every node
         if tree.nodes == 0:
-            return Verdict(picks, picks.new_zeros(tree.rows, 1))
+            return Verdict(picks, _none(tree.rows, picks.device))
         return _follow_chain(tree, picks) if tree.is_chain else _follow_tree(tree, picks)
 
 
+@cache
+def _none(rows: int, device: torch.device) -> Tensor:
+    """Nothing was accepted, for there was nothing: a constant, so that plain rounds do not make it anew."""
+    return torch.zeros(rows, 1, dtype=torch.int64, device=device)
+
+
 def _follow_chain(tree: TokenTree, picks: Tensor) -> Verdict:
+    quick = QUICK.get(picks.device.type)
+    if quick is not None:
+        return Verdict(*quick.follow(tree.tokens, tree.count, picks))
     agree = tree.tokens == picks[:, :-1]
     if tree.in_use is not None:
         agree = agree & tree.in_use

@@ -7,8 +7,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from paceline.core.choice import JUDGES, Choice, Draw
+from paceline.core.choice import Choice, Draw
 from paceline.core.contracts import RULES, Rule, arange
+from paceline.core.quick import QUICK
 from paceline.core.tree import Drawn, TokenTree
 from paceline.core.verdict import NOTHING, Verdict
 
@@ -27,7 +28,7 @@ class Ratio(Rule):
     judges: ClassVar[tuple[Drawn, ...]] = ("certain", "iid", "without_replacement")
 
     def verify(self, tree: TokenTree, logits: Tensor, choice: Choice) -> Verdict:
-        quick = choice.judged(tree, logits) if JUDGES and self._plain else None
+        quick = choice.judged(tree, logits) if QUICK and self._plain else None
         if quick is not None:
             return quick
         laws = choice.law(logits).dense(logits.shape[-1])  # [R,1+N,V]

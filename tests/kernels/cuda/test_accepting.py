@@ -10,14 +10,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from paceline.core.choice import JUDGES, RACES, Choice, NoiseTable
+from paceline.core.choice import Choice, NoiseTable
 from paceline.core.contracts import RULES
 from paceline.core.law import SamplingBatch, Unwritten
 from paceline.core.noise import Purpose
 from paceline.core.noise import uniform as uniforms
+from paceline.core.quick import QUICK
 from paceline.core.sampling import Sampling
 from paceline.core.tree import TokenTree
 from paceline.core.verdict import BROKEN, NOTHING, Verdict
+from paceline.models.cuda_pass import between_passes
 from paceline.rules.ratio import Ratio
 
 pytest.importorskip("triton")
@@ -27,7 +29,7 @@ import triton.language as tl
 
 from paceline.kernels.cuda import accepting, choosing
 from paceline.kernels.cuda.accepting import judge, weigh
-from paceline.kernels.cuda.choosing import race, uniform
+from paceline.kernels.cuda.choosing import uniform
 
 pytestmark = pytest.mark.filterwarnings("ignore:(invalid value|overflow|divide by zero):RuntimeWarning")
 NEVER, NAN = float("-inf"), float("nan")
@@ -36,14 +38,12 @@ NEVER, NAN = float("-inf"), float("nan")
 @pytest.fixture
 def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a device that has them."""
-    monkeypatch.setitem(RACES, "cpu", race)
-    monkeypatch.setitem(JUDGES, "cpu", judge)
+    monkeypatch.setitem(QUICK, "cpu", between_passes())
 
 
 def by_law(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a device that has none."""
-    monkeypatch.delitem(RACES, "cpu")
-    monkeypatch.delitem(JUDGES, "cpu")
+    monkeypatch.delitem(QUICK, "cpu")
 
 
 def draw(*shape: int, seed: int) -> Tensor:
@@ -247,7 +247,8 @@ def test_every_rule_can_read_such_a_draft(name: str, kernels: None) -> None:
 def test_only_the_test_itself_goes_by_kernels(name: str, kernels: None, monkeypatch: pytest.MonkeyPatch) -> None:
     choice, target = a_choice([0.7], 2, 4), draw(1, 3, 20, seed=4)
     tree, asked = a_draft(choice, target[:, :2]), []
-    monkeypatch.setitem(JUDGES, "cpu", lambda *given: asked.append(given) or judge(*given))
+    watched = replace(QUICK["cpu"], judge=lambda *given: asked.append(given) or judge(*given))
+    monkeypatch.setitem(QUICK, "cpu", watched)
     RULES[name]().verify(tree, target, choice)
     assert bool(asked) == (name in ("ratio", "multi-round"))
 

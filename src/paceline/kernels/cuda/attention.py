@@ -23,7 +23,8 @@ COUNTS = 1 << 16  # programs that can count at once
 _ROOM = 1 << 28  # bytes that unjoined spans may take: more tokens are read in several goes
 
 
-@triton.jit(do_not_specialize=["Q", "DEPTH", "SPANS", "window", "blocks"])
+@triton.jit(do_not_specialize=["Q", "DEPTH", "SPANS", "window", "blocks"],
+            do_not_specialize_on_alignment=["prefix", "branch", "deep", "length"])  # fmt: skip
 def _spans(q, keys, values, prefix, branch, deep, length, peaks, sums, mixed, out, done, Q, DEPTH, SPANS, row_step,
            head_step, slot_step, scale, window, blocks,
            HEADS: tl.constexpr, KV: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, PLACES: tl.constexpr,

@@ -10,6 +10,8 @@ from torch import Tensor
 from .launching import after, overlapping
 
 _CHUNK = 2048  # logits that one program looks at
+_SMALL = 512  # where there are few places
+_MANY = 2048  # programs that are too many to be so small
 
 
 @triton.jit
@@ -34,21 +36,24 @@ def warmed(score, warmth):
     return tl.where(score == score, score, float("inf"))
 
 
-@triton.jit(do_not_specialize=["Q", "V", "chunks"])
-def _race(logits, heat, key, position, best, where, Q, V, step, chunks,
-          CHUNK: tl.constexpr, SAMPLED: tl.constexpr, OVERLAP: tl.constexpr):  # fmt: skip
-    """Of one chunk of one place's logits: the largest score and where it is; with noise, where a row has a heat."""
+@triton.jit(do_not_specialize=["Q", "place_row", "out_row", "out_step", "chunks", "broken"],
+            do_not_specialize_on_alignment=["position", "out"])  # fmt: skip
+def _race(logits, heat, key, position, best, where, done, out, Q, V, step, place_row, out_row, out_step, chunks, broken,
+          CHUNK: tl.constexpr, CHUNKS: tl.constexpr, SAMPLED: tl.constexpr, OVERLAP: tl.constexpr):  # fmt: skip
+    """Of one chunk of one place's logits: the largest score and where it is; with noise, where a row has a heat. The
+    last program of a place finds the best of all its chunks."""
     after(OVERLAP)
     place = tl.program_id(0)
     chunk = tl.program_id(1)
+    row = place // Q
     token = chunk * CHUNK + tl.arange(0, CHUNK)
     inside = token < V
-    score = tl.load(logits + place.to(tl.int64) * step + token, mask=inside, other=float("-inf")).to(tl.float32)
+    said = logits + place.to(tl.int64) * step
+    score = tl.load(said + token, mask=inside, other=float("-inf")).to(tl.float32)
     if SAMPLED:
-        row = place // Q
         warmth = tl.load(heat + row)
         score = warmed(score, warmth).to(tl.float64)
-        noise = tl.log(-tl.log(uniform(tl.load(key + row), tl.load(position + place), token)))
+        noise = tl.log(-tl.log(uniform(tl.load(key + row), tl.load(position + row * place_row + place % Q), token)))
         raced = tl.where(warmth > 0, score - noise, score)
         top, first = tl.max(raced, 0, return_indices=True)
         tl.store(best + place * chunks + chunk, top)
@@ -57,20 +62,22 @@ def _race(logits, heat, key, position, best, where, Q, V, step, chunks,
         top, first = tl.max(score, 0, return_indices=True)
         tl.store(best + place * chunks + chunk, top.to(tl.float64))
     tl.store(where + place * chunks + chunk, chunk * CHUNK + first)
+    tl.debug_barrier()
+    if tl.atomic_add(done + place, 1, sem="acq_rel") == chunks - 1:
+        won = _winner(said, best + place * chunks, where + place * chunks, chunks, broken, CHUNKS)
+        tl.store(out + row.to(tl.int64) * out_row + place % Q * out_step, won)
+        tl.store(done + place, 0)
 
 
-@triton.jit(do_not_specialize=["chunks", "broken"])
-def _winner(logits, best, where, out, step, chunks, broken, CHUNKS: tl.constexpr, OVERLAP: tl.constexpr):
+@triton.jit
+def _winner(said, best, where, chunks, broken, CHUNKS: tl.constexpr):
     """The best of all chunks; `broken` where even that is no number."""
-    after(OVERLAP)
-    place = tl.program_id(0)
     chunk = tl.arange(0, CHUNKS)
-    inside = chunk < chunks
-    scores = tl.load(best + place * chunks + chunk, mask=inside, other=float("-inf"))
+    scores = tl.load(best + chunk, mask=chunk < chunks, other=float("-inf"))
     _, first = tl.max(scores, 0, return_indices=True)
-    token = tl.load(where + place * chunks + first).to(tl.int64)
-    score = tl.load(logits + place.to(tl.int64) * step + token).to(tl.float32)
-    tl.store(out + place, tl.where(score - score == 0, token, broken.to(tl.int64)))
+    token = tl.load(where + first).to(tl.int64)
+    score = tl.load(said + token).to(tl.float32)
+    return tl.where(score - score == 0, token, broken.to(tl.int64))
 
 
 def in_steps(logits: Tensor) -> Tensor:
@@ -79,21 +86,36 @@ def in_steps(logits: Tensor) -> Tensor:
     return logits if even else logits.contiguous()
 
 
-def race(logits: Tensor, heat: Tensor | None, key: Tensor | None, position: Tensor | None, broken: int) -> Tensor:
+def _chunk(places: int, V: int) -> int:
+    """How many logits one program looks at: few, where that keeps more of the device busy. The winner is the same."""
+    return _CHUNK if places * V > _MANY * _SMALL else min(_SMALL, _CHUNK)
+
+
+def race(
+    logits: Tensor,
+    heat: Tensor | None,
+    key: Tensor | None,
+    position: Tensor | None,
+    broken: int,
+    into: Tensor | None = None,
+    done: Tensor | None = None,
+) -> Tensor:
     """[R,Q]: the token of each place of logits [R,Q,V]: the best, or (heat [R], key [R], position [R,Q]) the winner of
-    score / heat + Gumbel noise where a row's heat is not 0. `broken` where no token can be chosen."""
+    score / heat + Gumbel noise where a row's heat is not 0. `broken` where no token can be chosen. It is written to
+    `into` [R,Q], if that is given; done: zeros to count with, R*Q at least, which are zeros again when it is over."""
     R, Q, V = logits.shape
-    logits = in_steps(logits)
-    chunks, device = -(-V // _CHUNK), logits.device
-    best = torch.empty(R * Q, chunks, dtype=torch.float64, device=device)
-    where = torch.empty(R * Q, chunks, dtype=torch.int32, device=device)
-    out = torch.empty(R, Q, dtype=torch.int64, device=device)
-    more, none = overlapping(device), out
-    _race[(R * Q, chunks)](
-        logits, none if heat is None else heat, none if key is None else key,
-        none if position is None else position.contiguous(), best, where, Q, V, logits.stride(1), chunks,
-        CHUNK=_CHUNK, SAMPLED=heat is not None, num_warps=4, **more)  # fmt: skip
-    _winner[(R * Q,)](
-        logits, best, where, out, logits.stride(1), chunks, broken,
-        CHUNKS=triton.next_power_of_2(chunks), num_warps=1, **more)  # fmt: skip
+    logits, device, places = in_steps(logits), logits.device, R * Q
+    size = _chunk(places, V)
+    chunks = -(-V // size)
+    best = torch.empty(places, chunks, dtype=torch.float64, device=device)
+    where = torch.empty(places, chunks, dtype=torch.int32, device=device)
+    done = torch.zeros(places, dtype=torch.int32, device=device) if done is None else done
+    out = torch.empty(R, Q, dtype=torch.int64, device=device) if into is None else into
+    if position is not None and Q > 1 and position.stride(1) != 1:
+        position = position.contiguous()
+    _race[(places, chunks)](
+        logits, out if heat is None else heat, out if key is None else key, out if position is None else position,
+        best, where, done, out, Q, V, logits.stride(1), 0 if position is None else position.stride(0), out.stride(0),
+        out.stride(1), chunks, broken, CHUNK=size, CHUNKS=triton.next_power_of_2(chunks), SAMPLED=heat is not None,
+        num_warps=4, **overlapping(device))  # fmt: skip
     return out

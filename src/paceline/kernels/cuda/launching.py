@@ -1,4 +1,8 @@
-"""How kernels follow each other: each may start before the one before it has ended, and waits for it to end."""
+"""How kernels follow each other: each may start before the one before it has ended, and waits for it to end.
+
+A kernel is compiled anew where a number or an address becomes a multiple of 16, or no longer is one. Those that differ
+from token to token are left out of that by name: a draft's second token must not need kernels of its own.
+"""
 
 from __future__ import annotations
 

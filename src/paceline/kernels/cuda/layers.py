@@ -26,8 +26,8 @@ def _add_norm(parts, stream, weight, bias, out, M, D, eps, take, skip,
               OVERLAP: tl.constexpr):  # fmt: skip
     """stream [M,D] += the sum of parts [PARTS,M,D]; out = its norm, of the last `take` of each `take + skip` tokens."""
     after(OVERLAP)
-    index = tl.program_id(0)
-    token = index // take * (take + skip) + skip + index % take
+    token = tl.program_id(0)
+    index = token // (take + skip) * take + token % (take + skip) - skip
     column = tl.arange(0, BLOCK)
     inside = column < D
     kind = stream.dtype.element_ty
@@ -42,10 +42,11 @@ def _add_norm(parts, stream, weight, bias, out, M, D, eps, take, skip,
         tl.store(stream + token.to(tl.int64) * D + column, values.to(kind), mask=inside)
     if NORM:
         said = _normalised(values, weight + column, inside, eps, D, kind)
-        tl.store(out + index.to(tl.int64) * D + column, said, mask=inside)
+        asked = token % (take + skip) >= skip
+        tl.store(out + index.to(tl.int64) * D + column, said, mask=inside & asked)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["ids"])
 def _embed_norm(ids, table, stream, weight, out, D, eps, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):
     after(OVERLAP)
     token = tl.program_id(0)
@@ -58,7 +59,7 @@ def _embed_norm(ids, table, stream, weight, out, D, eps, BLOCK: tl.constexpr, OV
     tl.store(out + token.to(tl.int64) * D + column, said, mask=inside)
 
 
-@triton.jit(do_not_specialize=["M", "Q"])
+@triton.jit(do_not_specialize=["M", "Q"], do_not_specialize_on_alignment=["position", "slots"])
 def _turn(parts, bias, q_norm, k_norm, cos, sin, position, slots, q, keys, values, M, Q, N, row_step, head_step,
           slot_step, eps, HEADS: tl.constexpr, KV: tl.constexpr, WIDTH: tl.constexpr, HALF: tl.constexpr,
           SOME: tl.constexpr, PARTS: tl.constexpr, BIAS: tl.constexpr, NORMS: tl.constexpr,
@@ -133,11 +134,11 @@ def add_norm(
     parts: Tensor | None, stream: Tensor, out: Tensor | None, *, weight: Tensor | None = None,
     bias: Tensor | None = None, eps: float = 0.0, of: tuple[int, int] = (1, 0),
 ) -> None:  # fmt: skip
-    """stream [M,D] += the sum of parts [P,M,D] (None: nothing); out [n,D] = its norm. of = (take, skip): only of the
-    last `take` of each `take + skip` tokens, everything else stays as it is."""
+    """stream [M,D] += the sum of parts [P,M,D] (None: nothing); out [n,D] = its norm. of = (take, skip): the norm only
+    of the last `take` of each `take + skip` tokens."""
     M, D = stream.shape
     take, skip = of
-    _add_norm[(M // (take + skip) * take,)](
+    _add_norm[(M,)](
         stream if parts is None else parts, stream, stream if weight is None else weight,
         stream if bias is None else bias, stream if out is None else out, M, D, eps, take, skip,
         PARTS=0 if parts is None else parts.shape[0], BIAS=bias is not None, NORM=out is not None,

@@ -1,0 +1,77 @@
+"""Faster ways of a device: kernels that do at once what torch does in several steps. Whoever has some puts them here.
+
+What they compute is said by the code that asks for them, and it is what that code computes by itself where there are
+none. Inside a captured round a step of torch's costs as much as a small kernel, however little it does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+
+class Race(Protocol):
+    """`Choice.pick` and `Choice.guess`: [R,Q], the token of each place of logits [R,Q,V], written to `into` if given.
+
+    The best, or (heat [R], key [R], position [R,Q]) the winner of score / heat + Gumbel noise where a row's heat is not
+    0; `broken` where no token can be chosen. done: zeros to count with, R*Q at least; zeros again when it is over.
+    """
+
+    def __call__(
+        self,
+        logits: Tensor,
+        heat: Tensor | None,
+        key: Tensor | None,
+        position: Tensor | None,
+        broken: int,
+        into: Tensor | None = None,
+        done: Tensor | None = None,
+    ) -> Tensor: ...
+
+
+class Lay(Protocol):
+    """The slots [R,Q] and the ids [R,Q] of the last `width` tokens of texts [R,T] of `length` [R,1] and of `tokens`
+    [R,fed] after them; and, [more,R], the slots that follow each text."""
+
+    def __call__(
+        self, text: Tensor, length: Tensor, tokens: Tensor | None, width: int, more: int
+    ) -> tuple[Tensor, Tensor, Tensor]: ...
+
+
+class Write(Protocol):
+    """`SteadyRows.write`, of a chain: tokens emitted [R,S] go to the texts, lengths grow by accepted [R,1] + 1 up to
+    `end`; returns emitted, tokens and count side by side."""
+
+    def __call__(
+        self,
+        texts: tuple[Tensor, Tensor, Tensor],
+        emitted: Tensor,
+        accepted: Tensor,
+        tokens: Tensor,
+        count: Tensor | None,
+    ) -> Tensor: ...
+
+
+@dataclass(frozen=True)
+class Quick:
+    """The kernels of one type of device."""
+
+    race: Race
+    # rule `ratio` on chains: logits, tokens, the draft's logits, count, heat, keys, length -> emitted, accepted
+    judge: Callable[
+        [Tensor, Tensor, Tensor | None, Tensor | None, Tensor, tuple[Tensor, Tensor], Tensor], tuple[Tensor, Tensor]
+    ]
+    # rule `match` on chains: tokens [R,N], count [R], picks [R,1+N] -> emitted [R,1+N], accepted [R,1]
+    follow: Callable[[Tensor, Tensor | None, Tensor], tuple[Tensor, Tensor]]
+    lay: Lay
+    # lengths [R,1], ends [R,1], depth -> the next 1 + depth positions [R,1+depth], drafted tokens at most [R]
+    begin: Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor]]
+    write: Write
+    # `ScriptedModel`: logits [R,K,V] of the last K ids, the script [V,D], ids, position [R,Q], length [R,1], loudness
+    say: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, float], None]
+
+
+QUICK: dict[str, Quick] = {}  # by the type of a device

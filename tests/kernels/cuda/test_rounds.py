@@ -1,0 +1,283 @@
+"""What lies between the passes of a round, by kernels that are interpreted on a CPU: what torch says, number by number,
+and whole texts in captured rounds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import fields
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from tests.toys import llama
+from torch import Tensor
+
+import paceline
+from paceline.core.choice import NoiseTable
+from paceline.core.law import SamplingBatch
+from paceline.core.noise import Purpose
+from paceline.core.quick import QUICK, Quick
+from paceline.core.sampling import Sampling
+from paceline.core.tree import TokenTree
+from paceline.core.verdict import BROKEN, Verdict
+from paceline.engine import flight
+from paceline.engine.row_tensors import RowTensors
+from paceline.engine.steady import SteadyRows
+from paceline.models import language_model
+from paceline.models.cuda_pass import CudaPass, CudaPlan, between_passes, cuda_plan
+from paceline.models.laying import Layout
+from paceline.models.runners.programs import Rehearsal
+from paceline.models.scripted import Script, ScriptedModel
+from paceline.rules.match import Match
+
+pytest.importorskip("triton")
+
+from paceline.kernels.cuda import choosing, rounds
+from paceline.kernels.cuda.choosing import race
+
+pytestmark = pytest.mark.filterwarnings("ignore:(invalid value|overflow|divide by zero):RuntimeWarning")
+
+
+def numbers(*shape: int, most: int, seed: int) -> Tensor:
+    return torch.randint(0, most, shape, generator=torch.Generator().manual_seed(seed))
+
+
+# ---- the race in one launch
+
+
+@pytest.mark.parametrize("sampled", [False, True])
+@pytest.mark.parametrize(("chunk", "V"), [(16, 100), (64, 64), (32, 65), (512, 40)])
+def test_counters_are_zeros_again_and_chunks_do_not_matter(
+    sampled: bool, chunk: int, V: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ties are won by the token that comes first, in whatever chunk it is."""
+    logits = numbers(2, 3, V, most=3, seed=1).float()
+    batch = SamplingBatch([Sampling(temperature=0.8 * sampled, seed=i) for i in range(2)], [(), ()], "cpu")
+    heat = batch.column("temperature", torch.float32) if sampled else None
+    key, position = (batch.key(Purpose.TARGET), numbers(2, 5, most=99, seed=2)[:, 1:4]) if sampled else (None, None)
+    wanted = race(logits, heat, key, position, BROKEN)
+    if not sampled:
+        assert torch.equal(wanted, (logits == logits.amax(-1, keepdim=True)).int().argmax(-1))
+    monkeypatch.setattr(choosing, "_CHUNK", chunk)
+    done = batch.zeros(6)
+    for _ in range(2):
+        assert torch.equal(race(logits, heat, key, position, BROKEN, done=done), wanted)
+        assert not done.any()
+
+
+def test_few_places_are_cut_smaller() -> None:
+    assert choosing._chunk(1, 49152) == choosing._chunk(6, 151936) < choosing._chunk(48, 151936)
+
+
+def test_tokens_are_written_where_they_belong() -> None:
+    logits = numbers(3, 1, 50, most=1000, seed=3).float()
+    room = torch.full((4, 3, 1), -9)
+    assert race(logits, None, None, None, BROKEN, into=room[2]).data_ptr() == room[2].data_ptr()
+    assert room[2].tolist() == logits.argmax(-1).tolist()
+    assert (room[[0, 1, 3]] == -9).all()
+    wide = torch.full((3, 4), -9)
+    race(logits.view(1, 3, 50).expand(3, 3, 50), None, None, None, BROKEN, into=wide[:, 1:])
+    assert wide.tolist() == [[-9, *logits.argmax(-1).flatten().tolist()]] * 3
+
+
+def test_zeros_that_programs_hold_stay() -> None:
+    batch = SamplingBatch([Sampling()], [()], "cpu")
+    few = batch.zeros(3)
+    assert batch.zeros(len(few)) is few
+    many = batch.zeros(1000)
+    assert len(many) >= 1000
+    assert any(each is few for each in batch._zeros)
+
+
+# ---- beginning, following, committing
+
+
+@pytest.mark.parametrize("depth", [0, 1, 5, 8])
+def test_begin(depth: int) -> None:
+    length, end = torch.tensor([[7], [2], [40]]), torch.tensor([[10], [2], [400]])
+    position, most = rounds.begin(length, end, depth)
+    assert torch.equal(position, length + torch.arange(depth + 1))
+    assert torch.equal(most, (end - length - 1).squeeze(1).clamp(0, depth))
+
+
+@pytest.mark.parametrize(("width", "fed"), [(2, 0), (1, 5), (1, 0), (3, 20), (1, 63)])
+@pytest.mark.parametrize("turned", [False, True])
+def test_lay(width: int, fed: int, turned: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows: Any = SimpleNamespace(
+        text=numbers(6, 90, most=99, seed=1)[::2], length=torch.tensor([[9], [4], [26]]), bound=30
+    )
+    tokens = None
+    if fed:
+        tokens = numbers(fed, 3, most=99, seed=2).t() if turned else numbers(3, fed, most=99, seed=2)
+    later = [numbers(3, 1, most=99, seed=seed) for seed in (3, 4)]
+    said = []
+    for quick in (False, True):
+        if quick:
+            monkeypatch.setitem(QUICK, "cpu", between_passes())
+        layout = Layout()
+        said.append([layout.of(rows, 0, width, tokens)])
+        said[-1] += [layout.of(rows, fed + step, 0, each) for step, each in enumerate(later)]
+        said[-1] += [layout.of(rows, fed + 2, 0, torch.cat(later, 1))]
+        layout.forget()
+        said[-1] += [layout.of(rows, 0, 0, later[0])]
+    for slow, fast in zip(*said, strict=True):
+        assert all(torch.equal(one, other) for one, other in zip(slow, fast, strict=True))
+
+
+@pytest.mark.parametrize("N", [1, 2, 5, 8])
+@pytest.mark.parametrize("counted", [False, True])
+def test_follow(N: int, counted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    picks = numbers(64, N + 1, most=2, seed=N)
+    picks[:4, 1:] = BROKEN
+    tree = TokenTree(numbers(N, 64, most=2, seed=N + 1).t(), count=numbers(64, most=N + 2, seed=3) if counted else None)
+    choice: Any = SimpleNamespace(pick=lambda logits: picks)
+    wanted = Match().verify(tree, picks, choice)
+    monkeypatch.setitem(QUICK, "cpu", between_passes())
+    got = Match().verify(tree, picks, choice)
+    assert torch.equal(got.emitted, wanted.emitted)
+    assert torch.equal(got.accepted, wanted.accepted)
+    assert {0, 1} <= set(wanted.accepted.flatten().tolist())
+
+
+class Some(SteadyRows):
+    """Five rows, one of them at its end."""
+
+    def __init__(self) -> None:
+        self.batch = SamplingBatch([Sampling()] * 5, [()] * 5, "cpu")
+        self.device = torch.device("cpu")
+        store = numbers(8, 40, most=99, seed=1)
+        self.text, self.length = store[:5], torch.tensor([[3], [9], [20], [2], [11]])
+        self.end = torch.tensor([[30], [12], [21], [2], [30]])
+        self._most, self._depth = None, 0
+
+
+@pytest.mark.parametrize("N", [0, 1, 5])
+@pytest.mark.parametrize("counted", [False, True])
+def test_write(N: int, counted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    tree = TokenTree(numbers(N, 5, most=99, seed=2).t(), count=numbers(5, most=N + 1, seed=3) if counted else None)
+    verdict = Verdict(numbers(5, N + 1, most=99, seed=4), numbers(5, 1, most=N + 1, seed=5))
+    slow, fast = Some(), Some()
+    wanted = slow.write(verdict, tree)
+    monkeypatch.setitem(QUICK, "cpu", between_passes())
+    monkeypatch.setattr(RowTensors, "write", None)  # not that way
+    assert torch.equal(fast.write(verdict, tree), wanted)
+    assert torch.equal(fast.text, slow.text)
+    assert torch.equal(fast.length, slow.length)
+
+
+@pytest.mark.parametrize("steps", [1, 3])
+@pytest.mark.parametrize("keep", [1, 4])
+def test_say(steps: int, keep: int) -> None:
+    said, ids, length = numbers(30, steps, most=30, seed=1), numbers(2, 4, most=30, seed=2), torch.tensor([[9], [40]])
+    position = length + torch.arange(-2, 2)
+    logits = torch.zeros(2, keep, 32)
+    rounds.say(logits[..., :30], said, ids, position, length, 7.0)
+    step = (position[:, -keep:] + 1 - length).clamp(0, steps - 1)
+    wanted = torch.zeros(2, keep, 32).scatter_(-1, said[ids[:, -keep:], step].unsqueeze(-1), 7.0)
+    assert torch.equal(logits, wanted)
+
+
+# ---- whole texts
+
+SETTINGS: list[dict[str, Any]] = [
+    {},
+    {"temperature": 0.9, "seed": [3, 4, 5]},
+    {"temperature": [0.0, 0.9, 1.2], "seed": 1},
+    {"temperature": 0.8, "repetition_penalty": 1.3, "seed": 2},
+]
+
+
+def counting(asked: list[str]) -> Quick:
+    """The kernels, and a note of each that is asked."""
+
+    def noted(name: str, kernel: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *given, **named: asked.append(name) or kernel(*given, **named)
+
+    known = between_passes()
+    return Quick(**{each.name: noted(each.name, getattr(known, each.name)) for each in fields(known)})
+
+
+def texts(draft: Any, options: dict[str, Any], rows: int, settings: dict[str, Any], scripted: bool) -> list[list[int]]:
+    target, small = (paceline.LanguageModel(llama(seed, num_hidden_layers=2 - seed).float()) for seed in (0, 1))
+    if scripted:
+        script = Script.written(target.vocabulary)
+        target, small = ScriptedModel(target, script), ScriptedModel(small, script, (0.9, 0.5))
+    named = small if draft == "model" else draft
+    decoder = paceline.SpeculativeDecoder(target, named, options=options, gamma=3, rows=rows)
+    prompts = [[1, 2, 3, 1, 2], [7, 8], [4, 9, 6]]
+    return [out.tokens for out in decoder.generate(prompts, max_new_tokens=[9, 4, 12], **settings)]
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=["greedy", "sampled", "mixed", "penalised"])
+@pytest.mark.parametrize(
+    ("draft", "options", "rows", "scripted"),
+    [("model", {}, 1, False), ("model", {}, 3, False), ("model", {}, 2, True), ("model", {"tree": "levels"}, 2, False),
+     (None, {}, 2, False), ("prompt-lookup", {}, 2, False)],
+    ids=str,
+)  # fmt: skip
+def test_the_same_texts(
+    draft: Any, options: dict[str, Any], rows: int, scripted: bool, settings: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(flight, "programs_for", lambda lm: Rehearsal())
+    wanted = texts(draft, options, rows, settings, scripted)
+    asked: list[str] = []
+    monkeypatch.setitem(QUICK, "cpu", counting(asked))
+    assert texts(draft, options, rows, settings, scripted) == wanted
+    plain = "repetition_penalty" not in settings
+    assert ("race" in asked) == plain
+    assert ("say" in asked) == scripted
+    assert "lay" in asked
+
+
+@pytest.mark.parametrize("heat", [0.0, 0.8])
+def test_how_much_a_round_asks_for(heat: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One row, a chain of 3: every number is a launch on a device."""
+    monkeypatch.setattr(flight, "programs_for", lambda lm: Rehearsal())
+    asked: list[str] = []
+    monkeypatch.setitem(QUICK, "cpu", counting(asked))
+    whole = flight.Hangar._round
+    spent = []
+
+    def counted(self: Any, loop: Any, rows: Any) -> Any:
+        asked.clear()
+        flown = whole(self, loop, rows)
+        spent.append({name: asked.count(name) for name in asked})
+        return flown
+
+    monkeypatch.setattr(flight.Hangar, "_round", counted)
+    target, small = (paceline.LanguageModel(llama(seed, num_hidden_layers=2 - seed).float()) for seed in (0, 1))
+    decoder = paceline.SpeculativeDecoder(target, small, gamma=3)
+    decoder.generate([1, 2, 3], max_new_tokens=12, temperature=heat, seed=1)
+    assert spent
+    assert all(each == {"begin": 1, "lay": 2, "race": 4, "follow": 1, "write": 1} for each in spent)
+
+
+@pytest.mark.parametrize(("rows", "settings"), [(1, {}), (2, {"temperature": 0.9, "seed": [3, 4]})], ids=str)
+def test_rounds_by_kernels_alone(rows: int, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Passes and all: what a device captures."""
+    sizes = {"vocab_size": 80, "hidden_size": 32, "intermediate_size": 48, "max_position_embeddings": 128}
+    models = [paceline.LanguageModel(llama(seed, num_hidden_layers=2 - seed, **sizes).float()) for seed in (0, 1)]
+    prompts, limits = [[1, 2, 3, 1, 2], [7, 8]], {"max_new_tokens": [9, 5], **settings}
+    plain = paceline.SpeculativeDecoder(models[0], runner="eager").generate(prompts, **limits)
+
+    def by_cuda(lm: Any, model: Any) -> CudaPass:
+        plan = cuda_plan(model, lm.architecture.kinds, lm.architecture.window, lm.logits)
+        assert isinstance(plan, CudaPlan), plan
+        return CudaPass(plan)
+
+    monkeypatch.setattr(language_model, "kernel_pass", by_cuda)
+    monkeypatch.setattr(flight, "programs_for", lambda lm: Rehearsal())
+    asked: list[str] = []
+    monkeypatch.setitem(QUICK, "cpu", counting(asked))
+    found = paceline.SpeculativeDecoder(*models, gamma=3, rows=rows).generate(prompts, **limits)
+    assert [out.tokens for out in found] == [out.tokens for out in plain]
+    assert {"begin", "lay", "race", "follow", "write"} <= set(asked)
+
+
+def test_positions_that_are_known_are_not_made_again() -> None:
+    batch = SamplingBatch([Sampling()], [()], "cpu")
+    known = torch.tensor([[5, 6]])
+    assert NoiseTable(batch, torch.tensor([[5]]), 2, known).position is known
+    assert NoiseTable(batch, torch.tensor([[5]]), 2).position.tolist() == [[5, 6]]

@@ -6,6 +6,7 @@ import copy
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -302,11 +303,16 @@ class SlotReader:
     # ---- forgetting
 
     def keep(self, rows: RowsView, path: Tensor | None) -> None:
-        """`path` [R,D]: the scratch tokens to keep, in order (None: of a chain, which is in place)."""
+        """`path` [R,D]: the scratch tokens to keep, in order (None: of a chain, which is in place). Those before a
+        token of a path were read before it, so the j-th is number j or later; a smaller number is of nobody."""
         if path is not None and self._parents is not None and path.shape[1] > 0:
             self.cache.reserve(rows.capacity, max(rows.lengths) + path.shape[1])
-            target = rows.length + arange(0, path.shape[1], path.device)
-            self.cache.move(rows.length + path, target)
+            steps = arange(0, path.shape[1], path.device)
+            if path.device.type == "cpu":  # looking is free there, and most that is kept is where it belongs
+                moved = np.flatnonzero((path.numpy() > steps.numpy()).any(axis=0)).tolist()
+                path, steps = path[:, moved], steps[moved]
+            if path.shape[1]:
+                self.cache.move(rows.length + path, rows.length + steps)
         self.forget()
 
     def forget(self) -> None:

@@ -109,10 +109,3 @@ def test_transformers_drafts_with_the_same_small_model(target: LanguageModel, tm
     assert not notes
     task, plan = Task("one", "toy", ((1, 2, 3, 4),)), Plan(tokens=12)
     assert peer.run(task, plan, 0, lambda: False).tokens == ours.run(task, plan, 0, lambda: False).tokens
-
-
-def test_what_is_in_the_package_fits_its_own_description() -> None:
-    for index in room.ROOT.glob("*/catalogue.json"):
-        for kind in json.loads(index.read_text())["best"]:
-            assert (index.parent / kind / "config.json").exists()
-            assert (index.parent / kind / "model.safetensors").exists()

@@ -11,7 +11,7 @@ from paceline.training.course import COURSES, Course, make_course
 from paceline.training.losses import LOSSES, Distance, distance
 from paceline.training.outlook import expected, follow, look_ahead
 from paceline.training.teacher import Lesson, Teacher
-from tests.training.toys import KINDS, course_of, own_texts, target, trained
+from tests.training.toys import KINDS, course_of, in_sixteen_bits, own_texts, target, trained
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -54,10 +54,7 @@ def test_guesses_are_what_it_drafts(kind: str) -> None:
 @pytest.mark.parametrize("loss", LOSSES)
 def test_in_sixteen_bits_too(kind: str, loss: str) -> None:
     """A target in bfloat16, weights in float32, products by autocast: what a GPU does."""
-    lm = target()
-    lm.model.bfloat16()
-    corpus = Corpus(own_texts(lm, 12), 64, 256, seed=1)
-    course = course_of(kind, lm, corpus, loss)
+    course, corpus = in_sixteen_bits(kind, loss)
     lesson = course.teacher.read(corpus.batch(0), course.taps)
     with torch.autocast("cpu", torch.bfloat16):
         course(lesson).backward()
@@ -70,11 +67,8 @@ def test_in_sixteen_bits_too(kind: str, loss: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_drafter_leaves_what_is_learnt_in(kind: str) -> None:
     """What drafts for a target in 16 bits is in 16 bits; what is trained for it must stay in 32."""
-    lm = target()
-    lm.model.bfloat16()
-    corpus = Corpus(own_texts(lm, 12), 64, 256, seed=1)
-    course = course_of(kind, lm, corpus)
-    SpeculativeDecoder(lm, course.drafter()).generate([1, 2, 3], max_new_tokens=8)
+    course, _ = in_sixteen_bits(kind)
+    SpeculativeDecoder(course.teacher.lm, course.drafter()).generate([1, 2, 3], max_new_tokens=8)
     assert all(weight.dtype == torch.float32 for weight in course.parameters())
 
 

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_flatten
 
 from paceline.training.corpus import Corpus
 from paceline.training.losses import LOSSES
-from tests.training.toys import KINDS, course_of, own_texts, target
+from tests.training.toys import KINDS, course_of, in_sixteen_bits, own_texts, target
 
 _READS = ("_local_scalar_dense", "nonzero", "masked_select", "is_nonzero", "unique")
 
@@ -57,10 +57,7 @@ def test_what_is_made_elsewhere_is_found() -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("loss", LOSSES)
 def test_nothing_is_made_elsewhere(kind: str, loss: str) -> None:
-    lm = target()
-    lm.model.bfloat16()
-    corpus = Corpus(own_texts(lm, 12), 64, 256, seed=1)
-    course = course_of(kind, lm, corpus, loss)
+    course, corpus = in_sixteen_bits(kind, loss)
     batch = corpus.batch(0)
     with torch.device("meta"), Elsewhere(), torch.autocast("cpu", torch.bfloat16):
         lesson = course.teacher.read(batch, course.taps)

@@ -43,6 +43,14 @@ def course_of(kind: str, lm: LanguageModel, corpus: Corpus, loss: str = "kl", se
     return make_course(kind, Teacher(lm), corpus, loss, options, seed)
 
 
+def in_sixteen_bits(kind: str, loss: str = "kl") -> tuple[Course, Corpus]:
+    """To learn for a target in bfloat16, as they are on a GPU."""
+    lm = target()
+    lm.model.bfloat16()
+    corpus = Corpus(own_texts(lm, 12), 64, 256, seed=1)
+    return course_of(kind, lm, corpus, loss), corpus
+
+
 def trained(course: Course, corpus: Corpus, steps: int = 150, rate: float = 1e-2) -> list[float]:
     """Losses on the way; a few steps of plain Adam."""
     weights = [weight for weight in course.parameters() if weight.requires_grad]

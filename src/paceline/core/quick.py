@@ -13,25 +13,6 @@ from typing import Protocol
 from torch import Tensor
 
 
-class Race(Protocol):
-    """`Choice.pick` and `Choice.guess`: [R,Q], the token of each place of logits [R,Q,V], written to `into` if given.
-
-    The best, or (heat [R], key [R], position [R,Q]) the winner of score / heat + Gumbel noise where a row's heat is not
-    0; `broken` where no token can be chosen. done: zeros to count with, R*Q at least; zeros again when it is over.
-    """
-
-    def __call__(
-        self,
-        logits: Tensor,
-        heat: Tensor | None,
-        key: Tensor | None,
-        position: Tensor | None,
-        broken: int,
-        into: Tensor | None = None,
-        done: Tensor | None = None,
-    ) -> Tensor: ...
-
-
 class Lay(Protocol):
     """The slots [R,Q] and the ids [R,Q] of the last `width` tokens of texts [R,T] of `length` [R,1] and of `tokens`
     [R,fed] after them; and, [more,R], the slots that follow each text."""
@@ -59,7 +40,10 @@ class Write(Protocol):
 class Quick:
     """The kernels of one type of device."""
 
-    race: Race
+    # `Choice.pick` and `Choice.guess`: logits [R,Q,V], heat [R], key [R], position [R,Q], broken, into [R,Q], done ->
+    # [R,Q]. The best, or, where a row's heat is not 0, the winner of score / heat + Gumbel noise; `broken` where none can
+    # be chosen. into: where to write it. done: zeros to count with, R*Q at least; zeros again when it is over.
+    race: Callable[[Tensor, Tensor | None, Tensor | None, Tensor | None, int, Tensor | None, Tensor | None], Tensor]
     # rule `ratio` on chains: logits, tokens, the draft's logits, count, heat, keys, length -> emitted, accepted
     judge: Callable[
         [Tensor, Tensor, Tensor | None, Tensor | None, Tensor, tuple[Tensor, Tensor], Tensor], tuple[Tensor, Tensor]

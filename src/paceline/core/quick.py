@@ -41,8 +41,8 @@ class Quick:
     """The kernels of one type of device."""
 
     # `Choice.pick` and `Choice.guess`: logits [R,Q,V], heat [R], key [R], position [R,Q], broken, into [R,Q], done ->
-    # [R,Q]. The best, or, where a row's heat is not 0, the winner of score / heat + Gumbel noise; `broken` where none can
-    # be chosen. into: where to write it. done: zeros to count with, R*Q at least; zeros again when it is over.
+    # [R,Q]. The best, or, where a row's heat is not 0, the winner of score / heat + Gumbel noise; `broken` where none
+    # can be chosen. into: where to write it. done: zeros to count with, R*Q at least; zeros again when it is over.
     race: Callable[[Tensor, Tensor | None, Tensor | None, Tensor | None, int, Tensor | None, Tensor | None], Tensor]
     # rule `ratio` on chains: logits, tokens, the draft's logits, count, heat, keys, length -> emitted, accepted
     judge: Callable[

@@ -1,0 +1,71 @@
+# What docs/results/gpu.md was measured with. On a machine with an H200, from the repository's root:
+#   bash docs/results/gpu/measure.sh checks|speed|tables|construction|strict|picture [...]
+# Records go to /tmp/measured, and packed to $OUT if that is set. No pytest, typer or rich is needed.
+set -u
+export PYTHONPATH=src PYTHONUNBUFFERED=1
+into=/tmp/measured
+mkdir -p "$into"
+
+pack() { [ -z "${OUT:-}" ] || tar czf "$OUT/measured.tgz" -C "$into" .; }
+
+checks() { # everything in tests/gpu/run.py, in processes beside each other: nothing is timed here
+  python3 tests/gpu/run.py kernels bits race memory threads > "$into/checks-kernels.txt" 2>&1 &
+  python3 tests/gpu/run.py "cuda_graph llama" "cuda_graph gpt2" > "$into/checks-graphs.txt" 2>&1 &
+  python3 tests/gpu/run.py "eager llama" "eager gpt2" > "$into/checks-eager.txt" 2>&1 &
+  python3 tests/gpu/run.py reads compiled > "$into/checks-reads.txt" 2>&1 &
+  epsilons > "$into/epsilons.txt" 2>&1 &
+  wait
+  grep -h -B1 -A25 FAILED "$into"/checks-*.txt | head -150
+  tail -n 3 "$into"/checks-*.txt "$into/epsilons.txt"
+}
+
+epsilons() { # how little the later layers must add for the first three to agree with them so often
+  python3 - <<'PY'
+from paceline.models.agreeing import eps_for
+for shape in ("llama-135m", "llama-7b"):
+    for rate in (0.6, 0.8, 0.9):
+        found = eps_for(rate, shape, 3, dtype="bfloat16", device="cuda", steps=7, close=0.02)
+        print(shape, rate, f"{found.eps:.6g}", f"{found.agreement:.3f}", flush=True)
+PY
+}
+
+speed() { python3 tests/gpu/speed.py llama-135m llama-7b 2>&1 | tee "$into/speed.txt"; }
+
+picture() {
+  python3 tests/gpu/picture.py llama-135m eager auto 2>&1 | tee "$into/picture.txt"
+  python3 tests/gpu/picture.py llama-7b auto 2>&1 | tee -a "$into/picture.txt"
+}
+
+bench() { # NAME ARGUMENTS: one record
+  local name=$1
+  shift
+  rm -f "$into/$name.jsonl"
+  python3 -m paceline.bench --device cuda --dtype bfloat16 --runs draft-model --limit 2 --repeats 2 --max-new-tokens 128 --warm-up 128 \
+    --force --out "$into/$name.jsonl" "$@" > "$into/$name.txt" 2>&1
+  grep -v '^\[' "$into/$name.txt"
+  pack
+}
+
+tables() {
+  for shape in llama-135m llama-7b; do for rate in 0.8 0.9 0.6; do
+    echo "== $shape, right $rate"
+    bench "$shape-$rate" --shape "$shape" --synthetic-acceptance "$rate" --peers hf --peers hf-assisted
+  done; done
+}
+
+construction() { # the first three layers draft; the others add what epsilons found
+  while read -r shape rate eps _; do
+    echo "== $shape, agreeing $rate by construction, eps $eps"
+    bench "$shape-agreeing-$rate" --shape "$shape" --construction "$eps" --draft-shape "$shape:layers=3" --peers hf-assisted
+  done < <(grep llama "$into/epsilons.txt")
+}
+
+strict() { python3 tests/gpu/strict.py smollm2-135m weights/gpu/prompts.jsonl 200 2>&1 | tee "$into/strict.txt"; }
+
+for part in "$@"; do
+  began=$SECONDS
+  echo "# $part"
+  "$part"
+  pack
+  echo "# $part took $((SECONDS - began)) s"
+done

@@ -8,11 +8,18 @@ mkdir -p "$into"
 
 pack() { [ -z "${OUT:-}" ] || tar czf "$OUT/measured.tgz" -C "$into" .; }
 
+check() { # NAME TITLES
+  timeout 270 python3 tests/gpu/run.py "${@:2}" > "$into/checks-$1.txt" 2>&1 &
+}
+
 checks() { # everything in tests/gpu/run.py, in processes beside each other: nothing is timed here
-  python3 tests/gpu/run.py kernels bits race memory threads > "$into/checks-kernels.txt" 2>&1 &
-  python3 tests/gpu/run.py "cuda_graph llama" "cuda_graph gpt2" > "$into/checks-graphs.txt" 2>&1 &
-  python3 tests/gpu/run.py "eager llama" "eager gpt2" > "$into/checks-eager.txt" 2>&1 &
-  python3 tests/gpu/run.py reads compiled > "$into/checks-reads.txt" 2>&1 &
+  check texts strict=False
+  check strict strict=True
+  check kernels bits race "ratio by" memory threads
+  check graphs-llama "cuda_graph llama"
+  check graphs-gpt2 "cuda_graph gpt2"
+  check eager "eager llama" "eager gpt2"
+  check reads reads compiled
   epsilons > "$into/epsilons.txt" 2>&1 &
   wait
   grep -h -B1 -A25 FAILED "$into"/checks-*.txt | head -150

@@ -2,9 +2,8 @@
 
 Random models of a named shape whose draft is right with a given probability. Prints v(n), of trees beside chains, plain
 decoding, and for each rate: the time to the first token, tokens per second after it, and the share of the bound
-τ / (v(γ+1) + γ·c), with c a pass of the draft model over one token; then batches, while all rows are live (rows advance
-at different speeds, and one that ends is followed by another). Everything is run until nothing is compiled or captured
-any more, then timed.
+τ / (v(γ+1) + γ·c), with c a pass of the draft model over one token; then batches, while all rows are live. Everything
+is run until nothing is compiled or captured any more, then timed.
 """
 
 from __future__ import annotations
@@ -55,20 +54,20 @@ def timed(decoder: Any, prompts: list[list[int]], repeats: int = 5, **settings: 
 
 
 def live_rate(decoder: Any, prompts: list[list[int]], rows: int) -> float:
-    """Tokens per second while `rows` rows are live: from when the first of them begin until no newcomer is left."""
+    """Tokens per second while `rows` rows are live: from when the first of them begin until no newcomer is left. The
+    texts are written to their ends, or the decoder would start anew, and capture its rounds anew, next time."""
     best = 0.0
-    for _ in range(3):
+    for _ in range(4):
         began: float | None = None
         ended = count = 0
         last = 0.0
         for piece in decoder.stream(prompts, max_new_tokens=TOKENS, ignore_eos=True):
             if began is None:
                 began = time.perf_counter()
-            count += 1
             ended += piece.finish_reason is not None
-            if ended > len(prompts) - rows:
-                break
-            last = time.perf_counter()
+            if ended <= len(prompts) - rows:
+                count += 1
+                last = time.perf_counter()
         assert began is not None
         best = max(best, count / (last - began))
     return best
@@ -157,12 +156,22 @@ def main(shape: str) -> None:
                         f"{found.rate / bound:.0%} of the bound, first {found.first * 1e3:.1f} ms)")  # fmt: skip
         print(f"  right {acceptance:.0%}: greedy {line[0]}; sampled {line[1]}", flush=True)
         if acceptance == 0.9:
-            alone = live_rate(paceline.SpeculativeDecoder(scripted, helper, gamma=GAMMA, rows=1), prompts[:2], 1)
-            print(f"  1 row live: {alone:.0f} tokens/s", flush=True)
-            for rows in (8, 32, 64):
-                decoder = paceline.SpeculativeDecoder(scripted, helper, gamma=GAMMA, rows=rows)
-                many = live_rate(decoder, [prompts[i % 32][: PROMPT - 3 * (i % 8)] for i in range(2 * rows)], rows)
-                print(f"  {rows} rows live: {many:.0f} tokens/s, {many / alone:.2f} times one row", flush=True)
+            batches(scripted, helper, prompts)
+
+
+def batches(target: Any, draft: Any, prompts: list[list[int]]) -> None:
+    """Rows of different lengths that advance at different speeds, beside one row: while all are live, and where each
+    that ends is followed by another, whose prompt is read while they wait."""
+    alone = live_rate(paceline.SpeculativeDecoder(target, draft, gamma=GAMMA, rows=1), prompts[:1], 1)
+    print(f"  1 row: {alone:.0f} tokens/s", flush=True)
+    for rows in (8, 32, 64):
+        decoder = paceline.SpeculativeDecoder(target, draft, gamma=GAMMA, rows=rows)
+        found = []
+        for texts in (rows, 2 * rows):
+            many = [prompts[i % 32][: PROMPT - 3 * (i % 8)] for i in range(texts)]
+            found.append(live_rate(decoder, many, rows))
+        print(f"  {rows} rows: {found[0]:.0f} tokens/s, {found[0] / alone:.2f} times one row; with newcomers "
+              f"{found[1]:.0f}, {found[1] / alone:.2f} times", flush=True)  # fmt: skip
 
 
 if __name__ == "__main__":

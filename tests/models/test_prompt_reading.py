@@ -16,8 +16,9 @@ class Kernels:
     def __init__(self) -> None:
         self.read_so_far: list[tuple[int, list[list[int]], list[int]]] = []
 
-    def read(self, cache: Any, first: int, tokens: torch.Tensor, position: torch.Tensor) -> None:
+    def read(self, cache: Any, first: int, tokens: torch.Tensor, position: torch.Tensor, taps: Any) -> Any:
         self.read_so_far.append((first, tokens.tolist(), position[0].tolist()))
+        return tuple(tokens.unsqueeze(-1) * tap for tap in taps)
 
 
 class Cache:
@@ -31,20 +32,22 @@ class Programs:
     def __init__(self) -> None:
         self.keys: list[Hashable] = []
         self.forgot = 0
+        self.result: tuple[torch.Tensor, ...] = ()
 
-    def run(self, key: Hashable, program: Callable[[], None]) -> None:
+    def run(self, key: Hashable, program: Callable[[], Any]) -> Any:
         self.keys.append(key)
-        program()
+        self.result = program()
+        return self.result
 
     def forget(self) -> None:
         self.forgot += 1
 
 
-def reader() -> tuple[PromptReader, Kernels, Programs]:
+def reader(taps: tuple[int, ...] = ()) -> tuple[PromptReader, Kernels, Programs]:
     made = PromptReader.__new__(PromptReader)
     kernels, programs = Kernels(), Programs()
     made._kernels, made._programs = kernels, programs  # type: ignore[assignment]
-    made._pieces, made._met, made._moved = {}, set(), 0
+    made._pieces, made._met, made._moved, made._taps = {}, set(), 0, taps
     return made, kernels, programs
 
 
@@ -77,3 +80,11 @@ def test_tensors_of_a_program_stay_and_what_moved_is_forgotten() -> None:
     cache.moved = 1
     made.read(cache, 5, ids(2, 6), 0)
     assert (programs.forgot, made._pieces) == (1, {})
+
+
+def test_what_was_tapped_ends_with_the_prompt_and_outlives_the_next() -> None:
+    made, _, programs = reader((1, 2))
+    taps = made.read(Cache(), 0, ids(1, 5, 3), 0)  # type: ignore[arg-type]
+    programs.result[0].zero_()
+    assert [tap.squeeze(-1).tolist() for tap in taps] == [[[3] * 5], [[6] * 5]]
+    assert [tap.squeeze(-1).tolist() for tap in made.read(Cache(), 2, ids(1, 4), 0)] == [[[1] * 4], [[2] * 4]]  # type: ignore[arg-type]

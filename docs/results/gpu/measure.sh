@@ -1,5 +1,5 @@
 # What docs/results/gpu.md was measured with. On a machine with an H200, from the repository's root:
-#   bash docs/results/gpu/measure.sh checks|speed|tables|construction|strict|picture [...]
+#   bash docs/results/gpu/measure.sh checks|epsilons|speed|tables|construction|strict|picture [...]
 # Records go to /tmp/measured, and packed to $OUT if that is set. No pytest, typer or rich is needed.
 set -u
 export PYTHONPATH=src PYTHONUNBUFFERED=1
@@ -20,14 +20,13 @@ checks() { # everything in tests/gpu/run.py, in processes beside each other: not
   check graphs-gpt2 "cuda_graph gpt2"
   check eager "eager llama" "eager gpt2"
   check reads reads compiled
-  epsilons > "$into/epsilons.txt" 2>&1 &
   wait
   grep -h -B1 -A25 FAILED "$into"/checks-*.txt | head -150
-  tail -n 3 "$into"/checks-*.txt "$into/epsilons.txt"
+  tail -n 3 "$into"/checks-*.txt
 }
 
 epsilons() { # how little the later layers must add for the first three to agree with them so often
-  python3 - <<'PY'
+  python3 - > "$into/epsilons.txt" <<'PY'
 from paceline.models.agreeing import eps_for
 for shape in ("llama-135m", "llama-7b"):
     for rate in (0.6, 0.8, 0.9):
@@ -60,11 +59,11 @@ tables() {
   done; done
 }
 
-construction() { # the first three layers draft; the others add what epsilons found
+construction() { # the first three layers draft; the others add what `epsilons` found (epsilons.txt)
   while read -r shape rate eps _; do
     echo "== $shape, agreeing $rate by construction, eps $eps"
     bench "$shape-agreeing-$rate" --shape "$shape" --construction "$eps" --draft-shape "$shape:layers=3" --peers hf-assisted
-  done < <(grep llama "$into/epsilons.txt")
+  done < <(grep llama docs/results/gpu/epsilons.txt)
 }
 
 strict() { python3 tests/gpu/strict.py smollm2-135m weights/gpu/prompts.jsonl 200 2>&1 | tee "$into/strict.txt"; }

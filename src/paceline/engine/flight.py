@@ -8,7 +8,7 @@ stay; reading it and judging it is one replay.
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -179,7 +179,8 @@ class Hangar:
         def program() -> Decided:
             loop.reader.keep(rows, None)
             rows.begin_round(draft.nodes if draft.is_chain else loop.gamma)
-            return loop.decide(rows, draft, 1)
+            # what is known of a tree is worked out anew for every draft: also when this is captured, after it was run
+            return loop.decide(rows, replace(draft), 1)
 
         shape = (draft.nodes, draft.is_chain, draft.drawn)
         decided = self._programs.run(("judge", *shape, *self._name(rows)), program).of(tree)
@@ -207,5 +208,4 @@ class Hangar:
                 place.parents.fill_(-1)
                 place.parents[: tree.rows, : tree.nodes] = tree.parents
             place.count[: tree.rows] = tree.nodes if tree.count is None else tree.count
-        # what is known of a tree is worked out anew for every draft, inside the program
-        return TokenTree(place.tokens, place.parents, place.count, place.drawn, deepest=place.deepest)
+        return place

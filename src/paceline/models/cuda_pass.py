@@ -71,14 +71,21 @@ class CudaPass:
     """Runs passes of one model. It holds no memory: that is the reader's."""
 
     most = 2048  # tokens of prompts in one pass; transformers is better at more
+    climbs = True  # it looks trees up branch by branch
     strict: bool  # the same bits for more tokens, too, than our products are best at
 
-    def read(self, cache: SlotCache, first: int, ids: Tensor, position: Tensor) -> None:
-        """Read a piece of the prompts of the rows `first`...: ids and positions [R,Q]; nobody asks what comes next."""
+    def read(
+        self, cache: SlotCache, first: int, ids: Tensor, position: Tensor, taps: Sequence[int]
+    ) -> tuple[Tensor, ...]:
+        """Read a piece of the prompts of the rows `first`...: ids and positions [R,Q]; nobody asks what comes next.
+        Returns what was tapped, [R,Q,D] each."""
+        layers, Q = len(self.plan.layers), ids.shape[1]
         strict: bool = self.strict
         self._first, self.strict = first, False  # a prompt is read once, and alike for everybody
         try:
-            self(cache, ids, position, position, Sight(None), 1, vocabulary=self.plan.head.shape[0])
+            part = Part(0, layers, head=False)
+            reading, _ = self(cache, ids, position, position, Sight(None), Q, taps, vocabulary=0, part=part)
+            return reading.taps
         finally:
             self._first, self.strict = 0, strict
 
@@ -131,12 +138,13 @@ class CudaPass:
                 tapped[index] = stream.view(R, Q, D)[:, Q - keep :].clone()
             added = self._layer(index, seen, stream, hidden)
         logits = torch.empty(R, keep, 0, device=device)
-        if not part.head:
+        if not part.head and len(plan.layers) not in taps:
             add_norm(added, stream, None)
         else:
             said = torch.empty(R * keep, D, dtype=kind, device=device)
             add_norm(added, stream, said, weight=plan.norm, eps=plan.eps, of=(keep, Q - keep))
             tapped[len(plan.layers)] = said.view(R, keep, D)
+        if part.head:
             parts = product(said, [plan.head], self.strict)
             logits = parts[0]
             for more in parts[1:]:
@@ -192,7 +200,7 @@ def between_passes() -> Quick:
     from paceline.kernels.cuda.accepting import judge
     from paceline.kernels.cuda.choosing import race
 
-    return Quick(race, judge, rounds.follow, rounds.lay, rounds.begin, rounds.write, rounds.say)
+    return Quick(race, judge, rounds.follow, rounds.lay, rounds.climb, rounds.begin, rounds.write, rounds.say)
 
 
 # ---- the plan of a model

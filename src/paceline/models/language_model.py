@@ -11,11 +11,12 @@ import torch
 from torch import Tensor
 
 from paceline.core.contracts import Glimpse, Reader, Reading, RowsView, Runner, arange
+from paceline.core.quick import QUICK
 from paceline.core.tree import closure
 
 from . import masks, openmp
 from .architecture import TESTED, refuse_dropout, study
-from .kernel_pass import KernelPass, Part, Sight, kernel_pass
+from .kernel_pass import KernelPass, Part, Sight, kernel_pass, seen_in_tree
 from .laying import Layout
 from .prompt_reading import PromptReader
 from .runners.compiled import CompiledRunner
@@ -129,8 +130,8 @@ class SlotReader:
         self._runner = runner
         self._model: Any = lm.model if model is None else model  # what a pass runs: all of it, or one part (early exit)
         self._kernels: KernelPass | CudaPass | None = kernel_pass(lm, self._model)
-        self._prompts = PromptReader(lm, self._kernels)  # where kernels read them
         self._taps = tuple(round(share * lm.layers) for share in taps)
+        self._prompts = PromptReader(lm, self._kernels, self._taps)  # where kernels read them
         self._last_alone = bool(taps) or self._kernels is not None  # all of a prompt but its last token is read first
         self._scratch = 0
         self._layout = Layout()
@@ -179,16 +180,16 @@ class SlotReader:
             position = arange(start, stop, rows.text.device).expand(rows.count - first, stop - start)
             ids = rows.text[first : rows.count, start:stop].clamp(min=0)  # past its end a row holds anything
             self.cache.aim(slice(first, rows.count), start, stop, start)
-            if self._kernels is not None and not self._taps and ids.numel() <= self._kernels.most:
+            if self._kernels is not None and ids.numel() <= self._kernels.most:
                 if self.largest is not None:
                     ids = ids.clamp(max=self.largest)
-                self._prompts.read(self.cache, first, ids, start)
-                continue
-            allowed = None if start == 0 and self._may_omit_mask() else masks.chain_mask(position, stop)
-            keys = masks.key_positions(position[:, :1], None, stop)
-            reading = self._pass(ids, position, allowed, keys, keep=1, tapped=stop - start)
+                taps = self._prompts.read(self.cache, first, ids, start)
+            else:
+                allowed = None if start == 0 and self._may_omit_mask() else masks.chain_mask(position, stop)
+                keys = masks.key_positions(position[:, :1], None, stop)
+                taps = self._pass(ids, position, allowed, keys, keep=1, tapped=stop - start).taps
             if self._taps:
-                self.glimpses.append(Glimpse(first, start, reading.taps))
+                self.glimpses.append(Glimpse(first, start, taps))
 
     def extend(
         self, rows: RowsView, width: int, tokens: Tensor | None = None, parents: Tensor | None = None
@@ -224,12 +225,14 @@ class SlotReader:
         """The pass of an `extend`, by kernels of our own: each token with the slots it sees instead of a mask."""
         assert self._kernels is not None
         position, sight = slots, Sight(None)
+        quick = QUICK.get(ids.device.type) if self._kernels.climbs else None
         if parents is not None or self._parents is not None:
-            M, width = self._scratch - fed, ids.shape[1] - fed
-            depth, ancestors = self._grow(rows.count, fed, parents)
-            position = torch.cat([slots[:, :width], rows.length + depth[:, M:]], 1)
-            members = torch.nn.functional.pad(ancestors[:, M:], (0, 0, width, 0))
-            sight = Sight(torch.cat([slots[:, :width] + 1, rows.length.expand(-1, fed)], 1), members, rows.length)
+            family = self._family(rows.count, fed, parents)
+            if quick is not None:
+                position, prefix, tree = quick.climb(family, rows.length, slots, fed)
+                sight = Sight(prefix, tree=tree)
+            else:
+                position, sight = seen_in_tree(family, rows.length, slots, fed)
         if self.largest is not None:
             ids = ids.clamp(max=self.largest)
         openmp.rest()
@@ -239,16 +242,19 @@ class SlotReader:
         return self._heard(reading, ids, position)
 
     def _grow(self, R: int, fed: int, parents: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Depth [R,M] and ancestors [R,M,M] of all scratch tokens; those fed before without parents were a chain."""
-        device = self.lm.device
-        M = self._scratch - fed
+        """Depth [R,M] and ancestors [R,M,M] of all scratch tokens."""
+        ancestors = closure(self._family(R, fed, parents))
+        return ancestors.sum(-1) - 1, ancestors
+
+    def _family(self, R: int, fed: int, parents: Tensor | None) -> Tensor:
+        """The parents of all scratch tokens [R,M]; what was fed before without parents was a chain."""
+        device, M = self.lm.device, self._scratch - fed
         if self._parents is None:
             self._parents = arange(-1, M - 1, device).expand(R, M)
         if parents is None:
             parents = arange(M - 1, M + fed - 1, device).expand(R, fed)
         self._parents = torch.cat([self._parents, parents], 1) if M else parents
-        ancestors = closure(self._parents)
-        return ancestors.sum(-1) - 1, ancestors
+        return self._parents
 
     @property
     def _positional(self) -> bool:
@@ -308,7 +314,7 @@ class SlotReader:
         if path is not None and self._parents is not None and path.shape[1] > 0:
             self.cache.reserve(rows.capacity, max(rows.lengths) + path.shape[1])
             steps = arange(0, path.shape[1], path.device)
-            if path.device.type == "cpu":  # looking is free there, and most that is kept is where it belongs
+            if rows.bound is None and path.device.type == "cpu":  # looking is free, and most is where it belongs
                 moved = np.flatnonzero((path.numpy() > steps.numpy()).any(axis=0)).tolist()
                 path, steps = path[:, moved], steps[moved]
             if path.shape[1]:

@@ -34,15 +34,15 @@ class PromptReader:
     need is captured when it is needed for the second time.
     """
 
-    def __init__(self, lm: LanguageModel, kernels: KernelPass | CudaPass | None) -> None:
-        self._kernels = kernels
+    def __init__(self, lm: LanguageModel, kernels: KernelPass | CudaPass | None, taps: Sequence[int] = ()) -> None:
+        self._kernels, self._taps = kernels, taps
         self._programs = programs_for(lm)
         self._pieces: dict[tuple[int, ...], tuple[Tensor, Tensor]] = {}
         self._met: set[tuple[int, ...]] = set()  # pieces of batches, once
         self._moved = -1
 
-    def read(self, cache: SlotCache, first: int, ids: Tensor, start: int) -> None:
-        """ids [R,Q] are the tokens from `start` on of the rows `first`..."""
+    def read(self, cache: SlotCache, first: int, ids: Tensor, start: int) -> tuple[Tensor, ...]:
+        """ids [R,Q] are the tokens from `start` on of the rows `first`... Returns what was tapped, [R,Q,D] each."""
         kernels, (R, Q), device = self._kernels, ids.shape, ids.device
         assert kernels is not None
         cache.reserve(first + R, start + padded(Q))
@@ -57,10 +57,10 @@ class PromptReader:
         tokens[:, :Q] = ids
         cache.aim(slice(first, first + R), start, start + padded(Q), start)
         if self._programs is None or not self._comes_again(key):
-            kernels.read(cache, first, tokens, position)
-            return
+            return tuple(tap[:, :Q] for tap in kernels.read(cache, first, tokens, position, self._taps))
         self._pieces[key] = (tokens, position)
-        self._programs.run(key, lambda: kernels.read(cache, first, tokens, position))
+        taps = self._programs.run(key, lambda: kernels.read(cache, first, tokens, position, self._taps))
+        return tuple(tap[:, :Q].clone() for tap in taps)  # they are good until the next piece is read
 
     def _comes_again(self, key: tuple[int, ...]) -> bool:
         first, rows, _, _ = key

@@ -185,3 +185,33 @@ def test_a_pass_says_what_transformers_says(name: str) -> None:
         said.append((tree, chain))
     for theirs, ours in zip(*said, strict=True):
         close(ours, theirs, 2e-5)
+
+
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
+@pytest.mark.parametrize("name", MODELS)
+@torch.inference_mode()
+def test_a_prompt_is_read_alike_for_those_who_look_at_it(name: str) -> None:
+    """To the bit: a text must not depend on whether a drafter with a head was told what the target thought."""
+    lm = model(name)
+    plan = cuda_plan(lm.model, lm.architecture.kinds, lm.architecture.window, lm.logits)
+    assert isinstance(plan, CudaPlan), plan
+    lm.runner = "eager"
+    rows = ScratchRows(lm.device)
+    rows.admit([[(7 * i + r) % 80 for i in range(length)] for r, length in enumerate((40, 3, 17))])
+    readers = []
+    for taps, kernels in (((), CudaPass(plan)), ((0.0, 0.5, 1.0), CudaPass(plan)), ((0.0, 0.5, 1.0), None)):
+        readers.append(reader := lm.reader(taps))
+        reader._kernels = kernels
+        reader._prompts = PromptReader(lm, kernels, reader._taps)
+        assert reader.begin(rows, 0, 64) == 1
+    plain, watched, theirs = readers
+    for ours, other in zip(
+        watched.cache.keys + watched.cache.values, plain.cache.keys + plain.cache.values, strict=True
+    ):
+        assert all(torch.equal(ours[r, :, : n - 1], other[r, :, : n - 1]) for r, n in enumerate(rows.lengths))
+    (seen,), (wanted,) = watched.glimpses, theirs.glimpses
+    assert (seen.first, seen.start) == (wanted.first, wanted.start)
+    for ours, other in zip(seen.taps, wanted.taps, strict=True):
+        assert ours.shape == other.shape
+        for r, n in enumerate(rows.lengths):
+            close(ours[r, : n - 1], other[r, : n - 1], 2e-5)

@@ -26,6 +26,7 @@ from paceline.engine.row_tensors import RowTensors
 from paceline.engine.steady import SteadyRows
 from paceline.models import language_model
 from paceline.models.cuda_pass import CudaPass, CudaPlan, between_passes, cuda_plan
+from paceline.models.kernel_pass import seen_in_tree
 from paceline.models.laying import Layout
 from paceline.models.runners.programs import Rehearsal
 from paceline.models.scripted import Script, ScriptedModel
@@ -41,6 +42,30 @@ pytestmark = pytest.mark.filterwarnings("ignore:(invalid value|overflow|divide b
 
 def numbers(*shape: int, most: int, seed: int) -> Tensor:
     return torch.randint(0, most, shape, generator=torch.Generator().manual_seed(seed))
+
+
+# ---- where the tokens of a tree are
+
+
+@pytest.mark.parametrize("earlier", [0, 3])
+@pytest.mark.parametrize("width", [0, 1, 2])
+def test_branches_are_climbed_as_torch_says(width: int, earlier: int) -> None:
+    """Of random forests: positions, what is seen of the text, and the slots of each branch in their order."""
+    generator, fed = torch.Generator().manual_seed(width), 9
+    above = torch.arange(earlier + fed)
+    parents = (torch.rand(3, earlier + fed, generator=generator) * (above + 1)).long() - 1
+    length = numbers(3, 1, most=50, seed=3) + 4
+    slots = length + torch.arange(-width, fed)
+    slots[:, width:] += earlier
+    position, sight = seen_in_tree(parents, length, slots, fed)
+    wanted, deep, ends = sight.branches() or pytest.fail("no tree")
+    place, prefix, (branch, found, texts) = rounds.climb(parents, length, slots, fed)
+    assert torch.equal(place, position)
+    assert prefix.tolist() == sight.prefix.tolist()  # type: ignore[union-attr]
+    assert found.tolist() == deep.tolist()
+    assert texts.tolist() == ends.tolist()
+    for ours, theirs, many in zip(branch, wanted, deep.tolist(), strict=True):
+        assert ours[:many].tolist() == theirs[:many].tolist()
 
 
 # ---- the race in one launch

@@ -54,7 +54,6 @@ def _spans(q, keys, values, prefix, branch, deep, length, peaks, sums, mixed, ou
         query = tl.load(q + asked[:, None] * WIDTH + column[None, :], mask=there, other=0.0)
         base = row.to(tl.int64) * row_step + head * head_step
         leader = row * Q + lead
-        begin = tl.load(prefix + leader) + AHEAD
         peak = tl.full([ROWS], float("-inf"), tl.float32)
         total = tl.zeros([ROWS], tl.float32)
         gathered = tl.zeros([ROWS, BLOCK], tl.float32)
@@ -63,13 +62,15 @@ def _spans(q, keys, values, prefix, branch, deep, length, peaks, sums, mixed, ou
                 place = span * PLACES + piece * TILE + tl.arange(0, TILE)
                 slot = place.to(tl.int64)
                 if TREE:
-                    beyond = (place < most) & alone & (place >= begin)
-                    drafted = tl.load(branch + leader.to(tl.int64) * DEPTH + (place - begin), mask=beyond, other=0)
-                    slot = tl.where(beyond, drafted, slot)
+                    begin = tl.load(prefix + leader) + AHEAD
+                    slot = _looked_up(place, begin, (place < most) & alone, branch + leader.to(tl.int64) * DEPTH)
                 peak, total, gathered = _tile(query, keys + base, values + base, slot * slot_step, place, most, seen,
                                               window, scale, column, WIDTH, WINDOW, EXACT, peak, total,
                                               gathered)  # fmt: skip
-        if ALL:
+        whole = ALL  # is this span all that they see?
+        if not ALL and not TREE:
+            whole = most <= (low + 1) * PLACES
+        if whole:
             said = gathered / total[:, None]
             tl.store(out + asked[:, None] * WIDTH + column[None, :], said.to(out.dtype.element_ty), mask=there)
         else:
@@ -81,10 +82,16 @@ def _spans(q, keys, values, prefix, branch, deep, length, peaks, sums, mixed, ou
                 tl.debug_barrier()
                 counter = done + (row * KV + head) * blocks + job % blocks
                 if tl.atomic_add(counter, 1, sem="acq_rel") == (most + PLACES - 1) // PLACES - low - 1:
-                    # all others have written theirs
                     _join_pairs(peaks, sums, mixed, out, asked, SPANS, seen, there, low, most, window, WIDTH, BLOCK,
                                 PLACES, ROWS, WINDOW)  # fmt: skip
-                    tl.store(counter, 0)
+                    tl.store(counter, 0)  # all others had written theirs
+
+
+@triton.jit
+def _looked_up(place, begin, known, branch):
+    """The slots of places, of which those from `begin` on are in a branch."""
+    beyond = known & (place >= begin)
+    return tl.where(beyond, tl.load(branch + (place - begin), mask=beyond, other=0), place.to(tl.int64))
 
 
 @triton.jit

@@ -43,6 +43,36 @@ def _lay(text, length, tokens, slots, ids, ahead, width, fed, more, text_step, t
     tl.store(ahead + place * rows + row, long + place, mask=place < more)
 
 
+@triton.jit(do_not_specialize=["M", "width", "fed", "parent_row", "parent_step", "slot_row", "slot_step"])
+def _climb(parents, length, slots, position, prefix, deep, branch, M, width, fed, parent_row, parent_step, slot_row,
+           slot_step, OVERLAP: tl.constexpr):  # fmt: skip
+    after(OVERLAP)
+    place, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    at = row * (width + fed) + place
+    long = tl.load(length + row)
+    if place < width:
+        slot = tl.load(slots + row * slot_row + place * slot_step)
+        tl.store(position + at, slot)
+        tl.store(prefix + at, slot + 1)
+        tl.store(deep + at, long * 0)
+    else:
+        above = parents + row * parent_row
+        node = long * 0 + (M - fed + place - width)
+        depth = long * 0
+        up = node
+        while up >= 0:
+            depth += 1
+            up = tl.load(above + up * parent_step)
+        tl.store(position + at, long + depth - 1)
+        tl.store(prefix + at, long)
+        tl.store(deep + at, depth)
+        up = node
+        while up >= 0:
+            depth -= 1
+            tl.store(branch + at * M + depth, long + up)
+            up = tl.load(above + up * parent_step)
+
+
 @triton.jit(do_not_specialize=["N", "token_row", "token_step"])
 def _follow(tokens, count, picks, emitted, accepted, N, token_row, token_step,
             NODES: tl.constexpr, ALL: tl.constexpr, OVERLAP: tl.constexpr):  # fmt: skip
@@ -114,6 +144,19 @@ def lay(text: Tensor, length: Tensor, tokens: Tensor | None, width: int, more: i
     _lay[(R,)](text, length, some, slots, ids, ahead, width, fed, more, text.stride(0), *some.stride(),
                BLOCK=triton.next_power_of_2(max(width + fed, more)), num_warps=1, **overlapping(device))  # fmt: skip
     return slots, ids, ahead
+
+
+def climb(
+    parents: Tensor, length: Tensor, slots: Tensor, fed: int
+) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor, Tensor]]:
+    """Positions [R,Q], what each token sees of the text [R,Q], and of its branch: see `Quick.climb`."""
+    (R, Q), M, device = slots.shape, parents.shape[1], slots.device
+    position = torch.empty(R, Q, dtype=torch.int64, device=device)
+    prefix, deep = torch.empty_like(position), torch.empty_like(position)
+    branch = torch.empty(R * Q, M, dtype=torch.int64, device=device)
+    _climb[(Q, R)](parents, length, slots, position, prefix, deep, branch, M, Q - fed, fed, *parents.stride(),
+                   *slots.stride(), num_warps=1, **overlapping(device))  # fmt: skip
+    return position, prefix, (branch, deep.flatten(), length.flatten())
 
 
 def follow(tokens: Tensor, count: Tensor | None, picks: Tensor) -> tuple[Tensor, Tensor]:

@@ -51,10 +51,6 @@ class Quick:
     # rule `match` on chains: tokens [R,N], count [R], picks [R,1+N] -> emitted [R,1+N], accepted [R,1]
     follow: Callable[[Tensor, Tensor | None, Tensor], tuple[Tensor, Tensor]]
     lay: Lay
-    # parents [R,M] of the scratch tokens, lengths [R,1], slots [R,Q] of a pass whose last `fed` tokens are the last of
-    # those -> positions [R,Q]; how many slots of the text each token sees [R,Q]; the slots of its branch in their order
-    # [RQ,M], how many those are [RQ], and the lengths [R]
-    climb: Callable[[Tensor, Tensor, Tensor, int], tuple[Tensor, Tensor, tuple[Tensor, Tensor, Tensor]]]
     # lengths [R,1], ends [R,1], depth -> the next 1 + depth positions [R,1+depth], drafted tokens at most [R]
     begin: Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor]]
     write: Write

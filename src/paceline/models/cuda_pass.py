@@ -71,7 +71,6 @@ class CudaPass:
     """Runs passes of one model. It holds no memory: that is the reader's."""
 
     most = 2048  # tokens of prompts in one pass; transformers is better at more
-    climbs = True  # it looks trees up branch by branch
     strict: bool  # the same bits for more tokens, too, than our products are best at
 
     def read(
@@ -88,6 +87,14 @@ class CudaPass:
             return reading.taps
         finally:
             self._first, self.strict = 0, strict
+
+    @staticmethod
+    def in_tree(parents: Tensor, length: Tensor, slots: Tensor, fed: int) -> tuple[Tensor, Sight]:
+        """See `kernel_pass.in_tree`."""
+        from paceline.kernels.cuda.rounds import climb
+
+        position, prefix, tree = climb(parents, length, slots, fed)
+        return position, Sight(prefix, tree=tree)
 
     def __init__(self, plan: CudaPlan, strict: bool = False) -> None:
         from paceline.kernels.cuda.attention import COUNTS
@@ -191,7 +198,7 @@ class _Seen:
         self.position = self.slots if position is slots else position.flatten().contiguous()
         self.prefix = self.slots if sight.prefix is None else sight.prefix.flatten().contiguous()
         self.ahead = 1 if sight.prefix is None else 0
-        self.tree = sight.branches()
+        self.tree = sight.tree
 
 
 def between_passes() -> Quick:
@@ -200,7 +207,7 @@ def between_passes() -> Quick:
     from paceline.kernels.cuda.accepting import judge
     from paceline.kernels.cuda.choosing import race
 
-    return Quick(race, judge, rounds.follow, rounds.lay, rounds.climb, rounds.begin, rounds.write, rounds.say)
+    return Quick(race, judge, rounds.follow, rounds.lay, rounds.begin, rounds.write, rounds.say)
 
 
 # ---- the plan of a model

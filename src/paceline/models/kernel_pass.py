@@ -33,13 +33,13 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class Sight:
     """What each token of a pass sees: the slots before `prefix` [R,Q] (None: up to its own) and, in a tree, those of
-    its branch: `members` [R,Q,M] among the M scratch slots that follow a row's text of `length` [R,1]; or `tree`, which
-    is what `branches` would say."""
+    its branch: `members` [R,Q,M] among the M scratch slots that follow a row's text of `length` [R,1]; or, on a CUDA
+    device, the same as `tree` (see `kernels.cuda.rounds.climb`)."""
 
     prefix: Tensor | None
     members: Tensor | None = None
     length: Tensor | None = None
-    tree: tuple[Tensor, Tensor, Tensor] | None = None
+    tree: tuple[Tensor, Tensor, Tensor, Tensor] | None = None
 
     def extras(self) -> tuple[Tensor, Tensor]:
         """Where each token's list begins (one more for the end), and the slots of all lists."""
@@ -53,21 +53,8 @@ class Sight:
         slots = self.length.numpy().ravel()[row] + member
         return torch.from_numpy(starts), torch.from_numpy(slots)
 
-    def branches(self) -> tuple[Tensor, Tensor, Tensor] | None:
-        """The same as tensors of fixed shape, without a host read: the slots of each token's branch in their order
-        [RQ,M], how many those are [RQ], and where each row's text ends [R]. None: there is no tree."""
-        if self.members is None:
-            return self.tree
-        assert self.length is not None
-        members, M = self.members, self.members.shape[-1]
-        rank = torch.where(members, members.cumsum(-1) - 1, M)
-        numbers = torch.arange(M, device=members.device) + self.length  # [R,M]: the slot of each scratch token
-        order = torch.zeros(*members.shape[:2], M + 1, dtype=torch.int64, device=members.device)
-        order.scatter_(-1, rank, numbers.unsqueeze(1).expand(members.shape))
-        return order.flatten(0, 1), members.sum(-1).flatten(), self.length.flatten()
 
-
-def seen_in_tree(parents: Tensor, length: Tensor, slots: Tensor, fed: int) -> tuple[Tensor, Sight]:
+def in_tree(parents: Tensor, length: Tensor, slots: Tensor, fed: int) -> tuple[Tensor, Sight]:
     """Positions [R,Q] and what is seen, where the last `fed` tokens of a pass at `slots` [R,Q] are the last of scratch
     tokens with these parents [R,M]."""
     M, width = parents.shape[1] - fed, slots.shape[1] - fed
@@ -92,7 +79,7 @@ class KernelPass:
     """Runs passes of one model for one reader. It owns the memory in between, not the cache."""
 
     most = 0  # tokens of a prompt in one pass: transformers is better at them
-    climbs = False  # see `CudaPass`
+    in_tree = staticmethod(in_tree)
 
     def read(
         self, cache: SlotCache, first: int, ids: Tensor, position: Tensor, taps: Sequence[int]

@@ -11,12 +11,11 @@ import torch
 from torch import Tensor
 
 from paceline.core.contracts import Glimpse, Reader, Reading, RowsView, Runner, arange
-from paceline.core.quick import QUICK
 from paceline.core.tree import closure
 
 from . import masks, openmp
 from .architecture import TESTED, refuse_dropout, study
-from .kernel_pass import KernelPass, Part, Sight, kernel_pass, seen_in_tree
+from .kernel_pass import KernelPass, Part, Sight, kernel_pass
 from .laying import Layout
 from .prompt_reading import PromptReader
 from .runners.compiled import CompiledRunner
@@ -225,14 +224,8 @@ class SlotReader:
         """The pass of an `extend`, by kernels of our own: each token with the slots it sees instead of a mask."""
         assert self._kernels is not None
         position, sight = slots, Sight(None)
-        quick = QUICK.get(ids.device.type) if self._kernels.climbs else None
         if parents is not None or self._parents is not None:
-            family = self._family(rows.count, fed, parents)
-            if quick is not None:
-                position, prefix, tree = quick.climb(family, rows.length, slots, fed)
-                sight = Sight(prefix, tree=tree)
-            else:
-                position, sight = seen_in_tree(family, rows.length, slots, fed)
+            position, sight = self._kernels.in_tree(self._family(rows.count, fed, parents), rows.length, slots, fed)
         if self.largest is not None:
             ids = ids.clamp(max=self.largest)
         openmp.rest()

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib.resources import files
 from typing import Any
 
@@ -23,6 +25,9 @@ from paceline.models.language_model import LanguageModel
 from .conversation import Frame, frame_of
 from .shards import Shards, Text
 
+# The texts of a shard by its number, doubles included; None where it was asked to stop. Also told: how many shards are
+# likely to be wanted from this one on, where that is known.
+Shard = Callable[[int, "int | None"], "list[Text] | None"]
 _KEY = 48  # tokens of a question by which it is known as one that was asked before
 _LEAST = 3  # tokens that a question has
 _TRIES = 3  # shards in a row without anything new: then it has said what it has to say
@@ -85,17 +90,28 @@ class Writer:
             return []
         return [list(self._lm.tokenizer.encode(each, add_special_tokens=False)) for each in words]
 
-    def fill(self, shards: Shards, progress: Progress | None = None, cancel: Callable[[], bool] | None = None) -> int:
-        """Go on where the shards end; returns how many tokens there are."""
-        done = 0
+    def fill(
+        self,
+        shards: Shards,
+        progress: Progress | None = None,
+        cancel: Callable[[], bool] | None = None,
+        by: Shard | None = None,
+    ) -> int:
+        """Go on where the shards end; returns how many tokens there are. by: who writes them (itself, if not said)."""
+        done, number = 0, len(shards)
         for text in shards.texts():
             done += len(text.tokens)
             self._is_new(text)
-        idle = 0
-        while done < self.plan.tokens and idle < _TRIES and not (cancel is not None and cancel()):
-            texts = [text for text in self._written(len(shards)) if self._is_new(text)]
+        shard, idle = by or partial(self._alone, cancel), 0
+        while done < self.plan.tokens and idle < _TRIES:
+            mean = done / number if done else None
+            raw = shard(number, None if mean is None else math.ceil((self.plan.tokens - done) / mean))
+            if raw is None:
+                break
+            texts = [text for text in raw if self._is_new(text)]
             idle = 0 if texts else idle + 1
             shards.append(texts)
+            number += 1
             done += sum(len(text.tokens) for text in texts)
             if progress is not None:
                 progress("the target writes", min(done, self.plan.tokens), self.plan.tokens)
@@ -105,6 +121,9 @@ class Writer:
                 "give --data."
             )
         return done
+
+    def _alone(self, cancel: Callable[[], bool] | None, number: int, likely: int | None) -> list[Text] | None:
+        return None if cancel is not None and cancel() else self.written(number)
 
     def _is_new(self, text: Text) -> bool:
         """Has nobody asked this before? Base models are told by how they begin."""
@@ -116,8 +135,8 @@ class Writer:
         self._known.add(key)
         return True
 
-    def _written(self, number: int) -> list[Text]:
-        """The texts of shard `number`."""
+    def written(self, number: int) -> list[Text]:
+        """The texts of shard `number`, doubles included: they follow from the plan and the number alone."""
         chances = [random.Random(f"{self.plan.seed}/{number}/{i}") for i in range(self.plan.shard)]
         led = [self._beginning(chance) for chance in chances]
         heats = [chance.choice(self.plan.temperatures) for chance in chances]

@@ -26,6 +26,7 @@ from paceline.kernels.cuda import product as products
 from paceline.kernels.cuda.attention import COUNTS, attend
 from paceline.kernels.cuda.choosing import race
 from paceline.kernels.cuda.layers import add_norm
+from paceline.kernels.cuda.rounds import climb
 
 
 def close(got: Tensor, wanted: Tensor, within: float) -> None:
@@ -81,28 +82,32 @@ def test_add_norm(parts: int | None, take: int, skip: int) -> None:
     close(stream, after, 1e-6)
 
 
+def path_to(parents: list[int], node: int) -> list[int]:
+    return [] if node < 0 else [*path_to(parents, parents[node]), node]
+
+
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # of rows that are padding
 @pytest.mark.parametrize(("heads", "kv", "width"), [(4, 4, 16), (6, 2, 24), (9, 3, 64)])
 @pytest.mark.parametrize("window", [0, 20])
-@pytest.mark.parametrize("shape", ["chain", "tree"])
-def test_attention(heads: int, kv: int, width: int, window: int, shape: str) -> None:
-    R, Q, S = 2, 5, 600
-    lengths = torch.tensor([300, 517])
+@pytest.mark.parametrize("lengths", [(300, 517), (90, 249)])
+@pytest.mark.parametrize("parents", [None, [-1, 0, 0, 2], [-1, 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 3, 12, 12, 5, -1]])
+def test_attention(
+    heads: int, kv: int, width: int, window: int, lengths: tuple[int, int], parents: list[int] | None
+) -> None:
+    """Of a chain, or of the last token of a text and the nodes of a tree at the slots that follow it."""
+    R, Q, S = 2, 5 if parents is None else 1 + len(parents), 600
+    ends = torch.tensor(lengths)
     keys, values = draw(3, kv, S, width), draw(3, kv, S, width, seed=1)
     q = draw(R * Q, heads, width, seed=2)
-    if shape == "chain":
-        prefix = (lengths[:, None] + torch.arange(Q)).flatten()
+    if parents is None:
+        prefix = (ends[:, None] + torch.arange(Q)).flatten()
         tree, branches = None, [[list(range(p)) for p in row] for row in prefix.view(R, Q).tolist()]
-    else:  # the last token of the text, then nodes 0 -> 1, 0 -> 2, 2 -> 3 at the slots that follow
-        paths = [[], [0], [0, 1], [0, 2], [0, 2, 3]]
-        prefix = lengths[:, None].expand(R, Q).flatten().contiguous()
-        branch = torch.zeros(R, Q, 5, dtype=torch.int64)
-        for r in range(R):
-            for i, path in enumerate(paths):
-                branch[r, i, : len(path)] = lengths[r] + torch.tensor(path, dtype=torch.int64)
-        deep = torch.tensor([len(path) for path in paths]).repeat(R)
-        tree = (branch.view(R * Q, 5), deep, lengths)
-        branches = [[list(range(n)) + [n + node for node in path] for path in paths] for n in lengths.tolist()]
+    else:
+        slots = ends[:, None] + torch.arange(-1, Q - 1)
+        _, whole, tree = climb(torch.tensor([parents] * R), ends[:, None], slots, Q - 1)
+        prefix = whole.flatten()
+        paths = [[], *(path_to(parents, node) for node in range(len(parents)))]
+        branches = [[list(range(n)) + [n + node for node in path] for path in paths] for n in lengths]
     out = torch.full_like(q, float("nan"))
     done = torch.zeros(COUNTS, dtype=torch.int32)
     attend(q, (keys, values), prefix - 1, out, Q, 530, 0.3, done=done, tree=tree, window=window, ahead=1)

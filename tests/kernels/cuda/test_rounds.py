@@ -26,7 +26,7 @@ from paceline.engine.row_tensors import RowTensors
 from paceline.engine.steady import SteadyRows
 from paceline.models import language_model
 from paceline.models.cuda_pass import CudaPass, CudaPlan, between_passes, cuda_plan
-from paceline.models.kernel_pass import seen_in_tree
+from paceline.models.kernel_pass import in_tree
 from paceline.models.laying import Layout
 from paceline.models.runners.programs import Rehearsal
 from paceline.models.scripted import Script, ScriptedModel
@@ -57,15 +57,20 @@ def test_branches_are_climbed_as_torch_says(width: int, earlier: int) -> None:
     length = numbers(3, 1, most=50, seed=3) + 4
     slots = length + torch.arange(-width, fed)
     slots[:, width:] += earlier
-    position, sight = seen_in_tree(parents, length, slots, fed)
-    wanted, deep, ends = sight.branches() or pytest.fail("no tree")
-    place, prefix, (branch, found, texts) = rounds.climb(parents, length, slots, fed)
+    position, sight = in_tree(parents, length, slots, fed)
+    assert sight.members is not None
+    place, prefix, (branch, deep, texts, leaf) = rounds.climb(parents, length, slots, fed)
     assert torch.equal(place, position)
     assert prefix.tolist() == sight.prefix.tolist()  # type: ignore[union-attr]
-    assert found.tolist() == deep.tolist()
-    assert texts.tolist() == ends.tolist()
-    for ours, theirs, many in zip(branch, wanted, deep.tolist(), strict=True):
-        assert ours[:many].tolist() == theirs[:many].tolist()
+    assert texts.tolist() == length.flatten().tolist()
+    members = sight.members.flatten(0, 1)
+    assert deep.tolist() == members.sum(-1).tolist()
+    begins = length.repeat(1, width + fed).flatten().tolist()
+    for slots_of, seen, many, begin in zip(branch, members, deep.tolist(), begins, strict=True):
+        assert slots_of[:many].tolist() == [begin + node for node in seen.nonzero().flatten().tolist()]
+    has_child = (parents.unsqueeze(1) == above[earlier:].view(1, -1, 1)).any(-1)
+    assert leaf.view(3, -1)[:, width:].bool().tolist() == (~has_child).tolist()
+    assert bool(leaf.view(3, -1)[:, :width].all())
 
 
 # ---- the race in one launch

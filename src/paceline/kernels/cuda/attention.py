@@ -3,8 +3,9 @@
 The places of a text are cut into spans of SPAN places. A program takes one span, one head of keys and a few queries,
 and writes what those queries make of the span; a second kernel joins the spans of each query in their order. Which keys
 are in a span, and the order they are summed in, depend on the text before a token and on nothing else: the nodes of a
-tree, whose slots lie in the order of drafting, are looked up branch by branch. So a token's result is the same to the
-bit whether it was drafted in a tree, in a chain, or not at all. Grouped heads share their keys, never expanded.
+tree, whose slots lie in the order of drafting, are looked up branch by branch, the nodes of a branch together. So a
+token's result is the same to the bit whether it was drafted in a tree, in a chain, or not at all. Grouped heads share
+their keys, never expanded.
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ _ROOM = 1 << 28  # bytes that unjoined spans may take: more tokens are read in s
 
 
 @triton.jit(do_not_specialize=["Q", "DEPTH", "SPANS", "window", "blocks"],
-            do_not_specialize_on_alignment=["prefix", "branch", "deep", "length"])  # fmt: skip
-def _spans(q, keys, values, prefix, branch, deep, length, peaks, sums, mixed, out, done, Q, DEPTH, SPANS, row_step,
-           head_step, slot_step, scale, window, blocks,
+            do_not_specialize_on_alignment=["prefix", "branch", "deep", "length", "leaf"])  # fmt: skip
+def _spans(q, keys, values, prefix, branch, deep, length, leaf, peaks, sums, mixed, out, done, Q, DEPTH, SPANS,
+           row_step, head_step, slot_step, scale, window, blocks,
            HEADS: tl.constexpr, KV: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, PLACES: tl.constexpr,
            TILE: tl.constexpr, ROWS: tl.constexpr, TREE: tl.constexpr, TAILS: tl.constexpr, WINDOW: tl.constexpr,
            ALL: tl.constexpr, AHEAD: tl.constexpr, EXACT: tl.constexpr, OVERLAP: tl.constexpr):  # fmt: skip
@@ -34,8 +35,8 @@ def _spans(q, keys, values, prefix, branch, deep, length, peaks, sums, mixed, ou
     GROUP: tl.constexpr = HEADS // KV
     job, head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     pair = tl.arange(0, ROWS)
-    span, lead, asking, ours, alone, active = _task(job, pair, row, length, SPANS, blocks, GROUP, ROWS // GROUP,
-                                                    PLACES, TREE, TAILS)  # fmt: skip
+    span, lead, asking, ours, alone, active = _task(job, pair, row, branch, deep, length, leaf, Q, DEPTH, SPANS, blocks,
+                                                    GROUP, ROWS // GROUP, PLACES, TREE, TAILS)  # fmt: skip
     ours = ours & (asking < Q)
     token = row * Q + asking
     seen = tl.where(ours, tl.load(prefix + token, mask=ours, other=0) + AHEAD, 0)
@@ -95,10 +96,10 @@ def _looked_up(place, begin, known, branch):
 
 
 @triton.jit
-def _task(job, pair, row, length, SPANS, blocks, GROUP: tl.constexpr, TOGETHER: tl.constexpr, PLACES: tl.constexpr,
-          TREE: tl.constexpr, TAILS: tl.constexpr):  # fmt: skip
-    """What a program is to do: its span, its first query, the query and the validity of every pair; does that query
-    look at its own branch alone; and is there anything to do?"""
+def _task(job, pair, row, branch, deep, length, leaf, Q, DEPTH, SPANS, blocks, GROUP: tl.constexpr,
+          TOGETHER: tl.constexpr, PLACES: tl.constexpr, TREE: tl.constexpr, TAILS: tl.constexpr):  # fmt: skip
+    """What a program is to do: its span, its first query, the query and the validity of every pair; do they look at the
+    branch of that query; and is there anything to do?"""
     span = job // blocks  # a span that all queries see alike, and some of the queries ...
     lead = job % blocks * TOGETHER
     asking = lead + pair // GROUP
@@ -108,12 +109,18 @@ def _task(job, pair, row, length, SPANS, blocks, GROUP: tl.constexpr, TOGETHER: 
     if TREE:
         ended = tl.load(length + row)
         tail = job - SPANS * blocks
-        alone = tail >= 0  # ... or one query, and a span in which it sees its own branch
-        active = alone | ((span + 1) * PLACES <= ended)
-        span = tl.where(alone, ended // PLACES + tail % TAILS, span).to(tl.int32)
+        alone = tail >= 0  # ... or a span in which a query sees its own branch, and others of that branch with it:
         lead = tl.where(alone, tail // TAILS, lead)
-        asking = tl.where(alone, lead, asking)
-        ours = tl.where(alone, pair < GROUP, ours)
+        leader = row * Q + lead
+        depth = tl.load(deep + leader, mask=alone, other=0)
+        ends = (depth % TOGETHER == 0) | (tl.load(leaf + leader, mask=alone, other=0) != 0)  # every node is in one
+        active = tl.where(alone, ends, (span + 1) * PLACES <= ended)
+        span = tl.where(alone, ended // PLACES + tail % TAILS, span).to(tl.int32)
+        above = depth - 1 - pair // GROUP
+        slot = tl.load(branch + leader.to(tl.int64) * DEPTH + above, mask=alone & (above >= 0), other=0)
+        own = tl.where(depth == 0, lead, slot - ended - DEPTH + Q)  # the last of DEPTH scratch tokens is the last asked
+        ours = ours & ((alone == 0) | (pair < GROUP) | ((above >= 0) & (own >= 0)))
+        asking = tl.where(alone, own, asking).to(tl.int32)
         active = active & (span < SPANS)
     return span, lead, asking, ours, alone, active
 
@@ -216,13 +223,14 @@ def _join(peaks, sums, mixed, prefix, deep, out, SPANS, window, WIDTH: tl.conste
 
 def attend(
     q: Tensor, memory: tuple[Tensor, Tensor], prefix: Tensor, out: Tensor, per_row: int, visible: int, scale: float, *,
-    done: Tensor, tree: tuple[Tensor, Tensor, Tensor] | None = None, window: int = 0, ahead: int = 0,
+    done: Tensor, tree: tuple[Tensor, Tensor, Tensor, Tensor] | None = None, window: int = 0, ahead: int = 0,
 ) -> None:  # fmt: skip
     """out [M,heads,width]: what each of q [M,heads,width] makes of the slots it sees, `visible` at most.
 
     Token m is of row m // per_row and sees the slots before prefix [M] + ahead. done: zeros to count with (`COUNTS`),
-    which are zeros again when it is over. tree = (branch [M,D], deep [M], length [R]): it
-    then sees the slots branch[m,:deep[m]] as those places that follow; the text itself ends at `length`.
+    which are zeros again when it is over. tree = (branch [M,D], deep [M], length [R], leaf [M]): it then sees the slots
+    branch[m,:deep[m]] as those places that follow; the text itself ends at `length`, and the last of the D slots after
+    it is that of the last token; leaf: no other token has it in its branch.
     window: only the last so many places, its own included (0: all).
     """
     M, heads, width = q.shape
@@ -239,16 +247,16 @@ def attend(
     for start in range(0, rows, at_once):
         some = slice(start * per_row, min(rows, start + at_once) * per_row)
         group = slice(start, min(rows, start + at_once))
-        branch, deep, length = (
-            (prefix, prefix, prefix) if tree is None else (tree[0][some], tree[1][some], tree[2][group])
-        )
+        branch, deep, length, leaf = [prefix] * 4
+        if tree is not None:
+            branch, deep, length, leaf = tree[0][some], tree[1][some], tree[2][group], tree[3][some]
         count = group.stop - group.start
         peaks, sums, mixed = torch.empty(
             count * per_row * heads * spans * (width + 2), dtype=torch.float32, device=q.device
         ).split([count * per_row * heads * spans * each for each in (1, 1, width)])
         _spans[(spans * blocks + per_row * tails, kv, count)](
-            q[some], keys[group], values[group], prefix[some], branch, deep, length, peaks, sums, mixed, out[some],
-            done, per_row, 0 if tree is None else tree[0].shape[1], spans, *keys.stride()[:3],
+            q[some], keys[group], values[group], prefix[some], branch, deep, length, leaf, peaks, sums, mixed,
+            out[some], done, per_row, 0 if tree is None else tree[0].shape[1], spans, *keys.stride()[:3],
             scale, window, blocks, HEADS=heads, KV=kv, WIDTH=width, BLOCK=max(16, triton.next_power_of_2(width)),
             PLACES=SPAN, TILE=_TILE, ROWS=size, TREE=tree is not None, TAILS=max(tails, 1), WINDOW=window > 0,
             ALL=spans == 1, AHEAD=ahead, EXACT=q.dtype == torch.float32, num_warps=4, **more)  # fmt: skip

@@ -44,8 +44,8 @@ def _lay(text, length, tokens, slots, ids, ahead, width, fed, more, text_step, t
 
 
 @triton.jit(do_not_specialize=["M", "width", "fed", "parent_row", "parent_step", "slot_row", "slot_step"])
-def _climb(parents, length, slots, position, prefix, deep, branch, M, width, fed, parent_row, parent_step, slot_row,
-           slot_step, OVERLAP: tl.constexpr):  # fmt: skip
+def _climb(parents, length, slots, position, prefix, deep, leaf, branch, M, width, fed, parent_row, parent_step,
+           slot_row, slot_step, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):  # fmt: skip
     after(OVERLAP)
     place, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     at = row * (width + fed) + place
@@ -55,6 +55,7 @@ def _climb(parents, length, slots, position, prefix, deep, branch, M, width, fed
         tl.store(position + at, slot)
         tl.store(prefix + at, slot + 1)
         tl.store(deep + at, long * 0)
+        tl.store(leaf + at, 1)
     else:
         above = parents + row * parent_row
         node = long * 0 + (M - fed + place - width)
@@ -66,6 +67,9 @@ def _climb(parents, length, slots, position, prefix, deep, branch, M, width, fed
         tl.store(position + at, long + depth - 1)
         tl.store(prefix + at, long)
         tl.store(deep + at, depth)
+        other = tl.arange(0, BLOCK)
+        child = tl.load(above + other * parent_step, mask=other < M, other=_NOTHING) == node
+        tl.store(leaf + at, tl.max(child.to(tl.int32), 0) == 0)
         up = node
         while up >= 0:
             depth -= 1
@@ -148,15 +152,18 @@ def lay(text: Tensor, length: Tensor, tokens: Tensor | None, width: int, more: i
 
 def climb(
     parents: Tensor, length: Tensor, slots: Tensor, fed: int
-) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor, Tensor]]:
-    """Positions [R,Q], what each token sees of the text [R,Q], and of its branch: see `Quick.climb`."""
+) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor, Tensor, Tensor]]:
+    """Of a pass at `slots` [R,Q] whose last `fed` tokens are the last of scratch tokens with these parents [R,M]:
+    positions [R,Q]; how many slots of the text each token sees [R,Q]; the slots of its branch in their order [RQ,M],
+    how many those are [RQ], the lengths of the texts [R], and has it no children [RQ]?"""
     (R, Q), M, device = slots.shape, parents.shape[1], slots.device
     position = torch.empty(R, Q, dtype=torch.int64, device=device)
     prefix, deep = torch.empty_like(position), torch.empty_like(position)
+    leaf = torch.empty(R * Q, dtype=torch.int32, device=device)
     branch = torch.empty(R * Q, M, dtype=torch.int64, device=device)
-    _climb[(Q, R)](parents, length, slots, position, prefix, deep, branch, M, Q - fed, fed, *parents.stride(),
-                   *slots.stride(), num_warps=1, **overlapping(device))  # fmt: skip
-    return position, prefix, (branch, deep.flatten(), length.flatten())
+    _climb[(Q, R)](parents, length, slots, position, prefix, deep, leaf, branch, M, Q - fed, fed, *parents.stride(),
+                   *slots.stride(), BLOCK=triton.next_power_of_2(M), num_warps=1, **overlapping(device))  # fmt: skip
+    return position, prefix, (branch, deep.flatten(), length.flatten(), leaf)
 
 
 def follow(tokens: Tensor, count: Tensor | None, picks: Tensor) -> tuple[Tensor, Tensor]:

@@ -59,8 +59,10 @@ class TrainSettings:
     answer: Annotated[int, _value(_DATA, "N", "Tokens of an answer at most.")] = 320
     rows: Annotated[int, _value(_DATA, "N", "Texts that are written at once.")] = 64
     shard: Annotated[int, _value(_DATA, "N", "Texts of a shard: what a kill may cost.")] = 256
+    writers: Annotated[int, _value(_DATA, "N", "Processes that write beside each other, on one device.")] = 1
 
     length: Annotated[int, _value(_LEARN, "N", "Tokens of a piece of text.")] = 512
+    join: Annotated[bool, _flag(_LEARN, "--join", "Several texts in a piece, while they fit.")] = False
     batch: Annotated[int, _value(_LEARN, "N", "Tokens of a batch.")] = 16384
     accumulate: Annotated[int, _value(_LEARN, "N", "Batches of a step.")] = 1
     steps: Annotated[int | None, _value(_LEARN, "N", "In all, instead of epochs.")] = None

@@ -1,9 +1,13 @@
-"""What is learnt from: pieces of texts in batches, the same for the same seed and step; some are held out."""
+"""What is learnt from: pieces of texts in batches, the same for the same seed and step; some are held out.
+
+Texts are mostly short, and prompts of real use are not. So pieces of several texts can be joined, one after the other in
+one row of a batch, in another way in every epoch: then what is learnt is learnt far from the beginning of a row too.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,6 +17,7 @@ from paceline.core.errors import InputError
 
 from .shards import Text
 
+Row = tuple[int, ...]  # pieces, by number, that follow each other in a row of a batch
 _SHORTEST = 8  # tokens; less teaches nothing about what comes next but one
 _POOL = 64  # batches whose pieces are sorted by length together, so that little is padding
 
@@ -31,21 +36,25 @@ class Batch:
 class Corpus:
     """Pieces of at most `length` tokens. One in `held` is held out: of those nothing is ever learnt."""
 
-    def __init__(self, texts: Iterable[Text], length: int, tokens: int, seed: int, held: int = 50) -> None:
-        """tokens: in a batch, padding included."""
-        self.length, self.seed = length, seed
+    def __init__(
+        self, texts: Iterable[Text], length: int, tokens: int, seed: int, held: int = 50, join: bool = False
+    ) -> None:
+        """tokens: in a batch, padding included. join: several pieces in a row of a batch, while they fit in `length`;
+        then whole texts are held out, not pieces of them."""
+        self.length, self.seed, self.join = length, seed, join
         self._room = max(1, tokens // length)  # pieces of full length in a batch
-        pieces = [piece for text in texts for piece in _cut(text, length)]
-        if len(pieces) < 2:
+        cut = [pieces for text in texts if (pieces := _cut(text, length))]
+        groups = cut if join else [[piece] for pieces in cut for piece in pieces]
+        if len(groups) < 2:
             raise InputError(
-                f"There are {len(pieces)} texts of {_SHORTEST} or more tokens, and learning needs 2: some to learn "
+                f"There are {len(groups)} texts of {_SHORTEST} or more tokens, and learning needs 2: some to learn "
                 "from, and one to see what was learnt; give more data."
             )
-        every = max(2, min(held, len(pieces) // 4))
-        self.held_out = [piece for index, piece in enumerate(pieces) if index % every == every - 1]
-        self.pieces = [piece for index, piece in enumerate(pieces) if index % every != every - 1]
+        every = max(2, min(held, len(groups) // 4))
+        self.held_out = [piece for index, group in enumerate(groups) if index % every == every - 1 for piece in group]
+        self.pieces = [piece for index, group in enumerate(groups) if index % every != every - 1 for piece in group]
         self._tokens = max(tokens, length)
-        self._epochs: dict[int, list[list[int]]] = {}
+        self._epochs: dict[int, list[list[Row]]] = {}
 
     @property
     def size(self) -> int:
@@ -63,40 +72,59 @@ class Corpus:
         while number >= len(self._epoch(epoch)):
             number -= len(self._epoch(epoch))
             epoch += 1
-        return gathered([self.pieces[index] for index in self._epoch(epoch)[number]])
+        return gathered([[self.pieces[index] for index in row] for row in self._epoch(epoch)[number]])
 
-    def _epoch(self, epoch: int) -> list[list[int]]:
+    def _epoch(self, epoch: int) -> list[list[Row]]:
         if epoch not in self._epochs:
             for old in [known for known in self._epochs if 0 < known < epoch - 1]:
                 del self._epochs[old]
             self._epochs[epoch] = self._arranged(epoch)
         return self._epochs[epoch]
 
-    def _arranged(self, epoch: int) -> list[list[int]]:
+    def _arranged(self, epoch: int) -> list[list[Row]]:
         """All pieces in an order of this epoch's own: shuffled, sorted by length a pool at a time, shuffled again."""
         generator = torch.Generator().manual_seed(self.seed * 1_000_003 + epoch)
         order = torch.randperm(len(self.pieces), generator=generator).tolist()
+        lengths = [len(piece.tokens) for piece in self.pieces]
+        rows = self._rows(order, lengths)
+        sizes = {row: sum(lengths[index] for index in row) for row in rows}
         pool = _POOL * self._room
-        batches: list[list[int]] = []
-        for start in range(0, len(order), pool):
-            some = sorted(order[start : start + pool], key=lambda index: len(self.pieces[index].tokens))
-            batches += self._filled(some)
+        batches: list[list[Row]] = []
+        for start in range(0, len(rows), pool):
+            batches += self._filled(sorted(rows[start : start + pool], key=sizes.__getitem__), sizes)
         return [batches[index] for index in torch.randperm(len(batches), generator=generator).tolist()]
 
-    def _filled(self, sorted_pieces: Sequence[int]) -> list[list[int]]:
-        """Batches of so many pieces that with their padding they are as many tokens as asked for."""
-        batches: list[list[int]] = [[]]
-        for index in sorted_pieces:
-            longest = len(self.pieces[index].tokens)
-            if batches[-1] and (len(batches[-1]) + 1) * longest > self._tokens:
+    def _rows(self, order: Sequence[int], lengths: Sequence[int]) -> list[Row]:
+        """Each piece alone, or as many after each other as fit."""
+        if not self.join:
+            return [(index,) for index in order]
+        rows: list[list[int]] = []
+        room = 0
+        for index in order:
+            if lengths[index] > room:
+                rows.append([])
+                room = self.length
+            rows[-1].append(index)
+            room -= lengths[index]
+        return [tuple(row) for row in rows]
+
+    def _filled(self, sorted_rows: Sequence[Row], sizes: Mapping[Row, int]) -> list[list[Row]]:
+        """Batches of so many rows that with their padding they are as many tokens as asked for."""
+        batches: list[list[Row]] = [[]]
+        for row in sorted_rows:
+            if batches[-1] and (len(batches[-1]) + 1) * sizes[row] > self._tokens:
                 batches.append([])
-            batches[-1].append(index)
+            batches[-1].append(row)
         return batches
 
     def held_out_batches(self, most: int) -> list[Batch]:
         """What is held out, or the first `most` pieces of it."""
-        pieces = sorted(self.held_out[:most], key=lambda piece: len(piece.tokens))
-        return [gathered(pieces[at : at + self._room]) for at in range(0, len(pieces), self._room)]
+        pieces = self.held_out[:most]
+        lengths = [len(piece.tokens) for piece in pieces]
+        rows = self._rows(range(len(pieces)), lengths)
+        rows.sort(key=lambda row: sum(lengths[index] for index in row))
+        texts = [[pieces[index] for index in row] for row in rows]
+        return [gathered(texts[at : at + self._room]) for at in range(0, len(texts), self._room)]
 
     def frequent(self, count: int, always: Iterable[int] = ()) -> list[int]:
         """The `count` most frequent tokens of what the target wrote, sorted by id; those in `always` among them."""
@@ -118,11 +146,16 @@ def _cut(text: Text, length: int) -> list[Text]:
     return pieces
 
 
-def gathered(pieces: Sequence[Text]) -> Batch:
-    longest = max(len(piece.tokens) for piece in pieces)
-    ids = torch.zeros(len(pieces), longest, dtype=torch.int64)
-    learn = torch.zeros(len(pieces), longest, dtype=torch.bool)
-    for row, piece in enumerate(pieces):
-        ids[row, : len(piece.tokens)] = torch.tensor(piece.tokens)
-        learn[row, piece.prompt : len(piece.tokens)] = True
+def gathered(rows: Sequence[Sequence[Text]]) -> Batch:
+    """Rows of texts, one after the other. By what word a text begins after another nobody can know: it is not learnt."""
+    longest = max(sum(len(text.tokens) for text in row) for row in rows)
+    ids = torch.zeros(len(rows), longest, dtype=torch.int64)
+    learn = torch.zeros(len(rows), longest, dtype=torch.bool)
+    for index, row in enumerate(rows):
+        at = 0
+        for text in row:
+            end = at + len(text.tokens)
+            ids[index, at:end] = torch.tensor(text.tokens)
+            learn[index, at + max(text.prompt, int(at > 0)) : end] = True
+            at = end
     return Batch(ids, learn)

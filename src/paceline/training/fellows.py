@@ -167,10 +167,12 @@ class Fellows:
                     self._news.notify_all()
         except (OSError, ValueError):
             reason = ""  # it is gone, and its last line with it
-        with words, self._news:
-            if number is not None and not self._over:
-                self._back.append(number)
-                self._sentences.append(f"one writer less: {reason or _end_of(process, words)}; the others go on")
+        with words:
+            reason = reason or ("" if self._over else _end_of(process, words))
+        with self._news:
+            self._back += [] if number is None else [number]
+            if not self._over:
+                self._sentences.append(f"one writer less: {reason}; the others go on")
             self._news.notify_all()
 
     def _wait_for_one(self) -> int | None:

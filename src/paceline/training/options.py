@@ -23,7 +23,7 @@ PAIR = "pair"  # two models from scratch
 class TrainOptions:
     """target, kind, out: a drafter of this kind for this target, into this folder. options: of the kind, as
     name=value. data: a file instead of what the target writes; texts: the folder of token shards (out/texts), which
-    several kinds may share; tokens ... rows: see `WritingPlan`."""
+    several kinds may share; tokens ... rows: see `WritingPlan`; writers: processes that write them beside each other."""
 
     target: str = "smollm2-135m"
     kind: str = "eagle"
@@ -38,7 +38,9 @@ class TrainOptions:
     answer: int = WritingPlan.answer
     rows: int = WritingPlan.rows
     shard: int = WritingPlan.shard
+    writers: int = 1
     length: int = 512  # tokens of a piece of text
+    join: bool = False  # several texts in a piece, while they fit
     batch: int = 16384  # tokens of a step, padding included
     accumulate: int = 1  # batches of a step
     steps: int | None = None  # in all; or
@@ -68,7 +70,7 @@ class TrainOptions:
         check_loss(self.loss)
         if self.numbers not in NUMBERS:
             raise InputError(f"numbers must be one of {', '.join(NUMBERS)}, got '{self.numbers}'.")
-        for name in ("length", "batch", "accumulate", "held_out", "rows", "shard"):
+        for name in ("length", "batch", "accumulate", "held_out", "rows", "shard", "writers"):
             if getattr(self, name) < 1:
                 raise InputError(f"{name} must be at least 1, got {getattr(self, name)}.")
         for name in ("steps", "evaluate", "patience"):

@@ -130,7 +130,7 @@ def train_pair(options: TrainOptions, watcher: Watcher, cancel: Callable[[], boo
     first, second = options.seed, options.seed + 1
     main = new_llama(tokenizer, sizes.width, sizes.layers, sizes.context, first, device, "main")
     draft = new_llama(tokenizer, sizes.draft_width, sizes.draft_layers, sizes.context, second, device, "draft")
-    corpus = Corpus(read_data(path, main), options.length, options.batch, options.seed)
+    corpus = Corpus(read_data(path, main), options.length, options.batch, options.seed, join=options.join)
     plan = {**asdict(options), "pieces": len(corpus.pieces), "to_learn": corpus.size, "sizes": asdict(sizes)}
     outlook: Outlook | None = None
     for name, make in (

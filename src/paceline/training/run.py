@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.core.costs import Costs
-from paceline.core.errors import LoadError
+from paceline.core.errors import InputError, LoadError
 from paceline.drafters.katz import train_trigram
 from paceline.engine.provenance import provenance
 from paceline.engine.timing import full_costs
@@ -21,6 +21,7 @@ from paceline.models.language_model import LanguageModel
 from .corpus import Corpus
 from .course import Course, make_course
 from .finished import measure, write_card
+from .fellows import Fellows, job
 from .hardware import Alone, Several
 from .options import COUNTED, PAIR, TrainOptions
 from .outlook import Outlook
@@ -30,7 +31,7 @@ from .sources import read_data
 from .teacher import Teacher
 from .trainer import Trainer, Watcher
 from .trigram import CountingOptions, save_table
-from .writing import Writer
+from .writing import Writer, WritingPlan
 
 Cancel = Callable[[], bool]
 _PIECE = 1024  # texts of a shard made of a file
@@ -57,8 +58,10 @@ def train(options: TrainOptions, onlooker: Onlooker | None = None, cancel: Cance
     hardware = Several() if options.accelerate else Alone()
     _prepare_folder(options.folder)
     lm = load(options.target, dtype=options.dtype, device=options.device, progress=eye.loading)
+    if options.join and options.length > lm.context:
+        raise InputError(f"{lm.name} reads {lm.context} tokens at most, so texts cannot be joined to {options.length}.")
     texts = _texts(options, lm, eye, cancel, hardware)
-    corpus = Corpus(texts.texts(), options.length, options.batch, options.seed)
+    corpus = Corpus(texts.texts(), options.length, options.batch, options.seed, join=options.join)
     eye.noted(
         f"{len(corpus.pieces)} pieces of text with {corpus.size} tokens to learn from, {len(corpus.held_out)} held out"
     )
@@ -101,14 +104,26 @@ def _texts(options: TrainOptions, lm: LanguageModel, eye: Onlooker, cancel: Canc
         for start in range(_PIECE * len(shards), len(texts), _PIECE):
             shards.append(texts[start : start + _PIECE])
         if plan is not None:
-            Writer(lm, plan).fill(shards, eye.writing, cancel)
+            _write(options, lm, plan, shards, eye, cancel)
     hardware.wait()  # two that make the same folder would be in each other's way
     return Shards(where, about)
 
 
+def _write(
+    options: TrainOptions, lm: LanguageModel, plan: WritingPlan, shards: Shards, eye: Onlooker, cancel: Cancel | None
+) -> None:
+    writer = Writer(lm, plan)
+    if options.writers == 1:
+        writer.fill(shards, eye.writing, cancel)
+        return
+    said = job(options.target, options.dtype, lm, plan)
+    with Fellows(writer.written, said, options.writers - 1, eye.noted, cancel) as fellows:
+        writer.fill(shards, eye.writing, by=fellows.shard)
+
+
 def _plan(options: TrainOptions, corpus: Corpus) -> dict[str, Any]:
     """What must not change between an interruption and going on."""
-    names = ("target", "kind", "options", "data", "length", "batch", "accumulate", "learning_rate", "warm_up",
+    names = ("target", "kind", "options", "data", "length", "join", "batch", "accumulate", "learning_rate", "warm_up",
              "weight_decay", "clip", "loss", "seed", "evaluate", "held_out", "patience")  # fmt: skip
     found = {name: getattr(options, name) for name in names}
     return json.loads(json.dumps({**found, "pieces": len(corpus.pieces), "to_learn": corpus.size}))  # type: ignore[no-any-return]

@@ -7,12 +7,15 @@ the hidden states that they follow from, and the gradient at those states is wor
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from paceline.core.errors import UnknownNameError
+from paceline.models.cuda_pass import importable
 
 Say = Callable[[Tensor], Tensor]  # states [P,D] -> logits [P,V]
 LOSSES = ("kl", "reverse-kl", "tv", "ce")
@@ -42,6 +45,45 @@ def distance(name: str, said: Tensor, wanted: Tensor, token: Tensor) -> Tensor:
 def exactly(values: Tensor) -> Tensor:
     """In 32 bits at least."""
     return values.to(torch.promote_types(values.dtype, torch.float32))
+
+
+def _kernels(device: torch.device) -> ModuleType | None:
+    """What says a distance and its slope at once, where there is such a thing."""
+    if device.type != "cuda" or importable() is not None:
+        return None
+    from paceline.kernels.cuda import divergence
+
+    return divergence
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What the teacher says at P places: logits [P,N] of what the student can say too, and the log-sums [P] of all."""
+
+    logits: Tensor
+    sums: Tensor
+
+    def __getitem__(self, some: slice) -> Wanted:
+        return Wanted(self.logits[some], self.sums[some])
+
+    def law(self) -> Tensor:
+        """[P,N]: not made whole again, where a student can say less."""
+        return (exactly(self.logits) - self.sums.unsqueeze(-1)).exp()
+
+
+class _Divergence(torch.autograd.Function):
+    """The sum of all distances; its slope is known with it. It is asked for by itself, so nothing is multiplied."""
+
+    @staticmethod
+    def forward(ctx: Any, said: Tensor, wanted: Wanted, kernels: Any) -> Tensor:
+        losses, slopes = kernels.diverge(said, wanted.logits, wanted.sums)
+        ctx.save_for_backward(slopes)
+        total: Tensor = losses.sum()
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *asked: Any) -> Any:
+        return ctx.saved_tensors[0], None, None
 
 
 class _Known(torch.autograd.Function):
@@ -80,7 +122,7 @@ class Distance:
         states: Tensor,
         last: Tensor,
         tokens: Tensor,
-        laws: Tensor | None = None,
+        laws: Wanted | None = None,
         weights: Sequence[Tensor] = (),
     ) -> Tensor:
         """states [P,D] of the student, last [P,D] of the teacher, tokens [P] that came next -> a number. laws: of
@@ -114,18 +156,25 @@ class Distance:
         return _Known.apply(total / many, [each / many for each in found], states, *weights)  # type: ignore[no-any-return]
 
     @torch.no_grad()
-    def wanted(self, last: Tensor) -> Tensor:
-        """[P,N]: the teacher's laws, over what the student can say."""
-        pieces = [self._law(last[start : start + _CHUNK]) for start in range(0, last.shape[0], _CHUNK)]
-        return torch.cat(pieces) if pieces else last.new_zeros(0, 1)
+    def wanted(self, last: Tensor) -> Wanted:
+        """What the teacher says of its states `last` [P,D]."""
+        if not last.shape[0]:
+            return Wanted(last.new_zeros(0, 1), last.new_zeros(0))
+        pieces = [self._wanted(last[start : start + _CHUNK]) for start in range(0, last.shape[0], _CHUNK)]
+        return Wanted(torch.cat([each.logits for each in pieces]), torch.cat([each.sums for each in pieces]))
 
     @torch.no_grad()
-    def _law(self, last: Tensor) -> Tensor:
-        law = exactly(self._teach(last)).softmax(-1)
-        return law if self._ids is None else law.index_select(-1, self._ids)
+    def _wanted(self, last: Tensor) -> Wanted:
+        logits, kernels = self._teach(last), _kernels(last.device)
+        sums = exactly(logits).logsumexp(-1) if kernels is None else kernels.log_sums(logits)
+        return Wanted(logits if self._ids is None else logits.index_select(-1, self._ids), sums)
 
-    def _part(self, say: Say, states: Tensor, last: Tensor, tokens: Tensor, law: Tensor | None) -> Tensor:
-        return distance(self.name, say(states), self._law(last) if law is None else law, tokens).sum()
+    def _part(self, say: Say, states: Tensor, last: Tensor, tokens: Tensor, laws: Wanted | None) -> Tensor:
+        wanted = self._wanted(last) if laws is None else laws
+        kernels = _kernels(states.device) if self.name == "kl" else None
+        if kernels is None:
+            return distance(self.name, say(states), wanted.law(), tokens).sum()
+        return _Divergence.apply(say(states), wanted, kernels)  # type: ignore[no-any-return]
 
     def _own(self, known: int) -> Tensor:
         """The student's own number of each of the teacher's tokens, up to the largest that has one, and then -1."""

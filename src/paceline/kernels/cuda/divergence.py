@@ -1,0 +1,79 @@
+"""How far the law of a student's logits is from that of its teacher's (Kullback-Leibler), and the slope of that, from
+logits to logits: no law is written down. A program takes one place; what it has read once it finds near by again."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_BLOCK = 4096  # tokens at a time
+
+
+@triton.jit(do_not_specialize=["V", "step"])
+def _log_sum(logits, sums, V, step, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    some = tl.arange(0, BLOCK)
+    tops = tl.full([BLOCK], float("-inf"), tl.float32)
+    at = V * 0
+    while at < V:
+        score = tl.load(logits + row * step + at + some, mask=at + some < V, other=float("-inf")).to(tl.float32)
+        tops = tl.maximum(tops, score)
+        at += BLOCK
+    top = tl.max(tops, 0)
+    totals = tl.zeros([BLOCK], tl.float32)
+    at = V * 0
+    while at < V:
+        score = tl.load(logits + row * step + at + some, mask=at + some < V, other=float("-inf")).to(tl.float32)
+        totals += tl.exp(score - top)
+        at += BLOCK
+    tl.store(sums + row, top + tl.log(tl.sum(totals, 0)))
+
+
+@triton.jit(do_not_specialize=["V", "said_step", "wanted_step"])
+def _diverge(said, wanted, own, sums, losses, slopes, V, said_step, wanted_step, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    some = tl.arange(0, BLOCK)
+    mine, theirs = tl.load(own + row), tl.load(sums + row)
+    masses = tl.zeros([BLOCK], tl.float32)
+    losses_ = tl.zeros([BLOCK], tl.float32)
+    at = V * 0
+    while at < V:
+        known = at + some < V
+        log_q = tl.load(said + row * said_step + at + some, mask=known, other=0.0).to(tl.float32) - mine
+        log_p = tl.load(wanted + row * wanted_step + at + some, mask=known, other=float("-inf")).to(tl.float32) - theirs
+        p = tl.exp(log_p)
+        masses += p
+        losses_ += tl.where(p > 0, p * (log_p - log_q), 0.0)
+        at += BLOCK
+    mass = tl.sum(masses, 0)  # less than 1 where the student cannot say all that the teacher can
+    tl.store(losses + row, tl.sum(losses_, 0))
+    at = V * 0
+    while at < V:
+        known = at + some < V
+        log_q = tl.load(said + row * said_step + at + some, mask=known, other=0.0).to(tl.float32) - mine
+        log_p = tl.load(wanted + row * wanted_step + at + some, mask=known, other=0.0).to(tl.float32) - theirs
+        slope = mass * tl.exp(log_q) - tl.exp(log_p)
+        tl.store(slopes + row * V + at + some, slope.to(slopes.dtype.element_ty), mask=known)
+        at += BLOCK
+
+
+def log_sums(logits: Tensor) -> Tensor:
+    """[P] in float32: the logarithm of the sum of the exponentials of each row of logits [P,V]."""
+    logits = logits if logits.stride(1) == 1 else logits.contiguous()
+    (P, V), sums = logits.shape, torch.empty(logits.shape[0], dtype=torch.float32, device=logits.device)
+    _log_sum[(P,)](logits, sums, V, logits.stride(0), BLOCK=min(_BLOCK, triton.next_power_of_2(V)), num_warps=8)
+    return sums
+
+
+def diverge(said: Tensor, wanted: Tensor, sums: Tensor) -> tuple[Tensor, Tensor]:
+    """[P] in float32: how far the law of logits `said` [P,V] is from that of `wanted` [P,V], whose log-sums are `sums`
+    [P] (over more tokens, maybe); and its slope at `said`, in the same numbers."""
+    said, wanted = (each if each.stride(1) == 1 else each.contiguous() for each in (said, wanted))
+    P, V = said.shape
+    losses = torch.empty(P, dtype=torch.float32, device=said.device)
+    slopes = torch.empty(P, V, dtype=said.dtype, device=said.device)
+    _diverge[(P,)](said, wanted, log_sums(said), sums, losses, slopes, V, said.stride(0), wanted.stride(0),
+                   BLOCK=min(_BLOCK, triton.next_power_of_2(V)), num_warps=8)  # fmt: skip
+    return losses, slopes

@@ -87,15 +87,17 @@ def medusa(steps: int = 300) -> MedusaHead:
     return _fit(head, loss, steps, 0.02)
 
 
-def eagle(steps: int = 150, draft_vocabulary: int | None = None) -> EagleHead:
+def eagle(steps: int = 150, draft_vocabulary: int | None = None, own_output: bool = True) -> EagleHead:
     """Entry t, made of the state of place t and the token of place t+1, learns the token of place t+2."""
     school = lesson()
-    sizes = replace(EagleHead.sizes(school.target), heads=4, kv_heads=2, draft_vocabulary=draft_vocabulary)
+    sizes = replace(EagleHead.sizes(school.target), heads=4, kv_heads=2, draft_vocabulary=draft_vocabulary,
+                    own_output=own_output)  # fmt: skip
     head = EagleHead.random(school.target, 1, sizes)
     layers = [round(share * school.target.layers) for share in sizes.taps]
     if head.d2t is not None:  # the most frequent tokens of the texts
         often = torch.bincount(school.texts[school.real], minlength=sizes.vocabulary).argsort(descending=True)
         head.d2t.copy_(often[:draft_vocabulary].sort().values)
+    head.borrow(school.target)
 
     def loss() -> Tensor:
         taps = [school.states[layer][:, :-1] for layer in layers]

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from paceline import Generation, InputError, LanguageModel, LoadError, SpeculativeDecoder, UnsupportedError
 from paceline.drafters.eagle import EagleConfig, EagleHead
@@ -248,6 +249,28 @@ def test_eagle_with_a_vocabulary_of_its_own() -> None:
     assert drafted <= set(head.d2t.tolist())
     assert max(drafted) >= 25  # a number that is no id of the draft's own
     assert tau(outs) > 2.0
+
+
+@pytest.mark.parametrize("few", [None, 25])
+def test_eagle_may_say_tokens_by_rows_of_the_target(few: int | None, tmp_path: Path) -> None:
+    """They are not stored, and taken from the target when it is met."""
+    lm, head = fitting.target(), fitting.eagle(steps=60, draft_vocabulary=few, own_output=False)
+    rows = lm.model.lm_head.weight if head.d2t is None else lm.model.lm_head.weight[head.d2t]
+    assert torch.equal(head.output.weight, rows)  # fitting has left them alone
+    head.save(tmp_path / "borrows")
+    assert not any("output" in name for name in load_file(tmp_path / "borrows" / "model.safetensors"))
+    back = EagleHead.load(tmp_path / "borrows")
+    assert back.output is None
+    before, after = written("eagle", head), written("eagle", back)
+    assert [out.trace.rounds for out in after] == [out.trace.rounds for out in before]
+    assert tau(after) > 2.0
+
+
+def test_rows_of_another_width_cannot_be_borrowed() -> None:
+    lm = fitting.target()
+    head = EagleHead.random(lm, 0, replace(EagleHead.sizes(lm), width=16, heads=2, kv_heads=2, own_output=False))
+    with pytest.raises(UnsupportedError, match="no linear map of 16 numbers; train one with own_output=true"):
+        SpeculativeDecoder(lm, "eagle", options={"head": head}).generate([1, 2, 3], max_new_tokens=2)
 
 
 def test_eagle_reads_long_prompts_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,7 @@ from paceline.models.draft_layers import DecoderLayer, LayerConfig, Norm, Rememb
 from paceline.models.language_model import LanguageModel
 from paceline.models.masks import chain_mask
 from paceline.models.slot_cache import SlotCache
-from paceline.models.subset_head import spread
+from paceline.models.subset_head import rows_of, spread
 
 from .heads import HeadDrafter, HeadOptions
 
@@ -44,6 +44,7 @@ class EagleConfig(LayerConfig):
     norm_before_residual: bool = field(default=False, kw_only=True)
     fuse_bias: bool = field(default=False, kw_only=True)
     own_embedding: bool = field(default=False, kw_only=True)
+    own_output: bool = field(default=True, kw_only=True)  # else it says tokens by the target's own rows for them
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -84,7 +85,9 @@ class EagleHead(DraftHead):
         self.embed_norm = Norm(config.embedding, eps=config.eps)
         self.layer = DecoderLayer(config, config.embedding + D)
         self.norm = Norm(D, eps=config.eps)
-        self.output = nn.Linear(D, config.vocabulary if said is None else said, bias=False)
+        self.output: Any = None  # see `borrow`
+        if config.own_output:
+            self.output = nn.Linear(D, config.vocabulary if said is None else said, bias=False)
         # the target's id of every id of the draft's; training fills it with the most frequent ones
         self.register_buffer("d2t", None if said is None else torch.arange(said))
         self.words = nn.Embedding(config.vocabulary, config.embedding) if config.own_embedding else None
@@ -104,6 +107,28 @@ class EagleHead(DraftHead):
     @property
     def remembers(self) -> int:
         return int(self.config.width)
+
+    def check(self, target: LanguageModel) -> None:
+        super().check(target)
+        self.borrow(target)
+
+    def borrow(self, target: LanguageModel) -> None:
+        """Take what it says tokens by from the target, where it has nothing of its own: once."""
+        if self.output is not None:
+            return
+        whole = target.model.get_output_embeddings()
+        if getattr(whole, "in_features", None) != self.config.width:
+            raise UnsupportedError(
+                f"This eagle head says tokens by the target's output layer, but that of {target.name} is no linear map "
+                f"of {self.config.width} numbers; train one with own_output=true."
+            )
+        ids = arange(0, self.config.vocabulary, target.device) if self.d2t is None else self.d2t.to(target.device)
+        with torch.inference_mode(False):
+            self.output = rows_of(whole, ids)
+
+    def own_weights(self) -> dict[str, Tensor]:
+        lent = "" if self.config.own_output else "output."
+        return {name: tensor for name, tensor in super().own_weights().items() if not lent or not name.startswith(lent)}
 
     def step(self, embedded: Tensor, features: Tensor, position: Tensor, mask: Tensor, remember: Remember) -> Tensor:
         """embedded [R,Q,E], features [R,Q,D] -> the next features [R,Q,D]."""
@@ -159,7 +184,7 @@ class Eagle(HeadDrafter):
 
         @classmethod
         def conformance_variants(cls) -> list[Mapping[str, Any]]:
-            return [{"head": _with_few_words}]
+            return [{"head": _with_few_words}, {"head": _with_borrowed_words}]
 
     def __init__(self, options: HeadOptions | None = None) -> None:
         super().__init__(options)
@@ -294,10 +319,17 @@ class Eagle(HeadDrafter):
         return self._entries(rows, slice(0, rows.count), position, visible)[:, -1:]
 
 
-def _with_few_words(target: LanguageModel) -> EagleHead:
+def _with_borrowed_words(target: LanguageModel) -> EagleHead:
+    """The same by rows of the target's own."""
+    whole = target.model.get_output_embeddings()
+    return _with_few_words(target, own=getattr(whole, "in_features", None) != EagleHead.sizes(target).width)
+
+
+def _with_few_words(target: LanguageModel, own: bool = True) -> EagleHead:
     """Random weights that cannot say every token, for the conformance suite."""
     sizes = EagleHead.sizes(target)
-    head = EagleHead.random(target, 0, replace(sizes, draft_vocabulary=sizes.vocabulary * 3 // 4))
+    few = replace(sizes, draft_vocabulary=sizes.vocabulary * 3 // 4, own_output=own)
+    head = EagleHead.random(target, 0, few)
     assert head.d2t is not None
     head.d2t += sizes.vocabulary // 8
     return head

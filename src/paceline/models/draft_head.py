@@ -52,7 +52,11 @@ class DraftHead(nn.Module):
     def save(self, folder: str | os.PathLike[str], numbers: str | None = None) -> None:
         """numbers: float32, bfloat16 or int8 on disk; as they are, if nothing is said."""
         config = {**asdict(self.config), "target": self.made_for}
-        save_head(folder, self.kind, config, self.state_dict(), numbers)
+        save_head(folder, self.kind, config, self.own_weights(), numbers)
+
+    def own_weights(self) -> dict[str, Tensor]:
+        """Those that are not the target's."""
+        return dict(self.state_dict())
 
     @classmethod
     def load(cls: type[H], folder: str | os.PathLike[str]) -> H:

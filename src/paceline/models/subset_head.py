@@ -52,7 +52,7 @@ class SubsetHead:
         self._usual, self._known = chosen, list(chosen)
         with torch.inference_mode(False):
             self.ids = torch.tensor(chosen, device=lm.device)
-            self._head = _with_rows(self._whole, self.ids)
+            self._head = rows_of(self._whole, self.ids)
         self.lm = copy.copy(lm)
         self.lm.model = shell(lm.model)
         self.lm.model._modules[name] = self._head
@@ -96,7 +96,7 @@ def _tensors(head: Any, whole: Any) -> list[tuple[Tensor, Tensor]]:
     return [(getattr(head, name).data, getattr(whole, name).data) for name in names if getattr(whole, name) is not None]
 
 
-def _with_rows(whole: Any, ids: Tensor) -> Any:
+def rows_of(whole: Any, ids: Tensor) -> Any:
     """The head of these outputs alone: a plain linear map, or one of our own with packed weights."""
     fresh = shell(whole)
     for kind in ("_parameters", "_buffers"):

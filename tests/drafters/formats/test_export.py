@@ -32,8 +32,9 @@ def eagle(**change: Any) -> EagleHead:
         {"draft_vocabulary": 25},
         {"norm_before_residual": True, "heads": 2, "head_width": 10, "eps": 1e-4, "rope_theta": 50.0},
         {"rope_scaling": (8.0, 1.0, 4.0, 24.0)},
+        {"draft_vocabulary": 25, "own_output": False},
     ],
-    ids=["plain", "few words", "as others have it", "stretched"],
+    ids=["plain", "few words", "as others have it", "stretched", "borrowed words"],
 )
 def test_an_eagle_head_comes_back_as_it_went(change: dict[str, Any], tmp_path: Path) -> None:
     head = eagle(**change)

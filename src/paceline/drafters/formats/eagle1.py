@@ -45,6 +45,9 @@ class FirstEagleHead(EagleHead):
         sizes = (usual.hidden, usual.heads, usual.kv_heads, usual.inner, usual.rope_theta)
         return EagleConfig(*sizes, usual.hidden, usual.embedding, usual.vocabulary, taps=(1.0,), fuse_bias=True)
 
+    def borrow(self, target: Any) -> None:
+        """Nothing: `say` is given the target's whole output layer."""
+
     def step(self, embedded: Tensor, features: Tensor, position: Tensor, mask: Tensor, remember: Remember) -> Tensor:
         joined = self.join(torch.cat([embedded, features], -1))
         return self.layer(joined, joined, position, mask, remember)  # type: ignore[no-any-return]

@@ -27,6 +27,7 @@ class EagleCourse(Course):
     @dataclass(frozen=True)
     class Options(Sizes):
         vocabulary: int | None = 8192  # tokens that it can say, the most frequent of the data (None: all)
+        own_output: bool = True  # it learns how to say them; else the target's own rows say them, and are not stored
         steps: int = 5  # places it learns to go on by itself
         heads: int = 0  # of attention; 0: as many as fit 64 numbers each
         kv_heads: int = 0  # 0: as many as heads
@@ -47,7 +48,7 @@ class EagleCourse(Course):
         heads = options.heads or sizes.heads
         said = None if options.vocabulary is None or options.vocabulary >= lm.vocabulary else options.vocabulary
         sizes = replace(sizes, heads=heads, kv_heads=options.kv_heads or heads, inner=options.inner or sizes.inner,
-                        draft_vocabulary=said, rope_theta=_theta(lm))  # fmt: skip
+                        draft_vocabulary=said, own_output=options.own_output, rope_theta=_theta(lm))  # fmt: skip
         self.head = EagleHead.random(lm, int(torch.initial_seed() % 2**31), sizes).to(teacher.numbers)
         self.taps, self.depth = sizes.taps, options.steps
         self._begin(corpus, said)
@@ -64,7 +65,8 @@ class EagleCourse(Course):
             self.head.d2t.copy_(ids)
             output = output[self.head.d2t]
             self.distance = Distance(self.distance.name, self.teacher.logits, self.head.d2t)
-        if output.shape == self.head.output.weight.shape:
+        self.head.borrow(self.teacher.lm)
+        if self.options.own_output and output.shape == self.head.output.weight.shape:
             with torch.no_grad():
                 self.head.output.weight.copy_(output)
 

@@ -43,7 +43,7 @@ def test_guesses_are_what_it_drafts(kind: str) -> None:
         prompt = piece.tokens[:6]
         found = decoder.generate(prompt, max_new_tokens=30)
         whole = prompt + found.tokens
-        lesson = course.teacher.read(gathered([type(piece)(whole)]), course.taps)
+        lesson = course.teacher.read(gathered([[type(piece)(whole)]]), course.taps)
         per_round = [len(each.path) + 1 for each in found.trace.rounds]
         most = max(most, *per_round[1:])
         assert _accepted(course, lesson, len(prompt), per_round, depth) == per_round[1:]
@@ -91,7 +91,7 @@ def test_a_text_that_left_the_target_counts_no_further() -> None:
     lm = target()
     corpus = Corpus(own_texts(lm), 64, 512, seed=1)
     course = course_of("draft-lm", lm, corpus)
-    lesson = course.teacher.read(gathered(corpus.held_out[:1]), course.taps)
+    lesson = course.teacher.read(gathered([corpus.held_out[:1]]), course.taps)
     T = lesson.ids.shape[1]
     wanted = course.teacher.logits(lesson.last[0]).argmax(-1)  # of token t+1
     perfect = torch.full((3, 1, T), -1)

@@ -1,7 +1,7 @@
 """What is learnt from: pieces of texts in batches, the same for the same seed and step; some are held out.
 
-Texts are mostly short, and prompts of real use are not. So pieces of several texts can be joined, one after the other in
-one row of a batch, in another way in every epoch: then what is learnt is learnt far from the beginning of a row too.
+Texts are mostly short, and prompts of real use are not. So pieces of several texts can be joined, one after the other
+in one row of a batch, in another way in every epoch: then what is learnt is learnt far from a row's beginning too.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from .shards import Text
 
 Row = tuple[int, ...]  # pieces, by number, that follow each other in a row of a batch
 _SHORTEST = 8  # tokens; less teaches nothing about what comes next but one
+_OPEN = 16  # rows that pieces may still be joined to
 _POOL = 64  # batches whose pieces are sorted by length together, so that little is padding
 
 
@@ -99,13 +100,15 @@ class Corpus:
         if not self.join:
             return [(index,) for index in order]
         rows: list[list[int]] = []
-        room = 0
+        rooms: list[int] = []
         for index in order:
-            if lengths[index] > room:
+            begun = range(max(0, len(rows) - _OPEN), len(rows))
+            fits = next((row for row in begun if rooms[row] >= lengths[index]), len(rows))
+            if fits == len(rows):
                 rows.append([])
-                room = self.length
-            rows[-1].append(index)
-            room -= lengths[index]
+                rooms.append(self.length)
+            rows[fits].append(index)
+            rooms[fits] -= lengths[index]
         return [tuple(row) for row in rows]
 
     def _filled(self, sorted_rows: Sequence[Row], sizes: Mapping[Row, int]) -> list[list[Row]]:
@@ -147,7 +150,7 @@ def _cut(text: Text, length: int) -> list[Text]:
 
 
 def gathered(rows: Sequence[Sequence[Text]]) -> Batch:
-    """Rows of texts, one after the other. By what word a text begins after another nobody can know: it is not learnt."""
+    """Rows of texts, one after the other. How a text begins after another nobody can know: that is not learnt."""
     longest = max(sum(len(text.tokens) for text in row) for row in rows)
     ids = torch.zeros(len(rows), longest, dtype=torch.int64)
     learn = torch.zeros(len(rows), longest, dtype=torch.bool)

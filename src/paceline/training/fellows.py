@@ -1,8 +1,8 @@
 """Processes that write texts beside this one, on the same device: where the host is the limit, several are faster.
 
 A shard follows from its number, so whoever is free takes the next number, and the shards are the same however many
-write. This process puts them in order. A fellow is `python -m paceline.training.fellows`: it reads what to load and then
-numbers, a line each, and answers each with a line of JSON. It ends when nobody speaks to it any more.
+write. This process puts them in order. A fellow is `python -m paceline.training.fellows`: it reads what to load and
+then numbers, a line each, and answers each with a line of JSON. It ends when nobody can speak to it any more.
 """
 
 from __future__ import annotations

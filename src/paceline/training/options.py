@@ -23,7 +23,7 @@ PAIR = "pair"  # two models from scratch
 class TrainOptions:
     """target, kind, out: a drafter of this kind for this target, into this folder. options: of the kind, as
     name=value. data: a file instead of what the target writes; texts: the folder of token shards (out/texts), which
-    several kinds may share; tokens ... rows: see `WritingPlan`; writers: processes that write them beside each other."""
+    several kinds may share; tokens ... rows: see `WritingPlan`; writers: processes that write, beside each other."""
 
     target: str = "smollm2-135m"
     kind: str = "eagle"

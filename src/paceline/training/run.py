@@ -20,8 +20,8 @@ from paceline.models.language_model import LanguageModel
 
 from .corpus import Corpus
 from .course import Course, make_course
-from .finished import measure, write_card
 from .fellows import Fellows, job
+from .finished import measure, write_card
 from .hardware import Alone, Several
 from .options import COUNTED, PAIR, TrainOptions
 from .outlook import Outlook

@@ -1,10 +1,11 @@
-# How the drafters of src/paceline/catalogue/smollm2-135m were trained, on one H200. From the repository's root:
+# How the drafters of src/paceline/catalogue/smollm2-135m are trained, on one H200. From the repository's root:
 #   bash docs/results/training/train.sh begin         # starts everything in the background
 #   bash docs/results/training/train.sh wait SECONDS  # says how far it is; what is finished is packed to $OUT
 #   bash docs/results/training/train.sh enough        # ends what runs with its best weights so far
-# Texts first (the trigram's run writes them), then two lanes beside each other. No network, typer or rich is needed.
+# Texts first (the trigram's run writes them), then two lanes beside each other. No network, typer or rich is needed; the
+# target must be in the cache (tests/gpu/weights.py).
 set -u
-export PYTHONPATH=src:${PKG:-weights/gpu/pkg} PYTHONUNBUFFERED=1
+export PYTHONPATH=src PYTHONUNBUFFERED=1
 made=/tmp/trained
 mkdir -p "$made"
 
@@ -12,17 +13,18 @@ one() { # KIND ARGUMENTS
   local kind=$1
   shift
   [ -e "$made/no-more" ] && return
-  python3 -m paceline.training --target smollm2-135m --kind "$kind" --out "$made/$kind" --texts "$made/texts" --tokens "${TOKENS:-6000000}" \
-    --rows 512 --shard 2048 --dtype bfloat16 --device cuda --numbers int8 --seed 0 --no-predict "$@" > "$made/$kind.log" 2>&1
+  python3 -m paceline.training --target smollm2-135m --kind "$kind" --out "$made/$kind" --texts "$made/texts" --tokens "${TOKENS:-16000000}" \
+    --writers 5 --rows 512 --shard 512 --question 384 --join --length 1024 --dtype bfloat16 --device cuda --numbers int8 --seed 0 --no-predict \
+    "$@" > "$made/$kind.log" 2>&1
 }
 
 lanes() {
-  one trigram --options least=4
-  one eagle --steps "${EAGLE:-2400}" --learning-rate 0.001 &
-  one draft-lm --steps 1800 --learning-rate 0.001
-  one medusa --steps 1200 --learning-rate 0.001
-  one early-exit --steps 1200 --learning-rate 0.001 --options layers=4
-  one prophet --steps 1200 --learning-rate 0.001
+  one trigram --options least=48
+  one eagle --steps "${EAGLE:-5500}" --learning-rate 0.001 --options vocabulary=16384 --options own_output=false &
+  one draft-lm --steps "${DRAFT:-3000}" --learning-rate 0.001 --options layers=3
+  one medusa --steps "${MEDUSA:-2000}" --learning-rate 0.001 --options layers=2
+  one early-exit --steps "${EXIT:-1500}" --learning-rate 0.001 --options block=1152
+  one prophet --steps "${PROPHET:-2000}" --learning-rate 0.001
   wait
   touch "$made/all-done"
 }
@@ -40,7 +42,7 @@ case $1 in
   lanes) lanes ;;
   wait)
     for _ in $(seq "$2"); do [ -e "$made/all-done" ] && break; sleep 1; done
-    tail -n 4 "$made"/*.log
+    tail -n 3 "$made"/*.log
     nvidia-smi --query-gpu=utilization.gpu,memory.used --format=csv,noheader
     pack
     ;;

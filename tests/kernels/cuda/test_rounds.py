@@ -76,6 +76,17 @@ def test_branches_are_climbed_as_torch_says(width: int, earlier: int) -> None:
 # ---- the race in one launch
 
 
+@pytest.mark.parametrize("some", [slice(0, 1), slice(2, 3), slice(0, 2), slice(None)])
+@pytest.mark.parametrize("rows", [1, 3])
+def test_places_may_lie_anywhere(rows: int, some: slice) -> None:
+    """Such as those of medusa's heads: torch calls one place of each row contiguous, however far apart rows lie."""
+    by_head = numbers(4, rows, 50, most=1000, seed=5).float()
+    logits = by_head.transpose(0, 1)[:, some]
+    assert race(logits, None, None, None, BROKEN).tolist() == logits.argmax(-1).tolist()
+    one = by_head.transpose(0, 1)[:, 2, None]
+    assert race(one, None, None, None, BROKEN).tolist() == one.argmax(-1).tolist()
+
+
 @pytest.mark.parametrize("sampled", [False, True])
 @pytest.mark.parametrize(("chunk", "V"), [(16, 100), (64, 64), (32, 65), (512, 40)])
 def test_counters_are_zeros_again_and_chunks_do_not_matter(

@@ -81,9 +81,13 @@ def _winner(said, best, where, chunks, broken, CHUNKS: tl.constexpr):
 
 
 def in_steps(logits: Tensor) -> Tensor:
-    """Logits [R,Q,V] whose places lie one step apart, stride(1), all of them."""
-    even = logits.stride(-1) == 1 and logits.stride(0) == logits.shape[1] * logits.stride(1)
-    return logits if even else logits.contiguous()
+    """Logits [R,Q,V] whose places lie one step apart, stride(1), all of them. A size of 1 may have any stride: torch
+    calls such tensors contiguous all the same."""
+    R, Q, _ = logits.shape
+    if logits.stride(-1) != 1 or (R > 1 and Q > 1 and logits.stride(0) != Q * logits.stride(1)):
+        logits = logits.contiguous()
+    step = logits.stride(1) if Q > 1 else logits.stride(0)
+    return logits.as_strided(logits.shape, (Q * step, step, 1))
 
 
 def _chunk(places: int, V: int) -> int:

@@ -177,6 +177,23 @@ def check_bfloat16(settings: dict[str, Any], draft: str, options: dict[str, Any]
     assert [text.tokens for text in found] == [text.tokens for text in plain]
 
 
+def check_company(draft: str, options: dict[str, Any]) -> None:
+    """What is drafted for a row does not depend on who is beside it, but for roundings of products in bfloat16."""
+    lm = middling(LlamaForCausalLM, LlamaConfig)
+    named, options = drafting(lm, middling(LlamaForCausalLM, LlamaConfig, num_hidden_layers=1), draft, options)
+    decoder = paceline.SpeculativeDecoder(lm, named, options=options)
+    settings = {"max_new_tokens": 40, "ignore_eos": True}
+    alone = [decoder.generate(prompt, **settings) for prompt in PROMPTS]
+    pairs = zip(decoder.generate(PROMPTS, **settings), alone, strict=True)
+    same = [
+        one.drafted == other.drafted
+        for together, by_itself in pairs
+        for one, other in zip(together.trace.rounds, by_itself.trace.rounds, strict=False)
+    ]
+    print(f"{draft} {options if draft not in HEADS else ''}: {sum(same)} of {len(same)} drafts as for a row by itself")
+    assert sum(same) >= 0.9 * len(same)
+
+
 # ---- what goes wrong
 
 
@@ -228,6 +245,8 @@ def by_kernels() -> Iterator[tuple[str, Callable[[], None]]]:
             for strict in (False, True):
                 title = f"kernels bfloat16 {draft} {options} {settings} strict={strict}"
                 yield title, partial(check_bfloat16, settings, draft, options, strict)
+    for draft, options in DRAFTS[2:7]:
+        yield f"company {draft} {options}", partial(check_company, draft, options)
     for dtype in (torch.float32, torch.bfloat16):
         yield f"ratio by kernels {dtype}", partial(check_verdicts, dtype)
     yield "ratio by kernels, its law", check_law

@@ -50,6 +50,29 @@ def test_one_layer_for_all(family: Any) -> None:
     assert len(compiled) == 1, "four layers, three passes"
 
 
+def test_as_many_shapes_as_a_draft_has() -> None:
+    """Torch by itself compiles a function eight times, and then no more."""
+    compiled: list[Any] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        compiled.append(graph)
+        return graph.forward
+
+    torch._dynamo.reset()
+    lm = paceline.LanguageModel(llama(0))
+    lm.runner = "eager"
+    rows = ScratchRows(lm.device)
+    rows.admit(TEXTS)
+    reader = SlotReader(lm, (), CompiledRunner(lm, backend))
+    with torch.inference_mode():
+        reader.begin(rows, 0, 64)
+        rows.bound = max(map(len, TEXTS))
+        reader.extend(rows, 1)
+        for token in range(11):
+            reader.extend(rows, 0, torch.full((2, 1), token))
+    assert len(compiled) == 12
+
+
 def test_a_layer_that_cannot_be_compiled() -> None:
     def backend(graph: Any, inputs: Any) -> Any:
         raise RuntimeError("no compiler here")

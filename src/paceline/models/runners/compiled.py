@@ -24,6 +24,9 @@ if TYPE_CHECKING:
     from ..language_model import LanguageModel
 
 
+_SHAPES = 64  # that a layer is compiled for: passes of a draft see one place more each; torch would stop at 8
+
+
 class OneLayer:
     """The memory of one layer, as its attention sees it."""
 
@@ -79,8 +82,11 @@ class CompiledRunner:
         fixed = cache.steady and len(cache.keys) == self._lm.layers and model is self._lm.model
         if self._broken or not fixed or inputs.get("output_hidden_states"):
             return self._plain(run, model, inputs)
+        from torch._dynamo import config  # it takes a second to import, and most never compile
+
         try:
-            return self._plain(run, self._compiled(), inputs)
+            with config.patch(recompile_limit=_SHAPES):
+                return self._plain(run, self._compiled(), inputs)
         except Exception as error:  # compilers fail in any way
             self._broken = True
             reason = " ".join(str(error).split())[:200]

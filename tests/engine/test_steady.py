@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Hashable
 from typing import Any, TypeVar
 
@@ -15,6 +16,8 @@ from paceline.drafters.eagle import EagleHead
 from paceline.drafters.medusa import MedusaHead
 from paceline.drafters.prophet import ProphetHead
 from paceline.engine import flight
+from paceline.engine.loop import Loop
+from paceline.engine.request import build_requests
 from paceline.engine.rows import Rows
 from paceline.models.runners.programs import Rehearsal
 
@@ -158,6 +161,20 @@ def test_a_drafter_that_fails_costs_speed_only(programs: list[Watched], monkeypa
     with pytest.warns(DrafterWarning, match="out of order"):
         got = steady.generate(PROMPTS, max_new_tokens=20)
     assert [out.tokens for out in got] == [out.tokens for out in plain.generate(PROMPTS, max_new_tokens=20)]
+
+
+@pytest.mark.parametrize("draft", ["model", *HEADS])
+def test_drafts_can_be_timed_alone(draft: str, programs: list[Watched]) -> None:
+    """They are made and forgotten: the text goes on as if there had been none."""
+    plain, steady = decoders(draft, {}, llama)
+    loop = Loop(steady.target, steady.drafter, steady.rule, 5, 5)
+    request = build_requests(1, {"max_new_tokens": 20, "ignore_eos": True})
+    loop.admit(rows := steady._rows(PROMPTS[:1], request))
+    loop.step()
+    assert loop.draft_seconds(3, time.perf_counter)
+    while loop.rows.count:
+        loop.step()
+    assert rows[0].tokens == plain.generate(PROMPTS[0], max_new_tokens=20, ignore_eos=True).tokens
 
 
 def test_streams_can_be_left(programs: list[Watched]) -> None:

@@ -32,6 +32,7 @@ from paceline.engine.loop import Loop
 from paceline.engine.request import build_requests
 from paceline.models.runners import cuda_graph
 
+from drafts import SIZES, check_drafts, check_steps  # isort: skip
 from verdicts import check_law, check_race, check_verdicts  # isort: skip
 
 PROMPTS = [[1, 2, 3, 4, 5, 1, 2], [7, 8, 9], [3, 3, 3, 3, 3], [6]]
@@ -48,6 +49,7 @@ DRAFTS: list[tuple[str, dict[str, Any]]] = [
     ("model", {"tree": "levels"}),
     ("model", {"tree": "best-first", "branch": 3}),
     ("medusa", {}),
+    ("eagle", {}),
     ("eagle", {"tree": "levels"}),
     ("auto", {"costs": FREE}),
     ("auto", {"costs": FREE, "drafters": ("model", "suffix", "recycling")}),
@@ -241,7 +243,7 @@ def by_kernels() -> Iterator[tuple[str, Callable[[], None]]]:
     yield "bits qwen3", lambda: check_bits(middling(Qwen3ForCausalLM, Qwen3Config, head_dim=32))
     yield "the race", check_race
     for settings in SETTINGS:
-        for draft, options in DRAFTS[:7]:
+        for draft, options in DRAFTS[:8]:
             for strict in (False, True):
                 title = f"kernels bfloat16 {draft} {options} {settings} strict={strict}"
                 yield title, partial(check_bfloat16, settings, draft, options, strict)
@@ -250,6 +252,12 @@ def by_kernels() -> Iterator[tuple[str, Callable[[], None]]]:
     for dtype in (torch.float32, torch.bfloat16):
         yield f"ratio by kernels {dtype}", partial(check_verdicts, dtype)
     yield "ratio by kernels, its law", check_law
+    for dtype, within, least in ((torch.float32, 1e-3, 0.97), (torch.float16, 0.01, 0.9), (torch.bfloat16, 0.05, 0.7)):
+        for sizes in SIZES:
+            for shape in ("chain", "tree"):
+                yield f"eagle by kernels {dtype} {sizes} {shape}", partial(check_steps, dtype, sizes, shape, within)
+        for options in ({}, {"tree": "levels"}, {"tree": "best-first", "branch": 3}):
+            yield f"eagle by kernels {dtype} drafts {options}", partial(check_drafts, dtype, options, least)
     yield "no memory for capturing", check_no_memory
     yield "two threads", check_threads
 

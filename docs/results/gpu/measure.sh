@@ -17,7 +17,7 @@ mended() { # those of the checks that once failed
   check graphs-gpt2 "cuda_graph gpt2"
   check bits bits race
   check medusa "bfloat16 medusa"
-  check eagle "bfloat16 eagle"
+  check eagle "bfloat16 eagle" "eagle by"
   check trees "bfloat16 model {'tree"
   wait
   grep -h -B1 -A12 FAILED "$into"/checks-*.txt | head -80
@@ -27,7 +27,7 @@ mended() { # those of the checks that once failed
 checks() { # everything in tests/gpu/run.py, in processes beside each other: nothing is timed here
   check texts strict=False
   check strict strict=True
-  check kernels bits race company "ratio by" memory threads
+  check kernels bits race company "ratio by" "eagle by" memory threads
   check graphs-llama "cuda_graph llama"
   check graphs-gpt2 "cuda_graph gpt2"
   check eager "eager llama" "eager gpt2"

@@ -13,13 +13,13 @@ from paceline.core.contracts import DRAFTERS, Budget, Drafter, RowsView, arange
 from paceline.core.errors import InputError, UnsupportedError
 from paceline.core.growth import Expand
 from paceline.core.tree import TokenTree
+from paceline.models.cuda_draft import CudaDraft
 from paceline.models.draft_head import DraftHead, depths
-from paceline.models.draft_layers import DecoderLayer, LayerConfig, Norm, Remember, Scratch, by_slot
+from paceline.models.draft_layers import DecoderLayer, LayerConfig, Norm, Remember
 from paceline.models.language_model import LanguageModel
-from paceline.models.masks import chain_mask
-from paceline.models.slot_cache import SlotCache
 from paceline.models.subset_head import rows_of, spread
 
+from .eagle_steps import Steps
 from .heads import HeadDrafter, HeadOptions
 
 _CHUNK = 1024  # places of a prompt read in one pass
@@ -208,18 +208,28 @@ class Eagle(HeadDrafter):
     def open(self, target: LanguageModel, rows: RowsView) -> None:
         super().open(target, rows)
         self._embedding = self.head.words or self._embedding
-        self._cache = SlotCache()
-        self._remember = by_slot(self._cache, 0)
+        ours = type(self.head) is EagleHead and target.runner in ("auto", "kernels")
+        kernels = CudaDraft.of(self.head, self._embedding) if ours else None
+        self._steps = Steps(self.light, self.embed, self.shared, self.places, kernels)
+        self._cache = self._steps.cache
         self._read, self._lag = [], 0
 
+    def note(self, rows: RowsView, taps: tuple[Tensor, ...]) -> None:
+        self._check_taps(taps)
+        if not self._steps.note(rows, taps):
+            super().note(rows, taps)
+
     def digest(self, taps: tuple[Tensor, ...]) -> Tensor:
+        self._check_taps(taps)
+        fused: Tensor = self.light.fuse(torch.cat(taps, -1))
+        return fused
+
+    def _check_taps(self, taps: tuple[Tensor, ...]) -> None:
         if len(taps) != self.head.config.tapped:
             raise UnsupportedError(
                 f"This eagle head looks at {self.head.config.tapped} hidden states and was shown {len(taps)}: among "
                 "other drafters it must know its target first, as load_drafter(folder, target) tells it."
             )
-        fused: Tensor = self.light.fuse(torch.cat(taps, -1))
-        return fused
 
     def admit(self, rows: RowsView, first: int) -> None:
         """Read the prompts but for their last entry, which the first draft begins with."""
@@ -232,8 +242,7 @@ class Eagle(HeadDrafter):
         for start in range(0, max(entries) - 1, _CHUNK):
             stop = min(start + _CHUNK, max(entries) - 1)
             position = arange(start, stop, rows.text.device).expand(len(entries), stop - start)
-            self._cache.aim(new, position, stop, start)
-            self._entries(rows, new, position, stop)
+            self._steps.read(rows, new, position, stop)
 
     @property
     def moved(self) -> int:
@@ -264,59 +273,22 @@ class Eagle(HeadDrafter):
             if row != last:
                 self._cache.move_row(last, row, length)
 
-    def _entries(self, rows: RowsView, some: slice, position: Tensor, visible: int) -> Tensor:
-        """Entries made of the text and of true features, at `position` [R,Q] of some rows."""
-        embedded = self.embed(rows.text[some].gather(1, position + 1))
-        mask = chain_mask(position, visible)
-        features = self.places.at(some, position)
-        return self.light.step(embedded, features, position, mask, self._remember)  # type: ignore[no-any-return]
-
     # ---- drafting
 
     def propose(self, rows: RowsView, budget: Budget) -> TokenTree:
         if rows.bound is not None:  # a round adds no more than this
             self._behind = budget.depth + 1
-            return self._grower.run(rows, budget, self._expand(rows))
+            return self._grower.run(rows, budget, self._expand(rows, self._behind))
         self._settle(rows.lengths)
-        tree = self._grower.run(rows, budget, self._expand(rows))
+        missing = (length - 1 - read for length, read in zip(rows.lengths, self._read, strict=True))
+        tree = self._grower.run(rows, budget, self._expand(rows, max(1, *missing)))
         self._read = [length - 1 for length in rows.lengths]
         return tree
 
-    def _expand(self, rows: RowsView) -> Expand:
-        """First the entries of what was committed since, with the target's own features; then drafted tokens, each
-        with the feature that came out at its parent."""
-        everyone, entries, longest = slice(0, rows.count), rows.length - 1, max(rows.lengths) - 1
-        scratch = Scratch(entries, longest)
-        made: Tensor = torch.empty(0)  # [R,1+M,D]: the features after the text and after every scratch token
-
-        def expand(tokens: Tensor | None, parents: Tensor | None) -> Tensor:
-            nonlocal made
-            if tokens is None:
-                made = self._catch_up(rows, entries, longest)
-                return self.usable(self.light.say(made, self.shared))
-            slots, position, mask, visible = scratch.add(tokens.shape[1], parents)
-            self._cache.reserve(rows.capacity, visible)
-            self._cache.aim(everyone, slots, visible, 0)
-            above = made[:, -1:]
-            if parents is not None:
-                above = made.gather(1, (parents + 1).unsqueeze(-1).expand(*parents.shape, made.shape[2]))
-            fresh = self.light.step(self.embed(tokens), above, position, mask, self._remember)
-            made = torch.cat([made, fresh], 1)
-            return self.usable(self.light.say(fresh, self.shared))
-
-        return expand
-
-    def _catch_up(self, rows: RowsView, entries: Tensor, longest: int) -> Tensor:
-        """The feature after the text [R,1,D]. A row with less to catch up reads some entries again, to the same
-        effect; a text of one token has none, and makes one up."""
-        width = self._behind
-        if rows.bound is None:
-            width = max(1, *(length - 1 - read for length, read in zip(rows.lengths, self._read, strict=True)))
-        position = (entries + arange(-width, 0, entries.device)).clamp(min=0)
-        visible = max(longest, 1)
-        self._cache.reserve(rows.capacity, visible)
-        self._cache.aim(slice(0, rows.count), position, visible, 0)
-        return self._entries(rows, slice(0, rows.count), position, visible)[:, -1:]
+    def _expand(self, rows: RowsView, width: int) -> Expand:
+        """The last `width` entries are read first, again if need be."""
+        draft = self._steps.draft(rows, width)
+        return lambda tokens, parents: self.usable(draft(tokens, parents))
 
 
 def _with_borrowed_words(target: LanguageModel) -> EagleHead:

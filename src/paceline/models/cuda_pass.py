@@ -127,7 +127,7 @@ class CudaPass:
         part = part or Part(0, len(plan.layers))
         D, kind, device = plan.table.shape[1], plan.table.dtype, plan.table.device
         cache.allocate(len(plan.layers), plan.kv, plan.width, kind, device)
-        seen = _Seen(self, cache, position, slots, sight, Q)
+        seen = Seen(self, cache, position, slots, sight, Q)
         stream = torch.empty(R * Q, D, dtype=kind, device=device)
         hidden = torch.empty_like(stream)
         first = plan.layers[min(part.start, len(plan.layers) - 1)].before
@@ -143,7 +143,7 @@ class CudaPass:
                 add_norm(added, stream, hidden, weight=plan.layers[index].before, eps=plan.eps)
             if index in taps:
                 tapped[index] = stream.view(R, Q, D)[:, Q - keep :].clone()
-            added = self._layer(index, seen, stream, hidden)
+            added = self.layer(index, seen, stream, hidden)
         logits = torch.empty(R, keep, 0, device=device)
         if not part.head and len(plan.layers) not in taps:
             add_norm(added, stream, None)
@@ -159,13 +159,15 @@ class CudaPass:
             logits = logits.view(R, keep, -1)[..., :vocabulary]
         return Reading(logits, tuple(tapped[layer] for layer in taps)), stream.view(R, Q, D)
 
-    def _layer(self, index: int, seen: _Seen, stream: Tensor, hidden: Tensor) -> Tensor:
-        """One layer; returns what is still to be added to the stream, in parts."""
+    def layer(self, index: int, seen: Seen, stream: Tensor, hidden: Tensor, between: Tensor | None = None) -> Tensor:
+        """One layer; returns what is still to be added to the stream, in parts. It looks at `hidden` and writes its own
+        norm to `between` (None: over `hidden`)."""
         from paceline.kernels.cuda.attention import attend
         from paceline.kernels.cuda.layers import add_norm, turn
         from paceline.kernels.cuda.product import gated, product
 
         plan, layer, M = self.plan, self.plan.layers[index], stream.shape[0]
+        between = hidden if between is None else between
         memory = (seen.cache.keys[index][self._first :], seen.cache.values[index][self._first :])
         qkv = product(hidden, layer.qkv, self.strict)
         q = torch.empty(M, plan.heads, plan.width, dtype=stream.dtype, device=stream.device)
@@ -177,15 +179,15 @@ class CudaPass:
         add_norm(
             product(mixed.view(M, -1), [layer.o], self.strict),
             stream,
-            hidden,
+            between,
             weight=layer.after,
             bias=layer.o_bias,
             eps=plan.eps,
         )
-        return product(gated(hidden, layer.gate, layer.up, self.strict), [layer.down], self.strict)
+        return product(gated(between, layer.gate, layer.up, self.strict), [layer.down], self.strict)
 
 
-class _Seen:
+class Seen:
     """Where the tokens of a pass are and what they see, flat and in the order of the kernels."""
 
     def __init__(

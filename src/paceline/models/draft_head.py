@@ -120,6 +120,12 @@ class PlaceStore:
         states = self._states[rows].gather(1, known.unsqueeze(-1).expand(*known.shape, self._states.shape[2]))
         return states.where((known == position).unsqueeze(-1), 0)
 
+    def states(self, rows: int, places: int) -> Tensor:
+        """[R,T,D]: all that is known of the first `rows`, with room for `places` each; for those that write there by
+        themselves."""
+        self.reserve(rows, places)
+        return self._states[:rows]
+
     def reserve(self, rows: int, places: int) -> None:
         """Make room; places grow by doubling."""
         old = self._states

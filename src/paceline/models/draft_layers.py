@@ -166,9 +166,14 @@ class _LightLayer(DecoderLayer):
 
 def _all_angles(places: int, width: int, config: LayerConfig) -> tuple[Tensor, Tensor]:
     """cos and sin [P,W] of so many positions at least, for those that look them up; no position is past its slot."""
-    every = torch.arange(max(512, 1 << places.bit_length()), device="cpu")[None]
-    cos, sin = _angles(every, width, config, torch.float32)
-    return cos[0, 0].repeat(1, 2), sin[0, 0].repeat(1, 2)
+    cos, sin = angles_at(torch.arange(max(512, 1 << places.bit_length()), device="cpu")[None], width, config)
+    return cos[0], sin[0]
+
+
+def angles_at(position: Tensor, width: int, config: LayerConfig) -> tuple[Tensor, Tensor]:
+    """cos and sin [R,Q,W] of positions [R,Q], in float32: both halves of a head turn by the same."""
+    cos, sin = _angles(position, width, config, torch.float32)
+    return cos[:, 0].repeat(1, 1, 2), sin[:, 0].repeat(1, 1, 2)
 
 
 def _joined(*maps: nn.Linear) -> KernelLinear:
@@ -211,21 +216,36 @@ class Scratch:
     """The scratch tokens of one draft, which follow `length` [R,1] remembered places: their slots and who they see."""
 
     def __init__(self, length: Tensor, longest: int) -> None:
-        self._length, self._longest = length, longest
-        self._parents: Tensor | None = None  # [R,M], once they branch
-        self._fed = 0
+        self.length = length
+        self.parents: Tensor | None = None  # [R,M], once they branch
+        self.before = self.fed = 0  # tokens before the newest, and all of them
+        self._longest = longest
+
+    @property
+    def visible(self) -> int:
+        """How many slots the newest may see, S."""
+        return self._longest + self.fed
+
+    def more(self, fed: int, parents: Tensor | None) -> None:
+        """So many tokens come next, with `parents` [R,fed] (-1: the text, None: a chain)."""
+        self.before, self.fed = self.fed, self.fed + fed
+        if parents is None:
+            assert self.parents is None
+        else:
+            self.parents = parents if self.parents is None else torch.cat([self.parents, parents], 1)
+
+    def placed(self) -> tuple[Tensor, Tensor, Tensor]:
+        """The slots and positions [R,fed] of the newest, and their mask [R,1,fed,S]."""
+        M = self.before
+        slots = self.length + arange(M, self.fed, self.length.device)
+        if self.parents is None:
+            return slots, slots, masks.chain_mask(slots, self.visible)
+        ancestors = closure(self.parents)
+        position = self.length + ancestors[:, M:].sum(-1) - 1
+        return slots, position, masks.tree_mask(position, self.length, ancestors[:, M:], self.visible)
 
     def add(self, fed: int, parents: Tensor | None) -> tuple[Tensor, Tensor, Tensor, int]:
         """For the next `fed` tokens with `parents` [R,fed] (-1: the text, None: a chain): their slots and positions
         [R,fed], their mask [R,1,fed,S], and S."""
-        M, device = self._fed, self._length.device
-        self._fed += fed
-        visible = self._longest + self._fed
-        slots = self._length + arange(M, self._fed, device)
-        if parents is None:
-            assert self._parents is None
-            return slots, slots, masks.chain_mask(slots, visible), visible
-        self._parents = parents if self._parents is None else torch.cat([self._parents, parents], 1)
-        ancestors = closure(self._parents)
-        position = self._length + ancestors[:, M:].sum(-1) - 1
-        return slots, position, masks.tree_mask(position, self._length, ancestors[:, M:], visible), visible
+        self.more(fed, parents)
+        return *self.placed(), self.visible

@@ -12,7 +12,7 @@ _HEADS = 4  # of a program that turns them
 
 
 @triton.jit
-def _normalised(values, weight_at, inside, eps, D, kind: tl.constexpr):
+def normalised(values, weight_at, inside, eps, D, kind: tl.constexpr):
     """RMS norm as transformers rounds it."""
     spread = tl.sum(values * values, 0) / D
     small = (values * (1 / tl.sqrt(spread + eps))).to(kind).to(tl.float32)
@@ -41,7 +41,7 @@ def _add_norm(parts, stream, weight, bias, out, M, D, eps, take, skip,
         values = (values + added.to(kind).to(tl.float32)).to(kind).to(tl.float32)
         tl.store(stream + token.to(tl.int64) * D + column, values.to(kind), mask=inside)
     if NORM:
-        said = _normalised(values, weight + column, inside, eps, D, kind)
+        said = normalised(values, weight + column, inside, eps, D, kind)
         asked = token % (take + skip) >= skip
         tl.store(out + index.to(tl.int64) * D + column, said, mask=inside & asked)
 
@@ -55,7 +55,7 @@ def _embed_norm(ids, table, stream, weight, out, D, eps, BLOCK: tl.constexpr, OV
     word = tl.load(ids + token).to(tl.int64)
     values = tl.load(table + word * D + column, mask=inside, other=0.0)
     tl.store(stream + token.to(tl.int64) * D + column, values, mask=inside)
-    said = _normalised(values.to(tl.float32), weight + column, inside, eps, D, stream.dtype.element_ty)
+    said = normalised(values.to(tl.float32), weight + column, inside, eps, D, stream.dtype.element_ty)
     tl.store(out + token.to(tl.int64) * D + column, said, mask=inside)
 
 
@@ -142,7 +142,7 @@ def add_norm(
         stream if parts is None else parts, stream, stream if weight is None else weight,
         stream if bias is None else bias, stream if out is None else out, M, D, eps, take, skip,
         PARTS=0 if parts is None else parts.shape[0], BIAS=bias is not None, NORM=out is not None,
-        BLOCK=triton.next_power_of_2(D), num_warps=_warps(D), **overlapping(stream.device))  # fmt: skip
+        BLOCK=triton.next_power_of_2(D), num_warps=warps(D), **overlapping(stream.device))  # fmt: skip
 
 
 def embed_norm(ids: Tensor, table: Tensor, stream: Tensor, weight: Tensor, out: Tensor, eps: float) -> None:
@@ -150,7 +150,7 @@ def embed_norm(ids: Tensor, table: Tensor, stream: Tensor, weight: Tensor, out: 
     M, D = stream.shape
     _embed_norm[(M,)](
         ids, table, stream, weight, out, D, eps,
-        BLOCK=triton.next_power_of_2(D), num_warps=_warps(D), **overlapping(stream.device))  # fmt: skip
+        BLOCK=triton.next_power_of_2(D), num_warps=warps(D), **overlapping(stream.device))  # fmt: skip
 
 
 def turn(
@@ -172,5 +172,5 @@ def turn(
         BIAS=bias is not None, NORMS=norms is not None, num_warps=1, **overlapping(q.device))  # fmt: skip
 
 
-def _warps(width: int) -> int:
+def warps(width: int) -> int:
     return 8 if width > 2048 else 4 if width > 512 else 2

@@ -12,18 +12,6 @@ check() { # NAME TITLES
   timeout 270 python3 tests/gpu/run.py "${@:2}" > "$into/checks-$1.txt" 2>&1 &
 }
 
-mended() { # those of the checks that once failed
-  check graphs-llama "cuda_graph llama"
-  check graphs-gpt2 "cuda_graph gpt2"
-  check bits bits race
-  check medusa "bfloat16 medusa"
-  check eagle "bfloat16 eagle" "eagle by"
-  check trees "bfloat16 model {'tree"
-  wait
-  grep -h -B1 -A12 FAILED "$into"/checks-*.txt | head -80
-  tail -n 1 "$into"/checks-*.txt
-}
-
 checks() { # everything in tests/gpu/run.py, in processes beside each other: nothing is timed here
   check texts strict=False
   check strict strict=True

@@ -4,8 +4,7 @@ texts in captured rounds. How many launches a drafted token costs is counted."""
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from types import SimpleNamespace
@@ -16,27 +15,27 @@ import torch
 from tests.drafters import fitting
 from tests.toys import llama
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import paceline
 from paceline.core.quick import QUICK
 from paceline.drafters import heads
-from paceline.drafters.eagle import Eagle, EagleHead
+from paceline.drafters.eagle import EagleHead
 from paceline.drafters.eagle_steps import Steps
 from paceline.drafters.formats.eagle1 import FirstEagleHead
 from paceline.engine import flight
 from paceline.models import cuda_draft, language_model
 from paceline.models.cuda_draft import CudaDraft
-from paceline.models.cuda_pass import CudaPass, CudaPlan, between_passes, cuda_plan
+from paceline.models.cuda_pass import between_passes
 from paceline.models.draft_head import PlaceStore
 from paceline.models.runners.programs import Rehearsal
 from paceline.models.subset_head import spread as spread_by_torch
 
 pytest.importorskip("triton")
 
-from triton.runtime import interpreter
-
 from paceline.kernels.cuda.drafting import note, spread
+
+from .counting import spent
+from .passes import cuda_pass
 
 pytestmark = pytest.mark.filterwarnings("ignore:(invalid value|overflow|divide by zero):RuntimeWarning")
 
@@ -269,12 +268,7 @@ def by_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """Passes, and what lies between them, by kernels, in rounds of fixed shapes."""
     fitted()  # in float64, by modules
 
-    def by_cuda(lm: Any, model: Any) -> CudaPass:
-        plan = cuda_plan(model, lm.architecture.kinds, lm.architecture.window, lm.logits)
-        assert isinstance(plan, CudaPlan), plan
-        return CudaPass(plan)
-
-    monkeypatch.setattr(language_model, "kernel_pass", by_cuda)
+    monkeypatch.setattr(language_model, "kernel_pass", cuda_pass)
     monkeypatch.setattr(flight, "programs_for", lambda lm: Rehearsal())
     monkeypatch.setitem(QUICK, "cpu", between_passes())
 
@@ -316,73 +310,8 @@ def test_texts_and_drafts_are_the_same(
 # ---- how much a draft costs
 
 
-class Counted(TorchDispatchMode):
-    """What a device would be asked to do: launches of kernels, and operations of torch's that are no views."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.launches, self.steps = 0, 0
-        self._busy = False
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        said = func(*args, **(kwargs or {}))
-        made = "empty" in str(func) or any(each.alias_info is not None and not each.alias_info.is_write
-                                           for each in func._schema.returns)  # fmt: skip
-        self.steps += not self._busy and not made
-        return said
-
-    @contextmanager
-    def launching(self) -> Iterator[None]:
-        self.launches += 1
-        self._busy = True  # what the interpreter asks of torch is its own affair
-        try:
-            yield
-        finally:
-            self._busy = False
-
-
-def spent(
-    head: Any, gamma: int, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
-) -> dict[str, tuple[int, int]]:
-    """(launches, operations of torch) of the last captured round, for drafting it and for what is noted after it."""
-    counts: dict[str, tuple[int, int]] = {}
-    now: list[Counted] = []
-    get = interpreter.InterpretedFunction.__getitem__
-
-    def launch(self: Any, grid: Any) -> Callable[..., Any]:
-        run = get(self, grid)
-
-        def counted(*given: Any, **named: Any) -> Any:
-            if not now:
-                return run(*given, **named)
-            with now[-1].launching():
-                return run(*given, **named)
-
-        return counted
-
-    def noted(name: str) -> Callable[..., Any]:
-        act = getattr(Eagle, name)
-
-        def watched(self: Any, rows: Any, *more: Any) -> Any:
-            if rows.bound is None:
-                return act(self, rows, *more)
-            with Counted() as count:
-                now.append(count)
-                try:
-                    return act(self, rows, *more)
-                finally:
-                    now.clear()
-                    counts[name] = (count.launches, count.steps)
-
-        return watched
-
-    with monkeypatch.context() as patch:
-        patch.setattr(interpreter.InterpretedFunction, "__getitem__", launch)
-        for name in ("propose", "keep"):
-            patch.setattr(Eagle, name, noted(name))
-        decoder = paceline.SpeculativeDecoder(target(), "eagle", gamma=gamma, options={"head": head, **options})
-        decoder.generate([1, 2, 3], max_new_tokens=3, ignore_eos=True)
-    return counts
+def drafting(head: EagleHead, gamma: int, **options: Any) -> paceline.SpeculativeDecoder:
+    return paceline.SpeculativeDecoder(target(), "eagle", gamma=gamma, options={"head": head, **options})
 
 
 @pytest.mark.usefixtures("by_kernels")
@@ -392,7 +321,7 @@ def test_how_much_a_drafted_token_asks_for(
     """One row, a chain: every number is a launch on a device. Choosing the token is one of them."""
     found: dict[str, dict[str, Any]] = {}
     for name in ("kernels", "modules"):
-        few, many = (spent(made(draft_vocabulary=30), gamma, monkeypatch, {}) for gamma in (1, 2))
+        few, many = (spent(drafting(made(draft_vocabulary=30), gamma), monkeypatch) for gamma in (1, 2))
         step = tuple(b - a for a, b in zip(few["propose"], many["propose"], strict=True))
         found[name] = {"a token": step, "a draft of 2": many["propose"], "noting": many["keep"]}
         monkeypatch.setattr(cuda_draft, "DEVICE", "nowhere")
@@ -408,9 +337,9 @@ def test_how_much_a_drafted_token_asks_for(
 def test_how_much_a_tree_asks_for(
     monkeypatch: pytest.MonkeyPatch, record_property: Callable[[str, object], None]
 ) -> None:
-    head, tree = made(), {"tree": "levels"}
-    kernels = spent(head, 2, monkeypatch, tree)["propose"]
+    head = made()
+    kernels = spent(drafting(head, 2, tree="levels"), monkeypatch)["propose"]
     monkeypatch.setattr(cuda_draft, "DEVICE", "nowhere")
-    modules = spent(head, 2, monkeypatch, tree)["propose"]
+    modules = spent(drafting(head, 2, tree="levels"), monkeypatch)["propose"]
     record_property("measured", f"eagle, a tree of 2 levels, (launches, torch): {kernels}, by modules {modules}")
     assert sum(kernels) < 0.6 * sum(modules)

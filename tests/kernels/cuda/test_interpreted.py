@@ -16,7 +16,6 @@ from paceline.core.law import SamplingBatch
 from paceline.core.sampling import Sampling
 from paceline.core.scratch_rows import ScratchRows
 from paceline.core.verdict import BROKEN
-from paceline.models.cuda_pass import CudaPass, CudaPlan, cuda_plan
 from paceline.models.language_model import LanguageModel
 from paceline.models.prompt_reading import PromptReader
 
@@ -27,6 +26,8 @@ from paceline.kernels.cuda.attention import COUNTS, attend
 from paceline.kernels.cuda.choosing import race
 from paceline.kernels.cuda.layers import add_norm
 from paceline.kernels.cuda.rounds import climb
+
+from .passes import cuda_pass
 
 
 def close(got: Tensor, wanted: Tensor, within: float) -> None:
@@ -167,15 +168,13 @@ def model(name: str) -> LanguageModel:
 def test_a_pass_says_what_transformers_says(name: str) -> None:
     """A prompt of ragged rows, a tree, a chain after it, and the rows that were kept."""
     lm = model(name)
-    plan = cuda_plan(lm.model, lm.architecture.kinds, lm.architecture.window, lm.logits)
-    assert isinstance(plan, CudaPlan), plan
     eager = copy.copy(lm)
     eager.runner = "eager"
     texts = [[(7 * i + r) % 80 for i in range(length)] for r, length in enumerate((40, 3, 17))]
     tokens = torch.arange(3 * 5).view(3, 5) * 5 % 80
     parents = torch.tensor([-1, 0, 0, 2, -1]).expand(3, 5)
     said = []
-    for kernels in (None, CudaPass(plan)):
+    for kernels in (None, cuda_pass(lm)):
         rows = ScratchRows(lm.device)
         rows.admit(texts)
         reader = eager.reader()
@@ -198,13 +197,11 @@ def test_a_pass_says_what_transformers_says(name: str) -> None:
 def test_a_prompt_is_read_alike_for_those_who_look_at_it(name: str) -> None:
     """To the bit: a text must not depend on whether a drafter with a head was told what the target thought."""
     lm = model(name)
-    plan = cuda_plan(lm.model, lm.architecture.kinds, lm.architecture.window, lm.logits)
-    assert isinstance(plan, CudaPlan), plan
     lm.runner = "eager"
     rows = ScratchRows(lm.device)
     rows.admit([[(7 * i + r) % 80 for i in range(length)] for r, length in enumerate((40, 3, 17))])
     readers = []
-    for taps, kernels in (((), CudaPass(plan)), ((0.0, 0.5, 1.0), CudaPass(plan)), ((0.0, 0.5, 1.0), None)):
+    for taps, kernels in (((), cuda_pass(lm)), ((0.0, 0.5, 1.0), cuda_pass(lm)), ((0.0, 0.5, 1.0), None)):
         readers.append(reader := lm.reader(taps))
         reader._kernels = kernels
         reader._prompts = PromptReader(lm, kernels, reader._taps)

@@ -25,7 +25,7 @@ from paceline.engine import flight
 from paceline.engine.row_tensors import RowTensors
 from paceline.engine.steady import SteadyRows
 from paceline.models import language_model
-from paceline.models.cuda_pass import CudaPass, CudaPlan, between_passes, cuda_plan
+from paceline.models.cuda_pass import between_passes
 from paceline.models.kernel_pass import in_tree
 from paceline.models.laying import Layout
 from paceline.models.runners.programs import Rehearsal
@@ -36,6 +36,8 @@ pytest.importorskip("triton")
 
 from paceline.kernels.cuda import choosing, rounds
 from paceline.kernels.cuda.choosing import race
+
+from .passes import cuda_pass
 
 pytestmark = pytest.mark.filterwarnings("ignore:(invalid value|overflow|divide by zero):RuntimeWarning")
 
@@ -303,12 +305,7 @@ def test_rounds_by_kernels_alone(rows: int, settings: dict[str, Any], monkeypatc
     prompts, limits = [[1, 2, 3, 1, 2], [7, 8]], {"max_new_tokens": [9, 5], **settings}
     plain = paceline.SpeculativeDecoder(models[0], runner="eager").generate(prompts, **limits)
 
-    def by_cuda(lm: Any, model: Any) -> CudaPass:
-        plan = cuda_plan(model, lm.architecture.kinds, lm.architecture.window, lm.logits)
-        assert isinstance(plan, CudaPlan), plan
-        return CudaPass(plan)
-
-    monkeypatch.setattr(language_model, "kernel_pass", by_cuda)
+    monkeypatch.setattr(language_model, "kernel_pass", cuda_pass)
     monkeypatch.setattr(flight, "programs_for", lambda lm: Rehearsal())
     asked: list[str] = []
     monkeypatch.setitem(QUICK, "cpu", counting(asked))

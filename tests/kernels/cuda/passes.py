@@ -1,0 +1,15 @@
+"""A model's passes by kernels for CUDA devices, which are interpreted on a CPU here."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from paceline.models.cuda_pass import CudaPass, CudaPlan, cuda_plan
+from paceline.models.language_model import LanguageModel
+
+
+def cuda_pass(lm: LanguageModel, model: Any = None) -> CudaPass:
+    """Of the model that a reader runs; in the place of `language_model.kernel_pass`."""
+    plan = cuda_plan(model or lm.model, lm.architecture.kinds, lm.architecture.window, lm.logits)
+    assert isinstance(plan, CudaPlan), plan
+    return CudaPass(plan)

@@ -10,10 +10,12 @@ import subprocess
 import sys
 import threading
 import time
+from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from queue import SimpleQueue
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -195,6 +197,24 @@ def interrupted_at(line: int, function: Any) -> Iterator[None]:
 def test_a_job_is_refused_before_it_is_handed_out_to_too_few() -> None:
     with pytest.raises(AssertionError, match="gather"):
         team.Team().run(3, print)
+
+
+def test_an_interrupt_while_a_kernel_is_looked_up_does_not_become_a_key_error() -> None:
+    """numba's types hash in Python, where Ctrl-C may come; OrderedDict.values() turns what is raised there into one."""
+
+    class Signature:
+        looks = -100
+
+        def __hash__(self) -> int:
+            Signature.looks += 1
+            if Signature.looks == 2:  # the first of values() is the iterator's and lets it through
+                raise KeyboardInterrupt
+            return 1
+
+    compiled = SimpleNamespace(entry_point=print)
+    kernel = SimpleNamespace(overloads=OrderedDict({Signature(): compiled}))
+    Signature.looks = 0
+    assert team.direct(kernel) is print
 
 
 # ---- in processes of their own

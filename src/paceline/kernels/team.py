@@ -135,8 +135,12 @@ class Team:
 
 def direct(kernel: Any) -> Callable[..., None]:
     """The compiled function of a kernel with one signature, without numba's choosing among several: that is Python,
-    where an interrupt can happen."""
-    (compiled,) = kernel.overloads.values()
+    where an interrupt can happen.
+
+    `dict.values`, because an OrderedDict looks each key up on the way: an interrupt inside numba's `__hash__` is then
+    swallowed by it, and a KeyError comes out.
+    """
+    (compiled,) = dict.values(kernel.overloads)
     return compiled.entry_point
 
 

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 import paceline
 from paceline.core.errors import InputError, LoadError, PacelineError, UnsupportedError
 from paceline.drafters.katz import TrigramTable
-from paceline.training import checkpoints, trainer
+from paceline.training import checkpoints, run, trainer
 from paceline.training.checkpoints import NAME
 from paceline.training.corpus import Corpus
 from paceline.training.logs import NAME as LOG
@@ -222,6 +222,65 @@ def test_a_file_says_that_it_is_enough(place: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "it" / ENOUGH).exists(), "the next training is not over at once"
 
 
+def test_what_it_was_worth_in_the_end_is_what_is_told(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not what it was worth when it was looked at before."""
+    asked, worth = iter(range(100)), iter((1.5, 1.6, 1.7))
+
+    def after_seven() -> bool:
+        if next(asked) == 7:  # once before the first step
+            (tmp_path / "it" / ENOUGH).touch()
+        return False
+
+    monkeypatch.setattr(trainer, "look_ahead", lambda *_: Outlook(1.0, (0.5,), next(worth)))
+    train(options(place, tmp_path / "it", steps=400, evaluate=3), cancel=after_seven)
+    assert json.loads((tmp_path / "it" / LOG).read_text().splitlines()[-1])["step"] == 7
+    assert json.loads((tmp_path / "it" / "provenance.json").read_text())["held_out"]["tau"] == 1.7
+
+
+class Clock:
+    """Stands still but for steps: a second each, and three from the thirtieth on."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 1000.0
+        real = trainer.Trainer._step
+
+        def timed(it: Any, step: int) -> None:
+            real(it, step)
+            self.now += 1.0 if step < 30 else 3.0
+
+        monkeypatch.setattr(trainer.Trainer, "_step", timed)
+        monkeypatch.setattr(trainer, "time", self)
+        monkeypatch.setattr(run, "time", self)
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+def test_by_the_clock(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However fast it is, and whatever comes between: the rate has fallen to a tenth when the time is over."""
+    clock = Clock(monkeypatch)
+    said = options(place, tmp_path / "it", steps=None, evaluate=None, minutes=2.0, warm_up=0.1, learning_rate=1e-3)
+    with pytest.raises(KeyboardInterrupt):
+        train(said, cancel=Stop(20))
+    clock.now += 5000.0  # whoever comes back later has not lost anything
+    train(said)
+    lines = [json.loads(line) for line in (tmp_path / "it" / LOG).read_text().splitlines()]
+    assert max(line["step"] for line in lines) == 60, "30 of a second and 30 of three"
+    rates = {line["step"]: line["learning_rate"] for line in lines if "learning_rate" in line}
+    assert rates[10] < rates[20] < 1e-3 * 20 / 50 + 1e-9, "it rises by steps too: the first ones may compile"
+    assert rates[50] > rates[60] == pytest.approx(1e-4, rel=0.02)
+    assert 12 <= sum("held_out" in line for line in lines) <= 20
+    clock.now -= 100.0
+    monkeypatch.setattr(
+        clock, "monotonic", lambda: clock.now + 100.0 * bool(list((tmp_path / "other").glob("texts/s*")))
+    )
+    train(options(place, tmp_path / "other", steps=None, evaluate=None, minutes=2.0))
+    last = (tmp_path / "other" / LOG).read_text().splitlines()[-1]
+    assert json.loads(last)["step"] == 20, "texts took 100 s of the two minutes"
+
+
 def test_the_rate_rises_and_falls() -> None:
     said = TrainOptions(out="x", learning_rate=1.0, warm_up=0.1)
     rates = [learning_rate(step, 100, said) for step in range(100)]
@@ -240,6 +299,8 @@ def test_the_rate_rises_and_falls() -> None:
         ({"learning_rate": 0.0}, "learning_rate must be more than 0"),
         ({"numbers": "int3"}, "numbers must be one of"),
         ({"steps": 0}, "steps must be at least 1"),
+        ({"minutes": 0.0}, "minutes must be more than 0"),
+        ({"minutes": 1.0, "steps": 5}, "minutes .* go neither with steps"),
         ({"warm_up": 1.0}, "warm_up is a share"),
     ],
 )

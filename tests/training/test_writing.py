@@ -11,7 +11,7 @@ import pytest
 from paceline.core.errors import InputError
 from paceline.models.language_model import LanguageModel
 from paceline.training.conversation import frame_of
-from paceline.training.shards import Shards, Text
+from paceline.training.shards import ENOUGH, Shards, Text
 from paceline.training.sources import read_data
 from paceline.training.writing import Writer, WritingPlan, first_words
 from tests.toys import letters, llama
@@ -67,6 +67,19 @@ def test_a_stop_changes_nothing(tmp_path: Path) -> None:
     some = written(tmp_path / "parted", PLAN, cancel=lambda: next(asked))
     assert 0 < len(some) < len(whole)
     assert written(tmp_path / "parted", PLAN) == whole
+
+
+def test_enough_is_enough_for_everybody(tmp_path: Path) -> None:
+    """Whoever shares the texts takes them as complete too, and so does whoever finds as many as asked for."""
+    shards = Shards(tmp_path / "a", {})
+    word = tmp_path / "a" / ENOUGH
+    Writer(target(), PLAN).fill(shards, lambda *_: word.touch())
+    assert len(shards) == 1
+    assert len(written(tmp_path / "a", PLAN)) == len(list(shards.texts()))
+    whole = written(tmp_path / "b", PLAN)
+    before = sorted(path.stat().st_mtime_ns for path in (tmp_path / "b").iterdir())
+    assert written(tmp_path / "b", PLAN) == whole
+    assert sorted(path.stat().st_mtime_ns for path in (tmp_path / "b").iterdir()) == before
 
 
 def test_base_models_go_on_from_first_words(tmp_path: Path) -> None:

@@ -3,19 +3,20 @@
 # Records go to /tmp/measured, and packed to $OUT if that is set. No pytest, typer or rich is needed.
 set -u
 export PYTHONPATH=src PYTHONUNBUFFERED=1
+python=${PYTHON:-python3}
 into=/tmp/measured
 mkdir -p "$into"
 
 pack() { [ -z "${OUT:-}" ] || tar czf "$OUT/measured.tgz" -C "$into" .; }
 
 check() { # NAME TITLES
-  timeout 270 python3 tests/gpu/run.py "${@:2}" > "$into/checks-$1.txt" 2>&1 &
+  timeout 270 "$python" tests/gpu/run.py "${@:2}" > "$into/checks-$1.txt" 2>&1 &
 }
 
 checks() { # everything in tests/gpu/run.py, in processes beside each other: nothing is timed here
   check texts strict=False
   check strict strict=True
-  check kernels bits race company "ratio by" "eagle by" memory threads
+  check kernels bits race trees company "ratio by" "eagle by" memory threads
   check graphs-llama "cuda_graph llama"
   check graphs-gpt2 "cuda_graph gpt2"
   check eager "eager llama" "eager gpt2"
@@ -26,7 +27,7 @@ checks() { # everything in tests/gpu/run.py, in processes beside each other: not
 }
 
 epsilons() { # how little the later layers must add for the first three to agree with them so often
-  python3 - > "$into/epsilons.txt" <<'PY'
+  "$python" - > "$into/epsilons.txt" <<'PY'
 from paceline.models.agreeing import eps_for
 for shape in ("llama-135m", "llama-7b"):
     for rate in (0.6, 0.8, 0.9):
@@ -35,18 +36,18 @@ for shape in ("llama-135m", "llama-7b"):
 PY
 }
 
-speed() { python3 tests/gpu/speed.py llama-135m llama-7b 2>&1 | tee "$into/speed.txt"; }
+speed() { "$python" tests/gpu/speed.py llama-135m llama-7b 2>&1 | tee "$into/speed.txt"; }
 
 picture() {
-  python3 tests/gpu/picture.py llama-135m eager auto 2>&1 | tee "$into/picture.txt"
-  python3 tests/gpu/picture.py llama-7b auto 2>&1 | tee -a "$into/picture.txt"
+  "$python" tests/gpu/picture.py llama-135m eager auto 2>&1 | tee "$into/picture.txt"
+  "$python" tests/gpu/picture.py llama-7b auto 2>&1 | tee -a "$into/picture.txt"
 }
 
 bench() { # NAME ARGUMENTS: one record
   local name=$1
   shift
   rm -f "$into/$name.jsonl"
-  python3 -m paceline.bench --device cuda --dtype bfloat16 --runs draft-model --limit 2 --repeats 2 --max-new-tokens 128 --warm-up 128 \
+  "$python" -m paceline.bench --device cuda --dtype bfloat16 --runs draft-model --limit 2 --repeats 2 --max-new-tokens 128 --warm-up 128 \
     --force --out "$into/$name.jsonl" "$@" > "$into/$name.txt" 2>&1
   grep -v '^\[' "$into/$name.txt"
   pack
@@ -68,7 +69,7 @@ construction() { # the first three layers draft; the others add what `epsilons` 
   done < <(grep llama docs/results/gpu/epsilons.txt)
 }
 
-strict() { python3 tests/gpu/strict.py smollm2-135m weights/gpu/prompts.jsonl 200 2>&1 | tee "$into/strict.txt"; }
+strict() { "$python" tests/gpu/strict.py smollm2-135m weights/gpu/prompts.jsonl 200 2>&1 | tee "$into/strict.txt"; }
 
 for part in "$@"; do
   began=$SECONDS

@@ -1,21 +1,33 @@
-# One table of everything trained (seeds.md §3), with the drafters of the catalogue:
+# One table of everything trained (seeds.md §3), with the drafters of the catalogue, or of CATALOGUE/smollm2-135m:
 #   bash docs/results/training/table.sh OUT.jsonl [arguments of `python -m paceline.bench`, such as --limit 1 --device cuda --dtype bfloat16]
-# And plain decoding of the draft by itself. DRAFT: the draft-lm as a model of its own
-# (paceline export src/paceline/catalogue/smollm2-135m/draft-lm --target smollm2-135m --to hf --out DRAFT).
+# And plain decoding of the draft by itself. A kind that is not there is left out. No typer or rich is needed.
 set -eu
+export PYTHONPATH=src PYTHONUNBUFFERED=1
+python=${PYTHON:-python3}
 home=${CATALOGUE:-src/paceline/catalogue}/smollm2-135m
+draft=${DRAFT:-/tmp/draft-lm-hf} # the draft-lm as a model of its own
 out=$1
 shift
-common=(--prompts "${PROMPTS:-weights/gpu/prompts.jsonl}" --max-new-tokens 128 --memory --force "$@")
-python3 -m paceline.bench --target smollm2-135m "${common[@]}" --out "$out" \
-  --runs "{\"name\": \"$home/draft-lm\", \"label\": \"draft-lm\"}" \
-  --runs "{\"name\": \"$home/draft-lm\", \"tree\": \"levels\", \"label\": \"draft-lm, tree\"}" \
-  --runs "{\"name\": \"staged\", \"model\": \"$DRAFT\", \"inner\": {\"name\": \"trigram\", \"file\": \"$home/trigram/model.safetensors\"}, \"label\": \"staged\"}" \
-  --runs "{\"name\": \"$home/trigram\", \"label\": \"trigram\"}" \
-  --runs "{\"name\": \"$home/medusa\", \"gamma\": 4, \"tree\": \"best-first\", \"nodes\": 16, \"label\": \"medusa\"}" \
-  --runs "{\"name\": \"$home/eagle\", \"label\": \"eagle, chain\"}" \
-  --runs "{\"name\": \"$home/eagle\", \"gamma\": 6, \"tree\": \"best-first\", \"nodes\": 24, \"label\": \"eagle\"}" \
-  --runs "{\"name\": \"$home/prophet\", \"label\": \"prophet\"}" \
-  --runs "{\"name\": \"$home/early-exit\", \"gamma\": 3, \"label\": \"early-exit\"}" \
-  --peers hf --peers hf-assisted --peers hf-lookup
-python3 -m paceline.bench --target "$DRAFT" "${common[@]}" --out "${out%.jsonl}-draft.jsonl"
+common=(--prompts "${PROMPTS:-weights/gpu/prompts.jsonl}" --max-new-tokens "${NEW:-128}" --memory --force "$@")
+runs=()
+
+run() { # KIND LABEL [MORE]: of a drafter that is there
+  [ -d "$home/$1" ] || return 0
+  runs+=(--runs "{\"name\": \"$home/$1\", \"label\": \"$2\"${3:+, $3}}")
+}
+
+run draft-lm draft-lm
+run draft-lm "draft-lm, tree" '"tree": "levels"'
+if [ -d "$home/draft-lm" ]; then
+  [ -d "$draft" ] || "$python" -c 'import sys; from paceline.drafters.formats import export_head; export_head(*sys.argv[1:])' \
+    "$home/draft-lm" smollm2-135m "$draft" hf
+  [ -d "$home/trigram" ] && runs+=(--runs "{\"name\": \"staged\", \"model\": \"$draft\", \"inner\": {\"name\": \"trigram\", \"file\": \"$home/trigram/model.safetensors\"}, \"label\": \"staged\"}")
+fi
+run trigram trigram
+run medusa medusa '"gamma": 4, "tree": "best-first", "nodes": 16'
+run eagle "eagle, chain"
+run eagle eagle '"gamma": 6, "tree": "best-first", "nodes": 24'
+run prophet prophet
+run early-exit early-exit '"gamma": 3'
+"$python" -m paceline.bench --target smollm2-135m "${common[@]}" --out "$out" "${runs[@]}" --peers hf --peers hf-assisted --peers hf-lookup
+if [ -d "$draft" ]; then "$python" -m paceline.bench --target "$draft" "${common[@]}" --out "${out%.jsonl}-draft.jsonl"; fi

@@ -1,54 +1,86 @@
 # How the drafters of src/paceline/catalogue/smollm2-135m are trained, on one H200. From the repository's root:
 #   bash docs/results/training/train.sh begin         # starts everything in the background
 #   bash docs/results/training/train.sh wait SECONDS  # says how far it is; what is finished is packed to $OUT
-#   bash docs/results/training/train.sh enough        # ends what runs with its best weights so far
-# Texts first (the trigram's run writes them), then two lanes beside each other. No network, typer or rich is needed; the
-# target must be in the cache (tests/gpu/weights.py).
+#   bash docs/results/training/train.sh enough        # no kind begins any more; those that learn end with their best
+# `eagle` is one command: the target writes the texts, and it learns from them, all within MINUTES. As soon as the texts
+# are complete, the other kinds learn beside it, one after the other, in what is left of the same time. Where writing takes
+# more than TEXTS seconds, what is written by then is all. No network, typer or rich is needed; the target must be in the
+# cache (tests/gpu/weights.py).
+# A rehearsal on a CPU takes ten minutes: PYTHON=.venv/bin/python DEVICE=cpu DTYPE=float32 MADE=/tmp/rehearsal OUT=/tmp/out \
+#   MINUTES=9 TOKENS=4000 TEXTS=200 WRITERS=2 ROWS=8 SHARD=8 QUESTION=32 ANSWER=64 LENGTH=128 BATCH=512 LEAST=1 AFTER=35
 set -u
 export PYTHONPATH=src PYTHONUNBUFFERED=1
-made=/tmp/trained
+made=${MADE:-/tmp/trained}
+minutes=${MINUTES:-19}
+kinds="trigram eagle draft-lm medusa early-exit prophet"
 mkdir -p "$made"
 
 one() { # KIND ARGUMENTS
   local kind=$1
   shift
-  [ -e "$made/no-more" ] && return
-  python3 -m paceline.training --target smollm2-135m --kind "$kind" --out "$made/$kind" --texts "$made/texts" --tokens "${TOKENS:-16000000}" \
-    --writers 5 --rows 512 --shard 512 --question 384 --join --length 1024 --dtype bfloat16 --device cuda --numbers int8 --seed 0 --no-predict \
-    "$@" > "$made/$kind.log" 2>&1
+  [ -e "$made/$kind/README.md" ] && return # it is there: whoever begins again goes on
+  mkdir -p "$made/$kind" # first: whoever says `enough` sees this folder, or is seen here
+  [ -e "$made/no-more" ] && { rmdir "$made/$kind"; return; }
+  "${PYTHON:-python3}" -m paceline.training --target smollm2-135m --kind "$kind" --out "$made/$kind" --texts "$made/texts" \
+    --tokens "${TOKENS:-16000000}" --writers "${WRITERS:-5}" --rows "${ROWS:-512}" --shard "${SHARD:-512}" --question "${QUESTION:-384}" \
+    --answer "${ANSWER:-320}" --join --length "${LENGTH:-1024}" --batch "${BATCH:-16384}" --dtype "${DTYPE:-bfloat16}" \
+    --device "${DEVICE:-cuda}" --numbers int8 --seed 0 --no-predict --learning-rate 0.001 "$@" > "$made/$kind.log" 2>&1
+  echo "$kind ended with $? after $SECONDS s"
+}
+
+slot() { # PARTS OF: minutes for a kind that gets so many parts of what is left, less AFTER seconds to start and to finish
+  local seconds=$(((60 * minutes - SECONDS) * $1 / $2 - ${AFTER:-25}))
+  [ $seconds -lt 6 ] && seconds=6
+  printf '%d.%02d' $((seconds / 60)) $((seconds % 60 * 100 / 60))
+}
+
+there() { grep -qs 'tokens to learn from' "$made/eagle.log"; } # are the texts complete?
+
+texts() { # until they are complete, or nobody is left who writes them; PROCESS: of eagle
+  until there || ! kill -0 "$1"; do
+    [ $SECONDS -ge "${TEXTS:-330}" ] && [ -d "$made/texts" ] && touch "$made/texts/enough"
+    sleep 1
+  done 2> /dev/null
+  echo "texts after $SECONDS s"
 }
 
 lanes() {
-  one trigram --options least=48
-  one eagle --steps "${EAGLE:-5500}" --learning-rate 0.001 --options vocabulary=16384 --options own_output=false &
-  one draft-lm --steps "${DRAFT:-3000}" --learning-rate 0.001 --options layers=3
-  one medusa --steps "${MEDUSA:-2000}" --learning-rate 0.001 --options layers=2
-  one early-exit --steps "${EXIT:-1500}" --learning-rate 0.001 --options block=1152
-  one prophet --steps "${PROPHET:-2000}" --learning-rate 0.001
+  one eagle --minutes "$minutes" --options vocabulary=16384 --options own_output=false &
+  texts $!
+  one trigram --options "least=${LEAST:-48}"
+  one draft-lm --minutes "$(slot 30 100)" --options layers=3
+  one medusa --minutes "$(slot 30 70)" --options layers=2
+  one early-exit --minutes "$(slot 15 40)" --options block=1152
+  one prophet --minutes "$(slot 1 1)"
   wait
   touch "$made/all-done"
 }
 
 pack() {
   [ -z "${OUT:-}" ] && return
-  for kind in trigram eagle draft-lm medusa early-exit prophet; do
-    [ -e "$made/$kind/provenance.json" ] && tar cf "$OUT/$kind.tar" -C "$made" --exclude texts "$kind"
+  for kind in $kinds; do
+    [ -e "$made/$kind/README.md" ] && tar cf "$OUT/$kind.tar" -C "$made" --exclude texts --exclude enough --exclude 'checkpoint.*' "$kind"
   done
   tar czf "$OUT/logs.tgz" -C "$made" $(cd "$made" && ls ./*.log ./*/training.jsonl 2> /dev/null)
 }
 
 case $1 in
-  begin) setsid bash "$0" lanes > "$made/lanes.log" 2>&1 < /dev/null & ;;
+  begin)
+    rm -f "$made/all-done" "$made/no-more"
+    for kind in $kinds; do rm -f "$made/$kind/enough"; done
+    setsid bash "$0" lanes > "$made/lanes.log" 2>&1 < /dev/null &
+    ;;
   lanes) lanes ;;
   wait)
     for _ in $(seq "$2"); do [ -e "$made/all-done" ] && break; sleep 1; done
     tail -n 3 "$made"/*.log
-    nvidia-smi --query-gpu=utilization.gpu,memory.used --format=csv,noheader
+    command -v nvidia-smi > /dev/null && nvidia-smi --query-gpu=utilization.gpu,memory.used --format=csv,noheader
     pack
     ;;
   enough)
     touch "$made/no-more"
-    for kind in "$made"/*/; do [ -e "$kind/training.jsonl" ] && touch "$kind/enough"; done
+    there || touch "$made/texts/enough"
+    for kind in $kinds; do [ -d "$made/$kind" ] && [ ! -e "$made/$kind/README.md" ] && touch "$made/$kind/enough"; done
     bash "$0" wait "${2:-60}"
     ;;
 esac

@@ -67,6 +67,7 @@ class TrainSettings:
     accumulate: Annotated[int, _value(_LEARN, "N", "Batches of a step.")] = 1
     steps: Annotated[int | None, _value(_LEARN, "N", "In all, instead of epochs.")] = None
     epochs: Annotated[float, _value(_LEARN, "X", "How often the texts are gone through.")] = 2.0
+    minutes: Annotated[float | None, _value(_LEARN, "X", "Or: in so long, with the texts.")] = None
     learning_rate: Annotated[float, _value(_LEARN, "X", "At its highest.")] = 5e-4
     warm_up: Annotated[float, _value(_LEARN, "X", "The share of steps in which it rises.")] = 0.03
     weight_decay: Annotated[float, _value(_LEARN, "X", "Of AdamW.")] = 0.0

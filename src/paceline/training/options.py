@@ -45,6 +45,7 @@ class TrainOptions:
     accumulate: int = 1  # batches of a step
     steps: int | None = None  # in all; or
     epochs: float = 2.0
+    minutes: float | None = None  # or: the whole of it, texts included; the learning rate falls by the clock then
     learning_rate: float = 5e-4
     warm_up: float = 0.03  # the share of the steps in which it rises
     weight_decay: float = 0.0
@@ -79,6 +80,10 @@ class TrainOptions:
         for name, low in (("learning_rate", 0), ("epochs", 0), ("clip", 0)):
             if getattr(self, name) <= low:
                 raise InputError(f"{name} must be more than {low}, got {getattr(self, name):g}.")
+        if self.minutes is not None and (self.minutes <= 0 or self.steps is not None or self.accelerate):
+            raise InputError(
+                f"minutes must be more than 0, and go neither with steps nor with accelerate; got {self.minutes:g}."
+            )
         if not 0 <= self.warm_up < 1:
             raise InputError(f"warm_up is a share of the steps, from 0 to below 1, got {self.warm_up:g}.")
 

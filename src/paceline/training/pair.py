@@ -139,7 +139,8 @@ def train_pair(options: TrainOptions, watcher: Watcher, cancel: Callable[[], boo
     ):
         course = make()
         watcher.noted(f"training the {name} model, {sum(w.numel() for w in course.parameters()):,} numbers")
-        stage = replace(options, out=str(options.folder / name))
+        half = options.minutes / 2 if options.minutes else None
+        stage = replace(options, out=str(options.folder / name), minutes=half)
         stage.folder.mkdir(parents=True, exist_ok=True)
         trainer = Trainer(course, corpus, stage, plan, watcher=watcher, cancel=cancel)
         outlook = trainer.run()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -49,7 +50,7 @@ class Onlooker(Watcher):
 
 def train(options: TrainOptions, onlooker: Onlooker | None = None, cancel: Cancel | None = None) -> Path:
     """Train a drafter; returns its folder. Raises KeyboardInterrupt where `cancel` said so, with everything kept."""
-    eye = onlooker or Onlooker()
+    eye, began = onlooker or Onlooker(), time.monotonic()
     if options.kind == PAIR:
         return train_pair(options, eye, cancel)
     own = options.of_kind()
@@ -73,7 +74,7 @@ def train(options: TrainOptions, onlooker: Onlooker | None = None, cancel: Cance
     course = make_course(options.kind, teacher, corpus, options.loss, own, options.seed)
     costs = _costs(options, lm, course, eye) if options.predict and hardware.rank == 0 else None
     trainer = Trainer(course, corpus, options, _plan(options, corpus), costs=costs, hardware=hardware, watcher=eye,
-                      cancel=cancel)  # fmt: skip
+                      cancel=cancel, began=began)  # fmt: skip
     outlook = trainer.run()
     if hardware.rank == 0:
         _finish(options, lm, course, corpus, outlook)
@@ -124,7 +125,7 @@ def _write(
 def _plan(options: TrainOptions, corpus: Corpus) -> dict[str, Any]:
     """What must not change between an interruption and going on."""
     names = ("target", "kind", "options", "data", "length", "join", "batch", "accumulate", "learning_rate", "warm_up",
-             "weight_decay", "clip", "loss", "seed", "evaluate", "held_out", "patience")  # fmt: skip
+             "weight_decay", "clip", "loss", "seed", "evaluate", "held_out", "patience", "minutes")  # fmt: skip
     found = {name: getattr(options, name) for name in names}
     return json.loads(json.dumps({**found, "pieces": len(corpus.pieces), "to_learn": corpus.size}))  # type: ignore[no-any-return]
 

@@ -3,7 +3,8 @@
     manifest.json              what the texts are of: the target's fingerprint, and how they came about
     shard-00000.safetensors    tokens [N] of all its texts one after the other, starts [T+1], prompts [T]
 
-A shard appears whole or not at all, so whoever is killed while writing goes on with the next one.
+A shard appears whole or not at all, so whoever is killed while writing goes on with the next one. A file `enough`
+beside them says that no more are wanted, however many there were to be.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from safetensors.torch import save_file
 from paceline.core.errors import InputError, LoadError
 
 FORMAT = 1
+ENOUGH = "enough"
 _MANIFEST = "manifest.json"
 
 
@@ -61,6 +63,11 @@ class Shards:
         while self._path(count).exists():
             count += 1
         return count
+
+    @property
+    def enough(self) -> bool:
+        """Did somebody say that no more are wanted?"""
+        return (self.folder / ENOUGH).exists()
 
     def _path(self, number: int) -> Path:
         return self.folder / f"shard-{number:05}.safetensors"

@@ -28,6 +28,7 @@ from .teacher import Teacher
 _LOOKS = 20  # in all, if nothing is said
 _LOG = 10  # steps between two lines of the log: what is on the device is read then
 _LOWEST = 0.1  # of the learning rate, at the end
+_RISE = 50  # steps in which it rises at least, where the clock says how far it is: the first ones compile
 ENOUGH = "enough"  # a file of this name in its folder ends training: the best so far is what is kept
 
 
@@ -54,13 +55,16 @@ class Progress:
     best_step: int = 0
     bad: int = 0  # looks since then
     tokens: int = 0
+    whole: float = 0.0  # seconds that learning may take; 0 where steps are counted
+    spent: float = 0.0  # of them
+    looked: float = 0.0  # the same, at the last look
 
     def as_dict(self) -> dict[str, Any]:
         return dict(vars(self))
 
 
-def learning_rate(step: int, steps: int, options: TrainOptions) -> float:
-    """It rises, and falls like half a cosine to a tenth."""
+def learning_rate(step: float, steps: float, options: TrainOptions) -> float:
+    """It rises, and falls like half a cosine to a tenth. Of seconds as of steps."""
     rise = max(1, round(options.warm_up * steps))
     if step < rise:
         return options.learning_rate * (step + 1) / rise
@@ -82,7 +86,9 @@ class Trainer:
         hardware: Alone | None = None,
         watcher: Watcher | None = None,
         cancel: Callable[[], bool] | None = None,
+        began: float | None = None,
     ) -> None:
+        """began: the monotonic time from which `minutes` count, if not from now."""
         self.course, self.corpus, self.options = course, corpus, options
         self.teacher: Teacher = course.teacher
         self.hardware = hardware or Alone()
@@ -98,11 +104,13 @@ class Trainer:
         self._module, self._optimizer = self.hardware.prepare(course, self._optimizer)
         self.progress = Progress()
         self._best: dict[str, Tensor] = {}
-        self._checkpoint = Checkpoint(options.folder, {**plan, "steps": self.steps})
+        self._last: tuple[int, Outlook] | None = None  # the last look, and its step
+        self._checkpoint = Checkpoint(options.folder, {**plan, "steps": None if options.minutes else self.steps})
         self.log = Log(options.folder, options, quiet=self.hardware.rank > 0)
         self._held_out = corpus.held_out_batches(options.held_out)
         self._losses: list[Tensor] = []
-        self._since = time.monotonic()
+        self._since = self._clock = time.monotonic()
+        self._began = self._since if began is None else began
         self._seen = 0
 
     def run(self) -> Outlook:
@@ -112,43 +120,78 @@ class Trainer:
 
     def _run(self) -> Outlook:
         found = self._checkpoint.load(self.course, self._optimizer, self.teacher.lm.device)
+        self._since = self._clock = time.monotonic()
         if found is not None:
             self.progress, self._best = Progress(**found[0]), found[1]
             self.log.cut(self.progress.step)
+            self._tick()
             self._note(f"going on from step {self.progress.step} of {self.steps}")
-        self._since = time.monotonic()
-        outlook: Outlook | None = None
-        while self.progress.step < self.steps and not self._stuck():
+        elif self.options.minutes:
+            self.progress.whole = max(1.0, 60 * self.options.minutes - (self._clock - self._began))
+            self._note(f"{self.progress.whole:.0f} s to learn in")
+        while not self._over():
             self._step(self.progress.step)
             self.progress.step += 1
             step = self.progress.step
             if step % _LOG == 0 or step == self.steps:
                 self._read_losses()
-            if step % self.every == 0 or step == self.steps:
-                outlook = self._look()
+            if self._due():
+                self._look()
             if self._cancel():
                 self._read_losses()
                 self._save()
                 raise KeyboardInterrupt
-        if outlook is None or self.progress.best_step != self.progress.step:
+        if self._last is None or self.progress.best_step != self.progress.step:
             self._restore()
-            outlook = self._outlook()
-        return outlook
+            return self._outlook()
+        return self._last[1]
 
-    def _stuck(self) -> bool:
-        if self.progress.step and self.hardware.world == 1 and (self.options.folder / ENOUGH).exists():
-            self._note(f"'{ENOUGH}' was found in '{self.options.folder}': it ends with step {self.progress.step}")
-            if self.progress.step % self.every:
-                self._look()
+    def _tick(self) -> None:
+        """Time passes; by the clock, how many steps there will be is a guess."""
+        at, now = self.progress, time.monotonic()
+        at.spent += now - self._clock
+        self._clock = now
+        if at.whole and at.step:
+            self.steps = max(at.step, round(at.step * at.whole / max(1e-9, at.spent)))
+
+    def _due(self) -> bool:
+        """Is it time to look how far it has come?"""
+        at = self.progress
+        if at.whole and self.options.evaluate is None:
+            return at.spent - at.looked >= at.whole / _LOOKS
+        return at.step % self.every == 0 or (at.step == self.steps and not at.whole)
+
+    def _over(self) -> bool:
+        self._tick()
+        at = self.progress
+        if at.whole and at.step and at.spent >= at.whole:
+            self._note(f"the time is over: it ends with step {at.step}")
+            return self._looked_last()
+        if not at.whole and at.step >= self.steps:
             return True
+        if at.step and self.hardware.world == 1 and (self.options.folder / ENOUGH).exists():
+            self._note(f"'{ENOUGH}' was found in '{self.options.folder}': it ends with step {at.step}")
+            return self._looked_last()
         patience = self.options.patience
-        if patience is None or self.progress.bad < patience:
+        if patience is None or at.bad < patience:
             return False
-        self._note(f"no better τ since step {self.progress.best_step}: it stops here")
+        self._note(f"no better τ since step {at.best_step}: it stops here")
         return True
 
+    def _looked_last(self) -> bool:
+        """True; the last step was looked at."""
+        if self._last is None or self._last[0] != self.progress.step:
+            self._look()
+        return True
+
+    def _rate(self, step: int) -> float:
+        if self.progress.whole:
+            by_clock = learning_rate(self.progress.spent, self.progress.whole, self.options)
+            return by_clock * min(1.0, (step + 1) / _RISE)
+        return learning_rate(step, self.steps, self.options)
+
     def _step(self, step: int) -> None:
-        rate = learning_rate(step, self.steps, self.options)
+        rate = self._rate(step)
         for group in self._optimizer.param_groups:
             group["lr"] = rate
         many, hardware = self.options.accumulate, self.hardware
@@ -189,7 +232,7 @@ class Trainer:
                     + (f"again, or go on from the checkpoint in '{self.options.folder}'." if kept else "again.")
                 )
         seconds = max(1e-9, time.monotonic() - self._since)
-        rate = learning_rate(self.progress.step - 1, self.steps, self.options)
+        rate = self._rate(self.progress.step - 1)
         self.progress.tokens += self._seen
         self.log.write({
             "step": self.progress.step, "loss": sum(losses) / len(losses), "learning_rate": rate,
@@ -199,7 +242,7 @@ class Trainer:
             self._watcher.stepped(self.progress.step, self.steps, sum(losses) / len(losses), self._seen / seconds)
         self._seen, self._since = 0, time.monotonic()
 
-    def _look(self) -> Outlook:
+    def _look(self) -> None:
         """See how far it has come; keep the best weights, and a checkpoint."""
         self._read_losses()
         outlook = self._outlook()
@@ -211,9 +254,10 @@ class Trainer:
         self.log.write({"step": self.progress.step, "held_out": outlook.as_dict()})
         if self._watcher is not None:
             self._watcher.looked(self.progress.step, outlook)
+        self._tick()
+        self.progress.looked, self._last = self.progress.spent, (self.progress.step, outlook)
         self._save()
         self._since = time.monotonic()
-        return outlook
 
     def _outlook(self) -> Outlook:
         lessons = (self.teacher.read(batch, self.course.taps) for batch in self._held_out)
@@ -221,6 +265,7 @@ class Trainer:
             return look_ahead(self.course, lessons, self._costs, self.course.name)
 
     def _save(self) -> None:
+        self._tick()
         if self.hardware.rank == 0:
             self._checkpoint.save(self.course, self._optimizer, self.progress.as_dict(), self._best)
         self.hardware.wait()

@@ -97,13 +97,14 @@ class Writer:
         cancel: Callable[[], bool] | None = None,
         by: Shard | None = None,
     ) -> int:
-        """Go on where the shards end; returns how many tokens there are. by: who writes them (itself, if not said)."""
+        """Go on where the shards end, until there are enough; returns how many tokens there are. by: who writes them
+        (itself, if not said)."""
         done, number = 0, len(shards)
         for text in shards.texts():
             done += len(text.tokens)
             self._is_new(text)
         shard, idle = by or partial(self._alone, cancel), 0
-        while done < self.plan.tokens and idle < _TRIES:
+        while done < self.plan.tokens and idle < _TRIES and not (done and shards.enough):
             mean = done / number if done else None
             raw = shard(number, None if mean is None else math.ceil((self.plan.tokens - done) / mean))
             if raw is None:

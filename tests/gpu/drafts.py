@@ -180,25 +180,32 @@ def check_drafts(dtype: torch.dtype, options: dict[str, Any], least: float, toke
 
 # ---- how long it takes
 
+SHAPES: dict[str, tuple[int, int, dict[str, Any]]] = {  # depth, nodes, options
+    "chain of 5": (5, 5, {}),
+    "tree of 24, 4 x 4": (5, 24, {"tree": "best-first", "branch": 4, "width": 4}),
+    "tree of 60, 8 x 8": (7, 60, {"tree": "best-first", "branch": 8, "width": 8}),
+}
 
-def said_times(name: str, gamma: int = 5) -> None:
+
+def said_times(name: str) -> None:
     lm = random_model(name, dtype=torch.bfloat16, device=DEVICE)
     sizes = EagleHead.sizes(lm)
-    for said in (None, 16384):
+    for said, shape in ((None, "chain of 5"), *((16384, shape) for shape in SHAPES)):
         head = EagleHead.random(lm, 1, replace(sizes, draft_vocabulary=said))
         for how in ("kernels", "modules"):
             if how == "kernels":
-                took = times(lm, head, gamma)
+                took = times(lm, head, shape)
             else:
                 with by_modules():
-                    took = times(lm, head, gamma)
-            print(f"{name}, says {said or 'all'}, {how}: a draft of {gamma} {took[0]:.3f} ms, a round {took[1]:.3f} ms")
+                    took = times(lm, head, shape)
+            print(f"{name}, says {said or 'all'}, {shape}, {how}: a draft {took[0]:.3f} ms, a round {took[1]:.3f} ms")
 
 
-def times(lm: Any, head: EagleHead, gamma: int) -> tuple[float, float]:
+def times(lm: Any, head: EagleHead, shape: str) -> tuple[float, float]:
     """Milliseconds of a captured draft, and of a captured round of which nearly nothing is accepted."""
-    decoder = paceline.SpeculativeDecoder(lm, "eagle", options={"head": head}, gamma=gamma)
-    loop = Loop(lm, decoder.drafter, decoder.rule, gamma, gamma)
+    depth, nodes, options = SHAPES[shape]
+    decoder = paceline.SpeculativeDecoder(lm, "eagle", options={"head": head, **options}, gamma=depth, nodes=nodes)
+    loop = Loop(lm, decoder.drafter, decoder.rule, depth, nodes)
     loop.admit(decoder._rows([list(range(5, 133))], build_requests(1, {"max_new_tokens": 300, "ignore_eos": True})))
     for _ in range(8):
         loop.step()

@@ -33,6 +33,7 @@ from paceline.engine.request import build_requests
 from paceline.models.runners import cuda_graph
 
 from drafts import SIZES, check_drafts, check_steps  # isort: skip
+from trees import check_branches, check_growth  # isort: skip
 from verdicts import check_law, check_race, check_verdicts  # isort: skip
 
 PROMPTS = [[1, 2, 3, 4, 5, 1, 2], [7, 8, 9], [3, 3, 3, 3, 3], [6]]
@@ -242,6 +243,8 @@ def by_kernels() -> Iterator[tuple[str, Callable[[], None]]]:
     yield "bits llama", lambda: check_bits(middling(LlamaForCausalLM, LlamaConfig))
     yield "bits qwen3", lambda: check_bits(middling(Qwen3ForCausalLM, Qwen3Config, head_dim=32))
     yield "the race", check_race
+    yield "trees grown", check_growth
+    yield "trees kept", check_branches
     for settings in SETTINGS:
         for draft, options in DRAFTS[:8]:
             for strict in (False, True):

@@ -69,15 +69,21 @@ class NoiseTable:
 
 
 class Choice:
-    """R rows x Q places at `depth` tokens past the committed text (a slice of depths, or a tensor [R,Q])."""
+    """R rows x Q places at `depth` tokens past the committed text (a slice of depths, a tensor [R,Q], or the text and
+    every node of a tree). How deep a tree's nodes are is worked out when somebody looks: the best token is the best
+    anywhere."""
 
     def __init__(
-        self, batch: SamplingBatch, table: NoiseTable, depth: Tensor | slice, prefix: Prefix | None = None
+        self, batch: SamplingBatch, table: NoiseTable, depth: Tensor | slice | TokenTree, prefix: Prefix | None = None
     ) -> None:
         self.batch = batch
         self.table = table
-        self.depth = depth
         self.prefix = prefix
+        self._depth = depth
+
+    @property
+    def depth(self) -> Tensor | slice:
+        return self._depth.after if isinstance(self._depth, TokenTree) else self._depth
 
     @property
     def position(self) -> Tensor:
@@ -85,7 +91,8 @@ class Choice:
         return self._here(self.table.position)
 
     def _here(self, by_depth: Tensor) -> Tensor:
-        return by_depth[:, self.depth] if isinstance(self.depth, slice) else by_depth.gather(1, self.depth)
+        depth = self.depth
+        return by_depth[:, depth] if isinstance(depth, slice) else by_depth.gather(1, depth)
 
     def law(self, logits: Tensor) -> Law:
         return self.batch.law(logits, self.position if self.batch.shakes else None, self.prefix)
@@ -190,6 +197,15 @@ class Choice:
             share = torch.where(greedy, self.batch.edit(logits, self.prefix).to(torch.float64).softmax(-1), share)
         best = share.topk(k, dim=-1)
         return best.indices, best.values, dense
+
+    def racing(self, logits: Tensor, draw: Draw) -> tuple[bool, tuple[Tensor, Tensor] | None]:
+        """Can `siblings` be chosen by a trunk of its device? And with which heats and keys (None: without noise)?"""
+        if draw not in ("coupled", "certain") or self.prefix is not None or logits.dtype == torch.float64:
+            return False, None
+        if self.batch.deterministic or draw == "certain":
+            return True, None
+        heat = self.batch.column("temperature", torch.float32)
+        return self.batch.only_heat, (heat, self.batch.key(Purpose.TARGET))
 
     def _independent(self, dense: Tensor, k: int, branch: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Siblings that do not look at each other: k races at every place; twins may come out."""

@@ -68,9 +68,10 @@ class RowsView(Protocol):
         """What each row's caller expects to be written, where it said so (see `prediction`)."""
         ...
 
-    def choice(self, depth: Tensor | slice, path: tuple[Tensor, Tensor] | None = None) -> Choice:
-        """The places `depth` tokens past the committed text. `path` = (tokens [R,M], member [R,Q,M]): which of the
-        uncommitted tokens precede each place; only looked at when a control needs the prefix (`needs_path`)."""
+    def choice(self, depth: Tensor | slice | TokenTree, path: tuple[Tensor, Tensor] | None = None) -> Choice:
+        """The places `depth` tokens past the committed text, or after it and after every node of a tree. `path` =
+        (tokens [R,M], member [R,Q,M]): which of the uncommitted tokens precede each place; only looked at when a
+        control needs the prefix (`needs_path`)."""
         ...
 
     @property
@@ -290,9 +291,7 @@ class Rule(ABC):
 
 def choice_after(rows: RowsView, tree: TokenTree) -> Choice:
     """The places after the text and after every node of a draft."""
-    depth: Tensor | slice = slice(0, tree.nodes + 1)
-    if not tree.is_chain:
-        depth = torch.nn.functional.pad(tree.depth + 1, (1, 0))
+    depth = slice(0, tree.nodes + 1) if tree.is_chain else tree
     if not rows.needs_path or tree.nodes == 0:
         return rows.choice(depth)
     return rows.choice(depth, (tree.tokens, torch.nn.functional.pad(tree.ancestors, (0, 0, 1, 0))))

@@ -62,23 +62,32 @@ class Grower:
         if self.options.tree == "chain":
             return self._chain(rows, budget, expand)
         growth = _Growth(rows, budget.draw)
+        logits = expand(None, None)
         if self.options.tree in ("static", "optimal"):
-            self._by_shape(growth, budget, expand)
+            self._by_shape(growth, budget, expand, logits)
         else:
-            self._by_sureness(growth, budget, expand)
+            tree = self._by_trunk(rows, budget, expand, logits) if QUICK else None
+            if tree is not None:
+                return tree
+            self._by_sureness(growth, budget, expand, logits)
         self.fed, self.slots = growth.fed, growth.slots
         self._last = growth if self.options.tree == "optimal" else None
         return growth.tree()
 
+    def judged(self, verdict: Verdict) -> None:
+        """What became of the draft just grown, for those that keep nothing of it."""
+        last = self._last
+        self.slots = self._last = None  # of these rows: the next draft may be of others
+        if last is not None and verdict.path is not None and verdict.path.shape[1]:
+            self._meter.add(last.rank, last.parents, verdict)
+
     def kept(self, verdict: Verdict) -> Tensor | None:
         """The accepted path as numbers of what `expand` was asked for: what a reader has to keep. An accepted leaf that
         was never asked for is given as 0, and must be read anew."""
-        path, slots, last = verdict.path, self.slots, self._last
-        self.slots = self._last = None  # of these rows: the next draft may be of others
+        path, slots = verdict.path, self.slots
+        self.judged(verdict)
         if path is None or slots is None or path.shape[1] == 0:
             return path
-        if last is not None:
-            self._meter.add(last.rank, last.parents, verdict)
         return slots.gather(1, path).clamp(min=0)
 
     def reorder(self, source: Sequence[int]) -> None:
@@ -112,10 +121,29 @@ class Grower:
         dense = [law.dense(logits.shape[-1]) for law in laws if law is not None]
         return TokenTree(drafted, drawn="iid", laws=torch.cat(dense, 1))
 
-    def _by_sureness(self, growth: _Growth, budget: Budget, expand: Expand) -> None:
+    def _by_trunk(self, rows: RowsView, budget: Budget, expand: Expand, logits: Tensor) -> TokenTree | None:
+        """The same as `_by_sureness`, where the device has a trunk for it and nothing is asked for but heat."""
+        quick, choice = QUICK.get(logits.device.type), rows.choice(slice(0, 1))
+        able, noise = choice.racing(logits, budget.draw)
+        if quick is None or not able or rows.needs_path:
+            return None
+        branch = min(self.options.branch, budget.nodes, logits.shape[-1])
+        spreads = [1]
+        while len(spreads) < budget.depth:
+            spreads.append(min(self.options.width, spreads[-1] * branch))
+        trunk = quick.trunk(rows.length, sum(spreads) * branch, self.options.tree == "best-first")
+        done = choice.batch.zeros(rows.count * max(spreads))
+        for level, spread in enumerate(spreads):
+            if level:
+                logits = expand(*trunk.ask(spread))
+            trunk.add(logits, branch, noise, done)
+        tokens, parents, self.slots = trunk.tree(budget.nodes)
+        self.fed, self._last = trunk.fed, None
+        return TokenTree(tokens, parents, drawn="certain" if noise is None else "coupled", deepest=len(spreads))
+
+    def _by_sureness(self, growth: _Growth, budget: Budget, expand: Expand, logits: Tensor) -> None:
         """Where the draft is surest: of the last level, or anywhere. What is judged by its own text may grow too much
         first and then keep the best; where laws matter nothing that was drawn may be dropped."""
-        logits = expand(None, None)
         branch = min(self.options.branch, budget.nodes, logits.shape[-1])
         growth.add(torch.full((growth.R, 1), -1, device=growth.device), logits, branch)  # below the text
         for _ in range(budget.depth - 1):
@@ -129,8 +157,7 @@ class Grower:
         if growth.nodes > budget.nodes:
             growth.prune(budget.nodes)
 
-    def _by_shape(self, growth: _Growth, budget: Budget, expand: Expand) -> None:
-        logits = expand(None, None)
+    def _by_shape(self, growth: _Growth, budget: Budget, expand: Expand, logits: Tensor) -> None:
         for level, parents in enumerate(self._fitting(budget, logits.shape[-1]).levels):
             start = growth.nodes - growth.newest
             if level:

@@ -23,8 +23,8 @@ class Lay(Protocol):
 
 
 class Write(Protocol):
-    """`SteadyRows.write`, of a chain: tokens emitted [R,S] go to the texts, lengths grow by accepted [R,1] + 1 up to
-    `end`; returns emitted, tokens and count side by side."""
+    """`SteadyRows.write`: tokens emitted [R,S] go to the texts, lengths grow by accepted [R,1] + 1 up to `end`; returns
+    emitted, tokens, of a tree (branch) the accepted path and the parents, and count side by side."""
 
     def __call__(
         self,
@@ -33,7 +33,26 @@ class Write(Protocol):
         accepted: Tensor,
         tokens: Tensor,
         count: Tensor | None,
+        branch: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor: ...
+
+
+class Trunk(Protocol):
+    """A tree of guesses that grows on the device; `fed` nodes were asked about."""
+
+    fed: int
+
+    def add(self, logits: Tensor, k: int, noise: tuple[Tensor, Tensor] | None, done: Tensor) -> None:
+        """k children, the best, for each of the nodes asked about last (at first: for the text), whose logits are
+        [R,W,V]. noise: heat [R] and key [R], where they race. done: as in `Quick.race`, R*W at least."""
+
+    def ask(self, spread: int) -> tuple[Tensor, Tensor]:
+        """The `spread` surest that nobody asked about: tokens [R,spread], and their parents among those that were."""
+        ...
+
+    def tree(self, most: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Tokens and parents [R,N] of the surest `most`, and each one's number among those asked about (-1: none)."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -56,6 +75,15 @@ class Quick:
     write: Write
     # `ScriptedModel`: logits [R,K,V] of the last K ids, the script [V,D], ids, position [R,Q], length [R,1], loudness
     say: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, float], None]
+    # length [R,1] of the texts, nodes at most, may nodes of earlier levels be asked about?
+    trunk: Callable[[Tensor, int, bool], Trunk]
+    # `TokenTree.after`: parents [R,N] -> [R,1+N]
+    depths: Callable[[Tensor], Tensor]
+    # rule `match` on trees: tokens [R,N], parents [R,N], count [R], picks [R,1+N], longest path D -> emitted [R,1+D],
+    # accepted [R,1], path [R,D]
+    follow_tree: Callable[[Tensor, Tensor, Tensor | None, Tensor, int], tuple[Tensor, Tensor, Tensor]]
+    # `SlotCache.move`: addresses of stores [M], one of them, length [R,1], source [R,D], target [D]
+    move: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None]
 
 
 QUICK: dict[str, Quick] = {}  # by the type of a device

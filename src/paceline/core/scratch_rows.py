@@ -9,6 +9,7 @@ from torch import Tensor
 
 from .choice import Choice
 from .contracts import RowsView
+from .tree import TokenTree
 
 _ROOM = 64  # a text that outgrows its store gets as much more at least
 
@@ -115,10 +116,11 @@ class ScratchRows:
     def needs_path(self) -> bool:
         return self._below is not None and self._below[0].needs_path
 
-    def choice(self, depth: Tensor | slice, path: tuple[Tensor, Tensor] | None = None) -> Choice:
+    def choice(self, depth: Tensor | slice | TokenTree, path: tuple[Tensor, Tensor] | None = None) -> Choice:
         """The same places of the rows below. Past their depth every place is the last one: nobody wants those."""
         assert self._below is not None, "texts that follow no rows have no places to choose"
         below, deepest = self._below
+        depth = depth.after if isinstance(depth, TokenTree) else depth
         tail = [mine - theirs for mine, theirs in zip(self.lengths, below.lengths, strict=True)]
         tails = self.length - below.length
         if isinstance(depth, slice) and min(tail) == max(tail) and tail[0] + depth.stop - 1 <= deepest:

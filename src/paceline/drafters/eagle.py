@@ -214,10 +214,10 @@ class Eagle(HeadDrafter):
         self._cache = self._steps.cache
         self._read, self._lag = [], 0
 
-    def note(self, rows: RowsView, taps: tuple[Tensor, ...]) -> None:
+    def note(self, rows: RowsView, taps: tuple[Tensor, ...], path: Tensor | None = None) -> None:
         self._check_taps(taps)
-        if not self._steps.note(rows, taps):
-            super().note(rows, taps)
+        if not self._steps.note(rows, taps, path):
+            super().note(rows, taps, path)
 
     def digest(self, taps: tuple[Tensor, ...]) -> Tensor:
         self._check_taps(taps)

@@ -28,13 +28,12 @@ class Steps:
         self.cache = SlotCache()
         self._remember = by_slot(self.cache, 0)
 
-    def note(self, rows: RowsView, taps: tuple[Tensor, ...]) -> bool:
-        """Remember the tapped states [R,Q,D] of the last committed place and those that follow, by kernels; False:
-        there are none."""
-        R, Q, _ = taps[0].shape
+    def note(self, rows: RowsView, taps: tuple[Tensor, ...], path: Tensor | None = None) -> bool:
+        """See `HeadDrafter.note`, by kernels; False: there are none."""
+        R, Q = taps[0].shape[0], taps[0].shape[1] if path is None else path.shape[1] + 1
         if self._kernels is None or not self._kernels.takes(R * Q):
             return False
-        return self._kernels.note(taps, rows.length, self._places.states(R, max(rows.lengths) + Q))
+        return self._kernels.note(taps, path, rows.length, self._places.states(R, max(rows.lengths) + Q))
 
     def read(self, rows: RowsView, some: slice, position: Tensor, visible: int) -> Tensor:
         """Entries made of the text and of true features, at `position` [R,Q] of some rows."""

@@ -113,17 +113,16 @@ class HeadDrafter(Drafter):
     def keep(self, rows: RowsView, verdict: Verdict, reading: Reading) -> None:
         """The target has read the last committed token (place 0) and the draft (node n is place n+1): what it thought
         on the accepted path is what it thinks of the text. What is written past that path is overwritten later."""
-        self._grower.kept(verdict)
-        taps = reading.taps
-        if not taps:  # a draft that was made to see how long it takes
-            return
-        if verdict.path is not None:
-            way = torch.nn.functional.pad(verdict.path + 1, (1, 0))
-            taps = tuple(tap.gather(1, way.unsqueeze(-1).expand(*way.shape, tap.shape[2])) for tap in taps)
-        self.note(rows, taps)
+        self._grower.judged(verdict)
+        if reading.taps:  # else it is a draft that was made to see how long it takes
+            self.note(rows, reading.taps, verdict.path)
 
-    def note(self, rows: RowsView, taps: tuple[Tensor, ...]) -> None:
-        """Remember the tapped states [R,Q,D] of the last committed place and those that follow."""
+    def note(self, rows: RowsView, taps: tuple[Tensor, ...], path: Tensor | None = None) -> None:
+        """Remember the tapped states [R,Q,D] of the last committed place and those that follow: of a tree, along the
+        path [R,M] of its nodes."""
+        if path is not None:
+            way = torch.nn.functional.pad(path + 1, (1, 0))
+            taps = tuple(tap.gather(1, way.unsqueeze(-1).expand(*way.shape, tap.shape[2])) for tap in taps)
         states = self.digest(taps)
         position = rows.length + arange(-1, states.shape[1] - 1, states.device)
         self.places.write(slice(0, rows.count), position, states, max(rows.lengths) + states.shape[1])

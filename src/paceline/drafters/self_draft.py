@@ -125,7 +125,7 @@ class Ahead(Drafter):
         return tree
 
     def keep(self, rows: RowsView, verdict: Verdict, reading: Reading) -> None:
-        self._grower.kept(verdict)  # the reader is kept by the loop; here only the shape is fitted
+        self._grower.judged(verdict)  # the reader is kept by the loop; here only the shape is fitted
 
     def reorder(self, rows: RowsView, source: Sequence[int]) -> bool:
         self._grower.reorder(source)

@@ -86,7 +86,7 @@ class Trigram(HostDrafter[TrigramTable]):
         return True
 
     def keep(self, rows: RowsView, verdict: Verdict, reading: Reading) -> None:
-        self._grower.kept(verdict)  # it measures which ranks are accepted
+        self._grower.judged(verdict)  # it measures which ranks are accepted
 
     # ---- drafting
 

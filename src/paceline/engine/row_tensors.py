@@ -35,9 +35,10 @@ class RowTensors:
     def needs_path(self) -> bool:
         return self.batch.needs_prefix
 
-    def choice(self, depth: Tensor | slice, path: tuple[Tensor, Tensor] | None = None) -> Choice:
+    def choice(self, depth: Tensor | slice | TokenTree, path: tuple[Tensor, Tensor] | None = None) -> Choice:
         if not self.batch.needs_prefix:
             return Choice(self.batch, self._table, depth)
+        depth = depth.after if isinstance(depth, TokenTree) else depth
         return Choice(self.batch, self._table, depth, self._prefix(depth, path))
 
     def _prefix(self, depth: Tensor | slice, path: tuple[Tensor, Tensor] | None) -> Prefix:

@@ -83,10 +83,12 @@ class SteadyRows(RowTensors):
 
     def write(self, verdict: Verdict, tree: TokenTree) -> Tensor:
         quick = QUICK.get(self.device.type)
-        if quick is None or verdict.path is not None or tree.parents is not None or self.counts is not None:
+        path, parents = verdict.path, tree.parents
+        if quick is None or (path is None) != (parents is None) or self.counts is not None:
             return super().write(verdict, tree)
         texts = (self.text, self.length, self.end)
-        return quick.write(texts, verdict.emitted, verdict.accepted, tree.tokens, tree.count)
+        branch = None if path is None or parents is None else (path, parents)
+        return quick.write(texts, verdict.emitted, verdict.accepted, tree.tokens, tree.count, branch)
 
     def _advance(self, accepted: Tensor) -> None:
         """A text that has reached its end stays as it is: its last round may not have been read yet."""

@@ -132,14 +132,14 @@ class CudaDraft:
 
     # ---- what the target thought
 
-    def note(self, taps: tuple[Tensor, ...], length: Tensor, states: Tensor) -> bool:
-        """Taps [R,Q,H] of the last place of texts of `length` [R,1] and those that follow, fused, go to states [R,T,D];
-        was that possible?"""
-        from paceline.kernels.cuda import drafting, product
+    def note(self, taps: tuple[Tensor, ...], path: Tensor | None, length: Tensor, states: Tensor) -> bool:
+        """Taps [R,Q,H] of the last place of texts of `length` [R,1] and those that follow (of a tree: along the path
+        [R,M] of its nodes), fused, go to states [R,T,D]; was that possible?"""
+        from paceline.kernels.cuda import branches, drafting, product
 
         if self._fuse is None or any(tap.dtype != self._fuse.dtype for tap in taps):
             return False
-        joined = torch.cat(taps, -1).flatten(0, 1)
+        joined = branches.along(taps, path)
         drafting.note(product.product(joined, [self._fuse]), self._bias, length, states)
         return True
 

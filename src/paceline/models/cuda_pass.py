@@ -205,11 +205,13 @@ class Seen:
 
 def between_passes() -> Quick:
     """The kernels for what lies between the passes of a round."""
-    from paceline.kernels.cuda import rounds
+    from paceline.kernels.cuda import branches, rounds
     from paceline.kernels.cuda.accepting import judge
     from paceline.kernels.cuda.choosing import race
+    from paceline.kernels.cuda.growing import Trunk
 
-    return Quick(race, judge, rounds.follow, rounds.lay, rounds.begin, rounds.write, rounds.say)
+    return Quick(race, judge, rounds.follow, rounds.lay, rounds.begin, rounds.write, rounds.say, Trunk,
+                 branches.depths, branches.follow_tree, branches.move)  # fmt: skip
 
 
 # ---- the plan of a model

@@ -202,8 +202,7 @@ class SplitReader(AheadReader):
             above = torch.nn.functional.pad(slots, (1, 0), value=-1).gather(1, tree.parents.gather(1, nodes) + 1)
             self._below(self._split.silent, rows, 0, tree.tokens.gather(1, nodes), above)
             slots = slots.scatter(1, nodes, arange(read, read + unread, nodes.device).expand_as(nodes))
-        target = rows.length + arange(0, tree.nodes, slots.device)
-        self.cache.move(rows.length + slots, target, self._split.depth)
+        self.cache.move(rows.length, slots, arange(0, tree.nodes, slots.device), self._split.depth)
         hidden = torch.cat(self._ahead[1:], 1)
         return hidden.gather(1, slots.unsqueeze(-1).expand(*slots.shape, hidden.shape[-1]))
 

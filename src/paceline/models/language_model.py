@@ -311,7 +311,7 @@ class SlotReader:
                 moved = np.flatnonzero((path.numpy() > steps.numpy()).any(axis=0)).tolist()
                 path, steps = path[:, moved], steps[moved]
             if path.shape[1]:
-                self.cache.move(rows.length + path, rows.length + steps)
+                self.cache.move(rows.length, path, steps)
         self.forget()
 
     def forget(self) -> None:

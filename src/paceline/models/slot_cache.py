@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
+from paceline.core.quick import QUICK
+
 _LIVE: WeakSet[SlotCache] = WeakSet()
 
 
@@ -37,6 +39,7 @@ class SlotCache(Cache):
         self.steady = False  # the next pass has a shape that does not depend on the texts
         self.past = 0  # committed tokens before this pass, for the parts of transformers that ask
         self._addresses: np.ndarray | None = None  # of the stores, until one of them is replaced
+        self._tables: list[Tensor] = []  # the same on the device; captured programs still read those of fewer layers
         self.moved = 0  # how often they were
 
     # ---- before a pass
@@ -54,6 +57,7 @@ class SlotCache(Cache):
                 store[layer] = new
         self._rows, self._slots = rows, slots
         self._addresses = None
+        self._tables.clear()
         self.moved += 1
 
     def aim(self, rows: slice, slots: int | Tensor, visible: int, past: int, steady: bool = False) -> None:
@@ -126,15 +130,31 @@ class SlotCache(Cache):
 
     # ---- after a pass
 
-    def move(self, source: Tensor, target: Tensor, layers: int | None = None) -> None:
-        """Copy the slots `source` [R,D] to the slots `target` [R,D]: an accepted branch becomes contiguous text. Of all
-        layers, or of the first `layers`."""
+    def move(self, length: Tensor, source: Tensor, target: Tensor, layers: int | None = None) -> None:
+        """Copy the slots `source` [R,D] past texts of `length` [R,1] to those `target` [D] past them: an accepted
+        branch becomes contiguous text. Of all layers, or of the first `layers`."""
+        quick = QUICK.get(source.device.type)
+        table = None if quick is None else self._table(source.device)
+        if quick is not None and table is not None:
+            many = 2 * len(self.keys[:layers])
+            return quick.move(table[:many], self.keys[0], length, source, target)
         R, D = source.shape
+        source, target = length + source, length + target
         for store in (self.keys, self.values):
             for layer in store[:layers]:
                 shape = (R, layer.shape[1], D, layer.shape[3])
                 moved = layer[:R].gather(2, source[:, None, :, None].expand(shape))
                 layer[:R].scatter_(2, target[:, None, :, None].expand(shape), moved)
+
+    def _table(self, device: torch.device) -> Tensor | None:
+        """`addresses` on the device, where all stores are there and alike. Made by the first to ask: a program is run
+        once before it is captured, and forgotten when the stores have moved."""
+        if not self._tables or len(self._tables[-1]) != 2 * len(self):
+            kinds = {(each.device, each.dtype, each.shape) for each in (*self.keys, *self.values)}
+            if len(kinds) != 1 or self.keys[0].device != device:
+                return None
+            self._tables.append(torch.from_numpy(self.addresses()).to(device, copy=True))
+        return self._tables[-1]
 
     def copy_rows(self, source: list[int], target: list[int], start: int, stop: int) -> None:
         """The slots start..stop-1 of the rows `source` go to the rows `target`; all are read before one is written."""

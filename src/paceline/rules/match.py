@@ -44,6 +44,9 @@ def _follow_chain(tree: TokenTree, picks: Tensor) -> Verdict:
 
 def _follow_tree(tree: TokenTree, picks: Tensor) -> Verdict:
     assert tree.parents is not None
+    quick = QUICK.get(picks.device.type)
+    if quick is not None:
+        return Verdict(*quick.follow_tree(tree.tokens, tree.parents, tree.count, picks, tree.reach))
     agree = (tree.tokens == picks.gather(1, tree.parents + 1)) & first_of_siblings(tree)
     if tree.in_use is not None:
         agree = agree & tree.in_use

@@ -1,4 +1,4 @@
-"""How much a device is asked to do for a draft: counted on a CPU, where kernels are interpreted."""
+"""How much a device is asked to do for a draft, and after a pass: counted on a CPU, where kernels are interpreted."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import paceline
 from paceline.drafters.eagle import Eagle
+from paceline.engine import flight, loop
+from paceline.models.runners.programs import Rehearsal
 
 interpreter = pytest.importorskip("triton.runtime.interpreter")
 
@@ -40,10 +42,8 @@ class Counted(TorchDispatchMode):
             self._busy = False
 
 
-def spent(decoder: paceline.SpeculativeDecoder, monkeypatch: pytest.MonkeyPatch) -> dict[str, tuple[int, int]]:
-    """(launches, operations of torch) of the last captured round, for drafting it and for what is noted after it."""
-    counts: dict[str, tuple[int, int]] = {}
-    now: list[Counted] = []
+def _count_launches(patch: pytest.MonkeyPatch, now: list[Counted]) -> None:
+    """By whoever is in `now`."""
     get = interpreter.InterpretedFunction.__getitem__
 
     def launch(self: Any, grid: Any) -> Callable[..., Any]:
@@ -56,6 +56,14 @@ def spent(decoder: paceline.SpeculativeDecoder, monkeypatch: pytest.MonkeyPatch)
                 return run(*given, **named)
 
         return counted
+
+    patch.setattr(interpreter.InterpretedFunction, "__getitem__", launch)
+
+
+def spent(decoder: paceline.SpeculativeDecoder, monkeypatch: pytest.MonkeyPatch) -> dict[str, tuple[int, int]]:
+    """(launches, operations of torch) of the last captured round, for drafting it and for what is noted after it."""
+    counts: dict[str, tuple[int, int]] = {}
+    now: list[Counted] = []
 
     def noted(name: str) -> Callable[..., Any]:
         act = getattr(Eagle, name)
@@ -74,8 +82,39 @@ def spent(decoder: paceline.SpeculativeDecoder, monkeypatch: pytest.MonkeyPatch)
         return watched
 
     with monkeypatch.context() as patch:
-        patch.setattr(interpreter.InterpretedFunction, "__getitem__", launch)
+        _count_launches(patch, now)
         for name in ("propose", "keep"):
             patch.setattr(Eagle, name, noted(name))
         decoder.generate([1, 2, 3], max_new_tokens=3, ignore_eos=True)
     return counts
+
+
+def after_the_pass(
+    decoder: paceline.SpeculativeDecoder, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> tuple[int, int]:
+    """(launches, operations of torch) of the last captured round, from when the target has read the draft."""
+    now: list[Counted] = []
+    counts: list[tuple[int, int]] = []
+    choice_after = loop.choice_after
+
+    def read(*given: Any) -> Any:
+        if now:
+            now[-1].launches = now[-1].steps = 0
+        return choice_after(*given)
+
+    class Watched(Rehearsal):
+        def run(self, key: Any, program: Callable[[], Any]) -> Any:
+            with Counted() as count:
+                now.append(count)
+                try:
+                    return program()
+                finally:
+                    now.clear()
+                    counts.append((count.launches, count.steps))
+
+    with monkeypatch.context() as patch:
+        _count_launches(patch, now)
+        patch.setattr(loop, "choice_after", read)
+        patch.setattr(flight, "programs_for", lambda lm: Watched())
+        decoder.generate([1, 2, 3], max_new_tokens=3, ignore_eos=True, **settings)
+    return counts[-1]

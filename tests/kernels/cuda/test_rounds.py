@@ -195,11 +195,15 @@ class Some(SteadyRows):
         self._most, self._depth = None, 0
 
 
-@pytest.mark.parametrize("N", [0, 1, 5])
+@pytest.mark.parametrize(("N", "reach"), [(0, None), (1, None), (5, None), (1, 1), (5, 3), (9, 1), (4, 4)])
 @pytest.mark.parametrize("counted", [False, True])
-def test_write(N: int, counted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    tree = TokenTree(numbers(N, 5, most=99, seed=2).t(), count=numbers(5, most=N + 1, seed=3) if counted else None)
-    verdict = Verdict(numbers(5, N + 1, most=99, seed=4), numbers(5, 1, most=N + 1, seed=5))
+def test_write(N: int, reach: int | None, counted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """reach: of a tree, the longest path."""
+    tokens, count = numbers(N, 5, most=99, seed=2).t(), numbers(5, most=N + 1, seed=3) if counted else None
+    tree = TokenTree(tokens, None if reach is None else numbers(N, 5, most=99, seed=6).t(), count)
+    D = N if reach is None else reach
+    path = None if reach is None else numbers(5, N, most=99, seed=7)[:, :D]
+    verdict = Verdict(numbers(5, D + 1, most=99, seed=4), numbers(5, 1, most=D + 1, seed=5), path)
     slow, fast = Some(), Some()
     wanted = slow.write(verdict, tree)
     monkeypatch.setitem(QUICK, "cpu", between_passes())

@@ -93,9 +93,10 @@ def _follow(tokens, count, picks, emitted, accepted, N, token_row, token_step,
     tl.store(accepted + row, stop.to(tl.int64))
 
 
-@triton.jit(do_not_specialize=["S", "N", "text_step", "token_row", "token_step"])
-def _write(text, length, end, emitted, accepted, tokens, count, lines, S, N, text_step, token_row, token_step,
-           BLOCK: tl.constexpr, COUNT: tl.constexpr, OVERLAP: tl.constexpr):  # fmt: skip
+@triton.jit(do_not_specialize=["S", "N", "D", "text_step", "token_row", "token_step", "parent_row", "parent_step"])
+def _write(text, length, end, emitted, accepted, tokens, path, parents, count, lines, S, N, D, text_step, token_row,
+           token_step, parent_row, parent_step, BLOCK: tl.constexpr, BRANCH: tl.constexpr, COUNT: tl.constexpr,
+           OVERLAP: tl.constexpr):  # fmt: skip
     after(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     place = tl.arange(0, BLOCK)
@@ -103,11 +104,18 @@ def _write(text, length, end, emitted, accepted, tokens, count, lines, S, N, tex
     grown = tl.minimum(tl.load(accepted + row) + 1, tl.load(end + row) - long)
     said = tl.load(emitted + row * S + place, mask=place < S, other=_NOTHING)
     drafted = tl.load(tokens + row * token_row + place * token_step, mask=place < N, other=0)
-    line = lines + row * (S + N + COUNT) + place
+    wide = S + N
+    if BRANCH:
+        wide += D + N
+    line = lines + row * (wide + COUNT) + place
     tl.store(line, said, mask=place < S)
     tl.store(line + S, drafted, mask=place < N)
+    if BRANCH:
+        tl.store(line + S + N, tl.load(path + row * D + place, mask=place < D, other=0), mask=place < D)
+        above = tl.load(parents + row * parent_row + place * parent_step, mask=place < N, other=0)
+        tl.store(line + S + N + D, above, mask=place < N)
     if COUNT:
-        tl.store(lines + row * (S + N + 1) + S + N, tl.load(count + row))
+        tl.store(lines + row * (wide + 1) + wide, tl.load(count + row))
     tl.store(text + row * text_step + long + place, said, mask=place < S)
     tl.debug_barrier()  # everybody knows the old length
     tl.store(length + row, long + grown)
@@ -178,15 +186,24 @@ def follow(tokens: Tensor, count: Tensor | None, picks: Tensor) -> tuple[Tensor,
 
 
 def write(
-    texts: tuple[Tensor, Tensor, Tensor], emitted: Tensor, accepted: Tensor, tokens: Tensor, count: Tensor | None
+    texts: tuple[Tensor, Tensor, Tensor],
+    emitted: Tensor,
+    accepted: Tensor,
+    tokens: Tensor,
+    count: Tensor | None,
+    branch: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
     """Commit `emitted` [R,S] to texts = (text [R,T], length [R,1], end [R,1]): lengths grow by accepted [R,1] + 1, but
-    not past the end. Returns emitted, tokens [R,N] and count [R] (None: left out) side by side."""
+    not past the end. Returns emitted, tokens [R,N], of a tree its branch = (accepted path [R,D], parents [R,N]), and
+    count [R] (None: left out) side by side."""
     text, length, end = texts
     (R, S), N = emitted.shape, tokens.shape[1]
-    lines = torch.empty(R, S + N + (count is not None), dtype=torch.int64, device=text.device)
-    _write[(R,)](text, length, end, emitted.contiguous(), accepted, tokens, accepted if count is None else count, lines,
-                 S, N, text.stride(0), *tokens.stride(), BLOCK=triton.next_power_of_2(max(S, N)),
+    path, parents = (tokens, tokens) if branch is None else (branch[0].contiguous(), branch[1])
+    D, wide = path.shape[1], S + N if branch is None else S + N + path.shape[1] + N
+    lines = torch.empty(R, wide + (count is not None), dtype=torch.int64, device=text.device)
+    _write[(R,)](text, length, end, emitted.contiguous(), accepted, tokens, path, parents,
+                 accepted if count is None else count, lines, S, N, D, text.stride(0), *tokens.stride(),
+                 *parents.stride(), BLOCK=triton.next_power_of_2(max(S, N, D)), BRANCH=branch is not None,
                  COUNT=int(count is not None), num_warps=1, **overlapping(text.device))  # fmt: skip
     return lines
 

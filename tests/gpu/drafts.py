@@ -9,8 +9,8 @@ import copy
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import replace
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from statistics import median
 from types import SimpleNamespace
 from typing import Any
@@ -27,7 +27,7 @@ from paceline.engine.request import build_requests
 from paceline.models import cuda_draft
 from paceline.models.cuda_draft import CudaDraft
 from paceline.models.draft_head import PlaceStore
-from paceline.models.named_shapes import random_model
+from paceline.models.named_shapes import random_model, usual_draft
 
 DEVICE = "cuda"
 SIZES: dict[str, dict[str, Any]] = {
@@ -193,18 +193,36 @@ def said_times(name: str) -> None:
     for said, shape in ((None, "chain of 5"), *((16384, shape) for shape in SHAPES)):
         head = EagleHead.random(lm, 1, replace(sizes, draft_vocabulary=said))
         for how in ("kernels", "modules"):
-            if how == "kernels":
-                took = times(lm, head, shape)
-            else:
-                with by_modules():
-                    took = times(lm, head, shape)
-            print(f"{name}, says {said or 'all'}, {shape}, {how}: a draft {took[0]:.3f} ms, a round {took[1]:.3f} ms")
+            depth, nodes, options = SHAPES[shape]
+            with nullcontext() if how == "kernels" else by_modules():
+                took = times(lm, "eagle", depth, nodes, {"head": head, **options})
+            print(f"{name}, says {said or 'all'}, {shape}, {how}: {took}", flush=True)
 
 
-def times(lm: Any, head: EagleHead, shape: str) -> tuple[float, float]:
+def said_rounds(name: str) -> None:
+    """Rounds with trees beside rounds with chains of as many nodes, drafted by a small model."""
+    lm = random_model(name, dtype=torch.bfloat16, device=DEVICE)
+    small = random_model(usual_draft(name), dtype=torch.bfloat16, device=DEVICE)
+    for nodes, depth, wide in ((8, 3, 3), (16, 4, 4), (32, 5, 8)):
+        tree = {"tree": "levels", "branch": wide, "width": wide}
+        for shape, deep, options in ((f"chain of {nodes}", nodes, {}), (f"tree of {nodes}, {depth} deep", depth, tree)):
+            took = times(lm, "draft-model", deep, nodes, {"model": small, **options})
+            print(f"{name}, draft-model, {shape}: {took}, {1e3 * took.round / nodes:.1f} µs a node", flush=True)
+
+
+@dataclass(frozen=True)
+class Times:
     """Milliseconds of a captured draft, and of a captured round of which nearly nothing is accepted."""
-    depth, nodes, options = SHAPES[shape]
-    decoder = paceline.SpeculativeDecoder(lm, "eagle", options={"head": head, **options}, gamma=depth, nodes=nodes)
+
+    draft: float
+    round: float
+
+    def __str__(self) -> str:
+        return f"a draft {self.draft:.3f} ms, a round {self.round:.3f} ms"
+
+
+def times(lm: Any, draft: str, depth: int, nodes: int, options: dict[str, Any]) -> Times:
+    decoder = paceline.SpeculativeDecoder(lm, draft, options=options, gamma=depth, nodes=nodes)
     loop = Loop(lm, decoder.drafter, decoder.rule, depth, nodes)
     loop.admit(decoder._rows([list(range(5, 133))], build_requests(1, {"max_new_tokens": 300, "ignore_eos": True})))
     for _ in range(8):
@@ -214,15 +232,16 @@ def times(lm: Any, head: EagleHead, shape: str) -> tuple[float, float]:
         torch.cuda.synchronize()
         return time.perf_counter()
 
-    draft = min(loop.draft_seconds(50, now) or 0.0 for _ in range(3))
+    taken = min(loop.draft_seconds(50, now) or 0.0 for _ in range(3))
     rounds = []
     for _ in range(60):
         began = time.perf_counter()
         loop.step()
         rounds.append(time.perf_counter() - began)
-    return 1e3 * draft, 1e3 * median(rounds)
+    return Times(1e3 * taken, 1e3 * median(rounds))
 
 
 if __name__ == "__main__":
     for each in sys.argv[1:] or ["llama-135m"]:
         said_times(each)
+        said_rounds(each)

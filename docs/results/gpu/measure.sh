@@ -1,5 +1,5 @@
 # What docs/results/gpu.md was measured with. On a machine with an H200, from the repository's root:
-#   bash docs/results/gpu/measure.sh checks|epsilons|speed|tables|construction|strict|picture [...]
+#   bash docs/results/gpu/measure.sh checks|epsilons|speed|drafts|tables|construction|strict|picture [...]
 # Records go to /tmp/measured, and packed to $OUT if that is set. No pytest, typer or rich is needed.
 set -u
 export PYTHONPATH=src PYTHONUNBUFFERED=1
@@ -37,6 +37,8 @@ PY
 }
 
 speed() { "$python" tests/gpu/speed.py llama-135m llama-7b 2>&1 | tee "$into/speed.txt"; }
+
+drafts() { "$python" tests/gpu/drafts.py llama-135m llama-7b 2>&1 | tee "$into/drafts.txt"; } # and whole rounds with trees
 
 picture() {
   "$python" tests/gpu/picture.py llama-135m eager auto 2>&1 | tee "$into/picture.txt"

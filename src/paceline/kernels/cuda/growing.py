@@ -14,8 +14,9 @@ from torch import Tensor
 from .choosing import in_steps, uniform, warmed
 from .launching import after, overlapping
 
-_CHUNK = 512  # logits that one program, of one warp, looks at
-_TILE = 16  # nodes that all others are compared with at a time
+_WARP = 512  # numbers that one warp looks at
+_FOUND = 1024  # tokens that the last program of a place should not have to choose from more than
+_COMPARED = 8192  # pairs of nodes that are compared at a time
 _NEVER = tl.constexpr(float("-inf"))
 _LEAST = tl.constexpr(-1e300)  # an impossible node comes after all others, and before none
 
@@ -192,7 +193,8 @@ def siblings(
     and key [R]; rows with a heat take those that win score / heat + Gumbel noise at `position` [R,Q]. done: zeros to
     count with, R*Q at least, which are zeros again when it is over."""
     (R, Q, V), device = logits.shape, logits.device
-    logits, places, chunks = in_steps(logits), R * Q, -(-V // _CHUNK)
+    chunk = min(max(triton.next_power_of_2(-(-V * k // _FOUND)), _WARP), 8 * _WARP)
+    logits, places, chunks = in_steps(logits), R * Q, -(-V // chunk)
     tokens = torch.empty(R, Q, k, dtype=torch.int64, device=device)
     sure = torch.empty(R, Q, k, dtype=torch.float64, device=device)
     best = torch.empty(places, chunks, k, dtype=torch.float64, device=device)
@@ -203,8 +205,8 @@ def siblings(
         position = position.contiguous()
     _siblings[(places, chunks)](
         logits, heat, key, position, best, where, sums, done, tokens, sure, Q, V, logits.stride(1), position.stride(0),
-        chunks, K=k, CHUNK=_CHUNK, CHUNKS=triton.next_power_of_2(chunks), FOUND=triton.next_power_of_2(chunks * k),
-        SAMPLED=noise is not None, num_warps=1, **overlapping(device))  # fmt: skip
+        chunks, K=k, CHUNK=chunk, CHUNKS=triton.next_power_of_2(chunks), FOUND=triton.next_power_of_2(chunks * k),
+        SAMPLED=noise is not None, num_warps=chunk // _WARP, **overlapping(device))  # fmt: skip
     return tokens, sure
 
 
@@ -213,7 +215,7 @@ class Trunk:
     written down by the launch that chooses what to ask about next, or by the one that ends it."""
 
     def __init__(self, length: Tensor, size: int, anywhere: bool) -> None:
-        R, device = length.shape[0], length.device
+        R, device, length = length.shape[0], length.device, length.contiguous()
         self._length, self._size, self._anywhere, self._device = length, size, anywhere, device
         self._nodes = torch.empty(R, 4, size, dtype=torch.int64, device=device)
         self._scores = torch.empty(R, size, dtype=torch.float64, device=device)
@@ -222,6 +224,7 @@ class Trunk:
         self._old = self._new = self.fed = 0
         self._children: tuple[Tensor, Tensor] = (length, length)
         self._k = 1
+        self._block = triton.next_power_of_2(size)  # not of what is there: each size would be a kernel of its own
 
     def add(self, logits: Tensor, k: int, noise: tuple[Tensor, Tensor] | None, done: Tensor) -> None:
         """k children for each of the nodes asked about last (at first: for the text), whose logits are [R,W,V]."""
@@ -233,7 +236,7 @@ class Trunk:
         R = self._length.shape[0]
         ask = torch.empty(4, R, spread, dtype=torch.int64, device=self._device)
         _grow[(R,)](self._nodes, self._scores, self._asked, *self._children, self._length, ask, self._size, self._old,
-                    self._new, spread, self.fed, ANYWHERE=self._anywhere, num_warps=1, **self._shape())  # fmt: skip
+                    self._new, spread, self.fed, ANYWHERE=self._anywhere, **self._shape(1))  # fmt: skip
         self._old += self._new
         self.fed += spread
         self._asked, tokens, parents, self._position = ask.unbind()
@@ -245,11 +248,13 @@ class Trunk:
         R, kept = self._length.shape[0], min(most, self._old + self._new)
         out = torch.empty(3, R, kept, dtype=torch.int64, device=self._device)
         places = torch.empty(R, self._size, dtype=torch.int32, device=self._device)
+        tile = min(self._block, max(1, _COMPARED // self._block))
         _prune[(R,)](self._nodes, self._scores, self._asked, *self._children, places, out, self._size, self._old,
-                     self._new, kept, TILE=_TILE, num_warps=4, **self._shape())  # fmt: skip
+                     self._new, kept, **self._shape(4, TILE=tile))  # fmt: skip
         tokens, parents, slots = out.unbind()
         return tokens, parents, slots
 
-    def _shape(self) -> dict[str, int | bool]:
-        block = triton.next_power_of_2(self._size)  # not of what is there: each would be a kernel of its own
-        return {"K": self._k, "ROOT": self._root, "BLOCK": block, **overlapping(self._device)}
+    def _shape(self, warps: int, **more: int) -> dict[str, int | bool]:
+        warps = min(8, max(warps, self._block // _WARP))
+        return {"K": self._k, "ROOT": self._root, "BLOCK": self._block, "num_warps": warps, **more,
+                **overlapping(self._device)}  # fmt: skip

@@ -290,6 +290,13 @@ def test_the_rate_rises_and_falls() -> None:
     assert all(one >= other for one, other in pairwise(rates[10:]))
 
 
+def test_by_the_clock_the_learning_rate_is_never_higher_than_said() -> None:
+    said = TrainOptions(out="x", minutes=1, learning_rate=1.0)
+    rates = [learning_rate(second / 10, 60.0, said) for second in range(601)]
+    assert max(rates) == 1.0
+    assert rates[-1] == pytest.approx(0.1)
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

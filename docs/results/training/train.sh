@@ -28,10 +28,11 @@ one() { # KIND ARGUMENTS
   echo "$kind ended with $? after $SECONDS s"
 }
 
-slot() { # PARTS OF: minutes for a kind that gets so many parts of what is left, less AFTER seconds to start and to finish
-  local seconds=$(((60 * minutes - SECONDS) * $1 / $2 - ${AFTER:-25}))
+slot() { # KIND PARTS OF: minutes for a kind that gets so many parts of what is left, less AFTER seconds to start and to finish
+  local seconds=$(((60 * minutes - SECONDS) * $2 / $3 - ${AFTER:-25}))
   [ $seconds -lt 6 ] && seconds=6
-  printf '%d.%02d' $((seconds / 60)) $((seconds % 60 * 100 / 60))
+  [ -e "$made/$1.minutes" ] || printf '%d.%02d' $((seconds / 60)) $((seconds % 60 * 100 / 60)) > "$made/$1.minutes"
+  cat "$made/$1.minutes" # whoever goes on has the time that was given at first
 }
 
 there() { grep -qs 'tokens to learn from' "$made/eagle.log"; } # are the texts complete?
@@ -48,10 +49,10 @@ lanes() {
   one eagle --minutes "$minutes" --options vocabulary=16384 --options own_output=false &
   texts $!
   one trigram --options "least=${LEAST:-48}"
-  one draft-lm --minutes "$(slot 30 100)" --options layers=3
-  one medusa --minutes "$(slot 30 70)" --options layers=2
-  one early-exit --minutes "$(slot 15 40)" --options block=1152
-  one prophet --minutes "$(slot 1 1)"
+  one draft-lm --minutes "$(slot draft-lm 30 100)" --options layers=3
+  one medusa --minutes "$(slot medusa 30 70)" --options layers=2
+  one early-exit --minutes "$(slot early-exit 15 40)" --options block=1152
+  one prophet --minutes "$(slot prophet 1 1)"
   wait
   touch "$made/all-done"
 }
@@ -79,7 +80,7 @@ case $1 in
     ;;
   enough)
     touch "$made/no-more"
-    there || touch "$made/texts/enough"
+    there || { mkdir -p "$made/texts" && touch "$made/texts/enough"; }
     for kind in $kinds; do [ -d "$made/$kind" ] && [ ! -e "$made/$kind/README.md" ] && touch "$made/$kind/enough"; done
     bash "$0" wait "${2:-60}"
     ;;

@@ -28,6 +28,8 @@ from .teacher import Teacher
 _LOOKS = 20  # in all, if nothing is said
 _LOG = 10  # steps between two lines of the log: what is on the device is read then
 _LOWEST = 0.1  # of the learning rate, at the end
+_SHORT = 0.5  # of the time: with less of it left to learn in, the texts were too many
+_APART = 4.0  # times as long as a look takes, at least, until the next one by the clock
 _RISE = 50  # steps in which it rises at least, where the clock says how far it is: the first ones compile
 ENOUGH = "enough"  # a file of this name in its folder ends training: the best so far is what is kept
 
@@ -67,7 +69,7 @@ def learning_rate(step: float, steps: float, options: TrainOptions) -> float:
     """It rises, and falls like half a cosine to a tenth. Of seconds as of steps."""
     rise = max(1, round(options.warm_up * steps))
     if step < rise:
-        return options.learning_rate * (step + 1) / rise
+        return options.learning_rate * min(1.0, (step + 1) / rise)
     share = (step - rise) / max(1, steps - rise)
     return options.learning_rate * (_LOWEST + (1 - _LOWEST) * 0.5 * (1 + math.cos(math.pi * share)))
 
@@ -112,6 +114,7 @@ class Trainer:
         self._since = self._clock = time.monotonic()
         self._began = self._since if began is None else began
         self._seen = 0
+        self._looking = 0.0  # seconds that the last look took
 
     def run(self) -> Outlook:
         """To the end; a checkpoint stays until somebody calls `done`."""
@@ -128,7 +131,9 @@ class Trainer:
             self._note(f"going on from step {self.progress.step} of {self.steps}")
         elif self.options.minutes:
             self.progress.whole = max(1.0, 60 * self.options.minutes - (self._clock - self._began))
-            self._note(f"{self.progress.whole:.0f} s to learn in")
+            left = f"{self.progress.whole:.0f} s of {self.options.minutes:g} minutes are left to learn in"
+            short = self.progress.whole < _SHORT * 60 * self.options.minutes
+            self._note(left + ("; fewer --tokens of text would leave more" if short else ""))
         while not self._over():
             self._step(self.progress.step)
             self.progress.step += 1
@@ -158,7 +163,7 @@ class Trainer:
         """Is it time to look how far it has come?"""
         at = self.progress
         if at.whole and self.options.evaluate is None:
-            return at.spent - at.looked >= at.whole / _LOOKS
+            return at.spent - at.looked >= max(at.whole / _LOOKS, _APART * self._looking)
         return at.step % self.every == 0 or (at.step == self.steps and not at.whole)
 
     def _over(self) -> bool:
@@ -245,7 +250,9 @@ class Trainer:
     def _look(self) -> None:
         """See how far it has come; keep the best weights, and a checkpoint."""
         self._read_losses()
+        began = time.monotonic()
         outlook = self._outlook()
+        self._looking = time.monotonic() - began
         if outlook.score > self.progress.best or not self._best:
             self.progress.best, self.progress.best_step, self.progress.bad = outlook.score, self.progress.step, 0
             self._best = {name: weight.detach().clone() for name, weight in trained(self.course).items()}

@@ -76,6 +76,7 @@ def test_logits_that_are_no_numbers_still_name_tokens(bad: list[float]) -> None:
     assert ((tokens >= 0) & (tokens < V)).all()
     assert len(set(tokens[0, 1].tolist())) == 3
     assert not sure.isnan().any()
+    assert (sure <= 0).all(), "nobody is surer than its parent"
 
 
 def test_of_equals_the_first_ones() -> None:
@@ -124,6 +125,15 @@ def test_words_that_cannot_be_said_grow_no_twins(kernels: None) -> None:
     world.table[:, 2:] = NEVER
     tree, _ = grown(world, "coupled", 3, 20, {"tree": "best-first", "branch": 3, "width": 3})
     tree.validate(V, 20, 3, 2)
+
+
+@pytest.mark.parametrize("nodes", [4, 20])
+def test_places_where_nothing_can_be_said_are_no_surer_than_others(kernels: None, nodes: int) -> None:
+    """A child that were, would stay without its parent."""
+    world = World(a_batch([0.0, 0.0]), V, 5)
+    world.table[::2] = NEVER
+    tree, _ = grown(world, "coupled", 4, nodes, {"tree": "best-first", "branch": 3, "width": 3})
+    tree.validate(V, nodes, 4, 2)
 
 
 def test_a_small_vocabulary(kernels: None) -> None:

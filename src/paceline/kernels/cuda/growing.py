@@ -14,7 +14,8 @@ from torch import Tensor
 from .choosing import in_steps, uniform, warmed
 from .launching import after, overlapping
 
-_WARP = 512  # numbers that one warp looks at
+_WARP = 512  # logits that one warp looks at
+_ROWED = 128  # nodes that one warp looks at: of more it cannot keep everything in registers
 _FOUND = 1024  # tokens that the last program of a place should not have to choose from more than
 _COMPARED = 8192  # pairs of nodes that are compared at a time
 _NEVER = tl.constexpr(float("-inf"))
@@ -85,7 +86,7 @@ def _choose(best, where, sums, tokens, sure, chunks, V, K: tl.constexpr, CHUNKS:
         open_ = open_ & (found != first)
         tl.store(tokens + k, tl.load(where + first).to(tl.int64))
         share = top - total
-        tl.store(sure + k, tl.where(share == share, share, _NEVER))
+        tl.store(sure + k, tl.where((share == share) & (total != _NEVER), share, _NEVER))  # else: nothing can be said
 
 
 @triton.jit
@@ -140,6 +141,7 @@ def _grow(nodes, scores, chosen, tokens, sure, length, ask, size, old, new, spre
         picked = picked | (node == first)
         left -= 1
     order = tl.cumsum(picked.to(tl.int32), 0) - 1
+    tl.debug_barrier()  # what was added is written
     tl.store(nodes + 3 * size + node, fed + order, mask=picked)
     above = tl.load(
         nodes + 3 * size + parent, mask=picked & (parent >= 0), other=-1
@@ -176,7 +178,7 @@ def _prune(nodes, scores, chosen, tokens, sure, places, out, size, old, new, mos
         start += TILE
     kept = (node < old + new) & (rank < most)
     order = tl.cumsum(kept.to(tl.int32), 0) - 1
-    tl.store(places + node, order, mask=kept)
+    tl.store(places + node, tl.where(kept, order, -1), mask=node < old + new)
     tl.debug_barrier()
     above = tl.load(places + parent, mask=kept & (parent >= 0), other=-1)
     line = out + row * most + order
@@ -235,8 +237,9 @@ class Trunk:
         """The `spread` surest: their tokens [R,spread], and their parents among all that were asked about."""
         R = self._length.shape[0]
         ask = torch.empty(4, R, spread, dtype=torch.int64, device=self._device)
+        shape = self._shape(self._block // _ROWED, ANYWHERE=self._anywhere)
         _grow[(R,)](self._nodes, self._scores, self._asked, *self._children, self._length, ask, self._size, self._old,
-                    self._new, spread, self.fed, ANYWHERE=self._anywhere, **self._shape(1))  # fmt: skip
+                    self._new, spread, self.fed, **shape)  # fmt: skip
         self._old += self._new
         self.fed += spread
         self._asked, tokens, parents, self._position = ask.unbind()
@@ -255,6 +258,6 @@ class Trunk:
         return tokens, parents, slots
 
     def _shape(self, warps: int, **more: int) -> dict[str, int | bool]:
-        warps = min(8, max(warps, self._block // _WARP))
+        warps = min(8, max(1, warps, self._block // _WARP))
         return {"K": self._k, "ROOT": self._root, "BLOCK": self._block, "num_warps": warps, **more,
                 **overlapping(self._device)}  # fmt: skip

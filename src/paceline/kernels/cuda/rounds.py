@@ -61,7 +61,7 @@ def _climb(parents, length, slots, position, prefix, deep, leaf, branch, M, widt
         node = long * 0 + (M - fed + place - width)
         depth = long * 0
         up = node
-        while up >= 0:
+        while (up >= 0) & (depth < M):  # what is no tree ends, too
             depth += 1
             up = tl.load(above + up * parent_step)
         tl.store(position + at, long + depth - 1)
@@ -71,7 +71,7 @@ def _climb(parents, length, slots, position, prefix, deep, leaf, branch, M, widt
         child = tl.load(above + other * parent_step, mask=other < M, other=_NOTHING) == node
         tl.store(leaf + at, tl.max(child.to(tl.int32), 0) == 0)
         up = node
-        while up >= 0:
+        while (up >= 0) & (depth > 0):
             depth -= 1
             tl.store(branch + at * M + depth, long + up)
             up = tl.load(above + up * parent_step)

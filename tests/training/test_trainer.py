@@ -276,9 +276,26 @@ def test_by_the_clock(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(
         clock, "monotonic", lambda: clock.now + 100.0 * bool(list((tmp_path / "other").glob("texts/s*")))
     )
-    train(options(place, tmp_path / "other", steps=None, evaluate=None, minutes=2.0))
+    eye, notes = run.Onlooker(), []
+    monkeypatch.setattr(eye, "noted", notes.append)
+    train(options(place, tmp_path / "other", steps=None, evaluate=None, minutes=2.0), eye)
     last = (tmp_path / "other" / LOG).read_text().splitlines()[-1]
     assert json.loads(last)["step"] == 20, "texts took 100 s of the two minutes"
+    assert any("20 s of 2 minutes are left to learn in; fewer --tokens" in note for note in notes)
+
+
+def test_looks_that_take_long_are_few(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch)
+    real = trainer.Trainer._outlook
+
+    def slow(it: Any) -> Any:
+        clock.now += 10.0
+        return real(it)
+
+    monkeypatch.setattr(trainer.Trainer, "_outlook", slow)
+    train(options(place, tmp_path / "it", steps=None, evaluate=None, minutes=2.0))
+    lines = [json.loads(line) for line in (tmp_path / "it" / LOG).read_text().splitlines()]
+    assert sum("held_out" in line for line in lines) <= 4, "a look of 10 s at most every 50"
 
 
 def test_the_rate_rises_and_falls() -> None:

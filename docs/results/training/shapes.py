@@ -17,8 +17,8 @@ import paceline
 SHAPES: list[tuple[int, int, dict[str, Any]]] = [  # depth, nodes, options
     *((depth, depth, {}) for depth in (2, 3, 4, 5)),
     *((depth, nodes, {"tree": "best-first", "branch": wide, "width": wide})
-      for depth, nodes, wide in ((3, 6, 2), (4, 8, 2), (4, 12, 3), (5, 16, 4), (5, 24, 4), (6, 32, 4), (5, 40, 6),
-                                 (6, 48, 8), (7, 60, 8), (8, 64, 8))),
+      for depth, nodes, wide in ((3, 6, 2), (4, 8, 2), (4, 12, 3), (5, 16, 4), (6, 24, 2), (5, 24, 4), (6, 32, 4),
+                                 (5, 40, 6), (6, 48, 8), (7, 60, 8), (8, 64, 8))),
 ]  # fmt: skip
 
 

@@ -75,6 +75,15 @@ def test_branches_are_climbed_as_torch_says(width: int, earlier: int) -> None:
     assert bool(leaf.view(3, -1)[:, :width].all())
 
 
+def test_parents_that_are_no_tree_are_climbed_to_an_end() -> None:
+    """A device that follows a circle hangs; what comes out is of no use, and within its bounds."""
+    parents, length = torch.tensor([[2, 0, 1]]), torch.tensor([[5]])
+    place, _, (branch, deep, _, _) = rounds.climb(parents, length, length + torch.arange(3), 3)
+    assert deep.tolist() == [3, 3, 3]
+    assert ((branch >= 5) & (branch < 8)).all()
+    assert place.shape == (1, 3)
+
+
 # ---- the race in one launch
 
 

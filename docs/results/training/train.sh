@@ -2,9 +2,10 @@
 #   bash docs/results/training/train.sh begin         # starts everything in the background
 #   bash docs/results/training/train.sh wait SECONDS  # says how far it is; what is finished is packed to $OUT
 #   bash docs/results/training/train.sh enough        # no kind begins any more; those that learn end with their best
+#   bash docs/results/training/train.sh texts         # packs the texts to $OUT, for a run elsewhere: unpack them in $MADE
 # `eagle` is one command: the target writes the texts, and it learns from them, all within MINUTES. As soon as the texts
 # are complete, the other kinds learn beside it, one after the other, in what is left of the same time. Where writing takes
-# more than TEXTS seconds, what is written by then is all. No network, typer or rich is needed; the target must be in the
+# more than TEXTS seconds, what is written by then is all. KINDS: only these; without eagle the texts must be there. No network, typer or rich is needed; the target must be in the
 # cache (tests/gpu/weights.py).
 # A rehearsal on a CPU takes ten minutes: PYTHON=.venv/bin/python DEVICE=cpu DTYPE=float32 MADE=/tmp/rehearsal OUT=/tmp/out \
 #   MINUTES=9 TOKENS=4000 TEXTS=200 WRITERS=2 ROWS=8 SHARD=8 QUESTION=32 ANSWER=64 LENGTH=128 BATCH=512 LEAST=1 AFTER=35
@@ -12,12 +13,15 @@ set -u
 export PYTHONPATH=src PYTHONUNBUFFERED=1
 made=${MADE:-/tmp/trained}
 minutes=${MINUTES:-19}
-kinds="trigram eagle draft-lm medusa early-exit prophet"
+kinds=${KINDS:-trigram eagle draft-lm medusa early-exit prophet}
 mkdir -p "$made"
+
+wanted() { [[ " $kinds " == *" $1 "* ]]; }
 
 one() { # KIND ARGUMENTS
   local kind=$1
   shift
+  wanted "$kind" || return
   [ -e "$made/$kind/README.md" ] && return # it is there: whoever begins again goes on
   mkdir -p "$made/$kind" # first: whoever says `enough` sees this folder, or is seen here
   [ -e "$made/no-more" ] && { rmdir "$made/$kind"; return; }
@@ -28,8 +32,14 @@ one() { # KIND ARGUMENTS
   echo "$kind ended with $? after $SECONDS s"
 }
 
-slot() { # KIND PARTS OF: minutes for a kind that gets so many parts of what is left, less AFTER seconds to start and to finish
-  local seconds=$(((60 * minutes - SECONDS) * $2 / $3 - ${AFTER:-25}))
+parts() { # KIND: of the time of the second lane
+  case $1 in draft-lm | medusa) echo 30 ;; prophet) echo 25 ;; early-exit) echo 15 ;; *) echo 0 ;; esac
+}
+
+slot() { # KIND: minutes for it, its parts of what is left and of who is still to come, less AFTER seconds to start and to finish
+  local all=0 each seconds
+  for each in draft-lm medusa early-exit prophet; do wanted $each && [ ! -e "$made/$each.minutes" ] && all=$((all + $(parts $each))); done
+  seconds=$(((60 * minutes - SECONDS) * $(parts "$1") / (all > 0 ? all : 1) - ${AFTER:-25}))
   [ $seconds -lt 6 ] && seconds=6
   [ -e "$made/$1.minutes" ] || printf '%d.%02d' $((seconds / 60)) $((seconds % 60 * 100 / 60)) > "$made/$1.minutes"
   cat "$made/$1.minutes" # whoever goes on has the time that was given at first
@@ -46,13 +56,15 @@ texts() { # until they are complete, or nobody is left who writes them; PROCESS:
 }
 
 lanes() {
-  one eagle --minutes "$minutes" --options vocabulary=16384 --options own_output=false &
-  texts $!
+  if wanted eagle; then
+    one eagle --minutes "$minutes" --options vocabulary=16384 --options own_output=false &
+    texts $!
+  fi
   one trigram --options "least=${LEAST:-48}"
-  one draft-lm --minutes "$(slot draft-lm 30 100)" --options layers=3
-  one medusa --minutes "$(slot medusa 30 70)" --options layers=2
-  one early-exit --minutes "$(slot early-exit 15 40)" --options block=1152
-  one prophet --minutes "$(slot prophet 1 1)"
+  wanted draft-lm && one draft-lm --minutes "$(slot draft-lm)" --options layers=3
+  wanted medusa && one medusa --minutes "$(slot medusa)" --options layers=2
+  wanted early-exit && one early-exit --minutes "$(slot early-exit)" --options block=1152
+  wanted prophet && one prophet --minutes "$(slot prophet)"
   wait
   touch "$made/all-done"
 }
@@ -72,6 +84,7 @@ case $1 in
     setsid bash "$0" lanes > "$made/lanes.log" 2>&1 < /dev/null &
     ;;
   lanes) lanes ;;
+  texts) tar czf - -C "$made" --exclude '*.part' texts | split -b 15m -d - "$OUT/texts.tgz." ;;
   wait)
     for _ in $(seq "$2"); do [ -e "$made/all-done" ] && break; sleep 1; done
     tail -n 3 "$made"/*.log

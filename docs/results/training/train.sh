@@ -90,6 +90,7 @@ case $1 in
     tail -n 3 "$made"/*.log
     command -v nvidia-smi > /dev/null && nvidia-smi --query-gpu=utilization.gpu,memory.used --format=csv,noheader
     pack
+    for kind in $kinds; do [ -e "$made/$kind/README.md" ] || echo "NOT FINISHED, NOT PACKED: $kind"; done
     ;;
   enough)
     touch "$made/no-more"

@@ -26,7 +26,7 @@ one() { # KIND ARGUMENTS
   mkdir -p "$made/$kind" # first: whoever says `enough` sees this folder, or is seen here
   [ -e "$made/no-more" ] && { rmdir "$made/$kind"; return; }
   "${PYTHON:-python3}" -m paceline.training --target smollm2-135m --kind "$kind" --out "$made/$kind" --texts "$made/texts" \
-    --tokens "${TOKENS:-16000000}" --writers "${WRITERS:-5}" --rows "${ROWS:-512}" --shard "${SHARD:-512}" --question "${QUESTION:-384}" \
+    --tokens "${TOKENS:-16000000}" --writers "${WRITERS:-4}" --rows "${ROWS:-256}" --shard "${SHARD:-512}" --question "${QUESTION:-384}" \
     --answer "${ANSWER:-320}" --join --length "${LENGTH:-1024}" --batch "${BATCH:-16384}" --dtype "${DTYPE:-bfloat16}" \
     --device "${DEVICE:-cuda}" --numbers int8 --seed 0 --no-predict --learning-rate 0.001 "$@" > "$made/$kind.log" 2>&1
   echo "$kind ended with $? after $SECONDS s"

@@ -28,6 +28,7 @@ from paceline.models import cuda_draft
 from paceline.models.cuda_draft import CudaDraft
 from paceline.models.draft_head import PlaceStore
 from paceline.models.named_shapes import random_model, usual_draft
+from paceline.models.unrolled import Unrolled
 
 DEVICE = "cuda"
 SIZES: dict[str, dict[str, Any]] = {
@@ -131,6 +132,24 @@ def check_steps(dtype: torch.dtype, sizes: str, shape: str, within: float) -> No
     for _ in range(3):
         graph.replay()
         assert all(torch.equal(one, other) for one, other in zip(found, captured, strict=True)), "captured"
+
+
+def check_unrolled(dtype: torch.dtype, steps: int = 5) -> None:
+    """Attention of training, by kernels that know nothing of steps: as with all scores in float32."""
+
+    def said(how: torch.dtype) -> list[Tensor]:
+        torch.manual_seed(3)
+        given = [torch.randn(3 * steps, 2, 3, 301, 64, device=DEVICE).to(dtype)[i] for i in range(3 * steps)]
+        given = [each.to(how).requires_grad_() for each in given]
+        memory = Unrolled()
+        found = [memory.attend(*given[i::steps]) for i in range(steps)]
+        weights = torch.randn(steps, 2, 3, 301, 64, device=DEVICE)
+        total = torch.stack([(one * weight).sum() for one, weight in zip(found, weights, strict=True)]).sum()
+        return [each.detach() for each in (*found, *torch.autograd.grad(total, given))]
+
+    for index, (ours, theirs) in enumerate(zip(said(dtype), said(torch.float32), strict=True)):
+        off = float((ours.float() - theirs).norm() / theirs.norm())
+        assert off <= 0.02, f"{index}: off by {off:.4f}"
 
 
 # ---- whole texts

@@ -16,7 +16,7 @@ check() { # NAME TITLES
 checks() { # everything in tests/gpu/run.py, in processes beside each other: nothing is timed here
   check texts strict=False
   check strict strict=True
-  check kernels bits race trees company "ratio by" "eagle by" memory threads
+  check kernels bits race trees unrolled company "ratio by" "eagle by" memory threads
   check graphs-llama "cuda_graph llama"
   check graphs-gpt2 "cuda_graph gpt2"
   check eager "eager llama" "eager gpt2"

@@ -18,6 +18,7 @@ from paceline.models.draft_head import DraftHead, depths
 from paceline.models.draft_layers import DecoderLayer, LayerConfig, Norm, Remember
 from paceline.models.language_model import LanguageModel
 from paceline.models.subset_head import rows_of, spread
+from paceline.models.unrolled import Unrolled
 
 from .eagle_steps import Steps
 from .heads import HeadDrafter, HeadOptions
@@ -130,7 +131,9 @@ class EagleHead(DraftHead):
         lent = "" if self.config.own_output else "output."
         return {name: tensor for name, tensor in super().own_weights().items() if not lent or not name.startswith(lent)}
 
-    def step(self, embedded: Tensor, features: Tensor, position: Tensor, mask: Tensor, remember: Remember) -> Tensor:
+    def step(
+        self, embedded: Tensor, features: Tensor, position: Tensor, mask: Tensor | None, remember: Remember | Unrolled
+    ) -> Tensor:
         """embedded [R,Q,E], features [R,Q,D] -> the next features [R,Q,D]."""
         normed = self.feature_norm(features)
         seen = torch.cat([self.embed_norm(embedded), normed], -1)
@@ -153,21 +156,10 @@ class EagleHead(DraftHead):
         """Whole texts, as in drafting ("training-time test"): `embedded` [R,T,E] are the tokens after the places of
         `taps` [R,T,D]. Gives `steps` features [R,T,D]: those at t of step s follow true features up to t-s only."""
         features = self.fuse(torch.cat(list(taps), -1))
-        T = features.shape[1]
-        place = arange(0, T, features.device)
-        behind = place.unsqueeze(1) - place  # [T,T]: how far a key lies behind a query
-        keys: list[Tensor] = []
-        values: list[Tensor] = []
-
-        def remember(key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-            keys.append(key)
-            values.append(value)
-            return torch.cat(keys, 2), torch.cat(values, 2)
-
-        for step in range(steps):
-            mask = torch.cat([behind >= step, *(behind == step - made for made in range(1, step + 1))], 1)
-            mask = mask.index_fill(0, place[:step], True)  # the first places have no past so deep: anything will do
-            features = self.step(embedded, features, place.unsqueeze(0), mask[None, None], remember)
+        place = arange(0, features.shape[1], features.device).unsqueeze(0)
+        remember = Unrolled()
+        for _ in range(steps):
+            features = self.step(embedded, features, place, None, remember)
             yield features
             features = torch.nn.functional.pad(features, (0, 0, 1, 0))[:, :-1]
 

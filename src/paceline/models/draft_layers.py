@@ -23,6 +23,7 @@ from . import masks
 from .kernel_layer import MOST, KernelNorm, LayerJob
 from .kernel_linear import KernelLinear, plain
 from .slot_cache import SlotCache
+from .unrolled import Unrolled
 
 # (keys, values) [R,H,Q,W] of the fed tokens -> (keys, values) [R,H,S,W] of all that may be seen
 Remember = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
@@ -108,16 +109,24 @@ class DecoderLayer(nn.Module):
         self.up_proj = nn.Linear(config.width, config.inner, bias=False)
         self.down_proj = nn.Linear(config.inner, config.width, bias=False)
 
-    def forward(self, seen: Tensor, stream: Tensor, position: Tensor, mask: Tensor, remember: Remember) -> Tensor:
-        """seen [R,Q,E], stream [R,Q,D], position [R,Q] (or [1,Q]), mask bool [R,1,Q,S] -> [R,Q,D]."""
+    def forward(
+        self, seen: Tensor, stream: Tensor, position: Tensor, mask: Tensor | None, remember: Remember | Unrolled
+    ) -> Tensor:
+        """seen [R,Q,E], stream [R,Q,D], position [R,Q] (or [1,Q]), mask bool [R,1,Q,S] -> [R,Q,D]. What is unrolled
+        over whole texts needs no mask."""
         angles = _angles(position, self.head_width, self.config, stream.dtype)
         heads, shared = self.config.heads, self.config.kv_heads
         every = self._projected(seen).unflatten(-1, (-1, self.head_width)).transpose(1, 2)  # [R,H+2G,Q,W]
         turned = _turn(every[:, : heads + shared], angles)
-        keys, values = remember(turned[:, heads:], every[:, heads + shared :])
+        queries, keys, values = turned[:, :heads], turned[:, heads:], every[:, heads + shared :]
+        if not isinstance(remember, Unrolled):
+            keys, values = remember(keys, values)
         if shared != heads:  # on CUDA, no attention of torch's takes a mask and shared keys without writing all scores
             keys, values = (each.repeat_interleave(heads // shared, 1) for each in (keys, values))
-        mixed = F.scaled_dot_product_attention(turned[:, :heads], keys, values, attn_mask=mask)
+        if isinstance(remember, Unrolled):
+            mixed = remember.attend(queries, keys, values)
+        else:
+            mixed = F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask)
         stream = stream + self.o_proj(mixed.transpose(1, 2).flatten(2))
         gate, up = self._gated(self.norm(stream))
         return stream + self.down_proj(F.silu(gate) * up)
@@ -149,10 +158,13 @@ class _LightLayer(DecoderLayer):
         self._job = LayerJob(maps, layer.norm.weight, self.config.eps, *sizes) if even else None  # type: ignore[arg-type]
         self._turns = _all_angles(0, self.head_width, self.config)
 
-    def forward(self, seen: Tensor, stream: Tensor, position: Tensor, mask: Tensor, remember: Remember) -> Tensor:
+    def forward(
+        self, seen: Tensor, stream: Tensor, position: Tensor, mask: Tensor | None, remember: Remember | Unrolled
+    ) -> Tensor:
         few = seen.shape[0] * seen.shape[1] <= MOST
         if self._job is None or not few or not isinstance(remember, _BySlot) or not (plain(seen) and plain(stream)):
             return super().forward(seen, stream, position, mask, remember)
+        assert mask is not None
         if self._turns[0].shape[0] < mask.shape[-1]:
             self._turns = _all_angles(mask.shape[-1], self.head_width, self.config)
         return self._job.run(seen, stream, position, mask, remember.cache, remember.layer, self._turns)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from paceline.core.errors import InputError, LoadError
 from paceline.models.draft_head import DraftHead
 from paceline.models.draft_layers import DecoderLayer, Remember
+from paceline.models.unrolled import Unrolled
 
 from ..eagle import EagleConfig, EagleHead, Shared
 from .eagle3 import LAYER, verifier_of
@@ -48,7 +49,9 @@ class FirstEagleHead(EagleHead):
     def borrow(self, target: Any) -> None:
         """Nothing: `say` is given the target's whole output layer."""
 
-    def step(self, embedded: Tensor, features: Tensor, position: Tensor, mask: Tensor, remember: Remember) -> Tensor:
+    def step(
+        self, embedded: Tensor, features: Tensor, position: Tensor, mask: Tensor | None, remember: Remember | Unrolled
+    ) -> Tensor:
         joined = self.join(torch.cat([embedded, features], -1))
         return self.layer(joined, joined, position, mask, remember)  # type: ignore[no-any-return]
 

@@ -35,6 +35,18 @@ def test_a_drafter_comes_out(target: str, data: Path, tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
 
 
+def test_it_learns_on(target: str, data: Path, tmp_path: Path) -> None:
+    assert run(*arguments(target, data, tmp_path / "out")).exit_code == 0
+    result = run(*arguments(target, data, tmp_path / "on"), "--from", str(tmp_path / "out"))
+    assert result.exit_code == 0, result.output
+    assert "step 0: held out: loss" in result.output
+    about = json.loads((tmp_path / "on" / "provenance.json").read_text())
+    assert about["from"]["folder"] == str(tmp_path / "out")
+    said = arguments(target, data, tmp_path / "no")
+    told = refusal(*said, "--from", str(tmp_path / "out"), "--kind", "eagle", code=4)
+    assert "holds a head of kind 'medusa', not 'eagle'" in told
+
+
 def test_it_is_logged_where_somebody_asks(
     target: str, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

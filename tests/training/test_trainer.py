@@ -26,46 +26,8 @@ from paceline.training.outlook import Outlook
 from paceline.training.run import Onlooker, train
 from paceline.training.shards import Shards, Text
 from paceline.training.trainer import ENOUGH, TrainingError, learning_rate
-from tests.toys import letters, llama
-from tests.training.toys import own_texts, target
-
-SMALL: dict[str, Any] = {
-    "options": ("vocabulary=36", "steps=2"), "length": 48, "batch": 256, "steps": 24, "evaluate": 4, "held_out": 4,
-    "predict": False, "measure": 2, "learning_rate": 5e-3,
-}  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a target and a text file that it could have written."""
-    folder = tmp_path_factory.mktemp("training")
-    model = llama(0, num_hidden_layers=3).float()
-    model.save_pretrained(folder / "target")
-    letters().save_pretrained(folder / "target")
-    lm = paceline.load(str(folder / "target"), dtype="float32")
-    texts = ["".join(lm.tokenizer.decode([token]) for token in text.tokens) for text in own_texts(target(), 32)]
-    (folder / "data.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    return folder
-
-
-def options(place: Path, out: Path, **changes: Any) -> TrainOptions:
-    said = {"target": str(place / "target"), "data": str(place / "data.jsonl"), "out": str(out), "device": "cpu"}
-    return TrainOptions(**{**said, **SMALL, **changes})
-
-
-def weights(folder: Path) -> dict[str, torch.Tensor]:
-    return load_file(folder / "model.safetensors")
-
-
-class Stop:
-    """Asks to stop after so many questions."""
-
-    def __init__(self, after: int) -> None:
-        self.left = after
-
-    def __call__(self) -> bool:
-        self.left -= 1
-        return self.left < 0
+from tests.toys import llama
+from tests.training.toys import SMALL, Stop, options, weights
 
 
 def test_interrupted_anywhere_it_ends_the_same(place: Path, tmp_path: Path) -> None:

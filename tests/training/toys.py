@@ -1,15 +1,18 @@
-"""A tiny target, texts of its own, and courses on them."""
+"""A tiny target, texts of its own, courses on them, and whole trainings."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 
 from paceline.engine.decoder import SpeculativeDecoder
 from paceline.models.language_model import LanguageModel
 from paceline.training.corpus import Corpus
 from paceline.training.course import COURSES, Course, make_course
+from paceline.training.options import TrainOptions
 from paceline.training.shards import Text
 from paceline.training.teacher import Teacher
 from tests.toys import llama
@@ -21,6 +24,32 @@ KINDS: dict[str, dict[str, Any]] = {
     "medusa": {"heads": 3},
     "prophet": {"layers": 1, "width": 32, "steps": 4, "share": 1.0},
 }
+
+SMALL: dict[str, Any] = {
+    "options": ("vocabulary=36", "steps=2"), "length": 48, "batch": 256, "steps": 24, "evaluate": 4, "held_out": 4,
+    "predict": False, "measure": 2, "learning_rate": 5e-3,
+}  # fmt: skip
+
+
+def options(place: Path, out: Path, **changes: Any) -> TrainOptions:
+    """A training into `out`, of what lies in `place` (see conftest)."""
+    said = {"target": str(place / "target"), "data": str(place / "data.jsonl"), "out": str(out), "device": "cpu"}
+    return TrainOptions(**{**said, **SMALL, **changes})
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "model.safetensors")
+
+
+class Stop:
+    """Asks to stop after so many questions."""
+
+    def __init__(self, after: int) -> None:
+        self.left = after
+
+    def __call__(self) -> bool:
+        self.left -= 1
+        return self.left < 0
 
 
 def target(seed: int = 0, **changes: Any) -> LanguageModel:

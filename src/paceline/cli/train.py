@@ -47,6 +47,7 @@ class TrainSettings:
         list[str] | None, typer.Option("--option", metavar="NAME=VALUE", rich_help_panel=_WHAT,
                                        help="Of the kind, such as layers=2; repeatable."),
     ] = None  # fmt: skip
+    start: Annotated[str | None, _value(_WHAT, "FOLDER", "A drafter to begin with, of the same kind.", "--from")] = None
     dtype: Annotated[str | None, _value(_WHAT, "TYPE", "Of the target: float32, bfloat16 or auto.")] = None
     device: Annotated[str | None, _value(_WHAT, "DEVICE", "cpu, cuda, cuda:1 …; CUDA where there is one.")] = None
 

@@ -13,17 +13,19 @@ T = TypeVar("T")
 
 
 def add_flags(parser: argparse.ArgumentParser, cls: type) -> None:
-    """Lists by repeating a flag, yes or no as --x and --no-x. What is not said is left out (argparse.SUPPRESS)."""
+    """Lists by repeating a flag, yes or no as --x and --no-x; a field may have another name as a flag, in its metadata
+    (`flag`). What is not said is left out (argparse.SUPPRESS)."""
     hints = get_type_hints(cls)
     for field in fields(cls):
-        flag, kind = f"--{field.name.replace('_', '-')}", _kind(hints[field.name])
+        name = field.metadata.get("flag", field.name)
+        flag, kind = f"--{name.replace('_', '-')}", _kind(hints[field.name])
         told = "" if field.default in (None, (), "", MISSING) else f"default {field.default}"
         if kind is bool:
-            parser.add_argument(flag, action=argparse.BooleanOptionalAction, help=told)
+            parser.add_argument(flag, dest=field.name, action=argparse.BooleanOptionalAction, help=told)
         elif get_origin(kind) is tuple:
-            parser.add_argument(flag, action="append", help=f"{told} (repeat it, for several)")
+            parser.add_argument(flag, dest=field.name, action="append", help=f"{told} (repeat it, for several)")
         else:
-            parser.add_argument(flag, type=kind, help=told)
+            parser.add_argument(flag, dest=field.name, type=kind, help=told)
 
 
 def values_of(given: dict[str, Any], cls: type) -> dict[str, Any]:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from .language_model import LanguageModel
 
 FORMAT = 1  # of the folder; a reader refuses a later one
-_CONFIG, _WEIGHTS = "config.json", "model.safetensors"
+_CONFIG, WEIGHTS = "config.json", "model.safetensors"
 _FINGERPRINT = {
     "vocabulary": "a vocabulary of {} tokens",
     "hidden": "a hidden width of {}",
@@ -122,7 +122,7 @@ def save_head(
     numbers: how its weights are kept (`head_packing`). What was there stays where this cannot be written."""
     place = Path(folder)
     text = json.dumps({"kind": kind, "format": FORMAT, **config}, indent=2, sort_keys=True)
-    halves = {place / f".{name}.part": place / name for name in (_WEIGHTS, _CONFIG)}
+    halves = {place / f".{name}.part": place / name for name in (WEIGHTS, _CONFIG)}
     weights, about = halves
     try:
         place.mkdir(parents=True, exist_ok=True)
@@ -141,7 +141,7 @@ def load_head(folder: str | os.PathLike[str], kind: str) -> tuple[dict[str, Any]
     place = Path(folder)
     try:
         config = json.loads((place / _CONFIG).read_text(encoding="utf-8"))
-        tensors = unpacked(load_file(place / _WEIGHTS))
+        tensors = unpacked(load_file(place / WEIGHTS))
     except (OSError, ValueError, SafetensorError) as error:
         raise LoadError(f"No {kind} head could be read from '{place}': {error}.") from error
     if not isinstance(config, dict) or config.get("kind") != kind:

@@ -48,6 +48,13 @@ class Course(nn.Module):
     def save(self, folder: str | os.PathLike[str], numbers: str) -> None:
         """As `paceline.load_drafter` reads it; numbers: float32, bfloat16 or int8."""
 
+    def own(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """Its sizes and its weights, under the names that `save` writes. Who writes into the weights says `given`."""
+        raise NotImplementedError
+
+    def given(self) -> None:
+        """Its own weights are others now: what was made of them is made anew."""
+
     @abstractmethod
     def drafter(self, **options: Any) -> Drafter:
         """A drafter with a copy of the weights as they are now: one that drafts takes the target's numbers."""

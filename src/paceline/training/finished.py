@@ -87,8 +87,8 @@ def _card(
             else f" Predicted on that machine: {outlook.speedup:.2f}× at γ={outlook.gamma}."
         )
         lines += [
-            f"Along held-out texts a chain is accepted at positions 1 … {len(outlook.positions)} with {rates} (each "
-            f"where all before were): τ = {outlook.tau:.2f}.{gain}", "",
+            f"Along held-out texts, gone through in rounds as in decoding, a chain is accepted at positions 1 … "
+            f"{len(outlook.positions)} with {rates} (each where all before were): τ = {outlook.tau:.2f}.{gain}", "",
         ]  # fmt: skip
     if more:
         lines += [more, ""]

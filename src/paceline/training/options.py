@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +22,15 @@ PAIR = "pair"  # two models from scratch
 @dataclass(frozen=True)
 class TrainOptions:
     """target, kind, out: a drafter of this kind for this target, into this folder. options: of the kind, as
-    name=value. data: a file instead of what the target writes; texts: the folder of token shards (out/texts), which
-    several kinds may share; tokens ... rows: see `WritingPlan`; writers: processes that write, beside each other."""
+    name=value. start (--from): the folder of a drafter whose weights it begins with, instead of fresh ones. data: a
+    file instead of what the target writes; texts: the folder of token shards (out/texts), which several kinds may
+    share; tokens ... rows: see `WritingPlan`; writers: processes that write, beside each other."""
 
     target: str = "smollm2-135m"
     kind: str = "eagle"
     out: str = ""
     options: tuple[str, ...] = ()
+    start: str | None = field(default=None, metadata={"flag": "from"})
     data: str | None = None
     texts: str | None = None
     tokens: int = 1_000_000
@@ -68,6 +70,7 @@ class TrainOptions:
             raise UnknownNameError("kind", self.kind, known)
         if not self.out:
             raise InputError("Training needs a folder for what it makes; give --out FOLDER.")
+        self._check_start()
         check_loss(self.loss)
         if self.numbers not in NUMBERS:
             raise InputError(f"numbers must be one of {', '.join(NUMBERS)}, got '{self.numbers}'.")
@@ -86,6 +89,14 @@ class TrainOptions:
             )
         if not 0 <= self.warm_up < 1:
             raise InputError(f"warm_up is a share of the steps, from 0 to below 1, got {self.warm_up:g}.")
+
+    def _check_start(self) -> None:
+        if self.start is None:
+            return
+        if self.kind in (*COUNTED, PAIR):
+            raise InputError(f"A {self.kind} always begins anew, not with '{self.start}'; leave out --from.")
+        if Path(self.start).resolve() == Path(self.out).resolve():
+            raise InputError(f"--from and --out are both '{self.out}'; give what learns on a folder of its own.")
 
     @property
     def folder(self) -> Path:

@@ -1,8 +1,12 @@
 """What a drafter would be worth if training ended now: τ on held-out texts without decoding, and the speed-up it means.
 
+A text is gone through in rounds, as in decoding: the first begins at the first place to learn, each of the others after
+what was accepted and the token that the target said itself. So an easy stretch has few rounds, and a hard one many.
+
 A draft is followed while the drafted token, the target's own and that of the text are the same. Where the text itself
-left what the target would have said, nobody knows how the draft would have gone on: such a draft is left out from there
-on, neither counted as accepted nor as rejected (the estimate of Kaplan and Meier).
+left what the target would have said, or ends, nobody knows how the draft would have gone on: such a draft is left out
+from there on, neither counted as accepted nor as rejected (the estimate of Kaplan and Meier). After a token that left,
+the next round begins.
 """
 
 from __future__ import annotations
@@ -11,6 +15,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -22,7 +27,7 @@ from .teacher import Lesson, Teacher
 
 @dataclass(frozen=True)
 class Outlook:
-    """loss and, of drafts along held-out texts: `positions`, how often the token at each depth is accepted if all
+    """loss and, of rounds along held-out texts: `positions`, how often the token at each depth is accepted if all
     before it were; `tau`; the best `gamma` and the `speedup` it means, where costs are known."""
 
     loss: float
@@ -60,19 +65,34 @@ def look_ahead(course: Course, lessons: Iterable[Lesson], costs: Costs | None, d
 
 
 def follow(guesses: Tensor, lesson: Lesson, teacher: Teacher) -> tuple[Tensor, Tensor]:
-    """[S] each: how many drafts came to depth s, and how many of them were right there. guesses: [S,R,T]."""
+    """[S] each: of the rounds along the texts, how many came to depth s, and how many were right there. guesses:
+    [S,R,T]."""
     wanted = torch.stack([teacher.logits(row).argmax(-1) for row in lesson.last])  # of token t+1
     wanted, there = later(wanted, 1), later(lesson.ids, 2)  # of token t+2, and what stands there
     learn = later(lesson.learn.long(), 2, 0).bool()
-    alive = learn
+    alive, ahead = learn, learn.long()  # ahead: how far on the next round begins, 0 where none can begin
     tried, right = [], []
     for step, guess in enumerate(guesses):
         valid = later(learn.long(), step, 0).bool() & alive & (guess >= 0)
         hit = valid & (guess == later(wanted, step))
-        tried.append(valid.sum())
-        right.append(hit.sum())
+        tried.append(valid)
+        right.append(hit)
         alive = hit & (later(there, step) == guess)
-    return torch.stack(tried).double(), torch.stack(right).double()
+        ahead = ahead + alive
+    begun = torch.from_numpy(rounds(ahead.cpu().numpy())).to(learn.device)
+    some, hits = ((torch.stack(each) & begun).sum((1, 2)).double() for each in (tried, right))
+    return some, hits
+
+
+def rounds(ahead: np.ndarray) -> np.ndarray:
+    """[R,T]: does a round begin at this place? ahead [R,T]: how many places on the next one would begin, 0 where there
+    is nothing to learn. After such a gap, as between texts that were joined, a round begins with the first place."""
+    begun = np.zeros(ahead.shape, dtype=bool)
+    due = np.zeros(len(ahead), dtype=ahead.dtype)  # the place at which each row's next round begins
+    for place, far in enumerate(ahead.T):
+        begun[:, place] = (far > 0) & (due <= place)
+        due = np.where(begun[:, place], place + far, due)
+    return begun
 
 
 def expected(positions: Sequence[float]) -> float:

@@ -19,6 +19,7 @@ from paceline.models import load
 from paceline.models.head_files import fingerprint
 from paceline.models.language_model import LanguageModel
 
+from .beginning import Beginning
 from .corpus import Corpus
 from .course import Course, make_course
 from .fellows import Fellows, job
@@ -61,6 +62,7 @@ def train(options: TrainOptions, onlooker: Onlooker | None = None, cancel: Cance
     lm = load(options.target, dtype=options.dtype, device=options.device, progress=eye.loading)
     if options.join and options.length > lm.context:
         raise InputError(f"{lm.name} reads {lm.context} tokens at most, so texts cannot be joined to {options.length}.")
+    beginning = None if options.start is None else Beginning.read(options.start, options.kind, lm)
     texts = _texts(options, lm, eye, cancel, hardware)
     corpus = Corpus(texts.texts(), options.length, options.batch, options.seed, join=options.join)
     eye.noted(
@@ -72,12 +74,15 @@ def train(options: TrainOptions, onlooker: Onlooker | None = None, cancel: Cance
         return _counted(options, lm, corpus, own)
     teacher = Teacher(lm)
     course = make_course(options.kind, teacher, corpus, options.loss, own, options.seed)
+    if beginning is not None:
+        beginning.give(course)  # and a checkpoint is put over it, where there is one
     costs = _costs(options, lm, course, eye) if options.predict and hardware.rank == 0 else None
-    trainer = Trainer(course, corpus, options, _plan(options, corpus), costs=costs, hardware=hardware, watcher=eye,
-                      cancel=cancel, began=began)  # fmt: skip
+    plan = _plan(options, corpus, beginning)
+    trainer = Trainer(course, corpus, options, plan, costs=costs, hardware=hardware, watcher=eye, cancel=cancel,
+                      began=began)  # fmt: skip
     outlook = trainer.run()
     if hardware.rank == 0:
-        _finish(options, lm, course, corpus, outlook)
+        _finish(options, lm, course, corpus, outlook, beginning)
         trainer.done()
     hardware.wait()
     return options.folder
@@ -122,11 +127,12 @@ def _write(
         writer.fill(shards, eye.writing, by=fellows.shard)
 
 
-def _plan(options: TrainOptions, corpus: Corpus) -> dict[str, Any]:
+def _plan(options: TrainOptions, corpus: Corpus, beginning: Beginning | None) -> dict[str, Any]:
     """What must not change between an interruption and going on."""
     names = ("target", "kind", "options", "data", "length", "join", "batch", "accumulate", "learning_rate", "warm_up",
              "weight_decay", "clip", "loss", "seed", "evaluate", "held_out", "patience", "minutes")  # fmt: skip
     found = {name: getattr(options, name) for name in names}
+    found["from"] = None if beginning is None else str(beginning)
     return json.loads(json.dumps({**found, "pieces": len(corpus.pieces), "to_learn": corpus.size}))  # type: ignore[no-any-return]
 
 
@@ -137,11 +143,17 @@ def _costs(options: TrainOptions, lm: LanguageModel, course: Course, eye: Onlook
     return Costs(found.passes, found.overhead, {**found.drafters, options.kind: found.drafters[label]})
 
 
-def _finish(options: TrainOptions, lm: LanguageModel, course: Course, corpus: Corpus, outlook: Outlook) -> None:
+def _finish(
+    options: TrainOptions, lm: LanguageModel, course: Course, corpus: Corpus, outlook: Outlook,
+    beginning: Beginning | None,
+) -> None:  # fmt: skip
     course.save(options.folder, options.numbers)
     found = measure(lm, course.drafter(), corpus.held_out, options.measure) if options.measure else None
-    about = provenance({**asdict(options)}, lm.device)
-    write_card(options.folder, options.kind, about, outlook, found, "")
+    about, more = provenance(asdict(options), lm.device), ""
+    if beginning is not None:
+        about["from"] = beginning.about()
+        more = f"It began with the weights of '{beginning.folder}' (sha256 {beginning.sha256})."
+    write_card(options.folder, options.kind, about, outlook, found, more)
 
 
 def _counted(options: TrainOptions, lm: LanguageModel, corpus: Corpus, own: CountingOptions) -> Path:

@@ -134,6 +134,8 @@ class Trainer:
             left = f"{self.progress.whole:.0f} s of {self.options.minutes:g} minutes are left to learn in"
             short = self.progress.whole < _SHORT * 60 * self.options.minutes
             self._note(left + ("; fewer --tokens of text would leave more" if short else ""))
+        if found is None and self.options.start is not None:
+            self._look()  # what it begins with may be the best there will be
         while not self._over():
             self._step(self.progress.step)
             self.progress.step += 1

@@ -53,5 +53,8 @@ class DraftLmCourse(Course):
     def save(self, folder: str | os.PathLike[str], numbers: str) -> None:
         self.layers.save(folder, numbers)
 
+    def own(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        return {"sources": self.layers.sources}, dict(self.layers.state_dict())
+
     def drafter(self, **options: Any) -> Drafter:
         return DraftLm(DraftLm.Options(head=copy.deepcopy(self.layers), **options))

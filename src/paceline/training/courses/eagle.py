@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -64,17 +64,26 @@ class EagleCourse(Course):
             assert self.head.d2t is not None
             self.head.d2t.copy_(ids)
             output = output[self.head.d2t]
-            self.distance = Distance(self.distance.name, self.teacher.logits, self.head.d2t)
-        self.head.borrow(self.teacher.lm)
+        self.given()
         if self.options.own_output and output.shape == self.head.output.weight.shape:
             with torch.no_grad():
                 self.head.output.weight.copy_(output)
 
+    def given(self) -> None:
+        """The tokens it can say may be others: its distance knows them, and rows of the target's that say them."""
+        if not self.head.config.own_output:
+            self.head.output = None
+            self.head.borrow(self.teacher.lm)
+        self._tell()
+
+    def _tell(self) -> None:
+        if self.head.d2t is not None:
+            self.distance = Distance(self.distance.name, self.teacher.logits, self.head.d2t)
+
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         """Where it moves, the ids that its distance knows move along."""
         moved = super()._apply(fn, recurse)
-        if self.head.d2t is not None:
-            self.distance = Distance(self.distance.name, self.teacher.logits, self.head.d2t)
+        self._tell()
         return moved
 
     def forward(self, lesson: Lesson) -> Tensor:
@@ -114,6 +123,9 @@ class EagleCourse(Course):
 
     def save(self, folder: str | os.PathLike[str], numbers: str) -> None:
         self.head.save(folder, numbers)
+
+    def own(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        return asdict(self.head.config), self.head.own_weights()
 
     def drafter(self, **options: Any) -> Drafter:
         return Eagle(Eagle.Options(head=copy.deepcopy(self.head), **options))

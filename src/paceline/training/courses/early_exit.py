@@ -59,5 +59,9 @@ class ExitCourse(Course):
     def save(self, folder: str | os.PathLike[str], numbers: str) -> None:
         self.head.save(folder, numbers)
 
+    def own(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        sizes = {name: value for name, value in self.head.config.items() if name != "target"}
+        return sizes, dict(self.head.state_dict())
+
     def drafter(self, **options: Any) -> Drafter:
         return EarlyExit(EarlyExit.Options(head=self.head, **options))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -74,6 +74,9 @@ class MedusaCourse(Course):
 
     def save(self, folder: str | os.PathLike[str], numbers: str) -> None:
         self.head.save(folder, numbers)
+
+    def own(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        return asdict(self.head.config), self.head.own_weights()
 
     def drafter(self, **options: Any) -> Drafter:
         return Medusa(Medusa.Options(head=copy.deepcopy(self.head), **options))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -87,6 +87,9 @@ class ProphetCourse(Course):
 
     def save(self, folder: str | os.PathLike[str], numbers: str) -> None:
         self.head.save(folder, numbers)
+
+    def own(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        return asdict(self.head.config), self.head.own_weights()
 
     def drafter(self, **options: Any) -> Drafter:
         return Prophet(Prophet.Options(head=copy.deepcopy(self.head), **options))

@@ -1,0 +1,173 @@
+"""Training that begins with the weights of a drafter trained before: they fit, or one sentence says why not."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from paceline.core.errors import InputError, LoadError, PacelineError, UnsupportedError
+from paceline.models.head_packing import NUMBERS, unpacked
+from paceline.training.__main__ import main
+from paceline.training.beginning import Beginning
+from paceline.training.checkpoints import NAME
+from paceline.training.corpus import Corpus, gathered
+from paceline.training.course import COURSES, make_course
+from paceline.training.logs import NAME as LOG
+from paceline.training.options import TrainOptions
+from paceline.training.run import train
+from paceline.training.shards import Text
+from paceline.training.teacher import Teacher
+from tests.training.toys import KINDS, Stop, course_of, options, own_texts, target, trained, weights
+
+SAID = {
+    "draft-lm": ("layers=1",), "eagle": ("vocabulary=20", "steps=2"), "early-exit": ("layers=1",), "medusa": (),
+    "prophet": (),
+}  # fmt: skip
+OTHER = {
+    "draft-lm": (("layers=2",), r"sources = \[0\], .* \[0, 2\]"),
+    "eagle": (("vocabulary=30",), "draft_vocabulary = 20, .* 30"),
+    "early-exit": (("layers=2",), "layers = 1, .* 2"),
+    "medusa": (("heads=2",), "heads = 4, .* 2"),
+    "prophet": (("layers=3",), "layers = 2, .* 3"),
+}
+
+
+@pytest.fixture(scope="module")
+def before(place: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A drafter of every kind, in all the numbers in which they can lie on disk."""
+    folder, found = tmp_path_factory.mktemp("before"), {}
+    for index, kind in enumerate(SAID):
+        numbers = NUMBERS[index % len(NUMBERS)]
+        said = options(place, folder / kind, kind=kind, options=SAID[kind], steps=2, measure=0, numbers=numbers)
+        found[kind] = train(said)
+    return found
+
+
+def on(place: Path, out: Path, old: Path, kind: str, **changes: Any) -> TrainOptions:
+    """To learn on from `old`."""
+    said = {"options": SAID[kind], "steps": 2, "measure": 0, "numbers": "float32", "start": str(old)}
+    return options(place, out, kind=kind, **{**said, **changes})
+
+
+@pytest.fixture(scope="module")
+def data(place: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Other texts, with other words."""
+    path = tmp_path_factory.mktemp("data") / "data.jsonl"
+    path.write_text("".join(json.dumps({"text": "xyzzyx" * 4 + "zyx" * i}) + "\n" for i in range(12)))
+    return str(path)
+
+
+@pytest.mark.parametrize("kind", SAID)
+def test_it_begins_with_what_was_saved(
+    kind: str, place: Path, before: dict[str, Path], data: str, tmp_path: Path
+) -> None:
+    """A drafter that learns next to nothing is what it began with, the tokens that it can say included."""
+    folder = train(on(place, tmp_path / "it", before[kind], kind, data=data, learning_rate=1e-15))
+    saved, found = unpacked(weights(before[kind])), weights(folder)
+    assert found.keys() == saved.keys()
+    for name, tensor in saved.items():
+        assert torch.allclose(found[name].double(), tensor.double(), atol=1e-9, rtol=0), name
+    fresh = train(on(place, tmp_path / "fresh", before[kind], kind, data=data, learning_rate=1e-15, start=None))
+    assert any(not torch.equal(weights(fresh)[name], found[name]) for name in found), "and it would not be without"
+    about = json.loads((folder / "provenance.json").read_text())
+    digest = hashlib.sha256((before[kind] / "model.safetensors").read_bytes()).hexdigest()
+    assert about["from"] == {"folder": str(before[kind]), "sha256": digest}
+    assert f"began with the weights of '{before[kind]}' (sha256 {digest})" in (folder / "README.md").read_text()
+    looks = [json.loads(line) for line in (folder / LOG).read_text().splitlines() if "held_out" in line]
+    assert looks[0]["step"] == 0, "what it began with is looked at first"
+
+
+def test_an_eagle_keeps_its_words(tmp_path: Path) -> None:
+    """Also where the target's rows say them: the same guesses and the same loss, after other texts were counted."""
+    lm = target()
+    texts = own_texts(lm, 16)
+    few = [Text([token % 12 for token in text.tokens], text.prompt) for text in texts]
+    one, other = Corpus(texts, 64, 512, seed=1), Corpus(few, 64, 512, seed=1)
+    said = COURSES["eagle"].Options(vocabulary=20, steps=3, own_output=False)
+    first = make_course("eagle", Teacher(lm), one, "ce", said, 0)
+    trained(first, one, 5)
+    first.save(tmp_path / "it", "float32")
+    second = make_course("eagle", Teacher(lm), other, "ce", said, 1)
+    words = [course.own()[1]["d2t"].clone() for course in (first, second)]
+    assert not torch.equal(*words)
+    Beginning.read(str(tmp_path / "it"), "eagle", lm).give(second)
+    assert torch.equal(second.own()[1]["d2t"], words[0])
+    lesson = first.teacher.read(gathered([texts[:1], texts[1:2]]), first.taps)
+    assert torch.equal(first.guesses(lesson), second.guesses(lesson))
+    assert torch.allclose(first(lesson), second(lesson), rtol=1e-5)  # in 32 bits on disk
+
+
+@pytest.mark.parametrize("kind", SAID)
+def test_other_sizes_are_named(kind: str, place: Path, before: dict[str, Path], tmp_path: Path) -> None:
+    said, message = OTHER[kind]
+    with pytest.raises(InputError, match=f"The {kind} in '.*' has {message}; give the same --option"):
+        train(on(place, tmp_path / "it", before[kind], kind, options=said))
+
+
+def test_tensors_that_do_not_fit_are_named(tmp_path: Path) -> None:
+    lm = target()
+    course = course_of("medusa", lm, Corpus(own_texts(lm, 12), 64, 256, seed=1))
+    course.save(tmp_path / "it", "float32")
+    found = Beginning.read(str(tmp_path / "it"), "medusa", lm)
+    found.tensors["biases"] = found.tensors["biases"][:, :2]
+    with pytest.raises(InputError, match=r"has biases = \(1, 2, 1, \d+\), and .* it would be \(1, 3, 1, \d+\)"):
+        found.give(course)
+    del found.tensors["biases"]
+    with pytest.raises(InputError, match="has biases = None"):
+        found.give(course)
+
+
+def test_another_kind_another_target_or_nothing_at_all(place: Path, before: dict[str, Path], tmp_path: Path) -> None:
+    with pytest.raises(LoadError, match="holds a head of kind 'medusa', not 'eagle'"):
+        train(on(place, tmp_path / "it", before["medusa"], "eagle"))
+    with pytest.raises(LoadError, match="No eagle head could be read from 'nowhere'"):
+        train(on(place, tmp_path / "it", Path("nowhere"), "eagle"))
+    for seed, kind in enumerate(KINDS, 1):
+        with pytest.raises(UnsupportedError, match=f"This {kind} head was made for other weights"):
+            Beginning.read(str(before[kind]), kind, target(seed))
+    assert not (tmp_path / "it" / "texts").exists(), "said before anything is read or written"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"kind": "trigram"}, "A trigram always begins anew, not with 'old'; leave out --from"),
+        ({"kind": "pair"}, "A pair always begins anew"),
+        ({"start": "./x"}, "--from and --out are both 'x'"),
+    ],
+)
+def test_what_cannot_be(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(PacelineError, match=message):
+        TrainOptions(**{"out": "x", "start": "old", **changes})
+
+
+def test_interrupted_it_goes_on_and_not_from_the_beginning(
+    place: Path, before: dict[str, Path], tmp_path: Path
+) -> None:
+    whole = weights(train(on(place, tmp_path / "whole", before["eagle"], "eagle", steps=12)))
+    said = on(place, tmp_path / "parted", before["eagle"], "eagle", steps=12)
+    for after in (3, 4):
+        with pytest.raises(KeyboardInterrupt):
+            train(said, cancel=Stop(after))
+        assert (tmp_path / "parted" / NAME).exists()
+    with pytest.raises(InputError, match=r"holds training with from = '.*eagle \(sha256 [0-9a-f]{16}\)', not None"):
+        train(on(place, tmp_path / "parted", before["eagle"], "eagle", steps=12, start=None))
+    train(said)
+    found = weights(tmp_path / "parted")
+    assert all(torch.equal(found[name], whole[name]) for name in whole)
+    saved = unpacked(weights(before["eagle"]))
+    assert any(not torch.equal(found[name], saved[name].to(found[name].dtype)) for name in found), "it has learnt"
+
+
+def test_as_a_flag(place: Path, before: dict[str, Path], tmp_path: Path) -> None:
+    said = ["--target", str(place / "target"), "--data", str(place / "data.jsonl"), "--kind", "medusa", "--steps", "1",
+            "--length", "48", "--batch", "256", "--no-predict", "--measure", "0", "--device", "cpu",
+            "--from", str(before["medusa"])]  # fmt: skip
+    assert main([*said, "--out", str(tmp_path / "it")]) == 0
+    about = json.loads((tmp_path / "it" / "provenance.json").read_text())
+    assert about["from"]["folder"] == about["arguments"]["start"] == str(before["medusa"])

@@ -5,8 +5,9 @@
 #   bash docs/results/training/train.sh texts         # packs the texts to $OUT, for a run elsewhere: unpack them in $MADE
 # `eagle` is one command: the target writes the texts, and it learns from them, all within MINUTES. As soon as the texts
 # are complete, the other kinds learn beside it, one after the other, in what is left of the same time. Where writing takes
-# more than TEXTS seconds, what is written by then is all. KINDS: only these; without eagle the texts must be there. No network, typer or rich is needed; the target must be in the
-# cache (tests/gpu/weights.py).
+# more than TEXTS seconds, what is written by then is all. KINDS: only these; without eagle the texts must be there.
+# TOGETHER=1: all others beside each other, MINUTES each. START: a folder of KIND/ trained before, to begin with.
+# No network, typer or rich is needed; the target must be in the cache (tests/gpu/weights.py).
 # A rehearsal on a CPU takes ten minutes: PYTHON=.venv/bin/python DEVICE=cpu DTYPE=float32 MADE=/tmp/rehearsal OUT=/tmp/out \
 #   MINUTES=9 TOKENS=4000 TEXTS=200 WRITERS=2 ROWS=8 SHARD=8 QUESTION=32 ANSWER=64 LENGTH=128 BATCH=512 LEAST=1 AFTER=35
 set -u
@@ -23,6 +24,7 @@ one() { # KIND ARGUMENTS
   shift
   wanted "$kind" || return
   [ -e "$made/$kind/README.md" ] && return # it is there: whoever begins again goes on
+  [ -d "${START:-/none}/$kind" ] && set -- "$@" --from "$START/$kind" --learning-rate 0.0005
   mkdir -p "$made/$kind" # first: whoever says `enough` sees this folder, or is seen here
   [ -e "$made/no-more" ] && { rmdir "$made/$kind"; return; }
   "${PYTHON:-python3}" -m paceline.training --target smollm2-135m --kind "$kind" --out "$made/$kind" --texts "$made/texts" \
@@ -55,16 +57,26 @@ texts() { # until they are complete, or nobody is left who writes them; PROCESS:
   echo "texts after $SECONDS s"
 }
 
+other() { # KIND MINUTES
+  case $1 in
+    draft-lm) one draft-lm --minutes "$2" --options layers=3 ;;
+    medusa) one medusa --minutes "$2" --options heads=3 --options layers=3 ;;
+    early-exit) one early-exit --minutes "$2" --options layers=15 --options block=1152 ;;
+    prophet) one prophet --minutes "$2" ;;
+  esac
+}
+
 lanes() {
   if wanted eagle; then
     one eagle --minutes "$minutes" --options vocabulary=16384 --options own_output=false &
     texts $!
   fi
-  one trigram --options "least=${LEAST:-48}"
-  wanted draft-lm && one draft-lm --minutes "$(slot draft-lm)" --options layers=3
-  wanted medusa && one medusa --minutes "$(slot medusa)" --options layers=2
-  wanted early-exit && one early-exit --minutes "$(slot early-exit)" --options block=1152
-  wanted prophet && one prophet --minutes "$(slot prophet)"
+  one trigram --options "least=${LEAST:-64}"
+  local kind
+  for kind in draft-lm medusa early-exit prophet; do
+    wanted $kind || continue
+    if [ -n "${TOGETHER:-}" ]; then other $kind "$minutes" & else other $kind "$(slot $kind)"; fi
+  done
   wait
   touch "$made/all-done"
 }

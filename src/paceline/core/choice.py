@@ -16,7 +16,7 @@ from torch import Tensor
 from .law import Law, Prefix, SamplingBatch, Unwritten
 from .noise import Purpose, exponential, uniform
 from .quick import QUICK
-from .ranking import first_best
+from .ranking import best, first_best
 from .tree import TokenTree
 from .verdict import BROKEN, Verdict
 
@@ -167,8 +167,8 @@ class Choice:
     def siblings(
         self, logits: Tensor, k: int, draw: Draw, branch: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """k drafted tokens per place [R,Q,k], how sure the draft is of each [R,Q,k], and the dense law [R,Q,V] they
-        were drawn from in that order (None: point masses).
+        """k drafted tokens per place [R,Q,k], the logarithm (float64) of how sure the draft is of each [R,Q,k], and the
+        dense law [R,Q,V] they were drawn from in that order (None: point masses).
 
         Greedy rows take the most probable tokens and are as sure as those are probable. Sampled rows take the winners
         of the race p/E, so when coupled the first is what the target would pick from the same law; they are as sure as
@@ -180,8 +180,8 @@ class Choice:
         if self.batch.deterministic or draw == "certain":
             scores = self.batch.edit(logits, self.prefix)
             scores = scores if scores.dtype == torch.float64 else scores.to(torch.float32)  # a guess of how sure it is
-            best = scores.topk(k, dim=-1)
-            return best.indices, (best.values - scores.logsumexp(-1, keepdim=True)).exp(), None
+            values, tokens = best(scores, k)
+            return tokens, values.to(torch.float64) - scores.logsumexp(-1, keepdim=True), None
         dense = self.law(logits).dense(logits.shape[-1])
         if draw == "iid":
             assert branch is not None
@@ -195,8 +195,8 @@ class Choice:
         if self.batch.mixed:
             greedy = self.batch.column("temperature", torch.float64) == 0
             share = torch.where(greedy, self.batch.edit(logits, self.prefix).to(torch.float64).softmax(-1), share)
-        best = share.topk(k, dim=-1)
-        return best.indices, best.values, dense
+        ahead = share.topk(k, dim=-1)
+        return ahead.indices, ahead.values.to(torch.float64).log(), dense
 
     def racing(self, logits: Tensor, draw: Draw) -> tuple[bool, tuple[Tensor, Tensor] | None]:
         """Can `siblings` be chosen by a trunk of its device? And with which heats and keys (None: without noise)?"""
@@ -212,7 +212,7 @@ class Choice:
         V = dense.shape[-1]
         races = dense.unsqueeze(-2) / self._fresh(branch, k * V).unflatten(-1, (k, V))
         tokens = races.argmax(-1)
-        return tokens, dense.gather(-1, tokens), dense
+        return tokens, dense.gather(-1, tokens).to(torch.float64).log(), dense
 
     def _fresh(self, branch: Tensor, vocabulary: int) -> Tensor:
         """[R,Q,V]: noise of this round's own for the places `branch` [R,Q]."""
@@ -228,8 +228,8 @@ class Choice:
         """[R]: a sample of the law `weights` [R,V] at `depth` [R], from the stream of final tokens."""
         position = self.table.position.gather(1, depth.unsqueeze(1))
         noise = exponential(self.batch.key(Purpose.FINAL), position, weights.shape[-1]).squeeze(1)
-        best = (weights / noise).max(-1)
-        return torch.where(best.values > 0, best.indices, BROKEN)
+        ahead = (weights / noise).max(-1)
+        return torch.where(ahead.values > 0, ahead.indices, BROKEN)
 
     def _noise(self, law: Law, vocabulary: int, purpose: Purpose) -> Tensor:
         if law.ids is None:
@@ -238,8 +238,8 @@ class Choice:
 
     def _race(self, law: Law, vocabulary: int, purpose: Purpose) -> Tensor:
         """argmax(p / E): a sample of the law that depends on nothing but seed, position and the law."""
-        best = (law.weights / self._noise(law, vocabulary, purpose)).max(-1)
-        return torch.where(best.values > 0, _named(best.indices, law), BROKEN)
+        ahead = (law.weights / self._noise(law, vocabulary, purpose)).max(-1)
+        return torch.where(ahead.values > 0, _named(ahead.indices, law), BROKEN)
 
 
 def _named(where: Tensor, law: Law) -> Tensor:

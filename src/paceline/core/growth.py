@@ -19,13 +19,14 @@ from .choice import Draw
 from .contracts import Budget, RowsView, arange
 from .errors import InputError
 from .law import Law
-from .quick import QUICK
+from .quick import QUICK, branches_of
 from .rank_meter import RankMeter
 from .shape import Shape
 from .tree import Drawn, TokenTree
 from .verdict import Verdict
 
 Expand = Callable[[Tensor | None, Tensor | None], Tensor]
+_NEVER = float("-inf")
 _TREES = ("chain", "levels", "best-first", "static", "optimal")
 
 
@@ -66,7 +67,7 @@ class Grower:
         if self.options.tree in ("static", "optimal"):
             self._by_shape(growth, budget, expand, logits)
         else:
-            tree = self._by_trunk(rows, budget, expand, logits) if QUICK else None
+            tree = self._by_trunk(rows, budget, expand, logits)
             if tree is not None:
                 return tree
             self._by_sureness(growth, budget, expand, logits)
@@ -123,9 +124,12 @@ class Grower:
 
     def _by_trunk(self, rows: RowsView, budget: Budget, expand: Expand, logits: Tensor) -> TokenTree | None:
         """The same as `_by_sureness`, where the device has a trunk for it and nothing is asked for but heat."""
-        quick, choice = QUICK.get(logits.device.type), rows.choice(slice(0, 1))
+        quick = branches_of(logits.device.type)
+        if quick is None or rows.needs_path:
+            return None
+        choice = rows.choice(slice(0, 1))
         able, noise = choice.racing(logits, budget.draw)
-        if quick is None or not able or rows.needs_path:
+        if not able or (noise is not None and not quick.races):
             return None
         branch = min(self.options.branch, budget.nodes, logits.shape[-1])
         spreads = [1]
@@ -209,7 +213,8 @@ class _Growth:
         if not everywhere:
             open_nodes = open_nodes & (arange(0, self.nodes, self.device) >= self.nodes - self.newest)
         score = self.score.clamp(min=-1e300)  # an impossible open node still comes before one that is expanded already
-        return score.masked_fill(~open_nodes, float("-inf")).topk(count, dim=1).indices.sort(1).values
+        score = score.masked_fill(~open_nodes, _NEVER)
+        return score.sort(dim=1, descending=True, stable=True).indices[:, :count].sort(1).values  # of equals the elder
 
     def feed(self, chosen: Tensor) -> tuple[Tensor, Tensor]:
         """Tokens of the chosen nodes [R,W], and their parents among what was asked for before."""
@@ -230,7 +235,7 @@ class _Growth:
         if self.rows.needs_path and self.nodes:
             path = (self.tokens, self.ancestors.gather(1, known.unsqueeze(-1).expand(R, W, self.nodes)))
         branch = chosen + 1 if self.wants_laws else None
-        tokens, weights, law = self.rows.choice(deep, path).siblings(logits, k, self.draw, branch)
+        tokens, sure, law = self.rows.choice(deep, path).siblings(logits, k, self.draw, branch)
         self.certain = law is None
         some = None if counts is None else [w * k + i for w, count in enumerate(counts) for i in range(count)]
         some = None if some is not None and len(some) == W * k else some
@@ -238,7 +243,7 @@ class _Growth:
             laws = law.unsqueeze(2).expand(R, W, k, -1) if self.draw == "iid" else _sibling_laws(law, tokens)
             self.laws.append(_flat(laws, some))
         base = self.score.gather(1, known) if self.nodes else torch.zeros(R, W, dtype=torch.float64, device=self.device)
-        score = base.unsqueeze(-1) + weights.to(torch.float64).log()
+        score = base.unsqueeze(-1) + sure.where(sure == sure, _NEVER)  # NaN: nothing can be said there
         parents = _flat(chosen.unsqueeze(-1).expand(R, W, k), some)
         self._grow_ancestors(parents)
         self.tokens = torch.cat([self.tokens, _flat(tokens, some)], 1)

@@ -7,7 +7,7 @@ none. Inside a captured round a step of torch's costs as much as a small kernel,
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from torch import Tensor
@@ -56,8 +56,24 @@ class Trunk(Protocol):
 
 
 @dataclass(frozen=True)
-class Quick:
-    """The kernels of one type of device."""
+class Branches:
+    """The kernels of one type of device for drafts that are trees."""
+
+    # length [R,1] of the texts, nodes at most, may nodes of earlier levels be asked about?
+    trunk: Callable[[Tensor, int, bool], Trunk]
+    # `TokenTree.after`: parents [R,N] -> [R,1+N]
+    depths: Callable[[Tensor], Tensor]
+    # rule `match` on trees: tokens [R,N], parents [R,N], count [R], picks [R,1+N], longest path D -> emitted [R,1+D],
+    # accepted [R,1], path [R,D]
+    follow_tree: Callable[[Tensor, Tensor, Tensor | None, Tensor, int], tuple[Tensor, Tensor, Tensor]]
+    # `SlotCache.move`: addresses of stores [M], one of them, length [R,1], source [R,D], target [D]
+    move: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None]
+    races: bool = field(default=True, kw_only=True)  # does the trunk take noise?
+
+
+@dataclass(frozen=True)
+class Quick(Branches):
+    """All of them, for whole rounds that are captured."""
 
     # `Choice.pick` and `Choice.guess`: logits [R,Q,V], heat [R], key [R], position [R,Q], broken, into [R,Q], done ->
     # [R,Q]. The best, or, where a row's heat is not 0, the winner of score / heat + Gumbel noise; `broken` where none
@@ -75,15 +91,12 @@ class Quick:
     write: Write
     # `ScriptedModel`: logits [R,K,V] of the last K ids, the script [V,D], ids, position [R,Q], length [R,1], loudness
     say: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, float], None]
-    # length [R,1] of the texts, nodes at most, may nodes of earlier levels be asked about?
-    trunk: Callable[[Tensor, int, bool], Trunk]
-    # `TokenTree.after`: parents [R,N] -> [R,1+N]
-    depths: Callable[[Tensor], Tensor]
-    # rule `match` on trees: tokens [R,N], parents [R,N], count [R], picks [R,1+N], longest path D -> emitted [R,1+D],
-    # accepted [R,1], path [R,D]
-    follow_tree: Callable[[Tensor, Tensor, Tensor | None, Tensor, int], tuple[Tensor, Tensor, Tensor]]
-    # `SlotCache.move`: addresses of stores [M], one of them, length [R,1], source [R,D], target [D]
-    move: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None]
 
 
 QUICK: dict[str, Quick] = {}  # by the type of a device
+BRANCHES: dict[str, Branches] = {}  # of those that have no others
+
+
+def branches_of(device: str) -> Branches | None:
+    """What a type of device has for trees."""
+    return QUICK.get(device) or BRANCHES.get(device)

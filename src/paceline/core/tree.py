@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .errors import DrafterError
-from .quick import QUICK
+from .quick import branches_of
 
 # certain: a point mass (n-gram, lookup, greedy).  coupled: drawn with the target's own noise; the laws are not needed.
 # iid / without_replacement: siblings drawn from `laws` with noise of their own; a ratio rule needs those laws.
@@ -78,14 +78,14 @@ class TokenTree:
         """[R,N]: 0 for the first drafted token of a path."""
         if self.parents is None:
             return torch.arange(self.nodes, device=self.tokens.device).expand(self.rows, self.nodes)
-        if self.tokens.device.type in QUICK:
+        if branches_of(self.tokens.device.type) is not None:
             return self.after[:, 1:] - 1
         return self.ancestors.sum(-1) - 1
 
     @cached_property
     def after(self) -> Tensor:
         """[R,1+N]: so many drafted tokens lie between the text and what follows it (none), or follows a node."""
-        quick = QUICK.get(self.tokens.device.type)
+        quick = branches_of(self.tokens.device.type)
         if quick is not None and self.parents is not None:
             return quick.depths(self.parents)
         return torch.nn.functional.pad(self.depth + 1, (1, 0))

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from llvmlite import ir
 from numba import carray, njit, types
-from numba.extending import intrinsic
 
 from .llama import (
     C_BARRIER,
@@ -44,7 +42,7 @@ from .llama import (
     _product,
 )
 from .team import meet
-from .vectors import fetch_add, longs_at
+from .vectors import bytes_at, fetch_add, longs_at
 
 _LIST = types.Array(types.int64, 1, "C")
 _FLOATS = types.Array(types.float32, 1, "C")
@@ -83,14 +81,6 @@ STEP = ("seen", "inputs", "first", "Q", "slots", "places", "places_step", "mask"
 COUNTERS = 7  # int64s of COUNTER each, behind the list
 
 
-@intrinsic
-def _bytes_at(typing_context, address):  # type: ignore[no-untyped-def]
-    def generate(context, builder, signature, values):  # type: ignore[no-untyped-def]
-        return builder.inttoptr(values[0], ir.IntType(8).as_pointer())
-
-    return types.CPointer(types.int8)(address), generate
-
-
 @njit(nogil=True, cache=True)
 def _spell_out(c):
     """The lists that a pass is told: of every token its row, slot and position, and the slots it sees: up to the first
@@ -105,7 +95,7 @@ def _spell_out(c):
         r, q = i // Q, i % Q
         row[i], slot[i] = c[S_FIRST] + r, slots[i]
         position[i] = carray(longs_at(c[S_PLACES] + r * c[S_PLACES_STEP]), (Q,))[q]
-        seen = carray(_bytes_at(c[S_MASK] + r * c[S_MASK_ROW] + q * c[S_MASK_QUERY]), (visible,))
+        seen = carray(bytes_at(c[S_MASK] + r * c[S_MASK_ROW] + q * c[S_MASK_QUERY]), (visible,))
         reach = 0
         while reach < visible and seen[reach] != 0:
             reach += 1

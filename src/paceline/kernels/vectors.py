@@ -298,3 +298,23 @@ def longs_at(typing_context, address):  # type: ignore[no-untyped-def]
         return builder.inttoptr(values[0], LONG.as_pointer())
 
     return types.CPointer(types.int64)(address), generate
+
+
+@intrinsic
+def doubles_at(typing_context, address):  # type: ignore[no-untyped-def]
+    """The same, of float64."""
+
+    def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        return builder.inttoptr(values[0], ir.DoubleType().as_pointer())
+
+    return types.CPointer(types.float64)(address), generate
+
+
+@intrinsic
+def bytes_at(typing_context, address):  # type: ignore[no-untyped-def]
+    """The same, of bytes."""
+
+    def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        return builder.inttoptr(values[0], BYTE.as_pointer())
+
+    return types.CPointer(types.int8)(address), generate

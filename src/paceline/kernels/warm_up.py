@@ -17,7 +17,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-ENTRY = "heads"  # the module whose import compiles everything: heads are made of what a pass is made of
+ENTRY = "entry"  # the module whose import compiles everything
 _ROOM = __name__.rpartition(".")[0]
 _HERE = Path(__file__).parent
 

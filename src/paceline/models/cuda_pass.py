@@ -90,7 +90,7 @@ class CudaPass:
 
     @staticmethod
     def in_tree(parents: Tensor, length: Tensor, slots: Tensor, fed: int) -> tuple[Tensor, Sight]:
-        """See `kernel_pass.in_tree`."""
+        """See `kernel_pass.KernelPass`."""
         from paceline.kernels.cuda.rounds import climb
 
         position, prefix, tree = climb(parents, length, slots, fed)
@@ -210,8 +210,8 @@ def between_passes() -> Quick:
     from paceline.kernels.cuda.choosing import race
     from paceline.kernels.cuda.growing import Trunk
 
-    return Quick(race, judge, rounds.follow, rounds.lay, rounds.begin, rounds.write, rounds.say, Trunk,
-                 branches.depths, branches.follow_tree, branches.move)  # fmt: skip
+    trees = (Trunk, branches.depths, branches.follow_tree, branches.move)
+    return Quick(*trees, race, judge, rounds.follow, rounds.lay, rounds.begin, rounds.write, rounds.say)
 
 
 # ---- the plan of a model

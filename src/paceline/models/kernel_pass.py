@@ -19,9 +19,9 @@ from torch import Tensor
 
 from paceline.core.contracts import Reading
 from paceline.core.errors import PacelineWarning, UnsupportedError
-from paceline.core.tree import closure
 
 from .crowd import CROWD
+from .kernel_branches import climb, offer
 from .kernel_plan import Plan, plan_of
 from .slot_cache import SlotCache
 
@@ -33,35 +33,12 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class Sight:
     """What each token of a pass sees: the slots before `prefix` [R,Q] (None: up to its own) and, in a tree, those of
-    its branch: `members` [R,Q,M] among the M scratch slots that follow a row's text of `length` [R,1]; or, on a CUDA
+    its branch: `lists`, where each token's begins (one more for the end), and the slots of all of them; or, on a CUDA
     device, the same as `tree` (see `kernels.cuda.rounds.climb`)."""
 
     prefix: Tensor | None
-    members: Tensor | None = None
-    length: Tensor | None = None
+    lists: tuple[Tensor, Tensor] | None = None
     tree: tuple[Tensor, Tensor, Tensor, Tensor] | None = None
-
-    def extras(self) -> tuple[Tensor, Tensor]:
-        """Where each token's list begins (one more for the end), and the slots of all lists."""
-        assert self.members is not None
-        assert self.length is not None
-        members = self.members.numpy()  # a handful of numbers: numpy is done before torch has begun
-        assert self.prefix is not None
-        starts = np.zeros(self.prefix.numel() + 1, np.int64)
-        np.cumsum(members.sum(-1).ravel(), out=starts[1:])
-        row, _, member = members.nonzero()
-        slots = self.length.numpy().ravel()[row] + member
-        return torch.from_numpy(starts), torch.from_numpy(slots)
-
-
-def in_tree(parents: Tensor, length: Tensor, slots: Tensor, fed: int) -> tuple[Tensor, Sight]:
-    """Positions [R,Q] and what is seen, where the last `fed` tokens of a pass at `slots` [R,Q] are the last of scratch
-    tokens with these parents [R,M]."""
-    M, width = parents.shape[1] - fed, slots.shape[1] - fed
-    ancestors = closure(parents)
-    position = torch.cat([slots[:, :width], length + ancestors[:, M:].sum(-1) - 1], 1)
-    members = torch.nn.functional.pad(ancestors[:, M:], (0, 0, width, 0))
-    return position, Sight(torch.cat([slots[:, :width] + 1, length.expand(-1, fed)], 1), members, length)
 
 
 @dataclass(frozen=True)
@@ -79,7 +56,13 @@ class KernelPass:
     """Runs passes of one model for one reader. It owns the memory in between, not the cache."""
 
     most = 0  # tokens of a prompt in one pass: transformers is better at them
-    in_tree = staticmethod(in_tree)
+
+    @staticmethod
+    def in_tree(parents: Tensor, length: Tensor, slots: Tensor, fed: int) -> tuple[Tensor, Sight]:
+        """Positions [R,Q] and what is seen, where the last `fed` tokens of a pass at `slots` [R,Q] are the last of
+        scratch tokens with these parents [R,M]."""
+        position, prefix, lists = climb(parents, length, slots, fed)
+        return position, Sight(prefix, lists)
 
     def read(
         self, cache: SlotCache, first: int, ids: Tensor, position: Tensor, taps: Sequence[int]
@@ -126,7 +109,7 @@ class KernelPass:
         self._make_room(n, visible + 16)
         cos, sin = plan.turned(visible)  # a token's position is not beyond its slot
         shape = self._shape(R, Q, keep)
-        starts, extras = shape.nobody if sight.members is None else sight.extras()
+        starts, extras = sight.lists or shape.nobody
         logits = _floats(R, keep, vocabulary if part.head else 0)
         seen = {layer: _floats(R, keep if layer == plan.layers else Q, plan.hidden) for layer in taps}
         tapped = np.zeros(plan.layers + 1, np.int64)
@@ -273,6 +256,7 @@ def kernels_missing() -> str | None:
     except Exception as error:  # a compiler may fail in any way; passes then run as they would without one
         _tell_why(_cannot(error))
         return _cannot(error)
+    offer()
     return None
 
 

@@ -308,8 +308,9 @@ class SlotReader:
             self.cache.reserve(rows.capacity, max(rows.lengths) + path.shape[1])
             steps = arange(0, path.shape[1], path.device)
             if rows.bound is None and path.device.type == "cpu":  # looking is free, and most is where it belongs
-                moved = np.flatnonzero((path.numpy() > steps.numpy()).any(axis=0)).tolist()
-                path, steps = path[:, moved], steps[moved]
+                moved = np.flatnonzero((path.numpy() > steps.numpy()).any(axis=0)).tolist() or [0, -1]
+                some = slice(moved[0], moved[-1] + 1)
+                path, steps = path[:, some], steps[some]
             if path.shape[1]:
                 self.cache.move(rows.length, path, steps)
         self.forget()

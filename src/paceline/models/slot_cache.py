@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
-from paceline.core.quick import QUICK
+from paceline.core.quick import branches_of
 
 _LIVE: WeakSet[SlotCache] = WeakSet()
 
@@ -133,7 +133,7 @@ class SlotCache(Cache):
     def move(self, length: Tensor, source: Tensor, target: Tensor, layers: int | None = None) -> None:
         """Copy the slots `source` [R,D] past texts of `length` [R,1] to those `target` [D] past them: an accepted
         branch becomes contiguous text. Of all layers, or of the first `layers`."""
-        quick = QUICK.get(source.device.type)
+        quick = branches_of(source.device.type)
         table = None if quick is None else self._table(source.device)
         if quick is not None and table is not None:
             many = 2 * len(self.keys[:layers])

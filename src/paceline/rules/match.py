@@ -9,7 +9,7 @@ from torch import Tensor
 
 from paceline.core.choice import Choice
 from paceline.core.contracts import RULES, Rule, arange
-from paceline.core.quick import QUICK
+from paceline.core.quick import QUICK, branches_of
 from paceline.core.tree import TokenTree
 from paceline.core.verdict import NOTHING, Verdict
 
@@ -44,7 +44,7 @@ def _follow_chain(tree: TokenTree, picks: Tensor) -> Verdict:
 
 def _follow_tree(tree: TokenTree, picks: Tensor) -> Verdict:
     assert tree.parents is not None
-    quick = QUICK.get(picks.device.type)
+    quick = branches_of(picks.device.type)
     if quick is not None:
         return Verdict(*quick.follow_tree(tree.tokens, tree.parents, tree.count, picks, tree.reach))
     agree = (tree.tokens == picks.gather(1, tree.parents + 1)) & first_of_siblings(tree)

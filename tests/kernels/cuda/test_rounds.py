@@ -19,14 +19,13 @@ from paceline.core.law import SamplingBatch
 from paceline.core.noise import Purpose
 from paceline.core.quick import QUICK, Quick
 from paceline.core.sampling import Sampling
-from paceline.core.tree import TokenTree
+from paceline.core.tree import TokenTree, closure
 from paceline.core.verdict import BROKEN, Verdict
 from paceline.engine import flight
 from paceline.engine.row_tensors import RowTensors
 from paceline.engine.steady import SteadyRows
 from paceline.models import language_model
 from paceline.models.cuda_pass import between_passes
-from paceline.models.kernel_pass import in_tree
 from paceline.models.laying import Layout
 from paceline.models.runners.programs import Rehearsal
 from paceline.models.scripted import Script, ScriptedModel
@@ -59,13 +58,13 @@ def test_branches_are_climbed_as_torch_says(width: int, earlier: int) -> None:
     length = numbers(3, 1, most=50, seed=3) + 4
     slots = length + torch.arange(-width, fed)
     slots[:, width:] += earlier
-    position, sight = in_tree(parents, length, slots, fed)
-    assert sight.members is not None
+    ancestors = closure(parents)[:, earlier:]
+    position = torch.cat([slots[:, :width], length + ancestors.sum(-1) - 1], 1)
     place, prefix, (branch, deep, texts, leaf) = rounds.climb(parents, length, slots, fed)
     assert torch.equal(place, position)
-    assert prefix.tolist() == sight.prefix.tolist()  # type: ignore[union-attr]
+    assert prefix.tolist() == torch.cat([slots[:, :width] + 1, length.expand(-1, fed)], 1).tolist()
     assert texts.tolist() == length.flatten().tolist()
-    members = sight.members.flatten(0, 1)
+    members = torch.nn.functional.pad(ancestors, (0, 0, width, 0)).flatten(0, 1)
     assert deep.tolist() == members.sum(-1).tolist()
     begins = length.repeat(1, width + fed).flatten().tolist()
     for slots_of, seen, many, begin in zip(branch, members, deep.tolist(), begins, strict=True):

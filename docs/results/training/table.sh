@@ -24,9 +24,10 @@ if [ -d "$home/draft-lm" ]; then
   [ -d "$home/trigram" ] && runs+=(--runs "{\"name\": \"staged\", \"model\": \"$draft\", \"inner\": {\"name\": \"trigram\", \"file\": \"$home/trigram/model.safetensors\"}, \"label\": \"staged\"}")
 fi
 run trigram trigram
-run medusa medusa '"gamma": 4, "tree": "best-first", "nodes": 16'
+run medusa medusa '"gamma": 3, "tree": "best-first", "nodes": 24, "branch": 4, "width": 4'
 run eagle "eagle, chain"
-run eagle eagle '"gamma": 6, "tree": "best-first", "nodes": 24'
+run eagle "eagle, 24 nodes" '"gamma": 5, "tree": "best-first", "nodes": 24, "branch": 4, "width": 4'
+run eagle "eagle, 60 nodes" '"gamma": 7, "tree": "best-first", "nodes": 60, "branch": 8, "width": 8'
 run prophet prophet
 run early-exit early-exit '"gamma": 3'
 "$python" -m paceline.bench --target smollm2-135m "${common[@]}" --out "$out" "${runs[@]}" --peers hf --peers hf-assisted --peers hf-lookup

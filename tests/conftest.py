@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 
+from paceline.core import quick
 from paceline.models import pass_times
 from paceline.models.cache import cache_folder
+from paceline.models.kernel_pass import kernels_missing
 
 # kernels for CUDA devices are interpreted: there is none here
 os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -21,6 +23,18 @@ def costs_of_their_own(tmp_path_factory: pytest.TempPathFactory) -> None:
     """What passes of toys cost under two busy workers is nothing to keep, and nothing to depend on."""
     folder = tmp_path_factory.mktemp("cache")
     pass_times.cache_folder = lambda: cache_folder() if "PACELINE_CACHE" in os.environ else folder  # type: ignore[assignment]
+
+
+@pytest.fixture(autouse=True, scope="session")
+def trees_by_kernels() -> None:
+    """As in any process that has run a model by kernels: no test depends on whether another one did."""
+    kernels_missing()
+
+
+@pytest.fixture
+def trees_by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For tests in which this machine stands for a device that has no kernels for trees, or others."""
+    monkeypatch.setattr(quick, "BRANCHES", {})
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:

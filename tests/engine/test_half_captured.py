@@ -15,6 +15,8 @@ from paceline.models.runners import cuda_graph
 from paceline.models.runners.cuda_graph import Programs
 from paceline.rules.match import Match
 
+pytestmark = pytest.mark.usefixtures("trees_by_torch")  # a device that is imitated has no kernels of a CPU
+
 T = TypeVar("T")
 PROMPTS = [[1, 2, 3, 4, 5, 1, 2], [7, 8, 9], [3, 3, 3]]
 

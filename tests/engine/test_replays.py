@@ -24,6 +24,8 @@ from paceline.drafters.prophet import ProphetHead
 from paceline.engine import flight
 from paceline.models.runners.programs import Rehearsal
 
+pytestmark = pytest.mark.usefixtures("trees_by_torch")  # a device that is imitated has no kernels of a CPU
+
 T = TypeVar("T")
 PROMPTS = [[1, 2, 3, 4, 5, 1, 2], [7, 8, 9], [3, 3, 3, 3, 3], [6, 1]]
 SETTINGS: list[dict[str, Any]] = [

@@ -21,6 +21,8 @@ from paceline.engine.request import build_requests
 from paceline.engine.rows import Rows
 from paceline.models.runners.programs import Rehearsal
 
+pytestmark = pytest.mark.usefixtures("trees_by_torch")  # a device that is imitated has no kernels of a CPU
+
 T = TypeVar("T")
 PROMPTS = [[1, 2, 3, 4, 5, 1, 2], [7, 8, 9], [3, 3, 3, 3, 3], [6, 1], [9]]
 SETTINGS: list[dict[str, Any]] = [

@@ -18,6 +18,7 @@ from torch import Tensor
 import paceline
 from paceline.core import quick
 from paceline.core.choice import Choice, NoiseTable
+from paceline.core.errors import DrafterError
 from paceline.core.law import SamplingBatch
 from paceline.core.sampling import Sampling
 from paceline.core.tree import TokenTree, closure
@@ -320,3 +321,16 @@ def test_nothing_is_offered_where_there_are_no_kernels(monkeypatch: pytest.Monke
     monkeypatch.setattr(kernel_branches, "BRANCHES", {})
     assert kernel_pass.kernels_missing.__wrapped__() is None
     assert "cpu" in kernel_branches.BRANCHES
+
+
+def test_parents_are_whole_numbers_of_one_kind() -> None:
+    """Kernels follow addresses: what they would misread must not get there."""
+    tokens, parents = torch.tensor([[5, 6, 7]]), torch.tensor([[-1, 0, -1]])
+    with pytest.raises(DrafterError, match="parents are int64 of that shape, got torch.int32"):
+        TokenTree(tokens, parents.int())
+    cache = SlotCache()
+    cache.reserve(1, 8)
+    cache.allocate(1, 2, 4, torch.float32)
+    cache.keys[0].copy_(torch.arange(8.0)[None, None, :, None])
+    cache.move(torch.tensor([[2]]), torch.tensor([[1, 3]], dtype=torch.int32), torch.tensor([0, 1]))
+    assert cache.keys[0][0, 0, 2:4, 0].tolist() == [3.0, 5.0]

@@ -155,7 +155,7 @@ def test_interrupted_it_goes_on_and_not_from_the_beginning(
         with pytest.raises(KeyboardInterrupt):
             train(said, cancel=Stop(after))
         assert (tmp_path / "parted" / NAME).exists()
-    with pytest.raises(InputError, match=r"holds training with from = '.*eagle \(sha256 [0-9a-f]{16}\)', not None"):
+    with pytest.raises(InputError, match=r"holds training with from = 'weights with sha256 [0-9a-f]{16}', not None"):
         train(on(place, tmp_path / "parted", before["eagle"], "eagle", steps=12, start=None))
     train(said)
     found = weights(tmp_path / "parted")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import accumulate
 
 import numpy as np
@@ -20,20 +21,22 @@ from tests.training.toys import KINDS, course_of, own_texts, target, trained
 PROMPT, LENGTH, BEYOND = 6, 44, 12  # texts are decoded further than they are looked at: none ends within a draft
 
 
-def decoded(course: Course, starts: list[list[int]]) -> tuple[list[Text], list[list[int]]]:
+def decoded(course: Course, starts: list[list[int]], gamma: int) -> tuple[list[Text], list[list[int]]]:
     """Texts by greedy decoding with the drafter as it is now, and the accepted tokens of their rounds."""
-    decoder = SpeculativeDecoder(course.teacher.lm, course.drafter(), gamma=course.depth)
+    decoder = SpeculativeDecoder(course.teacher.lm, course.drafter(), gamma=gamma)
     found = decoder.generate(starts, max_new_tokens=LENGTH + BEYOND - PROMPT)
     texts = [Text((start + each.tokens)[:LENGTH], PROMPT) for start, each in zip(starts, found, strict=True)]
     return texts, [[len(each.path) for each in one.trace.rounds] for one in found]
 
 
-def counted(course: Course, texts: list[Text], accepted: list[list[int]], guesses: torch.Tensor) -> list[list[int]]:
+def counted(
+    course: Course, texts: list[Text], accepted: list[list[int]], guesses: torch.Tensor, gamma: int
+) -> list[list[int]]:
     """tried and right at every depth, by what was really decoded; guesses [S,R,T] say where there is one at all."""
     tried, right = [0] * course.depth, [0] * course.depth
     for row, (text, per_round) in enumerate(zip(texts, accepted, strict=True)):
         for at, many in zip(places(per_round), per_round, strict=True):
-            for step in range(min(many + 1, course.depth, len(text.tokens) - at)):
+            for step in range(min(many + 1, gamma, len(text.tokens) - at)):
                 known = int(guesses[step, row, at - 2]) >= 0
                 tried[step] += known
                 right[step] += known and step < many
@@ -47,12 +50,13 @@ def test_rounds_are_those_of_decoding(kind: str) -> None:
     corpus = Corpus(own_texts(lm), 64, 512, seed=1)
     course = course_of(kind, lm, corpus)
     trained(course, corpus, 60)
-    texts, accepted = decoded(course, [piece.tokens[:PROMPT] for piece in corpus.held_out[:6]])
-    lesson = course.teacher.read(gathered([[text] for text in texts]), course.taps)
-    guesses = course.guesses(lesson)
-    wanted = counted(course, texts, accepted, guesses)
-    assert [each.tolist() for each in follow(guesses, lesson, course.teacher)] == wanted
-    assert wanted[1][0] > 0, "something is accepted at all"
+    for gamma in (course.depth, 2, 1):
+        texts, accepted = decoded(course, [piece.tokens[:PROMPT] for piece in corpus.held_out[:6]], gamma)
+        lesson = course.teacher.read(gathered([[text] for text in texts]), course.taps)
+        guesses = course.guesses(lesson)
+        wanted = counted(course, texts, accepted, guesses, gamma)
+        assert [each[gamma - 1].tolist() for each in follow(guesses, lesson, course.teacher)] == wanted
+        assert wanted[1][0] > 0, "something is accepted at all"
 
 
 def test_easy_stretches_have_few_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -63,7 +67,7 @@ def test_easy_stretches_have_few_rounds(monkeypatch: pytest.MonkeyPatch) -> None
     course = course_of("draft-lm", lm, corpus)
     trained(course, corpus, 200)
     starts = [text.tokens[:PROMPT] for text in (*corpus.pieces[:4], *every[-4:])]
-    texts, accepted = decoded(course, starts)
+    texts, accepted = decoded(course, starts, course.depth)
     begun = [many for row in accepted for at, many in zip(places(row), row, strict=True) if at < LENGTH]
     real = 1 + sum(begun) / len(begun)
     lessons = [course.teacher.read(gathered([[text] for text in texts]), course.taps)]
@@ -93,7 +97,7 @@ def test_half_of_a_text_is_easy() -> None:
     lesson = Lesson(ids, torch.arange(122)[None] >= 2, (), states[:, :122])
     guesses = torch.stack([torch.cat([ids[0, 2 + step :], ids.new_full((2 + step,), -1)]) for step in range(3)])
     guesses[:, 60:] = (guesses[:, 60:] + 1) % lm.vocabulary
-    tried, right = follow(guesses.unsqueeze(1), lesson, course.teacher)
+    tried, right = (each[-1] for each in follow(guesses.unsqueeze(1), lesson, course.teacher))
     assert tried.tolist() == [75, 15, 15]
     assert right.tolist() == [15, 15, 15]
     assert expected((right / tried).tolist()) == 120 / 75
@@ -110,10 +114,10 @@ def test_a_text_that_left_the_target_counts_no_further() -> None:
     guesses = torch.full((3, 1, 22), -1)
     for step in range(3):
         guesses[step, 0, : 20 - step] = wanted[1 + step : 21]
-    tried, right = follow(guesses, Lesson(ids, read.learn, read.taps, read.last), course.teacher)
+    tried, right = (each[-1] for each in follow(guesses, replace(read, ids=ids), course.teacher))
     assert tried.tolist() == right.tolist() == [5, 5, 5], "20 tokens, 4 in every round"
     ids[0, 3] = (ids[0, 3] + 1) % lm.vocabulary  # the second one of the first draft
-    tried, right = follow(guesses, Lesson(ids, read.learn, read.taps, read.last), course.teacher)
+    tried, right = (each[-1] for each in follow(guesses, replace(read, ids=ids), course.teacher))
     assert tried.tolist() == right.tolist() == [6, 6, 4], "2 tokens, then 18 in rounds of 4: the last has 2"
 
 

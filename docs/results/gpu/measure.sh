@@ -49,7 +49,7 @@ bench() { # NAME ARGUMENTS: one record
   local name=$1
   shift
   rm -f "$into/$name.jsonl"
-  "$python" -m paceline.bench --device cuda --dtype bfloat16 --runs draft-model --limit 2 --repeats 2 --max-new-tokens 128 --warm-up 128 \
+  "$python" -m paceline.bench --device cuda --dtype bfloat16 --runs draft-model --limit 2 --repeats 4 --max-new-tokens 128 --warm-up 128 \
     --force --out "$into/$name.jsonl" "$@" > "$into/$name.txt" 2>&1
   grep -v '^\[' "$into/$name.txt"
   pack

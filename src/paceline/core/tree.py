@@ -39,8 +39,11 @@ class TokenTree:
         shape = tuple(self.tokens.shape)
         if len(shape) != 2 or self.tokens.dtype != torch.int64:
             raise DrafterError(f"A tree's tokens must be int64 [rows, nodes], got {self.tokens.dtype} {list(shape)}.")
-        if self.parents is not None and tuple(self.parents.shape) != shape:
-            raise DrafterError(f"A tree has tokens {list(shape)} but parents {list(self.parents.shape)}.")
+        if self.parents is not None and (tuple(self.parents.shape) != shape or self.parents.dtype != torch.int64):
+            raise DrafterError(
+                f"A tree has tokens {list(shape)}, so its parents are int64 of that shape, got {self.parents.dtype} "
+                f"{list(self.parents.shape)}."
+            )
         if self.count is not None and tuple(self.count.shape) != shape[:1]:
             raise DrafterError(f"A tree of {shape[0]} rows has counts {list(self.count.shape)}.")
         if self.laws is not None and tuple(self.laws.shape[:2]) != shape:

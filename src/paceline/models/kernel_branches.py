@@ -125,7 +125,7 @@ def move(stores: Tensor, like: Tensor, length: Tensor, source: Tensor, target: T
     `source` [R,D] past `length` [R,1] become those `target` [D] past it. All are read before one is written."""
     (R, D), (rows, heads, slots, width) = source.shape, like.shape
     assert R == length.shape[0] <= rows
-    length, source, target = length.contiguous(), source.contiguous(), target.contiguous()
+    length, source, target = (each.to(torch.int64).contiguous() for each in (length, source, target))
     inside = _kernel("run_move")(
         stores.data_ptr(), stores.shape[0], heads, slots, width * like.element_size(), length.data_ptr(),
         source.data_ptr(), target.data_ptr(), R, D,

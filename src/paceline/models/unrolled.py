@@ -8,6 +8,7 @@ backward pass as if it were its own.
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -54,8 +55,17 @@ def _takes(queries: Tensor) -> bool:
     """Is there a kernel for such attention?"""
     width = queries.shape[3]
     if queries.device.type == "cuda":
+        if not _has_flash(queries.device):
+            return False
         return queries.dtype in (torch.bfloat16, torch.float16) and width <= _WIDEST and width % 8 == 0
     return queries.device.type == "cpu"
+
+
+@cache
+def _has_flash(device: torch.device) -> bool:
+    """It came with the Ampere generation, and not to every build of torch."""
+    able: bool = torch.backends.cuda.is_flash_attention_available()
+    return able and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def _numbers(device: torch.device, dtype: torch.dtype) -> torch.dtype:

@@ -35,8 +35,8 @@ class Beginning:
         return cls(folder, file_sha256(Path(folder) / WEIGHTS), config, tensors)
 
     def __str__(self) -> str:
-        """As a plan of training knows it."""
-        return f"{self.folder} (sha256 {self.sha256[:16]})"
+        """As a plan of training knows it, wherever it lies."""
+        return f"weights with sha256 {self.sha256[:16]}"
 
     def about(self) -> dict[str, str]:
         return {"folder": self.folder, "sha256": self.sha256}

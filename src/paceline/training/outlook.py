@@ -48,8 +48,8 @@ class Outlook:
 @torch.no_grad()
 def look_ahead(course: Course, lessons: Iterable[Lesson], costs: Costs | None, drafter: str) -> Outlook:
     """Over all lessons; costs: what passes and steps of this drafter cost here."""
-    tried = torch.zeros(course.depth, dtype=torch.float64)
-    right = torch.zeros(course.depth, dtype=torch.float64)
+    tried = torch.zeros(course.depth, course.depth, dtype=torch.float64)
+    right = torch.zeros_like(tried)
     loss, count = 0.0, 0
     for lesson in lessons:
         loss += float(course(lesson))
@@ -59,14 +59,16 @@ def look_ahead(course: Course, lessons: Iterable[Lesson], costs: Costs | None, d
         some, hits = follow(course.guesses(lesson), lesson, course.teacher)
         tried += some.cpu()
         right += hits.cpu()
-    positions = tuple((right / tried.clamp(min=1)).tolist())
-    gamma, speedup = best_length(positions, costs, drafter) if costs is not None else (None, None)
-    return Outlook(loss / max(1, count), positions, expected(positions), gamma, speedup)
+    rates = (right / tried.clamp(min=1)).tolist()
+    taus = [expected(row[:length]) for length, row in enumerate(rates, 1)]
+    gamma, speedup = best_length(taus, costs, drafter) if costs is not None else (None, None)
+    positions, tau = (tuple(rates[-1]), taus[-1]) if rates else ((), 1.0)
+    return Outlook(loss / max(1, count), positions, tau, gamma, speedup)
 
 
 def follow(guesses: Tensor, lesson: Lesson, teacher: Teacher) -> tuple[Tensor, Tensor]:
-    """[S] each: of the rounds along the texts, how many came to depth s, and how many were right there. guesses:
-    [S,R,T]."""
+    """[S,S] each: of the rounds along the texts with drafts of 1, 2, ... S tokens, how many came to depth s, and how
+    many were right there. guesses: [S,R,T]. Drafts of another length begin other rounds, so each is gone through."""
     wanted = torch.stack([teacher.logits(row).argmax(-1) for row in lesson.last])  # of token t+1
     wanted, there = later(wanted, 1), later(lesson.ids, 2)  # of token t+2, and what stands there
     learn = later(lesson.learn.long(), 2, 0).bool()
@@ -79,9 +81,11 @@ def follow(guesses: Tensor, lesson: Lesson, teacher: Teacher) -> tuple[Tensor, T
         right.append(hit)
         alive = hit & (later(there, step) == guess)
         ahead = ahead + alive
-    begun = torch.from_numpy(rounds(ahead.cpu().numpy())).to(learn.device)
-    some, hits = ((torch.stack(each) & begun).sum((1, 2)).double() for each in (tried, right))
-    return some, hits
+    far = ahead.cpu().numpy()
+    walks = [torch.from_numpy(rounds(far.clip(max=length + 1))) for length in range(1, len(guesses) + 1)]
+    every = torch.stack(walks).to(learn.device).flatten(1).double()  # [S,R*T]: where do rounds begin?
+    some, hits = (every @ torch.stack(each).flatten(1).double().T for each in (tried, right))
+    return some.tril(), hits.tril()  # nobody comes deeper than a draft is long
 
 
 def rounds(ahead: np.ndarray) -> np.ndarray:
@@ -100,12 +104,13 @@ def expected(positions: Sequence[float]) -> float:
     return 1.0 + accepted_of(positions)
 
 
-def best_length(positions: Sequence[float], costs: Costs, drafter: str) -> tuple[int, float]:
-    """γ and the speed-up τ/(v(γ+1)+γc+o) where that is best; 0 and 1.0 where drafting never pays."""
+def best_length(taus: Sequence[float], costs: Costs, drafter: str) -> tuple[int, float]:
+    """γ and the speed-up τ/(v(γ+1)+γc+o) where that is best, of τ with drafts of 1, 2, ... tokens; 0 and 1.0 where
+    drafting never pays."""
     best = (0, 1.0)
-    for gamma in range(1, len(positions) + 1):
+    for gamma, tau in enumerate(taus, 1):
         price = costs.v(gamma + 1) + gamma * costs.c(drafter) + costs.o()
-        gain = expected(positions[:gamma]) * (1 + costs.o()) / price
+        gain = tau * (1 + costs.o()) / price
         if gain > best[1]:
             best = (gamma, gain)
     return best

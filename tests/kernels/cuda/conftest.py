@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from paceline.core import quick
-
 
 @pytest.fixture(autouse=True)
-def torch_beside_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(quick, "BRANCHES", {})
+def torch_beside_them(trees_by_torch: None) -> None:
+    pass

@@ -326,7 +326,7 @@ def test_nothing_is_offered_where_there_are_no_kernels(monkeypatch: pytest.Monke
 def test_parents_are_whole_numbers_of_one_kind() -> None:
     """Kernels follow addresses: what they would misread must not get there."""
     tokens, parents = torch.tensor([[5, 6, 7]]), torch.tensor([[-1, 0, -1]])
-    with pytest.raises(DrafterError, match="parents are int64 of that shape, got torch.int32"):
+    with pytest.raises(DrafterError, match=r"parents are int64 of that shape, got torch\.int32"):
         TokenTree(tokens, parents.int())
     cache = SlotCache()
     cache.reserve(1, 8)

@@ -1,4 +1,5 @@
-"""Trees by kernels on a CPU, beside torch's: grown, judged, and what a model remembers of them. Nothing may differ."""
+"""Trees by kernels on a CPU, beside torch's: grown, judged, and what a model remembers of them: the same
+tokens and verdicts. Sums of probabilities may differ in their last bit."""
 
 from __future__ import annotations
 

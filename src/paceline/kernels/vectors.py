@@ -280,41 +280,18 @@ def exponential(e: Emit, x: Any) -> Any:
     return e.b.select(known, value, x)
 
 
-@intrinsic
-def floats_at(typing_context, address):  # type: ignore[no-untyped-def]
-    """The memory at an address, as a pointer that `carray` makes an array of."""
+def _memory_of(kind: Any, words: Any) -> Any:
+    """What makes a pointer of an address, for `carray` to make an array of; words: the same kind as LLVM knows it."""
 
-    def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-        return builder.inttoptr(values[0], FLOAT.as_pointer())
+    @intrinsic
+    def at(typing_context, address):  # type: ignore[no-untyped-def]
+        def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+            return builder.inttoptr(values[0], words.as_pointer())
 
-    return types.CPointer(types.float32)(address), generate
+        return types.CPointer(kind)(address), generate
 
-
-@intrinsic
-def longs_at(typing_context, address):  # type: ignore[no-untyped-def]
-    """The same, of int64."""
-
-    def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-        return builder.inttoptr(values[0], LONG.as_pointer())
-
-    return types.CPointer(types.int64)(address), generate
+    return at
 
 
-@intrinsic
-def doubles_at(typing_context, address):  # type: ignore[no-untyped-def]
-    """The same, of float64."""
-
-    def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-        return builder.inttoptr(values[0], ir.DoubleType().as_pointer())
-
-    return types.CPointer(types.float64)(address), generate
-
-
-@intrinsic
-def bytes_at(typing_context, address):  # type: ignore[no-untyped-def]
-    """The same, of bytes."""
-
-    def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-        return builder.inttoptr(values[0], BYTE.as_pointer())
-
-    return types.CPointer(types.int8)(address), generate
+floats_at, doubles_at = _memory_of(types.float32, FLOAT), _memory_of(types.float64, ir.DoubleType())
+longs_at, bytes_at = _memory_of(types.int64, LONG), _memory_of(types.int8, BYTE)

@@ -64,11 +64,11 @@ tables() {
   done; done
 }
 
-construction() { # the first three layers draft; the others add what `epsilons` found (epsilons.txt)
+construction() { # the first three layers draft; the others add what `epsilons` found (epsilons.txt); SHAPES: of these only
   while read -r shape rate eps _; do
     echo "== $shape, agreeing $rate by construction, eps $eps"
     bench "$shape-agreeing-$rate" --shape "$shape" --construction "$eps" --draft-shape "$shape:layers=3" --peers hf-assisted
-  done < <(grep llama docs/results/gpu/epsilons.txt)
+  done < <(grep "${SHAPES:-llama}" docs/results/gpu/epsilons.txt)
 }
 
 strict() { "$python" tests/gpu/strict.py smollm2-135m weights/gpu/prompts.jsonl 200 2>&1 | tee "$into/strict.txt"; }

@@ -35,7 +35,7 @@ one() { # KIND ARGUMENTS
 }
 
 parts() { # KIND: of the time of the second lane
-  case $1 in draft-lm | medusa) echo 30 ;; prophet) echo 25 ;; early-exit) echo 15 ;; *) echo 0 ;; esac
+  case $1 in draft-lm | medusa) echo 30 ;; early-exit) echo 25 ;; prophet) echo 15 ;; *) echo 0 ;; esac
 }
 
 slot() { # KIND: minutes for it, its parts of what is left and of who is still to come, less AFTER seconds to start and to finish

@@ -12,8 +12,13 @@ from paceline.bench.entries import parse_entry
 from paceline.bench.ours import Ours
 from paceline.core.errors import DrafterError, ModelOutputError
 from paceline.drafters import self_quantized
+from paceline.drafters.draft_lm import DraftLayers
+from paceline.drafters.eagle import EagleHead
+from paceline.drafters.medusa import MedusaHead
 from paceline.drafters.suffix import Suffix
+from paceline.engine import flight
 from paceline.models.language_model import LanguageModel
+from paceline.models.runners.programs import Rehearsal
 from tests.toys import VOCABULARY, fingerprint, llama, scripted
 
 ONE = Task("1", "story", ((1, 2, 3, 4, 5, 1, 2, 3),))
@@ -59,6 +64,38 @@ def test_everyone_writes_what_plain_decoding_writes_and_as_much(lm: LanguageMode
     assert (first.contestant, first.task, first.category, second.repeat) == (text, task.id, "story", 1)
     assert ours.speculates
     assert ours.exact
+
+
+@pytest.mark.usefixtures("trees_by_torch")
+@pytest.mark.parametrize(
+    ("name", "options", "kept"),
+    [
+        ("eagle", {}, True),
+        ("eagle", {"tree": "best-first"}, True),
+        ("eagle", {"tree": "optimal"}, False),  # it learns from a text, and every run begins without
+        ("medusa", {}, True),
+        ("draft-lm", {}, True),
+        ("draft-lm", {"vocabulary": 24}, False),
+    ],
+)
+def test_rounds_are_captured_once_for_all_runs(
+    lm: LanguageModel, name: str, options: dict[str, Any], kept: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only where a drafter learns is everything made anew for every run."""
+    made: list[Rehearsal] = []
+
+    def programs(_: LanguageModel) -> Rehearsal:
+        made.append(Rehearsal())
+        return made[-1]
+
+    monkeypatch.setattr(flight, "programs_for", programs)
+    heads = {"eagle": EagleHead.random, "medusa": MedusaHead.random, "draft-lm": lambda lm, _: DraftLayers(lm, (0,))}
+    ours = Ours(lm, Entry(name, name, {"head": heads[name](lm, 0), **options}, gamma=3, nodes=8))
+    plain = Ours(lm, plain=True).run(ONE, PLAN, 0, never)
+    made.clear()
+    runs = [ours.run(ONE, PLAN, repeat, never) for repeat in range(3)]
+    assert len(made) == (1 if kept else 3)
+    assert all(run.tokens == plain.tokens and run.traces == runs[0].traces for run in runs)
 
 
 def test_plain_decoding_says_of_itself_that_it_is(lm: LanguageModel) -> None:

@@ -221,3 +221,24 @@ def test_rows_that_ended_keep_their_seats_for_a_while(rows: int, monkeypatch: py
         assert [each.finish_reason for each in found] == [each.finish_reason for each in plain]
     assert sum(sat) > 8, "some have kept their seats"
     assert max(left) > 1, "several have moved at once"
+
+
+def test_longer_texts_seldom_move_what_programs_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A conversation grows: its programs stay, as long as there is room for a thousand tokens."""
+    forgotten: list[int] = []
+
+    class Counting(Rehearsal):
+        def forget(self) -> None:
+            forgotten.append(1)
+
+    monkeypatch.setattr(flight, "programs_for", lambda lm: Counting())
+    lm = paceline.load(llama(max_position_embeddings=2048))
+    decoder = paceline.SpeculativeDecoder(lm, "eagle", options={"head": EagleHead.random(lm, 0)})
+    for length in (5, 300, 600, 900):
+        decoder.generate([1, 2, 3] * (length // 3), max_new_tokens=8, ignore_eos=True)
+    assert len(forgotten) == 1  # the first
+    decoder.generate([1, 2, 3] * 400, max_new_tokens=8, ignore_eos=True)
+    assert len(forgotten) == 2
+    hangar = flight.Hangar(lm, decoder.rule)
+    wanted = [(200, 1), (1025, 8), (3000, 1), (5000, 1), (200, 16), (700, 64)]
+    assert [hangar.ample(*each) for each in wanted] == [1024, 2048, 4096, 8192, 256, 1024]

@@ -114,10 +114,13 @@ class DraftModel(ModelDrafter):
         some = "" if self.options.vocabulary is None else f", {self.options.vocabulary} tokens"
         return f"draft-model {self.lm.name}{some}{shape}"
 
+    @property
+    def learns(self) -> bool:
+        """From a text, for those that come after it."""
+        return self._words is not None or self.options.tree == "optimal"
+
     def anew(self) -> Drafter:
-        """Itself, where it learns nothing from a text."""
-        learns = self._words is not None or self.options.tree == "optimal"
-        return type(self)(self.options) if learns else self
+        return type(self)(self.options) if self.learns else self
 
     # ---- rows come and go
 

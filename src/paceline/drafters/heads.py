@@ -67,7 +67,9 @@ class HeadDrafter(Drafter):
         return self.name if self.options.tree == "chain" else f"{self.name}, tree {self.options.tree}"
 
     def anew(self) -> Drafter:
-        return type(self)(replace(self.options, head=self.head))
+        """Itself, where it learns nothing from a text."""
+        learns = self.options.tree == "optimal"
+        return type(self)(replace(self.options, head=self.head)) if learns else self
 
     # ---- rows come and go
 

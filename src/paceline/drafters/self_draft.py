@@ -46,6 +46,8 @@ class SelfDraft(Drafter):
         return self._made[1]
 
     def anew(self) -> Drafter:
+        if isinstance(self._inner, DraftModel) and not self._inner.learns:
+            return self
         fresh = type(self)(self.options)
         fresh._made = self._made
         return fresh

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from .loop import Loop
 
 _SHORTEST = 256  # slots a program is made for at least
+_ROOMY, _FEW = 1024, 8  # slots that rows have room for at least, where they are no more than so few
+_LONG = 4096  # beyond, room is made in pieces like this, and before by doubling
 _WIDTHS = (0, 1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # nodes it is made for
 
 
@@ -88,9 +90,13 @@ class Hangar:
         """Rows to have room for: captured programs come in powers of two."""
         return count if self._programs is None else 1 << max(0, count - 1).bit_length()
 
-    def ample(self, room: int) -> int:
-        """Slots to have room for: not every length of a text needs programs of its own."""
-        return room if self._programs is None else -(-room // _SHORTEST) * _SHORTEST
+    def ample(self, room: int, rows: int) -> int:
+        """Slots to have room for: a text that is longer than those before it must seldom move them, for then every
+        program is captured again."""
+        if self._programs is None:
+            return room
+        least = _ROOMY if rows <= _FEW else _SHORTEST
+        return max(least, 1 << (room - 1).bit_length()) if room <= _LONG else -(-room // _LONG) * _LONG
 
     def rows_for(self, loop: Loop) -> SteadyRows | None:
         """The rows as the program of the next round sees them; None: no program can run it."""

@@ -101,7 +101,7 @@ class Rows(RowTensors):
         vocabulary: int,
         device: torch.device,
         spare: Callable[[int], int] = int,
-        ample: Callable[[int], int] = int,
+        ample: Callable[[int, int], int] = lambda room, rows: room,
     ) -> None:
         self.vocabulary, self.device = vocabulary, device
         self._spare, self._ample = spare, ample  # rows and slots to have room for, where so many are needed
@@ -148,7 +148,8 @@ class Rows(RowTensors):
         self.lengths = self.lengths + [len(row.prompt) for row in new]
         self.histories += [list(row.prompt) for row in new]
         self.capacity = max(self.count, self._spare(self.count))
-        self.room = max(self.room, *(self._ample(len(row.prompt) + row.limit + slack + 1) for row in new))
+        longest = max(len(row.prompt) + row.limit for row in new)
+        self.room = max(self.room, self._ample(longest + slack + 1, self.capacity))
         self._reserve()
         widest = max(len(row.prompt) for row in new)
         padded = torch.tensor([row.prompt + [0] * (widest - len(row.prompt)) for row in new], device=self.device)

@@ -4,7 +4,7 @@
 PYTHON  ?= python3
 VENV    ?= .venv
 WORKERS ?= 2
-PROMPT  ?= Repeat this list and then add three more fruits: apple, banana, cherry, apple, banana, cherry.
+PROMPT  ?= Tom has 3 boxes with 12 pencils each and gives away 9 pencils. How many are left? Think step by step.
 
 PY      := $(VENV)/bin/python
 STAMP   := $(VENV)/.installed
@@ -22,7 +22,7 @@ help:  ## this list
 	@sed -n 's/^\([a-z]*\):.*  ## \(.*\)/  make \1|\2/p' Makefile | awk -F'|' '{printf "%-16s %s\n", $$1, $$2}'
 
 demo: $(STAMP)  ## install, fetch SmolLM2-135M, generate plainly and speculatively, compare
-	$(VENV)/bin/paceline generate "$(PROMPT)" --chat --draft prompt-lookup --max-new-tokens 96 --compare
+	$(VENV)/bin/paceline generate "$(PROMPT)" --chat --draft eagle --gamma 4 --max-new-tokens 96 --compare
 
 install: $(STAMP)  ## make .venv and install everything, pinned by constraints.txt
 

@@ -9,7 +9,8 @@ import pytest
 
 import paceline
 from paceline import LanguageModel, SpeculativeDecoder
-from paceline.cli.compare import Side, _divergence
+from paceline.cli.compare import Side, _divergence, _race
+from paceline.core.costs import Costs
 from tests.toys import llama
 
 MODEL = LanguageModel(llama(3))
@@ -31,3 +32,18 @@ def test_the_gap_is_that_of_the_text_itself(target: LanguageModel) -> None:
     assert (parted.position, parted.plain, parted.speculative) == (5, text.tokens[5], text.tokens[5] + 1)
     (_, best), (_, second) = text.logprobs[5].top_raw
     assert parted.gap == pytest.approx(best - second)
+
+
+@pytest.mark.parametrize("draft", ["suffix", "auto"])
+def test_a_drafter_that_remembers_has_not_seen_the_text_before(draft: str) -> None:
+    """Every run has the rounds of a first one."""
+    prompt, settings = [1, 7, 9, 4, 7], {"max_new_tokens": 40, "ignore_eos": True, "seed": 1, "temperature": 0.0}
+    options = {"costs": Costs({1: {1: 1.0, 64: 1.01}})} if draft == "auto" else {}
+    first = SpeculativeDecoder(MODEL, draft, options=options).generate(prompt, **settings)
+    decoder = SpeculativeDecoder(MODEL, draft, options=options)
+    again = decoder.generate(prompt, **settings), decoder.generate(prompt, **settings)
+    assert again[1].stats.rounds < first.stats.rounds  # it does remember
+    sides = _race({"plain": SpeculativeDecoder(MODEL), draft: decoder}, prompt, settings, 2, lambda: False)
+    assert sides is not None
+    assert sides[1].result.stats.rounds == first.stats.rounds
+    assert sides[1].result.tokens == first.tokens == sides[0].result.tokens

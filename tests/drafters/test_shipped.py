@@ -109,3 +109,18 @@ def test_transformers_drafts_with_the_same_small_model(target: LanguageModel, tm
     assert not notes
     task, plan = Task("one", "toy", ((1, 2, 3, 4),)), Plan(tokens=12)
     assert peer.run(task, plan, 0, lambda: False).tokens == ours.run(task, plan, 0, lambda: False).tokens
+
+
+def test_what_comes_along_is_whole_and_small() -> None:
+    """Every kind that is named has weights, a card and where it is from; nothing else is there; 24 MiB in all."""
+    home = Path(room.__file__).parents[1] / "catalogue"
+    kinds = room.kinds_of("smollm2-135m")
+    assert kinds[0] == "eagle"
+    assert {each.name for each in (home / "smollm2-135m").iterdir()} == {*kinds, "catalogue.json"}
+    for kind in kinds:
+        files = {each.name for each in (home / "smollm2-135m" / kind).iterdir()}
+        assert files == {"README.md", "config.json", "model.safetensors", "provenance.json"}
+        said = json.loads((home / "smollm2-135m" / kind / "provenance.json").read_text())
+        assert said["arguments"]["kind"] == kind
+        assert "H200" in said["gpu"]
+    assert sum(each.stat().st_size for each in home.rglob("*") if each.is_file()) <= 24 * 2**20

@@ -118,6 +118,11 @@ class Replays(Rehearsal):
 
 @pytest.fixture
 def programs(monkeypatch: pytest.MonkeyPatch) -> list[Replays]:
+    return imitated(monkeypatch)
+
+
+def imitated(monkeypatch: pytest.MonkeyPatch) -> list[Replays]:
+    """A device that captures, for whatever is decoded next."""
     made: list[Replays] = []
 
     def make(lm: Any) -> Replays | None:

@@ -33,6 +33,7 @@ from paceline.engine.request import build_requests
 from paceline.models.runners import cuda_graph
 
 from drafts import SIZES, check_drafts, check_steps, check_unrolled  # isort: skip
+from leading import check_leader  # isort: skip
 from trees import check_branches, check_growth  # isort: skip
 from verdicts import check_law, check_race, check_verdicts  # isort: skip
 
@@ -252,6 +253,9 @@ def by_kernels() -> Iterator[tuple[str, Callable[[], None]]]:
             for strict in (False, True):
                 title = f"kernels bfloat16 {draft} {options} {settings} strict={strict}"
                 yield title, partial(check_bfloat16, settings, draft, options, strict)
+    for settings in SETTINGS[:2]:
+        lm = middling(LlamaForCausalLM, LlamaConfig)
+        yield f"auto leads {settings}", partial(check_leader, lm, settings)
     for dtype in (torch.float16, torch.bfloat16):
         yield f"unrolled {dtype}", partial(check_unrolled, dtype)
     for draft, options in DRAFTS[2:7]:

@@ -74,7 +74,8 @@ def _race(
     repeats: int,
     cancelled: Callable[[], bool],
 ) -> tuple[Side, Side] | None:
-    """A warm-up of each, then in turns, so that whatever slows the machine down slows both. None: cancelled."""
+    """A warm-up of each, then in turns, so that whatever slows the machine down slows both; a drafter that learns from
+    texts has not seen this one before. None: cancelled."""
     short = {**settings, "max_new_tokens": min(_WARM_UP, settings["max_new_tokens"]), "min_new_tokens": 0}
     for decoder in decoders.values():
         decoder.generate(prompt, cancel=cancelled, **fitting(decoder, short))
@@ -83,6 +84,7 @@ def _race(
         for run in range(repeats):
             for name, decoder in decoders.items():
                 status.update(f"run {run + 1} of {repeats}, {name}")
+                decoder.forget()
                 results[name].append(decoder.generate(prompt, cancel=cancelled, **fitting(decoder, settings)))
                 if cancelled():
                     return None

@@ -174,6 +174,7 @@ class Drafter(ABC):
     model_seconds: float = 0.0  # of the last proposal: what models took that it was decided to ask
     hope: float | None = None  # for drafters that run a model: how often a token is right, before one knows
     fills: bool = False  # its trees grow as large as they may, and nobody has said how large
+    pace: int = 0  # where what it does inside captured programs may change: another number, another program
     takes_prediction: bool = False  # drafts from `rows.predictions`
     needs_taps: tuple[float, ...] = ()  # relative depths of the target's hidden states it wants to see
 
@@ -195,6 +196,10 @@ class Drafter(ABC):
 
     def check(self, target: Any) -> None:  # noqa: B027
         """Refuse, with `UnsupportedError`, a target this drafter cannot draft for."""
+
+    def suited(self, target: Any, rule: Rule) -> Drafter:
+        """Who drafts in its stead for this target and rule, once it was checked: itself, unless it knows better."""
+        return self
 
     def reader(self, target: Any) -> Reader | None:
         """A reader of the target that this drafter shares with the loop (early exit), or None."""
@@ -242,6 +247,9 @@ class Drafter(ABC):
 
     def replayed(self) -> None:  # noqa: B027
         """A captured round has passed, with nothing of this object's code run."""
+
+    def landed(self, tokens: Sequence[int]) -> None:  # noqa: B027
+        """A round was read on the host: so many tokens per row. The next may have begun already."""
 
     def rewind(self, lengths: list[int]) -> None:  # noqa: B027
         """The texts were cut back to these lengths: inside another drafter. Stores learn only what is `settled`."""

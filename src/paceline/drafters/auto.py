@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from paceline.core.contracts import DRAFTERS, Budget, RowsView
+from paceline.core.contracts import DRAFTERS, Budget, Drafter, RowsView, Rule
 from paceline.core.costs import Costs
 from paceline.core.credit import Drafted
 from paceline.core.errors import InputError
@@ -14,6 +14,7 @@ from paceline.core.tree import LAWFUL, TokenTree
 from paceline.core.worth import PLAIN, Offer, Rate, Trust, average, best_depth, best_width, cheapest_node
 from paceline.models.pass_times import costs_for
 
+from .auto_captured import leader_for
 from .auto_found import Found, found_for
 from .auto_reasons import of_merged, of_whole
 from .company import Company
@@ -78,11 +79,14 @@ class Auto(Company):
 
     def check(self, target: Any) -> None:
         if self.options.drafters is None and self._given is _LOOK_UP:
-            best = best_for(target) or ("self-quantized" if has_fast_twin(target) else None)
+            best = "self-quantized" if has_fast_twin(target) else best_for(target)
             if best is not None:
                 self._engage((*_LOOK_UP, best))
         super().check(target)
         self._study(target)  # now, so that no text waits for it
+
+    def suited(self, target: Any, rule: Rule) -> Drafter:
+        return leader_for(target, rule, self._costs) or self if self.options.drafters is None else self
 
     def _study(self, target: Any) -> None:
         if self._studied is not target:

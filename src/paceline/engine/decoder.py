@@ -85,6 +85,7 @@ class SpeculativeDecoder:
                 "have one each; name a drafter that does not, such as 'suffix' or a smaller model."
             )
         self.drafter.check(self.target)
+        self.drafter = self.drafter.suited(self.target, self.rule)
         for lm in (self.target, getattr(self.drafter, "lm", None)):
             if isinstance(lm, LanguageModel):
                 prepare(lm)
@@ -107,6 +108,13 @@ class SpeculativeDecoder:
     def keeps_rounds(self) -> bool:
         """Does it hold captured rounds, for the next text?"""
         return self._loop is not None
+
+    def forget(self) -> None:
+        """What its drafter has learned from texts: the next one is drafted for as the first one was."""
+        fresh = self.drafter.anew()
+        if fresh is not None and fresh is not self.drafter:
+            fresh.check(self.target)
+            self.drafter, self._loop = fresh, None
 
     def describe(self) -> str:
         """One line: what speculates with what."""

@@ -145,7 +145,7 @@ class Hangar:
             loop.drafter.keep(rows, decided.verdict, decided.reading)
             return decided, rows.write(decided.verdict, decided.tree)
 
-        decided, lines = self._programs.run(("round", loop.drafter.name, *self._name(rows)), program)
+        decided, lines = self._programs.run(("round", *self._drafting(loop), *self._name(rows)), program)
         loop.drafter.replayed()
         return Flight(decided, self._programs.mail(lines))
 
@@ -169,7 +169,7 @@ class Hangar:
             loop.drafter.keep(rows, Verdict(nothing, nothing), Reading(nothing))
             return tree
 
-        self._programs.run(("draft", loop.drafter.name, *self._name(rows)), program)
+        self._programs.run(("draft", *self._drafting(loop), *self._name(rows)), program)
         loop.drafter.replayed()
 
     def _judged(self, loop: Loop, rows: SteadyRows) -> Flight:
@@ -191,6 +191,9 @@ class Hangar:
         shape = (draft.nodes, draft.is_chain, draft.drawn)
         decided = self._programs.run(("judge", *shape, *self._name(rows)), program).of(tree)
         return loop.finish(exact, decided, budget, self._programs.mail)
+
+    def _drafting(self, loop: Loop) -> tuple[Hashable, ...]:
+        return (loop.drafter.name, loop.drafter.pace)
 
     def _name(self, rows: SteadyRows) -> tuple[Hashable, ...]:
         return (rows.count, rows.bound, rows.batch.kind)

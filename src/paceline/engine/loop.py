@@ -192,6 +192,7 @@ class Loop:
         decided, rows = flight.decided, self.rows
         events = rows.commit(flight.read(), decided.verdict, decided.tree, flight.reasons, flight.asked)
         hand_out(rows, flight.logprobs, events)
+        self.drafter.landed([len(row) for row in events])
         self._landed += [event for row in events for event in row]
         ended = [index for index, row in enumerate(rows.live) if row.stopper.stop is not None]
         if ended and self._may_sit(ended):

@@ -52,9 +52,14 @@ class _Read:
         return self._lines
 
 
+def captures(lm: LanguageModel) -> bool:
+    """Are rounds of this model captured?"""
+    return lm.runner != "eager" and lm.device.type == "cuda" and not is_sharded(lm)
+
+
 def programs_for(lm: LanguageModel) -> ProgramRunner | None:
     """Captured programs on a CUDA device, unless somebody asked for none or a pass is shared with others; else None."""
-    if lm.runner == "eager" or lm.device.type != "cuda" or is_sharded(lm):
+    if not captures(lm):
         return None
     from .cuda_graph import Programs
 

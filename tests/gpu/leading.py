@@ -1,0 +1,49 @@
+"""`auto` where whole rounds are captured: the same texts while it drafts, rests, catches up and goes on."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import paceline
+from paceline.core.costs import Costs
+from paceline.drafters import auto_captured
+from paceline.drafters.auto_captured import Leader
+from paceline.drafters.eagle import Eagle, EagleHead
+
+PROMPTS = [[1, 2, 3, 4, 5, 1, 2], [7, 8, 9], [3, 3, 3, 3, 3], list(range(40, 90))]
+
+
+def slow_while_drafting(leader: Leader) -> Callable[[], float]:
+    """A clock by which drafting never pays."""
+    now = 0.0
+
+    def clock() -> float:
+        nonlocal now
+        now += 0.5 if leader.resting else 5.0
+        return now
+
+    return clock
+
+
+def check_leader(lm: Any, settings: dict[str, Any]) -> None:
+    options = Eagle.Options(head=EagleHead.random(lm), **auto_captured._TREE)
+    leader = Leader(Eagle(options), Costs({1: {1: 1.0, 64: 1.01}}))
+    decoder = paceline.SpeculativeDecoder(lm, leader)
+    settings = {**settings, "max_new_tokens": 160, "ignore_eos": True}
+    plain = [paceline.SpeculativeDecoder(lm).generate(prompt, **settings).tokens for prompt in PROMPTS]
+    assert [decoder.generate(prompt, **settings).tokens for prompt in PROMPTS] == plain, "as it is"
+    kept = auto_captured._SURE, auto_captured._REST, leader._clock
+    auto_captured._SURE, auto_captured._REST, leader._clock = 6, (20, 30), slow_while_drafting(leader)
+    try:
+        texts = [decoder.generate(prompt, **settings) for prompt in PROMPTS]
+    finally:
+        auto_captured._SURE, auto_captured._REST, leader._clock = kept
+    assert [text.tokens for text in texts] == plain, "with rests"
+    drafting = [bool(each.drafted) for each in texts[0].trace.rounds]
+    changes = sum(one != other for one, other in zip(drafting[1:], drafting[:-1], strict=True))
+    assert changes >= 3, drafting
+    began = time.perf_counter()
+    decoder.generate(PROMPTS[0], **settings)
+    print(f"auto leads: {changes} changes; 160 tokens in {1e3 * (time.perf_counter() - began):.0f} ms by a random head")

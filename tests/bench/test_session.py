@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from paceline.bench.contest import Plan, Run
+from paceline.bench.contest import Plan, Run, Task
 from paceline.bench.files import open_record
 from paceline.bench.records import Recorder, read_records
 from paceline.bench.report import Report
@@ -207,3 +207,18 @@ def test_only_the_same_benchmark_can_be_gone_on_with() -> None:
         check_same(earlier, {"arguments": {"gamma": 7, "limit": 3}, "cpu": "here"})
     with pytest.raises(InputError, match="cpu 'here' and this is 'there'"):
         check_same(earlier, {"arguments": {"gamma": 5, "limit": 3}, "cpu": "there"})
+
+
+def test_who_captures_is_warmed_up_for_every_shape() -> None:
+    """Whole texts, that is: the shapes on the way count, too."""
+
+    class Capturing(Actor):
+        def shape_of(self, task: Task, plan: Plan) -> int:
+            return len(task.id)
+
+    log: list[Any] = []
+    capturing, other = Capturing("a", log=log), Actor("b", log=log)
+    report = run([capturing, other], chats("1", "2", "33"), repeats=1, warm_up=3)
+    counts = {name: [tokens for who, *_, tokens in log if who == name] for name in "ab"}
+    assert counts == {"a": [8, 8, 8, 8, 8], "b": [3, 8, 8, 8]}  # of "1", timed, timed, of "33", timed
+    assert len(report.results) == 6

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from paceline.core.trace import Trace
 
@@ -82,6 +82,14 @@ class Contestant(Protocol):
     def run(self, task: Task, plan: Plan, repeat: int, cancel: Cancel) -> Run: ...
 
     def close(self) -> None: ...
+
+
+@runtime_checkable
+class Shaped(Protocol):
+    """A contestant that has to be warm for every shape of text by itself, since it captures programs for each."""
+
+    def shape_of(self, task: Task, plan: Plan) -> Hashable:
+        """None: what is warm for one is warm for all."""
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,7 @@ from paceline.engine.decoder import SpeculativeDecoder
 from paceline.models import load
 from paceline.models.language_model import LanguageModel
 from paceline.models.runners.device import finish
+from paceline.models.runners.programs import captures
 from paceline.models.running import parts
 from paceline.models.slot_cache import live_caches
 
@@ -92,6 +93,12 @@ class Ours:
 
     # ---- taking part
 
+    def shape_of(self, task: Task, plan: Plan) -> Hashable:
+        """Programs are captured for rows and for lengths in powers of two."""
+        longest = max(map(len, task.prompts))
+        shape = (len(task.prompts), longest.bit_length(), (longest + plan.tokens).bit_length())
+        return shape if captures(self.lm) else None
+
     def refuses(self, task: Task, plan: Plan) -> str | None:
         return too_long(task, plan, self.lm.context)
 
@@ -105,8 +112,9 @@ class Ours:
             except DrafterWarning as failure:
                 raise DrafterError(f"'{self.name}' cannot be measured: {failure}") from failure
             finally:  # also: the memory of this run is free before the next one begins
-                self._next = decoder.drafter.anew()
-                self._kept = decoder if decoder.keeps_rounds and self._next is decoder.drafter else None
+                known = decoder.forget()
+                self._next = decoder.drafter if known else None
+                self._kept = decoder if known and decoder.keeps_rounds else None
         if sum(map(len, timed.tokens)) < len(task.prompts) * plan.tokens and cancel():
             return cut_short(self.name, task, repeat)
         return Run(

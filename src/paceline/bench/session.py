@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -17,7 +17,7 @@ from paceline.models.cache import Progress
 from paceline.models.running import running
 
 from .assembly import Contest, assemble, costs_of, layers_of, quality_of, too_long
-from .contest import Cancel, Contestant, Plan, Run, Task, Watcher
+from .contest import Cancel, Contestant, Plan, Run, Shaped, Task, Watcher
 from .machine import Neighbours, check_idle, how_busy, wanted_device
 from .memory import peak_while
 from .options import BenchOptions
@@ -180,7 +180,7 @@ class _Session:
     cancel: Cancel
     neighbours: Neighbours
     weigh: Weigh | None
-    warm: set[str] = field(default_factory=set)
+    warm: set[tuple[str, Hashable]] = field(default_factory=set)  # who, and for texts of which shape
     failed: set[str] = field(default_factory=set)
     done: dict[tuple[str, str, int], Result] = field(init=False)  # by contestant, task and repeat
     refusals: dict[tuple[str, str], list[str]] = field(default_factory=dict)
@@ -223,16 +223,18 @@ class _Session:
 
     def _prepare(self, there: Sequence[Contestant], task: Task) -> dict[str, int | None]:
         """What is done before anything is timed: everybody once in the session, so that kernels are chosen, pages
-        touched, files read; and where memory is asked for, one run of each category for that."""
+        touched, files read, and once for every shape of text that programs are captured for; and where memory is asked
+        for, one run of each category for that."""
         peaks: dict[str, int | None] = {}
         weigh = self.weigh if task.category not in self.weighed else None
         self.weighed.add(task.category)
         short = replace(self.plan, tokens=min(self.warm_up, self.plan.tokens))
         for each in there:
+            shape = each.shape_of(task, self.plan) if isinstance(each, Shaped) else None
             try:
-                if self.warm_up > 0 and each.name not in self.warm and not self.cancel():
-                    self.warm.add(each.name)
-                    each.run(task, short, 0, self.cancel)
+                if self.warm_up > 0 and (each.name, shape) not in self.warm and not self.cancel():
+                    self.warm.add((each.name, shape))
+                    each.run(task, short if shape is None else self.plan, 0, self.cancel)
                 if weigh is not None and not self.cancel():
                     _, peaks[each.name] = weigh(lambda: each.run(task, self.plan, 0, self.cancel))  # noqa: B023
             except Exception as error:

@@ -109,12 +109,16 @@ class SpeculativeDecoder:
         """Does it hold captured rounds, for the next text?"""
         return self._loop is not None
 
-    def forget(self) -> None:
-        """What its drafter has learned from texts: the next one is drafted for as the first one was."""
+    def forget(self) -> bool:
+        """What its drafter has learned from texts: the next one is drafted for as the first one was. False: it is one
+        that cannot be made anew."""
         fresh = self.drafter.anew()
         if fresh is not None and fresh is not self.drafter:
             fresh.check(self.target)
-            self.drafter, self._loop = fresh, None
+            if self._loop is not None and not self._loop.adopt(fresh):
+                self._loop = None
+            self.drafter = fresh
+        return fresh is not None
 
     def describe(self) -> str:
         """One line: what speculates with what."""

@@ -65,6 +65,18 @@ class Loop:
         return self.captures and not self.rows.count and not self.flights
 
     @torch.inference_mode()
+    def adopt(self, drafter: Drafter) -> bool:
+        """Let another drafter of the same kind take over, between two texts, and keep what is captured. False: the
+        programs have to do with the one that was here."""
+        old = self.drafter
+        inside = old.shares_reader or old.steady(0)
+        if not self.reusable or inside or type(old) is not type(drafter) or old.needs_taps != drafter.needs_taps:
+            return False
+        drafter.open(self.target, self.rows)
+        self.drafter = drafter
+        return True
+
+    @torch.inference_mode()
     def draft_seconds(self, often: int, now: Callable[[], float]) -> float | None:
         """What a captured draft takes by itself; None where drafts are not captured."""
         self._land()

@@ -67,7 +67,7 @@ tables() {
 construction() { # the first three layers draft; the others add what `epsilons` found (epsilons.txt); SHAPES: of these only
   while read -r shape rate eps _; do
     echo "== $shape, agreeing $rate by construction, eps $eps"
-    bench "$shape-agreeing-$rate" --shape "$shape" --construction "$eps" --draft-shape "$shape:layers=3" --peers hf-assisted
+    bench "$shape-agreeing-$rate" --shape "$shape" --construction "$eps" --draft-shape "$shape:layers=3" --peers hf-assisted --runs draft-model:gamma=3
   done < <(grep "${SHAPES:-llama}" docs/results/gpu/epsilons.txt)
 }
 

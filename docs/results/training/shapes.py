@@ -64,7 +64,8 @@ def main() -> None:
         depth, nodes, options = shape
         drafter = paceline.load_drafter(given.folder, **options)
         decoder = paceline.SpeculativeDecoder(lm, drafter, gamma=depth, nodes=nodes)
-        written(decoder, prompts[0][1])
+        for _, prompt in prompts if lm.device.type == "cuda" else prompts[:1]:
+            written(decoder, prompt)  # programs are captured for every length
         tokens, took, rounds = 0, [0.0, 0.0], defaultdict(list)
         for category, prompt in prompts:
             wanted, alone = written(plain, prompt)

@@ -4,21 +4,28 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.engine.test_replays import imitated
+import torch
+from tests.engine.test_replays import Replays, imitated
 from tests.toys import llama
 
 import paceline
+from paceline.bench.contest import Plan, Task
+from paceline.bench.entries import parse_entry
+from paceline.bench.ours import Ours
 from paceline.core.costs import Costs
+from paceline.core.errors import DrafterWarning
 from paceline.drafters import auto_captured
 from paceline.drafters import shipped as room
 from paceline.drafters.auto import Auto
 from paceline.drafters.auto_captured import Leader
-from paceline.drafters.eagle import EagleHead
+from paceline.drafters.eagle import Eagle, EagleHead
+from paceline.drafters.eagle_steps import Steps
 from paceline.drafters.medusa import MedusaHead
 from paceline.models.language_model import LanguageModel
 
@@ -27,12 +34,18 @@ pytestmark = pytest.mark.usefixtures("trees_by_torch")  # a device that is imita
 PROMPTS = [[1, 2, 3, 4, 5, 1, 2], [7, 8, 9], [3, 3, 3, 3, 3], [6, 1]]
 FREE = Costs({1: {1: 1.0, 64: 1.01}})
 SETTINGS: list[dict[str, Any]] = [{}, {"temperature": 0.9, "seed": 3}]
+TASK = Task("1", "story", ((1, 2, 3, 4, 5, 1, 2, 3),))
 SIZES = {"num_hidden_layers": 3, "max_position_embeddings": 512}
 HEADS: dict[str, Any] = {"eagle": EagleHead, "medusa": MedusaHead}
 
 
 @pytest.fixture
-def lm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> LanguageModel:
+def programs(monkeypatch: pytest.MonkeyPatch) -> list[Replays]:
+    return imitated(monkeypatch)
+
+
+@pytest.fixture
+def lm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, programs: list[Replays]) -> LanguageModel:
     """A target with heads that come along for it, on a device that captures."""
     lm = LanguageModel(llama(0, **SIZES), name="toy")
     for kind, head in HEADS.items():
@@ -41,7 +54,6 @@ def lm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> LanguageModel:
     monkeypatch.setattr(room, "ROOT", tmp_path)
     monkeypatch.setattr(auto_captured, "captures", lambda lm: True)
     monkeypatch.setattr(auto_captured, "by_kernels", lambda lm: True)
-    imitated(monkeypatch)
     return lm
 
 
@@ -72,7 +84,7 @@ def test_it_leads_where_rounds_are_captured_and_nowhere_else(
 
     decoder = paceline.SpeculativeDecoder(lm, "auto", options={"costs": FREE})
     assert isinstance(decoder.drafter, Leader)
-    assert "auto (eagle, tree best-first, or none), γ=5, rule match" in decoder.describe()
+    assert "auto (eagle, tree best-first, or none), γ≤5, rule match" in decoder.describe()
     assert isinstance(drafter(options={"drafters": ("suffix",)}), Auto)  # as was asked for
     assert isinstance(drafter(rule="ratio"), Auto)  # it judges chains
     monkeypatch.setattr(auto_captured, "captures", lambda lm: False)
@@ -149,3 +161,136 @@ def test_beams_are_searched_without_it(lm: LanguageModel) -> None:
         PROMPTS[0], max_new_tokens=12, num_beams=2
     )
     assert found.tokens == plain.tokens
+
+
+def leader_of(decoder: paceline.SpeculativeDecoder) -> Leader:
+    assert isinstance(decoder.drafter, Leader)
+    return decoder.drafter
+
+
+def wrong_entries(leader: Leader, margin: int) -> dict[int, list[int]]:
+    """Per row, entries of the eagle's memory that are not those of reading the text anew; the last may be missing."""
+    eagle, rows, found = leader.inner, leader._rows, {}
+    assert isinstance(eagle, Eagle)
+    with torch.inference_mode():
+        for row in range(rows.count):
+            known = rows.lengths[row] - 1
+            steps = Steps(eagle.light, eagle.embed, eagle.shared, eagle.places, None)
+            steps.cache.reserve(rows.capacity, known)
+            steps.read(rows, slice(row, row + 1), torch.arange(known)[None], known)
+            ours, true = (each.keys[0][row, :, : max(0, known - margin)] for each in (eagle._cache, steps.cache))
+            wrong = ((ours - true).abs().amax((0, 2)) > 1e-6).nonzero().flatten().tolist()
+            found.update({row: wrong} if wrong else {})
+    return found
+
+
+@pytest.mark.parametrize(("rows", "count"), [(1, 2), (4, 6), (16, 9)])
+def test_its_memory_has_no_holes(
+    lm: LanguageModel, restless: None, rows: int, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where everything is accepted, rounds of few rows add more than those of many look back to by themselves."""
+    decoder = paceline.SpeculativeDecoder(lm, "auto", options={"costs": FREE}, rows=rows)
+    leader, holes, looked = leader_of(decoder), [], 0
+    leader._clock = ticking(lambda: 0.5 if leader.resting else 5.0)
+    landed = leader.landed
+
+    def looking(tokens: Any, away: float) -> None:
+        nonlocal looked
+        landed(tokens, 0.0)
+        if not leader.resting and not leader._catching_up:
+            looked += 1
+            holes.append(wrong_entries(leader, 16))
+
+    monkeypatch.setattr(leader, "landed", looking)
+    prompts = [[1, 2, row + 1] for row in range(count)]
+    settings = {"max_new_tokens": [60 + 20 * (row % 3) for row in range(count)], "ignore_eos": True}
+    decoder.generate(prompts, logit_bias={5: 1000.0}, **settings)
+    assert looked > 6
+    assert not any(holes)
+
+
+def test_a_drafter_that_somebody_else_has_opened_is_not_used_on(lm: LanguageModel, programs: list[Replays]) -> None:
+    """`anew` may be the same one: two decoders that take turns with it draft as if they were alone."""
+    for draft in ("eagle", "auto", LanguageModel(llama(1, **SIZES))):
+        options = {"costs": FREE} if draft == "auto" else {}
+        one = paceline.SpeculativeDecoder(lm, draft, options=options)
+        other = paceline.SpeculativeDecoder(lm, one.drafter.anew())
+        assert other.drafter is one.drafter
+        settings = {"max_new_tokens": 20, "ignore_eos": True}
+        first = one.generate(PROMPTS[0], **settings)
+        other.generate([9, 9, 8, 7, 6, 5, 4], **settings)
+        before = len(programs)
+        again = one.generate(PROMPTS[0], **settings)
+        assert len(programs) > before
+        assert again.trace.rounds == first.trace.rounds
+        before = len(programs)
+        assert one.generate(PROMPTS[0], **settings).trace.rounds == first.trace.rounds
+        assert len(programs) == before  # now it is its own again
+
+
+def test_it_wakes_though_rows_come_and_go(lm: LanguageModel, restless: None) -> None:
+    decoder = paceline.SpeculativeDecoder(lm, "auto", options={"costs": FREE}, rows=4)
+    leader, woken = leader_of(decoder), []
+    leader._clock = ticking(lambda: 0.5 if leader.resting else 5.0)
+    wake = leader._wake
+    leader._wake = lambda: woken.append(wake())  # type: ignore[method-assign, func-returns-value]
+    lengths = [8 + 5 * (row % 4) for row in range(40)]
+    decoder.generate([[1, 2, row % 9 + 1] for row in range(40)], max_new_tokens=lengths, ignore_eos=True)
+    assert len(woken) >= 3
+
+
+def test_a_batch_too_large_for_drafts_stays_captured(lm: LanguageModel, restless: None) -> None:
+    decoder = paceline.SpeculativeDecoder(lm, "auto", options={"costs": FREE}, rows=64)
+    leader = leader_of(decoder)
+    leader._clock = ticking(lambda: 5.0)
+    texts = decoder.generate([[1, 2, row % 9 + 1] for row in range(40)], max_new_tokens=40, ignore_eos=True)
+    assert not any(each.drafted for each in texts[0].trace.rounds)
+    assert leader.steady(100)
+
+
+def test_bench_measures_it(lm: LanguageModel) -> None:
+    ours = Ours(lm, replace(parse_entry("auto"), options={"costs": FREE}))
+    assert isinstance(ours.decoder(1).drafter, Leader)
+    plain = Ours(lm, plain=True).run(TASK, Plan(20), 0, lambda: False)
+    assert ours.run(TASK, Plan(20), 0, lambda: False).tokens == plain.tokens
+    assert isinstance(ours.decoder(1).drafter, Leader)
+
+
+def test_what_was_set_is_not_ignored(lm: LanguageModel) -> None:
+    decoder = paceline.SpeculativeDecoder(lm, "auto", options={"costs": FREE, "frozen": True})
+    assert isinstance(decoder.drafter, Auto)
+
+
+def test_time_that_tokens_are_taken_in_does_not_count(lm: LanguageModel, restless: None) -> None:
+    leader = leader_of(paceline.SpeculativeDecoder(lm, "auto", options={"costs": FREE}))
+    decoder = paceline.SpeculativeDecoder(lm, leader)
+    now = 0.0
+    leader._clock = lambda: now
+    landed = leader.landed
+    seen: list[float] = []
+
+    def later(tokens: Any, away: float) -> None:
+        nonlocal now
+        now += 0.9 + 7.0
+        seen.append(away)
+        landed(tokens, 7.0)
+
+    leader.landed = later  # type: ignore[method-assign]
+    text = decoder.generate(PROMPTS[0], max_new_tokens=40, ignore_eos=True)
+    assert all(each.drafted for each in text.trace.rounds[:-1])
+    assert all(0 <= away < 60 for away in seen[1:])
+
+
+def test_failing_to_rest_costs_speed_and_not_the_text(lm: LanguageModel, restless: None) -> None:
+    decoder = paceline.SpeculativeDecoder(lm, "auto", options={"costs": FREE})
+    leader = leader_of(decoder)
+    leader._clock = ticking(lambda: 5.0)
+
+    def failing(lengths: list[int]) -> None:
+        raise RuntimeError("no")
+
+    leader.inner.rewind = failing  # type: ignore[method-assign]
+    plain = paceline.SpeculativeDecoder(llama(0, **SIZES), runner="eager")
+    with pytest.warns(DrafterWarning, match="RuntimeError: no"):
+        found = decoder.generate(PROMPTS[0], max_new_tokens=40, ignore_eos=True)
+    assert found.tokens == plain.generate(PROMPTS[0], max_new_tokens=40, ignore_eos=True).tokens

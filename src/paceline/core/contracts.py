@@ -111,7 +111,7 @@ class Reader(Protocol):
 
     @property
     def moved(self) -> int:
-        """How often its memory was replaced by a larger one."""
+        """Another number whenever its memory is another one."""
         ...
 
     @property
@@ -175,6 +175,8 @@ class Drafter(ABC):
     hope: float | None = None  # for drafters that run a model: how often a token is right, before one knows
     fills: bool = False  # its trees grow as large as they may, and nobody has said how large
     pace: int = 0  # where what it does inside captured programs may change: another number, another program
+    depth: int | None = None  # drafted in a row at most where it chooses the length and nobody has said γ
+    home: Any = None  # of the loop that opened it last: nobody else may go on with what it knows
     takes_prediction: bool = False  # drafts from `rows.predictions`
     needs_taps: tuple[float, ...] = ()  # relative depths of the target's hidden states it wants to see
 
@@ -242,14 +244,15 @@ class Drafter(ABC):
 
     @property
     def moved(self) -> int:
-        """How often its tensors were replaced, for programs that use them."""
+        """Another number whenever its tensors are others, for programs that use them."""
         return 0
 
     def replayed(self) -> None:  # noqa: B027
         """A captured round has passed, with nothing of this object's code run."""
 
-    def landed(self, tokens: Sequence[int]) -> None:  # noqa: B027
-        """A round was read on the host: so many tokens per row. The next may have begun already."""
+    def landed(self, tokens: Sequence[int], away: float) -> None:  # noqa: B027
+        """A round was read on the host: so many tokens per row. The next may have begun already. away: seconds since
+        the last one that whoever takes the tokens spent with them."""
 
     def rewind(self, lengths: list[int]) -> None:  # noqa: B027
         """The texts were cut back to these lengths: inside another drafter. Stores learn only what is `settled`."""
@@ -259,9 +262,8 @@ class Drafter(ABC):
 
     def anew(self) -> Drafter | None:
         """The same drafter, as if it had never seen a text: made again from its `options`; itself, where it learns
-        nothing. Whoever holds something slow
-        to make that knows no text (a model made out of the target, a head read from a file) hands it on. None: it has
-        no such attribute, and whoever made it must make it again."""
+        nothing. Whoever holds something slow to make that knows no text (a model made out of the target, a head read
+        from a file) hands it on. None: it has no such attribute, and whoever made it must make it again."""
         options = getattr(self, "options", None)
         return None if options is None else type(self)(options)  # type: ignore[call-arg]
 

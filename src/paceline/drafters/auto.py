@@ -86,7 +86,8 @@ class Auto(Company):
         self._study(target)  # now, so that no text waits for it
 
     def suited(self, target: Any, rule: Rule) -> Drafter:
-        return leader_for(target, rule, self._costs) or self if self.options.drafters is None else self
+        as_usual = replace(self.options, costs=None) == self.Options()
+        return leader_for(target, rule, self._costs) or self if as_usual else self
 
     def _study(self, target: Any) -> None:
         if self._studied is not target:

@@ -39,7 +39,13 @@ def leader_for(target: LanguageModel, rule: Rule, costs: Costs) -> Leader | None
         return None
     drafter = make_drafter((best[0], {**best[1], **_TREE}), device=target.device)
     drafter.check(target)
-    return Leader(drafter, costs)
+    return None if drafter.shares_reader else Leader(drafter, costs)
+
+
+def _nodes(rows: RowsView) -> int:
+    """Of a draft: by the rows that programs are made for, so that no round is deeper than the next one looks back to,
+    captured or not (rows only leave while others are live)."""
+    return min(_NODES, _READ // max(1, rows.capacity) - 1)
 
 
 class Leader(Drafter):
@@ -48,6 +54,8 @@ class Leader(Drafter):
     name = "auto"
     on_device = True
     by_clock = True
+    chooses_length = True
+    depth = 5
 
     def __init__(self, inner: Drafter, costs: Costs, clock: Callable[[], float] = time.perf_counter) -> None:
         self.inner, self._costs, self._clock = inner, costs, clock
@@ -59,7 +67,7 @@ class Leader(Drafter):
 
     def _begin(self) -> None:
         self.pace, self._catching_up = 1, False
-        self._wait, self._since = _REST[0], 0
+        self._wait, self._rested, self._since = _REST[0], 0, 0
         self._tokens.clear()
 
     def anew(self) -> Drafter:
@@ -76,18 +84,20 @@ class Leader(Drafter):
     def resting(self) -> bool:
         return self.pace == 0
 
-    def landed(self, tokens: Sequence[int]) -> None:
+    def landed(self, tokens: Sequence[int], away: float) -> None:
         now = self._clock()
-        took, self._last = now - self._last, now
-        if len(tokens) != self._count:
+        took, self._last = now - self._last - away, now
+        if len(tokens) != self._count:  # rounds of so many rows take another time, and bring something else
             self._count, self._since = len(tokens), 0
-            for times in self._took.values():
-                times.clear()
+            for known in (*self._took.values(), self._tokens):
+                known.clear()
         self._since += 1
-        if self._since <= _BETWEEN:
+        if self.resting:
+            self._rested += 1
+        if self._since <= _BETWEEN or _nodes(self._rows) < 1:
             return
         self._took[self.resting].append(took)
-        if self.resting and self._since > self._wait:
+        if self.resting and self._rested > self._wait:
             self._wake()
         elif not self.resting:
             self._tokens.append(mean(tokens))
@@ -101,22 +111,23 @@ class Leader(Drafter):
         return mean(self._tokens) * alone >= _CLEARLY * median(self._took[False])
 
     def _rest(self) -> None:
-        self.pace = self._since = 0
+        self.pace = self._since = self._rested = 0
         self.inner.rewind(list(self._rows.lengths))  # what it has read by now; nothing until it wakes
 
     def _wake(self) -> None:
         """Its next draft is made outside of a program, for there may be much to read first."""
-        self.pace, self._catching_up = 1, True
-        self._wait, self._since = min(2 * self._wait, _REST[1]), 0
+        self.pace, self._catching_up, self._since = 1, True, 0
+        self._wait = min(2 * self._wait, _REST[1])
         self._tokens.clear()
+        self._took[False].clear()
 
     # ---- a round
 
     def steady(self, longest: int) -> bool:
-        return not self._catching_up and self.inner.steady(longest)
+        return (self.resting or not self._catching_up) and self.inner.steady(longest)
 
     def propose(self, rows: RowsView, budget: Budget) -> TokenTree:
-        nodes = min(budget.nodes, _NODES, _READ // max(1, rows.count) - 1)
+        nodes = min(budget.nodes, _nodes(rows))
         if self.resting or nodes < 1 or not budget.branches:
             return TokenTree.empty(rows.count, rows.text.device)
         self._catching_up = False
@@ -138,12 +149,13 @@ class Leader(Drafter):
     def open(self, target: Any, rows: RowsView) -> None:
         self._rows = rows
         self._begin()
+        self.inner.home = None
         self.inner.open(target, rows)
 
     def admit(self, rows: RowsView, first: int) -> None:
         if not first:
             self._begin()
-        self._since = 0
+        self._since = 0  # prompts were read meanwhile
         self.inner.admit(rows, first)
 
     def watch(self, rows: RowsView, glimpse: Glimpse) -> None:

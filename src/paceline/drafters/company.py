@@ -102,6 +102,7 @@ class Company(Drafter):
         self._tree: TokenTree | None = None
         for member in self._members:
             member.lost = member.behind = member.shares = member.has_laws = False
+            member.drafter.home = None
             self._try(member, member.drafter.open, target, rows)
 
     def reader(self, target: Any) -> Reader | None:

@@ -136,7 +136,7 @@ class SpeculativeDecoder:
         """A drafter that chooses by itself is hardly limited."""
         if isinstance(gamma, int):
             return gamma
-        return _DEEPEST if self.drafter.chooses_length else _USUAL
+        return (self.drafter.depth or _DEEPEST) if self.drafter.chooses_length else _USUAL
 
     # ---- the two ways to use it
 
@@ -248,7 +248,7 @@ class SpeculativeDecoder:
         rule = self._rule_for(waiting[0][0].request)
         drafter = self._drafter_for(row for party in waiting for row in party)
         loop, self._loop = self._loop, None
-        if loop is None or (loop.drafter, loop.rule) != (drafter, rule):
+        if loop is None or (loop.drafter, loop.rule) != (drafter, rule) or not loop.at_home:
             loop = Loop(self.target, drafter, rule, self.gamma, self.nodes)
         try:
             while waiting or loop.rows.count:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 _SHORTEST = 256  # slots a program is made for at least
 _ROOMY, _FEW = 1024, 8  # slots that rows have room for at least, where they are no more than so few
-_LONG = 4096  # beyond, room is made in pieces like this, and before by doubling
+_LONG = 4096  # beyond, these have it made in pieces like this, and before by doubling
 _WIDTHS = (0, 1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # nodes it is made for
 
 
@@ -95,8 +95,10 @@ class Hangar:
         program is captured again."""
         if self._programs is None:
             return room
-        least = _ROOMY if rows <= _FEW else _SHORTEST
-        return max(least, 1 << (room - 1).bit_length()) if room <= _LONG else -(-room // _LONG) * _LONG
+        if rows <= _FEW and room <= _LONG:
+            return max(_ROOMY, 1 << (room - 1).bit_length())
+        step = _LONG if rows <= _FEW else _SHORTEST
+        return -(-room // step) * step
 
     def rows_for(self, loop: Loop) -> SteadyRows | None:
         """The rows as the program of the next round sees them; None: no program can run it."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import warnings
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -42,9 +43,10 @@ class Loop:
         self._landed: list[Event] = []  # of rounds that had to be read early
         self._idle: set[int] = set()  # rows that ended and are still seated
         self._sits = not drafter.speculates  # nobody but the reader has to know where rows are
+        self._home, self._left, self._away = object(), 0.0, 0.0
         rule.open(self.rows)
         with torch.inference_mode():
-            self._guard(lambda: drafter.open(target, self.rows))
+            self._house(drafter)
             shared = self._guard(lambda: self.drafter.reader(target))
         self.reader: Reader = target.reader_around(shared) if shared else target.reader(self.drafter.needs_taps)
         self.branches = rule.branches and self.reader.branches  # may drafts be trees?
@@ -72,9 +74,18 @@ class Loop:
         inside = old.shares_reader or old.steady(0)
         if not self.reusable or inside or type(old) is not type(drafter) or old.needs_taps != drafter.needs_taps:
             return False
-        drafter.open(self.target, self.rows)
         self.drafter = drafter
+        self._house(drafter)
         return True
+
+    def _house(self, drafter: Drafter) -> None:
+        self._guard(lambda: drafter.open(self.target, self.rows))
+        self.drafter.home = self._home
+
+    @property
+    def at_home(self) -> bool:
+        """Has nobody else opened its drafter since?"""
+        return self.drafter.home is self._home
 
     @torch.inference_mode()
     def draft_seconds(self, often: int, now: Callable[[], float]) -> float | None:
@@ -147,6 +158,7 @@ class Loop:
     @torch.inference_mode()
     def step(self) -> list[Event]:
         """One round for every live row; rows that ended are released."""
+        self._away += time.perf_counter() - self._left
         steady = self._hangar.rows_for(self)
         while steady and (not self.flights or (len(self.flights) == 1 and self._hangar.may_hurry(self))):
             flight = self._fly(steady)  # the next may begin before this one is read
@@ -162,6 +174,7 @@ class Loop:
         if self.flights:
             self._read()
         events, self._landed = self._landed, []
+        self._left = time.perf_counter()
         return events
 
     def _fly(self, steady: SteadyRows) -> Flight | None:
@@ -204,7 +217,8 @@ class Loop:
         decided, rows = flight.decided, self.rows
         events = rows.commit(flight.read(), decided.verdict, decided.tree, flight.reasons, flight.asked)
         hand_out(rows, flight.logprobs, events)
-        self.drafter.landed([len(row) for row in events])
+        self._guard(lambda: self.drafter.landed([len(row) for row in events], self._away))
+        self._away = 0.0
         self._landed += [event for row in events for event in row]
         ended = [index for index, row in enumerate(rows.live) if row.stopper.stop is not None]
         if ended and self._may_sit(ended):

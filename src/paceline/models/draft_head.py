@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from paceline.core.errors import LoadError, UnsupportedError
 
 from .head_files import check_target, fingerprint, load_head, save_head
+from .slot_cache import CHANGES
 
 if TYPE_CHECKING:
     from .language_model import LanguageModel
@@ -104,7 +105,7 @@ class PlaceStore:
 
     def __init__(self, width: int, dtype: torch.dtype, device: torch.device) -> None:
         self._states = torch.zeros(0, 0, width, dtype=dtype, device=device)  # [R,T,D]
-        self.moved = 0  # how often they were replaced by larger ones
+        self.moved = next(CHANGES)  # another number whenever they are others
 
     def write(self, rows: slice, position: Tensor, states: Tensor, places: int) -> None:
         """`states` [R,Q,D] of the rows, at `position` [R,Q], all below `places`."""
@@ -135,7 +136,7 @@ class PlaceStore:
             places = max(places, min(2 * old.shape[1], places + 4096))
         self._states = old.new_zeros(max(rows, old.shape[0]), max(places, old.shape[1]), old.shape[2])
         self._states[: old.shape[0], : old.shape[1]] = old
-        self.moved += 1
+        self.moved = next(CHANGES)
 
     def reorder(self, source: Sequence[int]) -> None:
         """Row r becomes a copy of row source[r]."""

@@ -6,6 +6,7 @@ that call means. Nothing is ever concatenated or cropped.
 
 from __future__ import annotations
 
+from itertools import count
 from typing import Any
 from weakref import WeakSet
 
@@ -15,6 +16,8 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 
 from paceline.core.quick import branches_of
+
+CHANGES = count(1)  # of memories, in this process: programs know theirs by such a number
 
 _LIVE: WeakSet[SlotCache] = WeakSet()
 
@@ -40,7 +43,7 @@ class SlotCache(Cache):
         self.past = 0  # committed tokens before this pass, for the parts of transformers that ask
         self._addresses: np.ndarray | None = None  # of the stores, until one of them is replaced
         self._tables: list[Tensor] = []  # the same on the device; captured programs still read those of fewer layers
-        self.moved = 0  # how often they were
+        self.moved = next(CHANGES)  # another number whenever they are others
 
     # ---- before a pass
 
@@ -58,7 +61,7 @@ class SlotCache(Cache):
         self._rows, self._slots = rows, slots
         self._addresses = None
         self._tables.clear()
-        self.moved += 1
+        self.moved = next(CHANGES)
 
     def aim(self, rows: slice, slots: int | Tensor, visible: int, past: int, steady: bool = False) -> None:
         """The next pass writes to `slots` (a first slot common to all rows, or [R,Q]) and sees slots 0..visible-1."""

@@ -77,6 +77,7 @@ def test_everyone_writes_what_plain_decoding_writes_and_as_much(lm: LanguageMode
         ("draft-lm", {}),
         ("draft-lm", {"vocabulary": 24}),
         ("suffix", {}),
+        ("portfolio", {"drafters": ("suffix", "recycling")}),
     ],
 )
 def test_rounds_are_captured_once_for_all_runs(
@@ -97,6 +98,21 @@ def test_rounds_are_captured_once_for_all_runs(
     made.clear()
     runs = [ours.run(ONE, PLAN, repeat, never) for repeat in range(3)]
     assert len(made) == 1
+    assert all(run.tokens == plain.tokens and run.traces == runs[0].traces for run in runs)
+
+
+@pytest.mark.usefixtures("trees_by_torch")
+@pytest.mark.parametrize("drafters", [("suffix", ("early-exit", {"layers": 1})), ("early-exit",)])
+def test_a_reader_that_was_borrowed_goes_with_its_drafter(
+    lm: LanguageModel, drafters: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever comes after it brings one along, too, and with it the rounds are others."""
+    made: list[Rehearsal] = []
+    monkeypatch.setattr(flight, "programs_for", lambda lm: made.append(Rehearsal()) or made[-1])  # type: ignore[func-returns-value]
+    ours = Ours(lm, Entry("several", "portfolio", {"drafters": drafters}, gamma=3, nodes=8))
+    runs = [ours.run(ONE, PLAN, repeat, never) for repeat in range(3)]
+    assert len(made) == 3
+    plain = Ours(lm, plain=True).run(ONE, PLAN, 0, never)
     assert all(run.tokens == plain.tokens and run.traces == runs[0].traces for run in runs)
 
 

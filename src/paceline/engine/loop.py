@@ -48,6 +48,7 @@ class Loop:
         with torch.inference_mode():
             self._house(drafter)
             shared = self._guard(lambda: self.drafter.reader(target))
+        self._borrowed = shared is not None
         self.reader: Reader = target.reader_around(shared) if shared else target.reader(self.drafter.needs_taps)
         self.branches = rule.branches and self.reader.branches  # may drafts be trees?
         if target.strict and shared is not None and not by_kernels(target):
@@ -71,8 +72,8 @@ class Loop:
         """Let another drafter of the same kind take over, between two texts, and keep what is captured. False: the
         programs have to do with the one that was here."""
         old = self.drafter
-        inside = old.shares_reader or old.steady(0)
-        if not self.reusable or inside or type(old) is not type(drafter) or old.needs_taps != drafter.needs_taps:
+        alike = type(old) is type(drafter) and old.needs_taps == drafter.needs_taps
+        if not self.reusable or not alike or self._borrowed or old.steady(0):
             return False
         self.drafter = drafter
         self._house(drafter)

@@ -42,7 +42,6 @@ pytestmark = pytest.mark.usefixtures("looks_up")
         (["--ban", "x"], ["--ban must be a whole number, got 'x'."]),
         (["--amateur", ""], ["--amateur is empty"]),
         (["--draft", "staged"], ["staged needs a model, such as --drafter.model"]),
-        (["--draft", "eagle"], ["eagle needs a trained head, and none comes with Paceline", "--drafter.head FOLDER"]),
         (["--draft", "portfolio", "--drafter.drafters", '["suffix"'], ["--drafter.drafters begins like JSON"]),
         (["--speculative-config", "{"], ["--speculative-config is not valid JSON"]),
         (["--speculative-config", '{"methd": "ngram"}'], ["Did you mean 'method'?"]),

@@ -115,8 +115,9 @@ class Hangar:
             self._rows.clear()
             self._drafts.clear()
             self._stamp = stamp
-        longest = max(rows.lengths) + len(loop.flights) * (loop.gamma + 1)
-        bound = min(max(_SHORTEST, 1 << (longest + loop.gamma).bit_length()), rows.room - loop.nodes - 1)
+        longest, drafted = max(rows.lengths) + len(loop.flights) * (loop.gamma + 1), loop.nodes + 1
+        slots = max(_SHORTEST, 1 << (longest + loop.gamma + drafted).bit_length())  # with the draft: whole spans
+        bound = min(slots, rows.room) - drafted
         key = (rows.capacity, bound, rows.batch.kind)
         found = self._rows.get(key)
         if found is None:

@@ -12,14 +12,14 @@ from dataclasses import replace
 from statistics import mean, median
 from typing import Any
 
-from paceline.core.contracts import Budget, Drafter, Glimpse, Reading, RowsView, Rule
+from paceline.core.contracts import Budget, Drafter, Glimpse, RowsView, Rule
 from paceline.core.costs import Costs
 from paceline.core.tree import TokenTree
-from paceline.core.verdict import Verdict
 from paceline.models.language_model import LanguageModel
 from paceline.models.runners.programs import captures
 from paceline.models.running import by_kernels
 
+from .around import Around
 from .making import make_drafter
 from .shipped import best_for
 
@@ -48,7 +48,7 @@ def _nodes(rows: RowsView) -> int:
     return min(_NODES, _READ // max(1, rows.capacity) - 1)
 
 
-class Leader(Drafter):
+class Leader(Around):
     """Drafts by `inner` inside captured rounds, or not at all while that is slower than plain decoding."""
 
     name = "auto"
@@ -58,12 +58,16 @@ class Leader(Drafter):
     depth = 5
 
     def __init__(self, inner: Drafter, costs: Costs, clock: Callable[[], float] = time.perf_counter) -> None:
-        self.inner, self._costs, self._clock = inner, costs, clock
+        self._inner, self._costs, self._clock = inner, costs, clock
         self.needs_taps = inner.needs_taps
         self._took: dict[bool, deque[float]] = {resting: deque(maxlen=_WINDOW) for resting in (False, True)}
         self._tokens: deque[float] = deque(maxlen=_WINDOW)  # of a round, while drafting
         self._count, self._last = 0, 0.0  # rows, and when a round landed last
         self._begin()
+
+    @property
+    def inner(self) -> Drafter:
+        return self._inner
 
     def _begin(self) -> None:
         self.pace, self._catching_up = 1, False
@@ -137,11 +141,7 @@ class Leader(Drafter):
         if not self.resting:
             self.inner.replayed()
 
-    # ---- passed on
-
-    @property
-    def moved(self) -> int:
-        return self.inner.moved
+    # ---- rows come and go
 
     def check(self, target: Any) -> None:
         self.inner.check(target)
@@ -160,15 +160,3 @@ class Leader(Drafter):
 
     def watch(self, rows: RowsView, glimpse: Glimpse) -> None:
         self.inner.watch(rows, glimpse)
-
-    def keep(self, rows: RowsView, verdict: Verdict, reading: Reading) -> None:
-        self.inner.keep(rows, verdict, reading)
-
-    def reorder(self, rows: RowsView, source: Sequence[int]) -> bool:
-        return self.inner.reorder(rows, source)
-
-    def rewind(self, lengths: list[int]) -> None:
-        self.inner.rewind(lengths)
-
-    def release(self, row: int, last: int, length: int) -> None:
-        self.inner.release(row, last, length)

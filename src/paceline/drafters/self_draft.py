@@ -16,10 +16,11 @@ from paceline.core.verdict import Verdict
 from paceline.models.ahead_reader import AheadReader
 from paceline.models.language_model import LanguageModel
 
+from .around import Around
 from .draft_model import DraftModel, over_vocabulary
 
 
-class SelfDraft(Drafter):
+class SelfDraft(Around):
     """A draft model made out of the target does the work, as `draft-model` would do it."""
 
     Options: ClassVar[type]
@@ -72,38 +73,8 @@ class SelfDraft(Drafter):
         """How drafts grow, for the line that says what speculates with what; nothing for a chain."""
         return "" if self.options.tree == "chain" else f", tree {self.options.tree}"
 
-    # ---- passed on
-
     def open(self, target: LanguageModel, rows: RowsView) -> None:
         self._opened, self._inner = (target, rows), None
-
-    def admit(self, rows: RowsView, first: int) -> None:
-        self.inner.admit(rows, first)
-
-    def steady(self, longest: int) -> bool:
-        return self.inner.steady(longest)
-
-    @property
-    def moved(self) -> int:
-        return self.inner.moved
-
-    def replayed(self) -> None:
-        self.inner.replayed()
-
-    def propose(self, rows: RowsView, budget: Budget) -> TokenTree:
-        return self.inner.propose(rows, budget)
-
-    def keep(self, rows: RowsView, verdict: Verdict, reading: Reading) -> None:
-        self.inner.keep(rows, verdict, reading)
-
-    def reorder(self, rows: RowsView, source: Sequence[int]) -> bool:
-        return self.inner.reorder(rows, source)
-
-    def rewind(self, lengths: list[int]) -> None:
-        self.inner.rewind(lengths)
-
-    def release(self, row: int, last: int, length: int) -> None:
-        self.inner.release(row, last, length)
 
 
 class Ahead(Drafter):

@@ -29,6 +29,7 @@ run eagle "eagle, chain"
 run eagle "eagle, 24 nodes" '"gamma": 5, "tree": "best-first", "nodes": 24, "branch": 4, "width": 4'
 run eagle "eagle, 60 nodes" '"gamma": 7, "tree": "best-first", "nodes": 60, "branch": 8, "width": 8'
 run prophet prophet
+runs+=(--runs auto)
 run early-exit early-exit '"gamma": 3'
 "$python" -m paceline.bench --target smollm2-135m "${common[@]}" --out "$out" "${runs[@]}" --peers hf --peers hf-assisted --peers hf-lookup
 if [ -d "$draft" ]; then "$python" -m paceline.bench --target "$draft" "${common[@]}" --out "${out%.jsonl}-draft.jsonl"; fi

@@ -6,7 +6,8 @@
 # `eagle` is one command: the target writes the texts, and it learns from them, all within MINUTES. As soon as the texts
 # are complete, the other kinds learn beside it, one after the other, in what is left of the same time. Where writing takes
 # more than TEXTS seconds, what is written by then is all. KINDS: only these; without eagle the texts must be there.
-# TOGETHER=1: all others beside each other, MINUTES each. START: a folder of KIND/ trained before, to begin with.
+# TOGETHER=1: all others beside each other, MINUTES each. START: a folder of KIND/ trained before, to begin with. LOSS: of
+# draft-lm (kl).
 # No network, typer or rich is needed; the target must be in the cache (tests/gpu/weights.py).
 # A rehearsal on a CPU takes ten minutes: PYTHON=.venv/bin/python DEVICE=cpu DTYPE=float32 MADE=/tmp/rehearsal OUT=/tmp/out \
 #   MINUTES=9 TOKENS=4000 TEXTS=200 WRITERS=2 ROWS=8 SHARD=8 QUESTION=32 ANSWER=64 LENGTH=128 BATCH=512 LEAST=1 AFTER=35
@@ -35,7 +36,7 @@ one() { # KIND ARGUMENTS
 }
 
 parts() { # KIND: of the time of the second lane
-  case $1 in draft-lm | medusa) echo 30 ;; early-exit) echo 25 ;; prophet) echo 15 ;; *) echo 0 ;; esac
+  case $1 in draft-lm) echo 45 ;; medusa) echo 30 ;; early-exit | prophet) echo 25 ;; *) echo 0 ;; esac
 }
 
 slot() { # KIND: minutes for it, its parts of what is left and of who is still to come, less AFTER seconds to start and to finish
@@ -59,7 +60,7 @@ texts() { # until they are complete, or nobody is left who writes them; PROCESS:
 
 other() { # KIND MINUTES
   case $1 in
-    draft-lm) one draft-lm --minutes "$2" --options layers=3 ;;
+    draft-lm) one draft-lm --minutes "$2" --options layers=3 --loss "${LOSS:-kl}" ;;
     medusa) one medusa --minutes "$2" --options heads=3 --options layers=3 ;;
     early-exit) one early-exit --minutes "$2" --options layers=15 --options block=1152 ;;
     prophet) one prophet --minutes "$2" ;;
@@ -98,6 +99,7 @@ case $1 in
   lanes) lanes ;;
   texts) tar czf - -C "$made" --exclude '*.part' texts | split -b 15m -d - "$OUT/texts.tgz." ;;
   wait)
+    [ -e "$made/lanes.log" ] || { echo "Nothing was begun in $made."; exit 1; }
     for _ in $(seq "$2"); do [ -e "$made/all-done" ] && break; sleep 1; done
     tail -n 3 "$made"/*.log
     command -v nvidia-smi > /dev/null && nvidia-smi --query-gpu=utilization.gpu,memory.used --format=csv,noheader

@@ -143,6 +143,10 @@ class Choice:
         emitted, accepted = quick.judge(logits, tree.tokens, drafts, tree.count, heat, keys, self.table.length)
         return Verdict(emitted[:, : tree.reach + 1], accepted)
 
+    def greedy(self, draw: Draw) -> bool:
+        """Is a drafted token the likeliest, whatever the noise?"""
+        return self.batch.deterministic or draw == "certain"
+
     def guess(self, logits: Tensor, draw: Draw, into: Tensor | None = None) -> tuple[Tensor, Law | None]:
         """[R,Q]: one drafted token per place, and the law it was drawn from (None: a point mass; of a coupled draft
         nobody looks at it). The tokens may be written to `into` [R,Q], which is then what is returned."""
@@ -152,7 +156,7 @@ class Choice:
                 return quick, None
             if quick is not None:
                 return quick, Law(logits if draw == "coupled" else Unwritten(logits, self.batch))
-        if self.batch.deterministic or draw == "certain":
+        if self.greedy(draw):
             return first_best(self.batch.edit(logits, self.prefix)), None
         law = self.law(logits)
         if draw == "coupled":
@@ -177,7 +181,7 @@ class Choice:
         `branch` [R,Q] gives each place noise of its own, of this round alone. A draft judged by a ratio needs it:
         where a tree grows is decided after looking at races, and noise that was looked at is no longer noise.
         """
-        if self.batch.deterministic or draw == "certain":
+        if self.greedy(draw):
             scores = self.batch.edit(logits, self.prefix)
             scores = scores if scores.dtype == torch.float64 else scores.to(torch.float32)  # a guess of how sure it is
             values, tokens = best(scores, k)
@@ -202,7 +206,7 @@ class Choice:
         """Can `siblings` be chosen by a trunk of its device? And with which heats and keys (None: without noise)?"""
         if draw not in ("coupled", "certain") or self.prefix is not None or logits.dtype == torch.float64:
             return False, None
-        if self.batch.deterministic or draw == "certain":
+        if self.greedy(draw):
             return True, None
         heat = self.batch.column("temperature", torch.float32)
         return self.batch.only_heat, (heat, self.batch.key(Purpose.TARGET))

@@ -26,6 +26,7 @@ from .tree import Drawn, TokenTree
 from .verdict import Verdict
 
 Expand = Callable[[Tensor | None, Tensor | None], Tensor]
+Chain = Callable[[int], Tensor | None]  # so many steps -> tokens [R,steps]; None: it cannot
 _NEVER = float("-inf")
 _TREES = ("chain", "levels", "best-first", "static", "optimal")
 
@@ -58,10 +59,10 @@ class Grower:
         self._meter = RankMeter()
         self._last: _Growth | None = None  # what was grown last, while its shape is fitted to what is accepted
 
-    def run(self, rows: RowsView, budget: Budget, expand: Expand) -> TokenTree:
-        """A draft within the budget."""
+    def run(self, rows: RowsView, budget: Budget, expand: Expand, chain: Chain | None = None) -> TokenTree:
+        """A draft within the budget. chain: does at once what `expand` and a choice of the likeliest come to."""
         if self.options.tree == "chain":
-            return self._chain(rows, budget, expand)
+            return self._likeliest(rows, budget, chain) or self._chain(rows, budget, expand)
         growth = _Growth(rows, budget.draw)
         logits = expand(None, None)
         if self.options.tree in ("static", "optimal"):
@@ -97,6 +98,14 @@ class Grower:
         self.slots = None if self.slots is None else self.slots[some]
         if self._last is not None:
             self._last.rank, self._last.parents = self._last.rank[some], self._last.parents[some]
+
+    def _likeliest(self, rows: RowsView, budget: Budget, chain: Chain | None) -> TokenTree | None:
+        """The same as `_chain`, where somebody has it at once and nothing is asked for but the likeliest tokens."""
+        if chain is None or rows.needs_path or not rows.choice(slice(0, 1)).greedy(budget.draw):
+            return None
+        tokens = chain(budget.depth)
+        self.fed, self.slots = budget.depth - 1, None
+        return None if tokens is None else TokenTree(tokens)
 
     def _chain(self, rows: RowsView, budget: Budget, expand: Expand) -> TokenTree:
         logits = expand(None, None)

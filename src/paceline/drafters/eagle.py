@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from paceline.core.tree import TokenTree
 from paceline.models.cuda_draft import CudaDraft
 from paceline.models.draft_head import DraftHead, depths
 from paceline.models.draft_layers import DecoderLayer, LayerConfig, Norm, Remember
+from paceline.models.kernel_draft import KernelDraft
 from paceline.models.language_model import LanguageModel
 from paceline.models.subset_head import rows_of, spread
 from paceline.models.unrolled import Unrolled
@@ -201,7 +203,10 @@ class Eagle(HeadDrafter):
         super().open(target, rows)
         self._embedding = self.head.words or self._embedding
         ours = type(self.head) is EagleHead and target.runner in ("auto", "kernels")
-        kernels = CudaDraft.of(self.head, self._embedding) if ours else None
+        kernels: CudaDraft | KernelDraft | None = None
+        if ours:
+            kernels = CudaDraft.of(self.head, self._embedding)
+            kernels = kernels or KernelDraft.of(self.light, self._embedding, self.vocabulary)
         self._steps = Steps(self.light, self.embed, self.shared, self.places, kernels)
         self._cache = self._steps.cache
         self._read, self._lag = [], 0
@@ -272,8 +277,9 @@ class Eagle(HeadDrafter):
             self._behind = budget.depth + 1
             return self._grower.run(rows, budget, self._expand(rows, self._behind))
         self._settle(rows.lengths)
-        missing = (length - 1 - read for length, read in zip(rows.lengths, self._read, strict=True))
-        tree = self._grower.run(rows, budget, self._expand(rows, max(1, *missing)))
+        width = max(1, *(length - 1 - read for length, read in zip(rows.lengths, self._read, strict=True)))
+        chain = partial(self._steps.chain, rows, width)
+        tree = self._grower.run(rows, budget, self._expand(rows, width), chain)
         self._read = [length - 1 for length in rows.lengths]
         return tree
 

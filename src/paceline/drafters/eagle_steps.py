@@ -13,6 +13,7 @@ from paceline.core.growth import Expand
 from paceline.models.cuda_draft import CudaDraft
 from paceline.models.draft_head import PlaceStore
 from paceline.models.draft_layers import Scratch, by_slot
+from paceline.models.kernel_draft import KernelDraft
 from paceline.models.masks import chain_mask
 from paceline.models.slot_cache import SlotCache
 
@@ -23,7 +24,9 @@ class Steps:
     """`light`: the head as it drafts; `kernels`: the same by kernels of the device, where there are some. Whatever they
     cannot take its modules do; both write to the same memory. Only modules need masks."""
 
-    def __init__(self, light: Any, embed: Shared, shared: Shared, places: PlaceStore, kernels: CudaDraft | None):
+    def __init__(
+        self, light: Any, embed: Shared, shared: Shared, places: PlaceStore, kernels: CudaDraft | KernelDraft | None
+    ) -> None:
         self._light, self._embed, self._shared, self._places, self._kernels = light, embed, shared, places, kernels
         self.cache = SlotCache()
         self._remember = by_slot(self.cache, 0)
@@ -63,6 +66,15 @@ class Steps:
 
         return expand
 
+    def chain(self, rows: RowsView, width: int, depth: int) -> Tensor | None:
+        """The likeliest tokens [R,depth] after the text and each other, as `draft` says them; None: step by step."""
+        if self._kernels is None or not self._kernels.takes(rows.count * width):
+            return None
+        entries = max(1, max(rows.lengths) - 1)
+        self.cache.reserve(rows.capacity, entries + depth)
+        about = (rows.text, rows.length - 1, self._places.states(rows.count, 1), width, self.cache)
+        return self._kernels.chain(*about, entries, depth)
+
     def _caught_up(self, rows: RowsView, entries: Tensor, width: int, visible: int) -> tuple[Tensor, Tensor]:
         """The feature after the text [R,1,D] and what it says. A row with less to catch up reads some entries again, to
         the same effect; a text of one token has none, and makes one up."""
@@ -76,7 +88,7 @@ class Steps:
 
     def _ahead(self, tokens: Tensor, parents: Tensor | None, made: Tensor, scratch: Scratch) -> tuple[Tensor, Tensor]:
         """The features after drafted tokens [R,Q] and what they say."""
-        if self._kernels is not None and self._kernels.takes(tokens.numel()):
+        if self._kernels is not None and self._kernels.takes(tokens.numel(), parents is not None):
             return self._kernels.ahead(tokens, parents, made, scratch, self.cache)
         slots, position, mask = scratch.placed()
         self.cache.aim(slice(0, tokens.shape[0]), slots, scratch.visible, 0)

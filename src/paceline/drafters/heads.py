@@ -13,7 +13,7 @@ from torch import Tensor
 from paceline.core.contracts import Drafter, Glimpse, Reading, RowsView, arange
 from paceline.core.errors import InputError
 from paceline.core.growth import Grower, TreeOptions
-from paceline.core.verdict import Verdict
+from paceline.core.verdict import NOTHING, Verdict
 from paceline.models.draft_head import DraftHead, PlaceStore
 from paceline.models.kernel_linear import drafting
 from paceline.models.language_model import LanguageModel
@@ -117,7 +117,7 @@ class HeadDrafter(Drafter):
         on the accepted path is what it thinks of the text. What is written past that path is overwritten later."""
         self._grower.judged(verdict)
         if reading.taps:  # else it is a draft that was made to see how long it takes
-            self.note(rows, reading.taps, verdict.path)
+            self.note(rows, *_followed(reading.taps, verdict))
 
     def note(self, rows: RowsView, taps: tuple[Tensor, ...], path: Tensor | None = None) -> None:
         """Remember the tapped states [R,Q,D] of the last committed place and those that follow: of a tree, along the
@@ -154,3 +154,15 @@ class HeadDrafter(Drafter):
     def usable(self, logits: Tensor) -> Tensor:
         """Over the target's usable vocabulary."""
         return over_vocabulary(logits, self.vocabulary)
+
+
+def _followed(taps: tuple[Tensor, ...], verdict: Verdict) -> tuple[tuple[Tensor, ...], Tensor | None]:
+    """Of what was tapped, and of the path, as much as the longest of the rows goes on with, where one can look at that
+    without waiting for a device: most of a draft may have been rejected."""
+    path = verdict.path
+    if verdict.emitted.device.type != "cpu":
+        return taps, path
+    most = max([1, *(len(row) - row.count(NOTHING) for row in verdict.emitted.tolist())])
+    if path is None:
+        return tuple(tap[:, :most] for tap in taps), None
+    return taps, path[:, : most - 1]

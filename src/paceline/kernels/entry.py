@@ -1,5 +1,5 @@
 """Everything there is for a CPU: importing this compiles it, or reads what was compiled before."""
 
-from . import branches, growing, heads
+from . import branches, drafting, growing, heads
 
-__all__ = ["branches", "growing", "heads"]
+__all__ = ["branches", "drafting", "growing", "heads"]

@@ -27,7 +27,7 @@ from .vectors import (
 )
 
 TOKEN, PARENT, ASKED = range(3)
-_SPAN = 128  # logits of which one looks at the largest first
+SPAN = 128  # logits of which one looks at the largest first
 _NOTHING = -87.3  # so far below the best a share is 0: `exponential`
 _NEVER = -np.inf
 _LEAST = -1e300  # an impossible node still comes before one that was asked about
@@ -45,8 +45,8 @@ def _above(e: Emit, one: Any, other: Any) -> Any:
 
 @piece(I64, returns=F32)
 def _largest_of_span(e: Emit, x: Any) -> Any:
-    """Of _SPAN floats; NaN, if there is one."""
-    held = [e.load(x, 4 * i) for i in range(0, _SPAN, LANES)]
+    """Of SPAN floats; NaN, if there is one."""
+    held = [e.load(x, 4 * i) for i in range(0, SPAN, LANES)]
     while len(held) > 1:
         held = [_above(e, one, other) for one, other in zip(held[::2], held[1::2], strict=True)]
     return e.total(held[0], lambda one, other: _above(e, one, other))
@@ -74,27 +74,27 @@ def _better(one, other):
 
 
 @njit(nogil=True, cache=True)
-def _largest(line, V, tops):
-    """Of every _SPAN logits, into `tops`."""
+def largest(line, V, tops):
+    """Of every SPAN logits, into `tops`."""
     logits = carray(floats_at(line), (V,))
-    for span in range(V // _SPAN):
-        tops[span] = _largest_of_span(line + 4 * span * _SPAN)
-    if V % _SPAN:
+    for span in range(V // SPAN):
+        tops[span] = _largest_of_span(line + 4 * span * SPAN)
+    if V % SPAN:
         top = logits[V - 1]
-        for token in range(V // _SPAN * _SPAN, V):
+        for token in range(V // SPAN * SPAN, V):
             if _better(logits[token], top):
                 top = logits[token]
-        tops[V // _SPAN] = top
+        tops[V // SPAN] = top
 
 
 @njit(nogil=True, cache=True)
-def _best(line, V, tops, tokens, values):
+def best(line, V, tops, tokens, values):
     """The best of V logits in falling order, as many as there is room for; of equals the first."""
     logits, k, found = carray(floats_at(line), (V,)), len(tokens), 0
     for span in range(len(tops)):
         if found == k and not _better(tops[span], values[k - 1]):
             continue
-        for token in range(span * _SPAN, min((span + 1) * _SPAN, V)):
+        for token in range(span * SPAN, min((span + 1) * SPAN, V)):
             value = np.float64(logits[token])
             if found == k and not _better(value, values[k - 1]):
                 continue
@@ -114,8 +114,8 @@ def _all_of_it(line, V, tops, top):
     total = 0.0
     for span in range(len(tops)):
         if tops[span] - top > _NOTHING:
-            start = span * _SPAN
-            total += _weight(line + 4 * start, min(_SPAN, V - start), np.float32(top))
+            start = span * SPAN
+            total += _weight(line + 4 * start, min(SPAN, V - start), np.float32(top))
     return np.float64(np.float32(top + np.log(total)))
 
 
@@ -124,13 +124,13 @@ def run_add(logits, row_step, place_step, W, V, k, nodes, scores, asked, R, size
     """k children for each of the nodes `asked` [R,W] (-1: the text), behind `old` nodes. logits: [R,W,V] float32, rows
     and places so many bytes apart."""
     nodes, scores = carray(longs_at(nodes), (3, R, size)), carray(doubles_at(scores), (R, size))
-    asked, tops = carray(longs_at(asked), (R, W)), np.empty(-(-V // _SPAN), np.float32)
+    asked, tops = carray(longs_at(asked), (R, W)), np.empty(-(-V // SPAN), np.float32)
     for r in range(R):
         for w in range(W):
             line, parent, first = logits + r * row_step + w * place_step, asked[r, w], old + w * k
             tokens, sure = nodes[TOKEN, r, first : first + k], scores[r, first : first + k]
-            _largest(line, V, tops)
-            _best(line, V, tops, tokens, sure)
+            largest(line, V, tops)
+            best(line, V, tops, tokens, sure)
             everything = _all_of_it(line, V, tops, sure[0])
             above = scores[r, parent] if parent >= 0 else 0.0
             for i in range(k):
@@ -151,12 +151,12 @@ def run_ask(nodes, scores, R, size, first, count, spread, fed, out):
     out = carray(longs_at(out), (3, R, spread))
     for r in range(R):
         for _ in range(spread):
-            best, top = -1, _NEVER
+            surest, top = -1, _NEVER
             for node in range(first, count):
                 score = max(scores[r, node], _LEAST)
                 if nodes[ASKED, r, node] == -1 and score > top:
-                    best, top = node, score
-            nodes[ASKED, r, best] = _CHOSEN
+                    surest, top = node, score
+            nodes[ASKED, r, surest] = _CHOSEN
         place = 0
         for node in range(first, count):
             if nodes[ASKED, r, node] == _CHOSEN:

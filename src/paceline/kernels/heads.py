@@ -79,6 +79,7 @@ STEP = ("seen", "inputs", "first", "Q", "slots", "places", "places_step", "mask"
 (S_SEEN, S_INPUTS, S_FIRST, S_Q, S_SLOTS, S_PLACES, S_PLACES_STEP, S_MASK, S_MASK_ROW, S_MASK_QUERY,
  S_VISIBLE) = range(len(CALL), len(CALL) + len(STEP))  # fmt: skip
 COUNTERS = 7  # int64s of COUNTER each, behind the list
+MEETINGS = 7  # of all threads, in a layer
 
 
 @njit(nogil=True, cache=True)
@@ -110,28 +111,35 @@ def _spell_out(c):
     extra[n] = count
 
 
-@njit(types.void(_LIST, _LIST, _FLOATS, types.int64), nogil=True, cache=True)
-def run_layer(m, c, f, me):
-    """m: MODEL and LAYER of the one layer; c: CALL and STEP; f: eps and scale of the scores; me: this thread's number.
-    `x` is the stream, and in the end what comes out."""
+@njit(nogil=True, cache=True)
+def one_layer(m, c, f, counter, met, me):
+    """The layer over what is `seen`, once all know who sees whom but the positions, which must be told before they meet
+    for the first time: after `met` have come. They meet seven times."""
     threads, n, K, barrier = c[C_THREADS], c[C_N], c[S_INPUTS], c[C_BARRIER]
     heads, kv, width, hidden = m[M_HEADS], m[M_KV], m[M_WIDTH], m[M_HIDDEN]
-    counter, every, w = c[C_COUNTERS], heads + 2 * kv, m[len(MODEL) : len(MODEL) + PER_LAYER]
-    if me == threads - 1:
-        _spell_out(c)
+    every, w = heads + 2 * kv, m[len(MODEL) : len(MODEL) + PER_LAYER]
     seen, q, step = c[S_SEEN], c[C_QKV], 4 * every * width
     _product(w, L_Q, counter, seen, K, n, 0, heads * width, q, step, 0)
     _product(w, L_K, counter + LINE, seen, K, n, 0, kv * width, q + 4 * heads * width, step, 0)
     _product(w, L_V, counter + 2 * LINE, seen, K, n, 0, kv * width, q + 4 * (heads + kv) * width, step, 0)
-    meet(barrier, threads)
+    meet(barrier, met)
     for job in range(me, n * every, threads):
         _placed(m, c, w, 0, f[0], job // every, job % every)
-    meet(barrier, 2 * threads)
+    meet(barrier, met + threads)
     job = fetch_add(counter + 3 * LINE, 1)
     while job < n * kv:
         _attend(m, c, 0, f[1], job % n, job // n, c[C_SCORES] + me * c[C_SCORES_STEP])
         job = fetch_add(counter + 3 * LINE, 1)
-    meet(barrier, 3 * threads)
+    meet(barrier, met + 2 * threads)
     _product(w, L_O, counter + 4 * LINE, c[C_MIXED], heads * width, n, 0, hidden, c[C_H], 4 * hidden, c[C_X])
-    meet(barrier, 4 * threads)
-    _feed_forward(m, c, w, f[0], counter + 5 * LINE, 5 * threads, me)
+    meet(barrier, met + 3 * threads)
+    _feed_forward(m, c, w, f[0], counter + 5 * LINE, met + 4 * threads, me)
+
+
+@njit(types.void(_LIST, _LIST, _FLOATS, types.int64), nogil=True, cache=True)
+def run_layer(m, c, f, me):
+    """m: MODEL and LAYER of the one layer; c: CALL and STEP; f: eps and scale of the scores; me: this thread's number.
+    `x` is the stream, and in the end what comes out."""
+    if me == c[C_THREADS] - 1:
+        _spell_out(c)
+    one_layer(m, c, f, c[C_COUNTERS], c[C_THREADS], me)

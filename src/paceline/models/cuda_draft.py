@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from .cuda_pass import KINDS, CudaPass, CudaPlan, Layer, Seen, importable
 from .draft_layers import LayerConfig, Scratch, angles_at
+from .kernel_linear import listened
 from .kernel_pass import Sight
 from .slot_cache import SlotCache
 from .subset_head import spread
@@ -77,13 +78,16 @@ class CudaDraft:
             return None
         if any(size % _EVEN for each in maps for size in each.weight.shape) or config.embedding % _EVEN:
             return None
-        if any(_listened(module) for module in (embedding, *head.modules())):
+        if any(listened(module) for module in (embedding, *head.modules())):
             return None
         return cls(head, table.detach())
 
-    def takes(self, tokens: int) -> bool:
-        """So many tokens in one step?"""
+    def takes(self, tokens: int, branches: bool = False) -> bool:
+        """So many tokens in one step? Whether they branch does not matter."""
         return tokens <= _MOST
+
+    def chain(self, *_: Any) -> None:
+        """There are no programs of whole chains."""
 
     # ---- steps: features [R,K,D] and what is said of them [R,K,V]
 
@@ -150,11 +154,6 @@ def _plain(module: Any, like: Tensor) -> bool:
         return False
     weight = module.weight
     return weight.is_contiguous() and (weight.dtype, weight.device) == (like.dtype, like.device)
-
-
-def _listened(module: nn.Module) -> bool:
-    """Does somebody want to know when it is called?"""
-    return bool(module._forward_hooks or module._forward_pre_hooks or "forward" in module.__dict__)
 
 
 def _numbers(d2t: Tensor, vocabulary: int) -> Tensor:

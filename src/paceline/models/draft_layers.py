@@ -140,10 +140,10 @@ class DecoderLayer(nn.Module):
 
     def light(self) -> DecoderLayer:
         """The same layer as it drafts: see `kernel_linear.drafting`."""
-        return _LightLayer(self)
+        return LightLayer(self)
 
 
-class _LightLayer(DecoderLayer):
+class LightLayer(DecoderLayer):
     """Its maps in int8, those that look at the same in one; a few tokens that are remembered by slot are one job."""
 
     def __init__(self, layer: DecoderLayer) -> None:
@@ -155,19 +155,24 @@ class _LightLayer(DecoderLayer):
         maps = (self.qkv, self.o_proj, self.gate_up, self.down_proj)
         sizes = (self.config.heads, self.config.kv_heads, self.head_width)
         even = self.head_width % 8 == 0
-        self._job = LayerJob(maps, layer.norm.weight, self.config.eps, *sizes) if even else None  # type: ignore[arg-type]
+        self.job = LayerJob(maps, layer.norm.weight, self.config.eps, *sizes) if even else None  # type: ignore[arg-type]
         self._turns = _all_angles(0, self.head_width, self.config)
 
     def forward(
         self, seen: Tensor, stream: Tensor, position: Tensor, mask: Tensor | None, remember: Remember | Unrolled
     ) -> Tensor:
         few = seen.shape[0] * seen.shape[1] <= MOST
-        if self._job is None or not few or not isinstance(remember, _BySlot) or not (plain(seen) and plain(stream)):
+        if self.job is None or not few or not isinstance(remember, _BySlot) or not (plain(seen) and plain(stream)):
             return super().forward(seen, stream, position, mask, remember)
         assert mask is not None
-        if self._turns[0].shape[0] < mask.shape[-1]:
-            self._turns = _all_angles(mask.shape[-1], self.head_width, self.config)
-        return self._job.run(seen, stream, position, mask, remember.cache, remember.layer, self._turns)
+        turns = self.turns(mask.shape[-1])
+        return self.job.run(seen, stream, position, mask, remember.cache, remember.layer, turns)
+
+    def turns(self, places: int) -> tuple[Tensor, Tensor]:
+        """cos and sin [P,W] of so many positions at least."""
+        if self._turns[0].shape[0] < places:
+            self._turns = _all_angles(places, self.head_width, self.config)
+        return self._turns
 
     def _projected(self, seen: Tensor) -> Tensor:
         return self.qkv(seen)  # type: ignore[no-any-return]

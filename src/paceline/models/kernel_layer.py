@@ -63,11 +63,11 @@ class LayerJob:
             values = (weights.data_ptr() + row * step, scales.data_ptr() + 4 * row, step, address(packed.format))
             layer |= dict(zip((name, *(f"{name}_{part}" for part in llama.MATRIX[1:])), values, strict=True))
         numbers = [named.get(name, 0) for name in llama.MODEL] + [layer.get(name, 0) for name in llama.LAYER]
-        self._model = np.array(numbers, np.int64)
-        self._floats = np.array([eps, width**-0.5], np.float32)
-        self._weights = sum(each.in_features * each.out_features for each in maps)
+        self.model = np.array(numbers, np.int64)
+        self.floats = np.array([eps, width**-0.5], np.float32)
+        self.weights = sum(each.in_features * each.out_features for each in maps)
         # of a token, in floats: what lies between two steps of the layer
-        self._sizes = {"h": max(hidden, own), "qkv": own + 2 * few, "mixed": own, "gate": inner, "up": inner}
+        self.sizes = {"h": max(hidden, own), "qkv": own + 2 * few, "mixed": own, "gate": inner, "up": inner}
         self._index = {name: i for i, name in enumerate((*llama.CALL, *kernels.STEP))}
         self._line, self._together = llama.LINE, llama.TOGETHER
         self._lines = llama.COUNTER * (kernels.COUNTERS + 2)
@@ -95,7 +95,7 @@ class LayerJob:
         made = stream.clone(memory_format=torch.contiguous_format)
         stores = np.array([keys.data_ptr(), values.data_ptr()], np.int64)
         openmp.rest()
-        threads = threads_for(self._weights * (R * Q + 1))
+        threads = threads_for(self.weights * (R * Q + 1))
         memory, lists = self._memory(R * Q, visible, threads)
         call = self._call({
             **memory[1], **lists[1], "n": R * Q, "threads": threads, "cos": turns[0].data_ptr(),
@@ -107,15 +107,15 @@ class LayerJob:
             "mask_query": mask.stride(2), "visible": visible,
         })  # fmt: skip
         if threads == 1:
-            _layer()(self._model, call, self._floats, 0)
+            _layer()(self.model, call, self.floats, 0)
         else:
-            team.TEAM.run(threads, _layer(), self._model, call, self._floats)
+            team.TEAM.run(threads, _layer(), self.model, call, self.floats)
         return made
 
     def _memory(self, n: int, visible: int, threads: int) -> tuple[tuple[Tensor, dict[str, int]], ...]:
         """What is written on the way: floats, and lists of whole numbers; with where their parts begin."""
         span = self._together * (visible + 2 * _EVEN)
-        floats = {name: n * size for name, size in self._sizes.items()} | {"scores": threads * span}
+        floats = {name: n * size for name, size in self.sizes.items()} | {"scores": threads * span}
         lists = {"row": n, "slot": n, "position": n, "prefix": n, "extra": n + 1, "extras": n * visible + 1}
         found = []
         for sizes, dtype, width in ((floats, _FLOAT, 4), (lists, torch.int64, 8)):

@@ -38,17 +38,21 @@ class KernelLinear(nn.Module):
         super().__init__()
         self.packed = packed
         self.in_features, self.out_features = packed.in_features, packed.out_features
-        self._job: _Job | None = None
+        self._job: MapJob | None = None
 
     @classmethod
     def of(cls, weight: Tensor, bias: Tensor | None = None) -> KernelLinear:
         """Weights [out, in], rounded to int8."""
         return cls(Int8Linear(weight, bias))
 
+    @property
+    def job(self) -> MapJob:
+        if self._job is None:
+            self._job = MapJob(self.packed)
+        return self._job
+
     def forward(self, x: Tensor) -> Tensor:
-        job = self._job
-        if job is None:
-            job = self._job = _Job(self.packed)
+        job = self.job
         if job.kernel is None or not plain(x):
             return cast(Tensor, self.packed(x))
         return job.run(x.contiguous())
@@ -61,8 +65,9 @@ class KernelLinear(nn.Module):
         return {**self.__dict__, "_job": None}  # a copy has weights of its own
 
 
-class _Job:
-    """A map as the kernels see it: a list of addresses and sizes, and the tensors they belong to."""
+class MapJob:
+    """A map as the kernels see it: a list of addresses and sizes, and the tensors they belong to. Where `kernel` is
+    None, it is nothing for kernels."""
 
     def __init__(self, packed: PackedLinear) -> None:
         self.kernel = _kernel(packed.format)
@@ -81,7 +86,7 @@ class _Job:
         weights, scales, bias = (0 if each is None else each.data_ptr() for each in self._held)
         step = there[0].stride(0) * there[0].element_size()
         numbers = [weights, scales, step, address(packed.format), bias, self._inputs, self._outputs]
-        self._list[: len(numbers)] = numbers
+        self._list[: len(numbers)] = self.numbers = numbers  # MAP
 
     def run(self, x: Tensor) -> Tensor:
         from paceline.kernels import team
@@ -174,7 +179,11 @@ def _exchanged(module: nn.Module) -> nn.Module | None:
         return cast(nn.Module, light())
     if isinstance(module, PackedLinear):
         return KernelLinear(module)
-    listened = module._forward_hooks or module._forward_pre_hooks or "forward" in module.__dict__
-    if type(module) is nn.Linear and not listened:
+    if type(module) is nn.Linear and not listened(module):
         return KernelLinear.of(module.weight, module.bias)
     return None
+
+
+def listened(module: nn.Module) -> bool:
+    """Does somebody want to know when it is called?"""
+    return bool(module._forward_hooks or module._forward_pre_hooks or "forward" in module.__dict__)

@@ -25,7 +25,7 @@ if [ -d "$home/draft-lm" ]; then
 fi
 run trigram trigram
 run medusa medusa '"gamma": 3, "tree": "best-first", "nodes": 24, "branch": 4, "width": 4'
-run eagle "eagle, chain"
+run eagle "eagle, chain of 4" '"gamma": 4'
 run eagle "eagle, 24 nodes" '"gamma": 5, "tree": "best-first", "nodes": 24, "branch": 4, "width": 4'
 run eagle "eagle, 60 nodes" '"gamma": 7, "tree": "best-first", "nodes": 60, "branch": 8, "width": 8'
 run prophet prophet

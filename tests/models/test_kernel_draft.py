@@ -175,13 +175,14 @@ def test_of_equals_the_first_is_picked_and_what_is_no_number_before_all() -> Non
 
 
 def test_chains_of_words_that_are_of_no_use_go_step_by_step() -> None:
-    """And those of words in another order, where the first of equals is another; and endless ones."""
+    """And those of words in another order, where the first of equals is another; and endless or empty ones."""
     lm = target()
     head = head_of(lm, draft_vocabulary=30)
     assert Both(lm, head, vocabulary=35).steps[1].chain(Both(lm, head).rows, 1, 2) is not None
     assert Both(lm, head, vocabulary=34).steps[1].chain(Both(lm, head).rows, 1, 2) is None
     both = Both(lm, head)
     assert both.steps[1].chain(both.rows, 1, 65) is None
+    assert both.steps[1].chain(both.rows, 1, 0) is None
     assert both.steps[1].chain(both.rows, 65, 2) is None
     assert head.d2t is not None
     head.d2t[:2] = head.d2t[:2].flip(0)
@@ -204,6 +205,22 @@ def test_what_the_target_thought_is_noted(kind: str, path: list[list[int]] | Non
     assert both.steps[1].note(both.rows, taps, way)
     assert torch.equal(*(places.states(3, 1) for places in both.places))
     assert bool(both.places[1].states(3, 1).isfinite().all())
+
+
+def test_a_path_that_leads_out_of_its_tree_is_refused() -> None:
+    lm = target()
+    both = Both(lm, head_of(lm))
+    taps = tuple(torch.zeros(3, 5, 32) for _ in range(3))
+    for wrong in (-1, 4):
+        with pytest.raises(IndexError, match="of a tree of 4"):
+            both.steps[1].note(both.rows, taps, torch.full((3, 2), wrong))
+
+
+def test_copies_have_no_addresses_of_somebody_else() -> None:
+    lm = target()
+    steps = Both(lm, head_of(lm)).steps[1]
+    assert steps._kernels is not None
+    assert copy.deepcopy(steps)._kernels is None
 
 
 def test_no_more_is_noted_than_is_gone_on_with() -> None:

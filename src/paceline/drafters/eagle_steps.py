@@ -31,6 +31,9 @@ class Steps:
         self.cache = SlotCache()
         self._remember = by_slot(self.cache, 0)
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_kernels": None}  # addresses do not travel; whoever opens a copy makes its own
+
     def note(self, rows: RowsView, taps: tuple[Tensor, ...], path: Tensor | None = None) -> bool:
         """See `HeadDrafter.note`, by kernels; False: there are none."""
         R, Q = taps[0].shape[0], taps[0].shape[1] if path is None else path.shape[1] + 1

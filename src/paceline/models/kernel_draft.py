@@ -31,7 +31,7 @@ class KernelDraft:
 
         job, says, fuse, config = light.layer.job, light.output.job, light.fuse.job, light.config
         norms = [norm.norm.weight.detach() for norm in (light.norm, light.embed_norm, light.feature_norm)]
-        self._ids = None if light.d2t is None else light.d2t.detach().to(torch.int64).contiguous()
+        self._ids = None if light.d2t is None else light.d2t.detach().to(torch.int64, copy=True).contiguous()
         self._held = (table, norms, says, fuse)  # whose addresses are in the lists
         self._layer, self._job, self._vocabulary, self._D = light.layer, job, config.vocabulary, config.width
         self._says, self._taps = says.numbers[-1], [config.hidden] * config.tapped
@@ -74,6 +74,8 @@ class KernelDraft:
             return None
         if ids is not None and not 0 <= int(ids.min()) <= int(ids.max()) < config.vocabulary:
             return None
+        if light.output.out_features != (config.vocabulary if ids is None else len(ids)):
+            return None
         return cls(light, table.detach(), vocabulary)
 
     def takes(self, tokens: int, branches: bool = False) -> bool:
@@ -104,7 +106,7 @@ class KernelDraft:
         self, text: Tensor, entries: Tensor, states: Tensor, width: int, cache: SlotCache, visible: int, steps: int
     ) -> Tensor | None:
         """The likeliest tokens [R,steps] after each text: what `caught_up` says, and then `ahead`. None: not here."""
-        if not self._chains or steps > _STEPS:
+        if not self._chains or not 1 <= steps <= _STEPS:
             return None
         picked = torch.empty(steps, entries.shape[0], dtype=torch.int64, device="cpu")
         named = self._known(text, states, visible) | {"steps": steps, "picked": picked.data_ptr()}
@@ -186,7 +188,10 @@ class KernelDraft:
         if not all(plain(tap) and tap.stride(2) == 1 for tap in taps) or not plain(states):
             return False
         assert [tap.shape[2] for tap in taps] == self._taps
-        entries, path = length - 1, None if path is None else path.contiguous()
+        assert all(tap.shape[:2] == taps[0].shape[:2] for tap in taps)
+        assert length.shape == (R, 1)
+        assert states.stride()[1:] == (self._D, 1)
+        entries, path = length - 1, None if path is None else _checked(path, R, taps[0].shape[1] - 1)
         openmp.rest()
         threads = threads_for(self._fuse[-1] * self._fuse[-2] * (R * Q + 1))
         self._make_room(R * Q, 1, threads)
@@ -197,6 +202,15 @@ class KernelDraft:
         call[: -3 * self._line] = [*self._fuse, *told, *where]
         _run(threads, _kernels()[1], call)
         return True
+
+
+def _checked(path: Tensor, rows: int, nodes: int) -> Tensor:
+    """[R,M]: nodes of a tree of so many. Kernels follow them wherever they lead."""
+    assert path.dtype is torch.int64
+    assert path.shape[0] == rows
+    if path.numel() and not 0 <= int(path.min()) <= int(path.max()) < nodes:
+        raise IndexError(f"A path goes from node {int(path.min())} to {int(path.max())} of a tree of {nodes}.")
+    return path.contiguous()
 
 
 def _run(threads: int, kernel: Any, *arguments: Any) -> None:

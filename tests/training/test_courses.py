@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
+from paceline.core.errors import InputError
 from paceline.engine.decoder import SpeculativeDecoder
 from paceline.training.corpus import Corpus, gathered
 from paceline.training.course import COURSES, Course, make_course
-from paceline.training.losses import LOSSES, Distance, distance
+from paceline.training.losses import LOSSES, Distance, distance, parsed
 from paceline.training.outlook import expected, look_ahead
 from paceline.training.teacher import Lesson, Teacher
 from tests.training.toys import KINDS, course_of, in_sixteen_bits, own_texts, target, trained
@@ -105,18 +106,29 @@ def test_losses_are_zero_where_laws_agree(name: str) -> None:
         assert torch.allclose(far, by_hand)
 
 
-def test_a_chunked_loss_has_the_gradient_of_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("name", "heat"), [("kl", 1.0), ("kl", 1.3), ("tv", 0.8)])
+def test_a_chunked_loss_has_the_gradient_of_the_whole(name: str, heat: float, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     monkeypatch.setattr("paceline.training.losses._CHUNK", 3)
     weight = torch.randn(11, 4, dtype=torch.float64, requires_grad=True)
     states = torch.randn(8, 4, dtype=torch.float64, requires_grad=True)
     last, tokens = torch.randn(8, 4, dtype=torch.float64), torch.randint(0, 11, (8,))
     teach = lambda each: each @ weight.detach().T * 2  # noqa: E731
-    loss = Distance("kl", teach)(lambda each: each @ weight.T, states, last, tokens, weights=(weight,))
+    said = name if heat == 1 else f"{name}@{heat}"
+    loss = Distance(said, teach)(lambda each: each @ weight.T, states, last, tokens, weights=(weight,))
     found = torch.autograd.grad(loss, (weight, states))
-    whole = distance("kl", states @ weight.T, teach(last).softmax(-1), tokens).mean()
+    whole = distance(name, states @ weight.T / heat, (teach(last) / heat).softmax(-1), tokens).mean()
     for one, other in zip(found, torch.autograd.grad(whole, (weight, states)), strict=True):
         assert torch.allclose(one, other)
+
+
+def test_losses_that_make_no_sense_are_refused() -> None:
+    assert parsed("tv@0.8") == ("tv", 0.8)
+    for wrong in ("tv@0", "kl@hot", "kl@", "tv@nan", "tv@inf"):
+        with pytest.raises(InputError, match="at a temperature above 0, such as"):
+            parsed(wrong)
+    with pytest.raises(InputError, match="Did you mean 'tv'"):
+        parsed("tvv@0.8")
 
 
 @pytest.mark.parametrize("kind", [*KINDS, "own outputs"])

@@ -7,7 +7,7 @@
 # are complete, the other kinds learn beside it, one after the other, in what is left of the same time. Where writing takes
 # more than TEXTS seconds, what is written by then is all. KINDS: only these; without eagle the texts must be there.
 # TOGETHER=1: all others beside each other, MINUTES each. START: a folder of KIND/ trained before, to begin with. LOSS: of
-# draft-lm (kl).
+# draft-lm (kl; tv@0.8: see docs/training.md).
 # No network, typer or rich is needed; the target must be in the cache (tests/gpu/weights.py).
 # A rehearsal on a CPU takes ten minutes: PYTHON=.venv/bin/python DEVICE=cpu DTYPE=float32 MADE=/tmp/rehearsal OUT=/tmp/out \
 #   MINUTES=9 TOKENS=4000 TEXTS=200 WRITERS=2 ROWS=8 SHARD=8 QUESTION=32 ANSWER=64 LENGTH=128 BATCH=512 LEAST=1 AFTER=35

@@ -73,7 +73,7 @@ class TrainSettings:
     warm_up: Annotated[float, _value(_LEARN, "X", "The share of steps in which it rises.")] = 0.03
     weight_decay: Annotated[float, _value(_LEARN, "X", "Of AdamW.")] = 0.0
     clip: Annotated[float, _value(_LEARN, "X", "The largest norm of a gradient.")] = 1.0
-    loss: Annotated[str, _value(_LEARN, "LOSS", "kl, reverse-kl, tv or ce.")] = "kl"
+    loss: Annotated[str, _value(_LEARN, "LOSS", "kl, reverse-kl, tv or ce; tv@0.8: of laws at a temperature.")] = "kl"
     seed: Annotated[int, _value(_LEARN, "N", "Of texts, weights and order.")] = 0
     accelerate: Annotated[bool, _flag(_LEARN, "--accelerate", "Several processes, by Hugging Face Accelerate.")] = False
 

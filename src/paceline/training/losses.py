@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paceline.core.errors import UnknownNameError
+from paceline.core.errors import InputError, UnknownNameError
 from paceline.models.cuda_pass import importable
 
 Say = Callable[[Tensor], Tensor]  # states [P,D] -> logits [P,V]
@@ -22,9 +22,21 @@ LOSSES = ("kl", "reverse-kl", "tv", "ce")
 _CHUNK = 4096  # places
 
 
-def check_loss(name: str) -> None:
+def parsed(loss: str) -> tuple[str, float]:
+    """The name of a loss, and the temperature that it compares laws at: "tv", or "tv@0.8" for those that are drawn from
+    at 0.8."""
+    name, at, heat = loss.partition("@")
     if name not in LOSSES:
         raise UnknownNameError("loss", name, LOSSES)
+    if not at:
+        return name, 1.0
+    try:
+        found = float(heat)
+    except ValueError:
+        found = 0.0
+    if not 0 < found < float("inf"):
+        raise InputError(f"A loss compares laws at a temperature above 0, such as {name}@0.8; got '{loss}'.")
+    return name, found
 
 
 def distance(name: str, said: Tensor, wanted: Tensor, token: Tensor) -> Tensor:
@@ -75,8 +87,8 @@ class _Divergence(torch.autograd.Function):
     """The sum of all distances; its slope is known with it. It is asked for by itself, so nothing is multiplied."""
 
     @staticmethod
-    def forward(ctx: Any, said: Tensor, wanted: Wanted, kernels: Any) -> Tensor:
-        losses, slopes = kernels.diverge(said, wanted.logits, wanted.sums)
+    def forward(ctx: Any, said: Tensor, wanted: Wanted, kernel: Any) -> Tensor:
+        losses, slopes = kernel(said, wanted.logits, wanted.sums)
         ctx.save_for_backward(slopes)
         total: Tensor = losses.sum()
         return total
@@ -110,10 +122,10 @@ class Distance:
     """The mean distance of what a student says of its states from what the teacher says of its own."""
 
     def __init__(self, name: str, teach: Say, ids: Tensor | None = None) -> None:
-        """ids [N]: the tokens that the student can say (None: all). The teacher's law over those is not made whole
-        again: where it means something else, there is little to learn."""
-        check_loss(name)
+        """name: see `parsed`. ids [N]: the tokens that the student can say (None: all). The teacher's law over those is
+        not made whole again: where it means something else, there is little to learn."""
         self.name, self._teach, self._ids = name, teach, ids
+        self._kind, self._heat = parsed(name)
         self._place: Tensor | None = None  # the student's own number of each of the teacher's tokens, -1 for none
 
     def __call__(
@@ -131,7 +143,7 @@ class Distance:
         many = states.shape[0]
         if not many:
             return states.sum() * 0.0
-        if self._ids is not None and self.name == "ce":  # nobody else looks at them
+        if self._ids is not None and self._kind == "ce":  # nobody else looks at them
             tokens = self._own(int(tokens.max()) + 1)[tokens]
         weights = [weight for weight in weights if weight.requires_grad]
         total = exactly(states.new_zeros(()))
@@ -165,16 +177,20 @@ class Distance:
 
     @torch.no_grad()
     def _wanted(self, last: Tensor) -> Wanted:
-        logits, kernels = self._teach(last), _kernels(last.device)
+        logits, kernels = self._heated(self._teach(last)), _kernels(last.device)
         sums = exactly(logits).logsumexp(-1) if kernels is None else kernels.log_sums(logits)
         return Wanted(logits if self._ids is None else logits.index_select(-1, self._ids), sums)
 
     def _part(self, say: Say, states: Tensor, last: Tensor, tokens: Tensor, laws: Wanted | None) -> Tensor:
         wanted = self._wanted(last) if laws is None else laws
-        kernels = _kernels(states.device) if self.name == "kl" else None
+        said = self._heated(say(states))
+        kernels = _kernels(states.device) if self._kind in ("kl", "tv") else None
         if kernels is None:
-            return distance(self.name, say(states), wanted.law(), tokens).sum()
-        return _Divergence.apply(say(states), wanted, kernels)  # type: ignore[no-any-return]
+            return distance(self._kind, said, wanted.law(), tokens).sum()
+        return _Divergence.apply(said, wanted, kernels.diverge if self._kind == "kl" else kernels.differ)  # type: ignore[no-any-return]
+
+    def _heated(self, logits: Tensor) -> Tensor:
+        return logits if self._heat == 1 else logits / self._heat
 
     def _own(self, known: int) -> Tensor:
         """The student's own number of each of the teacher's tokens, up to the largest that has one, and then -1."""

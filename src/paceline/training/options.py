@@ -11,7 +11,7 @@ from paceline.core.registry import convert_options
 from paceline.models.head_packing import NUMBERS
 
 from .course import COURSES
-from .losses import check_loss
+from .losses import parsed
 from .trigram import CountingOptions
 from .writing import WritingPlan
 
@@ -71,7 +71,7 @@ class TrainOptions:
         if not self.out:
             raise InputError("Training needs a folder for what it makes; give --out FOLDER.")
         self._check_start()
-        check_loss(self.loss)
+        parsed(self.loss)
         if self.numbers not in NUMBERS:
             raise InputError(f"numbers must be one of {', '.join(NUMBERS)}, got '{self.numbers}'.")
         for name in ("length", "batch", "accumulate", "held_out", "rows", "shard", "writers"):

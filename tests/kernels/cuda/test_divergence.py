@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -30,20 +32,22 @@ def test_log_sums(V: int) -> None:
 
 @pytest.mark.parametrize("V", [7, 5000])
 @pytest.mark.parametrize("more", [0, 30])
-def test_distances_and_slopes_are_those_of_torch(V: int, more: int) -> None:
+@pytest.mark.parametrize(("name", "kernel"), [("kl", divergence.diverge), ("tv", divergence.differ)])
+def test_distances_and_slopes_are_those_of_torch(name: str, kernel: Any, V: int, more: int) -> None:
     """Also where the teacher can say more than the student, and where rows lie apart in memory."""
     said, whole = draw(4, V + 1)[:, :V].requires_grad_(), draw(4, V + more, seed=1)
     whole[0, 3] = float("-inf")
     wanted = whole[:, :V]
     wanted_law = whole.softmax(-1)[:, :V]
-    far = distance("kl", said, wanted_law, torch.zeros(4, dtype=torch.int64))
-    found, slope = divergence.diverge(said.detach(), wanted, divergence.log_sums(whole))
+    far = distance(name, said, wanted_law, torch.zeros(4, dtype=torch.int64))
+    found, slope = kernel(said.detach(), wanted, divergence.log_sums(whole))
     assert torch.allclose(found, far, rtol=1e-5, atol=1e-5)
     assert torch.allclose(slope, torch.autograd.grad(far.sum(), said)[0], rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("some", [False, True])
-def test_what_learns_by_them_learns_the_same(some: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", ["kl", "tv", "tv@0.7", "kl@1.5"])
+def test_what_learns_by_them_learns_the_same(name: str, some: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     ids = torch.tensor([0, 3, 4, 9]) if some else None
     weight, states, last = draw(11, 6).requires_grad_(), draw(8, 6, seed=1).requires_grad_(), draw(8, 6, seed=2)
     teacher = draw(11, 6, seed=3)
@@ -51,7 +55,7 @@ def test_what_learns_by_them_learns_the_same(some: bool, monkeypatch: pytest.Mon
     found = []
     for kernels in (None, divergence):
         monkeypatch.setattr(losses, "_kernels", lambda device, kernels=kernels: kernels)
-        measure = Distance("kl", lambda each: each @ teacher.T, ids)
+        measure = Distance(name, lambda each: each @ teacher.T, ids)
         for laws in (None, measure.wanted(last)):
             say = lambda each: each @ (weight if ids is None else weight[ids]).T  # noqa: E731
             loss = measure(say, states, last, torch.zeros(8, dtype=torch.int64), laws, (weight,))

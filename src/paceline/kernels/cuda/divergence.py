@@ -1,7 +1,10 @@
-"""How far the law of a student's logits is from that of its teacher's (Kullback-Leibler), and the slope of that, from
-logits to logits: no law is written down. A program takes one place; what it has read once it finds near by again."""
+"""How far the law of a student's logits is from that of its teacher's (Kullback-Leibler, or the total variation), and
+the slope of that, from logits to logits: no law is written down. A program takes one place; what it has read once it
+finds near by again."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 import triton
@@ -59,6 +62,35 @@ def _diverge(said, wanted, own, sums, losses, slopes, V, said_step, wanted_step,
         at += BLOCK
 
 
+@triton.jit(do_not_specialize=["V", "said_step", "wanted_step"])
+def _differ(said, wanted, own, sums, losses, slopes, V, said_step, wanted_step, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    some = tl.arange(0, BLOCK)
+    mine, theirs = tl.load(own + row), tl.load(sums + row)
+    leans = tl.zeros([BLOCK], tl.float32)
+    losses_ = tl.zeros([BLOCK], tl.float32)
+    at = V * 0
+    while at < V:
+        known = at + some < V
+        score = tl.load(said + row * said_step + at + some, mask=known, other=float("-inf")).to(tl.float32)
+        other = tl.load(wanted + row * wanted_step + at + some, mask=known, other=float("-inf")).to(tl.float32)
+        q, p = tl.exp(score - mine), tl.exp(other - theirs)
+        losses_ += tl.abs(q - p)
+        leans += tl.where(q > p, q, tl.where(q < p, -q, 0.0))
+        at += BLOCK
+    lean = tl.sum(leans, 0)  # how much more of what is said is said too often than too rarely
+    tl.store(losses + row, 0.5 * tl.sum(losses_, 0))
+    at = V * 0
+    while at < V:
+        known = at + some < V
+        score = tl.load(said + row * said_step + at + some, mask=known, other=float("-inf")).to(tl.float32)
+        other = tl.load(wanted + row * wanted_step + at + some, mask=known, other=float("-inf")).to(tl.float32)
+        q, p = tl.exp(score - mine), tl.exp(other - theirs)
+        slope = 0.5 * q * (tl.where(q > p, 1.0, tl.where(q < p, -1.0, 0.0)) - lean)
+        tl.store(slopes + row * V + at + some, slope.to(slopes.dtype.element_ty), mask=known)
+        at += BLOCK
+
+
 def log_sums(logits: Tensor) -> Tensor:
     """[P] in float32: the logarithm of the sum of the exponentials of each row of logits [P,V]."""
     logits = logits if logits.stride(1) == 1 else logits.contiguous()
@@ -70,10 +102,19 @@ def log_sums(logits: Tensor) -> Tensor:
 def diverge(said: Tensor, wanted: Tensor, sums: Tensor) -> tuple[Tensor, Tensor]:
     """[P] in float32: how far the law of logits `said` [P,V] is from that of `wanted` [P,V], whose log-sums are `sums`
     [P] (over more tokens, maybe); and its slope at `said`, in the same numbers."""
+    return _far(_diverge, said, wanted, sums)
+
+
+def differ(said: Tensor, wanted: Tensor, sums: Tensor) -> tuple[Tensor, Tensor]:
+    """The same by total variation."""
+    return _far(_differ, said, wanted, sums)
+
+
+def _far(kernel: Any, said: Tensor, wanted: Tensor, sums: Tensor) -> tuple[Tensor, Tensor]:
     said, wanted = (each if each.stride(1) == 1 else each.contiguous() for each in (said, wanted))
     P, V = said.shape
     losses = torch.empty(P, dtype=torch.float32, device=said.device)
     slopes = torch.empty(P, V, dtype=said.dtype, device=said.device)
-    _diverge[(P,)](said, wanted, log_sums(said), sums, losses, slopes, V, said.stride(0), wanted.stride(0),
-                   BLOCK=min(_BLOCK, triton.next_power_of_2(V)), num_warps=8)  # fmt: skip
+    kernel[(P,)](said, wanted, log_sums(said), sums, losses, slopes, V, said.stride(0), wanted.stride(0),
+                 BLOCK=min(_BLOCK, triton.next_power_of_2(V)), num_warps=8)  # fmt: skip
     return losses, slopes

@@ -87,15 +87,15 @@ class _Divergence(torch.autograd.Function):
     """The sum of all distances; its slope is known with it. It is asked for by itself, so nothing is multiplied."""
 
     @staticmethod
-    def forward(ctx: Any, said: Tensor, wanted: Wanted, kernel: Any) -> Tensor:
-        losses, slopes = kernel(said, wanted.logits, wanted.sums)
+    def forward(ctx: Any, said: Tensor, wanted: Wanted, kernels: Any, name: str) -> Tensor:
+        losses, slopes = kernels.far(name, said, wanted.logits, wanted.sums)
         ctx.save_for_backward(slopes)
         total: Tensor = losses.sum()
         return total
 
     @staticmethod
     def backward(ctx: Any, *asked: Any) -> Any:
-        return ctx.saved_tensors[0], None, None
+        return ctx.saved_tensors[0], None, None, None
 
 
 class _Known(torch.autograd.Function):
@@ -184,10 +184,10 @@ class Distance:
     def _part(self, say: Say, states: Tensor, last: Tensor, tokens: Tensor, laws: Wanted | None) -> Tensor:
         wanted = self._wanted(last) if laws is None else laws
         said = self._heated(say(states))
-        kernels = _kernels(states.device) if self._kind in ("kl", "tv") else None
-        if kernels is None:
+        kernels = _kernels(states.device)
+        if kernels is None or self._kind not in kernels.FAST:
             return distance(self._kind, said, wanted.law(), tokens).sum()
-        return _Divergence.apply(said, wanted, kernels.diverge if self._kind == "kl" else kernels.differ)  # type: ignore[no-any-return]
+        return _Divergence.apply(said, wanted, kernels, self._kind)  # type: ignore[no-any-return]
 
     def _heated(self, logits: Tensor) -> Tensor:
         return logits if self._heat == 1 else logits / self._heat

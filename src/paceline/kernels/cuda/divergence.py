@@ -4,13 +4,12 @@ finds near by again."""
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+FAST = ("kl", "tv")
 _BLOCK = 4096  # tokens at a time
 
 
@@ -35,58 +34,39 @@ def _log_sum(logits, sums, V, step, BLOCK: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["V", "said_step", "wanted_step"])
-def _diverge(said, wanted, own, sums, losses, slopes, V, said_step, wanted_step, BLOCK: tl.constexpr):
+def _far(said, wanted, own, sums, losses, slopes, V, said_step, wanted_step, VARIATION: tl.constexpr,
+         BLOCK: tl.constexpr):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     some = tl.arange(0, BLOCK)
     mine, theirs = tl.load(own + row), tl.load(sums + row)
-    masses = tl.zeros([BLOCK], tl.float32)
-    losses_ = tl.zeros([BLOCK], tl.float32)
+    parts = tl.zeros([BLOCK], tl.float32)
+    totals = tl.zeros([BLOCK], tl.float32)
     at = V * 0
     while at < V:
         known = at + some < V
-        log_q = tl.load(said + row * said_step + at + some, mask=known, other=0.0).to(tl.float32) - mine
+        log_q = tl.load(said + row * said_step + at + some, mask=known, other=float("-inf")).to(tl.float32) - mine
         log_p = tl.load(wanted + row * wanted_step + at + some, mask=known, other=float("-inf")).to(tl.float32) - theirs
-        p = tl.exp(log_p)
-        masses += p
-        losses_ += tl.where(p > 0, p * (log_p - log_q), 0.0)
+        q, p = tl.exp(log_q), tl.exp(log_p)
+        if VARIATION:
+            totals += 0.5 * tl.abs(q - p)
+            parts += tl.where(q > p, q, tl.where(q < p, -q, 0.0))
+        else:
+            totals += tl.where(p > 0, p * (log_p - log_q), 0.0)
+            parts += p
         at += BLOCK
-    mass = tl.sum(masses, 0)  # less than 1 where the student cannot say all that the teacher can
-    tl.store(losses + row, tl.sum(losses_, 0))
+    # of the variation: by how much more is said too often than too rarely; else the teacher's mass of what can be said
+    part = tl.sum(parts, 0)
+    tl.store(losses + row, tl.sum(totals, 0))
     at = V * 0
     while at < V:
         known = at + some < V
-        log_q = tl.load(said + row * said_step + at + some, mask=known, other=0.0).to(tl.float32) - mine
-        log_p = tl.load(wanted + row * wanted_step + at + some, mask=known, other=0.0).to(tl.float32) - theirs
-        slope = mass * tl.exp(log_q) - tl.exp(log_p)
-        tl.store(slopes + row * V + at + some, slope.to(slopes.dtype.element_ty), mask=known)
-        at += BLOCK
-
-
-@triton.jit(do_not_specialize=["V", "said_step", "wanted_step"])
-def _differ(said, wanted, own, sums, losses, slopes, V, said_step, wanted_step, BLOCK: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
-    some = tl.arange(0, BLOCK)
-    mine, theirs = tl.load(own + row), tl.load(sums + row)
-    leans = tl.zeros([BLOCK], tl.float32)
-    losses_ = tl.zeros([BLOCK], tl.float32)
-    at = V * 0
-    while at < V:
-        known = at + some < V
-        score = tl.load(said + row * said_step + at + some, mask=known, other=float("-inf")).to(tl.float32)
-        other = tl.load(wanted + row * wanted_step + at + some, mask=known, other=float("-inf")).to(tl.float32)
-        q, p = tl.exp(score - mine), tl.exp(other - theirs)
-        losses_ += tl.abs(q - p)
-        leans += tl.where(q > p, q, tl.where(q < p, -q, 0.0))
-        at += BLOCK
-    lean = tl.sum(leans, 0)  # how much more of what is said is said too often than too rarely
-    tl.store(losses + row, 0.5 * tl.sum(losses_, 0))
-    at = V * 0
-    while at < V:
-        known = at + some < V
-        score = tl.load(said + row * said_step + at + some, mask=known, other=float("-inf")).to(tl.float32)
-        other = tl.load(wanted + row * wanted_step + at + some, mask=known, other=float("-inf")).to(tl.float32)
-        q, p = tl.exp(score - mine), tl.exp(other - theirs)
-        slope = 0.5 * q * (tl.where(q > p, 1.0, tl.where(q < p, -1.0, 0.0)) - lean)
+        log_q = tl.load(said + row * said_step + at + some, mask=known, other=float("-inf")).to(tl.float32) - mine
+        log_p = tl.load(wanted + row * wanted_step + at + some, mask=known, other=float("-inf")).to(tl.float32) - theirs
+        q, p = tl.exp(log_q), tl.exp(log_p)
+        if VARIATION:
+            slope = 0.5 * q * (tl.where(q > p, 1.0, tl.where(q < p, -1.0, 0.0)) - part)
+        else:
+            slope = part * q - p
         tl.store(slopes + row * V + at + some, slope.to(slopes.dtype.element_ty), mask=known)
         at += BLOCK
 
@@ -99,22 +79,13 @@ def log_sums(logits: Tensor) -> Tensor:
     return sums
 
 
-def diverge(said: Tensor, wanted: Tensor, sums: Tensor) -> tuple[Tensor, Tensor]:
+def far(name: str, said: Tensor, wanted: Tensor, sums: Tensor) -> tuple[Tensor, Tensor]:
     """[P] in float32: how far the law of logits `said` [P,V] is from that of `wanted` [P,V], whose log-sums are `sums`
-    [P] (over more tokens, maybe); and its slope at `said`, in the same numbers."""
-    return _far(_diverge, said, wanted, sums)
-
-
-def differ(said: Tensor, wanted: Tensor, sums: Tensor) -> tuple[Tensor, Tensor]:
-    """The same by total variation."""
-    return _far(_differ, said, wanted, sums)
-
-
-def _far(kernel: Any, said: Tensor, wanted: Tensor, sums: Tensor) -> tuple[Tensor, Tensor]:
+    [P] (over more tokens, maybe), by "kl" or "tv"; and its slope at `said`, in the same numbers."""
     said, wanted = (each if each.stride(1) == 1 else each.contiguous() for each in (said, wanted))
     P, V = said.shape
     losses = torch.empty(P, dtype=torch.float32, device=said.device)
     slopes = torch.empty(P, V, dtype=said.dtype, device=said.device)
-    kernel[(P,)](said, wanted, log_sums(said), sums, losses, slopes, V, said.stride(0), wanted.stride(0),
-                 BLOCK=min(_BLOCK, triton.next_power_of_2(V)), num_warps=8)  # fmt: skip
+    _far[(P,)](said, wanted, log_sums(said), sums, losses, slopes, V, said.stride(0), wanted.stride(0), name == "tv",
+               BLOCK=min(_BLOCK, triton.next_power_of_2(V)), num_warps=8)  # fmt: skip
     return losses, slopes

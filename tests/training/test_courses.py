@@ -30,12 +30,12 @@ def test_it_learns(kind: str) -> None:
     assert after.tau == expected(after.positions)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_guesses_are_what_it_drafts(kind: str) -> None:
+@pytest.mark.parametrize(("kind", "more"), [*((kind, {}) for kind in KINDS), ("draft-lm", {"kept": 1})])
+def test_guesses_are_what_it_drafts(kind: str, more: dict[str, int]) -> None:
     """Rounds of real decoding against those that follow from the guesses along the same text."""
     lm = target()
     corpus = Corpus(own_texts(lm), 64, 512, seed=1)
-    course = course_of(kind, lm, corpus)
+    course = course_of(kind, lm, corpus, **more)
     trained(course, corpus, 60)
     depth = course.depth if kind in ("medusa", "eagle", "prophet") else 3
     decoder = SpeculativeDecoder(lm, course.drafter(), gamma=depth)

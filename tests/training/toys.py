@@ -67,8 +67,8 @@ def own_texts(lm: LanguageModel, count: int = 48, length: int = 40, temperature:
     ]
 
 
-def course_of(kind: str, lm: LanguageModel, corpus: Corpus, loss: str = "kl", seed: int = 0) -> Course:
-    options = COURSES[kind].Options(**KINDS[kind])
+def course_of(kind: str, lm: LanguageModel, corpus: Corpus, loss: str = "kl", seed: int = 0, **more: Any) -> Course:
+    options = COURSES[kind].Options(**KINDS[kind], **more)
     return make_course(kind, Teacher(lm), corpus, loss, options, seed)
 
 

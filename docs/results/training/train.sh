@@ -7,7 +7,7 @@
 # are complete, the other kinds learn beside it, one after the other, in what is left of the same time. Where writing takes
 # more than TEXTS seconds, what is written by then is all. KINDS: only these; without eagle the texts must be there.
 # TOGETHER=1: all others beside each other, MINUTES each. START: a folder of KIND/ trained before, to begin with. LOSS: of
-# draft-lm (kl; tv@0.8: see docs/training.md).
+# draft-lm (kl; tv@0.8: see docs/training.md), and KEPT: layers of the target before its own.
 # No network, typer or rich is needed; the target must be in the cache (tests/gpu/weights.py).
 # A rehearsal on a CPU takes ten minutes: PYTHON=.venv/bin/python DEVICE=cpu DTYPE=float32 MADE=/tmp/rehearsal OUT=/tmp/out \
 #   MINUTES=9 TOKENS=4000 TEXTS=200 WRITERS=2 ROWS=8 SHARD=8 QUESTION=32 ANSWER=64 LENGTH=128 BATCH=512 LEAST=1 AFTER=35
@@ -60,7 +60,7 @@ texts() { # until they are complete, or nobody is left who writes them; PROCESS:
 
 other() { # KIND MINUTES
   case $1 in
-    draft-lm) one draft-lm --minutes "$2" --options layers=3 --loss "${LOSS:-kl}" ;;
+    draft-lm) one draft-lm --minutes "$2" --options layers=3 --options "kept=${KEPT:-0}" --loss "${LOSS:-kl}" ;;
     medusa) one medusa --minutes "$2" --options heads=3 --options layers=3 ;;
     early-exit) one early-exit --minutes "$2" --options layers=15 --options block=1152 ;;
     prophet) one prophet --minutes "$2" ;;

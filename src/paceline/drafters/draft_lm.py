@@ -27,11 +27,12 @@ KIND = "draft-lm"
 
 
 class DraftLayers(nn.Module):
-    """The layers: copies of some of the target's, to be trained. Embedding, final norm and output head are not here:
-    they are the target's own."""
+    """The layers: copies of some of the target's, to be trained. Embedding, final norm, output head and, maybe, the
+    first layers are not here: they are the target's own."""
 
-    def __init__(self, target: LanguageModel, layers: Sequence[int]) -> None:
-        """layers: the target's layers that they are copies of, by number."""
+    def __init__(self, target: LanguageModel, layers: Sequence[int], kept: int = 0) -> None:
+        """layers: the target's layers that they are copies of, by number. kept: how many of the target's first layers
+        come before them, as they are."""
         super().__init__()
         every = layers_of(target)
         wrong = [layer for layer in layers if not 0 <= layer < len(every)]
@@ -44,21 +45,24 @@ class DraftLayers(nn.Module):
                 f"The layers of {target.name} are in fewer bits, and a draft-lm needs them as they are; load the "
                 "target without quantize."
             )
-        self.sources = tuple(layers)
+        if not 0 <= kept < len(every):
+            raise InputError(f"A draft-lm keeps 0 to {len(every) - 1} of the layers of {target.name}, got {kept}.")
+        self.sources, self.kept = tuple(layers), kept
         self.made_for = fingerprint(target)
         with torch.inference_mode(False):
-            copies = [renumbered(copy.deepcopy(every[layer]), index) for index, layer in enumerate(layers)]
+            copies = [renumbered(copy.deepcopy(every[layer]), kept + index) for index, layer in enumerate(layers)]
         self.layers = nn.ModuleList(copies)
-        self._kinds = [target.architecture.kinds[layer] for layer in layers]
+        self._kinds = [target.architecture.kinds[layer] for layer in (*range(kept), *layers)]
         for weight in self.layers.parameters():
             weight.requires_grad_(True)
 
     def model(self, target: LanguageModel) -> Any:
         """The small model: a view of the target with these layers instead of its own."""
-        return with_layers(target, list(self.layers), self._kinds, None)
+        return with_layers(target, [*layers_of(target)[: self.kept], *self.layers], self._kinds, None)
 
     def save(self, folder: str | os.PathLike[str], numbers: str | None = None) -> None:
-        save_head(folder, KIND, {"sources": list(self.sources), "target": self.made_for}, self.state_dict(), numbers)
+        about = {"sources": list(self.sources), "kept": self.kept, "target": self.made_for}
+        save_head(folder, KIND, about, self.state_dict(), numbers)
 
 
 @dataclass(frozen=True)
@@ -75,7 +79,7 @@ class SavedLayers:
 
     def fitted(self, target: LanguageModel) -> DraftLayers:
         check_target(KIND, self.config["target"], target)
-        layers = DraftLayers(target, self.config["sources"])
+        layers = DraftLayers(target, self.config["sources"], self.config.get("kept", 0))
         layers.made_for = self.config["target"]
         try:
             layers.load_state_dict({name: tensor.to(target.dtype) for name, tensor in self.tensors.items()})
@@ -104,7 +108,7 @@ class DraftLm(SelfDraft):
 
         @classmethod
         def conformance_variants(cls) -> list[Mapping[str, Any]]:
-            return [{"head": lambda target: DraftLayers(target, (0,))}]
+            return [{"head": lambda target, kept=kept: DraftLayers(target, (0,), kept)} for kept in (0, 1)]
 
     def __init__(self, options: Options | None = None) -> None:
         super().__init__(options)

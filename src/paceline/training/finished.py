@@ -70,7 +70,7 @@ def _card(
         "---", "library_name: paceline", "tags: [speculative-decoding]", "---", "",
         f"# {folder.name}: a drafter ({kind}) for {target}", "",
         f"It drafts for {target} and for no other model; what is written stays that model's own.", "",
-        "```python", "import paceline",
+        "```python", "import paceline", "",
         f'decoder = paceline.SpeculativeDecoder("{target}", paceline.load_drafter("{folder.name}"))', "```", "",
     ]  # fmt: skip
     if measured is not None:

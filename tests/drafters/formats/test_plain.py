@@ -11,23 +11,25 @@ from transformers import AutoModelForCausalLM
 
 import paceline
 from paceline.core.errors import InputError, LoadError, UnsupportedError
-from paceline.drafters.draft_lm import DraftLayers
+from paceline.drafters.draft_lm import DraftLayers, SavedLayers
 from paceline.drafters.formats import export_head
 from paceline.drafters.medusa import MedusaHead
 
 
-def test_it_drafts_as_before(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kept", [0, 1])
+def test_it_drafts_as_before(tmp_path: Path, kept: int) -> None:
     llama(0, num_hidden_layers=3).save_pretrained(tmp_path / "target")
     letters().save_pretrained(tmp_path / "target")
     lm = paceline.load(str(tmp_path / "target"), dtype="float64")
-    layers = DraftLayers(lm, (0, 2))
+    layers = DraftLayers(lm, (0, 2), kept)
     with torch.no_grad():
         for weight in layers.parameters():
             weight.add_(0.02 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(1)))
     layers.save(tmp_path / "draft")
+    assert len(SavedLayers.load(tmp_path / "draft").tensors) == 2 * len(layers.layers[0].state_dict())
     export_head(tmp_path / "draft", str(tmp_path / "target"), tmp_path / "out", "hf")
     whole = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
-    assert whole.config.num_hidden_layers == 2
+    assert whole.config.num_hidden_layers == 2 + kept
     found = []
     for drafter in (
         paceline.load_drafter(tmp_path / "draft", lm),
@@ -36,6 +38,11 @@ def test_it_drafts_as_before(tmp_path: Path) -> None:
         out = paceline.SpeculativeDecoder(lm, drafter).generate([1, 2, 3], max_new_tokens=24)
         found.append([each.drafted for each in out.trace.rounds])
     assert found[0] == found[1]
+
+
+def test_as_many_layers_as_there_are_cannot_be_kept() -> None:
+    with pytest.raises(InputError, match=r"keeps 0 to 1 of the layers of .*, got 2\."):
+        DraftLayers(paceline.LanguageModel(llama(0)), (0,), 2)
 
 
 def test_what_has_no_layers_is_refused(tmp_path: Path) -> None:

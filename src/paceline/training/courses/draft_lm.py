@@ -25,7 +25,8 @@ class DraftLmCourse(Course):
     @dataclass(frozen=True)
     class Options(Sizes):
         layers: int = 2
-        sources: tuple[int, ...] = ()  # the target's layers it begins as; (): its first ones, and its last
+        kept: int = 0  # the target's first layers, before those, as they are: nothing to store, and nothing to learn
+        sources: tuple[int, ...] = ()  # the target's layers it begins as; (): its first ones after those, and its last
 
         def __post_init__(self) -> None:
             if self.layers < 1:
@@ -35,9 +36,9 @@ class DraftLmCourse(Course):
 
     def __init__(self, teacher: Teacher, corpus: Corpus, loss: str, options: Options) -> None:
         super().__init__(teacher, corpus, loss, options)
-        last = teacher.lm.layers - 1
-        usual = tuple(dict.fromkeys([*range(min(options.layers - 1, last)), last])) if options.layers > 1 else (0,)
-        self.layers = DraftLayers(teacher.lm, options.sources or usual).to(teacher.numbers)
+        first, last = options.kept, teacher.lm.layers - 1
+        usual = (*range(first, min(first + options.layers - 1, last)), last) if options.layers > 1 else (first,)
+        self.layers = DraftLayers(teacher.lm, options.sources or usual, first).to(teacher.numbers)
         self.__dict__["model"] = self.layers.model(teacher.lm)
 
     def forward(self, lesson: Lesson) -> Tensor:
@@ -54,7 +55,7 @@ class DraftLmCourse(Course):
         self.layers.save(folder, numbers)
 
     def own(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        return {"sources": self.layers.sources}, dict(self.layers.state_dict())
+        return {"sources": self.layers.sources, "kept": self.layers.kept}, dict(self.layers.state_dict())
 
     def drafter(self, **options: Any) -> Drafter:
         return DraftLm(DraftLm.Options(head=copy.deepcopy(self.layers), **options))

@@ -109,6 +109,20 @@ def test_other_sizes_are_named(kind: str, place: Path, before: dict[str, Path], 
         train(on(place, tmp_path / "it", before[kind], kind, options=said))
 
 
+def test_what_old_folders_do_not_name_is_known(tmp_path: Path) -> None:
+    """Once every draft-lm had its own layers alone."""
+    lm = target()
+    corpus = Corpus(own_texts(lm, 12), 64, 256, seed=1)
+    course_of("draft-lm", lm, corpus, sources=(0,)).save(tmp_path / "it", "float32")
+    config = json.loads((tmp_path / "it" / "config.json").read_text())
+    assert config.pop("kept") == 0
+    (tmp_path / "it" / "config.json").write_text(json.dumps(config))
+    found = Beginning.read(str(tmp_path / "it"), "draft-lm", lm)
+    found.give(course_of("draft-lm", lm, corpus, sources=(0,)))
+    with pytest.raises(InputError, match="has kept = 0, and by the options said here it would be 2"):
+        found.give(course_of("draft-lm", lm, corpus, sources=(0,), kept=2))
+
+
 def test_tensors_that_do_not_fit_are_named(tmp_path: Path) -> None:
     lm = target()
     course = course_of("medusa", lm, Corpus(own_texts(lm, 12), 64, 256, seed=1))

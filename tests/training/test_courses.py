@@ -160,6 +160,14 @@ def _whole(self: Distance, say, states, last, tokens, laws=None, weights=()):  #
     return self._part(say, states, last, tokens, laws) / len(states)
 
 
+def test_a_draft_has_no_more_layers_than_its_target() -> None:
+    with pytest.raises(InputError, match=r"keeps 0 or more of the target's first layers, got -1\."):
+        COURSES["draft-lm"].Options(kept=-1)
+    lm = target()
+    with pytest.raises(InputError, match=r"has 3 layers at most, .* included; got layers=2 and kept=2\."):
+        make_course("draft-lm", Teacher(lm), None, "kl", COURSES["draft-lm"].Options(layers=2, kept=2), 0)  # type: ignore[arg-type]
+
+
 def test_an_unknown_kind_is_named() -> None:
     with pytest.raises(ValueError, match="Did you mean 'medusa'"):
         COURSES["medussa"]

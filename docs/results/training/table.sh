@@ -5,7 +5,7 @@ set -eu
 export PYTHONPATH=src PYTHONUNBUFFERED=1
 python=${PYTHON:-python3}
 home=${CATALOGUE:-src/paceline/catalogue}/smollm2-135m
-draft=${DRAFT:-/tmp/draft-lm-hf} # the draft-lm as a model of its own
+draft=${DRAFT:-$(mktemp -d)/draft-lm} # the draft-lm as a model of its own; made, where it is not there
 out=$1
 shift
 common=(--prompts "${PROMPTS:-weights/gpu/prompts.jsonl}" --max-new-tokens "${NEW:-128}" --memory --force "$@")

@@ -3,7 +3,7 @@
     OMP_NUM_THREADS=1 .venv/bin/python docs/results/training/tau.py PROMPTS.jsonl [PROMPTS A CATEGORY] [KIND ...]
 
 PROMPTS.jsonl: a line each with `category` and `turns`, as Spec-Bench has them. 128 tokens, float32 on a CPU, greedy and
-at temperature 0.8 by `match`, seed 1. CATALOGUE: a folder of KIND/ instead of those that come along.
+at temperature 0.8 by `match`, seed 1. CATALOGUE/smollm2-135m: a folder of KIND/ instead of those that come along.
 """
 
 from __future__ import annotations
@@ -53,9 +53,12 @@ def measured(
 
 
 def main(path: str, many: int, kinds: list[str]) -> None:
+    unknown = [kind for kind in kinds if kind not in {run[0] for run in RUNS}]
+    if unknown:
+        sys.exit(f"'{unknown[0]}' is none of {', '.join(dict.fromkeys(run[0] for run in RUNS))}.")
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     lm = paceline.load("smollm2-135m", dtype="float32")
-    home, prompts = Path(os.environ.get("CATALOGUE", ROOT / "smollm2-135m")), prompts_of(path, many)
+    home, prompts = Path(os.environ.get("CATALOGUE", ROOT), "smollm2-135m"), prompts_of(path, many)
     for kind, deep, nodes, side in RUNS:
         if kinds and kind not in kinds:
             continue
@@ -73,4 +76,5 @@ def main(path: str, many: int, kinds: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]) if len(sys.argv) > 2 else 2, sys.argv[3:])
+    said = sys.argv[2:]
+    main(sys.argv[1], int(said.pop(0)) if said and said[0].isdigit() else 2, said)

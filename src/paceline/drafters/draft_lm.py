@@ -17,6 +17,7 @@ from paceline.core.errors import InputError, LoadError, UnsupportedError
 from paceline.core.growth import TreeOptions
 from paceline.models.head_files import check_target, fingerprint, load_head, save_head
 from paceline.models.language_model import LanguageModel
+from paceline.models.packed_linear import PackedLinear
 from paceline.models.running import by_kernels, check_kind
 from paceline.models.shells import layers_of, renumbered, with_layers
 
@@ -35,18 +36,19 @@ class DraftLayers(nn.Module):
         come before them, as they are."""
         super().__init__()
         every = layers_of(target)
+        if not 0 <= kept < len(every):
+            raise InputError(f"A draft-lm keeps 0 to {len(every) - 1} of the layers of {target.name}, got {kept}.")
         wrong = [layer for layer in layers if not 0 <= layer < len(every)]
         if wrong or not layers:
             raise InputError(
                 f"A draft-lm is made of layers 0 to {len(every) - 1} of {target.name}, got {list(layers)}."
             )
-        if any(not weight.is_floating_point() for weight in every[0].state_dict().values()):
+        packed = any(isinstance(module, PackedLinear) for module in every[0].modules())
+        if packed or any(not weight.is_floating_point() for weight in every[0].state_dict().values()):
             raise UnsupportedError(
                 f"The layers of {target.name} are in fewer bits, and a draft-lm needs them as they are; load the "
                 "target without quantize."
             )
-        if not 0 <= kept < len(every):
-            raise InputError(f"A draft-lm keeps 0 to {len(every) - 1} of the layers of {target.name}, got {kept}.")
         self.sources, self.kept = tuple(layers), kept
         self.made_for = fingerprint(target)
         with torch.inference_mode(False):
@@ -79,7 +81,10 @@ class SavedLayers:
 
     def fitted(self, target: LanguageModel) -> DraftLayers:
         check_target(KIND, self.config["target"], target)
-        layers = DraftLayers(target, self.config["sources"], self.config.get("kept", 0))
+        kept = self.config.get("kept", 0)
+        if type(kept) is not int:
+            raise LoadError(f"The draft-lm in '{self.folder}' keeps a number of layers, and config.json has {kept!r}.")
+        layers = DraftLayers(target, self.config["sources"], kept)
         layers.made_for = self.config["target"]
         try:
             layers.load_state_dict({name: tensor.to(target.dtype) for name, tensor in self.tensors.items()})
@@ -132,7 +137,9 @@ class DraftLm(SelfDraft):
 
     def made_from(self, target: LanguageModel) -> LanguageModel:
         layers = self._head.fitted(target) if isinstance(self._head, SavedLayers) else self._head
-        model = layers.to(target.device, target.dtype).model(target)
+        if any(weight.dtype != target.dtype or weight.device != target.device for weight in layers.parameters()):
+            layers = copy.deepcopy(layers).to(target.device, target.dtype)  # whoever gave them has them still
+        model = layers.model(target)
         return LanguageModel(model, target.tokenizer, name=f"draft-lm of {target.name}")
 
     def inner_options(self) -> dict[str, Any]:

@@ -44,9 +44,10 @@ class Beginning:
     def give(self, course: Course) -> None:
         """The weights, in the numbers of the course. Refuses other sizes than the course has, by the first."""
         sizes, weights = course.own()
+        said = {**course.implied, **self.config}
         for name, value in json.loads(json.dumps(sizes)).items():
-            if name in self.config and self.config[name] != value:
-                raise self._misfit(course, name, self.config[name], value)
+            if name in said and said[name] != value:
+                raise self._misfit(course, name, said[name], value)
         for name in sorted(weights.keys() | self.tensors.keys()):
             saved, here = (tuple(held[name].shape) if name in held else None for held in (self.tensors, weights))
             if saved != here:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from abc import abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -27,6 +28,7 @@ class Course(nn.Module):
 
     name: ClassVar[str]
     Options: ClassVar[type]
+    implied: ClassVar[Mapping[str, Any]] = {}  # sizes that folders written before there were others do not name
     taps: tuple[float, ...] = ()  # the depths at which it looks into the target
     depth: int = 5  # tokens that it guesses in a row when it is tried out
 

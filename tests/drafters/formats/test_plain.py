@@ -11,9 +11,10 @@ from transformers import AutoModelForCausalLM
 
 import paceline
 from paceline.core.errors import InputError, LoadError, UnsupportedError
-from paceline.drafters.draft_lm import DraftLayers, SavedLayers
+from paceline.drafters.draft_lm import DraftLayers, DraftLm, SavedLayers
 from paceline.drafters.formats import export_head
 from paceline.drafters.medusa import MedusaHead
+from paceline.models.quantized import quantized
 
 
 @pytest.mark.parametrize("kept", [0, 1])
@@ -41,8 +42,34 @@ def test_it_drafts_as_before(tmp_path: Path, kept: int) -> None:
 
 
 def test_as_many_layers_as_there_are_cannot_be_kept() -> None:
-    with pytest.raises(InputError, match=r"keeps 0 to 1 of the layers of .*, got 2\."):
-        DraftLayers(paceline.LanguageModel(llama(0)), (0,), 2)
+    for many in (2, -1):
+        with pytest.raises(InputError, match=rf"keeps 0 to 1 of the layers of .*, got {many}\."):
+            DraftLayers(paceline.LanguageModel(llama(0)), (0,), many)
+
+
+def test_what_is_kept_is_a_number(tmp_path: Path) -> None:
+    lm = paceline.LanguageModel(llama(0))
+    DraftLayers(lm, (0,)).save(tmp_path / "draft")
+    saved = SavedLayers.load(tmp_path / "draft")
+    with pytest.raises(LoadError, match=r"keeps a number of layers, and config\.json has '1'"):
+        SavedLayers({**saved.config, "kept": "1"}, saved.tensors, saved.folder).fitted(lm)
+
+
+def test_layers_that_were_given_stay_as_they_are() -> None:
+    models = [paceline.LanguageModel(llama(0).to(dtype)) for dtype in (torch.float32, torch.float64)]
+    layers = DraftLayers(models[0], (0,), 1)
+    decoders = [paceline.SpeculativeDecoder(lm, DraftLm(DraftLm.Options(head=layers))) for lm in models]
+    for decoder in (*decoders, *decoders):
+        assert decoder.generate([1, 2, 3], max_new_tokens=8).stats.drafted > 0
+    assert all(weight.dtype == torch.float32 for weight in layers.parameters())
+
+
+def test_a_target_in_fewer_bits_is_refused(tmp_path: Path) -> None:
+    lm = paceline.LanguageModel(llama(0))
+    DraftLayers(lm, (0,)).save(tmp_path / "draft")
+    packed = quantized(lm, "int8")
+    with pytest.raises(UnsupportedError, match="are in fewer bits, and a draft-lm needs them as they are"):
+        SavedLayers.load(tmp_path / "draft").fitted(packed)
 
 
 def test_what_has_no_layers_is_refused(tmp_path: Path) -> None:

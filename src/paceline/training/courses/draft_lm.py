@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import copy
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -31,13 +32,21 @@ class DraftLmCourse(Course):
         def __post_init__(self) -> None:
             if self.layers < 1:
                 raise InputError(f"A draft-lm has at least 1 layer, got {self.layers}.")
+            if self.kept < 0:
+                raise InputError(f"A draft-lm keeps 0 or more of the target's first layers, got {self.kept}.")
 
+    implied: ClassVar[Mapping[str, Any]] = {"kept": 0}
     model: Any  # the small model: not a part, for most of it is the target's
 
     def __init__(self, teacher: Teacher, corpus: Corpus, loss: str, options: Options) -> None:
         super().__init__(teacher, corpus, loss, options)
         first, last = options.kept, teacher.lm.layers - 1
-        usual = (*range(first, min(first + options.layers - 1, last)), last) if options.layers > 1 else (first,)
+        if not options.sources and first + options.layers > last + 1:
+            raise InputError(
+                f"A draft-lm of {teacher.lm.name} has {last + 1} layers at most, those that it keeps included; got "
+                f"layers={options.layers} and kept={first}."
+            )
+        usual = (*range(first, first + options.layers - 1), last) if options.layers > 1 else (first,)
         self.layers = DraftLayers(teacher.lm, options.sources or usual, first).to(teacher.numbers)
         self.__dict__["model"] = self.layers.model(teacher.lm)
 

@@ -3,7 +3,7 @@
     OMP_NUM_THREADS=1 .venv/bin/python docs/results/training/tau.py PROMPTS.jsonl [PROMPTS A CATEGORY] [KIND ...]
 
 PROMPTS.jsonl: a line each with `category` and `turns`, as Spec-Bench has them. 128 tokens, float32 on a CPU, greedy and
-at temperature 0.8 by `match`, seed 1. CATALOGUE/smollm2-135m: a folder of KIND/ instead of those that come along.
+at temperature 0.8 by `match`; SEED: 1, if not said. CATALOGUE/smollm2-135m: a folder of KIND/ instead of those that come along.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import torch
 import paceline
 from paceline.drafters.shipped import ROOT
 
+SEED = int(os.environ.get("SEED", "1"))
 RUNS = [
     ("eagle", 5, 24, 4),
     ("medusa", 3, 60, 8),
@@ -47,7 +48,7 @@ def measured(
     """Tokens per pass of each category."""
     found = {}
     for category, chats in prompts.items():
-        made = [decoder.generate(chat, max_new_tokens=128, temperature=temperature, seed=1) for chat in chats]
+        made = [decoder.generate(chat, max_new_tokens=128, temperature=temperature, seed=SEED) for chat in chats]
         found[category] = sum(len(each.tokens) for each in made) / sum(each.stats.rounds for each in made)
     return found
 

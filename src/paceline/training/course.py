@@ -28,7 +28,7 @@ class Course(nn.Module):
 
     name: ClassVar[str]
     Options: ClassVar[type]
-    implied: ClassVar[Mapping[str, Any]] = {}  # sizes that folders written before there were others do not name
+    implied: ClassVar[Mapping[str, Any]] = {}  # what a folder of before means where it does not name a size
     taps: tuple[float, ...] = ()  # the depths at which it looks into the target
     depth: int = 5  # tokens that it guesses in a row when it is tried out
 

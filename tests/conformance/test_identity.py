@@ -39,6 +39,11 @@ def check_accounts(out: Generation) -> None:
     assert out.stats.emitted == len(out.tokens) == out.stats.accepted + out.stats.recovered + out.stats.bonus
     assert [token for entry in out.trace.rounds for token in entry.emitted] == out.tokens
     assert len(out.trace.from_draft) == len(out.tokens)
+    for entry in out.trace.rounds:
+        if entry.own is not None:  # bonus: after the last drafted token of a path; recovered: after a rejection
+            last = entry.path[-1] if entry.path else -1
+            parents = range(-1, len(entry.drafted) - 1) if entry.parents is None else entry.parents
+            assert entry.bonus == (last not in parents)
 
 
 def check_speculated(outs: list[Generation], variant: Variant) -> None:

@@ -26,8 +26,10 @@ def crowd(seed: int, count: int = 9) -> tuple[list[list[int]], dict[str, Any]]:
         length = 1 if number % 4 == 2 else dice.randint(2, 14)
         words = [dice.randrange(VOCABULARY) for _ in range(4)]
         prompts.append([dice.choice(words) for _ in range(length)])
+    most = [dice.choice([1, 2, 5, 9, 17]) for _ in prompts]
     return prompts, {
-        "max_new_tokens": [dice.choice([1, 2, 5, 9, 17]) for _ in prompts],
+        "max_new_tokens": most,
+        "min_new_tokens": [min(limit, 1 + number % 5) for number, limit in enumerate(most)],
         "temperature": [dice.choice([0.0, 0.9]) for _ in prompts],
         "seed": [dice.randrange(1000) for _ in prompts],
         "repetition_penalty": [dice.choice([1.0, 1.0, 1.4]) for _ in prompts],

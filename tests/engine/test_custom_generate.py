@@ -154,6 +154,18 @@ def test_sampling_takes_its_law_from_the_warpers() -> None:
     assert torch.equal(got, model().generate(PROMPT, do_sample=False, max_new_tokens=9))
 
 
+def test_a_seed_gives_every_row_its_own() -> None:
+    """Rows with the same prompt are samples, not copies; each is the text of its seed alone."""
+    custom = speculating("lookup", seed=3)
+    asked: dict[str, Any] = {"do_sample": True, "max_new_tokens": 9}
+    rows = model().generate(PROMPT.repeat(3, 1), custom_generate=custom, **asked)
+    assert [out.seed for out in custom.generations] == [3, 4, 5]
+    for row in range(3):
+        alone = model().generate(PROMPT, custom_generate=speculating("none", seed=3 + row), **asked)
+        assert rows[row].tolist() == alone[0].tolist()
+    assert len({tuple(row) for row in rows.tolist()}) == 3
+
+
 def test_a_seed_of_its_own_leaves_torchs_generator_alone() -> None:
     before = torch.get_rng_state()
     texts = [

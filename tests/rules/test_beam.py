@@ -18,7 +18,8 @@ from paceline.engine.loop import Loop
 from paceline.models.language_model import SlotReader
 from paceline.rules.beam import children, walk
 from tests.conformance.drafters import PLAIN, Variant, variants
-from tests.conformance.models import CASES, EOS, build, draft, perturbed, target
+from tests.conformance.models import CASES, EOS, VOCABULARY, build, draft, perturbed, target
+from tests.conformance.tokenizer import ByteTokenizer
 
 PROMPTS = [[1, 7, 9, 4, 7, 9, 4, 7, 9, 11, 2], [3, 3, 8, 3, 3, 8, 3], [6, 21], [13]]
 NEW = 14
@@ -186,6 +187,110 @@ def test_a_criterion_of_the_caller_ends_a_beam() -> None:
         PROMPTS[2], max_new_tokens=NEW, eos_token_ids=[EOS], criteria=[nine_is_in], **asked
     )
     agree(out, expected)
+
+
+def test_stop_strings_end_beams_as_a_criterion_does() -> None:
+    """A stop string inside, across and at the end of tokens; the criterion is compared with transformers above."""
+    lm = LanguageModel(target("llama").model, ByteTokenizer(), "llama")
+    close = LanguageModel(draft("llama", "close").model, ByteTokenizer(), "draft")
+    found = set()
+    for stop in (["b"], ["xy"], ["c", "ya"], ["é"], ["d", "e", "f", "g"]):
+
+        def has_stop(ids: list[int], stop: list[str] = stop) -> bool:
+            text = ByteTokenizer().decode(ids[len(PROMPTS[0]) :])
+            return any(string in text for string in stop)
+
+        asked: dict[str, Any] = {
+            "num_beams": 3,
+            "num_return_sequences": 3,
+            "max_new_tokens": NEW,
+            "eos_token_ids": [EOS],
+        }
+        expected = SpeculativeDecoder(lm, None).generate(PROMPTS[0], criteria=[has_stop], **asked)
+        options = {"model": close, "tree": "levels", "branch": 3, "width": 3}
+        decoder = SpeculativeDecoder(lm, "draft-model", options=options, gamma=4)
+        out = decoder.generate(PROMPTS[0], stop=stop, **asked)
+        assert [(b.tokens, b.score) for b in out.beams] == [(b.tokens, b.score) for b in expected.beams]
+        for beam in out.beams:
+            text = ByteTokenizer().decode(beam.tokens)
+            ends = [text.index(string) for string in stop if string in text]
+            assert beam.text == (text[: min(ends)] if ends else text)
+            found.add(bool(ends))
+        assert out.text == out.beams[0].text
+    assert found == {True, False}
+
+
+def test_log_probabilities_of_beams_are_those_of_the_bare_model() -> None:
+    """Raw ones by a forward pass without a cache; the processed ones add up to the score."""
+    lm, asked = target("llama"), {"num_beams": 3, "num_return_sequences": 3, "max_new_tokens": NEW, "logprobs": 2}
+    controls: dict[str, Any] = {"logit_bias": {7: 1.5, 8: -2.0}, "length_penalty": 0.7, "eos_token_ids": MANY_ENDS}
+    plain = PLAIN.decoder("llama").generate(PROMPTS[0], **asked, **controls)
+    for number in range(5):
+        out = drafted_by("llama", number, 3).generate(PROMPTS[0], **asked, **controls)
+        assert [beam.tokens for beam in out.beams] == [beam.tokens for beam in plain.beams]
+        assert out.logprobs == out.beams[0].logprobs
+        for beam in out.beams:
+            assert [entry.token for entry in beam.logprobs] == beam.tokens
+            total = sum(entry.processed for entry in beam.logprobs)
+            assert total / len(beam.tokens) ** 0.7 == pytest.approx(beam.score, abs=1e-5)
+            logits = lm.model(input_ids=torch.tensor([PROMPTS[0] + beam.tokens])).logits[0, len(PROMPTS[0]) - 1 : -1]
+            bare = logits.detach().log_softmax(-1)
+            for place, entry in enumerate(beam.logprobs):
+                assert entry.raw == pytest.approx(float(bare[place, entry.token]), abs=1e-5)
+                assert [token for token, _ in entry.top_raw] == bare[place].topk(2).indices.tolist()
+                assert len(entry.top_processed) == 2
+                bias = {7: 1.5, 8: -2.0}.get(entry.token, 0.0)
+                assert entry.processed == pytest.approx(entry.raw + bias, abs=1e-5)
+    without = drafted_by("llama", 3, 3).generate(PROMPTS[0], num_beams=3, max_new_tokens=NEW)
+    assert without.logprobs is None
+    assert without.beams[0].logprobs is None
+
+
+def test_the_other_length_penalty_compares_lengths_by_its_formula() -> None:
+    """((m + L) / (m + 1)) ** α: 1 for a text of one token, and L ** α for m = 0."""
+    scores = torch.tensor([-3.0])
+    for length, alpha, offset in itertools.product((1, 2, 9), (0.0, 0.6, 2.0, -1.0), (0.0, 1.0, 5.0)):
+        settings = BeamSettings(2, 10, alpha, length_offset=offset)
+        expected = -3.0 / ((offset + length) / (offset + 1)) ** alpha
+        assert float(settings.penalised(scores, length)) == pytest.approx(expected)
+    asked: dict[str, Any] = {"num_beams": 3, "num_return_sequences": 3, "max_new_tokens": NEW, "logprobs": 0}
+    out = drafted_by("llama", 3, 3).generate(
+        PROMPTS[0], eos_token_ids=MANY_ENDS, length_penalty=1.5, length_offset=5, **asked
+    )
+    for beam in out.beams:
+        total = sum(entry.processed for entry in beam.logprobs)
+        assert beam.score == pytest.approx(total / ((5 + len(beam.tokens)) / 6) ** 1.5, abs=1e-5)
+
+
+def test_a_top_k_per_beam_limits_what_each_beam_proposes() -> None:
+    """By enumeration by hand: at each depth only the two likeliest children of a beam compete."""
+    lm, width, depth = target("llama"), 3, 5
+
+    def by_hand(top_k: int) -> list[list[int]]:
+        beams = [([], 0.0)]
+        for _ in range(depth):
+            grown = []
+            for tokens, score in beams:
+                law = (
+                    lm.model(input_ids=torch.tensor([PROMPTS[0] + tokens]))
+                    .logits[0, -1]
+                    .detach()
+                    .log_softmax(-1)
+                    .topk(top_k)
+                )
+                pairs = zip(law.indices.tolist(), law.values.tolist(), strict=True)
+                grown += [([*tokens, token], score + value) for token, value in pairs]
+            beams = sorted(grown, key=lambda beam: -beam[1])[:width]
+        return [tokens for tokens, _ in beams]
+
+    results = []
+    for top_k in (1, 2, 3, VOCABULARY):
+        asked: dict[str, Any] = {"num_beams": width, "num_return_sequences": width, "max_new_tokens": depth}
+        for number in (0, 3):
+            out = drafted_by("llama", number, width).generate(PROMPTS[0], beam_top_k=top_k, ignore_eos=True, **asked)
+            assert [beam.tokens for beam in out.beams] == by_hand(top_k)
+        results.append(out.beams[-1].tokens)
+    assert len({tuple(tokens) for tokens in results}) > 1  # the limit matters here
 
 
 # ---- fewer passes
@@ -357,8 +462,10 @@ def test_a_broken_model_is_noticed() -> None:
         ({"num_beams": 2, "num_return_sequences": 3}, "num_return_sequences=3 is more than num_beams=2"),
         ({"num_beams": 2, "temperature": 0.7}, "num_beams=2 searches and temperature=0.7 samples"),
         ({"num_beams": 2, "top_k": 5}, "num_beams=2 searches"),
-        ({"num_beams": 2, "logprobs": 1}, "logprobs is not supported with num_beams=2"),
-        ({"num_beams": 2, "stop": ["a"]}, "stop is not supported with num_beams=2"),
+        ({"num_beams": 2, "beam_top_k": 0}, "beam_top_k must be a whole number of at least 1, got 0"),
+        ({"num_beams": 2, "length_offset": -1}, "length_offset must be a finite number of at least 0, got -1"),
+        ({"beam_top_k": 2}, "beam_top_k belongs to beam search"),
+        ({"length_offset": 5}, "length_offset belongs to beam search"),
         ({"num_beams": 2, "early_stopping": "always"}, "early_stopping must be True, False or 'never'"),
         ({"num_beams": 2, "length_penalty": math.inf}, "length_penalty must be a finite number"),
         ({"length_penalty": 2.0}, "length_penalty belongs to beam search"),

@@ -3,7 +3,8 @@
     OMP_NUM_THREADS=1 .venv/bin/python docs/results/training/tau.py PROMPTS.jsonl [PROMPTS A CATEGORY] [KIND ...]
 
 PROMPTS.jsonl: a line each with `category` and `turns`, as Spec-Bench has them. 128 tokens, float32 on a CPU, greedy and
-at temperature 0.8 by `match`; SEED: 1, if not said. CATALOGUE/smollm2-135m: a folder of KIND/ instead of those that come along.
+at temperature 0.8 by `match`. Environment: SEED (1); CATALOGUE/smollm2-135m, a folder of KIND/ instead of the shipped
+drafters.
 """
 
 from __future__ import annotations

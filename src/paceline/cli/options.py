@@ -107,6 +107,9 @@ class PairOptions:
     strict: Annotated[
         bool, _flag(_DRAFT, "--strict", "The same bits with and without a draft, in bfloat16 too, at a price.")
     ] = False
+    first_target: Annotated[
+        bool, _flag(_DRAFT, "--first-target", "The target decides the first token alone; the text is the same.")
+    ] = False
     speculative_config: Annotated[
         str | None, _value(_DRAFT, "JSON", "The same in vLLM's words: method, model, num_speculative_tokens …")
     ] = None
@@ -140,7 +143,13 @@ class WritingOptions(PairOptions):
     ban: Annotated[list[int] | None, _value(_CHOICE, "ID", "Never write this token; repeatable.")] = None
     beams: Annotated[int | None, _value(_CHOICE, "N", "Beam search: the best of N texts at once, greedy only.")] = None
     length_penalty: Annotated[
-        float | None, _value(_CHOICE, "X", "Of --beams: scores are divided by length to the power of X.")
+        float | None, _value(_CHOICE, "X", "Of --beams: scores are divided by ((M + length) / (M + 1)) ** X.")
+    ] = None
+    length_offset: Annotated[float | None, _value(_CHOICE, "M", "Of --beams: M of the length penalty; 0 is usual.")] = (
+        None
+    )
+    beam_top_k: Annotated[
+        int | None, _value(_CHOICE, "N", "Of --beams: each beam proposes its N likeliest tokens.")
     ] = None
     early_stopping: Annotated[
         str | None, _value(_CHOICE, "WHEN", "Of --beams: yes (as soon as N texts ended), no, or never.")

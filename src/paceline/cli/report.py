@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from paceline.engine.decoder import SpeculativeDecoder
-    from paceline.engine.request import Generation
+    from paceline.engine.request import BeamResult, Generation, TokenLogprob
 
 
 def versions() -> dict[str, str]:
@@ -73,20 +73,29 @@ def result_as_dict(result: Generation, tokenizer: Any) -> dict[str, Any]:
         "stats": result.stats.as_dict(),
     }
     if result.beams is not None:
-        told["beams"] = [vars(beam) for beam in result.beams]
+        told["beams"] = [_beam_as_dict(beam, tokenizer) for beam in result.beams]
     if result.logprobs is not None:
-        told["logprobs"] = [
-            {
-                "token": entry.token,
-                "text": token_text(entry.token, tokenizer),
-                "raw": entry.raw,
-                "processed": entry.processed,
-                "top_raw": [token_as_dict(token, value, tokenizer) for token, value in entry.top_raw],
-                "top_processed": [token_as_dict(token, value, tokenizer) for token, value in entry.top_processed],
-            }
-            for entry in result.logprobs
-        ]
+        told["logprobs"] = _logprobs_as_dicts(result.logprobs, tokenizer)
     return told
+
+
+def _beam_as_dict(beam: BeamResult, tokenizer: Any) -> dict[str, Any]:
+    told = {name: value for name, value in vars(beam).items() if name != "logprobs"}
+    return told if beam.logprobs is None else {**told, "logprobs": _logprobs_as_dicts(beam.logprobs, tokenizer)}
+
+
+def _logprobs_as_dicts(logprobs: list[TokenLogprob], tokenizer: Any) -> list[dict[str, Any]]:
+    return [
+        {
+            "token": entry.token,
+            "text": token_text(entry.token, tokenizer),
+            "raw": entry.raw,
+            "processed": entry.processed,
+            "top_raw": [token_as_dict(token, value, tokenizer) for token, value in entry.top_raw],
+            "top_processed": [token_as_dict(token, value, tokenizer) for token, value in entry.top_processed],
+        }
+        for entry in logprobs
+    ]
 
 
 def token_as_dict(token: int, logprob: float, tokenizer: Any) -> dict[str, Any]:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 _GIVEN_AS_IS = (
     "max_new_tokens", "min_new_tokens", "temperature", "top_k", "top_p", "min_p", "typical_p", "noise",
     "dynamic_temperature", "repetition_penalty", "presence_penalty", "frequency_penalty", "seed", "logprobs",
-    "length_penalty", "beams", "n_best",
+    "length_penalty", "length_offset", "beam_top_k", "beams", "n_best",
 )  # fmt: skip
 _LONGER = {"beams": "num_beams", "n_best": "num_return_sequences"}  # what the library calls them
 # a config may say true and false
@@ -170,7 +170,9 @@ def pair(
     from paceline.engine.decoder import SpeculativeDecoder
 
     drafter, rule = drafter or draft_of(said, drafting), open_rule(said, drafting)
-    settings: dict[str, Any] = {"gamma": drafting.gamma, "nodes": said.nodes, "rows": rows}
+    settings: dict[str, Any] = {
+        "gamma": drafting.gamma, "nodes": said.nodes, "rows": rows, "first_target": said.first_target
+    }  # fmt: skip
     if drafting.gamma == "auto" or drafter.chooses_length:
         _measure_costs(target)
     return SpeculativeDecoder(target, drafter, rule=rule, allow_lossy=said.allow_lossy, **settings)

@@ -27,7 +27,7 @@ _TABLES = {"drafter_options": "drafter", "rule_options": "rule-options"}  # opti
 _FIELDS = {table: field for field, table in _TABLES.items()}
 _DECODER = "decoder"  # the table that `paceline tune` writes and `SpeculativeDecoder.from_config` reads too
 _DECODER_FIELDS = ("target", "dtype", "device", "draft", "drafter_options", "gamma", "nodes", "rule", "rule_options",
-                   "rows", "allow_lossy", "runner", "quantize", "strict")  # fmt: skip
+                   "rows", "allow_lossy", "runner", "quantize", "strict", "first_target")  # fmt: skip
 
 
 def takes(options: type[T]) -> Callable[[Callable[[typer.Context, T], None]], Callable[..., None]]:

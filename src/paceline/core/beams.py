@@ -26,6 +26,9 @@ class BeamSettings:
     length_penalty: float = 1.0
     early_stopping: bool | str = False  # True, False, or "never"
     eos: tuple[int, ...] = ()
+    length_offset: float = 0.0  # m of the length penalty; 0 is transformers' formula
+    top_k: int | None = None  # each beam proposes only its `top_k` likeliest tokens (None: no limit)
+    logprobs: int | None = None  # alternatives to report beside each token (None: no log-probabilities)
     ends: Callable[[Sequence[int]], bool] | None = None  # the new tokens -> is this text at its end?
 
     @property
@@ -34,8 +37,12 @@ class BeamSettings:
         return max(2, 1 + len(self.eos)) * self.width
 
     def penalised(self, scores: Tensor, length: int) -> Tensor:
-        """The scores of texts of this length, as they are compared with those of other lengths."""
-        return scores / float(length**self.length_penalty)
+        """The scores of texts of this length, to be compared with the scores of other lengths."""
+        return scores / self.divisor(length)
+
+    def divisor(self, length: int) -> float:
+        """((m + L) / (m + 1)) ** length_penalty."""
+        return float(((self.length_offset + length) / (self.length_offset + 1)) ** self.length_penalty)
 
 
 @dataclass(frozen=True)
@@ -83,7 +90,7 @@ class BeamState:
     @property
     def results(self) -> tuple[BeamText, ...]:
         """The best texts, best first; those that only filled a place are none."""
-        return tuple(text for text in self.ended if text.score > _HOPELESS)
+        return tuple(text for text in self.ended if text.score * self.settings.divisor(len(text.tokens)) > _HOPELESS)
 
     def begin_round(self) -> BeamState:
         beams = tuple(replace(beam, lineage=(*beam.lineage, (row, ()))) for row, beam in enumerate(self.beams))
@@ -97,6 +104,7 @@ class BeamState:
         """One token more for every beam. values/ids [W,K]: for each beam, at least `candidates` (or all) of its
         likeliest next tokens with their log-probabilities."""
         settings = self.settings
+        values, ids = values[:, : settings.top_k], ids[:, : settings.top_k]  # a slice up to None is everything
         totals = torch.tensor([beam.score for beam in self.beams], dtype=torch.float32).unsqueeze(1) + values
         best = totals.flatten().sort(descending=True, stable=True)
         scores = best.values[: settings.candidates]

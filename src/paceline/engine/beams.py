@@ -5,12 +5,13 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 
 from paceline.core.beams import BeamSettings, BeamState, BeamText
 from paceline.core.trace import Round, Trace
+from paceline.core.verdict import BeamLogprobs
 
-from .request import BeamResult
+from .request import BeamResult, TokenLogprob
 from .rows import Event, Row
 from .stopping import Stop, Stopper
 
@@ -29,12 +30,21 @@ class BeamGroup:
         self.asked = asked
         eos = () if request.ignore_eos else asked.eos
         settings = BeamSettings(
-            request.num_beams, asked.limit, request.length_penalty, request.early_stopping, eos, _ends(asked)
+            width=request.num_beams,
+            limit=asked.limit,
+            length_penalty=request.length_penalty,
+            early_stopping=request.early_stopping,
+            eos=eos,
+            length_offset=request.length_offset,
+            top_k=request.beam_top_k,
+            logprobs=request.logprobs,
+            ends=_ends(asked, stopper),
         )
         self.state = BeamState.start(settings)
         endless = [Stopper((), (), sys.maxsize, None) for _ in range(request.num_beams)]
         self.rows = [replace(asked, stopper=each, tokens=[], trace=Trace(), group=self) for each in endless]
         self._log: list[tuple[list[Draft], list[str]]] = []  # per round, the drafts of the rows, and why
+        self._logprobs: list[BeamLogprobs] = []  # per round, where the request asks for them
 
     @property
     def settled(self) -> int:
@@ -42,11 +52,15 @@ class BeamGroup:
         texts = [text.tokens for text in (*self.state.beams, *self.state.ended)]
         return common(min(texts), max(texts))
 
-    def commit(self, state: BeamState, drafts: list[Draft], reasons: list[str]) -> list[Event]:
+    def commit(
+        self, state: BeamState, drafts: list[Draft], reasons: list[str], logprobs: BeamLogprobs | None
+    ) -> list[Event]:
         """One round further, with what each row drafted and why; the events of the best text, once the search is
         done."""
         self.state = state
         self._log.append((drafts, reasons))
+        if logprobs is not None and state.settings.logprobs is not None:
+            self._logprobs.append(logprobs)
         for row, beam in zip(self.rows, state.beams, strict=True):
             row.tokens = list(beam.tokens)
         return self._finish(state.results) if state.done else []
@@ -65,6 +79,7 @@ class BeamGroup:
             row.stopper.push(token)
             events.append(Event(row, token, drafted, row.stopper.show(), len(row.tokens)))
         row.beams = [self._told(text) for text in results[: row.request.num_return_sequences]]
+        row.logprobs = row.beams[0].logprobs or []
         row.seconds = time.perf_counter() - row.started
         for live in self.rows:
             live.stopper.stop = Stop("stop")
@@ -79,7 +94,23 @@ class BeamGroup:
         if stopper.stop is None:
             stopper.cancel()
         assert stopper.stop is not None
-        return BeamResult(stopper.text, tokens, text.score, stopper.stop.finish_reason)
+        logprobs = None if self.state.settings.logprobs is None else self._logprobs_of(text)
+        return BeamResult(stopper.text, tokens, text.score, stopper.stop.finish_reason, logprobs)
+
+    def _logprobs_of(self, text: BeamText) -> list[TokenLogprob]:
+        """Of every token of one text, from the pass that proposed it."""
+        most, found = self.state.settings.logprobs or 0, []
+        for (row, path), seen in zip(text.lineage, self._logprobs, strict=False):
+            for place in (0, *(node + 1 for node in path)):
+                token = text.tokens[len(found)]
+                tokens, processed, raw, top_tokens, top_raw = (
+                    getattr(seen, each.name)[row, place].tolist() for each in fields(seen)
+                )
+                at = tokens.index(token)
+                top = [tuple(zip(ids, values, strict=True))[:most] for ids, values in
+                       ((top_tokens, top_raw), (tokens, processed))]  # fmt: skip
+                found.append(TokenLogprob(token, raw[at], processed[at], *top))
+        return found
 
     def _trace(self, text: BeamText) -> Trace:
         """The way of one text: per round the draft of the row it came from. The rounds that the search went on after
@@ -99,11 +130,39 @@ class BeamGroup:
         return Trace(rounds)
 
 
-def _ends(asked: Row) -> Callable[[Sequence[int]], bool] | None:
+def _ends(asked: Row, stopper: Callable[[list[int]], Stopper]) -> Callable[[Sequence[int]], bool] | None:
+    """Whether a stop string or a criterion of the caller ends a text with these new tokens."""
     criteria, prompt = asked.request.criteria, asked.prompt
-    if not criteria:
+    found = _StopStrings(stopper([])) if asked.request.stop else None
+    if found is None and not criteria:
         return None
-    return lambda tokens: any(criterion([*prompt, *tokens]) for criterion in criteria)
+
+    def ends(tokens: Sequence[int]) -> bool:
+        if found is not None and found.end(tuple(tokens)):
+            return True
+        return any(criterion([*prompt, *tokens]) for criterion in criteria)
+
+    return ends
+
+
+class _StopStrings:
+    """The stop strings of texts that grow token by token. A text continues the state of the text it extends, so that
+    a step costs one token and not the whole text."""
+
+    def __init__(self, fresh: Stopper) -> None:
+        self._fresh = fresh.strings_only()
+        self._known: dict[tuple[int, ...], Stopper] = {}
+
+    def end(self, tokens: tuple[int, ...]) -> bool:
+        known, parent = self._known, tokens[:-1]
+        if tokens not in known:
+            state, unread = (known[parent].fork(), tokens[-1:]) if parent in known else (self._fresh.fork(), tokens)
+            for token in unread:
+                state.push(token)
+            for old in [each for each in known if len(each) < len(parent)]:
+                del known[old]  # a search never goes back
+            known[tokens] = state
+        return known[tokens].stop is not None
 
 
 def common(first: Sequence[int], second: Sequence[int]) -> int:

@@ -13,7 +13,7 @@ from paceline.models import load
 TABLE = "decoder"
 # arguments of a decoder, and what its target is loaded with
 KEYS = ("target", "draft", "gamma", "nodes", "rule", "rule_options", "options", "rows", "allow_lossy", "strict",
-        "runner", "quantize")  # fmt: skip
+        "runner", "quantize", "first_target")  # fmt: skip
 _LOADING = ("dtype", "device")
 _AS_FLAGS = {"drafter": "options"}  # tables that the command line calls otherwise
 _BELONGING = {"draft": "options", "rule": "rule_options"}  # options are of what was named beside them

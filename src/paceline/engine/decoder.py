@@ -29,7 +29,7 @@ from .stopping import Detokenizer, Stopper, special_stops
 from .stream import Stream
 
 _NAMES = ("target", "draft", "gamma", "rule", "options", "rule_options", "nodes", "rows", "allow_lossy", "runner",
-          "quantize", "strict")  # fmt: skip
+          "quantize", "strict", "first_target")  # fmt: skip
 _ALIASES = ("assistant_model", "num_assistant_tokens", "prompt_lookup_num_tokens", "max_matching_ngram_size")
 _USUAL, _DEEPEST = 5, 16  # tokens drafted in a row, if nothing is said
 Cancel = Callable[[], bool]
@@ -48,6 +48,7 @@ class SpeculativeDecoder:
     what that target alone would have written.
     strict: a token has the same bits with and without a draft also where they would differ by rounding (bfloat16 on a
     GPU, other architectures than Llama's), at the price of passes of one shape.
+    first_target: the target decides the first token of every text in a round without a draft; the text is the same.
     Transformers' names (assistant_model, num_assistant_tokens, prompt_lookup_num_tokens, max_matching_ngram_size) work.
     """
 
@@ -66,9 +67,12 @@ class SpeculativeDecoder:
         runner: str | None = None,
         quantize: str | None = None,
         strict: bool = False,
+        first_target: bool = False,
         **aliases: Any,
     ) -> None:
         draft, gamma, options = _translate(aliases, draft, gamma, options or {})
+        if not isinstance(first_target, bool):
+            raise InputError(f"first_target must be True or False, got {first_target!r}.")
         _check_counts(gamma=1 if gamma in (None, "auto") else gamma, rows=rows, nodes=1 if nodes is None else nodes)
         self.target = load(target, runner=runner, quantize=quantize)
         if strict:
@@ -91,6 +95,7 @@ class SpeculativeDecoder:
                 prepare(lm)
         self._asked = draft is not None  # else a prediction is drafter enough
         self.gamma, self.rows = self._depth(gamma), rows
+        self.first_target = first_target
         self.nodes = nodes or usual_nodes(self.target, self.drafter.fills, self.gamma)
         self._loop: Loop | None = None  # of the last batch, where its captured rounds are worth keeping
         self._busy = threading.Lock()
@@ -146,9 +151,9 @@ class SpeculativeDecoder:
         Settings: max_new_tokens, temperature, top_k, top_p, min_p, typical_p, noise, dynamic_temperature,
         repetition_penalty, presence_penalty, frequency_penalty, logit_bias, banned_tokens, min_new_tokens, processors,
         seed, do_sample, dynamic_exponent, stop, eos_token_ids, ignore_eos, criteria, logprobs, num_beams,
-        length_penalty, early_stopping, num_return_sequences, prediction (the text you expect); a list holds one value
-        per prompt. Returns a `Generation`, or a list of them for a batch. Several beams are one search: the best text,
-        the others in `beams`.
+        length_penalty, length_offset, beam_top_k, early_stopping, num_return_sequences, prediction (the text you
+        expect); a list holds one value per prompt. Returns a `Generation`, or a list of them for a
+        batch. Several beams are one search: the best text, the others in `beams`.
         """
         prompts, single = encode_all(prompt, self.target)
         rows = self._rows(prompts, self._requests(len(prompts), settings))
@@ -249,7 +254,7 @@ class SpeculativeDecoder:
         drafter = self._drafter_for(row for party in waiting for row in party)
         loop, self._loop = self._loop, None
         if loop is None or (loop.drafter, loop.rule) != (drafter, rule) or not loop.at_home:
-            loop = Loop(self.target, drafter, rule, self.gamma, self.nodes)
+            loop = Loop(self.target, drafter, rule, self.gamma, self.nodes, self.first_target)
         try:
             while waiting or loop.rows.count:
                 if cancel is not None and cancel():

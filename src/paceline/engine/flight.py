@@ -107,6 +107,8 @@ class Hangar:
             return None
         if not rows.count or min(rows.lengths) < IDLE:
             return None
+        if any(loop.waits_for_first(row) for row in rows.live):  # programs draft for every row
+            return None
         if "processors" in rows.batch.used or any(row.request.logprobs is not None for row in rows.live):
             return None
         stamp = (rows.moved, loop.reader.moved, loop.drafter.moved)

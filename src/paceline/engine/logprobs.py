@@ -17,6 +17,8 @@ from .rows import Event, Rows
 
 def measure(rows: Rows, logits: Tensor, choice: Choice, verdict: Verdict) -> list[list[TokenLogprob]] | None:
     """Per row, of every token of the verdict: raw (the bare logits) and processed (after every control)."""
+    if verdict.beams is not None:  # a search keeps those of its candidates
+        return None
     wanted = [row.request.logprobs for row in rows.live]
     if all(k is None for k in wanted):
         return None

@@ -33,9 +33,18 @@ T = TypeVar("T")
 class Loop:
     """Rows of text being decoded together by one target, one drafter and one rule."""
 
-    def __init__(self, target: LanguageModel, drafter: Drafter, rule: Rule, gamma: int, nodes: int) -> None:
+    def __init__(
+        self,
+        target: LanguageModel,
+        drafter: Drafter,
+        rule: Rule,
+        gamma: int,
+        nodes: int,
+        first_target: bool = False,
+    ) -> None:
         self.target, self.drafter, self.rule = target, drafter, rule
         self.gamma, self.nodes = gamma, nodes
+        self.first_target = first_target  # the first token of a sequence comes from a round without a draft
         self._hangar = Hangar(target, rule)
         self.rows = Rows(target.vocabulary, target.device, self._hangar.spare, self._hangar.ample)
         self.width = 1  # committed tokens the next pass of the target must read
@@ -256,9 +265,13 @@ class Loop:
 
     def budget(self) -> Budget:
         """Never past the last token of a row, nor past the end of the context: the last token is the target's own."""
-        limits = tuple(row.remaining - 1 for row in self.rows.live)
+        limits = tuple(0 if self.waits_for_first(row) else row.remaining - 1 for row in self.rows.live)
         depth = max(0, min(self.gamma, self.nodes, max(limits)))
         return Budget(depth, self.nodes, limits, self.rule.draw, self.branches)
+
+    def waits_for_first(self, row: Row) -> bool:
+        """Is nothing drafted for this row yet, because the target decides its first token alone?"""
+        return self.first_target and not row.tokens
 
     def propose(self, rows: Rows | SteadyRows, budget: Budget) -> TokenTree:
         drafted = None
@@ -275,7 +288,11 @@ class Loop:
         if tree.is_chain and tree.count is None and min(budget.limits) < tree.nodes:
             # a row near its end must not draft past it because a batch-mate has further to go
             limits = torch.tensor(budget.limits, device=tree.tokens.device)
-            tree = replace(tree, count=limits.clamp(max=tree.nodes))
+            tree = replace(tree, count=limits.clamp(min=0, max=tree.nodes))
+        elif tree.nodes and min(budget.limits) <= 0:
+            used = tree.nodes if tree.count is None else tree.count
+            drafts = torch.tensor([limit > 0 for limit in budget.limits], device=tree.tokens.device)
+            tree = replace(tree, count=drafts * used)
         return tree.to(self.rows.device)
 
     def refuse_unfit(self, tree: TokenTree) -> None:

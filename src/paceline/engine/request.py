@@ -43,7 +43,9 @@ class Request:
     criteria: tuple[Criterion, ...] = ()
     logprobs: int | None = None  # how many alternatives to report beside each token's own log-probability
     num_beams: int = 1  # above 1: beam search
-    length_penalty: float = 1.0  # a beam's score is its log-probability over length ** length_penalty
+    length_penalty: float = 1.0  # α: a beam's score is its log-probability over ((m + length) / (m + 1)) ** α
+    length_offset: float = 0.0  # m of that formula; 0 is transformers' length ** α
+    beam_top_k: int | None = None  # each beam proposes only its likeliest tokens, so many (None: no limit)
     early_stopping: bool | str = False  # True: as soon as num_beams texts ended; "never": only when none can come in
     num_return_sequences: int = 1  # beams to give back
     prediction: str | tuple[int, ...] | None = None  # what the caller expects to be written
@@ -71,6 +73,11 @@ def _check_beams(request: Request) -> None:
         value = getattr(request, name)
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise InputError(f"{name} must be a whole number of at least 1, got {value!r}.")
+    top_k, offset = request.beam_top_k, request.length_offset
+    if top_k is not None and (isinstance(top_k, bool) or not isinstance(top_k, int) or top_k < 1):
+        raise InputError(f"beam_top_k must be a whole number of at least 1, got {top_k!r}; leave it out for no limit.")
+    if isinstance(offset, bool) or not isinstance(offset, (int, float)) or not 0 <= offset < math.inf:
+        raise InputError(f"length_offset must be a finite number of at least 0, got {offset!r}.")
     penalty, early = request.length_penalty, request.early_stopping
     if isinstance(penalty, bool) or not isinstance(penalty, (int, float)) or not math.isfinite(penalty):
         raise InputError(f"length_penalty must be a finite number, got {penalty!r}; use 0 to switch it off.")
@@ -88,9 +95,6 @@ def _check_beams(request: Request) -> None:
             f"num_beams={request.num_beams} searches and {_sampler_of(request.sampling)} samples; "
             "use num_beams=1 or leave the sampling out."
         )
-    for name in ("stop", "logprobs"):
-        if getattr(request, name) not in ((), None):
-            raise UnsupportedError(f"{name} is not supported with num_beams={request.num_beams}; leave one out.")
 
 
 def _sampler_of(sampling: Sampling) -> str:
@@ -114,12 +118,14 @@ class TokenLogprob:
 
 @dataclass(frozen=True)
 class BeamResult:
-    """One of the best texts of a beam search; `score` has the length penalty in it."""
+    """One of the best texts of a beam search; `score` has the length penalty in it, the processed log-probabilities
+    of its tokens add up to the score without the penalty."""
 
     text: str
     tokens: list[int]
     score: float
     finish_reason: str
+    logprobs: list[TokenLogprob] | None = None
 
 
 @dataclass(frozen=True)
@@ -161,7 +167,7 @@ def build_requests(count: int, settings: Mapping[str, Any]) -> list[Request]:
         if name not in known:
             raise UnknownNameError("setting", name, known | set(ALIASES))
     requests = [_one({name: _of(name, value, i, count) for name, value in settings.items()}) for i in range(count)]
-    for name in ("length_penalty", "early_stopping"):
+    for name in ("length_penalty", "length_offset", "early_stopping", "beam_top_k"):
         if name in settings and all(request.num_beams == 1 for request in requests):
             raise InputError(f"{name} belongs to beam search; give num_beams (--beams) as well.")
     return requests

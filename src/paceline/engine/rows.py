@@ -280,7 +280,8 @@ class Rows(RowTensors):
         events: list[list[Event]] = [[] for _ in lines]
         for (group, members), state in zip(self._groups(), verdict.beams, strict=True):
             why = [reasons[r] if reasons else "" for r in members]
-            events[members[0]] = group.commit(state, [drafts[r] for r in members], why)
+            logprobs = verdict.logprobs.of(members) if verdict.logprobs is not None else None
+            events[members[0]] = group.commit(state, [drafts[r] for r in members], why, logprobs)
         return events
 
     def _emitted(self, r: int, line: list[int]) -> list[int]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +25,12 @@ class Detokenizer:
 
     def _decode(self, ids: list[int]) -> str:
         return str(self._tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+
+    def fork(self) -> Detokenizer:
+        """The same state, to go on with other tokens."""
+        other = copy.copy(self)
+        other._ids = list(self._ids)
+        return other
 
     def push(self, token: int) -> str:
         """The text that this token completes; empty while a character is incomplete."""
@@ -94,6 +102,17 @@ class Stopper:
         self.text = ""
         self.shown = 0  # characters already given to a stream
         self.stop: Stop | None = None
+
+    def strings_only(self) -> Stopper:
+        """The same stop strings and nothing else that could end a text."""
+        return Stopper((), self._strings, sys.maxsize, self._detokenizer, None, self._special)
+
+    def fork(self) -> Stopper:
+        """The same state, to go on with other tokens. A criterion looks at the tokens of one text: it has no copy."""
+        assert self._criterion is None
+        other = copy.copy(self)
+        other._detokenizer = self._detokenizer.fork() if self._detokenizer else None
+        return other
 
     def push(self, token: int) -> Stop | None:
         """One more token. A stop string beats EOS, which beats the caller's criterion, which beats the limit."""

@@ -13,7 +13,7 @@ from paceline.core.choice import Choice
 from paceline.core.contracts import RULES, Rule
 from paceline.core.errors import InputError
 from paceline.core.tree import TokenTree
-from paceline.core.verdict import BROKEN, NOTHING, Verdict
+from paceline.core.verdict import BROKEN, NOTHING, BeamLogprobs, Verdict
 
 _ENDLESS = 1 << 60
 
@@ -50,18 +50,30 @@ class Beam(Rule):
     def verify(self, tree: TokenTree, logits: Tensor, choice: Choice) -> Verdict:
         known = self._rows.beams if self._rows is not None else ()
         searches = known or [(BeamState.start(BeamSettings(1, _ENDLESS)), [row]) for row in range(tree.rows)]
-        most = max(state.settings.candidates for state, _ in searches)
+        most = max(max(state.settings.candidates, state.settings.logprobs or 0) for state, _ in searches)
         best = log_probabilities(logits, choice).topk(min(most, logits.shape[-1]), dim=-1)  # [R,1+N,K]
         values, ids = best.values.cpu(), best.indices.cpu()
         drafted = children(tree)
         states = [walk(state.begin_round(), members, values, ids, drafted) for state, members in searches]
         verdict = _pack(tree, states, [members for _, members in searches])
-        return replace(verdict, beams=tuple(states)) if known else verdict
+        if not known:
+            return verdict
+        reported = any(state.settings.logprobs is not None for state in states)
+        return replace(verdict, beams=tuple(states), logprobs=_logprobs(logits, values, ids) if reported else None)
 
 
 def log_probabilities(logits: Tensor, choice: Choice) -> Tensor:
     """[R,1+N,V] in float32; the controls work on log-probabilities and are not normalised again, as in transformers."""
     return choice.batch.edit(logits.to(torch.float32).log_softmax(-1), choice.prefix).to(torch.float32)
+
+
+def _logprobs(logits: Tensor, processed: Tensor, tokens: Tensor) -> BeamLogprobs:
+    """The candidates [R,1+N,K] with their raw log-probabilities, and the likeliest K by those."""
+    raw = logits.to(torch.float32).log_softmax(-1)
+    top = raw.topk(tokens.shape[-1], dim=-1)
+    return BeamLogprobs(
+        tokens, processed, raw.gather(-1, tokens.to(raw.device)).cpu(), top.indices.cpu(), top.values.cpu()
+    )
 
 
 def children(tree: TokenTree) -> dict[tuple[int, int, int], int]:

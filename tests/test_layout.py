@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-MAX_FILE_LINES = 350
+MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 60
 
 # house.md, Rooms: these must import where only torch, transformers, safetensors, tokenizers and numpy are present.

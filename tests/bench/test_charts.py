@@ -63,6 +63,22 @@ def test_bound_and_reached_stand_side_by_side() -> None:
     assert "of S" in reached.points[0].note
 
 
+@pytest.mark.parametrize("busy", [False, True])
+def test_more_than_the_bound_is_explained_where_it_is_shown(busy: bool) -> None:
+    report = made_report()
+    fair = summarise(report)
+    assert not any("Above S" in chart.note for chart in charts_of(report, fair))
+    costs = replace(COSTS, passes={1: {1: 0.01, 6: 0.2}})  # as if reading a draft were dear
+    report = made_report(costs=costs, provenance={**report.provenance, "loaded": busy})
+    summary = summarise(report)
+    note = next(chart.note for chart in charts_of(report, summary) if chart.name == "bound")
+    table = next(table for table in tables_of(report, summary) if table.title == "Rounds")
+    for said in (note, table.note):
+        assert "Above S: suffix." in said
+        assert "measured apart" in said
+        assert ("The machine was busy" in said) is busy
+
+
 def test_a_contestant_has_one_colour_everywhere() -> None:
     assert {series.colour for name in ("speed-up", "acceptance") for series in chart(name).series[:1]} == {1}
     assert colour(Series("x", (), len(PALETTE))) == PALETTE[0]

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from paceline.bench import machine
-from paceline.bench.machine import Busy, Neighbours, Usage, check_idle, how_busy, read_usage
+from paceline.bench.machine import Busy, Neighbours, Usage, check_quiet, how_busy, read_usage
 from paceline.core.errors import InputError
 from paceline.engine import provenance as made
 
@@ -41,12 +41,11 @@ def test_a_moment_is_too_short_to_tell() -> None:
 
 
 def test_a_loaded_machine_is_refused_in_one_sentence_that_says_how_to_go_on() -> None:
-    with pytest.raises(InputError, match=r"25% of the processors .* allows 10%.*--force"):
-        check_idle(Busy(0.25), force=False)
+    with pytest.raises(InputError, match=r"25% of the processors .* allows 10%.*leave --require-quiet out"):
+        check_quiet(Busy(0.25))
     with pytest.raises(InputError, match=r"3% of the processors and 80% of the GPU"):
-        check_idle(Busy(0.03, 0.8), force=False)
-    assert check_idle(Busy(0.25), force=True)
-    assert not check_idle(Busy(0.05), force=False)
+        check_quiet(Busy(0.03, 0.8))
+    check_quiet(Busy(0.05))
 
 
 def test_where_nothing_says_how_busy_it_is_it_is_unknown(tmp_path: Path) -> None:
@@ -55,7 +54,7 @@ def test_where_nothing_says_how_busy_it_is_it_is_unknown(tmp_path: Path) -> None
     assert read_usage(tmp_path / "stat") is None
     busy = how_busy(look=lambda: None, sleep=lambda seconds: None)
     assert busy.share is None
-    assert not check_idle(busy, force=False)
+    check_quiet(busy)
     assert busy.describe().startswith("unknown")
     neighbours = Neighbours(look=lambda: None)
     neighbours.begin()

@@ -21,7 +21,7 @@ from paceline.cli.bench_table import Lines, LiveTable, show
 from tests.bench.made_reports import COSTS, made_report
 from tests.cli.conftest import refusal, run
 
-QUICK = ("--max-new-tokens", "6", "--repeats", "2", "--warm-up", "0", "--threads", "1", "--force")
+QUICK = ("--max-new-tokens", "6", "--repeats", "2", "--warm-up", "0", "--threads", "1")
 
 
 @pytest.fixture(autouse=True)
@@ -219,13 +219,6 @@ def test_a_prompt_longer_than_the_context_is_left_out_and_counted(target: str, t
     assert len(left_out.tasks) == 1
     assert "too long" in left_out.why
     assert "Left out" in result.stdout
-
-
-def test_a_loaded_machine_is_refused(target: str, prompts: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("paceline.bench.session.how_busy", lambda *_: machine.Busy(0.9))
-    quiet = tuple(each for each in QUICK if each != "--force")
-    told = refusal("bench", "--target", target, "--prompts", prompts, "--run", "suffix", *quiet, code=2)
-    assert "90%" in told
 
 
 # ---- settings

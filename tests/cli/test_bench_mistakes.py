@@ -12,7 +12,7 @@ from paceline.bench.records import Recorder
 from tests.bench.made_reports import COSTS, made_report
 from tests.cli.conftest import refusal, run
 
-QUICK = ("--max-new-tokens", "4", "--repeats", "1", "--warm-up", "0", "--force")
+QUICK = ("--max-new-tokens", "4", "--repeats", "1", "--warm-up", "0")
 
 
 @pytest.fixture(autouse=True)
@@ -59,8 +59,38 @@ def test_a_busy_machine_leaves_an_older_record_alone(
     monkeypatch.setattr("paceline.bench.session.how_busy", lambda *_: machine.Busy(0.5))
     path = written(tmp_path / "bench.jsonl")
     before = path.read_text("utf-8")
-    assert "--force" in refusal("bench", "--target", target, "--run", "suffix", "--out", str(tmp_path), code=2)
+    told = refusal("bench", "--target", target, "--run", "suffix", "--require-quiet", "--out", str(tmp_path), code=2)
+    assert "50% of the processors" in told
+    assert "leave --require-quiet out" in told
     assert path.read_text("utf-8") == before
+
+
+@pytest.mark.parametrize("quiet", [[], ["--require-quiet"]])
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--run", "sufix"], "Did you mean 'suffix'?"),
+        (["--run", "suffix", "--peer", "hff"], "Did you mean 'hf'?"),
+        (["--run", "suffix", "--top-p", "3"], "top_p must be"),
+        (["--run", "suffix", "--runner", "kernel"], "kernel"),
+        (["--run", "suffix", "--prompts", "none.jsonl"], "none.jsonl"),
+        (["--run", "suffix", "--target", "/no/such/model"], "/no/such/model"),
+        (["--run", "suffix", "--shape", "tiny", "--prompt-tokens", "1020", "--max-new-tokens", "20"], "1020 tokens"),
+    ],
+)
+def test_a_wrong_argument_is_told_on_a_busy_machine_too(
+    monkeypatch: pytest.MonkeyPatch, target: str, flags: list[str], words: str, quiet: list[str]
+) -> None:
+    monkeypatch.setattr("paceline.bench.session.how_busy", lambda *_: machine.Busy(0.5))
+    given = flags if "--target" in flags or "--shape" in flags else [*flags, "--target", target]
+    result = run("bench", *given, *quiet)
+    assert words in result.stderr
+    assert "50%" not in result.stderr
+    assert result.exit_code in (2, 4)
+
+
+def test_force_and_its_opposite_are_not_given_together() -> None:
+    assert "leave one out" in refusal("bench", "--shape", "tiny", "--force", "--require-quiet", code=2)
 
 
 @pytest.mark.parametrize("flag", ["--csv", "--html", "--trace"])
@@ -81,7 +111,7 @@ def test_a_place_that_cannot_be_written_is_told_before(tmp_path: Path, flag: str
     ],
 )
 def test_mistakes_are_one_sentence(flags: list[str], words: str) -> None:
-    assert words in refusal("bench", "--shape", "tiny", "--run", "suffix", "--force", *flags, code=2)
+    assert words in refusal("bench", "--shape", "tiny", "--run", "suffix", *flags, code=2)
 
 
 def test_a_record_that_broke_off_is_shown_as_such(tmp_path: Path) -> None:
@@ -103,12 +133,19 @@ def test_nothing_in_common_is_no_pass(tmp_path: Path) -> None:
     assert "nothing in common" in gate.stderr
 
 
-def test_a_loaded_machine_is_marked(tmp_path: Path, target: str, prompts: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("force", [[], ["--force"]])
+def test_a_busy_machine_is_measured_and_marked(
+    tmp_path: Path, target: str, prompts: str, monkeypatch: pytest.MonkeyPatch, force: list[str]
+) -> None:
     monkeypatch.setattr("paceline.bench.session.how_busy", lambda *_: machine.Busy(0.5))
     page = tmp_path / "page.html"
-    result = run("bench", "--target", target, "--prompts", prompts, "--run", "suffix", *QUICK, "--html", str(page))
-    assert "machine was loaded" in result.stdout
-    assert "machine was loaded" in page.read_text("utf-8")
+    given = ("--target", target, "--prompts", prompts, "--run", "suffix", *QUICK, *force)
+    result = run("bench", *given, "--html", str(page))
+    assert result.exit_code == 0, result.output
+    mark = "Measured on a busy machine: other processes used 50% of the processors"
+    assert result.stderr.index(mark) < result.stderr.index("2 runs")  # before the minutes that it takes
+    assert mark in result.stdout
+    assert mark in page.read_text("utf-8")
 
 
 def test_a_lossy_rule_is_called_lossy(target: str, prompts: str) -> None:

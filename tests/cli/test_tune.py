@@ -12,6 +12,7 @@ from paceline import SpeculativeDecoder
 from paceline.bench import ours
 from paceline.bench.machine import Busy
 from paceline.bench.tuning import tune
+from paceline.core.errors import InputError
 from paceline.core.toml import read_toml
 from tests.cli.conftest import refusal, run
 
@@ -44,6 +45,19 @@ def test_a_ranking_a_verdict_and_a_file(target: str, prompts: str, tmp_path: Pat
     assert said["draft"] in ("none", "suffix")
     SpeculativeDecoder.from_config(out)
     assert run("generate", "abc", "--config", str(out), "--max-new-tokens", "3").exit_code == 0
+
+
+@pytest.mark.parametrize(("repeats", "told"), [("1", 1), ("2", 0)])
+def test_one_repeat_is_told_before_anything_is_measured(
+    target: str, prompts: str, repeats: str, told: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def measure(*_: Any, **__: Any) -> None:
+        raise InputError("Here the measuring starts.")
+
+    given = ("tune", "--target", target, "--prompts", prompts, *FEW, "--repeats", repeats)
+    assert run(*given).stderr.count("can rank but not recommend") == told
+    monkeypatch.setattr(tune, "tune", measure)
+    assert run(*given).stderr.partition("Here the measuring starts.")[0].count("can rank but not recommend") == told
 
 
 def test_json(target: str, prompts: str) -> None:

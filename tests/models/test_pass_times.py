@@ -16,6 +16,7 @@ from paceline.core.contracts import Reading
 from paceline.core.errors import PacelineWarning
 from paceline.models import pass_times
 from paceline.models.language_model import LanguageModel
+from paceline.models.machine_load import Usage
 from paceline.models.pass_times import costs_for, costs_key, measured_costs, remember, rising
 
 
@@ -51,7 +52,23 @@ class FakeModel:
 @pytest.fixture(autouse=True)
 def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PACELINE_CACHE", str(tmp_path / "cache"))
+    load(monkeypatch, busy=False)
+
+
+def load(monkeypatch: pytest.MonkeyPatch, *, busy: bool) -> None:
+    """Other processes use the machine from here on, or leave it alone; it is another process that sees it."""
+
+    class Seen:
+        def begin(self) -> None:
+            pass
+
+        def disturbed(self) -> bool:
+            return busy
+
+    monkeypatch.setattr(pass_times, "Neighbours", Seen)
+    monkeypatch.setattr(pass_times, "_quiet", lambda: not busy)
     monkeypatch.setattr(pass_times, "_KNOWN", {})
+    monkeypatch.setattr(pass_times, "_BUSY", set())
 
 
 def counted(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
@@ -206,3 +223,59 @@ def test_a_cache_that_cannot_be_written_is_said_once(tmp_path: Path, monkeypatch
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         remember(LanguageModel(llama()), overhead=0.5)
+
+
+# ---- on a busy machine
+
+
+def test_costs_of_a_busy_machine_are_measured_again_on_a_quiet_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = counted(monkeypatch)
+    lm = LanguageModel(llama())
+    load(monkeypatch, busy=True)
+    costs_for(lm)
+    remember(lm, overhead=0.25)
+    load(monkeypatch, busy=True)
+    assert costs_for(lm).overhead == 0.25  # better than no costs
+    assert len(asked) == 1
+    load(monkeypatch, busy=False)
+    assert costs_for(lm).overhead == 0.0
+    assert len(asked) == 2
+    load(monkeypatch, busy=False)
+    costs_for(lm)
+    assert len(asked) == 2
+
+
+def test_costs_of_a_busy_machine_do_not_replace_those_of_a_quiet_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    counted(monkeypatch)
+    lm = LanguageModel(llama())
+    quiet = costs_for(lm)
+    load(monkeypatch, busy=True)
+    costs_for(lm, fresh=True)
+    costs_for(lm, 2)
+    remember(lm, overhead=0.25)
+    load(monkeypatch, busy=True)
+    assert costs_for(lm) == quiet
+
+
+def test_a_quiet_measurement_ends_the_mark(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = counted(monkeypatch)
+    lm = LanguageModel(llama())
+    load(monkeypatch, busy=True)
+    costs_for(lm)
+    busy = pass_times._BUSY
+    load(monkeypatch, busy=False)
+    monkeypatch.setattr(pass_times, "_BUSY", busy)
+    found = costs_for(lm, fresh=True)
+    load(monkeypatch, busy=False)
+    assert costs_for(lm) == found
+    assert len(asked) == 2
+
+
+def test_the_load_since_the_start_decides(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    for used, quiet in ((0.0, True), (3.0, False)):
+        monkeypatch.setattr(pass_times, "_STARTED", Usage(0, 0, 0))
+        monkeypatch.setattr(pass_times, "read_usage", lambda used=used: Usage(used, 0, 10))
+        assert pass_times._quiet() is quiet
+    monkeypatch.setattr(pass_times, "_STARTED", None)
+    assert not pass_times._quiet()  # unknown: what is known holds

@@ -24,7 +24,7 @@ class BenchOptions:
     preset: str | None = None  # "default", "gpt2", ...
 
     runs: tuple[str, ...] = ()  # our own: "suffix", "ngram:gamma=8,branches=4"; plain decoding is always there
-    peers: tuple[str, ...] = ()  # "hf", "hf-assisted", "hf-lookup", "hf-early-exit", "llama.cpp", "openvino"
+    peers: tuple[str, ...] = ()  # "hf", "hf-assisted", "hf-lookup", "hf-early-exit", "llama-cpp", "openvino" …
     gamma: int = 5  # of runs that do not say
 
     prompts: tuple[str, ...] = ("builtin",)  # files or "builtin"
@@ -43,7 +43,8 @@ class BenchOptions:
     repeats: int = 3
     warm_up: int = 16  # tokens of an untimed first run of each
     threads: int | None = None
-    force: bool = False  # measure on a loaded machine too, and mark it
+    force: bool = False  # of older calls: a busy machine is measured and marked by default
+    require_quiet: bool = False  # refuse a busy machine
     memory: bool = False  # per method: peak and cache bytes
     layers: bool = False  # bytes and seconds per layer
     quality: bool = False  # judge the answers against those of the prompt set
@@ -57,6 +58,8 @@ class BenchOptions:
                 raise InputError(f"synthetic_acceptance must be from 0 to 1, got {rate}.")
         if self.threads is not None and self.threads < 1:
             raise InputError(f"threads must be at least 1, got {self.threads}.")
+        if self.force and self.require_quiet:
+            raise InputError("force measures on a busy machine and require_quiet refuses it; leave one out.")
         if self.warm_up < 0:
             raise InputError(f"warm_up must be at least 0 tokens, got {self.warm_up}.")
         if self.limit is not None and self.limit < 1:

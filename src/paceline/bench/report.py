@@ -135,6 +135,11 @@ class Result:
     disturbed: bool | None = None
 
 
+def busy_machine(used: str | None) -> str:
+    """The mark of a result. `used`: what other processes used, such as "60% of the processors"."""
+    return f"Measured on a busy machine: other processes used {used or 'it'} at the start."
+
+
 @dataclass(frozen=True)
 class LeftOut:
     """What could not take part: a contestant, or a prompt ("" is the contestant then), how often, and why."""
@@ -161,6 +166,11 @@ class Report:
     @property
     def plain(self) -> str:
         return self.members[0].name
+
+    @property
+    def mark(self) -> str | None:
+        """A sentence if other processes used the machine when the measurement started."""
+        return busy_machine(self.provenance.get("busy_with")) if self.provenance.get("loaded") else None
 
     @property
     def peers(self) -> tuple[str, ...]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -18,17 +19,17 @@ from paceline.models.running import running
 
 from .assembly import Contest, assemble, costs_of, layers_of, quality_of, too_long
 from .contest import Cancel, Contestant, Plan, Run, Shaped, Task, Watcher
-from .machine import Neighbours, check_idle, how_busy, wanted_device
+from .machine import Neighbours, check_quiet, how_busy, wanted_device
 from .memory import peak_while
 from .options import BenchOptions
 from .records import Recorder, Sink
-from .report import LeftOut, Member, Report, Result, Tally
+from .report import LeftOut, Member, Report, Result, Tally, busy_machine
 from .turns import Silence, Talk, Tokens, first_difference, order, turns
 
 Weigh = Callable[[Callable[[], Run]], tuple[Run, "int | None"]]  # a run, and the bytes it needed at most
 
 
-_MORE = ("force", "limit", "categories", "repeats", "memory", "layers", "quality")
+_MORE = ("force", "require_quiet", "limit", "categories", "repeats", "memory", "layers", "quality")
 _MACHINE = ("cpu", "threads", "device", "gpu", "versions")
 
 
@@ -81,37 +82,55 @@ def bench(
     rounds of our own go. Interrupted or failing, the record ends with a line that says it is not complete; `earlier` is
     such a one, of the same benchmark: its runs are not made again."""
     watcher = Silence() if watcher is None else watcher
-    threads, complete = torch.get_num_threads(), False
+    threads = torch.get_num_threads()
     if options.threads is not None:
         torch.set_num_threads(options.threads)
     try:
-        busy = how_busy(wanted_device(options.device))
-        loaded = check_idle(busy, options.force)
-        contest = assemble(options, progress)
-        recorder = Recorder(out)
-        told = provenance(asdict(options), contest.lm.device)
-        if earlier is not None:
-            check_same(earlier, told)
-            recorder.go_on(earlier)
-            loaded = loaded or bool(earlier.provenance.get("loaded"))
-        how = running(contest.lm).describe()
-        recorder.provenance({**told, "target": contest.lm.name, "running": how, "busy": busy.share, "loaded": loaded})
-        if earlier is not None and earlier.provenance.get("commit") != told["commit"]:
-            recorder.note(f"The runs before --resume were measured at commit {earlier.provenance.get('commit')}.")
-        try:
-            complete = _measure_contest(options, contest, recorder, watcher, cancel, trace, progress)
-        finally:
-            report = recorder.finish(complete)
-            contest.close()
+        with closing(assemble(options, progress)) as contest:  # first: a wrong argument is refused in any case
+            return _bench(options, contest, watcher, out, earlier, cancel, trace, progress)
     finally:
         torch.set_num_threads(threads)
+
+
+def _bench(
+    options: BenchOptions,
+    contest: Contest,
+    watcher: Watcher,
+    out: Sink | None,
+    earlier: Report | None,
+    cancel: Cancel,
+    trace: Path | None,
+    progress: Progress | None,
+) -> Report:
+    busy, complete = how_busy(wanted_device(options.device)), False
+    if options.require_quiet:
+        check_quiet(busy)
+    if busy.loaded:
+        watcher.noted(busy_machine(busy.describe()))
+    recorder = Recorder(out)
+    told = provenance(asdict(options), contest.lm.device)
+    loaded = busy.loaded
+    if earlier is not None:
+        check_same(earlier, told)
+        recorder.go_on(earlier)
+        loaded = loaded or bool(earlier.provenance.get("loaded"))
+    how = {"target": contest.lm.name, "running": running(contest.lm).describe()}
+    load = {"busy": busy.share, "loaded": loaded, "busy_with": busy.describe() if busy.loaded else None}
+    recorder.provenance({**told, **how, **load})
+    if earlier is not None and earlier.provenance.get("commit") != told["commit"]:
+        recorder.note(f"The runs before --resume were measured at commit {earlier.provenance.get('commit')}.")
+    try:
+        complete = _measure_contest(options, contest, recorder, watcher, cancel, trace, progress)
+    finally:
+        report = recorder.finish(complete)
     return report
 
 
 def check_same(earlier: Report, told: Mapping[str, Any]) -> None:
     """Only what was measured in the same way, on the same machine, can be gone on with; there may be more of it."""
     then = earlier.provenance
-    before = {**then.get("arguments", {}), **{name: then.get(name) for name in _MACHINE}}
+    defaults = json.loads(json.dumps(asdict(BenchOptions())))  # a record of an older version lacks some
+    before = {**defaults, **then.get("arguments", {}), **{name: then.get(name) for name in _MACHINE}}
     now = {**told["arguments"], **{name: told.get(name) for name in _MACHINE}}
     for name, value in now.items():
         if name not in _MORE and before.get(name) != value:

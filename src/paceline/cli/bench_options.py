@@ -48,7 +48,7 @@ class BenchSettings:
         float | None, _value(_MODELS, "EPS", "Agreement by construction: layers past the draft's add so little.")
     ] = None
 
-    preset: Annotated[str | None, _value(_WHO, "NAME", "default, training-free or gpt2; other flags win over it.")] = (
+    preset: Annotated[str | None, _value(_WHO, "NAME", "default, trained, training-free or gpt2; other flags win over it.")] = (
         None
     )
     run: Annotated[
@@ -57,7 +57,8 @@ class BenchSettings:
     ] = None
     peer: Annotated[
         list[str] | None,
-        _value(_WHO, "NAME", "hf, hf-assisted, hf-lookup, hf-early-exit, llama.cpp or openvino; repeatable."),
+        _value(_WHO, "NAME", "hf, hf-assisted, hf-lookup, hf-early-exit, llama-cpp, llama-cpp-ngram, llama-cpp-q8, openvino or "
+            "openvino-lookup; repeatable."),
     ] = None
     gamma: Annotated[str, _value(_WHO, "N", "Tokens drafted in a row, where a run does not say.")] = "5"
 
@@ -84,9 +85,12 @@ class BenchSettings:
     repeats: Annotated[int, _value(_MEASURE, "N", "Times everybody writes every text, in turns.")] = 3
     warm_up: Annotated[int, _value(_MEASURE, "N", "Tokens of a first run of each that is not timed.")] = 16
     threads: Annotated[int | None, _value(_MEASURE, "N", "Threads of torch on a CPU.")] = None
-    force: Annotated[bool, _flag(_MEASURE, "--force", "Measure on a machine that is not quiet, too, and mark it.")] = (
-        False
-    )
+    require_quiet: Annotated[
+        bool, _flag(_MEASURE, "--require-quiet", "Refuse a busy machine; else it is measured and the result marked.")
+    ] = False
+    force: Annotated[
+        bool, _flag(_MEASURE, "--force", "The default: a busy machine is measured. Kept for older calls.")
+    ] = False
     memory: Annotated[bool, _flag(_MEASURE, "--memory", "Peak memory and bytes of keys and values as well.")] = False
     layers: Annotated[bool, _flag(_MEASURE, "--layers", "Bytes and seconds of every layer as well.")] = False
     quality: Annotated[bool, _flag(_MEASURE, "--quality", "Judge the texts by the answers of the prompts.")] = False

@@ -105,6 +105,7 @@ def _run(said: TuneSettings) -> Tuning:
         from paceline.bench.files import check_writable
         from paceline.bench.prompt_sets import read_all
         from paceline.bench.tuning.candidates import candidates
+        from paceline.bench.tuning.tune import ONE_REPEAT
         from paceline.bench.tuning.tune import tune as run
 
         if said.out is not None:
@@ -112,6 +113,8 @@ def _run(said: TuneSettings) -> Tuning:
         options = _options(said)
         list(candidates(options))  # whatever is wrong with them is said before a model is read
         prompts = read_all(said.prompts or ("builtin",), limit=said.limit)
+    if said.repeats < 2:
+        say(ONE_REPEAT, "yellow")  # before minutes of measuring
     with preparing(f"loading {said.target}") as progress:
         from paceline.models import load
         from paceline.models.running import prepare
@@ -154,12 +157,15 @@ def _numbers(name: str, text: str) -> tuple[int, ...]:
 
 
 def _tell(found: Tuning, said: TuneSettings) -> None:
+    from paceline.bench.tuning.tune import ONE_REPEAT
+
     if said.json:
         print(dump({**found.as_dict(), "toml": found.toml(), "versions": versions()}), flush=True)
     else:
         _table(found)
     for note in found.notes:
-        say(note, "yellow")
+        if note != ONE_REPEAT:
+            say(note, "yellow")
     if not found.complete:
         say("stopped; this is what is known so far", "yellow")
     if said.out is not None:

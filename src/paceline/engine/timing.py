@@ -14,6 +14,7 @@ from paceline.core.contracts import Drafter, Rule
 from paceline.core.costs import Costs
 from paceline.drafters.making import make_drafter
 from paceline.models.language_model import LanguageModel
+from paceline.models.machine_load import Neighbours
 from paceline.models.pass_times import costs_for, remember
 from paceline.models.runners.device import finish
 from paceline.models.running import usual_nodes
@@ -61,10 +62,14 @@ def full_costs(
 ) -> Costs:
     """`costs_for`, with o and c of these drafters (made anew, by name) measured too where they are not known yet."""
     costs = costs_for(lm, rows, **how)
+    others = Neighbours()
+    others.begin()
     overhead = None if costs.overhead else measure_overhead(lm)
     missing = {name: make for name, make in drafters.items() if name not in costs.drafters}
     steps = {name: measure_drafter(lm, make(), gamma) for name, make in missing.items()}
-    return costs if overhead is None and not steps else remember(lm, overhead=overhead, drafters=steps)
+    if overhead is None and not steps:
+        return costs
+    return remember(lm, overhead=overhead, drafters=steps, busy=bool(others.disturbed()))
 
 
 def time_rounds(

@@ -25,6 +25,7 @@ from paceline.kernels.warm_up import fingerprint
 
 from .cache import Progress, cache_folder, read_json, write_json
 from .language_model import LanguageModel
+from .machine_load import LIMIT, Neighbours, read_usage
 from .openmp import own_threads, usual_threads
 from .runners.device import device_name, finish
 from .runners.programs import programs_for
@@ -169,6 +170,8 @@ def rising(values: Sequence[float]) -> list[float]:
 # ---- keeping
 
 _KNOWN: dict[str, Costs] = {}  # what this process has measured or read, by key
+_BUSY: set[str] = set()  # keys of those that were measured on a busy machine
+_STARTED = read_usage()  # what the processors had done when this process started
 _UNWRITABLE: set[Path] = set()  # folders it was told of already
 
 
@@ -182,23 +185,68 @@ def costs_for(
 ) -> Costs:
     """What passes of this model cost on this machine: known already, read from the cache, or measured now (seconds).
 
-    There is a table for every power of two up to the first that holds `rows`. `fresh` measures anew.
+    There is a table for every power of two up to the first that holds `rows`. `fresh` measures again.
+    Costs of a busy machine are kept with a mark. They hold while the machine is busy; a process that starts on a quiet
+    machine measures again.
     """
     key = costs_key(lm)
-    known = None if fresh else _KNOWN.get(key) or _stored(key)
+    known = None if fresh else _KNOWN.get(key) or _usable(key)
     wanted = [1 << power for power in range(max(0, rows - 1).bit_length() + 1)]
     missing = [count for count in wanted if known is None or count not in known.passes]
     if missing:
+        if known is None:
+            _BUSY.discard(key)
+        others = Neighbours()
+        others.begin()
         new = measured_costs(lm, rows=missing, clock=clock, progress=progress)
         known = new if known is None else replace(known, passes={**known.passes, **new.passes})
-        keep(kept_file(key), known.as_dict())
+        _write(key, known, busy=bool(others.disturbed()))
     assert known is not None
     _KNOWN[key] = known
     return known
 
 
-def remember(lm: LanguageModel, *, overhead: float | None = None, drafters: Mapping[str, float] | None = None) -> Costs:
-    """Write beside the passes of a model what a round costs outside them (o), and draft steps by name (c)."""
+def _write(key: str, costs: Costs, busy: bool) -> None:
+    """Keep costs on disk. Those of a busy machine have a mark, and do not replace those of a quiet one."""
+    if busy:
+        _BUSY.add(key)
+    if key not in _BUSY:
+        keep(kept_file(key), costs.as_dict())
+    elif _stored(key) is None or _marked(key):
+        keep(kept_file(key), {**costs.as_dict(), "busy": True})
+
+
+def _usable(key: str) -> Costs | None:
+    """The costs on disk. None: there are none, or they are of a busy machine and this one is quiet now."""
+    found = _stored(key)
+    if found is None or not _marked(key):
+        return found
+    if _quiet():
+        return None
+    _BUSY.add(key)
+    return found
+
+
+def _marked(key: str) -> bool:
+    return (read_json(kept_file(key)) or {}).get("busy") is True
+
+
+def _quiet() -> bool:
+    """True if other processes left the machine alone since this one started."""
+    now = read_usage()
+    share = None if now is None or _STARTED is None else now.others_since(_STARTED)
+    return share is not None and share <= LIMIT
+
+
+def remember(
+    lm: LanguageModel,
+    *,
+    overhead: float | None = None,
+    drafters: Mapping[str, float] | None = None,
+    busy: bool = False,
+) -> Costs:
+    """Write beside the passes of a model what a round costs outside them (o), and draft steps by name (c). busy: other
+    processes used the machine while these were measured."""
     known = costs_for(lm)
     if overhead is not None:
         known = replace(known, overhead=overhead)
@@ -206,7 +254,7 @@ def remember(lm: LanguageModel, *, overhead: float | None = None, drafters: Mapp
         known = replace(known, drafters={**known.drafters, **drafters})
     key = costs_key(lm)
     _KNOWN[key] = known
-    keep(kept_file(key), known.as_dict())
+    _write(key, known, busy)
     return known
 
 

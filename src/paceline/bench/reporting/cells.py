@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -69,6 +70,19 @@ def spread_of(found: Ratio | None) -> str:
 
 def overall_lines(report: Report, summary: Summary) -> list[Line]:
     return [line for member in report.members if (line := summary.of(member.name)) is not None]
+
+
+def above_bound(report: Report, lines: Sequence[Line]) -> str:
+    """Why a measured speed-up is above S, with the names; "" where none is."""
+    above = [line.contestant for line in lines if line.reached is not None and line.reached > 1]
+    if not above:
+        return ""
+    busy = " The machine was busy, so the noise is large." if report.mark is not None else ""
+    return (
+        f" Above S: {', '.join(above)}. S is a model, not a limit: v, c and o were measured apart from the runs and "
+        "both have noise; S counts γ drafted tokens in every round, and a shorter draft costs less; and tokens that "
+        f"are accepted in runs give more than a constant α.{busy}"
+    )
 
 
 def as_text(table: Table) -> str:

@@ -9,6 +9,8 @@ from typing import Literal
 from paceline.bench.metrics import ALL, Line, Ratio, Summary
 from paceline.bench.report import Report
 
+from .cells import above_bound
+
 _LONGEST = 16  # drafted positions shown at most
 
 
@@ -125,7 +127,7 @@ def bounds(report: Report, summary: Summary) -> Chart:
         "bound", "Bound and reached", "contestant", "speed-up after the prompt", "bars",
         (Series("bound S", limit, 6), Series("reached", reached, 0)) if found else (),
         "S = E/(v(γ+1)+γc+o), as if there were a draft of γ tokens in every round; reached is measured after the "
-        "first token.",
+        f"first token.{above_bound(report, found)}",
         level=1.0,
     )  # fmt: skip
 

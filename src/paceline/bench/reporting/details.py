@@ -8,7 +8,7 @@ from typing import Any
 from paceline.bench.metrics import Summary
 from paceline.bench.report import Report
 
-from .cells import Cell, Table, overall_lines
+from .cells import Cell, Table, above_bound, overall_lines
 from .wording import NOTHING, number, seconds, share, size, times
 
 
@@ -35,7 +35,7 @@ def rounds(report: Report, summary: Summary) -> Table:
     note = (
         "τ: emitted/rounds. α: the chance that the next drafted token is accepted. Efficiency: speed-up/τ. Reached: "
         "the speed-up after the first token, of S. Error: of the prediction, the median over prompts."
-    )
+    ) + above_bound(report, overall_lines(report, summary))
     return Table("Rounds", header, tuple(rows), note)
 
 

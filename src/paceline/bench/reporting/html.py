@@ -86,8 +86,8 @@ def _about(report: Report, summary: Summary) -> str:
 def _warnings(report: Report) -> Iterator[str]:
     if not report.complete:
         yield '<p class="warning">Interrupted: these are the runs until then.</p>'
-    if report.provenance.get("loaded"):
-        yield '<p class="warning">The machine was loaded: others used it while this was measured.</p>'
+    if report.mark is not None:
+        yield f'<p class="warning">{escape(report.mark)}</p>'
     for note in report.notes:
         yield f'<p class="warning">{escape(note)}</p>'
 

@@ -73,8 +73,8 @@ def overall(report: Report, summary: Summary) -> Table:
 
 def _reservations(report: Report, summary: Summary) -> Iterator[str]:
     """What a reader must know before believing the numbers."""
-    if report.provenance.get("loaded"):
-        yield "The machine was loaded: others used it while this was measured."
+    if report.mark is not None:
+        yield report.mark
     disturbed = sum(line.disturbed for line in summary.lines if line.category == ALL)
     if disturbed:
         yield f"{disturbed} runs were disturbed: others used the machine meanwhile."

@@ -29,6 +29,7 @@ from .candidates import DEEPEST, TuneOptions, candidates, spelled
 from .forecast import Rounds, forecast, rounds_of, shortened, steps_of, unit_of
 from .outcome import Trial, Tuning, ranked
 
+ONE_REPEAT = "One repeat has no spread, so tune can rank but not recommend; use --repeats 2 or more."
 _PER_DRAFTER = 2  # of them; the next best settings of one drafter are much like its best
 _HOPELESS = 0.9  # predicted less than this, a candidate is not measured
 _PROBES = 2  # texts that a drafter which needs the target is tried on
@@ -57,6 +58,8 @@ def tune(
         why = f": {skipped[0].reason}" if skipped else "."
         raise InputError(f"There is no prompt to tune with{why}")
     notes = [f"{len(skipped)} prompts do not fit the context and are left out."] if skipped else []
+    if options.repeats < 2:
+        notes.append(ONE_REPEAT)
     busy = how_busy(lm.device)
     if busy.loaded:
         notes.append(f"Others are using {busy.describe()} of this machine, so the ranking may be off.")

@@ -17,7 +17,7 @@ from paceline.bench.tuning import tune as room
 from paceline.bench.tuning.candidates import TuneOptions, candidates
 from paceline.bench.tuning.forecast import forecast, rounds_of, shortened, steps_of
 from paceline.bench.tuning.outcome import Trial, Tuning, ranked
-from paceline.bench.tuning.tune import tune
+from paceline.bench.tuning.tune import ONE_REPEAT, tune
 from paceline.core.costs import Costs
 from paceline.core.toml import read_toml
 from paceline.core.trace import Round, Trace
@@ -172,7 +172,7 @@ def test_prompts_that_do_not_fit(cyclic: LanguageModel, monkeypatch: pytest.Monk
     lm, clock = LanguageModel(llama(max_position_embeddings=96), letters()), WorkClock(monkeypatch, 0.1)
     options = TuneOptions(candidates=("suffix",), only=True, tokens=8, repeats=1)
     found = tune(lm, [*PROMPTS, long], options, costs=clock.costs, clock=clock)
-    assert found.notes == ("1 prompts do not fit the context and are left out.",)
+    assert found.notes == ("1 prompts do not fit the context and are left out.", ONE_REPEAT)
     with pytest.raises(InputError, match="more than the context of 96"):
         tune(lm, [long], options, costs=clock.costs, clock=clock)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,14 +19,17 @@ from paceline.models.language_model import LanguageModel
 from paceline.models.pass_times import measured_costs
 from paceline.models.running import check_kind, check_runner, prepare
 
-from .contest import Contestant, Plan, Task
+from .contest import Cancel, Contestant, Plan, Prompt, Task
 from .entries import parse_entries
 from .memory import layer_table
+from .memory_lines import lines_while
+from .metrics import summarise
 from .options import BenchOptions
 from .ours import Ours
 from .prompt_sets import read_all
-from .quality import judge
+from .quality import Quality, judge
 from .report import LeftOut, Report
+from .samplers import SampledTalk, Sampler, parse_samplers
 from .synthetic import Synthetic, is_synthetic, synthetic_contest
 from .tasks import Conversation, Skipped, conversations, text_of
 
@@ -51,10 +54,11 @@ class Contest:
 
     lm: LanguageModel
     contestants: tuple[Contestant, ...]
-    talks: tuple[Conversation | SingleTask, ...]
+    talks: tuple[Conversation | SampledTalk | SingleTask, ...]
     plan: Plan
     left_out: tuple[LeftOut, ...] = ()
     notes: tuple[str, ...] = ()
+    samplers: tuple[Sampler, ...] = ()
 
     @property
     def ours(self) -> list[Ours]:
@@ -75,7 +79,8 @@ def plan_of(options: BenchOptions) -> Plan:
 
 def assemble(options: BenchOptions, progress: Progress | None = None) -> Contest:
     """What was said and the prompts first: a mistake in them is told before a model is loaded."""
-    plan = plan_of(options)
+    plan, samplers = plan_of(options), parse_samplers(options)
+    sampled = bool(plan.sampling) or any(each.temperature > 0 for each in samplers)
     entries = parse_entries(options.runs, options.gamma)
     check_peers(options.peers)
     check_running(options)
@@ -85,7 +90,7 @@ def assemble(options: BenchOptions, progress: Progress | None = None) -> Contest
         for each in filter(None, (made.target, made.draft)):  # nobody else's
             each.runner = options.runner
         lm, entries = made.target, list(made.fitted(entries) if entries else made.entries)
-        talks: list[Conversation | SingleTask] = [SingleTask(task) for task in made.tasks]
+        talks: list[Conversation | SampledTalk | SingleTask] = [SingleTask(task) for task in made.tasks]
         skipped: list[LeftOut] = []
     else:
         prompts = read_all(
@@ -99,10 +104,8 @@ def assemble(options: BenchOptions, progress: Progress | None = None) -> Contest
             quantize=options.quantize,
             progress=progress,
         )
-        begun, long = conversations(
-            prompts, lm, options.batch, options.max_new_tokens, chat=options.chat, turns=options.turns
-        )
-        talks, skipped = [*begun], too_long(long)
+        talks, long = _talks(options, prompts, lm, samplers)
+        skipped = too_long(long)
     if not talks:
         why = f" ({skipped[0].why.rstrip('.')})" if skipped else ""
         raise InputError(f"There is no prompt to measure{why}; give other prompts, or fewer max_new_tokens.")
@@ -110,14 +113,29 @@ def assemble(options: BenchOptions, progress: Progress | None = None) -> Contest
     contestants: list[Contestant] = [Ours(lm, plain=True)]
     for entry in entries:
         try:
-            contestants.append(Ours(lm, entry, sampled=bool(plan.sampling)))
+            contestants.append(Ours(lm, entry, sampled=sampled))
         except UnsupportedError as error:  # this drafter and this target, or this rule: the others can
             skipped.append(LeftOut(entry.name, str(error)))
     draft = draft_model_of(contestants) if made is None else made.draft
-    peers, notes = open_peers(options.peers, lm, draft=draft, gamma=options.gamma, sampled=bool(plan.sampling))
+    peers, notes = open_peers(options.peers, lm, draft=draft, gamma=options.gamma, sampled=sampled)
     if made is not None:
         notes.insert(0, f"{made.remark[:1].upper()}{made.remark[1:]}")
-    return Contest(lm, _unique([*contestants, *peers]), tuple(talks), plan, tuple(skipped), tuple(notes))
+    return Contest(
+        lm, _unique([*contestants, *peers]), tuple(talks), plan, tuple(skipped), tuple(notes), tuple(samplers)
+    )
+
+
+def _talks(
+    options: BenchOptions, prompts: Sequence[Prompt], lm: LanguageModel, samplers: Sequence[Sampler]
+) -> tuple[list[Conversation | SampledTalk | SingleTask], list[Skipped]]:
+    """All conversations, and again for every sampler; and the prompts that do not fit."""
+    talks: list[Conversation | SampledTalk | SingleTask] = []
+    for sampler in samplers or (None,):
+        begun, long = conversations(
+            prompts, lm, options.batch, options.max_new_tokens, chat=options.chat, turns=options.turns
+        )
+        talks += begun if sampler is None else [SampledTalk(talk, sampler) for talk in begun]
+    return talks, long
 
 
 def check_running(options: BenchOptions) -> None:
@@ -173,14 +191,68 @@ def layers_of(contest: Contest) -> list[dict[str, Any]]:
     return [layer.as_dict() for layer in layer_table(contest.lm, time.perf_counter)]
 
 
+def memory_lines_of(contest: Contest, task: Task, cancel: Cancel) -> tuple[list[dict[str, Any]], list[str]]:
+    """The lines of source that hold the most memory in one run of each contestant, and who could not be profiled."""
+    rows, notes = list[dict[str, Any]](), list[str]()
+    plan = contest.plan if task.sampling is None else replace(contest.plan, sampling=task.sampling)
+    for each in contest.contestants:
+        if cancel() or each.refuses(task, plan) is not None:
+            continue
+        try:
+            _, found = lines_while(lambda: each.run(task, plan, 0, cancel))  # noqa: B023
+        except Exception as error:
+            notes.append(f"The memory of {each.name} could not be profiled: {type(error).__name__}: {error}")
+            continue
+        rows += [{"contestant": each.name, **line.as_dict()} for line in found]
+    return rows, notes
+
+
 def quality_of(report: Report, tasks: dict[str, Task], lm: LanguageModel) -> dict[str, dict[str, float]]:
-    """What everybody wrote for the tasks that have answers, judged; the first repeat counts."""
-    texts: dict[str, list[str]] = {}
-    answers: dict[str, list[tuple[str, ...]]] = {}
+    """The texts of each contestant, judged by the answers of the tasks; the first repeat counts."""
+    return {name: found.as_dict() for (name, _), found in _judged(report, tasks, lm, lambda task: "").items()}
+
+
+def evaluation_of(
+    report: Report, tasks: dict[str, Task], lm: LanguageModel, samplers: Sequence[Sampler], quality: bool
+) -> list[dict[str, Any]]:
+    """A row for each sampler and contestant: its controls, the quality of its texts (with answers), and its speed."""
+    judged = _judged(report, tasks, lm, lambda task: task.category) if quality else {}
+    summary = summarise(report, per_task=False)
+    rows = []
+    for sampler in samplers:
+        for member in report.members:
+            line = summary.of(member.name, sampler.name)
+            if line is None:
+                continue
+            found = judged.get((member.name, sampler.name))
+            rows.append(
+                {
+                    "sampler": sampler.name,
+                    "contestant": member.name,
+                    "temperature": sampler.temperature,
+                    "settings": dict(sampler.settings),
+                    "quality": None if found is None else found.as_dict(),
+                    "acceptance_rate": line.acceptance_rate,
+                    "tau": line.tau,
+                    "tokens_per_second": line.tokens_per_second,
+                    "same": line.same,
+                    "compared": line.compared,
+                }
+            )
+    return rows
+
+
+def _judged(
+    report: Report, tasks: dict[str, Task], lm: LanguageModel, kind: Callable[[Task], str]
+) -> dict[tuple[str, str], Quality]:
+    """The quality by contestant and kind of task."""
+    texts: dict[tuple[str, str], list[str]] = {}
+    answers: dict[tuple[str, str], list[tuple[str, ...]]] = {}
     for result in report.results:
         run = result.run
         for row, right in zip(run.tokens, tasks[run.task].answers, strict=False):
             if right and run.repeat == 0:
-                texts.setdefault(run.contestant, []).append(text_of(row, lm))
-                answers.setdefault(run.contestant, []).append(right)
-    return {name: judge(wrote, answers[name]).as_dict() for name, wrote in texts.items()}
+                key = (run.contestant, kind(tasks[run.task]))
+                texts.setdefault(key, []).append(text_of(row, lm))
+                answers.setdefault(key, []).append(right)
+    return {key: judge(wrote, answers[key]) for key, wrote in texts.items()}

@@ -32,6 +32,7 @@ class Task:
     category: str
     prompts: tuple[tuple[int, ...], ...]  # per row
     answers: tuple[tuple[str, ...], ...] = ()  # per row
+    sampling: Mapping[str, Any] | None = None  # instead of the plan's; None: as planned
 
 
 @dataclass(frozen=True)

@@ -37,6 +37,8 @@ class BenchOptions:
     top_k: int | None = None
     top_p: float | None = None
     min_p: float | None = None
+    samplers: tuple[str, ...] = ()  # each prompt with each of them: "greedy", "top-k:top_k=20", "all"
+    noise_levels: tuple[float, ...] = (0.1, 0.2, 0.3, 0.4, 0.5)  # of the sampler top-k-noise
     seed: int = 0
     chat: bool = True  # prompts go through the model's chat template, if it has one
 
@@ -46,6 +48,7 @@ class BenchOptions:
     force: bool = False  # of older calls: a busy machine is measured and marked by default
     require_quiet: bool = False  # refuse a busy machine
     memory: bool = False  # per method: peak and cache bytes
+    memory_lines: bool = False  # per line of source as well, by memray or tracemalloc
     layers: bool = False  # bytes and seconds per layer
     quality: bool = False  # judge the answers against those of the prompt set
 
@@ -56,6 +59,11 @@ class BenchOptions:
         for rate in self.synthetic_acceptance:
             if not 0 <= rate <= 1:
                 raise InputError(f"synthetic_acceptance must be from 0 to 1, got {rate}.")
+        for level in self.noise_levels:
+            if not level > 0:
+                raise InputError(f"noise_levels must be above 0 (the sampler top-k is without noise), got {level:g}.")
+        if self.samplers and (self.shape is not None or self.synthetic_acceptance or self.construction is not None):
+            raise InputError("samplers need prompts, and a made-up model has none; leave one out.")
         if self.threads is not None and self.threads < 1:
             raise InputError(f"threads must be at least 1, got {self.threads}.")
         if self.force and self.require_quiet:

@@ -9,9 +9,9 @@ from __future__ import annotations
 import re
 import unicodedata
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from math import sqrt
+from math import log, sqrt
 
 from paceline.core.errors import InputError
 
@@ -26,6 +26,7 @@ class Quality:
     exact_match: float  # the text is an answer, word for word
     token_f1: float  # words shared with an answer: the harmonic mean of precision and recall
     similarity: float  # cosine of the counts of character trigrams
+    tf_idf: float  # cosine of the counts of words, each weighed by how rare it is among the answers
     distinct_1: float  # different words, over words
     distinct_2: float  # different pairs of neighbouring words, over pairs
 
@@ -43,11 +44,13 @@ def judge(texts: Sequence[str], answers: Sequence[Sequence[str]]) -> Quality:
         if not right:
             raise InputError(f"Text {number} of {len(texts)} has no answer to judge it by; use prompts with answers.")
     pairs = list(zip(texts, answers, strict=True))
+    words = TfIdf([answer for right in answers for answer in right])
     return Quality(
         len(texts),
         _mean(_best(exact_match, text, right) for text, right in pairs),
         _mean(_best(token_f1, text, right) for text, right in pairs),
         _mean(_best(similarity, text, right) for text, right in pairs),
+        _mean(_best(words.similarity, text, right) for text, right in pairs),
         distinct(texts, 1),
         distinct(texts, 2),
     )
@@ -78,9 +81,25 @@ def similarity(text: str, answer: str) -> float:
     ours, theirs = (Counter(_grams(f" {normalise(one)} ", 3)) for one in (text, answer))
     if not ours or not theirs:
         return float(ours == theirs)
-    product = sum(count * theirs[gram] for gram, count in ours.items())
-    norms = sqrt(sum(count**2 for count in ours.values()) * sum(count**2 for count in theirs.values()))
-    return min(1.0, product / norms)
+    return _cosine(ours, theirs)
+
+
+class TfIdf:
+    """TF-IDF over a set of answers, as scikit-learn's default does it: the weight of a word is its count times
+    ln((1 + n) / (1 + d)) + 1, where d of the n answers have it. A word that no answer has counts as the rarest."""
+
+    def __init__(self, answers: Sequence[str]) -> None:
+        self._count = len(answers)
+        self._having = Counter(word for answer in answers for word in set(normalise(answer).split()))
+
+    def similarity(self, text: str, answer: str) -> float:
+        """The cosine of the weighed words. Where one of the two has no words, 1 if the other has none either."""
+        ours, theirs = self._weights(text), self._weights(answer)
+        return _cosine(ours, theirs) if ours and theirs else float(ours == theirs)
+
+    def _weights(self, text: str) -> dict[Hashable, float]:
+        counts = Counter(normalise(text).split())
+        return {word: n * (log((1 + self._count) / (1 + self._having[word])) + 1) for word, n in counts.items()}
 
 
 def distinct(texts: Iterable[str], n: int) -> float:
@@ -96,6 +115,12 @@ def distinct(texts: Iterable[str], n: int) -> float:
 
 def _grams(items: Sequence[Hashable], n: int) -> Iterable[tuple[Hashable, ...]]:
     return zip(*(items[i:] for i in range(n)), strict=False)
+
+
+def _cosine(ours: Mapping[Hashable, float], theirs: Mapping[Hashable, float]) -> float:
+    product = sum(weight * theirs.get(name, 0) for name, weight in ours.items())
+    norms = sqrt(sum(weight**2 for weight in ours.values()) * sum(weight**2 for weight in theirs.values()))
+    return min(1.0, product / norms)
 
 
 def _best(measure: Callable[[str, str], float], text: str, answers: Sequence[str]) -> float:

@@ -1,7 +1,7 @@
 """What was measured, in a file: one JSON object per line, written as it happens, and read back into a `Report`.
 
-Each line has a `kind`: provenance (first), contestants, costs, skipped, note, run, quality, layers, and summary (last:
-`complete`, and the table). A run is written the moment it has ended, so a file is valid wherever it breaks off; one
+Each line has a `kind`: provenance (first), contestants, costs, skipped, note, run, quality, evaluation, layers, memory_lines,
+and summary (last: `complete`, and the table). A run is written the moment it has ended, so a file is valid wherever it breaks off; one
 that was killed has no summary, one that was interrupted has a summary that says so. Tokens are written once: in the
 first run of plain decoding of each task, and in a run whose text is another.
 """
@@ -24,7 +24,8 @@ from .metrics import Line, Summary, summarise
 from .report import LeftOut, Member, Report, Result, Tally
 
 _COUNTS = ("rounds", "drafted", "accepted", "recovered", "bonus", "judged")
-_KINDS = ("provenance", "contestants", "costs", "skipped", "note", "run", "quality", "layers", "summary")
+_KINDS = ("provenance", "contestants", "costs", "skipped", "note", "run", "quality", "evaluation", "layers", "memory_lines",
+          "summary")  # fmt: skip
 
 
 # ---- writing
@@ -50,7 +51,9 @@ class Recorder:
         self._notes: list[str] = []
         self._results: list[Result] = []
         self._quality: Mapping[str, Mapping[str, float]] = {}
+        self._evaluation: tuple[Mapping[str, Any], ...] = ()
         self._layers: tuple[Mapping[str, Any], ...] = ()
+        self._memory_lines: tuple[Mapping[str, Any], ...] = ()
         self._written: set[str] = set()  # tasks whose tokens stand in the file
         self._listener: Callable[[Run, Task], None] | None = None
         self.tasks: dict[str, Task] = {}  # by id; the file does not have them
@@ -106,9 +109,17 @@ class Recorder:
         self._quality = found
         self._write("quality", {"contestants": found})
 
+    def evaluation(self, found: Sequence[Mapping[str, Any]]) -> None:
+        self._evaluation = tuple(found)
+        self._write("evaluation", {"rows": list(found)})
+
     def layers(self, found: Sequence[Mapping[str, Any]]) -> None:
         self._layers = tuple(found)
         self._write("layers", {"layers": list(found)})
+
+    def memory_lines(self, found: Sequence[Mapping[str, Any]]) -> None:
+        self._memory_lines = tuple(found)
+        self._write("memory_lines", {"lines": list(found)})
 
     def report(self, complete: bool = False) -> Report:
         """What there is so far."""
@@ -122,6 +133,8 @@ class Recorder:
             self._quality,
             self._layers,
             complete,
+            self._evaluation,
+            self._memory_lines,
         )
 
     def finish(self, complete: bool) -> Report:
@@ -227,6 +240,10 @@ class _Reading:
             recorder.run(self._result(values))
         elif kind == "quality":
             recorder.quality(values["contestants"])
+        elif kind == "evaluation":
+            recorder.evaluation(values["rows"])
+        elif kind == "memory_lines":
+            recorder.memory_lines(values["lines"])
         elif kind == "layers":
             recorder.layers(values["layers"])
         else:

@@ -162,6 +162,9 @@ class Report:
     quality: Mapping[str, Mapping[str, float]] = field(default_factory=dict)  # per contestant: measure -> value
     layers: tuple[Mapping[str, Any], ...] = ()  # per layer of the target: bytes and seconds
     complete: bool = True
+    evaluation: tuple[Mapping[str, Any], ...] = ()  # per sampler and contestant: controls, quality, speed
+    memory_lines: tuple[Mapping[str, Any], ...] = ()  # the lines of the source that allocated the most
+    versus: tuple[str, str] | None = None  # two contestants to be shown in one chart
 
     @property
     def plain(self) -> str:

@@ -17,7 +17,7 @@ from paceline.engine.provenance import provenance
 from paceline.models.cache import Progress
 from paceline.models.running import running
 
-from .assembly import Contest, assemble, costs_of, layers_of, quality_of, too_long
+from .assembly import Contest, assemble, costs_of, evaluation_of, layers_of, memory_lines_of, quality_of, too_long
 from .contest import Cancel, Contestant, Plan, Run, Shaped, Task, Watcher
 from .machine import Neighbours, check_quiet, how_busy, wanted_device
 from .memory import peak_while
@@ -29,7 +29,8 @@ from .turns import Silence, Talk, Tokens, first_difference, order, turns
 Weigh = Callable[[Callable[[], Run]], tuple[Run, "int | None"]]  # a run, and the bytes it needed at most
 
 
-_MORE = ("force", "require_quiet", "limit", "categories", "repeats", "memory", "layers", "quality")
+_MORE = ("force", "require_quiet", "limit", "categories", "repeats", "memory", "memory_lines", "layers", "quality", "samplers",
+         "noise_levels")  # fmt: skip
 _MACHINE = ("cpu", "threads", "device", "gpu", "versions")
 
 
@@ -82,6 +83,8 @@ def bench(
     rounds of our own go. Interrupted or failing, the record ends with a line that says it is not complete; `earlier` is
     such a one, of the same benchmark: its runs are not made again."""
     watcher = Silence() if watcher is None else watcher
+    if trace is not None and options.samplers:
+        raise InputError("A trace has one sampler for all texts; leave --sampler or --trace out.")
     threads = torch.get_num_threads()
     if options.threads is not None:
         torch.set_num_threads(options.threads)
@@ -158,7 +161,7 @@ def _measure_contest(
         watcher.noted(sentence)
     if options.layers:
         recorder.layers(layers_of(contest))
-    device = contest.lm.device
+    device, first = contest.lm.device, contest.talks[0].task
     with ExitStack() as open_files:
         if trace is not None:
             tracing = Tracing(trace, contest.ours, contest.plan, costs, recorder.report().provenance)
@@ -173,11 +176,20 @@ def _measure_contest(
             recorder=recorder,
             watcher=watcher,
             cancel=cancel,
-            weigh=(lambda act: peak_while(act, device)) if options.memory else None,
+            weigh=(lambda act: peak_while(act, device)) if options.memory or options.memory_lines else None,
         )
     _leave_out(too_long([each for talk in contest.talks for each in talk.skipped]), recorder, watcher)
+    if options.memory_lines:
+        lines, failed = memory_lines_of(contest, first, cancel)
+        recorder.memory_lines(lines)
+        for sentence in failed:
+            recorder.note(sentence)
+            watcher.noted(sentence)
     if options.quality:
         recorder.quality(quality_of(recorder.report(), recorder.tasks, contest.lm))
+    if contest.samplers:
+        found = evaluation_of(recorder.report(), recorder.tasks, contest.lm, contest.samplers, options.quality)
+        recorder.evaluation(found)
     return complete
 
 
@@ -247,23 +259,27 @@ class _Session:
         peaks: dict[str, int | None] = {}
         weigh = self.weigh if task.category not in self.weighed else None
         self.weighed.add(task.category)
-        short = replace(self.plan, tokens=min(self.warm_up, self.plan.tokens))
+        plan = self._plan(task)
+        short = replace(plan, tokens=min(self.warm_up, plan.tokens))
         for each in there:
-            shape = each.shape_of(task, self.plan) if isinstance(each, Shaped) else None
+            shape = each.shape_of(task, plan) if isinstance(each, Shaped) else None
             try:
                 if self.warm_up > 0 and (each.name, shape) not in self.warm and not self.cancel():
                     self.warm.add((each.name, shape))
-                    each.run(task, short if shape is None else self.plan, 0, self.cancel)
+                    each.run(task, short if shape is None else plan, 0, self.cancel)
                 if weigh is not None and not self.cancel():
-                    _, peaks[each.name] = weigh(lambda: each.run(task, self.plan, 0, self.cancel))  # noqa: B023
+                    _, peaks[each.name] = weigh(lambda: each.run(task, plan, 0, self.cancel))  # noqa: B023
             except Exception as error:
                 self._fail(each, task, error)
         return peaks
 
+    def _plan(self, task: Task) -> Plan:
+        return self.plan if task.sampling is None else replace(self.plan, sampling=task.sampling)
+
     def _takes_part(self, contestant: Contestant, task: Task) -> bool:
         if contestant.name in self.failed:
             return False
-        why = contestant.refuses(task, self.plan)
+        why = contestant.refuses(task, self._plan(task))
         if why is not None:
             if (contestant.name, why) not in self.refusals:
                 self.watcher.noted(f"{contestant.name} does not take part in {task.id}: {why}")
@@ -274,7 +290,7 @@ class _Session:
         """None: it was interrupted, or it failed."""
         self.neighbours.begin()
         try:
-            run = contestant.run(task, self.plan, repeat, self.cancel)
+            run = contestant.run(task, self._plan(task), repeat, self.cancel)
             wrote = [len(row) for row in run.tokens]
             if wrote != [self.plan.tokens] * len(task.prompts):
                 if self.cancel():

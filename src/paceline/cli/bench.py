@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from paceline.core.errors import InputError
+from paceline.core.errors import InputError, UnknownNameError
 from paceline.core.interrupting import interruptible
 
 from .bench_options import BenchSettings, measured, named, tuned
@@ -62,6 +62,8 @@ def bench(ctx: typer.Context, said: BenchSettings) -> None:
             _replay(said, said.replay)
             return
         report = _read(said.report) if said.report is not None else _measure(said, _options(ctx, said))
+        if said.versus:
+            report = replace(report, versus=_versus(said, [member.name for member in report.members]))
         slower = _tell(report, said)
     if not report.complete and said.report is None:
         say("interrupted: these are the runs until then")
@@ -125,6 +127,17 @@ def _check(said: BenchSettings) -> None:
             _make(path)
 
 
+def _versus(said: BenchSettings, names: list[str]) -> tuple[str, str]:
+    """The two contestants of one chart."""
+    given = said.versus or []
+    if len(given) != 2:
+        raise InputError(f"--versus is given twice, with the names of two contestants; got {len(given)}.")
+    for name in given:
+        if name not in names:
+            raise UnknownNameError("contestant", name, names)
+    return given[0], given[1]
+
+
 def _make(folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -148,6 +161,10 @@ def _measure(said: BenchSettings, options: BenchOptions) -> Report:
 
     if said.compare is not None:
         _read(said.compare)  # a mistake in it is told before, not after
+    if said.versus:
+        from paceline.bench.entries import PLAIN, parse_entries
+
+        _versus(said, [PLAIN, *(each.name for each in parse_entries(options.runs, options.gamma)), *options.peers])
     with _record(said) as (file, earlier), watching() as watcher, _warnings_told_to(watcher), interruptible() as cancel:
         return run(options, watcher, file, earlier=earlier, cancel=cancel, trace=said.trace, progress=watcher.progress)
 

@@ -20,7 +20,7 @@ from .settings import decoder_table, source
 _MODELS, _WHO, _TEXTS, _CHOICE = "Models", "Who takes part", "Texts", "Choosing tokens"
 _MEASURE, _SHOW, _OTHER, _SETTINGS = "Measuring", "Output", "Without measuring", "Settings"
 # the fields of BenchOptions that are called otherwise here: a flag that is repeated has the name of one
-_FIELDS = {"runs": "run", "peers": "peer", "categories": "category"}
+_FIELDS = {"runs": "run", "peers": "peer", "categories": "category", "samplers": "sampler"}
 
 
 @dataclass(frozen=True)
@@ -80,6 +80,18 @@ class BenchSettings:
     top_k: Annotated[int | None, _value(_CHOICE, "N", "Only the N likeliest tokens.")] = None
     top_p: Annotated[float | None, _value(_CHOICE, "X", "Only the likeliest tokens that make up X.")] = None
     min_p: Annotated[float | None, _value(_CHOICE, "X", "Only tokens with X times the best one's share.")] = None
+    sampler: Annotated[
+        list[str] | None,
+        _value(
+            _CHOICE,
+            "NAME",
+            "Every prompt with this sampler: greedy, multinomial, top-k, nucleus, top-k-nucleus, top-k-noise, dynamic, "
+            "typical, or all; repeatable. As top-k:top_k=20,temperature=0.7 with its own controls.",
+        ),
+    ] = None
+    noise_levels: Annotated[
+        list[str] | None, _value(_CHOICE, "X,X", "Noise levels of top-k-noise; 0.1,0.2,0.3,0.4,0.5 by default.")
+    ] = None
     seed: Annotated[int, _value(_CHOICE, "N", "The same for everybody.")] = 0
 
     repeats: Annotated[int, _value(_MEASURE, "N", "Times everybody writes every text, in turns.")] = 3
@@ -91,7 +103,13 @@ class BenchSettings:
     force: Annotated[
         bool, _flag(_MEASURE, "--force", "The default: a busy machine is measured. Kept for older calls.")
     ] = False
-    memory: Annotated[bool, _flag(_MEASURE, "--memory", "Peak memory and bytes of keys and values as well.")] = False
+    memory: Annotated[
+        bool, _flag(_MEASURE, "--memory", "Peak memory and bytes of keys and values as well; --memory lines: see below.")
+    ] = False
+    memory_lines: Annotated[
+        bool,
+        _flag(_MEASURE, "--memory-lines", "The same as --memory lines: the source lines that hold the most memory."),
+    ] = False
     layers: Annotated[bool, _flag(_MEASURE, "--layers", "Bytes and seconds of every layer as well.")] = False
     quality: Annotated[bool, _flag(_MEASURE, "--quality", "Judge the texts by the answers of the prompts.")] = False
 
@@ -106,6 +124,10 @@ class BenchSettings:
     trace: Annotated[Path | None, _value(_SHOW, "FILE", "Record every round of our own runs, for --replay.")] = None
     wandb: Annotated[bool, _flag(_SHOW, "--wandb", "Log to Weights & Biases; offline where there is no key.")] = False
     wandb_project: Annotated[str, _value(_SHOW, "NAME", "The project there.")] = "paceline"
+    versus: Annotated[
+        list[str] | None,
+        _value(_SHOW, "NAME", "Two contestants in one chart: give it twice, as --versus prophet --versus early-exit."),
+    ] = None
     compare: Annotated[
         Path | None,
         _value(_SHOW, "FILE", "Compare with an earlier bench.jsonl.", allow_from_autoenv=False),
@@ -132,10 +154,11 @@ class BenchSettings:
 def measured(said: BenchSettings) -> BenchOptions:
     """The part of it that decides what is measured."""
     values = {field.name: getattr(said, _FIELDS.get(field.name, field.name)) for field in fields(BenchOptions)}
-    lists = {name: tuple(values[name] or ()) for name in ("runs", "peers", "categories")}
-    rates = _rates(said.synthetic_acceptance or [])
+    lists = {name: tuple(values[name] or ()) for name in ("runs", "peers", "categories", "samplers")}
+    rates = _numbers("synthetic-acceptance", "a rate, or rates with commas", said.synthetic_acceptance)
+    levels = _numbers("noise-levels", "numbers with commas", said.noise_levels) or BenchOptions.noise_levels
     prompts = tuple(said.prompts or BenchOptions.prompts)
-    texts = {"synthetic_acceptance": rates, "prompts": prompts, "gamma": _gamma(said)}
+    texts = {"synthetic_acceptance": rates, "noise_levels": levels, "prompts": prompts, "gamma": _gamma(said)}
     return BenchOptions(**{**values, **lists, **texts})
 
 
@@ -174,9 +197,8 @@ def _gamma(said: BenchSettings) -> int:
     return found
 
 
-def _rates(texts: list[str]) -> tuple[float, ...]:
+def _numbers(flag: str, what: str, texts: list[str] | None) -> tuple[float, ...]:
     try:
-        return tuple(float(each) for text in texts for each in text.split(","))
+        return tuple(float(each) for text in texts or () for each in text.split(","))
     except ValueError:
-        given = ",".join(texts)
-        raise InputError(f"--synthetic-acceptance must be a rate, or rates with commas, got '{given}'.") from None
+        raise InputError(f"--{flag} must be {what}, got '{','.join(texts or ())}'.") from None

@@ -23,6 +23,7 @@ CONTEXT = {"auto_envvar_prefix": PREFIX}  # on each command, so that PACELINE_SE
 _SOURCES = {"COMMANDLINE": "flag", "ENVIRONMENT": "environment", "DEFAULT_MAP": "config"}
 _NOT_IN_CONFIG = {"prompt", "config", "print_config", "debug", "help"}
 _DOTTED = ("--drafter.", "--rule.")
+_WORDS = {("--memory", "lines"): ("--memory", "--memory-lines"), ("--memory", "peak"): ("--memory",)}
 _TABLES = {"drafter_options": "drafter", "rule_options": "rule-options"}  # options that are a table of the config
 _FIELDS = {table: field for field, table in _TABLES.items()}
 _DECODER = "decoder"  # the table that `paceline tune` writes and `SpeculativeDecoder.from_config` reads too
@@ -56,7 +57,21 @@ class SettingsCommand(TyperCommand):
     """A command that understands `--drafter.NAME VALUE` and `--rule.NAME VALUE`, whatever the options are called."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        return super().parse_args(ctx, list(_undotted(args)))
+        return super().parse_args(ctx, list(_undotted(_unworded(args))))
+
+
+def _unworded(args: list[str]) -> list[str]:
+    """A flag that takes a word as well (`--memory lines`, `--memory=lines`) as flags, which can be declared."""
+    found: list[str] = []
+    for arg in args:
+        name, _, word = arg.partition("=")
+        if (name, word) in _WORDS:
+            found += _WORDS[name, word]
+        elif found and (found[-1], arg) in _WORDS:
+            found[-1:] = _WORDS[found[-1], arg]
+        else:
+            found.append(arg)
+    return found
 
 
 def _undotted(args: list[str]) -> Iterator[str]:

@@ -2,56 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Literal
-
 from paceline.bench.metrics import ALL, Line, Ratio, Summary
 from paceline.bench.report import Report
 
 from .cells import above_bound
+from .chart import Chart, Point, Series
+from .noise_charts import noise_charts
+from .versus import versus_charts
+
+__all__ = ["Chart", "Point", "Series", "charts_of"]
 
 _LONGEST = 16  # drafted positions shown at most
-
-
-@dataclass(frozen=True)
-class Point:
-    """A value at a number or at a name. low, high: its spread, where it is known."""
-
-    x: float | str
-    y: float
-    low: float | None = None
-    high: float | None = None
-    note: str = ""
-
-
-@dataclass(frozen=True)
-class Series:
-    """Points of one kind. `colour` is a number: the same contestant has the same one in every chart."""
-
-    name: str
-    points: tuple[Point, ...]
-    colour: int = 0
-
-
-@dataclass(frozen=True)
-class Chart:
-    """`name` is that of a file. Bars are in groups by the name at x; level: a line to compare with; diagonal: where
-    both axes are equal."""
-
-    name: str
-    title: str
-    x: str
-    y: str
-    kind: Literal["bars", "lines", "dots"]
-    series: tuple[Series, ...]
-    note: str = ""
-    level: float | None = None
-    diagonal: bool = False
-
-    @property
-    def points(self) -> Iterator[Point]:
-        return (point for series in self.series for point in series.points)
 
 
 def charts_of(report: Report, summary: Summary) -> list[Chart]:
@@ -62,6 +23,8 @@ def charts_of(report: Report, summary: Summary) -> list[Chart]:
         pass_times(report),
         bounds(report, summary),
         predictions(report, summary),
+        *versus_charts(report, summary),
+        *noise_charts(report),
     )
     return [chart for chart in made if any(series.points for series in chart.series)]
 

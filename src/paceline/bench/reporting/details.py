@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from paceline.bench.memory_lines import NOTES
 from paceline.bench.metrics import Summary
 from paceline.bench.report import Report
 
@@ -91,6 +92,33 @@ def quality(report: Report) -> Table:
     return Table("Quality", ("contestant", *(name.replace("_", " ") for name in measures)), rows)
 
 
+def evaluation(report: Report) -> Table:
+    """Samplers x modes: the quality of the texts, how many are plain decoding's, and the speed."""
+    measures = list(dict.fromkeys(name for each in report.evaluation for name in each["quality"] or {}))
+    shown = {"tf_idf": "TF-IDF", "token_f1": "token F1"}
+    header = (
+        "sampler", "mode", "temperature", "noise", *(shown.get(name, name.replace("_", " ")) for name in measures),
+        "same text", "acceptance", "tokens/s",
+    )  # fmt: skip
+    rows = []
+    for each in report.evaluation:
+        found = each["quality"] or {}
+        rows.append(
+            (
+                Cell(each["sampler"]), Cell(each["contestant"]), Cell(f"{each['temperature']:g}"),
+                Cell(f"{each['settings'].get('noise', 0):g}"),
+                *(Cell(number(found.get(name), 0 if name == "texts" else 3)) for name in measures),
+                Cell(f"{each['same']}/{each['compared']}"), Cell(share(each["acceptance_rate"])),
+                Cell(number(each["tokens_per_second"], 1)),
+            )
+        )  # fmt: skip
+    note = (
+        "Same text: prompts whose text is plain decoding's with the same sampler and seed. Similarity: character "
+        "trigrams; TF-IDF: words, weighed by how rare they are among the answers."
+    )
+    return Table("Samplers", header, tuple(rows), note)
+
+
 def layers(report: Report) -> Table:
     header = ("layer", "weights", "KV per token", "dtype", "time")
     rows = tuple(
@@ -101,6 +129,19 @@ def layers(report: Report) -> Table:
         for layer in report.layers
     )  # fmt: skip
     return Table("Layers of the target", header, rows, "Time: of a pass over one token.")
+
+
+def memory_lines(report: Report) -> Table:
+    """The lines of source that hold the most memory at the peak of a run."""
+    rows = tuple(
+        (
+            Cell(f"{each['file']}:{each['line']}"), Cell(each["contestant"]), Cell(size(each["bytes"])),
+            Cell(f"{each['blocks']:,}"), Cell(each["source"]),
+        )
+        for each in report.memory_lines
+    )  # fmt: skip
+    note = " ".join(NOTES[name] for name in dict.fromkeys(each["profiler"] for each in report.memory_lines))
+    return Table("Memory by line", ("line", "contestant", "bytes", "blocks", "source"), rows, note)
 
 
 def skipped(report: Report) -> Table:

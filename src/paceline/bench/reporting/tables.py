@@ -9,7 +9,7 @@ from paceline.bench.report import Report
 
 from .cells import Cell, Table, Tone, overall_lines, ratio, same, speed_up, spread_of, tone_of, who
 from .comparing import Change
-from .details import by_position, costs, latencies, layers, quality, rounds, skipped
+from .details import by_position, costs, evaluation, latencies, layers, memory_lines, quality, rounds, skipped
 from .wording import NOTHING, number, seconds, share, size, times
 
 _WORST = 10  # prompts shown of those where somebody is slower than plain decoding
@@ -26,7 +26,9 @@ def tables_of(report: Report, summary: Summary) -> Iterator[Table]:
         by_position(report, summary),
         costs(report),
         quality(report),
+        evaluation(report),
         layers(report),
+        memory_lines(report),
         skipped(report),
     )
     return (table for table in made if table.rows)
@@ -39,7 +41,9 @@ def short(report: Report, summary: Summary) -> Iterator[Table]:
         by_category(report, summary),
         slower(report, summary),
         quality(report),
+        evaluation(report),
         layers(report),
+        memory_lines(report),
         skipped(report),
     )
     return (table for table in made if table.rows)

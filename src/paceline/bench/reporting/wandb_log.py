@@ -24,8 +24,8 @@ _MEASURES = (
 
 
 def log(report: Report, summary: Summary, project: str = "paceline", folder: str | None = None) -> str:
-    """A run with the provenance as its config, a value per contestant and measure, the tables, and the charts as
-    pictures where matplotlib is there. Returns where it went."""
+    """A run with the provenance as its config, a value per contestant and measure, the tables, the points of the
+    charts, and the charts as pictures where matplotlib is there. Returns where it went."""
     run = start("bench", report.provenance, folder, project)
     import wandb
 
@@ -36,8 +36,12 @@ def log(report: Report, summary: Summary, project: str = "paceline", folder: str
         for table in tables_of(report, summary):
             rows = [[cell.text for cell in row] for row in table.rows]
             content[f"tables/{table.title}"] = wandb.Table(columns=list(table.header), data=rows)
+        charts = charts_of(report, summary)
+        for chart in charts:
+            points = [[series.name, point.x, point.y] for series in chart.series for point in series.points]
+            texts = [[name, str(x), y] for name, x, y in points]  # a column has one type
+            content[f"chart data/{chart.name}"] = wandb.Table(columns=["series", chart.x, chart.y], data=texts)
         if find_spec("matplotlib") is not None:
-            charts = charts_of(report, summary)
             content.update({f"charts/{chart.name}": wandb.Image(pixels_of(chart)) for chart in charts})
         run.log(content)
         run.summary["complete"] = report.complete

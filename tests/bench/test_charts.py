@@ -79,6 +79,32 @@ def test_more_than_the_bound_is_explained_where_it_is_shown(busy: bool) -> None:
         assert ("The machine was busy" in said) is busy
 
 
+def test_two_contestants_in_one_chart() -> None:
+    report = made_report()
+    assert not [each for each in charts_of(report, summarise(report)) if each.name.startswith("versus")]
+    asked = made_report(versus=("suffix", "hf"))
+    bars = next(each for each in charts_of(asked, summarise(asked)) if each.name == "versus")
+    assert bars.title == "suffix against hf"
+    ours, theirs = ({point.x: point.y for point in series.points} for series in bars.series)
+    line = summarise(asked).of("suffix")
+    assert line is not None
+    assert ours["tokens per pass"] == line.tau
+    assert ours["acceptance"] == line.acceptance_rate
+    assert set(theirs) == {"speed-up"}  # transformers does not say more
+
+
+def test_two_of_ours_are_compared_without_being_asked() -> None:
+    report = made_report()
+    second = replace(report.members[1], name="ngram")
+    more = [replace(each, run=replace(each.run, contestant="ngram")) for each in report.results
+            if each.run.contestant == "suffix"]  # fmt: skip
+    both = made_report(members=(*report.members, second), results=(*report.results, *more))
+    found = {each.name: each for each in charts_of(both, summarise(both))}
+    assert [series.name for series in found["versus"].series] == ["suffix", "ngram"]
+    depths = [point.y for point in found["versus-positions"].series[0].points]
+    assert depths == pytest.approx([6 / 8, 10 / 8, 12 / 8, 12 / 8])  # accepted per round, up to each position
+
+
 def test_a_contestant_has_one_colour_everywhere() -> None:
     assert {series.colour for name in ("speed-up", "acceptance") for series in chart(name).series[:1]} == {1}
     assert colour(Series("x", (), len(PALETTE))) == PALETTE[0]

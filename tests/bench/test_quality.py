@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from paceline.bench.quality import Quality, distinct, exact_match, judge, normalise, similarity, token_f1
+from paceline.bench.quality import Quality, TfIdf, distinct, exact_match, judge, normalise, similarity, token_f1
 from paceline.core.errors import InputError
 
 
@@ -46,6 +46,19 @@ def test_similarity_is_the_cosine_of_trigram_counts() -> None:
     assert 0.6 < similarity("he painted the boats", "he paints the boat") < 1
 
 
+def test_tf_idf_weighs_rare_words_more() -> None:
+    words = TfIdf(["red boat", "red house", "red tree"])
+    rare, common, new = (math.log(4 / 2) + 1, math.log(4 / 4) + 1, math.log(4 / 1) + 1)
+    assert words.similarity("boat", "red boat") == pytest.approx(rare / math.hypot(rare, common))
+    assert words.similarity("red", "red boat") == pytest.approx(common / math.hypot(rare, common))
+    assert words.similarity("The red, red boat!", "red boat") == pytest.approx(
+        (2 * common**2 + rare**2) / (math.hypot(2 * common, rare) * math.hypot(common, rare))
+    )
+    assert words.similarity("boat zebra", "boat") == pytest.approx(rare / math.hypot(rare, new))
+    assert words.similarity("boat red", "red boat") == pytest.approx(1)
+    assert (words.similarity("", "the"), words.similarity("", "red"), words.similarity("cat", "red")) == (1, 0, 0)
+
+
 def test_distinct() -> None:
     assert distinct(["go go Go stop"], 1) == pytest.approx(2 / 4)
     assert distinct(["go go Go stop"], 2) == pytest.approx(2 / 3)
@@ -61,10 +74,13 @@ def test_judge_takes_the_best_answer_and_means() -> None:
         exact_match=0.5,
         token_f1=pytest.approx((1 + 2 / 3) / 2),
         similarity=pytest.approx((1 + similarity("blue boat", "boat")) / 2),
+        tf_idf=pytest.approx((1 + TfIdf(["Paris", "the rome", "boat"]).similarity("blue boat", "boat")) / 2),
         distinct_1=1.0,
         distinct_2=1.0,
     )
-    assert list(quality.as_dict()) == ["texts", "exact_match", "token_f1", "similarity", "distinct_1", "distinct_2"]
+    assert list(quality.as_dict()) == [
+        "texts", "exact_match", "token_f1", "similarity", "tf_idf", "distinct_1", "distinct_2",
+    ]  # fmt: skip
 
 
 def test_missing_answers_are_refused() -> None:

@@ -62,6 +62,16 @@ def test_everything_is_logged(run: list[FakeRun]) -> None:
     assert made.finished
 
 
+def test_two_contestants_in_one_chart_are_logged_with_their_points(run: list[FakeRun]) -> None:
+    report = made_report(versus=("suffix", "hf"))
+    log(report, summarise(report))
+    logged = run[0].logged
+    assert "charts/versus" in logged
+    table = logged["chart data/versus"]
+    assert table.columns == ["series", "measure", "value"]
+    assert {row[0] for row in table.data} == {"suffix", "hf"}
+
+
 def test_a_run_ends_whatever_happens(run: list[FakeRun], monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object) -> None:
         raise RuntimeError("oh")

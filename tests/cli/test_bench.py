@@ -97,6 +97,37 @@ def test_json_is_the_record_and_nothing_else(target: str, prompts: str, tmp_path
     assert both.stdout == (tmp_path / "out" / "bench.jsonl").read_text("utf-8")
 
 
+def test_a_csv_of_questions_with_samplers_and_memory_by_line(target: str, tmp_path: Path) -> None:
+    questions, out = tmp_path / "qa.csv", tmp_path / "out"
+    questions.write_text("question,answer\nabc abc,abc\n")
+    result = run("bench", "--target", target, "--prompts", str(questions), "--quality", "--sampler", "greedy",
+                 "--sampler", "top-k-noise", "--noise-levels", "0.1,0.4", "--run", "suffix", "--memory",
+                 "lines", *QUICK, "--repeats", "1", "--out", str(out), "--versus", "suffix", "--versus", "plain")  # fmt: skip
+    assert result.exit_code == 0, result.output
+    for words in ("Samplers", "TF-IDF", "top-k-noise:noise=0.4", "Memory by line", "peak"):
+        assert words in result.stdout
+    page = (out / "report.html").read_text("utf-8")
+    assert "Quality against noise" in page
+    assert "suffix against plain" in page
+    assert run("bench", "--report", str(out / "bench.jsonl")).stdout == result.stdout
+
+
+@pytest.mark.parametrize("given", [["--memory", "lines"], ["--memory=lines"], ["--memory-lines", "--memory"]])
+def test_memory_takes_a_word_or_none(given: list[str]) -> None:
+    assert config(*given)["memory-lines"] == "true  # flag"
+    assert config(*given)["memory"] == "true  # flag"
+    assert config("--memory", "--layers")["memory-lines"] == "false  # default"
+    assert config("--memory", "peak")["memory"] == "true  # flag"
+    assert run("bench", "--memory", "layers").exit_code == 2
+
+
+def test_versus_names_two_contestants(record: Path, prompts: str, target: str) -> None:
+    base = ("bench", "--target", target, "--prompts", prompts, "--run", "suffix", *QUICK)
+    assert "given twice" in refusal(*base, "--versus", "suffix", code=2)
+    assert "Did you mean 'suffix'?" in refusal(*base, "--versus", "sufix", "--versus", "plain", code=2)
+    assert "contestant" in refusal("bench", "--report", str(record), "--versus", "a", "--versus", "hf", code=2)
+
+
 def test_ctrl_c_keeps_what_there_is(target: str, prompts: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As the first Ctrl-C does it: from some moment on, `cancel` says yes."""
     done: list[str] = []

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import os
 import statistics
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,26 +13,16 @@ import torch
 import paceline
 from paceline import LanguageModel, SpeculativeDecoder
 from paceline.bench.machine import Neighbours
+from tests.real.evidence_prompts import evidence_prompts
 
 pytestmark = pytest.mark.real
-DEV = Path(__file__).parents[3] / "shared" / "data" / "spec_bench_dev.jsonl"
-# where the development prompts are not at hand (they are no part of the repository)
-OWN = [
-    "List the planets of the solar system, then list them again in reverse order.",
-    "Copy this sentence three times: the quick brown fox jumps over the lazy dog.",
-    "Explain to a child why the sky is blue.",
-    "Write a Python function that returns the n-th Fibonacci number.",
-]
 TOKENS = 64
 COUNT = int(os.environ.get("PACELINE_PROMPTS", "4"))  # docs/results has the run with 20
 
 
 def prompts(count: int) -> list[str]:
-    """`count` first turns spread over the categories of the development set."""
-    if not DEV.exists():
-        return (OWN * count)[:count]
-    lines = [json.loads(line) for line in DEV.read_text().splitlines()]
-    return [lines[i * len(lines) // count]["turns"][0] for i in range(count)]
+    """First turns spread over the categories; fails where PACELINE_PROMPTS asks for a file that is not there."""
+    return evidence_prompts(count, os.environ)[0]
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +52,8 @@ def test_greedy_text_of_prompt_lookup_is_that_of_plain_decoding(lm: LanguageMode
         drafted, accepted = drafted + b.stats.drafted, accepted + b.stats.accepted
         if (a.tokens, a.text, a.finish_reason) != (b.tokens, b.text, b.finish_reason):
             differ.append(f"prompt {number}: {first_difference(lm, a.prompt_tokens, a.tokens, b.tokens)}")
-    print(f"\n{COUNT} prompts, drafted {drafted}, accepted {accepted}, differing {len(differ)}")
+    where = evidence_prompts(COUNT, os.environ)[1]
+    print(f"\n{COUNT} prompts ({where}), drafted {drafted}, accepted {accepted}, differing {len(differ)}")
     assert accepted > 0
     assert not differ, "\n".join(differ)
 

@@ -63,8 +63,10 @@ class SettingsCommand(TyperCommand):
 def _unworded(args: list[str]) -> list[str]:
     """A flag that takes a word as well (`--memory lines`, `--memory=lines`) as flags, which can be declared."""
     found: list[str] = []
-    for arg in args:
+    for place, arg in enumerate(args):
         name, _, word = arg.partition("=")
+        if arg == "--":
+            return found + args[place:]
         if (name, word) in _WORDS:
             found += _WORDS[name, word]
         elif found and (found[-1], arg) in _WORDS:

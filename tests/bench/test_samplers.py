@@ -76,9 +76,7 @@ def test_mistakes(names: tuple[str, ...], more: dict[str, Any], words: str) -> N
 @pytest.fixture
 def questions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(session, "how_busy", lambda device: Busy(0.0))
-    monkeypatch.setattr(
-        "paceline.bench.assembly.measured_costs", lambda *_, **__: Costs({1: {1: 0.001, 8: 0.002}})
-    )
+    monkeypatch.setattr("paceline.bench.assembly.measured_costs", lambda *_, **__: Costs({1: {1: 0.001, 8: 0.002}}))
     monkeypatch.setattr("paceline.bench.assembly.load", lambda *_, **__: LanguageModel(llama(), letters(), "toy"))
     path = tmp_path / "qa.csv"
     path.write_text("question,answer\nabcabc,abc | cab\nhello hello,hello\n")

@@ -9,11 +9,11 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from tests.real.evidence_prompts import evidence_prompts
 
 import paceline
 from paceline import LanguageModel, SpeculativeDecoder
 from paceline.bench.machine import Neighbours
-from tests.real.evidence_prompts import evidence_prompts
 
 pytestmark = pytest.mark.real
 TOKENS = 64

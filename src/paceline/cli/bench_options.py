@@ -48,17 +48,21 @@ class BenchSettings:
         float | None, _value(_MODELS, "EPS", "Agreement by construction: layers past the draft's add so little.")
     ] = None
 
-    preset: Annotated[str | None, _value(_WHO, "NAME", "default, trained, training-free or gpt2; other flags win over it.")] = (
-        None
-    )
+    preset: Annotated[
+        str | None, _value(_WHO, "NAME", "default, trained, training-free or gpt2; other flags win over it.")
+    ] = None
     run: Annotated[
         list[str] | None,
         _value(_WHO, "SPEC", "One of ours, as suffix or ngram:gamma=8,branches=4,rule=ratio; repeatable."),
     ] = None
     peer: Annotated[
         list[str] | None,
-        _value(_WHO, "NAME", "hf, hf-assisted, hf-lookup, hf-early-exit, llama-cpp, llama-cpp-ngram, llama-cpp-q8, openvino or "
-            "openvino-lookup; repeatable."),
+        _value(
+            _WHO,
+            "NAME",
+            "hf, hf-assisted, hf-lookup, hf-early-exit, llama-cpp, llama-cpp-ngram, llama-cpp-q8, openvino or "
+            "openvino-lookup; repeatable.",
+        ),
     ] = None
     gamma: Annotated[str, _value(_WHO, "N", "Tokens drafted in a row, where a run does not say.")] = "5"
 
@@ -104,7 +108,8 @@ class BenchSettings:
         bool, _flag(_MEASURE, "--force", "The default: a busy machine is measured. Kept for older calls.")
     ] = False
     memory: Annotated[
-        bool, _flag(_MEASURE, "--memory", "Peak memory and bytes of keys and values as well; --memory lines: see below.")
+        bool,
+        _flag(_MEASURE, "--memory", "Peak memory and bytes of keys and values as well; --memory lines: see below."),
     ] = False
     memory_lines: Annotated[
         bool,

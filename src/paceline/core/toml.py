@@ -29,11 +29,13 @@ def read_toml(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def toml_value(value: Any) -> str:
-    """Texts, numbers, true and false, lists of them, and mappings as inline tables."""
+    """Texts, paths, numbers, true and false, lists of them, and mappings as inline tables."""
     if isinstance(value, Mapping):
         return f"{{{', '.join(f'{json.dumps(str(name))} = {toml_value(each)}' for name, each in value.items())}}}"
     if isinstance(value, (list, tuple)):
         return f"[{', '.join(toml_value(each) for each in value)}]"
+    if isinstance(value, os.PathLike):
+        value = os.fspath(value)
     if isinstance(value, (bool, str)):
         return json.dumps(value, ensure_ascii=False)
     return repr(value)

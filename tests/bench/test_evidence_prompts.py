@@ -39,5 +39,5 @@ def test_too_few_or_other_lines_are_a_failure(file: Path) -> None:
     with pytest.raises(ValueError, match="are 40, and 41 are needed"):
         evidence_prompts(41, {}, file)
     file.write_text(file.read_text() + json.dumps({"prompt": "x"}) + "\n")
-    with pytest.raises(ValueError, match="Line 41 of .* has no 'category'"):
+    with pytest.raises(ValueError, match=r"Line 41 of .* has no 'category'"):
         evidence_prompts(4, {}, file)

@@ -102,7 +102,8 @@ def test_a_csv_of_questions_with_samplers_and_memory_by_line(target: str, tmp_pa
     questions.write_text("question,answer\nabc abc,abc\n")
     result = run("bench", "--target", target, "--prompts", str(questions), "--quality", "--sampler", "greedy",
                  "--sampler", "top-k-noise", "--noise-levels", "0.1,0.4", "--run", "suffix", "--memory",
-                 "lines", *QUICK, "--repeats", "1", "--out", str(out), "--versus", "suffix", "--versus", "plain")  # fmt: skip
+                 "lines", *QUICK, "--repeats", "1", "--out", str(out), "--versus", "suffix",
+                 "--versus", "plain")  # fmt: skip
     assert result.exit_code == 0, result.output
     for words in ("Samplers", "TF-IDF", "top-k-noise:noise=0.4", "Memory by line", "peak"):
         assert words in result.stdout

@@ -171,7 +171,7 @@ def test_a_cache_that_cannot_be_written_says_what_to_do(tmp_path: Path) -> None:
 
 
 def test_two_processes_make_it_once(tmp_path: Path) -> None:
-    """Both start together; the slower one must wait, say so, and get the entry the other made."""
+    """One makes it and does not finish before the other says that it waits; that one gets the entry the first made."""
     script = textwrap.dedent("""
         import sys, time
         from pathlib import Path
@@ -185,11 +185,17 @@ def test_two_processes_make_it_once(tmp_path: Path) -> None:
         def make(folder):
             (root / f"made-by-{me}").touch()
             (folder / "model.safetensors").write_bytes(b"part one")
-            time.sleep(0.7)
+            while not list(root.glob("waits-*")) and len(list(root.glob("made-by-*"))) < 2:
+                time.sleep(0.01)
             (folder / "config.json").write_text("{}")
 
         said = []
-        entry = WeightCache(root / "cache").obtain("a", make, progress=lambda label, done, total: said.append(label))
+
+        def progress(label, done, total):
+            said.append(label)
+            (root / f"waits-{me}").touch()
+
+        entry = WeightCache(root / "cache").obtain("a", make, progress=progress)
         print(entry, sorted(path.name for path in entry.glob("*.*")), len(said))
     """)
     runs = [

@@ -24,6 +24,7 @@ from paceline.training.shards import Shards
 from paceline.training.writing import Writer, WritingPlan
 from tests.toys import letters, llama
 
+HANGS = 600  # seconds: no measure of speed, only the end of a test that would never end
 PLAN = WritingPlan(tokens=2000, style="text", answer=10, rows=4, shard=8, temperatures=(0.0, 1.0), seed=5)
 
 
@@ -71,11 +72,17 @@ class Run:
         return self.fellows
 
 
+def wait_for(what: Callable[[], object]) -> None:
+    """Until it is so, however slow the machine is; a hang fails after ten minutes instead of never."""
+    until = time.monotonic() + HANGS
+    while not what():
+        assert time.monotonic() < until, "it hangs"
+        time.sleep(0.02)
+
+
 def heard(fellows: Fellows) -> None:
     """Wait until the others have written something, or said that they cannot."""
-    until = time.monotonic() + 60
-    while not (fellows._texts or fellows._sentences) and time.monotonic() < until:
-        time.sleep(0.02)
+    wait_for(lambda: fellows._texts or fellows._sentences)
 
 
 def killed(fellows: Fellows) -> None:
@@ -173,15 +180,6 @@ def below(pid: int) -> list[int]:
     return found
 
 
-def gone(pids: list[int], seconds: float = 30.0) -> bool:
-    until = time.monotonic() + seconds
-    while time.monotonic() < until:
-        if not any(_runs(pid) for pid in pids):
-            return True
-        time.sleep(0.1)
-    return False
-
-
 def _runs(pid: int) -> bool:
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
@@ -197,15 +195,13 @@ def test_no_orphans(how: signal.Signals, place: Path, tmp_path: Path) -> None:
             "--writers", "3", "--temperatures", "0,1"]  # fmt: skip
     command = [sys.executable, "-m", "paceline.training", *said]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        until = time.monotonic() + 120
-        while len(list((tmp_path / "it").glob("texts/shard-*"))) < 3 and time.monotonic() < until:
-            time.sleep(0.05)
+        wait_for(lambda: process.poll() is not None or len(list((tmp_path / "it").glob("texts/shard-*"))) >= 3)
         pids = below(process.pid)
         assert len(pids) == 2
         process.send_signal(how)
-        _, told = process.communicate(timeout=60)
+        _, told = process.communicate(timeout=HANGS)
     assert process.returncode == (-signal.SIGKILL if how == signal.SIGKILL else 130), told
-    assert gone(pids)
+    wait_for(lambda: not any(_runs(pid) for pid in pids))
     written = files(tmp_path / "it" / "texts")
     shards = [name for name in written if name.startswith("shard-") and name.endswith(".safetensors")]
     assert shards == [f"shard-{number:05}.safetensors" for number in range(len(shards))]

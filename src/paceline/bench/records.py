@@ -1,9 +1,9 @@
 """What was measured, in a file: one JSON object per line, written as it happens, and read back into a `Report`.
 
-Each line has a `kind`: provenance (first), contestants, costs, skipped, note, run, quality, evaluation, layers, memory_lines,
-and summary (last: `complete`, and the table). A run is written the moment it has ended, so a file is valid wherever it breaks off; one
-that was killed has no summary, one that was interrupted has a summary that says so. Tokens are written once: in the
-first run of plain decoding of each task, and in a run whose text is another.
+Each line has a `kind`: provenance (first), contestants, costs, skipped, note, run, quality, evaluation, layers,
+memory_lines, and summary (last: `complete`, and the table). A run is written the moment it has ended, so a file is
+valid wherever it breaks off; one that was killed has no summary, one that was interrupted has a summary that says so.
+Tokens are written once: in the first run of plain decoding of each task, and in a run whose text is another.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from .metrics import Line, Summary, summarise
 from .report import LeftOut, Member, Report, Result, Tally
 
 _COUNTS = ("rounds", "drafted", "accepted", "recovered", "bonus", "judged")
-_KINDS = ("provenance", "contestants", "costs", "skipped", "note", "run", "quality", "evaluation", "layers", "memory_lines",
-          "summary")  # fmt: skip
+_KINDS = ("provenance", "contestants", "costs", "skipped", "note", "run", "quality", "evaluation", "layers",
+          "memory_lines", "summary")  # fmt: skip
 
 
 # ---- writing

@@ -29,8 +29,8 @@ from .turns import Silence, Talk, Tokens, first_difference, order, turns
 Weigh = Callable[[Callable[[], Run]], tuple[Run, "int | None"]]  # a run, and the bytes it needed at most
 
 
-_MORE = ("force", "require_quiet", "limit", "categories", "repeats", "memory", "memory_lines", "layers", "quality", "samplers",
-         "noise_levels")  # fmt: skip
+_MORE = ("force", "require_quiet", "limit", "categories", "repeats", "memory", "memory_lines", "layers", "quality",
+         "samplers", "noise_levels")  # fmt: skip
 _MACHINE = ("cpu", "threads", "device", "gpu", "versions")
 
 

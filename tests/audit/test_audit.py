@@ -10,12 +10,12 @@ import pytest
 
 import paceline
 from paceline import RULES, InputError, SpeculativeDecoder, UnsupportedError
-from paceline.audit import Report, audit, audit_only_rule
+from paceline.audit import Report, audit, audit_only_rule, statistics
 from paceline.audit.agreement import AuditCancelledError, _divergence, _scores, agreement, logits_after
 from paceline.audit.prompts import PROMPTS as OWN
 from paceline.audit.prompts import read_prompts
 from paceline.audit.report import as_html, as_markdown, as_text
-from paceline.audit.statistics import Sampled, law_audit
+from paceline.audit.statistics import LawTest, Sampled, law_audit
 from paceline.audit.toys import BOUND, Case, Measured, RuleAudit, audit_rule
 from paceline.core.sampling import Sampling
 from tests.conformance.models import draft, target
@@ -277,3 +277,23 @@ def test_reports_hold_every_number_and_nothing_from_outside() -> None:
     assert "http" not in page
     assert r"\|" in markdown
     assert text.endswith("verdict: exact up to ties of bfloat16\n")
+
+
+# ---- the level
+
+
+def test_a_position_fails_below_its_share_of_the_false_alarms(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four positions at false_alarm 1e-4: each at 2.5e-5. Just below it fails, just above it passes."""
+    levels: list[float] = []
+
+    def test(decoder: Any, place: float, plan: Sampled, level: float, *_: Any) -> LawTest:
+        levels.append(level)
+        return LawTest(0, 1, plan.samples, 4, place * 2.5e-5, 0.1, 0.2, 1, 1)
+
+    places = [0.9, 1.1, 1000.0, 0.0]
+    monkeypatch.setattr(statistics, "_places", lambda *_: places)
+    monkeypatch.setattr(statistics, "_test", test)
+    found = law_audit(None, [], [], PLAN, quiet, never)  # type: ignore[arg-type]
+    assert levels == pytest.approx([2.5e-5] * 4)  # what is detectable is worked out at the same level
+    assert found.level == pytest.approx(2.5e-5)
+    assert [test.p for test in found.failed] == pytest.approx([0.9 * 2.5e-5, 0.0])

@@ -14,6 +14,7 @@ from paceline.bench.records import Recorder
 from paceline.bench.report import Member, Report, Result, Tally
 from paceline.bench.session import measure
 from paceline.bench.spread import noise, spread
+from paceline.cli.bench_table import Standings
 from paceline.core.costs import Costs, bound
 from paceline.core.trace import Round, Trace
 
@@ -181,3 +182,21 @@ def test_a_contestant_without_results_has_no_line() -> None:
     assert summary.of("absent") is None
     assert summary.of("plain") is not None
     assert [found.category for found in summary.per_task] == ["1"]
+
+
+def test_tau_of_a_text_that_ends_inside_an_accepted_draft() -> None:
+    """The last round has no token of the target's own: τ is emitted over rounds, not 1 + accepted over rounds."""
+    tokens = (1, 2, 3, 4, 5)
+    rounds = [Round((1, 2, 9), None, (0, 1), 3, False), Round((4, 5), None, (0, 1), None, False)]
+    run = Run("toy", "1", "chat", 0, (tokens,), 1.0, 0.1, traces=(Trace(rounds),))
+    tally = Tally.of(run.traces)
+    assert tally is not None
+    assert (tally.rounds, tally.accepted, tally.emitted) == (2, 4, 5)
+    plain = replace(run, contestant="plain", traces=())
+    members = (Member("plain"), Member("toy", speculates=True, gamma=3))
+    report = Report({}, members, (Result(plain), Result(run, tally)))
+    assert line(report, "toy").tau == 5 / 2
+    standings = Standings([Actor("plain"), Actor("toy")], 2)
+    for each in (plain, run):
+        standings.add(each, True)
+    assert standings.cells()[1][1][3] == "2.50"

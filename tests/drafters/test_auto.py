@@ -83,6 +83,19 @@ def test_free_reading_is_used_and_dear_reading_is_not() -> None:
     assert drafted[1] == 0
 
 
+def test_the_overhead_of_a_round_is_part_of_its_price() -> None:
+    """Reading one drafted token more costs 2.5 passes, and 1.15 where every round costs nine besides."""
+    passes = {1: {1: 1.0, 2: 2.5, 64: 95.5}}
+    drafted = [
+        decoder(repeating(7), Costs(passes, overhead=overhead), gamma=1)
+        .generate([0], max_new_tokens=64, ignore_eos=True)
+        .stats.drafted
+        for overhead in (0.0, 0.3, 9.0)
+    ]
+    assert drafted[:2] == [0, 0]
+    assert drafted[2] > 16
+
+
 def test_a_model_is_asked_while_its_steps_pay() -> None:
     """The draft is the target itself. Where a pass takes an hour its steps are free; where it takes nothing they cost
     more than any token is worth, and all it gets is the purse."""

@@ -121,6 +121,13 @@ def test_only_what_will_stay_is_learnt() -> None:
     assert chains(row.propose(2)) == [[7, 1]]
 
 
+def test_every_token_that_may_be_taken_back_is_part_of_the_match() -> None:
+    """The text ends with 1 2, of which nothing is settled: 8 followed 1 2, while 9 followed the latest 2."""
+    row = texts([5, 1, 2, 8, 6, 2, 9, 1, 2], min_probability=0.0)
+    row.rows.tails = [2]
+    assert chains(row.propose(1)) == [[8]]
+
+
 def test_a_tree_has_the_alternatives() -> None:
     tree = texts([1, 2, 8, 1, 2, 8, 1, 3, 8, 1], branches=2, min_probability=0.0).propose(depth=3)
     tree.validate(40, 64, 3, 1)

@@ -150,21 +150,24 @@ def test_a_plan_for_several_processes_needs_them(target: str) -> None:
     assert "torchrun" in refusal("generate", "abc", "--target", target, "--tp-plan", "auto", code=2)
 
 
-def test_strict_writes_the_same_text(target: str) -> None:
-    base = (
-        "generate",
-        "abc abc",
-        "--target",
-        target,
-        "--max-new-tokens",
-        "6",
-        "--runner",
-        "eager",
-        "--strict",
-        "--json",
+@pytest.mark.parametrize("flag", ["--strict", "--first-target"])
+def test_a_flag_that_keeps_the_text(target: str, flag: str) -> None:
+    base = ("generate", "abc abc", "--target", target, "--max-new-tokens", "6", "--runner", "eager", "--json")
+    given = (("none",), ("none", flag), ("prompt-lookup", flag))
+    results = [run(*base, "--draft", *each) for each in given]
+    assert [each.exit_code for each in results] == [0, 0, 0]
+    assert len({json.loads(each.stdout)["text"] for each in results}) == 1
+
+
+def test_beams_take_another_length_penalty_and_fewer_children(target: str) -> None:
+    base = ("generate", "abc", "--target", target, "--runner", "eager", "--draft", "none", "--beams", "2", "--n-best",
+            "2", "--max-new-tokens", "6", "--json")  # fmt: skip
+    usual, other, narrow = (
+        [each["score"] for each in json.loads(run(*base, *more).stdout)["beams"]]
+        for more in ((), ("--length-offset", "5"), ("--beam-top-k", "1"))
     )
-    texts = [json.loads(run(*base, "--draft", draft).stdout)["text"] for draft in ("none", "prompt-lookup")]
-    assert texts[0] == texts[1]
+    assert other == pytest.approx([score * 6 / ((5 + 6) / (5 + 1)) for score in usual])
+    assert len(narrow) == 1  # one child of each beam: there is one text
 
 
 def test_the_false_alarm_of_an_audit_has_limits() -> None:

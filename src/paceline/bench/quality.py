@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from math import log, sqrt
+from typing import Any
 
 from paceline.core.errors import InputError
 
@@ -117,7 +118,7 @@ def _grams(items: Sequence[Hashable], n: int) -> Iterable[tuple[Hashable, ...]]:
     return zip(*(items[i:] for i in range(n)), strict=False)
 
 
-def _cosine(ours: Mapping[Hashable, float], theirs: Mapping[Hashable, float]) -> float:
+def _cosine(ours: Mapping[Any, float], theirs: Mapping[Any, float]) -> float:
     product = sum(weight * theirs.get(name, 0) for name, weight in ours.items())
     norms = sqrt(sum(weight**2 for weight in ours.values()) * sum(weight**2 for weight in theirs.values()))
     return min(1.0, product / norms)

@@ -42,6 +42,10 @@ paceline bench --preset default --prompts question.jsonl --turns 2 --html report
 
 paceline bench --shape llama-7b --synthetic-acceptance 0.8 --peer hf-assisted --device cuda --dtype bfloat16
 
+paceline bench --prompts questions.csv --quality --sampler all --run suffix --out qa
+
+paceline bench --run prophet --run early-exit --versus prophet --versus early-exit --html report.html
+
 paceline bench --report results/bench.jsonl --compare before/bench.jsonl --fail-on-regression
 
 [bold]Exit code[/bold] 0: measured; 1: slower than before (with --fail-on-regression); 2: a mistake in the call or

@@ -99,7 +99,8 @@ class BeamGroup:
 
     def _logprobs_of(self, text: BeamText) -> list[TokenLogprob]:
         """Of every token of one text, from the pass that proposed it."""
-        most, found = self.state.settings.logprobs or 0, []
+        most = self.state.settings.logprobs or 0
+        found: list[TokenLogprob] = []
         for (row, path), seen in zip(text.lineage, self._logprobs, strict=False):
             for place in (0, *(node + 1 for node in path)):
                 token = text.tokens[len(found)]

@@ -34,7 +34,7 @@ def test_text_alone_goes_to_a_pipe(target: str, plain: paceline.Generation) -> N
     assert result.exit_code == 0, result.output
     assert result.stdout == plain.text + "\n" * (not plain.text.endswith("\n"))
     first, last = result.stderr.splitlines()
-    assert re.fullmatch(r"tiny \(float32, cpu; .+\) with prompt-lookup, γ=5, rule match", first)
+    assert re.fullmatch(r"tiny \(float32 from a folder, cpu; .+\) with prompt-lookup, γ=5, rule match", first)
     assert last.startswith("24 tokens in ")
     assert "tokens/s, τ " in last
     assert "drafted), ended by length" in last

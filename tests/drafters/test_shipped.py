@@ -1,4 +1,4 @@
-"""Trained drafters that come along are found for the very model they were made for, and `auto` takes the best."""
+"""Shipped drafters are found for every model of their sizes, and `auto` takes the best."""
 
 from __future__ import annotations
 
@@ -38,10 +38,11 @@ def target(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> LanguageModel:
     return lm
 
 
-def test_the_best_first_and_for_no_other_model(target: LanguageModel, tmp_path: Path) -> None:
+def test_the_best_first_and_for_no_other_sizes(target: LanguageModel, tmp_path: Path) -> None:
     assert list(shipped(target)) == ["medusa", "eagle"]
     assert best_for(target) == ("medusa", {"head": str(tmp_path / "toy" / "medusa")})
-    for other in (llama(1, num_hidden_layers=3), llama(0, num_hidden_layers=2)):
+    assert list(shipped(LanguageModel(llama(1, num_hidden_layers=3)))) == ["medusa", "eagle"]
+    for other in (llama(0, num_hidden_layers=2), llama(0, num_hidden_layers=3, vocab_size=48)):
         assert shipped(LanguageModel(other)) == {}
         assert best_for(LanguageModel(other)) is None
 
@@ -88,7 +89,6 @@ def test_what_also_works_untrained_takes_what_comes_along(
     kind: str, said: str, other: dict[str, int] | None, target: LanguageModel, tmp_path: Path
 ) -> None:
     assert said not in paceline.SpeculativeDecoder(target, kind).describe()
-    room._KNOWN.clear()
     folder = add(target, tmp_path, kind)
     decoder = paceline.SpeculativeDecoder(target, kind)
     assert said in decoder.describe()

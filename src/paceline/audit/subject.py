@@ -14,6 +14,7 @@ def subject_of(decoder: SpeculativeDecoder) -> dict[str, Any]:
     lm = decoder.target
     return {
         "target": lm.name,
+        "weights": str(lm.weights) or None,
         "dtype": str(lm.dtype).removeprefix("torch."),
         "device": str(lm.device),
         "draft": decoder.drafter.name,

@@ -117,7 +117,7 @@ def _bench(
         check_same(earlier, told)
         recorder.go_on(earlier)
         loaded = loaded or bool(earlier.provenance.get("loaded"))
-    how = {"target": contest.lm.name, "running": running(contest.lm).describe()}
+    how = {"target": contest.lm.name, "weights": contest.lm.numbers, "running": running(contest.lm).describe()}
     load = {"busy": busy.share, "loaded": loaded, "busy_with": busy.describe() if busy.loaded else None}
     recorder.provenance({**told, **how, **load})
     if earlier is not None and earlier.provenance.get("commit") != told["commit"]:

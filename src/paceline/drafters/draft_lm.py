@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from paceline.core.contracts import DRAFTERS, Drafter
 from paceline.core.errors import InputError, LoadError, UnsupportedError
 from paceline.core.growth import TreeOptions
-from paceline.models.head_files import check_target, fingerprint, load_head, save_head
+from paceline.models.head_files import check_target, fingerprint, fits, load_head, save_head
 from paceline.models.language_model import LanguageModel
 from paceline.models.packed_linear import PackedLinear
 from paceline.models.running import by_kernels, check_kind
@@ -79,8 +79,21 @@ class SavedLayers:
     def load(cls, folder: str | os.PathLike[str]) -> SavedLayers:
         return cls(*load_head(folder, KIND), os.fspath(folder))
 
-    def fitted(self, target: LanguageModel) -> DraftLayers:
+    def check(self, target: LanguageModel) -> None:
+        """Refuse a target that it cannot draft for: it consists of layers of the target's own sizes."""
+        compared = layers_of(target)[: len(self.config["sources"])] if fits(self.config["target"], target) else []
+        for index, layer in enumerate(compared):
+            for part, weight in layer.named_parameters():
+                own = self.tensors.get(f"layers.{index}.{part}", weight)
+                if own.shape != weight.shape:
+                    raise UnsupportedError(
+                        f"This draft-lm has '{part}' of {tuple(own.shape)}, but the layers of {target.name} have "
+                        f"{tuple(weight.shape)}; use a head trained for this target."
+                    )
         check_target(KIND, self.config["target"], target)
+
+    def fitted(self, target: LanguageModel) -> DraftLayers:
+        self.check(target)
         kept = self.config.get("kept", 0)
         if type(kept) is not int:
             raise LoadError(f"The draft-lm in '{self.folder}' keeps a number of layers, and config.json has {kept!r}.")
@@ -132,8 +145,10 @@ class DraftLm(SelfDraft):
     def check(self, target: LanguageModel) -> None:
         if self._head is None:
             self._head = SavedLayers.load(trained_for(target, KIND))
-        made_for = self._head.config["target"] if isinstance(self._head, SavedLayers) else self._head.made_for
-        check_target(KIND, made_for, target)
+        if isinstance(self._head, SavedLayers):
+            self._head.check(target)
+        else:
+            check_target(KIND, self._head.made_for, target)
 
     def made_from(self, target: LanguageModel) -> LanguageModel:
         layers = self._head.fitted(target) if isinstance(self._head, SavedLayers) else self._head

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -49,7 +49,9 @@ _SPECULATORS = {"eagle3": "EAGLE-3 in the speculators format", "eagle": "EAGLE-1
 
 def load_drafter(where: str | os.PathLike[str], target: Any = None, **options: Any) -> Drafter:
     """The drafter that a folder or a hub id holds, ready for `SpeculativeDecoder(target, drafter)`: a head trained
-    here, one of others (Medusa, EAGLE, EAGLE-3, the `speculators` format), a trigram model, or a draft model.
+    here, one of others (Medusa, EAGLE, EAGLE-3, the `speculators` format), a trigram model, or a draft model. Where
+    there is no such folder, the name of a drafter is one too: "eagle" drafts with the head that comes with Paceline
+    for its target.
 
     target: the model it will draft for; the drafter is checked against it now, and shares with it what is the same.
     options: of the drafter, such as tree="levels".
@@ -58,6 +60,8 @@ def load_drafter(where: str | os.PathLike[str], target: Any = None, **options: A
     held = holds(where)
     if held is None and _is_hub_id(where):
         held = holds(_fetched(os.fspath(where)))
+    if held is None and isinstance(where, str) and where in DRAFTERS:
+        return _by_name(where, options, lm)
     name, path = held or ("draft-model", Path(where))
     if name == "trigram":
         options["file"] = str(path)
@@ -69,6 +73,15 @@ def load_drafter(where: str | os.PathLike[str], target: Any = None, **options: A
     drafter = cls(build_options(cls.Options, options, f"drafter '{name}'"))  # type: ignore[call-arg]
     if lm is not None:
         drafter.check(lm)
+    return drafter
+
+
+def _by_name(name: str, options: Mapping[str, Any], target: LanguageModel | None) -> Drafter:
+    from .making import make_drafter  # it uses this file
+
+    drafter = make_drafter(name, options, None if target is None else target.device)
+    if target is not None:
+        drafter.check(target)
     return drafter
 
 

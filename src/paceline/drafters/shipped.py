@@ -1,5 +1,8 @@
 """The trained drafters that come with Paceline: which of them fit a target.
 
+They fit every target with the architecture, the sizes and the vocabulary of theirs. Whether the weights are the very
+ones that they were trained on decides only about a warning (`models.head_files`).
+
 catalogue/<model>/catalogue.json     {"best": ["eagle", ...]}: the kinds, the one to be tried first in front
 catalogue/<model>/<kind>/            a folder as `paceline train` writes it
 """
@@ -7,28 +10,27 @@ catalogue/<model>/<kind>/            a folder as `paceline train` writes it
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-from weakref import WeakKeyDictionary
 
-from paceline.core.errors import InputError, UnsupportedError
-from paceline.models.head_files import check_target
+from paceline.core.errors import InputError
+from paceline.models.head_files import fits, other_weights
 from paceline.models.language_model import LanguageModel
+from paceline.models.weights import RANDOM
 
 ROOT = Path(__file__).resolve().parents[1] / "catalogue"
-_KNOWN: WeakKeyDictionary[Any, tuple[Path, dict[str, Path]]] = WeakKeyDictionary()
 
 
 def shipped(target: LanguageModel) -> dict[str, Path]:
-    """The folders of the drafters made for this very model, by kind, the best first; a few values of its weights are
-    looked at, once per model."""
-    model = getattr(target, "model", None)
-    if model is None:
+    """The folders of the drafters that fit this model, by kind, the best first. Of several entries that fit, the one
+    for these very weights; nothing for random weights, which write nothing that could be learnt."""
+    if getattr(target, "model", None) is None or target.weights == RANDOM:
         return {}
-    found = _KNOWN.get(model)
-    if found is None or found[0] != ROOT:
-        found = _KNOWN[model] = (ROOT, _fitting(target))
-    return found[1]
+    fitting = [entry for entry in _entries() if fits(entry[0], target)]
+    if len(fitting) > 1:
+        fitting.sort(key=lambda entry: other_weights(entry[0], target))
+    return fitting[0][1] if fitting else {}
 
 
 def kinds_of(model: str) -> tuple[str, ...]:
@@ -62,14 +64,19 @@ def weights_of(kind: str, path: Path) -> dict[str, str]:
     return {"head": str(path)}
 
 
-def _fitting(target: LanguageModel) -> dict[str, Path]:
+def made_for(kind: str, folder: Path) -> dict[str, Any] | None:
+    """The fingerprint of the target that a drafter was trained for; None where the folder does not say it."""
+    try:
+        config = json.loads((folder / "config.json").read_text("utf-8"))
+    except (OSError, ValueError):  # a table may lie anywhere, alone
+        return None
+    ours = isinstance(config, dict) and config.get("kind") == kind and isinstance(config.get("target"), dict)
+    return config["target"] if ours else None
+
+
+def _entries() -> Iterator[tuple[dict[str, Any], dict[str, Path]]]:
+    """Of each model of the catalogue: the fingerprint of the target, and the folders of its drafters by kind."""
     for index in sorted(ROOT.glob("*/catalogue.json")):
-        kinds = json.loads(index.read_text("utf-8"))["best"]
-        folders = {kind: index.parent / kind for kind in kinds}
-        first = json.loads((folders[kinds[0]] / "config.json").read_text("utf-8"))
-        try:
-            check_target(kinds[0], first["target"], target)
-        except UnsupportedError:
-            continue
-        return folders
-    return {}
+        folders = {kind: index.parent / kind for kind in json.loads(index.read_text("utf-8"))["best"]}
+        first = next(iter(folders.values()))
+        yield json.loads((first / "config.json").read_text("utf-8"))["target"], folders

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,10 +15,11 @@ from paceline.core.errors import InputError, UnsupportedError
 from paceline.core.growth import Expand, Grower, TreeOptions
 from paceline.core.tree import TokenTree
 from paceline.core.verdict import Verdict
+from paceline.models.head_files import warn_of_other_weights
 
 from .host import HostDrafter
 from .katz import TrigramTable, train_trigram
-from .shipped import shipped
+from .shipped import made_for, shipped, weights_of
 
 
 @DRAFTERS.register("trigram")
@@ -49,6 +51,7 @@ class Trigram(HostDrafter[TrigramTable]):
     def __init__(self, options: Options | None = None) -> None:
         self.options = options = options or self.Options()
         self._given: TrigramTable | None = options.table
+        self._file = options.file
         if options.file is not None:
             self._given = TrigramTable.load(options.file)
         self._grower = Grower(options)
@@ -66,12 +69,16 @@ class Trigram(HostDrafter[TrigramTable]):
 
     def check(self, target: Any) -> None:
         if self._given is None and self.name in shipped(target):
-            self._given = TrigramTable.load(shipped(target)[self.name] / "model.safetensors")
+            self._file = weights_of(self.name, shipped(target)[self.name])["file"]
+            self._given = TrigramTable.load(self._file)
         if self._given is not None and self._given.vocabulary != target.vocabulary:
             raise UnsupportedError(
                 f"The trigram model has {self._given.vocabulary} tokens and {target.name} has {target.vocabulary}; "
                 "train one with the target's tokenizer."
             )
+        trained_on = None if self._file is None else made_for(self.name, Path(self._file).parent)
+        if trained_on is not None:
+            warn_of_other_weights(self.name, trained_on, target)
 
     def open(self, target: Any, rows: RowsView) -> None:
         super().open(target, rows)

@@ -130,7 +130,7 @@ class SpeculativeDecoder:
         lm = self.target
         kind = kind_of(lm)
         exact = "" if kind is None else f"; exact with respect to the {kind} model"
-        where = f"{lm.name} ({str(lm.dtype).removeprefix('torch.')}, {lm.device}; {running(lm).describe()}{exact})"
+        where = f"{lm.name} ({lm.numbers}, {lm.device}; {running(lm).describe()}{exact})"
         if not self.drafter.speculates:
             return f"{where}, plain decoding"
         lossy = "" if self.rule.exact else " (lossy)"

@@ -55,7 +55,9 @@ def load(
         tp_plan=tp_plan,
         progress=progress,
     )
-    return in_numbers(with_runner(LanguageModel(found.model, found.tokenizer, found.name), runner), quantize)
+    lm = LanguageModel(found.model, found.tokenizer, found.name)
+    lm.weights = found.weights
+    return in_numbers(with_runner(lm, runner), quantize)
 
 
 def catalogue_names() -> list[str]:

@@ -8,6 +8,7 @@ that the same machine keeps giving the same text.
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -22,6 +23,7 @@ from paceline.core.errors import LoadError
 from paceline.models import hub
 from paceline.models.cache import Progress, WeightCache, file_sha256
 from paceline.models.gguf import CONVERTER_VERSION, convert, read_header
+from paceline.models.weights import PYPI, Weights
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,11 @@ class CatalogueEntry:
     def key(self) -> str:
         return cache_key(self.name, self.sha256)
 
+    @property
+    def form(self) -> str:
+        """How the GGUF holds its weights, by its name: "tiny.Q4_1.gguf" and "tiny-q4_k_m.gguf" say it."""
+        return re.split(r"[.-]", self.gguf)[-2].upper()
+
 
 @dataclass(frozen=True)
 class Found:
@@ -60,6 +67,7 @@ class Found:
     folder: Path
     origin: str
     converted: bool  # by us from a GGUF, and so with a tokenizer of our making
+    weights: Weights | None = None  # None: as the safetensors of the folder have them
 
 
 CATALOGUE = (
@@ -113,7 +121,7 @@ def fetch_entry(entry: CatalogueEntry, *, revision: str | None = None, progress:
     if revision is None:
         folder = cache.find(entry.key)
         if folder is not None:
-            return Found(folder, _origin(entry), converted=True)
+            return _expanded(entry, folder)
         earlier = hub.cached(entry.hub_id)
         if earlier is not None:
             return Found(earlier, f"hub {entry.hub_id}", converted=False)
@@ -132,11 +140,13 @@ def fetch_entry(entry: CatalogueEntry, *, revision: str | None = None, progress:
             gguf = _gguf_from_wheels(entry, Path(room), hub_reason=reason, progress=progress)
             convert(read_header(gguf), folder, need_tokenizer=True, progress=progress)
 
-    return Found(cache.obtain(entry.key, make, progress=progress), _origin(entry), converted=True)
+    return _expanded(entry, cache.obtain(entry.key, make, progress=progress))
 
 
-def _origin(entry: CatalogueEntry) -> str:
-    return f"PyPI {entry.wheels[0].requirement}, converted from {entry.gguf}"
+def _expanded(entry: CatalogueEntry, folder: Path) -> Found:
+    """The folder with what was in the GGUF of the wheels."""
+    origin = f"PyPI {entry.wheels[0].requirement}, converted from {entry.gguf}"
+    return Found(folder, origin, converted=True, weights=Weights(entry.form, PYPI))
 
 
 def _gguf_from_wheels(entry: CatalogueEntry, room: Path, *, hub_reason: str, progress: Progress | None) -> Path:

@@ -30,7 +30,7 @@ class TwoBranches(LanguageModel):
         self.first, self.second = first, second
         self.model, self.tokenizer, self.architecture = first.model, first.tokenizer, first.architecture
         self.vocabulary, self.layers = first.vocabulary, first.layers
-        self.name, self.context = name, context
+        self.name, self.context, self.weights = name, context, first.weights
 
     @abstractmethod
     def other_prompt(self, prompt: list[int]) -> list[int]:

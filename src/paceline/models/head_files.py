@@ -1,23 +1,26 @@
 """Trained heads on disk: a folder with config.json (what it is, for which target) and model.safetensors (the weights).
 
-A head knows one target: its config carries that target's fingerprint under "target", and `check_target` refuses others.
-Heads of others say less about theirs: what is not said is not compared.
+The config carries the fingerprint of the head's target under "target". A drafter cannot change a text, so
+`check_target` refuses only a target that the head cannot work with: another vocabulary, width, depth or architecture.
+Other weights of the same sizes give one warning. What a fingerprint does not hold is not compared.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from paceline.core.errors import LoadError, UnsupportedError
+from paceline.core.errors import LoadError, PacelineWarning, UnsupportedError
 
 from .head_packing import packed, unpacked
 
@@ -37,11 +40,13 @@ _VALUES = 24  # of each weight that is remembered
 _NEAR = 2.0**-8  # relative: what a weight may lose on its way through bfloat16
 _TINY = 1e-7  # absolute: below this float16 has no digits left
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+_WARNED: WeakKeyDictionary[Any, set[str]] = WeakKeyDictionary()  # by model: one line, however many decoders it has
 
 
 def fingerprint(target: LanguageModel) -> dict[str, Any]:
-    """What a head must agree with its target about; the name is told, not compared."""
-    return {**_sizes(target), "name": target.name, "weights": _samples(target.model)}
+    """The sizes that a target must have, some values of its weights, and their name and source (not compared)."""
+    source = {"source": str(target.weights)} if str(target.weights) else {}
+    return {**_sizes(target), "name": target.name, "weights": _samples(target.model), **source}
 
 
 def _sizes(target: LanguageModel) -> dict[str, Any]:
@@ -55,22 +60,55 @@ def _sizes(target: LanguageModel) -> dict[str, Any]:
 
 
 def check_target(kind: str, made_for: Mapping[str, Any], target: LanguageModel) -> None:
-    """Refuse, by the first difference, a head that was made for another target than this one."""
-    here = _sizes(target)
-    known = f" ({made_for['name']})" if made_for.get("name") else ""
-    for key, phrase in _FINGERPRINT.items():
-        if (key in made_for or key in _ALWAYS) and made_for.get(key) != here[key]:
-            raise UnsupportedError(
-                f"This {kind} head was made for a target{known} with {phrase.format(made_for.get(key))}, but "
-                f"{target.name} has {phrase.format(here[key])}; use a head trained for this target."
-            )
+    """Refuse, by the first difference, a head that cannot work with this target; warn where the weights are others."""
+    wrong = _misfit(made_for, target)
+    if wrong is not None:
+        known = f" ({made_for['name']})" if made_for.get("name") else ""
+        phrase = _FINGERPRINT[wrong]
+        raise UnsupportedError(
+            f"This {kind} head was made for a target{known} with {phrase.format(made_for.get(wrong))}, but "
+            f"{target.name} has {phrase.format(_sizes(target)[wrong])}; use a head trained for this target."
+        )
+    warn_of_other_weights(kind, made_for, target)
+
+
+def warn_of_other_weights(kind: str, made_for: Mapping[str, Any], target: LanguageModel) -> None:
+    """One line for each kind and model whose weights differ from those that the head was trained on."""
+    if not other_weights(made_for, target):
+        return
+    there, here = _title(made_for.get("name"), made_for.get("source")), _title(target.name, target.weights)
+    message = (
+        f"The {kind} drafter was trained on other weights ({there}) than these ({here}). The text does not change; "
+        "expect fewer accepted tokens."
+    )
+    if message not in _WARNED.setdefault(target.model, set()):
+        warnings.warn(message, PacelineWarning, stacklevel=2)
+        _WARNED[target.model].add(message)
+
+
+def fits(made_for: Mapping[str, Any], target: LanguageModel) -> bool:
+    """Could a head with this fingerprint draft for the target?"""
+    return _misfit(made_for, target) is None
+
+
+def other_weights(made_for: Mapping[str, Any], target: LanguageModel) -> bool:
+    """Do the target's weights, or its sizes, differ from those of the fingerprint?"""
+    if _misfit(made_for, target) is not None:
+        return True
     weights = _plain(target.model)
-    for name, values in made_for.get("weights", {}).items():
-        if name in weights and not _alike(values, _sample(weights[name])):
-            raise UnsupportedError(
-                f"This {kind} head was made for other weights{known} than those of {target.name}, which differ in "
-                f"'{name}'; use a head trained for this revision."
-            )
+    known = made_for.get("weights", {}).items()
+    return any(name in weights and not _alike(values, _sample(weights[name])) for name, values in known)
+
+
+def _misfit(made_for: Mapping[str, Any], target: LanguageModel) -> str | None:
+    """The first size that differs."""
+    here = _sizes(target)
+    compared = (key for key in _FINGERPRINT if key in made_for or key in _ALWAYS)
+    return next((key for key in compared if made_for.get(key) != here[key]), None)
+
+
+def _title(name: Any, source: Any) -> str:
+    return ", ".join(str(each) for each in (name, source) if each and str(each)) or "unnamed"
 
 
 # ---- which weights, by a few numbers of them: the same on every device and, nearly, in every dtype

@@ -21,6 +21,7 @@ from .prompt_reading import PromptReader
 from .runners.compiled import CompiledRunner
 from .runners.eager import EagerRunner
 from .slot_cache import SlotCache, parting
+from .weights import UNKNOWN, Weights
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -38,6 +39,7 @@ class LanguageModel:
 
     largest: int | None = None  # the last token it knows, where it speaks of more (`speaking_as`)
     strict: bool = False  # a token has the same bits in every pass, whatever that costs (`strict`)
+    weights: Weights = UNKNOWN  # where they come from, in which form
     runner: str = "auto"  # how passes run: "auto" (kernels of our own where there are some) or "eager" (transformers)
 
     def __init__(self, model: PreTrainedModel, tokenizer: Any = None, name: str | None = None) -> None:
@@ -67,6 +69,11 @@ class LanguageModel:
     @property
     def dtype(self) -> torch.dtype:
         return self.model.dtype
+
+    @property
+    def numbers(self) -> str:
+        """Form and source of the weights, and the dtype in which they are used."""
+        return self.weights.read_as(self.dtype)
 
     @property
     def eos(self) -> tuple[int, ...]:
@@ -107,7 +114,7 @@ class LanguageModel:
         return shared
 
     def __repr__(self) -> str:
-        return f"LanguageModel({self.name!r}, {self.architecture.name}, {self.dtype}, {self.device})"
+        return f"LanguageModel({self.name!r}, {self.architecture.name}, {self.numbers}, {self.device})"
 
 
 def _usable_vocabulary(size: int, tokenizer: Any) -> int:

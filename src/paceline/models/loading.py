@@ -27,6 +27,7 @@ from paceline.models.gguf import PROVENANCE, convert, read_header, tokenizer_ref
 from paceline.models.gguf_tokenizer import TokenizerError, build_tokenizer
 from paceline.models.memory import give_back
 from paceline.models.sharded import leave_in_order
+from paceline.models.weights import FOLDER, HUB, UNKNOWN, Weights, in_folder, in_gguf
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 _TOKENIZER_FILES = (
@@ -48,6 +49,7 @@ class Checkpoint:
     tokenizer: PreTrainedTokenizerBase | None
     name: str
     origin: str
+    weights: Weights = UNKNOWN
 
 
 @dataclass(frozen=True)
@@ -58,6 +60,8 @@ class _Located:
     name: str
     origin: str
     converted: bool = False
+    weights: Weights | None = None  # None: the safetensors say it
+    source: str = FOLDER
 
 
 def load_checkpoint(
@@ -96,7 +100,8 @@ def load_checkpoint(
     own = given if given is not None else _tokenizer_of(located, trust_remote_code)
     model = _load_model(located, kind, where, trust_remote_code, tp_plan)
     give_back()
-    return Checkpoint(model, own, located.name, located.origin)
+    weights = located.weights or in_folder(located.folder, located.source)
+    return Checkpoint(model, own, located.name, located.origin, weights)
 
 
 def _refuse_changes(model: PreTrainedModel, dtype: torch.dtype | str | None, device: object) -> None:
@@ -141,7 +146,7 @@ def _locate(
     entry = find_entry(source)
     if entry is not None:
         found = fetch_entry(entry, revision=revision, progress=progress)
-        return _Located(found.folder, entry.name, found.origin, found.converted)
+        return _Located(found.folder, entry.name, found.origin, found.converted, found.weights, HUB)
     path = Path(source).expanduser()
     if path.exists() or path.suffix.lower() == ".gguf":
         if revision is not None:
@@ -174,7 +179,8 @@ def _locate_on_hub(
     problem = hub.weights_problem(folder)
     if problem is not None:
         raise LoadError(f"'{repository}' on the hub {problem}.")
-    return _Located(folder, repository, f"hub {repository}" + (f" at {revision}" if revision else ""))
+    origin = f"hub {repository}" + (f" at {revision}" if revision else "")
+    return _Located(folder, repository, origin, source=HUB)
 
 
 def _locate_gguf(path: Path, need_tokenizer: bool, progress: Progress | None) -> _Located:
@@ -192,7 +198,7 @@ def _locate_gguf(path: Path, need_tokenizer: bool, progress: Progress | None) ->
         convert(header, folder, need_tokenizer=need_tokenizer, progress=progress)
 
     folder = cache.obtain(key, make, progress=progress)
-    located = _Located(folder, path.stem, f"file {path}, converted", converted=True)
+    located = _Located(folder, path.stem, f"file {path}, converted", converted=True, weights=in_gguf(header))
     for remark in _provenance(located).get("remarks", ()):
         warnings.warn(f"'{path}': {remark}.", PacelineWarning, stacklevel=4)
     return located

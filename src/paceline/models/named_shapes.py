@@ -15,6 +15,7 @@ from paceline.core.errors import InputError, UnknownNameError
 
 from .language_model import LanguageModel
 from .loading import _device, _dtype
+from .weights import RANDOM
 
 _SPREAD = 0.02  # of the weights, as most models are begun
 _CHANGES = ("layers", "vocab")
@@ -108,7 +109,9 @@ def random_model(
     model.tie_weights()
     _draw(model, torch.Generator(where).manual_seed(seed))
     name = ":".join([shape, *(f"{what}={value}" for what, value in given.items())])
-    return LanguageModel(model.eval(), name=f"random {name}")
+    lm = LanguageModel(model.eval(), name=f"random {name}")
+    lm.weights = RANDOM
+    return lm
 
 
 @torch.no_grad()

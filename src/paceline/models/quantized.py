@@ -55,7 +55,9 @@ def quantized(lm: LanguageModel, kind: str = "int8", head: bool = True) -> Langu
     give_back()
     if not known:
         raise UnsupportedError(f"{type(lm.model).__name__} ({lm.architecture.name}) has no linear map to quantize.")
-    return LanguageModel(model, lm.tokenizer, f"{lm.name} in {kind}")
+    small = LanguageModel(model, lm.tokenizer, f"{lm.name} in {kind}")
+    small.weights = lm.weights
+    return small
 
 
 def extra_bytes(lm: LanguageModel) -> int:

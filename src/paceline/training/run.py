@@ -102,7 +102,7 @@ def _texts(options: TrainOptions, lm: LanguageModel, eye: Onlooker, cancel: Canc
         about: dict[str, Any] = {"data": str(Path(str(options.data)).resolve())}
     else:
         about = {name: value for name, value in asdict(plan).items() if name not in ("tokens", "rows")}
-    about["target"] = {name: value for name, value in fingerprint(lm).items() if name != "weights"}
+    about["target"] = {name: value for name, value in fingerprint(lm).items() if name not in ("weights", "source")}
     where = Path(options.texts) if options.texts is not None else options.folder / "texts"
     if hardware.rank == 0:
         texts = read_data(Path(str(options.data)), lm) if plan is None else []  # what is wrong with them is said first

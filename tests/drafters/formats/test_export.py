@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from tests.drafters.formats.heads_of_others import LAYERS, drafts, lively, noise, target
 from tests.toys import llama
 
-from paceline import InputError, LanguageModel, UnknownNameError, UnsupportedError, load_drafter
+from paceline import InputError, LanguageModel, PacelineWarning, UnknownNameError, UnsupportedError, load_drafter
 from paceline.drafters.eagle import EagleHead
 from paceline.drafters.formats import export_head
 from paceline.drafters.formats.eagle1 import FirstEagleHead
@@ -91,10 +91,11 @@ def test_a_medusa_head_comes_back_as_it_went(change: dict[str, Any], biased: boo
 def test_what_was_exported_knows_its_target(tmp_path: Path) -> None:
     export_head(eagle(), target(), tmp_path)
     other = LanguageModel(llama(1, num_hidden_layers=LAYERS).float())
-    with pytest.raises(UnsupportedError, match="made for other weights"):
+    with pytest.warns(PacelineWarning, match="trained on other weights"):
         load_drafter(tmp_path, other)
-    with pytest.raises(UnsupportedError, match="made for other weights"):
-        export_head(eagle(), other, tmp_path / "other")
+    wider = LanguageModel(llama(1, num_hidden_layers=LAYERS, hidden_size=64).float())
+    with pytest.raises(UnsupportedError, match="a hidden width of 32, but LlamaForCausalLM has a hidden width of 64"):
+        export_head(eagle(), wider, tmp_path / "other")
 
 
 @pytest.mark.parametrize(

@@ -268,7 +268,7 @@ class _Tuner:
             trials=ranked([self._measured(trial) for trial in self._trials.values()]),
             machine=machine,
             target=target,
-            model=f"{self.lm.name} ({str(self.lm.dtype).removeprefix('torch.')}, {self.lm.device})",
+            model=f"{self.lm.name} ({self.lm.numbers}, {self.lm.device})",
             date=str(machine["date"]),
             prompts=len(self.tasks),
             tokens=self.options.tokens,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import shlex
 from pathlib import Path
 
 import pytest
@@ -75,6 +77,14 @@ def _clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 def run(*arguments: str, stdin: str | bytes | None = None) -> Result:
     """`paceline ...` in this process."""
     return CliRunner().invoke(app, list(arguments), input=stdin, prog_name="paceline")
+
+
+def demo(*more: str, prompt: str | None = None) -> Result:
+    """What `make demo` (PROMPT=...) runs, with further flags, in this process."""
+    makefile = (Path(__file__).parents[2] / "Makefile").read_text()
+    (usual,) = re.findall(r"^PROMPT +\?= (.*)$", makefile, re.MULTILINE)
+    (command,) = re.findall(r"^\t\$\(VENV\)/bin/paceline (.*)$", makefile, re.MULTILINE)
+    return run(*shlex.split(command.replace("$(PROMPT)", prompt or usual)), *more)
 
 
 def refusal(*arguments: str, code: int, stdin: str | bytes | None = None) -> str:

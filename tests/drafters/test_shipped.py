@@ -14,7 +14,7 @@ from paceline.bench.entries import parse_entries
 from paceline.bench.ours import Ours
 from paceline.bench.peers.opening import draft_model_of, open_peers
 from paceline.core.costs import Costs
-from paceline.core.errors import InputError
+from paceline.core.errors import InputError, UnknownNameError
 from paceline.drafters import shipped as room
 from paceline.drafters.draft_lm import DraftLayers
 from paceline.drafters.eagle import EagleHead
@@ -69,6 +69,22 @@ def test_a_drafter_without_a_head_takes_what_comes_along(kind: str, target: Lang
     assert among.generate([1, 2, 3], max_new_tokens=20).tokens == plain.tokens
     with pytest.raises(InputError, match=f"{kind} needs a trained head, and none comes with Paceline for Llama"):
         paceline.SpeculativeDecoder(llama(1), kind)
+
+
+def test_a_drafter_is_loaded_by_its_name(
+    target: LanguageModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = paceline.SpeculativeDecoder(target, None).generate([1, 2, 3], max_new_tokens=20)
+    for drafter in (paceline.load_drafter("eagle", tree="levels"), paceline.load_drafter("eagle", target)):
+        out = paceline.SpeculativeDecoder(target, drafter).generate([1, 2, 3], max_new_tokens=20)
+        assert (out.tokens, out.stats.drafted > 0) == (plain.tokens, True)
+    with pytest.raises(InputError, match="none comes with Paceline for Llama"):
+        paceline.load_drafter("eagle", LanguageModel(llama(0)))
+    with pytest.raises(UnknownNameError, match="'eagel'"):
+        paceline.load_drafter("eagel")
+    MedusaHead.random(target).save(tmp_path / "here" / "eagle")
+    monkeypatch.chdir(tmp_path / "here")
+    assert paceline.load_drafter("eagle").name == "medusa", "a folder that holds a drafter goes first"
 
 
 def add(target: LanguageModel, root: Path, kind: str) -> Path:

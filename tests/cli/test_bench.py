@@ -82,6 +82,7 @@ def test_everything_is_shown_and_written(target: str, prompts: str, tmp_path: Pa
     assert report.complete
     assert len(report.results) == 2 * 2 * 4
     assert report.provenance["arguments"]["runs"] == ["suffix", "ngram:gamma=3"]
+    assert report.provenance["weights"] == "float32 from a folder"
     rows = list(csv.DictReader((out / "bench.csv").read_text("utf-8").splitlines()))
     assert {row["category"] for row in rows} == {"chat", "code", "all"}
     assert all(row["same"] == row["compared"] for row in rows if row["contestant"] == "suffix")

@@ -60,7 +60,7 @@ def test_the_drafter_of_the_guide_works_as_it_stands() -> None:
             vocab_size=32, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2
         )
         lm = paceline.LanguageModel(LlamaForCausalLM(config).double().eval())
-        plain = paceline.SpeculativeDecoder(lm).generate([5, 6, 7], max_new_tokens=24, ignore_eos=True)
+        plain = paceline.SpeculativeDecoder(lm, draft=None).generate([5, 6, 7], max_new_tokens=24, ignore_eos=True)
         out = paceline.SpeculativeDecoder(lm, "echo", options={"size": 3}).generate(
             [5, 6, 7], max_new_tokens=24, ignore_eos=True
         )

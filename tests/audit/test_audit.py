@@ -86,7 +86,7 @@ def test_a_target_of_two_branches_passes(make: Any) -> None:
 @pytest.mark.parametrize("make", GUIDED.values(), ids=GUIDED)
 def test_logits_after_what_was_written(make: Any) -> None:
     """Those that plain decoding chose from, token by token."""
-    plain, prompt = SpeculativeDecoder(make(target("llama"))), [1, 7, 9, 4, 7]
+    plain, prompt = SpeculativeDecoder(make(target("llama")), draft=None), [1, 7, 9, 4, 7]
     text = plain.generate(prompt, max_new_tokens=5, ignore_eos=True, logprobs=2)
     for at, (token, entry) in enumerate(zip(text.tokens, text.logprobs, strict=True)):
         logits = logits_after(plain, prompt, text.tokens[:at])
@@ -114,7 +114,7 @@ def test_a_real_model_passes_with_a_tree() -> None:
 
 @pytest.mark.usefixtures("few_shapes")
 def test_nothing_drafted_is_said() -> None:
-    report = audit(SpeculativeDecoder(target("llama")), [[1, 2]], tokens=4, samples=0)
+    report = audit(SpeculativeDecoder(target("llama"), draft=None), [[1, 2]], tokens=4, samples=0)
     assert report.verdict == "exact, but nothing was drafted: only plain decoding was seen"
     assert report.law is None
 
@@ -201,7 +201,7 @@ def test_a_text_that_ends_early_is_no_tie() -> None:
 
 def test_the_gap_of_a_sampled_text_is_that_of_the_perturbed_scores() -> None:
     """Plain decoding takes the best of them, so nothing can be ahead of what it took."""
-    plain = SpeculativeDecoder(TARGET)
+    plain = SpeculativeDecoder(TARGET, draft=None)
     for seed in range(20):
         (token,) = plain.generate([1, 2], max_new_tokens=1, temperature=0.7, seed=seed).tokens
         scores = _scores(logits_after(plain, [1, 2]), Sampling(temperature=0.7, seed=seed), 2)

@@ -25,7 +25,7 @@ def decode(made: Synthetic, tokens: int = 60) -> Any:
     decoder = SpeculativeDecoder(made.target, entry.draft, options=entry.options, gamma=entry.gamma)
     prompts = [list(prompt) for prompt in made.tasks[0].prompts]
     found = decoder.generate(prompts, max_new_tokens=tokens)
-    plain = SpeculativeDecoder(made.target).generate(prompts, max_new_tokens=tokens)
+    plain = SpeculativeDecoder(made.target, draft=None).generate(prompts, max_new_tokens=tokens)
     assert [one.tokens for one in found] == [one.tokens for one in plain]
     return found
 

@@ -87,7 +87,7 @@ def test_a_generation_and_a_run_of_a_benchmark(lm: Any, header: TraceHeader, tmp
     assert (first.prompt, first.tokens) == ((1, 2, 1, 2, 1), tuple(out.tokens))
     assert (first.limit, first.finish, first.seed, first.prediction) == (12, "length", out.seed, (5,))
     assert (second.limit, second.finish, second.seed) == (12, "length", 9)
-    beams = paceline.SpeculativeDecoder(lm).generate([1, 2], max_new_tokens=4, num_beams=2)
+    beams = paceline.SpeculativeDecoder(lm, draft=None).generate([1, 2], max_new_tokens=4, num_beams=2)
     with TraceWriter(path, header) as writer, pytest.raises(InputError, match="beam search"):
         writer.add_generation("1", "", beams, 4)
 

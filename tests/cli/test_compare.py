@@ -24,7 +24,7 @@ TARGETS: dict[str, Any] = {
 @pytest.mark.parametrize("target", TARGETS.values(), ids=TARGETS)
 def test_the_gap_is_that_of_the_text_itself(target: LanguageModel) -> None:
     """What was written before it is no prompt: the second branch of a guided target has another one."""
-    plain = SpeculativeDecoder(target)
+    plain = SpeculativeDecoder(target, draft=None)
     text = plain.generate([1, 7, 9, 4, 7], max_new_tokens=8, ignore_eos=True, logprobs=2)
     other = replace(text, tokens=[*text.tokens[:5], text.tokens[5] + 1, *text.tokens[6:]])
     parted = _divergence(Side("plain", text, [1.0]), Side("other", other, [1.0]), plain)
@@ -43,7 +43,7 @@ def test_a_drafter_that_remembers_has_not_seen_the_text_before(draft: str) -> No
     decoder = SpeculativeDecoder(MODEL, draft, options=options)
     again = decoder.generate(prompt, **settings), decoder.generate(prompt, **settings)
     assert again[1].stats.rounds < first.stats.rounds  # it does remember
-    sides = _race({"plain": SpeculativeDecoder(MODEL), draft: decoder}, prompt, settings, 2, lambda: False)
+    sides = _race({"plain": SpeculativeDecoder(MODEL, draft=None), draft: decoder}, prompt, settings, 2, lambda: False)
     assert sides is not None
     assert sides[1].result.stats.rounds == first.stats.rounds
     assert sides[1].result.tokens == first.tokens == sides[0].result.tokens

@@ -26,7 +26,9 @@ def generated(*arguments: str, **more: str) -> dict:
 
 @pytest.fixture(scope="module")
 def plain(target: str) -> paceline.Generation:
-    return paceline.SpeculativeDecoder(paceline.load(target)).generate(PROMPT, max_new_tokens=24, ignore_eos=True)
+    return paceline.SpeculativeDecoder(paceline.load(target), draft=None).generate(
+        PROMPT, max_new_tokens=24, ignore_eos=True
+    )
 
 
 def test_text_alone_goes_to_a_pipe(target: str, plain: paceline.Generation) -> None:

@@ -29,7 +29,7 @@ def test_the_branches_are_those_of_the_library(target: str, draft: str) -> None:
     }
     texts = []
     for arguments, made in two.items():
-        out = paceline.SpeculativeDecoder(made).generate(PROMPT, max_new_tokens=16, ignore_eos=True)
+        out = paceline.SpeculativeDecoder(made, draft=None).generate(PROMPT, max_new_tokens=16, ignore_eos=True)
         assert written("--target", target, *arguments) == out.tokens
         texts.append(tuple(out.tokens))
     assert len({*texts, tuple(written("--target", target))}) == 4

@@ -158,7 +158,7 @@ def test_budgets_and_ends_of_ragged_batches(
         assert len(budget.limits) == len(lengths) <= rows
         assert budget.depth == min(gamma, max(budget.limits))
         assert all(0 <= limit < 12 for limit in budget.limits)
-    alone = SpeculativeDecoder(lm)
+    alone = SpeculativeDecoder(lm, draft=None)
     for row, out in enumerate(outs):
         wanted = alone.generate(**{name: value[row] for name, value in batch.items()})
         assert (out.tokens, out.finish_reason, out.stop_reason) == (

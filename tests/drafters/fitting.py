@@ -47,7 +47,7 @@ def target() -> LanguageModel:
 def lesson() -> Lesson:
     """What the target writes greedily after each of the prompts."""
     lm = target()
-    outs = SpeculativeDecoder(lm).generate(PROMPTS, max_new_tokens=NEW, ignore_eos=True)
+    outs = SpeculativeDecoder(lm, draft=None).generate(PROMPTS, max_new_tokens=NEW, ignore_eos=True)
     written = [prompt + out.tokens for prompt, out in zip(PROMPTS, outs, strict=True)]
     most = max(map(len, written))
     texts = torch.tensor([text + [0] * (most - len(text)) for text in written])

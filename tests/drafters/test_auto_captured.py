@@ -95,7 +95,7 @@ def test_it_leads_where_rounds_are_captured_and_nowhere_else(
 @pytest.mark.parametrize("rows", [1, 4])
 def test_the_same_texts_with_rests(lm: LanguageModel, restless: None, settings: dict[str, Any], rows: int) -> None:
     """Rounds are replayed, it rests, catches up and goes on; rows come and go meanwhile."""
-    simple = paceline.SpeculativeDecoder(llama(0, **SIZES), runner="eager")
+    simple = paceline.SpeculativeDecoder(llama(0, **SIZES), draft=None, runner="eager")
     plain = simple.generate(PROMPTS, max_new_tokens=60, ignore_eos=True, **settings)
     decoder = paceline.SpeculativeDecoder(lm, "auto", options={"costs": FREE}, rows=rows)
     leader = decoder.drafter
@@ -156,7 +156,7 @@ def test_every_text_begins_awake_and_bench_need_not_make_it_anew(lm: LanguageMod
 
 def test_beams_are_searched_without_it(lm: LanguageModel) -> None:
     """They are judged by chains, or not at all."""
-    plain = paceline.SpeculativeDecoder(lm).generate(PROMPTS[0], max_new_tokens=12, num_beams=2)
+    plain = paceline.SpeculativeDecoder(lm, draft=None).generate(PROMPTS[0], max_new_tokens=12, num_beams=2)
     found = paceline.SpeculativeDecoder(lm, "auto", options={"costs": FREE}).generate(
         PROMPTS[0], max_new_tokens=12, num_beams=2
     )
@@ -290,7 +290,7 @@ def test_failing_to_rest_costs_speed_and_not_the_text(lm: LanguageModel, restles
         raise RuntimeError("no")
 
     leader.inner.rewind = failing  # type: ignore[method-assign]
-    plain = paceline.SpeculativeDecoder(llama(0, **SIZES), runner="eager")
+    plain = paceline.SpeculativeDecoder(llama(0, **SIZES), draft=None, runner="eager")
     with pytest.warns(DrafterWarning, match="RuntimeError: no"):
         found = decoder.generate(PROMPTS[0], max_new_tokens=40, ignore_eos=True)
     assert found.tokens == plain.generate(PROMPTS[0], max_new_tokens=40, ignore_eos=True).tokens

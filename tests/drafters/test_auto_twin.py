@@ -55,7 +55,7 @@ def test_anew_takes_the_small_weights_along() -> None:
 
 def test_it_is_used_and_the_text_is_the_targets() -> None:
     target = small("llama")
-    plain = SpeculativeDecoder(target).generate(PROMPT, max_new_tokens=64, ignore_eos=True)
+    plain = SpeculativeDecoder(target, draft=None).generate(PROMPT, max_new_tokens=64, ignore_eos=True)
     decoder = SpeculativeDecoder(target, "auto")
     auto = decoder.generate(PROMPT, max_new_tokens=64, ignore_eos=True)
     assert auto.tokens == plain.tokens

@@ -109,7 +109,7 @@ def test_heads_in_int8_are_believed(name: str, tree: str) -> None:
     head = copy.deepcopy(FITTED[name]())
     options = {"head": head, "tree": tree, "shape": "2x2x1x1"}
     for rows in (16, 2):
-        plain = SpeculativeDecoder(narrow(), rows=rows)
+        plain = SpeculativeDecoder(narrow(), draft=None, rows=rows)
         decoder = SpeculativeDecoder(narrow(), name, gamma=fitting.AHEAD, rows=rows, rule="match", options=options)
         for settings in ({}, {"temperature": 0.9, "seed": 3}):
             settings |= {"max_new_tokens": fitting.NEW, "ignore_eos": True}

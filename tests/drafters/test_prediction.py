@@ -120,7 +120,7 @@ def test_edits_at_random_are_found_again() -> None:
 def test_a_decoder_without_a_drafter_uses_it_and_says_how_it_went() -> None:
     model = llama()
     wanted = naive(model, [7, 8], 20)
-    decoder = SpeculativeDecoder(model)
+    decoder = SpeculativeDecoder(model, draft=None)
     out = decoder.generate([7, 8], max_new_tokens=20, prediction=wanted)
     assert out.tokens == wanted
     assert out.stats.rounds == 4  # gamma is 5
@@ -148,8 +148,8 @@ def test_one_prediction_per_prompt() -> None:
 def test_strings_continue_the_prompt() -> None:
     model = llama()
     lm = LanguageModel(model, letters())
-    first = SpeculativeDecoder(lm).generate("hello", max_new_tokens=12)
-    again = SpeculativeDecoder(lm).generate("hello", max_new_tokens=12, prediction=first.text)
+    first = SpeculativeDecoder(lm, draft=None).generate("hello", max_new_tokens=12)
+    again = SpeculativeDecoder(lm, draft=None).generate("hello", max_new_tokens=12, prediction=first.text)
     assert again.tokens == first.tokens
     assert again.stats.rounds == 2
 

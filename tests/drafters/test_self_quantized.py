@@ -26,7 +26,7 @@ def test_it_drafts_what_the_target_writes(name: str) -> None:
     settings = {"max_new_tokens": 20, "ignore_eos": True}
     lm = target(name)
     outs = SpeculativeDecoder(lm, "self-quantized", gamma=4).generate(PROMPTS, **settings)
-    plain = SpeculativeDecoder(lm).generate(PROMPTS, **settings)
+    plain = SpeculativeDecoder(lm, draft=None).generate(PROMPTS, **settings)
     assert [out.tokens for out in outs] == [out.tokens for out in plain]
     assert sum(out.stats.accepted for out in outs) > 0.75 * sum(out.stats.drafted for out in outs)
 
@@ -129,7 +129,7 @@ def test_it_runs_by_the_kernel_in_float32() -> None:
     model = build(CASES["llama"]).float()
     lm = LanguageModel(model)
     decoder = SpeculativeDecoder(lm, "self-quantized", gamma=3, options={"tree": "levels"})
-    plain = SpeculativeDecoder(lm).generate(PROMPTS[0], max_new_tokens=16, ignore_eos=True)
+    plain = SpeculativeDecoder(lm, draft=None).generate(PROMPTS[0], max_new_tokens=16, ignore_eos=True)
     out = decoder.generate(PROMPTS[0], max_new_tokens=16, ignore_eos=True)
     assert out.tokens == plain.tokens
     assert out.stats.mean_accepted_length > 2.5

@@ -48,7 +48,7 @@ def test_the_best_first_and_for_no_other_sizes(target: LanguageModel, tmp_path: 
 
 
 def test_auto_takes_it(target: LanguageModel) -> None:
-    plain = paceline.SpeculativeDecoder(target).generate([1, 2, 3], max_new_tokens=30)
+    plain = paceline.SpeculativeDecoder(target, draft=None).generate([1, 2, 3], max_new_tokens=30)
     decoder = paceline.SpeculativeDecoder(target, "auto", options={"costs": FREE})
     assert "medusa" in decoder.describe()
     assert decoder.generate([1, 2, 3], max_new_tokens=30).tokens == plain.tokens
@@ -61,7 +61,7 @@ def test_a_drafter_without_a_head_takes_what_comes_along(kind: str, target: Lang
     if kind == "draft-lm":
         DraftLayers(target, (0,)).save(tmp_path / "toy" / kind)
         (tmp_path / "toy" / "catalogue.json").write_text(json.dumps({"best": ["medusa", "eagle", kind]}))
-    plain = paceline.SpeculativeDecoder(target).generate([1, 2, 3], max_new_tokens=20)
+    plain = paceline.SpeculativeDecoder(target, draft=None).generate([1, 2, 3], max_new_tokens=20)
     found = paceline.SpeculativeDecoder(target, kind).generate([1, 2, 3], max_new_tokens=20)
     assert found.tokens == plain.tokens
     assert found.stats.drafted > 0
@@ -108,7 +108,7 @@ def test_what_also_works_untrained_takes_what_comes_along(
     folder = add(target, tmp_path, kind)
     decoder = paceline.SpeculativeDecoder(target, kind)
     assert said in decoder.describe()
-    plain = paceline.SpeculativeDecoder(target).generate([1, 2, 3], max_new_tokens=20)
+    plain = paceline.SpeculativeDecoder(target, draft=None).generate([1, 2, 3], max_new_tokens=20)
     assert decoder.generate([1, 2, 3], max_new_tokens=20).tokens == plain.tokens
     if other is not None:
         assert said not in paceline.SpeculativeDecoder(target, kind, options=other).describe()

@@ -91,7 +91,7 @@ def test_files_that_are_none(tmp_path: Path) -> None:
 def test_trained_on_a_models_own_samples_it_drafts_them(temperature: float) -> None:
     """And with its law coupled to the target's noise also where that one samples."""
     lm = LanguageModel(llama())
-    plain = SpeculativeDecoder(lm)
+    plain = SpeculativeDecoder(lm, draft=None)
     settings: dict[str, Any] = {"max_new_tokens": 40, "temperature": temperature, "seed": 5}
     table = train_trigram(own_samples(lambda p: plain.generate(p, **settings), [[7, 8], [3]]), lm.vocabulary)
     out = SpeculativeDecoder(lm, "trigram", options={"table": table}).generate([7, 8], **settings)

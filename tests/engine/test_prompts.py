@@ -59,7 +59,7 @@ def test_a_batch(prompt: Any, ids: list[list[int]]) -> None:
 
 
 def test_a_single_prompt_gives_one_result_and_a_batch_of_one_a_list() -> None:
-    decoder = SpeculativeDecoder(lm())
+    decoder = SpeculativeDecoder(lm(), draft=None)
     single = decoder.generate("abc", max_new_tokens=3)
     (listed,) = decoder.generate(["abc"], max_new_tokens=3)
     assert single.tokens == listed.tokens

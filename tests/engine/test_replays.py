@@ -146,7 +146,7 @@ def check_texts(
         options = {**options, "head": HEADS[draft].random(lm)}
     if "drafters" in options:
         options = {**options, "drafters": tuple(little if each == "model" else each for each in options["drafters"])}
-    plain = paceline.SpeculativeDecoder(target, runner="eager")
+    plain = paceline.SpeculativeDecoder(target, draft=None, runner="eager")
     named = little if draft == "model" else draft
     replayed = paceline.SpeculativeDecoder(lm, named, options=options)
     settings = {**settings, "max_new_tokens": 24}

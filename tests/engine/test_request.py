@@ -123,7 +123,7 @@ def test_an_unknown_setting_gets_a_hint() -> None:
 def test_an_end_that_cannot_occur_is_refused(ids: Any) -> None:
     """It would silently never match."""
     with pytest.raises(InputError, match="eos_token_ids"):
-        SpeculativeDecoder(llama()).generate([1], eos_token_ids=ids)
+        SpeculativeDecoder(llama(), draft=None).generate([1], eos_token_ids=ids)
 
 
 def test_string_keys_of_a_bias_are_read_as_ids() -> None:

@@ -95,7 +95,7 @@ def programs(monkeypatch: pytest.MonkeyPatch) -> list[Watched]:
 
 def decoders(draft: Any, options: dict[str, Any], family: Callable[..., Any], **more: Any) -> Any:
     target, small = family(0), family(1, **({"num_hidden_layers": 1} if family is llama else {"n_layer": 1}))
-    plain = paceline.SpeculativeDecoder(target, runner="eager", rows=5)
+    plain = paceline.SpeculativeDecoder(target, draft=None, runner="eager", rows=5)
     named = paceline.LanguageModel(small) if draft == "model" else draft
     if draft in HEADS:
         options = {**options, "head": HEADS[draft].random(paceline.LanguageModel(target))}
@@ -208,13 +208,13 @@ def test_rows_that_ended_keep_their_seats_for_a_while(rows: int, monkeypatch: py
         "eos_token_ids": (3, 5),
     }
     model = llama(4)
-    plain = paceline.SpeculativeDecoder(model, rows=rows).generate(prompts, **settings)
+    plain = paceline.SpeculativeDecoder(model, draft=None, rows=rows).generate(prompts, **settings)
     sat, left = [], []
     retire, close_up = Rows.retire, Rows.close_up
     monkeypatch.setattr(Rows, "retire", lambda self, ended: (sat.append(len(ended)), retire(self, ended))[1])
     monkeypatch.setattr(Rows, "close_up", lambda self, *moves: (left.append(len(moves[1])), close_up(self, *moves))[1])
     monkeypatch.setattr(flight, "programs_for", lambda lm: Rehearsal())
-    decoder = paceline.SpeculativeDecoder(model, rows=rows)
+    decoder = paceline.SpeculativeDecoder(model, draft=None, rows=rows)
     for _ in range(2):
         found = decoder.generate(prompts, **settings)
         assert [each.tokens for each in found] == [each.tokens for each in plain]

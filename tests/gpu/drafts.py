@@ -171,7 +171,7 @@ def check_drafts(dtype: torch.dtype, options: dict[str, Any], least: float, toke
     head = a_head(lm, draft_vocabulary=224)
     prompts = [list(range(40, 90)), [7, 8, 9]][: 1 if options else 2]  # no more than 64 tokens in a pass
     settings = {"max_new_tokens": tokens, "ignore_eos": True}
-    plain = paceline.SpeculativeDecoder(lm).generate(prompts, **settings)
+    plain = paceline.SpeculativeDecoder(lm, draft=None).generate(prompts, **settings)
 
     def written() -> list[Any]:
         given = {"head": copy.deepcopy(head), **options}

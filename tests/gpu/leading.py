@@ -32,7 +32,7 @@ def check_leader(lm: Any, settings: dict[str, Any]) -> None:
     leader = Leader(Eagle(options), Costs({1: {1: 1.0, 64: 1.01}}))
     decoder = paceline.SpeculativeDecoder(lm, leader)
     settings = {**settings, "max_new_tokens": 160, "ignore_eos": True}
-    plain = [paceline.SpeculativeDecoder(lm).generate(prompt, **settings).tokens for prompt in PROMPTS]
+    plain = [paceline.SpeculativeDecoder(lm, draft=None).generate(prompt, **settings).tokens for prompt in PROMPTS]
     assert [decoder.generate(prompt, **settings).tokens for prompt in PROMPTS] == plain, "as it is"
     kept = auto_captured._SURE, auto_captured._REST, leader._clock
     auto_captured._SURE, auto_captured._REST, leader._clock = 6, (20, 30), slow_while_drafting(leader)

@@ -91,7 +91,7 @@ def by_cpu(target: Any, settings: dict[str, Any]) -> list[list[int]]:
     """What plain decoding on the CPU writes, once for all that are compared with it."""
     key = (id(target), str(settings))
     if key not in KNOWN:
-        cpu = paceline.SpeculativeDecoder(paceline.LanguageModel(target))
+        cpu = paceline.SpeculativeDecoder(paceline.LanguageModel(target), draft=None)
         KNOWN[key] = [cpu.generate(prompt, **settings).tokens for prompt in PROMPTS]
     return KNOWN[key]
 
@@ -176,7 +176,7 @@ def check_bfloat16(settings: dict[str, Any], draft: str, options: dict[str, Any]
     named, options = drafting(lm, middling(LlamaForCausalLM, LlamaConfig, num_hidden_layers=1), draft, options)
     prompts = [*PROMPTS[:2], list(range(40, 90))] if strict else [list(range(40, 90))]
     settings = {**settings, "max_new_tokens": 120, "ignore_eos": True}
-    plain = paceline.SpeculativeDecoder(lm, strict=strict).generate(prompts, **settings)
+    plain = paceline.SpeculativeDecoder(lm, draft=None, strict=strict).generate(prompts, **settings)
     found = paceline.SpeculativeDecoder(lm, named, options=options, strict=strict).generate(prompts, **settings)
     assert [text.tokens for text in found] == [text.tokens for text in plain]
 
@@ -206,7 +206,7 @@ def check_company(draft: str, options: dict[str, Any]) -> None:
 def check_no_memory() -> None:
     """Out of memory while capturing: a line, and the text goes on."""
     lm = middling(LlamaForCausalLM, LlamaConfig)
-    wanted = paceline.SpeculativeDecoder(lm).generate([1, 2, 3], max_new_tokens=20).tokens
+    wanted = paceline.SpeculativeDecoder(lm, draft=None).generate([1, 2, 3], max_new_tokens=20).tokens
     capture = cuda_graph.Programs._captured
 
     def full(self: Any, program: Any) -> Any:
@@ -216,7 +216,7 @@ def check_no_memory() -> None:
     try:
         with warnings.catch_warnings(record=True) as seen:
             warnings.simplefilter("always")
-            found = paceline.SpeculativeDecoder(lm).generate([1, 2, 3], max_new_tokens=20).tokens
+            found = paceline.SpeculativeDecoder(lm, draft=None).generate([1, 2, 3], max_new_tokens=20).tokens
     finally:
         cuda_graph.Programs._captured = capture  # type: ignore[method-assign]
     assert found == wanted
@@ -227,7 +227,7 @@ def check_threads() -> None:
     """Two decoders of one model in two threads, again and again."""
     lm = middling(LlamaForCausalLM, LlamaConfig)
     small = middling(LlamaForCausalLM, LlamaConfig, num_hidden_layers=1)
-    decoders = [paceline.SpeculativeDecoder(lm), paceline.SpeculativeDecoder(lm, small)]
+    decoders = [paceline.SpeculativeDecoder(lm, draft=None), paceline.SpeculativeDecoder(lm, small)]
     wanted = decoders[0].generate([1, 2, 3], max_new_tokens=60, ignore_eos=True).tokens
     found: list[Any] = []
 

@@ -144,7 +144,7 @@ def main(shape: str) -> None:
     prompts = [torch.randint(5, 1000, (PROMPT,), generator=generator).tolist() for _ in range(32)]
     script = Script.written(target.vocabulary)
     scripted = ScriptedModel(target, script)
-    plain = timed(paceline.SpeculativeDecoder(scripted), prompts[:1])
+    plain = timed(paceline.SpeculativeDecoder(scripted, draft=None), prompts[:1])
     print(f"  plain: {plain.rate:.0f} tokens/s, the first after {plain.first * 1e3:.1f} ms", flush=True)
     for acceptance in (0.6, 0.8, 0.9):
         helper = ScriptedModel(draft, script, (acceptance,))

@@ -39,7 +39,7 @@ def main(model: str, path: str, count: int) -> None:
         some = prompts[:: RUNNERS[runner]]
         for strict in (False, True):
             lm = paceline.load(model, dtype="bfloat16", device="cuda", runner=runner)
-            plain, speed = texts(paceline.SpeculativeDecoder(lm, strict=strict), some)
+            plain, speed = texts(paceline.SpeculativeDecoder(lm, draft=None, strict=strict), some)
             print(f"{runner:8} {strict!s:7} {'plain':12} {'':>9} {speed:9.0f} {1:9.2f}", flush=True)
             for name in DRAFTS:
                 decoder = paceline.SpeculativeDecoder(lm, name, strict=strict)

@@ -88,4 +88,4 @@ def test_a_layer_that_cannot_be_compiled() -> None:
 
 def test_not_on_a_cpu() -> None:
     with pytest.raises(UnsupportedError, match="is for CUDA devices"):
-        paceline.SpeculativeDecoder(llama(0), runner="compiled")
+        paceline.SpeculativeDecoder(llama(0), draft=None, runner="compiled")

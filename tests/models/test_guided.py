@@ -32,7 +32,7 @@ def plain(target: LanguageModel, **settings: Any) -> list[list[int]]:
     texts = []
     for row, prompt in enumerate(PROMPTS):
         mine = {name: value[row] if isinstance(value, list) else value for name, value in settings.items()}
-        out = SpeculativeDecoder(target).generate(prompt, max_new_tokens=NEW, ignore_eos=True, **mine)
+        out = SpeculativeDecoder(target, draft=None).generate(prompt, max_new_tokens=NEW, ignore_eos=True, **mine)
         texts.append(out.tokens)
     return texts
 
@@ -150,7 +150,7 @@ def test_beams_take_their_second_branch_along(draft: Any) -> None:
 
 def test_logprobs_are_of_both_branches() -> None:
     target = paceline.guided(MODEL, 2.0)
-    (first,) = SpeculativeDecoder(target).generate(PROMPTS[0], max_new_tokens=1, logprobs=0).logprobs
+    (first,) = SpeculativeDecoder(target, draft=None).generate(PROMPTS[0], max_new_tokens=1, logprobs=0).logprobs
     with torch.no_grad():
         logs = [MODEL.model(input_ids=torch.tensor([text])).logits[0, -1].log_softmax(-1) for text in
                 (PROMPTS[0], PROMPTS[0][-1:])]  # fmt: skip

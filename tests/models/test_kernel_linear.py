@@ -329,7 +329,7 @@ def test_text_is_that_of_plain_decoding(name: str, tree: str) -> None:
         "early-exit": lambda: ExitHead.fresh(lm, 20),
         "draft-lm": lambda: DraftLayers(lm, tuple(range(28))),
     }
-    plain = paceline.SpeculativeDecoder(lm)
+    plain = paceline.SpeculativeDecoder(lm, draft=None)
     drafted = paceline.SpeculativeDecoder(lm, name, options={"head": heads[name](), "tree": tree}, rule="match")
     prompts = ["The capital of France is", "def fibonacci(n):\n"]
     for settings in ({}, {"temperature": 0.8, "seed": 5}):

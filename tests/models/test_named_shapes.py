@@ -56,7 +56,7 @@ def test_a_random_model_is_in_its_type_and_can_be_decoded(name: str, dtype: str)
     assert lm.eos == ()
     assert {weight.dtype for weight in lm.model.parameters()} == {getattr(torch, dtype)}
     assert not lm.model.training
-    assert len(SpeculativeDecoder(lm).generate([1, 2, 3], max_new_tokens=6).tokens) == 6
+    assert len(SpeculativeDecoder(lm, draft=None).generate([1, 2, 3], max_new_tokens=6).tokens) == 6
 
 
 def test_tied_weights_are_one_tensor() -> None:

@@ -138,7 +138,7 @@ def test_what_cannot_be_quantized_is_refused() -> None:
 def test_where_there_are_no_kernels_torch_serves(name: str) -> None:
     lm = quantized(target(name), "int4")
     assert lm.reader()._kernels is None
-    plain = SpeculativeDecoder(lm).generate([1, 7, 9, 4, 7], max_new_tokens=16, ignore_eos=True)
+    plain = SpeculativeDecoder(lm, draft=None).generate([1, 7, 9, 4, 7], max_new_tokens=16, ignore_eos=True)
     fast = SpeculativeDecoder(lm, "prompt-lookup").generate([1, 7, 9, 4, 7], max_new_tokens=16, ignore_eos=True)
     assert plain.tokens == fast.tokens
 
@@ -205,7 +205,7 @@ def test_text_with_a_drafter_is_the_text_of_the_quantized_model(kind: str, draft
     assert lm.reader()._kernels is not None
     prompts = [[1, 7, 9, 4, 7, 9, 4], [3, 3, 8], [6]]
     settings: dict[str, Any] = {"max_new_tokens": 30, "ignore_eos": True}
-    plain = SpeculativeDecoder(lm).generate(prompts, **settings)
+    plain = SpeculativeDecoder(lm, draft=None).generate(prompts, **settings)
     outs = SpeculativeDecoder(lm, drafter, gamma=5).generate(prompts, **settings)
     assert [out.tokens for out in outs] == [out.tokens for out in plain]
 
@@ -229,6 +229,6 @@ def test_a_drafter_made_of_the_target_runs_by_kernels() -> None:
     lm = LanguageModel(build("llama-tied", **EVEN))
     assert reader_of(quantized(lm))._kernels is not None
     out = SpeculativeDecoder(lm, "self-quantized", gamma=3).generate([5, 6, 7], max_new_tokens=24, ignore_eos=True)
-    plain = SpeculativeDecoder(lm).generate([5, 6, 7], max_new_tokens=24, ignore_eos=True)
+    plain = SpeculativeDecoder(lm, draft=None).generate([5, 6, 7], max_new_tokens=24, ignore_eos=True)
     assert out.tokens == plain.tokens
     assert out.stats.accepted > 0.7 * out.stats.drafted

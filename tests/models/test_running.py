@@ -66,8 +66,8 @@ def test_both_branches_of_a_target_change(lm: LanguageModel) -> None:
     assert [each.runner for each in parts(other)] == ["eager", "eager"]
     assert [each.runner for each in parts(two)] == ["auto", "auto"]
     assert type(other) is type(two)
-    text = SpeculativeDecoder(two).generate(PROMPT, max_new_tokens=8).tokens
-    assert SpeculativeDecoder(other).generate(PROMPT, max_new_tokens=8).tokens == text
+    text = SpeculativeDecoder(two, draft=None).generate(PROMPT, max_new_tokens=8).tokens
+    assert SpeculativeDecoder(other, draft=None).generate(PROMPT, max_new_tokens=8).tokens == text
 
 
 # ---- what is said
@@ -77,7 +77,7 @@ def test_kernels_are_said(lm: LanguageModel, kernels: None) -> None:
     assert running.running(lm) == Running("kernels", threads=3)
     decoder = SpeculativeDecoder(lm, "prompt-lookup", gamma=3)
     assert decoder.describe() == "small (float32, cpu; kernels, 3 threads) with prompt-lookup, γ=3, rule match"
-    assert "cpu; transformers)" in SpeculativeDecoder(lm, runner="eager").describe()
+    assert "cpu; transformers)" in SpeculativeDecoder(lm, draft=None, runner="eager").describe()
 
 
 @pytest.mark.parametrize(
@@ -86,16 +86,16 @@ def test_kernels_are_said(lm: LanguageModel, kernels: None) -> None:
 )
 def test_why_there_are_none(model: Any, why: str, kernels: None) -> None:
     lm = LanguageModel(model(), name="small")
-    assert f"cpu; transformers ({why}))" in SpeculativeDecoder(lm).describe()
+    assert f"cpu; transformers ({why}))" in SpeculativeDecoder(lm, draft=None).describe()
     with pytest.raises(UnsupportedError, match=f"'kernels' was asked for, and small cannot run by it: {why}; use"):
-        SpeculativeDecoder(lm, runner="kernels")
+        SpeculativeDecoder(lm, draft=None, runner="kernels")
 
 
 def test_without_numba(lm: LanguageModel, no_numba: None) -> None:
-    assert "transformers (no numba)" in SpeculativeDecoder(lm).describe()
+    assert "transformers (no numba)" in SpeculativeDecoder(lm, draft=None).describe()
     prepare(with_runner(lm, "eager"))
     with pytest.raises(UnsupportedError, match="No module named 'numba'"):
-        SpeculativeDecoder(lm, runner="kernels")
+        SpeculativeDecoder(lm, draft=None, runner="kernels")
 
 
 def test_what_cannot_have_kernels_compiles_none(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -129,7 +129,7 @@ def test_a_quantised_target(lm: LanguageModel) -> None:
     assert decoder.target.model is not lm.model
     assert (kind_of(decoder.target), kind_of(lm)) == ("int8", None)
     assert "exact with respect to the int8 model)" in decoder.describe()
-    plain = SpeculativeDecoder(lm, quantize="int8")
+    plain = SpeculativeDecoder(lm, draft=None, quantize="int8")
     assert plain.target.model is decoder.target.model  # quantised once
     wanted = plain.generate(PROMPT, max_new_tokens=24).tokens
     assert decoder.generate(PROMPT, max_new_tokens=24).tokens == wanted
@@ -145,7 +145,7 @@ def test_both_branches_are_quantised(lm: LanguageModel) -> None:
     other = in_numbers(guided(lm, 1.5, [3]), "int8")
     assert [kind_of(each) for each in parts(other)] == ["int8", "int8"]
     assert other.model is parts(other)[0].model
-    SpeculativeDecoder(other).generate(PROMPT, max_new_tokens=4)
+    SpeculativeDecoder(other, draft=None).generate(PROMPT, max_new_tokens=4)
 
 
 def test_the_model_that_was_given_may_go() -> None:
@@ -165,7 +165,7 @@ def test_a_quantised_draft(lm: LanguageModel) -> None:
     assert "draft-model little in int8" in decoder.describe()
     assert "exact with respect" not in decoder.describe()
     assert decoder.drafter.anew().lm.model is decoder.drafter.lm.model
-    wanted = SpeculativeDecoder(lm).generate(PROMPT, max_new_tokens=24).tokens
+    wanted = SpeculativeDecoder(lm, draft=None).generate(PROMPT, max_new_tokens=24).tokens
     assert decoder.generate(PROMPT, max_new_tokens=24).tokens == wanted
     with pytest.raises(InputError, match="Unknown kind of quantization 'int3'"):
         SpeculativeDecoder(lm, lm, options={"quantize": "int3"})

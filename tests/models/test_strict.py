@@ -31,7 +31,7 @@ def test_same_texts_in_passes_of_one_shape(
         return run(self, ids, position, allowed, *given, **named)
 
     monkeypatch.setattr(SlotReader, "_pass", seen)
-    plain = paceline.SpeculativeDecoder(family(0))
+    plain = paceline.SpeculativeDecoder(family(0), draft=None)
     wanted = [out.tokens for out in plain.generate(PROMPTS, max_new_tokens=30, **settings)]
     for draft in (None, "prompt-lookup", paceline.LanguageModel(family(1))):
         strict = paceline.SpeculativeDecoder(family(0), draft, gamma=gamma, strict=True)
@@ -52,7 +52,7 @@ def test_trees_and_readers_of_their_own_are_refused() -> None:
 @pytest.mark.skipif(kernels_missing() is not None, reason=f"no kernels here: {kernels_missing()}")
 def test_kernels_are_strict_anyhow() -> None:
     target = llama(0).float()
-    wanted = paceline.SpeculativeDecoder(target).generate([1, 2, 3], max_new_tokens=20).tokens
+    wanted = paceline.SpeculativeDecoder(target, draft=None).generate([1, 2, 3], max_new_tokens=20).tokens
     strict = paceline.SpeculativeDecoder(target, llama(1).float(), options={"tree": "levels"}, strict=True)
-    assert "kernels," in paceline.SpeculativeDecoder(target).describe()
+    assert "kernels," in paceline.SpeculativeDecoder(target, draft=None).describe()
     assert strict.generate([1, 2, 3], max_new_tokens=20).tokens == wanted

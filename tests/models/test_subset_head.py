@@ -79,7 +79,7 @@ def test_the_tokens_of_the_texts_at_hand_take_turns() -> None:
 @pytest.mark.parametrize("settings", [{}, {"temperature": 0.9, "seed": 3}])
 def test_the_text_is_that_of_plain_decoding(tree: str, settings: dict[str, Any]) -> None:
     target, draft = model(1), model(1)
-    plain = SpeculativeDecoder(target).generate(TEXT, max_new_tokens=40, ignore_eos=True, **settings)
+    plain = SpeculativeDecoder(target, draft=None).generate(TEXT, max_new_tokens=40, ignore_eos=True, **settings)
     decoder = SpeculativeDecoder(target, "draft-model", options={"model": draft, "vocabulary": 24, "tree": tree})
     out = decoder.generate(TEXT, max_new_tokens=40, ignore_eos=True, **settings)
     assert out.tokens == plain.tokens

@@ -17,7 +17,7 @@ def test_taps_are_the_hidden_states_of_the_last_places() -> None:
         vocab_size=32, hidden_size=32, intermediate_size=32, num_hidden_layers=4, num_attention_heads=2
     )
     lm = paceline.LanguageModel(LlamaForCausalLM(config).double().eval())
-    decoder = paceline.SpeculativeDecoder(lm)
+    decoder = paceline.SpeculativeDecoder(lm, draft=None)
     rows = Rows(lm.vocabulary, lm.device)
     rows.admit(decoder._rows([TEXT], paceline.engine.request.build_requests(1, {})), 4)
     drafted = [2, 4]

@@ -40,7 +40,7 @@ def lm() -> LanguageModel:
 
 @pytest.fixture(scope="module")
 def plain(lm: LanguageModel) -> list[list[int]]:
-    decoder = SpeculativeDecoder(lm)
+    decoder = SpeculativeDecoder(lm, draft=None)
     return [decoder.generate(chat(text), max_new_tokens=48).tokens for text in OWN]
 
 

@@ -44,7 +44,7 @@ def first_difference(lm: LanguageModel, prompt: list[int], a: list[int], b: list
 
 
 def test_greedy_text_of_prompt_lookup_is_that_of_plain_decoding(lm: LanguageModel) -> None:
-    plain, lookup = SpeculativeDecoder(lm), SpeculativeDecoder(lm, "prompt-lookup", gamma=5)
+    plain, lookup = SpeculativeDecoder(lm, draft=None), SpeculativeDecoder(lm, "prompt-lookup", gamma=5)
     differ, drafted, accepted = [], 0, 0
     for number, text in enumerate(prompts(COUNT)):
         a = plain.generate(chat(text), max_new_tokens=TOKENS)
@@ -59,7 +59,7 @@ def test_greedy_text_of_prompt_lookup_is_that_of_plain_decoding(lm: LanguageMode
 
 
 def test_plain_greedy_text_is_that_of_transformers(lm: LanguageModel) -> None:
-    plain = SpeculativeDecoder(lm)
+    plain = SpeculativeDecoder(lm, draft=None)
     for text in prompts(2):
         out = plain.generate(chat(text), max_new_tokens=TOKENS)
         theirs = lm.model.generate(torch.tensor([out.prompt_tokens]), max_new_tokens=TOKENS, do_sample=False)
@@ -69,7 +69,7 @@ def test_plain_greedy_text_is_that_of_transformers(lm: LanguageModel) -> None:
 def test_the_same_seed_gives_the_same_text(lm: LanguageModel) -> None:
     settings = {"max_new_tokens": 32, "temperature": 0.8, "top_k": 50, "top_p": 0.95, "seed": 7}
     texts = prompts(2)
-    plain = [SpeculativeDecoder(lm).generate(chat(text), **settings) for text in texts]
+    plain = [SpeculativeDecoder(lm, draft=None).generate(chat(text), **settings) for text in texts]
     lookup = SpeculativeDecoder(lm, "prompt-lookup").generate([chat(text) for text in texts], **settings)
     itself = SpeculativeDecoder(lm, lm, gamma=3).generate(chat(texts[0]), **settings)
     assert [out.text for out in lookup] == [out.text for out in plain]
@@ -86,7 +86,7 @@ def seconds(act: Callable[[], object]) -> float:
 def test_plain_decoding_is_not_slower_than_transformers(lm: LanguageModel) -> None:
     """Interleaved, medians of 5; the bound leaves room for the noise of a shared machine (figures: docs/results). Not
     asked where others use the cores: threads that meet 240 times in a pass then wait for the scheduler."""
-    plain = SpeculativeDecoder(lm)
+    plain = SpeculativeDecoder(lm, draft=None)
     ids = plain.generate(chat("Tell me about the sea."), max_new_tokens=1).prompt_tokens
     batch = torch.tensor([ids])
 

@@ -95,7 +95,7 @@ def test_a_cancelled_text_keeps_what_it_has() -> None:
 
 def test_cancel_before_the_start_writes_nothing() -> None:
     """Cancel is asked before every round, the first one included."""
-    out = SpeculativeDecoder(lm()).generate(PROMPT, cancel=lambda: True)
+    out = SpeculativeDecoder(lm(), draft=None).generate(PROMPT, cancel=lambda: True)
     assert (out.tokens, out.text, out.finish_reason, out.stats.rounds) == ([], "", "cancelled", 0)
 
 

@@ -58,7 +58,7 @@ def test_nan_is_one_sentence_and_the_next_call_works(settings: str, rule: str) -
 
 def test_nan_of_a_greedy_row_is_noticed_among_sampled_rows() -> None:
     """S#19796 with trap 2: argmax of NaN is a token like any other, unless somebody looks."""
-    decoder = SpeculativeDecoder(nan_after(4))
+    decoder = SpeculativeDecoder(nan_after(4), draft=None)
     with pytest.raises(ModelOutputError, match="prompt 1"):
         decoder.generate([[6], [4], [7]], temperature=[0.5, 0.0, 0.5], max_new_tokens=2, seed=0)
 
@@ -94,7 +94,7 @@ def test_an_error_in_a_users_callable_is_not_swallowed() -> None:
     def fails(prefix: Tensor, logits: Tensor) -> Tensor:
         raise KeyError("mine")
 
-    decoder = SpeculativeDecoder(lm())
+    decoder = SpeculativeDecoder(lm(), draft=None)
     with pytest.raises(KeyError, match="mine"):
         decoder.generate([1, 2], processors=[fails])
     assert decoder.generate([1, 2], max_new_tokens=5).tokens == naive(lm().model, [1, 2], 5)
@@ -113,7 +113,7 @@ def test_the_users_models_are_never_edited() -> None:
         next(stream)
         stream.close()
     target.generate(torch.tensor([[1, 2]]), max_new_tokens=4, custom_generate=CustomGenerate("prompt-lookup"))
-    broken = SpeculativeDecoder(target)
+    broken = SpeculativeDecoder(target, draft=None)
     with pytest.raises(KeyError):
         broken.generate([1], processors=[lambda prefix, logits: {}[1]])
     assert (fingerprint(target), fingerprint(draft)) == before

@@ -124,8 +124,10 @@ def test_controls_of_one_row_are_its_own(draft: str) -> None:
 def test_no_control_is_skipped_in_the_verifier(control: dict[str, Any], draft: str) -> None:
     """Trap 6, V#42744, S#26330, V#26317: min-p, typical, noise, callables held in plain decoding only."""
     settings = {"temperature": 1.3, "seed": 5, "max_new_tokens": COUNT, **control}
-    plain = SpeculativeDecoder(lm()).generate(PROMPT, **settings).tokens
-    without = SpeculativeDecoder(lm()).generate(PROMPT, temperature=1.3, seed=5, max_new_tokens=COUNT).tokens
+    plain = SpeculativeDecoder(lm(), draft=None).generate(PROMPT, **settings).tokens
+    without = (
+        SpeculativeDecoder(lm(), draft=None).generate(PROMPT, temperature=1.3, seed=5, max_new_tokens=COUNT).tokens
+    )
     assert plain != without, "the control must matter"
     assert decoder(draft).generate(PROMPT, **settings).tokens == plain
 

@@ -126,7 +126,7 @@ def test_a_draft_model_that_says_nan_changes_nothing() -> None:
             assert [out.tokens for out in outs] == wanted()
             hot = decoder.generate([1, 2, 3], temperature=1.0, seed=1, max_new_tokens=9)
             if rule == "match":
-                assert hot.tokens == SpeculativeDecoder(lm()).generate(
+                assert hot.tokens == SpeculativeDecoder(lm(), draft=None).generate(
                     [1, 2, 3], temperature=1.0, seed=1, max_new_tokens=9
                 ).tokens  # fmt: skip
 
@@ -169,7 +169,9 @@ def test_padded_vocabularies_work_together(sizes: tuple[int, int], rule: str) ->
         hot = decoder.generate([1, 2, 3], max_new_tokens=20, temperature=1.5, seed=2)
         assert max(hot.tokens) < len(LETTERS)
         if rule == "match":
-            plain = SpeculativeDecoder(pair[0]).generate([1, 2, 3], max_new_tokens=20, temperature=1.5, seed=2)
+            plain = SpeculativeDecoder(pair[0], draft=None).generate(
+                [1, 2, 3], max_new_tokens=20, temperature=1.5, seed=2
+            )
             assert hot.tokens == plain.tokens
 
 

@@ -194,6 +194,6 @@ def test_a_draft_model_with_a_shorter_context_falls_silent_once_it_is_full(promp
 def test_what_speculates_is_said() -> None:
     """Trap 24, L#25345, M#1297: a drafter was given and speculation silently did not happen."""
     named = LanguageModel(llama(1), name="little")
-    assert SpeculativeDecoder(lm()).describe().endswith("plain decoding")
+    assert SpeculativeDecoder(lm(), draft=None).describe().endswith("plain decoding")
     assert "draft-model little, γ=3, rule ratio" in SpeculativeDecoder(lm(), named, gamma=3, rule="ratio").describe()
     assert SpeculativeDecoder(lm(), named).generate([1], max_new_tokens=9).stats.drafted > 0

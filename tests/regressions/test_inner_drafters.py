@@ -65,7 +65,7 @@ def test_a_staged_draft_of_another_vocabulary(tokens: int, inner: str) -> None:
     lm, draft, small = speaker(40), speaker(tokens, 1), speaker(tokens, 2)
     prompts = [[1, 2, 39, 4, 1, 2, 39], [5, 6], [38]]
     for settings in ({}, {"logit_bias": {39: 4.0, 3: 1.0}}, {"temperature": 1.0, "seed": 3, "presence_penalty": 0.5}):
-        wanted = SpeculativeDecoder(lm).generate(prompts, max_new_tokens=20, **settings)
+        wanted = SpeculativeDecoder(lm, draft=None).generate(prompts, max_new_tokens=20, **settings)
         drafts = []
         for name, options in (("draft-model", {}), ("staged", {"inner": INNER[inner](small)})):
             decoder = SpeculativeDecoder(lm, name, options={"model": draft, **options}, gamma=6)
@@ -164,7 +164,7 @@ def test_what_is_inside_follows_a_search(around: str, inner: str) -> None:
     decoder = SpeculativeDecoder(TARGET, around, options=options, gamma=4, rows=6)
     outs = decoder.generate(prompts, **settings)
     assert [out.tokens for out in outs] == [
-        out.tokens for out in SpeculativeDecoder(TARGET).generate(prompts, **settings)
+        out.tokens for out in SpeculativeDecoder(TARGET, draft=None).generate(prompts, **settings)
     ]
 
 
@@ -271,4 +271,4 @@ def test_nobody_is_lost_where_readers_are_shared() -> None:
         out = SpeculativeDecoder(TARGET, "portfolio", options=options, gamma=3).generate(
             PROMPT, max_new_tokens=14, num_beams=3
         )
-    assert out.tokens == SpeculativeDecoder(TARGET).generate(PROMPT, max_new_tokens=14, num_beams=3).tokens
+    assert out.tokens == SpeculativeDecoder(TARGET, draft=None).generate(PROMPT, max_new_tokens=14, num_beams=3).tokens

@@ -119,7 +119,7 @@ def test_logprobs_are_asked_for_per_row() -> None:
 def test_logprobs_end_with_the_text() -> None:
     """Trap 8: the tail of a block after a stop string has no logprobs."""
     target = LanguageModel(llama(), letters())
-    whole = SpeculativeDecoder(target).generate([1, 2, 3], max_new_tokens=12)
+    whole = SpeculativeDecoder(target, draft=None).generate([1, 2, 3], max_new_tokens=12)
     stop = whole.text[6]
     at = whole.text.index(stop)
     out = SpeculativeDecoder(target, target, gamma=5).generate([1, 2, 3], max_new_tokens=12, stop=stop, logprobs=1)

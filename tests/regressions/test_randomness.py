@@ -57,7 +57,7 @@ def test_a_seeded_row_does_not_feel_unseeded_ones() -> None:
 
 def test_an_unseeded_text_can_be_had_again() -> None:
     """Trap 25: a request without a seed gets one of its own, and says which."""
-    decoder = SpeculativeDecoder(lm())
+    decoder = SpeculativeDecoder(lm(), draft=None)
     first, second = (decoder.generate([1, 2], temperature=1.5, max_new_tokens=16) for _ in range(2))
     assert first.seed != second.seed
     assert first.tokens != second.tokens

@@ -97,8 +97,8 @@ def test_dropout_is_refused_when_it_is_active(kind: str) -> None:
     model = DROPOUTS[kind]()
     said = "is in training mode and its dropout is active; call model.eval"
     with pytest.raises(InputError, match=said):
-        SpeculativeDecoder(model.train()).generate([1], max_new_tokens=2)
-    decoder = SpeculativeDecoder(model.eval())
+        SpeculativeDecoder(model.train(), draft=None).generate([1], max_new_tokens=2)
+    decoder = SpeculativeDecoder(model.eval(), draft=None)
     decoder.generate([1], max_new_tokens=2)
     model.train()
     with pytest.raises(InputError, match=said):
@@ -109,7 +109,7 @@ def test_dropout_is_refused_when_it_is_active(kind: str) -> None:
 def test_training_mode_without_dropout_is_nobodys_business() -> None:
     """Trap 17: nothing random happens there, so there is nothing to refuse, and nothing to switch."""
     model = llama().train()
-    assert SpeculativeDecoder(model).generate([1, 2], max_new_tokens=5).tokens == naive(model, [1, 2], 5)
+    assert SpeculativeDecoder(model, draft=None).generate([1, 2], max_new_tokens=5).tokens == naive(model, [1, 2], 5)
     assert model.training
 
 
@@ -124,13 +124,13 @@ def test_rope_that_depends_on_the_length_does_not_depend_on_drafts_or_batch_mate
     """Trap 14: long RoPE turns all angles by the longest text of a pass (Phi-3-128k); so texts end before."""
     model = long_rope()
     target = LanguageModel(model)
-    alone = SpeculativeDecoder(target).generate([1, 2, 3], max_new_tokens=40).tokens
+    alone = SpeculativeDecoder(target, draft=None).generate([1, 2, 3], max_new_tokens=40).tokens
     assert alone == naive(model, [1, 2, 3], len(alone))
     assert SpeculativeDecoder(target, target, gamma=6).generate([1, 2, 3], max_new_tokens=40).tokens == alone
     mate = list(range(min(30, target.context - 1)))
-    assert SpeculativeDecoder(target).generate([[1, 2, 3], mate], max_new_tokens=40)[0].tokens == alone
+    assert SpeculativeDecoder(target, draft=None).generate([[1, 2, 3], mate], max_new_tokens=40)[0].tokens == alone
     with pytest.raises(InputError, match=r"the context of .* ends at"):
-        SpeculativeDecoder(target).generate(list(range(target.context)))
+        SpeculativeDecoder(target, draft=None).generate(list(range(target.context)))
 
 
 @pytest.mark.parametrize(
@@ -166,5 +166,5 @@ def test_wrong_arguments_of_a_decoder_are_one_sentence(arguments: dict[str, Any]
 def test_wrong_prompts_are_one_sentence(prompt: Any, said: str) -> None:
     """Trap 9 and the issue's list: empty, too long, ids that do not exist, words without a tokenizer."""
     with pytest.raises(InputError) as error:
-        SpeculativeDecoder(llama()).generate(prompt)
+        SpeculativeDecoder(llama(), draft=None).generate(prompt)
     assert str(error.value).startswith(said)

@@ -100,7 +100,7 @@ def test_a_second_text_inside_a_stream_is_refused_and_the_stream_goes_on() -> No
 
 def test_a_failure_frees_the_decoder_for_everybody() -> None:
     """Trap 19: an exception in one thread leaves no lock behind."""
-    decoder = SpeculativeDecoder(lm())
+    decoder = SpeculativeDecoder(lm(), draft=None)
 
     def fails() -> None:
         with pytest.raises(ZeroDivisionError):

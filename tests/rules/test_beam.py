@@ -424,8 +424,8 @@ def test_one_decoder_does_both_and_streams_both() -> None:
 
 
 def test_the_rule_by_name_searches_with_four_beams() -> None:
-    by_name = SpeculativeDecoder(target("llama"), rule="beam").generate(PROMPTS[0], max_new_tokens=NEW)
-    by_number = SpeculativeDecoder(target("llama")).generate(PROMPTS[0], max_new_tokens=NEW, num_beams=4)
+    by_name = SpeculativeDecoder(target("llama"), draft=None, rule="beam").generate(PROMPTS[0], max_new_tokens=NEW)
+    by_number = SpeculativeDecoder(target("llama"), draft=None).generate(PROMPTS[0], max_new_tokens=NEW, num_beams=4)
     assert by_name.beams == by_number.beams
     assert by_name.beams is not None
 
@@ -452,7 +452,7 @@ def test_a_broken_model_is_noticed() -> None:
     with torch.no_grad():
         model.lm_head.weight.fill_(float("nan"))
     with pytest.raises(PacelineError, match="No token can be chosen at position 2 of prompt 0"):
-        SpeculativeDecoder(LanguageModel(model)).generate([6, 21], num_beams=2, max_new_tokens=4)
+        SpeculativeDecoder(LanguageModel(model), draft=None).generate([6, 21], num_beams=2, max_new_tokens=4)
 
 
 @pytest.mark.parametrize(

@@ -161,4 +161,4 @@ def test_multi_round_says_how_siblings_are_drawn() -> None:
         )
         assert decoder.rule.draw == drawn
     with pytest.raises(InputError, match="siblings must be without_replacement or iid, got 'some'"):
-        SpeculativeDecoder(target("llama"), rule="multi-round", rule_options={"siblings": "some"})
+        SpeculativeDecoder(target("llama"), draft=None, rule="multi-round", rule_options={"siblings": "some"})

@@ -38,7 +38,7 @@ def test_none_is_used_by_accident(name: str) -> None:
     with pytest.raises(InputError, match=f"'{name}' is lossy.*allow_lossy=True"):
         SpeculativeDecoder(target("llama"), "prompt-lookup", rule=name)
     with pytest.raises(InputError, match="lossy"):
-        SpeculativeDecoder(target("llama"), rule=RULES[name]())
+        SpeculativeDecoder(target("llama"), draft=None, rule=RULES[name]())
 
 
 @pytest.mark.parametrize("name", LOSSY)
@@ -48,7 +48,7 @@ def test_the_statistics_say_so(name: str) -> None:
     assert stats.lossy
     assert stats.as_dict()["rule"] == name
     assert f"rule {name} (lossy)" in decoder.describe()
-    exact = SpeculativeDecoder(target("llama"), allow_lossy=True).generate([1], max_new_tokens=1).stats
+    exact = SpeculativeDecoder(target("llama"), draft=None, allow_lossy=True).generate([1], max_new_tokens=1).stats
     assert (exact.rule, exact.lossy) == ("match", False)
 
 
@@ -67,7 +67,7 @@ def test_they_are_lossy_and_say_it_rightly(name: str, parents: list[int], chain:
 def test_greedy_text_is_the_targets_own(name: str, how: str) -> None:
     """At temperature 0 the law is a point mass, so there is nothing to be lenient about; also beside a sampled row."""
     prompt = [1, 7, 9, 4, 7, 9, 4]
-    wanted = SpeculativeDecoder(target("llama")).generate(prompt, max_new_tokens=20, ignore_eos=True).tokens
+    wanted = SpeculativeDecoder(target("llama"), draft=None).generate(prompt, max_new_tokens=20, ignore_eos=True).tokens
     decoder = SpeculativeDecoder(
         target("llama"),
         "draft-model",
@@ -156,4 +156,4 @@ def test_the_longest_plausible_path_wins() -> None:
 )
 def test_options_out_of_range_are_refused(name: str, options: dict[str, float]) -> None:
     with pytest.raises(InputError, match=next(iter(options))):
-        SpeculativeDecoder(target("llama"), rule=name, rule_options=options, allow_lossy=True)
+        SpeculativeDecoder(target("llama"), draft=None, rule=name, rule_options=options, allow_lossy=True)

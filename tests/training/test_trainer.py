@@ -93,7 +93,7 @@ def test_what_it_leaves(place: Path, tmp_path: Path) -> None:
     assert f"τ = {about['measured']['tau']:.2f}" in (folder / "README.md").read_text()
     lm = paceline.load(str(place / "target"), dtype="float32")
     drafter = paceline.load_drafter(folder, lm)
-    plain = paceline.SpeculativeDecoder(lm).generate([1, 2, 3], max_new_tokens=30)
+    plain = paceline.SpeculativeDecoder(lm, draft=None).generate([1, 2, 3], max_new_tokens=30)
     found = paceline.SpeculativeDecoder(lm, drafter).generate([1, 2, 3], max_new_tokens=30)
     assert found.tokens == plain.tokens
     assert found.stats.accepted > 0
@@ -342,7 +342,7 @@ def test_every_kind_from_a_file_to_a_drafter(kind: str, place: Path, tmp_path: P
     said = {"early-exit": ("layers=1",), "draft-lm": ("layers=1",), "eagle": ("vocabulary=36",)}.get(kind, ())
     folder = train(options(place, tmp_path / kind, kind=kind, options=said, steps=6, evaluate=3, numbers="int8"))
     lm = paceline.load(str(place / "target"), dtype="float32")
-    plain = paceline.SpeculativeDecoder(lm).generate([1, 2, 3], max_new_tokens=20)
+    plain = paceline.SpeculativeDecoder(lm, draft=None).generate([1, 2, 3], max_new_tokens=20)
     for drafter in (paceline.load_drafter(folder), paceline.load_drafter(folder, lm), str(folder)):
         found = paceline.SpeculativeDecoder(lm, drafter).generate([1, 2, 3], max_new_tokens=20)
         assert found.tokens == plain.tokens
@@ -371,7 +371,7 @@ def test_a_pair_from_a_text_file(tmp_path: Path) -> None:
         train(said, cancel=Stop(30))
     folder = train(said)
     main, draft = paceline.load(str(folder / "main")), paceline.load(str(folder / "draft"))
-    plain = paceline.SpeculativeDecoder(main).generate("the cat", max_new_tokens=24)
+    plain = paceline.SpeculativeDecoder(main, draft=None).generate("the cat", max_new_tokens=24)
     found = paceline.SpeculativeDecoder(main, draft).generate("the cat", max_new_tokens=24)
     assert found.tokens == plain.tokens
     assert found.stats.mean_accepted_length > 2, "both have learnt three sentences"

@@ -60,7 +60,7 @@ def own_texts(lm: LanguageModel, count: int = 48, length: int = 40, temperature:
     """What the target writes after random beginnings."""
     generator = torch.Generator().manual_seed(7)
     starts = torch.randint(0, lm.vocabulary, (count, 4), generator=generator).tolist()
-    decoder = SpeculativeDecoder(lm, rows=16)
+    decoder = SpeculativeDecoder(lm, draft=None, rows=16)
     settings: dict[str, Any] = {"max_new_tokens": length, "temperature": temperature, "seed": list(range(count))}
     return [
         Text(start + each.tokens, 4) for start, each in zip(starts, decoder.generate(starts, **settings), strict=True)

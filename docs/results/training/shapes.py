@@ -56,7 +56,7 @@ def main() -> None:
         out = decoder.generate(prompt, **settings)
         return out, time.perf_counter() - began
 
-    plain = paceline.SpeculativeDecoder(lm)
+    plain = paceline.SpeculativeDecoder(lm, draft=None)
     written(plain, prompts[0][1])
     for shape in SHAPES:
         if given.only and not any(part in title(shape) for part in given.only):

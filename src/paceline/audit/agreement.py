@@ -84,7 +84,7 @@ def agreement(
     progress(f"{label}, speculatively", 0, None)
     theirs: list[Generation] = decoder.generate(list(prompts), cancel=cancel, **{**settings, "seed": seeds})
     stop_if(cancel)
-    plain, ours = SpeculativeDecoder(decoder.target), []
+    plain, ours = SpeculativeDecoder(decoder.target, draft=None), []
     found = []
     for row, prompt in enumerate(prompts):
         progress(f"{label}, plainly", row, len(prompts))
@@ -145,7 +145,7 @@ def logits_after(decoder: SpeculativeDecoder, prompt: Sequence[int], written: Se
         return logits
 
     settings: dict[str, Any] = {"max_new_tokens": len(written) + 1, "ignore_eos": True, "processors": [look]}
-    SpeculativeDecoder(decoder.target).generate([list(prompt)], **settings)
+    SpeculativeDecoder(decoder.target, draft=None).generate([list(prompt)], **settings)
     return seen[0]
 
 

@@ -205,7 +205,7 @@ def draft_of(said: PairOptions, drafting: Drafting) -> Drafter:
 def open_rule(said: PairOptions, drafting: Drafting) -> Rule:
     """The rule with its options, refused if it is lossy and nobody allowed that."""
     from paceline.core.contracts import RULES
-    from paceline.engine.decoder import check_lossless, make_rule
+    from paceline.engine.arguments import check_lossless, make_rule
 
     options = convert_options(drafting.rule_options, RULES[said.rule].Options, "rule", said.rule)
     rule = make_rule(said.rule, options)

@@ -7,11 +7,12 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, overload
 
-from paceline.core.contracts import RULES, Drafter, Rule
-from paceline.core.errors import InputError, UnknownNameError, UnsupportedError
-from paceline.core.registry import build_options
+from typing_extensions import Unpack
+
+from paceline.core.contracts import Drafter, Rule
+from paceline.core.errors import InputError, UnsupportedError
 from paceline.drafters.making import make_drafter
 from paceline.models import load
 from paceline.models.language_model import LanguageModel
@@ -19,18 +20,17 @@ from paceline.models.prompt_reading import check_prompt
 from paceline.models.running import kind_of, made_strict, parts, prepare, running, usual_nodes
 from paceline.models.sharded import check_alike, is_sharded, of_the_first
 
+from .arguments import DEFAULT_DRAFT, Draft, Target, check_counts, check_lossless, is_chosen, make_rule, translate
 from .beams import BeamGroup
 from .config import decoder_settings
 from .loop import Loop
 from .prompts import encode_all, encode_prediction
-from .request import Request, build_requests
+from .request import Generation, Request, build_requests
 from .rows import Event, Row
+from .settings import Array, Batch, OnePrompt, Settings
 from .stopping import Detokenizer, Stopper, special_stops
-from .stream import Stream
+from .stream import Stream, results_of
 
-_NAMES = ("target", "draft", "gamma", "rule", "options", "rule_options", "nodes", "rows", "allow_lossy", "runner",
-          "quantize", "strict", "first_target")  # fmt: skip
-_ALIASES = ("assistant_model", "num_assistant_tokens", "prompt_lookup_num_tokens", "max_matching_ngram_size")
 _USUAL, _DEEPEST = 5, 16  # tokens drafted in a row, if nothing is said
 Cancel = Callable[[], bool]
 
@@ -39,13 +39,13 @@ class SpeculativeDecoder:
     """Decodes with a target and a drafter; what it writes is what the target alone would have written.
 
     target: a LanguageModel, a transformers model, or anything `paceline.load` takes. draft: the name of a drafter, a
-    Drafter, a model (object, catalogue name, hub id, folder, .gguf), or None for plain decoding. options: of the
-    drafter, by name; rule_options: of the rule. gamma: tokens drafted in a row (5 if not said), or "auto": as many as
-    pay, from measured costs and live acceptance; nodes: of a tree, in all; rows: prompts decoded at once; allow_lossy:
-    permits rules that change what is written. runner: how passes run, "auto" (kernels of our own where they can),
-    "eager" (transformers), "kernels" (or an error) or, on CUDA, "cuda_graph" and "compiled" (docs/gpu.md); a draft
-    model that is named takes the same. quantize: the target in "int8", "int4" or "bfloat16"; what is written is then
-    what that target alone would have written.
+    Drafter, or a model (object, catalogue name, hub id, folder, .gguf). The default "auto" measures this machine and
+    drafts what pays; None is plain decoding. options: of the drafter, by name; rule_options: of the rule. gamma: tokens
+    drafted in a row (5 if not said), or "auto": as many as pay, from measured costs and live acceptance; nodes: of a
+    tree, in all; rows: prompts decoded at once; allow_lossy: permits rules that change what is written. runner: how
+    passes run, "auto" (kernels of our own where they can), "eager" (transformers), "kernels" (or an error) or, on CUDA,
+    "cuda_graph" and "compiled" (docs/gpu.md); a draft model that is named takes the same. quantize: the target in
+    "int8", "int4" or "bfloat16"; what is written is then what that target alone would have written.
     strict: a token has the same bits with and without a draft also where they would differ by rounding (bfloat16 on a
     GPU, other architectures than Llama's), at the price of passes of one shape.
     first_target: the target decides the first token of every text in a round without a draft; the text is the same.
@@ -54,8 +54,8 @@ class SpeculativeDecoder:
 
     def __init__(
         self,
-        target: Any,
-        draft: Any = None,
+        target: Target,
+        draft: Draft | None = DEFAULT_DRAFT,
         *,
         gamma: int | str | None = None,
         rule: str | Rule = "match",
@@ -70,10 +70,10 @@ class SpeculativeDecoder:
         first_target: bool = False,
         **aliases: Any,
     ) -> None:
-        draft, gamma, options = _translate(aliases, draft, gamma, options or {})
+        draft, gamma, options = translate(aliases, draft, gamma, options or {})
         if not isinstance(first_target, bool):
             raise InputError(f"first_target must be True or False, got {first_target!r}.")
-        _check_counts(gamma=1 if gamma in (None, "auto") else gamma, rows=rows, nodes=1 if nodes is None else nodes)
+        check_counts(gamma=1 if gamma in (None, "auto") else gamma, rows=rows, nodes=1 if nodes is None else nodes)
         self.target = load(target, runner=runner, quantize=quantize)
         if strict:
             self.target = made_strict(self.target)
@@ -86,14 +86,14 @@ class SpeculativeDecoder:
         if self._shared_out and self.drafter.by_clock:
             raise UnsupportedError(
                 f"Drafter '{self.drafter.name}' goes by the clock, and the processes of a shared-out target (tp_plan) "
-                "have one each; name a drafter that does not, such as 'suffix' or a smaller model."
+                "have one each; name a drafter that does not, such as 'suffix' or a smaller model, or draft=None."
             )
         self.drafter.check(self.target)
         self.drafter = self.drafter.suited(self.target, self.rule)
         for lm in (self.target, getattr(self.drafter, "lm", None)):
             if isinstance(lm, LanguageModel):
                 prepare(lm)
-        self._asked = draft is not None  # else a prediction is drafter enough
+        self._chosen = is_chosen(draft)  # where not, a prediction is the draft
         self.gamma, self.rows = self._depth(gamma), rows
         self.first_target = first_target
         self.nodes = nodes or usual_nodes(self.target, self.drafter.fills, self.gamma)
@@ -137,6 +137,9 @@ class SpeculativeDecoder:
         limit = f"γ≤{self.gamma}" if self.drafter.chooses_length else f"γ={self.gamma}"
         return f"{where} with {self.drafter.describe()}, {limit}, rule {self.rule.name}{lossy}"
 
+    def __repr__(self) -> str:
+        return f"SpeculativeDecoder({self.describe()})"
+
     def _depth(self, gamma: int | str | None) -> int:
         """A drafter that chooses by itself is hardly limited."""
         if isinstance(gamma, int):
@@ -145,7 +148,22 @@ class SpeculativeDecoder:
 
     # ---- the two ways to use it
 
-    def generate(self, prompt: Any, *, cancel: Cancel | None = None, **settings: Any) -> Any:
+    @overload
+    def generate(
+        self, prompt: OnePrompt, *, cancel: Cancel | None = None, **settings: Unpack[Settings]
+    ) -> Generation: ...
+
+    @overload
+    def generate(
+        self, prompt: Batch, *, cancel: Cancel | None = None, **settings: Unpack[Settings]
+    ) -> list[Generation]: ...
+
+    @overload
+    def generate(
+        self, prompt: Array, *, cancel: Cancel | None = None, **settings: Unpack[Settings]
+    ) -> Generation | list[Generation]: ...
+
+    def generate(self, prompt: Any, *, cancel: Cancel | None = None, **settings: Any) -> Generation | list[Generation]:
         """Write on. `prompt` is a string, a list of token ids, or a conversation; a list of those is a batch.
 
         Settings: max_new_tokens, temperature, top_k, top_p, min_p, typical_p, noise, dynamic_temperature,
@@ -159,14 +177,16 @@ class SpeculativeDecoder:
         rows = self._rows(prompts, self._requests(len(prompts), settings))
         for _ in self._run(rows, cancel):
             pass
-        results = [row.result() for row in rows]
+        results = results_of(rows, self.target.tokenizer)
         return results[0] if single else results
 
-    def stream(self, prompt: Any, *, cancel: Cancel | None = None, **settings: Any) -> Stream:
+    def stream(
+        self, prompt: OnePrompt | Batch | Array, *, cancel: Cancel | None = None, **settings: Unpack[Settings]
+    ) -> Stream:
         """The same, one `Piece` per token as it is committed; the text of a beam search comes when the search ends."""
         prompts, _ = encode_all(prompt, self.target)
         rows = self._rows(prompts, self._requests(len(prompts), settings))
-        return Stream(rows, self._run(rows, cancel))
+        return Stream(rows, self._run(rows, cancel), self.target.tokenizer)
 
     # ---- inside
 
@@ -203,7 +223,7 @@ class SpeculativeDecoder:
         """The drafter; or, where none was asked for, the one that follows the callers' predictions."""
         if self.drafter.takes_prediction or all(row.prediction is None for row in rows):
             return self.drafter
-        if self._asked:
+        if self._chosen:
             raise InputError(
                 f"A prediction was given, and drafter '{self.drafter.name}' cannot use one; use draft='prediction'."
             )
@@ -273,33 +293,6 @@ class SpeculativeDecoder:
                 self._loop = loop
 
 
-def _check_counts(**counts: Any) -> None:
-    for name, value in counts.items():
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            more = ", or 'auto'" if name == "gamma" else ""
-            raise InputError(f"{name} must be a whole number of at least 1{more}, got {value!r}.")
-
-
-def _translate(
-    aliases: Mapping[str, Any], draft: Any, gamma: int | str | None, options: Mapping[str, Any]
-) -> tuple[Any, int | str | None, Mapping[str, Any]]:
-    """Transformers' names for the same things."""
-    for name, value in aliases.items():
-        if name in _ALIASES and value is None:  # transformers' default
-            continue
-        if name == "assistant_model":
-            draft = value
-        elif name == "num_assistant_tokens":
-            gamma = value
-        elif name == "prompt_lookup_num_tokens":
-            draft, gamma = draft or "prompt-lookup", value
-        elif name == "max_matching_ngram_size":
-            options = {**options, "longest": value}
-        else:
-            raise UnknownNameError("argument", name, [*_NAMES, *_ALIASES])
-    return draft, gamma, options
-
-
 def _stopper(
     request: Request, prompt: list[int], eos: tuple[int, ...], limit: int, tokenizer: Any, tokens: list[int]
 ) -> Stopper:
@@ -318,21 +311,3 @@ def _criterion(request: Request, prompt: list[int], tokens: list[int]) -> Callab
     if not request.criteria:
         return None
     return lambda: any(criterion(prompt + tokens) for criterion in request.criteria)
-
-
-def make_rule(rule: str | Rule, options: Mapping[str, Any]) -> Rule:
-    """A rule from its name and its options."""
-    if isinstance(rule, Rule):
-        if options:
-            raise InputError(f"rule_options {sorted(options)} belong to a rule given by name; this one is made.")
-        return rule
-    return RULES[rule](build_options(RULES[rule].Options, options, f"rule '{rule}'"))
-
-
-def check_lossless(rule: Rule, allow_lossy: bool) -> None:
-    """A rule that gives the promise up is only used by those who say so."""
-    if not rule.exact and not allow_lossy:
-        raise InputError(
-            f"Rule '{rule.name}' is lossy: what is written no longer follows the target's law; allow that with "
-            "allow_lossy=True (--allow-lossy), or use rule 'match' or 'ratio'."
-        )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -13,6 +13,8 @@ from paceline.core.errors import InputError, UnknownNameError, UnsupportedError
 from paceline.core.noise import fresh_seed
 from paceline.core.sampling import Processor, Sampling
 from paceline.core.trace import Stats, Trace
+
+from .coloured import as_html, summary_of
 
 # names that people have in their fingers from transformers and vLLM, and what they are called here
 ALIASES = {
@@ -28,6 +30,7 @@ _SAMPLERS = ("top_k", "top_p", "min_p", "typical_p", "noise", "dynamic_temperatu
 # A stopping criterion of the caller: all token ids so far, the prompt included -> stop now?
 Criterion = Callable[[list[int]], bool]
 
+_HEAD = 40  # characters of the text in a repr
 # settings that are lists by nature: a list of lists is one per prompt
 _LISTS = frozenset({"stop", "eos_token_ids", "banned_tokens", "processors", "criteria"})
 
@@ -143,6 +146,26 @@ class Generation:
     logprobs: list[TokenLogprob] | None = None
     beams: list[BeamResult] | None = None  # of a beam search the num_return_sequences best, this one first
 
+    _tokenizer: ClassVar[Any] = None  # an attribute of the object, no field: it is no part of the result
+
+    def shown_by(self, tokenizer: Any) -> Generation:
+        """The same object; a notebook shows its tokens as texts of this tokenizer."""
+        self.__dict__["_tokenizer"] = tokenizer
+        return self
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "_tokenizer"}
+
+    def __repr__(self) -> str:
+        head = self.text if len(self.text) <= _HEAD else self.text[: _HEAD - 1] + "…"
+        return f"Generation({head!r}, {summary_of(self)})"
+
+    def __str__(self) -> str:
+        return self.text
+
+    def _repr_html_(self) -> str:
+        return as_html(self, self._tokenizer)
+
 
 @dataclass(frozen=True)
 class Piece:
@@ -162,7 +185,7 @@ def build_requests(count: int, settings: Mapping[str, Any]) -> list[Request]:
         if ALIASES[name] in settings:
             raise InputError(f"{name} and {ALIASES[name]} are two names of one setting; give one of them.")
     settings = {ALIASES.get(name, name): value for name, value in settings.items()}
-    known = {f.name for f in fields(Request)} | {f.name for f in fields(Sampling)} | {"do_sample"}
+    known = {f.name for f in (*fields(Request), *fields(Sampling))} - {"sampling"} | {"do_sample"}
     for name in settings:
         if name not in known:
             raise UnknownNameError("setting", name, known | set(ALIASES))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 from paceline.core.trace import Trace
 
@@ -13,9 +14,10 @@ from .rows import Event, Row
 class Stream(Iterator[Piece]):
     """Iterate for the pieces; `close()` cancels. `traces` grow meanwhile, `results` is the same as `generate` gives."""
 
-    def __init__(self, rows: list[Row], events: Iterator[Event]) -> None:
+    def __init__(self, rows: list[Row], events: Iterator[Event], tokenizer: Any = None) -> None:
         self._rows = rows
         self._events = events
+        self._tokenizer = tokenizer
 
     def __next__(self) -> Piece:
         event = next(self._events)
@@ -40,4 +42,14 @@ class Stream(Iterator[Piece]):
     def results(self) -> list[Generation]:
         """One per prompt; those not at their end yet are cancelled by asking."""
         self.close()
-        return [row.result() for row in self._rows]
+        return results_of(self._rows, self._tokenizer)
+
+    def __repr__(self) -> str:
+        count = len(self._rows)
+        written = sum(len(row.tokens) for row in self._rows)
+        return f"Stream({count} prompt{'s' * (count != 1)}, {written} token{'s' * (written != 1)} so far)"
+
+
+def results_of(rows: list[Row], tokenizer: Any) -> list[Generation]:
+    """The results of rows that ended; a notebook shows them with the texts of their tokens."""
+    return [row.result().shown_by(tokenizer) for row in rows]

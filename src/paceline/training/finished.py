@@ -39,7 +39,7 @@ def measure(lm: LanguageModel, drafter: Drafter, pieces: Sequence[Text], most: i
     prompts = prompts or [piece.tokens[: len(piece.tokens) // 2] for piece in pieces][:most]
     if not prompts:
         return None
-    plain = SpeculativeDecoder(lm).generate(prompts, max_new_tokens=_WRITTEN)
+    plain = SpeculativeDecoder(lm, draft=None).generate(prompts, max_new_tokens=_WRITTEN)
     found = SpeculativeDecoder(lm, drafter).generate(prompts, max_new_tokens=_WRITTEN)
     stats = [each.stats for each in found]
     rounds = sum(each.rounds for each in stats)

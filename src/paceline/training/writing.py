@@ -80,7 +80,7 @@ class Writer:
         self._frame: Frame | None = frame_of(lm) if self.plan.style == "chat" else None
         silent = copy.copy(lm)
         silent.tokenizer = None  # tokens are wanted here, and nobody reads along
-        self._decoder = SpeculativeDecoder(silent, rows=self.plan.rows)
+        self._decoder = SpeculativeDecoder(silent, draft=None, rows=self.plan.rows)
         self._lm = lm
         self._beginnings = self._encoded(first_words() if beginnings is None else beginnings)
         self._known: set[int] = set()

@@ -298,7 +298,7 @@ def test_texts_and_drafts_are_the_same(
     rows: int, options: dict[str, Any], settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whose acceptance is the fitted head's: a draft that goes astray would show."""
-    plain = paceline.SpeculativeDecoder(target(), runner="eager")
+    plain = paceline.SpeculativeDecoder(target(), draft=None, runner="eager")
     wanted = plain.generate(fitting.PROMPTS[:2], max_new_tokens=NEW, ignore_eos=True, **settings)
     found = written(fitted(), rows, options, settings)
     assert [out.tokens for out in found] == [out.tokens for out in wanted]

@@ -315,7 +315,7 @@ def test_rounds_by_kernels_alone(rows: int, settings: dict[str, Any], monkeypatc
     sizes = {"vocab_size": 80, "hidden_size": 32, "intermediate_size": 48, "max_position_embeddings": 128}
     models = [paceline.LanguageModel(llama(seed, num_hidden_layers=2 - seed, **sizes).float()) for seed in (0, 1)]
     prompts, limits = [[1, 2, 3, 1, 2], [7, 8]], {"max_new_tokens": [9, 5], **settings}
-    plain = paceline.SpeculativeDecoder(models[0], runner="eager").generate(prompts, **limits)
+    plain = paceline.SpeculativeDecoder(models[0], draft=None, runner="eager").generate(prompts, **limits)
 
     monkeypatch.setattr(language_model, "kernel_pass", cuda_pass)
     monkeypatch.setattr(flight, "programs_for", lambda lm: Rehearsal())

@@ -19,7 +19,7 @@ from paceline.core.errors import UnsupportedError
 from paceline.core.registry import build_options
 from paceline.core.trace import Trace
 from paceline.drafters.making import make_drafter, named
-from paceline.engine.decoder import make_rule
+from paceline.engine.arguments import make_rule
 
 from .chain_bounds import Ways, bounds
 from .replayed import Range, Replayed, ReplayedText

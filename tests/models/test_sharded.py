@@ -40,7 +40,7 @@ def refused(act):
 rank = int(os.environ["RANK"])
 refused(lambda: paceline.SpeculativeDecoder(target, "auto"))
 refused(lambda: paceline.SpeculativeDecoder(target, "self-quantized").generate(prompts[0], max_new_tokens=4))
-refused(lambda: paceline.SpeculativeDecoder(target).generate([1 + rank, 2], max_new_tokens=4))
+refused(lambda: paceline.SpeculativeDecoder(target, None).generate([1 + rank, 2], max_new_tokens=4))
 with open(f"{folder}/rank{rank}.json", "w") as file:
     json.dump(found, file)
 """

@@ -23,7 +23,7 @@ def summary_of(result: Generation) -> str:
 
 def as_html(result: Generation, tokenizer: Any) -> str:
     """The text with one colour per kind of token, and one line of numbers. Everything is escaped."""
-    pieces = _pieces(result, tokenizer)
+    pieces = [piece for piece in _pieces(result, tokenizer) if piece[1]]
     shown = "".join(
         _marked(kind, "".join(text for _, text in group)) for kind, group in groupby(pieces, lambda piece: piece[0])
     )

@@ -13,6 +13,9 @@ from pathlib import Path
 import pytest
 from typer.testing import Result
 
+from paceline.cli.chat import history_file
+from paceline.cli.terminal import silent_keys
+
 from .conftest import run
 
 pytestmark = pytest.mark.usefixtures("looks_up")
@@ -83,6 +86,17 @@ def test_again_answers_the_last_message_anew(target: str) -> None:
     assert first == second
 
 
+@pytest.mark.parametrize("draft", ["suffix", "ngram"])
+def test_again_compares_with_a_drafter_that_does_not_know_the_answer(target: str, draft: str) -> None:
+    """A drafter that keeps texts would copy its own answer, and the comparison would flatter it."""
+    more = ("--draft", draft, *(("--drafter.persistent", "true") if draft == "ngram" else ()))
+    result = talk(target, "hello you", "/target on", "/ngram on", "/again", more=more)
+    counts = re.findall(r"(?:\((\d+ of \d+) drafted\)|(nothing was drafted))", result.stderr)
+    first, again = counts[0], counts[1]
+    assert first == again, result.stderr
+    assert len(counts) == 3, "speculative, then speculative and ngram beside the target"
+
+
 def test_a_drafter_and_a_rule_can_be_changed(target: str, draft: str) -> None:
     result = talk(target, f"/draft {draft} tree=levels", "/rule ratio", "/temperature 1", "hello")
     assert "draft-model" in result.stdout
@@ -104,6 +118,17 @@ def test_save_and_trace(target: str, tmp_path: Path) -> None:
     emitted = sum(len(entry["path"]) + (entry["own"] is not None) for entry in lines)
     assert emitted == answer["stats"]["emitted"] == 12
     assert result.stdout.count("'") >= 24, "/trace without a file shows the tokens"
+
+
+@pytest.mark.parametrize("command", ["/save", "/trace"])
+def test_a_file_that_exists_is_kept(target: str, tmp_path: Path, command: str) -> None:
+    place = tmp_path / "notes.json"
+    place.write_text("mine")
+    refused = talk(target, "hello", f"{command} {place}")
+    assert f"'{place}' exists; write {command} {place} --force to replace it, or name another file." in refused.stderr
+    assert place.read_text() == "mine"
+    assert "error" not in talk(target, "hello", f"{command} {place} --force").stderr
+    assert place.read_text() != "mine"
 
 
 def test_the_store_is_reset_saved_and_loaded(target: str, tmp_path: Path) -> None:
@@ -152,12 +177,55 @@ def test_a_backslash_continues_a_line_and_quit_leaves(target: str) -> None:
     assert "never" not in result.stdout
 
 
+def test_history_is_kept_where_something_can_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The state folder comes first: the cache may be a read-only folder, or one that is thrown away."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    monkeypatch.setenv("PACELINE_CACHE", str(tmp_path / "cache"))
+    first = history_file()
+    assert first == tmp_path / "state" / "paceline" / "chat_history"
+    assert first.stat().st_mode & 0o777 == 0o600
+    (tmp_path / "file").write_text("no folder can be below it")
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "file"))
+    assert history_file() == tmp_path / "cache" / "chat_history"
+    monkeypatch.setenv("PACELINE_CACHE", str(tmp_path / "file"))
+    assert history_file() is None
+
+
+def test_a_history_of_an_older_version_is_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    monkeypatch.setenv("PACELINE_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "cache").mkdir()
+    (tmp_path / "cache" / "chat_history").write_text("\n# then\n+hello\n")
+    place = history_file()
+    assert place is not None
+    assert "+hello" in place.read_text()
+
+
+def test_keys_are_silent_while_an_answer_is_written() -> None:
+    """A terminal driver echoes ^C into whatever is on the screen."""
+    pty = pytest.importorskip("pty", reason="there are no pseudo-terminals here")
+    import termios
+
+    master, slave = pty.openpty()
+    try:
+        with os.fdopen(os.dup(slave)) as keyboard, pytest.MonkeyPatch.context() as patch:
+            patch.setattr(sys, "stdin", keyboard)
+            assert termios.tcgetattr(slave)[3] & termios.ECHO
+            with silent_keys():
+                assert not termios.tcgetattr(slave)[3] & termios.ECHO
+            assert termios.tcgetattr(slave)[3] & termios.ECHO
+    finally:
+        os.close(master)
+        os.close(slave)
+
+
 @pytest.mark.slow
 def test_a_terminal_gets_a_prompt_with_history(target: str, tmp_path: Path) -> None:
     """What people see: a prompt that is edited by prompt-toolkit, an answer in colours, and lines that come back."""
     pty = pytest.importorskip("pty", reason="there are no pseudo-terminals here")
     master, slave = pty.openpty()
-    environment = {**os.environ, "TERM": "xterm-256color", "PACELINE_CACHE": str(tmp_path)}
+    folders = {"XDG_STATE_HOME": str(tmp_path), "PACELINE_CACHE": str(tmp_path)}
+    environment = {**os.environ, "TERM": "xterm-256color", **folders}
     command = [sys.executable, "-m", "paceline", "chat", "--target", target, *SHORT]
     process = subprocess.Popen(command, stdin=slave, stdout=slave, stderr=slave, env=environment, close_fds=True)
     os.close(slave)
@@ -168,7 +236,7 @@ def test_a_terminal_gets_a_prompt_with_history(target: str, tmp_path: Path) -> N
     assert process.wait(timeout=60) == 0
     assert "/help lists the commands" in shown
     assert "\x1b[34m" in shown, "the target's own tokens are blue"
-    assert "hello" in (tmp_path / "chat_history").read_text()
+    assert "hello" in (tmp_path / "paceline" / "chat_history").read_text()
 
 
 def _until(descriptor: int, wanted: str) -> str:

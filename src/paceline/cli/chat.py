@@ -22,7 +22,7 @@ from .report import beginning, dump, result_as_dict, summary
 from .session import fitting, open_decoder, read_settings
 from .settings import takes
 from .showing import Shown
-from .terminal import Ink, complain, plain_warnings, say
+from .terminal import Ink, complain, plain_warnings, say, silent_keys
 
 if TYPE_CHECKING:
     from paceline.engine.decoder import SpeculativeDecoder
@@ -69,6 +69,8 @@ def _line(state: ChatState, line: str, ink: Ink) -> bool:
     except Again:
         assert state.asked is not None
         state.take_back()
+        for mode in state.unlearn():
+            say(f"the drafter of '{mode}' cannot forget, so it may know this answer already")
         return _line(state, state.asked, ink)
     except PacelineError as error:
         if state.switches["debug"]:
@@ -113,7 +115,7 @@ def _prompt(state: ChatState, text: str) -> Any:
 def _answer(decoder: SpeculativeDecoder, prompt: Any, settings: Any, state: ChatState, ink: Ink) -> Generation:
     tokenizer = decoder.target.tokenizer
     live = not state.said.json and (ink.is_terminal if state.said.stream is None else state.said.stream)
-    with interruptible() as cancelled:
+    with silent_keys(), interruptible() as cancelled:
         stream = decoder.stream(prompt, cancel=cancelled, **settings)
         shown = Shown(stream, ink if live else None, tokenizer, state.switches["drafts"])
         try:
@@ -167,7 +169,7 @@ def _typed() -> Iterator[str]:
 
     words = {name: dict.fromkeys(values) or None for name, values in words_to_complete().items()}
     words["/draft"], words["/rule"] = (dict.fromkeys(names) for names in _names())
-    place = _history_file()
+    place = history_file()
     history = InMemoryHistory() if place is None else FileHistory(str(place))
     session: PromptSession[str] = PromptSession(history=history, completer=NestedCompleter.from_nested_dict(words))
     while True:
@@ -188,15 +190,19 @@ def _names() -> tuple[list[str], list[str]]:
     return list(DRAFTERS), list(RULES)
 
 
-def _history_file() -> Path | None:
-    """Beside the weights; none where nothing can be written."""
+def history_file() -> Path | None:
+    """The file with the lines of earlier chats: in the state folder of the user, else in the cache folder; None where
+    neither can be written. A file that an older version left in the cache folder is continued."""
     from paceline.models.cache import cache_folder
 
-    place = cache_folder() / "chat_history"
-    try:
-        place.parent.mkdir(parents=True, exist_ok=True)
-        with place.open("a"):
-            os.chmod(place, 0o600)  # what people say to a model is theirs
-    except OSError:
-        return None
-    return place
+    state = Path(os.environ.get("XDG_STATE_HOME") or "~/.local/state").expanduser()
+    places = [state / "paceline" / "chat_history", cache_folder() / "chat_history"]
+    for place in sorted(places, key=lambda place: not place.is_file()):
+        try:
+            place.parent.mkdir(parents=True, exist_ok=True)
+            with place.open("a"):
+                os.chmod(place, 0o600)  # what people say to a model is theirs
+        except OSError:
+            continue
+        return place
+    return None

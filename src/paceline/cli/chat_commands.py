@@ -202,7 +202,9 @@ def _store(state: ChatState, words: list[str], ink: Ink) -> None:
 # ---- the conversation
 
 
-@command("again", "/again", "answer the last message once more, with the settings as they are now")
+@command(
+    "again", "/again", "answer the last message again, with the settings of now; drafters forget first"
+)
 def _again(state: ChatState, words: list[str], ink: Ink) -> None:
     if state.asked is None:
         raise InputError("There is no message yet to answer again.")
@@ -221,20 +223,22 @@ def _clear(state: ChatState, words: list[str], ink: Ink) -> None:
     ink.write("a new conversation begins\n")
 
 
-@command("save", "/save FILE", "conversation, settings and the last answers as JSON")
+@command("save", "/save FILE [--force]", "conversation, settings and the last answers as JSON")
 def _save(state: ChatState, words: list[str], ink: Ink) -> None:
+    words, force = _without_force(words)
     if len(words) != 1:
         raise InputError("/save needs the name of a file, such as /save chat.json.")
     tokenizer = state.target.tokenizer
     answers = [{"mode": each.mode, **result_as_dict(each.result, tokenizer)} for each in state.answers]
     settings = settings_of(state.decoder("speculative"), {name: _shown(state, name) for name in NUMBERS})
     told = {"messages": state.messages, "asked": state.asked, "answers": answers, "settings": settings}
-    _write(words[0], dump(told) + "\n")
+    _write("/save", words[0], dump(told) + "\n", force)
     ink.write(f"saved to {words[0]}\n")
 
 
-@command("trace", "/trace [FILE]", "the rounds of the last answers, shown or as JSON lines")
+@command("trace", "/trace [FILE [--force]]", "the rounds of the last answers, shown or as JSON lines")
 def _trace(state: ChatState, words: list[str], ink: Ink) -> None:
+    words, force = _without_force(words)
     if not state.answers:
         raise InputError("There is no answer yet to trace.")
     if words:
@@ -250,7 +254,7 @@ def _trace(state: ChatState, words: list[str], ink: Ink) -> None:
             for answer in state.answers
             for r in answer.result.trace.rounds
         ]
-        _write(words[0], "".join(json.dumps(entry) + "\n" for entry in rounds))
+        _write("/trace", words[0], "".join(json.dumps(entry) + "\n" for entry in rounds), force)
         ink.write(f"saved {len(rounds)} rounds to {words[0]}\n")
         return
     for answer in state.answers:
@@ -275,9 +279,19 @@ def _quoted(token: int, tokenizer: Any) -> str:
     return f" {token}" if tokenizer is None else " " + repr(token_text(token, tokenizer))
 
 
-def _write(name: str, content: str) -> None:
+def _without_force(words: list[str]) -> tuple[list[str], bool]:
+    """The words without --force, and whether it was among them."""
+    return [word for word in words if word != "--force"], "--force" in words
+
+
+def _write(command: str, name: str, content: str, force: bool) -> None:
     try:
-        Path(name).write_text(content, "utf-8")
+        with Path(name).open("w" if force else "x", encoding="utf-8") as file:
+            file.write(content)
+    except FileExistsError:
+        raise InputError(
+            f"'{name}' exists; write {command} {shlex.quote(name)} --force to replace it, or name another file."
+        ) from None
     except OSError as error:
         raise InputError(f"'{name}' cannot be written: {error.strerror or error}.") from error
 

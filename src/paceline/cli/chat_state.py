@@ -160,6 +160,19 @@ class ChatState:
             raise InputError(f"The drafter '{name}' has no model of its own to run alone; use /draft with a model.")
         return plain_decoder(lm, rule)
 
+    def unlearn(self) -> list[str]:
+        """Drafters forget what texts have taught them, for a drafter that has seen an answer copies it. Returns the
+        modes whose drafter cannot forget."""
+        kept = []
+        for mode in [mode for mode, wanted in self.modes.items() if wanted]:
+            decoder = self.decoder(mode)
+            before = decoder.drafter
+            if not decoder.forget():
+                kept.append(mode)
+            elif self.drafters.get(mode) is before:
+                self.drafters[mode] = decoder.drafter
+        return kept
+
     def take_back(self) -> None:
         """The last message was not asked."""
         if self.messages and self.answers:

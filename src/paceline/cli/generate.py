@@ -16,7 +16,7 @@ from .report import beam_lines, beginning, dump, logprob_lines, result_as_dict, 
 from .session import check_counts, open_decoder, read_prompt, read_settings
 from .settings import takes
 from .showing import Shown
-from .terminal import Ink, plain_warnings, say
+from .terminal import Ink, plain_warnings, say, silent_keys
 
 if TYPE_CHECKING:
     from paceline.engine.decoder import SpeculativeDecoder
@@ -77,7 +77,7 @@ def _write(decoder: SpeculativeDecoder, prompt: Any, settings: dict[str, Any], s
     tokenizer = decoder.target.tokenizer
     wanted = ink.is_terminal if said.stream is None else said.stream
     live = wanted and not said.json and said.n_best is None  # the texts of a search come all at once, each with a score
-    with interruptible() as cancelled:
+    with silent_keys(), interruptible() as cancelled:
         stream = decoder.stream(prompt, cancel=cancelled, **settings)
         shown = Shown(stream, ink if live else None, tokenizer, said.show_drafts)
         try:

@@ -34,13 +34,13 @@ class Shown:
     def finish(self, ink: Ink, result: Generation) -> None:
         """What is left, and what was held back because it might have become a stop string or a character."""
         self._empty(ink)
-        ink.write(result.text[self._length :], OWN)
+        ink.flow(result.text[self._length :], OWN)
         ink.end()
 
     def _empty(self, ink: Ink) -> None:
         for rejected, text, style in self._waiting:
             ink.rejected(rejected)
-            ink.write(text, style)
+            ink.flow(text, style)
         self._waiting.clear()
 
     def _rejected(self) -> str:

@@ -16,6 +16,8 @@ from rich.text import Text
 
 from paceline.core.errors import PacelineWarning
 
+from .wrapping import WordWrap
+
 ACCEPTED, OWN, REJECTED = Style(color="green"), Style(color="blue"), Style(color="red", strike=True)
 # a model may write any character, also those that move the cursor or set the title of the window
 _CONTROLS = {code: f"\\x{code:02x}" for code in (*range(32), 127, *range(128, 160)) if chr(code) not in "\n\t"}
@@ -46,8 +48,24 @@ class Ink:
         plain = console.no_color or console.legacy_windows or console.color_system is None
         self.coloured = self.is_terminal and not plain
         self.last = ""
+        self._wrap = WordWrap(self._put, lambda: console.width) if self.is_terminal else None
 
     def write(self, text: str, style: Style | None = None) -> None:
+        """Lines as they are."""
+        if self._wrap is not None:
+            self._wrap.flush()
+            self._wrap.reset()
+        self._put(text, style)
+
+    def flow(self, text: str, style: Style | None = None) -> None:
+        """A text that arrives in pieces: on a terminal its lines break between words."""
+        if self._wrap is None:
+            self._put(text, style)
+            return
+        self.last = text[-1] if text else self.last
+        self._wrap.feed(text.translate(_CONTROLS), style)
+
+    def _put(self, text: str, style: Style | None) -> None:
         if not text:
             return
         self.last = text[-1]
@@ -62,12 +80,35 @@ class Ink:
         """Struck through in colour; without colour between the marks of wdiff."""
         text = text.replace("\n", "↵")  # a line that was never written should not break the one that was
         if text:
-            self.write(text if self.coloured else f"[-{text}-]", REJECTED)
+            self.flow(text if self.coloured else f"[-{text}-]", REJECTED)
 
     def end(self) -> None:
         """A prompt of the shell must not stick to the text."""
+        if self._wrap is not None:
+            self._wrap.flush()
+            self._wrap.reset()
         if self.last != "\n":
-            self.write("\n")
+            self._put("\n", None)
+
+
+@contextmanager
+def silent_keys() -> Iterator[None]:
+    """No key shows on the terminal meanwhile: neither ^C nor what is typed for later gets into a text."""
+    try:
+        import termios
+
+        keyboard = sys.stdin.fileno()
+        before = termios.tcgetattr(keyboard)
+    except (ImportError, OSError, ValueError, AttributeError, termios.error):  # no terminal, or one of another kind
+        yield
+        return
+    silent = [*before]
+    silent[3] &= ~termios.ECHO
+    termios.tcsetattr(keyboard, termios.TCSANOW, silent)
+    try:
+        yield
+    finally:
+        termios.tcsetattr(keyboard, termios.TCSANOW, before)
 
 
 @contextmanager

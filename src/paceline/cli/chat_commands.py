@@ -202,9 +202,7 @@ def _store(state: ChatState, words: list[str], ink: Ink) -> None:
 # ---- the conversation
 
 
-@command(
-    "again", "/again", "answer the last message again, with the settings of now; drafters forget first"
-)
+@command("again", "/again", "answer the last message again, with the settings of now; drafters forget first")
 def _again(state: ChatState, words: list[str], ink: Ink) -> None:
     if state.asked is None:
         raise InputError("There is no message yet to answer again.")

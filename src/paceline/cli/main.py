@@ -18,6 +18,7 @@ from .audit import audit
 from .bench import EPILOG as BENCH_EPILOG
 from .bench import bench
 from .chat import chat
+from .doctor import doctor
 from .export import export
 from .generate import EPILOG, INTERRUPTED, generate
 from .listing import list_names
@@ -103,6 +104,7 @@ app.command("bench", cls=SettingsCommand, context_settings=CONTEXT, epilog=BENCH
 app.command("tune", cls=SettingsCommand, context_settings=CONTEXT, epilog=TUNE_EPILOG)(tune)
 app.command("train", cls=SettingsCommand, context_settings=CONTEXT, epilog=TRAIN_EPILOG)(train)
 app.command("export")(export)
+app.command("doctor")(doctor)
 app.command("list")(list_names)
 
 

@@ -190,7 +190,7 @@ def costs_for(
     machine measures again.
     """
     key = costs_key(lm)
-    known = None if fresh else _KNOWN.get(key) or _usable(key)
+    known = None if fresh else known_costs(lm)
     wanted = [1 << power for power in range(max(0, rows - 1).bit_length() + 1)]
     missing = [count for count in wanted if known is None or count not in known.passes]
     if missing:
@@ -204,6 +204,12 @@ def costs_for(
     assert known is not None
     _KNOWN[key] = known
     return known
+
+
+def known_costs(lm: LanguageModel) -> Costs | None:
+    """What was measured of this model on this machine, if that still holds; nothing is measured now."""
+    key = costs_key(lm)
+    return _KNOWN.get(key) or _usable(key)
 
 
 def _write(key: str, costs: Costs, busy: bool) -> None:

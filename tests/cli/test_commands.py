@@ -63,6 +63,14 @@ def test_list_everything() -> None:
     assert json.loads(run("list", "--json").stdout).keys() == {"drafters", "rules", "models"}
 
 
+@pytest.mark.parametrize("kind", ["drafters", "rules", "models"])
+def test_a_pipe_gets_lines_of_at_most_100_columns(kind: str) -> None:
+    shown = run("list", kind).stdout
+    assert max(len(line) for line in shown.splitlines()) <= 100
+    names = [entry["name"] for entry in json.loads(run("list", kind, "--json").stdout)]
+    assert [line.split()[0] for line in shown.splitlines() if not line.startswith(" ")] == names
+
+
 def test_names_that_are_no_commands() -> None:
     assert "Did you mean 'generate'?" in refusal("genrate", code=2)
     assert "drafters" in refusal("list", "drafter", code=2)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from paceline.bench.machine import Busy
 from paceline.cli import doctor
 from paceline.core.errors import UnsupportedError
 from paceline.models import pass_times
@@ -53,11 +54,16 @@ def test_what_was_measured_is_used_and_can_be_measured_now(target: str, monkeypa
     before = checks("--target", target, "--draft", "suffix")["speed-up"]
     assert before["status"] == "note"
     assert "--measure" in before["text"]
+    shares = [0.0, 0.8]
+    monkeypatch.setattr("paceline.bench.machine.how_busy", lambda device: Busy(shares.pop(0)))
     after = checks("--target", target, "--draft", "suffix", "--measure")["speed-up"]
     assert after["status"] == "ok"
     assert set(after["v"]) == {"2", "4", "8", "16"}
     assert after["same_text"] is True
     assert after["measured"] > 0
+    crowded = checks("--target", target, "--draft", "suffix", "--measure")["speed-up"]
+    assert crowded["status"] == "note"
+    assert "Others use 80% of the processors" in crowded["text"]
 
 
 def test_vocabularies_that_differ_fail_and_say_so(target: str, tmp_path: Path) -> None:

@@ -5,10 +5,13 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
+import textwrap
 from enum import Enum
 from typing import Annotated, Any
 
 import typer
+
+_WIDTH = 100  # columns of a line in a pipe
 
 
 class Kind(str, Enum):
@@ -86,9 +89,20 @@ _MAKERS = {Kind.DRAFTERS: _drafters, Kind.RULES: _rules, Kind.MODELS: _models}
 
 
 def _print(entries: list[dict[str, Any]]) -> None:
-    """A table: for eyes on a terminal, one line per entry in a pipe."""
-    from rich import box
+    """A table on a terminal; in a pipe one paragraph per entry, for `grep` and for narrow windows."""
     from rich.console import Console
+
+    console = Console(file=sys.stdout, highlight=False)
+    if console.is_terminal:
+        console.print(_table(entries))
+        return
+    column = max((len(entry["name"]) for entry in entries), default=0) + 2
+    for entry in entries:
+        print("\n".join(_paragraph(entry, column)))
+
+
+def _table(entries: list[dict[str, Any]]) -> Any:
+    from rich import box
     from rich.table import Table
 
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
@@ -96,10 +110,16 @@ def _print(entries: list[dict[str, Any]]) -> None:
         table.add_column(column, no_wrap=column == "name", overflow="fold")
     for entry in entries:
         table.add_row(*(_cell(value) for value in entry.values()))
-    console = Console(file=sys.stdout, highlight=False)
-    if not console.is_terminal:
-        console = Console(file=sys.stdout, highlight=False, width=200)
-    console.print(table)
+    return table
+
+
+def _paragraph(entry: dict[str, Any], column: int) -> list[str]:
+    """The name, and beside it the summary and what else there is to say, in lines that no terminal breaks."""
+    others = {name: value for name, value in entry.items() if name not in ("name", "summary")}
+    facts = "; ".join(f"{name}: {_cell(value)}" for name, value in others.items())
+    told = [entry["summary"], facts] if "summary" in entry else [facts]
+    lines = [line for text in told for line in textwrap.wrap(text, _WIDTH - column, break_on_hyphens=False)]
+    return [f"{entry['name'] if number == 0 else '':{column}}{line}" for number, line in enumerate(lines)]
 
 
 def _cell(value: Any) -> str:

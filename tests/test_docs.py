@@ -43,6 +43,22 @@ def test_every_path_the_documents_name_exists() -> None:
             assert (page.parent / link).exists(), f"{page.name}: {link}"
 
 
+PRIVATE = re.compile(r"was asked for|were asked for|seeds\.md|house\.md|findings\.md|/tmp/|shared/design")
+
+
+def test_public_pages_speak_of_nothing_that_a_reader_cannot_open() -> None:
+    """No notes of the authors, and no folders of their machines."""
+    pages = [ROOT / "README.md", ROOT / "pyproject.toml", *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").rglob("*")]
+    found = [
+        f"{page.relative_to(ROOT)}:{number}: {line.strip()[:80]}"
+        for page in pages
+        if page.is_file()
+        for number, line in enumerate(page.read_text(encoding="utf-8").splitlines(), 1)
+        if PRIVATE.search(line)
+    ]
+    assert not found, "\n".join(found)
+
+
 def test_every_drafter_has_a_page_and_every_page_a_drafter() -> None:
     pages = {page.stem for page in (ROOT / "docs" / "methods").glob("*.md")} - {"README"}
     assert set(paceline.DRAFTERS) == pages

@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[1]
 MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 60
 
-# house.md, Rooms: these must import where only torch, transformers, safetensors, tokenizers and numpy are present.
+# These must import where only torch, transformers, safetensors, tokenizers and numpy are present.
 BARE_ROOMS = ("core", "rules", "models", "drafters", "engine", "audit", "bench", "training")
 ABSENT = ("rich", "typer", "gguf", "pytest", "matplotlib", "wandb", "accelerate")
 

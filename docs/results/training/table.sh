@@ -1,4 +1,4 @@
-# One table of everything trained (seeds.md §3), with the drafters of the catalogue, or of CATALOGUE/smollm2-135m:
+# One table of everything trained, with the drafters of the catalogue, or of CATALOGUE/smollm2-135m:
 #   bash docs/results/training/table.sh OUT.jsonl [arguments of `python -m paceline.bench`, such as --limit 1 --device cuda --dtype bfloat16]
 # PROMPTS: a file of prompts with categories, such as Spec-Bench's. And plain decoding of the draft by itself. A kind that is not there is left out. No typer or rich is needed.
 set -eu

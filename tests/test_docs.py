@@ -48,7 +48,12 @@ PRIVATE = re.compile(r"was asked for|were asked for|seeds\.md|house\.md|findings
 
 def test_public_pages_speak_of_nothing_that_a_reader_cannot_open() -> None:
     """No notes of the authors, and no folders of their machines."""
-    pages = [ROOT / "README.md", ROOT / "pyproject.toml", *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").rglob("*")]
+    pages = [
+        ROOT / "README.md",
+        ROOT / "pyproject.toml",
+        *(ROOT / "docs").rglob("*.md"),
+        *(ROOT / "examples").rglob("*"),
+    ]
     found = [
         f"{page.relative_to(ROOT)}:{number}: {line.strip()[:80]}"
         for page in pages

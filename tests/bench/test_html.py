@@ -65,6 +65,18 @@ def test_everything_is_on_the_page() -> None:
         assert said in text
 
 
+def test_one_is_not_a_plural_and_its_chart_fills_the_page() -> None:
+    report = made_report()
+    one = replace(report, results=tuple(each for each in report.results if each.run.task == "chat-1"))
+    text = page(one)
+    assert " on 1 prompt, " in text
+    assert "1 prompts" not in text
+    assert "tiny · a CPU" in text
+    sizes = re.findall(r'<svg viewBox="0 0 ([\d.]+) ([\d.]+)"', text)
+    assert sizes
+    assert all(float(width) >= 860 and float(height) >= 380 for width, height in sizes)
+
+
 def test_names_are_escaped_wherever_they_stand() -> None:
     report = made_report()
     members = tuple(replace(m, name=NASTY) if m.name == "suffix" else m for m in report.members)

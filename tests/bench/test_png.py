@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import builtins
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from paceline.bench.metrics import summarise
-from paceline.bench.reporting.charts import Chart, Point, Series, charts_of
+from paceline.bench.reporting.charts import Chart, Point, Series, caption_of, charts_of
 from paceline.bench.reporting.png import check_png, figure_of, write_png
 from paceline.core.errors import InputError, UnsupportedError
 from tests.bench.made_reports import NASTY, made_report
@@ -22,6 +23,23 @@ def test_a_file_per_chart(tmp_path: Path) -> None:
     written = write_png(charts_of(report, summarise(report)), tmp_path / "plots")
     assert [path.name for path in written] == ["speed-up.png", "acceptance.png", "v.png", "bound.png", "predicted.png"]
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in written)
+
+
+def test_a_picture_alone_says_which_model_and_machine() -> None:
+    report = made_report()
+    about = {**report.provenance, "date": "2026-11-18T10:00:00", "versions": {"paceline": "0.1.0"}, "threads": 2}
+    chart = charts_of(replace(report, provenance=about), summarise(report))[0]
+    assert chart.caption == "tiny · a CPU, 2 threads · 2026-11-18 · paceline 0.1.0"
+    figure = figure_of(chart)
+    assert figure.get_supxlabel() == chart.caption
+    assert min(figure.get_size_inches()) > 5
+
+
+@pytest.mark.parametrize("about", [{}, {"arguments": "damaged", "versions": None}, {"gpu": "a GPU", "cpu": "a CPU"}])
+def test_an_old_or_damaged_record_has_a_caption_too(about: dict[str, Any]) -> None:
+    told = caption_of(made_report(provenance=about))
+    assert told.startswith("a model")
+    assert ("a GPU" in told) == ("gpu" in about)
 
 
 @pytest.mark.parametrize("kind", ["bars", "lines", "dots"])

@@ -41,6 +41,7 @@ class Chart:
     note: str = ""
     level: float | None = None
     diagonal: bool = False
+    caption: str = ""  # the model and the machine, for a chart that stands alone
 
     @property
     def points(self) -> Iterator[Point]:

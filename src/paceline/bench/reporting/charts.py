@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from paceline.bench.metrics import ALL, Line, Ratio, Summary
 from paceline.bench.report import Report
 
@@ -10,7 +12,7 @@ from .chart import Chart, Point, Series
 from .noise_charts import noise_charts
 from .versus import versus_charts
 
-__all__ = ["Chart", "Point", "Series", "charts_of"]
+__all__ = ["Chart", "Point", "Series", "caption_of", "charts_of", "target_of"]
 
 _LONGEST = 16  # drafted positions shown at most
 
@@ -26,7 +28,31 @@ def charts_of(report: Report, summary: Summary) -> list[Chart]:
         *versus_charts(report, summary),
         *noise_charts(report),
     )
-    return [chart for chart in made if any(series.points for series in chart.series)]
+    caption = caption_of(report)
+    return [replace(chart, caption=caption) for chart in made if any(series.points for series in chart.series)]
+
+
+def target_of(report: Report) -> str:
+    """The name of the model or of the shape that was measured."""
+    said = report.provenance.get("arguments", {})
+    return str(said.get("shape") or said.get("target") or "a model") if isinstance(said, dict) else "a model"
+
+
+def caption_of(report: Report) -> str:
+    """One line: model, number format, machine, date, version; what the record does not know is left out."""
+    about = report.provenance
+    said, versions = about.get("arguments"), about.get("versions")
+    said, versions = said if isinstance(said, dict) else {}, versions if isinstance(versions, dict) else {}
+    numbers = " ".join(str(said[name]) for name in ("dtype", "quantize") if said.get(name))
+    machine = about.get("gpu") or about.get("cpu")
+    cores = f", {about['threads']} threads" if not about.get("gpu") and about.get("threads") else ""
+    facts = (
+        f"{target_of(report)}{' in ' + numbers if numbers else ''}",
+        f"{machine}{cores}" if machine else "",
+        str(about.get("date") or "")[:10],
+        f"paceline {versions['paceline']}" if versions.get("paceline") else "",
+    )
+    return " · ".join(fact for fact in facts if fact)
 
 
 def speed_ups(report: Report, summary: Summary) -> Chart:

@@ -11,10 +11,11 @@ from paceline.bench.report import Report
 from paceline.core.errors import InputError
 
 from .cells import Table
-from .charts import Chart, charts_of
+from .charts import Chart, caption_of, charts_of, target_of
 from .details import provenance
 from .svg import as_svg, colour
 from .tables import tables_of
+from .wording import counted
 
 _STYLE = """
 :root { color-scheme: light dark; --text: #1c1c1c; --dim: #666; --line: #ddd; --page: #fff; --panel: #f6f6f4;
@@ -33,7 +34,7 @@ td:first-child, th:first-child, table.words td { text-align: left; }
 table.words td { white-space: normal; overflow-wrap: anywhere; }
 th { font-weight: 600; border-bottom: 2px solid var(--line); } td { border-bottom: 1px solid var(--line); }
 .good { color: var(--good); font-weight: 600; } .bad { color: var(--bad); font-weight: 600; }
-svg { font: 12px system-ui, sans-serif; } svg text { fill: var(--text); }
+svg { font: 13px system-ui, sans-serif; } svg text { fill: var(--text); }
 .grid { stroke: var(--line); } .level { stroke: var(--dim); stroke-dasharray: 5 4; stroke-width: 1.5; }
 .spread { stroke: var(--text); stroke-width: 1; fill: none; }
 .legend span { margin-right: 1rem; white-space: nowrap; } .legend i { display: inline-block; width: .8em; height: .8em;
@@ -42,14 +43,14 @@ svg { font: 12px system-ui, sans-serif; } svg text { fill: var(--text); }
 
 
 def as_html(report: Report, summary: Summary) -> str:
-    title = f"paceline bench: {_target(report)}"
+    title = f"paceline bench: {target_of(report)}"
     parts = [
         "<!doctype html>",
         f'<html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>',
         '<meta name="viewport" content="width=device-width, initial-scale=1">',
         f"<style>{_STYLE}</style></head><body>",
         f"<h1>{escape(title)}</h1>",
-        f'<p class="about">{escape(_about(report, summary))}</p>',
+        f'<p class="about">{escape(caption_of(report))}<br>{escape(_about(report, summary))}</p>',
         *_warnings(report),
     ]
     tables = list(tables_of(report, summary))
@@ -70,17 +71,13 @@ def write_html(report: Report, summary: Summary, path: Path) -> None:
         raise InputError(f"The report '{path}' cannot be written: {error.strerror or error}.") from error
 
 
-def _target(report: Report) -> str:
-    said = report.provenance.get("arguments", {})
-    return str(said.get("shape") or said.get("target") or "a model") if isinstance(said, dict) else "a model"
-
-
 def _about(report: Report, summary: Summary) -> str:
     found = summary.of(report.plain, ALL) if report.members else None
     if found is None:
         return "No run of plain decoding was finished."
-    who = f"{len(report.members)} contestants on {found.tasks} prompts"
-    return f"{who}, {found.runs} runs of each, in turns in one process. Medians; green and red are beyond the spread."
+    who = f"{counted(len(report.members), 'contestant')} on {counted(found.tasks, 'prompt')}"
+    often = f"{counted(found.runs, 'run')} of each"
+    return f"{who}, {often}, in turns in one process. Medians; green and red are beyond the spread."
 
 
 def _warnings(report: Report) -> Iterator[str]:

@@ -52,8 +52,8 @@ def figure_of(chart: Chart) -> Any:
     from matplotlib.figure import Figure
 
     groups = list(dict.fromkeys(str(point.x) for point in chart.points)) if chart.kind == "bars" else []
-    width = max(7.0, 0.16 * len(chart.series) * len(groups) + 3.0)
-    figure = Figure(figsize=(width, 4.2), layout="constrained")
+    width = max(9.0, 0.16 * len(chart.series) * len(groups) + 3.0)
+    figure = Figure(figsize=(width, 5.4), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     for place, series in enumerate(chart.series):
@@ -71,6 +71,8 @@ def figure_of(chart: Chart) -> Any:
     axes.set_xlabel(_plain(chart.x))
     axes.set_ylabel(_plain(chart.y))
     axes.set_ylim(bottom=0)
+    if chart.caption:
+        figure.supxlabel(_plain(chart.caption), fontsize="small", color="0.4")
     axes.grid(axis="y", alpha=0.3)
     if len(chart.series) > 1:
         figure.legend(loc="outside right upper", fontsize="small")

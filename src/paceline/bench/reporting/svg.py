@@ -13,9 +13,10 @@ PALETTE = (
     "#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#8c8c8c", "#b8a900",
     "#7a5cc7", "#00a3a3", "#a65628", "#f781bf", "#4d8f00", "#3f5fbf", "#c2a383", "#66c2a5",
 )  # fmt: skip
-_HEIGHT, _LEFT, _RIGHT, _TOP, _BOTTOM = 320, 56, 16, 16, 52
+_HEIGHT, _LEFT, _RIGHT, _TOP, _BOTTOM = 400, 56, 16, 16, 52
 _PLOT = _HEIGHT - _TOP - _BOTTOM
-_WIDTH, _BAR, _GAP = 640, 14, 26
+_WIDTH, _GAP = 880, 26
+_BAR, _WIDEST_BAR = 14, 56  # a bar is wider where there are few
 
 
 def colour(series: Series) -> str:
@@ -96,24 +97,26 @@ class _Bars(_Drawing):
 
     def __init__(self, chart: Chart) -> None:
         self.groups = list(dict.fromkeys(str(point.x) for point in chart.points))
-        self.group = max(64, _BAR * len(chart.series)) + _GAP
-        super().__init__(chart, _LEFT + _RIGHT + self.group * max(1, len(self.groups)))
+        count, room = max(1, len(self.groups)), _WIDTH - _LEFT - _RIGHT
+        self.group = max(64 + _GAP, _BAR * len(chart.series) + _GAP, room / count)
+        self.bar = min(_WIDEST_BAR, (self.group - _GAP) / max(1, len(chart.series)))
+        super().__init__(chart, _LEFT + _RIGHT + self.group * count)
 
     def marks(self) -> Iterator[str]:
         bottom = self.y(0.0)
-        inside = _BAR * len(self.chart.series)
+        inside = self.bar * len(self.chart.series)
         for number, group in enumerate(self.groups):
             middle = _LEFT + self.group * (number + 0.5)
             yield _text(middle, _TOP + _PLOT + 18, group, "middle")
             for place, series in enumerate(self.chart.series):
-                x = middle - inside / 2 + _BAR * place
+                x = middle - inside / 2 + self.bar * place
                 for point in (each for each in series.points if str(each.x) == group):
                     top = self.y(point.y)
                     yield (
-                        f'<rect x="{x + 1:.1f}" y="{min(top, bottom):.1f}" width="{_BAR - 2}" '
+                        f'<rect x="{x + 1:.1f}" y="{min(top, bottom):.1f}" width="{self.bar - 2:.1f}" '
                         f'height="{abs(bottom - top):.1f}" fill="{colour(series)}">{_title(series, point)}</rect>'
                     )
-                    yield self.spread(x + _BAR / 2, point)
+                    yield self.spread(x + self.bar / 2, point)
 
 
 class _Plane(_Drawing):

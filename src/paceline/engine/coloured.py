@@ -68,4 +68,5 @@ def _in_vain(entry: Any, written: list[int], tokenizer: Any) -> str:
     context = written[-_CONTEXT:]
     known = len(tokenizer.decode(context))
     paths = [list(entry.rejected)] if entry.parents is None else [[token] for token in entry.rejected]
-    return "|".join(str(tokenizer.decode([*context, *path]))[known:] for path in paths if path)
+    texts = (str(tokenizer.decode([*context, *path]))[known:] for path in paths if path)
+    return "|".join(texts).replace("\n", "↵")  # a line that was rejected does not break the one that was written

@@ -173,7 +173,7 @@ def test_a_type_checker_knows_what_comes_back() -> None:
         place, _, told = line.partition(": ")
         if Path(place.rpartition(":")[0]).name == SAMPLE.name:
             found.setdefault(int(place.rpartition(":")[2]), told)
-    assert not [line for line in done.stdout.splitlines() if SAMPLE.name not in line], done.stdout
+    assert done.returncode in (0, 1), done.stderr
     for number, line in enumerate(SAMPLE.read_text().splitlines(), 1):
         if "# is: " in line:
             kind = line.rpartition("# is: ")[2]

@@ -201,19 +201,25 @@ def test_a_history_of_an_older_version_is_continued(tmp_path: Path, monkeypatch:
     assert "+hello" in place.read_text()
 
 
-def test_keys_are_silent_while_an_answer_is_written() -> None:
-    """A terminal driver echoes ^C into whatever is on the screen."""
+@pytest.mark.parametrize("foreground", [True, False])
+def test_keys_are_silent_while_an_answer_is_written(foreground: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A terminal driver echoes ^C into whatever is on the screen. A background job must not touch the terminal: the
+    system would stop it."""
     pty = pytest.importorskip("pty", reason="there are no pseudo-terminals here")
     import termios
 
+    def echoes() -> bool:
+        return bool(termios.tcgetattr(slave)[3] & termios.ECHO)
+
     master, slave = pty.openpty()
+    monkeypatch.setattr(os, "tcgetpgrp", lambda keyboard: os.getpgrp() if foreground else -1)
     try:
-        with os.fdopen(os.dup(slave)) as keyboard, pytest.MonkeyPatch.context() as patch:
-            patch.setattr(sys, "stdin", keyboard)
-            assert termios.tcgetattr(slave)[3] & termios.ECHO
+        with os.fdopen(os.dup(slave)) as keyboard:
+            monkeypatch.setattr(sys, "stdin", keyboard)
+            assert echoes()
             with silent_keys():
-                assert not termios.tcgetattr(slave)[3] & termios.ECHO
-            assert termios.tcgetattr(slave)[3] & termios.ECHO
+                assert echoes() is not foreground
+            assert echoes()
     finally:
         os.close(master)
         os.close(slave)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -94,21 +95,31 @@ class Ink:
 @contextmanager
 def silent_keys() -> Iterator[None]:
     """No key shows on the terminal meanwhile: neither ^C nor what is typed for later gets into a text."""
-    try:
-        import termios
-
-        keyboard = sys.stdin.fileno()
-        before = termios.tcgetattr(keyboard)
-    except (ImportError, OSError, ValueError, AttributeError, termios.error):  # no terminal, or one of another kind
-        yield
-        return
-    silent = [*before]
-    silent[3] &= ~termios.ECHO
-    termios.tcsetattr(keyboard, termios.TCSANOW, silent)
+    before = _set_echo(None)
     try:
         yield
     finally:
-        termios.tcsetattr(keyboard, termios.TCSANOW, before)
+        if before is not None:
+            _set_echo(before)
+
+
+def _set_echo(state: list[Any] | None) -> list[Any] | None:
+    """Give the keyboard this state, or with None its own without echo. Returns the state before; None where nothing was
+    done: there is no terminal, or this is a background job, which a change would stop."""
+    try:
+        import termios
+    except ImportError:  # another system
+        return None
+    try:
+        keyboard = sys.stdin.fileno()
+        if os.tcgetpgrp(keyboard) != os.getpgrp():
+            return None
+        before = termios.tcgetattr(keyboard)
+        after = [*before[:3], before[3] & ~termios.ECHO, *before[4:]] if state is None else state
+        termios.tcsetattr(keyboard, termios.TCSANOW, after)
+    except (OSError, ValueError, AttributeError, termios.error):
+        return None
+    return before
 
 
 @contextmanager

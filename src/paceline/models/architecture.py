@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 
 from paceline.core.errors import InputError, UnsupportedError
 
+from .kernel_check import no_family
 from .masks import additive
 
 if TYPE_CHECKING:
@@ -122,16 +124,35 @@ def _refuse(model: PreTrainedModel, config: Any, name: str, kinds: tuple[str, ..
             f"{what} was loaded with attn_implementation='{config._attn_implementation}', which takes no 4-D mask; "
             "load it with attn_implementation='sdpa'."
         )
+    if no_family(model) is None:
+        _refuse_attention(model, what, name)
     refuse_dropout(model)
+
+
+def _refuse_attention(model: PreTrainedModel, what: str, name: str) -> None:
+    """Layers of a plain decoder that were changed so that a KV cache cannot serve them."""
+    attention = [(key, m) for key, m in model.named_modules(remove_duplicate=False) if hasattr(m, "is_causal")]
+    for key, module in attention:
+        if not module.is_causal:
+            raise UnsupportedError(f"{what} ({name}) has attention that is not causal: {key}; set is_causal to True.")
+    number, times = Counter(getattr(module, "layer_idx", None) for _, module in attention).most_common(1)[0]
+    if times > 1:
+        raise UnsupportedError(
+            f"{what} ({name}) has {times} layers with layer_idx {number}, which would share one KV cache; "
+            "give every layer its own copy and its own layer_idx."
+        )
 
 
 def refuse_dropout(model: PreTrainedModel) -> None:
     """A model in training mode writes at random. Asked again for every batch: `model.train()` may have come later."""
-    if not model.training:
-        return
-    named = model.config.get_text_config(decoder=True).to_dict()
-    active = any(isinstance(m, nn.Dropout) and m.p > 0 for m in model.modules())
-    if active or any(("dropout" in k or "pdrop" in k) and isinstance(v, float) and v > 0 for k, v in named.items()):
+    active = any(
+        m.training and ((isinstance(m, nn.Dropout) and m.p > 0) or getattr(m, "attention_dropout", 0))
+        for m in model.modules()
+    )
+    if model.training and not active:
+        named = model.config.get_text_config(decoder=True).to_dict()
+        active = any(("dropout" in k or "pdrop" in k) and isinstance(v, float) and v > 0 for k, v in named.items())
+    if active:
         raise InputError(
             f"{type(model).__name__} is in training mode and its dropout is active; call model.eval() first."
         )

@@ -219,7 +219,7 @@ def between_passes() -> Quick:
 
 def cuda_plan(model: Any, kinds: tuple[str, ...], window: int | None, logits: int | None = None) -> CudaPlan | str:
     """The plan of a model on a CUDA device, or in a few words why it has none."""
-    problem = misfit(model)
+    problem = misfit(model, kinds)
     if problem is not None:
         return problem
     if model.dtype not in KINDS:
@@ -233,6 +233,9 @@ def cuda_plan(model: Any, kinds: tuple[str, ...], window: int | None, logits: in
         return "its weights are not all of one type, on one device and contiguous"
     if any(m.in_features % 16 for m in _maps(model)):
         return "some of its weights are of an odd size"
+    problem = _misshapen(model)
+    if problem is not None:
+        return problem
     base, a = model.model, model.model.layers[0].self_attn
     if (logits or 0) > model.lm_head.weight.shape[0]:
         return f"its output head says {model.lm_head.weight.shape[0]} tokens of {logits}"
@@ -245,7 +248,7 @@ def cuda_plan(model: Any, kinds: tuple[str, ...], window: int | None, logits: in
     config = model.config
     return CudaPlan(base.embed_tokens.weight.detach(), base.norm.weight.detach(), model.lm_head.weight.detach(), layers,
                     base.rotary_emb, config.num_attention_heads, config.num_key_value_heads, a.head_dim,
-                    config.rms_norm_eps, a.scaling)  # fmt: skip
+                    base.norm.variance_epsilon, a.scaling)  # fmt: skip
 
 
 def importable() -> str | None:
@@ -254,6 +257,28 @@ def importable() -> str | None:
         import triton  # noqa: F401
     except ImportError as error:
         return f"No module named triton ({error})"
+    return None
+
+
+def _misshapen(model: Any) -> str | None:
+    """Weights of other sizes than the config's, and biases that only some of queries, keys and values have."""
+    config, a = model.config, model.model.layers[0].self_attn
+    hidden, inner, width = config.hidden_size, config.intermediate_size, a.head_dim
+    mixed, few = config.num_attention_heads * width, config.num_key_value_heads * width
+    wanted = {"embed_tokens": (config.vocab_size, hidden), "q_proj": (mixed, hidden), "k_proj": (few, hidden),
+              "v_proj": (few, hidden), "o_proj": (hidden, mixed), "gate_proj": (inner, hidden),
+              "up_proj": (inner, hidden), "down_proj": (hidden, inner), "q_norm": (width,), "k_norm": (width,),
+              "norm": (hidden,), "input_layernorm": (hidden,), "post_attention_layernorm": (hidden,)}  # fmt: skip
+    for name, module in model.named_modules():
+        shape = wanted.get(name.rpartition(".")[2])
+        if shape is not None and tuple(module.weight.shape) != shape:
+            return f"{name} is of shape {list(module.weight.shape)} where its config says {list(shape)}"
+    if tuple(model.lm_head.weight.shape)[1:] != (hidden,):
+        return f"lm_head is of shape {list(model.lm_head.weight.shape)} where its config says {hidden} inputs"
+    for layer in model.model.layers:
+        a = layer.self_attn
+        if len({linear.bias is None for linear in (a.q_proj, a.k_proj, a.v_proj)}) > 1:
+            return "only some of its queries, keys and values have biases"
     return None
 
 

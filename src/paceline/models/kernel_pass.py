@@ -22,6 +22,7 @@ from paceline.core.errors import PacelineWarning, UnsupportedError
 
 from .crowd import CROWD
 from .kernel_branches import climb, offer
+from .kernel_check import altered, no_family
 from .kernel_plan import Plan, plan_of
 from .slot_cache import SlotCache
 
@@ -220,6 +221,8 @@ def kernel_pass(lm: LanguageModel, model: Any) -> KernelPass | CudaPass | None:
         raise UnsupportedError(
             f"The runner 'kernels' was asked for, and {lm.name} cannot run by it: {why}; use runner 'auto'."
         )
+    if no_family(model) is None and why == altered(model, lm.architecture.kinds):
+        _tell_why(why)
     return None
 
 
@@ -266,4 +269,4 @@ def _cannot(error: Exception) -> str:
 
 @once
 def _tell_why(reason: str) -> None:
-    warnings.warn(f"Passes run through torch, more slowly: {reason}.", PacelineWarning, stacklevel=3)
+    warnings.warn(f"Passes run through transformers, more slowly: {reason}.", PacelineWarning, stacklevel=3)

@@ -10,16 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from .kernel_check import ROPES, altered, hooked, no_family
 from .packed_linear import PackedLinear
 
-# One block: norm, attention with RoPE, norm, gated feed-forward.
-FAMILY = {
-    "LlamaForCausalLM": "llama",
-    "MistralForCausalLM": "mistral",
-    "Qwen2ForCausalLM": "qwen2",
-    "Qwen3ForCausalLM": "qwen3",
-}
-_ROPES = {"default", "linear", "llama3", "yarn"}  # angles that depend on the position alone
 _STORED = {"int8": torch.int8, "q4_1": torch.uint8, "bfloat16": torch.bfloat16}  # how the formats of maps are kept
 
 
@@ -99,7 +92,7 @@ def plan_of(model: Any, kinds: tuple[str, ...], window: int | None, logits: int 
 
     logits: how many a pass will ask for at most (its vocabulary, if not said); a head with fewer rows is refused.
     """
-    problem = misfit(model)
+    problem = misfit(model, kinds)
     if problem is None and (model.dtype != torch.float32 or model.device.type != "cpu"):
         problem = "kernels are for float32 on a CPU"
     if problem is not None:
@@ -134,36 +127,27 @@ def _planned(model: Any, kinds: tuple[str, ...], window: int | None) -> Plan:
         numbers += [*at.matrix(f.down_proj, hidden, inner), (window or 0) if kind == "sliding_attention" else 0]
     sizes = {"x": hidden, "h": max(hidden, mixed), "qkv": mixed + 2 * kv * width, "mixed": mixed, "gate": inner,
              "up": inner}  # fmt: skip
-    floats = np.array([config.rms_norm_eps, base.layers[0].self_attn.scaling], np.float32)
+    floats = np.array([base.norm.variance_epsilon, base.layers[0].self_attn.scaling], np.float32)
     return Plan(numbers, floats, at.tensors, base.rotary_emb, len(base.layers), hidden, width, kv, vocabulary, said,
                 sizes)  # fmt: skip
 
 
-def _listens(hook: Any) -> bool:
-    """Those of transformers itself stay on a model whose hidden states were asked for once, and do nothing."""
-    return getattr(hook, "__module__", None) != "transformers.utils.output_capturing"
-
-
-def misfit(model: Any) -> str | None:
-    """Why a model is none of those that kernels are made for, wherever it is and in whatever numbers."""
+def misfit(model: Any, kinds: tuple[str, ...]) -> str | None:
+    """Why the kernels cannot run a model, on any device and in any dtype; None if they can."""
+    problem = no_family(model)
+    if problem is not None:
+        return problem
     config = model.config
-    name = FAMILY.get(type(model).__name__)
-    if name is None or type(model).__module__ != f"transformers.models.{name}.modeling_{name}":
-        return f"{type(model).__name__} has no kernels"
     rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
-    if rope not in _ROPES:
+    if rope not in ROPES:
         return f"its positions are of kind '{rope}'"
     if config.hidden_act != "silu":
         return f"its activation is '{config.hidden_act}'"
+    problem = hooked(model) or altered(model, kinds)
+    if problem is not None:
+        return problem
     if config.num_attention_heads % config.num_key_value_heads or model.model.layers[0].self_attn.head_dim % 8:
         return "its heads are of an odd size"
-    for module in model.modules():
-        if (
-            module._forward_pre_hooks
-            or "forward" in module.__dict__
-            or any(map(_listens, module._forward_hooks.values()))
-        ):
-            return "somebody listens to its layers (hooks), whom kernels would not call"
     if getattr(model.lm_head, "bias", None) is not None:
         return "its output head has biases"
     if any(getattr(getattr(layer.mlp, name), "bias", None) is not None for layer in model.model.layers

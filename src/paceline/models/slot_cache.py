@@ -71,7 +71,7 @@ class SlotCache(Cache):
     # ---- called by transformers, inside a pass
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
-        if layer_idx >= len(self.keys):
+        while layer_idx >= len(self.keys):  # layers may run in another order than that of their numbers
             self._add_layer(key_states, value_states)
         rows, slots, visible = self._aim
         keys, values = self.keys[layer_idx][rows], self.values[layer_idx][rows]

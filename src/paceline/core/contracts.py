@@ -176,9 +176,24 @@ class Drafter(ABC):
     fills: bool = False  # its trees grow as large as they may, and nobody has said how large
     pace: int = 0  # where what it does inside captured programs may change: another number, another program
     depth: int | None = None  # drafted in a row at most where it chooses the length and nobody has said γ
-    home: Any = None  # of the loop that opened it last: nobody else may go on with what it knows
+    home: Any = None  # the mark of the loop that opened it last; only that loop may go on with its state
     takes_prediction: bool = False  # drafts from `rows.predictions`
     needs_taps: tuple[float, ...] = ()  # relative depths of the target's hidden states it wants to see
+
+    def inside(self) -> Sequence[Drafter]:
+        """The drafters that this one calls: its attributes that are drafters. One that keeps them elsewhere says so."""
+        return [value for value in vars(self).values() if isinstance(value, Drafter)]
+
+    def all_inside(self) -> list[Drafter]:
+        """The drafters inside this one, and those inside them; each once."""
+        found: dict[int, Drafter] = {}
+        waiting = list(self.inside())
+        while waiting:
+            each = waiting.pop(0)
+            if each is not self and id(each) not in found:
+                found[id(each)] = each
+                waiting += each.inside()
+        return list(found.values())
 
     @classmethod
     def beyond_text(cls, options: Any) -> str | None:

@@ -149,7 +149,6 @@ class Leader(Around):
     def open(self, target: Any, rows: RowsView) -> None:
         self._rows = rows
         self._begin()
-        self.inner.home = None
         self.inner.open(target, rows)
 
     def admit(self, rows: RowsView, first: int) -> None:

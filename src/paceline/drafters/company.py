@@ -53,6 +53,9 @@ class Company(Drafter):
         self.hope = max((drafter.hope for drafter in made if drafter.hope is not None), default=None)
         self.reset()
 
+    def inside(self) -> list[Drafter]:
+        return [member.drafter for member in self._members]
+
     def anew(self) -> Company:
         given = zip(self._members, self._given, strict=True)
         made = tuple(member.drafter.anew() or each for member, each in given)
@@ -102,7 +105,6 @@ class Company(Drafter):
         self._tree: TokenTree | None = None
         for member in self._members:
             member.lost = member.behind = member.shares = member.has_laws = False
-            member.drafter.home = None
             self._try(member, member.drafter.open, target, rows)
 
     def reader(self, target: Any) -> Reader | None:

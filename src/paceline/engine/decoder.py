@@ -13,6 +13,7 @@ from typing_extensions import Unpack
 
 from paceline.core.contracts import Drafter, Rule
 from paceline.core.errors import InputError, UnsupportedError
+from paceline.core.ownership import claimed
 from paceline.drafters.making import make_drafter
 from paceline.models import load
 from paceline.models.language_model import LanguageModel
@@ -269,9 +270,16 @@ class SpeculativeDecoder:
                     row.cancel()
 
     def _decode(self, waiting: list[list[Row]], cancel: Cancel | None) -> Iterator[Event]:
-        """At most `self.rows` rows at once, but at least one party of them; latecomers are admitted as others end."""
+        """The drafter belongs to these rows until they end, or until the iterator is closed or garbage."""
         rule = self._rule_for(waiting[0][0].request)
         drafter = self._drafter_for(row for party in waiting for row in party)
+        with claimed(drafter):
+            yield from self._decode_with(drafter, rule, waiting, cancel)
+
+    def _decode_with(
+        self, drafter: Drafter, rule: Rule, waiting: list[list[Row]], cancel: Cancel | None
+    ) -> Iterator[Event]:
+        """At most `self.rows` rows at once, but at least one party of them; latecomers are admitted as others end."""
         loop, self._loop = self._loop, None
         if loop is None or (loop.drafter, loop.rule) != (drafter, rule) or not loop.at_home:
             loop = Loop(self.target, drafter, rule, self.gamma, self.nodes, self.first_target)

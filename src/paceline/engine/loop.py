@@ -90,12 +90,13 @@ class Loop:
 
     def _house(self, drafter: Drafter) -> None:
         self._guard(lambda: drafter.open(self.target, self.rows))
-        self.drafter.home = self._home
+        for each in (self.drafter, *self.drafter.all_inside()):
+            each.home = self._home
 
     @property
     def at_home(self) -> bool:
-        """Has nobody else opened its drafter since?"""
-        return self.drafter.home is self._home
+        """Has no other loop opened its drafter, or one inside it, since?"""
+        return all(each.home is self._home for each in (self.drafter, *self.drafter.all_inside()))
 
     @torch.inference_mode()
     def draft_seconds(self, often: int, now: Callable[[], float]) -> float | None:

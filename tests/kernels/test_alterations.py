@@ -20,11 +20,14 @@ from transformers.activations import GELUActivation
 from transformers.models.llama import modeling_llama as llama_file
 
 from paceline import InputError, LanguageModel, PacelineWarning, SpeculativeDecoder, UnsupportedError
+from paceline.drafters.draft_lm import DraftLayers
+from paceline.drafters.early_exit import EarlyExit
 from paceline.models import cuda_pass, kernel_pass
 from paceline.models.cuda_pass import CudaPlan, cuda_plan
 from paceline.models.kernel_plan import Plan, plan_of
 from paceline.models.quantized import quantized
 from paceline.models.running import running
+from paceline.models.subset_head import SubsetHead
 
 PROMPT = [3, 9, 27, 4, 11, 9, 27]
 Alteration = Callable[[Any], None]
@@ -345,19 +348,18 @@ def test_the_alterations_change_the_logits() -> None:
 @pytest.fixture
 def fresh_lines() -> Iterator[None]:
     """Each reason is said once in a process."""
-    kernel_pass._tell_why.cache_clear()
+    kernel_pass.tell_why.cache_clear()
     yield
-    kernel_pass._tell_why.cache_clear()
+    kernel_pass.tell_why.cache_clear()
 
 
 def test_one_line_says_why(fresh_lines: None) -> None:
     lm = LanguageModel(_changed(ALTERED["activation"]), name="mine")
     why = "model.layers.1.mlp.act_fn is a GELUActivation, not a plain silu"
     assert running(lm).describe() == f"transformers ({why})"
-    decoder = SpeculativeDecoder(lm, "prompt-lookup")
     with pytest.warns(PacelineWarning, match=f"Passes run through transformers, more slowly: {why}"):
-        decoder.generate(PROMPT, max_new_tokens=4)
-    decoder.generate(PROMPT, max_new_tokens=4)  # a warning is an error in tests: it is not said twice
+        SpeculativeDecoder(lm)
+    SpeculativeDecoder(lm, "prompt-lookup").generate(PROMPT, max_new_tokens=4)  # not said twice: a warning is an error
     with pytest.raises(UnsupportedError, match=f"mine cannot run by it: {why}; use runner 'auto'"):
         SpeculativeDecoder(lm, runner="kernels")
 
@@ -486,6 +488,21 @@ def test_quantized_models_of_our_own_still_have_kernels(kind: str) -> None:
         lm = quantized(LanguageModel(build(name)), kind)
         made = plan_of(lm.model, lm.architecture.kinds, lm.architecture.window, lm.logits)
         assert isinstance(made, Plan), made
+
+
+def test_drafts_made_of_the_target_still_have_kernels() -> None:
+    for name in ("llama-tied", "qwen2-windows", "qwen3"):
+        target = LanguageModel(build(name))
+        parts = {
+            "first layers": EarlyExit(EarlyExit.Options(layers=1)).draft_of(target),
+            "layers are skipped": EarlyExit(EarlyExit.Options(skip=(1,))).draft_of(target),
+            "layers of its own": LanguageModel(DraftLayers(target, (0,), 1).model(target)),
+            "few tokens": SubsetHead(target, 20).lm,
+        }
+        for what, lm in parts.items():
+            about = (lm.model, lm.architecture.kinds, lm.architecture.window, lm.logits)
+            made = plan_of(*about)
+            assert isinstance(made, Plan), (name, what, made)
 
 
 def test_an_altered_model_stays_altered_when_it_is_quantized() -> None:

@@ -157,10 +157,11 @@ class EarlyExit(SelfDraft):
 
     def made_from(self, target: LanguageModel) -> LanguageModel:
         """Some of the layers with a cache of their own: to skip layers, or where nobody takes the reader we share."""
-        if self.options.skip:
-            part = without_layers(target, self.options.skip)
+        head, depth = (None, 0) if self.options.skip else (self._head_for(target), self._exit_of(target))
+        if head is None:  # plain layers of the target, so that kernels can run them
+            part = without_layers(target, self.options.skip or range(depth, target.layers))
         else:
-            part = Split(target, self._exit_of(target), self._head_for(target)).lower
+            part = Split(target, depth, head).lower
         return LanguageModel(part, name=f"part of {target.name}")
 
 

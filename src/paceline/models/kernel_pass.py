@@ -22,7 +22,6 @@ from paceline.core.errors import PacelineWarning, UnsupportedError
 
 from .crowd import CROWD
 from .kernel_branches import climb, offer
-from .kernel_check import altered, no_family
 from .kernel_plan import Plan, plan_of
 from .slot_cache import SlotCache
 
@@ -221,8 +220,6 @@ def kernel_pass(lm: LanguageModel, model: Any) -> KernelPass | CudaPass | None:
         raise UnsupportedError(
             f"The runner 'kernels' was asked for, and {lm.name} cannot run by it: {why}; use runner 'auto'."
         )
-    if no_family(model) is None and why == altered(model, lm.architecture.kinds):
-        _tell_why(why)
     return None
 
 
@@ -231,7 +228,7 @@ def _uncompiled(plan: Plan) -> str | None:
     try:
         _ = plan.numbers
     except Exception as error:
-        _tell_why(_cannot(error))
+        tell_why(_cannot(error))
         return _cannot(error)
     return None
 
@@ -257,7 +254,7 @@ def kernels_missing() -> str | None:
     try:
         kernels_ready()
     except Exception as error:  # a compiler may fail in any way; passes then run as they would without one
-        _tell_why(_cannot(error))
+        tell_why(_cannot(error))
         return _cannot(error)
     offer()
     return None
@@ -268,5 +265,5 @@ def _cannot(error: Exception) -> str:
 
 
 @once
-def _tell_why(reason: str) -> None:
+def tell_why(reason: str) -> None:
     warnings.warn(f"Passes run through transformers, more slowly: {reason}.", PacelineWarning, stacklevel=3)

@@ -18,7 +18,8 @@ from paceline.core.errors import UnknownNameError, UnsupportedError
 
 from .cache import Progress
 from .cuda_pass import cuda_plan
-from .kernel_pass import kernels_missing, threads_here
+from .kernel_check import altered, no_family
+from .kernel_pass import kernels_missing, tell_why, threads_here
 from .kernel_plan import plan_of
 from .language_model import LanguageModel
 from .quantized import KINDS, quantized
@@ -187,6 +188,8 @@ def prepare(lm: LanguageModel, progress: Progress | None = None) -> None:
             raise UnsupportedError(
                 f"The runner 'kernels' was asked for, and {one.name} cannot run by it: {why}; use runner 'auto'."
             )
+        if why is not None and no_family(one.core) is None and why == altered(one.core, one.architecture.kinds):
+            tell_why(why)  # a model that looks as if it had kernels
 
 
 def _compile(progress: Progress | None) -> None:

@@ -20,7 +20,9 @@ from paceline.rules.match import Match
 
 PROMPT, OTHER = [1, 2, 3, 4, 2, 3], [5, 6, 7, 5, 6]
 SETTINGS: dict[str, Any] = {"max_new_tokens": 12, "ignore_eos": True}
-REFUSED = r"Drafter '{}' already drafts for another batch\. Make a second drafter object, or wait until that batch ends\."
+REFUSED = (
+    r"Drafter '{}' already drafts for another batch\. Make a second drafter object, or wait until that batch ends\."
+)
 
 
 @cache

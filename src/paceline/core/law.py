@@ -106,7 +106,8 @@ class SamplingBatch:
         self.edits = not self.used.isdisjoint({"logit_bias", "banned_tokens", "min_new_tokens"})
         self.needs_prefix = self.counts_tokens or self.edits or "processors" in self.used
         self._columns: dict[tuple[str, torch.dtype], Tensor] = {}
-        self._biases: dict[int, tuple[Tensor, Tensor]] = {}  # by the width of the logits: drafts may differ in it
+        # by the width and dtype of the logits: those of a draft may differ in both
+        self._biases: dict[tuple[int, torch.dtype], tuple[Tensor, Tensor]] = {}
         self._keys: dict[Purpose, Tensor] = {}
         self._limits: dict[int, Tensor] = {}  # of top-k, where rows differ in it; by the width of the logits
         self._zeros: list[Tensor] = []  # to count with; captured programs still use the shorter ones
@@ -124,8 +125,8 @@ class SamplingBatch:
             column.copy_(self._column(name))
         for purpose, keys in self._keys.items():
             keys.copy_(self._key(purpose))
-        for width, (bias, closed) in self._biases.items():
-            for known, new in zip((bias, closed), self._bias_of(width, bias.dtype), strict=True):
+        for about, pair in self._biases.items():
+            for known, new in zip(pair, self._bias_of(*about), strict=True):
                 known.copy_(new)
         for width, limits in self._limits.items():
             limits.copy_(self._limits_of(width))
@@ -186,12 +187,13 @@ class SamplingBatch:
 
     def _bias(self, scores: Tensor, prefix: Prefix) -> Tensor:
         """[R,Q,V]: bias and bans, and the ends of text while it is too short to end."""
-        known = self._biases.get(scores.shape[-1])
+        about = (scores.shape[-1], scores.dtype)
+        known = self._biases.get(about)
         if known is None:
-            bias, closed = self._bias_of(scores.shape[-1], scores.dtype)
-            known = self._biases[scores.shape[-1]] = (bias.to(self.device), closed.to(self.device))
+            bias, closed = self._bias_of(*about)
+            known = self._biases[about] = (bias.to(self.device), closed.to(self.device))
         early = prefix.new.unsqueeze(-1) < self.column("min_new_tokens", torch.float64)  # [R,Q,1]
-        return torch.where(early, known[1], known[0]).to(scores.dtype)
+        return torch.where(early, known[1], known[0])
 
     def _bias_of(self, width: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """[R,1,V], on the host: bias and bans, and those with the ends of text forbidden as well."""

@@ -7,7 +7,7 @@ batch, on the draft length, on the order of calls or on the device. Integer arit
 from __future__ import annotations
 
 import secrets
-from enum import IntEnum
+from enum import IntEnum, unique
 from functools import lru_cache
 
 import torch
@@ -19,6 +19,7 @@ _MIX2 = 0x94D049BB133111EB
 _WORD = (1 << 64) - 1
 
 
+@unique
 class Purpose(IntEnum):
     """Separate streams: noise shared by a draft and a residual would bias it. Only `match` shares, on purpose."""
 

@@ -305,6 +305,7 @@ def _clipped(head: Any, lm: Any) -> None:
     lm.model.get_input_embeddings().max_norm = 1.0
 
 
+@pytest.mark.filterwarnings("ignore:Passes run through transformers")  # the target's own passes, too
 @pytest.mark.parametrize("change", [_hook, _hook_below, _eager, _double, _clipped])
 def test_others_go_by_their_modules(change: Callable[[Any, Any], None], jobs: list[Any]) -> None:
     lm = target()

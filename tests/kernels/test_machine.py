@@ -25,10 +25,10 @@ PROMPT = [3, 9, 27, 4, 11, 9, 27]
 def _forgotten() -> Iterator[None]:
     """Whether there are kernels is asked once in a process."""
     kernel_pass.kernels_missing.cache_clear()
-    kernel_pass._tell_why.cache_clear()
+    kernel_pass.tell_why.cache_clear()
     yield
     kernel_pass.kernels_missing.cache_clear()
-    kernel_pass._tell_why.cache_clear()
+    kernel_pass.tell_why.cache_clear()
 
 
 def text(runner: str = "auto") -> list[int]:

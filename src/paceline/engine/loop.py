@@ -96,7 +96,8 @@ class Loop:
     @property
     def at_home(self) -> bool:
         """Has no other loop opened its drafter, or one inside it, since?"""
-        return all(each.home is self._home for each in (self.drafter, *self.drafter.all_inside()))
+        inside = self.drafter.all_inside()  # one that was made for these rows has no mark yet
+        return self.drafter.home is self._home and all(each.home in (None, self._home) for each in inside)
 
     @torch.inference_mode()
     def draft_seconds(self, often: int, now: Callable[[], float]) -> float | None:

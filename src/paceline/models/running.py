@@ -188,8 +188,8 @@ def prepare(lm: LanguageModel, progress: Progress | None = None) -> None:
             raise UnsupportedError(
                 f"The runner 'kernels' was asked for, and {one.name} cannot run by it: {why}; use runner 'auto'."
             )
-        if why is not None and no_family(one.core) is None and why == altered(one.core, one.architecture.kinds):
-            tell_why(why)  # a model that looks as if it had kernels
+        if why is not None and _is_altered(one, why):
+            tell_why(why)
 
 
 def _compile(progress: Progress | None) -> None:
@@ -218,6 +218,13 @@ def _unfit(lm: LanguageModel) -> str | None:
     about = (lm.core, lm.architecture.kinds, lm.architecture.window, lm.logits)
     plan = cuda_plan(*about) if lm.device.type == "cuda" else plan_of(*about)
     return plan if isinstance(plan, str) else None
+
+
+def _is_altered(lm: LanguageModel, why: str) -> bool:
+    """Is this why: an altered part of a model that looks as if it had kernels?"""
+    if not hasattr(lm, "model") or no_family(lm.core) is not None:
+        return False
+    return why == altered(lm.core, lm.architecture.kinds)
 
 
 def _in_short(why: str) -> str:

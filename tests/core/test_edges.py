@@ -213,7 +213,7 @@ def test_logprobs_with_a_bias_do_not_depend_on_the_dtype_of_the_draft(settings: 
     target, draft = LanguageModel(TableModel(table)), LanguageModel(TableModel(table + 0.1).float())
     assert (target.dtype, draft.dtype) == (torch.float64, torch.float32)
     more: dict[str, Any] = {"max_new_tokens": 20, "logit_bias": BIAS, "logprobs": 3, "ignore_eos": True, **settings}
-    plain = SpeculativeDecoder(target).generate(PROMPT, **more)
+    plain = SpeculativeDecoder(target, None).generate(PROMPT, **more)
     fast = SpeculativeDecoder(target, draft, gamma=3).generate(PROMPT, **more)
     assert fast.stats.accepted > 0
     assert fast.logprobs == plain.logprobs

@@ -32,7 +32,7 @@ def target() -> LanguageModel:
 
 @cache
 def plain(prompt: tuple[int, ...]) -> list[int]:
-    return list(SpeculativeDecoder(target()).generate(list(prompt), **SETTINGS).tokens)
+    return list(SpeculativeDecoder(target(), None).generate(list(prompt), **SETTINGS).tokens)
 
 
 def _around(name: str) -> Callable[[Any], Any]:

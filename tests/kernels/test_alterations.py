@@ -472,7 +472,7 @@ def test_global_hooks_are_called() -> None:
     hook = torch_module.register_module_forward_hook(lambda *_: heard.append(1))
     try:
         assert "global forward hooks" in str(plan_of(lm.model, lm.architecture.kinds, None))
-        SpeculativeDecoder(lm).generate(PROMPT, max_new_tokens=4)
+        SpeculativeDecoder(lm, None).generate(PROMPT, max_new_tokens=4)
     finally:
         hook.remove()
     assert len(heard) > 30

@@ -78,11 +78,36 @@ def test_a_batch_by_cpu_kernels_has_the_bits_of_each_alone(kind: str | None, set
     """Also where a sequence joins a batch that runs (rows=3), and with every kind of draft."""
     said = {"max_new_tokens": NEW, "logprobs": 3, "ignore_eos": True, **SETTINGS[settings]}
     target = in_numbers(llama(), kind)
-    wanted = each_alone(SpeculativeDecoder(target), texts(), **said)
+    wanted = each_alone(SpeculativeDecoder(target, None), texts(), **said)
     assert target.reader()._kernels is not None, "this is to test kernels"
     for name, how in drafters().items():
         decoder = SpeculativeDecoder(target, rows=3 if name == "prompt-lookup" else 8, **how)
         assert [written(out) for out in decoder.generate(texts(), **said)] == wanted, name
+
+
+MIXED: dict[str, list[Any]] = {
+    "temperature": [0, 0.8, 1.2, 0, 0.7, 1.0, 0, 0.9],
+    "top_k": [None, 5, None, None, 20, None, 3, None],
+    "top_p": [None, None, 0.7, None, 0.9, None, None, 0.5],
+    "min_p": [None, 0.05, None, None, None, 0.1, None, None],
+    "typical_p": [None, None, None, None, None, None, None, 0.8],
+    "repetition_penalty": [1.0, 1.2, 1.0, 1.1, 1.0, 1.0, 1.3, 1.0],
+    "frequency_penalty": [0.0, 0.0, 0.4, 0.0, 0.0, 0.2, 0.0, 0.0],
+    "logit_bias": [None, {3: 1.5}, None, None, {9: -2.0}, None, {4: 0.7}, None],
+    "logprobs": [None, 0, 2, 3, None, 97, 1, 4],
+    "seed": list(range(8)),
+}
+
+
+@with_kernels
+def test_the_settings_of_other_rows_change_no_bits() -> None:
+    decoder = SpeculativeDecoder(llama(), "prompt-lookup", gamma=4)
+    said = {"max_new_tokens": NEW, "ignore_eos": True}
+    wanted = [
+        written(decoder.generate(prompt, **said, **{name: values[row] for name, values in MIXED.items()}))
+        for row, prompt in enumerate(texts())
+    ]
+    assert [written(out) for out in decoder.generate(texts(), **said, **MIXED)] == wanted
 
 
 def memory(reader: Any, row: int, end: int) -> list[torch.Tensor]:
@@ -167,7 +192,7 @@ def test_strict_reading_of_a_wide_model(dtype: torch.dtype, threads: int) -> Non
 def test_a_strict_batch_has_the_bits_of_each_alone(dtype: torch.dtype, settings: str) -> None:
     said = {"max_new_tokens": NEW, "logprobs": 3, "ignore_eos": True, **SETTINGS[settings]}
     model = wide(dtype)
-    wanted = each_alone(SpeculativeDecoder(model, runner="eager", strict=True), texts(), **said)
+    wanted = each_alone(SpeculativeDecoder(model, None, runner="eager", strict=True), texts(), **said)
     decoder = SpeculativeDecoder(model, "prompt-lookup", runner="eager", strict=True, rows=5, gamma=4)
     assert [written(out) for out in decoder.generate(texts(), **said)] == wanted
 

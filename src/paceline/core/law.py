@@ -223,12 +223,33 @@ class SamplingBatch:
         scores = self.edit(logits, prefix)
         if scores.dtype not in (torch.float32, torch.float64):
             scores = scores.to(torch.float32)
-        parts = self._parts() if len(self.rows) > 1 and not self.deterministic and on_host(scores) else ()
-        if len(parts) < 2:
-            return self._law(scores, position)
+        if self.deterministic:
+            return _point_mass(scores)
+        if len(self.rows) > 1 and on_host(scores) and len(self._parts()) > 1:
+            return self._apart(scores, position)
+        some_greedy = self.all_greedy or self.mixed
+        greedy = self.column("temperature", scores.dtype) == 0 if some_greedy else None  # [R,1,1]
+        heat = self._temperature(scores)
+        scores = scores / (heat if greedy is None else torch.where(greedy, 1.0, heat))
+        few = "top_p" in self.used and self.used.isdisjoint(_BESIDE_TOP_P)
+        if few and scores.dtype == torch.float32 and on_host(scores):
+            return Law(*nucleus(scores, [row.top_p for row in self.rows], [row.greedy for row in self.rows]))
+        ids = None
+        if self.ranks:
+            scores, ids = self._ranked(scores, position)
+        top = None if greedy is None else scores.max(-1, keepdim=True)  # before typical, which may cut the best token
+        scores = self._cut_typical(self._cut_min_p(scores))
+        weights = scores.softmax(-1)
+        if greedy is not None and top is not None:
+            sound = (top.values - top.values == 0).to(weights.dtype)  # NaN and -inf are no choice
+            weights = torch.where(greedy, torch.zeros_like(weights).scatter_(-1, top.indices, sound), weights)
+        return Law(weights, ids)
+
+    def _apart(self, scores: Tensor, position: Tensor | None) -> Law:
+        """The laws of edited scores [R,Q,V] of rows that differ in their samplers."""
         weights = torch.zeros_like(scores)
-        for index, some in parts:
-            law = some._law(scores[index], None if position is None else position[index])
+        for index, some in self._parts():
+            law = some.law(scores[index], None if position is None else position[index], None)
             weights[index] = law.dense(scores.shape[-1])
         return Law(weights)
 
@@ -247,28 +268,6 @@ class SamplingBatch:
                 for some in kinds.values()
             ]
         return self._alike
-
-    def _law(self, scores: Tensor, position: Tensor | None) -> Law:
-        """The laws of edited scores [R,Q,V]."""
-        if self.deterministic:
-            return _point_mass(scores)
-        some_greedy = self.all_greedy or self.mixed
-        greedy = self.column("temperature", scores.dtype) == 0 if some_greedy else None  # [R,1,1]
-        heat = self._temperature(scores)
-        scores = scores / (heat if greedy is None else torch.where(greedy, 1.0, heat))
-        few = "top_p" in self.used and self.used.isdisjoint(_BESIDE_TOP_P)
-        if few and scores.dtype == torch.float32 and on_host(scores):
-            return Law(*nucleus(scores, [row.top_p for row in self.rows], [row.greedy for row in self.rows]))
-        ids = None
-        if self.ranks:
-            scores, ids = self._ranked(scores, position)
-        top = None if greedy is None else scores.max(-1, keepdim=True)  # before typical, which may cut the best token
-        scores = self._cut_typical(self._cut_min_p(scores))
-        weights = scores.softmax(-1)
-        if greedy is not None and top is not None:
-            sound = (top.values - top.values == 0).to(weights.dtype)  # NaN and -inf are no choice
-            weights = torch.where(greedy, torch.zeros_like(weights).scatter_(-1, top.indices, sound), weights)
-        return Law(weights, ids)
 
     def _temperature(self, scores: Tensor) -> Tensor:
         base = self.column("temperature", scores.dtype)

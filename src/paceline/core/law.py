@@ -2,8 +2,8 @@
 
 Order, as in transformers: penalties, bias, bans, min_new_tokens, the user's own callables; then temperature, top-k
 (with noise), top-p, min-p, typical. A control that no row uses costs nothing, and a row that does not use one is left
-exactly as it was: a row's law does not depend on its batch-mates. On the host that is true to the bit: a sum rounds by how
-many numbers it has, so rows that are cut in other ways are worked out apart.
+exactly as it was: a row's law does not depend on its batch-mates. On the host that is true to the bit: how a sum rounds
+depends on how many numbers it has, so rows with other samplers are worked out apart.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Llama-like models through kernels of our own on a CUDA device (`paceline.kernels.cuda`).
 
 The weights stay where they are; the memory is the reader's slot cache. The kernels read a weight once for all the
-tokens of a pass, and a token has the same bits in all passes of up to 64 tokens (strict: of any number). Nothing is kept
-from one pass to the next but constants, so a pass can be captured.
+tokens of a pass, and a token has the same bits in all passes of up to 64 tokens (strict: of any number). Nothing is
+kept from one pass to the next but constants, so a pass can be captured.
 """
 
 from __future__ import annotations

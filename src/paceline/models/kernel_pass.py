@@ -1,8 +1,8 @@
 """Llama-like models through kernels of our own (`paceline.kernels`): float32 on a CPU.
 
 The weights stay where they are and what they are; a plan is a list of their addresses. The memory is the reader's slot
-cache. The kernels read a weight once for all the tokens of a pass, and a token has the same bits in every pass. They read
-prompts too, so what the KV cache holds at a position depends on the text up to it and on nothing else.
+cache. The kernels read a weight once for all the tokens of a pass, and a token has the same bits in every pass. They
+read prompts too, so what the KV cache holds at a position depends on the text up to it and on nothing else.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ class KernelPass:
         """Logits and taps of the last `keep` tokens of every row, and what the last layer said of all of them (until
         the next pass).
 
-        ids, position, slots: [R,Q]; vocabulary: how many logits; place: other rows than the first, other threads than usual.
+        ids, position, slots: [R,Q]; vocabulary: how many logits; place: of a prompt (else the first rows).
         """
         from paceline.kernels import team
 

@@ -171,8 +171,8 @@ class SlotReader:
         return 1
 
     def prefill(self, rows: RowsView, first: int, upto: Sequence[int]) -> None:
-        """Read the first `upto` tokens of the rows `first`...: each row alone, in pieces on a fixed grid. So the bits of
-        a prompt depend on no other row and on no draft."""
+        """Read the first `upto` tokens of the rows `first`...: each row alone, in pieces on a fixed grid. So the bits
+        of a prompt depend on no other row and on no draft."""
         self.cache.reserve(rows.capacity, max(upto))
         step = self._grid
         for row, end in enumerate(upto, first):

@@ -2,8 +2,8 @@
 
 Matrix products round differently for different numbers of tokens, and attention for different numbers of keys. In
 bfloat16 such a rounding sometimes decides about a token. Here every pass reads one row: `PIECE` tokens of a prompt, or
-`WIDTH` tokens after it, padded. The number of keys follows from the position. The price is the padding, and that the rows
-of a batch share no pass.
+`WIDTH` tokens after it, padded. The number of keys follows from the position. The price is the padding, and that the
+rows of a batch share no pass.
 """
 
 from __future__ import annotations

@@ -174,7 +174,6 @@ class Journey:
 def test_a_reader_says_what_the_model_says(name: str, seed: int, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(language_model, "CHUNK", chunk)
     journey = Journey(name, seed)
-    # even rows are read together with the first draft, ragged ones before it
     journey.admit([7, 7] if seed % 2 else [4, 1, 9])
     for step in range(ROUNDS):
         journey.round()

@@ -35,9 +35,10 @@ def test_a_nucleus_is_that_of_the_sorted_vocabulary(
     logits = scores(width, spread, ties)
     for other in ({"temperature": 0.0}, {"temperature": 1.3, "top_p": 0.5}, {"temperature": 0.7}):
         rows = [Sampling(temperature=0.8, top_p=0.9), Sampling(**other)]  # type: ignore[arg-type]
-        batch = SamplingBatch(rows, [(), ()], "cpu")
-        found = batch.law(logits, None, None).dense(width)
-        assert torch.equal(found, sorted_law(batch, logits, monkeypatch))
+        found = SamplingBatch(rows, [(), ()], "cpu").law(logits, None, None).dense(width)
+        for r, row in enumerate(rows):
+            alone = sorted_law(SamplingBatch([row], [()], "cpu"), logits[r : r + 1], monkeypatch)
+            assert torch.equal(found[r : r + 1], alone)
 
 
 def test_a_place_has_its_law_whoever_else_is_in_the_batch() -> None:

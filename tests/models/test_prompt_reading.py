@@ -51,20 +51,20 @@ def reader(taps: tuple[int, ...] = ()) -> tuple[PromptReader, Kernels, Programs]
     return made, kernels, programs
 
 
-def ids(rows: int, length: int, value: int = 1) -> torch.Tensor:
-    return torch.full((rows, length), value)
+def ids(length: int, value: int = 1) -> torch.Tensor:
+    return torch.full((1, length), value)
 
 
-def test_alone_at_once_and_in_company_when_it_comes_again() -> None:
+def test_the_first_row_at_once_and_others_when_they_come_again() -> None:
     made, kernels, programs = reader()
     cache: Any = Cache()
-    made.read(cache, 0, ids(1, 5), 0)
-    assert programs.keys == [(0, 1, 16, 0)]
-    made.read(cache, 3, ids(2, 5), 0)
-    made.read(cache, 4, ids(2, 5), 0)
+    made.read(cache, 0, ids(5), 0)
+    assert programs.keys == [(0, 16, 0)]
+    made.read(cache, 3, ids(5), 0)
+    made.read(cache, 4, ids(5), 0)
     assert len(programs.keys) == 1
-    made.read(cache, 3, ids(2, 9, 7), 0)
-    assert programs.keys[1:] == [(3, 2, 16, 0)]
+    made.read(cache, 3, ids(9, 7), 0)
+    assert programs.keys[1:] == [(3, 16, 0)]
     assert [first for first, _, _ in kernels.read_so_far] == [0, 3, 4, 3]
     assert all(len(row) == padded(5) for _, tokens, _ in kernels.read_so_far for row in tokens)
     assert kernels.read_so_far[-1][1][0][:9] == [7] * 9
@@ -73,18 +73,18 @@ def test_alone_at_once_and_in_company_when_it_comes_again() -> None:
 def test_tensors_of_a_program_stay_and_what_moved_is_forgotten() -> None:
     made, _, programs = reader()
     cache: Any = Cache()
-    made.read(cache, 0, ids(1, 5), 32)
-    before = made._pieces[(0, 1, 16, 32)][0].data_ptr()
-    made.read(cache, 0, ids(1, 6), 32)
-    assert made._pieces[(0, 1, 16, 32)][0].data_ptr() == before
+    made.read(cache, 0, ids(5), 32)
+    before = made._pieces[(0, 16, 32)][0].data_ptr()
+    made.read(cache, 0, ids(6), 32)
+    assert made._pieces[(0, 16, 32)][0].data_ptr() == before
     cache.moved = 1
-    made.read(cache, 5, ids(2, 6), 0)
+    made.read(cache, 5, ids(6), 0)
     assert (programs.forgot, made._pieces) == (1, {})
 
 
 def test_what_was_tapped_ends_with_the_prompt_and_outlives_the_next() -> None:
     made, _, programs = reader((1, 2))
-    taps = made.read(Cache(), 0, ids(1, 5, 3), 0)  # type: ignore[arg-type]
+    taps = made.read(Cache(), 0, ids(5, 3), 0)  # type: ignore[arg-type]
     programs.result[0].zero_()
     assert [tap.squeeze(-1).tolist() for tap in taps] == [[[3] * 5], [[6] * 5]]
-    assert [tap.squeeze(-1).tolist() for tap in made.read(Cache(), 2, ids(1, 4), 0)] == [[[1] * 4], [[2] * 4]]  # type: ignore[arg-type]
+    assert [tap.squeeze(-1).tolist() for tap in made.read(Cache(), 2, ids(4), 0)] == [[[1] * 4], [[2] * 4]]  # type: ignore[arg-type]

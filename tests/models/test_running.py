@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.conformance.models import CASES, build
 from tests.toys import gpt2, llama
 
 from paceline import InputError, LanguageModel, SpeculativeDecoder, UnsupportedError, guided
@@ -77,7 +78,13 @@ def test_kernels_are_said(lm: LanguageModel, kernels: None) -> None:
     assert running.running(lm) == Running("kernels", threads=3)
     decoder = SpeculativeDecoder(lm, "prompt-lookup", gamma=3)
     assert decoder.describe() == "small (float32, cpu; kernels, 3 threads) with prompt-lookup, γ=3, rule match"
-    assert "cpu; transformers)" in SpeculativeDecoder(lm, draft=None, runner="eager").describe()
+    plain = SpeculativeDecoder(lm, draft=None, runner="eager").describe()
+    assert "cpu; transformers; ties can depend on the batch and the draft)" in plain
+    assert "cpu; kernels, 3 threads, strict)" in SpeculativeDecoder(lm, draft=None, strict=True).describe()
+    by_torch = SpeculativeDecoder(lm, draft=None, runner="eager", strict=True)
+    assert "cpu; transformers, strict)" in by_torch.describe()
+    experts = SpeculativeDecoder(build(CASES["mixtral"]), draft=None, strict=True).describe()
+    assert "strict (MixtralForCausalLM has no kernels); ties can depend on the draft)" in experts
 
 
 @pytest.mark.parametrize(
@@ -86,7 +93,7 @@ def test_kernels_are_said(lm: LanguageModel, kernels: None) -> None:
 )
 def test_why_there_are_none(model: Any, why: str, kernels: None) -> None:
     lm = LanguageModel(model(), name="small")
-    assert f"cpu; transformers ({why}))" in SpeculativeDecoder(lm, draft=None).describe()
+    assert f"cpu; transformers ({why}); ties" in SpeculativeDecoder(lm, draft=None).describe()
     with pytest.raises(UnsupportedError, match=f"'kernels' was asked for, and small cannot run by it: {why}; use"):
         SpeculativeDecoder(lm, draft=None, runner="kernels")
 

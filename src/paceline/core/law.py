@@ -2,7 +2,8 @@
 
 Order, as in transformers: penalties, bias, bans, min_new_tokens, the user's own callables; then temperature, top-k
 (with noise), top-p, min-p, typical. A control that no row uses costs nothing, and a row that does not use one is left
-exactly as it was: a row's law does not depend on its batch-mates.
+exactly as it was: a row's law does not depend on its batch-mates. On the host that is true to the bit: how a sum rounds
+depends on how many numbers it has, so rows with other samplers are worked out apart.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from .ranking import best, first_best, nucleus, on_host
 from .sampling import Sampling
 
 _NEVER = float("-inf")
+_SAMPLERS = ("top_k", "top_p", "min_p", "typical_p", "noise", "dynamic_temperature")
 _BESIDE_TOP_P = {"top_k", "min_p", "typical_p", "noise"}  # controls that want to see more of a law than its nucleus
 
 
@@ -110,6 +112,7 @@ class SamplingBatch:
         self._biases: dict[tuple[int, torch.dtype], tuple[Tensor, Tensor]] = {}
         self._keys: dict[Purpose, Tensor] = {}
         self._limits: dict[int, Tensor] = {}  # of top-k, where rows differ in it; by the width of the logits
+        self._alike: list[tuple[Tensor, SamplingBatch]] | None = None  # rows that are cut in the same way; see `_parts`
         self._zeros: list[Tensor] = []  # to count with; captured programs still use the shorter ones
 
     @property
@@ -121,6 +124,7 @@ class SamplingBatch:
     def adopt(self, rows: Sequence[Sampling], eos: Sequence[Sequence[int]]) -> None:
         """Take the settings of other rows, of the same kind and as many: every tensor stays where it is."""
         self.rows, self.eos = list(rows), [list(ids) for ids in eos]
+        self._alike = None
         for (name, _), column in self._columns.items():
             column.copy_(self._column(name))
         for purpose, keys in self._keys.items():
@@ -223,6 +227,8 @@ class SamplingBatch:
             scores = scores.to(torch.float32)
         if self.deterministic:
             return _point_mass(scores)
+        if len(self.rows) > 1 and on_host(scores) and len(self._parts()) > 1:
+            return self._apart(scores, position)
         some_greedy = self.all_greedy or self.mixed
         greedy = self.column("temperature", scores.dtype) == 0 if some_greedy else None  # [R,1,1]
         heat = self._temperature(scores)
@@ -240,6 +246,30 @@ class SamplingBatch:
             sound = (top.values - top.values == 0).to(weights.dtype)  # NaN and -inf are no choice
             weights = torch.where(greedy, torch.zeros_like(weights).scatter_(-1, top.indices, sound), weights)
         return Law(weights, ids)
+
+    def _apart(self, scores: Tensor, position: Tensor | None) -> Law:
+        """The laws of edited scores [R,Q,V] of rows that differ in their samplers."""
+        weights = torch.zeros_like(scores)
+        for index, some in self._parts():
+            law = some.law(scores[index], None if position is None else position[index], None)
+            weights[index] = law.dense(scores.shape[-1])
+        return Law(weights)
+
+    def _parts(self) -> list[tuple[Tensor, SamplingBatch]]:
+        """Rows with the same samplers, which differ in numbers only: their indices and settings."""
+        if self._alike is None:
+            neutral, kinds = Sampling(), dict[object, list[int]]()
+            for index, row in enumerate(self.rows):
+                used = [name for name in _SAMPLERS if getattr(row, name) != getattr(neutral, name)]
+                kinds.setdefault((row.greedy, row.top_k, *used), []).append(index)
+            self._alike = [
+                (
+                    torch.tensor(some, device=self.device),
+                    SamplingBatch([self.rows[r] for r in some], [self.eos[r] for r in some], self.device),
+                )
+                for some in kinds.values()
+            ]
+        return self._alike
 
     def _temperature(self, scores: Tensor) -> Tensor:
         base = self.column("temperature", scores.dtype)

@@ -95,7 +95,6 @@ class TwinReader(AheadReader):
     def __init__(self, lm: LanguageModel, twin: LanguageModel) -> None:
         refuse_dropout(lm.model)
         super().__init__(lm, (), EagerRunner())
-        self._last_alone = True  # or the twin would have to read the prompt before the model does
         self._twin = twin.reader()
         self._twin.cache = self.cache
 

@@ -1,8 +1,8 @@
 """Llama-like models through kernels of our own on a CUDA device (`paceline.kernels.cuda`).
 
-The weights stay where they are; the memory is the reader's slot cache, so a prompt is read by transformers and the text
-after it by the kernels, which read a weight once for all the tokens of a pass and give a token the same numbers whoever
-else is in the pass. Nothing is kept from one pass to the next but constants, so a pass can be captured.
+The weights stay where they are; the memory is the reader's slot cache. The kernels read a weight once for all the
+tokens of a pass, and a token has the same bits in all passes of up to 64 tokens (strict: of any number). Nothing is
+kept from one pass to the next but constants, so a pass can be captured.
 """
 
 from __future__ import annotations
@@ -70,7 +70,6 @@ class CudaPlan:
 class CudaPass:
     """Runs passes of one model. It holds no memory: that is the reader's."""
 
-    most = 2048  # tokens of prompts in one pass; transformers is better at more
     strict: bool  # the same bits for more tokens, too, than our products are best at
 
     def read(

@@ -56,7 +56,6 @@ class BranchReader:
         self._first, self._second = first, second
         self._rows = ScratchRows(lm.device)
         self._prompts: list[tuple[int, int]] = []  # per row, the length of the prompt in each branch
-        self._more = 0  # how many more tokens than the first the second has to read in the next pass
 
     @property
     def largest(self) -> int | None:
@@ -89,9 +88,7 @@ class BranchReader:
         rest: int = self._first.begin(rows, first, room)
         self.glimpses = self._first.glimpses
         longer = max(other - length for length, other in self._prompts)
-        also = self._second.begin(self._rows, first, room + max(0, longer))
-        if first == 0:  # newcomers are read to their last token by both
-            self._more = also - rest
+        self._second.begin(self._rows, first, room + max(0, longer))
         return rest
 
     def extend(
@@ -103,7 +100,6 @@ class BranchReader:
 
     def _width(self, rows: RowsView, width: int) -> int:
         self._follow(rows)
-        width, self._more = width + self._more, 0
         if width <= min(self._rows.lengths):
             return width
         # another prompt may be shorter than what is to be caught up with
@@ -116,7 +112,6 @@ class BranchReader:
         self._follow(rows)
         ends = zip(upto, self._prompts[first:], strict=True)
         self._second.prefill(self._rows, first, [end + other - length for end, (length, other) in ends])
-        self._more = 0
 
     def _follow(self, rows: RowsView) -> None:
         """The other texts: other prompts, and then the same tokens."""

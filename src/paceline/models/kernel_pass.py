@@ -1,8 +1,8 @@
 """Llama-like models through kernels of our own (`paceline.kernels`): float32 on a CPU.
 
 The weights stay where they are and what they are; a plan is a list of their addresses. The memory is the reader's slot
-cache, so a prompt can be read by transformers (which is good at many tokens) and the text after it by the kernels,
-which read a weight once for all the tokens of a pass and give a token the same numbers whoever else is in the pass.
+cache. The kernels read a weight once for all the tokens of a pass, and a token has the same bits in every pass. They
+read prompts too, so what the KV cache holds at a position depends on the text up to it and on nothing else.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache as once
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -28,6 +28,8 @@ from .slot_cache import SlotCache
 if TYPE_CHECKING:
     from .cuda_pass import CudaPass
     from .language_model import LanguageModel
+
+_MANY = 16  # tokens of a pass that is limited by arithmetic, where a pass over few is limited by memory
 
 
 @dataclass(frozen=True)
@@ -55,7 +57,7 @@ class Part:
 class KernelPass:
     """Runs passes of one model for one reader. It owns the memory in between, not the cache."""
 
-    most = 0  # tokens of a prompt in one pass: transformers is better at them
+    piece = 128  # tokens of a prompt in one pass; the bits do not depend on it
 
     @staticmethod
     def in_tree(parents: Tensor, length: Tensor, slots: Tensor, fed: int) -> tuple[Tensor, Sight]:
@@ -65,14 +67,20 @@ class KernelPass:
         return position, Sight(prefix, lists)
 
     def read(
-        self, cache: SlotCache, first: int, ids: Tensor, position: Tensor, taps: Sequence[int]
+        self, cache: SlotCache, row: int, ids: Tensor, position: Tensor, taps: Sequence[int]
     ) -> tuple[Tensor, ...]:
-        raise AssertionError("prompts are read by transformers")
+        """Read a piece of a prompt, `ids` and `position` [1,Q], into one row of the cache. Returns the tapped states
+        [1,Q,D]; there are no logits."""
+        Q, part = ids.shape[1], Part(0, self.plan.layers, head=False)
+        place = _Place(_Shape(1, Q, Q, row), self._most if Q >= _MANY else self.threads)
+        reading, _ = self(cache, ids, position, position, Sight(None), Q, taps, vocabulary=0, part=part, place=place)
+        return reading.taps
 
-    def __init__(self, plan: Plan, threads: int) -> None:
+    def __init__(self, plan: Plan, threads: int, most: int = 1) -> None:
+        """threads: of a pass over a few tokens; most: of a pass over a piece of a prompt."""
         from paceline.kernels import llama, team
 
-        self.plan, self.threads = plan, threads
+        self.plan, self.threads, self._most = plan, threads, max(threads, most)
         self._names, self._line = llama.CALL, llama.COUNTER
         self._run = team.direct(llama.run_pass)
         self._room = self._seen = 0
@@ -94,11 +102,12 @@ class KernelPass:
         *,
         vocabulary: int,
         part: Part | None = None,
+        place: _Place | None = None,
     ) -> tuple[Reading, Tensor]:
         """Logits and taps of the last `keep` tokens of every row, and what the last layer said of all of them (until
         the next pass).
 
-        ids, position, slots: [R,Q]; vocabulary: how many logits.
+        ids, position, slots: [R,Q]; vocabulary: how many logits; place: of a prompt (else the first rows).
         """
         from paceline.kernels import team
 
@@ -108,7 +117,7 @@ class KernelPass:
         visible = cache.get_mask_sizes(0)[0]
         self._make_room(n, visible + 16)
         cos, sin = plan.turned(visible)  # a token's position is not beyond its slot
-        shape = self._shape(R, Q, keep)
+        shape, most = place or (self._shape(R, Q, keep), self.threads)
         starts, extras = sight.lists or shape.nobody
         logits = _floats(R, keep, vocabulary if part.head else 0)
         seen = {layer: _floats(R, keep if layer == plan.layers else Q, plan.hidden) for layer in taps}
@@ -119,10 +128,10 @@ class KernelPass:
         prefix = slots + 1 if sight.prefix is None else sight.prefix
         held = [t.to(torch.int64).contiguous() for t in (ids, position, slots, prefix, starts, extras)]
         given = None if part.given is None else part.given.contiguous()
-        _check(held[0], plan.vocabulary, cache.keys[0], R, visible)
+        _check(held[0], plan.vocabulary, cache.keys[0], shape.rows, visible)
         assert vocabulary <= plan.said
         keys, stores = cache.keys[0], cache.addresses()
-        threads = team.TEAM.gather(CROWD.threads(self.threads))
+        threads = team.TEAM.gather(CROWD.threads(most))
         self._counters[:] = 0
         call = self._call({
             **self._own, **shape.addresses,
@@ -164,20 +173,29 @@ class KernelPass:
             self._buffers = {name: _floats(self._room * size) for name, size in self.plan.sizes.items()}
         if visible > self._seen:
             self._seen = 1 << (visible - 1).bit_length()
-            self._scores = _floats(self.threads, self._together * self._seen)
+            self._scores = _floats(max(self.threads, self._most), self._together * self._seen)
         self._own = {name: buffer.data_ptr() for name, buffer in self._buffers.items()}
         self._own |= {"scores": self._scores.data_ptr(), "scores_step": 4 * self._scores.shape[1]}
         self._own["counters"] = self._counters.ctypes.data
 
 
 class _Shape:
-    """What passes of one shape have in common: whose row a token is of, which are kept, and that none sees others."""
+    """What passes of one shape have in common: the row of each token (the rows are `first`...), which tokens are kept,
+    and that none sees others."""
 
-    def __init__(self, R: int, Q: int, keep: int) -> None:
-        self._row = torch.arange(R, device="cpu").repeat_interleave(Q)
+    def __init__(self, R: int, Q: int, keep: int, first: int = 0) -> None:
+        self.rows = first + R
+        self._row = torch.arange(first, first + R, device="cpu").repeat_interleave(Q)
         self._kept = torch.arange(R * Q, device="cpu").view(R, Q)[:, Q - keep :].contiguous()
         self.nobody = (self._row.new_zeros(R * Q + 1), self._row.new_zeros(1))
         self.addresses = {"n": R * Q, "keep": R * keep, "row": self._row.data_ptr(), "kept": self._kept.data_ptr()}
+
+
+class _Place(NamedTuple):
+    """Where a pass over a prompt runs: the rows that it writes to, and the most threads."""
+
+    shape: _Shape
+    threads: int
 
 
 def _floats(*shape: int) -> Tensor:
@@ -215,7 +233,7 @@ def kernel_pass(lm: LanguageModel, model: Any) -> KernelPass | CudaPass | None:
         why = plan if isinstance(plan, str) else kernels_missing() or _uncompiled(plan)
         if why is None:
             assert isinstance(plan, Plan)
-            return KernelPass(plan, threads_here(lm))
+            return KernelPass(plan, threads_here(lm), threads_allowed())
     if lm.runner == "kernels":
         raise UnsupportedError(
             f"The runner 'kernels' was asked for, and {lm.name} cannot run by it: {why}; use runner 'auto'."
@@ -239,6 +257,13 @@ def threads_here(lm: LanguageModel) -> int:
     from .thread_choice import threads_for
 
     return threads_for(lm)
+
+
+def threads_allowed() -> int:
+    """As many as torch may use, on as many cores as this process may use."""
+    from .thread_choice import limit
+
+    return limit()
 
 
 @once

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from .cuda_pass import CudaPass
 
-CHUNK = 1024  # tokens of a prompt read in one pass
+CHUNK = 1024  # tokens of a prompt in one pass of transformers, and of the CUDA kernels
 
 
 class LanguageModel:
@@ -137,8 +137,9 @@ class SlotReader:
         self._model: Any = lm.model if model is None else model  # what a pass runs: all of it, or one part (early exit)
         self._kernels: KernelPass | CudaPass | None = kernel_pass(lm, self._model)
         self._taps = tuple(round(share * lm.layers) for share in taps)
-        self._prompts = PromptReader(lm, self._kernels, self._taps)  # where kernels read them
-        self._last_alone = bool(taps) or self._kernels is not None  # all of a prompt but its last token is read first
+        self._prompts: PromptReader | None = None  # for CUDA kernels: their passes over prompts are captured
+        if self._kernels is not None and not isinstance(self._kernels, KernelPass):
+            self._prompts = PromptReader(lm, self._kernels, self._taps)
         self._scratch = 0
         self._layout = Layout()
         self.largest = lm.largest  # token ids above it are read as it
@@ -162,40 +163,44 @@ class SlotReader:
     # ---- reading
 
     def begin(self, rows: RowsView, first: int, room: int) -> int:
-        """Read the new rows `first`... up to a last piece; returns how many tokens the next `extend` must read.
-
-        `room` is the most slots a row will need. A text of one length is read to its end together with the first draft,
-        unless someone wants to see how it was read (taps), or kernels read on from here: then all but the last token is
-        read here.
-        """
+        """Read the new rows `first`... but for their last token, which the next `extend` reads as it reads every later
+        token; returns 1. `room` is the most slots a row will need."""
         self.glimpses = []
-        lengths = rows.lengths[first:]
         self.cache.reserve(rows.capacity, room)
-        if first == 0 and min(lengths) == max(lengths) and not self._last_alone:
-            rest = min(lengths[0], CHUNK)
-        else:
-            rest = 1
-        self.prefill(rows, first, [length - rest for length in lengths])
-        return rest
+        self.prefill(rows, first, [length - 1 for length in rows.lengths[first:]])
+        return 1
 
     def prefill(self, rows: RowsView, first: int, upto: Sequence[int]) -> None:
-        """Left-aligned, in chunks; what a shorter row reads past its end is overwritten before anyone sees it."""
+        """Read the first `upto` tokens of the rows `first`...: each row alone, in pieces on a fixed grid. So the bits
+        of a prompt depend on no other row and on no draft."""
         self.cache.reserve(rows.capacity, max(upto))
-        for start in range(0, max(upto), CHUNK):
-            stop = min(start + CHUNK, max(upto))
-            position = arange(start, stop, rows.text.device).expand(rows.count - first, stop - start)
-            ids = rows.text[first : rows.count, start:stop].clamp(min=0)  # past its end a row holds anything
-            self.cache.aim(slice(first, rows.count), start, stop, start)
-            if self._kernels is not None and ids.numel() <= self._kernels.most:
-                if self.largest is not None:
-                    ids = ids.clamp(max=self.largest)
-                taps = self._prompts.read(self.cache, first, ids, start)
-            else:
-                allowed = None if start == 0 and self._may_omit_mask() else masks.chain_mask(position, stop)
-                keys = masks.key_positions(position[:, :1], None, stop)
-                taps = self._pass(ids, position, allowed, keys, keep=1, tapped=stop - start).taps
-            if self._taps:
-                self.glimpses.append(Glimpse(first, start, taps))
+        step = self._grid
+        for row, end in enumerate(upto, first):
+            for start in range(0, end, step):
+                ids = rows.text[row : row + 1, start : min(start + step, end)]
+                taps = self._read_piece(row, ids if self.largest is None else ids.clamp(max=self.largest), start)
+                if self._taps:
+                    self.glimpses.append(Glimpse(row, start, taps))
+
+    @property
+    def _grid(self) -> int:
+        """Tokens from one grid line of a prompt to the next."""
+        return self._kernels.piece if isinstance(self._kernels, KernelPass) else CHUNK
+
+    def _read_piece(self, row: int, ids: Tensor, start: int) -> tuple[Tensor, ...]:
+        """Read the tokens `ids` [1,Q] of one row from the grid line `start` on; returns the tapped states [1,Q,D]."""
+        if self._prompts is not None:
+            return self._prompts.read(self.cache, row, ids, start)
+        Q = ids.shape[1]
+        stop = start + Q
+        position = arange(start, stop, ids.device).expand(1, Q)
+        self.cache.aim(slice(row, row + 1), start, stop, start)
+        if isinstance(self._kernels, KernelPass):
+            openmp.rest()
+            return self._kernels.read(self.cache, row, ids, position, self._taps)
+        allowed = None if start == 0 and self._may_omit_mask() else masks.chain_mask(position, stop)
+        keys = masks.key_positions(position[:, :1], None, stop)
+        return self._pass(ids, position, allowed, keys, keep=1, tapped=Q).taps
 
     def extend(
         self, rows: RowsView, width: int, tokens: Tensor | None = None, parents: Tensor | None = None

@@ -15,7 +15,6 @@ from .slot_cache import SlotCache
 
 if TYPE_CHECKING:
     from .cuda_pass import CudaPass
-    from .kernel_pass import KernelPass
     from .language_model import LanguageModel
 
 _LENGTHS = (16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
@@ -27,52 +26,54 @@ def padded(length: int) -> int:
 
 
 class PromptReader:
-    """Reads pieces of prompts for one reader. What a piece reads past the end of a prompt is written again before
-    anybody sees it.
+    """Reads pieces of prompts by CUDA kernels, for one reader. What a piece reads past the end of a prompt is written
+    again before any pass sees it.
 
-    A prompt that comes alone is captured at once. Newcomers of a batch come in many numbers to many rows: what they
-    need is captured when it is needed for the second time.
+    A prompt is read alone, and a piece is padded to a length that depends on nothing but its own: so its bits depend on
+    the text alone. The last piece of a prompt has other bits than the same tokens in a longer one.
+
+    A piece of the first row is captured at once. Rows that join a batch come to many places: what they need is captured
+    when it is needed for the second time.
     """
 
-    def __init__(self, lm: LanguageModel, kernels: KernelPass | CudaPass | None, taps: Sequence[int] = ()) -> None:
+    def __init__(self, lm: LanguageModel, kernels: CudaPass, taps: Sequence[int] = ()) -> None:
         self._kernels, self._taps = kernels, taps
         self._programs = programs_for(lm)
         self._pieces: dict[tuple[int, ...], tuple[Tensor, Tensor]] = {}
-        self._met: set[tuple[int, ...]] = set()  # pieces of batches, once
+        self._met: set[tuple[int, ...]] = set()  # pieces of other rows than the first, once
         self._moved = -1
 
-    def read(self, cache: SlotCache, first: int, ids: Tensor, start: int) -> tuple[Tensor, ...]:
-        """ids [R,Q] are the tokens from `start` on of the rows `first`... Returns what was tapped, [R,Q,D] each."""
-        kernels, (R, Q), device = self._kernels, ids.shape, ids.device
-        assert kernels is not None
-        cache.reserve(first + R, start + padded(Q))
+    def read(self, cache: SlotCache, row: int, ids: Tensor, start: int) -> tuple[Tensor, ...]:
+        """ids [1,Q] are the tokens from `start` on of a row. Returns the tapped states, [1,Q,D] each."""
+        Q, device = ids.shape[1], ids.device
+        length = padded(Q)
+        cache.reserve(row + 1, start + length)
         if self._moved != cache.moved:
             self._moved = cache.moved
             self._pieces.clear()
             self._met.clear()
             if self._programs is not None:
                 self._programs.forget()
-        key = (first, R, padded(Q), start)
-        tokens, position = self._pieces.get(key) or _places(R, padded(Q), start, device)
+        key = (row, length, start)
+        tokens, position = self._pieces.get(key) or _places(length, start, device)
         tokens[:, :Q] = ids
-        cache.aim(slice(first, first + R), start, start + padded(Q), start)
+        cache.aim(slice(row, row + 1), start, start + length, start)
         if self._programs is None or not self._comes_again(key):
-            return tuple(tap[:, :Q] for tap in kernels.read(cache, first, tokens, position, self._taps))
+            return tuple(tap[:, :Q] for tap in self._kernels.read(cache, row, tokens, position, self._taps))
         self._pieces[key] = (tokens, position)
-        taps = self._programs.run(key, lambda: kernels.read(cache, first, tokens, position, self._taps))
+        taps = self._programs.run(key, lambda: self._kernels.read(cache, row, tokens, position, self._taps))
         return tuple(tap[:, :Q].clone() for tap in taps)  # they are good until the next piece is read
 
     def _comes_again(self, key: tuple[int, ...]) -> bool:
-        first, rows, _, _ = key
-        if (first, rows) == (0, 1) or key in self._met:
+        if key[0] == 0 or key in self._met:
             return True
         self._met.add(key)
         return False
 
 
-def _places(rows: int, length: int, start: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Room for the tokens of a piece, and their positions."""
-    position = torch.arange(start, start + length, device=device).expand(rows, -1).contiguous()
+def _places(length: int, start: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Room for the tokens of a piece, and their positions, [1,length] each."""
+    position = torch.arange(start, start + length, device=device)[None]
     return torch.zeros_like(position), position
 
 

@@ -129,15 +129,19 @@ class Running:
     threads: int = 1  # on a CPU
     kind: str | None = None
     captured: bool = False  # rounds are replayed (CUDA)
+    strict: bool = False
+    bits: str = ""  # what the bits of a token depend on beside the text before it (docs/exactness.md)
 
     def describe(self) -> str:
         """A few words for the line that says what decodes."""
         captured = ", captured" if self.captured else ""
+        strict = ", strict" if self.strict else ""
+        bits = f"; ties can depend on {self.bits}" if self.bits else ""
         if self.by == "kernels":
             threads = "1 thread" if self.threads == 1 else f"{self.threads} threads"
-            return f"{self.kind + ' ' if self.kind else ''}kernels{captured or ', ' + threads}"
+            return f"{self.kind + ' ' if self.kind else ''}kernels{captured or ', ' + threads}{strict}{bits}"
         reason = f" ({self.why})" if self.why else ""
-        return f"transformers{' in ' + self.kind if self.kind else ''}{captured}{reason}"
+        return f"transformers{' in ' + self.kind if self.kind else ''}{captured}{strict}{reason}{bits}"
 
 
 def running(lm: LanguageModel) -> Running:
@@ -145,14 +149,25 @@ def running(lm: LanguageModel) -> Running:
     first = parts(lm)[0]
     kind, device = kind_of(first), first.device.type
     captured = device == "cuda" and first.runner != "eager"
-    if first.runner in _PLAIN:
-        return Running("eager", kind=kind, captured=captured)
-    why = _unfit(first)
-    if device == "cpu":
+    why = None if first.runner in _PLAIN else _unfit(first)
+    if device == "cpu" and first.runner not in _PLAIN:
         why = why or kernels_missing()
-    if why is not None:
-        return Running("eager", _in_short(why) if device == "cpu" else "", kind=kind, captured=captured)
-    return Running("kernels", threads=threads_here(first) if device == "cpu" else 0, kind=kind, captured=captured)
+    if first.runner in _PLAIN or why is not None:
+        reason = _in_short(why) if why is not None and device == "cpu" else ""
+        return Running("eager", reason, kind=kind, captured=captured, strict=first.strict, bits=_bits(first, captured))
+    if device == "cpu":
+        return Running("kernels", threads=threads_here(first), kind=kind, strict=first.strict)
+    bits = "" if first.strict else "batches and drafts of over 64 tokens in a pass"
+    return Running("kernels", threads=0, kind=kind, captured=captured, strict=first.strict, bits=bits)
+
+
+def _bits(lm: LanguageModel, captured: bool) -> str:
+    """What the bits of a token depend on in passes of transformers, beside the text before it."""
+    if not lm.strict:
+        return "the batch and the draft"
+    if any("experts" in name for name, _ in lm.model.named_modules()):
+        return "the draft"  # an expert multiplies as many tokens as the pass sends to it
+    return "the room that a batch needs" if captured else ""
 
 
 def by_kernels(lm: LanguageModel) -> bool:

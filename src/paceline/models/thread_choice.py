@@ -42,14 +42,19 @@ def threads_for(lm: LanguageModel) -> int:
     trying: int | None = getattr(_TRYING, "threads", None)
     if trying is not None:
         return trying
-    limit = max(1, min(usual_threads(), cores_here()))
-    if limit == 1:
+    most = limit()
+    if most == 1:
         return 1
     with _ONE:
         known = _CHOSEN.setdefault(lm.model, {})
-        if limit not in known:
-            known[limit] = _read(lm, limit)
-        return known[limit]
+        if most not in known:
+            known[most] = _read(lm, most)
+        return known[most]
+
+
+def limit() -> int:
+    """The most threads that passes may have."""
+    return max(1, min(usual_threads(), cores_here()))
 
 
 def _read(lm: LanguageModel, limit: int) -> int:

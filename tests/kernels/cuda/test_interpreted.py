@@ -179,8 +179,7 @@ def test_a_pass_says_what_transformers_says(name: str) -> None:
         rows.admit(texts)
         reader = eager.reader()
         reader._kernels = kernels
-        reader._prompts = PromptReader(lm, kernels)
-        reader._last_alone = True
+        reader._prompts = None if kernels is None else PromptReader(lm, kernels)
         width = reader.begin(rows, 0, 64)
         tree = reader.extend(rows, width, tokens, parents).logits
         reader.keep(rows, torch.tensor([0, 2, 3]).expand(3, 3))
@@ -204,16 +203,37 @@ def test_a_prompt_is_read_alike_for_those_who_look_at_it(name: str) -> None:
     for taps, kernels in (((), cuda_pass(lm)), ((0.0, 0.5, 1.0), cuda_pass(lm)), ((0.0, 0.5, 1.0), None)):
         readers.append(reader := lm.reader(taps))
         reader._kernels = kernels
-        reader._prompts = PromptReader(lm, kernels, reader._taps)
+        reader._prompts = None if kernels is None else PromptReader(lm, kernels, reader._taps)
         assert reader.begin(rows, 0, 64) == 1
     plain, watched, theirs = readers
     for ours, other in zip(
         watched.cache.keys + watched.cache.values, plain.cache.keys + plain.cache.values, strict=True
     ):
         assert all(torch.equal(ours[r, :, : n - 1], other[r, :, : n - 1]) for r, n in enumerate(rows.lengths))
-    (seen,), (wanted,) = watched.glimpses, theirs.glimpses
-    assert (seen.first, seen.start) == (wanted.first, wanted.start)
-    for ours, other in zip(seen.taps, wanted.taps, strict=True):
-        assert ours.shape == other.shape
-        for r, n in enumerate(rows.lengths):
-            close(ours[r, : n - 1], other[r, : n - 1], 2e-5)
+    for seen, wanted in zip(watched.glimpses, theirs.glimpses, strict=True):
+        assert (seen.first, seen.start) == (wanted.first, wanted.start)
+        for ours, other in zip(seen.taps, wanted.taps, strict=True):
+            assert ours.shape == other.shape == (1, rows.lengths[seen.first] - 1, other.shape[2])
+            close(ours, other, 2e-5)
+
+
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
+@torch.inference_mode()
+def test_a_prompt_is_read_alike_in_every_batch() -> None:
+    """To the bit, keys and values: all of them together would be more than our own products take."""
+    lm = model("llama")
+    lm.runner = "eager"
+    texts = [[(7 * i + r) % 80 for i in range(length)] for r, length in enumerate((40, 3, 17))]
+    memories = []
+    for some in (texts, *([text] for text in texts)):
+        rows = ScratchRows(lm.device)
+        rows.admit(some)
+        reader = lm.reader()
+        reader._kernels = cuda_pass(lm)
+        reader._prompts = PromptReader(lm, reader._kernels)
+        reader.begin(rows, 0, 128)
+        memories.append([*reader.cache.keys, *reader.cache.values])
+    together, *alone = memories
+    for row, (text, mine) in enumerate(zip(texts, alone, strict=True)):
+        end = len(text) - 1
+        assert all(torch.equal(a[row, :, :end], b[0, :, :end]) for a, b in zip(together, mine, strict=True))

@@ -177,11 +177,11 @@ def test_memory_is_bounded() -> None:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"order": 1}, "order must be at least 2, a token and one before it; got 1."),
+        ({"order": 1}, "order must be at least 2, got 1."),
         ({"levels": "some"}, "levels must be all or one, got 'some'."),
-        ({"branches": 9}, "branches must be from 1 to 8, got 9."),
+        ({"branches": 9}, "branches must be at most 8, got 9."),
         ({"filler": -1}, "filler must be at least 0, got -1."),
-        ({"capacity": 1}, "capacity must be at least 2 contexts, got 1."),
+        ({"capacity": 1}, "capacity must be at least 2, got 1."),
     ],
 )
 def test_wrong_options(options: dict[str, Any], said: str) -> None:

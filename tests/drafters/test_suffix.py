@@ -208,9 +208,9 @@ def test_rows_that_come_and_go_keep_their_own_words() -> None:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"branches": 0}, "branches must be from 1 to 8, got 0."),
-        ({"min_probability": 2}, "min_probability must be from 0 to 1, got 2."),
-        ({"capacity": 3}, "capacity must be at least 16 tokens, got 3."),
+        ({"branches": 0}, "branches must be at least 1, got 0."),
+        ({"min_probability": 2}, "min_probability must be at most 1, got 2."),
+        ({"capacity": 3}, "capacity must be at least 16, got 3."),
         ({"store": "here"}, "store must be a SuffixStore, got str."),
     ],
 )

@@ -82,8 +82,6 @@ def test_a_conversation_gets_no_second_bos() -> None:
     ("prompt", "said"),
     [
         ("", "The prompt is empty"),
-        ([], "The prompt is empty"),
-        ((), "The prompt is empty"),
         (["a", ""], "The prompt is empty"),
         ([[1], []], "The prompt is empty"),
         (torch.tensor([], dtype=torch.int64), "The prompt is empty"),
@@ -93,7 +91,8 @@ def test_a_conversation_gets_no_second_bos() -> None:
         ([1.5, 2.5], "A prompt is a string, a list of token ids or a list of messages, not float."),
         ([True, False], "A prompt is a string, a list of token ids or a list of messages, not bool."),
         ([1, "a"], "A prompt is a string, a list of token ids or a list of messages, not int."),
-        ([{"role": "user"}], "A prompt is a string, a list of token ids or a list of messages, not dict."),
+        ([{"role": "user"}], "Message 0 of the conversation must have a text as its content, got None."),
+        ([{"prompt": "a"}], "Message 0 of the conversation has no role; give"),
     ],
     ids=str,
 )

@@ -155,7 +155,7 @@ def test_wrong_arguments_of_a_decoder_are_one_sentence(arguments: dict[str, Any]
 @pytest.mark.parametrize(
     ("prompt", "said"),
     [
-        ([], "The prompt is empty"),
+        ([[]], "The prompt is empty"),
         ("", "The prompt is empty"),
         (list(range(40)) * 3, "The prompt has 120 tokens, the context of LlamaForCausalLM ends at 96; shorten it."),
         ([3, 40], "The prompt has token id 40, outside the vocabulary of 40 tokens."),

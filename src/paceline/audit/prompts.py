@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 from paceline.core.errors import InputError
+from paceline.core.json_text import parse_json
 
 # Chat, code, a summary, an edit, a table, a list, arithmetic, a story: some repeat themselves, so that a drafter that
 # looks things up has something to find.
@@ -40,7 +40,7 @@ def read_prompts(path: Path) -> list[str]:
 
 def _prompt_of(line: str, where: str) -> str:
     try:
-        content: Any = json.loads(line)
+        content: Any = parse_json(line)
     except ValueError as error:
         raise InputError(f"The {where} is not valid JSON: {error}.") from None
     found = content.get("prompt", content.get("turns")) if isinstance(content, dict) else content

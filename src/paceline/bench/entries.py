@@ -9,6 +9,7 @@ from typing import Any
 
 from paceline.core.contracts import DRAFTERS, RULES
 from paceline.core.errors import InputError, UnknownNameError
+from paceline.core.json_text import parse_json
 from paceline.core.registry import build_options, convert_options
 from paceline.drafters.loading import holds
 from paceline.drafters.shipped import weights_of
@@ -39,7 +40,7 @@ def parse_entry(given: str | Mapping[str, Any], gamma: int | str = 5) -> Entry:
     as drafter.X (where it has an option of the same name as one of ours)."""
     if isinstance(given, str) and given.lstrip().startswith("{"):
         try:
-            found = json.loads(given)
+            found = parse_json(given)
         except ValueError as error:
             raise InputError(f"A run given as JSON must be valid JSON: {error}; got '{given}'.") from None
         return _entry(given, found, gamma)

@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from paceline.core.errors import InputError
+from paceline.core.limits import GAMMA_LIMIT, ROWS_LIMIT, Limited, limited
 
 
 @dataclass(frozen=True)
-class BenchOptions:
+class BenchOptions(Limited):
     """Everything that decides what is measured. Nothing here is about showing it."""
 
     target: str = "smollm2-135m"
@@ -20,31 +21,31 @@ class BenchOptions:
     draft_shape: str | None = None  # the draft beside it; None: the shape's usual one
     synthetic_acceptance: tuple[float, ...] = ()  # the draft is right so often: one rate, or one per position
     construction: float | None = None  # instead: layers past the draft's add so little (agreement by construction)
-    prompt_tokens: int = 128  # of the random prompts of these; prompt sets have their own
+    prompt_tokens: int = limited(128, 1, 2**24)  # of the random prompts of these; prompt sets have their own
     preset: str | None = None  # "default", "gpt2", ...
 
     runs: tuple[str, ...] = ()  # our own: "suffix", "ngram:gamma=8,branches=4"; plain decoding is always there
     peers: tuple[str, ...] = ()  # "hf", "hf-assisted", "hf-lookup", "hf-early-exit", "llama-cpp", "openvino" …
-    gamma: int = 5  # of runs that do not say
+    gamma: int = limited(5, 1, GAMMA_LIMIT)  # of runs that do not say
 
     prompts: tuple[str, ...] = ("builtin",)  # files or "builtin"
     categories: tuple[str, ...] = ()  # only these
-    limit: int | None = None  # prompts per category
-    turns: int = 1  # 2: the second turns of conversations as well
-    batch: int = 1
-    max_new_tokens: int = 128
+    limit: int | None = limited(None, 1)  # prompts per category
+    turns: int = limited(1, 1, 1024)  # 2: the second turns of conversations as well
+    batch: int = limited(1, 1, ROWS_LIMIT)
+    max_new_tokens: int = limited(128, 1)
     temperature: float = 0.0
     top_k: int | None = None
     top_p: float | None = None
     min_p: float | None = None
     samplers: tuple[str, ...] = ()  # each prompt with each of them: "greedy", "top-k:top_k=20", "all"
     noise_levels: tuple[float, ...] = (0.1, 0.2, 0.3, 0.4, 0.5)  # of the sampler top-k-noise
-    seed: int = 0
+    seed: int = limited(0, -(2**63), 2**63 - 1)
     chat: bool = True  # prompts go through the model's chat template, if it has one
 
-    repeats: int = 3
-    warm_up: int = 16  # tokens of an untimed first run of each
-    threads: int | None = None
+    repeats: int = limited(3, 1, 10**6)
+    warm_up: int = limited(16, 0)  # tokens of an untimed first run of each
+    threads: int | None = limited(None, 1, 4096)
     force: bool = False  # of older calls: a busy machine is measured and marked by default
     require_quiet: bool = False  # refuse a busy machine
     memory: bool = False  # per method: peak and cache bytes
@@ -53,9 +54,7 @@ class BenchOptions:
     quality: bool = False  # judge the answers against those of the prompt set
 
     def __post_init__(self) -> None:
-        for name in ("gamma", "turns", "batch", "max_new_tokens", "repeats", "prompt_tokens"):
-            if getattr(self, name) < 1:
-                raise InputError(f"{name} must be at least 1, got {getattr(self, name)}.")
+        super().__post_init__()
         for rate in self.synthetic_acceptance:
             if not 0 <= rate <= 1:
                 raise InputError(f"synthetic_acceptance must be from 0 to 1, got {rate}.")
@@ -64,11 +63,5 @@ class BenchOptions:
                 raise InputError(f"noise_levels must be above 0 (the sampler top-k is without noise), got {level:g}.")
         if self.samplers and (self.shape is not None or self.synthetic_acceptance or self.construction is not None):
             raise InputError("samplers need prompts, and a made-up model has none; leave one out.")
-        if self.threads is not None and self.threads < 1:
-            raise InputError(f"threads must be at least 1, got {self.threads}.")
         if self.force and self.require_quiet:
             raise InputError("force measures on a busy machine and require_quiet refuses it; leave one out.")
-        if self.warm_up < 0:
-            raise InputError(f"warm_up must be at least 0 tokens, got {self.warm_up}.")
-        if self.limit is not None and self.limit < 1:
-            raise InputError(f"limit must be at least 1 prompt per category, got {self.limit}.")

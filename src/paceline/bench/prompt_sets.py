@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.core.errors import InputError, UnknownNameError
+from paceline.core.json_text import parse_json
 
 from .builtin import builtin_objects
 from .contest import Prompt
@@ -136,7 +137,7 @@ def _read_jsonl(text: str, path: Path) -> Iterator[_Found]:
     for number, line in _lines(text):
         where = f"line {number} of '{path}'"
         try:
-            entry = json.loads(line)
+            entry = parse_json(line)
         except (ValueError, RecursionError) as error:
             raise InputError(f"Not valid JSON in {where}: {error}.") from None
         if not isinstance(entry, dict):

@@ -18,6 +18,7 @@ from typing import Any, Protocol, TextIO
 
 from paceline.core.costs import Costs
 from paceline.core.errors import InputError, PacelineWarning
+from paceline.core.json_text import parse_json
 
 from .contest import Run, Task
 from .metrics import Line, Summary, summarise
@@ -188,7 +189,7 @@ def read_records(path: str | Path) -> Report:
         if not line.strip():
             continue
         try:
-            found = json.loads(line)
+            found = parse_json(line)
         except ValueError as error:
             if number == len(lines):  # nobody finished this line: no newline after it
                 warnings.warn(

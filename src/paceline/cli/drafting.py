@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 from collections.abc import Iterable
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 import typer
 
 from paceline.core.errors import InputError, UnknownNameError
+from paceline.core.json_text import parse_json
 
 from .options import PairOptions, WritingOptions
 from .settings import PREFIX, show_config, source
@@ -117,7 +117,7 @@ class _Theirs:
 def from_vllm(text: str) -> _Theirs:
     """vLLM's keys, said in ours. As there, one of prompt_lookup_max and prompt_lookup_min stands for both."""
     try:
-        config = json.loads(text)
+        config = parse_json(text)
     except ValueError as error:
         raise InputError(f"--speculative-config is not valid JSON: {error}.") from None
     if not isinstance(config, dict):

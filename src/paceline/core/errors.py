@@ -5,6 +5,17 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
+_SHOWN = 80  # characters of a value inside a message
+
+
+def shown(value: object) -> str:
+    """The value as a message shows it: on one line, and cut if it is long."""
+    try:
+        text = " ".join(repr(value).split())
+    except ValueError:  # Python writes no whole number of more than 4,300 digits
+        return "a number of thousands of digits"
+    return text if len(text) <= _SHOWN else f"{text[: _SHOWN - 20]}… ({len(text):,} characters)"
+
 
 class PacelineError(Exception):
     """Everything Paceline raises on purpose; the command line prints it as one line and exits with `exit_code`."""
@@ -23,9 +34,11 @@ class UnknownNameError(InputError):
 
     def __init__(self, kind: str, name: object, known: Iterable[str]) -> None:
         names = sorted(known)
-        near = difflib.get_close_matches(str(name), names, n=1, cutoff=0.5)
+        near = difflib.get_close_matches(name, names, n=1, cutoff=0.5) if isinstance(name, str) else []
         hint = f" Did you mean '{near[0]}'?" if near else ""
-        super().__init__(f"Unknown {kind} '{name}'.{hint} Available: {', '.join(names) or 'none'}.")
+        short = isinstance(name, str) and len(name) <= _SHOWN and name.isprintable()
+        said = f"'{name}'" if short else shown(name)
+        super().__init__(f"Unknown {kind} {said}.{hint} Available: {', '.join(names) or 'none'}.")
 
 
 class UnsupportedError(PacelineError):

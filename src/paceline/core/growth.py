@@ -17,8 +17,8 @@ from torch import Tensor
 
 from .choice import Draw
 from .contracts import Budget, RowsView, arange
-from .errors import InputError
 from .law import Law
+from .limits import NODES_LIMIT, Limited, limited
 from .quick import QUICK, branches_of
 from .rank_meter import RankMeter
 from .shape import Shape
@@ -28,23 +28,19 @@ from .verdict import Verdict
 Expand = Callable[[Tensor | None, Tensor | None], Tensor]
 Chain = Callable[[int], Tensor | None]  # so many steps -> tokens [R,steps]; None: it cannot
 _NEVER = float("-inf")
-_TREES = ("chain", "levels", "best-first", "static", "optimal")
 
 
 @dataclass(frozen=True)
-class TreeOptions:
+class TreeOptions(Limited):
     """How a drafter with logits grows its draft. Inherited by the options of such drafters."""
 
     tree: Literal["chain", "levels", "best-first", "static", "optimal"] = "chain"
-    branch: int = 2  # children of a node that is expanded (levels, best-first)
-    width: int = 2  # nodes expanded per step (levels, best-first)
+    branch: int = limited(2, 1, NODES_LIMIT)  # children of a node that is expanded (levels, best-first)
+    width: int = limited(2, 1, NODES_LIMIT)  # nodes expanded per step (levels, best-first)
     shape: Any = "3x2x1x1"  # static: children per level, or paths; optimal: where it starts
 
     def __post_init__(self) -> None:
-        if self.tree not in _TREES:
-            raise InputError(f"tree must be {', '.join(_TREES[:-1])} or {_TREES[-1]}, got '{self.tree}'.")
-        if self.branch < 1 or self.width < 1:
-            raise InputError(f"branch and width must be at least 1, got {self.branch} and {self.width}.")
+        super().__post_init__()
         Shape.of(self.shape)
 
 

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-import json
-import math
 from collections.abc import Callable, Iterator, Mapping
 from importlib import import_module
 from importlib.metadata import entry_points
 from types import NoneType, UnionType
 from typing import Any, Generic, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from .errors import InputError, UnknownNameError
+from .errors import InputError, UnknownNameError, shown
+from .json_text import parse_json
+from .limits import check_field
 
 T = TypeVar("T")
 
@@ -51,13 +51,13 @@ class Registry(Generic[T]):
 
     def __getitem__(self, name: str) -> type[T]:
         self._look()
-        if name not in self._found:
+        if not isinstance(name, str) or name not in self._found:
             raise UnknownNameError(self.kind, name, self._found)
         return self._found[name]
 
     def __contains__(self, name: object) -> bool:
         self._look()
-        return name in self._found
+        return isinstance(name, str) and name in self._found
 
     def __iter__(self) -> Iterator[str]:
         self._look()
@@ -68,41 +68,18 @@ class Registry(Generic[T]):
         return (self[name].__doc__ or "").strip().split("\n")[0]
 
 
-# type of an option -> does a value have it, and how that is said
-_TYPES: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "int": (lambda value: isinstance(value, int) and not isinstance(value, bool), "a whole number"),
-    "float": (lambda value: isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value),
-              "a number"),
-    "bool": (lambda value: isinstance(value, bool), "true or false"),
-    "str": (lambda value: isinstance(value, str), "a text"),
-    "None": (lambda value: value is None, "None"),
-}  # fmt: skip
-
-
 def build_options(cls: type, given: Mapping[str, Any], owner: str) -> Any:
     """The dataclass `cls` from a plain mapping; an unknown option is refused with the nearest known one, and a value
-    of another type than the field says. What is no plain type is the business of `cls`."""
+    of another type than the field says or outside its limits (`limits.limited`). What is no plain type is the business
+    of `cls`."""
     if not isinstance(given, Mapping):
-        raise InputError(f"Options of {owner} are given by name, such as {{'name': value}}; got {given!r}.")
+        raise InputError(f"Options of {owner} are given by name, such as {{'name': value}}; got {shown(given)}.")
     known = {field.name: field for field in dataclasses.fields(cls)}
-    for name in given:
+    for name, value in given.items():
         if name not in known:
             raise UnknownNameError(f"option of {owner}", name, known)
-        wanted = _plain_types(known[name].type)
-        if wanted and not any(_TYPES[each][0](given[name]) for each in wanted):
-            said = " or ".join(_TYPES[each][1] for each in wanted)
-            raise InputError(f"{name} of {owner} must be {said}, got {given[name]!r}.")
+        check_field(known[name], value, owner)
     return cls(**given)
-
-
-def _plain_types(annotation: Any) -> list[str]:
-    """["int", "None"] of `int | None` or Optional[int], as text or not; [] if anything in it is no plain type."""
-    text = annotation.__name__ if isinstance(annotation, type) else str(annotation)
-    text = text.removeprefix("typing.")
-    if text.startswith("Optional["):
-        text = f"{text.removeprefix('Optional[').removesuffix(']')} | None"
-    names = [name.strip() for name in text.split("|")]
-    return names if all(name in _TYPES for name in names) else []
 
 
 # ---- options of a drafter or a rule: text becomes what the field's type says
@@ -145,16 +122,16 @@ def _convert(flag: str, text: str, hint: Any) -> Any:
             return hint(text)
         except ValueError:
             what = "a whole number" if hint is int else "a number"
-            raise InputError(f"{flag} must be {what}, got '{text}'.") from None
+            raise InputError(f"{flag} must be {what}, got {shown(text)}.") from None
     return text
 
 
 def _listed(flag: str, text: str) -> list[Any]:
     """A list in JSON, for what has commas of its own; a single object is a list of one."""
     try:
-        found = json.loads(text)
+        found = parse_json(text)
     except ValueError as error:
-        raise InputError(f"{flag} begins like JSON and is not valid JSON: {error}; got '{text}'.") from None
+        raise InputError(f"{flag} begins like JSON and is not valid JSON: {error}; got {shown(text)}.") from None
     return found if isinstance(found, list) else [found]
 
 
@@ -163,4 +140,4 @@ def _switch(flag: str, text: str) -> bool:
         return True
     if text.lower() in ("false", "no", "off", "0"):
         return False
-    raise InputError(f"{flag} must be true or false, got '{text}'.")
+    raise InputError(f"{flag} must be true or false, got {shown(text)}.")

@@ -8,11 +8,13 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from .errors import InputError
+from .errors import InputError, shown
+from .limits import LARGEST, TYPES
 
 # A user's own control: (prefix token ids [n], logits [V]) -> logits [V]. It sees the prefix of the very node it judges.
 Processor = Callable[[Tensor, Tensor], Tensor]
 
+_MOST_SEED = 2**128 - 1
 _LIMITS: dict[str, tuple[float, float, bool, str]] = {
     # name: (lowest, highest, lowest excluded?, what to do)
     "temperature": (0.0, math.inf, False, "use 0 for greedy decoding"),
@@ -59,15 +61,18 @@ class Sampling:
     def __post_init__(self) -> None:
         for name, (low, high, open_low, remedy) in _LIMITS.items():
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-                raise InputError(f"{name} must be a finite number, got {value!r}; {remedy}.")
+            if not TYPES["float"][0](value):
+                raise InputError(f"{name} must be a finite number, got {shown(value)}; {remedy}.")
             if value > high or value < low or (open_low and value == low):
                 left = "(" if open_low or low == -math.inf else "["
                 right = ")" if high == math.inf else "]"
-                raise InputError(f"{name} must be in {left}{low:g}, {high:g}{right}, got {value!r}; {remedy}.")
+                raise InputError(f"{name} must be in {left}{low:g}, {high:g}{right}, got {shown(value)}; {remedy}.")
         for name in ("top_k", "min_new_tokens", "seed"):
-            if not isinstance(getattr(self, name), int):
-                raise InputError(f"{name} must be a whole number, got {getattr(self, name)!r}.")
+            value, most = getattr(self, name), _MOST_SEED if name == "seed" else LARGEST
+            if not TYPES["int"][0](value):
+                raise InputError(f"{name} must be a whole number, got {shown(value)}.")
+            if abs(value) > most:
+                raise InputError(f"{name} must be at most {most:,}, got {shown(value)}.")
         if self.noise > 0 and self.top_k == 0:
             raise InputError(f"noise={self.noise:g} needs top_k: it perturbs the logits that survive top-k.")
         if self.dynamic_temperature > self.temperature:
@@ -84,7 +89,9 @@ class Sampling:
         """Token ids in the controls must exist in the model's vocabulary."""
         for name, ids in (("logit_bias", self.logit_bias), ("banned_tokens", self.banned_tokens)):
             for token in ids:
-                if not isinstance(token, int) or not 0 <= token < vocabulary:
-                    raise InputError(f"{name} names token {token!r}, outside the vocabulary of {vocabulary} tokens.")
+                if not TYPES["int"][0](token) or not 0 <= token < vocabulary:
+                    raise InputError(
+                        f"{name} names token {shown(token)}, outside the vocabulary of {vocabulary} tokens."
+                    )
         if len(set(self.banned_tokens)) >= vocabulary:
             raise InputError(f"banned_tokens forbids all {vocabulary} tokens; leave at least one.")

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any
 
-from .errors import InputError
+from .errors import InputError, shown
+from .limits import NODES_LIMIT
 
 
 @dataclass(frozen=True)
@@ -37,20 +38,26 @@ class Shape:
         if not isinstance(given, str):
             try:
                 paths = sorted({tuple(int(rank) for rank in path) for path in given}, key=_order)
-            except (TypeError, ValueError) as error:
-                raise InputError(f"A tree shape is '3x2x1' or paths like [(0,), (0, 1)], got {given!r}.") from error
+            except (TypeError, ValueError, OverflowError) as error:
+                raise InputError(
+                    f"A tree shape is '3x2x1' or paths like [(0,), (0, 1)], got {shown(given)}."
+                ) from error
             if not paths:
                 raise InputError("A tree shape needs at least one node, such as [(0,)]; got none.")
+            if len(paths) > NODES_LIMIT:
+                raise InputError(f"A tree shape has at most {NODES_LIMIT:,} nodes, got {len(paths):,}.")
             return Shape(tuple(paths))
         try:
             widths = [int(width) for width in given.split("x")]
         except ValueError as error:
-            raise InputError(f"A tree shape is children per level, such as 3x2x1, got '{given}'.") from error
+            raise InputError(f"A tree shape is children per level, such as 3x2x1, got {shown(given)}.") from error
         if any(width < 1 for width in widths):
-            raise InputError(f"A tree shape needs at least one child per level, got '{given}'.")
+            raise InputError(f"A tree shape needs at least one child per level, got {shown(given)}.")
         level: list[tuple[int, ...]] = [()]
         found: list[tuple[int, ...]] = []
         for width in widths:
+            if len(found) + len(level) * width > NODES_LIMIT:
+                raise InputError(f"A tree shape has at most {NODES_LIMIT:,} nodes, got more: {shown(given)}.")
             level = [(*path, rank) for path in level for rank in range(width)]
             found += level
         return Shape(tuple(found))

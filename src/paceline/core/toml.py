@@ -24,8 +24,10 @@ def read_toml(path: str | os.PathLike[str]) -> dict[str, Any]:
         return tomllib.loads(Path(path).read_text("utf-8"))
     except OSError as error:
         raise InputError(f"The config '{path}' cannot be read: {error.strerror or error}.") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise InputError(f"The config '{path}' is not valid TOML: {' '.join(str(error).split())}.") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, ValueError) as error:  # ValueError: a number of many digits
+        raise InputError(f"The config '{path}' is not valid TOML: {' '.join(str(error).split())[:300]}.") from error
+    except RecursionError:
+        raise InputError(f"The config '{path}' is nested too deep; write plain tables and values.") from None
 
 
 def toml_value(value: Any) -> str:

@@ -9,7 +9,8 @@ from typing import Any, Literal
 from paceline.core.contracts import DRAFTERS, Budget, Drafter, RowsView, Rule
 from paceline.core.costs import Costs
 from paceline.core.credit import Drafted
-from paceline.core.errors import InputError
+from paceline.core.errors import InputError, shown
+from paceline.core.limits import Limited
 from paceline.core.tree import LAWFUL, TokenTree
 from paceline.core.worth import PLAIN, Offer, Rate, Trust, average, best_depth, best_width, cheapest_node
 from paceline.models.pass_times import costs_for
@@ -39,7 +40,7 @@ class Auto(Company):
     """Choose drafter, length and tree in every round from measured costs and live acceptance; also not to speculate."""
 
     @dataclass(frozen=True)
-    class Options:
+    class Options(Limited):
         # names, (name, options), or drafters; a tie goes to the earlier one. None: who needs no training
         drafters: tuple[Any, ...] | None = None
         costs: Any = None  # a Costs, else measured once per model and machine and kept on disk
@@ -48,8 +49,9 @@ class Auto(Company):
         frozen: bool = False  # what was learned stays as it is
 
         def __post_init__(self) -> None:
+            super().__post_init__()
             if self.drafters is not None and (not isinstance(self.drafters, (list, tuple)) or not self.drafters):
-                raise InputError(f"drafters must be a list of at least one drafter, got {self.drafters!r}.")
+                raise InputError(f"drafters must be a list of at least one drafter, got {shown(self.drafters)}.")
             if self.costs is not None and not isinstance(self.costs, Costs):
                 raise InputError(f"costs must be a paceline.core.costs.Costs, got {type(self.costs).__name__}.")
             if self.costs is not None and not (self.costs.passes and all(self.costs.passes.values())):

@@ -11,8 +11,9 @@ from torch import Tensor
 
 from paceline.core.choice import Draw
 from paceline.core.contracts import DRAFTERS, Budget, RowsView
-from paceline.core.errors import InputError, UnsupportedError
+from paceline.core.errors import UnsupportedError
 from paceline.core.growth import Grower, TreeOptions
+from paceline.core.limits import Limited
 from paceline.core.scratch_rows import ScratchRows
 from paceline.core.tree import TokenTree
 from paceline.models.language_model import LanguageModel
@@ -21,7 +22,6 @@ from paceline.models.translation import Transcript, Translation
 
 from .draft_model import ModelDrafter
 
-_MODES = ("intersection", "text")
 _MOST_STEPS = 4  # tokens the draft writes per token of the target, at most
 
 
@@ -34,13 +34,9 @@ class CrossVocabulary(ModelDrafter):
     """
 
     @dataclass(frozen=True)
-    class Options:
+    class Options(Limited):
         model: Any = None  # a LanguageModel, or anything `paceline.load` takes
         mode: Literal["intersection", "text"] = "intersection"  # tokens both know, or any text, encoded again
-
-        def __post_init__(self) -> None:
-            if self.mode not in _MODES:
-                raise InputError(f"mode must be {' or '.join(_MODES)}, got '{self.mode}'.")
 
     def __init__(self, options: Options | None = None) -> None:
         super().__init__(options)

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from paceline.core.contracts import DRAFTERS, Drafter
-from paceline.core.errors import InputError, LoadError, UnsupportedError
+from paceline.core.errors import InputError, LoadError, UnsupportedError, shown
 from paceline.core.growth import TreeOptions
+from paceline.core.limits import limited
 from paceline.models.head_files import check_target, fingerprint, fits, load_head, save_head
 from paceline.models.language_model import LanguageModel
 from paceline.models.packed_linear import PackedLinear
@@ -77,11 +78,29 @@ class SavedLayers:
 
     @classmethod
     def load(cls, folder: str | os.PathLike[str]) -> SavedLayers:
-        return cls(*load_head(folder, KIND), os.fspath(folder))
+        found = cls(*load_head(folder, KIND), os.fspath(folder))
+        found._layers()  # refused here, before there is a target
+        return found
+
+    def _layers(self) -> tuple[int, list[int]]:
+        """How many of the target's first layers are kept, and which of them its own were copied from."""
+        kept, sources = self.config.get("kept", 0), self.config.get("sources")
+        if type(kept) is not int:
+            raise LoadError(
+                f"The draft-lm in '{self.folder}' keeps a number of layers, and config.json has {shown(kept)}."
+            )
+        if not isinstance(sources, list) or not all(type(layer) is int for layer in sources):
+            raise LoadError(f"'sources' in the config.json of '{self.folder}' must be layers, got {shown(sources)}.")
+        if len(sources) > len(self.tensors):  # before as many layers are copied
+            raise LoadError(
+                f"The draft-lm in '{self.folder}' has {len(sources)} layers, but {len(self.tensors)} tensors."
+            )
+        return kept, sources
 
     def check(self, target: LanguageModel) -> None:
         """Refuse a target that it cannot draft for: it consists of layers of the target's own sizes."""
-        compared = layers_of(target)[: len(self.config["sources"])] if fits(self.config["target"], target) else []
+        kept, sources = self._layers()
+        compared = layers_of(target)[: len(sources)] if fits(self.config["target"], target) else []
         for index, layer in enumerate(compared):
             for part, weight in layer.named_parameters():
                 own = self.tensors.get(f"layers.{index}.{part}", weight)
@@ -91,18 +110,22 @@ class SavedLayers:
                         f"{tuple(weight.shape)}; use a head trained for this target."
                     )
         check_target(KIND, self.config["target"], target)
+        if not 0 <= kept < target.layers or not all(0 <= layer < target.layers for layer in sources):
+            raise UnsupportedError(
+                f"The draft-lm in '{self.folder}' keeps {kept} layers and copies {shown(sources)}, but "
+                f"{target.name} has {target.layers}; use a draft trained for this target."
+            )
 
     def fitted(self, target: LanguageModel) -> DraftLayers:
         self.check(target)
-        kept = self.config.get("kept", 0)
-        if type(kept) is not int:
-            raise LoadError(f"The draft-lm in '{self.folder}' keeps a number of layers, and config.json has {kept!r}.")
-        layers = DraftLayers(target, self.config["sources"], kept)
+        kept, sources = self._layers()
+        layers = DraftLayers(target, sources, kept)
         layers.made_for = self.config["target"]
         try:
             layers.load_state_dict({name: tensor.to(target.dtype) for name, tensor in self.tensors.items()})
         except RuntimeError as error:
-            raise LoadError(f"The draft-lm in '{self.folder}' does not fit its own config.json: {error}.") from error
+            problem = " ".join(str(error).split())[:300].rstrip(".")
+            raise LoadError(f"The draft-lm in '{self.folder}' does not fit its own config.json: {problem}.") from error
         return layers.requires_grad_(False)
 
 
@@ -114,7 +137,8 @@ class DraftLm(SelfDraft):
     class Options(TreeOptions):
         head: Any = None  # its folder, or the DraftLayers themselves; None: what comes with Paceline for the target
         quantize: str | None = "auto"  # the draft in int8, int4 or bfloat16; auto: in int8 where kernels read that
-        vocabulary: int | None = None  # tokens it can say: the usual ones and those of the texts at hand (None: all)
+        # tokens it can say: the usual ones and those of the texts at hand (None: all)
+        vocabulary: int | None = limited(None, most=2**24)
 
         required = ("head",)
 
@@ -122,7 +146,9 @@ class DraftLm(SelfDraft):
             super().__post_init__()
             check_kind(None if self.quantize == "auto" else self.quantize)
             if self.head is not None and not isinstance(self.head, (str, Path, DraftLayers, SavedLayers)):
-                raise InputError(f"draft-lm needs a trained draft: options={{'head': a folder}}, got {self.head!r}.")
+                raise InputError(
+                    f"draft-lm needs a trained draft: options={{'head': a folder}}, got {shown(self.head)}."
+                )
 
         @classmethod
         def conformance_variants(cls) -> list[Mapping[str, Any]]:

@@ -13,6 +13,7 @@ from torch import Tensor
 from paceline.core.contracts import DRAFTERS, Budget, Drafter, Reading, RowsView
 from paceline.core.errors import InputError, PacelineWarning
 from paceline.core.growth import Expand, Grower, TreeOptions
+from paceline.core.limits import limited
 from paceline.core.tree import TokenTree
 from paceline.core.verdict import Verdict
 from paceline.models.language_model import LanguageModel
@@ -82,7 +83,8 @@ class DraftModel(ModelDrafter):
         model: Any = None  # a LanguageModel, or anything `paceline.load` takes
         quantize: str | None = None  # the model in int8, int4 or bfloat16
 
-        vocabulary: int | None = None  # tokens it can say: the usual ones and those of the texts at hand (None: all)
+        # tokens it can say: the usual ones and those of the texts at hand (None: all)
+        vocabulary: int | None = limited(None, most=2**24)
 
         def __post_init__(self) -> None:
             super().__post_init__()

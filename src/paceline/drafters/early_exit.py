@@ -14,14 +14,16 @@ import torch
 from torch import Tensor, nn
 
 from paceline.core.contracts import DRAFTERS, Drafter, Reader
-from paceline.core.errors import InputError
+from paceline.core.errors import InputError, shown
 from paceline.core.growth import TreeOptions
+from paceline.core.limits import limited
 from paceline.models.draft_layers import Norm
 from paceline.models.early_exit import Head, Split, SplitReader, check_split
 from paceline.models.head_files import check_target, fingerprint, load_head, save_head
 from paceline.models.kernel_linear import drafting
 from paceline.models.language_model import LanguageModel
 from paceline.models.shells import without_layers
+from paceline.models.weight_check import built, reading
 
 from .self_draft import Ahead, SelfDraft
 from .shipped import shipped
@@ -55,8 +57,11 @@ class ExitHead(nn.Module):
     @classmethod
     def load(cls, folder: str | os.PathLike[str]) -> ExitHead:
         config, tensors = load_head(folder, KIND)
-        head = cls(config)
-        head.load_state_dict(tensors)
+        with reading("The early-exit head in", folder):
+            if type(config["layers"]) is not int:
+                raise ValueError(f"'layers' in its config.json is {shown(config['layers'])}")
+            head = built(lambda: cls(config), tensors, folder)
+            head.load_state_dict(tensors)
         return head
 
     def save(self, folder: str | os.PathLike[str], numbers: str | None = None) -> None:
@@ -79,7 +84,8 @@ class EarlyExit(SelfDraft):
 
     @dataclass(frozen=True)
     class Options(TreeOptions):
-        layers: int = 0  # the target is left after so many; 0: where its head was trained, else after a third
+        # the target is left after so many; 0: where its head was trained, else after a third
+        layers: int = limited(0, most=10_000)
         skip: tuple[int, ...] = ()  # instead: draft with the target without these layers
         head: Any = None  # a trained exit: an ExitHead, or its folder; None: what comes along, unless layers are said
 
@@ -88,9 +94,9 @@ class EarlyExit(SelfDraft):
             if self.layers < 0:
                 raise InputError(f"layers must be at least 1, or 0 for a third of them, got {self.layers}.")
             if not isinstance(self.skip, (list, tuple)) or any(type(layer) is not int for layer in self.skip):
-                raise InputError(f"skip must be a list of layers, counted from 0, got {self.skip!r}.")
+                raise InputError(f"skip must be a list of layers, counted from 0, got {shown(self.skip)}.")
             if self.head is not None and not isinstance(self.head, (str, Path, ExitHead)):
-                raise InputError(f"head must be a folder or an ExitHead, got {self.head!r}.")
+                raise InputError(f"head must be a folder or an ExitHead, got {shown(self.head)}.")
             if self.skip and (self.layers or self.head is not None):
                 raise InputError("early-exit either leaves the target early (layers, head) or skips layers, not both.")
 

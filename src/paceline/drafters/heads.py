@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from paceline.core.contracts import Drafter, Glimpse, Reading, RowsView, arange
-from paceline.core.errors import InputError
+from paceline.core.errors import InputError, shown
 from paceline.core.growth import Grower, TreeOptions
 from paceline.core.verdict import NOTHING, Verdict
 from paceline.models.draft_head import DraftHead, PlaceStore
@@ -60,7 +60,7 @@ class HeadDrafter(Drafter):
 
             return read_head(given, Head)
         raise InputError(
-            f"{self.name} needs a trained head: options={{'head': a folder, or a {Head.__name__}}}, got {given!r}."
+            f"{self.name} needs a trained head: options={{'head': a folder, or a {Head.__name__}}}, got {shown(given)}."
         )
 
     def describe(self) -> str:

@@ -16,7 +16,9 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from paceline.core.errors import InputError, LoadError
+from paceline.core.errors import InputError, LoadError, shown
+from paceline.core.json_text import parse_json
+from paceline.models.weight_check import reading
 
 _FORMAT = "paceline-trigram-1"
 _ARRAYS = ("unigram", "keys2", "starts2", "tokens2", "logs2", "open2", "keys3", "starts3", "tokens3", "logs3", "open3")
@@ -36,6 +38,22 @@ class _Level:
     tokens: Array
     logs: Array
     open: Array
+
+    def check(self, vocabulary: int) -> None:
+        """For one from a file: followers lie inside the arrays and are tokens. A ValueError says what is wrong."""
+        keys, starts, tokens = self.keys, self.starts, self.tokens
+        whole = all(each.ndim == 1 and each.dtype.kind in "iu" for each in (keys, starts, tokens))
+        if not whole or self.logs.shape != tokens.shape or self.open.shape != keys.shape:
+            raise ValueError("its arrays do not fit together")
+        if (
+            len(starts) != len(keys) + 1
+            or starts[0] != 0
+            or starts[-1] != len(tokens)
+            or (starts[1:] < starts[:-1]).any()
+        ):
+            raise ValueError("its followers are not one after the other")
+        if len(tokens) and not 0 <= int(tokens.min()) <= int(tokens.max()) < vocabulary:
+            raise ValueError(f"it names tokens outside its vocabulary of {vocabulary}")
 
     def find(self, key: int) -> tuple[slice, float] | None:
         at = int(self.keys.searchsorted(key))
@@ -94,18 +112,19 @@ class TrigramTable:
     @staticmethod
     def load(path: str | os.PathLike[str]) -> TrigramTable:
         """The arrays are mapped into memory: what is never looked up is never read."""
-        try:
+        with reading("The trigram model", path):
             with safe_open(os.fspath(path), "pt") as file:
                 about = file.metadata() or {}
                 if about.get("format") != _FORMAT:
                     raise LoadError(f"{path} is no trigram model; make one with train_trigram(...).save(path).")
                 arrays = [file.get_tensor(name).numpy() for name in _ARRAYS]
-        except LoadError:
-            raise
-        except Exception as error:  # safetensors has errors of its own
-            raise LoadError(f"The trigram model {path} cannot be read: {error}.") from error
-        vocabulary = int(json.loads(about["about"])["vocabulary"])
-        return TrigramTable(vocabulary, arrays[0], _Level(*arrays[1:6]), _Level(*arrays[6:]))
+            vocabulary = parse_json(about["about"])["vocabulary"]
+            if type(vocabulary) is not int or arrays[0].shape != (vocabulary,):
+                raise ValueError(f"its vocabulary is {shown(vocabulary)}, with {len(arrays[0])} unigrams")
+            pairs, triples = _Level(*arrays[1:6]), _Level(*arrays[6:])
+            for level in (pairs, triples):
+                level.check(vocabulary)
+        return TrigramTable(vocabulary, arrays[0], pairs, triples)
 
 
 # ---- training

@@ -19,6 +19,7 @@ from paceline.models import hub, load
 from paceline.models.catalogue import find_entry
 from paceline.models.draft_head import DraftHead
 from paceline.models.language_model import LanguageModel
+from paceline.models.weight_check import place_of
 
 from .eagle import EagleHead
 from .formats import eagle1, eagle3
@@ -87,7 +88,7 @@ def _by_name(name: str, options: Mapping[str, Any], target: LanguageModel | None
 
 def read_head(where: str | os.PathLike[str], Head: type[H]) -> H:
     """The head of one kind in a folder or on the hub."""
-    path = Path(where).expanduser()
+    path = place_of(where)
     if not path.exists() and _is_hub_id(where):
         path = _fetched(os.fspath(where))
     if _held(path) not in _HEADS and hasattr(Head, "kind"):
@@ -104,7 +105,7 @@ def read_head(where: str | os.PathLike[str], Head: type[H]) -> H:
 def holds(where: str | os.PathLike[str]) -> tuple[str, Path] | None:
     """The drafter that a folder (or the file of a trigram model) is made for, and where its weights are; None where
     it is something else, such as a language model. Nothing but a few headers is read, and nothing is fetched."""
-    path = Path(where).expanduser()
+    path = place_of(where)
     if find_entry(os.fspath(where)) is not None or not path.exists():
         return None
     table = _trigram(path)
@@ -164,7 +165,7 @@ def _trigram(path: Path) -> Path | None:
 
 def _is_hub_id(where: str | os.PathLike[str]) -> bool:
     text = os.fspath(where)
-    return not Path(text).expanduser().exists() and find_entry(text) is None and bool(_HUB_ID.fullmatch(text))
+    return not place_of(text).exists() and find_entry(text) is None and bool(_HUB_ID.fullmatch(text))
 
 
 def _fetched(repository: str) -> Path:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from paceline.core.contracts import DRAFTERS, Budget, Drafter, Reading, RowsView
-from paceline.core.errors import InputError
+from paceline.core.limits import Limited, limited
 from paceline.core.tree import TokenTree
 from paceline.core.verdict import Verdict
 
@@ -26,19 +26,11 @@ class Lookahead(Drafter):
     """
 
     @dataclass(frozen=True)
-    class Options:
-        window: int = 6  # positions ahead that are guessed
-        ngram: int = 4  # tokens of the n-grams that are collected
-        candidates: int = 6  # n-grams proposed at once
+    class Options(Limited):
+        window: int = limited(6, 0, 256)  # positions ahead that are guessed
+        ngram: int = limited(4, 2, 64)  # tokens of the n-grams that are collected
+        candidates: int = limited(6, 1, 256)  # n-grams proposed at once
         prompt: bool = True  # the n-grams of the text itself are collected as well
-
-        def __post_init__(self) -> None:
-            if self.ngram < 2:
-                raise InputError(f"ngram must be at least 2, got {self.ngram}.")
-            if self.window < 0 or self.candidates < 1:
-                raise InputError(
-                    f"lookahead needs window >= 0 and candidates >= 1, got {self.window} and {self.candidates}."
-                )
 
         @classmethod
         def conformance_variants(cls) -> list[Mapping[str, Any]]:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping
 from typing import Any
 
 from paceline.core.contracts import DRAFTERS, Drafter
-from paceline.core.errors import InputError, UnknownNameError
+from paceline.core.errors import InputError, UnknownNameError, shown
+from paceline.core.json_text import parse_json
 from paceline.core.registry import build_options
 from paceline.models import catalogue_names, is_model, load
 from paceline.models.language_model import LanguageModel
@@ -26,7 +26,7 @@ def make_drafter(
     None is plain decoding. A model that has to be loaded goes to `device` and runs by `runner`.
     """
     if options is not None and not isinstance(options, Mapping):
-        raise InputError(f"options of a drafter must be a mapping of names to values, got {options!r}.")
+        raise InputError(f"options of a drafter must be a mapping of names to values, got {shown(options)}.")
     given = dict(options or {})
     if isinstance(draft, Drafter):
         if given:
@@ -69,7 +69,7 @@ def _parted(draft: Any) -> tuple[Any, dict[str, Any]]:
         return "none", {}
     if isinstance(draft, str) and draft.lstrip().startswith("{"):
         try:
-            draft = json.loads(draft)
+            draft = parse_json(draft)
         except ValueError as error:
             raise InputError(f"A drafter given as JSON must be valid JSON: {error}.") from None
     if isinstance(draft, (tuple, list)) and len(draft) == 2 and isinstance(draft[1], Mapping):
@@ -78,7 +78,9 @@ def _parted(draft: Any) -> tuple[Any, dict[str, Any]]:
         return draft, {}
     options = dict(draft)
     if not isinstance(options.get("name"), str):
-        raise InputError(f"A drafter given as a mapping needs a name, such as {{'name': 'suffix'}}, got {draft!r}.")
+        raise InputError(
+            f"A drafter given as a mapping needs a name, such as {{'name': 'suffix'}}, got {shown(draft)}."
+        )
     return options.pop("name"), options
 
 

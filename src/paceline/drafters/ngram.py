@@ -9,6 +9,7 @@ from typing import Any, Literal
 from paceline.core.contracts import DRAFTERS, Budget, Reading, RowsView
 from paceline.core.credit import Drafted
 from paceline.core.errors import InputError
+from paceline.core.limits import Limited, limited
 from paceline.core.tree import chain_parents
 from paceline.core.verdict import Verdict
 
@@ -23,29 +24,22 @@ class Ngram(ListDrafter["_Row"]):
     """Draft what most often followed the same words so far, in this text and, if wanted, in earlier ones."""
 
     @dataclass(frozen=True)
-    class Options:
-        order: int = 4  # the longest n-gram: contexts have order-1 tokens, order-2, ... 1
+    class Options(Limited):
+        order: int = limited(4, 2, 64)  # the longest n-gram: contexts have order-1 tokens, order-2, ... 1
         levels: Literal["all", "one"] = "all"  # back off to shorter contexts, or the longest alone
-        branches: int = 1  # different continuations of a context to propose at once, as a tree
+        branches: int = limited(1, 1, RANKED)  # different continuations of a context to propose at once, as a tree
         stop_if_unknown: bool = True  # what no level knows ends the draft; else it goes on with the commonest token
-        filler: int = 0  # also learn the target's so many likeliest tokens at every place it has judged
+        # also learn the target's so many likeliest tokens at every place it has judged
+        filler: int = limited(0, 0, 256)
         persistent: bool = False  # remember the texts of earlier requests
         store: Any = None  # what was remembered: a file written by save(), or an NgramStore shared with others
         namespace: str = ""  # whose memory; other namespaces of the store are never looked at
         frozen: bool = False  # use what is remembered, add nothing
-        capacity: int = 1_000_000  # contexts remembered per namespace; the longest unused are forgotten
+        # contexts remembered per namespace; the longest unused are forgotten
+        capacity: int = limited(1_000_000, 2, 10**8)
 
         def __post_init__(self) -> None:
-            if self.order < 2:
-                raise InputError(f"order must be at least 2, a token and one before it; got {self.order}.")
-            if self.levels not in ("all", "one"):
-                raise InputError(f"levels must be all or one, got '{self.levels}'.")
-            if not 1 <= self.branches <= RANKED:
-                raise InputError(f"branches must be from 1 to {RANKED}, got {self.branches}.")
-            if self.filler < 0:
-                raise InputError(f"filler must be at least 0, got {self.filler}.")
-            if self.capacity < 2:
-                raise InputError(f"capacity must be at least 2 contexts, got {self.capacity}.")
+            super().__post_init__()
             if self.store is not None and not isinstance(self.store, (str, os.PathLike, NgramStore)):
                 raise InputError(f"store must be a file or an NgramStore, got {type(self.store).__name__}.")
 

@@ -11,7 +11,9 @@ import numpy as np
 from safetensors import safe_open
 from safetensors.numpy import save_file
 
-from paceline.core.errors import InputError, LoadError
+from paceline.core.errors import InputError, LoadError, shown
+from paceline.core.json_text import parse_json
+from paceline.models.weight_check import reading
 
 from .host import Followers
 
@@ -70,7 +72,12 @@ class Levels:
         }
 
     def restore(self, arrays: dict[str, Any]) -> None:
+        for name in _ARRAYS:
+            if arrays[name].ndim != 1 or arrays[name].dtype.kind not in "iu" or (arrays[name] < 0).any():
+                raise ValueError(f"its '{name}' are no list of whole numbers")
         lengths, contexts, sizes, tokens, counts = (arrays[name].tolist() for name in _ARRAYS)
+        if sum(lengths) != len(contexts) or sum(sizes) != len(tokens):
+            raise ValueError(f"it announces {sum(lengths)} tokens of contexts and has {len(contexts)}")
         at = pair = 0
         for length, size in zip(lengths, sizes, strict=True):
             found = self.followers(tuple(contexts[at : at + length]))
@@ -116,20 +123,15 @@ class NgramStore:
 
     @staticmethod
     def load(path: str | os.PathLike[str], capacity: int) -> NgramStore:
-        try:
-            with safe_open(os.fspath(path), "np") as file:
-                about = file.metadata() or {}
-                if about.get("format") != _FORMAT:
-                    raise LoadError(f"{path} is no n-gram store; make one with the save() of the drafter 'ngram'.")
-                store = NgramStore(int(about["longest"]), capacity)
-                for i, name in enumerate(json.loads(about["namespaces"])):
-                    store[name].restore({key: file.get_tensor(f"{i}.{key}") for key in _ARRAYS})
-        except (OSError, KeyError, ValueError) as error:
-            raise LoadError(f"The n-gram store {path} cannot be read: {error}.") from error
-        except Exception as error:
-            if type(error).__name__ != "SafetensorError":
-                raise
-            raise LoadError(f"The n-gram store {path} cannot be read: {error}.") from error
+        with reading("The n-gram store", path), safe_open(os.fspath(path), "np") as file:
+            about = file.metadata() or {}
+            if about.get("format") != _FORMAT:
+                raise LoadError(f"{path} is no n-gram store; make one with the save() of the drafter 'ngram'.")
+            store = NgramStore(int(about["longest"]), capacity)
+            for i, name in enumerate(parse_json(about["namespaces"])):
+                if not isinstance(name, str):
+                    raise ValueError(f"a namespace is {shown(name)}")
+                store[name].restore({key: file.get_tensor(f"{i}.{key}") for key in _ARRAYS})
         return store
 
 

@@ -9,7 +9,8 @@ from typing import Any, Literal
 
 from paceline.core.contracts import DRAFTERS, Budget, RowsView
 from paceline.core.credit import Mean, merge
-from paceline.core.errors import InputError
+from paceline.core.errors import InputError, shown
+from paceline.core.limits import Limited, limited
 from paceline.core.tree import TokenTree
 
 from .company import MERGES, Company
@@ -27,7 +28,7 @@ class Portfolio(Company):
     """Merge what several drafters propose into one tree, and learn which of them to believe."""
 
     @dataclass(frozen=True)
-    class Options:
+    class Options(Limited):
         # names, (name, options), or drafters; a tie goes to the earlier one
         drafters: tuple[Any, ...] = (
             ("suffix", {"branches": 4}),
@@ -37,17 +38,16 @@ class Portfolio(Company):
         )
         mode: Literal["merge", "first"] = "merge"  # one tree of all, or of the first that has an idea
         cost: Literal["time", "nodes"] = "time"  # what a proposal costs: seconds, or nodes (the same on every machine)
-        least: float = 0.0005  # chance below which a node is left out
+        least: float = limited(0.0005, 0)  # chance below which a node is left out
         persistent: bool = True  # credit is kept from one request to the next
         frozen: bool = False  # credit stays as it is
 
         def __post_init__(self) -> None:
+            super().__post_init__()
             if not isinstance(self.drafters, (list, tuple)):
-                raise InputError(f"drafters must be a list of drafters, got {self.drafters!r}.")
+                raise InputError(f"drafters must be a list of drafters, got {shown(self.drafters)}.")
             if not self.drafters:
                 raise InputError("portfolio needs at least one drafter, got none.")
-            if self.mode not in ("merge", "first") or self.cost not in ("time", "nodes"):
-                raise InputError(f"mode is merge or first, cost is time or nodes; got '{self.mode}' and '{self.cost}'.")
             if not 0 <= self.least < 1:
                 raise InputError(f"least must be from 0 to below 1, got {self.least}.")
 

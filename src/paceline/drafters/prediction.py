@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from paceline.core.contracts import DRAFTERS, Budget, RowsView
-from paceline.core.errors import InputError
+from paceline.core.limits import Limited, limited
 from paceline.core.tree import TokenTree
 
 from .host import HostDrafter
@@ -24,15 +24,11 @@ class Prediction(HostDrafter["_Row"]):
     takes_prediction = True
 
     @dataclass(frozen=True)
-    class Options:
-        window: int = 512  # tokens of the prediction, on either side of the last place, where the text may go on
-        branches: int = 1  # ways to go on after an edit proposed at once: a token was replaced, added or left out
-
-        def __post_init__(self) -> None:
-            if self.window < 1:
-                raise InputError(f"window must be at least 1, got {self.window}.")
-            if self.branches < 1:
-                raise InputError(f"branches must be at least 1, got {self.branches}.")
+    class Options(Limited):
+        # tokens of the prediction, on either side of the last place, where the text may go on
+        window: int = limited(512, 1, 2**20)
+        # ways to go on after an edit proposed at once: a token was replaced, added or left out
+        branches: int = limited(1, 1, 256)
 
     wants_verdict = False
 

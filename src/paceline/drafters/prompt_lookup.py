@@ -9,6 +9,7 @@ from typing import Any
 from paceline.core.contracts import DRAFTERS, Budget, RowsView
 from paceline.core.credit import Drafted
 from paceline.core.errors import InputError
+from paceline.core.limits import Limited, limited
 from paceline.core.tree import chain_parents, merge_chains
 
 from .host import ListDrafter
@@ -19,18 +20,17 @@ class PromptLookup(ListDrafter["_Index"]):
     """Copy from the prompt and the text so far: what followed the same words before."""
 
     @dataclass(frozen=True)
-    class Options:
-        longest: int = 3  # tokens to match, at most (transformers: max_matching_ngram_size)
-        shortest: int = 1  # and at least
-        branches: int = 1  # different continuations to propose at once, as a tree
+    class Options(Limited):
+        longest: int = limited(3, most=4096)  # tokens to match, at most (transformers: max_matching_ngram_size)
+        shortest: int = limited(1, most=4096)  # and at least
+        branches: int = limited(1, 1, 256)  # different continuations to propose at once, as a tree
 
         def __post_init__(self) -> None:
+            super().__post_init__()
             if not 1 <= self.shortest <= self.longest:
                 raise InputError(
                     f"prompt-lookup needs 1 <= shortest <= longest, got {self.shortest} and {self.longest}."
                 )
-            if self.branches < 1:
-                raise InputError(f"branches must be at least 1, got {self.branches}.")
 
     wants_verdict = False
 

@@ -16,10 +16,13 @@ from torch import Tensor
 
 from paceline.core.contracts import DRAFTERS, Budget, Drafter, Reading, RowsView, arange
 from paceline.core.errors import InputError, LoadError
+from paceline.core.json_text import parse_json
+from paceline.core.limits import NODES_LIMIT, Limited, limited
 from paceline.core.ranking import top
 from paceline.core.shape import Shape
 from paceline.core.tree import TokenTree
 from paceline.core.verdict import Verdict
+from paceline.models.weight_check import reading
 
 # How often the r-th candidate is the right one, roughly: only to choose the shape of a tree, never what is accepted.
 _BY_RANK = (0.45, 0.15, 0.08, 0.05, 0.04, 0.03, 0.025, 0.02)
@@ -33,9 +36,10 @@ class Recycling(Drafter):
     """Follow what the target itself held for likely after each token, the last time it read it."""
 
     @dataclass(frozen=True)
-    class Options:
-        k: int = 8  # candidates remembered after each token
-        nodes: int | None = None  # of the tree, at most; None: what the decoder allows, and 48 at most
+    class Options(Limited):
+        k: int = limited(8, 1, 256)  # candidates remembered after each token
+        # of the tree, at most; None: what the decoder allows, and 48 at most
+        nodes: int | None = limited(None, 1, NODES_LIMIT)
         shape: Any = None  # a tree of your own, as "4x2x1" or paths; None: a good one of `nodes` nodes
         prompt: bool = True  # tokens not yet read are followed as in the prompt
         persistent: bool = False  # remember from one request to the next
@@ -43,8 +47,7 @@ class Recycling(Drafter):
         namespace: str = ""  # whose memory; set `drafter.namespace` between requests to change it
 
         def __post_init__(self) -> None:
-            if self.k < 1 or (self.nodes is not None and self.nodes < 1):
-                raise InputError(f"k and nodes must be at least 1, got {self.k} and {self.nodes}.")
+            super().__post_init__()
             if self.shape is not None:
                 Shape.of(self.shape)
 
@@ -79,11 +82,12 @@ class Recycling(Drafter):
         """Go on from what was saved, under this namespace."""
         if not (self.options.persistent or self.frozen):
             raise InputError("recycling forgets between requests; load a memory with persistent=True or frozen=True.")
-        with safe_open(str(path), "pt") as file:
+        with reading("The memory of recycling in", path), safe_open(str(path), "pt") as file:
             about = file.metadata() or {}
             if about.get("format") != _FORMAT:
                 raise LoadError(f"{path} is no memory of recycling; write one with `save`.")
-            memory = _Memory(file.get_tensor("successors"), file.get_tensor("stamp"), json.loads(about["learned"]))
+            memory = _Memory(file.get_tensor("successors"), file.get_tensor("stamp"), parse_json(about["learned"]))
+            memory.check()
         if memory.k != self.options.k:
             raise InputError(f"{path} remembers {memory.k} candidates per token, k is {self.options.k}; set k.")
         self._memories[self.namespace] = memory
@@ -185,6 +189,17 @@ class _Memory:
     def empty(vocabulary: int, k: int) -> _Memory:
         successors = torch.full((vocabulary + 2, k), -1, dtype=torch.int64)
         return _Memory(successors, torch.zeros(vocabulary + 1, dtype=torch.int64), 0)
+
+    def check(self) -> None:
+        """For one from a file: its candidates are tokens of its vocabulary. A ValueError says what is wrong."""
+        rows, stamps = tuple(self.successors.shape), tuple(self.stamp.shape)
+        if len(rows) != 2 or len(stamps) != 1 or rows[0] != stamps[0] + 1 or 0 in (*rows, stamps[0]):
+            raise ValueError(f"its tensors have the shapes {rows} and {stamps}")
+        if {self.successors.dtype, self.stamp.dtype} != {torch.int64} or type(self.learned) is not int:
+            raise ValueError("its numbers are not whole")
+        least, most = int(self.successors.min()), int(self.successors.max())
+        if least < -1 or most >= self.vocabulary:
+            raise ValueError(f"it names tokens from {least} to {most}, and its vocabulary has {self.vocabulary}")
 
     @property
     def vocabulary(self) -> int:

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from paceline.core.choice import Choice, Draw
 from paceline.core.contracts import DRAFTERS, Budget, Reading, RowsView, choice_after
-from paceline.core.errors import InputError
 from paceline.core.law import Law
+from paceline.core.limits import GAMMA_LIMIT, Limited, limited
 from paceline.core.scratch_rows import ScratchRows
 from paceline.core.tree import TokenTree
 from paceline.core.verdict import Verdict
@@ -33,14 +33,10 @@ class Staged(ModelDrafter):
     """
 
     @dataclass(frozen=True)
-    class Options:
+    class Options(Limited):
         model: Any = None  # a LanguageModel, or anything `paceline.load` takes
         inner: Any = "prompt-lookup"  # a drafter: its name, {"name": ..., options}, one that is made, or model -> these
-        inner_gamma: int = 4  # tokens the inner drafter drafts in a row
-
-        def __post_init__(self) -> None:
-            if self.inner_gamma < 1:
-                raise InputError(f"inner_gamma must be at least 1, got {self.inner_gamma}.")
+        inner_gamma: int = limited(4, 1, GAMMA_LIMIT)  # tokens the inner drafter drafts in a row
 
         @classmethod
         def conformance_variants(cls) -> list[Mapping[str, Any]]:

@@ -8,6 +8,7 @@ from typing import Any
 from paceline.core.contracts import DRAFTERS, Budget, RowsView
 from paceline.core.credit import Drafted
 from paceline.core.errors import InputError
+from paceline.core.limits import Limited, limited
 from paceline.core.tree import chain_parents
 
 from .host import RANKED, ListDrafter, grow
@@ -56,24 +57,19 @@ class Suffix(ListDrafter["_Row"]):
     """Draft what followed the longest match, in this text and in past answers, as far as the evidence reaches."""
 
     @dataclass(frozen=True)
-    class Options:
-        branches: int = 1  # continuations of a match to propose at once, as a tree
-        min_probability: float = (
-            0.05  # the draft ends, or does not branch, below this estimate (the first token is free)
-        )
+    class Options(Limited):
+        branches: int = limited(1, 1, RANKED)  # continuations of a match to propose at once, as a tree
+        # the draft ends, or does not branch, below this estimate (the first token is free)
+        min_probability: float = limited(0.05, 0, 1)
         remember: bool = True  # learn from the answers of past requests
         store: Any = None  # where they are kept: a SuffixStore shared with others (None: one of its own)
         namespace: str = ""  # whose memory; other namespaces of the store are never looked at
         frozen: bool = False  # use what is remembered, add nothing
-        capacity: int = 100_000  # tokens remembered per namespace; the oldest requests are forgotten
+        # tokens remembered per namespace; the oldest requests are forgotten
+        capacity: int = limited(100_000, 4 * _PARTS, 10**8)
 
         def __post_init__(self) -> None:
-            if not 1 <= self.branches <= RANKED:
-                raise InputError(f"branches must be from 1 to {RANKED}, got {self.branches}.")
-            if not 0 <= self.min_probability <= 1:
-                raise InputError(f"min_probability must be from 0 to 1, got {self.min_probability}.")
-            if self.capacity < 4 * _PARTS:
-                raise InputError(f"capacity must be at least {4 * _PARTS} tokens, got {self.capacity}.")
+            super().__post_init__()
             if self.store is not None and not isinstance(self.store, SuffixStore):
                 raise InputError(f"store must be a SuffixStore, got {type(self.store).__name__}.")
 

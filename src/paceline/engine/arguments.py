@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+import threading
+from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias, Union
 
 from torch import nn
 
 from paceline.core.contracts import RULES, Drafter, Rule
-from paceline.core.errors import InputError, UnknownNameError
+from paceline.core.errors import InputError, UnknownNameError, shown
+from paceline.core.limits import GAMMA_LIMIT, NODES_LIMIT, ROWS_LIMIT, check_number
 from paceline.core.registry import build_options
 from paceline.models.language_model import LanguageModel
 
 DEFAULT_DRAFT = "auto"
+Question: TypeAlias = Callable[[], bool]
+Cancel: TypeAlias = Question | threading.Event
 Target: TypeAlias = Union[str, "os.PathLike[str]", LanguageModel, nn.Module]
 Draft: TypeAlias = Union[
     str, "os.PathLike[str]", Drafter, LanguageModel, nn.Module, "Mapping[str, Any]", "tuple[Any, Mapping[str, Any]]"
@@ -29,11 +33,21 @@ def is_chosen(draft: Any) -> bool:
     return draft is not None and not (isinstance(draft, str) and draft == DEFAULT_DRAFT)
 
 
-def check_counts(**counts: Any) -> None:
-    for name, value in counts.items():
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            more = ", or 'auto'" if name == "gamma" else ""
-            raise InputError(f"{name} must be a whole number of at least 1{more}, got {value!r}.")
+def check_counts(gamma: Any, nodes: Any, rows: Any) -> None:
+    """Refuse counts outside their limits; None is the default."""
+    if gamma is not None and gamma != "auto":
+        check_number("gamma", gamma, 1, GAMMA_LIMIT, ", or 'auto'")
+    if nodes is not None:
+        check_number("nodes", nodes, 1, NODES_LIMIT)
+    check_number("rows", rows, 1, ROWS_LIMIT)
+
+
+def question_of(cancel: Any) -> Question | None:
+    """The question "stop now?" of a callable or of an event (`threading.Event`, `multiprocessing.Event`)."""
+    question = getattr(cancel, "is_set", cancel)
+    if question is not None and not callable(question):
+        raise InputError(f"cancel must be a callable without arguments or a threading.Event, got {shown(cancel)}.")
+    return question  # type: ignore[no-any-return]
 
 
 def translate(

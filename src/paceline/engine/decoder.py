@@ -12,7 +12,7 @@ from typing import Any, overload
 from typing_extensions import Unpack
 
 from paceline.core.contracts import Drafter, Rule
-from paceline.core.errors import InputError, UnsupportedError
+from paceline.core.errors import InputError, UnsupportedError, shown
 from paceline.core.ownership import claimed
 from paceline.drafters.making import make_drafter
 from paceline.models import load
@@ -21,7 +21,19 @@ from paceline.models.prompt_reading import check_prompt
 from paceline.models.running import kind_of, made_strict, parts, prepare, running, usual_nodes
 from paceline.models.sharded import check_alike, is_sharded, of_the_first
 
-from .arguments import DEFAULT_DRAFT, Draft, Target, check_counts, check_lossless, is_chosen, make_rule, translate
+from .arguments import (
+    DEFAULT_DRAFT,
+    Cancel,
+    Draft,
+    Question,
+    Target,
+    check_counts,
+    check_lossless,
+    is_chosen,
+    make_rule,
+    question_of,
+    translate,
+)
 from .beams import BeamGroup
 from .config import decoder_settings
 from .loop import Loop
@@ -33,7 +45,6 @@ from .stopping import Detokenizer, Stopper, special_stops
 from .stream import Stream, results_of
 
 _USUAL, _DEEPEST = 5, 16  # tokens drafted in a row, if nothing is said
-Cancel = Callable[[], bool]
 
 
 class SpeculativeDecoder:
@@ -73,8 +84,8 @@ class SpeculativeDecoder:
     ) -> None:
         draft, gamma, options = translate(aliases, draft, gamma, options or {})
         if not isinstance(first_target, bool):
-            raise InputError(f"first_target must be True or False, got {first_target!r}.")
-        check_counts(gamma=1 if gamma in (None, "auto") else gamma, rows=rows, nodes=1 if nodes is None else nodes)
+            raise InputError(f"first_target must be True or False, got {shown(first_target)}.")
+        check_counts(gamma, nodes, rows)
         self.target = load(target, runner=runner, quantize=quantize)
         if strict:
             self.target = made_strict(self.target)
@@ -165,7 +176,8 @@ class SpeculativeDecoder:
     ) -> Generation | list[Generation]: ...
 
     def generate(self, prompt: Any, *, cancel: Cancel | None = None, **settings: Any) -> Generation | list[Generation]:
-        """Write on. `prompt` is a string, a list of token ids, or a conversation; a list of those is a batch.
+        """Write on. `prompt` is a string, a list of token ids, or a conversation; a list of those is a batch, and an
+        empty list an empty batch. cancel: a callable or an event that is asked before every round whether to stop.
 
         Settings: max_new_tokens, temperature, top_k, top_p, min_p, typical_p, noise, dynamic_temperature,
         repetition_penalty, presence_penalty, frequency_penalty, logit_bias, banned_tokens, min_new_tokens, processors,
@@ -176,7 +188,7 @@ class SpeculativeDecoder:
         """
         prompts, single = encode_all(prompt, self.target)
         rows = self._rows(prompts, self._requests(len(prompts), settings))
-        for _ in self._run(rows, cancel):
+        for _ in self._run(rows, question_of(cancel)):
             pass
         results = results_of(rows, self.target.tokenizer)
         return results[0] if single else results
@@ -187,7 +199,7 @@ class SpeculativeDecoder:
         """The same, one `Piece` per token as it is committed; the text of a beam search comes when the search ends."""
         prompts, _ = encode_all(prompt, self.target)
         rows = self._rows(prompts, self._requests(len(prompts), settings))
-        return Stream(rows, self._run(rows, cancel), self.target.tokenizer)
+        return Stream(rows, self._run(rows, question_of(cancel)), self.target.tokenizer)
 
     # ---- inside
 
@@ -203,9 +215,9 @@ class SpeculativeDecoder:
                 raise InputError("stop strings need a tokenizer; load the model with one, or use eos_token_ids.")
             eos = self.target.eos if request.eos_token_ids is None else request.eos_token_ids
             for token in request.eos_token_ids or ():
-                if not isinstance(token, int) or not 0 <= token < self.target.vocabulary:
+                if type(token) is not int or not 0 <= token < self.target.vocabulary:
                     raise InputError(
-                        f"eos_token_ids has {token!r}, not a token id below {self.target.vocabulary}; "
+                        f"eos_token_ids has {shown(token)}, not a token id below {self.target.vocabulary}; "
                         "use ignore_eos=True for a text without an end."
                     )
             limit = min(request.max_new_tokens, self.target.context - len(prompt))
@@ -249,7 +261,7 @@ class SpeculativeDecoder:
             for request, seed in zip(requests, seeds, strict=True)
         ]
 
-    def _run(self, rows: list[Row], cancel: Cancel | None) -> Iterator[Event]:
+    def _run(self, rows: list[Row], cancel: Question | None) -> Iterator[Event]:
         """Decode all rows: first those that are one text each, then the searches, for another rule judges them."""
         if self._owner == threading.get_ident():
             raise InputError(
@@ -269,7 +281,7 @@ class SpeculativeDecoder:
                 for row in rows:
                     row.cancel()
 
-    def _decode(self, waiting: list[list[Row]], cancel: Cancel | None) -> Iterator[Event]:
+    def _decode(self, waiting: list[list[Row]], cancel: Question | None) -> Iterator[Event]:
         """The drafter belongs to these rows until they end, or until the iterator is closed or garbage."""
         rule = self._rule_for(waiting[0][0].request)
         drafter = self._drafter_for(row for party in waiting for row in party)
@@ -277,7 +289,7 @@ class SpeculativeDecoder:
             yield from self._decode_with(drafter, rule, waiting, cancel)
 
     def _decode_with(
-        self, drafter: Drafter, rule: Rule, waiting: list[list[Row]], cancel: Cancel | None
+        self, drafter: Drafter, rule: Rule, waiting: list[list[Row]], cancel: Question | None
     ) -> Iterator[Event]:
         """At most `self.rows` rows at once, but at least one party of them; latecomers are admitted as others end."""
         loop, self._loop = self._loop, None

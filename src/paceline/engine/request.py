@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar
 
 import torch
 
-from paceline.core.errors import InputError, UnknownNameError, UnsupportedError
+from paceline.core.errors import InputError, UnknownNameError, UnsupportedError, shown
+from paceline.core.limits import BEAMS_LIMIT, LARGEST, TYPES, check_number
 from paceline.core.noise import fresh_seed
 from paceline.core.sampling import Processor, Sampling
 from paceline.core.trace import Stats, Trace
@@ -31,6 +31,8 @@ _SAMPLERS = ("top_k", "top_p", "min_p", "typical_p", "noise", "dynamic_temperatu
 Criterion = Callable[[list[int]], bool]
 
 _HEAD = 40  # characters of the text in a repr
+_MOST_PENALTY = 100  # a text of 2^31 tokens to this power still is a number
+
 # settings that are lists by nature: a list of lists is one per prompt
 _LISTS = frozenset({"stop", "eos_token_ids", "banned_tokens", "processors", "criteria"})
 
@@ -56,15 +58,13 @@ class Request:
 
     def __post_init__(self) -> None:
         _check_beams(self)
-        if not isinstance(self.max_new_tokens, int) or self.max_new_tokens < 1:
-            raise InputError(f"max_new_tokens must be a whole number of at least 1, got {self.max_new_tokens!r}.")
+        check_number("max_new_tokens", self.max_new_tokens, 1, LARGEST)
         if any(not isinstance(s, str) or not s for s in self.stop):
-            raise InputError(f"stop must be strings that are not empty, got {list(self.stop)!r}.")
+            raise InputError(f"stop must be strings that are not empty, got {shown(list(self.stop))}.")
         if not isinstance(self.ignore_eos, bool):
-            raise InputError(f"ignore_eos must be True or False, got {self.ignore_eos!r}.")
-        odd = isinstance(self.logprobs, bool) or not isinstance(self.logprobs, (int, type(None)))
-        if odd or (self.logprobs is not None and self.logprobs < 0):
-            raise InputError(f"logprobs must be a whole number of at least 0, got {self.logprobs!r}.")
+            raise InputError(f"ignore_eos must be True or False, got {shown(self.ignore_eos)}.")
+        if self.logprobs is not None:
+            check_number("logprobs", self.logprobs, 0, LARGEST)
         if self.sampling.min_new_tokens > self.max_new_tokens:
             raise InputError(
                 f"min_new_tokens={self.sampling.min_new_tokens} is more than max_new_tokens={self.max_new_tokens}."
@@ -73,19 +73,21 @@ class Request:
 
 def _check_beams(request: Request) -> None:
     for name in ("num_beams", "num_return_sequences"):
-        value = getattr(request, name)
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise InputError(f"{name} must be a whole number of at least 1, got {value!r}.")
+        check_number(name, getattr(request, name), 1, BEAMS_LIMIT)
     top_k, offset = request.beam_top_k, request.length_offset
-    if top_k is not None and (isinstance(top_k, bool) or not isinstance(top_k, int) or top_k < 1):
-        raise InputError(f"beam_top_k must be a whole number of at least 1, got {top_k!r}; leave it out for no limit.")
-    if isinstance(offset, bool) or not isinstance(offset, (int, float)) or not 0 <= offset < math.inf:
-        raise InputError(f"length_offset must be a finite number of at least 0, got {offset!r}.")
+    if top_k is not None:
+        check_number("beam_top_k", top_k, 1, LARGEST)
+    if not TYPES["float"][0](offset) or offset < 0:
+        raise InputError(f"length_offset must be a finite number of at least 0, got {shown(offset)}.")
+    if offset > LARGEST:
+        raise InputError(f"length_offset must be at most {LARGEST:,}, got {shown(offset)}.")
     penalty, early = request.length_penalty, request.early_stopping
-    if isinstance(penalty, bool) or not isinstance(penalty, (int, float)) or not math.isfinite(penalty):
-        raise InputError(f"length_penalty must be a finite number, got {penalty!r}; use 0 to switch it off.")
+    if not TYPES["float"][0](penalty):
+        raise InputError(f"length_penalty must be a finite number, got {shown(penalty)}; use 0 to switch it off.")
+    if abs(penalty) > _MOST_PENALTY:
+        raise InputError(f"length_penalty must be from -{_MOST_PENALTY} to {_MOST_PENALTY}, got {shown(penalty)}.")
     if not isinstance(early, bool) and early != "never":
-        raise InputError(f"early_stopping must be True, False or 'never', got {early!r}.")
+        raise InputError(f"early_stopping must be True, False or 'never', got {shown(early)}.")
     if request.num_return_sequences > request.num_beams:
         raise InputError(
             f"num_return_sequences={request.num_return_sequences} is more than num_beams={request.num_beams}; "
@@ -189,6 +191,8 @@ def build_requests(count: int, settings: Mapping[str, Any]) -> list[Request]:
     for name in settings:
         if name not in known:
             raise UnknownNameError("setting", name, known | set(ALIASES))
+    if count == 0:
+        return []
     requests = [_one({name: _of(name, value, i, count) for name, value in settings.items()}) for i in range(count)]
     for name in ("length_penalty", "length_offset", "early_stopping", "beam_top_k"):
         if name in settings and all(request.num_beams == 1 for request in requests):
@@ -222,7 +226,8 @@ def _one(settings: dict[str, Any]) -> Request:
     for name in _LISTS:
         if name in settings:
             value = settings[name]
-            single = isinstance(value, (str, int)) or (callable(value) and not isinstance(value, Sequence))
+            single = isinstance(value, (str, bytes)) or not isinstance(value, Iterable)
+            single = single or (callable(value) and not isinstance(value, Sequence))
             settings[name] = (value,) if single else tuple(value)
     if "prediction" in settings:
         settings["prediction"] = _prediction(_plain(settings["prediction"]))
@@ -247,15 +252,19 @@ def _one(settings: dict[str, Any]) -> Request:
 def _prediction(given: Any) -> str | tuple[int, ...] | None:
     ids = isinstance(given, Sequence) and all(isinstance(token, int) and not isinstance(token, bool) for token in given)
     if not isinstance(given, str) and not ids:
-        raise InputError(f"prediction must be a string or token ids, got {given!r}.")
+        raise InputError(f"prediction must be a string or token ids, got {shown(given)}.")
     return given if isinstance(given, str) else tuple(given)
 
 
 def _bias(given: Any) -> dict[int, float]:
     try:
-        return {int(token): float(value) for token, value in given.items()}
-    except (AttributeError, TypeError, ValueError) as error:
-        raise InputError(f"logit_bias must map token ids to numbers, such as {{42: -1.5}}, got {given!r}.") from error
+        found = {int(token): float(value) for token, value in given.items()}
+        if any(value != value or value == float("inf") for value in found.values()):
+            raise ValueError("no token can be chosen then")
+        return found
+    except (AttributeError, TypeError, ValueError, OverflowError) as error:
+        told = f"logit_bias must map token ids to numbers, such as {{42: -1.5}}, got {shown(given)}."
+        raise InputError(told) from error
 
 
 def refuse_memory(process: Any) -> None:
@@ -273,7 +282,7 @@ def refuse_memory(process: Any) -> None:
 def _adapt_criterion(criterion: Any) -> Criterion:
     """A StoppingCriteria of transformers is asked about batches of one; everything else about a list of ids."""
     if not callable(criterion):
-        raise InputError(f"criteria must be callables (token ids) -> bool, got {criterion!r}.")
+        raise InputError(f"criteria must be callables (token ids) -> bool, got {shown(criterion)}.")
     if not any(base.__name__ == "StoppingCriteria" for base in type(criterion).__mro__):
         return criterion  # type: ignore[no-any-return]
     return lambda tokens: bool(torch.as_tensor(criterion(torch.tensor([tokens]), None)).all())
@@ -282,7 +291,7 @@ def _adapt_criterion(criterion: Any) -> Criterion:
 def _adapt(process: Any) -> Processor:
     """A LogitsProcessor of transformers works on batches of one; everything else on one row."""
     if not callable(process):
-        raise InputError(f"processors must be callables (prefix ids, logits) -> logits, got {process!r}.")
+        raise InputError(f"processors must be callables (prefix ids, logits) -> logits, got {shown(process)}.")
     refuse_memory(process)
     if not any(base.__name__ == "LogitsProcessor" for base in type(process).__mro__):
         return process  # type: ignore[no-any-return]

@@ -20,6 +20,7 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from paceline.core.errors import LoadError, PacelineWarning
+from paceline.core.json_text import parse_json
 
 Progress = Callable[[str, int, "int | None"], None]
 """Called with a label, how much is done, and how much there is (None when nobody knows)."""
@@ -190,7 +191,7 @@ def _damage(entry: Path) -> str | None:
 def read_json(path: Path) -> dict | None:
     """A JSON object from a file that may be absent or damaged; the caller knows what absence means."""
     try:
-        content = json.loads(path.read_text("utf-8"))
+        content = parse_json(path.read_text("utf-8"))
     except (OSError, ValueError):
         return None
     return content if isinstance(content, dict) else None

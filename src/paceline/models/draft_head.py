@@ -14,6 +14,7 @@ from paceline.core.errors import LoadError, UnsupportedError
 
 from .head_files import check_target, fingerprint, load_head, save_head
 from .slot_cache import CHANGES
+from .weight_check import built
 
 if TYPE_CHECKING:
     from .language_model import LanguageModel
@@ -66,10 +67,14 @@ class DraftHead(nn.Module):
         made_for = config.pop("target")
         dtypes = [tensor.dtype for tensor in tensors.values() if tensor.is_floating_point()]
         try:
-            head = cls(cls.Config(**{name: _frozen(value) for name, value in config.items()}), made_for)
+            sizes = cls.Config(**{name: _frozen(value) for name, value in config.items()})
+            head = built(lambda: cls(sizes, made_for), tensors, folder)
             head.to(dtypes[0]).load_state_dict(tensors)
-        except (IndexError, KeyError, TypeError, ValueError, RuntimeError) as error:
-            raise LoadError(f"The {cls.kind} head in '{folder}' does not fit its own config.json: {error}.") from error
+        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, RuntimeError) as error:
+            problem = " ".join(str(error).split()).rstrip(".")
+            raise LoadError(
+                f"The {cls.kind} head in '{folder}' does not fit its own config.json: {problem}."
+            ) from error
         return head
 
     def check(self, target: LanguageModel) -> None:

@@ -12,6 +12,7 @@ import struct
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -21,10 +22,11 @@ import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 from transformers import modeling_gguf_pytorch_utils as reader
 
-from paceline.core.errors import LoadError
+from paceline.core.errors import LoadError, shown
 from paceline.models.cache import Progress
 from paceline.models.chatter import in_one_line, quiet
 from paceline.models.gguf_tokenizer import TokenizerError, build_tokenizer
+from paceline.models.weight_check import Table, bounded
 
 CONVERTER_VERSION = 1
 """Part of every cache key: raise it when the same file would be converted to something else."""
@@ -34,8 +36,13 @@ PROVENANCE = "paceline-provenance.json"
 _NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
 _MOST_DIMENSIONS = 4  # ggml has no tensor with more
+_MOST_LISTED = 1 << 21  # values in arrays: a vocabulary of 262,144 tokens with its merges has 1.3 million
+_MOST_NUMBERED = 1 << 16  # values of an array of numbers that is no longer than the vocabulary
+_MOST_COUNT = 1 << 31
 _DEFAULT_ALIGNMENT = 32
 _F32, _F16 = 0, 1
+# the endings of keys that are counts or sizes
+_COUNTS = ("_count", "_length", "_count_kv", "vocab_size", "dimension_count", "_used_count", "sliding_window")
 
 
 class _DamageError(Exception):
@@ -72,6 +79,7 @@ class _Cursor:
         self.data = data
         self.size = len(data)
         self.at = 0
+        self.listed = 0  # values in arrays so far
 
     def skip(self, length: int) -> int:
         """Move on by `length` bytes and return where they began."""
@@ -99,6 +107,9 @@ class _Cursor:
         if kind != _ARRAY:
             raise _DamageError(f"a value at byte {self.at} has the unknown type {kind}")
         element, count = int(self.number("I")), int(self.number("Q"))
+        self.listed += count
+        if self.listed > _MOST_LISTED:  # readers make an object of each
+            raise _DamageError(f"its arrays hold more than {_MOST_LISTED:,} values")
         if element in _NUMBERS:
             code = _NUMBERS[element]
             start = self.skip(count * struct.calcsize("<" + code))
@@ -136,6 +147,8 @@ def _parse(path: Path, cursor: _Cursor) -> GGUFHeader:
     metadata: dict[str, Any] = {}
     for _ in range(value_count):
         name = cursor.text()
+        if name in metadata:
+            raise _DamageError(f"it has {shown(name)} twice")
         metadata[name] = cursor.value(int(cursor.number("I")))
     if not isinstance(metadata.get("general.architecture"), str):
         raise _DamageError("it does not name its architecture")
@@ -145,13 +158,33 @@ def _parse(path: Path, cursor: _Cursor) -> GGUFHeader:
         )
     tensors = tuple(_tensor(cursor) for _ in range(tensor_count))
     _check_extent(cursor, metadata, tensors)
+    _check_metadata(metadata, tensors)
     return GGUFHeader(path, metadata, tensors)
+
+
+def _check_metadata(metadata: dict[str, Any], tensors: tuple[TensorInfo, ...]) -> None:
+    """The sizes that a model is built from, compared with the tensor table."""
+    architecture = metadata["general.architecture"]
+    for name, value in metadata.items():
+        if name.startswith(f"{architecture}.") and name.endswith(_COUNTS):
+            counts = value if isinstance(value, list) else [value]
+            if not all(type(count) is int and 0 <= count < _MOST_COUNT for count in counts):
+                raise _DamageError(f"its {name} is {shown(value)}, which is no count")
+    blocks = {tensor.name.split(".")[1] for tensor in tensors if tensor.name.startswith("blk.")}
+    claimed = metadata.get(f"{architecture}.block_count", len(blocks))
+    if claimed != len(blocks):
+        raise _DamageError(f"it announces {shown(claimed)} blocks, and its tensors are of {len(blocks)}")
+    tokens = metadata.get("tokenizer.ggml.tokens")
+    most = max(_MOST_NUMBERED, len(tokens) if isinstance(tokens, list) else 0)
+    for name, value in metadata.items():
+        if isinstance(value, list) and len(value) > most and not isinstance(value[0], str):
+            raise _DamageError(f"its {name} has {len(value):,} values, more than there are tokens")
 
 
 def _tensor(cursor: _Cursor) -> TensorInfo:
     name, dimensions = cursor.text(), int(cursor.number("I"))
     if dimensions > _MOST_DIMENSIONS:
-        raise _DamageError(f"tensor '{name}' has {dimensions} dimensions")
+        raise _DamageError(f"tensor {shown(name)} has {dimensions} dimensions")
     shape = tuple(int(cursor.number("Q")) for _ in range(dimensions))
     kind, offset = int(cursor.number("I")), int(cursor.number("Q"))
     return TensorInfo(name, shape[::-1], kind, offset)
@@ -160,18 +193,30 @@ def _tensor(cursor: _Cursor) -> TensorInfo:
 def _check_extent(cursor: _Cursor, metadata: dict[str, Any], tensors: tuple[TensorInfo, ...]) -> None:
     sizes = _block_sizes()
     alignment = metadata.get("general.alignment", _DEFAULT_ALIGNMENT)
-    if not isinstance(alignment, int) or alignment < 1:
-        raise _DamageError(f"its alignment is {alignment}")
+    if type(alignment) is not int or alignment < 1 or alignment & (alignment - 1):
+        raise _DamageError(f"its alignment is {shown(alignment)}")
     start = -(-cursor.at // alignment) * alignment
     if not tensors:
         raise _DamageError("it holds no tensors")
+    ends: list[tuple[int, int]] = []
+    names: set[str] = set()
     for tensor in tensors:
+        if tensor.name in names:
+            raise _DamageError(f"it has the tensor {shown(tensor.name)} twice")
+        names.add(tensor.name)
         if tensor.kind not in sizes:
-            raise _DamageError(f"tensor '{tensor.name}' is stored in the unknown type {tensor.kind}")
+            raise _DamageError(f"tensor {shown(tensor.name)} is stored in the unknown type {tensor.kind}")
         elements, width = sizes[tensor.kind]
-        end = start + tensor.offset + prod(tensor.shape) // elements * width
+        if not tensor.shape or 0 in tensor.shape or tensor.shape[-1] % elements:
+            raise _DamageError(f"tensor {shown(tensor.name)} has the shape {shown(tensor.shape)}")
+        begin = start + tensor.offset
+        end = begin + prod(tensor.shape) // elements * width
         if end > cursor.size:
             raise _DamageError(f"it should have {end} bytes or more and has {cursor.size}, so it was cut short")
+        ends.append((begin, end))
+    ends.sort()  # tensors on the same bytes would let a small file fill any memory
+    if any(begin < before for (_, before), (begin, _) in pairwise(ends)):
+        raise _DamageError("two of its tensors overlap")
 
 
 def _block_sizes() -> dict[int, tuple[int, int]]:
@@ -235,7 +280,8 @@ def _read_model(header: GGUFHeader, progress: Progress | None) -> PreTrainedMode
     config = AutoConfig.for_model(**described)
     ids = {role: header.metadata.get(f"tokenizer.ggml.{role}_token_id") for role in ("bos", "eos", "padding", "eot")}
     config.bos_token_id, config.eos_token_id, config.pad_token_id = ids["bos"], ids["eos"], ids["padding"]
-    with torch.device("meta"):
+    table = Table(len(header.tensors), sum(prod(tensor.shape) for tensor in header.tensors))
+    with bounded(table, header.path), torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     with _reported(f"converting {header.path.name}", progress):
         tensors = reader.load_gguf_checkpoint(

@@ -14,10 +14,28 @@ from typing import Any
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
+from paceline.core.errors import shown
+from paceline.models.chatter import in_one_line
+
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4  # llama.cpp's token types; 5 is unused, 6 a raw byte
 _BLANK = "▁"  # how sentencepiece writes a space
 _SAMPLES = 256
 _HEALTHY = 0.5  # of the sampled vocabulary must come back as itself; real files reach 1.0, broken ones 0.0
+
+
+_MOST_WORK = 1 << 29  # characters that are looked at to split every token in two; Gemma's 262,144 tokens take 2^25
+_KEY = "tokenizer.ggml."
+# what a value must be, and each of its values if it is a list
+_TYPES: dict[str, tuple[Any, Any]] = {
+    f"{_KEY}model": (str, None),
+    f"{_KEY}pre": (str, None),
+    f"{_KEY}tokens": (list, str),
+    f"{_KEY}merges": (list, str),
+    f"{_KEY}token_type": (list, int),
+    f"{_KEY}scores": (list, (int, float)),
+    **{f"{_KEY}{role}_token_id": (int, None) for role in ("bos", "eos", "unknown", "padding", "eot")},
+    "tokenizer.chat_template": (str, None),
+}
 
 
 class TokenizerError(Exception):
@@ -89,13 +107,23 @@ class _Vocabulary:
 
 def build_tokenizer(metadata: dict[str, Any]) -> PreTrainedTokenizerFast | None:
     """The tokenizer these metadata describe, or None for a model that has none (its tokens are not text)."""
+    _check_types(metadata)
+    try:
+        return _built(metadata)
+    except TokenizerError:
+        raise
+    except Exception as error:  # tokenizers and transformers raise every kind of error over words they cannot use
+        raise TokenizerError(f"its tokenizer cannot be built: {in_one_line(error, 120)}") from error
+
+
+def _built(metadata: dict[str, Any]) -> PreTrainedTokenizerFast | None:
     kind = metadata.get("tokenizer.ggml.model")
     if kind in (None, "none", "no_vocab"):
         return None
     if kind == "gpt2":
         name = str(metadata.get("tokenizer.ggml.pre", "default"))
         if name not in _SPLITTERS:
-            raise TokenizerError(f"its text splitter '{name}' is not known")
+            raise TokenizerError(f"its text splitter {shown(name)} is not known")
         splitter = _SPLITTERS[name]
         vocabulary = _read_vocabulary(metadata, adds_bos=splitter.starts_with_bos)
         backend = _byte_level(vocabulary, metadata, splitter)
@@ -104,7 +132,7 @@ def build_tokenizer(metadata: dict[str, Any]) -> PreTrainedTokenizerFast | None:
         vocabulary = replace(vocabulary, tokens=[_respelled(token) for token in vocabulary.tokens])
         backend = _sentencepiece(vocabulary, prefix=bool(metadata.get("tokenizer.ggml.add_space_prefix", True)))
     else:
-        raise TokenizerError(f"its tokenizer is of the kind '{kind}', and only 'gpt2' and 'llama' can be rebuilt")
+        raise TokenizerError(f"its tokenizer is of the kind {shown(kind)}, and only 'gpt2' and 'llama' can be rebuilt")
     _add_special_tokens(backend, vocabulary)
     _refuse_if_broken(backend, vocabulary, start=_BLANK if kind == "llama" else "")
     return PreTrainedTokenizerFast(
@@ -117,6 +145,20 @@ def build_tokenizer(metadata: dict[str, Any]) -> PreTrainedTokenizerFast | None:
         clean_up_tokenization_spaces=False,
         model_max_length=int(metadata.get(f"{metadata.get('general.architecture')}.context_length", 2**31)),
     )
+
+
+def _check_types(metadata: dict[str, Any]) -> None:
+    """Every value has the type that it has in sound files."""
+    for name, (wanted, inner) in _TYPES.items():
+        value = metadata.get(name)
+        if value is None:
+            continue
+        right = isinstance(value, wanted) and not (wanted is int and isinstance(value, bool))
+        if not right or (inner is not None and not all(isinstance(each, inner) for each in value)):
+            raise TokenizerError(f"its {name} is {shown(value)}")
+    work = sum(len(token) ** 2 for token in metadata.get("tokenizer.ggml.tokens") or ())
+    if work > _MOST_WORK:
+        raise TokenizerError("its tokens are too long")
 
 
 def _read_vocabulary(
@@ -169,7 +211,7 @@ def _byte_level(vocabulary: _Vocabulary, metadata: dict[str, Any], splitter: _Sp
     try:
         model = models.BPE(_numbered(vocabulary.tokens), merges, ignore_merges=splitter.whole_words_first)
     except Exception as error:  # tokenizers raises a bare Exception when a merge names a token that is not there
-        raise TokenizerError(f"its merges do not fit its tokens ({error})") from error
+        raise TokenizerError(f"its merges do not fit its tokens ({in_one_line(error, 120)})") from error
     backend = Tokenizer(model)
     if splitter.composed:
         backend.normalizer = normalizers.NFC()

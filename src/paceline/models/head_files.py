@@ -21,8 +21,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from paceline.core.errors import LoadError, PacelineWarning, UnsupportedError
+from paceline.core.json_text import read_json
 
+from .chatter import in_one_line
 from .head_packing import packed, unpacked
+from .weight_check import check_link, header_of
 
 if TYPE_CHECKING:
     from .language_model import LanguageModel
@@ -39,6 +42,7 @@ _ALWAYS = ("vocabulary", "hidden")  # nothing fits without these
 _VALUES = 24  # of each weight that is remembered
 _NEAR = 2.0**-8  # relative: what a weight may lose on its way through bfloat16
 _TINY = 1e-7  # absolute: below this float16 has no digits left
+_MOST_CONFIG = 1 << 22  # bytes
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _WARNED: WeakKeyDictionary[Any, set[str]] = WeakKeyDictionary()  # by model: one line, however many decoders it has
 
@@ -174,14 +178,30 @@ def save_head(
         raise LoadError(f"The {kind} head cannot be written to '{place}': {error}.") from error
 
 
+def _check_samples(samples: Any, place: Path) -> None:
+    """The samples of a target's weights are lines of numbers."""
+    try:
+        wrong = any(
+            not isinstance(line, str) or any(value != value for value in map(float, line.split()))
+            for line in samples.values()
+        )
+    except (AttributeError, ValueError):
+        wrong = True
+    if wrong:
+        raise LoadError(f"'weights' under 'target' in the config.json of '{place}' must map names to lines of numbers.")
+
+
 def load_head(folder: str | os.PathLike[str], kind: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """The config and the weights of a head, on the CPU."""
     place = Path(folder)
+    check_link(place / _CONFIG)
     try:
-        config = json.loads((place / _CONFIG).read_text(encoding="utf-8"))
+        config = read_json(place / _CONFIG, _MOST_CONFIG)
+        if (place / WEIGHTS).exists():  # else the next line says so
+            header_of(place / WEIGHTS)
         tensors = unpacked(load_file(place / WEIGHTS))
     except (OSError, ValueError, SafetensorError) as error:
-        raise LoadError(f"No {kind} head could be read from '{place}': {error}.") from error
+        raise LoadError(f"No {kind} head could be read from '{place}': {in_one_line(error)}.") from error
     if not isinstance(config, dict) or config.get("kind") != kind:
         found = config.get("kind") if isinstance(config, dict) else None
         raise LoadError(f"'{place}' holds a head of kind {found!r}, not '{kind}'; give the folder of a {kind} head.")
@@ -192,4 +212,5 @@ def load_head(folder: str | os.PathLike[str], kind: str) -> tuple[dict[str, Any]
         )
     if not isinstance(config.get("target"), dict):
         raise LoadError(f"'{place}' does not say which target it was made for; its config.json needs a 'target'.")
+    _check_samples(config["target"].get("weights", {}), place)
     return {name: value for name, value in config.items() if name not in ("kind", "format")}, tensors

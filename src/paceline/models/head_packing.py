@@ -43,6 +43,9 @@ def unpacked(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         if name in scaled:
+            scale = tensors[name + _SCALE]
+            if scale.shape != (*tensor.shape[:-1], 1):  # a product of two other shapes may be huge
+                raise ValueError(f"'{name}{_SCALE}' has the shape {tuple(scale.shape)} beside {tuple(tensor.shape)}")
             found[name] = tensor.float() * tensors[name + _SCALE].float()
         elif not (name.endswith(_SCALE) and name.removesuffix(_SCALE) in scaled):
             found[name] = tensor.float() if tensor.is_floating_point() else tensor

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 import os
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from tqdm import tqdm  # type: ignore[import-untyped]
 
 from paceline.models.cache import Progress
 from paceline.models.chatter import in_one_line, quiet
+from paceline.models.weight_check import INDEX, link_problem, shards_of
 
 _PATIENCE = 5.0  # seconds for the first answer; a network that swallows packets should not look like a hang
 _TEXT_FILES = ["*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken"]
@@ -66,10 +66,9 @@ def weights_problem(folder: Path) -> str | None:
     """Why a folder cannot be loaded as a model, as the end of a sentence, or None."""
     if (folder / "config.json").is_file():
         if (folder / "model.safetensors").is_file():
-            return None
-        index = folder / "model.safetensors.index.json"
-        if index.is_file():
-            return _shards_problem(folder, index)
+            return link_problem(folder, "model.safetensors")
+        if (folder / INDEX).is_file():
+            return _shards_problem(folder)
     pickles = sorted(path.name for pattern in _PICKLES for path in folder.glob(pattern))
     if pickles:
         return (
@@ -84,11 +83,14 @@ def weights_problem(folder: Path) -> str | None:
     return "holds no weights (model.safetensors)"
 
 
-def _shards_problem(folder: Path, index: Path) -> str | None:
+def _shards_problem(folder: Path) -> str | None:
     try:
-        shards = sorted(set(json.loads(index.read_text("utf-8"))["weight_map"].values()))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return f"has an unreadable {index.name}"
+        shards = shards_of(folder)
+    except (OSError, ValueError) as error:
+        return f"has an unusable {INDEX}: {error}"
+    for problem in (link_problem(folder, shard) for shard in shards):
+        if problem is not None:
+            return problem
     absent = [shard for shard in shards if not (folder / shard).is_file()]
     return f"lacks {len(absent)} of its {len(shards)} weight files ({absent[0]})" if absent else None
 

@@ -27,6 +27,7 @@ from paceline.models.gguf import PROVENANCE, convert, read_header, tokenizer_ref
 from paceline.models.gguf_tokenizer import TokenizerError, build_tokenizer
 from paceline.models.memory import give_back
 from paceline.models.sharded import leave_in_order
+from paceline.models.weight_check import bounded, check_folder, place_of
 from paceline.models.weights import FOLDER, HUB, UNKNOWN, Weights, in_folder, in_gguf
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
@@ -147,7 +148,7 @@ def _locate(
     if entry is not None:
         found = fetch_entry(entry, revision=revision, progress=progress)
         return _Located(found.folder, entry.name, found.origin, found.converted, found.weights, HUB)
-    path = Path(source).expanduser()
+    path = place_of(source)
     if path.exists() or path.suffix.lower() == ".gguf":
         if revision is not None:
             raise InputError(f"A revision ('{revision}') exists only on the hub, and '{source}' is on this machine.")
@@ -218,8 +219,9 @@ def _load_model(
     sharing = {} if tp_plan is None else {"tp_plan": tp_plan}
     if sharing:
         leave_in_order()
+    table = check_folder(located.folder, located.name)
     try:
-        with quiet():
+        with quiet(), bounded(table, located.name):
             model, report = AutoModelForCausalLM.from_pretrained(
                 located.folder,
                 dtype=dtype,
@@ -229,6 +231,8 @@ def _load_model(
                 output_loading_info=True,
                 **sharing,
             )
+    except LoadError:
+        raise
     except Exception as error:  # transformers has no error class of its own
         raise LoadError(f"'{located.name}' cannot be loaded: {_explained(error)}.") from error
     absent = sorted(report["missing_keys"])
@@ -242,6 +246,8 @@ def _explained(error: Exception) -> str:
         return "it brings code of its own, which runs only with trust_remote_code=True"
     if "Unrecognized configuration class" in str(error):
         return "it is not a causal language model"
+    if "ignore_mismatched_sizes" in str(error):
+        return "its config.json has other sizes than its weights; get both again"
     return in_one_line(error)
 
 
@@ -268,7 +274,7 @@ def _load_tokenizer(tokenizer: object, trust_remote_code: bool, progress: Progre
     if entry is not None:
         found = fetch_entry(entry, progress=progress)
         return _read_tokenizer(found.folder, name, trust_remote_code, own=found.converted)
-    path = Path(name).expanduser()
+    path = place_of(name)
     if path.suffix.lower() == ".gguf":
         return _tokenizer_in_gguf(path)
     if path.is_dir():

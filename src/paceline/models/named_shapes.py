@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, PretrainedConfig
 from transformers.initialization import no_init_weights
 
-from paceline.core.errors import InputError, UnknownNameError
+from paceline.core.errors import InputError, UnknownNameError, shown
 
 from .language_model import LanguageModel
 from .loading import _device, _dtype
@@ -19,6 +19,7 @@ from .weights import RANDOM
 
 _SPREAD = 0.02  # of the weights, as most models are begun
 _CHANGES = ("layers", "vocab")
+_MOST_LAYERS, _MOST = 1024, 2**24
 
 
 @dataclass(frozen=True)
@@ -67,6 +68,9 @@ def shape_of(text: str) -> Shape:
             raise UnknownNameError(f"setting of shape '{name}'", what.strip(), _CHANGES)
         if re.fullmatch(r"[1-9]\d*", value.strip()) is None:
             raise InputError(f"{what.strip()} of shape '{name}' must be a whole number of at least 1, got '{value}'.")
+        most = _MOST_LAYERS if what.strip() == "layers" else _MOST
+        if len(value.strip()) > len(str(most)) or int(value) > most:
+            raise InputError(f"{what.strip()} of shape '{name}' must be at most {most:,}, got {shown(value.strip())}.")
         given[what.strip()] = int(value)
     return replace(SHAPES[name], **given)
 

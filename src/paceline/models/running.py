@@ -38,12 +38,12 @@ _BRANCHES = ("first", "second")  # of a target that is made of two models (see `
 
 
 def check_runner(name: object) -> None:
-    if name is not None and name not in RUNNERS:
+    if name is not None and not (isinstance(name, str) and name in RUNNERS):
         raise UnknownNameError("runner", name, RUNNERS)
 
 
 def check_kind(name: object) -> None:
-    if name is not None and name not in KINDS:
+    if name is not None and not (isinstance(name, str) and name in KINDS):
         raise UnknownNameError("kind of quantization", name, KINDS)
 
 

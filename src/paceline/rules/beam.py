@@ -11,7 +11,7 @@ from torch import Tensor
 from paceline.core.beams import BeamSettings, BeamState, Grouped
 from paceline.core.choice import Choice
 from paceline.core.contracts import RULES, Rule
-from paceline.core.errors import InputError
+from paceline.core.limits import BEAMS_LIMIT, Limited, limited
 from paceline.core.tree import TokenTree
 from paceline.core.verdict import BROKEN, NOTHING, BeamLogprobs, Verdict
 
@@ -32,12 +32,8 @@ class Beam(Rule):
     on_device = False
 
     @dataclass(frozen=True)
-    class Options:
-        num_beams: int = 4  # for requests that do not say
-
-        def __post_init__(self) -> None:
-            if isinstance(self.num_beams, bool) or not isinstance(self.num_beams, int) or self.num_beams < 1:
-                raise InputError(f"num_beams must be a whole number of at least 1, got {self.num_beams!r}.")
+    class Options(Limited):
+        num_beams: int = limited(4, 1, BEAMS_LIMIT)  # for requests that do not say
 
     def __init__(self, options: Options | None = None) -> None:
         self.options: Beam.Options = options or self.Options()

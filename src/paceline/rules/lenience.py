@@ -8,6 +8,7 @@ from torch import Tensor
 
 from paceline.core.contracts import RULES
 from paceline.core.errors import InputError
+from paceline.core.limits import Limited
 
 from .ratio import Ratio
 
@@ -19,12 +20,13 @@ class Lenience(Ratio):
     exact = ""
 
     @dataclass(frozen=True)
-    class Options:
+    class Options(Limited):
         """`lenience` l: 1 is the exact ratio test, smaller accepts more."""
 
         lenience: float = 0.5
 
         def __post_init__(self) -> None:
+            super().__post_init__()
             if not 0 < self.lenience <= 1:
                 raise InputError(f"lenience must be more than 0 and at most 1 (exact), got {self.lenience!r}.")
 

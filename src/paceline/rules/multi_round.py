@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from paceline.core.contracts import RULES
-from paceline.core.errors import InputError
+from paceline.core.limits import Limited
 
 from .ratio import Ratio
 
@@ -19,14 +19,10 @@ class MultiRound(Ratio):
     """
 
     @dataclass(frozen=True)
-    class Options:
+    class Options(Limited):
         """`siblings`: all different (Sequoia), or each drawn without looking at the others (SpecInfer)."""
 
         siblings: Literal["without_replacement", "iid"] = "without_replacement"
-
-        def __post_init__(self) -> None:
-            if self.siblings not in ("without_replacement", "iid"):
-                raise InputError(f"siblings must be without_replacement or iid, got '{self.siblings}'.")
 
     options: Options
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from paceline.core.choice import Choice
 from paceline.core.contracts import Rule, arange
 from paceline.core.errors import InputError
+from paceline.core.limits import Limited
 from paceline.core.tree import TokenTree
 from paceline.core.verdict import Verdict
 
@@ -17,10 +18,11 @@ from .ratio import pack
 
 
 @dataclass(frozen=True)
-class Shares:
+class Shares(Limited):
     """Options that are all probabilities, or shares of one."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         for name in (each.name for each in fields(self)):
             if not 0 < getattr(self, name) <= 1:
                 raise InputError(f"{name} must be more than 0 and at most 1, got {getattr(self, name)!r}.")

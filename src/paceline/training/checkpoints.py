@@ -18,6 +18,8 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from paceline.core.errors import InputError, LoadError
+from paceline.core.json_text import parse_json
+from paceline.models.weight_check import reading
 
 NAME = "checkpoint.safetensors"
 _BEST = "best/"
@@ -62,23 +64,26 @@ class Checkpoint:
             with safe_open(self.path, "pt") as file:
                 about = file.metadata()
                 tensors = {name: file.get_tensor(name).to(device) for name in file.keys()}  # noqa: SIM118
-            plan, state = json.loads(about["plan"]), json.loads(about["state"])
+            plan, state = parse_json(about["plan"]), parse_json(about["state"])
+            if not isinstance(plan, dict) or not isinstance(state, dict):
+                raise ValueError("its plan and its state are no JSON objects")
         except (OSError, SafetensorError, KeyError, ValueError, TypeError) as error:
             raise LoadError(
                 f"The checkpoint '{self.path}' cannot be read: {error}; remove it to start anew."
             ) from error
         self._check(plan)
         weights = trained(module)
-        with torch.no_grad():
-            for name, weight in weights.items():
-                weight.copy_(tensors[f"weights/{name}"])
         memory: dict[int, dict[str, Tensor]] = {}
-        for name, tensor in tensors.items():
-            if name.startswith("optimizer/"):
-                _, index, what = name.split("/")
-                memory.setdefault(int(index), {})[what] = tensor.cpu() if what == "step" else tensor
-        if memory:
-            optimizer.load_state_dict({"state": memory, "param_groups": optimizer.state_dict()["param_groups"]})
+        with reading("The checkpoint", self.path):
+            with torch.no_grad():
+                for name, weight in weights.items():
+                    weight.copy_(tensors[f"weights/{name}"])
+            for name, tensor in tensors.items():
+                if name.startswith("optimizer/"):
+                    _, index, what = name.split("/")
+                    memory.setdefault(int(index), {})[what] = tensor.cpu() if what == "step" else tensor
+            if memory:
+                optimizer.load_state_dict({"state": memory, "param_groups": optimizer.state_dict()["param_groups"]})
         best = {name[len(_BEST) :]: tensor for name, tensor in tensors.items() if name.startswith(_BEST)}
         return state, best
 

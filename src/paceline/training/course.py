@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.core.contracts import Drafter
+from paceline.core.limits import Limited
 from paceline.core.registry import Registry
 
 from .corpus import Corpus
@@ -63,7 +64,7 @@ class Course(nn.Module):
 
 
 @dataclass(frozen=True)
-class Sizes:
+class Sizes(Limited):
     """Options of a course; kinds add their own."""
 
 

@@ -12,6 +12,7 @@ from paceline.core.contracts import Drafter
 from paceline.engine.decoder import SpeculativeDecoder
 from paceline.models.catalogue import find_entry
 from paceline.models.language_model import LanguageModel
+from paceline.models.weight_check import place_of
 
 from .outlook import Outlook
 from .shards import Text, write_whole
@@ -65,7 +66,7 @@ def write_card(
 
 def _elsewhere(target: str) -> str:
     """The target as a reader on another machine can name it: of a path only the last part."""
-    path = Path(target).expanduser()
+    path = place_of(target)
     return f"./{path.name}" if path.exists() and find_entry(target) is None else target
 
 

@@ -8,6 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from paceline.core.json_text import parse_json
 from paceline.engine.weights_and_biases import start
 
 from .options import TrainOptions
@@ -48,8 +49,8 @@ class Log:
 def _step(line: str) -> int:
     """A line that was being written when the process was killed belongs to nothing."""
     try:
-        return int(json.loads(line).get("step", 0))
-    except ValueError:
+        return int(parse_json(line).get("step", 0))
+    except (AttributeError, TypeError, ValueError):
         return 1 << 62
 
 

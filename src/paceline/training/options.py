@@ -6,7 +6,8 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from paceline.core.errors import InputError, UnknownNameError
+from paceline.core.errors import InputError, UnknownNameError, shown
+from paceline.core.limits import ROWS_LIMIT, Limited, limited
 from paceline.core.registry import convert_options
 from paceline.models.head_packing import NUMBERS
 
@@ -20,7 +21,7 @@ PAIR = "pair"  # two models from scratch
 
 
 @dataclass(frozen=True)
-class TrainOptions:
+class TrainOptions(Limited):
     """target, kind, out: a drafter of this kind for this target, into this folder. options: of the kind, as
     name=value. start (--from): the folder of a drafter whose weights it begins with, instead of fresh ones. data: a
     file instead of what the target writes; texts: the folder of token shards (out/texts), which several kinds may
@@ -33,39 +34,41 @@ class TrainOptions:
     start: str | None = field(default=None, metadata={"flag": "from"})
     data: str | None = None
     texts: str | None = None
-    tokens: int = 1_000_000
+    tokens: int = limited(1_000_000, most=10**12)
     style: str = "auto"
     temperatures: tuple[float, ...] = WritingPlan.temperatures
-    question: int = WritingPlan.question
-    answer: int = WritingPlan.answer
-    rows: int = WritingPlan.rows
-    shard: int = WritingPlan.shard
-    writers: int = 1
-    length: int = 512  # tokens of a piece of text
+    question: int = limited(WritingPlan.question, 1, 2**24)
+    answer: int = limited(WritingPlan.answer, 1, 2**24)
+    rows: int = limited(WritingPlan.rows, 1, ROWS_LIMIT)
+    shard: int = limited(WritingPlan.shard, 1, 2**24)
+    writers: int = limited(1, 1, 1024)
+    length: int = limited(512, 1, 2**24)  # tokens of a piece of text
     join: bool = False  # several texts in a piece, while they fit
-    batch: int = 16384  # tokens of a step, padding included
-    accumulate: int = 1  # batches of a step
-    steps: int | None = None  # in all; or
-    epochs: float = 2.0
-    minutes: float | None = None  # or: the whole of it, texts included; the learning rate falls by the clock then
-    learning_rate: float = 5e-4
+    batch: int = limited(16384, 1, 2**31 - 1)  # tokens of a step, padding included
+    accumulate: int = limited(1, 1, 2**20)  # batches of a step
+    steps: int | None = limited(None, 1)  # in all; or
+    epochs: float = limited(2.0, above=0)
+    # or: the whole of it, texts included; the learning rate falls by the clock then
+    minutes: float | None = limited(None, most=10**7)
+    learning_rate: float = limited(5e-4, most=1000, above=0)
     warm_up: float = 0.03  # the share of the steps in which it rises
-    weight_decay: float = 0.0
-    clip: float = 1.0  # the largest norm of a gradient
+    weight_decay: float = limited(0.0, 0, 1000)
+    clip: float = limited(1.0, above=0)  # the largest norm of a gradient
     loss: str = "kl"
-    seed: int = 0
+    seed: int = limited(0, -(2**63), 2**63 - 1)
     dtype: str | None = None
     device: str | None = None
-    evaluate: int | None = None  # every so many steps; 20 times in all if not said
-    held_out: int = 128  # pieces of text that are looked at then
-    patience: int | None = None  # looks without a better τ after which it stops
+    evaluate: int | None = limited(None, 1)  # every so many steps; 20 times in all if not said
+    held_out: int = limited(128, 1, 2**24)  # pieces of text that are looked at then
+    patience: int | None = limited(None, 1)  # looks without a better τ after which it stops
     numbers: str = "bfloat16"  # how the weights are saved
     predict: bool = True  # measure what passes and drafts cost here, to predict the speed-up
-    measure: int = 8  # held-out prompts that the finished drafter is tried on
+    measure: int = limited(8, 0, 2**16)  # held-out prompts that the finished drafter is tried on
     accelerate: bool = False
     wandb: bool = False
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.kind not in (known := (*COUNTED, PAIR, *COURSES)):
             raise UnknownNameError("kind", self.kind, known)
         if not self.out:
@@ -73,16 +76,7 @@ class TrainOptions:
         self._check_start()
         parsed(self.loss)
         if self.numbers not in NUMBERS:
-            raise InputError(f"numbers must be one of {', '.join(NUMBERS)}, got '{self.numbers}'.")
-        for name in ("length", "batch", "accumulate", "held_out", "rows", "shard", "writers"):
-            if getattr(self, name) < 1:
-                raise InputError(f"{name} must be at least 1, got {getattr(self, name)}.")
-        for name in ("steps", "evaluate", "patience"):
-            if getattr(self, name) is not None and getattr(self, name) < 1:
-                raise InputError(f"{name} must be at least 1, got {getattr(self, name)}.")
-        for name, low in (("learning_rate", 0), ("epochs", 0), ("clip", 0)):
-            if getattr(self, name) <= low:
-                raise InputError(f"{name} must be more than {low}, got {getattr(self, name):g}.")
+            raise InputError(f"numbers must be one of {', '.join(NUMBERS)}, got {shown(self.numbers)}.")
         if self.minutes is not None and (self.minutes <= 0 or self.steps is not None or self.accelerate):
             raise InputError(
                 f"minutes must be more than 0, and go neither with steps nor with accelerate; got {self.minutes:g}."

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from paceline.core.contracts import Drafter
 from paceline.core.errors import InputError
+from paceline.core.limits import Limited, limited
 from paceline.core.registry import convert_options
 from paceline.drafters.draft_model import DraftModel
 from paceline.engine.provenance import provenance
@@ -35,15 +36,15 @@ from .trainer import Trainer, Watcher
 
 
 @dataclass(frozen=True)
-class PairSizes:
+class PairSizes(Limited):
     """vocabulary: of the tokenizer, at most; width and layers of the main model and of the draft."""
 
-    vocabulary: int = 4096
-    width: int = 256
-    layers: int = 6
-    draft_width: int = 128
-    draft_layers: int = 2
-    context: int = 1024
+    vocabulary: int = limited(4096, 1, 2**24)
+    width: int = limited(256, 1, 2**16)
+    layers: int = limited(6, 1, 1024)
+    draft_width: int = limited(128, 1, 2**16)
+    draft_layers: int = limited(2, 1, 1024)
+    context: int = limited(1024, 1, 2**24)
 
 
 class _Self(Teacher):

@@ -22,6 +22,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from paceline.core.errors import InputError, LoadError
+from paceline.core.json_text import parse_json
+from paceline.models.weight_check import reading
 
 FORMAT = 1
 ENOUGH = "enough"
@@ -46,10 +48,10 @@ class Shards:
         if not path.exists():
             self.folder.mkdir(parents=True, exist_ok=True)
             write_whole(path, (json.dumps(plain, indent=2, sort_keys=True) + "\n").encode())
-        try:
-            found = json.loads(path.read_text("utf-8"))
-        except (OSError, ValueError) as error:
-            raise LoadError(f"The texts in '{self.folder}' cannot be read: {error}.") from error
+        with reading("The manifest", path):
+            found = parse_json(path.read_text("utf-8"))
+            if not isinstance(found, dict):
+                raise ValueError("it is no JSON object")
         for name, value in plain.items():
             if found.get(name) != value:
                 raise InputError(
@@ -95,14 +97,23 @@ class Shards:
     def texts(self) -> Iterator[Text]:
         """All texts, in the order in which they were written."""
         for number in range(len(self)):
-            try:
+            with reading("The texts in", self._path(number)):
                 with safe_open(self._path(number), "pt") as file:
                     tokens, starts, prompts = (file.get_tensor(name) for name in ("tokens", "starts", "prompts"))
-            except (OSError, SafetensorError) as error:
-                raise LoadError(f"The texts in '{self._path(number)}' cannot be read: {error}.") from error
+                _check(tokens, starts, prompts)
             every, edges = tokens.tolist(), starts.tolist()
             for start, stop, prompt in zip(edges, edges[1:], prompts.tolist(), strict=False):
                 yield Text(every[start:stop], prompt)
+
+
+def _check(tokens: torch.Tensor, starts: torch.Tensor, prompts: torch.Tensor) -> None:
+    """Texts lie one after the other, and a prompt is a part of its text. A ValueError says what is wrong."""
+    for name, each in (("tokens", tokens), ("starts", starts), ("prompts", prompts)):
+        if each.ndim != 1 or each.is_floating_point() or (each < 0).any():
+            raise ValueError(f"its '{name}' are no list of whole numbers")
+    lengths = starts.diff()
+    if len(starts) != len(prompts) + 1 or starts[0] != 0 or starts[-1] != len(tokens) or (lengths < prompts).any():
+        raise ValueError(f"its {len(starts)} edges do not fit its {len(tokens)} tokens and {len(prompts)} prompts")
 
 
 def write_whole(path: Path, content: bytes) -> None:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from paceline.core.errors import InputError
+from paceline.core.json_text import parse_json
 from paceline.models.language_model import LanguageModel
 
 from .shards import Text
@@ -59,7 +59,7 @@ def _lines(content: str, path: Path, lm: LanguageModel) -> Iterator[Text]:
         if not line.strip():
             continue
         try:
-            entry = json.loads(line)
+            entry = parse_json(line)
         except ValueError as error:
             raise InputError(f"Line {number} of '{path}' is not valid JSON: {error}.") from None
         yield _text(entry, f"Line {number} of '{path}'", lm)

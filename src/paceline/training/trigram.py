@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from paceline.core.errors import InputError
+from paceline.core.limits import Limited, limited
 from paceline.drafters.katz import TrigramTable
 from paceline.models.head_files import FORMAT, fingerprint
 from paceline.models.language_model import LanguageModel
@@ -18,14 +18,10 @@ from .shards import write_whole
 
 
 @dataclass(frozen=True)
-class CountingOptions:
+class CountingOptions(Limited):
     """least: pairs and triples of tokens that were seen fewer times count as unseen, for a smaller table."""
 
-    least: int = 1
-
-    def __post_init__(self) -> None:
-        if self.least < 1:
-            raise InputError(f"least must be at least 1, got {self.least}.")
+    least: int = limited(1, 1)
 
 
 def save_table(folder: Path, table: TrigramTable, lm: LanguageModel) -> None:

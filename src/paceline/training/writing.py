@@ -17,7 +17,8 @@ from functools import partial
 from importlib.resources import files
 from typing import Any
 
-from paceline.core.errors import InputError
+from paceline.core.errors import InputError, shown
+from paceline.core.limits import ROWS_LIMIT, Limited, limited
 from paceline.engine.decoder import SpeculativeDecoder
 from paceline.models.cache import Progress
 from paceline.models.language_model import LanguageModel
@@ -34,26 +35,27 @@ _TRIES = 3  # shards in a row without anything new: then it has said what it has
 
 
 @dataclass(frozen=True)
-class WritingPlan:
+class WritingPlan(Limited):
     """tokens: to write in all, questions included. temperatures: of the answers, in turn; questions are asked at
     `asking`. question, answer: their lengths at most. twice: the share of conversations with a second turn. led: the
     share of texts that begin with given first words."""
 
-    tokens: int = 1_000_000
+    tokens: int = limited(1_000_000, most=10**12)
     style: str = "auto"  # chat, text, or auto: chat where there is a template
     temperatures: tuple[float, ...] = (0.0, 0.7, 0.0, 1.0)
-    asking: float = 0.9
-    question: int = 192
-    answer: int = 320
-    twice: float = 0.25
-    led: float = 0.7
-    seed: int = 0
-    rows: int = 64
-    shard: int = 256  # texts of a shard, before doubles are left out
+    asking: float = limited(0.9, 0, 100)
+    question: int = limited(192, 1, 2**24)
+    answer: int = limited(320, 1, 2**24)
+    twice: float = limited(0.25, 0, 1)
+    led: float = limited(0.7, 0, 1)
+    seed: int = limited(0, -(2**63), 2**63 - 1)
+    rows: int = limited(64, 1, ROWS_LIMIT)
+    shard: int = limited(256, 1, 2**24)  # texts of a shard, before doubles are left out
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.style not in ("auto", "chat", "text"):
-            raise InputError(f"style must be auto, chat or text, got '{self.style}'.")
+            raise InputError(f"style must be auto, chat or text, got {shown(self.style)}.")
         if self.tokens < 1 or not self.temperatures or min(self.temperatures) < 0:
             raise InputError(
                 f"The target writes at least 1 token, at temperatures of 0 or more; got tokens={self.tokens} and "

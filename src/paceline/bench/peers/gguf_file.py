@@ -12,6 +12,7 @@ from paceline.models.catalogue import cache_key, find_entry
 from paceline.models.gguf import PROVENANCE
 from paceline.models.language_model import LanguageModel
 from paceline.models.running import kind_of
+from paceline.models.weight_check import place_of
 
 
 def gguf_of(lm: LanguageModel, given: str | None) -> Path:
@@ -20,7 +21,7 @@ def gguf_of(lm: LanguageModel, given: str | None) -> Path:
     folder = Path(getattr(lm.model.config, "_name_or_path", "") or "")
     if not folder.name or not (folder / PROVENANCE).is_file():
         raise UnsupportedError(f"{lm.name} did not come from a GGUF file")
-    path = _packaged(lm.name) if given is None else Path(given).expanduser()
+    path = _packaged(lm.name) if given is None else place_of(given)
     if path is None or not path.is_file():
         missing = f"there is no file '{path}'" if given is not None else f"the GGUF file of {lm.name} is not at hand"
         raise UnsupportedError(f"{missing}; name it after a colon, as in openvino:FILE.gguf")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
@@ -10,6 +9,7 @@ from typing import Any, TypeVar
 
 from paceline.core.costs import Costs
 from paceline.core.errors import InputError
+from paceline.core.json_text import parse_json
 from paceline.core.sampling import Sampling
 from paceline.core.trace import Round
 
@@ -237,7 +237,7 @@ class TraceText:
 
 def is_json(line: str) -> bool:
     try:
-        json.loads(line)
+        parse_json(line)
     except ValueError:
         return False
     return True
@@ -245,7 +245,7 @@ def is_json(line: str) -> bool:
 
 def parsed(path: str | os.PathLike[str], number: int, line: str) -> dict[str, Any]:
     try:
-        found = json.loads(line)
+        found = parse_json(line)
     except ValueError as error:
         raise InputError(f"{path}, line {number}: this is not valid JSON ({error}).") from None
     if not isinstance(found, dict):

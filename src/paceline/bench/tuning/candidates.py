@@ -11,6 +11,7 @@ from paceline.bench.entries import parse_entry
 from paceline.bench.presets import needs_nothing
 from paceline.core.contracts import DRAFTERS, RULES
 from paceline.core.errors import InputError
+from paceline.core.limits import Limited, limited
 from paceline.core.sampling import Sampling
 from paceline.drafters.making import beyond_text, named
 
@@ -21,7 +22,7 @@ DEEPEST = 8  # what a drafter that needs a model is asked for: each token costs 
 
 
 @dataclass(frozen=True)
-class TuneOptions:
+class TuneOptions(Limited):
     """What is tried, and how much of it."""
 
     candidates: tuple[str, ...] = ()  # beside the drafters that need nothing: "ngram:order=3", a model ...
@@ -29,16 +30,14 @@ class TuneOptions:
     gammas: tuple[int, ...] = GAMMAS
     trees: tuple[int, ...] = TREES
     rules: tuple[str, ...] = ("match",)
-    finalists: int = FINALISTS
-    tokens: int = 64
-    repeats: int = 3
+    finalists: int = limited(FINALISTS, 1, 10**4)
+    tokens: int = limited(64, 1)
+    repeats: int = limited(3, 1, 10**6)
     sampling: dict[str, Any] = field(default_factory=dict)
-    seed: int = 0
+    seed: int = limited(0, -(2**63), 2**63 - 1)
 
     def __post_init__(self) -> None:
-        for name in ("finalists", "tokens", "repeats"):
-            if getattr(self, name) < 1:
-                raise InputError(f"{name} must be at least 1, got {getattr(self, name)}.")
+        super().__post_init__()
         Sampling(**self.sampling)  # refuses what makes no sense
         for name in ("gammas", "trees", "rules"):
             if not getattr(self, name):

@@ -2,31 +2,34 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
-from paceline.core.errors import InputError, LoadError, UnsupportedError
+from paceline.core.errors import InputError, LoadError, UnsupportedError, shown
+from paceline.core.json_text import read_json
+from paceline.core.limits import LARGEST
 from paceline.models import hub
 from paceline.models.draft_head import DraftHead
+from paceline.models.weight_check import Table, bounded, check_link, header_of, reading
 
 H = TypeVar("H", bound=DraftHead)
 
 OURS = "paceline"  # under this name our exports keep what they know of the target
 _WEIGHTS = ("model.safetensors", "model-*.safetensors", "medusa_lm_head.safetensors")
+_MOST_CONFIG = 1 << 22  # bytes
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 def read_config(folder: Path) -> dict[str, Any] | None:
     """What config.json says; None where there is none."""
+    check_link(folder / "config.json")
     try:
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        config = read_json(folder / "config.json", _MOST_CONFIG)
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:
@@ -44,11 +47,7 @@ def weight_names(folder: Path) -> set[str]:
     """The names of all tensors; the tensors themselves are not read."""
     found: set[str] = set()
     for path in weight_files(folder):
-        try:
-            with safe_open(path, "pt") as file:
-                found.update(file.keys())
-        except (OSError, SafetensorError) as error:
-            raise LoadError(f"'{path}' cannot be read: {error}.") from error
+        found.update(header_of(path))
     return found
 
 
@@ -63,10 +62,9 @@ class Checkpoint:
         if not files:
             raise LoadError(f"The folder '{folder}' {hub.weights_problem(folder) or 'holds no weights'}.")
         for path in files:
-            try:
+            header_of(path)
+            with reading("The weights", path):
                 self._tensors.update(load_file(path))
-            except (OSError, SafetensorError) as error:
-                raise LoadError(f"'{path}' cannot be read: {error}.") from error
 
     def __iter__(self) -> Iterator[str]:
         return iter(sorted(self._tensors))
@@ -98,6 +96,8 @@ class Checkpoint:
         for name in path:
             value = self.config.get(name)
             if isinstance(value, (int, float)) and not isinstance(value, bool):
+                if not abs(value) <= LARGEST:  # NaN is not, either
+                    raise LoadError(f"'{name}' in the config.json of '{self.folder}' is {shown(value)}; get it again.")
                 return value
         if default is None:
             raise LoadError(f"config.json of the {self.kind} head in '{self.folder}' needs a number '{path[0]}'.")
@@ -124,10 +124,11 @@ class Checkpoint:
         dtype = next(tensor.dtype for tensor in weights.values() if tensor.is_floating_point())
         whole = {n: t.to(dtype) if t.is_floating_point() else t for n, t in weights.items()}
         try:
-            with torch.device("meta"):  # no need to think up numbers that are replaced
+            table = Table(len(whole), sum(tensor.numel() for tensor in whole.values()))
+            with bounded(table, self.folder), torch.device("meta"):  # no need to think up numbers that are replaced
                 head = Head(Head.Config(**config), made_for)
             head.load_state_dict(whole, assign=True)
-        except (InputError, RuntimeError, TypeError) as error:
+        except (ArithmeticError, AttributeError, InputError, LookupError, RuntimeError, TypeError) as error:
             said = " ".join(str(error).split())
             raise LoadError(f"The {self.kind} head in '{self.folder}' does not fit its own config: {said}") from error
         return head

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from paceline.core.contracts import Drafter
 from paceline.core.errors import InputError
+from paceline.core.limits import limited
 from paceline.drafters.draft_lm import DraftLayers, DraftLm
 from paceline.training.corpus import Corpus
 from paceline.training.course import COURSES, Course, Sizes, chosen, later
@@ -25,11 +26,13 @@ class DraftLmCourse(Course):
 
     @dataclass(frozen=True)
     class Options(Sizes):
-        layers: int = 2
-        kept: int = 0  # the target's first layers, before those, as they are: nothing to store, and nothing to learn
+        layers: int = limited(2, most=1024)
+        # the target's first layers, before those, as they are: nothing to store, and nothing to learn
+        kept: int = limited(0, most=1024)
         sources: tuple[int, ...] = ()  # the target's layers it begins as; (): its first ones after those, and its last
 
         def __post_init__(self) -> None:
+            super().__post_init__()
             if self.layers < 1:
                 raise InputError(f"A draft-lm has at least 1 layer, got {self.layers}.")
             if self.kept < 0:

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 from paceline.core.contracts import Drafter
 from paceline.core.errors import InputError
+from paceline.core.limits import limited
 from paceline.drafters.eagle import Eagle, EagleHead
 from paceline.training.corpus import Corpus
 from paceline.training.course import COURSES, Course, Sizes, chosen, later
@@ -26,16 +27,18 @@ class EagleCourse(Course):
 
     @dataclass(frozen=True)
     class Options(Sizes):
-        vocabulary: int | None = 8192  # tokens that it can say, the most frequent of the data (None: all)
+        # tokens that it can say, the most frequent of the data (None: all)
+        vocabulary: int | None = limited(8192, most=2**24)
         own_output: bool = True  # it learns how to say them; else the target's own rows say them, and are not stored
-        steps: int = 5  # places it learns to go on by itself
-        heads: int = 0  # of attention; 0: as many as fit 64 numbers each
-        kv_heads: int = 0  # 0: as many as heads
-        inner: int = 0  # of the feed-forward part; 0: three times the width
-        fade: float = 0.9  # how much less each further step counts
-        regression: float = 0.0  # weight of how far its features are from the target's
+        steps: int = limited(5, most=256)  # places it learns to go on by itself
+        heads: int = limited(0, 0, 4096)  # of attention; 0: as many as fit 64 numbers each
+        kv_heads: int = limited(0, 0, 4096)  # 0: as many as heads
+        inner: int = limited(0, 0, 2**20)  # of the feed-forward part; 0: three times the width
+        fade: float = limited(0.9, 0, 1)  # how much less each further step counts
+        regression: float = limited(0.0, 0)  # weight of how far its features are from the target's
 
         def __post_init__(self) -> None:
+            super().__post_init__()
             if self.steps < 1 or (self.vocabulary is not None and self.vocabulary < 8):
                 raise InputError(
                     f"eagle learns at least 1 step and 8 tokens, got steps={self.steps}, vocabulary={self.vocabulary}."

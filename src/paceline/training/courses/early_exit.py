@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from paceline.core.contracts import Drafter
+from paceline.core.limits import limited
 from paceline.drafters.early_exit import EarlyExit, ExitHead
 from paceline.models.early_exit import check_depth
 from paceline.training.corpus import Corpus
@@ -23,8 +24,9 @@ class ExitCourse(Course):
 
     @dataclass(frozen=True)
     class Options(Sizes):
-        layers: int = 0  # where the target is left; 0: after a third of its layers
-        block: int = -1  # inner width of the extra block; 0: none, -1: four times the target's width
+        layers: int = limited(0, 0, 10_000)  # where the target is left; 0: after a third of its layers
+        # inner width of the extra block; 0: none, -1: four times the target's width
+        block: int = limited(-1, -1, 2**20)
         own_output: bool = False
 
     def __init__(self, teacher: Teacher, corpus: Corpus, loss: str, options: Options) -> None:

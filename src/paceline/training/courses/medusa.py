@@ -13,6 +13,7 @@ from torch import Tensor
 
 from paceline.core.contracts import Drafter
 from paceline.core.errors import InputError
+from paceline.core.limits import limited
 from paceline.drafters.medusa import Medusa, MedusaHead
 from paceline.training.corpus import Corpus
 from paceline.training.course import COURSES, Course, Sizes, chosen
@@ -28,11 +29,12 @@ class MedusaCourse(Course):
     @dataclass(frozen=True)
     class Options(Sizes):
         heads: int = 4
-        layers: int = 1
+        layers: int = limited(1, 0, 64)
         own_output: bool = False  # output matrices of their own; else the target's
-        fade: float = 0.8  # how much less each further head counts
+        fade: float = limited(0.8, 0, 1)  # how much less each further head counts
 
         def __post_init__(self) -> None:
+            super().__post_init__()
             if not 1 <= self.heads <= _MOST:
                 raise InputError(f"Medusa has 1 to {_MOST} heads, got {self.heads}.")
 

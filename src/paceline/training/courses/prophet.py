@@ -12,6 +12,7 @@ from torch import Tensor
 
 from paceline.core.contracts import Drafter, arange
 from paceline.core.errors import InputError
+from paceline.core.limits import limited
 from paceline.drafters.prophet import Prophet, ProphetHead
 from paceline.training.corpus import Corpus
 from paceline.training.course import COURSES, Course, Sizes, chosen
@@ -26,14 +27,15 @@ class ProphetCourse(Course):
 
     @dataclass(frozen=True)
     class Options(Sizes):
-        layers: int = 2
-        width: int = 0  # 0: about half the target's
-        steps: int = 5  # tokens it learns to write in a row
+        layers: int = limited(2, 1, 64)
+        width: int = limited(0, 0, 2**16)  # 0: about half the target's
+        steps: int = limited(5, most=256)  # tokens it learns to write in a row
         own_output: bool = False
         share: float = 0.25  # of the places of a text that it is started from in one step of training
-        fade: float = 0.9
+        fade: float = limited(0.9, 0, 1)
 
         def __post_init__(self) -> None:
+            super().__post_init__()
             if self.steps < 1 or not 0 < self.share <= 1:
                 raise InputError(
                     f"prophet learns 1 or more steps from a share of places in (0, 1], got steps={self.steps}, "

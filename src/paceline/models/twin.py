@@ -1,0 +1,190 @@
+"""A small random copy of a model, with windows of a few tokens: what happens past a window can be tried in it.
+
+The copy has the class of the model and a copy of its config with smaller numbers. The model and its config stay as they
+are.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from .chatter import quiet
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+VOCABULARY = 256
+_SMALL = 16  # for a number of unknown meaning: the probe reads past it if it is a window; it is even if it is a width
+_MOST_LAYERS = 8
+
+# The kind of a number by its name; the first pattern that fits counts.
+_KINDS = {
+    "token": r"token(_ids?|_index)?$|tokens$|_index$|(bos|eos|pad|sep|cls|mask)_id$",
+    "vocabulary": r"vocab",
+    "as it is": r"position|length|_ctx$|seq_len|seed|label|kernel|patch|image|channels|rope|rotary|head_?(dim|size)"
+    r"|dim_head|d_head$|d_kv$|pattern|mrope",
+    "window": r"window(?!_layers)|chunk|block|local_attention|sliding|extent|distance|index_topk|kpool|compress|mem_len",
+    "groups": r"groups?$",
+    "chosen": r"per_tok|top_?k|moe_k$",
+    "experts": r"experts?(_num)?$",
+    "layers": r"layers?(_|$)|first_k_dense|^depth$",
+    "heads": r"heads?(_|$)",
+}
+_MOST = {"groups": 2, "chosen": 2, "experts": 8, "heads": 4}
+
+
+def kind_of(name: str) -> str:
+    """What a number of a config means, by its name."""
+    return next((kind for kind, pattern in _KINDS.items() if re.search(pattern, name)), "unknown")
+
+
+def windows(config: Any) -> dict[str, int]:
+    """The numbers of a config that can act as a window, by name."""
+    text = config.get_text_config(decoder=True)
+    return {
+        name: value
+        for part in _parts(text)
+        for name, value in vars(part).items()
+        if type(value) is int and value > 0 and kind_of(name) == "window" and name != "chunk_size_feed_forward"
+    }
+
+
+def small_config(config: Any, window: int, every_layer: bool = False) -> Any:
+    """A copy of a config with small numbers: windows of `window` tokens, few layers (one of each kind, or as many as
+    there are), heads, experts and tokens, and narrow hidden states. The width of a head stays, and so does RoPE."""
+    small = copy.deepcopy(config)
+    text = small.get_text_config(decoder=True)
+    sizes = _Sizes.of(text, window, every_layer)
+    for part in list(_parts(small)):
+        own = sizes if part is text else _Sizes.of(part, window, False)
+        for name, value in list(vars(part).items()):
+            if part is not text and value == sizes.width and name != "hidden_size":
+                part.__dict__[name] = sizes.new_width  # what a part gives to the text model
+            else:
+                part.__dict__[name] = own.smaller(name, value)
+    return small
+
+
+def randomize(model: PreTrainedModel, seed: int = 0) -> None:
+    """Give every matrix random weights that keep the scale of what passes through them. (The usual ones are so small
+    that attention hardly matters.)"""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for weight in model.parameters():
+            if weight.dim() >= 2 and weight.is_floating_point():
+                fresh = torch.randn(weight.shape, generator=generator, dtype=torch.float32)
+                weight.copy_(fresh * (weight.shape[-1] ** -0.5))
+
+
+def small_model(kind: type[PreTrainedModel], config: Any, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    """A random model of a class on the CPU. The random numbers of the process stay as they are."""
+    with torch.random.fork_rng(devices=[]), quiet():
+        model = kind._from_config(config, dtype=dtype).eval()
+    randomize(model)
+    return model
+
+
+def twins(model: PreTrainedModel, window: int) -> Iterator[PreTrainedModel]:
+    """Small copies of a model, the smaller first; those that cannot be built are left out."""
+    for every_layer in (False, True):
+        try:
+            yield small_model(type(model), small_config(model.config, window, every_layer))
+        except Exception:  # noqa: BLE001, S112 - a class may want numbers that fit together in its own way
+            continue
+
+
+@dataclass(frozen=True)
+class _Sizes:
+    """Old and new sizes of one config."""
+
+    window: int
+    heads: int
+    new_heads: int
+    groups: int
+    new_groups: int
+    width: int
+    new_width: int
+    layers: int
+    new_layers: int
+
+    @classmethod
+    def of(cls, config: Any, window: int, every_layer: bool) -> _Sizes:
+        heads = _whole(config, "num_attention_heads")
+        groups = _whole(config, "num_key_value_heads") or heads
+        width = _whole(config, "hidden_size")
+        layers = _whole(config, "num_hidden_layers")
+        per_head = width // heads if heads and width % heads == 0 else _SMALL
+        new_heads = min(heads, 4 if per_head <= 64 else 2) or 4
+        new_groups = new_heads if groups == heads else min(groups, new_heads // 2)
+        return cls(
+            window=window, heads=heads, new_heads=new_heads, groups=groups, new_groups=new_groups,
+            width=width, new_width=min(width, new_heads * per_head),
+            layers=layers, new_layers=layers if every_layer else _depth(config, layers),
+        )  # fmt: skip
+
+    def smaller(self, name: str, value: Any) -> Any:
+        """The number in the copy; lists and dicts with all that is in them."""
+        if type(value) is int:
+            return self._number(name, value)
+        if isinstance(value, (list, tuple)):
+            return self._list(name, value)
+        if isinstance(value, dict) and not re.search("rope|label", name):
+            return {key: self.smaller(name, each) for key, each in value.items() if not self._past_the_end(name, key)}
+        return value
+
+    def _number(self, name: str, value: int) -> int:
+        kind = kind_of(name)
+        if kind == "token":
+            return value if value < VOCABULARY // 2 else VOCABULARY // 2 + value % (VOCABULARY // 2)
+        if kind == "vocabulary":
+            return min(value, VOCABULARY)
+        if kind == "window":
+            return min(value, self.window)
+        if kind == "layers":
+            return self.new_layers if value == self.layers else min(value, max(1, self.new_layers // 2))
+        if kind == "heads" and value in (self.heads, self.groups):
+            return self.new_heads if value == self.heads else self.new_groups
+        if kind in _MOST:
+            return min(value, _MOST[kind])
+        if kind == "as it is":
+            return value
+        if self.width and value % self.width == 0:
+            return value // self.width * self.new_width
+        return min(value, _SMALL)
+
+    def _list(self, name: str, value: Any) -> Any:
+        if self.layers and len(value) == self.layers:
+            value = value[: self.new_layers]
+        elif re.search("layer|idx", name) and all(type(each) is int for each in value):
+            return type(value)(each for each in value if each < self.new_layers)
+        return type(value)(self.smaller(name, each) for each in value)
+
+    def _past_the_end(self, name: str, key: Any) -> bool:
+        return "layer" in name and str(key).isdigit() and int(key) >= self.new_layers
+
+
+def _parts(config: Any) -> Iterator[Any]:
+    """A config and all configs in it."""
+    yield config
+    for value in vars(config).values():
+        if hasattr(value, "get_text_config"):
+            yield from _parts(value)
+
+
+def _whole(config: Any, name: str) -> int:
+    value = getattr(config, name, 0)
+    return value if type(value) is int else 0
+
+
+def _depth(config: Any, layers: int) -> int:
+    """How many of the first layers have one of each kind, by the lists with one entry per layer."""
+    listed = [v for v in vars(config).values() if isinstance(v, (list, tuple)) and len(v) == layers]
+    kinds = [repr(each) for each in zip(*listed, strict=True)]
+    needed = max((kinds.index(kind) + 1 for kind in set(kinds)), default=2)
+    return min(layers, max(2, needed if needed <= _MOST_LAYERS else 2))

@@ -1,0 +1,187 @@
+"""Every class of transformers that completes text, built tiny: does Paceline decode it rightly, or refuse it?
+
+    python -m tests.models.survey                 all classes; writes docs/models.md
+    python -m tests.models.survey doge paligemma  some model types; writes nothing
+
+A class is built from its default config with small numbers (`paceline.models.twin`), random weights and windows that
+are longer than what the probe reads from a given model. Each class has a process of its own, with limits.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import platform
+import resource
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+)
+
+from paceline import LanguageModel, SpeculativeDecoder, UnsupportedError
+from paceline.models.chatter import in_one_line, quiet
+from paceline.models.twin import small_config, small_model
+
+PAGE = Path(__file__).parents[2] / "docs" / "models.md"
+WINDOW = 48  # of every window in a surveyed model: the probe reads fewer tokens from a given model
+PROMPTS = [[7, 9, 4, 21, 9, 4, 33, 7, 9, 4, 21, 9, 4, 33, 7, 9, 4, 21], [5, 6, 11, 50, 6, 11, 50]]
+TOKENS = 64  # written after each prompt: more than a window
+SECONDS, BYTES, JOBS = 600, 16 << 30, 2
+RIGHT, REFUSED, WRONG, CRASH, UNBUILT = "right", "refused", "WRONG", "CRASH", "not built"
+
+# Default configs that are incomplete: numbers that every published checkpoint of the class has.
+COMPLETED: dict[str, dict[str, Any]] = {}
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A class to survey. task: which mapping of transformers has it."""
+
+    model_type: str
+    class_name: str
+    task: str
+
+
+@dataclass(frozen=True)
+class Outcome:
+    verdict: str
+    reason: str = ""
+    notes: list[str] = field(default_factory=list)
+
+
+def subjects() -> list[Subject]:
+    """All classes of both mappings, each once."""
+    mappings = (
+        ("causal", MODEL_FOR_CAUSAL_LM_MAPPING_NAMES),
+        ("image-text", MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES),
+    )
+    found = {}
+    for task, mapping in mappings:
+        for model_type, names in mapping.items():
+            for name in (names,) if isinstance(names, str) else names:
+                found.setdefault((model_type, name), Subject(model_type, name, task))
+    return list(found.values())
+
+
+def build(subject: Subject, window: int = WINDOW) -> Any:
+    """A tiny random model, in float64 where it can run in that."""
+    kind = getattr(transformers, subject.class_name)
+    with quiet():
+        config = CONFIG_MAPPING[subject.model_type](**COMPLETED.get(subject.model_type, {}))
+        if kind.config_class is not type(config):
+            parts = [value for value in vars(config).values() if type(value) is kind.config_class]
+            config = parts[0] if parts else config
+    for dtype in (torch.float64, torch.float32):
+        model = small_model(kind, small_config(config, window), dtype)
+        model.generation_config.eos_token_id = model.config.eos_token_id = None
+        try:
+            with torch.no_grad():
+                model(input_ids=torch.tensor(PROMPTS[:1]))
+        except Exception:  # noqa: BLE001, S112 - it may hold tables in float32, or need an image
+            continue
+        return model
+    return model
+
+
+def judge(model: Any) -> Outcome:
+    """Is a model refused, or does it write what transformers writes: alone, in a batch, with chains and with trees?"""
+    try:
+        target = LanguageModel(model)
+    except UnsupportedError as refusal:
+        return Outcome(REFUSED, str(refusal))
+    notes = [] if model.dtype == torch.float64 else [str(model.dtype).removeprefix("torch.")]
+    with torch.no_grad(), quiet():
+        wanted = [_by_transformers(model, prompt, notes) for prompt in PROMPTS]
+    plain = SpeculativeDecoder(target, None)
+    for prompt, tokens in zip(PROMPTS, wanted, strict=True):
+        if plain.generate(prompt, max_new_tokens=TOKENS).tokens != tokens:
+            return Outcome(WRONG, "plain decoding differs from transformers", notes)
+    sampled = {"temperature": 0.8, "seed": 3}
+    lawful = [out.tokens for out in plain.generate(PROMPTS, max_new_tokens=TOKENS, **sampled)]
+    for name, decoder in _decoders(target):
+        if [out.tokens for out in decoder.generate(PROMPTS, max_new_tokens=TOKENS)] != wanted:
+            return Outcome(WRONG, f"{name}: another greedy text", notes)
+        if [out.tokens for out in decoder.generate(PROMPTS, max_new_tokens=TOKENS, **sampled)] != lawful:
+            return Outcome(WRONG, f"{name}: another sampled text", notes)
+    return Outcome(RIGHT, "", notes)
+
+
+def _decoders(target: LanguageModel) -> Iterator[tuple[str, SpeculativeDecoder]]:
+    yield "a ragged batch", SpeculativeDecoder(target, None)
+    yield "chains of prompt-lookup", SpeculativeDecoder(target, "prompt-lookup")
+    yield "trees of token recycling", SpeculativeDecoder(target, "recycling")
+    yield "trees of a draft model", SpeculativeDecoder(target, target, gamma=4, options={"tree": "best-first"})
+
+
+def _by_transformers(model: Any, prompt: list[int], notes: list[str]) -> list[int]:
+    """The greedy text by `generate`; by whole forward passes where `generate` cannot run without an image."""
+    ids = torch.tensor([prompt])
+    settings = {"do_sample": False, "max_new_tokens": TOKENS, "pad_token_id": 0}
+    try:
+        out = model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), **settings)
+        return list(out[0, len(prompt) :].tolist())
+    except Exception as error:  # noqa: BLE001
+        notes.append(f"`generate` fails ({in_one_line(error, 80)})")
+    for _ in range(TOKENS):
+        ids = torch.cat([ids, model(input_ids=ids, use_cache=False).logits[:, -1:].argmax(-1)], 1)
+    return list(ids[0, len(prompt) :].tolist())
+
+
+# ---- one process per class
+
+
+def _work(subject: Subject, pipe: Any) -> None:
+    resource.setrlimit(resource.RLIMIT_AS, (BYTES, BYTES))
+    torch.set_num_threads(1)
+    try:
+        model = build(subject)
+    except Exception as error:  # noqa: BLE001
+        pipe.send(Outcome(UNBUILT, f"{type(error).__name__}: {in_one_line(error, 120)}"))
+        return
+    try:
+        pipe.send(judge(model))
+    except Exception as error:  # noqa: BLE001 - that is what is looked for
+        pipe.send(Outcome(CRASH, f"{type(error).__name__}: {in_one_line(error)}"))
+
+
+def survey(subject: Subject) -> Outcome:
+    """The outcome for one class, in a process of its own."""
+    context = multiprocessing.get_context("fork")
+    ours, theirs = context.Pipe(duplex=False)
+    process = context.Process(target=_work, args=(subject, theirs))
+    start = time.monotonic()
+    process.start()
+    theirs.close()
+    try:
+        outcome = ours.recv() if ours.poll(SECONDS) else Outcome(CRASH, f"it runs for more than {SECONDS} s")
+    except EOFError:
+        outcome = Outcome(CRASH, "its process ended without a word")
+    process.kill()
+    process.join()
+    line = f"{outcome.verdict:9} {subject.model_type:28} {subject.class_name:44} {time.monotonic() - start:5.0f} s"
+    print(f"{line}  {outcome.reason} {'; '.join(outcome.notes)}", flush=True)
+    return outcome
+
+
+def main(names: list[str]) -> int:
+    chosen = [each for each in subjects() if not names or each.model_type in names]
+    with ThreadPoolExecutor(JOBS) as pool:
+        outcomes = list(pool.map(survey, chosen))
+    counts = Counter(outcome.verdict for outcome in outcomes)
+    print(", ".join(f"{counts[verdict]} {verdict}" for verdict in (RIGHT, REFUSED, WRONG, CRASH, UNBUILT)))
+    return 1 if counts[WRONG] or counts[CRASH] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import multiprocessing
 import platform
+import re
 import resource
 import sys
 import time
@@ -30,18 +31,47 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from paceline import LanguageModel, SpeculativeDecoder, UnsupportedError
+from paceline.models import probe  # noqa: F401 - before the processes part
 from paceline.models.chatter import in_one_line, quiet
-from paceline.models.twin import small_config, small_model
+from paceline.models.twin import small_config, small_models
 
-PAGE = Path(__file__).parents[2] / "docs" / "models.md"
+PAGE, MARK = Path(__file__).parents[2] / "docs" / "models.md", "<!-- written by make models -->"
 WINDOW = 48  # of every window in a surveyed model: the probe reads fewer tokens from a given model
 PROMPTS = [[7, 9, 4, 21, 9, 4, 33, 7, 9, 4, 21, 9, 4, 33, 7, 9, 4, 21], [5, 6, 11, 50, 6, 11, 50]]
 TOKENS = 64  # written after each prompt: more than a window
 SECONDS, BYTES, JOBS = 600, 16 << 30, 2
 RIGHT, REFUSED, WRONG, CRASH, UNBUILT = "right", "refused", "WRONG", "CRASH", "not built"
+VERDICTS = {
+    RIGHT: "accepted and right",
+    REFUSED: "refused by a sentence",
+    WRONG: "accepted and wrong",
+    CRASH: "crash",
+    UNBUILT: "cannot be built tiny here",
+}
+TASKS = ("causal", "image-text")
 
-# Default configs that are incomplete: numbers that every published checkpoint of the class has.
-COMPLETED: dict[str, dict[str, Any]] = {}
+# Default configs that are not complete: what every published checkpoint of the class has.
+_HEAD, _ROPE = {"head_dim": 128}, {"rope_type": "default", "rope_theta": 10000.0}
+_HALF_ROPE = {"text_config": {"rope_parameters": {**_ROPE, "partial_rotary_factor": 0.5}}}
+_FULL_ROPE = {"rope_parameters": {"full_attention": _ROPE}}
+_CHOSEN = {"num_experts_per_tok": 6}
+COMPLETED: dict[str, dict[str, Any]] = {
+    "cohere_compass": {"text_config": _FULL_ROPE},
+    "cohere_compass_text": _FULL_ROPE,
+    "dbrx": {"attn_config": {"rope_theta": 10000.0, "clip_qkv": 8.0}},
+    "deepseek_v2": _CHOSEN,
+    "dots1": {**_CHOSEN, "n_routed_experts": 128, "n_shared_experts": 2},
+    "glm46v": _HALF_ROPE,
+    "glm4v": _HALF_ROPE,
+    "glm4v_moe": _HALF_ROPE,
+    "glmga": _HALF_ROPE,
+    "hunyuan_v1_dense": _HEAD,
+    "hunyuan_v1_moe": _HEAD,
+    "hunyuan_vl": {"text_config": _HEAD},
+    "ministral": _HEAD,
+    "nemotron": {"num_key_value_heads": 8},
+    "xmod": {"default_language": "en_XX"},
+}
 
 
 @dataclass(frozen=True)
@@ -75,26 +105,29 @@ def subjects() -> list[Subject]:
 
 
 def build(subject: Subject, window: int = WINDOW) -> Any:
-    """A tiny random model, in float64 where it can run in that."""
+    """A tiny random model, in float64 where it can run in that. None: no small model of the class reads a text."""
     kind = getattr(transformers, subject.class_name)
     with quiet():
         config = CONFIG_MAPPING[subject.model_type](**COMPLETED.get(subject.model_type, {}))
-        if kind.config_class is not type(config):
-            parts = [value for value in vars(config).values() if type(value) is kind.config_class]
-            config = parts[0] if parts else config
+    if kind.config_class is not type(config):
+        parts = [value for value in vars(config).values() if type(value) is kind.config_class]
+        config = parts[0] if parts else config
+    if subject.task == "causal" and hasattr(config, "is_decoder"):
+        config.is_decoder = True  # classes of the BERT family look ahead without it
     for dtype in (torch.float64, torch.float32):
-        model = small_model(kind, small_config(config, window), dtype)
-        model.generation_config.eos_token_id = model.config.eos_token_id = None
-        try:
-            with torch.no_grad():
-                model(input_ids=torch.tensor(PROMPTS[:1]))
-        except Exception:  # noqa: BLE001, S112 - it may hold tables in float32, or need an image
-            continue
-        return model
-    return model
+        for model in small_models(kind, config, window, dtype):
+            model.generation_config.eos_token_id = model.config.eos_token_id = None
+            return model
+    return _unable(kind, config, window)
 
 
-def judge(model: Any) -> Outcome:
+def _unable(kind: Any, config: Any, window: int) -> Any:
+    """A model that cannot read a text by itself: one that needs an image, or sizes that do not fit together."""
+    with quiet():
+        return kind._from_config(small_config(config, window), dtype=torch.float32).eval()
+
+
+def judge(model: Any, tokens: int = TOKENS) -> Outcome:
     """Is a model refused, or does it write what transformers writes: alone, in a batch, with chains and with trees?"""
     try:
         target = LanguageModel(model)
@@ -102,17 +135,17 @@ def judge(model: Any) -> Outcome:
         return Outcome(REFUSED, str(refusal))
     notes = [] if model.dtype == torch.float64 else [str(model.dtype).removeprefix("torch.")]
     with torch.no_grad(), quiet():
-        wanted = [_by_transformers(model, prompt, notes) for prompt in PROMPTS]
+        wanted = [_by_transformers(model, prompt, tokens, notes) for prompt in PROMPTS]
     plain = SpeculativeDecoder(target, None)
-    for prompt, tokens in zip(PROMPTS, wanted, strict=True):
-        if plain.generate(prompt, max_new_tokens=TOKENS).tokens != tokens:
+    for prompt, text in zip(PROMPTS, wanted, strict=True):
+        if plain.generate(prompt, max_new_tokens=tokens).tokens != text:
             return Outcome(WRONG, "plain decoding differs from transformers", notes)
     sampled = {"temperature": 0.8, "seed": 3}
-    lawful = [out.tokens for out in plain.generate(PROMPTS, max_new_tokens=TOKENS, **sampled)]
+    lawful = [out.tokens for out in plain.generate(PROMPTS, max_new_tokens=tokens, **sampled)]
     for name, decoder in _decoders(target):
-        if [out.tokens for out in decoder.generate(PROMPTS, max_new_tokens=TOKENS)] != wanted:
+        if [out.tokens for out in decoder.generate(PROMPTS, max_new_tokens=tokens)] != wanted:
             return Outcome(WRONG, f"{name}: another greedy text", notes)
-        if [out.tokens for out in decoder.generate(PROMPTS, max_new_tokens=TOKENS, **sampled)] != lawful:
+        if [out.tokens for out in decoder.generate(PROMPTS, max_new_tokens=tokens, **sampled)] != lawful:
             return Outcome(WRONG, f"{name}: another sampled text", notes)
     return Outcome(RIGHT, "", notes)
 
@@ -124,16 +157,16 @@ def _decoders(target: LanguageModel) -> Iterator[tuple[str, SpeculativeDecoder]]
     yield "trees of a draft model", SpeculativeDecoder(target, target, gamma=4, options={"tree": "best-first"})
 
 
-def _by_transformers(model: Any, prompt: list[int], notes: list[str]) -> list[int]:
+def _by_transformers(model: Any, prompt: list[int], tokens: int, notes: list[str]) -> list[int]:
     """The greedy text by `generate`; by whole forward passes where `generate` cannot run without an image."""
     ids = torch.tensor([prompt])
-    settings = {"do_sample": False, "max_new_tokens": TOKENS, "pad_token_id": 0}
+    settings = {"do_sample": False, "max_new_tokens": tokens, "pad_token_id": 0}
     try:
         out = model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), **settings)
         return list(out[0, len(prompt) :].tolist())
     except Exception as error:  # noqa: BLE001
         notes.append(f"`generate` fails ({in_one_line(error, 80)})")
-    for _ in range(TOKENS):
+    for _ in range(tokens):
         ids = torch.cat([ids, model(input_ids=ids, use_cache=False).logits[:, -1:].argmax(-1)], 1)
     return list(ids[0, len(prompt) :].tolist())
 
@@ -174,13 +207,45 @@ def survey(subject: Subject) -> Outcome:
     return outcome
 
 
+# ---- the page
+
+
 def main(names: list[str]) -> int:
     chosen = [each for each in subjects() if not names or each.model_type in names]
     with ThreadPoolExecutor(JOBS) as pool:
-        outcomes = list(pool.map(survey, chosen))
-    counts = Counter(outcome.verdict for outcome in outcomes)
-    print(", ".join(f"{counts[verdict]} {verdict}" for verdict in (RIGHT, REFUSED, WRONG, CRASH, UNBUILT)))
+        found = dict(zip(chosen, pool.map(survey, chosen), strict=True))
+    counts = Counter(outcome.verdict for outcome in found.values())
+    print(", ".join(f"{counts[verdict]} {verdict}" for verdict in VERDICTS))
+    if not names:
+        text = PAGE.read_text("utf-8").partition(MARK)[0] + MARK + _page(found)
+        PAGE.write_text(text, "utf-8")
+        print(f"written to {PAGE}")
     return 1 if counts[WRONG] or counts[CRASH] else 0
+
+
+def _page(found: dict[Subject, Outcome]) -> str:
+    """The tables, as Markdown."""
+    versions = f"transformers {transformers.__version__}, torch {torch.__version__}, Python {platform.python_version()}"
+    counts = Counter((outcome.verdict, subject.task) for subject, outcome in found.items())
+    lines = ["", "", f"Written by `make models` with {versions}.", ""]
+    lines += [f"| | {' | '.join(TASKS)} |", "|---|" + "---|" * len(TASKS)]
+    for verdict, words in VERDICTS.items():
+        lines.append(f"| {words} | {' | '.join(str(counts[verdict, task]) for task in TASKS)} |")
+    for task in TASKS:
+        right = [s.class_name for s, o in found.items() if (o.verdict, s.task) == (RIGHT, task)]
+        lines += ["", f"**Accepted and right, {task}:** {', '.join(sorted(set(right)))}."]
+    for verdict in (REFUSED, UNBUILT, WRONG, CRASH):
+        rows = sorted({(s.class_name, _why(o)) for s, o in found.items() if o.verdict == verdict})
+        if rows:
+            lines += ["", f"## {VERDICTS[verdict].capitalize()}", "", "| class | why |", "|---|---|"]
+            lines += [f"| {name} | {why} |" for name, why in rows]
+    return "\n".join(lines) + "\n"
+
+
+def _why(outcome: Outcome) -> str:
+    """The reason without the name of the class, which stands beside it."""
+    said = re.sub(r"^(A small copy of )?\w+ \([\w-]+\) ", lambda m: "a small copy " if m[1] else "", outcome.reason)
+    return said.replace("; it is refused because its text could come out wrong", "").replace("|", "\\|").rstrip(".")
 
 
 if __name__ == "__main__":

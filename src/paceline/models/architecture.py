@@ -90,7 +90,7 @@ def study(model: PreTrainedModel) -> Architecture:
     )
 
 
-def tested(model: PreTrainedModel) -> bool:
+def is_tested(model: PreTrainedModel) -> bool:
     """Is this a class of the conformance suite, made of modules of transformers, torch and Paceline only?"""
     kind, config = type(model), model.config
     return (

@@ -16,9 +16,11 @@ from paceline.core.errors import UnsupportedError
 
 from .architecture import study
 from .chatter import in_one_line
-from .twin import kind_of, twins, windows
+from .twin import kind_of, small_models, windows
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
     from .language_model import LanguageModel
 
 _TEXT = 30  # tokens of the longer text
@@ -49,36 +51,34 @@ class _DifferenceError(Exception):
 def probe(lm: LanguageModel) -> None:
     """Compare logits through a slot cache with those of the model by itself, for the given model and for a small copy
     with small windows. Raise `UnsupportedError` if they differ, or if a window of the model could not be tried."""
+    title = f"{type(lm.model).__name__} ({lm.architecture.name})"
     plain = copy.copy(lm)
     plain.runner = "eager"
-    _try(plain, _title(lm))
+    try:
+        _alone(plain, _tokens(plain, 1)[0])
+    except Exception as error:
+        raise UnsupportedError(f"{title} cannot read a text by itself ({_gist(error)}).") from error
+    _try(plain, title)
     if lm.reader()._kernels is not None:
-        _try(lm, _title(lm))
-    if not _small_copy_was_tried(plain) and (wide := {k: v for k, v in windows(lm.model.config).items() if v > _TEXT}):
+        _try(lm, title)
+    small = next(small_models(type(lm.model), lm.model.config, _WINDOW), None)
+    if small is not None:
+        _try(_as_language_model(small, plain), f"A small copy of {title} with windows of {_WINDOW} tokens")
+    elif wide := {name: tokens for name, tokens in windows(lm.model.config).items() if tokens > _TEXT}:
         name, tokens = next(iter(wide.items()))
         raise UnsupportedError(
-            f"{_title(lm)} has a window of {tokens} tokens ({name}), and no small copy of the model could be built to "
-            "try it; the model is refused because its text could come out wrong."
+            f"{title} has a window of {tokens} tokens ({name}), and no small copy of the model could be built to try "
+            "it; the model is refused because its text could come out wrong."
         )
 
 
-def _small_copy_was_tried(lm: LanguageModel) -> bool:
-    for model in twins(lm.model, _WINDOW):
-        small = copy.copy(lm)
-        small.model, small.architecture = model, study(model)
-        small.vocabulary = model.config.get_text_config(decoder=True).vocab_size
-        small.context, small.layers = small.architecture.context, len(small.architecture.kinds)
-        if _reads_alone(small):
-            _try(small, f"A small copy of {_title(lm)} with windows of {_WINDOW} tokens")
-            return True
-    return False
-
-
-def _reads_alone(lm: LanguageModel) -> bool:
-    try:
-        return bool(_alone(lm, _tokens(lm, 1)[0]).isfinite().all())
-    except Exception:  # noqa: BLE001 - numbers of the copy do not fit together
-        return False
+def _as_language_model(model: PreTrainedModel, other: LanguageModel) -> LanguageModel:
+    """A model in place of the one in `other`. It is not probed."""
+    small = copy.copy(other)
+    small.model, small.architecture = model, study(model)
+    small.vocabulary = model.config.get_text_config(decoder=True).vocab_size
+    small.context, small.layers = small.architecture.context, len(small.architecture.kinds)
+    return small
 
 
 def _try(lm: LanguageModel, title: str) -> None:
@@ -91,8 +91,7 @@ def _try(lm: LanguageModel, title: str) -> None:
         ) from None
     except Exception as error:
         raise UnsupportedError(
-            f"{title} cannot be read through a slot cache and a 4-D mask ({type(error).__name__}: "
-            f"{in_one_line(error)})."
+            f"{title} cannot be read through a slot cache and a 4-D mask ({_gist(error)})."
         ) from error
 
 
@@ -169,5 +168,5 @@ def _equal(lm: LanguageModel, got: Tensor, wanted: Tensor) -> bool:
     return torch.allclose(got.float(), wanted, atol=slack * float(wanted.std() + 1e-6), rtol=slack)
 
 
-def _title(lm: LanguageModel) -> str:
-    return f"{type(lm.model).__name__} ({lm.architecture.name})"
+def _gist(error: Exception) -> str:
+    return f"{type(error).__name__}: {in_one_line(error)}"

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 VOCABULARY = 256
 _SMALL = 16  # for a number of unknown meaning: the probe reads past it if it is a window; it is even if it is a width
 _MOST_LAYERS = 8
+_READ = 20  # tokens that a small model must be able to read
 
 # The kind of a number by its name; the first pattern that fits counts.
 _KINDS = {
@@ -35,8 +36,9 @@ _KINDS = {
     "experts": r"experts?(_num)?$",
     "layers": r"layers?(_|$)|first_k_dense|^depth$",
     "heads": r"heads?(_|$)",
+    "inner width": r"intermediate|inner|ff(n_|_dim|n?$)|mlp_dim",
 }
-_MOST = {"groups": 2, "chosen": 2, "experts": 8, "heads": 4}
+_MOST = {"groups": 2, "chosen": 2, "experts": 8, "heads": 4, "inner width": 64}
 
 
 def kind_of(name: str) -> str:
@@ -55,14 +57,14 @@ def windows(config: Any) -> dict[str, int]:
     }
 
 
-def small_config(config: Any, window: int, every_layer: bool = False) -> Any:
+def small_config(config: Any, window: int, heads: int = 2, every_layer: bool = False) -> Any:
     """A copy of a config with small numbers: windows of `window` tokens, few layers (one of each kind, or as many as
     there are), heads, experts and tokens, and narrow hidden states. The width of a head stays, and so does RoPE."""
     small = copy.deepcopy(config)
     text = small.get_text_config(decoder=True)
-    sizes = _Sizes.of(text, window, every_layer)
+    sizes = _Sizes.of(text, window, heads, every_layer)
     for part in list(_parts(small)):
-        own = sizes if part is text else _Sizes.of(part, window, False)
+        own = sizes if part is text else _Sizes.of(part, window, heads, False)
         for name, value in list(vars(part).items()):
             if part is not text and value == sizes.width and name != "hidden_size":
                 part.__dict__[name] = sizes.new_width  # what a part gives to the text model
@@ -82,21 +84,24 @@ def randomize(model: PreTrainedModel, seed: int = 0) -> None:
                 weight.copy_(fresh * (weight.shape[-1] ** -0.5))
 
 
-def small_model(kind: type[PreTrainedModel], config: Any, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-    """A random model of a class on the CPU. The random numbers of the process stay as they are."""
-    with torch.random.fork_rng(devices=[]), quiet():
-        model = kind._from_config(config, dtype=dtype).eval()
-    randomize(model)
-    return model
-
-
-def twins(model: PreTrainedModel, window: int) -> Iterator[PreTrainedModel]:
-    """Small copies of a model, the smaller first; those that cannot be built are left out."""
-    for every_layer in (False, True):
+def small_models(
+    kind: type[PreTrainedModel], config: Any, window: int, dtype: torch.dtype = torch.float32
+) -> Iterator[PreTrainedModel]:
+    """Small random models of a class on the CPU, the smallest first. One that cannot be built, or cannot read a text
+    by itself, is left out: the numbers of some configs must fit together in their own way. The random numbers of the
+    process stay as they are."""
+    for heads, every_layer in ((2, False), (4, False), (4, True)):
         try:
-            yield small_model(type(model), small_config(model.config, window, every_layer))
-        except Exception:  # noqa: BLE001, S112 - a class may want numbers that fit together in its own way
+            small = small_config(config, window, heads, every_layer)
+            with torch.random.fork_rng(devices=[]), quiet():
+                model = kind._from_config(small, dtype=dtype).eval()
+            randomize(model)
+            with torch.inference_mode():
+                logits = model(input_ids=torch.arange(5, 5 + _READ)[None], use_cache=False).logits
+        except Exception:  # noqa: BLE001, S112
             continue
+        if logits.isfinite().all():
+            yield model
 
 
 @dataclass(frozen=True)
@@ -114,13 +119,13 @@ class _Sizes:
     new_layers: int
 
     @classmethod
-    def of(cls, config: Any, window: int, every_layer: bool) -> _Sizes:
+    def of(cls, config: Any, window: int, most_heads: int, every_layer: bool) -> _Sizes:
         heads = _whole(config, "num_attention_heads")
         groups = _whole(config, "num_key_value_heads") or heads
         width = _whole(config, "hidden_size")
         layers = _whole(config, "num_hidden_layers")
         per_head = width // heads if heads and width % heads == 0 else _SMALL
-        new_heads = min(heads, 4 if per_head <= 64 else 2) or 4
+        new_heads = min(heads, most_heads) or most_heads
         new_groups = new_heads if groups == heads else min(groups, new_heads // 2)
         return cls(
             window=window, heads=heads, new_heads=new_heads, groups=groups, new_groups=new_groups,

@@ -86,9 +86,7 @@ def _try(lm: LanguageModel, title: str) -> None:
         _compare_even(lm)
         _compare_branches(lm)
     except _DifferenceError as difference:
-        raise UnsupportedError(
-            f"{title} {difference}; it is refused because its text could come out wrong."
-        ) from None
+        raise UnsupportedError(f"{title} {difference}; it is refused because its text could come out wrong.") from None
     except Exception as error:
         raise UnsupportedError(
             f"{title} cannot be read through a slot cache and a 4-D mask ({_gist(error)})."
@@ -117,7 +115,8 @@ def _compare_branches(lm: LanguageModel) -> None:
     """Two texts of different lengths with a tree behind each; the longer branch is kept, and one more token is read."""
     ids = _tokens(lm, 4)
     ids, drafted = ids[:2], ids[2:, : len(_BRANCHES)]
-    lengths = [ids.shape[1] - _ROOM, ids.shape[1] - _ROOM - _RAGGED]
+    length = ids.shape[1] - _ROOM
+    lengths = [length, max(1, length - _RAGGED)]
     rows = ProbeText(ids, lengths)
     parents = torch.tensor([_BRANCHES] * 2, device=lm.device)
     reader: Any = lm.reader()
@@ -146,7 +145,7 @@ def _tokens(lm: LanguageModel, rows: int) -> Tensor:
         for name, value in vars(config).items()
         if type(value) is int and kind_of(name) == "token"
     }
-    length = min(_TEXT, lm.context - _ROOM) + _ROOM
+    length = max(2, min(_TEXT, lm.context - _ROOM)) + _ROOM
     generator = torch.Generator().manual_seed(0)
     plain = torch.tensor([token for token in range(min(lm.logits, 4096)) if token not in special] or [0])
     return plain[torch.randint(0, len(plain), (rows, length), generator=generator)].to(lm.device)

@@ -66,8 +66,8 @@ def small_config(config: Any, window: int, heads: int = 2, every_layer: bool = F
     for part in list(_parts(small)):
         own = sizes if part is text else _Sizes.of(part, window, heads, False)
         for name, value in list(vars(part).items()):
-            if part is not text and value == sizes.width and name != "hidden_size":
-                part.__dict__[name] = sizes.new_width  # what a part gives to the text model
+            if part is not text and value == sizes.width and (name != "hidden_size" or not own.heads):
+                part.__dict__[name] = sizes.new_width  # a width that the part shares with the text model
             else:
                 part.__dict__[name] = own.smaller(name, value)
     return small
@@ -93,12 +93,12 @@ def small_models(
     for heads, every_layer in ((2, False), (4, False), (4, True)):
         try:
             small = small_config(config, window, heads, every_layer)
-            with torch.random.fork_rng(devices=[]), quiet():
+            with torch.random.fork_rng(devices=[]), torch.device("cpu"), quiet():
                 model = kind._from_config(small, dtype=dtype).eval()
-            randomize(model)
-            with torch.inference_mode():
-                logits = model(input_ids=torch.arange(5, 5 + _READ)[None], use_cache=False).logits
-        except Exception:  # noqa: BLE001, S112
+                randomize(model)
+                with torch.inference_mode():
+                    logits = model(input_ids=torch.arange(5, 5 + _READ)[None], use_cache=False).logits
+        except Exception:
             continue
         if logits.isfinite().all():
             yield model

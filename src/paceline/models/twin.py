@@ -30,12 +30,13 @@ _KINDS = {
     "vocabulary": r"vocab",
     "as it is": r"position|length|_ctx$|seq_len|seed|label|kernel|patch|image|channels|rope|rotary|head_?(dim|size)"
     r"|dim_head|d_head$|d_kv$|pattern|mrope",
-    "window": r"window(?!_layers)|chunk|block|local_attention|sliding|extent|distance|index_topk|kpool|compress|mem_len",
+    "heads": r"heads?(_|$)",
+    "window": r"window(?!_layers)|chunk|block|local_attention|sliding|extent|distance|index_topk|kpool|compress"
+    r"|mem_len",
     "groups": r"groups?$",
     "chosen": r"per_tok|top_?k|moe_k$",
     "experts": r"experts?(_num)?$",
     "layers": r"layers?(_|$)|first_k_dense|^depth$",
-    "heads": r"heads?(_|$)",
     "inner width": r"intermediate|inner|ff(n_|_dim|n?$)|mlp_dim",
 }
 _MOST = {"groups": 2, "chosen": 2, "experts": 8, "heads": 4, "inner width": 64}

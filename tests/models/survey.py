@@ -55,22 +55,46 @@ _HEAD, _ROPE = {"head_dim": 128}, {"rope_type": "default", "rope_theta": 10000.0
 _HALF_ROPE = {"text_config": {"rope_parameters": {**_ROPE, "partial_rotary_factor": 0.5}}}
 _FULL_ROPE = {"rope_parameters": {"full_attention": _ROPE}}
 _CHOSEN = {"num_experts_per_tok": 6}
+_CONV = {"num_hidden_layers": 6, "layer_types": ["conv", "conv", "full_attention"] * 2}
+_BLOCKS = {"num_hidden_layers": 4, "layer_types": ["full_attention"] * 2 + ["minimax_m3_sparse"] * 2}
+_INDEXER = {"n_heads": 4, "kv_heads": 1, "head_dim": 64, "budget": 64, "compress_ratio": 4}
+_INDEXED = {
+    **{f"indexer_{name}": value for name, value in _INDEXER.items()},
+    "rope_parameters": {**_ROPE, "partial_rotary_factor": 0.25},
+}
+_VISION_START = {"vision_start_token_id": 201}
+_IMAGE = {"vocabulary_map": {"<image>": 200}}
 COMPLETED: dict[str, dict[str, Any]] = {
+    "chameleon": _IMAGE,
     "cohere_compass": {"text_config": _FULL_ROPE},
     "cohere_compass_text": _FULL_ROPE,
     "dbrx": {"attn_config": {"rope_theta": 10000.0, "clip_qkv": 8.0}},
+    "deepseek_ocr2": {"text_config": {**_CHOSEN, "num_hidden_layers": 2, "mlp_layer_types": ["dense", "sparse"]}},
     "deepseek_v2": _CHOSEN,
+    "diffusion_gemma": {"text_config": {"num_experts": 8, "top_k_experts": 2, "moe_intermediate_size": 64}},
     "dots1": {**_CHOSEN, "n_routed_experts": 128, "n_shared_experts": 2},
-    "gemma4_assistant": {"text_config": {"hidden_size_per_layer_input": 0}},
+    "emu3": _IMAGE,
+    "gemma4_assistant": {"text_config": {"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0}},
     "glm46v": _HALF_ROPE,
     "glm4v": _HALF_ROPE,
-    "glm4v_moe": _HALF_ROPE,
+    "glm4v_moe": {"text_config": {**_HALF_ROPE["text_config"], **_HEAD}},
     "glmga": _HALF_ROPE,
     "hunyuan_v1_dense": _HEAD,
     "hunyuan_v1_moe": _HEAD,
-    "hunyuan_vl": {"text_config": _HEAD},
+    "granite4_vision": {"downsample_rate": "1/2", "deepstack_layer_map": [[-1, 0]], "spatial_target_layers": [1]},
+    "hunyuan_vl": {"text_config": {**_HEAD, "rope_parameters": {**_ROPE, "mrope_section": [16, 16, 16, 16]}}},
+    "lfm2": _CONV,
+    "lfm2_moe": _CONV,
+    "lfm2_vl": {"text_config": _CONV},
+    "minimax_m3_vl": {"text_config": _BLOCKS},
+    "minimax_m3_vl_text": _BLOCKS,
     "ministral": _HEAD,
     "nemotron": {"num_key_value_heads": 8},
+    "qwen2_5_omni_thinker": _VISION_START,
+    "qwen3_omni_moe_thinker": _VISION_START,
+    "qwen4_exp": {"text_config": _INDEXED},
+    "qwen4_exp_text": _INDEXED,
+    "step3p7": {"text_config": {"sliding_window": 512}},
     "xmod": {"default_language": "en_XX"},
 }
 

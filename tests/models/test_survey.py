@@ -15,6 +15,7 @@ REFUSED = {
     ("blip-2", "Blip2ForConditionalGeneration"): "cannot read a text by itself .*pixel_values",
     ("instructblip", "InstructBlipForConditionalGeneration"): "cannot read a text by itself .*pixel_values",
     ("instructblipvideo", "InstructBlipVideoForConditionalGeneration"): "cannot read a text by itself .*pixel_values",
+    ("pi0", "PI0ForConditionalGeneration"): "its config has no vocab_size",
     ("mpt", "MptForCausalLM"): "a draft that branches differently",
     ("bart", "BartForCausalLM"): "a draft that branches differently",
     ("gpt_neo", "GPTNeoForCausalLM"): "layers of kind 'local_attention'",

@@ -138,6 +138,8 @@ def _refuse(model: PreTrainedModel, config: Any, name: str, kinds: tuple[str, ..
         )
     if getattr(config, "is_encoder_decoder", False) or getattr(model.config, "is_encoder_decoder", False):
         raise UnsupportedError(f"{what} ({name}) is an encoder-decoder model; only decoder-only models are supported.")
+    if not isinstance(getattr(config, "vocab_size", None), int):
+        raise UnsupportedError(f"{what} ({name}) is not a language model: its config has no vocab_size.")
     if odd:
         raise UnsupportedError(f"{what} ({name}) has layers of kind '{odd[0]}', for which no exact mask is known.")
     if config._attn_implementation not in ("sdpa", "eager"):

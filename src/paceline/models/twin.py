@@ -167,7 +167,7 @@ class _Sizes:
     def _list(self, name: str, value: Any) -> Any:
         if self.layers and len(value) == self.layers:
             value = value[: self.new_layers]
-        elif re.search("layer|idx", name) and all(type(each) is int for each in value):
+        elif _names_layers(name, value):
             return type(value)(each for each in value if each < self.new_layers)
         return type(value)(self.smaller(name, each) for each in value)
 
@@ -189,8 +189,15 @@ def _whole(config: Any, name: str) -> int:
 
 
 def _depth(config: Any, layers: int) -> int:
-    """How many of the first layers have one of each kind, by the lists with one entry per layer."""
-    listed = [v for v in vars(config).values() if isinstance(v, (list, tuple)) and len(v) == layers]
-    kinds = [repr(each) for each in zip(*listed, strict=True)]
-    needed = max((kinds.index(kind) + 1 for kind in set(kinds)), default=2)
+    """How many of the first layers have one of each kind, by the lists with one entry per layer and by the lists of
+    layers."""
+    lists = {name: value for name, value in vars(config).items() if isinstance(value, (list, tuple)) and value}
+    kinds = [repr(each) for each in zip(*(v for v in lists.values() if len(v) == layers), strict=True)]
+    firsts = [kinds.index(kind) for kind in set(kinds)]
+    firsts += [min(value) for name, value in lists.items() if _names_layers(name, value)]
+    needed = 1 + max(firsts, default=1)
     return min(layers, max(2, needed if needed <= _MOST_LAYERS else 2))
+
+
+def _names_layers(name: str, value: Any) -> bool:
+    return re.search("layer|idx", name) is not None and all(type(each) is int for each in value)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
 from .chatter import quiet
 
@@ -75,14 +76,15 @@ def small_config(config: Any, window: int, heads: int = 2, every_layer: bool = F
 
 
 def randomize(model: PreTrainedModel, seed: int = 0) -> None:
-    """Give every matrix random weights that keep the scale of what passes through them. (The usual ones are so small
-    that attention hardly matters.)"""
+    """Give a model random weights with which every token before matters: wide maps, and embeddings that are small
+    beside what the layers add. (With the usual ones a random model hardly attends, or repeats its last token.)"""
     generator = torch.Generator().manual_seed(seed)
+    embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     with torch.no_grad():
         for weight in model.parameters():
             if weight.dim() >= 2 and weight.is_floating_point():
-                fresh = torch.randn(weight.shape, generator=generator, dtype=torch.float32)
-                weight.copy_(fresh * (weight.shape[-1] ** -0.5))
+                scale = (0.2 if id(weight) in embeddings else 2) * weight.shape[-1] ** -0.5
+                weight.copy_(torch.randn(weight.shape, generator=generator, dtype=torch.float32) * scale)
 
 
 def small_models(

@@ -29,11 +29,11 @@ _READ = 20  # tokens that a small model must be able to read
 _KINDS = {
     "token": r"token(_ids?|_index)?$|tokens$|_index$|(bos|eos|pad|sep|cls|mask)_id$",
     "vocabulary": r"vocab",
+    "window": r"^(?!.*(pattern|layer|heads|expert|image|patch))"
+    r".*(window|chunk|block|local|sliding|extent|distance|index_topk|kpool|compress|mem_len)",
     "as it is": r"position|length|_ctx$|seq_len|seed|label|kernel|patch|image|channels|rope|rotary|head_?(dim|size)"
     r"|dim_head|d_head$|d_kv$|pattern|mrope",
     "heads": r"heads?(_|$)",
-    "window": r"window(?!_layers)|chunk|block|local_attention|sliding|extent|distance|index_topk|kpool|compress"
-    r"|mem_len",
     "groups": r"groups?$",
     "chosen": r"per_tok|top_?k|moe_k$",
     "experts": r"experts?(_num)?$",

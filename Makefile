@@ -16,7 +16,7 @@ ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo install weights test check lint format types layers unit coverage quick real clean FORCE
+.PHONY: help demo install weights test check lint format types layers unit coverage quick real models clean FORCE
 
 help:  ## this list
 	@sed -n 's/^\([a-z]*\):.*  ## \(.*\)/  make \1|\2/p' Makefile | awk -F'|' '{printf "%-16s %s\n", $$1, $$2}'
@@ -56,6 +56,9 @@ quick: $(STAMP)  ## the tests of `make check`
 
 real: weights  ## the tests on SmolLM2, alone and with all threads
 	$(PY) -m pytest -m real --durations=5 --durations-min=2
+
+models: $(STAMP)  ## try every class of transformers, tiny (an hour); writes docs/models.md
+	$(ONE_THREAD) $(PY) -m tests.models.survey
 
 weights: $(STAMP)  ## fetch SmolLM2-135M into the cache
 	$(PY) -c 'import paceline; paceline.load("smollm2-135m")'

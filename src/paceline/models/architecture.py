@@ -20,30 +20,29 @@ from .masks import additive
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-# In the conformance suite, tree and rollback included. Anything else is probed when it is loaded (probe.py).
-TESTED = frozenset(
-    [
-        "llama",
-        "mistral",
-        "qwen2",
-        "qwen3",
-        "qwen3_moe",
-        "mixtral",
-        "gemma",
-        "gemma2",
-        "gemma3_text",
-        "gpt2",
-        "gpt_neox",
-        "opt",
-        "phi",
-        "phi3",
-        "olmo2",
-        "falcon",
-        "bloom",
-    ]
-)
+# The conformance suite has these classes, trees and rollback included. Any other model is probed (probe.py).
+TESTED = {
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
+    "mixtral": "MixtralForCausalLM",
+    "gemma": "GemmaForCausalLM",
+    "gemma2": "Gemma2ForCausalLM",
+    "gemma3_text": "Gemma3ForCausalLM",
+    "gpt2": "GPT2LMHeadModel",
+    "gpt_neox": "GPTNeoXForCausalLM",
+    "opt": "OPTForCausalLM",
+    "phi": "PhiForCausalLM",
+    "phi3": "Phi3ForCausalLM",
+    "olmo2": "Olmo2ForCausalLM",
+    "falcon": "FalconForCausalLM",
+    "bloom": "BloomForCausalLM",
+}
 _ATTENTION_KINDS = frozenset({"full_attention", "sliding_attention"})
 _UNBOUNDED = 1 << 20
+_KNOWN = ("transformers.", "torch.", "paceline.")
 
 
 @dataclass(frozen=True)
@@ -75,13 +74,12 @@ class Architecture:
 
 def study(model: PreTrainedModel) -> Architecture:
     """Look a model over; raise `UnsupportedError`, naming it and the reason, where it could only be run wrongly."""
-    config = model.config.get_text_config(decoder=True)
+    config = _text_config(model)
     name = config.model_type
     kinds = _layer_kinds(config)
     _refuse(model, config, name, kinds)
     attention = config._attn_implementation
     alibi = name == "bloom" or (name == "falcon" and bool(config.alibi))
-    takes = frozenset(inspect.signature(model.forward).parameters)
     return Architecture(
         name=name,
         kinds=kinds,
@@ -89,9 +87,34 @@ def study(model: PreTrainedModel) -> Architecture:
         additive=attention != "sdpa" or name == "bloom",
         alibi=alibi,
         context=_context(config),
-        takes=takes,
+        takes=_takes(model),
         run=_run_alibi if alibi else _run_plain,
     )
+
+
+def is_tested(model: PreTrainedModel) -> bool:
+    """Is this a class of the conformance suite, made of modules of transformers, torch and Paceline only?"""
+    kind, config = type(model), model.config
+    return (
+        TESTED.get(config.model_type) == kind.__name__
+        and kind.__module__.startswith("transformers.models.")
+        and not getattr(config, "use_bidirectional_attention", False)
+        and all(type(m).__module__.startswith(_KNOWN) and "forward" not in vars(m) for m in model.modules())
+    )
+
+
+def _text_config(model: PreTrainedModel) -> Any:
+    try:
+        return model.config.get_text_config(decoder=True)
+    except ValueError as error:
+        raise UnsupportedError(f"{type(model).__name__} has more than one text model; pass one of them.") from error
+
+
+def _takes(model: PreTrainedModel) -> frozenset[str]:
+    """What `forward` accepts. One that takes any keyword is given positions: the probe finds out what it does."""
+    found = inspect.signature(model.forward).parameters
+    anything = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in found.values())
+    return frozenset(found) | ({"position_ids"} if anything else set())
 
 
 def _layer_kinds(config: Any) -> tuple[str, ...]:
@@ -117,6 +140,8 @@ def _refuse(model: PreTrainedModel, config: Any, name: str, kinds: tuple[str, ..
         )
     if getattr(config, "is_encoder_decoder", False) or getattr(model.config, "is_encoder_decoder", False):
         raise UnsupportedError(f"{what} ({name}) is an encoder-decoder model; only decoder-only models are supported.")
+    if not isinstance(getattr(config, "vocab_size", None), int):
+        raise UnsupportedError(f"{what} ({name}) is not a language model: its config has no vocab_size.")
     if odd:
         raise UnsupportedError(f"{what} ({name}) has layers of kind '{odd[0]}', for which no exact mask is known.")
     if config._attn_implementation not in ("sdpa", "eager"):

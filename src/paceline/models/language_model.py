@@ -14,7 +14,7 @@ from paceline.core.contracts import Glimpse, Reader, Reading, RowsView, Runner, 
 from paceline.core.tree import closure
 
 from . import masks, openmp
-from .architecture import TESTED, refuse_dropout, study
+from .architecture import is_tested, refuse_dropout, study
 from .kernel_pass import KernelPass, Part, Sight, kernel_pass
 from .laying import Layout
 from .prompt_reading import PromptReader
@@ -51,8 +51,7 @@ class LanguageModel:
         self.vocabulary = _usable_vocabulary(config.vocab_size, tokenizer)
         self.context = self.architecture.context
         self.layers = len(self.architecture.kinds)
-        ours = type(model).__module__.startswith("transformers.models.")
-        if not ours or self.architecture.name not in TESTED:
+        if not is_tested(model):
             from .probe import probe
 
             probe(self)

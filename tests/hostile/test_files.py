@@ -7,12 +7,16 @@ import os
 import re
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import paceline
+from paceline.core.errors import LoadError
+from paceline.models.weight_check import Table, bounded, link_problem
 from tests.hostile.attacks import ATTACKS
 
 SECONDS = 10.0  # of CPU time, for one file
@@ -86,3 +90,36 @@ def test_two_hundred_damaged_files_of_each_kind(tmp_path: Path) -> None:
         refused = [told for told in checked(found, kind, 200) if told["outcome"] == "LoadError"]
         assert len(refused) > 100
         assert {told["case"].split()[-1] for told in refused} > {"cut", "shifted"}
+
+
+def test_links_of_the_hub_and_of_people_are_followed(tmp_path: Path) -> None:
+    """The hub's cache links a snapshot to blobs without an ending; people link weights to another disk."""
+    hub = tmp_path / "models--a--b"
+    snapshot, blob, weights = hub / "snapshots" / "1f", hub / "blobs" / "0a", tmp_path / "disk" / "x.safetensors"
+    for path in (blob, weights, tmp_path / "secret"):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(b"")
+    snapshot.mkdir(parents=True)
+    links = {"blob": blob, "weights": weights, "secret": tmp_path / "secret"}
+    found = {}
+    for name, place in links.items():
+        (snapshot / f"{name}.safetensors").symlink_to(place)
+        found[name] = link_problem(snapshot, f"{name}.safetensors")
+    assert found["blob"] is found["weights"] is None
+    assert found["secret"] is not None
+    assert "which is no .safetensors file; copy the file into the folder" in found["secret"]
+
+
+def test_a_model_is_compared_with_its_weights_while_it_is_built() -> None:
+    """Only what this thread builds on the meta device counts."""
+    made = []
+    with bounded(Table(2, 100), "toy"):
+        torch.nn.Linear(2000, 2000)  # real, not of the model
+        thread = threading.Thread(target=lambda: made.append(torch.nn.Linear(2000, 2000, device="meta")))
+        thread.start()
+        thread.join()
+        torch.nn.Linear(10, 10, device="meta")
+        with pytest.raises(LoadError, match="describes a larger model than its weights, which are 2 tensors with 100"):
+            torch.nn.Linear(2000, 2000, device="meta")
+    assert len(made) == 1
+    torch.nn.Linear(2000, 2000, device="meta")  # the check has ended

@@ -1,7 +1,8 @@
 """Kernels are compiled at their first use on a machine and kept beside the weights; here is where, and by whom.
 
 Two processes may begin at once: one compiles and the other waits for it, for numba numbers its files as if it were
-alone. Where nothing can be written the kernels are compiled all the same, in a folder that goes with the process.
+alone. A folder that holds all kernels is read, and may be read-only. Where kernels are missing and nothing can be
+written, they are compiled into a temporary folder that is removed with the process.
 """
 
 from __future__ import annotations
@@ -41,11 +42,12 @@ def kernels_ready(progress: Progress | None = None) -> None:
             return
         place = warm_up.place(cache_folder() / "kernels")
         seal = warm_up.seal(place)
-        if seal.is_file() and _writable(place):
-            _make(place, progress)
-            return
+        if seal.is_file():
+            with suppress(OSError):  # a file of it is gone, and another cannot be saved there
+                _make(place, progress)
+                return
         with _locked(place, progress) as (where, ours):
-            compiled = _make(where, progress)
+            compiled = _make(where, progress, everything=ours)
             if ours:
                 with suppress(OSError):
                     seal.touch()
@@ -59,7 +61,7 @@ def kernels_ready(progress: Progress | None = None) -> None:
                 )
 
 
-def _make(place: Path, progress: Progress | None) -> int:
+def _make(place: Path, progress: Progress | None, everything: bool = False) -> int:
     began = time.perf_counter()
 
     def told(done: int, many: int) -> None:
@@ -68,7 +70,7 @@ def _make(place: Path, progress: Progress | None) -> int:
         if progress is not None:
             progress(LABEL, done, many)
 
-    compiled = warm_up.warm_up(place, told)
+    compiled = warm_up.warm_up(place, told, everything)
     if compiled:
         _LOG.info("compiled %d kernels in %.1f s", compiled, time.perf_counter() - began)
     return compiled
@@ -99,11 +101,16 @@ def _locked(place: Path, progress: Progress | None) -> Iterator[tuple[Path, bool
 
 
 def _passing(place: Path) -> Path:
-    """A folder for this process, with what was kept where one may only read."""
-    folder = Path(tempfile.mkdtemp(prefix="paceline-kernels-"))
+    """A folder for this process, with what is in the read-only one. Shared memory serves where no disk is writable."""
+    shared = Path("/dev/shm")
+    try:
+        folder = Path(tempfile.mkdtemp(prefix="paceline-kernels-"))
+    except FileNotFoundError:  # no usable temporary folder
+        folder = Path(tempfile.mkdtemp(prefix="paceline-kernels-", dir=shared))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    with suppress(OSError, shutil.Error):
-        shutil.copytree(place, folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns(".lock"))
+    with suppress(OSError):
+        for file in place.glob("*.nb*"):
+            shutil.copyfile(file, folder / file.name)  # without its mode, which may be read-only
     return folder
 
 

@@ -17,6 +17,7 @@ from paceline.core.interrupting import interruptible
 from .chat_commands import Again, Leave, execute, show_rounds, words_to_complete
 from .chat_state import Answer, ChatState
 from .drafting import config_of, drafting
+from .naming import check_pair
 from .options import ChatOptions
 from .report import beginning, dump, result_as_dict, summary
 from .session import fitting, open_decoder, read_settings
@@ -36,6 +37,7 @@ def chat(ctx: typer.Context, said: ChatOptions) -> None:
     if said.print_config:
         typer.echo(config_of(ctx, said, how))
         return
+    check_pair(said, how)
     with plain_warnings(said.debug):
         settings = read_settings(said)
         decoder = open_decoder(said, how, settings)

@@ -8,6 +8,10 @@ from typing import Annotated
 
 import typer
 
+from paceline.core.names import check_model
+
+from .naming import completing
+
 
 class Format(str, Enum):
     """What others read."""
@@ -19,12 +23,18 @@ class Format(str, Enum):
 
 def export(
     folder: Annotated[Path, typer.Argument(help="The folder of a trained eagle, medusa or draft-lm.")],
-    target: Annotated[str, typer.Option(help="The model it was trained for: a name, a hub id or a folder.")],
+    target: Annotated[
+        str,
+        typer.Option(
+            help="The model it was trained for: a name, a hub id or a folder.", autocompletion=completing("model")
+        ),
+    ],
     to: Annotated[Format, typer.Option(help="Eagle goes to speculators, medusa to vLLM's medusa, draft-lm to hf.")],
     out: Annotated[Path, typer.Option(help="The folder to write.")],
     debug: Annotated[bool, typer.Option("--debug", metavar="", help="Show the traceback of an error.")] = False,
 ) -> None:
     """Write a trained head in the format that vLLM and others serve."""
+    check_model(target)
     from paceline.drafters.formats import export_head
 
     export_head(folder, target, out, to.value)

@@ -10,6 +10,7 @@ from paceline.core.errors import InputError, PacelineError
 from paceline.core.interrupting import interruptible
 
 from .drafting import config_of, drafting
+from .naming import check_pair
 from .options import GenerateOptions
 from .recording import Recording
 from .report import beam_lines, beginning, dump, logprob_lines, result_as_dict, settings_of, summary, versions
@@ -54,6 +55,7 @@ def generate(ctx: typer.Context, said: GenerateOptions) -> None:
         typer.echo(config_of(ctx, said, how))
         return
     check_counts(repeats=said.repeats)
+    check_pair(said, how)
     with plain_warnings(said.debug):
         settings = read_settings(said)
         prompt = read_prompt(said)

@@ -12,6 +12,7 @@ import typer
 
 from paceline.core.interrupting import interruptible
 
+from .naming import check_train
 from .options import _config, _flag, _value
 from .settings import show_config, source, takes
 from .terminal import plain_warnings, preparing, say
@@ -103,6 +104,7 @@ def train(ctx: typer.Context, said: TrainSettings) -> None:
     if said.print_config:
         typer.echo(show_config("train", values, {name: source(ctx, name) for name in values}, {}))
         return
+    check_train(said)
     with plain_warnings(said.debug):
         with preparing("starting"):
             from paceline.training.run import train as run

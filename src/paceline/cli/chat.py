@@ -23,7 +23,7 @@ from .report import beginning, dump, result_as_dict, summary
 from .session import fitting, open_decoder, read_settings
 from .settings import takes
 from .showing import Shown
-from .terminal import Ink, complain, plain_warnings, say, silent_keys
+from .terminal import Ink, complain, counted, plain_warnings, say, silent_keys
 
 if TYPE_CHECKING:
     from paceline.engine.decoder import SpeculativeDecoder
@@ -121,7 +121,7 @@ def _answer(decoder: SpeculativeDecoder, prompt: Any, settings: Any, state: Chat
         stream = decoder.stream(prompt, cancel=cancelled, **settings)
         shown = Shown(stream, ink if live else None, tokenizer, state.switches["drafts"])
         try:
-            for piece in stream:
+            for piece in counted(stream, "writing", live):
                 shown.add(piece)
         except KeyboardInterrupt:  # the second Ctrl-C: what was written is kept all the same
             stream.close()

@@ -11,6 +11,7 @@ import typer
 from paceline.core.names import check_model
 
 from .naming import completing
+from .terminal import preparing
 
 
 class Format(str, Enum):
@@ -35,7 +36,8 @@ def export(
 ) -> None:
     """Write a trained head in the format that vLLM and others serve."""
     check_model(target)
-    from paceline.drafters.formats import export_head
+    with preparing(f"exporting {folder}"):
+        from paceline.drafters.formats import export_head
 
-    export_head(folder, target, out, to.value)
+        export_head(folder, target, out, to.value)
     print(f"{out}: the head in {folder} for {target}, as {to.value}")

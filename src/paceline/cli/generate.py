@@ -17,7 +17,7 @@ from .report import beam_lines, beginning, dump, logprob_lines, result_as_dict, 
 from .session import check_counts, open_decoder, read_prompt, read_settings
 from .settings import takes
 from .showing import Shown
-from .terminal import Ink, plain_warnings, say, silent_keys
+from .terminal import Ink, counted, plain_warnings, say, silent_keys
 
 if TYPE_CHECKING:
     from paceline.engine.decoder import SpeculativeDecoder
@@ -83,7 +83,7 @@ def _write(decoder: SpeculativeDecoder, prompt: Any, settings: dict[str, Any], s
         stream = decoder.stream(prompt, cancel=cancelled, **settings)
         shown = Shown(stream, ink if live else None, tokenizer, said.show_drafts)
         try:
-            for piece in stream:
+            for piece in counted(stream, "writing", live):
                 shown.add(piece)
         except KeyboardInterrupt:  # the second Ctrl-C: what was written is kept all the same
             stream.close()

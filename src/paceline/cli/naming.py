@@ -51,6 +51,9 @@ def check_rule(rule: str, options: Iterable[str] = ()) -> None:
     check_options("rule", rule, options)
 
 
+# Where a call has many other arguments, a folder that is not there is refused after those.
+
+
 def check_bench(said: BenchSettings) -> None:
     """The names of a benchmark; a record that is only shown needs none of them."""
     if said.report is not None:
@@ -66,7 +69,7 @@ def check_bench(said: BenchSettings) -> None:
     for shape in (said.shape, said.draft_shape):
         check_name("shape", None if shape is None else shape.partition(":")[0])
     if said.shape is None:
-        check_model(said.target)
+        check_model(said.target, paths=False)
 
 
 def check_tune(said: TuneSettings) -> None:
@@ -76,7 +79,7 @@ def check_tune(said: TuneSettings) -> None:
             check_name("rule", rule.strip())
     for candidate in said.candidate or ():
         check_run(candidate)
-    check_model(said.target)
+    check_model(said.target, paths=False)
 
 
 def check_run(text: str) -> None:
@@ -102,7 +105,7 @@ def check_train(said: TrainSettings) -> None:
         raise InputError(f"numbers must be one of {', '.join(known)}, got '{said.numbers}'.")
     check_dtype(said.dtype)
     if said.kind != "pair":
-        check_model(said.target)
+        check_model(said.target, paths=False)
 
 
 # ---- completing

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from paceline.core.interrupting import interruptible
+from paceline.core.progress import shown_already
 
 from .naming import check_train
 from .options import _config, _flag, _value
@@ -135,17 +136,18 @@ def _watching() -> Iterator[Any]:
     """A bar for each part on a terminal, else plain lines."""
     from rich.console import Console
 
-    from paceline.training.__main__ import Lines
+    from paceline.training.__main__ import lines_on_stdout
 
     console = Console(stderr=True)
     if not console.is_terminal:
-        yield Lines()
+        with lines_on_stdout() as lines:
+            yield lines
         return
     from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
     columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:>3.0f} %"),
                TimeRemainingColumn(), TextColumn("{task.fields[told]}"))  # fmt: skip
-    with Progress(*columns, console=console, transient=True) as bars:
+    with shown_already(), Progress(*columns, console=console, transient=True) as bars:
         yield Bars(bars)
 
 

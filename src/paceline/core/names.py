@@ -65,9 +65,12 @@ def is_catalogued(source: str) -> bool:
     return any(wanted == name or wanted in others for name, others in index()["model"].items())
 
 
-def check_model(source: str | None) -> None:
-    """Refuse what names no model: no catalogue name, no hub id, and no file or folder here."""
+def check_model(source: str | None, paths: bool = True) -> None:
+    """Refuse what names no model: no catalogue name, no hub id, and no file or folder here. paths: false leaves those
+    that are not there to whoever reads them."""
     if source is None or is_catalogued(source) or os.path.exists(os.path.expanduser(source)):
+        return
+    if not paths and ("/" in source or os.sep in source or source.lower().endswith(".gguf")):
         return
     if source.lower().endswith(".gguf"):
         raise LoadError(f"There is no file '{os.path.expanduser(source)}'.")

@@ -21,9 +21,9 @@ from filelock import FileLock, Timeout
 
 from paceline.core.errors import LoadError, PacelineWarning
 from paceline.core.json_text import parse_json
+from paceline.core.progress import Progress
 
-Progress = Callable[[str, int, "int | None"], None]
-"""Called with a label, how much is done, and how much there is (None when nobody knows)."""
+__all__ = ["Progress", "WeightCache", "cache_folder", "file_sha256", "read_json", "write_json"]
 
 MANIFEST = "paceline-manifest.json"
 # When each file was last found to match the manifest. It is kept apart because it says something about this machine

@@ -20,6 +20,7 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from paceline.core.errors import PacelineWarning
+from paceline.core.progress import reporting
 from paceline.kernels import warm_up
 from paceline.kernels.locks import OneAtATime
 
@@ -40,35 +41,39 @@ def kernels_ready(progress: Progress | None = None) -> None:
     with _ONE:
         if warm_up.is_warm():
             return
-        place = warm_up.place(cache_folder() / "kernels")
-        seal = warm_up.seal(place)
-        if seal.is_file():
-            with suppress(OSError):  # a file of it is gone, and another cannot be saved there
-                _make(place, progress)
-                return
-        with _locked(place, progress) as (where, ours):
-            compiled = _make(where, progress, everything=ours)
-            if ours:
-                with suppress(OSError):
-                    seal.touch()
-                _sweep(place)
-            elif compiled:
-                warnings.warn(
-                    f"Compiled kernels cannot be kept in '{place}', so the next process compiles them again; make room "
-                    "there or set PACELINE_CACHE to another folder.",
-                    PacelineWarning,
-                    stacklevel=3,
-                )
+        with reporting(progress, LABEL) as told:
+            _ready(told)
 
 
-def _make(place: Path, progress: Progress | None, everything: bool = False) -> int:
+def _ready(progress: Progress) -> None:
+    place = warm_up.place(cache_folder() / "kernels")
+    seal = warm_up.seal(place)
+    if seal.is_file():
+        with suppress(OSError):  # a file of it is gone, and another cannot be saved there
+            _make(place, progress)
+            return
+    with _locked(place, progress) as (where, ours):
+        compiled = _make(where, progress, everything=ours)
+        if ours:
+            with suppress(OSError):
+                seal.touch()
+            _sweep(place)
+        elif compiled:
+            warnings.warn(
+                f"Compiled kernels cannot be kept in '{place}', so the next process compiles them again; make room "
+                "there or set PACELINE_CACHE to another folder.",
+                PacelineWarning,
+                stacklevel=3,
+            )
+
+
+def _make(place: Path, progress: Progress, everything: bool = False) -> int:
     began = time.perf_counter()
 
     def told(done: int, many: int) -> None:
         if done == 0:
             _LOG.info("%s, into %s", LABEL, place)
-        if progress is not None:
-            progress(LABEL, done, many)
+        progress(LABEL, done, many)
 
     compiled = warm_up.warm_up(place, told, everything)
     if compiled:
@@ -77,7 +82,7 @@ def _make(place: Path, progress: Progress | None, everything: bool = False) -> i
 
 
 @contextmanager
-def _locked(place: Path, progress: Progress | None) -> Iterator[tuple[Path, bool]]:
+def _locked(place: Path, progress: Progress) -> Iterator[tuple[Path, bool]]:
     """The folder to compile into, and whether it is the one that lasts."""
     lock = None
     try:
@@ -86,8 +91,7 @@ def _locked(place: Path, progress: Progress | None) -> Iterator[tuple[Path, bool
         try:
             lock.acquire(timeout=0)
         except Timeout:
-            if progress is not None:
-                progress("waiting for another process that compiles the kernels", 0, None)
+            progress("waiting for another process that compiles the kernels", 0, None)
             lock.acquire(timeout=_PATIENCE)
         if not _writable(place):
             raise PermissionError(place)

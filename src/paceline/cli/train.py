@@ -113,11 +113,16 @@ def train(ctx: typer.Context, said: TrainSettings) -> None:
             options = _options(values)
         with interruptible() as cancel, _watching() as onlooker:
             try:
-                folder = run(options, onlooker, cancel)
+                folder = run(
+                    options, onlooker, cancel, given={name for name in values if source(ctx, name) != "default"}
+                )
             except KeyboardInterrupt:
                 say("stopped; the same command goes on from here", "yellow")
                 raise typer.Exit(_INTERRUPTED) from None
-    say(f"{said.kind} for {said.target} is in {folder}; try it with --draft {folder}", "green")
+    from paceline.training.finished import try_it
+
+    made = said.kind if said.kind == "pair" else f"{said.kind} for {said.target}"
+    say(f"{made} is in {folder}; try it: {try_it(said.kind, said.target, folder)}", "green")
 
 
 def _options(values: dict[str, Any]) -> TrainOptions:

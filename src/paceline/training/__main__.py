@@ -13,6 +13,7 @@ from paceline.core.flags import add_flags, values_of
 from paceline.core.interrupting import interruptible
 from paceline.core.progress import ProgressLines, shown_already
 
+from .finished import try_it
 from .options import TrainOptions
 from .outlook import Outlook
 from .run import Onlooker, train
@@ -61,10 +62,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser("python -m paceline.training", argument_default=argparse.SUPPRESS)
     add_flags(parser, TrainOptions)
     try:
-        options = TrainOptions(**values_of(vars(parser.parse_args(arguments)), TrainOptions))
+        given = vars(parser.parse_args(arguments))
+        options = TrainOptions(**values_of(given, TrainOptions))
         began = time.monotonic()
         with interruptible() as cancel, lines_on_stdout() as lines:
-            folder = train(options, lines, cancel)
+            folder = train(options, lines, cancel, given=given)
     except (PacelineError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return int(getattr(error, "exit_code", 2))
@@ -72,6 +74,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("stopped; the same command goes on from here", file=sys.stderr)
         return _INTERRUPTED
     print(f"{options.kind} for {options.target} in {folder}, {time.monotonic() - began:.0f} s", flush=True)
+    print(f"try it: {try_it(options.kind, options.target, folder)}", flush=True)
     return 0
 
 

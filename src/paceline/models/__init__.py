@@ -7,6 +7,12 @@ from typing import Any
 
 from paceline.core.errors import InputError
 from paceline.core.progress import reporting
+from paceline.core.startup import is_slim
+
+if is_slim():  # before anything else imports transformers
+    from .slim import slim_transformers
+
+    slim_transformers()
 
 from .language_model import LanguageModel
 

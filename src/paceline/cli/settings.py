@@ -63,6 +63,14 @@ class SettingsCommand(TyperCommand):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         return super().parse_args(ctx, list(_undotted(_unworded(args))))
 
+    def shell_complete(self, ctx: Any, incomplete: str) -> list[Any]:
+        """In a shell `--drafter.` and `--rule.` go on with the options of what is chosen."""
+        for owner, param in (("drafter", "draft"), ("rule", "rule")):
+            if incomplete.startswith(f"--{owner}."):
+                (item,) = super().shell_complete(ctx, f"--{owner}.")  # the declared one, --drafter.NAME
+                return [type(item)(flag) for flag in dotted(owner, ctx.params.get(param), incomplete)]
+        return list(super().shell_complete(ctx, incomplete))
+
 
 def _unworded(args: list[str]) -> list[str]:
     """A flag that takes a word as well (`--memory lines`, `--memory=lines`) as flags, which can be declared."""
@@ -78,14 +86,6 @@ def _unworded(args: list[str]) -> list[str]:
         else:
             found.append(arg)
     return found
-
-    def shell_complete(self, ctx: Any, incomplete: str) -> list[Any]:
-        """In a shell `--drafter.` and `--rule.` go on with the options of what is chosen."""
-        for owner, param in (("drafter", "draft"), ("rule", "rule")):
-            if incomplete.startswith(f"--{owner}."):
-                (item,) = super().shell_complete(ctx, f"--{owner}.")  # the declared one, --drafter.NAME
-                return [type(item)(flag) for flag in dotted(owner, ctx.params.get(param), incomplete)]
-        return list(super().shell_complete(ctx, incomplete))
 
 
 def _undotted(args: list[str]) -> Iterator[str]:

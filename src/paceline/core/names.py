@@ -53,8 +53,10 @@ def check_name(kind: str, name: str | None, said: str | None = None) -> None:
 
 def check_options(kind: str, name: str, options: Iterable[str], said: str | None = None) -> None:
     """Refuse an option that `name` does not have. The options of what other packages add are not known here."""
-    known = index()[kind].get(name)
-    for option in options if known is not None else ():
+    if name not in index()[kind]:
+        return
+    known = index()[kind][name]
+    for option in options:
         if option not in known:
             raise UnknownNameError(said or f"option of {kind} '{name}'", option, known)
 

@@ -45,7 +45,7 @@ def _loaded(package: ModuleType) -> ModuleType:
     with _ONE:
         if type(package) is LazyPackage:
             waiting = package.__dict__.pop("__waiting__")
-            package.__class__ = ModuleType
+            package.__class__ = ModuleType  # type: ignore[assignment]
             spec = package.__spec__
             assert spec is not None
             assert spec.loader is not None

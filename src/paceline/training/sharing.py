@@ -45,7 +45,10 @@ def _adopted(plan: WritingPlan, there: Mapping[str, Any], said: set[str]) -> Wri
     """With the options of the texts, but for those that the user set. The seed of the texts is theirs: --seed is then
     of weights and order alone."""
     names = {each.name for each in fields(plan)} & there.keys() - {"rows"} - (said & {*_WRITING, WANTED})
-    return replace(plan, **{name: tuple(there[name]) if name == "temperatures" else there[name] for name in names})
+    adopted: dict[str, Any] = {name: there[name] for name in names}
+    if "temperatures" in adopted:
+        adopted["temperatures"] = tuple(adopted["temperatures"])
+    return replace(plan, **adopted)
 
 
 def _changed(options: TrainOptions) -> set[str]:

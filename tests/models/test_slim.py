@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import os
 import subprocess
@@ -112,8 +113,16 @@ def test_only_short_commands_of_one_process(
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(startup, "_slim", False)
-    startup.decide(arguments)
-    assert startup.is_slim() is wanted
+    usual = gc.get_threshold()
+    try:
+        startup.decide(arguments)
+        assert startup.is_slim() is wanted
+        assert (gc.get_threshold() != usual) is wanted  # modules are no garbage
+        startup.started()
+        assert gc.get_threshold() == usual
+    finally:
+        gc.set_threshold(*usual)
+        gc.unfreeze()
 
 
 # The heavy packages that a start must not import; then the compiler still works, and a model can be saved.

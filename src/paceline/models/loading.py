@@ -218,14 +218,14 @@ def _load_model(
     tp_plan: str | None = None,
 ) -> PreTrainedModel:
     sharing = {} if tp_plan is None else {"tp_plan": tp_plan}
-    if not sharing and not trust_remote_code:
-        with quiet():
-            plain = read_directly(located.folder, dtype)
-        if plain is not None:
-            return plain.to(device)  # type: ignore[arg-type]
     if sharing:
         leave_in_order()
     table = check_folder(located.folder, located.name)
+    if not sharing and not trust_remote_code:
+        with quiet(), bounded(table, located.name):
+            plain = read_directly(located.folder, dtype)
+        if plain is not None:
+            return plain.to(device)  # type: ignore[arg-type]
     try:
         with quiet(), bounded(table, located.name):
             model, report = AutoModelForCausalLM.from_pretrained(

@@ -167,5 +167,5 @@ def test_what_tune_writes_takes_part(tmp_path: Path, target: str, prompts: str, 
 @pytest.mark.parametrize("table", ["options", "drafter"])
 def test_options_of_the_tuned_drafter_are_not_dropped(tmp_path: Path, prompts: str, table: str) -> None:
     config = tmp_path / "tuned.toml"
-    config.write_text(f'[decoder]\ntarget = "x"\ndraft = "suffix"\n[decoder.{table}]\nmin-probability = 7\n')
+    config.write_text(f'[decoder]\ntarget = "smollm2-135m"\ndraft = "suffix"\n[decoder.{table}]\nmin-probability = 7\n')
     assert "min_probability" in refusal("bench", "--config", str(config), "--prompts", prompts, *QUICK, code=2)

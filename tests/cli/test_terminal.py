@@ -6,12 +6,18 @@ import os
 import signal
 import threading
 import warnings
+from typing import Any
 
 import pytest
 
 from paceline import PacelineWarning
-from paceline.cli.terminal import ACCEPTED, Ink, complain, plain_warnings, preparing
+from paceline.cli.bench_table import Lines, watching
+from paceline.cli.terminal import ACCEPTED, Ink, complain, counted, plain_warnings, preparing
 from paceline.core.interrupting import interruptible
+from paceline.core.progress import ProgressLines
+from paceline.training.__main__ import Lines as TrainingLines
+from paceline.training.__main__ import lines_on_stdout
+from tests.bench.made_reports import made_report
 
 
 def test_what_a_model_writes_cannot_command_the_terminal(
@@ -97,3 +103,66 @@ def test_a_background_job_stays_deaf_to_ctrl_c() -> None:
             assert not cancelled()
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+# ---- a line at least every ten seconds, where there is no terminal
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_a_benchmark_says_how_far_it_is_while_a_prompt_takes_long() -> None:
+    clock, told = Clock(), list[str]()
+    lines = Lines(ProgressLines(told.append, clock=clock))
+    report = made_report()
+    lines.started([Who(m.name, m.library) for m in report.members], len(report.results))  # type: ignore[list-item]
+    lines.ran(report.results[0].run, True)
+    assert told == ["36 runs: plain, suffix, hf"]
+    clock.now += 10
+    lines.ran(report.results[1].run, True)
+    assert len(told) == 2
+    assert told[1].startswith("measuring: 6 % (2 of 36)")
+
+
+class Who:
+    def __init__(self, name: str, library: str) -> None:
+        self.name, self.library = name, library
+
+
+def test_training_says_how_far_it_is() -> None:
+    clock, told = Clock(), list[str]()
+    lines = TrainingLines(ProgressLines(told.append, clock=clock))
+    lines.loading("loading x", 1, 2)
+    lines.writing("writing texts", 100, 400)
+    lines.stepped(1, 90, 2.0, 1000.0)
+    clock.now += 10
+    lines.stepped(9, 90, 1.5, 1000.0)
+    lines.noted("half of it")
+    assert told == ["loading x …", "writing texts …", "training …",
+                    "training: 10 % (9 of 90), loss 1.5000, 1,000 tokens/s, 10 s", "half of it"]  # fmt: skip
+    clock.now += 10
+    lines.writing("writing texts", 200, 400)
+    assert told[-1] == "writing texts: 200 of 400 tokens, 0 s"
+
+
+@pytest.mark.parametrize(
+    "make", [lambda: preparing("x"), lambda: preparing("x", announce=False), watching, lines_on_stdout]
+)
+def test_every_command_has_a_thread_that_speaks_for_it(make: Any) -> None:
+    """Also where the work itself says nothing for minutes."""
+    with make():
+        assert "paceline-progress" in [thread.name for thread in threading.enumerate()]
+
+
+def test_a_text_into_a_file_says_how_far_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+    assert list(counted(iter("abc"), "writing", live=False)) == ["a", "b", "c"]
+    assert list(counted(iter("abc"), "writing", live=True)) == ["a", "b", "c"]
+    assert capsys.readouterr().err == ""  # it was quick
+    pieces = counted(iter("abc"), "writing", live=False)
+    next(pieces)
+    assert "paceline-progress" in [thread.name for thread in threading.enumerate()]
+    pieces.close()

@@ -207,3 +207,20 @@ def test_two_processes_make_it_once(tmp_path: Path) -> None:
     assert len(list(tmp_path.glob("made-by-*"))) == 1
     assert all("config.json" in line and "model.safetensors" in line for line in printed)
     assert sorted(line[-1] for line in printed) == ["0", "1"]  # one of them was told that it waits
+
+
+def test_times_of_an_image_layer_are_as_good(cache: WeightCache, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Image layers keep whole seconds: what was verified before is not hashed at every start."""
+    entry = cache.obtain("x", Maker())
+    assert cache.find("x") == entry  # hashed once, and noted
+    hashed: list[str] = []
+    monkeypatch.setattr(cache_module, "file_sha256", lambda path: hashed.append(path.name) or "other")
+    file = entry / "model.safetensors"
+    second = file.stat().st_mtime_ns // 10**9
+    os.utime(file, ns=(0, second * 10**9))
+    assert cache.find("x") == entry
+    assert hashed == []
+    os.utime(file, ns=(0, (second + 1) * 10**9))
+    with pytest.warns(PacelineWarning, match="damaged"):
+        assert cache.find("x") is None
+    assert "model.safetensors" in hashed

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
+import shutil
 import subprocess
 import sys
 import warnings
@@ -26,6 +28,8 @@ from numba import njit, types
 @njit(types.int64(types.int64), cache=True)
 def more(a):
     return a + 1
+
+LATER = ()
 """
 IN_A_PROCESS = """
 import sys
@@ -41,6 +45,31 @@ import importlib
 assert importlib.import_module(room.name + ".entry").more(1) == 2
 print(sum(1 for label, done, many in told if label.startswith("compiling") and done == 1))
 """
+
+
+# The same where nothing can be written. numba itself counts what it compiled and what it read.
+READ_ONLY = (
+    """
+import os, sys, tempfile
+for folder in sys.argv[1:]:
+    try:
+        tempfile.TemporaryFile(dir=folder)
+    except OSError:
+        continue
+    sys.exit(f"{folder} is writable, so this test would show nothing")
+"""
+    + IN_A_PROCESS
+    + """
+stats = importlib.import_module(room.name + ".entry").more.stats
+assert sum(stats.cache_hits.values()) == 1 and not stats.cache_misses, stats
+"""
+)
+_DAC_OVERRIDE, _PR_CAPBSET_DROP = 1, 24
+
+
+def without_override() -> None:
+    """Before a process starts: permissions hold for root too. Others have no such privilege to lose."""
+    ctypes.CDLL(None).prctl(_PR_CAPBSET_DROP, _DAC_OVERRIDE, 0, 0, 0)
 
 
 @pytest.fixture
@@ -127,6 +156,92 @@ def test_a_folder_one_may_only_read_is_read(again: Callable[[], list[Any]], monk
         assert again() == []
 
 
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="drops a privilege of Linux")
+def test_a_read_only_installation_compiles_nothing(again: Callable[[], list[Any]], room: Path, tmp_path: Path) -> None:
+    """As in a container: the cache, the package and the home folder are read-only."""
+    again()
+    (tmp_path / "home").mkdir()
+    folders = [tmp_path, *(path for path in tmp_path.rglob("*") if path.is_dir())]
+    where = {name: value for name, value in os.environ.items() if name not in ("NUMBA_CACHE_DIR", "XDG_CACHE_HOME")}
+    where |= {"PYTHONDONTWRITEBYTECODE": "1", "HOME": str(tmp_path / "home")}
+    for folder in folders:
+        folder.chmod(0o555)
+    try:
+        run = subprocess.run(
+            [sys.executable, "-W", "error::paceline.core.errors.PacelineWarning", "-c", READ_ONLY, str(room),
+             *map(str, folders)],
+            env=where, preexec_fn=without_override, capture_output=True, text=True, timeout=300,
+        )  # fmt: skip
+    finally:
+        for folder in folders:
+            folder.chmod(0o755)
+    assert (run.returncode, run.stdout.strip()) == (0, "0"), run.stdout + run.stderr
+
+
+def test_a_part_of_a_read_only_cache_can_be_used(
+    again: Callable[[], list[Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rest is compiled for this process. The copy is writable although the cache is not."""
+    again()
+    (place,) = (tmp_path / "cache" / "kernels").iterdir()
+    warm_up.seal(place).unlink()
+    for file in place.glob("*.nbi"):
+        file.unlink()
+    monkeypatch.setattr(first_use, "_writable", lambda place: False)
+    place.chmod(0o555)
+    try:
+        with pytest.warns(PacelineWarning, match="cannot be kept"):
+            assert len(again()) == 2
+    finally:
+        place.chmod(0o755)
+    copy = Path(sys.modules[f"{warm_up._ROOM}.entry"].more._cache.cache_path)
+    assert copy != place
+    assert copy.stat().st_mode & 0o200
+
+
+def test_a_second_installation_compiles_nothing(
+    again: Callable[[], list[Any]], room: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Another environment, or a fresh clone: the same text in another folder, with other times."""
+    again()
+    other = tmp_path / "elsewhere" / room.name
+    shutil.copytree(room, other, copy_function=shutil.copyfile)
+    os.utime(other / "entry.py", (0, 0))
+    for name in (room.name, f"{room.name}.entry"):
+        sys.modules.pop(name)
+    monkeypatch.syspath_prepend(str(other.parent))
+    monkeypatch.setattr(warm_up, "_HERE", other)
+    assert again() == []
+    made = sys.modules[f"{room.name}.entry"].more
+    assert Path(made.py_func.__code__.co_filename).parent == other
+    assert sum(made.stats.cache_hits.values()) == 1
+
+
+@pytest.mark.parametrize(
+    "change",
+    [("numba.__version__", "0.0"), ("llvmlite.__version__", "0.0"), ("numba.config.CPU_NAME", "generic"),
+     ("paceline.kernels.machine.features", lambda: {"avx2"})],
+)  # fmt: skip
+def test_another_compiler_or_processor_has_another_folder(
+    room: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, change: tuple[str, Any]
+) -> None:
+    before = warm_up.place(tmp_path)
+    monkeypatch.setattr(warm_up, "_settings", lambda: numba.config)  # which reads the environment again
+    assert warm_up.place(tmp_path) == before
+    monkeypatch.setattr(*change)
+    assert warm_up.place(tmp_path) != before
+
+
+def test_a_complete_cache_holds_what_is_compiled_later(again: Callable[[], list[Any]], room: Path) -> None:
+    """A read-only cache could not take it up when a model needs it."""
+    with (room / "entry.py").open("a") as file:
+        file.write("made = []\nLATER = (lambda: made.append(1),)\n")
+    again()
+    assert sys.modules[f"{room.name}.entry"].made == [1]
+    again()
+    assert sys.modules[f"{room.name}.entry"].made == []
+
+
 def test_one_of_several_processes_compiles(room: Path, tmp_path: Path) -> None:
     """The others wait for it and read; nobody finds half a file."""
     command = [sys.executable, "-c", IN_A_PROCESS, str(room)]
@@ -146,16 +261,7 @@ def test_old_kernels_are_swept_away(
     (kept / "gone" / "x.nbc").write_text("")
     monkeypatch.setattr(first_use, "_OLD", -60.0)
     again()
-    assert [folder.name for folder in kept.iterdir()] == [warm_up.fingerprint()]
-
-
-def test_two_installations_do_not_take_each_others_word(
-    again: Callable[[], list[Any]], room: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    again()
-    here = warm_up.seal(tmp_path)
-    monkeypatch.setattr(warm_up, "_HERE", room.parent / "elsewhere")
-    assert warm_up.seal(tmp_path) != here
+    assert [folder.name for folder in kept.iterdir()] == [warm_up.place(kept).name]
 
 
 def test_the_sources_are_told_apart(room: Path) -> None:

@@ -10,6 +10,7 @@ import typer
 from paceline.core.interrupting import interruptible
 
 from .drafting import drafting
+from .naming import check_pair, check_rule
 from .options import AuditOptions
 from .report import dump, token_text, versions
 from .session import check_counts, open_decoder, open_rule
@@ -49,6 +50,10 @@ def audit(ctx: typer.Context, said: AuditOptions) -> None:
         tables = {"drafter_options": how.options, "rule_options": how.rule_options}
         typer.echo(show_config(str(ctx.info_name), values, origins, tables))
         return
+    if said.only_rule:
+        check_rule(said.rule, how.rule_options)
+    else:
+        check_pair(said, how)
     with plain_warnings(said.debug):
         report, decoder = _run(said, how)
         _tell(report, decoder, said)

@@ -17,6 +17,7 @@ from paceline.core.errors import InputError, UnknownNameError
 from paceline.core.interrupting import interruptible
 
 from .bench_options import BenchSettings, measured, named, tuned
+from .naming import check_bench
 from .report import dump
 from .settings import show_config, source, takes
 from .terminal import plain_warnings, say
@@ -60,6 +61,7 @@ def bench(ctx: typer.Context, said: BenchSettings) -> None:
     if said.print_config:
         typer.echo(_config_of(ctx, said))
         return
+    check_bench(said)
     with plain_warnings(said.debug):
         _check(said)
         if said.replay is not None:

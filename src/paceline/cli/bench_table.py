@@ -21,6 +21,9 @@ from paceline.bench.contest import Contestant, Run
 from paceline.bench.report import Tally
 from paceline.bench.reporting.cells import Table, as_text
 from paceline.bench.reporting.wording import NOTHING, number, seconds, share, times
+from paceline.core.progress import ProgressLines, shown_already
+
+from .terminal import progress_lines
 
 _TONES = {"": "", "good": "green", "bad": "red"}
 _PAUSE = 0.5  # seconds between two drawings, at least
@@ -165,13 +168,13 @@ class LiveTable:
 
 
 class Lines:
-    """Without a terminal: a line when everybody has done a task."""
+    """Without a terminal: a line when everybody has done a task, and at least every ten seconds."""
 
-    def __init__(self, write: Callable[[str], None]) -> None:
-        self._write = write
+    def __init__(self, write: Callable[[str], None] | ProgressLines) -> None:
+        self._lines = write if isinstance(write, ProgressLines) else ProgressLines(write)
+        self._write = self._lines.note
         self._standings: Standings | None = None
         self._task = ""
-        self._told: set[str] = set()
 
     def started(self, contestants: Sequence[Contestant], runs: int) -> None:
         self._standings = Standings(contestants, runs)
@@ -183,11 +186,11 @@ class Lines:
             self.tell()
         self._task = run.task
         self._standings.add(run, same)
+        found = self._standings
+        self._lines.reached("measuring", found.done, found.runs, f"{found.left}, {run.contestant} on {run.task}")
 
     def progress(self, label: str, done: int, total: int | None) -> None:
-        if label and label not in self._told:
-            self._told.add(label)
-            self._write(f"{label} …")
+        self._lines(label, done, total)
 
     def noted(self, sentence: str) -> None:
         self._write(sentence)
@@ -211,13 +214,14 @@ def watching() -> Iterator[LiveTable | Lines]:
     """On stdout where that is a terminal, else on stderr; there as lines, if that is none either."""
     console = Console(stderr=not sys.stdout.isatty())
     if not console.is_terminal:
-        lines = Lines(lambda text: print(text, file=sys.stderr, flush=True))
-        try:
-            yield lines
-        finally:
-            lines.tell()
+        with shown_already(), progress_lines("preparing") as told:
+            lines = Lines(told)
+            try:
+                yield lines
+            finally:
+                lines.tell()
         return
-    with Live(console=console, auto_refresh=False, transient=True) as live:
+    with shown_already(), Live(console=console, auto_refresh=False, transient=True) as live:
         table = LiveTable(live)
         try:
             yield table

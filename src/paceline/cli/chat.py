@@ -17,12 +17,13 @@ from paceline.core.interrupting import interruptible
 from .chat_commands import Again, Leave, execute, show_rounds, words_to_complete
 from .chat_state import Answer, ChatState
 from .drafting import config_of, drafting
+from .naming import check_pair
 from .options import ChatOptions
 from .report import beginning, dump, result_as_dict, summary
 from .session import fitting, open_decoder, read_settings
 from .settings import takes
 from .showing import Shown
-from .terminal import Ink, complain, plain_warnings, say, silent_keys
+from .terminal import Ink, complain, counted, plain_warnings, say, silent_keys
 
 if TYPE_CHECKING:
     from paceline.engine.decoder import SpeculativeDecoder
@@ -36,6 +37,7 @@ def chat(ctx: typer.Context, said: ChatOptions) -> None:
     if said.print_config:
         typer.echo(config_of(ctx, said, how))
         return
+    check_pair(said, how)
     with plain_warnings(said.debug):
         settings = read_settings(said)
         decoder = open_decoder(said, how, settings)
@@ -119,7 +121,7 @@ def _answer(decoder: SpeculativeDecoder, prompt: Any, settings: Any, state: Chat
         stream = decoder.stream(prompt, cancel=cancelled, **settings)
         shown = Shown(stream, ink if live else None, tokenizer, state.switches["drafts"])
         try:
-            for piece in stream:
+            for piece in counted(stream, "writing", live):
                 shown.add(piece)
         except KeyboardInterrupt:  # the second Ctrl-C: what was written is kept all the same
             stream.close()

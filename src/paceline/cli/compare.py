@@ -8,7 +8,6 @@ from statistics import median
 from typing import Any
 
 import typer
-from rich.console import Console
 
 from paceline.audit.agreement import logits_after
 from paceline.core.interrupting import interruptible
@@ -19,7 +18,7 @@ from paceline.engine.request import Generation
 from .options import GenerateOptions
 from .report import dump, result_as_dict, settings_of, token_text, versions
 from .session import fitting, plain_decoder
-from .terminal import ACCEPTED, OWN, Ink, say
+from .terminal import ACCEPTED, OWN, Ink, preparing, say
 
 _WARM_UP = 16  # tokens: enough for the first passes of either kind, which are slower
 
@@ -80,10 +79,10 @@ def _race(
     for decoder in decoders.values():
         decoder.generate(prompt, cancel=cancelled, **fitting(decoder, short))
     results: dict[str, list[Generation]] = {name: [] for name in decoders}
-    with Console(stderr=True).status("", refresh_per_second=2) as status:
+    with preparing("comparing", announce=False) as progress:
         for run in range(repeats):
             for name, decoder in decoders.items():
-                status.update(f"run {run + 1} of {repeats}, {name}")
+                progress(f"run {run + 1} of {repeats}, {name}", 0, None)
                 decoder.forget()
                 results[name].append(decoder.generate(prompt, cancel=cancelled, **fitting(decoder, settings)))
                 if cancelled():

@@ -10,13 +10,14 @@ from paceline.core.errors import InputError, PacelineError
 from paceline.core.interrupting import interruptible
 
 from .drafting import config_of, drafting
+from .naming import check_pair
 from .options import GenerateOptions
 from .recording import Recording
 from .report import beam_lines, beginning, dump, logprob_lines, result_as_dict, settings_of, summary, versions
 from .session import check_counts, open_decoder, read_prompt, read_settings
 from .settings import takes
 from .showing import Shown
-from .terminal import Ink, plain_warnings, say, silent_keys
+from .terminal import Ink, counted, plain_warnings, say, silent_keys
 
 if TYPE_CHECKING:
     from paceline.engine.decoder import SpeculativeDecoder
@@ -54,6 +55,7 @@ def generate(ctx: typer.Context, said: GenerateOptions) -> None:
         typer.echo(config_of(ctx, said, how))
         return
     check_counts(repeats=said.repeats)
+    check_pair(said, how)
     with plain_warnings(said.debug):
         settings = read_settings(said)
         prompt = read_prompt(said)
@@ -81,7 +83,7 @@ def _write(decoder: SpeculativeDecoder, prompt: Any, settings: dict[str, Any], s
         stream = decoder.stream(prompt, cancel=cancelled, **settings)
         shown = Shown(stream, ink if live else None, tokenizer, said.show_drafts)
         try:
-            for piece in stream:
+            for piece in counted(stream, "writing", live):
                 shown.add(piece)
         except KeyboardInterrupt:  # the second Ctrl-C: what was written is kept all the same
             stream.close()

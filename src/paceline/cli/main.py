@@ -11,6 +11,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 from typer.core import TyperGroup
 
+from paceline.core import startup
 from paceline.core.errors import InputError, PacelineError
 
 from .audit import EPILOG as AUDIT_EPILOG
@@ -128,6 +129,7 @@ def start(
 
 
 def main() -> None:
+    startup.decide(sys.argv[1:])
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # its log lines would stand between ours
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):

@@ -9,6 +9,7 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from paceline.core import startup
 from paceline.core.errors import InputError
 from paceline.core.registry import convert_options
 
@@ -108,7 +109,9 @@ def open_decoder(said: PairOptions, drafting: Drafting, settings: dict[str, Any]
         check_settings(settings, open_rule(said, drafting))
         _check_branches(said)
         drafter = draft_of(said, drafting)
-    return pair(said, drafting, load_target(said), drafter, rows)
+    made = pair(said, drafting, load_target(said), drafter, rows)
+    startup.started()
+    return made
 
 
 def check_settings(settings: dict[str, Any], rule: Rule) -> None:

@@ -16,6 +16,8 @@ from typer.core import TyperCommand
 from paceline.core.errors import InputError, UnknownNameError
 from paceline.core.toml import read_toml, toml_value
 
+from .naming import completion_of, dotted
+
 T = TypeVar("T")
 
 PREFIX = "PACELINE"
@@ -37,6 +39,8 @@ def takes(options: type[T]) -> Callable[[Callable[[typer.Context, T], None]], Ca
     parameters = [inspect.Parameter("ctx", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)]
     for field in dataclasses.fields(options):  # type: ignore[arg-type]
         default = inspect.Parameter.empty if field.default is dataclasses.MISSING else field.default
+        for about in getattr(hints[field.name], "__metadata__", ()):
+            about.autocompletion = about.autocompletion or completion_of(field.name)
         parameters.append(
             inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=hints[field.name])
         )
@@ -58,6 +62,14 @@ class SettingsCommand(TyperCommand):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         return super().parse_args(ctx, list(_undotted(_unworded(args))))
+
+    def shell_complete(self, ctx: Any, incomplete: str) -> list[Any]:
+        """In a shell `--drafter.` and `--rule.` go on with the options of what is chosen."""
+        for owner, param in (("drafter", "draft"), ("rule", "rule")):
+            if incomplete.startswith(f"--{owner}."):
+                (item,) = super().shell_complete(ctx, f"--{owner}.")  # the declared one, --drafter.NAME
+                return [type(item)(flag) for flag in dotted(owner, ctx.params.get(param), incomplete)]
+        return list(super().shell_complete(ctx, incomplete))
 
 
 def _unworded(args: list[str]) -> list[str]:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 from rich.color import ColorSystem
 from rich.console import Console
@@ -16,6 +16,7 @@ from rich.style import Style
 from rich.text import Text
 
 from paceline.core.errors import PacelineWarning
+from paceline.core.progress import ProgressLines, shown_already
 
 from .wrapping import WordWrap
 
@@ -23,6 +24,7 @@ ACCEPTED, OWN, REJECTED = Style(color="green"), Style(color="blue"), Style(color
 # a model may write any character, also those that move the cursor or set the title of the window
 _CONTROLS = {code: f"\\x{code:02x}" for code in (*range(32), 127, *range(128, 160)) if chr(code) not in "\n\t"}
 
+T = TypeVar("T")
 _FEW = 100_000  # what is counted below this are tensors, not bytes
 
 
@@ -137,20 +139,33 @@ def plain_warnings(debug: bool) -> Iterator[None]:
 
 
 @contextmanager
-def preparing(what: str) -> Iterator[Callable[[str, int, int | None], None]]:
-    """A bar on stderr while a model is fetched, converted or read; without a terminal, one line per step."""
+def preparing(what: str, announce: bool = True) -> Iterator[Callable[[str, int, int | None], None]]:
+    """A bar on stderr while a model is fetched, converted or read; without a terminal a line per step, and one at least
+    every ten seconds. announce: without it, only the latter."""
     console = Console(stderr=True)
     if not console.is_terminal:
-        yield _lines()
+        with shown_already(), progress_lines(what, announce) as lines:
+            yield lines
         return
     columns = (SpinnerColumn(), TextColumn("{task.description}"), _Bar(), _Amount())
-    with Progress(*columns, console=console, transient=True) as bars:
+    with shown_already(), Progress(*columns, console=console, transient=True) as bars:
         task = bars.add_task(what, total=None)
 
         def show(label: str, done: int, total: int | None) -> None:
             bars.update(task, description=label, completed=done if total is None else min(done, total), total=total)
 
         yield show
+
+
+def counted(pieces: Iterable[T], what: str, live: bool) -> Iterator[T]:
+    """The same pieces. Where none is shown and there is no terminal, a line every ten seconds says how many came."""
+    if live or Console(stderr=True).is_terminal:
+        yield from pieces
+        return
+    with progress_lines(what, announce=False) as lines:
+        for number, piece in enumerate(pieces, 1):
+            lines(what, 0, None, f"{number} pieces of text")
+            yield piece
 
 
 class _Bar(BarColumn):
@@ -169,12 +184,8 @@ class _Amount(DownloadColumn):
         return super().render(task) if task.total > _FEW else Text(f"{task.completed:.0f}/{task.total:.0f}")
 
 
-def _lines() -> Callable[[str, int, int | None], None]:
-    told: set[str] = set()
-
-    def show(label: str, done: int, total: int | None) -> None:
-        if label and label not in told:
-            told.add(label)
-            print(f"{label} …", file=sys.stderr, flush=True)
-
-    return show
+def progress_lines(what: str = "", announce: bool = True) -> ProgressLines:
+    """Lines on stderr. what: is being done until something is reported."""
+    lines = ProgressLines(lambda line: print(line, file=sys.stderr, flush=True), announce=announce)
+    lines.begin(what)
+    return lines

@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from paceline.core.interrupting import interruptible
+from paceline.core.progress import shown_already
 
+from .naming import check_train
 from .options import _config, _flag, _value
 from .settings import show_config, source, takes
 from .terminal import plain_warnings, preparing, say
@@ -103,6 +105,7 @@ def train(ctx: typer.Context, said: TrainSettings) -> None:
     if said.print_config:
         typer.echo(show_config("train", values, {name: source(ctx, name) for name in values}, {}))
         return
+    check_train(said)
     with plain_warnings(said.debug):
         with preparing("starting"):
             from paceline.training.run import train as run
@@ -110,11 +113,16 @@ def train(ctx: typer.Context, said: TrainSettings) -> None:
             options = _options(values)
         with interruptible() as cancel, _watching() as onlooker:
             try:
-                folder = run(options, onlooker, cancel)
+                folder = run(
+                    options, onlooker, cancel, given={name for name in values if source(ctx, name) != "default"}
+                )
             except KeyboardInterrupt:
                 say("stopped; the same command goes on from here", "yellow")
                 raise typer.Exit(_INTERRUPTED) from None
-    say(f"{said.kind} for {said.target} is in {folder}; try it with --draft {folder}", "green")
+    from paceline.training.finished import try_it
+
+    made = said.kind if said.kind == "pair" else f"{said.kind} for {said.target}"
+    say(f"{made} is in {folder}; try it: {try_it(said.kind, said.target, folder)}", "green")
 
 
 def _options(values: dict[str, Any]) -> TrainOptions:
@@ -133,17 +141,18 @@ def _watching() -> Iterator[Any]:
     """A bar for each part on a terminal, else plain lines."""
     from rich.console import Console
 
-    from paceline.training.__main__ import Lines
+    from paceline.training.__main__ import lines_on_stdout
 
     console = Console(stderr=True)
     if not console.is_terminal:
-        yield Lines()
+        with lines_on_stdout() as lines:
+            yield lines
         return
     from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
     columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:>3.0f} %"),
                TimeRemainingColumn(), TextColumn("{task.fields[told]}"))  # fmt: skip
-    with Progress(*columns, console=console, transient=True) as bars:
+    with shown_already(), Progress(*columns, console=console, transient=True) as bars:
         yield Bars(bars)
 
 

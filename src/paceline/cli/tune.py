@@ -11,6 +11,7 @@ import typer
 from paceline.core.errors import InputError
 from paceline.core.interrupting import interruptible
 
+from .naming import check_tune
 from .options import _config, _flag, _value
 from .report import dump, versions
 from .session import check_counts, check_running
@@ -89,6 +90,7 @@ def tune(ctx: typer.Context, said: TuneSettings) -> None:
         values = asdict(said)
         typer.echo(show_config("tune", values, {name: source(ctx, name) for name in values}, {}))
         return
+    check_tune(said)
     with plain_warnings(said.debug):
         found = _run(said)
         _tell(found, said)

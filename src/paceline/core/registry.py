@@ -40,6 +40,10 @@ class Registry(Generic[T]):
 
         return add
 
+    def registered(self) -> list[str]:
+        """The names that are there already; nothing is imported to find more."""
+        return list(self._found)
+
     def _look(self) -> None:
         if self._looked:
             return

@@ -7,8 +7,9 @@ from typing import Any
 from numba import cfunc
 
 from .formats import BFLOAT16, INT8, Q4_1
+from .keeping import ByContent, kept_in
 from .locks import OneAtATime
-from .product import KEPT, PRODUCT, SETTINGS, float32, product
+from .product import PRODUCT, float32, product
 
 _bfloat16, _int8, _q4_1 = product(BFLOAT16), product(INT8), product(Q4_1)
 
@@ -55,9 +56,6 @@ def compiled(kind: str) -> Any:
     `address` is what a plan holds."""
     with _ONE:
         if kind not in _MADE:
-            before, SETTINGS.CACHE_DIR = SETTINGS.CACHE_DIR, KEPT
-            try:
+            with kept_in(ByContent.last):
                 _MADE[kind] = _MAKERS[kind]()
-            finally:
-                SETTINGS.CACHE_DIR = before
         return _MADE[kind]

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from llvmlite import ir
-from numba import cfunc, config, njit, types
+from numba import cfunc, njit, types
 
 from .formats import FLOAT32, Format
 from .machine import features
@@ -26,8 +26,6 @@ _ROWS = max(_TILES)
 _BLOCK = 12  # outputs that all rows are multiplied with before the next: whole tiles
 AHEAD = 24 << 10  # bytes: weights are asked for so long before they are due
 PRODUCT = types.void(*[types.int64] * 11)
-SETTINGS: Any = config  # numba's
-KEPT = SETTINGS.CACHE_DIR  # where this process keeps what it compiles; said while kernels are imported (`warm_up`)
 
 
 @dataclass

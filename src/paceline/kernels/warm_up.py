@@ -1,13 +1,14 @@
 """The first use: kernels are compiled for this machine, once, and kept in a folder.
 
-numba keeps what it compiled by processor, by its own version and by the file of a function; but a kernel is made of
-pieces from several files, and numba does not look whether those have changed. So every state of all the sources
-(`fingerprint`) has a folder of its own. Nothing here needs numba until kernels are asked for.
+The folder is named after all that a compiled kernel depends on (`place`): the text of the sources, the versions of
+numba, llvmlite and Python, and the processor. Two installations with the same sources share it; it may be read-only.
+Nothing here needs numba until kernels are asked for.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
 import platform
 import sys
 from collections.abc import Callable, Iterator
@@ -37,33 +38,44 @@ def fingerprint() -> str:
 def place(folder: Path) -> Path:
     """Where these kernels are kept: in `folder`, or where the user told numba to keep such things."""
     theirs = _settings().CACHE_DIR
-    return (Path(theirs) / "paceline" if theirs else folder) / fingerprint()
+    return (Path(theirs) / "paceline" if theirs else folder) / f"{fingerprint()}-{_compiler()}"
+
+
+def _compiler() -> str:
+    """A hash of all that compiled code depends on beside its source."""
+    import llvmlite
+    import numba
+    from llvmlite import binding
+
+    from .machine import features
+
+    facts = {
+        "numba": numba.__version__,
+        "llvmlite": llvmlite.__version__,
+        "python": [sys.implementation.cache_tag, getattr(sys, "abiflags", "")],
+        "processor": [sys.platform, platform.machine(), _settings().CPU_NAME or binding.get_host_cpu_name()],
+        "features": sorted(features()),
+    }
+    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
 
 
 def seal(place: Path) -> Path:
-    """The file that says: everything for this processor, numba and Python is there, of the sources in this folder
-    (numba keeps those of two installations apart)."""
-    from llvmlite import binding
-    from numba import __version__
-
-    made_for = f"{platform.machine()}-{binding.get_host_cpu_name()}-numba{__version__}"
-    home = hashlib.sha256(str(_HERE).encode()).hexdigest()[:8]
-    return place / f"{made_for}-py{sys.version_info[0]}{sys.version_info[1]}-{home}.complete"
+    """The file that says that all kernels are in the folder."""
+    return place / "complete"
 
 
-def warm_up(place: Path, told: Told | None = None) -> int:
-    """Import the kernels: read from `place`, or compiled and kept there. Returns how many functions were compiled.
+def warm_up(place: Path, told: Told | None = None, everything: bool = False) -> int:
+    """Import the kernels: read from `place`, or compiled and saved there. Returns how many functions were compiled.
 
-    The folder counts for our kernels only: numba looks at its setting when a function is made, which is at the import.
+    everything: also compile those that are made when a model first needs them.
     """
-    settings = _settings()
-    before = settings.CACHE_DIR
-    settings.CACHE_DIR = str(place)
-    try:
-        with _counting(told) as compiled:
-            import_module(f"{_ROOM}.{ENTRY}")
-    finally:
-        settings.CACHE_DIR = before
+    from .keeping import Kept, kept_in
+
+    _settings()
+    with kept_in(Kept(place, _HERE, fingerprint())), _counting(told) as compiled:
+        entry = import_module(f"{_ROOM}.{ENTRY}")
+        for make in entry.LATER if everything else ():
+            make()
     return len(compiled)
 
 

@@ -6,6 +6,13 @@ import os
 from typing import Any
 
 from paceline.core.errors import InputError
+from paceline.core.progress import reporting
+from paceline.core.startup import is_slim
+
+if is_slim():  # before anything else imports transformers
+    from .slim import slim_transformers
+
+    slim_transformers()
 
 from .language_model import LanguageModel
 
@@ -27,7 +34,8 @@ def load(
 
     runner: how its passes run, "auto", "eager" or "kernels" (see `running`); quantize: its linear maps in "int8",
     "int4" or "bfloat16". Neither changes a model that is given: it is seen in another way. tp_plan: "auto" shares it
-    out over the processes of torchrun.
+    out over the processes of torchrun. progress: called with (label, done, total); without it, what takes more than a
+    second is shown on stderr.
     """
     from .running import check_kind, check_runner, in_numbers, with_runner
     from .sharded import check_plan
@@ -45,16 +53,17 @@ def load(
         return in_numbers(with_runner(source, runner), quantize)
     from .loading import load_checkpoint
 
-    found = load_checkpoint(
-        source,
-        tokenizer=tokenizer,
-        dtype=dtype,
-        device=device,
-        revision=revision,
-        trust_remote_code=trust_remote_code,
-        tp_plan=tp_plan,
-        progress=progress,
-    )
+    with reporting(progress, "loading a model") as told:
+        found = load_checkpoint(
+            source,
+            tokenizer=tokenizer,
+            dtype=dtype,
+            device=device,
+            revision=revision,
+            trust_remote_code=trust_remote_code,
+            tp_plan=tp_plan,
+            progress=told,
+        )
     lm = LanguageModel(found.model, found.tokenizer, found.name)
     lm.weights = found.weights
     return in_numbers(with_runner(lm, runner), quantize)

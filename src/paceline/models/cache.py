@@ -21,15 +21,16 @@ from filelock import FileLock, Timeout
 
 from paceline.core.errors import LoadError, PacelineWarning
 from paceline.core.json_text import parse_json
+from paceline.core.progress import Progress
 
-Progress = Callable[[str, int, "int | None"], None]
-"""Called with a label, how much is done, and how much there is (None when nobody knows)."""
+__all__ = ["Progress", "WeightCache", "cache_folder", "file_sha256", "read_json", "write_json"]
 
 MANIFEST = "paceline-manifest.json"
 # When each file was last found to match the manifest. It is kept apart because it says something about this machine
 # (modification times), while the manifest says something about the weights.
 VERIFIED = "paceline-verified.json"
 _CHUNK = 1 << 20
+_SECOND = 1_000_000_000  # in nanoseconds
 
 
 def cache_folder() -> Path:
@@ -175,7 +176,7 @@ def _damage(entry: Path) -> str | None:
             state = (entry / name).stat()
             if state.st_size != expected["size"]:
                 return f"{name} has {state.st_size} bytes instead of {expected['size']}"
-            if known.get(name) != state.st_mtime_ns and file_sha256(entry / name) != expected["sha256"]:
+            if not _unchanged(known.get(name), state.st_mtime_ns) and file_sha256(entry / name) != expected["sha256"]:
                 return f"{name} does not match its checksum"
         except OSError as error:
             return f"{name} cannot be read: {error.strerror}"
@@ -186,6 +187,13 @@ def _damage(entry: Path) -> str | None:
         with suppress(OSError):  # a cache one may only read is as good; the files are then hashed at every load
             write_json(entry / VERIFIED, times)
     return None
+
+
+def _unchanged(known: object, found: int) -> bool:
+    """Is this the time that was noted? Layers of a container image keep whole seconds only."""
+    if not isinstance(known, int):
+        return False
+    return known == found or (found % _SECOND == 0 and known // _SECOND == found // _SECOND)
 
 
 def read_json(path: Path) -> dict | None:

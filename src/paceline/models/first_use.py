@@ -1,7 +1,8 @@
 """Kernels are compiled at their first use on a machine and kept beside the weights; here is where, and by whom.
 
 Two processes may begin at once: one compiles and the other waits for it, for numba numbers its files as if it were
-alone. Where nothing can be written the kernels are compiled all the same, in a folder that goes with the process.
+alone. A folder that holds all kernels is read, and may be read-only. Where kernels are missing and nothing can be
+written, they are compiled into a temporary folder that is removed with the process.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from paceline.core.errors import PacelineWarning
+from paceline.core.progress import reporting
 from paceline.kernels import warm_up
 from paceline.kernels.locks import OneAtATime
 
@@ -39,43 +41,48 @@ def kernels_ready(progress: Progress | None = None) -> None:
     with _ONE:
         if warm_up.is_warm():
             return
-        place = warm_up.place(cache_folder() / "kernels")
-        seal = warm_up.seal(place)
-        if seal.is_file() and _writable(place):
+        with reporting(progress, LABEL) as told:
+            _ready(told)
+
+
+def _ready(progress: Progress) -> None:
+    place = warm_up.place(cache_folder() / "kernels")
+    seal = warm_up.seal(place)
+    if seal.is_file():
+        with suppress(OSError):  # a file of it is gone, and another cannot be saved there
             _make(place, progress)
             return
-        with _locked(place, progress) as (where, ours):
-            compiled = _make(where, progress)
-            if ours:
-                with suppress(OSError):
-                    seal.touch()
-                _sweep(place)
-            elif compiled:
-                warnings.warn(
-                    f"Compiled kernels cannot be kept in '{place}', so the next process compiles them again; make room "
-                    "there or set PACELINE_CACHE to another folder.",
-                    PacelineWarning,
-                    stacklevel=3,
-                )
+    with _locked(place, progress) as (where, ours):
+        compiled = _make(where, progress, everything=ours)
+        if ours:
+            with suppress(OSError):
+                seal.touch()
+            _sweep(place)
+        elif compiled:
+            warnings.warn(
+                f"Compiled kernels cannot be kept in '{place}', so the next process compiles them again; make room "
+                "there or set PACELINE_CACHE to another folder.",
+                PacelineWarning,
+                stacklevel=3,
+            )
 
 
-def _make(place: Path, progress: Progress | None) -> int:
+def _make(place: Path, progress: Progress, everything: bool = False) -> int:
     began = time.perf_counter()
 
     def told(done: int, many: int) -> None:
         if done == 0:
             _LOG.info("%s, into %s", LABEL, place)
-        if progress is not None:
-            progress(LABEL, done, many)
+        progress(LABEL, done, many)
 
-    compiled = warm_up.warm_up(place, told)
+    compiled = warm_up.warm_up(place, told, everything)
     if compiled:
         _LOG.info("compiled %d kernels in %.1f s", compiled, time.perf_counter() - began)
     return compiled
 
 
 @contextmanager
-def _locked(place: Path, progress: Progress | None) -> Iterator[tuple[Path, bool]]:
+def _locked(place: Path, progress: Progress) -> Iterator[tuple[Path, bool]]:
     """The folder to compile into, and whether it is the one that lasts."""
     lock = None
     try:
@@ -84,8 +91,7 @@ def _locked(place: Path, progress: Progress | None) -> Iterator[tuple[Path, bool
         try:
             lock.acquire(timeout=0)
         except Timeout:
-            if progress is not None:
-                progress("waiting for another process that compiles the kernels", 0, None)
+            progress("waiting for another process that compiles the kernels", 0, None)
             lock.acquire(timeout=_PATIENCE)
         if not _writable(place):
             raise PermissionError(place)
@@ -99,11 +105,16 @@ def _locked(place: Path, progress: Progress | None) -> Iterator[tuple[Path, bool
 
 
 def _passing(place: Path) -> Path:
-    """A folder for this process, with what was kept where one may only read."""
-    folder = Path(tempfile.mkdtemp(prefix="paceline-kernels-"))
+    """A folder for this process, with what is in the read-only one. Shared memory serves where no disk is writable."""
+    shared = Path("/dev/shm")
+    try:
+        folder = Path(tempfile.mkdtemp(prefix="paceline-kernels-"))
+    except FileNotFoundError:  # no usable temporary folder
+        folder = Path(tempfile.mkdtemp(prefix="paceline-kernels-", dir=shared))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    with suppress(OSError, shutil.Error):
-        shutil.copytree(place, folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns(".lock"))
+    with suppress(OSError):
+        for file in place.glob("*.nb*"):
+            shutil.copyfile(file, folder / file.name)  # without its mode, which may be read-only
     return folder
 
 

@@ -23,6 +23,7 @@ from paceline.models import hub
 from paceline.models.cache import Progress, WeightCache
 from paceline.models.catalogue import cache_key, fetch_entry, find_entry, names
 from paceline.models.chatter import in_one_line, quiet
+from paceline.models.direct import read_directly
 from paceline.models.gguf import PROVENANCE, convert, read_header, tokenizer_refused
 from paceline.models.gguf_tokenizer import TokenizerError, build_tokenizer
 from paceline.models.memory import give_back
@@ -220,6 +221,11 @@ def _load_model(
     if sharing:
         leave_in_order()
     table = check_folder(located.folder, located.name)
+    if not sharing and not trust_remote_code:
+        with quiet(), bounded(table, located.name):
+            plain = read_directly(located.folder, dtype)
+        if plain is not None:
+            return plain.to(device)  # type: ignore[arg-type]
     try:
         with quiet(), bounded(table, located.name):
             model, report = AutoModelForCausalLM.from_pretrained(

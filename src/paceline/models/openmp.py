@@ -45,6 +45,21 @@ def own_threads() -> Iterator[None]:
         _MINE.usual = 0
 
 
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Inside, torch computes on the calling thread alone. For many small steps: threads that wait for each other after
+    each of them spin, and on a busy machine that takes many times the work itself."""
+    openmp = found()
+    before = 1 if openmp is None else openmp.omp_get_max_threads()
+    if before > 1:
+        openmp.omp_set_num_threads(1)
+    try:
+        yield
+    finally:
+        if before > 1:
+            openmp.omp_set_num_threads(before)
+
+
 def rest() -> None:
     """Kernels are about to run: torch's threads are not to be woken until somebody needs them."""
     if _MINE.usual > 1:

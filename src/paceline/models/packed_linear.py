@@ -14,6 +14,8 @@ from torch import Tensor, nn
 
 from paceline.core.errors import UnsupportedError
 
+from .openmp import one_thread
+
 BLOCK = 32  # weights that share a scale and a least value in `Int4Linear`
 _HEAD = 4  # bytes of those two
 _SIZE = _HEAD + BLOCK // 2
@@ -86,12 +88,13 @@ class Int8Linear(PackedLinear):
         quantized = torch.empty(weight.shape, dtype=torch.int8, device=weight.device)
         scales = torch.empty(self.out_features, dtype=weight.dtype, device=weight.device)
         step = max(1, _PACKED_AT_ONCE // self.in_features)
-        for start in range(0, self.out_features, step):
-            exact = weight.detach()[start : start + step].to(torch.promote_types(weight.dtype, torch.float32))
-            largest = torch.maximum(exact.amax(1, keepdim=True), -exact.amin(1, keepdim=True))
-            scale = largest.clamp(min=torch.finfo(torch.float32).tiny) / 127
-            quantized[start : start + step] = (exact / scale).round_()
-            scales[start : start + step] = scale.squeeze(1)
+        with one_thread():  # the pieces are too small to share
+            for start in range(0, self.out_features, step):
+                exact = weight.detach()[start : start + step].to(torch.promote_types(weight.dtype, torch.float32))
+                largest = torch.maximum(exact.amax(1, keepdim=True), -exact.amin(1, keepdim=True))
+                scale = largest.clamp(min=torch.finfo(torch.float32).tiny) / 127
+                quantized[start : start + step] = (exact / scale).round_()
+                scales[start : start + step] = scale.squeeze(1)
         self.register_buffer("quantized", quantized, persistent=False)
         self.register_buffer("scale", scales, persistent=False)
         self.kernel_rows = kernel_rows(weight.device, weight.dtype, self.in_features, self.out_features % _KERNEL_STEP)

@@ -20,6 +20,7 @@ import torch
 from paceline.core.contracts import Reader
 from paceline.core.costs import Costs
 from paceline.core.errors import PacelineWarning
+from paceline.core.progress import reporting
 from paceline.core.scratch_rows import ScratchRows
 from paceline.kernels.warm_up import fingerprint
 
@@ -198,7 +199,8 @@ def costs_for(
             _BUSY.discard(key)
         others = Neighbours()
         others.begin()
-        new = measured_costs(lm, rows=missing, clock=clock, progress=progress)
+        with reporting(progress, "measuring passes") as told:
+            new = measured_costs(lm, rows=missing, clock=clock, progress=told)
         known = new if known is None else replace(known, passes={**known.passes, **new.passes})
         _write(key, known, busy=bool(others.disturbed()))
     assert known is not None

@@ -5,49 +5,50 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 from paceline.core.errors import PacelineError
 from paceline.core.flags import add_flags, values_of
 from paceline.core.interrupting import interruptible
+from paceline.core.progress import ProgressLines, shown_already
 
+from .finished import try_it
 from .options import TrainOptions
 from .outlook import Outlook
 from .run import Onlooker, train
 
 _INTERRUPTED = 130
-_PAUSE = 5.0  # seconds between two lines about the same
 
 
 class Lines(Onlooker):
-    """Prints now and then."""
+    """Writes a line when something begins, and at least every ten seconds."""
 
-    def __init__(self) -> None:
-        self._last = {"loading": 0.0, "writing": 0.0, "step": 0.0}
-
-    def _due(self, what: str) -> bool:
-        due = time.monotonic() - self._last[what] >= _PAUSE
-        if due:
-            self._last[what] = time.monotonic()
-        return due
+    def __init__(self, lines: ProgressLines) -> None:
+        self._lines = lines
 
     def loading(self, label: str, done: int, total: int | None) -> None:
-        if self._due("loading"):
-            print(f"{label} {done}/{total}" if total else label, flush=True)
+        self._lines(label, done, total)
 
     def writing(self, label: str, done: int, total: int | None) -> None:
-        if self._due("writing") or done == total:
-            print(f"{label}: {done} of {total} tokens", flush=True)
+        self._lines(label, done, None, f"{done} of {total} tokens")
 
     def stepped(self, step: int, steps: int, loss: float, rate: float) -> None:
-        if self._due("step"):
-            print(f"step {step}/{steps}: loss {loss:.4f}, {rate:,.0f} tokens/s", flush=True)
+        self._lines("training", step, steps, f"loss {loss:.4f}, {rate:,.0f} tokens/s")
 
     def looked(self, step: int, outlook: Outlook) -> None:
-        print(f"step {step}: {described(outlook)}", flush=True)
+        self._lines.note(f"step {step}: {described(outlook)}")
 
     def noted(self, sentence: str) -> None:
-        print(sentence, flush=True)
+        self._lines.note(sentence)
+
+
+@contextmanager
+def lines_on_stdout() -> Iterator[Lines]:
+    """Where there is no terminal."""
+    with shown_already(), ProgressLines(lambda line: print(line, flush=True)) as lines:
+        lines.begin("starting")
+        yield Lines(lines)
 
 
 def described(outlook: Outlook) -> str:
@@ -61,10 +62,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser("python -m paceline.training", argument_default=argparse.SUPPRESS)
     add_flags(parser, TrainOptions)
     try:
-        options = TrainOptions(**values_of(vars(parser.parse_args(arguments)), TrainOptions))
+        given = vars(parser.parse_args(arguments))
+        options = TrainOptions(**values_of(given, TrainOptions))
         began = time.monotonic()
-        with interruptible() as cancel:
-            folder = train(options, Lines(), cancel)
+        with interruptible() as cancel, lines_on_stdout() as lines:
+            folder = train(options, lines, cancel, given=given)
     except (PacelineError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return int(getattr(error, "exit_code", 2))
@@ -72,6 +74,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("stopped; the same command goes on from here", file=sys.stderr)
         return _INTERRUPTED
     print(f"{options.kind} for {options.target} in {folder}, {time.monotonic() - began:.0f} s", flush=True)
+    print(f"try it: {try_it(options.kind, options.target, folder)}", flush=True)
     return 0
 
 

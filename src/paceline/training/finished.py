@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -49,6 +50,17 @@ def measure(lm: LanguageModel, drafter: Drafter, pieces: Sequence[Text], most: i
     same = [each.tokens for each in plain] == [each.tokens for each in found]
     accepted = sum(each.accepted for each in stats)
     return Measured(emitted / max(1, rounds), accepted / max(1, drafted), len(prompts), emitted, same)
+
+
+def used_as(kind: str, target: str, folder: str) -> tuple[str, str]:
+    """The target and the draft to decode with, as users name them. A pair has a target of its own."""
+    return (f"{folder}/main", f"{folder}/draft") if kind == "pair" else (target, folder)
+
+
+def try_it(kind: str, target: str, folder: Path) -> str:
+    """A command that uses what was trained."""
+    lm, draft = used_as(kind, target, str(folder))
+    return shlex.join(["paceline", "generate", "Once upon a time", "--target", lm, "--draft", draft])
 
 
 def write_card(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,8 @@ from .hardware import Alone, Several
 from .options import COUNTED, PAIR, TrainOptions
 from .outlook import Outlook
 from .pair import train_pair
-from .shards import Shards
+from .shards import Shards, about_texts
+from .sharing import origin
 from .sources import read_data
 from .teacher import Teacher
 from .trainer import Trainer, Watcher
@@ -49,8 +50,17 @@ class Onlooker(Watcher):
     def noted(self, sentence: str) -> None: ...
 
 
-def train(options: TrainOptions, onlooker: Onlooker | None = None, cancel: Cancel | None = None) -> Path:
-    """Train a drafter; returns its folder. Raises KeyboardInterrupt where `cancel` said so, with everything kept."""
+def train(
+    options: TrainOptions,
+    onlooker: Onlooker | None = None,
+    cancel: Cancel | None = None,
+    given: Collection[str] | None = None,
+) -> Path:
+    """Train a drafter; returns its folder. Raises KeyboardInterrupt where `cancel` said so, with everything kept.
+
+    given: the options that the user set; those that are not at their default, if not said. Texts that are there already
+    decide about the others (see `sharing`).
+    """
     eye, began = onlooker or Onlooker(), time.monotonic()
     if options.kind == PAIR:
         return train_pair(options, eye, cancel)
@@ -63,7 +73,7 @@ def train(options: TrainOptions, onlooker: Onlooker | None = None, cancel: Cance
     if options.join and options.length > lm.context:
         raise InputError(f"{lm.name} reads {lm.context} tokens at most, so texts cannot be joined to {options.length}.")
     beginning = None if options.start is None else Beginning.read(options.start, options.kind, lm)
-    texts = _texts(options, lm, eye, cancel, hardware)
+    texts = _texts(options, lm, eye, cancel, hardware, given)
     corpus = Corpus(texts.texts(), options.length, options.batch, options.seed, join=options.join)
     eye.noted(
         f"{len(corpus.pieces)} pieces of text with {corpus.size} tokens to learn from, {len(corpus.held_out)} held out"
@@ -95,22 +105,24 @@ def _prepare_folder(folder: Path) -> None:
         raise LoadError(f"The folder '{folder}' cannot be made: {error.strerror or error}.") from error
 
 
-def _texts(options: TrainOptions, lm: LanguageModel, eye: Onlooker, cancel: Cancel | None, hardware: Alone) -> Shards:
+def _texts(
+    options: TrainOptions, lm: LanguageModel, eye: Onlooker, cancel: Cancel | None, hardware: Alone,
+    given: Collection[str] | None,
+) -> Shards:  # fmt: skip
     """The shards: of a file, or of what the target writes. With several processes the first one makes them."""
-    plan = options.plan().settled(lm) if options.data is None else None
-    if plan is None:
-        about: dict[str, Any] = {"data": str(Path(str(options.data)).resolve())}
-    else:
-        about = {name: value for name, value in asdict(plan).items() if name not in ("tokens", "rows")}
-    about["target"] = {name: value for name, value in fingerprint(lm).items() if name not in ("weights", "source")}
     where = Path(options.texts) if options.texts is not None else options.folder / "texts"
+    source = origin(options, about_texts(where) if options.texts is not None else {}, lm, given)
+    about = {
+        **source.about,
+        "target": {name: value for name, value in fingerprint(lm).items() if name not in ("weights", "source")},
+    }
     if hardware.rank == 0:
-        texts = read_data(Path(str(options.data)), lm) if plan is None else []  # what is wrong with them is said first
-        shards = Shards(where, about)
+        texts = [] if source.data is None else read_data(source.data, lm)  # what is wrong with them is said first
+        shards = Shards(where, about, None if source.plan is None else source.plan.tokens)
         for start in range(_PIECE * len(shards), len(texts), _PIECE):
             shards.append(texts[start : start + _PIECE])
-        if plan is not None:
-            _write(options, lm, plan, shards, eye, cancel)
+        if source.plan is not None:
+            _write(options, lm, source.plan, shards, eye, cancel)
     hardware.wait()  # two that make the same folder would be in each other's way
     return Shards(where, about)
 

@@ -27,6 +27,7 @@ from paceline.models.weight_check import reading
 
 FORMAT = 1
 ENOUGH = "enough"
+WANTED = "tokens"  # in the manifest: how many tokens there are to be
 _MANIFEST = "manifest.json"
 
 
@@ -38,26 +39,41 @@ class Text:
     prompt: int = 0
 
 
+def about_texts(folder: str | os.PathLike[str]) -> dict[str, Any]:
+    """What the manifest of a folder says of its texts; nothing where there is none."""
+    path = Path(folder) / _MANIFEST
+    if not path.exists():
+        return {}
+    with reading("The manifest", path):
+        found = parse_json(path.read_text("utf-8"))
+        if not isinstance(found, dict):
+            raise ValueError("it is no JSON object")
+    return found
+
+
 class Shards:
     """A folder of texts. `about` must be the same whenever it is opened: texts of two targets never mix."""
 
-    def __init__(self, folder: str | os.PathLike[str], about: Mapping[str, Any]) -> None:
+    def __init__(self, folder: str | os.PathLike[str], about: Mapping[str, Any], wanted: int | None = None) -> None:
+        """wanted: how many tokens there are to be; it is noted for those who share the texts."""
         self.folder = Path(folder)
         plain = json.loads(json.dumps({"format": FORMAT, **about}))
         path = self.folder / _MANIFEST
         if not path.exists():
             self.folder.mkdir(parents=True, exist_ok=True)
-            write_whole(path, (json.dumps(plain, indent=2, sort_keys=True) + "\n").encode())
-        with reading("The manifest", path):
-            found = parse_json(path.read_text("utf-8"))
-            if not isinstance(found, dict):
-                raise ValueError("it is no JSON object")
+            self._note({**plain, **({} if wanted is None else {WANTED: wanted})})
+        found = about_texts(self.folder)
         for name, value in plain.items():
             if found.get(name) != value:
                 raise InputError(
                     f"The texts in '{self.folder}' were made with {name} = {found.get(name)!r}, not {value!r}; "
                     "take another folder, or remove this one."
                 )
+        if wanted is not None and found.get(WANTED) != wanted:
+            self._note({**found, WANTED: wanted})
+
+    def _note(self, found: Mapping[str, Any]) -> None:
+        write_whole(self.folder / _MANIFEST, (json.dumps(found, indent=2, sort_keys=True) + "\n").encode())
 
     def __len__(self) -> int:
         """How many shards there are; the next one gets this number."""

@@ -1,0 +1,80 @@
+"""`python -m paceline.cli.name_index`: write the index of names (`core/names.json`) from what is registered."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterable
+from typing import Any
+
+from paceline.core.names import FILE
+
+
+def build() -> dict[str, dict[str, list[str]]]:
+    """kind -> name -> options, of what Paceline itself brings."""
+    from paceline.bench.peers.opening import _PEERS
+    from paceline.bench.presets import PRESETS
+    from paceline.core.contracts import DRAFTERS, RULES
+    from paceline.models.catalogue import CATALOGUE
+    from paceline.models.head_packing import NUMBERS
+    from paceline.models.named_shapes import SHAPES
+    from paceline.models.quantized import KINDS
+    from paceline.models.running import RUNNERS
+    from paceline.training.course import COURSES
+    from paceline.training.losses import LOSSES
+    from paceline.training.options import PAIR
+    from paceline.training.pair import PairSizes
+    from paceline.training.trigram import CountingOptions
+
+    kinds = {**_ours(COURSES), PAIR: _fields(PairSizes), "trigram": _fields(CountingOptions)}
+    found = {
+        "drafter": _ours(DRAFTERS),
+        "rule": _ours(RULES),
+        "model": {entry.name: list(entry.aliases) for entry in CATALOGUE},
+        "runner": _bare(RUNNERS),
+        "quantize": _bare(KINDS),
+        "dtype": _bare(["auto", *_dtypes()]),
+        "kind": kinds,
+        "loss": _bare(LOSSES),
+        "numbers": _bare(NUMBERS),
+        "preset": _bare(PRESETS),
+        "peer": {name: list(opening.options) for name, opening in _PEERS.items()},
+        "shape": _bare(SHAPES),
+    }
+    return {kind: dict(sorted(names.items())) for kind, names in found.items()}
+
+
+def _ours(registry: Any) -> dict[str, list[str]]:
+    """Without what other packages, or tests, have registered."""
+    return {name: _fields(registry[name].Options) for name in registry if _is_ours(registry[name])}
+
+
+def _is_ours(cls: type) -> bool:
+    return cls.__module__.partition(".")[0] == "paceline"
+
+
+def _fields(options: Any) -> list[str]:
+    return [field.name for field in dataclasses.fields(options)]
+
+
+def _bare(names: Iterable[str]) -> dict[str, list[str]]:
+    return {name: [] for name in names}
+
+
+def _dtypes() -> list[str]:
+    """The names of types of floating-point numbers that every version of torch has."""
+    return ["bfloat16", "double", "float", "float16", "float32", "float64", "half"]
+
+
+def written(found: dict[str, dict[str, list[str]]]) -> str:
+    """A line for each name, so that a change is easy to see."""
+    kinds = []
+    for kind, names in found.items():
+        lines = ",\n".join(f"  {json.dumps(name)}: {json.dumps(options)}" for name, options in names.items())
+        kinds.append(f" {json.dumps(kind)}: {{\n{lines}\n }}")
+    return "{\n" + ",\n".join(kinds) + "\n}\n"
+
+
+if __name__ == "__main__":
+    FILE.write_text(written(build()), "utf-8")
+    print(FILE)

@@ -1,0 +1,157 @@
+"""How far long work is, as lines: one mechanism for all commands and for the library.
+
+A line is written when something new begins and at least every ten seconds, whether or not the work reports: a log file
+shows that the process is alive. On a terminal the library rewrites one line; the command line has bars of its own.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, TextIO
+
+EVERY = 10.0  # seconds between two lines, at most
+_PATIENCE = 1.0  # seconds of work that the library does in silence
+_LIVE = 0.2  # seconds between two states of a line on a terminal
+_FEW = 100_000  # what is counted below this are pieces, not bytes
+_CLEAR = "\r\x1b[2K"
+
+Progress = Callable[[str, int, "int | None"], None]
+"""Called with a label, how much is done, and how much there is (None where it is not known)."""
+
+
+class ProgressLines:
+    """Takes what a `Progress` takes and writes lines. Inside `with`, a thread writes where the work itself is silent.
+
+    every: seconds between two lines, at most. announce: a new label is a line of its own. patience: seconds at the
+    beginning without any line.
+    """
+
+    def __init__(
+        self,
+        write: Callable[[str], None],
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        every: float = EVERY,
+        announce: bool = True,
+        patience: float = 0.0,
+    ) -> None:
+        self._write, self._clock, self._every, self._announce = write, clock, every, announce
+        self._lock = threading.Lock()
+        self._seen: set[str] = set()
+        self._state: tuple[str, int, int | None, str] = ("", 0, None, "")
+        self._began = self._last = clock()  # of the label, and of the last line
+        self._silent_until = self._last + patience
+        self._end = threading.Event()
+
+    def __call__(self, label: str, done: int, total: int | None, more: str = "") -> None:
+        """more: what else the line says, such as a loss."""
+        with self._lock:
+            if label != self._state[0]:
+                self._began = self._clock()
+            self._state = (label, done, total, more)
+            if label and label not in self._seen and self._clock() >= self._silent_until:
+                self._seen.add(label)
+                if self._announce:
+                    self._say(f"{label} …")
+                    return
+            self._if_due()
+
+    def begin(self, label: str) -> None:
+        """What is being done, without a line of its own."""
+        with self._lock:
+            self._began, self._state = self._clock(), (label, 0, None, "")
+
+    def reached(self, label: str, done: int, total: int | None, more: str = "") -> None:
+        """The same without a line for a new label: a caller that announces things itself."""
+        with self._lock:
+            self._seen.add(label)
+        self(label, done, total, more)
+
+    def note(self, sentence: str) -> None:
+        """A line now."""
+        with self._lock:
+            self._say(sentence)
+
+    def tick(self) -> float:
+        """Write a line if the last one is old; returns the seconds until the next one is due."""
+        with self._lock:
+            if not self._end.is_set():
+                self._if_due()
+            return max(self._last + self._every - self._clock(), 0.0)
+
+    def _if_due(self) -> None:
+        if self._clock() - self._last >= self._every and self._clock() >= self._silent_until:
+            self._seen.add(self._state[0])
+            self._say(described(*self._state, self._clock() - self._began))
+
+    def _say(self, line: str) -> None:
+        self._last = self._clock()
+        self._write(line)
+
+    def __enter__(self) -> ProgressLines:
+        threading.Thread(target=self._beat, name="paceline-progress", daemon=True).start()
+        return self
+
+    def __exit__(self, *what: Any) -> None:
+        self._end.set()
+
+    def _beat(self) -> None:
+        wait = self.tick()
+        while not self._end.wait(max(wait, 0.05)):
+            wait = self.tick()
+
+
+def described(label: str, done: int, total: int | None, more: str, seconds: float) -> str:
+    """ "downloading x: 45 % (42 of 93 MB), 12 s"."""
+    parts = [f"{seconds:.0f} s"]
+    if total:
+        amount = f"{done} of {total}" if total < _FEW else f"{done / 1e6:.0f} of {total / 1e6:.0f} MB"
+        parts.insert(0, f"{min(done / total, 1):.0%} ({amount})".replace("%", " %"))
+    if more:
+        parts.insert(-1, more)
+    return f"{label or 'working'}: {', '.join(parts)}"
+
+
+# ---- for the library
+
+
+_SHOWN: ContextVar[bool] = ContextVar("shown", default=False)  # does a caller show progress already?
+
+
+@contextmanager
+def shown_already() -> Iterator[None]:
+    """Inside, the library is silent: a command shows how far it is."""
+    before = _SHOWN.set(True)
+    try:
+        yield
+    finally:
+        _SHOWN.reset(before)
+
+
+@contextmanager
+def reporting(progress: Progress | None, what: str, stream: TextIO | None = None) -> Iterator[Progress]:
+    """The given progress; where there is none, lines on stderr if the work takes more than a second."""
+    if progress is not None:
+        yield progress
+        return
+    if _SHOWN.get():
+        yield lambda label, done, total: None
+        return
+    file = stream or sys.stderr
+    live = file is not None and file.isatty()
+
+    def write(line: str) -> None:
+        if file is not None:
+            print(f"{_CLEAR}{line}" if live else line, end="" if live else "\n", file=file, flush=True)
+
+    lines = ProgressLines(write, every=_LIVE if live else EVERY, announce=not live, patience=_PATIENCE)
+    with shown_already(), lines:
+        lines.begin(what)
+        yield lines
+    if live:
+        write("")

@@ -1,0 +1,69 @@
+"""Where compiled kernels are kept, and by what they are found again: by their content, not by the path of a file.
+
+numba finds what it compiled by the folder of the source file, and it uses no folder that it cannot write to. A kernel
+here is found by its name and by the text of all kernel sources, in one folder for all installations that have the same
+sources. The folder may be read-only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from numba import config
+from numba.core.caching import _CacheLocator
+
+_OTHERS = "UserProvidedCacheLocator,InTreeCacheLocator,UserWideCacheLocator,IPythonCacheLocator"  # numba's own order
+_SETTINGS: Any = config
+
+
+class Kept(NamedTuple):
+    """The kernels with these sources (a folder) and this stamp are in `folder`."""
+
+    folder: Path
+    sources: Path
+    stamp: str
+
+
+class ByContent(_CacheLocator):  # type: ignore[misc]
+    """Tells numba the folder of a kernel and the stamp of its sources. Functions of other packages are not touched."""
+
+    now: Kept | None = None  # inside `kept_in`
+    last: Kept | None = None
+
+    def __init__(self, kept: Kept, py_func: Any, py_file: str) -> None:
+        self._kept, self._line = kept, py_func.__code__.co_firstlineno
+        self._py_file = py_file  # numba reads this name for its warnings
+
+    @classmethod
+    def from_function(cls, py_func: Any, py_file: str) -> ByContent | None:
+        if cls.now is None or Path(py_file).parent != cls.now.sources:
+            return None
+        return cls(cls.now, py_func, py_file)
+
+    def get_cache_path(self) -> str:
+        return str(self._kept.folder)
+
+    def get_source_stamp(self) -> str:
+        return self._kept.stamp
+
+    def get_disambiguator(self) -> str:
+        return str(self._line)
+
+
+@contextmanager
+def kept_in(kept: Kept | None) -> Iterator[None]:
+    """Functions that are made inside from those sources are read from the folder, or compiled and saved there. None: as
+    numba does by itself."""
+    if kept is None:
+        yield
+        return
+    theirs, before = _SETTINGS.CACHE_LOCATOR_CLASSES, ByContent.now
+    _SETTINGS.CACHE_LOCATOR_CLASSES = f"{__name__}.{ByContent.__name__},{theirs or _OTHERS}"
+    ByContent.now = ByContent.last = kept
+    try:
+        yield
+    finally:
+        _SETTINGS.CACHE_LOCATOR_CLASSES, ByContent.now = theirs, before

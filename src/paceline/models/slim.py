@@ -1,0 +1,110 @@
+"""A quicker start of the command line: what transformers imports and a single process does not use is put off.
+
+Its modules import torch's compiler (for decorators) and torch's distributed tensors: together a quarter of the start.
+Here the compiler is imported when it is first used, and transformers is told that torch has no distributed tensors,
+which it supports. Only the command line does this, in short commands of one process (`core.startup`): in a program of
+somebody else the packages stay as they are.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+import threading
+from collections.abc import Callable
+from functools import partial, wraps
+from types import ModuleType
+from typing import Any
+
+_COMPILER = "torch._dynamo"
+_MARKS = ("allow_in_graph", "assume_constant_result")  # decorators that return what they are given
+
+
+class LazyPackage(ModuleType):
+    """A package whose code runs when something of it is first used; its parts can be imported before."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(f"module '{self.__name__}' has no attribute '{name}'")
+        part = sys.modules.get(f"{self.__name__}.{name}")
+        if part is not None:
+            return part
+        waiting: list[tuple[str, Callable[..., Any]]] = self.__dict__["__waiting__"]
+        if name in _MARKS:
+            return partial(_marked, waiting, name)
+        if name == "disable":
+            return _disabled
+        return getattr(_loaded(self), name)
+
+
+_ONE = threading.RLock()
+
+
+def _loaded(package: ModuleType) -> ModuleType:
+    """Run the code of the package, and apply the decorators that were put off."""
+    with _ONE:
+        if type(package) is LazyPackage:
+            waiting = package.__dict__.pop("__waiting__")
+            package.__class__ = ModuleType  # type: ignore[assignment]
+            spec = package.__spec__
+            assert spec is not None
+            assert spec.loader is not None
+            spec.loader.exec_module(package)
+            for name, function in waiting:
+                getattr(package, name)(function)
+    return package
+
+
+def _marked(waiting: list[tuple[str, Callable[..., Any]]], name: str, function: Callable[..., Any]) -> Any:
+    waiting.append((name, function))
+    return function
+
+
+def _disabled(function: Any = None, recursive: bool = True, **more: Any) -> Any:
+    """`torch.compiler.disable`, applied once there is a compiler: before that nothing can be compiled."""
+    if function is None:
+        return partial(_disabled, recursive=recursive, **more)
+    made: list[Callable[..., Any]] = []
+
+    @wraps(function)
+    def call(*arguments: Any, **named: Any) -> Any:
+        compiler: Any = sys.modules[_COMPILER]
+        if type(compiler) is LazyPackage:
+            return function(*arguments, **named)
+        if not made:
+            made.append(compiler.disable(function, recursive, **more))
+        return made[0](*arguments, **named)
+
+    return call
+
+
+def put_off(name: str) -> None:
+    """Import a package of a package when it is first used; nothing changes if it is there already."""
+    if name in sys.modules:
+        return
+    spec = importlib.util.find_spec(name)
+    if spec is None or spec.loader is None:
+        return
+    package = importlib.util.module_from_spec(spec)
+    package.__dict__["__waiting__"] = []
+    package.__class__ = LazyPackage
+    sys.modules[name] = package
+    parent, _, child = name.rpartition(".")
+    setattr(sys.modules[parent], child, package)
+
+
+def slim_transformers() -> None:
+    """Before anything of transformers is imported."""
+    import torch  # noqa: F401  the parent of what is put off
+
+    put_off(_COMPILER)
+    from transformers import utils
+    from transformers.utils import import_utils
+
+    for module in (utils, import_utils):
+        if hasattr(module, "is_torch_distributed_available"):
+            module.is_torch_distributed_available = _no
+
+
+def _no() -> bool:
+    return False

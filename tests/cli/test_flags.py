@@ -139,7 +139,7 @@ def test_what_train_is_told_arrives(target: str, tmp_path: Path) -> None:
 
 def test_what_train_is_told_of_time_and_processes_arrives(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[Any] = []
-    monkeypatch.setattr("paceline.training.run.train", lambda options, *_: told.append(options) or "folder")
+    monkeypatch.setattr("paceline.training.run.train", lambda options, *_, **__: told.append(options) or "folder")
     for given in (["--minutes", "0.5"], ["--accelerate", "--predict"]):
         result = run("train", "--target", target, "--out", "x", *given)
         assert result.exit_code == 0, result.output

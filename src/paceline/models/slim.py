@@ -2,8 +2,8 @@
 
 Its modules import torch's compiler (for decorators) and torch's distributed tensors: together a quarter of the start.
 Here the compiler is imported when it is first used, and transformers is told that torch has no distributed tensors,
-which it supports. Only the command line does this, in short commands of one process (`core.startup`): in a program of
-somebody else the packages stay as they are.
+which it supports. Only the command line does this, in short commands of one process (`core.startup`): in other
+programs the packages stay as they are.
 """
 
 from __future__ import annotations

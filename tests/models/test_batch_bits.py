@@ -129,6 +129,7 @@ def read(lm: LanguageModel, prompts: list[list[int]], room: int) -> tuple[Any, T
 
 
 def check_reading(lm: LanguageModel, prompts: list[list[int]]) -> None:
+    """Keys, values, hidden states and logits: of all prompts together, and of each alone."""
     together, _, logits = read(lm, prompts, 200)
     for row, prompt in enumerate(prompts):
         alone, _, said = read(lm, [prompt], len(prompt) + 9)
@@ -145,6 +146,7 @@ def check_reading(lm: LanguageModel, prompts: list[list[int]]) -> None:
 @torch.inference_mode()
 def test_kernels_read_a_prompt_alike_in_every_batch(kind: str | None, threads: int) -> None:
     check_reading(in_numbers(llama(), kind), texts())
+    check_reading(in_numbers(llama(), kind), texts([3, 4, 1, 6, 5]))  # so short that one pass reads them
 
 
 @with_kernels

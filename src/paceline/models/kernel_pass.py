@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from .cuda_pass import CudaPass
     from .language_model import LanguageModel
 
+_EXTRA = 4  # tokens that take as long as it takes to begin a pass
 _MANY = 16  # tokens of a pass that is limited by arithmetic, where a pass over few is limited by memory
 
 
@@ -66,13 +67,19 @@ class KernelPass:
         position, prefix, lists = climb(parents, length, slots, fed)
         return position, Sight(prefix, lists)
 
+    def together(self, lengths: Sequence[int]) -> bool:
+        """Is one pass over so many tokens of each row, padded to the longest, cheaper than a pass for each row?"""
+        passes = sum(length > 0 for length in lengths)
+        padded = len(lengths) * max(lengths)
+        return passes > 1 and padded <= min(self.piece, sum(lengths) + _EXTRA * (passes - 1))
+
     def read(
-        self, cache: SlotCache, row: int, ids: Tensor, position: Tensor, taps: Sequence[int]
+        self, cache: SlotCache, first: int, ids: Tensor, position: Tensor, taps: Sequence[int]
     ) -> tuple[Tensor, ...]:
-        """Read a piece of a prompt, `ids` and `position` [1,Q], into one row of the cache. Returns the tapped states
-        [1,Q,D]; there are no logits."""
-        Q, part = ids.shape[1], Part(0, self.plan.layers, head=False)
-        place = _Place(_Shape(1, Q, Q, row), self._most if Q >= _MANY else self.threads)
+        """Read a piece of prompts, `ids` and `position` [R,Q], into the rows `first`... of the cache. Returns the
+        tapped states [R,Q,D]; there are no logits."""
+        (R, Q), part = ids.shape, Part(0, self.plan.layers, head=False)
+        place = _Place(_Shape(R, Q, Q, first), self._most if R * Q >= _MANY else self.threads)
         reading, _ = self(cache, ids, position, position, Sight(None), Q, taps, vocabulary=0, part=part, place=place)
         return reading.taps
 

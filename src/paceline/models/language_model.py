@@ -171,32 +171,39 @@ class SlotReader:
 
     def prefill(self, rows: RowsView, first: int, upto: Sequence[int]) -> None:
         """Read the first `upto` tokens of the rows `first`...: each row alone, in pieces on a fixed grid. So the bits
-        of a prompt depend on no other row and on no draft."""
+        of a prompt depend on no other row and on no draft. CPU kernels give a token the same bits in any pass: they
+        read short prompts together. What a shorter row reads past its end is written again before a pass sees it."""
         self.cache.reserve(rows.capacity, max(upto))
-        step = self._grid
+        if isinstance(self._kernels, KernelPass) and self._kernels.together(upto):
+            return self._read_piece(first, rows.text[first : first + len(upto), : max(upto)].clamp(min=0), 0)
         for row, end in enumerate(upto, first):
-            for start in range(0, end, step):
-                ids = rows.text[row : row + 1, start : min(start + step, end)]
-                taps = self._read_piece(row, ids if self.largest is None else ids.clamp(max=self.largest), start)
-                if self._taps:
-                    self.glimpses.append(Glimpse(row, start, taps))
+            for start in range(0, end, self._grid):
+                self._read_piece(row, rows.text[row : row + 1, start : min(start + self._grid, end)], start)
 
     @property
     def _grid(self) -> int:
         """Tokens from one grid line of a prompt to the next."""
         return self._kernels.piece if isinstance(self._kernels, KernelPass) else CHUNK
 
-    def _read_piece(self, row: int, ids: Tensor, start: int) -> tuple[Tensor, ...]:
-        """Read the tokens `ids` [1,Q] of one row from the grid line `start` on; returns the tapped states [1,Q,D]."""
+    def _read_piece(self, first: int, ids: Tensor, start: int) -> None:
+        """Read the tokens `ids` [R,Q] of the rows `first`... from the grid line `start` on."""
+        if self.largest is not None:
+            ids = ids.clamp(max=self.largest)
+        taps = self._piece_taps(first, ids, start)
+        if self._taps:
+            self.glimpses.append(Glimpse(first, start, taps))
+
+    def _piece_taps(self, first: int, ids: Tensor, start: int) -> tuple[Tensor, ...]:
+        """Run the pass of a piece; returns the tapped states [R,Q,D]."""
         if self._prompts is not None:
-            return self._prompts.read(self.cache, row, ids, start)
-        Q = ids.shape[1]
+            return self._prompts.read(self.cache, first, ids, start)
+        R, Q = ids.shape
         stop = start + Q
-        position = arange(start, stop, ids.device).expand(1, Q)
-        self.cache.aim(slice(row, row + 1), start, stop, start)
+        position = arange(start, stop, ids.device).expand(R, Q)
+        self.cache.aim(slice(first, first + R), start, stop, start)
         if isinstance(self._kernels, KernelPass):
             openmp.rest()
-            return self._kernels.read(self.cache, row, ids, position, self._taps)
+            return self._kernels.read(self.cache, first, ids, position, self._taps)
         allowed = None if start == 0 and self._may_omit_mask() else masks.chain_mask(position, stop)
         keys = masks.key_positions(position[:, :1], None, stop)
         return self._pass(ids, position, allowed, keys, keep=1, tapped=Q).taps

@@ -42,13 +42,13 @@ class StrictReader(SlotReader):
     def _grid(self) -> int:
         return super()._grid if self._kernels is not None else PIECE
 
-    def _read_piece(self, row: int, ids: Tensor, start: int) -> tuple[Tensor, ...]:
+    def _piece_taps(self, first: int, ids: Tensor, start: int) -> tuple[Tensor, ...]:
         """The last piece is padded, so a token has the same bits in it as in a full piece."""
         if self._kernels is not None:
-            return super()._read_piece(row, ids, start)
+            return super()._piece_taps(first, ids, start)
         Q = ids.shape[1]
-        self.cache.reserve(row + 1, _blocks(start + PIECE))
-        return tuple(tap[:, :Q] for tap in super()._read_piece(row, pad(ids, (0, PIECE - Q)), start))
+        self.cache.reserve(first + 1, _blocks(start + PIECE))
+        return tuple(tap[:, :Q] for tap in super()._piece_taps(first, pad(ids, (0, PIECE - Q)), start))
 
     def extend(
         self, rows: RowsView, width: int, tokens: Tensor | None = None, parents: Tensor | None = None

@@ -39,7 +39,7 @@ def test_the_branches_are_those_of_the_library(target: str, draft: str) -> None:
     ("arguments", "said"),
     [
         (["--negative-prompt", "x"], "is for --guidance-scale"),
-        (["--guidance-scale", "2", "--amateur", "y"], "use one of them"),
+        (["--guidance-scale", "2", "--amateur", "smollm2-135m"], "use one of them"),
     ],
 )
 def test_what_does_not_go_together(arguments: list[str], said: str) -> None:

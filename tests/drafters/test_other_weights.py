@@ -20,6 +20,7 @@ from tests.toys import llama
 
 import paceline
 from paceline import LanguageModel, PacelineWarning, SpeculativeDecoder, load_drafter
+from paceline.core import names
 from paceline.core.costs import Costs
 from paceline.core.errors import UnsupportedError
 from paceline.drafters import auto
@@ -86,6 +87,7 @@ def source(
     entry, place = made
     on_hub = request.param == "hub"
     monkeypatch.setattr(catalogue, "CATALOGUE", (entry,))
+    monkeypatch.setitem(names.index()["model"], entry.name, list(entry.aliases))  # what the command line knows
     monkeypatch.setattr(room, "ROOT", place / "shipped")
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setattr(hub.constants, "HF_HUB_CACHE", str(place / ("hub" if on_hub else "no-hub")))

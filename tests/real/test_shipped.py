@@ -12,7 +12,8 @@ import pytest
 import torch
 from tests.cli.conftest import demo
 from tests.real.moved_weights import fill_hub
-from tests.real.test_smollm2 import OWN, chat
+from tests.real.evidence_prompts import OWN
+from tests.real.test_smollm2 import chat
 
 import paceline
 from paceline import LanguageModel, SpeculativeDecoder

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 from tests.cli.conftest import demo
-from tests.real.moved_weights import fill_hub
 from tests.real.evidence_prompts import OWN
+from tests.real.moved_weights import fill_hub
 from tests.real.test_smollm2 import chat
 
 import paceline

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from tests.cli.conftest import save_model
 
 from paceline.core import startup
@@ -84,8 +85,6 @@ def test_decorators_wait_for_it(lazy: tuple[Any, list[int]]) -> None:
 
 
 def test_what_is_imported_stays() -> None:
-    import torch
-
     before = sys.modules["torch.nn"]
     slim.put_off("torch.nn")
     assert sys.modules["torch.nn"] is before is torch.nn
@@ -148,6 +147,9 @@ HEAVY = ("torch._dynamo.convert_frame", "torch.distributed.tensor", "torch._indu
          "prompt_toolkit", "matplotlib", "wandb", "pandas")  # fmt: skip
 
 
+@pytest.mark.skipif(
+    not slim.may_put_off(torch.__version__, torch.version.cuda), reason="this torch imports its compiler as usual"
+)
 def test_a_start_imports_nothing_that_it_does_not_use(tmp_path: Path) -> None:
     folder = save_model(tmp_path / "tiny")
     launched = ("RANK", "WORLD_SIZE", "LOCAL_RANK", startup.SWITCH)
@@ -158,3 +160,11 @@ def test_a_start_imports_nothing_that_it_does_not_use(tmp_path: Path) -> None:
     )  # fmt: skip
     assert run.returncode == 0, run.stdout + run.stderr
     assert (folder / "again" / "model.safetensors").is_file()
+
+
+def test_only_a_torch_that_was_tried_is_changed() -> None:
+    """torch 2.11 for CUDA cannot import transformers when its compiler is put off (seen on an H200)."""
+    assert slim.may_put_off("2.13.0+cpu", None)
+    assert not slim.may_put_off("2.13.0+cu130", "13.0")
+    assert not slim.may_put_off("2.11.0+cu130", "13.0")
+    assert not slim.may_put_off("2.14.0", None)

@@ -57,7 +57,7 @@ quick: $(STAMP)  ## the tests of `make check`
 real: weights  ## the tests on SmolLM2, alone and with all threads
 	$(PY) -m pytest -m real --durations=5 --durations-min=2
 
-models: $(STAMP)  ## try every class of transformers, tiny (an hour); writes docs/models.md
+models: $(STAMP)  ## try every class of transformers, tiny (20 minutes); writes docs/models.md
 	$(ONE_THREAD) $(PY) -m tests.models.survey
 
 weights: $(STAMP)  ## fetch SmolLM2-135M into the cache

@@ -34,16 +34,30 @@ def test_the_gap_is_that_of_the_text_itself(target: LanguageModel) -> None:
     assert parted.gap == pytest.approx(best - second)
 
 
-@pytest.mark.parametrize("draft", ["suffix", "auto"])
-def test_a_drafter_that_remembers_has_not_seen_the_text_before(draft: str) -> None:
+PROMPT = [1, 7, 9, 4, 7]
+SETTINGS = {"max_new_tokens": 40, "ignore_eos": True, "seed": 1, "temperature": 0.0}
+
+
+def test_a_drafter_that_remembers_has_not_seen_the_text_before() -> None:
     """Every run has the rounds of a first one."""
-    prompt, settings = [1, 7, 9, 4, 7], {"max_new_tokens": 40, "ignore_eos": True, "seed": 1, "temperature": 0.0}
-    options = {"costs": Costs({1: {1: 1.0, 64: 1.01}})} if draft == "auto" else {}
-    first = SpeculativeDecoder(MODEL, draft, options=options).generate(prompt, **settings)
-    decoder = SpeculativeDecoder(MODEL, draft, options=options)
-    again = decoder.generate(prompt, **settings), decoder.generate(prompt, **settings)
+    first = SpeculativeDecoder(MODEL, "suffix").generate(PROMPT, **SETTINGS)
+    decoder = SpeculativeDecoder(MODEL, "suffix")
+    again = decoder.generate(PROMPT, **SETTINGS), decoder.generate(PROMPT, **SETTINGS)
     assert again[1].stats.rounds < first.stats.rounds  # it does remember
-    sides = _race({"plain": SpeculativeDecoder(MODEL, draft=None), draft: decoder}, prompt, settings, 2, lambda: False)
+    sides = _race({"plain": SpeculativeDecoder(MODEL, draft=None), "it": decoder}, PROMPT, SETTINGS, 2, lambda: False)
     assert sides is not None
     assert sides[1].result.stats.rounds == first.stats.rounds
     assert sides[1].result.tokens == first.tokens == sides[0].result.tokens
+
+
+def test_auto_forgets_before_every_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its rounds depend on the clock, so the order of calls is compared."""
+    decoder = SpeculativeDecoder(MODEL, "auto", options={"costs": Costs({1: {1: 1.0, 64: 1.01}})})
+    calls: list[str] = []
+    for name in ("forget", "generate"):
+        call = getattr(decoder, name)
+        monkeypatch.setattr(decoder, name, lambda *a, _n=name, _c=call, **k: (calls.append(_n), _c(*a, **k))[1])
+    before = decoder.drafter
+    assert _race({"plain": SpeculativeDecoder(MODEL, draft=None), "auto": decoder}, PROMPT, SETTINGS, 2, lambda: False)
+    assert decoder.drafter is not before
+    assert calls == ["generate", "forget", "generate", "forget", "generate"]  # the first one is the warm-up

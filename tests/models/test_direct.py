@@ -82,6 +82,8 @@ def without(folder: Path, name: str, **more: torch.Tensor) -> Path:
         lambda folder: (folder / "model.safetensors").write_bytes(b"x" * 100),
         lambda folder: (folder / "model.safetensors").unlink(),
         lambda folder: (folder / "adapter_config.json").write_text("{}"),
+        lambda folder: (folder / "generation_config.json").unlink(),
+        lambda folder: change(folder, transformers_weights="other.safetensors"),
     ],
 )
 def test_what_is_unusual_is_left_to_transformers(tmp_path: Path, spoil: Any) -> None:
@@ -89,3 +91,17 @@ def test_what_is_unusual_is_left_to_transformers(tmp_path: Path, spoil: Any) -> 
     assert read_directly(folder, torch.float32) is not None
     spoil(folder)
     assert read_directly(folder, torch.float32) is None
+
+
+def test_a_tied_model_with_an_output_head_of_its_own_is_left_to_transformers(tmp_path: Path) -> None:
+    """transformers does not tie weights that differ; tying them would be another model."""
+    folder = saved(tmp_path / "model", tie_word_embeddings=True)
+    assert read_directly(folder, torch.float32) is not None
+    without(folder, "", **{"lm_head.weight": torch.randn(40, 32)})
+    assert read_directly(folder, torch.float32) is None
+
+
+def test_a_config_without_a_dtype_leaves_it_to_the_file(tmp_path: Path) -> None:
+    folder = change(saved(tmp_path / "model"), dtype=None)
+    assert read_directly(folder, "auto") is None
+    assert AutoModelForCausalLM.from_pretrained(folder, dtype="auto").dtype == torch.bfloat16

@@ -22,7 +22,7 @@ from .openmp import one_thread
 
 # Their files hold the very tensors of the model: `tests/models/test_direct.py` compares.
 PLAIN = ("gemma3_text", "llama", "mistral", "qwen2", "qwen3")
-_MORE = ("quantization_config", "auto_map")  # in a config: there is more to do than to read
+_MORE = ("quantization_config", "auto_map", "transformers_weights")  # in a config: there is more to do than to read
 _FILE, _GENERATION = "model.safetensors", "generation_config.json"
 _SMALL = 1 << 30  # bytes that are read in less time than threads take to meet for every tensor
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
@@ -39,7 +39,9 @@ def read_directly(folder: Path, dtype: torch.dtype | str) -> PreTrainedModel | N
             if not _of_this_size(found, names, file):
                 return None
             config = AutoConfig.from_pretrained(folder, local_files_only=True)
-            kind = (config.dtype or torch.float32) if dtype == "auto" else dtype
+            if dtype == "auto" and config.dtype is None:  # then the file decides
+                return None
+            kind = config.dtype if dtype == "auto" else dtype
             with no_init_weights(), torch.device("cpu"):
                 model: Any = AutoModelForCausalLM.from_config(config, dtype=kind)
             own = model.state_dict()
@@ -50,8 +52,7 @@ def read_directly(folder: Path, dtype: torch.dtype | str) -> PreTrainedModel | N
                 state = {name: tensor.to(own[name].dtype) for name, tensor in tensors.items()}
             model.load_state_dict(state, strict=False, assign=True)
         model.tie_weights()
-        if (folder / _GENERATION).is_file():
-            model.generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)
+        model.generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)
     except Exception:  # whatever it is, `from_pretrained` meets it too and has the words for it
         return None
     model.config.name_or_path = str(folder)
@@ -61,6 +62,8 @@ def read_directly(folder: Path, dtype: torch.dtype | str) -> PreTrainedModel | N
 def _config(folder: Path) -> dict[str, Any] | None:
     """The config of a model that may be plain."""
     if not (folder / _FILE).is_file() or (folder / "adapter_config.json").exists():
+        return None
+    if not (folder / _GENERATION).is_file():  # some of it may be in the config
         return None
     try:
         config = json.loads((folder / "config.json").read_text("utf-8"))
@@ -81,8 +84,12 @@ def _of_this_size(config: dict[str, Any], names: list[str], file: Any) -> bool:
 
 
 def _fit(tensors: dict[str, torch.Tensor], own: dict[str, torch.Tensor], model: Any) -> bool:
-    """Has every weight its tensor of the same shape, and every tensor its weight? Tied ones may be absent."""
+    """Has every weight its tensor of the same shape, and every tensor its weight? Tied ones must be absent: where the
+    file has other values for them, transformers does not tie them."""
+    tied = set(model.all_tied_weights_keys)
+    if tied & tensors.keys():
+        return False
     for name, tensor in tensors.items():
         if name not in own or own[name].shape != tensor.shape or not tensor.is_floating_point():
             return False
-    return own.keys() - tensors.keys() <= set(model.all_tied_weights_keys)
+    return own.keys() - tensors.keys() <= tied

@@ -6,8 +6,8 @@ python examples/train_and_use.py [MODEL] [FOLDER] [TOKENS]
 import sys
 
 import paceline
-from paceline.training.options import TrainOptions
-from paceline.training.run import train
+from paceline.training.train_options import TrainOptions
+from paceline.training.train_run import train
 
 model = sys.argv[1] if len(sys.argv) > 1 else "smollm2-135m"
 folder = sys.argv[2] if len(sys.argv) > 2 else "my-trigram"

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from paceline.core import quick
-from paceline.models import pass_times
-from paceline.models.cache import cache_folder
-from paceline.models.kernel_pass import kernels_missing
+from paceline.core import device_ops as quick
+from paceline.models import pass_timing as pass_times
+from paceline.models.cpu.cpu_forward import kernels_missing
+from paceline.models.loading.disk_cache import cache_folder
 
 # kernels for CUDA devices are interpreted: there is none here
 os.environ.setdefault("TRITON_INTERPRET", "1")

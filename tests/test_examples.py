@@ -80,7 +80,7 @@ def test_the_page_on_the_python_api_runs(model: str, capsys: pytest.CaptureFixtu
 def test_the_page_on_the_python_api_names_every_setting_and_argument() -> None:
     import inspect
 
-    from paceline.engine.settings import Settings
+    from paceline.engine.request import Settings
 
     page = (ROOT / "docs" / "python-api.md").read_text(encoding="utf-8")
     arguments = [name for name in inspect.signature(paceline.SpeculativeDecoder).parameters if name != "aliases"]

@@ -6,8 +6,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .core.contracts import DRAFTERS, RULES, Budget, Drafter, Rule
-    from .core.errors import (
+    from paceline.common.errors import (
         DrafterError,
         InputError,
         LoadError,
@@ -17,16 +16,17 @@ if TYPE_CHECKING:
         UnknownNameError,
         UnsupportedError,
     )
-    from .core.sampling import Sampling
-    from .core.tree import TokenTree
-    from .core.verdict import Verdict
-    from .drafters.loading import load_drafter
-    from .engine.custom_generate import CustomGenerate
-    from .engine.decoder import SpeculativeDecoder
-    from .engine.minimal import speculative_sampling, speculative_step
-    from .engine.request import Generation, Piece
-    from .models import LanguageModel, load
-    from .models.guided import contrast, guided
+    from paceline.core.contracts import DRAFTERS, RULES, Budget, Drafter, Rule
+    from paceline.core.sampling import Sampling
+    from paceline.core.tree import TokenTree
+    from paceline.core.verdict import Verdict
+    from paceline.drafters.load import load_drafter
+    from paceline.engine.decoder import SpeculativeDecoder
+    from paceline.engine.minimal import speculative_sampling, speculative_step
+    from paceline.engine.request import Generation, Piece
+    from paceline.integrations.custom_generate import CustomGenerate
+    from paceline.models import LanguageModel, load
+    from paceline.models.readers.guided import contrast, guided
 
 __version__ = "0.1.0"
 

@@ -12,11 +12,11 @@ import paceline
 from paceline import RULES, InputError, SpeculativeDecoder, UnsupportedError
 from paceline.audit import Report, audit, audit_only_rule, statistics
 from paceline.audit.agreement import AuditCancelledError, _divergence, _scores, agreement, logits_after
-from paceline.audit.prompts import PROMPTS as OWN
-from paceline.audit.prompts import read_prompts
-from paceline.audit.report import as_html, as_markdown, as_text
+from paceline.audit.audit_inputs import PROMPTS as OWN
+from paceline.audit.audit_inputs import read_prompts
+from paceline.audit.audit_report import as_html, as_markdown, as_text
 from paceline.audit.statistics import LawTest, Sampled, law_audit
-from paceline.audit.toys import BOUND, Case, Measured, RuleAudit, audit_rule
+from paceline.audit.toy_worlds import BOUND, Case, Measured, RuleAudit, audit_rule
 from paceline.core.sampling import Sampling
 from tests.conformance.models import draft, target
 from tests.conformance.mutants import MUTANTS

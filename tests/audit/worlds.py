@@ -11,7 +11,7 @@ from torch import Tensor
 
 from paceline import Budget, SpeculativeDecoder, TokenTree
 from paceline.core.contracts import Reading, Rule
-from paceline.drafters.draft_model import DraftModel
+from paceline.drafters.models.draft_model import DraftModel
 from tests.conformance.tables import TableModel
 
 TARGET = TableModel([[0.2, 0.5, 0.3], [0.6, 0.1, 0.3], [0.25, 0.35, 0.4]])

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from paceline.bench.contest import Cancel, Plan, Run, Task
-from paceline.bench.machine import Neighbours
+from paceline.bench.candidates.candidate import Cancel, Plan, Run, Task
+from paceline.bench.measure.machine_state import Neighbours
 from paceline.core.trace import Round, Trace
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from paceline.bench.contest import Run
-from paceline.bench.report import LeftOut, Member, Report, Result, Tally
+from paceline.bench.candidates.candidate import Run
+from paceline.bench.results.bench_report import LeftOut, Member, Report, Result, Tally
 from paceline.core.costs import Costs
 
 NASTY = '<script>alert("x")</script> & $m$'

@@ -8,12 +8,10 @@ from itertools import product
 
 import pytest
 
-from paceline.bench.contest import Entry
-from paceline.bench.replaying.chain_bounds import UNKNOWN, depth_at, known_hits
-from paceline.bench.replaying.replay import replay
-from paceline.bench.replaying.replayed import Replayed, ReplayedText
-from paceline.bench.replaying.trace_files import TraceFile
-from paceline.bench.replaying.trace_lines import TraceHeader, TraceText
+from paceline.bench.candidates.candidate import Entry
+from paceline.bench.replay.chain_bounds import UNKNOWN, depth_at, known_hits
+from paceline.bench.replay.replay import Replayed, ReplayedText, replay
+from paceline.bench.replay.trace_files import TraceFile, TraceHeader, TraceText
 from paceline.core.costs import Costs
 from paceline.core.trace import Round, Trace
 

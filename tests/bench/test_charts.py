@@ -6,14 +6,22 @@ from dataclasses import replace
 
 import pytest
 
-from paceline.bench.metrics import Ratio, summarise
-from paceline.bench.report import Report
-from paceline.bench.reporting.cells import speed_up
-from paceline.bench.reporting.charts import Chart, Point, Series, charts_of
-from paceline.bench.reporting.comparing import compare, differences
-from paceline.bench.reporting.details import flat, layers, quality
-from paceline.bench.reporting.svg import PALETTE, as_svg, colour, ticks
-from paceline.bench.reporting.tables import by_category, changed, overall, slower, tables_of
+from paceline.bench.results.bench_report import Report
+from paceline.bench.results.charts import Chart, Point, Series, charts_of
+from paceline.bench.results.comparing import compare, differences
+from paceline.bench.results.metrics import Ratio, summarise
+from paceline.bench.results.svg import PALETTE, as_svg, colour, ticks
+from paceline.bench.results.tables import (
+    by_category,
+    changed,
+    flat,
+    layers,
+    overall,
+    quality,
+    slower,
+    speed_up,
+    tables_of,
+)
 from tests.bench.made_reports import COSTS, NASTY, made_report
 
 

@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from paceline.bench.contest import Plan
-from paceline.bench.metrics import ALL
-from paceline.bench.records import Recorder
-from paceline.bench.report import Report
-from paceline.bench.reporting.comparing import compare, differences, same_machine
-from paceline.bench.session import measure
+from paceline.bench.candidates.candidate import Plan
+from paceline.bench.measure.bench_session import measure
+from paceline.bench.results.bench_report import Report
+from paceline.bench.results.comparing import compare, differences, same_machine
+from paceline.bench.results.metrics import ALL
+from paceline.bench.results.records import Recorder
 
 from .acting import Actor, Alone, chats
 

@@ -7,18 +7,18 @@ from typing import Any
 
 import pytest
 
-from paceline.bench.contest import Entry, Plan, Task
-from paceline.bench.entries import parse_entry
-from paceline.bench.ours import Ours
-from paceline.core.errors import DrafterError, ModelOutputError
-from paceline.drafters import self_quantized
-from paceline.drafters.draft_lm import DraftLayers
-from paceline.drafters.eagle import EagleHead
-from paceline.drafters.medusa import MedusaHead
-from paceline.drafters.suffix import Suffix
-from paceline.engine import flight
+from paceline.bench.candidates.candidate import Entry, Plan, Task
+from paceline.bench.candidates.paceline_run import Ours
+from paceline.bench.candidates.run_spec import parse_entry
+from paceline.common.errors import DrafterError, ModelOutputError
+from paceline.drafters.heads.eagle import EagleHead
+from paceline.drafters.heads.medusa import MedusaHead
+from paceline.drafters.lookup.suffix import Suffix
+from paceline.drafters.models import self_quantized
+from paceline.drafters.models.draft_lm import DraftLayers
+from paceline.engine import round_graphs as flight
 from paceline.models.language_model import LanguageModel
-from paceline.models.runners.programs import Rehearsal
+from paceline.models.runners.cuda_graph import Rehearsal
 from tests.toys import VOCABULARY, fingerprint, llama, scripted
 
 ONE = Task("1", "story", ((1, 2, 3, 4, 5, 1, 2, 3),))

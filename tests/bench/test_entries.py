@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from paceline.bench.contest import Entry
-from paceline.bench.entries import parse_entries, parse_entry
-from paceline.core.errors import InputError, UnknownNameError
+from paceline.bench.candidates.candidate import Entry
+from paceline.bench.candidates.run_spec import parse_entries, parse_entry
+from paceline.common.errors import InputError, UnknownNameError
 
 
 def test_a_name_alone_has_the_gamma_of_the_benchmark() -> None:

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from paceline.bench.metrics import summarise
-from paceline.bench.report import Report
-from paceline.bench.reporting.html import as_html, write_html
-from paceline.core.errors import InputError
+from paceline.bench.results.bench_report import Report
+from paceline.bench.results.html_page import as_html, write_html
+from paceline.bench.results.metrics import summarise
+from paceline.common.errors import InputError
 from tests.bench.made_reports import NASTY, made_report
 
 _VOID = {"meta", "line", "rect", "path", "circle", "polyline", "br"}

@@ -15,12 +15,12 @@ import pytest
 import torch
 from transformers import Qwen2Config, Qwen3Config
 
-from paceline.bench.contest import Contestant, Plan, Task
-from paceline.bench.ours import Ours
-from paceline.bench.peers import gguf_writing
-from paceline.bench.peers.llama_cpp import KINDS, LlamaCpp, Speculation
-from paceline.bench.peers.opening import open_peers
-from paceline.core.errors import InputError, ModelOutputError, UnknownNameError, UnsupportedError
+from paceline.bench.candidates.candidate import Contestant, Plan, Task
+from paceline.bench.candidates.paceline_run import Ours
+from paceline.bench.peers import gguf_export as gguf_writing
+from paceline.bench.peers.llama_cpp_peer import KINDS, LlamaCpp, Speculation
+from paceline.bench.peers.peer_names import open_peers
+from paceline.common.errors import InputError, ModelOutputError, UnknownNameError, UnsupportedError
 from paceline.models import load
 from paceline.models.language_model import LanguageModel
 from tests.models.tiny_gguf import tensors_of, tiny_gguf, tiny_llama

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from paceline.bench import machine
-from paceline.bench.machine import Busy, Neighbours, Usage, check_quiet, how_busy, read_usage
-from paceline.core.errors import InputError
-from paceline.engine import provenance as made
+from paceline.bench.measure import machine_state as machine
+from paceline.bench.measure.machine_state import Busy, Neighbours, Usage, check_quiet, how_busy, read_usage
+from paceline.common.errors import InputError
+from paceline.integrations import provenance as made
 
 
 def looks(*usages: Usage | None) -> Any:

@@ -10,16 +10,16 @@ from typing import Any
 import pytest
 import torch
 
-from paceline.bench import session
 from paceline.bench.__main__ import main, options_of, parser
-from paceline.bench.machine import Busy
-from paceline.bench.metrics import summarise
-from paceline.bench.options import BenchOptions
-from paceline.bench.records import read_records
-from paceline.bench.replaying.trace_files import read_trace
-from paceline.bench.session import bench
+from paceline.bench.bench_options import BenchOptions
+from paceline.bench.measure import bench_session as session
+from paceline.bench.measure.bench_session import bench
+from paceline.bench.measure.machine_state import Busy
+from paceline.bench.replay.trace_files import read_trace
+from paceline.bench.results.metrics import summarise
+from paceline.bench.results.records import read_records
+from paceline.common.errors import InputError
 from paceline.core.costs import Costs
-from paceline.core.errors import InputError
 from paceline.models.language_model import LanguageModel
 from tests.toys import letters, llama
 
@@ -33,7 +33,7 @@ def _quiet_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody else is there, and what passes cost is known: measuring it takes seconds."""
     monkeypatch.setattr(session, "how_busy", lambda device: Busy(0.01))
     costs = Costs({1: {1: 0.001, 8: 0.002}, 2: {1: 0.001, 8: 0.002}})
-    monkeypatch.setattr("paceline.bench.assembly.measured_costs", lambda *_, **__: costs)
+    monkeypatch.setattr("paceline.bench.measure.bench_setup.measured_costs", lambda *_, **__: costs)
 
 
 def test_every_option_has_a_flag() -> None:
@@ -91,7 +91,9 @@ def test_errors_are_one_line(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.fixture
 def _toy_target(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("paceline.bench.assembly.load", lambda *_, **__: LanguageModel(llama(), letters(), "toy"))
+    monkeypatch.setattr(
+        "paceline.bench.measure.bench_setup.load", lambda *_, **__: LanguageModel(llama(), letters(), "toy")
+    )
 
 
 @pytest.mark.usefixtures("_toy_target")

@@ -12,16 +12,16 @@ from typing import Any
 
 import pytest
 
-from paceline.bench import memory_lines as room
-from paceline.bench import session
-from paceline.bench.machine import Busy
-from paceline.bench.memory_lines import NOTES, lines_while
-from paceline.bench.metrics import summarise
-from paceline.bench.options import BenchOptions
-from paceline.bench.records import read_records
-from paceline.bench.reporting.details import memory_lines
-from paceline.bench.reporting.html import as_html
-from paceline.bench.session import bench
+from paceline.bench.bench_options import BenchOptions
+from paceline.bench.measure import bench_session as session
+from paceline.bench.measure import memory_use as room
+from paceline.bench.measure.bench_session import bench
+from paceline.bench.measure.machine_state import Busy
+from paceline.bench.measure.memory_use import NOTES, lines_while
+from paceline.bench.results.html_page import as_html
+from paceline.bench.results.metrics import summarise
+from paceline.bench.results.records import read_records
+from paceline.bench.results.tables import memory_lines
 from paceline.core.costs import Costs
 
 KILOBYTES = 200
@@ -130,7 +130,9 @@ def test_the_real_memray_sees_tensors() -> None:
 @pytest.mark.usefixtures("without_memray")
 def test_a_benchmark_shows_and_keeps_the_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(session, "how_busy", lambda device: Busy(0.0))
-    monkeypatch.setattr("paceline.bench.assembly.measured_costs", lambda *_, **__: Costs({1: {1: 0.001, 8: 0.002}}))
+    monkeypatch.setattr(
+        "paceline.bench.measure.bench_setup.measured_costs", lambda *_, **__: Costs({1: {1: 0.001, 8: 0.002}})
+    )
     options = BenchOptions(
         shape="tiny", runs=("suffix",), max_new_tokens=6, prompt_tokens=8, limit=1, repeats=1, warm_up=0,
         memory_lines=True,

@@ -8,12 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from paceline.bench.contest import Plan, Run
-from paceline.bench.metrics import ALL, Line, predicted_seconds, summarise
-from paceline.bench.records import Recorder
-from paceline.bench.report import Member, Report, Result, Tally
-from paceline.bench.session import measure
-from paceline.bench.spread import noise, spread
+from paceline.bench.candidates.candidate import Plan, Run
+from paceline.bench.measure.bench_session import measure
+from paceline.bench.results.bench_report import Member, Report, Result, Tally
+from paceline.bench.results.metrics import ALL, Line, noise, predicted_seconds, spread, summarise
+from paceline.bench.results.records import Recorder
 from paceline.cli.bench_table import Standings
 from paceline.core.costs import Costs, bound
 from paceline.core.trace import Round, Trace

@@ -12,17 +12,17 @@ from typing import Any
 import pytest
 import torch
 
-from paceline.bench.contest import Contestant, Plan, Task
-from paceline.bench.entries import parse_entry
-from paceline.bench.ours import Ours
-from paceline.bench.peers import gguf_file
-from paceline.bench.peers.opening import draft_model_of, open_peers
-from paceline.bench.peers.openvino import OpenVino
-from paceline.core.errors import InputError, UnknownNameError, UnsupportedError
-from paceline.models.cache import file_sha256
-from paceline.models.catalogue import cache_key
-from paceline.models.gguf import PROVENANCE
+from paceline.bench.candidates.candidate import Contestant, Plan, Task
+from paceline.bench.candidates.paceline_run import Ours
+from paceline.bench.candidates.run_spec import parse_entry
+from paceline.bench.peers import gguf_export as gguf_file
+from paceline.bench.peers.openvino_peer import OpenVino
+from paceline.bench.peers.peer_names import draft_model_of, open_peers
+from paceline.common.errors import InputError, UnknownNameError, UnsupportedError
 from paceline.models.language_model import LanguageModel
+from paceline.models.loading.catalogue import cache_key
+from paceline.models.loading.disk_cache import file_sha256
+from paceline.models.loading.gguf import PROVENANCE
 from tests.toys import fingerprint, gpt2, llama
 
 ONE = Task("1", "story", ((1, 2, 3, 4, 5, 1, 2, 3),))

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from paceline.bench.metrics import summarise
-from paceline.bench.reporting.charts import Chart, Point, Series, caption_of, charts_of
-from paceline.bench.reporting.png import check_png, figure_of, write_png
-from paceline.core.errors import InputError, UnsupportedError
+from paceline.bench.results.charts import Chart, Point, Series, caption_of, charts_of
+from paceline.bench.results.metrics import summarise
+from paceline.bench.results.png import check_png, figure_of, write_png
+from paceline.common.errors import InputError, UnsupportedError
 from tests.bench.made_reports import NASTY, made_report
 
 pytest.importorskip("matplotlib")

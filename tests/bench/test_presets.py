@@ -6,10 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from paceline.bench.options import BenchOptions
-from paceline.bench.presets import PRESETS, apply, needs_nothing
+from paceline.bench.bench_options import PRESETS, BenchOptions, apply, needs_nothing
+from paceline.common.errors import UnknownNameError
 from paceline.core.contracts import DRAFTERS
-from paceline.core.errors import UnknownNameError
 from paceline.drafters import shipped
 from paceline.drafters.shipped import kinds_of
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from paceline.bench.contest import Prompt
-from paceline.bench.prompt_sets import read_all, read_prompts
-from paceline.core.errors import InputError, UnknownNameError
+from paceline.bench.candidates.candidate import Prompt
+from paceline.bench.data.prompt_sets import read_all, read_prompts
+from paceline.common.errors import InputError, UnknownNameError
 
 SPEC = [
     {"question_id": 81, "category": "writing", "turns": ["Write.", "Write again."]},

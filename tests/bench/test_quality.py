@@ -6,8 +6,8 @@ import math
 
 import pytest
 
-from paceline.bench.quality import Quality, TfIdf, distinct, exact_match, judge, normalise, similarity, token_f1
-from paceline.core.errors import InputError
+from paceline.bench.data.quality import Quality, TfIdf, distinct, exact_match, judge, normalise, similarity, token_f1
+from paceline.common.errors import InputError
 
 
 @pytest.mark.parametrize(

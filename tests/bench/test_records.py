@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 
-from paceline.bench.contest import Plan
-from paceline.bench.metrics import summarise
-from paceline.bench.records import Recorder, read_records, save_csv, write_csv
-from paceline.bench.report import LeftOut, Report
-from paceline.bench.session import measure
+from paceline.bench.candidates.candidate import Plan
+from paceline.bench.measure.bench_session import measure
+from paceline.bench.results.bench_report import LeftOut, Report
+from paceline.bench.results.metrics import summarise
+from paceline.bench.results.records import Recorder, read_records, save_csv, write_csv
+from paceline.common.errors import InputError, PacelineWarning
 from paceline.core.costs import Costs
-from paceline.core.errors import InputError, PacelineWarning
 
 from .acting import Actor, Alone, chats
 

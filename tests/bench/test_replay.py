@@ -11,19 +11,17 @@ import pytest
 import torch
 
 import paceline
-from paceline.bench.contest import Entry
-from paceline.bench.replaying.replay import lines, replay, replay_all
-from paceline.bench.replaying.replayed import Replayed
-from paceline.bench.replaying.rerun import rerun
-from paceline.bench.replaying.trace_files import TraceFile, header_of
-from paceline.bench.replaying.trace_lines import TraceText
+from paceline.bench.candidates.candidate import Entry
+from paceline.bench.replay.replay import Replayed, lines, replay, replay_all
+from paceline.bench.replay.rerun import rerun
+from paceline.bench.replay.trace_files import TraceFile, TraceText, header_of
+from paceline.common.errors import PacelineWarning, UnknownNameError, UnsupportedError
 from paceline.core.contracts import DRAFTERS, Budget, RowsView
 from paceline.core.costs import Costs
-from paceline.core.errors import PacelineWarning, UnknownNameError, UnsupportedError
 from paceline.core.trace import Round, Trace
 from paceline.core.tree import TokenTree
-from paceline.drafters.host import HostDrafter
-from paceline.drafters.making import beyond_text
+from paceline.drafters.lookup.base import HostDrafter
+from paceline.drafters.resolve import beyond_text
 from paceline.models.language_model import LanguageModel
 from paceline.rules.match import Match
 from tests import toys

@@ -8,18 +8,18 @@ from typing import Any
 
 import pytest
 
-from paceline.bench import session
-from paceline.bench.machine import Busy
-from paceline.bench.metrics import summarise
-from paceline.bench.options import BenchOptions
-from paceline.bench.records import read_records
-from paceline.bench.reporting.charts import charts_of
-from paceline.bench.reporting.details import evaluation
-from paceline.bench.reporting.html import as_html
-from paceline.bench.samplers import SAMPLERS, parse_samplers
-from paceline.bench.session import bench
+from paceline.bench.bench_options import BenchOptions
+from paceline.bench.data.samplers import SAMPLERS, parse_samplers
+from paceline.bench.measure import bench_session as session
+from paceline.bench.measure.bench_session import bench
+from paceline.bench.measure.machine_state import Busy
+from paceline.bench.results.charts import charts_of
+from paceline.bench.results.html_page import as_html
+from paceline.bench.results.metrics import summarise
+from paceline.bench.results.records import read_records
+from paceline.bench.results.tables import evaluation
+from paceline.common.errors import InputError, UnknownNameError
 from paceline.core.costs import Costs
-from paceline.core.errors import InputError, UnknownNameError
 from paceline.models.language_model import LanguageModel
 from tests.toys import letters, llama
 
@@ -76,8 +76,12 @@ def test_mistakes(names: tuple[str, ...], more: dict[str, Any], words: str) -> N
 @pytest.fixture
 def questions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(session, "how_busy", lambda device: Busy(0.0))
-    monkeypatch.setattr("paceline.bench.assembly.measured_costs", lambda *_, **__: Costs({1: {1: 0.001, 8: 0.002}}))
-    monkeypatch.setattr("paceline.bench.assembly.load", lambda *_, **__: LanguageModel(llama(), letters(), "toy"))
+    monkeypatch.setattr(
+        "paceline.bench.measure.bench_setup.measured_costs", lambda *_, **__: Costs({1: {1: 0.001, 8: 0.002}})
+    )
+    monkeypatch.setattr(
+        "paceline.bench.measure.bench_setup.load", lambda *_, **__: LanguageModel(llama(), letters(), "toy")
+    )
     path = tmp_path / "qa.csv"
     path.write_text("question,answer\nabcabc,abc | cab\nhello hello,hello\n")
     return path

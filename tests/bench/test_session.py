@@ -9,13 +9,11 @@ from typing import Any
 
 import pytest
 
-from paceline.bench.contest import Plan, Run, Task
-from paceline.bench.files import open_record
-from paceline.bench.records import Recorder, read_records
-from paceline.bench.report import Report
-from paceline.bench.session import UnequalLengthError, check_same, measure
-from paceline.bench.turns import first_difference, order
-from paceline.core.errors import InputError, PacelineWarning
+from paceline.bench.candidates.candidate import Plan, Run, Task
+from paceline.bench.measure.bench_session import UnequalLengthError, check_same, first_difference, measure, order
+from paceline.bench.results.bench_report import Report
+from paceline.bench.results.records import Recorder, open_record, read_records
+from paceline.common.errors import InputError, PacelineWarning
 
 from .acting import Actor, Alone, Chat, chats
 

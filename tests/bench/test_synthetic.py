@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 
 from paceline import InputError, LanguageModel, SpeculativeDecoder
-from paceline.bench import synthetic
-from paceline.bench.contest import Entry
-from paceline.bench.options import BenchOptions
-from paceline.bench.synthetic import Synthetic, is_synthetic, synthetic_contest, synthetic_tasks
-from paceline.models.named_shapes import random_model
+from paceline.bench.bench_options import BenchOptions
+from paceline.bench.candidates import synthetic_pairs as synthetic
+from paceline.bench.candidates.candidate import Entry
+from paceline.bench.candidates.synthetic_pairs import Synthetic, is_synthetic, synthetic_contest, synthetic_tasks
+from paceline.models.synthetic.random_models import random_model
 from tests.toys import letters, llama
 
 

@@ -10,17 +10,19 @@ from typing import Any
 import pytest
 
 import paceline
-from paceline.bench.contest import Entry
-from paceline.bench.replaying.trace_files import (
+from paceline.bench.candidates.candidate import Entry
+from paceline.bench.replay.trace_files import (
+    TraceHeader,
+    TraceText,
     TraceWriter,
     fingerprint,
     header_of,
     read_trace,
     read_traces,
+    sampling_of,
 )
-from paceline.bench.replaying.trace_lines import TraceHeader, TraceText, sampling_of
+from paceline.common.errors import InputError, UnknownNameError
 from paceline.core.costs import Costs
-from paceline.core.errors import InputError, UnknownNameError
 from paceline.core.trace import Round, Trace
 from tests import toys
 

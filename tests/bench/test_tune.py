@@ -10,16 +10,23 @@ import pytest
 import torch
 
 from paceline import InputError, LanguageModel, SpeculativeDecoder
-from paceline.bench import ours
-from paceline.bench.contest import Entry, Prompt, Run
-from paceline.bench.machine import Busy
-from paceline.bench.tuning import tune as room
-from paceline.bench.tuning.candidates import TuneOptions, candidates
-from paceline.bench.tuning.forecast import forecast, rounds_of, shortened, steps_of
-from paceline.bench.tuning.outcome import Trial, Tuning, ranked
-from paceline.bench.tuning.tune import ONE_REPEAT, tune
+from paceline.bench.candidates import paceline_run as ours
+from paceline.bench.candidates.candidate import Entry, Prompt, Run
+from paceline.bench.measure.machine_state import Busy
+from paceline.bench.tune import tuning as room
+from paceline.bench.tune.tune_result import Trial, Tuning, ranked
+from paceline.bench.tune.tuning import (
+    ONE_REPEAT,
+    TuneOptions,
+    candidates,
+    forecast,
+    rounds_of,
+    shortened,
+    steps_of,
+    tune,
+)
+from paceline.common.toml_files import read_toml
 from paceline.core.costs import Costs
-from paceline.core.toml import read_toml
 from paceline.core.trace import Round, Trace
 from paceline.models.runners.eager import EagerRunner
 from tests.toys import TableModel, letters, llama

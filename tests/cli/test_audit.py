@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.audit import toys
+from paceline.audit import toy_worlds as toys
 from tests.cli.conftest import refusal, run
 
 QUICK = ("--tokens", "8", "--samples", "200", "--positions", "1", "--limit", "2")
@@ -123,5 +123,5 @@ def test_a_crash_is_no_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(**_: object) -> None:
         raise RuntimeError("oh")
 
-    monkeypatch.setattr("paceline.cli.audit.check_counts", fail)
+    monkeypatch.setattr("paceline.cli.commands.audit.check_counts", fail)
     assert "unexpected RuntimeError: oh" in refusal("audit", "--only-rule", code=70)

@@ -12,11 +12,10 @@ import pytest
 from rich.console import Console
 from rich.live import Live
 
-from paceline.bench import machine
-from paceline.bench.metrics import summarise
-from paceline.bench.records import Recorder, read_records
-from paceline.bench.reporting.cells import as_text
-from paceline.bench.reporting.tables import overall, short
+from paceline.bench.measure import machine_state as machine
+from paceline.bench.results.metrics import summarise
+from paceline.bench.results.records import Recorder, read_records
+from paceline.bench.results.tables import as_text, overall, short
 from paceline.cli.bench_table import Lines, LiveTable, show
 from tests.bench.made_reports import COSTS, made_report
 from tests.cli.conftest import refusal, run
@@ -29,9 +28,9 @@ def _quickly(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tm
     """What takes seconds is done by one test only: measuring costs, looking at the machine, plotting."""
     monkeypatch.setenv("PACELINE_CACHE", str(tmp_path / "cache"))  # costs are not kept beside those of whoever runs it
     if "as_in_life" not in request.fixturenames:
-        monkeypatch.setattr("paceline.bench.session.costs_of", lambda *_: (COSTS, []))
-        monkeypatch.setattr("paceline.bench.session.how_busy", lambda *_: machine.Busy(0.0))
-        monkeypatch.setattr("paceline.bench.reporting.png.write_png", lambda *_: [])
+        monkeypatch.setattr("paceline.bench.measure.bench_session.costs_of", lambda *_: (COSTS, []))
+        monkeypatch.setattr("paceline.bench.measure.bench_session.how_busy", lambda *_: machine.Busy(0.0))
+        monkeypatch.setattr("paceline.bench.results.png.write_png", lambda *_: [])
 
 
 @pytest.fixture
@@ -140,7 +139,7 @@ def test_ctrl_c_keeps_what_there_is(target: str, prompts: str, tmp_path: Path, m
         real(self, made, same)
 
     monkeypatch.setattr(Lines, "ran", counted)
-    monkeypatch.setattr("paceline.cli.bench.interruptible", lambda: _Pressed(done, 3))
+    monkeypatch.setattr("paceline.cli.commands.bench.interruptible", lambda: _Pressed(done, 3))
     out = tmp_path / "out"
     result = run("bench", "--target", target, "--prompts", prompts, "--run", "suffix", *QUICK, "--out", str(out))
     assert result.exit_code == 130, result.output

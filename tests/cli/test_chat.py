@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from typer.testing import Result
 
-from paceline.cli.chat import history_file
+from paceline.cli.commands.chat import history_file
 from paceline.cli.terminal import silent_keys
 
 from .conftest import run

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from paceline.bench.machine import Busy
-from paceline.cli import doctor
-from paceline.core.errors import UnsupportedError
-from paceline.models import pass_times
+from paceline.bench.measure.machine_state import Busy
+from paceline.cli.commands import doctor
+from paceline.common.errors import UnsupportedError
+from paceline.models import pass_timing as pass_times
 
 from .conftest import run, save_model
 
@@ -55,7 +55,7 @@ def test_what_was_measured_is_used_and_can_be_measured_now(target: str, monkeypa
     assert before["status"] == "note"
     assert "--measure" in before["text"]
     shares = [0.0, 0.8]
-    monkeypatch.setattr("paceline.bench.machine.how_busy", lambda device: Busy(shares.pop(0)))
+    monkeypatch.setattr("paceline.bench.measure.machine_state.how_busy", lambda device: Busy(shares.pop(0)))
     after = checks("--target", target, "--draft", "suffix", "--measure")["speed-up"]
     assert after["status"] == "ok"
     assert set(after["v"]) == {"2", "4", "8", "16"}
@@ -103,7 +103,7 @@ def test_without_weights_nothing_is_downloaded(tmp_path: Path, monkeypatch: pyte
 def test_a_cache_that_cannot_be_written_is_a_note(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "_weights_here", lambda name: False)
     monkeypatch.setattr(doctor, "_writable", lambda folder: False)
-    monkeypatch.setattr("paceline.kernels.machine.missing", lambda: "no numba")
+    monkeypatch.setattr("paceline.kernels.cpu.machine.missing", lambda: "no numba")
     found = checks()
     assert (found["cache"]["status"], found["kernels"]["status"]) == ("note", "note")
     assert "PACELINE_CACHE" in found["cache"]["text"]

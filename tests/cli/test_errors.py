@@ -144,6 +144,6 @@ def test_an_unforeseen_error_is_a_line_too(monkeypatch: pytest.MonkeyPatch) -> N
     def fail(*_: object) -> None:
         raise RuntimeError("out of\nmemory")
 
-    monkeypatch.setattr("paceline.cli.generate.read_settings", fail)
+    monkeypatch.setattr("paceline.cli.commands.generate.read_settings", fail)
     line = refusal("generate", "Hello", code=70)
     assert line == "error: unexpected RuntimeError: out of memory. Run again with --debug to see where."

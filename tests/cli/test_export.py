@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 
 from paceline import load, load_drafter
-from paceline.drafters.eagle import EagleHead
-from paceline.drafters.medusa import MedusaHead
+from paceline.drafters.heads.eagle import EagleHead
+from paceline.drafters.heads.medusa import MedusaHead
 from tests.cli.conftest import refusal, run
 
 

@@ -11,15 +11,15 @@ import pytest
 import typer
 from safetensors import safe_open
 
-from paceline.bench import machine
-from paceline.bench.peers.opening import _PEERS
-from paceline.bench.presets import PRESETS
-from paceline.bench.samplers import SAMPLERS
-from paceline.cli.bench_options import BenchSettings
+from paceline.bench.bench_options import PRESETS
+from paceline.bench.data.samplers import SAMPLERS
+from paceline.bench.measure import machine_state as machine
+from paceline.bench.peers.peer_names import _PEERS
+from paceline.cli.bench_command_options import BenchSettings
+from paceline.cli.command_options import AuditOptions, ChatOptions, GenerateOptions
+from paceline.cli.commands.train import TrainSettings
+from paceline.cli.commands.tune import TuneSettings
 from paceline.cli.main import app
-from paceline.cli.options import AuditOptions, ChatOptions, GenerateOptions
-from paceline.cli.train import TrainSettings
-from paceline.cli.tune import TuneSettings
 from tests.bench.made_reports import COSTS
 from tests.cli.conftest import refusal, run
 
@@ -139,7 +139,7 @@ def test_what_train_is_told_arrives(target: str, tmp_path: Path) -> None:
 
 def test_what_train_is_told_of_time_and_processes_arrives(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[Any] = []
-    monkeypatch.setattr("paceline.training.run.train", lambda options, *_, **__: told.append(options) or "folder")
+    monkeypatch.setattr("paceline.training.train_run.train", lambda options, *_, **__: told.append(options) or "folder")
     for given in (["--minutes", "0.5"], ["--accelerate", "--predict"]):
         result = run("train", "--target", target, "--out", "x", *given)
         assert result.exit_code == 0, result.output
@@ -177,8 +177,8 @@ def test_the_false_alarm_of_an_audit_has_limits() -> None:
 @pytest.fixture
 def quick_bench(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
     monkeypatch.setenv("PACELINE_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr("paceline.bench.session.costs_of", lambda *_: (COSTS, []))
-    monkeypatch.setattr("paceline.bench.session.how_busy", lambda *_: machine.Busy(0.0))
+    monkeypatch.setattr("paceline.bench.measure.bench_session.costs_of", lambda *_: (COSTS, []))
+    monkeypatch.setattr("paceline.bench.measure.bench_session.how_busy", lambda *_: machine.Busy(0.0))
     return ["bench", "--max-new-tokens", "4", "--repeats", "1", "--warm-up", "0"]
 
 
@@ -194,9 +194,9 @@ def test_two_turns_plots_and_a_project(
     prompts, logged = tmp_path / "two.jsonl", list[str]()
     prompts.write_text(json.dumps({"question_id": 1, "category": "chat", "turns": ["abc abc", "def"]}) + "\n")
     monkeypatch.setattr(
-        "paceline.bench.reporting.wandb_log.log", lambda report, summary, project: logged.append(project) or "there"
+        "paceline.bench.results.wandb_log.log", lambda report, summary, project: logged.append(project) or "there"
     )
-    monkeypatch.setattr("paceline.bench.reporting.wandb_log.check_wandb", lambda: None)
+    monkeypatch.setattr("paceline.bench.results.wandb_log.check_wandb", lambda: None)
     given = ("--target", target, "--prompts", str(prompts), "--run", "suffix", "--turns", "2", "--json")
     result = run(*quick_bench, *given, "--png", str(tmp_path / "plots"), "--wandb", "--wandb-project", "mine")
     assert result.exit_code == 0, result.output
@@ -207,7 +207,7 @@ def test_two_turns_plots_and_a_project(
 
 
 def test_so_many_finalists_are_measured(target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from paceline.bench.tuning import tune
+    from paceline.bench.tune import tuning as tune
 
     told: list[Any] = []
 

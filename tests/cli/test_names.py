@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from paceline.cli.name_index import build, written
-from paceline.core import names
+from paceline.common import names
+from paceline.common.errors import LoadError, UnknownNameError
 from paceline.core.contracts import DRAFTERS
-from paceline.core.errors import LoadError, UnknownNameError
 
 HEAVY = ("torch", "transformers", "numba", "numpy", "huggingface_hub", "tokenizers", "safetensors")
 WRONG = [

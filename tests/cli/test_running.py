@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 
-from paceline.audit import toys
-from paceline.bench import assembly
-from paceline.bench.options import BenchOptions
-from paceline.core.errors import InputError, UnknownNameError
-from paceline.models import first_use, running
+from paceline.audit import toy_worlds as toys
+from paceline.bench.bench_options import BenchOptions
+from paceline.bench.measure import bench_setup as assembly
+from paceline.common.errors import InputError, UnknownNameError
+from paceline.models import runtime as running
+from paceline.models.cpu import compile as first_use
 from tests.cli.conftest import refusal, run
 
 pytestmark = pytest.mark.usefixtures("looks_up")
@@ -56,7 +57,7 @@ def test_a_line_while_kernels_are_compiled(target: str, monkeypatch: pytest.Monk
             progress and progress(first_use.LABEL, done, 2)
 
     monkeypatch.setattr(first_use, "kernels_ready", ready)
-    monkeypatch.setattr("paceline.kernels.machine.missing", lambda: None)
+    monkeypatch.setattr("paceline.kernels.cpu.machine.missing", lambda: None)
     result = run("generate", "abc abc", "--target", target, *SHORT)
     assert result.exit_code == 0, result.output
     told = [line for line in result.stderr.splitlines() if line.startswith("compiling kernels")]

@@ -9,11 +9,10 @@ from typing import Any, Literal
 
 import pytest
 
-from paceline.cli.drafting import from_vllm
-from paceline.cli.session import _unescape
-from paceline.core.errors import InputError
+from paceline.cli.decoder_session import _unescape, from_vllm
+from paceline.common.errors import InputError
 from paceline.core.registry import convert_options
-from paceline.drafters.portfolio import Portfolio
+from paceline.drafters.adaptive.portfolio import Portfolio
 from paceline.engine.decoder import SpeculativeDecoder
 from tests.cli.conftest import refusal, run
 

@@ -13,8 +13,8 @@ import pytest
 from paceline import PacelineWarning
 from paceline.cli.bench_table import Lines, watching
 from paceline.cli.terminal import ACCEPTED, Ink, complain, counted, plain_warnings, preparing
-from paceline.core.interrupting import interruptible
-from paceline.core.progress import ProgressLines
+from paceline.common.interrupts import interruptible
+from paceline.common.progress import ProgressLines
 from paceline.training.__main__ import Lines as TrainingLines
 from paceline.training.__main__ import lines_on_stdout
 from tests.bench.made_reports import made_report

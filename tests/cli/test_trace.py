@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from paceline.bench.contest import Entry
-from paceline.bench.replaying.replay import replay
-from paceline.bench.replaying.trace_files import read_trace
+from paceline.bench.candidates.candidate import Entry
+from paceline.bench.replay.replay import replay
+from paceline.bench.replay.trace_files import read_trace
 from tests.cli.conftest import run
 
 pytestmark = pytest.mark.usefixtures("looks_up")

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from paceline import SpeculativeDecoder
-from paceline.bench import ours
-from paceline.bench.machine import Busy
-from paceline.bench.tuning import tune
-from paceline.core.errors import InputError
-from paceline.core.toml import read_toml
+from paceline.bench.candidates import paceline_run as ours
+from paceline.bench.measure.machine_state import Busy
+from paceline.bench.tune import tuning as tune
+from paceline.common.errors import InputError
+from paceline.common.toml_files import read_toml
 from tests.cli.conftest import refusal, run
 
 FEW = ("--only", "--candidate", "suffix", "--gammas", "3", "--trees", "1", "--tokens", "8", "--repeats", "1")

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from paceline import SpeculativeDecoder
-from paceline.audit.chi_square import ALPHA, critical, detectable, p_value, tail
+from paceline.audit.statistics import ALPHA, critical, detectable, p_value, tail
 
 __all__ = ["ALPHA", "critical", "detectable", "first_tokens", "p_value", "tail"]
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from paceline import Budget, Drafter, SpeculativeDecoder, TokenTree
-from paceline.core.errors import DrafterWarning
+from paceline.common.errors import DrafterWarning
 
 from .models import VOCABULARY, target
 from .test_identity import NEW, PROMPTS, SEEDS, plain

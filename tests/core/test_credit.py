@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from paceline.core.credit import Draft, Ledger, Mean, entry_of, merge, pool
+from paceline.drafters.adaptive.stats import Draft, Ledger, Mean, entry_of, merge, pool
 
 
 def chain(*tokens: int) -> Draft:

@@ -15,11 +15,11 @@ from paceline import RULES, LanguageModel, SpeculativeDecoder
 from paceline.core import choice as choice_module
 from paceline.core import noise
 from paceline.core.choice import Choice, NoiseTable
-from paceline.core.growth import _sibling_laws
 from paceline.core.law import Prefix, SamplingBatch
 from paceline.core.noise import Purpose, exponential, stream_key, uniform
 from paceline.core.sampling import Sampling
 from paceline.core.tree import TokenTree
+from paceline.core.tree_growth import _sibling_laws
 
 NEVER = -math.inf
 DTYPES = [torch.float32, torch.float64]

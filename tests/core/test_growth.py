@@ -13,12 +13,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from paceline.core.choice import Choice, NoiseTable
 from paceline.core.contracts import Budget
-from paceline.core.growth import Grower, TreeOptions
 from paceline.core.law import SamplingBatch
-from paceline.core.rank_meter import RankMeter
 from paceline.core.sampling import Sampling
-from paceline.core.shape import Shape
 from paceline.core.tree import TokenTree
+from paceline.core.tree_growth import Grower, RankMeter, TreeOptions
+from paceline.core.tree_shape import Shape
 from paceline.core.verdict import NOTHING, Verdict
 
 V = 7

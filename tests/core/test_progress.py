@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from paceline.core import progress
-from paceline.core.progress import EVERY, ProgressLines, reporting, shown_already
+from paceline.common import progress
+from paceline.common.progress import EVERY, ProgressLines, reporting, shown_already
 
 
 class Clock:

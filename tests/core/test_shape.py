@@ -8,8 +8,8 @@ from functools import cache
 
 import pytest
 
-from paceline.core.errors import InputError
-from paceline.core.shape import Shape
+from paceline.common.errors import InputError
+from paceline.core.tree_shape import Shape
 
 Path = tuple[int, ...]
 

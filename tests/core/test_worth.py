@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from paceline.core.costs import Costs, bound
-from paceline.core.worth import PLAIN, Rate, Trust, best_depth, best_width, cheapest_node
+from paceline.drafters.adaptive.stats import PLAIN, Rate, Trust, best_depth, best_width, cheapest_node
 
 STEEP = [1.0, 1.7, 1.8, 1.9, 2.0]  # the cliff of a CPU: the second token is dear, the others are not
 FLAT = [1.0, 1.01, 1.02, 1.03, 1.04]

@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from paceline import LanguageModel, SpeculativeDecoder
-from paceline.drafters.eagle import EagleHead
-from paceline.drafters.medusa import MedusaHead
-from paceline.drafters.prophet import ProphetHead
+from paceline.drafters.heads.eagle import EagleHead
+from paceline.drafters.heads.medusa import MedusaHead
+from paceline.drafters.heads.prophet import ProphetHead
 
 from ..toys import llama
 

@@ -12,9 +12,9 @@ from statistics import median
 from tests.drafters.texts import HandRows
 
 from paceline import Budget, Drafter
-from paceline.drafters.ngram import Ngram
-from paceline.drafters.prompt_lookup import PromptLookup
-from paceline.drafters.suffix import Suffix
+from paceline.drafters.lookup.ngram import Ngram
+from paceline.drafters.lookup.prompt_lookup import PromptLookup
+from paceline.drafters.lookup.suffix import Suffix
 
 GAMMA = 10
 DRAFTERS: dict[str, Callable[[], Drafter]] = {

@@ -11,7 +11,7 @@ from tests.toys import VOCABULARY, TableModel, llama, scripted
 
 from paceline import InputError, LanguageModel, SpeculativeDecoder, guided
 from paceline.core.costs import Costs
-from paceline.drafters.auto import Auto
+from paceline.drafters.adaptive.auto import Auto
 
 CPU = Costs({1: {1: 1.0, 2: 1.65, 4: 1.85, 8: 2.1, 16: 2.4, 64: 6.5}})  # seconds so long that asking costs nothing
 FREE = Costs({1: {1: 1.0, 64: 1.01}})

@@ -15,18 +15,17 @@ from tests.engine.test_replays import Replays, imitated
 from tests.toys import llama
 
 import paceline
-from paceline.bench.contest import Plan, Task
-from paceline.bench.entries import parse_entry
-from paceline.bench.ours import Ours
+from paceline.bench.candidates.candidate import Plan, Task
+from paceline.bench.candidates.paceline_run import Ours
+from paceline.bench.candidates.run_spec import parse_entry
+from paceline.common.errors import DrafterWarning
 from paceline.core.costs import Costs
-from paceline.core.errors import DrafterWarning
-from paceline.drafters import auto_captured
 from paceline.drafters import shipped as room
-from paceline.drafters.auto import Auto
-from paceline.drafters.auto_captured import Leader
-from paceline.drafters.eagle import Eagle, EagleHead
-from paceline.drafters.eagle_steps import Steps
-from paceline.drafters.medusa import MedusaHead
+from paceline.drafters.adaptive import graphed_auto as auto_captured
+from paceline.drafters.adaptive.auto import Auto
+from paceline.drafters.adaptive.graphed_auto import Leader
+from paceline.drafters.heads.eagle import Eagle, EagleHead, Steps
+from paceline.drafters.heads.medusa import MedusaHead
 from paceline.models.language_model import LanguageModel
 
 pytestmark = pytest.mark.usefixtures("trees_by_torch")  # a device that is imitated has no kernels of a CPU

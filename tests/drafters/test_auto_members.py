@@ -13,10 +13,10 @@ from paceline import LanguageModel, SpeculativeDecoder
 from paceline.core.contracts import Budget, Drafter, RowsView
 from paceline.core.costs import Costs
 from paceline.core.tree import TokenTree
-from paceline.drafters import company
-from paceline.drafters.auto import Auto
-from paceline.drafters.portfolio import Portfolio
-from paceline.models.early_exit import SplitReader
+from paceline.drafters.adaptive import group as company
+from paceline.drafters.adaptive.auto import Auto
+from paceline.drafters.adaptive.portfolio import Portfolio
+from paceline.models.readers.split import SplitReader
 
 FLAT = Costs({1: {1: 1.0, 64: 1.01}})
 PERIOD = 7
@@ -247,9 +247,9 @@ def test_lists_and_trees_of_a_drafter_say_the_same() -> None:
     """Whoever drafts lists is taken at its word; asked for tensors it says the same."""
     from tests.drafters.texts import HandRows
 
-    from paceline.drafters.ngram import Ngram
-    from paceline.drafters.prompt_lookup import PromptLookup
-    from paceline.drafters.suffix import Suffix
+    from paceline.drafters.lookup.ngram import Ngram
+    from paceline.drafters.lookup.prompt_lookup import PromptLookup
+    from paceline.drafters.lookup.suffix import Suffix
 
     text = [1, 2, 3, 1, 2, 4, 1, 2, 3, 5, 1, 2]
     for cls in (Suffix, Ngram, PromptLookup):

@@ -9,9 +9,9 @@ from tests.kernels.zoo import small
 from tests.toys import llama
 
 from paceline import SpeculativeDecoder
-from paceline.drafters import self_quantized
-from paceline.models.kernel_pass import kernels_missing
-from paceline.models.running import running
+from paceline.drafters.models import self_quantized
+from paceline.models.cpu.cpu_forward import kernels_missing
+from paceline.models.runtime import running
 
 pytestmark = pytest.mark.skipif(kernels_missing() is not None, reason="no kernels here")
 PROMPT = [3, 9, 27, 4, 11, 9, 27]

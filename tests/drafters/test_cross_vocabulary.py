@@ -11,8 +11,8 @@ from transformers import PreTrainedTokenizerFast
 
 from paceline import LanguageModel, SpeculativeDecoder, UnsupportedError
 from paceline.models.language_model import SlotReader
-from paceline.models.pieces import Pieces
-from paceline.models.translation import Transcript, Translation
+from paceline.models.tokenizers.token_bytes import Pieces
+from paceline.models.tokenizers.translation import Transcript, Translation
 
 MERGES = ["t h", "th e", "Ġ the", "c a", "ca t", "Ġ cat", "l o", "h e", "he l", "hel lo"]
 MODES = ("intersection", "text")

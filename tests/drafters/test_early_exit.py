@@ -12,8 +12,8 @@ from tests.models.test_early_exit import counted
 
 from paceline import InputError, LanguageModel, SpeculativeDecoder, UnsupportedError
 from paceline.core.contracts import Drafter
-from paceline.drafters.early_exit import EarlyExit, ExitHead
-from paceline.models.early_exit import SplitReader
+from paceline.drafters.models.early_exit import EarlyExit, ExitHead
+from paceline.models.readers.split import SplitReader
 
 PROMPTS = [[1, 7, 9, 4, 7, 9, 4], [3, 3, 8], [6]]
 SETTINGS: dict[str, Any] = {"max_new_tokens": 20, "ignore_eos": True}

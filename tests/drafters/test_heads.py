@@ -16,13 +16,13 @@ import torch
 from safetensors.torch import load_file
 
 from paceline import Generation, InputError, LanguageModel, LoadError, SpeculativeDecoder, UnsupportedError
-from paceline.drafters.eagle import EagleConfig, EagleHead
-from paceline.drafters.heads import HeadDrafter
-from paceline.drafters.medusa import MedusaHead
-from paceline.drafters.prophet import ProphetHead
-from paceline.kernels import machine
-from paceline.models.head_files import load_head, save_head
-from paceline.models.kernel_linear import KernelLinear
+from paceline.drafters.heads.base import HeadDrafter
+from paceline.drafters.heads.eagle import EagleConfig, EagleHead
+from paceline.drafters.heads.head_files import load_head, save_head
+from paceline.drafters.heads.medusa import MedusaHead
+from paceline.drafters.heads.prophet import ProphetHead
+from paceline.kernels.cpu import machine
+from paceline.models.cpu.cpu_linear import KernelLinear
 
 from ..conformance.chi_square import ALPHA, first_tokens, p_value
 from ..toys import gpt2, llama
@@ -276,7 +276,7 @@ def test_rows_of_another_width_cannot_be_borrowed() -> None:
 def test_eagle_reads_long_prompts_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same drafts, however the prompt was cut; its memory is that of one pass over the whole text."""
     whole = written("eagle", FITTED["eagle"]())
-    monkeypatch.setattr("paceline.drafters.eagle._CHUNK", 2)
+    monkeypatch.setattr("paceline.drafters.heads.eagle._CHUNK", 2)
     monkeypatch.setattr("paceline.models.language_model.CHUNK", 3)
     assert [out.trace.rounds for out in written("eagle", FITTED["eagle"]())] == [out.trace.rounds for out in whole]
 

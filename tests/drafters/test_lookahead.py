@@ -12,7 +12,7 @@ from tests.toys import llama, naive, scripted
 from paceline import Budget, InputError, SpeculativeDecoder
 from paceline.core.contracts import Reading
 from paceline.core.verdict import Verdict
-from paceline.drafters.lookahead import Lookahead, _Row
+from paceline.drafters.lookup.lookahead import Lookahead, _Row
 
 V = 40
 

@@ -12,8 +12,7 @@ from tests.drafters.texts import HostTexts, chains
 from tests.toys import llama, naive
 
 from paceline import InputError, LoadError, SpeculativeDecoder
-from paceline.drafters.ngram import Ngram
-from paceline.drafters.ngram_store import NgramStore
+from paceline.drafters.lookup.ngram import Ngram, NgramStore
 
 
 def drafter(**options: Any) -> Ngram:

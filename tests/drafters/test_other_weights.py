@@ -20,21 +20,21 @@ from tests.toys import llama
 
 import paceline
 from paceline import LanguageModel, PacelineWarning, SpeculativeDecoder, load_drafter
-from paceline.core import names
+from paceline.common import names
+from paceline.common.errors import UnsupportedError
 from paceline.core.costs import Costs
-from paceline.core.errors import UnsupportedError
-from paceline.drafters import auto
 from paceline.drafters import shipped as room
-from paceline.drafters.draft_lm import DraftLayers
-from paceline.drafters.eagle import EagleHead
-from paceline.drafters.early_exit import ExitHead
-from paceline.drafters.katz import train_trigram
-from paceline.drafters.medusa import MedusaHead
-from paceline.drafters.prophet import ProphetHead
-from paceline.models import catalogue, hub
-from paceline.models.cache import WeightCache, file_sha256
-from paceline.models.gguf import convert, read_header
-from paceline.training.trigram import save_table
+from paceline.drafters.adaptive import auto
+from paceline.drafters.heads.eagle import EagleHead
+from paceline.drafters.heads.medusa import MedusaHead
+from paceline.drafters.heads.prophet import ProphetHead
+from paceline.drafters.lookup.trigram import train_trigram
+from paceline.drafters.models.draft_lm import DraftLayers
+from paceline.drafters.models.early_exit import ExitHead
+from paceline.models.loading import catalogue, hub
+from paceline.models.loading.disk_cache import WeightCache, file_sha256
+from paceline.models.loading.gguf import convert, read_header
+from paceline.training.trigram_training import save_table
 
 KINDS = ("eagle", "draft-lm", "early-exit", "medusa", "prophet", "trigram")
 SURE = ("draft-lm", "trigram")  # the heads of the tiny catalogue that are right now and then; the others are random
@@ -193,7 +193,7 @@ def test_an_entry_of_the_very_weights_comes_first(tmp_path: Path, monkeypatch: p
 
 def test_random_weights_have_no_trained_drafter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A random model of a known shape is there for timing."""
-    from paceline.models.named_shapes import random_model
+    from paceline.models.synthetic.random_models import random_model
 
     lm = random_model("llama-135m", vocab=64, layers=2)
     assert str(lm.weights) == "random numbers"

@@ -12,9 +12,9 @@ import torch
 from tests.toys import VOCABULARY, llama, naive, scripted
 
 from paceline import Budget, Drafter, InputError, LanguageModel, PacelineWarning, SpeculativeDecoder, TokenTree
+from paceline.common.errors import UnsupportedError
 from paceline.core.contracts import Glimpse, Reading
-from paceline.core.errors import UnsupportedError
-from paceline.drafters.portfolio import Portfolio
+from paceline.drafters.adaptive.portfolio import Portfolio
 
 SCRIPT = list(range(1, 40))  # what the scripted target writes
 

@@ -11,7 +11,7 @@ from tests.drafters.texts import HostTexts, chains
 from tests.toys import letters, llama, naive
 
 from paceline import InputError, LanguageModel, SpeculativeDecoder
-from paceline.drafters.prediction import Prediction
+from paceline.drafters.lookup.prediction import Prediction
 
 GUESS = list(range(10, 35))  # 10 11 12 ...
 

@@ -11,7 +11,7 @@ from tests.toys import llama, naive
 
 from paceline import InputError, SpeculativeDecoder
 from paceline.core.tree import merge_chains
-from paceline.drafters.prompt_lookup import PromptLookup
+from paceline.drafters.lookup.prompt_lookup import PromptLookup
 
 
 class Texts(HostTexts):

@@ -13,7 +13,7 @@ from tests.toys import llama, naive, scripted
 from paceline import Budget, InputError, SpeculativeDecoder, TokenTree
 from paceline.core.contracts import Reading
 from paceline.core.verdict import Verdict
-from paceline.drafters.recycling import READ, UNREAD, WRITTEN, Recycling
+from paceline.drafters.lookup.recycling import READ, UNREAD, WRITTEN, Recycling
 
 V = 20
 

@@ -9,21 +9,21 @@ import pytest
 from tests.toys import llama
 
 import paceline
-from paceline.bench.contest import Plan, Task
-from paceline.bench.entries import parse_entries
-from paceline.bench.ours import Ours
-from paceline.bench.peers.opening import draft_model_of, open_peers
+from paceline.bench.candidates.candidate import Plan, Task
+from paceline.bench.candidates.paceline_run import Ours
+from paceline.bench.candidates.run_spec import parse_entries
+from paceline.bench.peers.peer_names import draft_model_of, open_peers
+from paceline.common.errors import InputError, UnknownNameError
 from paceline.core.costs import Costs
-from paceline.core.errors import InputError, UnknownNameError
 from paceline.drafters import shipped as room
-from paceline.drafters.draft_lm import DraftLayers
-from paceline.drafters.eagle import EagleHead
-from paceline.drafters.early_exit import ExitHead
-from paceline.drafters.katz import train_trigram
-from paceline.drafters.medusa import MedusaHead
+from paceline.drafters.heads.eagle import EagleHead
+from paceline.drafters.heads.medusa import MedusaHead
+from paceline.drafters.lookup.trigram import train_trigram
+from paceline.drafters.models.draft_lm import DraftLayers
+from paceline.drafters.models.early_exit import ExitHead
 from paceline.drafters.shipped import best_for, shipped
 from paceline.models.language_model import LanguageModel
-from paceline.training.trigram import save_table
+from paceline.training.trigram_training import save_table
 
 FREE = Costs({1: {1: 1.0, 64: 1.01}})
 

@@ -11,8 +11,7 @@ from tests.drafters.texts import HostTexts, chains
 from tests.toys import llama, naive
 
 from paceline import InputError, SpeculativeDecoder
-from paceline.drafters.suffix import Suffix, SuffixStore
-from paceline.drafters.suffix_automaton import END, SuffixAutomaton
+from paceline.drafters.lookup.suffix import END, Suffix, SuffixAutomaton, SuffixStore
 
 
 def texts(*words: list[int], **options: Any) -> HostTexts:

@@ -11,8 +11,7 @@ import torch
 from tests.toys import letters, llama, naive
 
 from paceline import InputError, LanguageModel, LoadError, SpeculativeDecoder, UnsupportedError
-from paceline.drafters.katz import TrigramTable, own_samples, read_texts, train_trigram
-from paceline.drafters.trigram import Trigram
+from paceline.drafters.lookup.trigram import Trigram, TrigramTable, own_samples, read_texts, train_trigram
 
 
 def chatter(count: int, vocabulary: int, seed: int = 0) -> list[list[int]]:

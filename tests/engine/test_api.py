@@ -15,7 +15,7 @@ import pytest
 from tests.toys import letters, llama, naive, scripted
 
 import paceline
-from paceline.core.errors import InputError, UnsupportedError
+from paceline.common.errors import InputError, UnsupportedError
 from paceline.core.sampling import Sampling
 from paceline.engine import decoder as decoders
 from paceline.engine.request import ALIASES, Generation, Request
@@ -151,7 +151,7 @@ def test_a_generation_is_still_plain_data() -> None:
 
 
 def test_the_typed_settings_are_the_settings() -> None:
-    from paceline.engine.settings import Settings
+    from paceline.engine.request import Settings
 
     declared = {field.name for field in fields(Request)} | {field.name for field in fields(Sampling)}
     assert set(Settings.__annotations__) == (declared - {"sampling"}) | set(ALIASES) | {"do_sample"}

@@ -9,7 +9,7 @@ import pytest
 from tests.toys import llama
 
 from paceline import InputError, LanguageModel, SpeculativeDecoder
-from paceline.core.errors import UnknownNameError
+from paceline.common.errors import UnknownNameError
 
 TUNED = """# measured somewhere
 [decoder]

@@ -40,7 +40,7 @@ def test_it_is_a_yes_or_no() -> None:
 
 
 def test_a_config_and_the_command_line_know_it() -> None:
-    from paceline.cli.options import GenerateOptions
+    from paceline.cli.command_options import GenerateOptions
 
     assert GenerateOptions(prompt="a").first_target is False
     config = {"draft": "prompt-lookup", "first_target": True}

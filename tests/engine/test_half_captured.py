@@ -10,7 +10,7 @@ import torch
 from tests.toys import llama
 
 import paceline
-from paceline.engine import flight
+from paceline.engine import round_graphs as flight
 from paceline.models.runners import cuda_graph
 from paceline.models.runners.cuda_graph import Programs
 from paceline.rules.match import Match
@@ -50,7 +50,7 @@ def test_the_same_texts(draft: Any, where: str, monkeypatch: pytest.MonkeyPatch)
 
         return run
 
-    from paceline.drafters.eagle import EagleHead
+    from paceline.drafters.heads.eagle import EagleHead
     from paceline.models.language_model import SlotReader
 
     target, small = (paceline.LanguageModel(llama(seed, num_hidden_layers=2 - seed)) for seed in (0, 1))

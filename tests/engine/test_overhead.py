@@ -19,7 +19,7 @@ from paceline.core.sampling import Sampling
 from paceline.core.tree import TokenTree
 from paceline.engine.loop import Loop
 from paceline.engine.rows import Rows
-from paceline.models.kernel_pass import KernelPass, kernels_missing
+from paceline.models.cpu.cpu_forward import KernelPass, kernels_missing
 from paceline.models.runners.eager import EagerRunner
 from paceline.rules.match import Match
 

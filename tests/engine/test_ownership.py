@@ -14,7 +14,7 @@ import pytest
 from tests.toys import llama
 
 from paceline import InputError, LanguageModel, SpeculativeDecoder
-from paceline.drafters.making import make_drafter
+from paceline.drafters.resolve import make_drafter
 from paceline.engine.loop import Loop
 from paceline.rules.match import Match
 

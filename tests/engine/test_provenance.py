@@ -8,8 +8,8 @@ import sys
 import pytest
 import torch
 
-from paceline.engine import provenance as made
-from paceline.engine.provenance import provenance
+from paceline.integrations import provenance as made
+from paceline.integrations.provenance import provenance
 
 
 def test_provenance_says_what_a_reader_would_ask() -> None:

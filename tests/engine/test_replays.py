@@ -16,13 +16,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import paceline
-from paceline.core import law, ranking
+from paceline.core import law
+from paceline.core import tree_shape as ranking
 from paceline.core.costs import Costs
-from paceline.drafters.eagle import EagleHead
-from paceline.drafters.medusa import MedusaHead
-from paceline.drafters.prophet import ProphetHead
-from paceline.engine import flight
-from paceline.models.runners.programs import Rehearsal
+from paceline.drafters.heads.eagle import EagleHead
+from paceline.drafters.heads.medusa import MedusaHead
+from paceline.drafters.heads.prophet import ProphetHead
+from paceline.engine import round_graphs as flight
+from paceline.models.runners.cuda_graph import Rehearsal
 
 pytestmark = pytest.mark.usefixtures("trees_by_torch")  # a device that is imitated has no kernels of a CPU
 

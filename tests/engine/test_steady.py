@@ -11,15 +11,15 @@ from tests.toys import gpt2, llama
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import paceline
-from paceline.core.errors import DrafterWarning, UnsupportedError
-from paceline.drafters.eagle import EagleHead
-from paceline.drafters.medusa import MedusaHead
-from paceline.drafters.prophet import ProphetHead
-from paceline.engine import flight
+from paceline.common.errors import DrafterWarning, UnsupportedError
+from paceline.drafters.heads.eagle import EagleHead
+from paceline.drafters.heads.medusa import MedusaHead
+from paceline.drafters.heads.prophet import ProphetHead
+from paceline.engine import round_graphs as flight
 from paceline.engine.loop import Loop
 from paceline.engine.request import build_requests
 from paceline.engine.rows import Rows
-from paceline.models.runners.programs import Rehearsal
+from paceline.models.runners.cuda_graph import Rehearsal
 
 pytestmark = pytest.mark.usefixtures("trees_by_torch")  # a device that is imitated has no kernels of a CPU
 

@@ -10,9 +10,9 @@ import pytest
 from tests.toys import letters, llama
 
 from paceline.core.contracts import Drafter
-from paceline.drafters.making import make_drafter
-from paceline.engine.timing import full_costs, measure_drafter, measure_overhead, time_rounds
-from paceline.models import pass_times
+from paceline.drafters.resolve import make_drafter
+from paceline.engine.round_timing import full_costs, measure_drafter, measure_overhead, time_rounds
+from paceline.models import pass_timing as pass_times
 from paceline.models.language_model import LanguageModel
 
 

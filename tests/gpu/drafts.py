@@ -20,15 +20,14 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import paceline
-from paceline.drafters.eagle import EagleHead
-from paceline.drafters.eagle_steps import Steps
+from paceline.drafters.heads.eagle import EagleHead, Steps
+from paceline.drafters.heads.head_modules import PlaceStore
 from paceline.engine.loop import Loop
 from paceline.engine.request import build_requests
-from paceline.models import cuda_draft
-from paceline.models.cuda_draft import CudaDraft
-from paceline.models.draft_head import PlaceStore
-from paceline.models.named_shapes import random_model, usual_draft
-from paceline.models.unrolled import Unrolled
+from paceline.models.cuda import cuda_head as cuda_draft
+from paceline.models.cuda.cuda_head import CudaDraft
+from paceline.models.heads.training_attention import Unrolled
+from paceline.models.synthetic.random_models import random_model, usual_draft
 
 DEVICE = "cuda"
 SIZES: dict[str, dict[str, Any]] = {

@@ -8,9 +8,9 @@ from typing import Any
 
 import paceline
 from paceline.core.costs import Costs
-from paceline.drafters import auto_captured
-from paceline.drafters.auto_captured import Leader
-from paceline.drafters.eagle import Eagle, EagleHead
+from paceline.drafters.adaptive import graphed_auto as auto_captured
+from paceline.drafters.adaptive.graphed_auto import Leader
+from paceline.drafters.heads.eagle import Eagle, EagleHead
 
 PROMPTS = [[1, 2, 3, 4, 5, 1, 2], [7, 8, 9], [3, 3, 3, 3, 3], list(range(40, 90))]
 

@@ -23,11 +23,11 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 import paceline
+from paceline.common.errors import PacelineWarning
 from paceline.core.costs import Costs
-from paceline.core.errors import PacelineWarning
 from paceline.core.scratch_rows import ScratchRows
-from paceline.drafters.eagle import EagleHead
-from paceline.drafters.medusa import MedusaHead
+from paceline.drafters.heads.eagle import EagleHead
+from paceline.drafters.heads.medusa import MedusaHead
 from paceline.engine.loop import Loop
 from paceline.engine.request import build_requests
 from paceline.models.runners import cuda_graph

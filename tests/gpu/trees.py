@@ -12,12 +12,12 @@ from torch import Tensor
 
 from paceline.core.choice import Choice, NoiseTable
 from paceline.core.contracts import Budget
-from paceline.core.growth import Grower, TreeOptions
+from paceline.core.device_ops import QUICK
 from paceline.core.law import SamplingBatch
-from paceline.core.quick import QUICK
 from paceline.core.sampling import Sampling
 from paceline.core.tree import TokenTree
-from paceline.models.cuda_pass import between_passes
+from paceline.core.tree_growth import Grower, TreeOptions
+from paceline.models.cuda.cuda_forward import between_passes
 from paceline.models.slot_cache import SlotCache
 from paceline.rules.match import Match
 

@@ -7,11 +7,11 @@ from typing import Any
 import torch
 
 from paceline.core.choice import Choice, NoiseTable
+from paceline.core.device_ops import QUICK
 from paceline.core.law import SamplingBatch, Unwritten
-from paceline.core.quick import QUICK
 from paceline.core.sampling import Sampling
 from paceline.core.tree import TokenTree
-from paceline.models.cuda_pass import between_passes
+from paceline.models.cuda.cuda_forward import between_passes
 from paceline.rules.ratio import Ratio
 
 

@@ -11,9 +11,9 @@ import tempfile
 import zipfile
 from pathlib import Path
 
-from paceline.models.cache import WeightCache, file_sha256
-from paceline.models.catalogue import find_entry
-from paceline.models.gguf import convert, read_header
+from paceline.models.loading.catalogue import find_entry
+from paceline.models.loading.disk_cache import WeightCache, file_sha256
+from paceline.models.loading.gguf import convert, read_header
 
 
 def main(pieces: list[str]) -> None:

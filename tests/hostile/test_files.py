@@ -15,8 +15,8 @@ import pytest
 import torch
 
 import paceline
-from paceline.core.errors import LoadError
-from paceline.models.weight_check import Table, bounded, link_problem
+from paceline.common.errors import LoadError
+from paceline.models.loading.weight_check import Table, bounded, link_problem
 from tests.hostile.attacks import ATTACKS
 
 SECONDS = 10.0  # of CPU time, for one file

@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 from paceline import InputError, LanguageModel
-from paceline.engine.messages import ROLES
-from paceline.engine.prompts import encode_all
+from paceline.engine.prompts import ROLES, encode_all
 from tests.toys import letters, llama
 
 PLAIN = "{% for m in messages %}{{ m.role[0] + ' ' + m.content }}.{% endfor %}"

@@ -9,18 +9,18 @@ from typing import Any
 import pytest
 
 from paceline import DRAFTERS, RULES, InputError, LanguageModel, SpeculativeDecoder, UnknownNameError
-from paceline.bench.entries import parse_entry
-from paceline.bench.options import BenchOptions
-from paceline.bench.tuning.candidates import TuneOptions
-from paceline.core.errors import PacelineError, shown
-from paceline.core.limits import LARGEST, Limited, limited, plain_types
+from paceline.bench.bench_options import BenchOptions
+from paceline.bench.candidates.run_spec import parse_entry
+from paceline.bench.tune.tuning import TuneOptions
+from paceline.common.errors import PacelineError, shown
+from paceline.common.limits import LARGEST, Limited, limited, plain_types
 from paceline.core.registry import build_options, convert_options
-from paceline.drafters.making import make_drafter
-from paceline.training.course import COURSES
-from paceline.training.options import TrainOptions
-from paceline.training.pair import PairSizes
-from paceline.training.trigram import CountingOptions
-from paceline.training.writing import WritingPlan
+from paceline.drafters.resolve import make_drafter
+from paceline.training.data.writing import WritingPlan
+from paceline.training.pair_training import PairSizes
+from paceline.training.recipes.base import COURSES
+from paceline.training.train_options import TrainOptions
+from paceline.training.trigram_training import CountingOptions
 from tests.toys import letters, llama
 
 NUMBERS = (10**10, 10**13, 2**63 - 1, -(2**63), 10**30, 10**400, 10**5000, -(10**5000), float("nan"), float("inf"),

@@ -24,17 +24,17 @@ from gguf import GGMLQuantizationType  # noqa: E402
 from safetensors.torch import save_file  # noqa: E402
 
 from paceline import LanguageModel, SpeculativeDecoder, load, load_drafter  # noqa: E402
-from paceline.core.errors import PacelineError  # noqa: E402
-from paceline.drafters.draft_lm import DraftLayers  # noqa: E402
-from paceline.drafters.eagle import EagleHead  # noqa: E402
-from paceline.drafters.early_exit import ExitHead  # noqa: E402
-from paceline.drafters.katz import train_trigram  # noqa: E402
-from paceline.drafters.medusa import MedusaHead  # noqa: E402
-from paceline.drafters.ngram import Ngram  # noqa: E402
-from paceline.drafters.prophet import ProphetHead  # noqa: E402
-from paceline.drafters.recycling import Recycling  # noqa: E402
+from paceline.common.errors import PacelineError  # noqa: E402
+from paceline.drafters.heads.eagle import EagleHead  # noqa: E402
+from paceline.drafters.heads.medusa import MedusaHead  # noqa: E402
+from paceline.drafters.heads.prophet import ProphetHead  # noqa: E402
+from paceline.drafters.lookup.ngram import Ngram  # noqa: E402
+from paceline.drafters.lookup.recycling import Recycling  # noqa: E402
+from paceline.drafters.lookup.trigram import train_trigram  # noqa: E402
+from paceline.drafters.models.draft_lm import DraftLayers  # noqa: E402
+from paceline.drafters.models.early_exit import ExitHead  # noqa: E402
 from paceline.training.checkpoints import Checkpoint  # noqa: E402
-from paceline.training.shards import Shards, Text  # noqa: E402
+from paceline.training.data.corpus import Shards, Text  # noqa: E402
 from tests.hostile.attacks import ATTACKS  # noqa: E402
 from tests.hostile.damage import GGUF, SAFETENSORS, damaged  # noqa: E402
 from tests.models.tiny_gguf import byte_level_vocabulary, sentencepiece_vocabulary, tiny_gguf  # noqa: E402

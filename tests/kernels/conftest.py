@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from paceline.kernels import machine
-from paceline.models.crowd import CROWD
+from paceline.kernels.cpu import machine
+from paceline.models.cpu.threads import CROWD
 
 _ANYWHERE = {"test_machine.py"}
 _KERNELS = sorted({path.name for path in Path(__file__).parent.glob("test_*.py")} - _ANYWHERE)

@@ -19,7 +19,7 @@ import torch
 from tests.kernels.zoo import small
 
 from paceline import SpeculativeDecoder
-from paceline.models import kernel_pass
+from paceline.models.cpu import cpu_forward as kernel_pass
 
 PROMPT, NEW = [3, 9, 27, 4, 11, 9, 27], 24
 
@@ -66,7 +66,7 @@ def meetings(threads: int = 3) -> Callable[[], None]:
     import numpy as np
     from numba import njit, types
 
-    from paceline.kernels import team
+    from paceline.kernels.cpu import team
 
     @njit(types.void(types.Array(types.int64, 1, "C"), types.int64, types.int64), nogil=True)
     def job(numbers, threads, me):

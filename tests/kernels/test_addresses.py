@@ -14,8 +14,8 @@ from tests.kernels.zoo import VOCABULARY, Alone, build, reader_of, small
 from torch import nn
 
 from paceline import LanguageModel, SpeculativeDecoder
-from paceline.core.errors import ModelOutputError, UnsupportedError
-from paceline.models.kernel_plan import plan_of
+from paceline.common.errors import ModelOutputError, UnsupportedError
+from paceline.models.cpu.cpu_plan import plan_of
 from paceline.models.slot_cache import SlotCache
 
 PROMPT = [3, 9, 27, 4, 11, 9, 27]

@@ -20,14 +20,15 @@ from transformers.activations import GELUActivation
 from transformers.models.llama import modeling_llama as llama_file
 
 from paceline import InputError, LanguageModel, PacelineWarning, SpeculativeDecoder, UnsupportedError
-from paceline.drafters.draft_lm import DraftLayers
-from paceline.drafters.early_exit import EarlyExit
-from paceline.models import cuda_pass, kernel_pass
-from paceline.models.cuda_pass import CudaPlan, cuda_plan
-from paceline.models.kernel_plan import Plan, plan_of
-from paceline.models.quantized import quantized
-from paceline.models.running import running
-from paceline.models.subset_head import SubsetHead
+from paceline.drafters.models.draft_lm import DraftLayers
+from paceline.drafters.models.early_exit import EarlyExit
+from paceline.models.cpu import cpu_forward as kernel_pass
+from paceline.models.cpu.cpu_plan import Plan, plan_of
+from paceline.models.cuda import cuda_forward as cuda_pass
+from paceline.models.cuda.cuda_forward import CudaPlan, cuda_plan
+from paceline.models.heads.subset_head import SubsetHead
+from paceline.models.quantization.quantize import quantized
+from paceline.models.runtime import running
 
 PROMPT = [3, 9, 27, 4, 11, 9, 27]
 Alteration = Callable[[Any], None]

@@ -7,7 +7,7 @@ import pytest
 from numba import njit
 from tests.kernels.guarded import Guarded, drawn
 
-from paceline.kernels import attention
+from paceline.kernels.cpu import attention
 
 WIDTHS = [8, 16, 64, 80, 96, 128, 256]
 EPS = float(np.finfo(np.float32).eps)

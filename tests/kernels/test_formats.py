@@ -11,7 +11,7 @@ import torch
 
 pytest.importorskip("numba")
 
-from paceline.kernels import packed
+from paceline.kernels.cpu import packed
 
 BLOCKS = ("q4_1",)
 

@@ -13,9 +13,10 @@ import pytest
 from tests.kernels.zoo import build
 
 from paceline import LanguageModel, SpeculativeDecoder
-from paceline.core.errors import PacelineWarning
-from paceline.kernels import machine
-from paceline.models import first_use, kernel_pass
+from paceline.common.errors import PacelineWarning
+from paceline.kernels.cpu import machine
+from paceline.models.cpu import compile as first_use
+from paceline.models.cpu import cpu_forward as kernel_pass
 
 ROOT = Path(__file__).resolve().parents[2]
 PROMPT = [3, 9, 27, 4, 11, 9, 27]
@@ -155,7 +156,7 @@ def test_kernels_that_do_not_compile_are_told_of_once(error: Exception, monkeypa
 @pytest.mark.skipif(machine.missing() is not None, reason="no kernels here")
 def test_a_format_that_does_not_compile_is_told_of_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Products are compiled when a model needs them, after the pass itself was."""
-    from paceline.kernels import packed
+    from paceline.kernels.cpu import packed
 
     def failing(kind: str) -> None:
         raise ValueError(f"no product for {kind}")
@@ -228,10 +229,10 @@ def test_a_kernel_file_that_is_broken() -> None:
 import importlib.abc, importlib.machinery
 class Broken(importlib.abc.MetaPathFinder):
     def find_spec(self, name, path=None, target=None):
-        if name == "paceline.kernels.attention":
+        if name == "paceline.kernels.cpu.attention":
             raise ValueError("this file is broken")
 sys.meta_path.insert(0, Broken())
-from paceline.core.errors import PacelineWarning
+from paceline.common.errors import PacelineWarning
 warnings.simplefilter("ignore", PacelineWarning)
 """
     tokens, said = written_by((), broken)

@@ -11,9 +11,9 @@ import llvmlite.binding as llvm
 import pytest
 from numba import njit, types
 
-from paceline.kernels import team, vectors
-from paceline.kernels.formats import FLOAT32
-from paceline.kernels.product import product
+from paceline.kernels.cpu import team, vectors
+from paceline.kernels.cpu.formats import FLOAT32
+from paceline.kernels.cpu.product import product
 
 _INT = types.int64
 _multiply = product(FLOAT32)

@@ -14,7 +14,7 @@ from tests.models.test_early_exit import SplitJourney
 from torch import Tensor
 
 from paceline import LanguageModel
-from paceline.models.early_exit import SplitReader
+from paceline.models.readers.split import SplitReader
 
 ROUNDS = 7
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from tests.kernels.guarded import Guarded, drawn
 
-from paceline.kernels.product import multiply
+from paceline.kernels.cpu.product import multiply
 
 ROWS = [*range(1, 18), 33]
 SHAPES = [

@@ -23,8 +23,8 @@ import torch
 from tests.kernels.scenarios import decoder, text
 from tests.kernels.zoo import Alone, reader_of, small
 
-from paceline.kernels import team
-from paceline.models import kernel_pass
+from paceline.kernels.cpu import team
+from paceline.models.cpu import cpu_forward as kernel_pass
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -9,8 +9,8 @@ import pytest
 from numba import njit
 from tests.kernels.guarded import Guarded, drawn
 
-from paceline.kernels import vectors
-from paceline.kernels.vectors import I64, Emit, exponential, piece
+from paceline.kernels.cpu import vectors
+from paceline.kernels.cpu.vectors import I64, Emit, exponential, piece
 
 COUNTS = [*range(1, 20), 31, 32, 33, 63, 64, 65, 100, 576, 1023]
 EPS = float(np.finfo(np.float32).eps)

@@ -3,7 +3,7 @@
     python -m tests.models.survey                 all classes; writes docs/models.md
     python -m tests.models.survey doge paligemma  some model types; writes nothing
 
-A class is built from its default config with small numbers (`paceline.models.twin`), random weights and windows that
+A class is built from its default config with small numbers (`paceline.models.probe`), random weights and windows that
 are longer than what the probe reads from a given model. Each class has a process of its own, with limits.
 """
 
@@ -32,8 +32,8 @@ from transformers.models.auto.modeling_auto import (
 
 from paceline import LanguageModel, SpeculativeDecoder, UnsupportedError
 from paceline.models import probe  # noqa: F401 - before the processes part
-from paceline.models.chatter import in_one_line, quiet
-from paceline.models.twin import small_config, small_models
+from paceline.models.loading.quiet import in_one_line, quiet
+from paceline.models.probe import small_config, small_models
 
 PAGE, MARK = Path(__file__).parents[2] / "docs" / "models.md", "<!-- written by make models -->"
 WINDOW = 48  # of every window in a surveyed model: the probe reads fewer tokens from a given model

@@ -14,8 +14,8 @@ from tests.conformance.models import CASES, build
 from tests.conformance.test_cache import Texts
 
 from paceline import LanguageModel, SpeculativeDecoder
-from paceline.models.kernel_pass import kernels_missing
-from paceline.models.running import in_numbers, made_strict, with_runner
+from paceline.models.cpu.cpu_forward import kernels_missing
+from paceline.models.runtime import in_numbers, made_strict, with_runner
 
 VOCABULARY = 97
 LENGTHS = [1, 30, 7, 70, 2, 13, 44, 5]  # of the prompts: ragged, odd, and longer than one piece

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from paceline.core.errors import LoadError, PacelineWarning
-from paceline.models import cache as cache_module
-from paceline.models.cache import MANIFEST, VERIFIED, WeightCache, cache_folder, file_sha256
+from paceline.common.errors import LoadError, PacelineWarning
+from paceline.models.loading import disk_cache as cache_module
+from paceline.models.loading.disk_cache import MANIFEST, VERIFIED, WeightCache, cache_folder, file_sha256
 
 
 class Maker:
@@ -175,7 +175,7 @@ def test_two_processes_make_it_once(tmp_path: Path) -> None:
     script = textwrap.dedent("""
         import sys, time
         from pathlib import Path
-        from paceline.models.cache import WeightCache
+        from paceline.models.loading.disk_cache import WeightCache
 
         root, me = Path(sys.argv[1]), sys.argv[2]
         (root / f"ready-{me}").touch()

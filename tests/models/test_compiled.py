@@ -9,7 +9,7 @@ import torch
 from tests.toys import gpt2, llama
 
 import paceline
-from paceline.core.errors import PacelineWarning, UnsupportedError
+from paceline.common.errors import PacelineWarning, UnsupportedError
 from paceline.core.scratch_rows import ScratchRows
 from paceline.models.language_model import SlotReader
 from paceline.models.runners.compiled import CompiledRunner

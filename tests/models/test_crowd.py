@@ -6,9 +6,9 @@ import pytest
 from tests.kernels.zoo import small
 
 from paceline import SpeculativeDecoder
-from paceline.models import kernel_pass
-from paceline.models.crowd import Crowd
-from paceline.models.kernel_pass import kernels_missing
+from paceline.models.cpu import cpu_forward as kernel_pass
+from paceline.models.cpu.cpu_forward import kernels_missing
+from paceline.models.cpu.threads import Crowd
 
 
 def passes(crowd: Crowd, count: int, lost: float, most: int = 2, seconds: float = 0.02) -> list[int]:

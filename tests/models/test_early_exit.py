@@ -14,9 +14,9 @@ from torch import Tensor
 
 from paceline import InputError, LanguageModel, UnsupportedError
 from paceline.core.tree import TokenTree
-from paceline.models import early_exit
-from paceline.models.early_exit import SplitReader, check_split
-from paceline.models.shells import layers_of, shell, without_layers
+from paceline.models.module_views import layers_of, shell, without_layers
+from paceline.models.readers import split as early_exit
+from paceline.models.readers.split import SplitReader, check_split
 
 
 class SplitJourney(Journey):

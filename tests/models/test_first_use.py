@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 
-from paceline.core.errors import PacelineWarning
-from paceline.kernels import warm_up
-from paceline.models import first_use
-from paceline.models.first_use import LABEL, kernels_ready
+from paceline.common.errors import PacelineWarning
+from paceline.kernels.cpu import warm_up
+from paceline.models.cpu import compile as first_use
+from paceline.models.cpu.compile import LABEL, kernels_ready
 
 numba = pytest.importorskip("numba")
 
@@ -38,7 +38,7 @@ room = Path(sys.argv[1])
 sys.path.insert(0, str(room.parent))
 from paceline.kernels import warm_up
 warm_up._ROOM, warm_up._HERE, warm_up.ENTRY = room.name, room, "entry"
-from paceline.models.first_use import kernels_ready
+from paceline.models.cpu.compile import kernels_ready
 told = []
 kernels_ready(lambda *said: told.append(said))
 import importlib
@@ -168,7 +168,7 @@ def test_a_read_only_installation_compiles_nothing(again: Callable[[], list[Any]
         folder.chmod(0o555)
     try:
         run = subprocess.run(
-            [sys.executable, "-W", "error::paceline.core.errors.PacelineWarning", "-c", READ_ONLY, str(room),
+            [sys.executable, "-W", "error::paceline.common.errors.PacelineWarning", "-c", READ_ONLY, str(room),
              *map(str, folders)],
             env=where, preexec_fn=without_override, capture_output=True, text=True, timeout=300,
         )  # fmt: skip
@@ -220,7 +220,7 @@ def test_a_second_installation_compiles_nothing(
 @pytest.mark.parametrize(
     "change",
     [("numba.__version__", "0.0"), ("llvmlite.__version__", "0.0"), ("numba.config.CPU_NAME", "generic"),
-     ("paceline.kernels.machine.features", lambda: {"avx2"})],
+     ("paceline.kernels.cpu.machine.features", lambda: {"avx2"})],
 )  # fmt: skip
 def test_another_compiler_or_processor_has_another_folder(
     room: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, change: tuple[str, Any]
@@ -274,7 +274,8 @@ def test_the_sources_are_told_apart(room: Path) -> None:
 def test_importing_paceline_does_not_import_numba() -> None:
     code = (
         "import sys, paceline; paceline.SpeculativeDecoder; paceline.load\n"
-        "import paceline.models.running, paceline.models.first_use, paceline.models.thread_choice, paceline.cli.main\n"
+        "import paceline.models.runtime, paceline.models.cpu.compile\n"
+        "import paceline.models.cpu.thread_choice, paceline.cli.main\n"
         "assert 'numba' not in sys.modules and 'llvmlite' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)

@@ -24,9 +24,9 @@ from tests.models.tiny_gguf import (
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 from transformers.utils import logging
 
-from paceline.core.errors import LoadError
-from paceline.models.gguf import PROVENANCE, _Cursor, convert, read_header
-from paceline.models.gguf_tokenizer import TokenizerError, build_tokenizer
+from paceline.common.errors import LoadError
+from paceline.models.loading.gguf import PROVENANCE, _Cursor, convert, read_header
+from paceline.models.loading.gguf_tokenizer import TokenizerError, build_tokenizer
 
 CHAT = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
 
@@ -329,7 +329,7 @@ def test_a_file_without_a_tokenizer_has_none() -> None:
 
 def test_the_refusal_comes_before_the_conversion(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tiny_gguf(tmp_path / "m.gguf", byte_level_vocabulary("martian"))
-    monkeypatch.setattr("paceline.models.gguf._read_model", lambda *_: pytest.fail("converted first"))
+    monkeypatch.setattr("paceline.models.loading.gguf._read_model", lambda *_: pytest.fail("converted first"))
     with pytest.raises(LoadError, match="pass tokenizer=") as caught:
         converted(tmp_path, tmp_path / "m.gguf")
     one_sentence(caught.value)

@@ -17,16 +17,17 @@ from tests.toys import llama
 from torch import Tensor
 
 import paceline
-from paceline.core import quick
+from paceline.common.errors import DrafterError
+from paceline.core import device_ops as quick
 from paceline.core.choice import Choice, NoiseTable
-from paceline.core.errors import DrafterError
 from paceline.core.law import SamplingBatch
 from paceline.core.sampling import Sampling
 from paceline.core.tree import TokenTree, closure
 from paceline.core.verdict import BROKEN
-from paceline.drafters.eagle import EagleHead
-from paceline.kernels import machine
-from paceline.models import kernel_branches, kernel_pass
+from paceline.drafters.heads.eagle import EagleHead
+from paceline.kernels.cpu import machine
+from paceline.models.cpu import cpu_forward as kernel_pass
+from paceline.models.cpu import tree_ops as kernel_branches
 from paceline.models.slot_cache import SlotCache
 from paceline.rules.match import Match
 

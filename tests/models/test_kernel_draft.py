@@ -17,15 +17,15 @@ from torch import Tensor
 
 from paceline import LanguageModel, SpeculativeDecoder
 from paceline.core.verdict import NOTHING, Verdict
-from paceline.drafters.eagle import Eagle, EagleHead
-from paceline.drafters.eagle_steps import Steps
-from paceline.drafters.heads import _followed
-from paceline.kernels import machine
-from paceline.models import kernel_draft, kernel_linear
-from paceline.models.crowd import CROWD
-from paceline.models.draft_head import PlaceStore
-from paceline.models.kernel_draft import KernelDraft
-from paceline.models.kernel_linear import drafting
+from paceline.drafters.heads.base import _followed
+from paceline.drafters.heads.eagle import Eagle, EagleHead, Steps
+from paceline.drafters.heads.head_modules import PlaceStore
+from paceline.kernels.cpu import machine
+from paceline.models.cpu import cpu_head as kernel_draft
+from paceline.models.cpu import cpu_linear as kernel_linear
+from paceline.models.cpu.cpu_head import KernelDraft
+from paceline.models.cpu.cpu_linear import drafting
+from paceline.models.cpu.threads import CROWD
 
 pytestmark = pytest.mark.skipif(machine.missing() is not None, reason="no kernels here")
 KINDS: dict[str, dict[str, Any]] = {

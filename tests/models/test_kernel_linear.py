@@ -15,19 +15,19 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import paceline
-from paceline.drafters.draft_lm import DraftLayers
-from paceline.drafters.eagle import EagleHead
-from paceline.drafters.early_exit import ExitHead
-from paceline.drafters.medusa import MedusaHead
-from paceline.drafters.prophet import ProphetHead
-from paceline.kernels import machine
-from paceline.models import kernel_linear
-from paceline.models.crowd import CROWD
-from paceline.models.draft_layers import DecoderLayer, LayerConfig, Norm, Scratch, by_slot
-from paceline.models.kernel_layer import KernelNorm
-from paceline.models.kernel_linear import KernelLinear, drafting
-from paceline.models.packed_linear import BFloat16Linear, Int4Linear, Int8Linear
-from paceline.models.quantized import quantized
+from paceline.drafters.heads.eagle import EagleHead
+from paceline.drafters.heads.medusa import MedusaHead
+from paceline.drafters.heads.prophet import ProphetHead
+from paceline.drafters.models.draft_lm import DraftLayers
+from paceline.drafters.models.early_exit import ExitHead
+from paceline.kernels.cpu import machine
+from paceline.models.cpu import cpu_linear as kernel_linear
+from paceline.models.cpu.cpu_layer import KernelNorm
+from paceline.models.cpu.cpu_linear import KernelLinear, drafting
+from paceline.models.cpu.threads import CROWD
+from paceline.models.heads.head_layers import DecoderLayer, LayerConfig, Norm, Scratch, by_slot
+from paceline.models.quantization.packed_linear import BFloat16Linear, Int4Linear, Int8Linear
+from paceline.models.quantization.quantize import quantized
 from paceline.models.slot_cache import SlotCache
 
 needs_kernels = pytest.mark.skipif(machine.missing() is not None, reason="no kernels here")

@@ -17,11 +17,11 @@ from tests.models.tiny_gguf import byte_level_vocabulary, tiny_gguf, tiny_llama,
 from transformers import PreTrainedTokenizerFast, T5Config
 from transformers.utils import logging
 
-from paceline.core.errors import InputError, LoadError, PacelineError, PacelineWarning, UnknownNameError
-from paceline.models import catalogue, hub
-from paceline.models.cache import cache_folder, file_sha256
-from paceline.models.gguf import convert, read_header
-from paceline.models.loading import Checkpoint, load_checkpoint
+from paceline.common.errors import InputError, LoadError, PacelineError, PacelineWarning, UnknownNameError
+from paceline.models.loading import catalogue, hub
+from paceline.models.loading.checkpoint import Checkpoint, load_checkpoint
+from paceline.models.loading.disk_cache import cache_folder, file_sha256
+from paceline.models.loading.gguf import convert, read_header
 
 RealApi = hub.HfApi
 NOWHERE = "http://127.0.0.1:9"  # the discard port: refused at once
@@ -259,7 +259,7 @@ def test_a_gguf_is_converted_once(gguf_file: Path, prepared: Path, monkeypatch: 
         f"{verb} tiny.gguf" for verb in ("checking", "reading", "converting", "saving")
     ]
     assert len(list((cache_folder() / "models").glob("tiny-*"))) == 1
-    monkeypatch.setattr("paceline.models.loading.convert", lambda *_, **__: pytest.fail("converted again"))
+    monkeypatch.setattr("paceline.models.loading.checkpoint.convert", lambda *_, **__: pytest.fail("converted again"))
     labels.clear()
     second = load_checkpoint(str(gguf_file), progress=lambda label, done, total: labels.append(label))
     assert labels == []

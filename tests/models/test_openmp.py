@@ -10,8 +10,8 @@ import torch
 from tests.kernels.zoo import small
 
 from paceline import SpeculativeDecoder
-from paceline.models import openmp
-from paceline.models.kernel_pass import kernels_missing
+from paceline.models.cpu import threads as openmp
+from paceline.models.cpu.cpu_forward import kernels_missing
 from paceline.models.language_model import SlotReader
 from paceline.models.runners.eager import EagerRunner
 

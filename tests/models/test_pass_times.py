@@ -12,12 +12,11 @@ import pytest
 import torch
 from tests.toys import gpt2, llama
 
+from paceline.common.errors import PacelineWarning
 from paceline.core.contracts import Reading
-from paceline.core.errors import PacelineWarning
-from paceline.models import pass_times
+from paceline.models import pass_timing as pass_times
 from paceline.models.language_model import LanguageModel
-from paceline.models.machine_load import Usage
-from paceline.models.pass_times import costs_for, costs_key, measured_costs, remember, rising
+from paceline.models.pass_timing import Usage, costs_for, costs_key, measured_costs, remember, rising
 
 
 class FakeModel:

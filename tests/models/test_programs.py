@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from paceline.core.errors import PacelineWarning
+from paceline.common.errors import PacelineWarning
 from paceline.models.runners import cuda_graph
 from paceline.models.runners.cuda_graph import MOST, Programs
 

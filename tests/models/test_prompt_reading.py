@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from paceline.models.prompt_reading import PromptReader, padded
+from paceline.models.cuda.prefill import PromptReader, padded
 
 
 class Kernels:

@@ -15,12 +15,12 @@ from tests.toys import llama
 from torch import Tensor, nn
 
 from paceline import LanguageModel, SpeculativeDecoder
-from paceline.core.errors import InputError, UnsupportedError
-from paceline.kernels import machine
-from paceline.models.kernel_plan import Plan, plan_of
-from paceline.models.packed_linear import BFloat16Linear, PackedLinear
-from paceline.models.quantized import KINDS, Int4Linear, Int8Linear, extra_bytes, quantized
-from paceline.models.shells import rebuilt
+from paceline.common.errors import InputError, UnsupportedError
+from paceline.kernels.cpu import machine
+from paceline.models.cpu.cpu_plan import Plan, plan_of
+from paceline.models.module_views import rebuilt
+from paceline.models.quantization.packed_linear import BFloat16Linear, PackedLinear
+from paceline.models.quantization.quantize import KINDS, Int4Linear, Int8Linear, extra_bytes, quantized
 
 by_kernels = pytest.mark.skipif(machine.missing() is not None, reason="there are no kernels here")
 

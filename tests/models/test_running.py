@@ -13,10 +13,11 @@ from tests.conformance.models import CASES, build
 from tests.toys import gpt2, llama
 
 from paceline import InputError, LanguageModel, SpeculativeDecoder, UnsupportedError, guided
-from paceline.core.errors import UnknownNameError
-from paceline.models import load, running
-from paceline.models.pass_times import costs_key, machine_key
-from paceline.models.running import Running, in_numbers, kind_of, parts, prepare, with_runner
+from paceline.common.errors import UnknownNameError
+from paceline.models import load
+from paceline.models import runtime as running
+from paceline.models.pass_timing import costs_key, machine_key
+from paceline.models.runtime import Running, in_numbers, kind_of, parts, prepare, with_runner
 
 PROMPT = [1, 2, 3, 4]
 
@@ -185,7 +186,7 @@ def test_costs_are_of_a_way_to_run(lm: LanguageModel, kernels: None, monkeypatch
     keys = [costs_key(lm), costs_key(with_runner(lm, "eager")), costs_key(in_numbers(lm, "int8"))]
     monkeypatch.setattr(running, "threads_here", lambda lm: 2)
     keys.append(costs_key(lm))
-    monkeypatch.setattr("paceline.models.pass_times.fingerprint", lambda: "other kernels")
+    monkeypatch.setattr("paceline.models.pass_timing.fingerprint", lambda: "other kernels")
     keys.append(costs_key(lm))
     assert len(set(keys)) == len(keys)
     assert costs_key(lm) == costs_key(with_runner(lm, "kernels"))  # asked for otherwise, run alike

@@ -13,9 +13,9 @@ from tests.toys import fingerprint
 
 from paceline import InputError, LanguageModel, SpeculativeDecoder, UnsupportedError
 from paceline.core.trace import Trace
-from paceline.models.named_shapes import random_model
-from paceline.models.scripted import Script, ScriptedModel, even_rate
-from paceline.models.shells import shell
+from paceline.models.module_views import shell
+from paceline.models.synthetic.random_models import random_model
+from paceline.models.synthetic.scripted import Script, ScriptedModel, even_rate
 
 VOCABULARY = 4096
 GAMMA = 4

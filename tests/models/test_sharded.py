@@ -12,7 +12,7 @@ import pytest
 from tests.toys import llama
 
 import paceline
-from paceline.core.errors import InputError
+from paceline.common.errors import InputError
 
 PROMPTS = [[1, 2, 3, 4, 1, 2], [5, 6]]
 SETTINGS: list[dict[str, Any]] = [{}, {"temperature": 0.9, "seed": 3}, {"temperature": 0.8}]

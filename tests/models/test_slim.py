@@ -14,8 +14,8 @@ import pytest
 import torch
 from tests.cli.conftest import save_model
 
-from paceline.core import startup
-from paceline.models import slim
+from paceline.common import startup
+from paceline.models.loading import slim_start as slim
 
 PACKAGE = """
 ran.append(1)

@@ -8,10 +8,10 @@ import pytest
 from tests.toys import gpt2, llama
 
 import paceline
-from paceline.core.errors import UnsupportedError
-from paceline.models.kernel_pass import kernels_missing
+from paceline.common.errors import UnsupportedError
+from paceline.models.cpu.cpu_forward import kernels_missing
 from paceline.models.language_model import SlotReader
-from paceline.models.strict import WIDTH
+from paceline.models.readers.strict import WIDTH
 
 PROMPTS = [[1, 2, 3, 4, 5, 1, 2], [7, 8, 9], [6]]
 

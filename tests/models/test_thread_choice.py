@@ -12,8 +12,9 @@ import torch
 from tests.toys import llama
 
 from paceline import LanguageModel
-from paceline.models import pass_times, thread_choice
-from paceline.models.thread_choice import candidates, measured_threads, threads_for
+from paceline.models import pass_timing as pass_times
+from paceline.models.cpu import thread_choice
+from paceline.models.cpu.thread_choice import candidates, measured_threads, threads_for
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import Cohere2Config, DogeConfig, LlamaConfig, LlamaForCausalLM, MllamaConfig
 
-from paceline.models.twin import VOCABULARY, kind_of, small_config, small_models, windows
+from paceline.models.probe import VOCABULARY, kind_of, small_config, small_models, windows
 
 NAMES = {
     "sliding_window": "window",

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from paceline.models import unrolled
-from paceline.models.unrolled import Unrolled
+from paceline.models.heads import training_attention as unrolled
+from paceline.models.heads.training_attention import Unrolled
 
 STEPS = 5
 

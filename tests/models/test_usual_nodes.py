@@ -9,8 +9,8 @@ import torch
 from tests.kernels.zoo import small
 
 from paceline import SpeculativeDecoder
-from paceline.models.kernel_pass import kernels_missing
-from paceline.models.running import usual_nodes
+from paceline.models.cpu.cpu_forward import kernels_missing
+from paceline.models.runtime import usual_nodes
 
 pytestmark = pytest.mark.skipif(kernels_missing() is not None, reason="no kernels here")
 CHOSEN: list[tuple[str, dict[str, Any]]] = [

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from paceline.models.catalogue import fetch_entry, find_entry
+from paceline.models.loading.catalogue import fetch_entry, find_entry
 
 BLOCK, STEPS = 32, 15  # of Q4_1: weights with one step, and steps from the least to the largest of them
 REVISION = "0123456789abcdef0123456789abcdef01234567"

@@ -15,9 +15,9 @@ import numpy as np
 import torch
 from numba import njit
 
-from paceline.kernels import team
-from paceline.kernels.product import multiply
-from paceline.kernels.team import meet
+from paceline.kernels.cpu import team
+from paceline.kernels.cpu.product import multiply
+from paceline.kernels.cpu.team import meet
 
 MATRICES, OUTPUTS, K = 40, 3072, 576
 ROWS = (1, 2, 4, 8, 16)

@@ -8,7 +8,7 @@ from tests.conformance.test_cache import Texts
 from tests.kernels.zoo import Alone, reader_of
 
 import paceline
-from paceline.kernels import machine
+from paceline.kernels.cpu import machine
 
 pytestmark = [
     pytest.mark.real,

@@ -18,8 +18,8 @@ from tests.real.test_smollm2 import chat
 import paceline
 from paceline import LanguageModel, SpeculativeDecoder
 from paceline.drafters.shipped import ROOT, kinds_of, shipped
-from paceline.models import hub
-from paceline.models.catalogue import fetch_entry, find_entry
+from paceline.models.loading import hub
+from paceline.models.loading.catalogue import fetch_entry, find_entry
 
 pytestmark = pytest.mark.real
 MODEL = "smollm2-135m"

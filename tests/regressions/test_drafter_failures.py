@@ -10,15 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from paceline import (
-    Budget,
-    Drafter,
-    LanguageModel,
-    PacelineWarning,
-    SpeculativeDecoder,
-    TokenTree,
-    UnsupportedError,
-)
+from paceline import Budget, Drafter, LanguageModel, PacelineWarning, SpeculativeDecoder, TokenTree, UnsupportedError
 from tests.toys import LETTERS, letters, llama, naive
 
 PROMPTS = [[1, 2, 3], [4, 5], [6, 7, 8, 9]]

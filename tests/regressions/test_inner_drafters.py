@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from paceline import DRAFTERS, LanguageModel, SpeculativeDecoder
-from paceline.core.growth import Grower
 from paceline.core.law import Prefix, SamplingBatch
 from paceline.core.sampling import Sampling
-from paceline.drafters import making
-from paceline.drafters.ngram_store import NgramStore
-from paceline.drafters.suffix import SuffixStore
+from paceline.core.tree_growth import Grower
+from paceline.drafters import resolve as making
+from paceline.drafters.lookup.ngram import NgramStore
+from paceline.drafters.lookup.suffix import SuffixStore
 from tests.conformance.models import perturbed
 from tests.toys import LETTERS, letters, llama
 

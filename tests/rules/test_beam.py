@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from paceline import CustomGenerate, Generation, LanguageModel, PacelineError, SpeculativeDecoder
-from paceline.core.beams import BeamSettings, BeamState
+from paceline.core.beam_search import BeamSettings, BeamState
 from paceline.core.contracts import RULES
 from paceline.core.tree import TokenTree
-from paceline.engine.beams import BeamGroup
+from paceline.engine.beam_rows import BeamGroup
 from paceline.engine.loop import Loop
 from paceline.models.language_model import SlotReader
 from paceline.rules.beam import children, walk
@@ -521,8 +521,8 @@ def test_the_drop_in_searches_too(early: bool | str) -> None:
 
 
 def test_the_command_line_has_the_words() -> None:
-    from paceline.cli.options import GenerateOptions
-    from paceline.cli.session import read_settings
+    from paceline.cli.command_options import GenerateOptions
+    from paceline.cli.decoder_session import read_settings
 
     told = read_settings(GenerateOptions(prompt="a", beams=3, length_penalty=0.5, early_stopping="yes"))
     assert told == {"max_new_tokens": 128, "num_beams": 3, "length_penalty": 0.5, "early_stopping": True}

@@ -18,7 +18,7 @@ from paceline.audit.enumeration import (
     total_variation,
     without_replacement,
 )
-from paceline.drafters.draft_model import DraftModel
+from paceline.drafters.models.draft_model import DraftModel
 from paceline.rules.lenience import Lenience
 from paceline.rules.skip_adjustment import SkipAdjustment
 from paceline.rules.threshold import Threshold

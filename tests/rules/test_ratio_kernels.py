@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 import paceline
-from paceline.core.quick import QUICK
-from paceline.engine import flight
-from paceline.models.cuda_pass import between_passes
-from paceline.models.runners.programs import Rehearsal
+from paceline.core.device_ops import QUICK
+from paceline.engine import round_graphs as flight
+from paceline.models.cuda.cuda_forward import between_passes
+from paceline.models.runners.cuda_graph import Rehearsal
 from tests.toys import llama
 
 pytest.importorskip("triton")

@@ -10,19 +10,17 @@ from typing import Any
 import pytest
 import torch
 
-from paceline.core.errors import InputError, LoadError, PacelineError, PacelineWarning, UnsupportedError
-from paceline.models.head_packing import NUMBERS, unpacked
+from paceline.common.errors import InputError, LoadError, PacelineError, PacelineWarning, UnsupportedError
+from paceline.drafters.heads.head_files import NUMBERS, unpacked
 from paceline.models.language_model import LanguageModel
 from paceline.training.__main__ import main
-from paceline.training.beginning import Beginning
+from paceline.training.checkpoints import LOG_NAME as LOG
 from paceline.training.checkpoints import NAME
-from paceline.training.corpus import Corpus, gathered
-from paceline.training.course import COURSES, make_course
-from paceline.training.logs import NAME as LOG
-from paceline.training.options import TrainOptions
-from paceline.training.run import train
-from paceline.training.shards import Text
+from paceline.training.data.corpus import Corpus, Text, gathered
+from paceline.training.recipes.base import COURSES, make_course
 from paceline.training.teacher import Teacher
+from paceline.training.train_options import TrainOptions
+from paceline.training.train_run import Beginning, train
 from tests.toys import llama
 from tests.training.toys import KINDS, Stop, course_of, options, own_texts, target, trained, weights
 

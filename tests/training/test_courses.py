@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from paceline.core.errors import InputError
+from paceline.common.errors import InputError
 from paceline.engine.decoder import SpeculativeDecoder
-from paceline.training.corpus import Corpus, gathered
-from paceline.training.course import COURSES, Course, make_course
+from paceline.training.data.corpus import Corpus, gathered
 from paceline.training.losses import LOSSES, Distance, distance, parsed
-from paceline.training.outlook import expected, look_ahead
+from paceline.training.offline_eval import expected, look_ahead
+from paceline.training.recipes.base import COURSES, Course, make_course
 from paceline.training.teacher import Lesson, Teacher
 from tests.training.toys import KINDS, course_of, in_sixteen_bits, own_texts, target, trained
 

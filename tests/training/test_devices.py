@@ -13,7 +13,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
-from paceline.training.corpus import Corpus
+from paceline.training.data.corpus import Corpus
 from paceline.training.losses import LOSSES
 from tests.training.toys import KINDS, course_of, in_sixteen_bits, own_texts, target
 

@@ -15,13 +15,13 @@ from typing import Any
 import pytest
 
 import paceline
-from paceline.core.errors import InputError
+from paceline.common.errors import InputError
 from paceline.models.language_model import LanguageModel
-from paceline.training.fellows import Fellows, job
-from paceline.training.options import TrainOptions
-from paceline.training.run import Onlooker, train
-from paceline.training.shards import Shards
-from paceline.training.writing import Writer, WritingPlan
+from paceline.training.data.corpus import Shards
+from paceline.training.data.writers import Fellows, job
+from paceline.training.data.writing import Writer, WritingPlan
+from paceline.training.train_options import TrainOptions
+from paceline.training.train_run import Onlooker, train
 from tests.toys import letters, llama
 
 HANGS = 600  # seconds: no measure of speed, only the end of a test that would never end

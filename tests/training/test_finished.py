@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 import paceline
-from paceline.drafters.eagle import EagleHead
-from paceline.drafters.katz import train_trigram
-from paceline.engine.provenance import provenance
-from paceline.training.finished import write_card
-from paceline.training.trigram import save_table
+from paceline.drafters.heads.eagle import EagleHead
+from paceline.drafters.lookup.trigram import train_trigram
+from paceline.integrations.provenance import provenance
+from paceline.training.model_card import write_card
+from paceline.training.trigram_training import save_table
 from tests.training.toys import options
 
 

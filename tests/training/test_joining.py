@@ -9,13 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from paceline.core.errors import InputError
-from paceline.training.corpus import Batch, Corpus, gathered
-from paceline.training.options import TrainOptions
-from paceline.training.outlook import follow
-from paceline.training.run import train
-from paceline.training.shards import Text
+from paceline.common.errors import InputError
+from paceline.training.data.corpus import Batch, Corpus, Text, gathered
+from paceline.training.offline_eval import follow
 from paceline.training.teacher import Lesson
+from paceline.training.train_options import TrainOptions
+from paceline.training.train_run import train
 from tests.toys import letters, llama
 from tests.training.toys import KINDS, course_of, own_texts, target, trained
 

@@ -10,11 +10,10 @@ import pytest
 import torch
 
 from paceline.engine.decoder import SpeculativeDecoder
-from paceline.training import outlook
-from paceline.training.corpus import Corpus, gathered
-from paceline.training.course import Course
-from paceline.training.outlook import expected, follow, look_ahead, rounds
-from paceline.training.shards import Text
+from paceline.training import offline_eval as outlook
+from paceline.training.data.corpus import Corpus, Text, gathered
+from paceline.training.offline_eval import expected, follow, look_ahead, rounds
+from paceline.training.recipes.base import Course
 from paceline.training.teacher import Lesson
 from tests.training.toys import KINDS, course_of, own_texts, target, trained
 

@@ -12,15 +12,15 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from paceline.training.options import TrainOptions
-from paceline.training.run import train
+from paceline.training.train_options import TrainOptions
+from paceline.training.train_run import train
 from tests.toys import letters, llama
 
 WORKER = """
 import json, sys, torch
 torch.set_num_threads(1)
-from paceline.training.options import TrainOptions
-from paceline.training.run import train
+from paceline.training.train_options import TrainOptions
+from paceline.training.train_run import train
 said = json.loads(sys.argv[1])
 train(TrainOptions(**{**said, "options": tuple(said["options"])}))
 """

@@ -15,16 +15,16 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import paceline
-from paceline.core.errors import InputError, LoadError, PacelineError, PacelineWarning, UnsupportedError
-from paceline.drafters.katz import TrigramTable
-from paceline.training import checkpoints, run, trainer
+from paceline.common.errors import InputError, LoadError, PacelineError, PacelineWarning, UnsupportedError
+from paceline.drafters.lookup.trigram import TrigramTable
+from paceline.training import checkpoints, trainer
+from paceline.training import train_run as run
+from paceline.training.checkpoints import LOG_NAME as LOG
 from paceline.training.checkpoints import NAME
-from paceline.training.corpus import Corpus
-from paceline.training.logs import NAME as LOG
-from paceline.training.options import TrainOptions
-from paceline.training.outlook import Outlook
-from paceline.training.run import Onlooker, train
-from paceline.training.shards import Shards, Text
+from paceline.training.data.corpus import Corpus, Shards, Text
+from paceline.training.offline_eval import Outlook
+from paceline.training.train_options import TrainOptions
+from paceline.training.train_run import Onlooker, train
 from paceline.training.trainer import ENOUGH, TrainingError, learning_rate
 from tests.toys import llama
 from tests.training.toys import SMALL, Stop, options, weights

@@ -8,12 +8,11 @@ from typing import Any
 
 import pytest
 
-from paceline.core.errors import InputError
+from paceline.common.errors import InputError
 from paceline.models.language_model import LanguageModel
-from paceline.training.conversation import frame_of
-from paceline.training.shards import ENOUGH, Shards, Text
-from paceline.training.sources import read_data
-from paceline.training.writing import Writer, WritingPlan, first_words
+from paceline.training.data.corpus import ENOUGH, Shards, Text
+from paceline.training.data.sources import read_data
+from paceline.training.data.writing import Writer, WritingPlan, first_words, frame_of
 from tests.toys import letters, llama
 
 TEMPLATE = (

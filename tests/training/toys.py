@@ -10,11 +10,10 @@ from safetensors.torch import load_file
 
 from paceline.engine.decoder import SpeculativeDecoder
 from paceline.models.language_model import LanguageModel
-from paceline.training.corpus import Corpus
-from paceline.training.course import COURSES, Course, make_course
-from paceline.training.options import TrainOptions
-from paceline.training.shards import Text
+from paceline.training.data.corpus import Corpus, Text
+from paceline.training.recipes.base import COURSES, Course, make_course
 from paceline.training.teacher import Teacher
+from paceline.training.train_options import TrainOptions
 from tests.toys import llama
 
 KINDS: dict[str, dict[str, Any]] = {

@@ -19,7 +19,7 @@ from tau import prompts_of  # beside this file
 from torch import Tensor
 
 import paceline
-from paceline.drafters.draft_lm import SavedLayers
+from paceline.drafters.models.draft_lm import SavedLayers
 from paceline.drafters.shipped import ROOT
 
 HEAT, GAMMA = 0.8, 5

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from paceline.common.errors import PacelineError
 from paceline.core.choice import Choice, NoiseTable
-from paceline.core.errors import PacelineError
 from paceline.core.law import SamplingBatch
 from paceline.core.noise import Purpose
 from paceline.core.sampling import Sampling

@@ -9,19 +9,15 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-from paceline.bench.reporting.cells import as_text
-from paceline.bench.reporting.tables import short
-from paceline.core.errors import PacelineError
-from paceline.core.flags import add_flags, values_of
-from paceline.core.interrupting import interruptible
-
-from .contest import Contestant, Run
-from .files import check_writable, open_record
-from .metrics import summarise
-from .options import BenchOptions
-from .presets import apply
-from .records import save_csv
-from .session import bench
+from paceline.bench.bench_options import BenchOptions, apply
+from paceline.bench.candidates.candidate import Contestant, Run
+from paceline.bench.measure.bench_session import bench
+from paceline.bench.results.metrics import summarise
+from paceline.bench.results.records import check_writable, open_record, save_csv
+from paceline.bench.results.tables import as_text, short
+from paceline.common.errors import PacelineError
+from paceline.common.flags import add_flags, values_of
+from paceline.common.interrupts import interruptible
 
 _INTERRUPTED = 130
 

@@ -17,13 +17,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from paceline.bench.contest import Contestant, Run
-from paceline.bench.report import Tally
-from paceline.bench.reporting.cells import Table, as_text
-from paceline.bench.reporting.wording import NOTHING, number, seconds, share, times
-from paceline.core.progress import ProgressLines, shown_already
-
-from .terminal import progress_lines
+from paceline.bench.candidates.candidate import Contestant, Run
+from paceline.bench.results.bench_report import Tally
+from paceline.bench.results.tables import NOTHING, Table, as_text, number, seconds, share, times
+from paceline.cli.terminal import progress_lines
+from paceline.common.progress import ProgressLines, shown_already
 
 _TONES = {"": "", "good": "green", "bad": "red"}
 _PAUSE = 0.5  # seconds between two drawings, at least

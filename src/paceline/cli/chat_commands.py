@@ -9,12 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from paceline.core.errors import InputError, UnknownNameError
-
-from .chat_state import MODES, NUMBERS, SAMPLERS, SHORT, SWITCHES, ChatState
-from .report import beginning, dump, result_as_dict, settings_of, token_text
-from .session import read_settings
-from .terminal import ACCEPTED, OWN, REJECTED, Ink
+from paceline.cli.chat_state import MODES, NUMBERS, SAMPLERS, SHORT, SWITCHES, ChatState
+from paceline.cli.decoder_session import read_settings
+from paceline.cli.result_lines import beginning, dump, result_as_dict, settings_of, token_text
+from paceline.cli.terminal import ACCEPTED, OWN, REJECTED, Ink
+from paceline.common.errors import InputError, UnknownNameError
 
 Run = Callable[[ChatState, list[str], Ink], None]
 

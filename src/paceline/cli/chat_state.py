@@ -5,11 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from paceline.core.errors import InputError, UnknownNameError
-
-from .drafting import Drafting
-from .options import ChatOptions
-from .session import check_settings, draft_of, open_rule, pair, plain_decoder, read_settings
+from paceline.cli.command_options import ChatOptions
+from paceline.cli.decoder_session import (
+    Drafting,
+    check_settings,
+    draft_of,
+    open_rule,
+    pair,
+    plain_decoder,
+    read_settings,
+)
+from paceline.common.errors import InputError, UnknownNameError
 
 if TYPE_CHECKING:
     from paceline.core.contracts import Drafter

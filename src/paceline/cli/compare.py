@@ -10,15 +10,14 @@ from typing import Any
 import typer
 
 from paceline.audit.agreement import logits_after
-from paceline.core.interrupting import interruptible
+from paceline.cli.command_options import GenerateOptions
+from paceline.cli.decoder_session import fitting, plain_decoder
+from paceline.cli.result_lines import dump, result_as_dict, settings_of, token_text, versions
+from paceline.cli.terminal import ACCEPTED, OWN, Ink, preparing, say
+from paceline.common.interrupts import interruptible
 from paceline.core.noise import fresh_seed
 from paceline.engine.decoder import SpeculativeDecoder
 from paceline.engine.request import Generation
-
-from .options import GenerateOptions
-from .report import dump, result_as_dict, settings_of, token_text, versions
-from .session import fitting, plain_decoder
-from .terminal import ACCEPTED, OWN, Ink, preparing, say
 
 _WARM_UP = 16  # tokens: enough for the first passes of either kind, which are slower
 

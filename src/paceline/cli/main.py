@@ -11,25 +11,24 @@ from typing import Annotated, Any, NoReturn
 import typer
 from typer.core import TyperGroup
 
-from paceline.core import startup
-from paceline.core.errors import InputError, PacelineError
-
-from .audit import EPILOG as AUDIT_EPILOG
-from .audit import audit
-from .bench import EPILOG as BENCH_EPILOG
-from .bench import bench
-from .chat import chat
-from .doctor import doctor
-from .export import export
-from .generate import EPILOG, INTERRUPTED, generate
-from .listing import list_names
-from .report import versions
-from .settings import CONTEXT, PREFIX, SettingsCommand
-from .terminal import complain
-from .train import EPILOG as TRAIN_EPILOG
-from .train import train
-from .tune import EPILOG as TUNE_EPILOG
-from .tune import tune
+from paceline.cli.commands.audit import EPILOG as AUDIT_EPILOG
+from paceline.cli.commands.audit import audit
+from paceline.cli.commands.bench import EPILOG as BENCH_EPILOG
+from paceline.cli.commands.bench import bench
+from paceline.cli.commands.chat import chat
+from paceline.cli.commands.doctor import doctor
+from paceline.cli.commands.export import export
+from paceline.cli.commands.generate import EPILOG, INTERRUPTED, generate
+from paceline.cli.commands.list import list_names
+from paceline.cli.commands.train import EPILOG as TRAIN_EPILOG
+from paceline.cli.commands.train import train
+from paceline.cli.commands.tune import EPILOG as TUNE_EPILOG
+from paceline.cli.commands.tune import tune
+from paceline.cli.result_lines import versions
+from paceline.cli.settings import CONTEXT, PREFIX, SettingsCommand
+from paceline.cli.terminal import complain
+from paceline.common import startup
+from paceline.common.errors import InputError, PacelineError
 
 # typer's errors of usage; older versions take them from click, newer ones bring their own, so they are found by kinship
 _UsageError: type[Exception] = next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException")

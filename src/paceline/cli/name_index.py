@@ -7,24 +7,24 @@ import json
 from collections.abc import Iterable
 from typing import Any
 
-from paceline.core.names import FILE
+from paceline.common.names import FILE
 
 
 def build() -> dict[str, dict[str, list[str]]]:
     """kind -> name -> options, of what Paceline itself brings."""
-    from paceline.bench.peers.opening import _PEERS
-    from paceline.bench.presets import PRESETS
+    from paceline.bench.bench_options import PRESETS
+    from paceline.bench.peers.peer_names import _PEERS
     from paceline.core.contracts import DRAFTERS, RULES
-    from paceline.models.catalogue import CATALOGUE
-    from paceline.models.head_packing import NUMBERS
-    from paceline.models.named_shapes import SHAPES
-    from paceline.models.quantized import KINDS
-    from paceline.models.running import RUNNERS
-    from paceline.training.course import COURSES
+    from paceline.drafters.heads.head_files import NUMBERS
+    from paceline.models.loading.catalogue import CATALOGUE
+    from paceline.models.quantization.quantize import KINDS
+    from paceline.models.runtime import RUNNERS
+    from paceline.models.synthetic.random_models import SHAPES
     from paceline.training.losses import LOSSES
-    from paceline.training.options import PAIR
-    from paceline.training.pair import PairSizes
-    from paceline.training.trigram import CountingOptions
+    from paceline.training.pair_training import PairSizes
+    from paceline.training.recipes.base import COURSES
+    from paceline.training.train_options import PAIR
+    from paceline.training.trigram_training import CountingOptions
 
     kinds = {**_ours(COURSES), PAIR: _fields(PairSizes), "trigram": _fields(CountingOptions)}
     found = {

@@ -6,23 +6,16 @@ import os
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
-from paceline.bench.said import parted
-from paceline.core.errors import InputError
-from paceline.core.names import (
-    check_draft,
-    check_dtype,
-    check_model,
-    check_name,
-    check_options,
-    names,
-)
+from paceline.bench.candidates.run_spec import parted
+from paceline.common.errors import InputError
+from paceline.common.names import check_draft, check_dtype, check_model, check_name, check_options, names
 
 if TYPE_CHECKING:
-    from .bench_options import BenchSettings
-    from .drafting import Drafting
-    from .options import PairOptions
-    from .train import TrainSettings
-    from .tune import TuneSettings
+    from paceline.cli.bench_command_options import BenchSettings
+    from paceline.cli.command_options import PairOptions
+    from paceline.cli.commands.train import TrainSettings
+    from paceline.cli.commands.tune import TuneSettings
+    from paceline.cli.decoder_session import Drafting
 
 _OF_A_RUN = ("name", "gamma", "nodes", "rule", "label")  # what is no option of the drafter
 _STYLES = ("auto", "chat", "text")
@@ -135,7 +128,7 @@ def completing(*kinds: str) -> Callable[[str], list[str]]:
 
 def dotted(owner: str, chosen: Any, incomplete: str) -> list[str]:
     """The options that begin so, as flags: `--drafter.longest`, of the drafter or rule that is chosen already."""
-    from paceline.core.names import index
+    from paceline.common.names import index
 
     known = index()[owner]
     options = known.get(str(chosen), sorted({option for each in known.values() for option in each}))

@@ -13,10 +13,9 @@ from typing import Any, TypeVar, get_type_hints
 import typer
 from typer.core import TyperCommand
 
-from paceline.core.errors import InputError, UnknownNameError
-from paceline.core.toml import read_toml, toml_value
-
-from .naming import completion_of, dotted
+from paceline.cli.naming import completion_of, dotted
+from paceline.common.errors import InputError, UnknownNameError
+from paceline.common.toml_files import read_toml, toml_value
 
 T = TypeVar("T")
 

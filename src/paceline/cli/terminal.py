@@ -1,24 +1,106 @@
-"""What a person sees: tokens in colour on stdout; everything else, one line at a time, on stderr."""
+"""The tokens of an answer on their way to the screen: accepted green, the target's own blue, rejected red."""
 
 from __future__ import annotations
 
 import os
 import sys
+import unicodedata
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from itertools import groupby
+from typing import TYPE_CHECKING, Any, TypeVar
 
+from rich.cells import cell_len
 from rich.color import ColorSystem
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, SpinnerColumn, TextColumn
 from rich.style import Style
 from rich.text import Text
 
-from paceline.core.errors import PacelineWarning
-from paceline.core.progress import ProgressLines, shown_already
+from paceline.common.errors import PacelineWarning
+from paceline.common.progress import ProgressLines, shown_already
 
-from .wrapping import WordWrap
+if TYPE_CHECKING:
+    from rich.style import Style
+
+    from paceline.engine.request import Generation, Piece
+    from paceline.engine.stream import Stream
+
+# ---- Lines that break between words while a text arrives in pieces: a terminal alone would break them inside words
+
+_TAB = 8  # columns from one tab stop to the next
+
+
+class WordWrap:
+    """Writes words when they are complete, each on the line where it fits.
+
+    `write` takes a text and its style; `width` gives the columns of the terminal now. A word is complete when a space
+    follows or when it fills a line. Wide characters (Chinese, Japanese, Korean) are words by themselves.
+    """
+
+    def __init__(self, write: Callable[[str, Style | None], None], width: Callable[[], int]) -> None:
+        self._write, self._width = write, width
+        self._column = 0
+        self._space: list[tuple[str, Style | None]] = []  # between the last word written and the one that is held
+        self._word: list[tuple[str, Style | None]] = []  # characters of the word that is not complete yet
+
+    def feed(self, text: str, style: Style | None) -> None:
+        for letter in text:
+            if letter == "\n":
+                self._put_word()
+                self._space.clear()
+                self._write("\n", None)
+                self._column = 0
+            elif letter in " \t":
+                self._put_word()
+                self._space.append((letter, style))
+            else:
+                alone = unicodedata.east_asian_width(letter) in "WF"
+                if alone or self._cells(self._word) >= self._width():
+                    self._put_word()
+                self._word.append((letter, style))
+                if alone:
+                    self._put_word()
+
+    def flush(self) -> None:
+        """Write the word that is held: nothing follows it."""
+        self._put_word()
+        self._space.clear()
+
+    def reset(self) -> None:
+        """The cursor is at the start of a line."""
+        self._column = 0
+
+    def _put_word(self) -> None:
+        if not self._word:
+            return
+        wanted = self._cells(self._word)
+        after = self._column
+        for letter, _ in self._space:
+            after += _TAB - after % _TAB if letter == "\t" else 1
+        if after + wanted > self._width():  # the spaces before the word go
+            if self._column:
+                self._write("\n", None)
+            self._column = 0
+        else:
+            self._put(self._space)
+            self._column = after
+        self._put(self._word)
+        self._column += wanted
+        self._space.clear()
+        self._word.clear()
+
+    def _put(self, letters: list[tuple[str, Style | None]]) -> None:
+        for style, group in groupby(letters, lambda letter: letter[1]):
+            self._write("".join(letter for letter, _ in group), style)
+
+    @staticmethod
+    def _cells(letters: list[tuple[str, Style | None]]) -> int:
+        return cell_len("".join(letter for letter, _ in letters))
+
+
+# ---- What a person sees: tokens in colour on stdout; everything else, one line at a time, on stderr
 
 ACCEPTED, OWN, REJECTED = Style(color="green"), Style(color="blue"), Style(color="red", strike=True)
 # a model may write any character, also those that move the cursor or set the title of the window
@@ -189,3 +271,47 @@ def progress_lines(what: str = "", announce: bool = True) -> ProgressLines:
     lines = ProgressLines(lambda line: print(line, file=sys.stderr, flush=True), announce=announce)
     lines.begin(what)
     return lines
+
+
+# ---- The tokens of an answer on their way to the screen: accepted green, the target's own blue, rejected red
+
+
+class Shown:
+    """The pieces of a stream on their way to stdout: at once where there is ink, else kept until the end."""
+
+    def __init__(self, stream: Stream, ink: Ink | None, tokenizer: Any, drafts: bool) -> None:
+        self._stream, self._ink, self._tokenizer, self._drafts = stream, ink, tokenizer, drafts
+        self._tokens: list[int] = []
+        self._length = 0  # characters of the text that were handed out
+        self._waiting: list[tuple[str, str, Style]] = []
+
+    def add(self, piece: Piece) -> None:
+        rejected = self._rejected() if self._drafts and not piece.from_draft else ""
+        text = piece.text if self._tokenizer is not None else f"{piece.token} "  # ids where there are no words
+        self._tokens.append(piece.token)
+        self._length += len(piece.text)
+        self._waiting.append((rejected, text, ACCEPTED if piece.from_draft else OWN))
+        if self._ink is not None:
+            self._empty(self._ink)
+
+    def finish(self, ink: Ink, result: Generation) -> None:
+        """What is left, and what was held back because it might have become a stop string or a character."""
+        self._empty(ink)
+        ink.flow(result.text[self._length :], OWN)
+        ink.end()
+
+    def _empty(self, ink: Ink) -> None:
+        for rejected, text, style in self._waiting:
+            ink.rejected(rejected)
+            ink.flow(text, style)
+        self._waiting.clear()
+
+    def _rejected(self) -> str:
+        """What this round drafted in vain, as it would have read after the text; branches are set apart by bars."""
+        last = self._stream.traces[0].rounds[-1]
+        if self._tokenizer is None:
+            return " ".join(str(token) for token in last.rejected)
+        context = self._tokens[-8:]
+        known = len(self._tokenizer.decode(context))
+        paths = [list(last.rejected)] if last.parents is None else [[token] for token in last.rejected]
+        return "|".join(self._tokenizer.decode([*context, *path])[known:] for path in paths if path)

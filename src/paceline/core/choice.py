@@ -13,12 +13,12 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from .law import Law, Prefix, SamplingBatch, Unwritten
-from .noise import Purpose, exponential, uniform
-from .quick import QUICK
-from .ranking import best, first_best
-from .tree import TokenTree
-from .verdict import BROKEN, Verdict
+from paceline.core.device_ops import QUICK
+from paceline.core.law import Law, Prefix, SamplingBatch, Unwritten
+from paceline.core.noise import Purpose, exponential, uniform
+from paceline.core.tree import TokenTree
+from paceline.core.tree_shape import best, first_best
+from paceline.core.verdict import BROKEN, Verdict
 
 # How a draft is drawn. coupled: with the target's own noise, so that the same seed gives the same text. certain: the
 # likeliest tokens, without noise. independent: with noise of the draft's own, siblings without replacement, with the

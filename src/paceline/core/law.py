@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from .noise import Purpose, gaussian, stream_key
-from .ranking import best, first_best, nucleus, on_host
-from .sampling import Sampling
+from paceline.core.noise import Purpose, gaussian, stream_key
+from paceline.core.sampling import Sampling
+from paceline.core.tree_shape import best, first_best, nucleus, on_host
 
 _NEVER = float("-inf")
 _SAMPLERS = ("top_k", "top_p", "min_p", "typical_p", "noise", "dynamic_temperature")

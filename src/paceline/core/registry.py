@@ -9,9 +9,9 @@ from importlib.metadata import entry_points
 from types import NoneType, UnionType
 from typing import Any, Generic, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from .errors import InputError, UnknownNameError, shown
-from .json_text import parse_json
-from .limits import check_field
+from paceline.common.errors import InputError, UnknownNameError, shown
+from paceline.common.json_text import parse_json
+from paceline.common.limits import check_field
 
 T = TypeVar("T")
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from .errors import InputError, shown
-from .limits import LARGEST, TYPES
+from paceline.common.errors import InputError, shown
+from paceline.common.limits import LARGEST, TYPES
 
 # A user's own control: (prefix token ids [n], logits [V]) -> logits [V]. It sees the prefix of the very node it judges.
 Processor = Callable[[Tensor, Tensor], Tensor]

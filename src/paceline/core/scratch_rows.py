@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .choice import Choice
-from .contracts import RowsView
-from .tree import TokenTree
+from paceline.core.choice import Choice
+from paceline.core.contracts import RowsView
+from paceline.core.tree import TokenTree
 
 _ROOM = 64  # a text that outgrows its store gets as much more at least
 

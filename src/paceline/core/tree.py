@@ -10,8 +10,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from .errors import DrafterError
-from .quick import branches_of
+from paceline.common.errors import DrafterError
+from paceline.core.device_ops import branches_of
 
 # certain: a point mass (n-gram, lookup, greedy).  coupled: drawn with the target's own noise; the laws are not needed.
 # iid / without_replacement: siblings drawn from `laws` with noise of their own; a ratio rule needs those laws.

@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields
 
 from torch import Tensor
 
-from .beams import BeamState
+from paceline.core.beam_search import BeamState
 
 NOTHING = -1  # padding after the last emitted token
 BROKEN = -2  # the logits at this place were NaN, or every token was forbidden: no token could be chosen

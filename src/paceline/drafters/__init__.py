@@ -1,7 +1,7 @@
-"""The drafters: one file per method. Importing this room registers every file in it."""
+"""The drafters, one file per method. Importing this package registers every one of them."""
 
 from importlib import import_module
-from pkgutil import iter_modules
+from pkgutil import walk_packages
 
-for _module in iter_modules(__path__):
-    import_module(f"{__name__}.{_module.name}")
+for _module in walk_packages(__path__, f"{__name__}."):
+    import_module(_module.name)

@@ -14,10 +14,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from paceline.core.errors import InputError
-from paceline.models.head_files import fits, other_weights
+from paceline.common.errors import InputError
+from paceline.drafters.heads.head_files import fits, other_weights
 from paceline.models.language_model import LanguageModel
-from paceline.models.weights import RANDOM
+from paceline.models.loading.catalogue import RANDOM
 
 ROOT = Path(__file__).resolve().parents[1] / "catalogue"
 

@@ -7,42 +7,106 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any, overload
+from typing import Any, TypeAlias, Union, overload
 
+from torch import nn
 from typing_extensions import Unpack
 
-from paceline.core.contracts import Drafter, Rule
-from paceline.core.errors import InputError, UnsupportedError, shown
-from paceline.core.ownership import claimed
-from paceline.drafters.making import make_drafter
+from paceline.common.errors import InputError, UnknownNameError, UnsupportedError, shown
+from paceline.common.limits import GAMMA_LIMIT, NODES_LIMIT, ROWS_LIMIT, check_number
+from paceline.core.contracts import RULES, Drafter, Rule, claimed
+from paceline.core.registry import build_options
+from paceline.drafters.resolve import make_drafter
+from paceline.engine.beam_rows import BeamGroup
+from paceline.engine.decoder_config import decoder_settings
+from paceline.engine.loop import Loop
+from paceline.engine.prompts import encode_all, encode_prediction
+from paceline.engine.request import Array, Batch, Generation, OnePrompt, Request, Settings, build_requests
+from paceline.engine.rows import Event, Row
+from paceline.engine.stopping import Detokenizer, Stopper, special_stops
+from paceline.engine.stream import Stream, results_of
 from paceline.models import load
+from paceline.models.cuda.prefill import check_prompt
 from paceline.models.language_model import LanguageModel
-from paceline.models.prompt_reading import check_prompt
-from paceline.models.running import kind_of, made_strict, parts, prepare, running, usual_nodes
-from paceline.models.sharded import check_alike, is_sharded, of_the_first
+from paceline.models.runtime import kind_of, made_strict, parts, prepare, running, usual_nodes
+from paceline.models.tensor_parallel import check_alike, is_sharded, of_the_first
 
-from .arguments import (
-    DEFAULT_DRAFT,
-    Cancel,
-    Draft,
-    Question,
-    Target,
-    check_counts,
-    check_lossless,
-    is_chosen,
-    make_rule,
-    question_of,
-    translate,
-)
-from .beams import BeamGroup
-from .config import decoder_settings
-from .loop import Loop
-from .prompts import encode_all, encode_prediction
-from .request import Generation, Request, build_requests
-from .rows import Event, Row
-from .settings import Array, Batch, OnePrompt, Settings
-from .stopping import Detokenizer, Stopper, special_stops
-from .stream import Stream, results_of
+# ---- The arguments of a decoder: their types, transformers' names for them, counts, and the rule
+
+DEFAULT_DRAFT = "auto"
+Question: TypeAlias = Callable[[], bool]
+Cancel: TypeAlias = Question | threading.Event
+Target: TypeAlias = Union[str, "os.PathLike[str]", LanguageModel, nn.Module]
+Draft: TypeAlias = Union[
+    str, "os.PathLike[str]", Drafter, LanguageModel, nn.Module, "Mapping[str, Any]", "tuple[Any, Mapping[str, Any]]"
+]
+
+_NAMES = ("target", "draft", "gamma", "rule", "options", "rule_options", "nodes", "rows", "allow_lossy", "runner",
+          "quantize", "strict", "first_target")  # fmt: skip
+_ALIASES = ("assistant_model", "num_assistant_tokens", "prompt_lookup_num_tokens", "max_matching_ngram_size")
+
+
+def is_chosen(draft: Any) -> bool:
+    """Did the caller choose a drafter? Where not, a prediction is the draft."""
+    return draft is not None and not (isinstance(draft, str) and draft == DEFAULT_DRAFT)
+
+
+def check_counts(gamma: Any, nodes: Any, rows: Any) -> None:
+    """Refuse counts outside their limits; None is the default."""
+    if gamma is not None and gamma != "auto":
+        check_number("gamma", gamma, 1, GAMMA_LIMIT, ", or 'auto'")
+    if nodes is not None:
+        check_number("nodes", nodes, 1, NODES_LIMIT)
+    check_number("rows", rows, 1, ROWS_LIMIT)
+
+
+def question_of(cancel: Any) -> Question | None:
+    """The question "stop now?" of a callable or of an event (`threading.Event`, `multiprocessing.Event`)."""
+    question = getattr(cancel, "is_set", cancel)
+    if question is not None and not callable(question):
+        raise InputError(f"cancel must be a callable without arguments or a threading.Event, got {shown(cancel)}.")
+    return question  # type: ignore[no-any-return]
+
+
+def translate(
+    aliases: Mapping[str, Any], draft: Any, gamma: int | str | None, options: Mapping[str, Any]
+) -> tuple[Any, int | str | None, Mapping[str, Any]]:
+    """Draft, gamma and options, with transformers' names for them replaced by ours."""
+    for name, value in aliases.items():
+        if name in _ALIASES and value is None:  # transformers' default
+            continue
+        if name == "assistant_model":
+            draft = value
+        elif name == "num_assistant_tokens":
+            gamma = value
+        elif name == "prompt_lookup_num_tokens":
+            draft, gamma = draft if is_chosen(draft) else "prompt-lookup", value
+        elif name == "max_matching_ngram_size":
+            options = {**options, "longest": value}
+        else:
+            raise UnknownNameError("argument", name, [*_NAMES, *_ALIASES])
+    return draft, gamma, options
+
+
+def make_rule(rule: str | Rule, options: Mapping[str, Any]) -> Rule:
+    """A rule from its name and its options."""
+    if isinstance(rule, Rule):
+        if options:
+            raise InputError(f"rule_options {sorted(options)} belong to a rule given by name; this one is made.")
+        return rule
+    return RULES[rule](build_options(RULES[rule].Options, options, f"rule '{rule}'"))
+
+
+def check_lossless(rule: Rule, allow_lossy: bool) -> None:
+    """Refuse a rule that changes the text, unless the caller allows it."""
+    if not rule.exact and not allow_lossy:
+        raise InputError(
+            f"Rule '{rule.name}' is lossy: what is written no longer follows the target's law; allow that with "
+            "allow_lossy=True (--allow-lossy), or use rule 'match' or 'ratio'."
+        )
+
+
+# ---- `SpeculativeDecoder`: what people hold in their hands
 
 _USUAL, _DEEPEST = 5, 16  # tokens drafted in a row, if nothing is said
 

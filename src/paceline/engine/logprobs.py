@@ -10,9 +10,8 @@ from torch import Tensor
 
 from paceline.core.choice import Choice
 from paceline.core.verdict import Verdict
-
-from .request import TokenLogprob
-from .rows import Event, Rows
+from paceline.engine.request import TokenLogprob
+from paceline.engine.rows import Event, Rows
 
 
 def measure(rows: Rows, logits: Tensor, choice: Choice, verdict: Verdict) -> list[list[TokenLogprob]] | None:

@@ -12,20 +12,19 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from paceline.common.errors import DrafterWarning, UnsupportedError
 from paceline.core.contracts import Budget, Drafter, Reader, Reading, Rule, choice_after
-from paceline.core.errors import DrafterWarning, UnsupportedError
 from paceline.core.tree import TokenTree
 from paceline.core.verdict import Verdict
 from paceline.drafters.none import NoDraft
+from paceline.engine.logprobs import hand_out, measure
+from paceline.engine.round_graphs import Decided, Flight, Hangar
+from paceline.engine.rows import Event, Row, Rows
+from paceline.engine.static_rows import SteadyRows
+from paceline.models.cpu.threads import own_threads
 from paceline.models.language_model import LanguageModel
-from paceline.models.openmp import own_threads
-from paceline.models.runners.programs import Mail
-from paceline.models.running import by_kernels
-
-from .flight import Decided, Flight, Hangar
-from .logprobs import hand_out, measure
-from .rows import Event, Row, Rows
-from .steady import SteadyRows
+from paceline.models.runners.cuda_graph import Mail
+from paceline.models.runtime import by_kernels
 
 T = TypeVar("T")
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from paceline.core.errors import InputError
+from paceline.common.errors import InputError
 
 # token ids [n] -> the law of the next token after each of them, [n,V]
 NextLaws = Callable[[Tensor], Tensor]

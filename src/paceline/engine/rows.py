@@ -14,20 +14,18 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from paceline.core.beams import BeamState
-from paceline.core.errors import ModelOutputError
+from paceline.common.errors import ModelOutputError
+from paceline.core.beam_search import BeamState
 from paceline.core.law import SamplingBatch
 from paceline.core.trace import Round, Trace
 from paceline.core.tree import TokenTree
 from paceline.core.verdict import BROKEN, NOTHING, Verdict
-
-from .request import BeamResult, Generation, Request, TokenLogprob
-from .row_tensors import RowTensors, draft_in, occurrences
-from .steady import IDLE
-from .stopping import Stopper
+from paceline.engine.request import BeamResult, Generation, Request, TokenLogprob
+from paceline.engine.static_rows import IDLE, RowTensors, draft_in, occurrences
+from paceline.engine.stopping import Stopper
 
 if TYPE_CHECKING:
-    from .beams import BeamGroup
+    from paceline.engine.beam_rows import BeamGroup
 
 
 @dataclass

@@ -6,9 +6,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from paceline.core.trace import Trace
-
-from .request import Generation, Piece
-from .rows import Event, Row
+from paceline.engine.request import Generation, Piece
+from paceline.engine.rows import Event, Row
 
 
 class Stream(Iterator[Piece]):

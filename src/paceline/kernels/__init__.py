@@ -1,2 +1,1 @@
-"""Kernels for CPUs, compiled by numba on the user's machine (`warm_up`). Imports numba and numpy only: memory is told
-by address."""
+"""Kernels of the Llama-like forward pass: by numba for CPUs, by Triton for CUDA. Memory is passed by address."""

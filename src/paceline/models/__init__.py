@@ -5,16 +5,16 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from paceline.core.errors import InputError
-from paceline.core.progress import reporting
-from paceline.core.startup import is_slim
+from paceline.common.errors import InputError
+from paceline.common.progress import reporting
+from paceline.common.startup import is_slim
 
 if is_slim():  # before anything else imports transformers
-    from .slim import slim_transformers
+    from paceline.models.loading.slim_start import slim_transformers
 
     slim_transformers()
 
-from .language_model import LanguageModel
+from paceline.models.language_model import LanguageModel
 
 
 def load(
@@ -37,8 +37,8 @@ def load(
     out over the processes of torchrun. progress: called with (label, done, total); without it, what takes more than a
     second is shown on stderr.
     """
-    from .running import check_kind, check_runner, in_numbers, with_runner
-    from .sharded import check_plan
+    from paceline.models.runtime import check_kind, check_runner, in_numbers, with_runner
+    from paceline.models.tensor_parallel import check_plan
 
     check_runner(runner)
     check_kind(quantize)
@@ -51,7 +51,7 @@ def load(
             if value is not None:
                 raise InputError(f"The model is loaded already; leave {name}={value!r} out, or load it anew.")
         return in_numbers(with_runner(source, runner), quantize)
-    from .loading import load_checkpoint
+    from paceline.models.loading.checkpoint import load_checkpoint
 
     with reporting(progress, "loading a model") as told:
         found = load_checkpoint(
@@ -70,14 +70,14 @@ def load(
 
 
 def catalogue_names() -> list[str]:
-    from .catalogue import names
+    from paceline.models.loading.catalogue import names
 
     return names()
 
 
 def is_model(text: str) -> bool:
     """Could this string name a model rather than a drafter: a catalogue name, a hub id, a folder, a file?"""
-    from .catalogue import find_entry
+    from paceline.models.loading.catalogue import find_entry
 
     return find_entry(text) is not None or "/" in text or text.endswith(".gguf") or os.path.exists(text)
 

@@ -12,10 +12,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from paceline.core.errors import InputError, UnsupportedError
-
-from .kernel_check import no_family
-from .masks import additive
+from paceline.common.errors import InputError, UnsupportedError
+from paceline.models.cpu.cpu_plan import no_family
+from paceline.models.masks import additive
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

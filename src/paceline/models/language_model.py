@@ -11,22 +11,56 @@ import torch
 from torch import Tensor
 
 from paceline.core.contracts import Glimpse, Reader, Reading, RowsView, Runner, arange
+from paceline.core.device_ops import QUICK
 from paceline.core.tree import closure
-
-from . import masks, openmp
-from .architecture import is_tested, refuse_dropout, study
-from .kernel_pass import KernelPass, Part, Sight, kernel_pass
-from .laying import Layout
-from .prompt_reading import PromptReader
-from .runners.compiled import CompiledRunner
-from .runners.eager import EagerRunner
-from .slot_cache import SlotCache, parting
-from .weights import UNKNOWN, Weights
+from paceline.models import masks
+from paceline.models.architecture import is_tested, refuse_dropout, study
+from paceline.models.cpu import threads as openmp
+from paceline.models.cpu.cpu_forward import KernelPass, Part, Sight, kernel_pass
+from paceline.models.cuda.prefill import PromptReader
+from paceline.models.loading.catalogue import UNKNOWN, Weights
+from paceline.models.runners.compiled import CompiledRunner
+from paceline.models.runners.eager import EagerRunner
+from paceline.models.slot_cache import SlotCache, parting
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from .cuda_pass import CudaPass
+    from paceline.models.cuda.cuda_forward import CudaPass
+
+# ---- Where the tokens of a pass go, and which they are: the end of every text, and what is drafted after it
+
+_MORE = 16  # slots after a text that are worked out together: drafts are seldom longer
+
+
+class Layout:
+    """The slots of one reader's scratch tokens. In a captured round, where a device has a quick way, those of a whole
+    draft are worked out with its first pass: the texts do not change before it is forgotten."""
+
+    def __init__(self) -> None:
+        self._ahead: Tensor | None = None  # [more,R]: the slots after each text, while scratch tokens are there
+
+    def forget(self) -> None:
+        self._ahead = None
+
+    def of(self, rows: RowsView, scratch: int, width: int, tokens: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Slots [R,Q] and ids [R,Q] of the last `width` tokens of each text, and of `tokens` [R,fed] that come after so
+        many scratch tokens."""
+        fed, quick = 0 if tokens is None else tokens.shape[1], QUICK.get(rows.text.device.type)
+        if quick is not None and rows.bound is not None and width and not scratch:
+            slots, ids, self._ahead = quick.lay(rows.text, rows.length, tokens, width, _MORE)
+            return slots, ids
+        if self._ahead is not None and not width and tokens is not None and scratch + fed <= _MORE:
+            return self._ahead[scratch : scratch + fed].t(), tokens
+        slots = rows.length + arange(scratch - width, scratch + fed, rows.text.device)
+        if not width:
+            assert tokens is not None
+            return slots, tokens
+        known = rows.text.gather(1, slots[:, :width] if fed else slots)
+        return slots, known if tokens is None or not fed else torch.cat([known, tokens], 1)
+
+
+# ---- A causal language model of Hugging Face, unmodified, and the text it can read and forget
 
 CHUNK = 1024  # tokens of a prompt in one pass of transformers, and of the CUDA kernels
 
@@ -52,7 +86,7 @@ class LanguageModel:
         self.context = self.architecture.context
         self.layers = len(self.architecture.kinds)
         if not is_tested(model):
-            from .probe import probe
+            from paceline.models.probe import probe
 
             probe(self)
 
@@ -103,7 +137,7 @@ class LanguageModel:
         refuse_dropout(self.model)
         runner = runner or (CompiledRunner(self) if self.runner == "compiled" else EagerRunner())
         if self.strict:
-            from .strict import StrictReader
+            from paceline.models.readers.strict import StrictReader
 
             return StrictReader(self, tuple(taps), runner)
         return SlotReader(self, tuple(taps), runner)

@@ -10,7 +10,7 @@ from torch import Tensor
 from paceline.core.contracts import arange
 
 if TYPE_CHECKING:
-    from .language_model import LanguageModel
+    from paceline.models.language_model import LanguageModel
 
 
 def chain_mask(position: Tensor, visible: int) -> Tensor:

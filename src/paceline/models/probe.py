@@ -7,21 +7,211 @@ longer than each window.
 from __future__ import annotations
 
 import copy
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from paceline.core.errors import UnsupportedError
-
-from .architecture import study
-from .chatter import in_one_line
-from .twin import kind_of, small_models, windows
+from paceline.common.errors import UnsupportedError
+from paceline.models.architecture import study
+from paceline.models.loading.quiet import in_one_line, quiet
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from .language_model import LanguageModel
+    from paceline.models.language_model import LanguageModel
+
+# ---- A small random copy of a model, with windows of a few tokens: what happens past a window can be tried in it
+
+VOCABULARY = 256
+_SMALL = 16  # for a number of unknown meaning: the probe reads past it if it is a window; it is even if it is a width
+_MOST_LAYERS = 8
+_READ = 20  # tokens that a small model must be able to read
+
+# The kind of a number by its name; the first pattern that fits counts.
+_KINDS = {
+    "token": r"token(_ids?|_index)?$|tokens$|_index$|(bos|eos|pad|sep|cls|mask)_id$",
+    "vocabulary": r"vocab",
+    "window": r"^(?!.*(pattern|layer|heads|expert|image|patch))"
+    r".*(window|chunk|block|local|sliding|extent|distance|index_topk|kpool|compress|mem_len)",
+    "as it is": r"position|length|_ctx$|seq_len|seed|label|kernel|patch|image|channels|rope|rotary|head_?(dim|size)"
+    r"|dim_head|d_head$|d_kv$|pattern|mrope",
+    "heads": r"heads?(_|$)",
+    "groups": r"groups?$",
+    "chosen": r"per_tok|top_?k|moe_k$",
+    "experts": r"experts?(_num)?$",
+    "layers": r"layers?(_|$)|first_k_dense|^depth$",
+    "inner width": r"intermediate|inner|ff(n_|_dim|n?$)|mlp_dim",
+}
+_MOST = {"groups": 2, "chosen": 2, "experts": 8, "heads": 4, "inner width": 64}
+
+
+def kind_of(name: str) -> str:
+    """What a number of a config means, by its name."""
+    return next((kind for kind, pattern in _KINDS.items() if re.search(pattern, name)), "unknown")
+
+
+def windows(config: Any) -> dict[str, int]:
+    """The numbers of a config that can act as a window, by name."""
+    text = config.get_text_config(decoder=True)
+    return {
+        name: value
+        for part in _parts(text)
+        for name, value in vars(part).items()
+        if type(value) is int and value > 0 and kind_of(name) == "window" and name != "chunk_size_feed_forward"
+    }
+
+
+def small_config(config: Any, window: int, heads: int = 2, every_layer: bool = False) -> Any:
+    """A copy of a config with small numbers: windows of `window` tokens, few layers (one of each kind, or as many as
+    there are), heads, experts and tokens, and narrow hidden states. The width of a head stays, and so does RoPE."""
+    small = copy.deepcopy(config)
+    text = small.get_text_config(decoder=True)
+    sizes = _Sizes.of(text, window, heads, every_layer)
+    for part in list(_parts(small)):
+        own = sizes if part is text else _Sizes.of(part, window, heads, False)
+        for name, value in list(vars(part).items()):
+            if part is not text and value == sizes.width and (name != "hidden_size" or not own.heads):
+                part.__dict__[name] = sizes.new_width  # a width that the part shares with the text model
+            else:
+                part.__dict__[name] = own.smaller(name, value)
+    return small
+
+
+def randomize(model: PreTrainedModel, seed: int = 0) -> None:
+    """Give a model random weights with which every token before matters: wide maps, and embeddings that are small
+    beside what the layers add. (With the usual ones a random model hardly attends, or repeats its last token.)"""
+    generator = torch.Generator().manual_seed(seed)
+    embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+    with torch.no_grad():
+        for weight in model.parameters():
+            if weight.dim() >= 2 and weight.is_floating_point():
+                scale = (0.2 if id(weight) in embeddings else 2) * weight.shape[-1] ** -0.5
+                weight.copy_(torch.randn(weight.shape, generator=generator, dtype=torch.float32) * scale)
+
+
+def small_models(
+    kind: type[PreTrainedModel], config: Any, window: int, dtype: torch.dtype = torch.float32
+) -> Iterator[PreTrainedModel]:
+    """Small random models of a class on the CPU, the smallest first. One that cannot be built, or cannot read a text
+    by itself, is left out: the numbers of some configs must fit together in their own way. The random numbers of the
+    process stay as they are."""
+    for heads, every_layer in ((2, False), (4, False), (4, True)):
+        try:
+            small = small_config(config, window, heads, every_layer)
+            with torch.random.fork_rng(devices=[]), torch.device("cpu"), quiet():
+                model = kind._from_config(small, dtype=dtype).eval()
+                randomize(model)
+                with torch.inference_mode():
+                    logits = model(input_ids=torch.arange(5, 5 + _READ)[None], use_cache=False).logits
+        except Exception:
+            continue
+        if logits.isfinite().all():
+            yield model
+
+
+@dataclass(frozen=True)
+class _Sizes:
+    """Old and new sizes of one config."""
+
+    window: int
+    heads: int
+    new_heads: int
+    groups: int
+    new_groups: int
+    width: int
+    new_width: int
+    layers: int
+    new_layers: int
+
+    @classmethod
+    def of(cls, config: Any, window: int, most_heads: int, every_layer: bool) -> _Sizes:
+        heads = _whole(config, "num_attention_heads")
+        groups = _whole(config, "num_key_value_heads") or heads
+        width = _whole(config, "hidden_size")
+        layers = _whole(config, "num_hidden_layers")
+        per_head = width // heads if heads and width % heads == 0 else _SMALL
+        new_heads = min(heads, most_heads) or most_heads
+        new_groups = new_heads if groups == heads else min(groups, new_heads // 2)
+        return cls(
+            window=window, heads=heads, new_heads=new_heads, groups=groups, new_groups=new_groups,
+            width=width, new_width=min(width, new_heads * per_head),
+            layers=layers, new_layers=layers if every_layer else _depth(config, layers),
+        )  # fmt: skip
+
+    def smaller(self, name: str, value: Any) -> Any:
+        """The number in the copy; lists and dicts with all that is in them."""
+        if type(value) is int:
+            return self._number(name, value)
+        if isinstance(value, (list, tuple)):
+            return self._list(name, value)
+        if isinstance(value, dict) and not re.search("rope|label", name):
+            return {key: self.smaller(name, each) for key, each in value.items() if not self._past_the_end(name, key)}
+        return value
+
+    def _number(self, name: str, value: int) -> int:
+        kind = kind_of(name)
+        if kind == "token":
+            return value if value < VOCABULARY // 2 else VOCABULARY // 2 + value % (VOCABULARY // 2)
+        if kind == "vocabulary":
+            return min(value, VOCABULARY)
+        if kind == "window":
+            return min(value, self.window)
+        if kind == "layers":
+            return self.new_layers if value == self.layers else min(value, max(1, self.new_layers // 2))
+        if kind == "heads" and value in (self.heads, self.groups):
+            return self.new_heads if value == self.heads else self.new_groups
+        if kind in _MOST:
+            return min(value, _MOST[kind])
+        if kind == "as it is":
+            return value
+        if self.width and value % self.width == 0:
+            return value // self.width * self.new_width
+        return min(value, _SMALL)
+
+    def _list(self, name: str, value: Any) -> Any:
+        if self.layers and len(value) == self.layers:
+            value = value[: self.new_layers]
+        elif _names_layers(name, value):
+            return type(value)(each for each in value if each < self.new_layers)
+        return type(value)(self.smaller(name, each) for each in value)
+
+    def _past_the_end(self, name: str, key: Any) -> bool:
+        return "layer" in name and str(key).isdigit() and int(key) >= self.new_layers
+
+
+def _parts(config: Any) -> Iterator[Any]:
+    """A config and all configs in it."""
+    yield config
+    for value in vars(config).values():
+        if hasattr(value, "get_text_config"):
+            yield from _parts(value)
+
+
+def _whole(config: Any, name: str) -> int:
+    value = getattr(config, name, 0)
+    return value if type(value) is int else 0
+
+
+def _depth(config: Any, layers: int) -> int:
+    """How many of the first layers have one of each kind, by the lists with one entry per layer and by the lists of
+    layers."""
+    lists = {name: value for name, value in vars(config).items() if isinstance(value, (list, tuple)) and value}
+    kinds = [repr(each) for each in zip(*(v for v in lists.values() if len(v) == layers), strict=True)]
+    firsts = [kinds.index(kind) for kind in set(kinds)]
+    firsts += [min(value) for name, value in lists.items() if _names_layers(name, value)]
+    needed = 1 + max(firsts, default=1)
+    return min(layers, max(2, needed if needed <= _MOST_LAYERS else 2))
+
+
+def _names_layers(name: str, value: Any) -> bool:
+    return re.search("layer|idx", name) is not None and all(type(each) is int for each in value)
+
+
+# ---- Can this model be read in pieces, in branches and after a rollback? The probe tries it when the model is loaded
 
 _TEXT = 30  # tokens of the longer text
 _RAGGED = 5  # how much shorter the other one is

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
-from paceline.core.quick import branches_of
+from paceline.core.device_ops import branches_of
 
 CHANGES = count(1)  # of memories, in this process: programs know theirs by such a number
 

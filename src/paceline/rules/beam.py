@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from paceline.core.beams import BeamSettings, BeamState, Grouped
+from paceline.common.limits import BEAMS_LIMIT, Limited, limited
+from paceline.core.beam_search import BeamSettings, BeamState, Grouped
 from paceline.core.choice import Choice
 from paceline.core.contracts import RULES, Rule
-from paceline.core.limits import BEAMS_LIMIT, Limited, limited
 from paceline.core.tree import TokenTree
 from paceline.core.verdict import BROKEN, NOTHING, BeamLogprobs, Verdict
 

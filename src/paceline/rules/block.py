@@ -9,8 +9,7 @@ from paceline.core.choice import Choice
 from paceline.core.contracts import RULES, Rule, arange
 from paceline.core.tree import TokenTree
 from paceline.core.verdict import Verdict
-
-from .ratio import draft_law, pack
+from paceline.rules.ratio import draft_law, pack
 
 
 @RULES.register("block")

@@ -9,8 +9,7 @@ from paceline.core.choice import Choice
 from paceline.core.contracts import RULES, arange
 from paceline.core.tree import TokenTree
 from paceline.core.verdict import Verdict
-
-from .ratio import Ratio, pack
+from paceline.rules.ratio import Ratio, pack
 
 _STEPS = 60  # halvings of an interval no longer than k: rho is then as exact as float64 can tell
 

@@ -6,11 +6,10 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from paceline.common.errors import InputError
+from paceline.common.limits import Limited
 from paceline.core.contracts import RULES
-from paceline.core.errors import InputError
-from paceline.core.limits import Limited
-
-from .ratio import Ratio
+from paceline.rules.ratio import Ratio
 
 
 @RULES.register("lenience")

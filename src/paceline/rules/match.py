@@ -9,7 +9,7 @@ from torch import Tensor
 
 from paceline.core.choice import Choice
 from paceline.core.contracts import RULES, Rule, arange
-from paceline.core.quick import QUICK, branches_of
+from paceline.core.device_ops import QUICK, branches_of
 from paceline.core.tree import TokenTree
 from paceline.core.verdict import NOTHING, Verdict
 

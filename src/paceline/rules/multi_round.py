@@ -5,10 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from paceline.common.limits import Limited
 from paceline.core.contracts import RULES
-from paceline.core.limits import Limited
-
-from .ratio import Ratio
+from paceline.rules.ratio import Ratio
 
 
 @RULES.register("multi-round")

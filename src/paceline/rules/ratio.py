@@ -9,7 +9,7 @@ from torch import Tensor
 
 from paceline.core.choice import Choice, Draw
 from paceline.core.contracts import RULES, Rule, arange
-from paceline.core.quick import QUICK
+from paceline.core.device_ops import QUICK
 from paceline.core.tree import Drawn, TokenTree
 from paceline.core.verdict import NOTHING, Verdict
 

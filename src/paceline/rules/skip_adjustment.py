@@ -5,8 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from paceline.core.contracts import RULES
-
-from .ratio import Ratio
+from paceline.rules.ratio import Ratio
 
 
 @RULES.register("skip-adjustment")

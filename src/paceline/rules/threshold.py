@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from paceline.core.contracts import RULES
-
-from .plausible import Plausible, Shares
+from paceline.rules.base import Plausible, Shares
 
 
 @RULES.register("threshold")

@@ -9,9 +9,8 @@ from paceline.core.choice import Choice
 from paceline.core.contracts import RULES, Rule, arange
 from paceline.core.tree import TokenTree
 from paceline.core.verdict import Verdict
-
-from .block import after_rejection, judge_chain
-from .ratio import draft_law, pack
+from paceline.rules.block import after_rejection, judge_chain
+from paceline.rules.ratio import draft_law, pack
 
 
 @RULES.register("traversal")

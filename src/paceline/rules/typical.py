@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from paceline.core.contracts import RULES
-
-from .plausible import Plausible, Shares
+from paceline.rules.base import Plausible, Shares
 
 
 @RULES.register("typical")

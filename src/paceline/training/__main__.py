@@ -8,15 +8,14 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from paceline.core.errors import PacelineError
-from paceline.core.flags import add_flags, values_of
-from paceline.core.interrupting import interruptible
-from paceline.core.progress import ProgressLines, shown_already
-
-from .finished import try_it
-from .options import TrainOptions
-from .outlook import Outlook
-from .run import Onlooker, train
+from paceline.common.errors import PacelineError
+from paceline.common.flags import add_flags, values_of
+from paceline.common.interrupts import interruptible
+from paceline.common.progress import ProgressLines, shown_already
+from paceline.training.model_card import try_it
+from paceline.training.offline_eval import Outlook
+from paceline.training.train_options import TrainOptions
+from paceline.training.train_run import Onlooker, train
 
 _INTERRUPTED = 130
 

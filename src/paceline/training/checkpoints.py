@@ -9,6 +9,7 @@ import json
 import os
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,68 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from paceline.core.errors import InputError, LoadError
-from paceline.core.json_text import parse_json
-from paceline.models.weight_check import reading
+from paceline.common.errors import InputError, LoadError
+from paceline.common.json_text import parse_json
+from paceline.integrations.weights_and_biases import start
+from paceline.models.loading.weight_check import reading
+from paceline.training.train_options import TrainOptions
+
+# ---- The log of training: a line of JSON at a time, and Weights & Biases where somebody asks for it
+
+LOG_NAME = "training.jsonl"
+
+
+class Log:
+    """Appends to training.jsonl in the folder of training; `quiet`: another process writes it."""
+
+    def __init__(self, folder: Path, options: TrainOptions, quiet: bool = False) -> None:
+        self._path, self._quiet = folder / LOG_NAME, quiet
+        self._run: Any = None
+        if options.wandb and not quiet:
+            self._run = start("train", asdict(options), folder)
+
+    def write(self, line: Mapping[str, Any]) -> None:
+        if self._quiet:
+            return
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
+        if self._run is not None:
+            self._run.log(dict(_flat(line)), step=int(line.get("step", 0)))
+
+    def cut(self, step: int) -> None:
+        """Forget what was logged after `step`: it is done again."""
+        if self._quiet or not self._path.exists():
+            return
+        lines = self._path.read_text("utf-8").splitlines()
+        kept = [line for line in lines if _step(line) <= step]
+        self._path.write_text("".join(f"{line}\n" for line in kept), "utf-8")
+
+    def close(self) -> None:
+        if self._run is not None:
+            self._run.finish()
+
+
+def _step(line: str) -> int:
+    """A line that was being written when the process was killed belongs to nothing."""
+    try:
+        return int(parse_json(line).get("step", 0))
+    except (AttributeError, TypeError, ValueError):
+        return 1 << 62
+
+
+def _flat(line: Mapping[str, Any], before: str = "") -> list[tuple[str, Any]]:
+    found: list[tuple[str, Any]] = []
+    for name, value in line.items():
+        if isinstance(value, Mapping):
+            found += _flat(value, f"{before}{name}/")
+        elif isinstance(value, (list, tuple)):
+            found += [(f"{before}{name}/{index}", each) for index, each in enumerate(value)]
+        elif value is not None:
+            found.append((f"{before}{name}", value))
+    return found
+
+
+# ---- Where training stands, in one file that is whole or not there: weights, the optimiser's memory, and the step
 
 NAME = "checkpoint.safetensors"
 _BEST = "best/"

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paceline.core.errors import InputError, UnknownNameError
-from paceline.models.cuda_pass import importable
+from paceline.common.errors import InputError, UnknownNameError
+from paceline.models.cuda.cuda_forward import importable
 
 Say = Callable[[Tensor], Tensor]  # states [P,D] -> logits [P,V]
 LOSSES = ("kl", "reverse-kl", "tv", "ce")

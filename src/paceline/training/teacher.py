@@ -9,10 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paceline.core.errors import UnsupportedError
+from paceline.common.errors import UnsupportedError
 from paceline.models.language_model import LanguageModel
-
-from .corpus import Batch
+from paceline.training.data.corpus import Batch
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from tests.toys import llama
 from torch import Tensor
 
 from paceline import Generation, LanguageModel, SpeculativeDecoder
-from paceline.drafters.eagle import EagleHead
+from paceline.drafters.heads.eagle import EagleHead
 
 LAYERS, WIDTH, WORDS = 8, 32, 40
 PROMPTS = [[1, 7, 9, 4, 7], [3, 3, 8], [28]]

@@ -14,11 +14,11 @@ from tests.drafters.formats.heads_of_others import LAYERS, drafts, lively, noise
 from tests.toys import llama
 
 from paceline import InputError, LanguageModel, PacelineWarning, UnknownNameError, UnsupportedError, load_drafter
-from paceline.drafters.eagle import EagleHead
-from paceline.drafters.formats import export_head
-from paceline.drafters.formats.eagle1 import FirstEagleHead
-from paceline.drafters.medusa import MedusaHead
-from paceline.drafters.prophet import ProphetHead
+from paceline.drafters.heads.eagle import EagleHead
+from paceline.drafters.heads.formats import export_head
+from paceline.drafters.heads.formats.eagle1 import FirstEagleHead
+from paceline.drafters.heads.medusa import MedusaHead
+from paceline.drafters.heads.prophet import ProphetHead
 
 
 def eagle(**change: Any) -> EagleHead:

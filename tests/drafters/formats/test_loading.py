@@ -12,24 +12,16 @@ import torch
 from tests.drafters.formats.heads_of_others import LAYERS, drafts, target
 from tests.toys import llama
 
-from paceline import (
-    LanguageModel,
-    LoadError,
-    PacelineWarning,
-    SpeculativeDecoder,
-    UnknownNameError,
-    load,
-    load_drafter,
-)
-from paceline.drafters.eagle import EagleHead
-from paceline.drafters.early_exit import ExitHead
-from paceline.drafters.formats.eagle1 import FirstEagleHead
-from paceline.drafters.katz import train_trigram
-from paceline.drafters.making import beyond_text, named
-from paceline.drafters.medusa import MedusaHead
-from paceline.drafters.prophet import ProphetHead
-from paceline.models.head_files import fingerprint, save_head
-from paceline.models.quantized import quantized
+from paceline import LanguageModel, LoadError, PacelineWarning, SpeculativeDecoder, UnknownNameError, load, load_drafter
+from paceline.drafters.heads.eagle import EagleHead
+from paceline.drafters.heads.formats.eagle1 import FirstEagleHead
+from paceline.drafters.heads.head_files import fingerprint, save_head
+from paceline.drafters.heads.medusa import MedusaHead
+from paceline.drafters.heads.prophet import ProphetHead
+from paceline.drafters.lookup.trigram import train_trigram
+from paceline.drafters.models.early_exit import ExitHead
+from paceline.drafters.resolve import beyond_text, named
+from paceline.models.quantization.quantize import quantized
 
 HEADS: dict[str, Any] = {"eagle": EagleHead, "medusa": MedusaHead, "prophet": ProphetHead}
 

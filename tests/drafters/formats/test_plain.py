@@ -10,11 +10,11 @@ from tests.toys import letters, llama
 from transformers import AutoModelForCausalLM
 
 import paceline
-from paceline.core.errors import InputError, LoadError, UnsupportedError
-from paceline.drafters.draft_lm import DraftLayers, DraftLm, SavedLayers
-from paceline.drafters.formats import export_head
-from paceline.drafters.medusa import MedusaHead
-from paceline.models.quantized import quantized
+from paceline.common.errors import InputError, LoadError, UnsupportedError
+from paceline.drafters.heads.formats import export_head
+from paceline.drafters.heads.medusa import MedusaHead
+from paceline.drafters.models.draft_lm import DraftLayers, DraftLm, SavedLayers
+from paceline.models.quantization.quantize import quantized
 
 
 @pytest.mark.parametrize("kept", [0, 1])

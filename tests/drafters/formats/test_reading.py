@@ -18,9 +18,9 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMSNorm, LlamaRotaryEmbedding
 
 from paceline import LanguageModel, LoadError, SpeculativeDecoder, UnsupportedError, load_drafter
-from paceline.drafters.eagle import Eagle
-from paceline.drafters.formats.eagle1 import FirstEagleHead
-from paceline.models import hub
+from paceline.drafters.heads.eagle import Eagle
+from paceline.drafters.heads.formats.eagle1 import FirstEagleHead
+from paceline.models.loading import hub
 
 SPECULATORS: dict[str, Any] = {
     "speculators_model_type": "eagle3",

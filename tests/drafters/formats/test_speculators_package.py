@@ -16,8 +16,8 @@ from safetensors.torch import load_file, save_file
 from tests.toys import llama
 
 from paceline import load
-from paceline.drafters.eagle import EagleHead
-from paceline.drafters.formats import export_head
+from paceline.drafters.heads.eagle import EagleHead
+from paceline.drafters.heads.formats import export_head
 
 SCRIPT = Path(__file__).with_name("speculators_loader.py")
 STEPS, PLACES = 3, 9

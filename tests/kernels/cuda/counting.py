@@ -10,9 +10,10 @@ import pytest
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import paceline
-from paceline.drafters.eagle import Eagle
-from paceline.engine import flight, loop
-from paceline.models.runners.programs import Rehearsal
+from paceline.drafters.heads.eagle import Eagle
+from paceline.engine import loop
+from paceline.engine import round_graphs as flight
+from paceline.models.runners.cuda_graph import Rehearsal
 
 interpreter = pytest.importorskip("triton.runtime.interpreter")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from paceline.models.cuda_pass import CudaPass, CudaPlan, cuda_plan
+from paceline.models.cuda.cuda_forward import CudaPass, CudaPlan, cuda_plan
 from paceline.models.language_model import LanguageModel
 
 

@@ -12,14 +12,14 @@ from torch import Tensor
 
 from paceline.core.choice import Choice, NoiseTable
 from paceline.core.contracts import RULES
+from paceline.core.device_ops import QUICK
 from paceline.core.law import SamplingBatch, Unwritten
 from paceline.core.noise import Purpose
 from paceline.core.noise import uniform as uniforms
-from paceline.core.quick import QUICK
 from paceline.core.sampling import Sampling
 from paceline.core.tree import TokenTree
 from paceline.core.verdict import BROKEN, NOTHING, Verdict
-from paceline.models.cuda_pass import between_passes
+from paceline.models.cuda.cuda_forward import between_passes
 from paceline.rules.ratio import Ratio
 
 pytest.importorskip("triton")

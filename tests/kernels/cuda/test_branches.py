@@ -16,24 +16,24 @@ from torch import Tensor
 
 import paceline
 from paceline.core.contracts import choice_after
+from paceline.core.device_ops import QUICK
 from paceline.core.law import SamplingBatch
-from paceline.core.quick import QUICK
 from paceline.core.sampling import Sampling
 from paceline.core.tree import TokenTree
 from paceline.core.verdict import BROKEN
-from paceline.drafters import heads
-from paceline.drafters.eagle import EagleHead
-from paceline.engine import flight
-from paceline.engine.row_tensors import RowTensors
-from paceline.models import cuda_draft
-from paceline.models.cuda_pass import between_passes
-from paceline.models.runners.programs import Rehearsal
+from paceline.drafters.heads import base as heads
+from paceline.drafters.heads.eagle import EagleHead
+from paceline.engine import round_graphs as flight
+from paceline.engine.static_rows import RowTensors
+from paceline.models.cuda import cuda_head as cuda_draft
+from paceline.models.cuda.cuda_forward import between_passes
+from paceline.models.runners.cuda_graph import Rehearsal
 from paceline.models.slot_cache import SlotCache
 from paceline.rules.match import Match
 
 pytest.importorskip("triton")
 
-from paceline.kernels.cuda import branches
+from paceline.kernels.cuda import cuda_tree_paths as branches
 
 from .counting import after_the_pass
 

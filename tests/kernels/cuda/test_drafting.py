@@ -17,22 +17,22 @@ from tests.toys import llama
 from torch import Tensor
 
 import paceline
-from paceline.core.quick import QUICK
-from paceline.drafters import heads
-from paceline.drafters.eagle import EagleHead
-from paceline.drafters.eagle_steps import Steps
-from paceline.drafters.formats.eagle1 import FirstEagleHead
-from paceline.engine import flight
-from paceline.models import cuda_draft, language_model
-from paceline.models.cuda_draft import CudaDraft
-from paceline.models.cuda_pass import between_passes
-from paceline.models.draft_head import PlaceStore
-from paceline.models.runners.programs import Rehearsal
-from paceline.models.subset_head import spread as spread_by_torch
+from paceline.core.device_ops import QUICK
+from paceline.drafters.heads import base as heads
+from paceline.drafters.heads.eagle import EagleHead, Steps
+from paceline.drafters.heads.formats.eagle1 import FirstEagleHead
+from paceline.drafters.heads.head_modules import PlaceStore
+from paceline.engine import round_graphs as flight
+from paceline.models import language_model
+from paceline.models.cuda import cuda_head as cuda_draft
+from paceline.models.cuda.cuda_forward import between_passes
+from paceline.models.cuda.cuda_head import CudaDraft
+from paceline.models.heads.subset_head import spread as spread_by_torch
+from paceline.models.runners.cuda_graph import Rehearsal
 
 pytest.importorskip("triton")
 
-from paceline.kernels.cuda.drafting import note, spread
+from paceline.kernels.cuda.cuda_head_steps import note, spread
 
 from .counting import spent
 from .passes import cuda_pass

@@ -11,14 +11,14 @@ from tests.gpu.trees import World, grown, same_trees
 from torch import Tensor
 
 from paceline.core.choice import Choice, NoiseTable
+from paceline.core.device_ops import QUICK
 from paceline.core.law import SamplingBatch
-from paceline.core.quick import QUICK
 from paceline.core.sampling import Sampling
-from paceline.models.cuda_pass import between_passes
+from paceline.models.cuda.cuda_forward import between_passes
 
 pytest.importorskip("triton")
 
-from paceline.kernels.cuda.growing import siblings
+from paceline.kernels.cuda.cuda_tree_growing import siblings
 
 pytestmark = pytest.mark.filterwarnings("ignore:(invalid value|overflow|divide by zero):RuntimeWarning")
 NEVER = float("-inf")

@@ -16,16 +16,16 @@ from paceline.core.law import SamplingBatch
 from paceline.core.sampling import Sampling
 from paceline.core.scratch_rows import ScratchRows
 from paceline.core.verdict import BROKEN
+from paceline.models.cuda.prefill import PromptReader
 from paceline.models.language_model import LanguageModel
-from paceline.models.prompt_reading import PromptReader
 
 pytest.importorskip("triton")
 
-from paceline.kernels.cuda import product as products
-from paceline.kernels.cuda.attention import COUNTS, attend
+from paceline.kernels.cuda import cuda_product as products
 from paceline.kernels.cuda.choosing import race
-from paceline.kernels.cuda.layers import add_norm
-from paceline.kernels.cuda.rounds import climb
+from paceline.kernels.cuda.cuda_attention import COUNTS, attend
+from paceline.kernels.cuda.cuda_layers import add_norm
+from paceline.kernels.cuda.cuda_rounds import climb
 
 from .passes import cuda_pass
 

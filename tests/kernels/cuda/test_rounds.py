@@ -15,25 +15,25 @@ from torch import Tensor
 
 import paceline
 from paceline.core.choice import NoiseTable
+from paceline.core.device_ops import QUICK, Quick
 from paceline.core.law import SamplingBatch
 from paceline.core.noise import Purpose
-from paceline.core.quick import QUICK, Quick
 from paceline.core.sampling import Sampling
 from paceline.core.tree import TokenTree, closure
 from paceline.core.verdict import BROKEN, Verdict
-from paceline.engine import flight
-from paceline.engine.row_tensors import RowTensors
-from paceline.engine.steady import SteadyRows
+from paceline.engine import round_graphs as flight
+from paceline.engine.static_rows import RowTensors, SteadyRows
 from paceline.models import language_model
-from paceline.models.cuda_pass import between_passes
-from paceline.models.laying import Layout
-from paceline.models.runners.programs import Rehearsal
-from paceline.models.scripted import Script, ScriptedModel
+from paceline.models.cuda.cuda_forward import between_passes
+from paceline.models.language_model import Layout
+from paceline.models.runners.cuda_graph import Rehearsal
+from paceline.models.synthetic.scripted import Script, ScriptedModel
 from paceline.rules.match import Match
 
 pytest.importorskip("triton")
 
-from paceline.kernels.cuda import choosing, rounds
+from paceline.kernels.cuda import choosing
+from paceline.kernels.cuda import cuda_rounds as rounds
 from paceline.kernels.cuda.choosing import race
 
 from .passes import cuda_pass

@@ -11,8 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .choosing import in_steps, uniform, warmed
-from .launching import after, overlapping
+from paceline.kernels.cuda.choosing import in_steps, uniform, warmed
+from paceline.kernels.cuda.launching import after, overlapping
 
 _CHUNK = 2048  # logits that one program looks at
 _NOTHING = tl.constexpr(-1)  # as in core.verdict: after the last emitted token

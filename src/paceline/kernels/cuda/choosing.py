@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .launching import after, overlapping
+from paceline.kernels.cuda.launching import after, overlapping
 
 _CHUNK = 2048  # logits that one program looks at
 _SMALL = 512  # where there are few places

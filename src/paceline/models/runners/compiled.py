@@ -14,14 +14,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from paceline.core.errors import PacelineWarning
-
-from ..shells import layers_of, renumbered, with_layers
-from ..slot_cache import SlotCache
-from .eager import EagerRunner
+from paceline.common.errors import PacelineWarning
+from paceline.models.module_views import layers_of, renumbered, with_layers
+from paceline.models.runners.eager import EagerRunner
+from paceline.models.slot_cache import SlotCache
 
 if TYPE_CHECKING:
-    from ..language_model import LanguageModel
+    from paceline.models.language_model import LanguageModel
 
 
 _SHAPES = 64  # that a layer is compiled for: passes of a draft see one place more each; torch would stop at 8

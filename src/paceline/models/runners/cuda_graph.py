@@ -1,4 +1,4 @@
-"""Programs on a CUDA device: what was run once as it is, is captured and replayed ever after."""
+"""How rounds run: as they are, or as programs that a device repeats by itself."""
 
 from __future__ import annotations
 
@@ -6,12 +6,18 @@ import threading
 import warnings
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
-from paceline.core.errors import PacelineWarning
+from paceline.common.errors import PacelineWarning
+from paceline.models.tensor_parallel import is_sharded
+
+if TYPE_CHECKING:
+    from paceline.models.language_model import LanguageModel
+
+# ---- Programs on a CUDA device: what was run once as it is, is captured and replayed ever after
 
 T = TypeVar("T")
 MOST = 128  # programs of one loop: the one that was not used for longest makes room
@@ -54,8 +60,8 @@ class Programs:
         replayed: T = known.result
         return replayed
 
-    def mail(self, tensor: Tensor) -> Mail:
-        return Mail(tensor)
+    def mail(self, tensor: Tensor) -> CudaMail:
+        return CudaMail(tensor)
 
     def forget(self) -> None:
         """Tensors that programs use were replaced."""
@@ -102,7 +108,7 @@ class Programs:
         return _Program(graph, result)
 
 
-class Mail:
+class CudaMail:
     """What a device has to say to the host: copied when its turn comes, read when it is needed."""
 
     def __init__(self, tensor: Tensor) -> None:
@@ -115,3 +121,55 @@ class Mail:
         self._sent.synchronize()
         lines: list[list[int]] = self._there.tolist()
         return lines
+
+
+# ---- How rounds run: as they are, or as programs that a device repeats by itself
+
+
+class Mail(Protocol):
+    """What a device has to say to the host."""
+
+    def read(self) -> list[list[int]]: ...
+
+
+class ProgramRunner(Protocol):
+    """Runs programs: functions of tensors that stay where they are, known by a key."""
+
+    def run(self, key: Hashable, program: Callable[[], T]) -> T: ...
+
+    def mail(self, tensor: Tensor) -> Mail: ...
+
+    def forget(self) -> None: ...
+
+
+class Rehearsal:
+    """Runs programs as they are, on any device: what captured ones are tested against."""
+
+    def run(self, key: Hashable, program: Callable[[], T]) -> T:
+        return program()
+
+    def mail(self, tensor: Tensor) -> Mail:
+        return _Read(tensor)
+
+    def forget(self) -> None:
+        pass
+
+
+class _Read:
+    def __init__(self, tensor: Tensor) -> None:
+        self._lines: list[list[int]] = tensor.tolist()
+
+    def read(self) -> list[list[int]]:
+        return self._lines
+
+
+def captures(lm: LanguageModel) -> bool:
+    """Are rounds of this model captured?"""
+    return lm.runner != "eager" and lm.device.type == "cuda" and not is_sharded(lm)
+
+
+def programs_for(lm: LanguageModel) -> ProgramRunner | None:
+    """Captured programs on a CUDA device, unless somebody asked for none or a pass is shared with others; else None."""
+    if not captures(lm):
+        return None
+    return Programs(lm.device)

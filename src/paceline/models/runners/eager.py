@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from .device import without_planned_attention
+from paceline.models.runners.device import without_planned_attention
 
 
 class EagerRunner:

@@ -1,0 +1,1 @@
+"""Prompts, tasks, samplers, and quality against known answers."""

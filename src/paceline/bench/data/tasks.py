@@ -1,0 +1,175 @@
+"""From prompts to tasks: token ids that fit the context, in batches, turn after turn."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from paceline.bench.candidates.candidate import Plan, Prompt, Run, Task
+from paceline.common.errors import ModelOutputError
+from paceline.engine.prompts import encode
+from paceline.models.language_model import LanguageModel
+
+# ---- Equal lengths: what does not fit is refused before anybody runs, and what came out is counted
+
+
+def too_long(task: Task, plan: Plan, context: int) -> str | None:
+    """Why a task has no room for as many tokens as planned, or None."""
+    longest = max(len(prompt) for prompt in task.prompts)
+    if longest + plan.tokens <= context:
+        return None
+    return f"{longest} tokens and {plan.tokens} new ones do not fit a context of {context}"
+
+
+def counted(name: str, tokens: Sequence[Sequence[int]], task: Task, plan: Plan) -> tuple[tuple[int, ...], ...]:
+    """The tokens of every row, if they are as many as planned: who writes less looks fast."""
+    lengths = [len(row) for row in tokens]
+    if lengths != [plan.tokens] * len(task.prompts):
+        raise ModelOutputError(
+            f"'{name}' wrote {lengths} tokens for {task.id} instead of {plan.tokens} for each of "
+            f"{len(task.prompts)} rows, so its time says nothing."
+        )
+    return tuple(tuple(int(token) for token in row) for row in tokens)
+
+
+def cut_short(name: str, task: Task, repeat: int) -> Run:
+    """What a run returns that `cancel` ended: no tokens, so that nobody takes it for a whole one."""
+    return Run(name, task.id, task.category, repeat, ((),) * len(task.prompts), 0.0, 0.0)
+
+
+# ---- From prompts to tasks: token ids that fit the context, in batches, turn after turn
+
+
+@dataclass(frozen=True)
+class Skipped:
+    """A prompt, or one turn of it, that nobody is given, and why."""
+
+    id: str
+    category: str
+    reason: str
+
+
+class Conversation:
+    """Prompts that are decoded together. `task` is their first turn; `next_task` makes the turn after from what plain
+    decoding wrote, so that everybody continues the same text. What does not fit any more is added to `skipped`."""
+
+    def __init__(self, rows: Sequence[_Row], lm: LanguageModel, room: int, turns: int) -> None:
+        self._rows = list(rows)
+        self.turns = min(turns, max(len(row.prompt.turns) for row in rows))  # if all of them fit
+        self._lm, self._room = lm, room
+        self._turn = 0
+        self.skipped: list[Skipped] = []
+        self.task = self._make()
+
+    def next_task(self, written: Sequence[Sequence[int]]) -> Task | None:
+        """The next turn, given what plain decoding wrote for each row of `task`; None when there is none."""
+        assert len(written) == len(self._rows)
+        self._turn += 1
+        if self._turn >= self.turns:
+            return None
+        going = []
+        for row, tokens in zip(self._rows, written, strict=True):
+            if self._turn >= len(row.prompt.turns):
+                continue
+            on = _continued(row, tokens, self._turn, self._lm)
+            reason = _too_long(on.ids, self._lm, self._room)
+            if reason is None:
+                going.append(on)
+            else:
+                self.skipped.append(Skipped(_id(row.prompt, self._turn), row.prompt.category, reason))
+        self._rows = going
+        if not going:
+            return None
+        self.task = self._make()
+        return self.task
+
+    def _make(self) -> Task:
+        return Task(
+            "+".join(_id(row.prompt, self._turn) for row in self._rows),
+            self._rows[0].prompt.category,
+            tuple(row.ids for row in self._rows),
+            tuple(_answers(row.prompt, self._turn) for row in self._rows),
+        )
+
+
+@dataclass(frozen=True)
+class _Row:
+    """One prompt on its way: the ids of the turn at hand, and the messages before its answer (none: plain text)."""
+
+    prompt: Prompt
+    ids: tuple[int, ...]
+    messages: tuple[dict[str, str], ...] = ()
+
+
+def conversations(
+    prompts: Sequence[Prompt], lm: LanguageModel, batch: int, room: int, *, turns: int = 1, chat: bool = True
+) -> tuple[list[Conversation], list[Skipped]]:
+    """`batch` prompts of one category each, in the order they stand in; the last of a category may have fewer.
+
+    room: tokens that will be written. A prompt that leaves less in the context is skipped. turns: at most, of each
+    prompt. chat: prompts that are meant for a conversation go through the model's chat template, where it has one;
+    otherwise the text as it is.
+    """
+    by_category: dict[str, list[_Row]] = {}
+    skipped = []
+    for prompt in prompts:
+        row = _begun(prompt, lm, chat)
+        reason = _too_long(row.ids, lm, room)
+        if reason is None:
+            by_category.setdefault(prompt.category, []).append(row)
+        else:
+            skipped.append(Skipped(prompt.id, prompt.category, reason))
+    groups = [rows[i : i + batch] for rows in by_category.values() for i in range(0, len(rows), batch)]
+    return [Conversation(rows, lm, room, turns) for rows in groups], skipped
+
+
+def first_tasks(
+    prompts: Sequence[Prompt], lm: LanguageModel, batch: int, room: int, *, chat: bool = True
+) -> tuple[list[Task], list[Skipped]]:
+    """The same for those who need first turns only."""
+    begun, skipped = conversations(prompts, lm, batch, room, chat=chat)
+    return [one.task for one in begun], skipped
+
+
+def text_of(tokens: Sequence[int], lm: LanguageModel) -> str:
+    """What was written, as people would see it: everybody writes equally much, so it ends where the model wanted to."""
+    return str(lm.tokenizer.decode(_until_end(tokens, lm), skip_special_tokens=True))
+
+
+def _begun(prompt: Prompt, lm: LanguageModel, chat: bool) -> _Row:
+    if chat and prompt.chat and getattr(lm.tokenizer, "chat_template", None):
+        messages = ({"role": "user", "content": prompt.turns[0]},)
+        return _Row(prompt, tuple(encode(messages, lm)), messages)
+    return _Row(prompt, tuple(encode(prompt.turns[0], lm)))
+
+
+def _continued(row: _Row, written: Sequence[int], turn: int, lm: LanguageModel) -> _Row:
+    """The row with the answer and the next thing the user says. Plain text goes on after an empty line."""
+    said = row.prompt.turns[turn]
+    if row.messages:
+        answer = {"role": "assistant", "content": text_of(written, lm)}
+        messages = (*row.messages, answer, {"role": "user", "content": said})
+        return _Row(row.prompt, tuple(encode(messages, lm)), messages)
+    added = lm.tokenizer.encode(f"\n\n{said}\n\n", add_special_tokens=False)
+    return _Row(row.prompt, (*row.ids, *_until_end(written, lm), *added))
+
+
+def _until_end(tokens: Sequence[int], lm: LanguageModel) -> list[int]:
+    end = next((i for i, token in enumerate(tokens) if token in lm.eos), len(tokens))
+    return list(tokens[:end])
+
+
+def _too_long(ids: Sequence[int], lm: LanguageModel, room: int) -> str | None:
+    if len(ids) + room <= lm.context:
+        return None
+    return f"{len(ids)} tokens and {room} to write are more than the context of {lm.context}."
+
+
+def _id(prompt: Prompt, turn: int) -> str:
+    return f"{prompt.id}/{turn + 1}" if turn else prompt.id
+
+
+def _answers(prompt: Prompt, turn: int) -> tuple[str, ...]:
+    if turn == 0:
+        return prompt.answers
+    return prompt.later_answers[turn - 1] if turn <= len(prompt.later_answers) else ()

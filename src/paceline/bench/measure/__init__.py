@@ -1,0 +1,1 @@
+"""The timed run, and the state of the machine."""

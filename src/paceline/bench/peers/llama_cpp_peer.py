@@ -1,0 +1,215 @@
+"""llama.cpp as a contestant, through PyPI's `xllamacpp`: a llama.cpp server inside this process.
+
+It is asked by a function call, not over HTTP. In the files it is given tokens are called by their numbers
+(`gguf_writing`), so that the pieces of text it hands over one by one are ids. What is left beside its own work, by its
+own clock, is half a millisecond per request.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import time
+from collections.abc import Callable, Generator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from paceline.bench.candidates.candidate import Cancel, Plan, Run, Task
+from paceline.bench.data.tasks import counted, cut_short
+from paceline.bench.peers.gguf_export import GgufPeer
+from paceline.common.errors import UnsupportedError
+
+_ROOM = 256  # contexts grow by so many tokens, so that a slightly longer prompt needs no new server
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """A drafter of llama.cpp's: the fields of its settings that hold the length of a match and of a draft."""
+
+    field: str
+    match: str
+    gamma: str
+    least: str = ""  # shorter drafts are not tried
+    remembers: bool = False  # texts of earlier requests, so that every run needs a new server
+
+
+KINDS = {
+    "ngram-simple": _Kind("ngram_simple", "size_n", "size_m"),
+    "ngram-map-k": _Kind("ngram_map_k", "size_n", "size_m"),
+    "ngram-map-k4v": _Kind("ngram_map_k4v", "size_n", "size_m"),
+    "ngram-mod": _Kind("ngram_mod", "n_match", "n_max", "n_min", remembers=True),
+}
+BEST = "ngram-map-k"  # of those, with llama.cpp's own sizes (docs/bench.md)
+
+
+@dataclass(frozen=True)
+class Speculation:
+    """What llama.cpp drafts by; a size that is not said is its own."""
+
+    kind: str = BEST
+    gamma: int | None = None
+    match: int | None = None
+
+
+def xllamacpp() -> Any:
+    """The module, or `UnsupportedError` with how to install it."""
+    try:
+        return importlib.import_module("xllamacpp")
+    except ImportError as error:
+        raise UnsupportedError("xllamacpp is not installed; pip install xllamacpp") from error
+
+
+class LlamaCpp(GgufPeer):
+    """Plain decoding, or one of llama.cpp's lookups of n-grams. Nothing is kept between requests: prompts are read anew
+    every time. Keys and values are in float16, its own choice."""
+
+    library = "llama.cpp"
+    samplers = ("temperature", "top_k", "top_p", "min_p")
+
+    def __init__(
+        self,
+        name: str,
+        file: Path,
+        context: int,
+        speculation: Speculation | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._speculation = speculation
+        super().__init__(name, file, context, clock=clock)
+        if speculation is not None:
+            self.gamma, self.speculates = self._drafting(self._module.CommonParams(), speculation), True
+
+    def find_library(self) -> None:
+        self._module = xllamacpp()
+        self._server: Any = None
+        self._room = 0
+
+    def run(self, task: Task, plan: Plan, repeat: int, cancel: Cancel) -> Run:
+        prompt = task.prompts[0]
+        self._serve(len(prompt) + plan.tokens + self.gamma)
+        answer = _Answer(self._clock, cancel)
+        request = {
+            "prompt": list(prompt),
+            "n_predict": plan.tokens,
+            "ignore_eos": True,
+            "stream": True,
+            "cache_prompt": False,
+            "seed": plan.seed,
+            **_sampling(plan),
+        }
+        seconds = answer.ask(self._server, json.dumps(request))
+        if answer.stopped:
+            return cut_short(self.name, task, repeat)
+        if answer.refused:
+            raise UnsupportedError(f"llama.cpp refused to run {self._file.parent.name}: {answer.refused}.")
+        tokens, arrivals = answer.tokens()
+        written = counted(self.name, [tokens], task, plan)
+        return Run(self.name, task.id, task.category, repeat, written, seconds, arrivals[0], tuple(arrivals))
+
+    def _serve(self, room: int) -> None:
+        """A server with room for so many tokens, on as many threads as torch uses."""
+        if room <= self._room and not self._remembers:
+            return
+        self.close()
+        module = self._module
+        self._room = -(-room // _ROOM) * _ROOM
+        params = module.CommonParams()
+        params.model.path = str(self._file)
+        params.n_ctx, params.n_parallel, params.n_gpu_layers = self._room, 1, 0
+        params.cpuparams.n_threads = params.cpuparams_batch.n_threads = torch.get_num_threads()
+        params.cache_prompt, params.cache_ram_mib, params.verbosity = False, 0, -1
+        if self._speculation is not None:
+            self._drafting(params, self._speculation)
+        try:
+            self._server = module.Server(params)
+        except RuntimeError as error:
+            self._room = 0
+            raise UnsupportedError(f"llama.cpp cannot open {self._file.parent.name}: {error}") from error
+
+    @property
+    def _remembers(self) -> bool:
+        return self._speculation is not None and KINDS[self._speculation.kind].remembers
+
+    def _drafting(self, params: Any, said: Speculation) -> int:
+        """Set what it drafts by; the most tokens that one draft has then."""
+        kind, types = KINDS[said.kind], self._module.common_speculative_type
+        wanted = f"COMMON_SPECULATIVE_TYPE_{said.kind.replace('-', '_').upper()}"
+        if not hasattr(types, wanted):
+            raise UnsupportedError(f"this xllamacpp has no '{said.kind}'; pip install -U xllamacpp")
+        params.speculative.types = [getattr(types, wanted)]
+        sizes = getattr(params.speculative, kind.field)
+        if said.match is not None:
+            setattr(sizes, kind.match, said.match)
+        if said.gamma is not None:
+            setattr(sizes, kind.gamma, said.gamma)
+            if kind.least:
+                setattr(sizes, kind.least, min(said.gamma, getattr(sizes, kind.least)))
+        return int(getattr(sizes, kind.gamma))
+
+    def close(self) -> None:
+        self._server, self._room = None, 0  # a server ends with its object
+
+
+class _Answer:
+    """What the server says while it writes. It is only kept and looked at later: nobody is timed reading JSON."""
+
+    def __init__(self, clock: Callable[[], float], cancel: Cancel) -> None:
+        self._clock, self._cancel = clock, cancel
+        self._said: list[tuple[float, str]] = []
+        self._error: BaseException | None = None
+        self._started = 0.0
+        self.stopped = False
+
+    def ask(self, server: Any, request: str) -> float:
+        """Seconds until the call came back. An error in between (Ctrl-C) ends the request, and is raised here."""
+        hearing = self._hearing()
+        next(hearing)
+        self._started = self._clock()
+        server.handle_completions(request, hearing.send)
+        seconds = self._clock() - self._started
+        if self._error is not None:
+            raise self._error
+        return seconds
+
+    def _hearing(self) -> Generator[bool, str, None]:
+        """Takes one event after the other; True ends the request. xllamacpp loses what its callback raises, so it is
+        kept here. A generator, because Python raises KeyboardInterrupt where its code goes on: in a function that would
+        be before any `try`, here it is inside."""
+        while True:
+            try:
+                while True:
+                    event = yield self.stopped or self._error is not None
+                    self._said.append((self._clock() - self._started, event))
+                    self.stopped = self._cancel()
+            except (Exception, KeyboardInterrupt) as error:
+                self._error = error
+
+    @property
+    def refused(self) -> str:
+        """Its reason not to write, in one line."""
+        first = json.loads(self._said[0][1]) if self._said else {"message": "it said nothing"}
+        if "choices" in first:
+            return ""
+        told = first.get("error", first)
+        return " ".join(str(told.get("message", told)).split())[:300].rstrip(".")
+
+    def tokens(self) -> tuple[list[int], list[float]]:
+        """The ids, and when each was there."""
+        tokens: list[int] = []
+        arrivals: list[float] = []
+        for moment, event in self._said:
+            new = [int(number) for choice in json.loads(event)["choices"] for number in choice["text"].split()]
+            tokens += new
+            arrivals += [moment] * len(new)
+        return tokens, arrivals
+
+
+def _sampling(plan: Plan) -> dict[str, Any]:
+    """What is not said is off: llama.cpp has tastes of its own."""
+    if not plan.sampling or plan.sampling.get("temperature") == 0:
+        return {"temperature": 0.0}
+    samplers = ["top_k", "top_p", "min_p", "temperature"]
+    return {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "samplers": samplers, **plan.sampling}

@@ -1,0 +1,180 @@
+"""Other libraries by name: "hf", "hf-assisted:gamma=7", "hf-lookup", "llama-cpp-ngram"; absentees are noted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from paceline.bench.candidates.candidate import Contestant
+from paceline.bench.candidates.run_spec import parted, whole_number
+from paceline.bench.peers.gguf_export import FORMATS, gguf_of, in_floats, numbered, written
+from paceline.bench.peers.llama_cpp_peer import BEST, KINDS, LlamaCpp, Speculation, xllamacpp
+from paceline.bench.peers.openvino_peer import OpenVino
+from paceline.bench.peers.transformers_peer import HuggingFace, early_exit
+from paceline.common.errors import InputError, PacelineError, UnknownNameError, UnsupportedError
+from paceline.models import load
+from paceline.models.language_model import LanguageModel
+from paceline.models.tokenizers.vocabulary import check_same_vocabulary
+
+_LOOKUP = 10  # tokens that prompt lookup drafts, where nobody says: transformers' own number
+
+
+@dataclass(frozen=True)
+class Circumstances:
+    """What peers are opened with: the target, the draft model of the run's own entries, γ, and is anything sampled?"""
+
+    lm: LanguageModel
+    draft: LanguageModel | None = None
+    gamma: int = 5
+    sampled: bool = False
+
+
+Said = dict[str, str]
+
+
+def open_peers(
+    names: Sequence[str],
+    lm: LanguageModel,
+    *,
+    draft: LanguageModel | None = None,
+    gamma: int = 5,
+    sampled: bool = False,
+) -> tuple[list[Contestant], list[str]]:
+    """The peers, and a line for each that cannot take part here. An unknown name or option is an error."""
+    check_peers(names)
+    about = Circumstances(lm, draft, gamma, sampled)
+    peers: list[Contestant] = []
+    notes: list[str] = []
+    for text in names:
+        name, options = parted(text)
+        try:
+            peers.append(_PEERS[name].open(text, options, about))
+        except InputError:
+            raise
+        except PacelineError as reason:
+            notes.append(f"{text} is left out: {str(reason).rstrip('.')}.")
+    return peers, notes
+
+
+def check_peers(names: Sequence[str]) -> None:
+    """Mistakes in the names and options of peers: told before a model is loaded."""
+    for text in names:
+        name, options = parted(text)
+        if name not in _PEERS:
+            raise UnknownNameError("peer", name, _PEERS)
+        if names.count(text) > 1:
+            raise InputError(f"The peer '{text}' is named twice; leave one out.")
+        known = _PEERS[name].options
+        for option in options:
+            if option not in known:
+                said = option or options[option]
+                raise UnknownNameError(f"option of peer '{name}'", said, [each for each in known if each])
+
+
+def draft_model_of(contestants: Sequence[Any]) -> LanguageModel | None:
+    """The draft model that one of our own contestants has already loaded."""
+    found = (getattr(contestant, "draft_model", None) for contestant in contestants)
+    return next((model for model in found if model is not None), None)
+
+
+# ---- one function per kind
+
+
+def _plain(text: str, said: Said, about: Circumstances) -> Contestant:
+    return HuggingFace(text, about.lm, sampled=about.sampled)
+
+
+def _assisted(text: str, said: Said, about: Circumstances) -> Contestant:
+    lm = about.lm
+    draft = load(said["draft"], dtype=lm.dtype, device=lm.device) if "draft" in said else about.draft
+    if draft is None:
+        raise UnsupportedError("no run has a draft model; name one, as in hf-assisted:draft=MODEL")
+    check_same_vocabulary(lm, draft)
+    sizes = [each.model.config.get_text_config(decoder=True).vocab_size for each in (lm, draft)]
+    if sizes[0] != sizes[1]:
+        raise UnsupportedError(
+            f"transformers wants equal vocabularies, and these have {sizes[0]} and {sizes[1]} tokens"
+        )
+    gamma = _number(text, said, "gamma", about.gamma)
+    return HuggingFace(text, lm, gamma=gamma, draft=draft, sampled=about.sampled)
+
+
+def _lookup(text: str, said: Said, about: Circumstances) -> Contestant:
+    gamma = _number(text, said, "gamma", _LOOKUP)
+    settings = {"prompt_lookup_num_tokens": gamma, "max_matching_ngram_size": _number(text, said, "match", 2)}
+    return HuggingFace(text, about.lm, gamma=gamma, settings=settings, sampled=about.sampled)
+
+
+def _early_exit(text: str, said: Said, about: Circumstances) -> Contestant:
+    layers = _number(text, said, "layers", max(1, round(about.lm.layers / 3)))  # as our own early exit
+    return early_exit(text, about.lm, layers, _number(text, said, "gamma", about.gamma), about.sampled)
+
+
+def _llama_cpp(drafts: bool = False, kind: str | None = None) -> Callable[[str, Said, Circumstances], Contestant]:
+    """llama.cpp on the target's own weights, or on the GGUF file they came from. kind: the format of the weights, where
+    nobody says; None: the target's own."""
+
+    def make(text: str, said: Said, about: Circumstances) -> Contestant:
+        _only_on_cpu(about)
+        lm, given, weights = about.lm, said.get("", said.get("file")), said.get("weights", kind)
+        if weights is not None and weights not in FORMATS:
+            raise UnknownNameError(f"format of weights of peer '{text}'", weights, FORMATS)
+        if given is not None and "weights" in said:
+            raise InputError(f"'{text}' names a file and a format, and a file has its own; leave one out.")
+        speculation = _speculation(text, said) if drafts else None
+        xllamacpp()  # is it installed? before gigabytes are written
+        file = written(in_floats(lm), weights) if given is None else numbered(gguf_of(lm, given))
+        return LlamaCpp(text, file, lm.context, speculation)
+
+    return make
+
+
+def _speculation(text: str, said: Said) -> Speculation:
+    kind = said.get("type", BEST)
+    if kind not in KINDS:
+        raise UnknownNameError(f"type of peer '{text}'", kind, KINDS)
+    sizes = {key: whole_number(text, key, said[key]) for key in ("gamma", "match") if key in said}
+    return Speculation(kind, **sizes)
+
+
+def _openvino(lookup: bool) -> Callable[[str, Said, Circumstances], Contestant]:
+    """OpenVINO on the GGUF file the target came from: of files with float32 weights it reads none."""
+
+    def make(text: str, said: Said, about: Circumstances) -> Contestant:
+        _only_on_cpu(about)
+        file = gguf_of(about.lm, said.get("", said.get("file")))
+        if not lookup:
+            return OpenVino(text, file, about.lm.context)
+        gamma, match = _number(text, said, "gamma", _LOOKUP), _number(text, said, "match", 2)
+        return OpenVino(text, file, about.lm.context, gamma=gamma, match=match)
+
+    return make
+
+
+def _only_on_cpu(about: Circumstances) -> None:
+    if about.lm.device.type != "cpu":
+        raise UnsupportedError(f"it is measured on the CPU, and the target is on {about.lm.device}")
+
+
+def _number(text: str, said: Said, key: str, otherwise: int) -> int:
+    return whole_number(text, key, said[key]) if key in said else otherwise
+
+
+@dataclass(frozen=True)
+class _Opening:
+    open: Callable[[str, Said, Circumstances], Contestant]
+    options: tuple[str, ...] = ()  # "": what stands after the colon without a key
+
+
+_PEERS = {
+    "hf": _Opening(_plain),
+    "hf-assisted": _Opening(_assisted, ("gamma", "draft")),
+    "hf-lookup": _Opening(_lookup, ("gamma", "match")),
+    "hf-early-exit": _Opening(_early_exit, ("gamma", "layers")),
+    "llama-cpp": _Opening(_llama_cpp(), ("", "file", "weights")),
+    "llama-cpp-ngram": _Opening(_llama_cpp(drafts=True), ("", "file", "weights", "type", "gamma", "match")),
+    "llama-cpp-q8": _Opening(_llama_cpp(kind="q8_0")),
+    "openvino": _Opening(_openvino(lookup=False), ("", "file")),
+    "openvino-lookup": _Opening(_openvino(lookup=True), ("", "file", "gamma", "match")),
+}

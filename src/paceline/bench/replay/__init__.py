@@ -1,0 +1,1 @@
+"""Recorded rounds on disk, and what other settings would have given."""

@@ -1,0 +1,525 @@
+"""The rounds of our own contestants, written beside a benchmark for `--replay`."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from types import TracebackType
+from typing import Any, TypeVar
+
+from paceline.bench.candidates.candidate import Entry, Plan, Run, Task
+from paceline.bench.candidates.paceline_run import Ours
+from paceline.common.errors import InputError, UnknownNameError
+from paceline.common.json_text import parse_json
+from paceline.core.contracts import DRAFTERS
+from paceline.core.costs import Costs
+from paceline.core.sampling import Sampling
+from paceline.core.trace import Round, Trace
+from paceline.engine.request import Generation, build_requests
+from paceline.models.runtime import usual_nodes
+
+# ---- The lines of a trace file as values: how texts were written, and a text each; with errors that name the line
+
+VERSION = 1
+T = TypeVar("T")
+_OWN = ("costs", "provenance", "seed")  # texts that differ in these may be of one run
+
+
+def plain(value: Any) -> Any:
+    """As JSON has it; what it has no words for is told by its name."""
+    if value is None or isinstance(value, (str, int, float, bool)):
+        return value
+    if isinstance(value, Mapping):
+        return {str(key): plain(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(each) for each in value]
+    return str(getattr(value, "name", value))
+
+
+class Fields:
+    """The fields of one line, each refused in a phrase if it is not what it should be."""
+
+    def __init__(self, found: Mapping[str, Any]) -> None:
+        self._found = found
+
+    def _get(self, name: str, wanted: type, said: str) -> Any:
+        if name not in self._found:
+            raise InputError(f"{name} is missing")
+        value = self._found[name]
+        if not isinstance(value, wanted) or isinstance(value, bool):
+            raise InputError(f"{name} must be {said}, got {value!r}")
+        return value
+
+    def words(self, name: str) -> str:
+        return str(self._get(name, str, "a text"))
+
+    def mapping(self, name: str) -> dict[str, Any]:
+        return dict(self._get(name, dict, "an object"))
+
+    def items(self, name: str) -> list[Any]:
+        return list(self._get(name, list, "a list"))
+
+    def count(self, name: str, least: int | None = 0) -> int:
+        value = int(self._get(name, int, "a whole number"))
+        if least is not None and value < least:
+            raise InputError(f"{name} must be at least {least}, got {value}")
+        return value
+
+    def tokens(self, name: str, least: int = 0) -> tuple[int, ...]:
+        values = self.items(name)
+        for value in values:
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise InputError(f"{name} must hold whole numbers of at least {least}, got {value!r}")
+        return tuple(values)
+
+
+# ---- rounds
+
+
+def round_as_dict(entry: Round) -> dict[str, Any]:
+    told = {each.name: plain(getattr(entry, each.name)) for each in fields(Round)}
+    return {name: value for name, value in told.items() if value or name not in ("why", "asked")}
+
+
+def round_of(found: Any) -> Round:
+    if not isinstance(found, dict):
+        raise InputError(f"a round must be an object, got {found!r}")
+    given = Fields(found)
+    drafted, path = given.tokens("drafted"), given.tokens("path")
+    parents = None if found.get("parents") is None else given.tokens("parents", least=-1)
+    own = None if found.get("own") is None else given.count("own")
+    above = tuple(range(-1, len(drafted) - 1)) if parents is None else parents
+    if len(above) != len(drafted) or any(parent >= node for node, parent in enumerate(above)):
+        raise InputError(f"parents {list(above)} do not fit {len(drafted)} drafted tokens")
+    at = -1
+    for node in path:
+        if node >= len(drafted) or above[node] != at:
+            raise InputError(f"path {list(path)} is not a path of the draft")
+        at = node
+    asked = found.get("asked", 0.0)
+    if isinstance(asked, bool) or not isinstance(asked, (int, float)):
+        raise InputError(f"asked must be seconds, got {asked!r}")
+    return Round(drafted, parents, path, own, found.get("bonus") is True, found.get("why", ""), float(asked))
+
+
+# ---- the header's
+
+
+def costs_of(found: Mapping[str, Any]) -> Costs:
+    try:
+        return Costs.from_dict(found)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise InputError(f"costs are not as `Costs.as_dict` writes them: {error!r}") from None
+
+
+def sampling_of(found: Mapping[str, Any], seed: int = 0) -> Sampling:
+    """The controls that a header names."""
+    given = dict(found)
+    known = {each.name for each in fields(Sampling)} - {"seed", "processors"}
+    for name in given.keys() - known:
+        raise InputError(f"sampling has {name!r}, which is no control")
+    try:
+        bias = {int(token): float(value) for token, value in given.pop("logit_bias", {}).items()}
+        banned = tuple(given.pop("banned_tokens", ()))
+    except (AttributeError, TypeError, ValueError) as error:
+        raise InputError(f"sampling is not readable: {error}") from None
+    return Sampling(**given, logit_bias=bias, banned_tokens=banned, seed=seed)
+
+
+# ---- the two kinds of lines
+
+
+@dataclass(frozen=True)
+class TraceHeader:
+    """How the texts of a file were written."""
+
+    model: str
+    vocabulary: int  # tokens
+    fingerprint: str  # of the vocabulary and the size of the model
+    draft: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+    gamma: int | str = 5
+    nodes: int | None = None
+    rule: str = "match"
+    rule_options: Mapping[str, Any] = field(default_factory=dict)
+    sampling: Mapping[str, Any] = field(default_factory=dict)  # fields of `Sampling` that are not their defaults
+    processors: int = 0  # controls of the caller's own: a file cannot hold them
+    eos: tuple[int, ...] = ()
+    seed: int = 0  # of texts that do not say
+    reach: int | None = None  # see `Drafter.reach`
+    costs: Costs | None = None
+    provenance: Mapping[str, Any] = field(default_factory=dict)
+    run: str = ""  # a name, where a file holds the texts of several
+
+    def as_dict(self) -> dict[str, Any]:
+        values = {each.name: getattr(self, each.name) for each in fields(self)}
+        values["costs"] = None if self.costs is None else self.costs.as_dict()
+        return {"kind": "trace", "version": VERSION, **plain(values)}
+
+    @staticmethod
+    def from_dict(found: Mapping[str, Any]) -> TraceHeader:
+        given = Fields(found)
+        if found.get("kind") != "trace":
+            raise InputError("this is no trace: the first line has no kind 'trace'")
+        if found.get("version") != VERSION:
+            raise InputError(f"it has version {found.get('version')!r}, and this Paceline reads version {VERSION}")
+        sampling_of(given.mapping("sampling"))  # refused here, with its line
+        gamma = found.get("gamma")
+        if gamma != "auto":
+            gamma = given.count("gamma", least=1)
+        return TraceHeader(
+            given.words("model"),
+            given.count("vocabulary", least=1),
+            given.words("fingerprint"),
+            given.words("draft"),
+            given.mapping("options"),
+            gamma,
+            None if found.get("nodes") is None else given.count("nodes", least=1),
+            given.words("rule"),
+            given.mapping("rule_options"),
+            given.mapping("sampling"),
+            given.count("processors"),
+            given.tokens("eos"),
+            given.count("seed", least=None),
+            None if found.get("reach") is None else given.count("reach", least=1),
+            None if found.get("costs") is None else costs_of(given.mapping("costs")),
+            given.mapping("provenance"),
+            given.words("run"),
+        )
+
+    def differs(self, other: TraceHeader) -> str | None:
+        """The first thing that was not the same for the other's texts."""
+        ours, theirs = self.as_dict(), other.as_dict()
+        return next((name for name in ours if name not in _OWN and ours[name] != theirs[name]), None)
+
+
+@dataclass(frozen=True)
+class TraceText:
+    """One text. limit: the most new tokens it could have had; rounds: None where only the text was recorded."""
+
+    id: str
+    category: str
+    prompt: tuple[int, ...]
+    tokens: tuple[int, ...]
+    limit: int
+    finish: str = "length"  # or "stop", "cancelled"
+    seed: int = 0
+    prediction: tuple[int, ...] | None = None  # what the caller expected
+    predicted: bool = False  # it expected something, whether or not that was recorded
+    rounds: tuple[Round, ...] | None = None
+    run: str = ""  # that of its header
+
+    def as_dict(self) -> dict[str, Any]:
+        values = {each.name: getattr(self, each.name) for each in fields(self)}
+        values["rounds"] = None if self.rounds is None else [round_as_dict(each) for each in self.rounds]
+        return {"kind": "text", **plain(values)}
+
+    @staticmethod
+    def from_dict(found: Mapping[str, Any]) -> TraceText:
+        given = Fields(found)
+        if found.get("kind") != "text":
+            raise InputError(f"kind must be 'text', got {found.get('kind')!r}")
+        prompt, tokens, rounds = given.tokens("prompt"), given.tokens("tokens"), None
+        if found.get("rounds") is not None:
+            rounds = tuple(round_of(each) for each in given.items("rounds"))
+            if tuple(token for each in rounds for token in each.emitted) != tokens:
+                raise InputError("the rounds do not add up to the tokens")
+        return TraceText(
+            given.words("id"),
+            given.words("category"),
+            prompt,
+            tokens,
+            given.count("limit", least=len(tokens)),
+            given.words("finish"),
+            given.count("seed", least=None),
+            None if found.get("prediction") is None else given.tokens("prediction"),
+            bool(found.get("predicted")),
+            rounds,
+            given.words("run"),
+        )
+
+
+# ---- lines
+
+
+def is_json(line: str) -> bool:
+    try:
+        parse_json(line)
+    except ValueError:
+        return False
+    return True
+
+
+def parsed(path: str | os.PathLike[str], number: int, line: str) -> dict[str, Any]:
+    try:
+        found = parse_json(line)
+    except ValueError as error:
+        raise InputError(f"{path}, line {number}: this is not valid JSON ({error}).") from None
+    if not isinstance(found, dict):
+        raise InputError(f"{path}, line {number}: this is no JSON object; is it a trace?")
+    return found
+
+
+def made(path: str | os.PathLike[str], number: int, make: Callable[[Mapping[str, Any]], T], found: dict[str, Any]) -> T:
+    try:
+        return make(found)
+    except InputError as error:
+        raise InputError(f"{path}, line {number}: {str(error).removesuffix('.')}.") from None
+
+
+# ---- Recorded texts and their rounds, in a file: JSON lines, first how they were written, then one line per text
+
+
+@dataclass(frozen=True)
+class TraceFile:
+    """The texts of one run; notes: sentences about what is not as it should be."""
+
+    header: TraceHeader
+    texts: tuple[TraceText, ...]
+    notes: tuple[str, ...] = ()
+
+
+def _nodes(lm: Any, entry: Entry) -> int | None:
+    """As said; where the drafter takes as many as there are, what that is here."""
+    if entry.nodes is None and isinstance(entry.gamma, int) and entry.draft in DRAFTERS and DRAFTERS[entry.draft].fills:
+        return usual_nodes(lm, True, entry.gamma)
+    return entry.nodes
+
+
+def header_of(
+    lm: Any,
+    entry: Entry,
+    settings: Mapping[str, Any],
+    *,
+    reach: int | None = None,
+    costs: Costs | None = None,
+    provenance: Mapping[str, Any] | None = None,
+    run: str = "",
+) -> TraceHeader:
+    """Of what a target is about to write. `entry`: how the decoder was asked for; `settings`: what `generate` is given;
+    `reach`: that of the drafter; `run`: a name, if the file is to hold several runs."""
+    request = build_requests(1, settings)[0]
+    standard = Sampling()
+    said = {each.name: getattr(request.sampling, each.name) for each in fields(Sampling)}
+    other = {name: value for name, value in said.items() if value != getattr(standard, name)}
+    return TraceHeader(
+        lm.name,
+        lm.vocabulary,
+        fingerprint(lm),
+        entry.draft,
+        plain(entry.options),
+        entry.gamma,
+        _nodes(lm, entry),
+        entry.rule,
+        plain(entry.rule_options),
+        plain({name: value for name, value in other.items() if name not in ("seed", "processors")}),
+        len(request.sampling.processors),
+        tuple(lm.eos if request.eos_token_ids is None else request.eos_token_ids),
+        request.sampling.seed,
+        reach,
+        costs,
+        plain(provenance or {}),
+        run,
+    )
+
+
+def fingerprint(lm: Any) -> str:
+    """Equal for models with the same tokens and as many numbers; of the weights it says nothing."""
+    known = {} if lm.tokenizer is None else lm.tokenizer.get_vocab()
+    size = sum(weight.numel() for weight in lm.model.parameters())
+    told = json.dumps([lm.vocabulary, size, sorted(known.items(), key=lambda item: item[1])])
+    return hashlib.sha256(told.encode()).hexdigest()[:16]
+
+
+# ---- writing
+
+
+class TraceWriter:
+    """Writes a file, a line at a time. `append`: onto the file that is there, if it was written in the same way."""
+
+    def __init__(self, path: str | os.PathLike[str], header: TraceHeader, append: bool = False) -> None:
+        self.path = Path(path)
+        self.count = 0  # texts in the file
+        self._headers = {header.run: header}
+        try:
+            there = append and self.path.exists() and self.path.stat().st_size > 0
+            if there:
+                self._join(header)
+            self._file = self.path.open("a" if there else "w", encoding="utf-8")
+            if not there:
+                self._write(header.as_dict())
+        except OSError as error:
+            raise InputError(f"The trace {self.path} cannot be written: {error.strerror or error}.") from None
+
+    def _join(self, header: TraceHeader) -> None:
+        """Take up a file; half a line at its end is cut off."""
+        there = read_trace(self.path, header.run)
+        other = header.differs(there.header)
+        if other is not None:
+            was, now = (each.as_dict()[other] for each in (there.header, header))
+            raise InputError(f"{self.path} was recorded with {other} {was!r}, not {now!r}; give another file.")
+        self.count = len(there.texts)
+        whole = self.path.read_bytes()
+        if not whole.endswith(b"\n"):
+            self.path.write_bytes(whole[: whole.rfind(b"\n") + 1] if there.notes else whole + b"\n")
+
+    def declare(self, header: TraceHeader) -> None:
+        """One more run, whose texts stand in the same file."""
+        self._headers[header.run] = header
+        self._write(header.as_dict())
+
+    def add(
+        self,
+        id: str,
+        category: str,
+        prompt: Sequence[int],
+        tokens: Sequence[int],
+        trace: Trace | None,
+        *,
+        limit: int | None = None,
+        finish: str = "length",
+        seed: int | None = None,
+        run: str = "",
+    ) -> None:
+        """One text. limit: the most new tokens it could have had; None: as many as it has."""
+        rounds = None if trace is None else tuple(trace.rounds)
+        most = len(tokens) if limit is None else limit
+        own = self._headers[run].seed if seed is None else seed
+        self.put(TraceText(id, category, tuple(prompt), tuple(tokens), most, finish, own, rounds=rounds, run=run))
+
+    def add_generation(
+        self, id: str, category: str, result: Generation, limit: int, prediction: Sequence[int] | None = None
+    ) -> None:
+        """What `generate` gave. limit: max_new_tokens, or what was left of the context; prediction: as token ids."""
+        if result.beams is not None:
+            raise InputError("A trace is of one text, and a beam search writes several; leave one of the two out.")
+        self.put(
+            TraceText(
+                id,
+                category,
+                tuple(result.prompt_tokens),
+                tuple(result.tokens),
+                limit,
+                result.finish_reason,
+                result.seed,
+                None if prediction is None else tuple(prediction),
+                result.stats.predicted,
+                tuple(result.trace.rounds),
+            )
+        )
+
+    def put(self, text: TraceText) -> None:
+        assert text.run in self._headers, f"no header of the run '{text.run}' was written"
+        self._write(text.as_dict())
+        self.count += 1
+
+    def _write(self, found: Mapping[str, Any]) -> None:
+        self._file.write(json.dumps(found, ensure_ascii=False) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+    def __enter__(self) -> TraceWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+# ---- reading
+
+
+def read_trace(path: str | os.PathLike[str], run: str | None = None) -> TraceFile:
+    """One run of a file: the first, or the one of that name."""
+    found = read_traces(path)
+    names = [each.header.run for each in found]
+    if run is not None and run not in names:
+        raise UnknownNameError(f"run of {path}", run, names)
+    return found[0 if run is None else names.index(run)]
+
+
+def read_traces(path: str | os.PathLike[str]) -> list[TraceFile]:
+    """Every run of a file. Half a last line, as a run that was killed leaves it, is left out; `notes` say so."""
+    try:
+        whole = Path(path).read_text(encoding="utf-8", errors="replace")
+    except OSError as error:
+        raise InputError(f"The trace {path} cannot be read: {error.strerror or error}.") from None
+    *lines, last = whole.split("\n")
+    notes: tuple[str, ...] = ()
+    if is_json(last):
+        lines.append(last)
+    elif last.strip():
+        notes = (f"{path}, line {len(lines) + 1}: half a line, as a run that was killed leaves it; it is left out.",)
+    headers: dict[str, TraceHeader] = {}
+    texts: dict[str, list[TraceText]] = {}
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        found = parsed(path, number, line)
+        if not headers or found.get("kind") == "trace":
+            header = made(path, number, TraceHeader.from_dict, found)
+            headers[header.run] = header
+            texts.setdefault(header.run, [])
+            continue
+        text = made(path, number, TraceText.from_dict, found)
+        if text.run not in headers:
+            raise InputError(f"{path}, line {number}: no header names the run '{text.run}'.")
+        texts[text.run].append(text)
+    if not headers:
+        raise InputError(f"The trace {path} is empty; record one with `paceline generate --trace FILE`.")
+    return [TraceFile(header, tuple(texts[run]), notes) for run, header in headers.items()]
+
+
+# ---- The rounds of our own contestants, written beside a benchmark for `--replay`
+
+
+class Tracing:
+    """One file, in which each of ours is a run of its own. Of every task the first repeat is written: every repeat
+    begins in the same state, so the others have the same rounds."""
+
+    def __init__(
+        self, path: Path, ours: Sequence[Ours], plan: Plan, costs: Costs | None, provenance: Mapping[str, Any]
+    ) -> None:
+        self._plan, self._names = plan, {each.name for each in ours}
+        settings = {**plan.sampling, "max_new_tokens": plan.tokens, "ignore_eos": True, "seed": plan.seed}
+        first, *others = (
+            header_of(
+                each.lm,
+                each.entry,
+                settings,
+                reach=each.decoder().drafter.reach(),
+                costs=costs,
+                provenance=provenance,
+                run=each.name,
+            )
+            for each in ours
+        )
+        self._writer = TraceWriter(path, first)
+        for header in others:
+            self._writer.declare(header)
+
+    def add(self, run: Run, task: Task) -> None:
+        if run.contestant not in self._names or run.repeat:
+            return
+        names = task.id.split("+") if len(task.prompts) > 1 else [task.id]
+        for row, (name, prompt) in enumerate(zip(names, task.prompts, strict=True)):
+            self._writer.add(
+                name,
+                task.category,
+                prompt,
+                run.tokens[row],
+                run.traces[row],
+                limit=self._plan.tokens,
+                seed=self._plan.seed + row,
+                run=run.contestant,
+            )
+
+    def close(self) -> None:
+        self._writer.close()

@@ -1,1 +1,0 @@
-"""What happened, on disk, and what else would have happened."""

@@ -1,1 +1,0 @@
-"""What was measured, as tables, charts, pages and logs."""

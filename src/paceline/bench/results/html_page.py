@@ -1,0 +1,106 @@
+"""A report as one HTML page that needs nothing else: no script, no font, no picture from elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from html import escape
+from pathlib import Path
+
+from paceline.bench.results.bench_report import Report
+from paceline.bench.results.charts import Chart, caption_of, charts_of, target_of
+from paceline.bench.results.metrics import ALL, Summary
+from paceline.bench.results.svg import as_svg, colour
+from paceline.bench.results.tables import Table, counted, provenance, tables_of
+from paceline.common.errors import InputError
+
+_STYLE = """
+:root { color-scheme: light dark; --text: #1c1c1c; --dim: #666; --line: #ddd; --page: #fff; --panel: #f6f6f4;
+  --good: #00703c; --bad: #b3261e; }
+@media (prefers-color-scheme: dark) { :root { --text: #e8e8e6; --dim: #a0a0a0; --line: #3a3a3a; --page: #161616;
+  --panel: #202020; --good: #5fd38d; --bad: #ff8a80; } }
+body { font: 16px/1.5 system-ui, sans-serif; color: var(--text); background: var(--page); max-width: 70rem;
+  margin: 2rem auto; padding: 0 1rem; }
+h1 { margin-bottom: 0; } h2 { margin-top: 2.5rem; }
+p.note, .legend, .about { color: var(--dim); font-size: .9rem; }
+.warning { border-left: .3rem solid var(--bad); padding: .3rem .8rem; background: var(--panel); }
+.wide { overflow-x: auto; }
+table { border-collapse: collapse; font-size: .9rem; font-variant-numeric: tabular-nums; }
+td, th { padding: .25rem .8rem .25rem 0; text-align: right; white-space: nowrap; }
+td:first-child, th:first-child, table.words td { text-align: left; }
+table.words td { white-space: normal; overflow-wrap: anywhere; }
+th { font-weight: 600; border-bottom: 2px solid var(--line); } td { border-bottom: 1px solid var(--line); }
+.good { color: var(--good); font-weight: 600; } .bad { color: var(--bad); font-weight: 600; }
+svg { font: 13px system-ui, sans-serif; } svg text { fill: var(--text); }
+.grid { stroke: var(--line); } .level { stroke: var(--dim); stroke-dasharray: 5 4; stroke-width: 1.5; }
+.spread { stroke: var(--text); stroke-width: 1; fill: none; }
+.legend span { margin-right: 1rem; white-space: nowrap; } .legend i { display: inline-block; width: .8em; height: .8em;
+  margin-right: .35em; border-radius: 2px; }
+"""
+
+
+def as_html(report: Report, summary: Summary) -> str:
+    title = f"paceline bench: {target_of(report)}"
+    parts = [
+        "<!doctype html>",
+        f'<html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>',
+        '<meta name="viewport" content="width=device-width, initial-scale=1">',
+        f"<style>{_STYLE}</style></head><body>",
+        f"<h1>{escape(title)}</h1>",
+        f'<p class="about">{escape(caption_of(report))}<br>{escape(_about(report, summary))}</p>',
+        *_warnings(report),
+    ]
+    tables = list(tables_of(report, summary))
+    parts += _table(tables[0]) if tables else ["<p>Nothing was measured.</p>"]
+    for chart in charts_of(report, summary):
+        parts += _chart(chart)
+    for table in tables[1:]:
+        parts += _table(table)
+    parts += _table(provenance(report), "words")
+    parts.append("</body></html>")
+    return "\n".join(parts) + "\n"
+
+
+def write_html(report: Report, summary: Summary, path: Path) -> None:
+    try:
+        path.write_text(as_html(report, summary), "utf-8")
+    except OSError as error:
+        raise InputError(f"The report '{path}' cannot be written: {error.strerror or error}.") from error
+
+
+def _about(report: Report, summary: Summary) -> str:
+    found = summary.of(report.plain, ALL) if report.members else None
+    if found is None:
+        return "No run of plain decoding was finished."
+    who = f"{counted(len(report.members), 'contestant')} on {counted(found.tasks, 'prompt')}"
+    often = f"{counted(found.runs, 'run')} of each"
+    return f"{who}, {often}, in turns in one process. Medians; green and red are beyond the spread."
+
+
+def _warnings(report: Report) -> Iterator[str]:
+    if not report.complete:
+        yield '<p class="warning">Interrupted: these are the runs until then.</p>'
+    if report.mark is not None:
+        yield f'<p class="warning">{escape(report.mark)}</p>'
+    for note in report.notes:
+        yield f'<p class="warning">{escape(note)}</p>'
+
+
+def _table(table: Table, kind: str = "numbers") -> Iterator[str]:
+    yield f"<h2>{escape(table.title)}</h2>"
+    yield f'<div class="wide"><table class="{"words" if table.title == "Left out" else kind}">'
+    yield "<tr>" + "".join(f"<th>{escape(name)}</th>" for name in table.header) + "</tr>"
+    for row in table.rows:
+        cells = (f'<td class="{cell.tone}">' if cell.tone else "<td>" for cell in row)
+        yield "<tr>" + "".join(f"{tag}{escape(c.text)}</td>" for tag, c in zip(cells, row, strict=True)) + "</tr>"
+    yield "</table></div>"
+    if table.note:
+        yield f'<p class="note">{escape(table.note)}</p>'
+
+
+def _chart(chart: Chart) -> Iterator[str]:
+    yield f"<h2>{escape(chart.title)}</h2>"
+    yield f'<div class="wide">{as_svg(chart)}</div>'
+    names = (f'<span><i style="background:{colour(each)}"></i>{escape(each.name)}</span>' for each in chart.series)
+    yield f'<p class="legend">{"".join(names)}</p>'
+    if chart.note:
+        yield f'<p class="note">{escape(chart.note)}</p>'

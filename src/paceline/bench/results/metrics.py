@@ -1,0 +1,365 @@
+"""From runs to numbers, in the words of docs/exactness.md. Pure functions; nothing is measured here.
+
+- **seconds** of a task: the median over its repeats; of a category or of everything, the sum over its tasks.
+- **tokens/s**: emitted over those seconds, reading the prompt included; **decode tokens/s**: the tokens after the
+  first over the seconds after it.
+- **speed-up**: seconds of our own plain decoding over seconds, on the tasks both did; a ratio of totals, so a
+  category is as fast as somebody who sends all of it would find it. The ratio to a peer is the same with the peer on
+  top.
+- low, high: the speed-up divided and multiplied by its spread (spread.py says what that is: measuring again stays
+  inside).
+- **α**: accepted over judged, the chance that the next drafted token of a draft is accepted. **bound**: S for that α,
+  the contestant's γ and the measured v, c and o, as if there were a draft of γ tokens in every round; a drafter that
+  often has none stays far below it. **reached**: decode speed-up over the bound, for S says nothing about reading
+  prompts.
+- **predicted**: the speed-up that costs and trace give without a clock: reading the prompt as plain decoding did,
+  then every round at v(fed) + c per drafted depth + o, with plain decoding's own seconds per token as the unit; and
+  of `auto`, what the models it asked take by its own account.
+- per-position acceptance is unconditional, with the count behind it.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from math import exp
+from statistics import median
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paceline.bench.results.bench_report import Member, Report, Result, Tally
+from paceline.core.costs import Costs, bound
+
+# ---- How far a measured ratio may be off: what two measurements of the same thing would differ by
+
+TWINS = 400  # pairs of measurements on paper
+COVERED = 0.95
+
+Seconds = Mapping[str, Mapping[int, float]]  # task -> repeat -> seconds
+Floats = NDArray[np.float64]
+
+
+def total(seconds: Seconds, tasks: Sequence[str]) -> float:
+    """Seconds of these tasks, each as the median of its repeats."""
+    return float(sum(np.median(list(seconds[task].values())) for task in tasks))
+
+
+def shared(base: Seconds, other: Seconds, tasks: Sequence[str]) -> list[str]:
+    """The tasks that both did."""
+    return [task for task in tasks if base.get(task) and other.get(task)]
+
+
+@dataclass(frozen=True)
+class Urn:
+    """Pairs [M,2] of what log seconds of two contestants differ by from the mean of their task; `free` of them are
+    independent (one per task is not)."""
+
+    pairs: Floats
+    free: int
+
+
+def noise(base: Seconds, other: Seconds) -> Urn | None:
+    """Of all tasks that both did at least twice; None if there are none."""
+    pairs: list[Floats] = []
+    for task in shared(base, other, list(base)):
+        repeats = sorted(base[task].keys() & other[task].keys())
+        if len(repeats) < 2:
+            continue
+        logs = np.log([[base[task][repeat], other[task][repeat]] for repeat in repeats])
+        pairs.append((logs - np.mean(logs, axis=0)) * np.sqrt(len(repeats) / (len(repeats) - 1)))
+    if not pairs:
+        return None
+    return Urn(np.concatenate(pairs), sum(len(found) - 1 for found in pairs))
+
+
+def spread(base: Seconds, other: Seconds, tasks: Sequence[str], urn: Urn | None = None) -> float | None:
+    """What log(total of base / total of other) may differ by when measured again; None without repeats. urn: the noise
+    of both, where it is known already."""
+    urn = urn or noise(base, other)
+    both = shared(base, other, tasks)
+    if urn is None or not both:
+        return None
+    seed = zlib.crc32("\n".join(both).encode())  # the same report always prints the same
+    random = np.random.default_rng(seed)
+    totals = np.zeros((2, 2 * TWINS))
+    for task in both:
+        count = min(len(base[task]), len(other[task]))
+        drawn = np.exp(urn.pairs[random.integers(len(urn.pairs), size=(2 * TWINS, count))])  # [twins, repeats, 2]
+        middle = np.median(drawn, axis=1)
+        totals[0] += np.median(list(base[task].values())) * middle[:, 0]
+        totals[1] += np.median(list(other[task].values())) * middle[:, 1]
+    ratios = np.log(totals[0] / totals[1])
+    apart = np.quantile(np.abs(ratios[:TWINS] - ratios[TWINS:]), COVERED)
+    return float(apart) * _few(urn.free)
+
+
+def _few(free: int) -> float:
+    """Student's t over the normal z at 95 %, as a series in 1/free."""
+    z = 1.96
+    first = (z**2 + 1) / 4
+    second = (5 * z**4 + 16 * z**2 + 3) / 96
+    third = (3 * z**6 + 19 * z**4 + 17 * z**2 - 15) / 384
+    return 1 + first / free + second / free**2 + third / free**3
+
+
+# ---- From runs to numbers, in the words of docs/exactness.md. Pure functions; nothing is measured here
+
+ALL = "all"  # every category together
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """Seconds of one over seconds of another: how many times as fast the other is, and the spread around it."""
+
+    value: float
+    low: float | None = None
+    high: float | None = None
+
+
+@dataclass(frozen=True)
+class Line:
+    """One contestant on one category, on everything (category "all"), or on one task. None: cannot be known."""
+
+    contestant: str
+    category: str
+    tasks: int
+    runs: int
+    disturbed: int  # runs while others used the machine
+    seconds: float
+    tokens_per_second: float
+    decode_tokens_per_second: float | None
+    speed_up: Ratio | None
+    ratios: Mapping[str, Ratio]  # to each peer
+    rounds: int | None
+    drafted: int | None
+    accepted: int | None
+    tau: float | None
+    acceptance_rate: float | None
+    alpha: float | None
+    by_position: tuple[tuple[int, int], ...]
+    efficiency: float | None
+    bound: float | None
+    reached: float | None
+    predicted: float | None
+    prediction_error: float | None  # |predicted - measured| / measured; over tasks, their median
+    first: float  # time to first token, the median
+    latency: tuple[float, float, float] | None  # between tokens: p50, p90, p99
+    peak: int | None
+    cache: int | None
+    compared: int  # tasks
+    same: int  # of them with plain decoding's text
+    parted: int | None  # the first position at which a text is another
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Summary:
+    """The tables of a report, worked out once. `lines` are contestants × (categories, then "all")."""
+
+    lines: tuple[Line, ...]
+    per_task: tuple[Line, ...] = field(default=(), repr=False)
+
+    def of(self, contestant: str, category: str = ALL) -> Line | None:
+        return next((x for x in self.lines if (x.contestant, x.category) == (contestant, category)), None)
+
+
+def summarise(report: Report, per_task: bool = True) -> Summary:
+    """Everything there is to say about a report; of single tasks only if they are asked for (hundreds take seconds)."""
+    view = _View(report)
+    lines, single = [], []
+    for member in report.members:
+        for category in (*report.categories, ALL):
+            line = view.line(member, category, view.tasks_of(category))
+            if line is not None:
+                lines.append(line)
+        for task in report.tasks if per_task else ():
+            line = view.line(member, task, [task])
+            if line is not None:
+                single.append(line)
+    return Summary(tuple(lines), tuple(single))
+
+
+def seconds_of(results: Sequence[Result]) -> Seconds:
+    """Task -> repeat -> seconds, of one contestant."""
+    found: dict[str, dict[int, float]] = {}
+    for result in results:
+        found.setdefault(result.run.task, {})[result.run.repeat] = result.run.seconds
+    return found
+
+
+def alpha_of(tally: Tally) -> float | None:
+    return tally.accepted / tally.judged if tally.judged else None
+
+
+def predicted_seconds(plain: Result, tally: Tally, costs: Costs, drafter: str) -> float | None:
+    """Of a run with these rounds, in the time that plain decoding of the same task took; None if that was too short.
+
+    Plain decoding's first token is the prompt and one pass; every pass after it is the unit.
+    """
+    run = plain.run
+    rows, tokens = len(run.tokens), max((len(row) for row in run.tokens), default=0)
+    if tokens < 2 or run.seconds <= run.first:
+        return None
+    unit = (run.seconds - run.first) / (tokens - 1)
+    alone = costs.seconds(1, rows) + costs.overhead
+    step = costs.drafters.get(drafter, 0.0)
+    passes = sum(
+        count * (costs.seconds(fed, live) + costs.overhead + depth * step)
+        for (live, fed, depth), count in tally.steps.items()
+    )
+    return run.first + unit * (passes / alone - 1) + tally.asked
+
+
+class _View:
+    """A report, sorted the way the tables ask for it."""
+
+    def __init__(self, report: Report) -> None:
+        self.report = report
+        self._results: dict[str, dict[str, list[Result]]] = {member.name: {} for member in report.members}
+        for result in report.results:
+            self._results[result.run.contestant].setdefault(result.run.task, []).append(result)
+        self._seconds = {
+            name: seconds_of([result for found in tasks.values() for result in found])
+            for name, tasks in self._results.items()
+        }
+        self._urns: dict[tuple[str, str], Urn | None] = {}
+
+    def tasks_of(self, category: str) -> list[str]:
+        found = (r.run.task for r in self.report.results if category in (ALL, r.run.category))
+        return list(dict.fromkeys(found))
+
+    def ratio(self, base: str, other: str, tasks: Sequence[str]) -> Ratio | None:
+        above, below = self._seconds[base], self._seconds[other]
+        both = shared(above, below, tasks)
+        if not both:
+            return None
+        value = total(above, both) / total(below, both)
+        if base == other:
+            return Ratio(1.0, 1.0, 1.0)
+        if (base, other) not in self._urns:
+            self._urns[base, other] = noise(above, below)
+        wide = spread(above, below, both, self._urns[base, other])
+        return Ratio(value) if wide is None else Ratio(value, value * exp(-wide), value * exp(wide))
+
+    def line(self, member: Member, category: str, tasks: Sequence[str]) -> Line | None:
+        by_task = {task: found for task in tasks if (found := self._results[member.name].get(task))}
+        if not by_task:
+            return None
+        runs = [result for found in by_task.values() for result in found]
+        done = list(by_task)
+        plain = self.report.plain
+        speed_up = self.ratio(plain, member.name, done)
+        peers = [peer for peer in self.report.peers if peer != member.name]
+        to_peers = {peer: self.ratio(peer, member.name, done) for peer in peers}
+        firsts = [found[0] for found in by_task.values()]
+        parted = [result.parted for result in runs if result.parted is not None]
+        return Line(
+            contestant=member.name,
+            category=category,
+            tasks=len(done),
+            runs=len(runs),
+            disturbed=sum(bool(result.disturbed) for result in runs),
+            seconds=(seconds := total(self._seconds[member.name], done)),
+            tokens_per_second=sum(result.run.emitted for result in firsts) / seconds,
+            speed_up=speed_up,
+            ratios={peer: ratio for peer, ratio in to_peers.items() if ratio is not None},
+            first=median(result.run.first for result in runs),
+            latency=_latency(runs),
+            peak=max((result.run.peak for result in runs if result.run.peak is not None), default=None),
+            cache=max((result.run.cache for result in runs if result.run.cache is not None), default=None),
+            compared=len(done),
+            same=sum(all(result.same for result in found) for found in by_task.values()),
+            parted=min(parted, default=None),
+            **self._of_rounds(member, by_task, speed_up),
+        )
+
+    def _of_rounds(self, member: Member, by_task: Mapping[str, list[Result]], speed_up: Ratio | None) -> dict[str, Any]:
+        """What needs traces. A repeat has the same rounds as the one before, unless its drafter learns: all count."""
+        decode = _decoding(by_task.values())
+        tallies = [result.tally for found in by_task.values() for result in found if result.tally is not None]
+        whole = Tally.total(tallies) if tallies else None
+        tau = whole.emitted / whole.rounds if whole and whole.rounds else None
+        limit = self._bound(member, whole, by_task)
+        base = {task: self._results[self.report.plain][task] for task in by_task if self._seconds_known(task)}
+        plain_decode = _decoding(base.values()) if len(base) == len(by_task) else None
+        predicted, error = self._predicted(member, by_task)
+        return {
+            "decode_tokens_per_second": decode,
+            "rounds": whole.rounds if whole else None,
+            "drafted": whole.drafted if whole else None,
+            "accepted": whole.accepted if whole else None,
+            "tau": tau,
+            "acceptance_rate": whole.accepted / whole.drafted if whole and whole.drafted else None,
+            "alpha": alpha_of(whole) if whole else None,
+            "by_position": whole.by_position if whole else (),
+            "efficiency": speed_up.value / tau if speed_up and tau and member.speculates else None,
+            "bound": limit,
+            "reached": decode / plain_decode / limit if limit and decode and plain_decode else None,
+            "predicted": predicted,
+            "prediction_error": error,
+        }
+
+    def _seconds_known(self, task: str) -> bool:
+        return task in self._results[self.report.plain]
+
+    def _bound(self, member: Member, tally: Tally | None, by_task: Mapping[str, list[Result]]) -> float | None:
+        costs = self.report.costs
+        alpha = alpha_of(tally) if tally else None
+        if costs is None or alpha is None or not member.speculates or member.gamma < 1:
+            return None
+        rows = max(len(found[0].run.tokens) for found in by_task.values())
+        return bound(alpha, member.gamma, costs, member.drafter, rows)
+
+    def _predicted(self, member: Member, by_task: Mapping[str, list[Result]]) -> tuple[float | None, float | None]:
+        """The predicted speed-up over all tasks, and the median of the errors of the single ones."""
+        if self.report.costs is None or not member.speculates:
+            return None, None
+        above = below = 0.0
+        errors = []
+        for task, found in by_task.items():
+            if not self._seconds_known(task):
+                continue
+            guesses = self._guesses(member, task, found)
+            if not guesses:
+                continue
+            own, guess = total(self._seconds[self.report.plain], [task]), median(guesses)
+            measured = own / total(self._seconds[member.name], [task])
+            errors.append(abs(own / guess - measured) / measured)
+            above, below = above + own, below + guess
+        return (above / below, median(errors)) if errors else (None, None)
+
+    def _guesses(self, member: Member, task: str, found: Sequence[Result]) -> list[float]:
+        costs = self.report.costs
+        assert costs is not None
+        plain = {result.run.repeat: result for result in self._results[self.report.plain][task]}
+        pairs = [(plain[r.run.repeat], r.tally) for r in found if r.run.repeat in plain and r.tally is not None]
+        guesses = [predicted_seconds(own, tally, costs, member.drafter) for own, tally in pairs]
+        return [guess for guess in guesses if guess is not None]
+
+
+def _decoding(tasks: Any) -> float | None:
+    """Tokens per second after the first token of every row; None where there is just one."""
+    tokens, seconds = 0, 0.0
+    for found in tasks:
+        run = found[0].run
+        tokens += run.emitted - len(run.tokens)
+        seconds += median(result.run.seconds - result.run.first for result in found)
+    return tokens / seconds if tokens and seconds > 0 else None
+
+
+def _latency(runs: Sequence[Result]) -> tuple[float, float, float] | None:
+    """Between the tokens of the first row; those of one round arrive together, with nothing between them."""
+    gaps = [
+        after - before
+        for result in runs
+        for before, after in zip(result.run.arrivals, result.run.arrivals[1:], strict=False)
+    ]
+    if not gaps:
+        return None
+    p50, p90, p99 = np.percentile(gaps, [50, 90, 99])
+    return float(p50), float(p90), float(p99)

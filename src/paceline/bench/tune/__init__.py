@@ -1,0 +1,1 @@
+"""Finds the fastest drafter, gamma and tree for a target."""

@@ -1,0 +1,444 @@
+"""Find the fastest way to decode with a target here: predict many candidates cheaply, measure the best for real."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, cast
+
+from paceline.bench.bench_options import needs_nothing
+from paceline.bench.candidates.candidate import Cancel, Entry, Plan, Prompt, Run, Task
+from paceline.bench.candidates.paceline_run import Ours
+from paceline.bench.candidates.run_spec import parse_entry
+from paceline.bench.data.tasks import first_tasks
+from paceline.bench.measure.bench_session import order
+from paceline.bench.measure.machine_state import how_busy
+from paceline.bench.replay.rerun import rerun
+from paceline.bench.replay.trace_files import TraceHeader, TraceText
+from paceline.bench.results.metrics import shared, spread, total
+from paceline.bench.tune.tune_result import Trial, Tuning, ranked
+from paceline.common.errors import InputError, PacelineError
+from paceline.common.limits import Limited, limited
+from paceline.core.contracts import DRAFTERS, RULES
+from paceline.core.costs import Costs
+from paceline.core.sampling import Sampling
+from paceline.core.trace import Trace
+from paceline.drafters.resolve import beyond_text, make_drafter, named
+from paceline.engine.round_timing import Stopwatch, Timed, full_costs
+from paceline.integrations.provenance import provenance
+from paceline.models.language_model import LanguageModel
+from paceline.models.runtime import usual_nodes
+from paceline.rules.match import Match
+
+# ---- Who is tried when a decoder is tuned: drafters, how long and how wide they draft, and what judges
+
+GAMMAS = (3, 5, 8, 12, 16)
+TREES = (1, 4)  # branches, of drafters that look things up
+FINALISTS = 4
+DEEPEST = 8  # what a drafter that needs a model is asked for: each token costs it a step
+
+
+@dataclass(frozen=True)
+class TuneOptions(Limited):
+    """What is tried, and how much of it."""
+
+    candidates: tuple[str, ...] = ()  # beside the drafters that need nothing: "ngram:order=3", a model ...
+    only: bool = False  # only those
+    gammas: tuple[int, ...] = GAMMAS
+    trees: tuple[int, ...] = TREES
+    rules: tuple[str, ...] = ("match",)
+    finalists: int = limited(FINALISTS, 1, 10**4)
+    tokens: int = limited(64, 1)
+    repeats: int = limited(3, 1, 10**6)
+    sampling: dict[str, Any] = field(default_factory=dict)
+    seed: int = limited(0, -(2**63), 2**63 - 1)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        Sampling(**self.sampling)  # refuses what makes no sense
+        for name in ("gammas", "trees", "rules"):
+            if not getattr(self, name):
+                raise InputError(f"{name} is empty; give at least one.")
+        if min(*self.gammas, *self.trees) < 1:
+            raise InputError(f"gammas and trees must be at least 1, got {min(*self.gammas, *self.trees)}.")
+        for rule in self.rules:
+            if not RULES[rule].exact:
+                raise InputError(f"Rule '{rule}' is lossy, and tuning looks for speed at the same text; leave it out.")
+        if self.only and not self.candidates:
+            raise InputError("Only the candidates that are given shall be tried, and none is given; give one.")
+
+
+def candidates(options: TuneOptions) -> Iterator[Entry]:
+    """Every drafter that needs nothing, and those that were named; each with every γ and every tree it may have."""
+    said = [] if options.only else [name for name in DRAFTERS if needs_nothing(name)]
+    seen = set()
+    for spec in [*said, *options.candidates]:
+        for entry in _variants(spec, options):
+            if entry.name not in seen:
+                seen.add(entry.name)
+                yield entry
+
+
+def _variants(spec: str, options: TuneOptions) -> Iterator[Entry]:
+    entry = parse_entry(spec)
+    cls = DRAFTERS[named(entry.draft, entry.options)[0]]
+    fixed = "gamma=" in spec or '"gamma"' in spec
+    gammas: Sequence[int | str] = options.gammas
+    if fixed:
+        gammas = (entry.gamma,)
+    elif cls.chooses_length:
+        gammas = ("auto",)
+    elif beyond_text(entry.draft, entry.options) is not None:
+        gammas = [gamma for gamma in options.gammas if gamma <= DEEPEST] or (min(options.gammas),)
+    branching = "branches" in {each.name for each in fields(cls.Options)} and "branches" not in entry.options
+    for branches in options.trees if branching else (None,):
+        for gamma in gammas:
+            more = {} if branches in (None, 1) else {"branches": branches}
+            name = spelled(spec, {} if fixed or gamma == "auto" else {"gamma": gamma}, more)
+            yield replace(entry, name=name, gamma=gamma, options={**entry.options, **more})
+
+
+def spelled(spec: str, *said: dict[str, Any]) -> str:
+    """As the command line would say it."""
+    if spec.lstrip().startswith("{"):
+        return " ".join([spec, *(f"{key}={value}" for each in said for key, value in each.items())])
+    more = [f"{key}={value}" for each in said for key, value in each.items()]
+    return spec if not more else f"{spec}{',' if ':' in spec else ':'}{','.join(more)}"
+
+
+# ---- What rounds would cost: from those of a replay or of a run, and from what passes cost here, to seconds
+
+
+@dataclass(frozen=True)
+class Rounds:
+    """`count` rounds of one text, and the seconds that drafting took in all of them. `fed`: tokens that the target read
+    in each round there was (drafted nodes and one more); the counts are fractions where they are an estimate."""
+
+    fed: tuple[int, ...]
+    count: float
+    drafted: float
+    accepted: float
+    emitted: int
+    drafting: float = 0.0
+
+
+def rounds_of(trace: Trace, drafting: float = 0.0) -> Rounds:
+    """The rounds that were."""
+    rounds = trace.rounds
+    return Rounds(
+        fed=tuple(1 + len(entry.drafted) for entry in rounds),
+        count=len(rounds),
+        drafted=sum(len(entry.drafted) for entry in rounds),
+        accepted=sum(len(entry.path) for entry in rounds),
+        emitted=sum(len(entry.emitted) for entry in rounds),
+        drafting=drafting,
+    )
+
+
+def shortened(trace: Trace, gamma: int, step: float) -> Rounds:
+    """About what rounds of at most `gamma` drafted tokens in a row would have been, each token taking `step` seconds,
+    from those of a run with deeper drafts: as far as a depth is accepted alike wherever a round begins."""
+    rounds = trace.rounds
+    emitted = sum(len(entry.emitted) for entry in rounds)
+    own = sum(entry.own is not None for entry in rounds)
+    accepted = sum(min(len(entry.path), gamma) for entry in rounds)
+    more = emitted / max(1, own + accepted)  # rounds it takes to write as much
+    cut = [[depth for depth in _depths(entry.parents, len(entry.drafted)) if depth < gamma] for entry in rounds]
+    return Rounds(
+        fed=tuple(1 + len(depths) for depths in cut),
+        count=more * len(rounds),
+        drafted=more * sum(len(depths) for depths in cut),
+        accepted=more * accepted,
+        emitted=emitted,
+        drafting=more * step * sum(max(depths, default=-1) + 1 for depths in cut),
+    )
+
+
+def steps_of(trace: Trace) -> int:
+    """Tokens in a row that were drafted, over all rounds."""
+    return sum(max(_depths(entry.parents, len(entry.drafted)), default=-1) + 1 for entry in trace.rounds)
+
+
+def _depths(parents: Sequence[int] | None, count: int) -> list[int]:
+    if parents is None:
+        return list(range(count))
+    depths: list[int] = []
+    for parent in parents:
+        depths.append(0 if parent < 0 else depths[parent] + 1)
+    return depths
+
+
+def forecast(plain: Run, rounds: Rounds, costs: Costs) -> float:
+    """Seconds of a run with these rounds, where plain decoding of the same text took what it took.
+
+    Plain decoding's first token is the prompt and one pass, and every token after it the unit in which rounds count.
+    """
+    alone = costs.seconds(1) + costs.overhead
+    each = sum(costs.seconds(fed) for fed in rounds.fed) / len(rounds.fed) + costs.overhead
+    units = (rounds.count * each + rounds.drafting) / alone
+    return plain.first + unit_of(plain) * max(0.0, units - 1)
+
+
+def unit_of(plain: Run) -> float:
+    """Seconds of one round of plain decoding."""
+    return max((plain.seconds - plain.first) / max(1, plain.emitted - 1), 1e-12)
+
+
+# ---- Find the fastest way to decode with a target here: predict many candidates cheaply, measure the best for real
+
+ONE_REPEAT = "One repeat has no spread, so tune can rank but not recommend; use --repeats 2 or more."
+_PER_DRAFTER = 2  # of them; the next best settings of one drafter are much like its best
+_HOPELESS = 0.9  # predicted less than this, a candidate is not measured
+_PROBES = 2  # texts that a drafter which needs the target is tried on
+
+Progress = Callable[[str, int, "int | None"], None]
+Clock = Callable[[], float]
+
+
+def tune(
+    lm: LanguageModel,
+    prompts: Sequence[Prompt],
+    options: TuneOptions | None = None,
+    *,
+    target: dict[str, str] | None = None,
+    costs: Costs | None = None,
+    progress: Progress | None = None,
+    cancel: Cancel = lambda: False,
+    clock: Clock = time.perf_counter,
+) -> Tuning:
+    """Rank candidates for this target on these prompts. `target`: how to load it again (target, dtype, device), for the
+    file. `cancel` ends it with what is known by then."""
+    options = options or TuneOptions()
+    entries = list(candidates(options))
+    tasks, skipped = first_tasks(prompts, lm, 1, options.tokens)
+    if not tasks:
+        why = f": {skipped[0].reason}" if skipped else "."
+        raise InputError(f"There is no prompt to tune with{why}")
+    notes = [f"{len(skipped)} prompts do not fit the context and are left out."] if skipped else []
+    if options.repeats < 2:
+        notes.append(ONE_REPEAT)
+    busy = how_busy(lm.device)
+    if busy.loaded:
+        notes.append(f"Others are using {busy.describe()} of this machine, so the ranking may be off.")
+    tuner = _Tuner(lm, tasks, options, progress or (lambda *_: None), cancel, clock)
+    try:
+        tuner.go(entries, costs)
+        complete = True
+    except _Stopped:
+        complete = False
+    return tuner.result(target or {"target": lm.name}, tuple(notes), complete)
+
+
+# ---- the work
+
+
+class _Stopped(Exception):  # noqa: N818  nothing went wrong
+    """The caller's `cancel` said so."""
+
+
+class _Tuner:
+    def __init__(
+        self, lm: LanguageModel, tasks: list[Task], options: TuneOptions, say: Progress, cancel: Cancel, clock: Clock
+    ) -> None:
+        self.lm, self.tasks, self.options = lm, tasks, options
+        self._say, self._cancel, self._clock = say, cancel, clock
+        self._plan = Plan(options.tokens, options.sampling, options.seed)
+        self._plain = Ours(lm, plain=True, clock=clock)
+        self._written: dict[str, Run] = {}  # plain decoding's, by task
+        self._costs: Costs | None = None
+        self._trials: dict[str, Trial] = {}
+        self._contestants: dict[str, Ours] = {}
+        self._runs: dict[str, list[Run]] = {}
+
+    def go(self, entries: list[Entry], costs: Costs | None) -> None:
+        self._costs = costs or full_costs(self.lm, {}, fresh=True, progress=self._say)
+        self._warm(self._plain)
+        for number, task in enumerate(self.tasks):
+            self._say("decoding plainly", number, len(self.tasks))
+            self._check()
+            self._written[task.id] = self._once(self._plain, task, 0)
+        self._predict(entries)
+        self._measure(self._finalists())
+
+    def _check(self) -> None:
+        if self._cancel():
+            raise _Stopped
+
+    def _warm(self, contestant: Ours) -> None:
+        """A short run that is not timed: kernels are chosen, tables made, pages touched."""
+        contestant.run(self.tasks[0], replace(self._plan, tokens=min(8, self._plan.tokens)), 0, self._cancel)
+
+    def _once(self, contestant: Ours, task: Task, repeat: int) -> Run:
+        run = contestant.run(task, self._plan, repeat, self._cancel)
+        if not run.emitted:  # cut short
+            raise _Stopped
+        return run
+
+    # ---- predicting
+
+    def _predict(self, entries: list[Entry]) -> None:
+        probes: dict[str, list[tuple[Task, Trace, float]]] = {}
+        for number, entry in enumerate(entries):
+            self._say("predicting", number, len(entries))
+            self._check()
+            try:
+                if beyond_text(entry.draft, entry.options) is None:
+                    found = [(task, self._replayed(entry, task)) for task in self.tasks]
+                else:
+                    key = f"{entry.draft} {entry.options!r}"
+                    if key not in probes:
+                        probes[key] = self._probe(entry)
+                    found = [(task, self._cut(entry, trace, step)) for task, trace, step in probes[key]]
+                self._trials[entry.name] = self._predicted(entry, found)
+            except PacelineError as error:
+                self._trials[entry.name] = Trial(entry, note=str(error))
+
+    def _replayed(self, entry: Entry, task: Task) -> Rounds:
+        """On what plain decoding wrote, without the target."""
+        assert isinstance(entry.gamma, int)
+        watch = Stopwatch(self.lm.device, self._clock)
+        made = make_drafter(entry.draft, entry.options)
+        drafter = Timed(made, watch, "drafting", ("propose", "keep"))
+        nodes = entry.nodes or usual_nodes(self.lm, made.fills, entry.gamma)
+        header = TraceHeader(self.lm.name, self.lm.vocabulary, "", "none")
+        text = TraceText(task.id, task.category, task.prompts[0], self._written[task.id].tokens[0], self._plan.tokens)
+        trace = rerun(text, header, cast(Any, drafter), Match(), entry.gamma, nodes)
+        return rounds_of(trace, watch.spent.get("drafting", 0.0))
+
+    def _probe(self, entry: Entry) -> list[tuple[Task, Trace, float]]:
+        """A few real runs with deep drafts: their traces, and what of their time a draft step must have taken."""
+        if isinstance(entry.gamma, int):
+            entry = replace(entry, gamma=max(entry.gamma, min(DEEPEST, max(self.options.gammas))))
+        contestant = Ours(self.lm, entry, clock=self._clock)
+        found = []
+        try:
+            self._warm(contestant)
+            for task in self.tasks[:_PROBES]:
+                run = self._once(contestant, task, 0)
+                found.append((task, run.traces[0], self._step(run)))
+        finally:
+            contestant.close()
+        return found
+
+    def _step(self, run: Run) -> float:
+        """What the passes do not explain, per drafted token in a row; in the seconds in which `Costs` counts."""
+        assert self._costs is not None
+        plain, trace = self._written[run.task], run.traces[0]
+        left = (run.seconds - forecast(plain, rounds_of(trace), self._costs)) / unit_of(plain)
+        return max(0.0, left * (self._costs.seconds(1) + self._costs.overhead) / max(1, steps_of(trace)))
+
+    def _cut(self, entry: Entry, trace: Trace, step: float) -> Rounds:
+        if isinstance(entry.gamma, str):
+            return rounds_of(trace, step * steps_of(trace))
+        return shortened(trace, entry.gamma, step)
+
+    def _predicted(self, entry: Entry, found: list[tuple[Task, Rounds]]) -> Trial:
+        assert self._costs is not None
+        plain = sum(self._written[task.id].seconds for task, _ in found)
+        seconds = sum(forecast(self._written[task.id], rounds, self._costs) for task, rounds in found)
+        rounds = [each for _, each in found]
+        drafted = sum(each.drafted for each in rounds)
+        return Trial(
+            entry,
+            predicted=plain / max(seconds, 1e-12),
+            tau=sum(each.emitted for each in rounds) / sum(each.count for each in rounds),
+            acceptance=sum(each.accepted for each in rounds) / drafted if drafted else 0.0,
+        )
+
+    def _finalists(self) -> list[Trial]:
+        """The best predictions, few of each drafter; what chooses for itself is always among them."""
+        best = sorted(self._trials.values(), key=lambda trial: -(trial.predicted or 0.0))
+        chosen: list[Trial] = []
+        for trial in best:
+            same = sum(each.entry.draft == trial.entry.draft for each in chosen)
+            free = trial.entry.gamma == "auto" and trial.predicted is not None
+            hopeful = (trial.predicted or 0.0) >= _HOPELESS and same < _PER_DRAFTER
+            if free or (hopeful and len(chosen) < self.options.finalists):
+                chosen.append(trial)
+        first, *others = self.options.rules
+        judged = [(replace(trial, entry=replace(trial.entry, rule=first))) for trial in chosen]
+        for rule in others:
+            named = ((trial, replace(trial.entry, rule=rule, name=spelled(trial.entry.name, {"rule": rule})))
+                     for trial in chosen)  # fmt: skip
+            judged += [replace(trial, entry=entry) for trial, entry in named]
+        return judged
+
+    # ---- measuring
+
+    def _measure(self, finalists: list[Trial]) -> None:
+        """In turns with plain decoding, task after task, in an order that changes: a slow moment hits all alike."""
+        for trial in finalists:
+            self._check()
+            self._trials[trial.entry.name] = trial
+            try:
+                sampled = bool(self.options.sampling.get("temperature"))
+                contestant = Ours(self.lm, trial.entry, sampled=sampled, clock=self._clock)
+                self._warm(contestant)
+                self._contestants[trial.entry.name] = contestant
+            except PacelineError as error:
+                self._trials[trial.entry.name] = replace(trial, note=str(error))
+        done, all_runs = 0, self.options.repeats * len(self.tasks) * (1 + len(self._contestants))
+        for repeat in range(self.options.repeats if self._contestants else 0):
+            for index, task in enumerate(self.tasks):
+                there = [self._plain, *self._contestants.values()]
+                for contestant in (there[place] for place in order(len(there), repeat, index)):
+                    self._say(f"measuring {contestant.name}", done, all_runs)
+                    self._check()
+                    self._run(contestant, task, repeat)
+                    done += 1
+
+    def _run(self, contestant: Ours, task: Task, repeat: int) -> None:
+        try:
+            run = self._once(contestant, task, repeat)
+            self._runs.setdefault(contestant.name, []).append(run)
+        except PacelineError as error:
+            if contestant is self._plain:
+                raise
+            self._trials[contestant.name] = replace(self._trials[contestant.name], note=str(error))
+            del self._contestants[contestant.name]
+            self._runs.pop(contestant.name, None)
+
+    # ---- what came out
+
+    def _measured(self, trial: Trial) -> Trial:
+        runs = self._runs.get(trial.entry.name, [])
+        base, other = _seconds(self._runs.get(self._plain.name, [])), _seconds(runs)
+        both = shared(base, other, [task.id for task in self.tasks])
+        if not both:
+            return trial
+        stats = [trace.stats(0.0) for run in runs for trace in run.traces]
+        drafted = sum(each.drafted for each in stats)
+        exact = self._contestants[trial.entry.name].exact
+        return replace(
+            trial,
+            measured=total(base, both) / total(other, both),
+            spread=spread(base, other, both),
+            tau=sum(each.emitted for each in stats) / sum(each.rounds for each in stats),
+            acceptance=sum(each.accepted for each in stats) / drafted if drafted else 0.0,
+            same=all(run.tokens == self._written[run.task].tokens for run in runs) if exact else None,
+        )
+
+    def result(self, target: dict[str, str], notes: tuple[str, ...], complete: bool) -> Tuning:
+        plain = list(self._runs.get(self._plain.name, [])) or list(self._written.values())
+        machine = provenance({}, self.lm.device)
+        return Tuning(
+            trials=ranked([self._measured(trial) for trial in self._trials.values()]),
+            machine=machine,
+            target=target,
+            model=f"{self.lm.name} ({self.lm.numbers}, {self.lm.device})",
+            date=str(machine["date"]),
+            prompts=len(self.tasks),
+            tokens=self.options.tokens,
+            plain=sum(run.emitted for run in plain) / sum(run.seconds for run in plain) if plain else None,
+            sampling=self.options.sampling,
+            notes=notes,
+            complete=complete,
+        )
+
+
+def _seconds(runs: Sequence[Run]) -> dict[str, dict[int, float]]:
+    found: dict[str, dict[int, float]] = {}
+    for run in runs:
+        found.setdefault(run.task, {})[run.repeat] = run.seconds
+    return found

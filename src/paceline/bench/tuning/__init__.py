@@ -1,1 +1,0 @@
-"""Which drafter, γ and tree are best here."""

@@ -1,0 +1,331 @@
+"""`paceline doctor`: what is installed, what this machine can do, and what to expect of a pair of models here."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shutil
+import tempfile
+import textwrap
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from paceline.common.errors import PacelineError
+
+if TYPE_CHECKING:
+    from paceline.core.costs import Costs
+    from paceline.engine.decoder import SpeculativeDecoder
+    from paceline.models import LanguageModel
+
+_TARGET = "smollm2-135m"
+_PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "numba", "gguf")
+_FEATURES = ("avx2", "fma", "avx512f", "avx512vnni", "avx512bf16", "amx-int8", "neon", "dotprod", "i8mm")
+_GAMMA = 4  # drafted tokens of the speed-up that is worked out
+_RATES = (0.6, 0.8, 0.9)
+_TOKENS = 48  # of the text that --measure writes
+_PROMPT = "Explain in a few sentences why the sky is blue, and then say it again in other words."
+
+
+@dataclass
+class Check:
+    """One line of the answer. `FAIL` is what stops Paceline from working; a `note` is worth knowing."""
+
+    name: str
+    status: Literal["ok", "note", "FAIL"]
+    text: str
+    facts: dict[str, Any] = field(default_factory=dict)
+
+
+def doctor(
+    target: Annotated[
+        str | None, typer.Option(metavar="MODEL", help=f"The target to try; {_TARGET} where its weights are here.")
+    ] = None,
+    draft: Annotated[str, typer.Option(metavar="DRAFT", help="The drafter or draft model to try with it.")] = "auto",
+    dtype: Annotated[str | None, typer.Option(metavar="TYPE", help="As for `paceline generate`.")] = None,
+    device: Annotated[str | None, typer.Option(metavar="DEVICE", help="As for `paceline generate`.")] = None,
+    measure: Annotated[
+        bool, typer.Option("--measure", metavar="", help="Measure passes and one text now (some seconds).")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", metavar="", help="One JSON object on stdout.")] = False,
+    debug: Annotated[bool, typer.Option("--debug", metavar="", help="Show the traceback of an error.")] = False,
+) -> None:
+    """Show versions, devices, kernels and caches, try a pair of models, and say what speed-up to expect.
+
+    The exit code is 0 if Paceline works here, also with notes, and 1 if a check failed.
+    """
+    from paceline.cli.terminal import plain_warnings
+
+    found: list[Check] = []
+    with plain_warnings(debug):
+        for check in _checks(target, draft, {"dtype": dtype, "device": device}, measure):
+            found.append(check)
+            if not as_json:
+                _show(check)
+    if as_json:
+        told = [{"name": c.name, "status": c.status, "text": c.text, **c.facts} for c in found]
+        print(json.dumps({"ok": all(c.status != "FAIL" for c in found), "checks": told}, ensure_ascii=False, indent=1))
+    if any(check.status == "FAIL" for check in found):
+        raise typer.Exit(1)
+
+
+def _show(check: Check) -> None:
+    """One check, its text wrapped beside its name."""
+    width = min(100, shutil.get_terminal_size((100, 24)).columns)
+    head = f"{check.status:5}{check.name:11}"
+    indent = " " * len(head)
+    print(textwrap.fill(check.text, width, initial_indent=head, subsequent_indent=indent, break_on_hyphens=False))
+
+
+def _checks(target: str | None, draft: str, loading: dict[str, Any], measure: bool) -> Iterator[Check]:
+    yield _tried("versions", _versions)
+    yield _tried("processor", _processor)
+    yield _tried("devices", _devices)
+    yield _tried("kernels", _kernels)
+    yield _tried("cache", _cache)
+    here = target is not None or _weights_here(_TARGET)
+    if not here:
+        text = (
+            f"no model was tried: the weights of {_TARGET} are not here yet; name one with --target, or run `make demo`"
+        )
+        yield Check("target", "note", text)
+        return
+    made: list[SpeculativeDecoder] = []
+    yield from _pair(target or _TARGET, draft, loading, made)
+    if made:
+        yield _tried("forgetting", lambda: _forgetting(made[0].target))
+        yield _tried("speed-up", lambda: _speed(made[0], measure))
+
+
+def _tried(name: str, look: Callable[[], Check]) -> Check:
+    """A check that fails says why, and the next one goes on."""
+    try:
+        return look()
+    except PacelineError as error:
+        return Check(name, "FAIL", str(error))
+    except Exception as error:  # whatever is broken is what people want to know
+        return Check(name, "FAIL", f"{type(error).__name__}: {' '.join(str(error).split())}")
+
+
+# ---- the machine
+
+
+def _versions() -> Check:
+    from importlib.metadata import PackageNotFoundError, version
+
+    from paceline import __version__
+
+    found = {"paceline": __version__, "python": platform.python_version()}
+    lacking = []
+    for name in _PACKAGES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            lacking.append(name)
+    text = ", ".join(f"{name} {number}" for name, number in found.items())
+    if lacking:
+        return Check("versions", "note", f"{text}; not installed: {', '.join(lacking)}", {"versions": found})
+    return Check("versions", "ok", text, {"versions": found})
+
+
+def _processor() -> Check:
+    import torch
+
+    from paceline.models.runners.device import device_name
+    from paceline.models.runtime import cores_here
+
+    name, cores = device_name(torch.device("cpu")), cores_here()
+    try:
+        from paceline.kernels.cpu.machine import features
+
+        known = features()
+        abilities = [each for each in _FEATURES if each in known]
+    except ImportError:  # numba knows them
+        abilities = []
+    told = f" ({', '.join(abilities)})" if abilities else ""
+    facts = {"processor": name, "machine": platform.machine(), "cores": cores, "features": abilities}
+    return Check("processor", "ok", f"{name}, {platform.machine()}, {cores} cores for us{told}", facts)
+
+
+def _devices() -> Check:
+    import torch
+
+    cards = [
+        f"cuda:{index} {torch.cuda.get_device_name(index)}, "
+        f"{torch.cuda.get_device_properties(index).total_memory / 2**30:.0f} GiB"
+        for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0)
+    ]
+    text = "; ".join(cards) if cards else "no CUDA device: models run on the CPU"
+    return Check("devices", "ok" if cards else "note", text, {"devices": ["cpu", *cards]})
+
+
+def _kernels() -> Check:
+    from paceline.kernels.cpu import warm_up
+    from paceline.kernels.cpu.machine import missing
+    from paceline.models.loading.disk_cache import cache_folder
+
+    why = missing()
+    if why is not None:
+        text = f"none: {why}; passes run through transformers, which is slower on a CPU"
+        return Check("kernels", "note", text, {"kernels": None, "why": why})
+    place = warm_up.place(cache_folder() / "kernels")
+    if warm_up.seal(place).is_file():
+        return Check("kernels", "ok", f"compiled, in {_short(place)}", {"kernels": str(place)})
+    text = "not compiled yet; the first model that runs on the CPU compiles them (about half a minute, once)"
+    if not _writable(place):
+        text += f", and {_short(place)} cannot be written, so every process does it again; set PACELINE_CACHE"
+    return Check("kernels", "note", text, {"kernels": str(place)})
+
+
+def _cache() -> Check:
+    from paceline.models.loading.disk_cache import cache_folder
+
+    folder = cache_folder()
+    facts = {"cache": str(folder), "writable": _writable(folder)}
+    if not facts["writable"]:
+        text = (
+            f"{_short(folder)} cannot be written: weights, kernels and measured costs are not kept; set PACELINE_CACHE"
+        )
+        return Check("cache", "note", text, facts)
+    free = shutil.disk_usage(_nearest(folder)).free
+    return Check("cache", "ok", f"{_short(folder)}, writable, {free / 1e9:.0f} GB free", {**facts, "free_bytes": free})
+
+
+def _nearest(folder: Path) -> Path:
+    """The folder, or the first above it that exists."""
+    return next(each for each in (folder, *folder.absolute().parents) if each.is_dir())
+
+
+def _writable(folder: Path) -> bool:
+    try:
+        tempfile.TemporaryFile(dir=_nearest(folder)).close()
+    except OSError:
+        return False
+    return True
+
+
+def _short(path: Path) -> str:
+    home = os.path.expanduser("~")
+    return str(path).replace(home, "~", 1) if home != "~" and str(path).startswith(home + os.sep) else str(path)
+
+
+def _weights_here(name: str) -> bool:
+    from paceline.models.loading import hub
+    from paceline.models.loading.catalogue import CATALOGUE
+    from paceline.models.loading.disk_cache import WeightCache
+
+    entry = next(each for each in CATALOGUE if each.name == name)
+    return (WeightCache().entries / entry.key).is_dir() or hub.cached(entry.hub_id) is not None
+
+
+# ---- the pair
+
+
+def _pair(target: str, draft: str, loading: dict[str, Any], made: list[SpeculativeDecoder]) -> Iterator[Check]:
+    """The target, and a decoder of both; where that can be made, it is put into `made`."""
+    from paceline.cli.terminal import preparing
+    from paceline.models import load
+
+    models: list[LanguageModel] = []
+
+    def read_target() -> Check:
+        with preparing(f"loading {target}") as progress:
+            lm = load(target, progress=progress, **loading)
+        models.append(lm)
+        size = sum(weight.numel() for weight in lm.model.parameters())
+        text = f"{lm.name}: {lm.architecture.name}, {lm.layers} layers, {size / 1e6:.4g} million weights, "
+        text += f"{str(lm.dtype).removeprefix('torch.')} on {lm.device}, {lm.vocabulary} tokens, context {lm.context}"
+        return Check("target", "ok", text, {"target": lm.name, "architecture": lm.architecture.name})
+
+    def read_pair() -> Check:
+        from paceline.engine.decoder import SpeculativeDecoder
+
+        decoder = SpeculativeDecoder(models[0], None if draft == "none" else draft)
+        made.append(decoder)
+        other = getattr(decoder.drafter, "lm", None)
+        alike = "" if other is None else f"; the vocabularies match ({models[0].vocabulary} tokens)"
+        return Check("pair", "ok", decoder.describe() + alike, {"draft": decoder.drafter.name})
+
+    yield _tried("target", read_target)
+    if models:
+        yield _tried("pair", read_pair)
+
+
+def _forgetting(lm: LanguageModel) -> Check:
+    """A draft is only worth something if the KV cache can drop what was rejected."""
+    from paceline.models.architecture import TESTED
+    from paceline.models.probe import probe
+
+    probe(lm)
+    known = "in the test suite" if lm.architecture.name in TESTED else "not in the test suite, tried now"
+    text = "the KV cache can forget: two texts and a tree read like passes without a cache "
+    text += f"({lm.architecture.name}, {known})"
+    return Check("forgetting", "ok", text, {"forgets": True})
+
+
+def _speed(decoder: SpeculativeDecoder, measure: bool) -> Check:
+    from paceline.bench.measure.machine_state import how_busy
+    from paceline.models.pass_timing import costs_for, known_costs
+
+    if not decoder.drafter.speculates:
+        return Check("speed-up", "note", "plain decoding: nothing is drafted", {})
+    look = costs_for if measure else known_costs
+    costs, name, small = look(decoder.target), decoder.drafter.name, getattr(decoder.drafter, "lm", None)
+    if costs is None:
+        return Check("speed-up", "note", "not known: no pass was measured here yet; run again with --measure", {})
+    drafts = None if small is None else look(small)
+    if drafts is not None:  # a draft step is a pass of the draft model
+        costs = replace(costs, drafters={**costs.drafters, name: drafts.seconds(1)})
+    text, facts = _expected(costs, name)
+    if not measure:
+        return Check("speed-up", "ok", text, facts)
+    busy = how_busy(decoder.target.device)
+    more, measured = _one_text(decoder)
+    text, facts = f"{text}. {more}", {**facts, **measured}
+    if busy.loaded:
+        return Check("speed-up", "note", f"{text}. Others use {busy.describe()}: these times say little", facts)
+    return Check("speed-up", "ok", text, facts)
+
+
+def _expected(costs: Costs, name: str) -> tuple[str, dict[str, Any]]:
+    """What v(n) allows: (1-α^(γ+1))/(1-α) tokens for the price of v(γ+1) + γc."""
+    from paceline.core.costs import bound
+
+    widths = {n: round(costs.v(n), 2) for n in (2, 4, 8, 16)}
+    passes = ", ".join(f"v({n}) {value:.2f}" for n, value in widths.items())
+    speeds = {rate: round(bound(rate, _GAMMA, costs, name), 2) for rate in _RATES}
+    ways = " / ".join(f"{100 * rate:.0f} %" for rate in speeds)
+    step = f"a draft step costs c {costs.c(name):.2f}" if name in costs.drafters else "drafts cost nothing"
+    text = (
+        f"a pass over n tokens costs {passes} passes over one. If {step} and {ways} of γ={_GAMMA} drafted tokens are "
+    )
+    text += f"accepted: {' / '.join(f'{value:.1f}' for value in speeds.values())} times plain decoding"
+    return text, {"v": widths, "expected": {str(rate): value for rate, value in speeds.items()}}
+
+
+def _one_text(decoder: SpeculativeDecoder) -> tuple[str, dict[str, Any]]:
+    """One text plainly and one with drafts, after a warm-up of both: a first look, not a benchmark."""
+    from paceline.engine.decoder import SpeculativeDecoder
+
+    lm = decoder.target
+    asked: Any = [token % lm.vocabulary for token in range(1, 33)]
+    if lm.tokenizer is not None:
+        chat = getattr(lm.tokenizer, "chat_template", None)
+        asked = [{"role": "user", "content": _PROMPT}] if chat else _PROMPT
+    plain = SpeculativeDecoder(lm, None)
+    for each in (plain, decoder):
+        each.generate(asked, max_new_tokens=8)
+    decoder.forget()
+    slow = plain.generate(asked, max_new_tokens=_TOKENS, ignore_eos=True)
+    fast = decoder.generate(asked, max_new_tokens=_TOKENS, ignore_eos=True)
+    ratio = fast.stats.tokens_per_second / max(slow.stats.tokens_per_second, 1e-9)
+    same = "the same text" if fast.tokens == slow.tokens else "ANOTHER TEXT: run `paceline audit`"
+    text = f"One text of {_TOKENS} tokens: {slow.stats.tokens_per_second:.1f} tokens/s plainly, {ratio:.2f} times that "
+    text += (
+        f"with {decoder.drafter.name} (τ {fast.stats.mean_accepted_length:.2f}, {same}); `paceline bench` measures more"
+    )
+    return text, {"measured": round(ratio, 3), "same_text": fast.tokens == slow.tokens}

@@ -1,0 +1,187 @@
+"""`--trace FILE`: a text that is written is recorded with its rounds, for `paceline bench --replay`."""
+
+from __future__ import annotations
+
+import json
+import math
+import platform
+from typing import TYPE_CHECKING, Any
+
+from paceline.cli.command_options import GenerateOptions
+from paceline.cli.decoder_session import Drafting
+from paceline.common.errors import InputError
+
+if TYPE_CHECKING:
+    from paceline.bench.replay.trace_files import TraceWriter
+    from paceline.engine.decoder import SpeculativeDecoder
+    from paceline.engine.request import BeamResult, Generation, TokenLogprob
+
+# ---- What is told about a result: one line for people, one object for programs
+
+
+def versions() -> dict[str, str]:
+    """Without importing anything heavy."""
+    from importlib.metadata import version
+
+    from paceline import __version__
+
+    found = {name: version(name) for name in ("torch", "transformers")}
+    return {"paceline": __version__, **found, "python": platform.python_version()}
+
+
+def beginning(decoder: SpeculativeDecoder, settings: dict[str, Any]) -> str:
+    """The first line: what speculates with what, and which rule will decide about these settings."""
+    told, beams = decoder.describe(), settings.get("num_beams", decoder.rule.num_beams)
+    searches = decoder.rule.exact == "beam"
+    if beams == 1 and not searches:
+        return told
+    if decoder.drafter.speculates:
+        told = told.rpartition(", rule ")[0] + f", rule {'beam' if beams > 1 else 'match'}"
+    return f"{told}, {beams} beams" if beams > 1 else told
+
+
+def summary(result: Generation, speculates: bool) -> str:
+    stats = result.stats
+    parts = [f"{stats.emitted} tokens in {stats.seconds:.2f} s", f"{stats.tokens_per_second:.1f} tokens/s"]
+    if stats.drafted:
+        share = f"acceptance {stats.acceptance_rate:.0%} ({stats.accepted} of {stats.drafted} drafted)"
+        parts += [f"τ {stats.mean_accepted_length:.2f}", share]
+    elif speculates:
+        parts.append("nothing was drafted")
+    parts += [f"LOSSY (rule {stats.rule})"] if stats.lossy else []
+    parts.append(ending(result))
+    return ", ".join(parts)
+
+
+def ending(result: Generation) -> str:
+    if result.finish_reason == "length":
+        return "ended by length"
+    if result.finish_reason == "cancelled":
+        return "cancelled"
+    return f"ended by {result.stop_reason!r}" if isinstance(result.stop_reason, str) else "ended by end of text"
+
+
+def settings_of(decoder: SpeculativeDecoder, settings: dict[str, Any]) -> dict[str, Any]:
+    """Everything that decided about this text, and about its speed."""
+    from paceline.audit.audit_inputs import subject_of
+
+    return {**subject_of(decoder), **settings}
+
+
+def result_as_dict(result: Generation, tokenizer: Any) -> dict[str, Any]:
+    told: dict[str, Any] = {
+        "text": result.text,
+        "tokens": result.tokens,
+        "finish_reason": result.finish_reason,
+        "stop_reason": result.stop_reason,
+        "seed": result.seed,
+        "prompt_tokens": len(result.prompt_tokens),
+        "from_draft": result.trace.from_draft,
+        "stats": result.stats.as_dict(),
+    }
+    if result.beams is not None:
+        told["beams"] = [_beam_as_dict(beam, tokenizer) for beam in result.beams]
+    if result.logprobs is not None:
+        told["logprobs"] = _logprobs_as_dicts(result.logprobs, tokenizer)
+    return told
+
+
+def _beam_as_dict(beam: BeamResult, tokenizer: Any) -> dict[str, Any]:
+    told = {name: value for name, value in vars(beam).items() if name != "logprobs"}
+    return told if beam.logprobs is None else {**told, "logprobs": _logprobs_as_dicts(beam.logprobs, tokenizer)}
+
+
+def _logprobs_as_dicts(logprobs: list[TokenLogprob], tokenizer: Any) -> list[dict[str, Any]]:
+    return [
+        {
+            "token": entry.token,
+            "text": token_text(entry.token, tokenizer),
+            "raw": entry.raw,
+            "processed": entry.processed,
+            "top_raw": [token_as_dict(token, value, tokenizer) for token, value in entry.top_raw],
+            "top_processed": [token_as_dict(token, value, tokenizer) for token, value in entry.top_processed],
+        }
+        for entry in logprobs
+    ]
+
+
+def token_as_dict(token: int, logprob: float, tokenizer: Any) -> dict[str, Any]:
+    return {"token": token, "text": token_text(token, tokenizer), "logprob": logprob}
+
+
+def token_text(token: int, tokenizer: Any) -> str:
+    return "" if tokenizer is None else str(tokenizer.decode([token]))
+
+
+def dump(content: dict[str, Any]) -> str:
+    """JSON proper: it has no infinity, so what can never be written has the log-probability null."""
+    return json.dumps(_finite(content), ensure_ascii=False, allow_nan=False)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {str(key): _finite(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(each) for each in value]
+    return value
+
+
+def beam_lines(result: Generation) -> list[str]:
+    """The texts of a search with their scores, best first; the first without its text, which is shown in colour."""
+    lines = [f"[{place}, score {beam.score:.3f}] {beam.text}" for place, beam in enumerate(result.beams or (), 1)]
+    return [lines[0].removesuffix(result.text), *lines[1:]] if lines else [""]
+
+
+def logprob_lines(result: Generation, tokenizer: Any) -> list[str]:
+    """One line per token: its log-probability as sampled, and the likeliest alternatives."""
+    lines = []
+    for entry in result.logprobs or ():
+        others = "  ".join(f"{token_text(t, tokenizer)!r} {value:.3f}" for t, value in entry.top_processed)
+        own = f"{token_text(entry.token, tokenizer)!r:>16} {entry.processed:8.3f} (raw {entry.raw:.3f})"
+        lines.append(f"{own}  {others}".rstrip())
+    return lines
+
+
+# ---- `--trace FILE`: a text that is written is recorded with its rounds, for `paceline bench --replay`
+
+
+class Recording:
+    """A file that a text is added to; tried before anything is written, so that what is wrong with it is said then."""
+
+    def __init__(
+        self, said: GenerateOptions, how: Drafting, decoder: SpeculativeDecoder, settings: dict[str, Any]
+    ) -> None:
+        from paceline.bench.candidates.candidate import Entry
+        from paceline.bench.replay.trace_files import header_of
+        from paceline.core.contracts import DRAFTERS, RULES
+        from paceline.core.registry import convert_options
+
+        assert said.trace is not None
+        if settings.get("num_beams", decoder.rule.num_beams) > 1:
+            raise InputError("--trace records one text, and a beam search writes several; leave one of the two out.")
+        name = how.draft if how.draft in DRAFTERS else "draft-model"
+        options = convert_options(how.options, DRAFTERS[name].Options, "drafter", name)
+        rule_options = convert_options(how.rule_options, RULES[said.rule].Options, "rule", said.rule)
+        gamma = "auto" if decoder.drafter.chooses_length else decoder.gamma
+        entry = Entry(how.draft, how.draft, options, gamma, said.nodes, said.rule, rule_options)
+        self._decoder, self._settings, self._path = decoder, settings, said.trace
+        self._header = header_of(
+            decoder.target, entry, settings, reach=decoder.drafter.reach(), provenance={"versions": versions()}
+        )
+        self._open().close()
+
+    def _open(self) -> TraceWriter:
+        from paceline.bench.replay.trace_files import TraceWriter
+
+        return TraceWriter(self._path, self._header, append=True)
+
+    def add(self, result: Generation) -> None:
+        from paceline.engine.prompts import encode_prediction
+
+        lm = self._decoder.target
+        limit = min(self._settings["max_new_tokens"], lm.context - len(result.prompt_tokens))
+        expected = encode_prediction(self._settings.get("prediction"), lm)
+        with self._open() as writer:
+            writer.add_generation(str(writer.count + 1), "", result, limit, expected)

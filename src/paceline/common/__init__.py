@@ -1,0 +1,1 @@
+"""What every room may import: errors, limits, names, config files, progress."""

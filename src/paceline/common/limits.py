@@ -1,0 +1,132 @@
+"""Declared limits of options: one way to say which values a field takes, and one check with one kind of message.
+
+    order: int = limited(4, 2, 64)  # from 2 to 64
+
+A dataclass that inherits from `Limited` checks its fields when it is made. `build_options` applies the same check to
+every other dataclass, so options of other packages have the default limits.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any, Literal, get_args, get_origin
+
+from paceline.common.errors import InputError, shown
+
+LARGEST = 2**31 - 1  # of a whole number without declared limits
+GAMMA_LIMIT = 4096  # tokens drafted in a row
+NODES_LIMIT = 4096  # nodes of a tree: its mask grows with the square
+BEAMS_LIMIT = 1024
+ROWS_LIMIT = 2**16  # prompts decoded at once
+LONGEST = 4096  # characters of a text: the longest path that Linux takes
+_LIMITS = "limits"  # the key in a field's metadata
+
+
+def _is_finite(value: Any) -> bool:
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # a whole number that no float can hold
+        return False
+
+
+# type of an option -> does a value have it, and how a message names it
+TYPES: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "int": (lambda value: isinstance(value, int) and not isinstance(value, bool), "a whole number"),
+    "float": (lambda value: isinstance(value, (int, float)) and not isinstance(value, bool) and _is_finite(value),
+              "a number"),
+    "bool": (lambda value: isinstance(value, bool), "true or false"),
+    "str": (lambda value: isinstance(value, str), "a text"),
+    "None": (lambda value: value is None, "None"),
+}  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Limits:
+    """The values of a number: from `least` to `most`, and more than `above`. None: no such limit."""
+
+    least: float | None = None
+    most: float | None = None
+    above: float | None = None
+
+
+def limited(
+    default: Any, least: float | None = None, most: float | None = None, *, above: float | None = None, **metadata: Any
+) -> Any:
+    """A dataclass field with limits. `metadata` goes into the field as it is."""
+    return dataclasses.field(default=default, metadata={_LIMITS: Limits(least, most, above), **metadata})
+
+
+def check_number(name: str, value: Any, least: int, most: int, more: str = "") -> None:
+    """Refuse what is not a whole number from `least` to `most`. `more` names what else the option takes."""
+    if not TYPES["int"][0](value):
+        raise InputError(f"{name} must be a whole number of at least {least}{more}, got {shown(value)}.")
+    if value < least:
+        raise InputError(f"{name} must be a whole number of at least {least}{more}, got {shown(value)}.")
+    if value > most:
+        raise InputError(f"{name} must be at most {most:,}, got {shown(value)}.")
+
+
+def check_field(field: dataclasses.Field[Any], value: Any, owner: str = "") -> None:
+    """Refuse a value of another type than the field has, or outside its limits. A type that is not plain is the
+    business of its class."""
+    wanted, name = plain_types(field.type), field.name
+    choices = _choices(field.type)
+    if choices and not (isinstance(value, str) and value in choices):
+        raise InputError(f"{name} must be {' or '.join(_listed(choices))}, got {shown(value)}.")
+    if not wanted:
+        return
+    if not any(TYPES[each][0](value) for each in wanted):
+        kinds = " or ".join(TYPES[each][1] for each in wanted)
+        raise InputError(f"{name}{f' of {owner}' if owner else ''} must be {kinds}, got {shown(value)}.")
+    if isinstance(value, str) and len(value) > LONGEST:
+        raise InputError(f"{name} must have at most {LONGEST:,} characters, got {len(value):,}.")
+    if isinstance(value, str) and "\0" in value:  # no name, and no path
+        raise InputError(f"{name} must be a text without zero bytes, got {shown(value)}.")
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return
+    limits = field.metadata.get(_LIMITS, Limits())
+    most = LARGEST if limits.most is None and isinstance(value, int) else limits.most
+    least = -LARGEST if limits.least is None and limits.above is None and isinstance(value, int) else limits.least
+    if limits.above is not None and value <= limits.above:
+        raise InputError(f"{name} must be more than {limits.above:g}, got {shown(value)}.")
+    if least is not None and value < least:
+        raise InputError(f"{name} must be at least {least:,}, got {shown(value)}.")
+    if most is not None and value > most:
+        raise InputError(f"{name} must be at most {most:,}, got {shown(value)}.")
+
+
+class Limited:
+    """A base of dataclasses: every field is checked when the object is made."""
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):  # type: ignore[arg-type]
+            check_field(field, getattr(self, field.name))
+
+
+def _choices(annotation: Any) -> tuple[str, ...]:
+    """The texts of a Literal; () for another type."""
+    if isinstance(annotation, str):
+        if not annotation.startswith("Literal["):
+            return ()
+        found = ast.literal_eval(f"({annotation.removeprefix('Literal[').removesuffix(']')},)")
+    else:
+        found = get_args(annotation) if get_origin(annotation) is Literal else ()
+    return tuple(found) if all(isinstance(each, str) for each in found) else ()
+
+
+def _listed(words: tuple[str, ...]) -> list[str]:
+    """["a, b", "c"], to be joined by "or"."""
+    return [", ".join(words[:-1]), words[-1]] if len(words) > 1 else list(words)
+
+
+def plain_types(annotation: Any) -> list[str]:
+    """["int", "None"] of `int | None` or Optional[int], as text or not; [] if anything in it is no plain type."""
+    text = annotation.__name__ if isinstance(annotation, type) else str(annotation)
+    text = text.removeprefix("typing.")
+    if text.startswith("Optional["):
+        text = f"{text.removeprefix('Optional[').removesuffix(']')} | None"
+    names = [name.strip() for name in text.split("|")]
+    return names if all(name in TYPES for name in names) else []

@@ -1,0 +1,142 @@
+"""The names that users may write, known without torch: a misspelt one is refused before anything heavy is imported.
+
+`names.json` holds them. `python -m paceline.cli.name_index` writes it from the registries, and a test compares the two.
+Names that other packages add (entry points), and those of a new file that the index lacks, are found as well.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+from collections.abc import Iterable, Mapping
+from functools import cache
+from importlib.metadata import entry_points
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from paceline.common.errors import InputError, LoadError, UnknownNameError
+
+FILE = Path(__file__).with_name("names.json")
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+# kind -> the group of its entry points, and the registry (module, name)
+_OPEN = {
+    "drafter": ("paceline.drafters", ("paceline.core.contracts", "DRAFTERS")),
+    "rule": ("paceline.rules", ("paceline.core.contracts", "RULES")),
+    "kind": ("paceline.training.recipes", ("paceline.training.recipes.base", "COURSES")),
+}
+
+
+@cache
+def index() -> dict[str, dict[str, list[str]]]:
+    """kind -> name -> its options, or the other names of a model."""
+    return dict(json.loads(FILE.read_text("utf-8")))
+
+
+def names(kind: str) -> list[str]:
+    """All names of a kind, sorted: "drafter", "rule", "model", "runner", "quantize", "dtype", "kind" (of training) …"""
+    return sorted({*index()[kind], *_added(kind)})
+
+
+def is_known(kind: str, name: str) -> bool:
+    """The index is looked at first: the rest costs some hundredths of a second."""
+    return name in index()[kind] or name in _added(kind) or _in_sources(kind, name)
+
+
+def check_name(kind: str, name: str | None, said: str | None = None) -> None:
+    """Refuse a name that is not of this kind. None is no name. said: what messages call the kind."""
+    if name is not None and not is_known(kind, name):
+        raise UnknownNameError(said or kind, name, names(kind))
+
+
+def check_options(kind: str, name: str, options: Iterable[str], said: str | None = None) -> None:
+    """Refuse an option that `name` does not have. The options of what other packages add are not known here."""
+    if name not in index()[kind]:
+        return
+    known = index()[kind][name]
+    for option in options:
+        if option not in known:
+            raise UnknownNameError(said or f"option of {kind} '{name}'", option, known)
+
+
+def is_catalogued(source: str) -> bool:
+    """Is this a model of the catalogue, by its name or another name of it?"""
+    wanted = source.lower()
+    return any(wanted == name or wanted in others for name, others in index()["model"].items())
+
+
+def check_model(source: str | None, paths: bool = True) -> None:
+    """Refuse what names no model: no catalogue name, no hub id, and no file or folder here. paths: false leaves those
+    that are not there to whoever reads them."""
+    if source is None or is_catalogued(source) or os.path.exists(os.path.expanduser(source)):
+        return
+    if not paths and ("/" in source or os.sep in source or source.lower().endswith(".gguf")):
+        return
+    if source.lower().endswith(".gguf"):
+        raise LoadError(f"There is no file '{os.path.expanduser(source)}'.")
+    if HUB_ID.fullmatch(source) is not None:
+        return
+    if os.sep in source or "/" in source:
+        raise LoadError(f"There is no file or folder '{source}'.")
+    raise UnknownNameError("model", source, names("model"))
+
+
+def check_dtype(dtype: str | None) -> None:
+    """Refuse what is no type of floating-point numbers; torch may have more small ones than the index."""
+    plain = (dtype or "auto").removeprefix("torch.")
+    if plain not in index()["dtype"] and not plain.startswith(("float8_", "float4_")):
+        raise InputError(f"Unknown dtype {dtype!r}: use float32, bfloat16, float16, float64 or auto.")
+
+
+def check_draft(draft: str, options: Iterable[str] = (), said: str | None = None) -> None:
+    """Refuse what names neither a drafter nor a model, and options that a named drafter does not have."""
+    if draft.lstrip().startswith("{"):
+        inside = _mapping(draft)
+        if inside is None or not isinstance(inside.get("name"), str):
+            return  # whoever reads it says what is wrong
+        draft, options = inside["name"], [*(key for key in inside if key != "name"), *options]
+    if is_known("drafter", draft):
+        check_options("drafter", draft, options, said)
+    elif not os.path.exists(os.path.expanduser(draft)):
+        if not (is_catalogued(draft) or "/" in draft or draft.endswith(".gguf")):
+            raise UnknownNameError("drafter or model", draft, [*names("drafter"), *names("model")])
+        check_model(draft)
+        check_options("drafter", "draft-model", options, said)
+
+
+def _mapping(text: str) -> Mapping[str, Any] | None:
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+# ---- what the index does not hold
+
+
+def _added(kind: str) -> list[str]:
+    """By other packages, or in this process."""
+    if kind not in _OPEN:
+        return []
+    group, (module, registry) = _OPEN[kind]
+    here = getattr(sys.modules.get(module), registry, None)
+    return [*(point.name for point in _points(group)), *(here.registered() if here is not None else ())]
+
+
+@cache
+def _points(group: str) -> tuple[Any, ...]:
+    return tuple(entry_points(group=group))
+
+
+def _in_sources(kind: str, name: str) -> bool:
+    """Is it registered in a file of ours? A new file works before the index is written."""
+    if kind not in _OPEN:
+        return False
+    group, (_, registry) = _OPEN[kind]
+    package = find_spec(group.partition(".")[0])
+    folders = [Path(each, *group.split(".")[1:]) for each in (package and package.submodule_search_locations) or ()]
+    wanted = f'{registry}.register("{name}")'
+    return any(wanted in file.read_text("utf-8") for folder in folders for file in folder.rglob("*.py"))

@@ -1,0 +1,364 @@
+"""Growing a draft: what every drafter that has logits shares. It says what follows a node; here it becomes a tree.
+
+`Grower.run(rows, budget, expand)` asks `expand(tokens, parents)` for the logits [R,W,V] after the text (tokens=None)
+and then after the nodes it has chosen; `parents` numbers those nodes in the order they were asked for (-1: the text,
+None: a chain). The same code draws chains and trees of every shape, coupled with the target or with laws of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from paceline.common.limits import NODES_LIMIT, Limited, limited
+from paceline.core.choice import Draw
+from paceline.core.contracts import Budget, RowsView, arange
+from paceline.core.device_ops import QUICK, branches_of
+from paceline.core.law import Law
+from paceline.core.tree import Drawn, TokenTree
+from paceline.core.tree_shape import Shape
+from paceline.core.verdict import Verdict
+
+# ---- How often the first, the second, the third guess comes true: what the best shape of a tree depends on
+
+_FIRST_LOOK = 16  # rounds before the shape is first fitted to what was measured; then at every doubling
+
+
+class RankMeter:
+    """How often the child of each rank was the accepted one. Counted on the device, read at every doubling."""
+
+    _MOST = 64  # ranks that are told apart
+
+    def __init__(self) -> None:
+        self._rounds, self._next = 0, _FIRST_LOOK
+        self._hits: Tensor | int = 0  # [64] places where the child of that rank was accepted
+        self._tries: Tensor | int = 0  # [64] places, of those that were reached, that had such a child
+
+    def add(self, ranks: Tensor, parents: Tensor, verdict: Verdict) -> None:
+        """`ranks` [R,N]: the rank of every node among its siblings."""
+        assert verdict.path is not None
+        R, N = ranks.shape
+        children = torch.zeros(R, N + 1, dtype=torch.int64, device=ranks.device)
+        children = children.scatter_add(1, parents + 1, torch.ones_like(parents))  # of the text and of every node
+        inside = arange(0, verdict.path.shape[1], ranks.device) < verdict.accepted
+        taken = ranks.gather(1, verdict.path).where(inside, self._MOST)
+        below = torch.cat([children[:, :1], children.gather(1, verdict.path + 1).where(inside, 0)], 1)
+        every = arange(0, self._MOST, ranks.device)
+        self._hits = self._hits + (taken.unsqueeze(-1) == every).sum((0, 1))
+        self._tries = self._tries + (below.unsqueeze(-1) > every).sum((0, 1))
+        self._rounds += 1
+
+    def due(self) -> bool:
+        if self._rounds < self._next:
+            return False
+        self._next *= 2
+        return True
+
+    def acceptance(self, ranks: int) -> list[float]:
+        """A share for each rank, falling; a rank that was never tried gets half of the one before it."""
+        assert isinstance(self._hits, Tensor)
+        assert isinstance(self._tries, Tensor)
+        found: list[float] = []
+        for hits, tries in zip(self._hits[:ranks].tolist(), self._tries[:ranks].tolist(), strict=True):
+            before = found[-1] if found else 1.0
+            # half a hit in advance: nobody is written off for bad luck, and no share is 0
+            found.append(min(before, (hits + 0.5) / (tries + 1)) if tries else before / 2)
+        return found
+
+
+# ---- Growing a draft: what every drafter that has logits shares. It says what follows a node; here it becomes a tree
+
+Expand = Callable[[Tensor | None, Tensor | None], Tensor]
+Chain = Callable[[int], Tensor | None]  # so many steps -> tokens [R,steps]; None: it cannot
+_NEVER = float("-inf")
+
+
+@dataclass(frozen=True)
+class TreeOptions(Limited):
+    """How a drafter with logits grows its draft. Inherited by the options of such drafters."""
+
+    tree: Literal["chain", "levels", "best-first", "static", "optimal"] = "chain"
+    branch: int = limited(2, 1, NODES_LIMIT)  # children of a node that is expanded (levels, best-first)
+    width: int = limited(2, 1, NODES_LIMIT)  # nodes expanded per step (levels, best-first)
+    shape: Any = "3x2x1x1"  # static: children per level, or paths; optimal: where it starts
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        Shape.of(self.shape)
+
+
+class Grower:
+    """Grows the drafts of one drafter, and measures which ranks are accepted."""
+
+    def __init__(self, options: TreeOptions) -> None:
+        self.options = options
+        self.fed = 0  # tokens the last draft asked `expand` for
+        self.slots: Tensor | None = None  # [R,N]: the number of each node among them, -1: never asked (None: a chain)
+        self._shape = Shape.of(options.shape)
+        self._meter = RankMeter()
+        self._last: _Growth | None = None  # what was grown last, while its shape is fitted to what is accepted
+
+    def run(self, rows: RowsView, budget: Budget, expand: Expand, chain: Chain | None = None) -> TokenTree:
+        """A draft within the budget. chain: does at once what `expand` and a choice of the likeliest come to."""
+        if self.options.tree == "chain":
+            return self._likeliest(rows, budget, chain) or self._chain(rows, budget, expand)
+        growth = _Growth(rows, budget.draw)
+        logits = expand(None, None)
+        if self.options.tree in ("static", "optimal"):
+            self._by_shape(growth, budget, expand, logits)
+        else:
+            tree = self._by_trunk(rows, budget, expand, logits)
+            if tree is not None:
+                return tree
+            self._by_sureness(growth, budget, expand, logits)
+        self.fed, self.slots = growth.fed, growth.slots
+        self._last = growth if self.options.tree == "optimal" else None
+        return growth.tree()
+
+    def judged(self, verdict: Verdict) -> None:
+        """What became of the draft just grown, for those that keep nothing of it."""
+        last = self._last
+        self.slots = self._last = None  # of these rows: the next draft may be of others
+        if last is not None and verdict.path is not None and verdict.path.shape[1]:
+            self._meter.add(last.rank, last.parents, verdict)
+
+    def kept(self, verdict: Verdict) -> Tensor | None:
+        """The accepted path as numbers of what `expand` was asked for: what a reader has to keep. An accepted leaf that
+        was never asked for is given as 0, and must be read anew."""
+        path, slots = verdict.path, self.slots
+        self.judged(verdict)
+        if path is None or slots is None or path.shape[1] == 0:
+            return path
+        return slots.gather(1, path).clamp(min=0)
+
+    def reorder(self, source: Sequence[int]) -> None:
+        """Row r goes on as a copy of row source[r], with the draft just grown."""
+        some = list(source)
+        self.slots = None if self.slots is None else self.slots[some]
+        if self._last is not None:
+            self._last.rank, self._last.parents = self._last.rank[some], self._last.parents[some]
+
+    def _likeliest(self, rows: RowsView, budget: Budget, chain: Chain | None) -> TokenTree | None:
+        """The same as `_chain`, where somebody has it at once and nothing is asked for but the likeliest tokens."""
+        if chain is None or rows.needs_path or not rows.choice(slice(0, 1)).greedy(budget.draw):
+            return None
+        tokens = chain(budget.depth)
+        self.fed, self.slots = budget.depth - 1, None
+        return None if tokens is None else TokenTree(tokens)
+
+    def _chain(self, rows: RowsView, budget: Budget, expand: Expand) -> TokenTree:
+        logits = expand(None, None)
+        room = torch.empty(budget.depth if QUICK else 0, rows.count, 1, dtype=torch.int64, device=logits.device)
+        tokens: list[Tensor] = []
+        laws: list[Law | None] = []
+        for step in range(budget.depth):
+            if step:
+                logits = expand(tokens[-1], None)
+            path = _chain_path(tokens) if rows.needs_path and step else None
+            token, law = rows.choice(slice(step, step + 1), path).guess(
+                logits, budget.draw, room[step] if QUICK else None
+            )
+            tokens.append(token)
+            laws.append(law)
+        self.fed, self.slots = budget.depth - 1, None
+        in_place = bool(QUICK) and tokens[0].data_ptr() == room.data_ptr()
+        drafted = room.squeeze(2).t() if in_place else torch.cat(tokens, 1)
+        if laws[0] is None:
+            return TokenTree(drafted)
+        if budget.draw == "coupled":
+            return TokenTree(drafted, drawn="coupled")
+        dense = [law.dense(logits.shape[-1]) for law in laws if law is not None]
+        return TokenTree(drafted, drawn="iid", laws=torch.cat(dense, 1))
+
+    def _by_trunk(self, rows: RowsView, budget: Budget, expand: Expand, logits: Tensor) -> TokenTree | None:
+        """The same as `_by_sureness`, where the device has a trunk for it and nothing is asked for but heat."""
+        quick = branches_of(logits.device.type)
+        if quick is None or rows.needs_path:
+            return None
+        choice = rows.choice(slice(0, 1))
+        able, noise = choice.racing(logits, budget.draw)
+        if not able or (noise is not None and not quick.races):
+            return None
+        branch = min(self.options.branch, budget.nodes, logits.shape[-1])
+        spreads = [1]
+        while len(spreads) < budget.depth:
+            spreads.append(min(self.options.width, spreads[-1] * branch))
+        trunk = quick.trunk(rows.length, sum(spreads) * branch, self.options.tree == "best-first")
+        done = choice.batch.zeros(rows.count * max(spreads))
+        for level, spread in enumerate(spreads):
+            if level:
+                logits = expand(*trunk.ask(spread))
+            trunk.add(logits, branch, noise, done)
+        tokens, parents, self.slots = trunk.tree(budget.nodes)
+        self.fed, self._last = trunk.fed, None
+        return TokenTree(tokens, parents, drawn="certain" if noise is None else "coupled", deepest=len(spreads))
+
+    def _by_sureness(self, growth: _Growth, budget: Budget, expand: Expand, logits: Tensor) -> None:
+        """Where the draft is surest: of the last level, or anywhere. What is judged by its own text may grow too much
+        first and then keep the best; where laws matter nothing that was drawn may be dropped."""
+        branch = min(self.options.branch, budget.nodes, logits.shape[-1])
+        growth.add(torch.full((growth.R, 1), -1, device=growth.device), logits, branch)  # below the text
+        for _ in range(budget.depth - 1):
+            spread = min(self.options.width, growth.newest)
+            if growth.wants_laws:
+                spread = min(spread, (budget.nodes - growth.nodes) // branch)
+            if spread < 1:
+                break
+            chosen = growth.frontier(spread, everywhere=self.options.tree == "best-first")
+            growth.add(chosen, expand(*growth.feed(chosen)), branch)
+        if growth.nodes > budget.nodes:
+            growth.prune(budget.nodes)
+
+    def _by_shape(self, growth: _Growth, budget: Budget, expand: Expand, logits: Tensor) -> None:
+        for level, parents in enumerate(self._fitting(budget, logits.shape[-1]).levels):
+            start = growth.nodes - growth.newest
+            if level:
+                chosen = _constant(tuple(start + i for i, _ in parents), growth.device).expand(growth.R, -1)
+                logits = expand(*growth.feed(chosen))
+            else:
+                chosen = torch.full((growth.R, 1), -1, device=growth.device)
+            growth.add(chosen, logits, max(count for _, count in parents), [count for _, count in parents])
+
+    def _fitting(self, budget: Budget, vocabulary: int) -> Shape:
+        """The given shape, or the best one for the acceptance measured so far; only past rounds decide."""
+        if self.options.tree == "optimal" and self._meter.due():
+            widest = 1 + max(max(path) for path in self._shape.paths)
+            acceptance = self._meter.acceptance(max(widest, 4))
+            self._shape = Shape.optimal(acceptance, len(Shape.of(self.options.shape).paths), budget.depth)
+        return self._shape.within(budget.depth, budget.nodes, vocabulary)
+
+
+def _chain_path(tokens: list[Tensor]) -> tuple[Tensor, Tensor]:
+    """The drafted tokens before the next place of a chain, for controls that look at the prefix."""
+    drafted = torch.cat(tokens, 1)
+    return drafted, torch.ones_like(drafted, dtype=torch.bool).unsqueeze(1)
+
+
+class _Growth:
+    """A tree being grown on the device. Node numbers are final unless it is pruned at the end."""
+
+    def __init__(self, rows: RowsView, draw: Draw) -> None:
+        self.rows, self.draw = rows, draw
+        self.wants_laws = draw in ("independent", "iid")
+        self.R, self.device = rows.count, rows.text.device
+        self.tokens = torch.empty(self.R, 0, dtype=torch.int64, device=self.device)
+        self.parents, self.depth, self.slots, self.rank = self.tokens, self.tokens, self.tokens, self.tokens
+        self.ancestors = torch.empty(self.R, 0, 0, dtype=torch.bool, device=self.device)
+        self.score = torch.empty(self.R, 0, dtype=torch.float64, device=self.device)  # log of the joint sureness
+        self.laws: list[Tensor] = []
+        self.newest = 0  # nodes added by the last step
+        self.fed = 0
+        self.certain = False
+        self.steps = 0  # no path is longer
+
+    @property
+    def nodes(self) -> int:
+        return self.tokens.shape[1]
+
+    def frontier(self, count: int, everywhere: bool) -> Tensor:
+        """[R,count]: the surest nodes not yet expanded; of the whole tree, or of the last level."""
+        open_nodes = self.slots < 0
+        if not everywhere:
+            open_nodes = open_nodes & (arange(0, self.nodes, self.device) >= self.nodes - self.newest)
+        score = self.score.clamp(min=-1e300)  # an impossible open node still comes before one that is expanded already
+        score = score.masked_fill(~open_nodes, _NEVER)
+        return score.sort(dim=1, descending=True, stable=True).indices[:, :count].sort(1).values  # of equals the elder
+
+    def feed(self, chosen: Tensor) -> tuple[Tensor, Tensor]:
+        """Tokens of the chosen nodes [R,W], and their parents among what was asked for before."""
+        above = torch.cat([torch.full_like(self.slots[:, :1], -1), self.slots], 1)
+        parents = above.gather(1, self.parents.gather(1, chosen) + 1)
+        numbers = arange(self.fed, self.fed + chosen.shape[1], self.device).expand_as(chosen)
+        self.slots = self.slots.scatter(1, chosen, numbers)
+        self.fed += chosen.shape[1]
+        return self.tokens.gather(1, chosen), parents
+
+    def add(self, chosen: Tensor, logits: Tensor, k: int, counts: list[int] | None = None) -> None:
+        """Children for the nodes `chosen` [R,W] (-1: the text), whose logits are [R,W,V]: k each, or of each the first
+        `counts`, which were fixed before anything was drawn."""
+        R, W = chosen.shape
+        known = chosen.clamp(min=0)
+        deep = self.depth.gather(1, known) + 1 if self.nodes else torch.zeros_like(chosen)
+        path = None
+        if self.rows.needs_path and self.nodes:
+            path = (self.tokens, self.ancestors.gather(1, known.unsqueeze(-1).expand(R, W, self.nodes)))
+        branch = chosen + 1 if self.wants_laws else None
+        tokens, sure, law = self.rows.choice(deep, path).siblings(logits, k, self.draw, branch)
+        self.certain = law is None
+        some = None if counts is None else [w * k + i for w, count in enumerate(counts) for i in range(count)]
+        some = None if some is not None and len(some) == W * k else some
+        if self.wants_laws and law is not None:
+            laws = law.unsqueeze(2).expand(R, W, k, -1) if self.draw == "iid" else _sibling_laws(law, tokens)
+            self.laws.append(_flat(laws, some))
+        base = self.score.gather(1, known) if self.nodes else torch.zeros(R, W, dtype=torch.float64, device=self.device)
+        score = base.unsqueeze(-1) + sure.where(sure == sure, _NEVER)  # NaN: nothing can be said there
+        parents = _flat(chosen.unsqueeze(-1).expand(R, W, k), some)
+        self._grow_ancestors(parents)
+        self.tokens = torch.cat([self.tokens, _flat(tokens, some)], 1)
+        self.parents = torch.cat([self.parents, parents], 1)
+        self.depth = torch.cat([self.depth, _flat(deep.unsqueeze(-1).expand(R, W, k), some)], 1)
+        self.rank = torch.cat([self.rank, _flat(arange(0, k, self.device).expand(R, W, k), some)], 1)
+        self.score = torch.cat([self.score, _flat(score, some)], 1)
+        self.newest = parents.shape[1]
+        self.slots = torch.cat([self.slots, torch.full_like(parents, -1)], 1)
+        self.steps += 1
+
+    def _grow_ancestors(self, parents: Tensor) -> None:
+        if not self.rows.needs_path:
+            return
+        old, (R, new) = self.ancestors, parents.shape
+        padded = torch.nn.functional.pad(old, (0, new, 1, 0))
+        rows = padded.gather(1, (parents + 1).unsqueeze(-1).expand(R, new, padded.shape[2]))
+        own = torch.eye(new, dtype=torch.bool, device=self.device).expand(R, new, new)
+        rows = rows | torch.nn.functional.pad(own, (padded.shape[2] - new, 0))
+        self.ancestors = torch.cat([padded[:, 1:], rows], 1)
+
+    def prune(self, most: int) -> None:
+        """Only the surest `most` nodes. Nobody is surer than its parent, so ancestors stay; of equals the elder."""
+        order = self.score.clamp(min=-1e300).sort(dim=1, descending=True, stable=True).indices
+        kept = order[:, :most].sort(1).values
+        where = torch.full((self.R, self.nodes + 1), -1, device=self.device)
+        where = where.scatter(1, kept + 1, arange(0, most, self.device).expand_as(kept))
+        parents = where.gather(1, self.parents.gather(1, kept) + 1)
+        self.tokens, self.slots, self.rank, self.score = (
+            each.gather(1, kept) for each in (self.tokens, self.slots, self.rank, self.score)
+        )
+        self.parents = parents
+
+    def tree(self) -> TokenTree:
+        drawn: Drawn = "without_replacement"
+        if self.certain:
+            drawn = "certain"
+        elif self.draw in ("coupled", "iid"):
+            drawn = self.draw
+        laws = torch.cat(self.laws, 1) if self.laws else None
+        return TokenTree(self.tokens, self.parents, drawn=drawn, laws=laws, deepest=self.steps)
+
+
+def _flat(of_children: Tensor, some: list[int] | None) -> Tensor:
+    """[R,W,k,...] -> [R,W*k,...], or of those the children `some`."""
+    flat = of_children.flatten(1, 2)
+    return flat if some is None else flat.index_select(1, _constant(tuple(some), flat.device))
+
+
+@cache
+def _constant(numbers: tuple[int, ...], device: torch.device) -> Tensor:
+    """Made once: a captured program cannot take numbers from the host."""
+    return torch.tensor(numbers, device=device)
+
+
+def _sibling_laws(law: Tensor, tokens: Tensor) -> Tensor:
+    """[R,W,k,V]: the law of each sibling given its elders, whose tokens it can no longer be. Where nothing is left,
+    the next token was not drawn but fixed: a point mass."""
+    laws = []
+    for i in range(tokens.shape[2]):
+        total = law.sum(-1, keepdim=True)
+        fixed = torch.zeros_like(law).scatter_(-1, tokens[..., i : i + 1], 1.0)
+        laws.append(torch.where(total > 0, law / total, fixed))
+        law = law.scatter(-1, tokens[..., i : i + 1], 0.0)
+    return torch.stack(laws, 2)

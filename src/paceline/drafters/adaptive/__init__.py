@@ -1,0 +1,1 @@
+"""Drafters that choose among other drafters: `auto` and `portfolio`."""

@@ -1,5 +1,0 @@
-"""Trained heads as other projects write them: read what they publish, write what they serve."""
-
-from .export import export_head
-
-__all__ = ["export_head"]

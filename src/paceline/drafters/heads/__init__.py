@@ -1,0 +1,1 @@
+"""Trained heads that draft from the target's hidden states, and their files."""

@@ -1,0 +1,167 @@
+"""What drafters with trained heads share: where the head comes from, and what the target thought at every place."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from paceline.common.errors import InputError, shown
+from paceline.core.contracts import Drafter, Glimpse, Reading, RowsView, arange
+from paceline.core.tree_growth import Grower, TreeOptions
+from paceline.core.verdict import NOTHING, Verdict
+from paceline.drafters.heads.head_modules import DraftHead, PlaceStore
+from paceline.drafters.models.draft_model import over_vocabulary
+from paceline.drafters.shipped import trained_for
+from paceline.models.cpu.cpu_linear import drafting
+from paceline.models.language_model import LanguageModel
+
+
+@dataclass(frozen=True)
+class HeadOptions(TreeOptions):
+    """The tree, and the head: a folder or hub id, or the module itself (moved to the target's device and dtype); None:
+    the one that comes with Paceline for the target."""
+
+    head: Any = None
+    Head: ClassVar[type[DraftHead]]  # what kind of head
+    required: ClassVar[tuple[str, ...]] = ("head",)  # no drafting without it
+
+    @classmethod
+    def conformance_variants(cls) -> list[Mapping[str, Any]]:
+        return [{"head": cls.Head.random}]
+
+
+class HeadDrafter(Drafter):
+    """A drafter with a trained head. `places` holds what the target thought at position 0 ... length-2 of every row:
+    the last committed token has not been read by the target when a draft is made."""
+
+    on_device = True
+    hope = 0.6
+    needs_taps: tuple[float, ...] = (1.0,)
+
+    def __init__(self, options: HeadOptions | None = None) -> None:
+        self.options: HeadOptions = options or self.Options()
+        # without one, that which comes with Paceline for the target, once the target is known (`check`)
+        self.head: Any = None if self.options.head is None else self._take(self.options.head)
+        self.light: Any = self.head  # the same as it drafts, once it is open: on a CPU in int8
+        self._grower = Grower(self.options)
+
+    def _take(self, given: Any) -> DraftHead:
+        Head = self.options.Head
+        if isinstance(given, Head):
+            return given
+        if isinstance(given, (str, os.PathLike)):
+            from paceline.drafters.load import read_head  # it knows every kind of head, and so this file too
+
+            return read_head(given, Head)
+        raise InputError(
+            f"{self.name} needs a trained head: options={{'head': a folder, or a {Head.__name__}}}, got {shown(given)}."
+        )
+
+    def describe(self) -> str:
+        return self.name if self.options.tree == "chain" else f"{self.name}, tree {self.options.tree}"
+
+    def anew(self) -> Drafter:
+        """Itself, where it learns nothing from a text."""
+        learns = self.options.tree == "optimal"
+        return type(self)(replace(self.options, head=self.head)) if learns else self
+
+    # ---- rows come and go
+
+    def check(self, target: LanguageModel) -> None:
+        if self.head is None:
+            self.head = self._take(str(trained_for(target, self.name)))
+        self.head.check(target)
+
+    def open(self, target: LanguageModel, rows: RowsView) -> None:
+        with torch.inference_mode(False):  # weights that are moved here must remain trainable
+            self.head.to(target.device, target.dtype)
+        self.light = drafting(self.head)
+        self._output: Any = target.model.get_output_embeddings()
+        self._shared: Any = None
+        self.vocabulary = target.vocabulary
+        self._embedding = target.model.get_input_embeddings()
+        self.places = PlaceStore(self.head.remembers, target.dtype, target.device)
+
+    def admit(self, rows: RowsView, first: int) -> None:
+        self.places.reserve(rows.capacity, rows.room)
+
+    def release(self, row: int, last: int, length: int) -> None:
+        self.places.release(row, last)
+
+    def steady(self, longest: int) -> bool:
+        return self.options.tree != "optimal"
+
+    @property
+    def moved(self) -> int:
+        return self.places.moved
+
+    def reorder(self, rows: RowsView, source: Sequence[int]) -> bool:
+        self.places.reorder(source)
+        self._grower.reorder(source)
+        return True
+
+    def watch(self, rows: RowsView, glimpse: Glimpse) -> None:
+        states = self.digest(glimpse.taps)
+        R, Q, _ = states.shape
+        position = arange(glimpse.start, glimpse.start + Q, states.device).expand(R, Q)
+        self.places.write(slice(glimpse.first, glimpse.first + R), position, states, max(rows.lengths))
+
+    def keep(self, rows: RowsView, verdict: Verdict, reading: Reading) -> None:
+        """The target has read the last committed token (place 0) and the draft (node n is place n+1): what it thought
+        on the accepted path is what it thinks of the text. What is written past that path is overwritten later."""
+        self._grower.judged(verdict)
+        if reading.taps:  # else it is a draft that was made to see how long it takes
+            self.note(rows, *_followed(reading.taps, verdict))
+
+    def note(self, rows: RowsView, taps: tuple[Tensor, ...], path: Tensor | None = None) -> None:
+        """Remember the tapped states [R,Q,D] of the last committed place and those that follow: of a tree, along the
+        path [R,M] of its nodes."""
+        if path is not None:
+            way = torch.nn.functional.pad(path + 1, (1, 0))
+            taps = tuple(tap.gather(1, way.unsqueeze(-1).expand(*way.shape, tap.shape[2])) for tap in taps)
+        states = self.digest(taps)
+        position = rows.length + arange(-1, states.shape[1] - 1, states.device)
+        self.places.write(slice(0, rows.count), position, states, max(rows.lengths) + states.shape[1])
+
+    def digest(self, taps: tuple[Tensor, ...]) -> Tensor:
+        """What is remembered of the tapped states [R,Q,D] of a place."""
+        return taps[0]
+
+    # ---- for drafting
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """[R,Q] -> [R,Q,E], the target's own embedding. Past its end a text holds anything; and inside `staged` it may
+        hold tokens that the draft model does not know."""
+        return self._embedding(tokens.clamp(0, self.head.made_for["vocabulary"] - 1))
+
+    def last_state(self, rows: RowsView) -> Tensor:
+        """[R,1,D]: what the target thought before it chose the last committed token; zeros if there was nothing."""
+        return self.places.at(slice(0, rows.count), rows.length - 2)
+
+    def shared(self, states: Tensor) -> Tensor:
+        """[...,D] -> [...,V] by the target's own output layer, for heads that have none."""
+        if self._shared is None:  # made now: most heads never ask
+            self._shared = drafting(self._output)
+        said: Tensor = self._shared(states)
+        return said
+
+    def usable(self, logits: Tensor) -> Tensor:
+        """Over the target's usable vocabulary."""
+        return over_vocabulary(logits, self.vocabulary)
+
+
+def _followed(taps: tuple[Tensor, ...], verdict: Verdict) -> tuple[tuple[Tensor, ...], Tensor | None]:
+    """Of what was tapped, and of the path, as much as the longest of the rows goes on with, where one can look at that
+    without waiting for a device: most of a draft may have been rejected."""
+    path = verdict.path
+    if verdict.emitted.device.type != "cpu":
+        return taps, path
+    most = max([1, *(len(row) - row.count(NOTHING) for row in verdict.emitted.tolist())])
+    if path is None:
+        return tuple(tap[:, :most] for tap in taps), None
+    return taps, path[:, : most - 1]

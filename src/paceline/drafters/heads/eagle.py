@@ -1,0 +1,392 @@
+"""EAGLE: one decoder layer writes ahead in the target's own features, and says what tokens they mean."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from paceline.common.errors import InputError, UnsupportedError
+from paceline.core.contracts import DRAFTERS, Budget, Drafter, RowsView, arange
+from paceline.core.tree import TokenTree
+from paceline.core.tree_growth import Expand
+from paceline.drafters.heads.base import HeadDrafter, HeadOptions
+from paceline.drafters.heads.head_modules import DraftHead, PlaceStore, depths
+from paceline.models.cpu.cpu_head import KernelDraft
+from paceline.models.cuda.cuda_head import CudaDraft
+from paceline.models.heads.head_layers import DecoderLayer, LayerConfig, Norm, Remember, Scratch, by_slot
+from paceline.models.heads.subset_head import rows_of, spread
+from paceline.models.heads.training_attention import Unrolled
+from paceline.models.language_model import LanguageModel
+from paceline.models.masks import chain_mask
+from paceline.models.slot_cache import SlotCache
+
+# ---- The steps of an eagle head: entries of a text, drafted tokens after it, and the memory they share
+
+
+class Steps:
+    """`light`: the head as it drafts; `kernels`: the same by kernels of the device, where there are some. Whatever they
+    cannot take its modules do; both write to the same memory. Only modules need masks."""
+
+    def __init__(
+        self, light: Any, embed: Shared, shared: Shared, places: PlaceStore, kernels: CudaDraft | KernelDraft | None
+    ) -> None:
+        self._light, self._embed, self._shared, self._places, self._kernels = light, embed, shared, places, kernels
+        self.cache = SlotCache()
+        self._remember = by_slot(self.cache, 0)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_kernels": None}  # addresses do not travel; whoever opens a copy makes its own
+
+    def note(self, rows: RowsView, taps: tuple[Tensor, ...], path: Tensor | None = None) -> bool:
+        """See `HeadDrafter.note`, by kernels; False: there are none."""
+        R, Q = taps[0].shape[0], taps[0].shape[1] if path is None else path.shape[1] + 1
+        if self._kernels is None or not self._kernels.takes(R * Q):
+            return False
+        return self._kernels.note(taps, path, rows.length, self._places.states(R, max(rows.lengths) + Q))
+
+    def read(self, rows: RowsView, some: slice, position: Tensor, visible: int) -> Tensor:
+        """Entries made of the text and of true features, at `position` [R,Q] of some rows."""
+        self.cache.aim(some, position, visible, 0)
+        embedded = self._embed(rows.text[some].gather(1, position + 1))
+        mask = chain_mask(position, visible)
+        features = self._places.at(some, position)
+        return self._light.step(embedded, features, position, mask, self._remember)  # type: ignore[no-any-return]
+
+    def draft(self, rows: RowsView, width: int) -> Expand:
+        """First the last `width` entries, of what was committed since, with the target's own features; then drafted
+        tokens, each with the feature that came out at its parent."""
+        longest = max(rows.lengths) - 1
+        scratch = Scratch(rows.length - 1, longest)
+        made: Tensor = torch.empty(0)  # [R,1+M,D]: the features after the text and after every scratch token
+
+        def expand(tokens: Tensor | None, parents: Tensor | None) -> Tensor:
+            nonlocal made
+            if tokens is None:
+                made, logits = self._caught_up(rows, scratch.length, width, max(longest, 1))
+                return logits
+            scratch.more(tokens.shape[1], parents)
+            self.cache.reserve(rows.capacity, scratch.visible)
+            fresh, logits = self._ahead(tokens, parents, made, scratch)
+            made = fresh if parents is None else torch.cat([made, fresh], 1)
+            return logits
+
+        return expand
+
+    def chain(self, rows: RowsView, width: int, depth: int) -> Tensor | None:
+        """The likeliest tokens [R,depth] after the text and each other, as `draft` says them; None: step by step."""
+        if self._kernels is None or not self._kernels.takes(rows.count * width):
+            return None
+        entries = max(1, max(rows.lengths) - 1)
+        self.cache.reserve(rows.capacity, entries + depth)
+        about = (rows.text, rows.length - 1, self._places.states(rows.count, 1), width, self.cache)
+        return self._kernels.chain(*about, entries, depth)
+
+    def _caught_up(self, rows: RowsView, entries: Tensor, width: int, visible: int) -> tuple[Tensor, Tensor]:
+        """The feature after the text [R,1,D] and what it says. A row with less to catch up reads some entries again, to
+        the same effect; a text of one token has none, and makes one up."""
+        self.cache.reserve(rows.capacity, visible)
+        if self._kernels is not None and self._kernels.takes(rows.count * width):
+            states = self._places.states(rows.count, 1)
+            return self._kernels.caught_up(rows.text, entries, states, width, self.cache, visible)
+        position = (entries + arange(-width, 0, entries.device)).clamp(min=0)
+        made = self.read(rows, slice(0, rows.count), position, visible)[:, -1:]
+        return made, self._light.say(made, self._shared)
+
+    def _ahead(self, tokens: Tensor, parents: Tensor | None, made: Tensor, scratch: Scratch) -> tuple[Tensor, Tensor]:
+        """The features after drafted tokens [R,Q] and what they say."""
+        if self._kernels is not None and self._kernels.takes(tokens.numel(), parents is not None):
+            return self._kernels.ahead(tokens, parents, made, scratch, self.cache)
+        slots, position, mask = scratch.placed()
+        self.cache.aim(slice(0, tokens.shape[0]), slots, scratch.visible, 0)
+        above = made[:, -1:]
+        if parents is not None:
+            above = made.gather(1, (parents + 1).unsqueeze(-1).expand(*parents.shape, made.shape[2]))
+        fresh = self._light.step(self._embed(tokens), above, position, mask, self._remember)
+        return fresh, self._light.say(fresh, self._shared)
+
+
+# ---- EAGLE: one decoder layer writes ahead in the target's own features, and says what tokens they mean
+
+_CHUNK = 1024  # places of a prompt read in one pass
+_PUBLISHED = 3  # hidden states that a head looks at, where its files do not say which
+
+
+Shared = Callable[[Tensor], Tensor]  # states [...,D] -> logits [...,V]
+
+
+@dataclass(frozen=True)
+class EagleConfig(LayerConfig):
+    """hidden, embedding: the target's widths; taps: the depths it looks at; draft_vocabulary: the target's ids that it
+    can say, in the order of its own (None: all). As others have it: tap_layers, instead of taps the hidden states by
+    number, or () for 2, L//2, L-3 of L layers; norm_before_residual: the layer adds to the normed feature."""
+
+    hidden: int = 0
+    embedding: int = 0
+    vocabulary: int = 0
+    taps: tuple[float, ...] = (0.1, 0.5, 0.9)
+    draft_vocabulary: int | None = None
+    tap_layers: tuple[int, ...] | None = field(default=None, kw_only=True)
+    norm_before_residual: bool = field(default=False, kw_only=True)
+    fuse_bias: bool = field(default=False, kw_only=True)
+    own_embedding: bool = field(default=False, kw_only=True)
+    own_output: bool = field(default=True, kw_only=True)  # else it says tokens by the target's own rows for them
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.taps or not all(0 <= share <= 1 for share in self.taps):
+            raise InputError(f"taps of an eagle head are depths from 0 to 1, such as 0.1, 0.5, 0.9; got {self.taps}.")
+        said = self.vocabulary if self.draft_vocabulary is None else self.draft_vocabulary
+        if not 1 <= said <= self.vocabulary:
+            raise InputError(f"draft_vocabulary must be from 1 to the target's {self.vocabulary}, got {said}.")
+
+    @property
+    def tapped(self) -> int:
+        """How many hidden states it looks at."""
+        return len(self.taps) if self.tap_layers is None else len(self.tap_layers) or _PUBLISHED
+
+    def taps_of(self, layers: int) -> tuple[float, ...]:
+        """The depths it looks at in a target of so many layers."""
+        if self.tap_layers is None:
+            return self.taps
+        return depths(self.tap_layers or (2, layers // 2, layers - 3), layers)
+
+
+class EagleHead(DraftHead):
+    """EAGLE-3 (arXiv 2503.01840): the target's features at three depths, fused; one layer that continues them.
+
+    Entry j is made of the feature of place j and the token after it, and guesses the token after that. Past what the
+    target has read, the layer's own output stands in for the feature.
+    """
+
+    kind = "eagle"
+    Config = EagleConfig
+    d2t: Tensor | None
+
+    def __init__(self, config: EagleConfig, made_for: dict[str, Any]) -> None:
+        super().__init__(config, made_for)
+        D, said = config.width, config.draft_vocabulary
+        self.fuse: nn.Module = nn.Linear(config.tapped * config.hidden, D, bias=config.fuse_bias)
+        self.feature_norm = Norm(D, eps=config.eps)
+        self.embed_norm = Norm(config.embedding, eps=config.eps)
+        self.layer = DecoderLayer(config, config.embedding + D)
+        self.norm = Norm(D, eps=config.eps)
+        self.output: Any = None  # see `borrow`
+        if config.own_output:
+            self.output = nn.Linear(D, config.vocabulary if said is None else said, bias=False)
+        # the target's id of every id of the draft's; training fills it with the most frequent ones
+        self.register_buffer("d2t", None if said is None else torch.arange(said))
+        self.words = nn.Embedding(config.vocabulary, config.embedding) if config.own_embedding else None
+
+    @classmethod
+    def sizes(cls, target: LanguageModel) -> EagleConfig:
+        config = target.model.config.get_text_config(decoder=True)
+        heads = max(1, config.hidden_size // 64)
+        width = 2 * heads * max(1, config.hidden_size // (2 * heads))
+        embedding = target.model.get_input_embeddings().embedding_dim
+        layers = target.layers
+        low, high = min(2, layers) / layers, max(0, layers - 3) / layers
+        taps = tuple(sorted((low, 0.5, high))) if layers > 5 else (0.1, 0.5, 0.9)
+        sizes = (width, heads, heads, 3 * width, 10000.0, config.hidden_size, embedding, config.vocab_size)
+        return EagleConfig(*sizes, taps=taps)
+
+    @property
+    def remembers(self) -> int:
+        return int(self.config.width)
+
+    def check(self, target: LanguageModel) -> None:
+        super().check(target)
+        self.borrow(target)
+
+    def borrow(self, target: LanguageModel) -> None:
+        """Take what it says tokens by from the target, where it has nothing of its own: once."""
+        if self.output is not None:
+            return
+        whole = target.model.get_output_embeddings()
+        if getattr(whole, "in_features", None) != self.config.width:
+            raise UnsupportedError(
+                f"This eagle head says tokens by the target's output layer, but that of {target.name} is no linear map "
+                f"of {self.config.width} numbers; train one with own_output=true."
+            )
+        ids = arange(0, self.config.vocabulary, target.device) if self.d2t is None else self.d2t.to(target.device)
+        with torch.inference_mode(False):
+            self.output = rows_of(whole, ids)
+
+    def own_weights(self) -> dict[str, Tensor]:
+        lent = "" if self.config.own_output else "output."
+        return {name: tensor for name, tensor in super().own_weights().items() if not lent or not name.startswith(lent)}
+
+    def step(
+        self, embedded: Tensor, features: Tensor, position: Tensor, mask: Tensor | None, remember: Remember | Unrolled
+    ) -> Tensor:
+        """embedded [R,Q,E], features [R,Q,D] -> the next features [R,Q,D]."""
+        normed = self.feature_norm(features)
+        seen = torch.cat([self.embed_norm(embedded), normed], -1)
+        stream = normed if self.config.norm_before_residual else features
+        return self.layer(seen, stream, position, mask, remember)  # type: ignore[no-any-return]
+
+    def say(self, features: Tensor, shared: Shared | None = None) -> Tensor:
+        """[...,D] -> logits [...,V] over the target's vocabulary; what the draft cannot say is impossible. `shared`:
+        the target's own output layer, for heads that have none."""
+        logits: Tensor = self.output(self.norm(features))
+        return logits if self.d2t is None else spread(logits, self.d2t, self.config.vocabulary)
+
+    def forward(
+        self, embedded: Tensor, taps: Sequence[Tensor], steps: int, shared: Shared | None = None
+    ) -> list[Tensor]:
+        """Logits [R,T,V] of `steps` steps over whole texts: see `unrolled`."""
+        return [self.say(features, shared) for features in self.unrolled(embedded, taps, steps)]
+
+    def unrolled(self, embedded: Tensor, taps: Sequence[Tensor], steps: int) -> Iterator[Tensor]:
+        """Whole texts, as in drafting ("training-time test"): `embedded` [R,T,E] are the tokens after the places of
+        `taps` [R,T,D]. Gives `steps` features [R,T,D]: those at t of step s follow true features up to t-s only."""
+        features = self.fuse(torch.cat(list(taps), -1))
+        place = arange(0, features.shape[1], features.device).unsqueeze(0)
+        remember = Unrolled()
+        for _ in range(steps):
+            features = self.step(embedded, features, place, None, remember)
+            yield features
+            features = torch.nn.functional.pad(features, (0, 0, 1, 0))[:, :-1]
+
+
+@DRAFTERS.register("eagle")
+class Eagle(HeadDrafter):
+    """Let one trained layer write ahead in the target's own hidden states."""
+
+    needs_taps = EagleConfig.taps
+
+    @dataclass(frozen=True)
+    class Options(HeadOptions):
+        Head = EagleHead
+
+        @classmethod
+        def conformance_variants(cls) -> list[Mapping[str, Any]]:
+            return [{"head": _with_few_words}, {"head": _with_borrowed_words}]
+
+    def __init__(self, options: HeadOptions | None = None) -> None:
+        super().__init__(options)
+        known = self.head is not None and self.head.config.tap_layers is None
+        self.needs_taps = self.head.config.taps if known else ()  # else `check` says
+        self._read: list[int] = []  # per row, how many entries are in memory, made of true features
+        self._lag = 0  # entries that may be missing after captured rounds; 0: `_read` is right
+        self._behind = 0  # so many entries a captured draft reads first
+
+    def anew(self) -> Drafter:
+        fresh = super().anew()
+        fresh.needs_taps = self.needs_taps
+        return fresh
+
+    # ---- rows come and go
+
+    def check(self, target: LanguageModel) -> None:
+        super().check(target)
+        self.needs_taps = self.head.config.taps_of(target.layers)
+
+    def open(self, target: LanguageModel, rows: RowsView) -> None:
+        super().open(target, rows)
+        self._embedding = self.head.words or self._embedding
+        ours = type(self.head) is EagleHead and target.runner in ("auto", "kernels")
+        kernels: CudaDraft | KernelDraft | None = None
+        if ours:
+            kernels = CudaDraft.of(self.head, self._embedding)
+            kernels = kernels or KernelDraft.of(self.light, self._embedding, self.vocabulary)
+        self._steps = Steps(self.light, self.embed, self.shared, self.places, kernels)
+        self._cache = self._steps.cache
+        self._read, self._lag = [], 0
+
+    def note(self, rows: RowsView, taps: tuple[Tensor, ...], path: Tensor | None = None) -> None:
+        self._check_taps(taps)
+        if not self._steps.note(rows, taps, path):
+            super().note(rows, taps, path)
+
+    def digest(self, taps: tuple[Tensor, ...]) -> Tensor:
+        self._check_taps(taps)
+        fused: Tensor = self.light.fuse(torch.cat(taps, -1))
+        return fused
+
+    def _check_taps(self, taps: tuple[Tensor, ...]) -> None:
+        if len(taps) != self.head.config.tapped:
+            raise UnsupportedError(
+                f"This eagle head looks at {self.head.config.tapped} hidden states and was shown {len(taps)}: among "
+                "other drafters it must know its target first, as load_drafter(folder, target) tells it."
+            )
+
+    def admit(self, rows: RowsView, first: int) -> None:
+        """Read the prompts but for their last entry, which the first draft begins with."""
+        super().admit(rows, first)
+        self._settle(rows.lengths[:first])
+        entries = [length - 1 for length in rows.lengths[first:]]
+        self._read[first:] = [max(0, count - 1) for count in entries]
+        self._cache.reserve(rows.capacity, rows.room)
+        new = slice(first, rows.count)
+        for start in range(0, max(entries) - 1, _CHUNK):
+            stop = min(start + _CHUNK, max(entries) - 1)
+            position = arange(start, stop, rows.text.device).expand(len(entries), stop - start)
+            self._steps.read(rows, new, position, stop)
+
+    @property
+    def moved(self) -> int:
+        return super().moved + self._cache.moved
+
+    def replayed(self) -> None:
+        self._lag = self._behind
+
+    def _settle(self, lengths: list[int]) -> None:
+        if self._lag:
+            self._read = [max(0, length - 1 - self._lag) for length in lengths]
+        self._lag = 0
+
+    def rewind(self, lengths: list[int]) -> None:
+        self._settle(lengths)
+        self._read = [min(read, length - 1) for read, length in zip(self._read, lengths, strict=True)]
+
+    def reorder(self, rows: RowsView, source: Sequence[int]) -> bool:
+        self._cache.copy_rows(list(source), list(range(len(source))), 0, max(rows.lengths))
+        self._read = [self._read[other] for other in source]
+        return super().reorder(rows, source)
+
+    def release(self, row: int, last: int, length: int) -> None:
+        super().release(row, last, length)
+        if last < len(self._read):
+            self._read[row] = self._read[last]
+            del self._read[last]
+            if row != last:
+                self._cache.move_row(last, row, length)
+
+    # ---- drafting
+
+    def propose(self, rows: RowsView, budget: Budget) -> TokenTree:
+        if rows.bound is not None:  # a round adds no more than this
+            self._behind = budget.depth + 1
+            return self._grower.run(rows, budget, self._expand(rows, self._behind))
+        self._settle(rows.lengths)
+        width = max(1, *(length - 1 - read for length, read in zip(rows.lengths, self._read, strict=True)))
+        chain = partial(self._steps.chain, rows, width)
+        tree = self._grower.run(rows, budget, self._expand(rows, width), chain)
+        self._read = [length - 1 for length in rows.lengths]
+        return tree
+
+    def _expand(self, rows: RowsView, width: int) -> Expand:
+        """The last `width` entries are read first, again if need be."""
+        draft = self._steps.draft(rows, width)
+        return lambda tokens, parents: self.usable(draft(tokens, parents))
+
+
+def _with_borrowed_words(target: LanguageModel) -> EagleHead:
+    """The same by rows of the target's own."""
+    whole = target.model.get_output_embeddings()
+    return _with_few_words(target, own=getattr(whole, "in_features", None) != EagleHead.sizes(target).width)
+
+
+def _with_few_words(target: LanguageModel, own: bool = True) -> EagleHead:
+    """Random weights that cannot say every token, for the conformance suite."""
+    sizes = EagleHead.sizes(target)
+    few = replace(sizes, draft_vocabulary=sizes.vocabulary * 3 // 4, own_output=own)
+    head = EagleHead.random(target, 0, few)
+    assert head.d2t is not None
+    head.d2t += sizes.vocabulary // 8
+    return head

@@ -1,0 +1,232 @@
+"""Heads that were trained here, written as others serve them: that is the road to several machines.
+
+EAGLE-3 heads go to the `speculators` format of the vLLM project, Medusa heads to the layout that vLLM reads.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from paceline.common.errors import InputError, UnknownNameError, UnsupportedError
+from paceline.drafters.heads.eagle import EagleHead
+from paceline.drafters.heads.formats.eagle3 import WEIGHTS
+from paceline.drafters.heads.formats.head_folder import OURS, WHOLE, export_layers
+from paceline.drafters.heads.formats.layer_keys import SCALING
+from paceline.drafters.heads.head_modules import DraftHead
+from paceline.drafters.heads.medusa import MedusaHead
+from paceline.models import load
+from paceline.models.language_model import LanguageModel
+from paceline.models.loading.catalogue import find_entry
+
+_SPECULATORS = "0.9.0"  # the version whose loader was tried; written into the file, as that project does
+_AHEAD = 3  # tokens that its users draft if they do not say
+
+
+def export_head(
+    head: DraftHead | str | os.PathLike[str],
+    target: Any,
+    folder: str | os.PathLike[str],
+    format: str = "speculators",
+) -> None:
+    """Write a head (or the head in a folder) for `target` into `folder`, as "speculators" or "medusa"; a draft-lm as
+    "hf", a model like any other."""
+    if format not in (*_WRITERS, WHOLE):
+        raise UnknownNameError("format of heads", format, (*_WRITERS, WHOLE))
+    if isinstance(head, (str, os.PathLike)):
+        if Path(head).resolve() == Path(folder).resolve():
+            raise InputError(f"The head cannot be exported into its own folder '{folder}'; name another.")
+        from paceline.drafters.load import read_head  # it imports this room
+
+        if format == WHOLE:
+            export_layers(head, target, folder)
+            return
+        head = read_head(head, DraftHead)
+    Head, write = _WRITERS.get(format, (None, None))
+    if type(head) is not Head or write is None:
+        fitting = next((name for name, (kind, _) in _WRITERS.items() if type(head) is kind), None)
+        advice = f"export it to {fitting}" if fitting else "only eagle, medusa and draft-lm can be exported"
+        raise UnsupportedError(f"The format '{format}' has no place for heads of kind '{head.kind}'; {advice}.")
+    # little of it is written, and nothing is decoded
+    lm = load(target, dtype="auto", device="cpu") if isinstance(target, (str, os.PathLike)) else load(target)
+    head.check(lm)
+    config, tensors = write(head, lm)
+    place = Path(folder)
+    place.mkdir(parents=True, exist_ok=True)
+    save_file({name: tensor.detach().to("cpu").contiguous().clone() for name, tensor in tensors.items()},
+              place / "model.safetensors", metadata={"format": "pt"})  # fmt: skip
+    (place / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+# ---- EAGLE-3
+
+
+def _speculators(head: EagleHead, target: LanguageModel) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    config = head.config
+    if not config.width == config.hidden == config.embedding:
+        raise UnsupportedError(
+            f"This eagle head is {config.width} wide on states of {config.hidden} and embeddings of "
+            f"{config.embedding}, and the format 'speculators' has one width for all; train one as wide as its target."
+        )
+    if config.fuse_bias:
+        raise UnsupportedError("This eagle head fuses with a bias, which the format 'speculators' has no place for.")
+    tensors: dict[str, Tensor] = {theirs: head.get_parameter(ours) for ours, theirs in WEIGHTS.items()}
+    tensors["embed_tokens.weight"] = _words(head, target)
+    if head.d2t is not None:
+        ids, order = head.d2t.sort()  # others take the draft's tokens to be in the order of the target's
+        tensors["lm_head.weight"] = tensors["lm_head.weight"][order]
+        tensors["d2t"] = ids - torch.arange(ids.shape[0], device=ids.device)
+        tensors["t2d"] = torch.zeros(config.vocabulary, dtype=torch.bool, device=ids.device).index_fill(0, ids, True)
+    about = {
+        "architectures": ["Eagle3DraftModel"],
+        "speculators_model_type": "eagle3",
+        "speculators_version": _SPECULATORS,
+        "draft_vocab_size": config.draft_vocabulary or config.vocabulary,
+        "norm_before_residual": config.norm_before_residual,
+        "eagle_aux_hidden_state_layer_ids": _numbers(head, target),
+        "tie_word_embeddings": False,
+        "dtype": _dtype(head),
+        "transformer_layer_config": _layer_config(head, target),
+        "speculators_config": _plan(target),
+        OURS: {"target": head.made_for},
+    }
+    return about, tensors
+
+
+def _words(head: EagleHead, target: LanguageModel) -> Tensor:
+    """What the head is given for every token: some models scale their embeddings on the way."""
+    if head.words is not None:
+        return head.words.weight
+    embedding = target.model.get_input_embeddings()
+    with torch.no_grad():
+        words: Tensor = embedding(torch.arange(head.config.vocabulary, device=target.device))
+    return words.to(head.output.weight.dtype)
+
+
+def _numbers(head: EagleHead, target: LanguageModel) -> list[int]:
+    """The hidden states it looks at, by number. The last one is normed here and not elsewhere."""
+    numbers = [round(share * target.layers) for share in head.config.taps_of(target.layers)]
+    if target.layers in numbers or len(set(numbers)) < len(numbers):
+        raise UnsupportedError(
+            f"This eagle head looks at the hidden states {', '.join(map(str, numbers))}, and the format 'speculators' "
+            f"takes different ones from 0 to {target.layers - 1}; train one with other taps."
+        )
+    return numbers
+
+
+def _layer_config(head: EagleHead, target: LanguageModel) -> dict[str, Any]:
+    """Of a Llama with one layer. Its positions are said in the way of newer and of older readers."""
+    config = head.config
+    scaling: dict[str, Any] = {"rope_type": "default"}
+    if config.rope_scaling is not None:
+        scaling = {"rope_type": "llama3", **dict(zip(SCALING, config.rope_scaling, strict=True))}
+        scaling[SCALING[-1]] = int(scaling[SCALING[-1]])
+    return {
+        "model_type": "llama",
+        "architectures": ["LlamaForCausalLM"],
+        "hidden_size": config.width,
+        "intermediate_size": config.inner,
+        "num_hidden_layers": 1,
+        "num_attention_heads": config.heads,
+        "num_key_value_heads": config.kv_heads,
+        "head_dim": head.layer.head_width,
+        "hidden_act": "silu",
+        "vocab_size": config.vocabulary,
+        "rms_norm_eps": config.eps,
+        "rope_theta": config.rope_theta,
+        "rope_scaling": None if config.rope_scaling is None else scaling,
+        "rope_parameters": {**scaling, "rope_theta": config.rope_theta},
+        "max_position_embeddings": int(target.context or 32768),
+        "attention_bias": False,
+        "mlp_bias": False,
+        "tie_word_embeddings": False,
+        "dtype": _dtype(head),
+    }
+
+
+def _plan(target: LanguageModel) -> dict[str, Any]:
+    greedy = {"proposal_type": "greedy", "speculative_tokens": _AHEAD, "verifier_accept_k": 1, "accept_tolerance": 0.0}
+    return {
+        "algorithm": "eagle3",
+        "default_proposal_method": "greedy",
+        "proposal_methods": [greedy],
+        "verifier": {
+            "name_or_path": _address(target),
+            "architectures": list(target.model.config.architectures or [type(target.model).__name__]),
+        },
+    }
+
+
+def _address(target: LanguageModel) -> str | None:
+    """Where others find the target: on the hub, or in its folder; None for a model that was made here."""
+    entry = find_entry(target.name)
+    if entry is not None:
+        return entry.hub_id
+    folder = str(getattr(target.model.config, "_name_or_path", "") or "")
+    if "/" in target.name and not Path(target.name).exists():
+        return target.name
+    return str(Path(folder).resolve()) if folder and Path(folder).is_dir() else None
+
+
+def _dtype(head: DraftHead) -> str:
+    return str(next(head.parameters()).dtype).removeprefix("torch.")
+
+
+# ---- Medusa
+
+
+def _medusa(head: MedusaHead, target: LanguageModel) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    config = head.config
+    layers = max(1, config.layers)
+    biased = bool(head.biases.any())
+    tensors: dict[str, Tensor] = {}
+    for k in range(config.heads):
+        for j in range(layers):  # a block of zeros adds nothing, where there is none
+            name = f"blocks.{k}.layers.{j}"
+            tensors[f"{name}.weight"] = (
+                head.blocks[j, k] if config.layers else torch.zeros(config.hidden, config.hidden)
+            )
+            if biased:
+                tensors[f"{name}.bias"] = head.biases[j, k, 0]
+        tensors[f"lm_heads.{k}.weight"] = _output(head, target) if head.output is None else head.output[k]
+    dtype = next(head.parameters()).dtype
+    about = {
+        "model_type": "medusa",
+        "architectures": ["MedusaModel"],
+        "hidden_size": config.hidden,
+        "vocab_size": config.vocabulary,
+        "truncated_vocab_size": config.vocabulary,
+        "num_heads": config.heads,
+        "num_hidden_layers": layers,
+        "medusa_fc_bias": biased,
+        "original_lm_head": False,
+        "base_model_name_or_path": _address(target),
+        "dtype": str(dtype).removeprefix("torch."),
+        OURS: {"target": head.made_for},
+    }
+    return about, {name: tensor.to(dtype) for name, tensor in tensors.items()}
+
+
+def _output(head: MedusaHead, target: LanguageModel) -> Tensor:
+    """The target's own output layer, which these heads share."""
+    layer = target.model.get_output_embeddings()
+    weight = getattr(layer, "weight", None)
+    plain = isinstance(weight, Tensor) and weight.is_floating_point() and getattr(layer, "bias", None) is None
+    if not plain or weight is None or tuple(weight.shape) != (head.config.vocabulary, head.config.hidden):
+        raise UnsupportedError(
+            f"The output layer of {target.name} is no plain matrix of {head.config.vocabulary} x {head.config.hidden}, "
+            "so that it cannot be written beside this medusa head; export with the target in float32 or bfloat16."
+        )
+    return weight
+
+
+_WRITERS: dict[str, tuple[type[DraftHead], Any]] = {
+    "speculators": (EagleHead, _speculators),
+    "medusa": (MedusaHead, _medusa),
+}

@@ -1,0 +1,73 @@
+"""Medusa heads of others: as FasterDecoding publishes them (where they are safetensors), and as vLLM serves them."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from paceline.common.errors import LoadError
+from paceline.drafters.heads.formats.head_folder import Checkpoint
+from paceline.drafters.heads.medusa import MedusaHead
+
+# the same heads under two sets of names: head, then block; and the output layer behind the blocks
+_PUBLISHED = re.compile(r"(\d+)\.(\d+)\.linear\.weight")
+_SERVED = re.compile(r"blocks\.(\d+)\.layers\.(\d+)\.weight")
+
+
+def read_medusa(folder: Path) -> MedusaHead:
+    found = Checkpoint(folder, "medusa")
+    for prefix in ("medusa_heads.", "medusa_head."):
+        found.rename(prefix, "")
+    if "token_map" in found or found.config.get("truncated_vocab_size") not in (None, found.config.get("vocab_size")):
+        raise found.refusal("a vocabulary of its own (token_map)")
+    served = any(name.startswith(("blocks.", "lm_heads.", "lm_head.")) for name in found)
+    heads, layers = _counts(found, _SERVED if served else _PUBLISHED)
+    block = "blocks.{}.layers.{}" if served else "{}.{}.linear"
+    blocks = torch.stack(
+        [torch.stack([found.take(f"{block.format(k, j)}.weight") for k in range(heads)]) for j in range(layers)]
+    )  # [J,K,D,D]
+    biases = torch.stack(
+        [torch.stack([_bias(found, block.format(k, j), blocks) for k in range(heads)]) for j in range(layers)]
+    ).unsqueeze(2)
+    weights = {"blocks": blocks, "biases": biases}
+    output = _outputs(found, "lm_heads.{}.weight" if served else f"{{}}.{layers}.weight", heads)
+    if output is not None:
+        weights["output"] = output
+    hidden = blocks.shape[-1]
+    vocabulary = int(found.number("vocab_size") if output is None else output.shape[1])
+    config = {
+        "hidden": hidden,
+        "vocabulary": vocabulary,
+        "heads": heads,
+        "layers": layers,
+        "own_output": output is not None,
+    }
+    known = found.target(found.config.get("base_model_name_or_path"))
+    return found.finish(MedusaHead, config, {"vocabulary": vocabulary, "hidden": hidden, **known}, weights)
+
+
+def _counts(found: Checkpoint, pattern: re.Pattern[str]) -> tuple[int, int]:
+    """How many heads there are, of how many blocks each."""
+    places = [match.groups() for match in map(pattern.fullmatch, found) if match]
+    if not places:
+        raise LoadError(f"The medusa head in '{found.folder}' has no blocks, such as 'blocks.0.layers.0.weight'.")
+    heads, layers = (1 + max(int(place[axis]) for place in places) for axis in (0, 1))
+    return heads, layers
+
+
+def _bias(found: Checkpoint, block: str, blocks: Tensor) -> Tensor:
+    name = f"{block}.bias"
+    return found.take(name) if name in found else blocks.new_zeros(blocks.shape[-1])
+
+
+def _outputs(found: Checkpoint, names: str, heads: int) -> Tensor | None:
+    """[K,V,D], or None where the heads share the target's own."""
+    if found.config.get("original_lm_head"):
+        for name in [name for name in found if name.startswith(("lm_heads.", "lm_head."))]:
+            found.drop(name)
+    if names.format(0) not in found:
+        return None
+    return torch.stack([found.take(names.format(k)) for k in range(heads)])

@@ -1,0 +1,1 @@
+"""Drafters that copy or count tokens. They run no model."""

@@ -1,0 +1,130 @@
+"""What the drafters that work on the host share: a state per row, counts of what followed what, and growing a tree."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Sequence
+from heapq import heappop, heappush
+from typing import Generic, TypeVar
+
+from paceline.core.contracts import Budget, Drafter, RowsView
+from paceline.core.tree import TokenTree
+from paceline.drafters.adaptive.stats import Drafted
+
+State = TypeVar("State")
+Place = TypeVar("Place")
+
+RANKED = 8  # continuations of a context that are kept in order; nobody branches more than that
+
+
+class HostDrafter(Drafter, Generic[State]):
+    """A drafter with one state per row, which comes and goes with it."""
+
+    _states: list[State]
+    _rows: RowsView | None = None
+
+    def open(self, target: object, rows: RowsView) -> None:
+        self._states, self._rows = [], rows
+
+    def admit(self, rows: RowsView, first: int) -> None:
+        self._rows = rows
+        del self._states[first:]
+        self._states += [self.begin(rows, row) for row in range(first, rows.count)]
+
+    def release(self, row: int, last: int, length: int) -> None:
+        if self._rows is not None:
+            self.end(self._states[row], self._rows, row)
+        self._states[row] = self._states[last]
+        del self._states[last]
+
+    def reorder(self, rows: RowsView, source: Sequence[int]) -> bool:
+        return True  # states know only what is settled, and that is the same in all beams of a search
+
+    def restart(self, rows: RowsView, count: int) -> None:
+        self.admit(rows, 0)  # no `end`: half an answer teaches nothing to others
+
+    @abstractmethod
+    def begin(self, rows: RowsView, row: int) -> State:
+        """The state of a new row."""
+
+    def end(self, state: State, rows: RowsView, row: int) -> None:
+        """A row is about to go; its text is still there."""
+
+
+class ListDrafter(HostDrafter[State]):
+    """One whose drafts are lists: whoever works on the host as well (`auto`) takes them as they are, and spares the way
+    into tensors and back."""
+
+    @abstractmethod
+    def listed(self, rows: RowsView, budget: Budget, branching: bool = True) -> list[Drafted]:
+        """A draft for every row, within the budget: its tokens and their parents. Not `branching`: a chain will do,
+        whatever its options say."""
+
+    def propose(self, rows: RowsView, budget: Budget) -> TokenTree:
+        """Branches that were asked for are drafted, whoever judges them: the loop says where a rule takes chains only,
+        and nobody's option is silently ignored."""
+        return TokenTree.from_lists(self.listed(rows, budget), "cpu")
+
+
+class Followers:
+    """How often each token followed one context, and the most frequent of them in order; of equals the latest."""
+
+    __slots__ = ("counts", "ranked", "total")
+
+    def __init__(self) -> None:
+        self.counts: dict[int, int] = {}
+        self.ranked: list[int] = []
+        self.total = 0
+
+    def see(self, token: int) -> None:
+        counts, ranked = self.counts, self.ranked
+        count = counts[token] = counts.get(token, 0) + 1
+        self.total += 1
+        if token in ranked:
+            place = ranked.index(token)
+        elif len(ranked) < RANKED:
+            place = len(ranked)
+            ranked.append(token)
+        elif counts[ranked[-1]] <= count:
+            place = RANKED - 1
+            ranked[place] = token
+        else:
+            return
+        while place and counts[ranked[place - 1]] <= count:
+            ranked[place - 1], ranked[place] = token, ranked[place - 1]
+            place -= 1
+
+
+Expand = Callable[[Place], Iterable[tuple[int, float, Place]]]
+
+
+def grow(start: Place, expand: Expand[Place], nodes: int, depth: int, sure: int, least: float) -> Drafted:
+    """Tokens and parents of a tree grown where it is most probable. `expand(place)` gives the distinct next tokens, the
+    best one first, each with its share and the place after it.
+
+    The chain of best tokens comes first, `sure` tokens of it whatever their probability; after that nothing whose
+    joint probability is less than `least`.
+    """
+    tokens: list[int] = []
+    parents: list[int] = []
+    waiting: list[tuple[float, int, int, float, int, int, Place]] = []
+    made = 0
+
+    def push(parent: int, place: Place, joint: float, level: int, best: bool) -> None:
+        nonlocal made
+        for token, share, after in expand(place):
+            first = best and level < sure
+            if first or joint * share >= least:
+                heappush(waiting, (-2.0 if first else -joint * share, made, token, joint * share, parent, level, after))
+                made += 1
+            best = False
+
+    push(-1, start, 1.0, 0, True)
+    while waiting and len(tokens) < nodes:
+        order, _, token, joint, parent, level, place = heappop(waiting)
+        node = len(tokens)
+        tokens.append(token)
+        parents.append(parent)
+        if level + 1 < depth:
+            push(node, place, joint, level + 1, order == -2.0)
+    return tokens, parents

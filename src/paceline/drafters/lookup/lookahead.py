@@ -1,0 +1,185 @@
+"""Guess many tokens at once, let the target correct them, and keep the n-grams it settles on (Fu et al. 2402.02057)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from paceline.common.limits import Limited, limited
+from paceline.core.contracts import DRAFTERS, Budget, Drafter, Reading, RowsView
+from paceline.core.tree import TokenTree
+from paceline.core.verdict import Verdict
+
+_KEYS = 4096  # first tokens a pool remembers n-grams for; the least recently used go first
+_SCATTER = 2654435761  # spreads neighbouring positions over a text (Knuth's multiplicative hash)
+
+
+@DRAFTERS.register("lookahead")
+class Lookahead(Drafter):
+    """Collect n-grams from guesses the target corrects beside the text, and draft those that fit.
+
+    A guess for each of the next `window` positions is a chain below the text; what the target said after a guess hangs
+    below it. So the guesses are part of the one tree that is verified, and what happens to be right is accepted.
+    """
+
+    @dataclass(frozen=True)
+    class Options(Limited):
+        window: int = limited(6, 0, 256)  # positions ahead that are guessed
+        ngram: int = limited(4, 2, 64)  # tokens of the n-grams that are collected
+        candidates: int = limited(6, 1, 256)  # n-grams proposed at once
+        prompt: bool = True  # the n-grams of the text itself are collected as well
+
+        @classmethod
+        def conformance_variants(cls) -> list[Mapping[str, Any]]:
+            return [{"window": 2, "ngram": 2, "candidates": 2, "prompt": False}]
+
+    def __init__(self, options: Options | None = None) -> None:
+        self.options = options or self.Options()
+        usual = self.Options()
+        self.fills = all(
+            getattr(self.options, name) == getattr(usual, name) for name in ("window", "ngram", "candidates")
+        )
+        self._states: list[_Row] = []
+        self._drafts: list[_Draft] = []
+
+    @classmethod
+    def beyond_text(cls, options: Any) -> str | None:
+        return "the target's logits (option window)" if options.window else None
+
+    def open(self, target: object, rows: RowsView) -> None:
+        self._states, self._drafts = [], []
+
+    def admit(self, rows: RowsView, first: int) -> None:
+        del self._states[first:]
+        self._states += [_Row(self.options) for _ in range(first, rows.count)]
+
+    def release(self, row: int, last: int, length: int) -> None:
+        self._states[row] = self._states[last]
+        del self._states[last]
+
+    def propose(self, rows: RowsView, budget: Budget) -> TokenTree:
+        self._drafts = []
+        known = zip(self._states, rows.histories, rows.settled, budget.limits, strict=True)
+        for state, history, settled, limit in known:
+            state.learn(history, settled)
+            self._drafts.append(state.draft(history, min(limit, budget.depth), budget.nodes))
+        return TokenTree.from_rows([(draft.tokens, draft.parents) for draft in self._drafts], "cpu")
+
+    def keep(self, rows: RowsView, verdict: Verdict, reading: Reading) -> None:
+        drafts, self._drafts = self._drafts, []
+        if not any(draft.columns for draft in drafts):
+            return
+        best = reading.logits.max(-1)  # not what was sampled: a guess that repeats itself is what settles
+        said: list[list[int]] = torch.where(best.values - best.values == 0, best.indices, -1).tolist()
+        for state, draft, tokens in zip(self._states, drafts, said, strict=True):
+            state.correct(draft, tokens)
+
+
+class _Draft:
+    """One row's tree while it grows: equal siblings are one node."""
+
+    def __init__(self, depth: int, room: int) -> None:
+        self.tokens: list[int] = []
+        self.parents: list[int] = []
+        self.columns: list[int] = []  # the last node of each guessed column that is in the tree
+        self.room = room  # nodes, at most
+        self._depth = depth
+        self._depths: list[int] = []
+        self._known: dict[tuple[int, int], int] = {}
+
+    def add(self, parent: int, tokens: Sequence[int]) -> list[int]:
+        """The nodes of `tokens` below `parent` (-1: the text); none, and nothing is added, if they do not fit."""
+        above = self._depths[parent] if parent >= 0 else 0
+        if above + len(tokens) > self._depth:
+            return []
+        path, at = [], parent
+        for token in tokens:
+            child = self._known.get((at, token))
+            if child is None:
+                break
+            path.append(child)
+            at = child
+        if len(self.tokens) + len(tokens) - len(path) > self.room:
+            return []
+        for token in tokens[len(path) :]:
+            child = self._known[(at, token)] = len(self.tokens)
+            self.tokens.append(token)
+            self.parents.append(at)
+            path.append(child)
+            self._depths.append(above + len(path))
+            at = child
+        return path
+
+
+class _Row:
+    """The n-grams and the guesses of one text."""
+
+    def __init__(self, options: Lookahead.Options) -> None:
+        self.options = options
+        self._pool: dict[int, dict[tuple[int, ...], None]] = {}  # by first token; the latest n-gram is the last
+        self._learned = 0  # tokens of the text whose n-grams are in the pool
+        self._columns: list[list[int]] = []  # per position: a guess, and what the target said after it, and after that
+        self._start = 0  # the position that the first column begins at
+
+    def learn(self, text: list[int], settled: int) -> None:
+        """The n-grams of the text itself; each is looked at once."""
+        if not self.options.prompt:
+            return
+        for end in range(max(self._learned, self.options.ngram - 1), settled):
+            self._store(text[end - self.options.ngram + 1 : end + 1])
+        self._learned = max(self._learned, settled)
+
+    def _store(self, ngram: Sequence[int]) -> None:
+        first, rest = ngram[0], tuple(ngram[1:])
+        known = self._pool.pop(first, {})
+        self._pool[first] = known  # the latest key is the last as well
+        known.pop(rest, None)
+        known[rest] = None
+        if len(known) > self.options.candidates:
+            del known[next(iter(known))]
+        if len(self._pool) > _KEYS:
+            del self._pool[next(iter(self._pool))]
+
+    # ---- a round
+
+    def draft(self, text: list[int], depth: int, nodes: int) -> _Draft:
+        """The n-grams that go on from the last token, the latest first, and the guesses below the text."""
+        guesses = self.options.window > 0 and depth >= self.options.ngram - 1
+        tree = _Draft(depth, (nodes + 1) // 2 if guesses else nodes)  # or a full pool would starve itself
+        for rest in reversed(self._pool.get(text[-1], {})):
+            tree.add(-1, rest[: min(depth, tree.room - len(tree.tokens))])
+        tree.room = nodes
+        self._align(text)
+        at = -1
+        for column in self._columns:
+            path = tree.add(at, column)
+            if not path:
+                break
+            tree.columns.append(path[-1])
+            at = path[0]  # the next column continues this one's guess
+        return tree
+
+    def _align(self, text: list[int]) -> None:
+        """Columns the text has passed are gone; new ones begin with some words of the text, spread by a hash."""
+        passed = len(text) - self._start
+        self._columns = self._columns[passed:] if passed >= 0 else []
+        self._start = len(text)
+        for place in range(len(self._columns), self.options.window):
+            where = (len(text) + place) * _SCATTER
+            self._columns.append([text[(where + i) % len(text)] for i in range(self.options.ngram - 1)])
+
+    def correct(self, draft: _Draft, said: list[int]) -> None:
+        """`said`: the target's token after the text and after every node, -1 where it was not asked. A column and what
+        followed it is an n-gram; without its first token it is the column of the next position."""
+        grown = []
+        for column, last in zip(self._columns, draft.columns, strict=False):
+            if said[last + 1] < 0:
+                break
+            ngram = [*column, said[last + 1]]
+            self._store(ngram)
+            grown.append(ngram[1:])
+        self._columns = grown
+        self._start += 1

@@ -1,0 +1,121 @@
+"""Follow the caller's own guess of the output ("predicted outputs"), and find the place again after an edit."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from dataclasses import dataclass, replace
+from typing import Any
+
+from paceline.common.limits import Limited, limited
+from paceline.core.contracts import DRAFTERS, Budget, RowsView
+from paceline.core.tree import TokenTree
+from paceline.drafters.lookup.base import HostDrafter
+
+_PATIENCE = 4  # tokens that fit nowhere before it waits for one that does
+_LOOK_BACK = 16  # a match longer than this is as good as this
+_CANDIDATES = 32  # places compared to find the right one, the nearest on either side
+
+
+@DRAFTERS.register("prediction")
+class Prediction(HostDrafter["_Row"]):
+    """Follow the caller's guess of the output: generate(prompt, prediction=...); found again after every edit."""
+
+    takes_prediction = True
+
+    @dataclass(frozen=True)
+    class Options(Limited):
+        # tokens of the prediction, on either side of the last place, where the text may go on
+        window: int = limited(512, 1, 2**20)
+        # ways to go on after an edit proposed at once: a token was replaced, added or left out
+        branches: int = limited(1, 1, 256)
+
+    wants_verdict = False
+
+    def __init__(self, options: Options | None = None) -> None:
+        self.options = options or self.Options()
+
+    @classmethod
+    def beyond_text(cls, options: Any) -> str | None:
+        return None
+
+    def begin(self, rows: RowsView, row: int) -> _Row:
+        """Without a prediction the prompt stands in for one: much of what is asked for repeats it."""
+        given = rows.predictions[row]
+        return _Row(_Predicted(rows.histories[row][:] if given is None else given), _Trail(rows.lengths[row]))
+
+    def propose(self, rows: RowsView, budget: Budget) -> TokenTree:
+        drafts = []
+        known = zip(rows.histories, rows.settled, self._states, budget.limits, strict=True)
+        for text, settled, row, limit in known:
+            row.trail = row.predicted.follow(row.trail, text, settled, self.options.window)
+            trail = row.predicted.follow(row.trail, text, len(text), self.options.window)
+            depth = max(0, min(limit, budget.depth))
+            ways = [row.predicted.tokens[place : place + depth] for place in trail.ways(self.options.branches)]
+            drafts.append([way for way in ways if way])
+        return TokenTree.from_branches(drafts, budget.nodes, "cpu")
+
+
+@dataclass
+class _Row:
+    predicted: _Predicted
+    trail: _Trail
+
+
+@dataclass(frozen=True)
+class _Trail:
+    """How far a text was followed, and where in the prediction it would go on."""
+
+    read: int  # tokens of the text that were looked at
+    place: int = 0  # of the next token in the prediction, when the last one fitted
+    missed: int = 0  # tokens since then that fitted nowhere
+
+    def ways(self, most: int) -> list[int]:
+        """Where it may go on. After a token that fits nowhere: it replaced one, or it was added, or one was dropped."""
+        if self.missed == 0:
+            return [self.place]
+        if self.missed > _PATIENCE:
+            return []
+        return [self.place + self.missed, self.place, self.place + self.missed + 1][:most]
+
+
+class _Predicted:
+    """A prediction, and where each of its tokens occurs."""
+
+    def __init__(self, tokens: list[int]) -> None:
+        self.tokens = tokens
+        self._where: dict[int, list[int]] = {}
+        for place, token in enumerate(tokens):
+            self._where.setdefault(token, []).append(place)
+
+    def follow(self, trail: _Trail, text: list[int], stop: int, window: int) -> _Trail:
+        """Read the text up to `stop`."""
+        read, place, missed = trail.read, trail.place, trail.missed
+        for at in range(read, stop):
+            if not missed and place < len(self.tokens) and self.tokens[place] == text[at]:
+                place += 1
+                continue
+            found = self._find(text, at, place + missed, window)
+            if found is None:
+                missed += 1
+            else:
+                place, missed = found + 1, 0
+        return replace(trail, read=max(read, stop), place=place, missed=missed)
+
+    def _find(self, text: list[int], at: int, expected: int, window: int) -> int | None:
+        """Where the text up to its token `at` ends in the prediction: the longest match, of equals the nearest."""
+        places = self._where.get(text[at], [])
+        middle = bisect_left(places, expected)
+        near = places[max(0, middle - _CANDIDATES) : middle + _CANDIDATES]
+        scored = [
+            (-self._match(text, at, place), abs(place - expected), place)
+            for place in near
+            if abs(place - expected) <= window
+        ]
+        return min(scored)[2] if scored else None
+
+    def _match(self, text: list[int], at: int, place: int) -> int:
+        length = 0
+        most = min(_LOOK_BACK, at + 1, place + 1)
+        while length < most and text[at - length] == self.tokens[place - length]:
+            length += 1
+        return length

@@ -1,0 +1,91 @@
+"""Copy what followed the last words the last time they occurred (Saxena 2023; Yang et al. 2023, arXiv 2304.04487)."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from typing import Any
+
+from paceline.common.errors import InputError
+from paceline.common.limits import Limited, limited
+from paceline.core.contracts import DRAFTERS, Budget, RowsView
+from paceline.core.tree import chain_parents, merge_chains
+from paceline.drafters.adaptive.stats import Drafted
+from paceline.drafters.lookup.base import ListDrafter
+
+
+@DRAFTERS.register("prompt-lookup")
+class PromptLookup(ListDrafter["_Index"]):
+    """Copy from the prompt and the text so far: what followed the same words before."""
+
+    @dataclass(frozen=True)
+    class Options(Limited):
+        longest: int = limited(3, most=4096)  # tokens to match, at most (transformers: max_matching_ngram_size)
+        shortest: int = limited(1, most=4096)  # and at least
+        branches: int = limited(1, 1, 256)  # different continuations to propose at once, as a tree
+
+        def __post_init__(self) -> None:
+            super().__post_init__()
+            if not 1 <= self.shortest <= self.longest:
+                raise InputError(
+                    f"prompt-lookup needs 1 <= shortest <= longest, got {self.shortest} and {self.longest}."
+                )
+
+    wants_verdict = False
+
+    def __init__(self, options: Options | None = None) -> None:
+        self.options = options or self.Options()
+
+    @classmethod
+    def beyond_text(cls, options: Any) -> str | None:
+        return None
+
+    def begin(self, rows: RowsView, row: int) -> _Index:
+        return _Index(self.options)
+
+    def listed(self, rows: RowsView, budget: Budget, branching: bool = True) -> list[Drafted]:
+        drafts: list[Drafted] = []
+        known = zip(rows.histories, rows.settled, self._states, budget.limits, strict=True)
+        for history, settled, index, limit in known:
+            index.learn(history, settled)
+            chains = index.continuations(history, min(limit, budget.depth))
+            if len(chains) > 1 and branching:
+                drafts.append(merge_chains(chains, budget.nodes))
+            else:
+                chain = chains[0][: budget.nodes] if chains else []
+                drafts.append((chain, chain_parents(len(chain))))
+        return drafts
+
+
+class _Index:
+    """Where each n-gram of one text ended, latest first; every token of the text is looked at once."""
+
+    def __init__(self, options: PromptLookup.Options) -> None:
+        self.options = options
+        self._known = 1  # n-grams are known that end before the text's last word, so as not to find themselves
+        self._ends: dict[tuple[int, ...], deque[int]] = {}
+
+    def learn(self, text: list[int], settled: int) -> None:
+        """The first `settled` tokens of the text; the others may be taken back."""
+        for end in range(self._known, settled):
+            for n in range(self.options.shortest, min(self.options.longest, end) + 1):
+                places = self._ends.setdefault(tuple(text[end - n : end]), deque(maxlen=self.options.branches))
+                places.appendleft(end)
+        self._known = max(self._known, settled)
+
+    def continuations(self, text: list[int], most: int) -> list[list[int]]:
+        """Up to `branches` continuations, from the longest match down."""
+        if most < 1:
+            return []
+        found: list[int] = []
+        for n in range(min(self.options.longest, len(text)), self.options.shortest - 1, -1):
+            for end in self._ends.get(tuple(text[-n:]), ()):
+                if end not in found:
+                    found.append(end)
+        return [_copy(text, end, most) for end in found[: self.options.branches]]
+
+
+def _copy(text: list[int], start: int, most: int) -> list[int]:
+    """`most` tokens from `start`; a copy that reaches the end goes on into itself, as repetition does."""
+    period = len(text) - start
+    return [text[start + i % period] for i in range(most)]

@@ -1,0 +1,287 @@
+"""Recycle the candidates of earlier passes: what the target held for likely after a token (Luo et al., 2408.08696)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from paceline.common.errors import InputError, LoadError
+from paceline.common.json_text import parse_json
+from paceline.common.limits import NODES_LIMIT, Limited, limited
+from paceline.core.contracts import DRAFTERS, Budget, Drafter, Reading, RowsView, arange
+from paceline.core.tree import TokenTree
+from paceline.core.tree_shape import Shape, top
+from paceline.core.verdict import Verdict
+from paceline.models.loading.weight_check import reading
+
+# How often the r-th candidate is the right one, roughly: only to choose the shape of a tree, never what is accepted.
+_BY_RANK = (0.45, 0.15, 0.08, 0.05, 0.04, 0.03, 0.025, 0.02)
+_NODES = 48
+_FORMAT = "paceline.recycling.1"
+UNREAD, READ, WRITTEN = 0, 1, 2  # standing of a place in a pass: never read, read in a draft, part of the text now
+
+
+@DRAFTERS.register("recycling")
+class Recycling(Drafter):
+    """Follow what the target itself held for likely after each token, the last time it read it."""
+
+    @dataclass(frozen=True)
+    class Options(Limited):
+        k: int = limited(8, 1, 256)  # candidates remembered after each token
+        # of the tree, at most; None: what the decoder allows, and 48 at most
+        nodes: int | None = limited(None, 1, NODES_LIMIT)
+        shape: Any = None  # a tree of your own, as "4x2x1" or paths; None: a good one of `nodes` nodes
+        prompt: bool = True  # tokens not yet read are followed as in the prompt
+        persistent: bool = False  # remember from one request to the next
+        frozen: bool = False  # learn nothing
+        namespace: str = ""  # whose memory; set `drafter.namespace` between requests to change it
+
+        def __post_init__(self) -> None:
+            super().__post_init__()
+            if self.shape is not None:
+                Shape.of(self.shape)
+
+        @classmethod
+        def conformance_variants(cls) -> list[Mapping[str, Any]]:
+            return [{"shape": "1x1x1x1"}, {"k": 3, "shape": "3x2x2", "prompt": False}]
+
+    on_device = True
+
+    def __init__(self, options: Options | None = None) -> None:
+        self.options = options or self.Options()
+        self.namespace, self.frozen = self.options.namespace, self.options.frozen
+        self.fills = self.options.nodes is None and self.options.shape is None
+        self._memories: dict[str, _Memory] = {}
+        self._drafted: TokenTree | None = None
+
+    # ---- what stays
+
+    def reset(self) -> None:
+        """Forget what was learned under this namespace."""
+        self._memories.pop(self.namespace, None)
+
+    def save(self, path: str | Path) -> None:
+        """Write what was learned under this namespace, as safetensors."""
+        if self.namespace not in self._memories:
+            raise InputError(f"recycling has learned nothing under namespace '{self.namespace}'; generate first.")
+        memory = self._memories[self.namespace]
+        about = {"format": _FORMAT, "namespace": self.namespace, "learned": json.dumps(memory.learned)}
+        save_file({"successors": memory.successors.cpu(), "stamp": memory.stamp.cpu()}, str(path), about)
+
+    def load(self, path: str | Path) -> None:
+        """Go on from what was saved, under this namespace."""
+        if not (self.options.persistent or self.frozen):
+            raise InputError("recycling forgets between requests; load a memory with persistent=True or frozen=True.")
+        with reading("The memory of recycling in", path), safe_open(str(path), "pt") as file:
+            about = file.metadata() or {}
+            if about.get("format") != _FORMAT:
+                raise LoadError(f"{path} is no memory of recycling; write one with `save`.")
+            memory = _Memory(file.get_tensor("successors"), file.get_tensor("stamp"), parse_json(about["learned"]))
+            memory.check()
+        if memory.k != self.options.k:
+            raise InputError(f"{path} remembers {memory.k} candidates per token, k is {self.options.k}; set k.")
+        self._memories[self.namespace] = memory
+
+    # ---- rows come and go
+
+    def open(self, target: Any, rows: RowsView) -> None:
+        self._drafted = None
+        memory = self._memories.get(self.namespace) if self.options.persistent or self.frozen else None
+        if memory is not None and memory.vocabulary != target.vocabulary:
+            raise InputError(
+                f"recycling remembers {memory.vocabulary} tokens, the target has {target.vocabulary}; reset it."
+            )
+        if memory is None:
+            memory = _Memory.empty(target.vocabulary, self.options.k)
+        self._memory = self._memories[self.namespace] = memory.to(rows.text.device)
+
+    def admit(self, rows: RowsView, first: int) -> None:
+        if self.options.prompt and not self.frozen:
+            for text, settled in zip(rows.histories[first:], rows.settled[first:], strict=True):
+                self._memory.note_pairs(text[:settled])
+
+    # ---- drafting
+
+    def propose(self, rows: RowsView, budget: Budget) -> TokenTree:
+        self._drafted = None
+        if not self._memory.learned:
+            return TokenTree.empty(rows.count, rows.text.device)
+        plan = _plan(self._shape(budget), self.options.k, rows.text.device)
+        above = rows.text.gather(1, rows.length - 1)  # [R,W]: the nodes of a level, -1 where nothing is known
+        levels = []
+        for wanted in plan.levels:
+            above = self._memory.successors[above].flatten(1).index_select(1, wanted)
+            levels.append(above)
+        tokens = torch.cat(levels, 1)
+        if min(budget.limits) < len(plan.levels):
+            room = torch.tensor(budget.limits, device=tokens.device).unsqueeze(1)
+            tokens = tokens.where(plan.depth < room, -1)
+        self._drafted = _compact(tokens, plan)
+        return self._drafted
+
+    def _shape(self, budget: Budget) -> Shape:
+        vocabulary = self._memory.vocabulary
+        if self.options.shape is not None:
+            return Shape.of(self.options.shape).within(budget.depth, budget.nodes, min(self.options.k, vocabulary))
+        return _good_shape(
+            min(self.options.k, vocabulary), min(self.options.nodes or _NODES, budget.nodes), budget.depth
+        )
+
+    def keep(self, rows: RowsView, verdict: Verdict, reading: Reading) -> None:
+        drafted, self._drafted = self._drafted, None
+        tokens = rows.text.gather(1, rows.length - 1)
+        standing = torch.full_like(tokens, WRITTEN)
+        if drafted is not None and drafted.nodes:
+            below = torch.full_like(drafted.tokens, READ)
+            if drafted.in_use is not None:
+                below = below.where(drafted.in_use, UNREAD)
+            tokens = torch.cat([tokens, drafted.tokens], 1)
+            standing = torch.cat([standing, accepted_nodes(verdict, below)], 1)
+        self.absorb(tokens, reading.logits, standing)
+
+    def reorder(self, rows: RowsView, source: Sequence[int]) -> bool:
+        self._drafted = None if self._drafted is None else of_rows(self._drafted, source)
+        return True  # what it remembers is of no row
+
+    def absorb(self, tokens: Tensor, logits: Tensor, standing: Tensor) -> None:
+        """What the target said after `tokens` [R,Q] in one pass: logits [R,Q,V]; standing [R,Q] as named above."""
+        if not self.frozen:
+            self._memory.learn(tokens, logits, standing)
+
+
+def of_rows(tree: TokenTree, source: Sequence[int]) -> TokenTree:
+    """Row r is row source[r] of the tree."""
+    some = list(source)
+    parts = {name: getattr(tree, name) for name in ("tokens", "parents", "count", "laws")}
+    return replace(tree, **{name: part[some] for name, part in parts.items() if part is not None})
+
+
+def accepted_nodes(verdict: Verdict, standing: Tensor) -> Tensor:
+    """`standing` [R,N] of drafted nodes, with the accepted ones as part of the text."""
+    places = arange(0, standing.shape[1], standing.device)
+    if verdict.path is None:
+        return standing.masked_fill(places < verdict.accepted, WRITTEN)
+    inside = arange(0, verdict.path.shape[1], standing.device) < verdict.accepted
+    written = ((verdict.path.unsqueeze(2) == places) & inside.unsqueeze(2)).any(1)
+    return standing.masked_fill(written, WRITTEN)
+
+
+class _Memory:
+    """successors [V+2,k]: the candidates after each token, likeliest first, -1 where unknown. Row V takes what must
+    not be written; the last row, which is also row -1, stays unknown, so that nothing follows the unknown.
+    stamp [V+1]: when each row was last learned from the target, 0: never."""
+
+    def __init__(self, successors: Tensor, stamp: Tensor, learned: int) -> None:
+        self.successors, self.stamp = successors, stamp
+        self.learned = learned  # places learned from so far
+
+    @staticmethod
+    def empty(vocabulary: int, k: int) -> _Memory:
+        successors = torch.full((vocabulary + 2, k), -1, dtype=torch.int64)
+        return _Memory(successors, torch.zeros(vocabulary + 1, dtype=torch.int64), 0)
+
+    def check(self) -> None:
+        """For one from a file: its candidates are tokens of its vocabulary. A ValueError says what is wrong."""
+        rows, stamps = tuple(self.successors.shape), tuple(self.stamp.shape)
+        if len(rows) != 2 or len(stamps) != 1 or rows[0] != stamps[0] + 1 or 0 in (*rows, stamps[0]):
+            raise ValueError(f"its tensors have the shapes {rows} and {stamps}")
+        if {self.successors.dtype, self.stamp.dtype} != {torch.int64} or type(self.learned) is not int:
+            raise ValueError("its numbers are not whole")
+        least, most = int(self.successors.min()), int(self.successors.max())
+        if least < -1 or most >= self.vocabulary:
+            raise ValueError(f"it names tokens from {least} to {most}, and its vocabulary has {self.vocabulary}")
+
+    @property
+    def vocabulary(self) -> int:
+        return self.stamp.shape[0] - 1
+
+    @property
+    def k(self) -> int:
+        return self.successors.shape[1]
+
+    def to(self, device: torch.device) -> _Memory:
+        return _Memory(self.successors.to(device), self.stamp.to(device), self.learned)
+
+    def learn(self, tokens: Tensor, logits: Tensor, standing: Tensor) -> None:
+        """Of several places with one token the one in the text counts, else the first: never the order of writing,
+        which a device does not promise."""
+        values, likely = top(logits, min(self.k, logits.shape[-1]))
+        fine = (standing > UNREAD) & (values[..., 0] - values[..., 0] == 0)
+        names = tokens.where(fine, self.vocabulary).flatten()
+        count = names.shape[0]
+        order = self.learned + 1 + count * standing.flatten() - arange(0, count, names.device)
+        self.learned += 4 * count
+        self.stamp.scatter_reduce_(0, names, order, "amax")
+        names = names.where(self.stamp[names] == order, self.vocabulary)
+        found = likely.flatten(0, 1)
+        if found.shape[1] < self.k:
+            found = torch.nn.functional.pad(found, (0, self.k - found.shape[1]), value=-1)
+        self.successors.index_copy_(0, names, found)
+
+    def note_pairs(self, text: list[int]) -> None:
+        """For tokens the target has not been asked about: what followed them in a text, the latest first."""
+        after: dict[int, list[int]] = {}
+        for here, there in zip(reversed(text[:-1]), reversed(text[1:]), strict=True):
+            known = after.setdefault(here, [])
+            if len(known) < self.k and there not in known:
+                known.append(there)
+        if not after:
+            return
+        device = self.stamp.device
+        names = torch.tensor(list(after), device=device)
+        found = torch.tensor([known + [-1] * (self.k - len(known)) for known in after.values()], device=device)
+        self.successors.index_copy_(0, names.where(self.stamp[names] == 0, self.vocabulary), found)
+        self.learned += 1
+
+
+@lru_cache(maxsize=64)
+def _good_shape(ranks: int, nodes: int, depth: int) -> Shape:
+    return Shape.optimal(_BY_RANK[:ranks], nodes, depth)
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """A shape as tensors: per level, which entries of the level before's candidates [W*k] become nodes."""
+
+    levels: tuple[Tensor, ...]
+    parents: Tensor | None  # [N]; None: a chain
+    depth: Tensor  # [N]
+
+
+@lru_cache(maxsize=64)
+def _plan(shape: Shape, k: int, device: torch.device) -> _Plan:
+    levels = []
+    for level in shape.levels:
+        wanted = [place * k + rank for place, count in level for rank in range(count)]
+        levels.append(torch.tensor(wanted, device=device))
+    where = {path: node for node, path in enumerate(shape.paths)}
+    parents = [where.get(path[:-1], -1) for path in shape.paths]
+    chain = parents == list(range(-1, len(parents) - 1))
+    depth = torch.tensor([len(path) - 1 for path in shape.paths], device=device)
+    return _Plan(tuple(levels), None if chain else torch.tensor(parents, device=device), depth)
+
+
+def _compact(tokens: Tensor, plan: _Plan) -> TokenTree:
+    """The known nodes [R,N] moved to the front, and their parents with them; no host read."""
+    R, N = tokens.shape
+    known = tokens >= 0
+    count = known.sum(1)
+    if plan.parents is None:  # of a chain the unknown are at the end already
+        return TokenTree(tokens.clamp(min=0), None, count)
+    place = known.cumsum(1) - 1
+    above = plan.parents.expand(R, N)
+    parents = place.gather(1, above.clamp(min=0)).where(above >= 0, -1)
+    to = place.where(known, N)
+    room = torch.zeros(R, N + 1, dtype=torch.int64, device=tokens.device)
+    moved = room.scatter(1, to, tokens)[:, :N].where(arange(0, N, tokens.device) < count.unsqueeze(1), 0)
+    parents = (room - 1).scatter(1, to, parents)[:, :N]
+    return TokenTree(moved, parents, count, deepest=len(plan.levels))

@@ -1,0 +1,350 @@
+"""Suffix automata over this text and over past ones (SuffixDecoding, arXiv 2411.04975; SAM decoding, 2411.10666)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from paceline.common.errors import InputError
+from paceline.common.limits import Limited, limited
+from paceline.core.contracts import DRAFTERS, Budget, RowsView
+from paceline.core.tree import chain_parents
+from paceline.drafters.adaptive.stats import Drafted
+from paceline.drafters.lookup.base import RANKED, ListDrafter, grow
+
+# ---- A suffix automaton that grows with a text and knows how often, and how lately, everything in it was said
+
+# a state per class of substrings that end at the same places; 0 is the empty string
+ROOT = 0
+END = -1  # set between two texts in one automaton; never matched and never drafted
+_VOICES = 4  # contexts that are asked for what follows
+_OPEN = 0.02  # what they leave open that is not worth asking a shorter one about
+_CLIMB = 24  # contexts that are counted per token, the longest first: a bound for texts like "aaaa"
+
+
+class SuffixAutomaton:
+    """All substrings of a text in two states per token at most. Learning a token and following one are O(1) amortised.
+
+    Counts are exact: every context of the new token counts it. Those contexts are the suffix links, a handful in real
+    text; at most `_CLIMB` of them are climbed.
+    """
+
+    def __init__(self) -> None:
+        self._next: list[dict[int, int]] = [{}]
+        self._link = [-1]
+        self._length = [0]  # of the longest string of a state
+        self._count = [0]  # how often it occurred
+        self._ranked: dict[int, list[int]] = {}  # its most frequent followers, where it has several
+        self._last = ROOT  # the whole text
+        self.size = 0
+
+    def extend(self, token: int) -> None:
+        """Learn one more token of the text."""
+        before, link, following = self._last, self._link, self._next
+        new = self._add({}, 0, self._length[before] + 1, 0)
+        at = before
+        while at >= 0 and token not in following[at]:
+            following[at][token] = new
+            at = link[at]
+        if at >= 0:
+            there = following[at][token]
+            link[new] = there if self._length[there] == self._length[at] + 1 else self._split(at, token, there)
+        self._last = new
+        self.size += 1
+        for _ in range(_CLIMB):
+            self._count[new] += 1
+            new = link[new]
+            if new <= ROOT:
+                break
+        if token != END:
+            self._rank(before, token)
+
+    def _add(self, following: dict[int, int], link: int, length: int, count: int) -> int:
+        self._next.append(following)
+        self._link.append(link)
+        self._length.append(length)
+        self._count.append(count)
+        return len(self._link) - 1
+
+    def _split(self, at: int, token: int, there: int) -> int:
+        """The shorter strings of a state have now occurred where the longer have not: they get a state of their own."""
+        link, following = self._link, self._next
+        short = self._add(dict(following[there]), link[there], self._length[at] + 1, self._count[there])
+        if there in self._ranked:
+            self._ranked[short] = list(self._ranked[there])
+        link[there] = short
+        while at >= 0 and following[at].get(token) == there:
+            following[at][token] = short
+            at = link[at]
+        return short
+
+    def _rank(self, context: int, token: int) -> None:
+        """The token moves up among the followers of its contexts; of equally frequent ones the latest is first."""
+        count, link = self._count, self._link
+        for _ in range(_CLIMB):
+            if context <= ROOT:
+                return
+            following = self._next[context]
+            if len(following) > 1:
+                ranked = self._ranked.get(context)
+                if ranked is None:
+                    ranked = self._ranked[context] = [other for other in following if other not in (token, END)]
+                often = count[following[token]]
+                if token in ranked:
+                    place = ranked.index(token)
+                elif len(ranked) < RANKED:
+                    place = len(ranked)
+                    ranked.append(token)
+                elif count[following[ranked[-1]]] <= often:
+                    place = RANKED - 1
+                    ranked[place] = token
+                else:
+                    place = 0
+                while place and count[following[ranked[place - 1]]] <= often:
+                    ranked[place - 1], ranked[place] = token, ranked[place - 1]
+                    place -= 1
+            context = link[context]
+
+    # ---- matching
+
+    @property
+    def repeated(self) -> tuple[int, int]:
+        """The longest end of the text that occurred before: its state and its length."""
+        state = max(self._link[self._last], ROOT)
+        return state, self._length[state]
+
+    def step(self, state: int, length: int, token: int) -> tuple[int, int]:
+        """The longest known end of (a match of `length` tokens in `state`) + token."""
+        link = self._link
+        while state > ROOT and self._length[link[state]] >= length:
+            state = link[state]  # the state was split since
+        while token not in self._next[state]:
+            state = link[state]
+            if state < ROOT:
+                return ROOT, 0
+            length = self._length[state]
+        return self._next[state][token], length + 1
+
+    def followers(self, state: int) -> tuple[list[int], list[int]]:
+        """The tokens that followed the strings of a state, and how often: the most frequent first, then the latest."""
+        following = self._next[state]
+        ranked = self._ranked.get(state) or [token for token in following if token != END]
+        return ranked, [self._count[following[token]] for token in ranked]
+
+    def after(self, state: int, length: int, most: int) -> list[tuple[int, float, int, int]]:
+        """What may follow a match, best first: (token, probability, state, length). The longest contexts speak, each
+        for what the longer ones leave open: the less, the longer and the more frequent they are."""
+        found: dict[int, tuple[int, float, int, int]] = {}
+        mass, voices = 1.0, _VOICES
+        while state > ROOT and voices and mass > _OPEN:
+            ranked, counts = self.followers(state)
+            if ranked:
+                following = self._next[state]
+                total = sum(counts)
+                evidence = total + length / 2
+                share = mass * evidence / (evidence + len(following)) / total
+                for token, often in zip(ranked, counts, strict=True):
+                    known = found.get(token)
+                    if known is None:
+                        found[token] = (token, share * often, following[token], length + 1)
+                    else:
+                        found[token] = (token, known[1] + share * often, known[2], known[3])
+                mass -= share * total
+                voices -= 1
+                if most == 1 and len(found) == 1 and share * total >= mass:
+                    break  # nothing can overtake it
+            state = self._link[state]
+            length = self._length[state]
+        if most == 1 or len(found) == 1:
+            return [max(found.values(), key=_probability)] if found else []
+        return sorted(found.values(), key=_probability, reverse=True)[:most]
+
+
+def _probability(follower: tuple[int, float, int, int]) -> float:
+    return follower[1]
+
+
+# ---- Suffix automata over this text and over past ones (SuffixDecoding, arXiv 2411.04975; SAM decoding, 2411.10666)
+
+_LEAD_IN = 8  # tokens of the prompt kept before an answer, so that its beginning can be found again
+_RECENT = 32  # tokens of a text that are looked for in past ones: longer matches say no more
+_PARTS = 4  # automata per namespace; the oldest is evicted as a whole
+
+Place = tuple[SuffixAutomaton, int, int]  # an automaton, a state of it, the length of the match
+
+
+class SuffixStore:
+    """Past answers by namespace. One store may serve several decoders: they feel each other's texts only where they
+    share a namespace."""
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self._spaces: dict[str, list[SuffixAutomaton]] = {}
+
+    def __getitem__(self, namespace: str) -> list[SuffixAutomaton]:
+        """The automata of a namespace, the latest first."""
+        return self._spaces.get(namespace, [])
+
+    def size(self, namespace: str) -> int:
+        return sum(part.size for part in self[namespace])
+
+    def add(self, namespace: str, text: list[int]) -> None:
+        """Remember one more text, and forget the oldest ones if that is too much."""
+        most = self.capacity // _PARTS
+        text = text[-(most - 1) :]
+        parts = self._spaces.setdefault(namespace, [])
+        if not parts or parts[0].size + len(text) + 1 > most:
+            parts.insert(0, SuffixAutomaton())
+            del parts[_PARTS:]
+        for token in text:
+            parts[0].extend(token)
+        parts[0].extend(END)
+
+    def clear(self, namespace: str) -> None:
+        self._spaces.pop(namespace, None)
+
+
+@DRAFTERS.register("suffix")
+class Suffix(ListDrafter["_Row"]):
+    """Draft what followed the longest match, in this text and in past answers, as far as the evidence reaches."""
+
+    @dataclass(frozen=True)
+    class Options(Limited):
+        branches: int = limited(1, 1, RANKED)  # continuations of a match to propose at once, as a tree
+        # the draft ends, or does not branch, below this estimate (the first token is free)
+        min_probability: float = limited(0.05, 0, 1)
+        remember: bool = True  # learn from the answers of past requests
+        store: Any = None  # where they are kept: a SuffixStore shared with others (None: one of its own)
+        namespace: str = ""  # whose memory; other namespaces of the store are never looked at
+        frozen: bool = False  # use what is remembered, add nothing
+        # tokens remembered per namespace; the oldest requests are forgotten
+        capacity: int = limited(100_000, 4 * _PARTS, 10**8)
+
+        def __post_init__(self) -> None:
+            super().__post_init__()
+            if self.store is not None and not isinstance(self.store, SuffixStore):
+                raise InputError(f"store must be a SuffixStore, got {type(self.store).__name__}.")
+
+        @classmethod
+        def conformance_variants(cls) -> list[dict[str, Any]]:
+            return [{"min_probability": 0.0, "branches": 2, "capacity": 64}, {"remember": False}]
+
+    wants_verdict = False
+
+    def __init__(self, options: Options | None = None) -> None:
+        self.options = options = options or self.Options()
+        self.store: SuffixStore = SuffixStore(options.capacity) if options.store is None else options.store
+        self._states = []
+
+    @classmethod
+    def beyond_text(cls, options: Any) -> str | None:
+        return None
+
+    def reset(self) -> None:
+        """Forget the past answers of this namespace."""
+        self.store.clear(self.options.namespace)
+
+    # ---- rows
+
+    def begin(self, rows: RowsView, row: int) -> _Row:
+        return _Row(rows.lengths[row])
+
+    def end(self, state: _Row, rows: RowsView, row: int) -> None:
+        """A request has ended: now its answer is a past one. Half an answer teaches nothing to others."""
+        if self.options.remember and not self.options.frozen:
+            answer = rows.histories[row][max(0, state.prompt - _LEAD_IN) : rows.settled[row]]
+            self.store.add(self.options.namespace, answer)
+
+    def _places(self, row: _Row, text: list[int], settled: int) -> list[Place]:
+        """Where the text stands in each automaton, the longest match first; of equals this text, then the latest."""
+        own = row.own
+        for place in range(row.known, settled):
+            own.extend(text[place])
+        parts = self.store[self.options.namespace] if self.options.remember else []
+        if [part for part, _, _ in row.past] != parts:  # something was remembered or forgotten
+            known = {id(part): (part, state, length) for part, state, length in row.past}
+            row.past = [
+                known.get(id(part)) or _found(part, text[max(0, row.known - _RECENT) : row.known]) for part in parts
+            ]
+        new = text[row.known : settled]
+        row.past = [_walk(place, new[-_RECENT:]) for place in row.past]
+        row.known = max(row.known, settled)
+        tail = text[settled:]
+        places = [_walk(place, tail) for place in [(own, *own.repeated), *row.past]]
+        return sorted((place for place in places if place[1] != ROOT), key=_length, reverse=True)
+
+    # ---- drafting
+
+    def listed(self, rows: RowsView, budget: Budget, branching: bool = True) -> list[Drafted]:
+        least, drafts = self.options.min_probability, list[Drafted]()
+        branches = self.options.branches if branching else 1
+        known = zip(rows.histories, rows.settled, self._states, budget.limits, strict=True)
+        for text, settled, row, limit in known:
+            places = self._places(row, text, settled)
+            depth = min(limit, budget.depth)
+            if depth < 1:
+                drafts.append(([], []))
+            elif branches == 1:
+                chain = _chain(places, depth, least)
+                drafts.append((chain, chain_parents(len(chain))))
+            else:
+                nodes = min(budget.nodes, depth * branches)
+                drafts.append(grow(places, lambda some: _after(some, branches), nodes, depth, 1, least))
+        return drafts
+
+
+@dataclass
+class _Row:
+    """What one text has taught so far, and where it stands in the past ones."""
+
+    prompt: int  # its length
+    own: SuffixAutomaton = field(default_factory=SuffixAutomaton)
+    known: int = 0  # its first tokens that were learnt
+    past: list[Place] = field(default_factory=list)
+
+
+def _length(place: Place) -> int:
+    return place[2]
+
+
+def _walk(place: Place, tokens: list[int]) -> Place:
+    automaton, state, length = place
+    for token in tokens:
+        state, length = automaton.step(state, length, token)
+    return automaton, state, length
+
+
+def _found(automaton: SuffixAutomaton, tokens: list[int]) -> Place:
+    return _walk((automaton, ROOT, 0), tokens)
+
+
+def _chain(places: list[Place], depth: int, least: float) -> list[int]:
+    """What follows the longest match that is followed by anything."""
+    drafted: list[int] = []
+    joint = 1.0
+    for automaton, state, length in places:
+        while len(drafted) < depth:
+            best = automaton.after(state, length, 1)
+            if not best:
+                break
+            token, share, state, length = best[0]
+            joint *= share
+            if drafted and joint < least:
+                break
+            drafted.append(token)
+        if drafted:
+            break
+    return drafted
+
+
+def _after(places: list[Place], most: int) -> list[tuple[int, float, list[Place]]]:
+    """The next tokens with their probabilities, for a tree. Several places speak where several automata match: what
+    one leaves open the next may fill, at half its own weight."""
+    found: dict[int, tuple[int, float, list[Place]]] = {}
+    mass = 1.0
+    for automaton, state, length in places:
+        for token, share, after, longer in automaton.after(state, length, most):
+            if token not in found and len(found) < most:
+                found[token] = (token, share * mass, [(automaton, after, longer)])
+        mass /= 2
+    return list(found.values())

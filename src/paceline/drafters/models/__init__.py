@@ -1,0 +1,1 @@
+"""Drafters that run a language model: a smaller one, or a part of the target."""

@@ -1,0 +1,165 @@
+"""A draft model with another tokenizer, by common tokens or by text (Timor et al. 2025, arXiv 2502.05202)."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from paceline.common.errors import UnsupportedError
+from paceline.common.limits import Limited
+from paceline.core.choice import Draw
+from paceline.core.contracts import DRAFTERS, Budget, RowsView
+from paceline.core.scratch_rows import ScratchRows
+from paceline.core.tree import TokenTree
+from paceline.core.tree_growth import Grower, TreeOptions
+from paceline.drafters.models.draft_model import ModelDrafter
+from paceline.models.language_model import LanguageModel
+from paceline.models.readers.scratch_reader import Notebook
+from paceline.models.tokenizers.translation import Transcript, Translation
+
+_MOST_STEPS = 4  # tokens the draft writes per token of the target, at most
+
+
+@DRAFTERS.register("cross-vocabulary")
+class CrossVocabulary(ModelDrafter):
+    """Let a smaller model with another tokenizer write ahead, by the tokens both know or by the text it writes.
+
+    The draft model reads the text in its own tokens; as the text grows only its end is encoded anew, and what the model
+    has read of the rest stays read.
+    """
+
+    @dataclass(frozen=True)
+    class Options(Limited):
+        model: Any = None  # a LanguageModel, or anything `paceline.load` takes
+        mode: Literal["intersection", "text"] = "intersection"  # tokens both know, or any text, encoded again
+
+    def __init__(self, options: Options | None = None) -> None:
+        super().__init__(options)
+        self._grower = Grower(TreeOptions())
+        self._words: tuple[LanguageModel, Translation] | None = None
+
+    def describe(self) -> str:
+        return f"cross-vocabulary {self.lm.name} by {self.options.mode}"
+
+    def anew(self) -> CrossVocabulary:
+        fresh = CrossVocabulary(self.options)
+        fresh._words = self._words
+        return fresh
+
+    # ---- rows come and go
+
+    def check(self, target: LanguageModel) -> None:
+        if self.options.mode == "intersection" and self._translation(target).shared == 0:
+            raise UnsupportedError(
+                f"{self.lm.name} and {target.name} have no token in common; use mode 'text', or another draft model."
+            )
+
+    def _translation(self, target: LanguageModel) -> Translation:
+        """Made once for a target: whole vocabularies are compared."""
+        if self._words is None or self._words[0] is not target:
+            self._words = (target, Translation(target, self.lm))
+        return self._words[1]
+
+    def open(self, target: LanguageModel, rows: RowsView) -> None:
+        self.words = self._translation(target)
+        self.book = Notebook(self.lm.reader(), ScratchRows(self.lm.device))
+        self._transcripts: list[Transcript] = []
+
+    def admit(self, rows: RowsView, first: int) -> None:
+        new = [Transcript(self.words, (*self.lm.eos, 0)[0]) for _ in range(first, rows.count)]
+        for transcript, text in zip(new, rows.histories[first:], strict=True):
+            transcript.follow(text)
+        self._transcripts[first:] = new
+        self.book.admit([transcript.ids for transcript in new])
+
+    def release(self, row: int, last: int, length: int) -> None:
+        self.book.release(row, last)
+        self._transcripts[row] = self._transcripts[last]
+        del self._transcripts[last]
+
+    def rewind(self, lengths: list[int]) -> None:
+        for transcript, length in zip(self._transcripts, lengths, strict=True):
+            transcript.rewind(length)
+
+    # ---- drafting
+
+    def propose(self, rows: RowsView, budget: Budget) -> TokenTree:
+        same = [transcript.follow(text) for transcript, text in zip(self._transcripts, rows.histories, strict=True)]
+        self.book.rewrite([transcript.ids for transcript in self._transcripts], same)
+        by_text = self.options.mode == "text"
+        steps = self._steps(rows, budget.depth) if by_text else budget.depth
+        if self.outgrown(self.book.rows.lengths, steps):
+            return TokenTree.empty(rows.count, rows.text.device)
+        return self._by_text(rows, budget, steps) if by_text else self._by_tokens(rows, budget)
+
+    def _by_tokens(self, rows: RowsView, budget: Budget) -> TokenTree:
+        """The draft's law over the tokens that both know, drawn as any draft is."""
+
+        def expand(tokens: Tensor | None, parents: Tensor | None) -> Tensor:
+            if tokens is None:
+                return self.words.logits(self.book.extend().logits)
+            return self.words.logits(self.book.reader.extend(self.book.rows, 0, self.words.to_draft[tokens]).logits)
+
+        tree = self._grower.run(rows, budget, expand)
+        self.book.add(self.words.to_draft[tree.tokens].tolist(), self._grower.fed)
+        if all(transcript.complete for transcript in self._transcripts):
+            return tree
+        # a character began that the draft cannot read: it does not know where it stands
+        whole = [transcript.complete for transcript in self._transcripts]
+        counts = [max(0, min(limit, tree.nodes)) * ok for limit, ok in zip(budget.limits, whole, strict=True)]
+        return replace(tree, count=torch.tensor(counts, device=tree.tokens.device))
+
+    def _steps(self, rows: RowsView, depth: int) -> int:
+        """How many tokens of its own the draft should write: one more than is needed, for the last may be cut short."""
+        if self.words.pieces is None:
+            return depth
+        lengths = zip(self._transcripts, rows.lengths, strict=True)
+        ratio = max(len(transcript.ids) / length for transcript, length in lengths)
+        return math.ceil((depth + 1) * min(max(ratio, 1.0), _MOST_STEPS))
+
+    def _by_text(self, rows: RowsView, budget: Budget, steps: int) -> TokenTree:
+        """The draft writes, its text is encoded anew in the target's tokens, and those after the text are drafted."""
+        logits = self.book.extend().logits
+        pen = _Pen(rows, budget, self.words)
+        written = [pen.write(logits)]
+        for _ in range(steps - 1):
+            logits = self.book.reader.extend(self.book.rows, 0, written[-1]).logits
+            written.append(pen.write(logits))
+        lines: list[list[int]] = torch.cat(written, 1).tolist()
+        self.book.add(lines, steps - 1)
+        chains = []
+        for text, transcript, line, limit in zip(rows.histories, self._transcripts, lines, budget.limits, strict=True):
+            most = max(0, min(limit, budget.depth))
+            chains.append(self.words.decode(text, line)[:most] if transcript.complete else [])
+        return TokenTree.from_chains(chains, rows.text.device)
+
+
+class _Pen:
+    """Chooses the draft's own tokens, one at a time: the likeliest; or, as long as it has only used tokens that the
+    target knows too and stands at a known place of the target's text, what the target's own noise says."""
+
+    def __init__(self, rows: RowsView, budget: Budget, words: Translation) -> None:
+        self._rows, self._budget, self._words = rows, budget, words
+        self._guesses: list[Tensor] = []  # [R,1] each, in the target's ids
+        self._aligned = torch.ones(rows.count, 1, dtype=torch.bool, device=rows.text.device)
+
+    def write(self, logits: Tensor) -> Tensor:
+        """[R,1]: the next token in the draft's ids."""
+        own = logits.argmax(-1)
+        step = len(self._guesses)
+        if step >= self._budget.depth:
+            return own
+        path = None
+        if self._rows.needs_path and step:
+            before = torch.cat(self._guesses, 1)
+            path = (before, torch.ones_like(before, dtype=torch.bool).unsqueeze(1))
+        choice = self._rows.choice(slice(step, step + 1), path)
+        draw: Draw = "coupled" if self._budget.draw == "coupled" else "certain"
+        guess, _ = choice.guess(self._words.logits(logits), draw)
+        self._guesses.append(guess)
+        self._aligned = self._aligned & self._words.known[own]
+        return torch.where(self._aligned, self._words.to_draft[guess], own)

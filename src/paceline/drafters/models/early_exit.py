@@ -1,0 +1,188 @@
+"""The target drafts for itself with its first layers, and verifies by going on from there."""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from paceline.common.errors import InputError, shown
+from paceline.common.limits import limited
+from paceline.core.contracts import DRAFTERS, Drafter, Reader
+from paceline.core.tree_growth import TreeOptions
+from paceline.drafters.heads.head_files import check_target, fingerprint, load_head, save_head
+from paceline.drafters.models.wrapper import Ahead, SelfDraft
+from paceline.drafters.shipped import shipped
+from paceline.models.cpu.cpu_linear import drafting
+from paceline.models.heads.head_layers import Norm
+from paceline.models.language_model import LanguageModel
+from paceline.models.loading.weight_check import built, reading
+from paceline.models.module_views import without_layers
+from paceline.models.readers.split import Head, Split, SplitReader, check_split
+
+KIND = "early-exit"
+
+
+class ExitHead(nn.Module):
+    """What a trained exit says: an optional extra block, a norm of its own, and an output matrix of its own or the
+    target's. Fresh weights change nothing but the norm: the block starts as nothing."""
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        """config: `layers` (where the exit is), `block` (inner width of the extra block, 0: none), `own_output`, and
+        the `target`'s fingerprint."""
+        super().__init__()
+        self.config = dict(config)
+        width, block = config["target"]["hidden"], config["block"]
+        self.norm = Norm(width, eps=1e-6)
+        self.enter = Norm(width, eps=1e-6) if block else None
+        self.up = nn.Linear(width, block, bias=False) if block else None
+        self.down = nn.Linear(block, width, bias=False) if block else None
+        self.output = nn.Linear(width, config["target"]["vocabulary"], bias=False) if config["own_output"] else None
+        if self.down is not None:
+            nn.init.zeros_(self.down.weight)
+
+    @classmethod
+    def fresh(cls, target: LanguageModel, layers: int, block: int = 0, own_output: bool = False) -> ExitHead:
+        """A head to be trained."""
+        return cls({"layers": layers, "block": block, "own_output": own_output, "target": fingerprint(target)})
+
+    @classmethod
+    def load(cls, folder: str | os.PathLike[str]) -> ExitHead:
+        config, tensors = load_head(folder, KIND)
+        with reading("The early-exit head in", folder):
+            if type(config["layers"]) is not int:
+                raise ValueError(f"'layers' in its config.json is {shown(config['layers'])}")
+            head = built(lambda: cls(config), tensors, folder)
+            head.load_state_dict(tensors)
+        return head
+
+    def save(self, folder: str | os.PathLike[str], numbers: str | None = None) -> None:
+        save_head(folder, KIND, self.config, self.state_dict(), numbers)
+
+    def states(self, hidden: Tensor) -> Tensor:
+        """hidden [...,D], as the last layer before the exit left it -> what the output matrix sees [...,D]."""
+        if self.enter is not None and self.up is not None and self.down is not None:
+            hidden = hidden + self.down(nn.functional.silu(self.up(self.enter(hidden))))
+        return self.norm(hidden)  # type: ignore[no-any-return]
+
+    def forward(self, hidden: Tensor, output: Callable[[Tensor], Tensor]) -> Tensor:
+        """hidden [R,Q,D] -> logits [R,Q,V]."""
+        return (self.output or output)(self.states(hidden))
+
+
+@DRAFTERS.register("early-exit")
+class EarlyExit(SelfDraft):
+    """Let the target's first layers draft; verification goes on from where they stopped."""
+
+    @dataclass(frozen=True)
+    class Options(TreeOptions):
+        # the target is left after so many; 0: where its head was trained, else after a third
+        layers: int = limited(0, most=10_000)
+        skip: tuple[int, ...] = ()  # instead: draft with the target without these layers
+        head: Any = None  # a trained exit: an ExitHead, or its folder; None: what comes along, unless layers are said
+
+        def __post_init__(self) -> None:
+            super().__post_init__()
+            if self.layers < 0:
+                raise InputError(f"layers must be at least 1, or 0 for a third of them, got {self.layers}.")
+            if not isinstance(self.skip, (list, tuple)) or any(type(layer) is not int for layer in self.skip):
+                raise InputError(f"skip must be a list of layers, counted from 0, got {shown(self.skip)}.")
+            if self.head is not None and not isinstance(self.head, (str, Path, ExitHead)):
+                raise InputError(f"head must be a folder or an ExitHead, got {shown(self.head)}.")
+            if self.skip and (self.layers or self.head is not None):
+                raise InputError("early-exit either leaves the target early (layers, head) or skips layers, not both.")
+
+        @classmethod
+        def conformance_variants(cls) -> list[dict[str, Any]]:
+            return [{"skip": (0,), "tree": "levels"}, {"head": _random_head, "tree": "static"}]
+
+    shares_reader = True
+
+    def __init__(self, options: Options | None = None) -> None:
+        super().__init__(options)
+        given = self.options.head
+        self._head: ExitHead | None = ExitHead.load(given) if isinstance(given, (str, Path)) else given
+        self._fitted: tuple[LanguageModel, ExitHead] | None = None  # the target, and the head as it needs it
+        self._depth = self.options.layers
+
+    def describe(self) -> str:
+        if self.options.skip:
+            return f"early-exit without layers {', '.join(map(str, self.options.skip))}{self.shape}"
+        trained = " by a trained head" if self._head else ""
+        return f"early-exit after {self._depth or 'a third of the'} layers{trained}{self.shape}"
+
+    def anew(self) -> Drafter:
+        fresh = super().anew()
+        assert isinstance(fresh, EarlyExit)
+        fresh._head, fresh._fitted = self._head, self._fitted
+        return fresh
+
+    # ---- which layers
+
+    def check(self, target: LanguageModel) -> None:
+        if self.options.skip:
+            _check_skip(target, self.options.skip)
+            return
+        if self._head is None and not self.options.layers and KIND in shipped(target):
+            self._head = ExitHead.load(shipped(target)[KIND])
+        self._depth = self._exit_of(target)
+        check_split(target, self._depth)
+        self._head_for(target)
+
+    def _exit_of(self, target: LanguageModel) -> int:
+        trained = None if self._head is None else int(self._head.config["layers"])
+        if trained and self.options.layers and trained != self.options.layers:
+            raise InputError(f"This exit head was trained after layer {trained}, but layers is {self.options.layers}.")
+        return trained or self.options.layers or max(1, round(target.layers / 3))
+
+    def _head_for(self, target: LanguageModel) -> Head | None:
+        if self._head is None:
+            return None
+        if self._fitted is None or self._fitted[0] is not target:
+            check_target(KIND, self._head.config["target"], target)
+            self._fitted = (target, copy.deepcopy(self._head).to(target.device, target.dtype).eval())
+        head, output = drafting(self._fitted[1]), cache(lambda: drafting(target.model.get_output_embeddings()))
+        return lambda hidden: head(hidden, lambda states: output()(states))
+
+    # ---- who drafts
+
+    def reader(self, target: LanguageModel) -> Reader | None:
+        if self.options.skip:
+            return None
+        reader = SplitReader(target, self._exit_of(target), self._head_for(target))
+        self._inner = Ahead(reader, self.options)
+        return reader
+
+    def made_from(self, target: LanguageModel) -> LanguageModel:
+        """Some of the layers with a cache of their own: to skip layers, or where nobody takes the reader we share."""
+        head, depth = (None, 0) if self.options.skip else (self._head_for(target), self._exit_of(target))
+        if head is None:  # plain layers of the target, so that kernels can run them
+            part = without_layers(target, self.options.skip or range(depth, target.layers))
+        else:
+            part = Split(target, depth, head).lower
+        return LanguageModel(part, name=f"part of {target.name}")
+
+
+def _check_skip(target: LanguageModel, skip: tuple[int, ...]) -> None:
+    wrong = [layer for layer in skip if not 0 <= layer < target.layers]
+    if wrong or len(set(skip)) >= target.layers:
+        raise InputError(
+            f"skip names layers 0 to {target.layers - 1} of {target.name} and leaves at least one, got {list(skip)}."
+        )
+
+
+def _random_head(target: LanguageModel) -> ExitHead:
+    """For the conformance suite: a head that says anything."""
+    generator = torch.Generator().manual_seed(3)
+    head = ExitHead.fresh(target, 1, block=8)
+    with torch.no_grad():
+        for weight in head.parameters():
+            weight.add_(torch.randn(weight.shape, generator=generator) * 0.3)
+    return head

@@ -1,0 +1,54 @@
+"""The target drafts for itself, in int8."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from paceline.core.contracts import DRAFTERS, Reader
+from paceline.core.tree_growth import TreeOptions
+from paceline.drafters.models.wrapper import Ahead, SelfDraft
+from paceline.models.language_model import LanguageModel
+from paceline.models.quantization.quantize import extra_bytes, quantized
+from paceline.models.readers.drafting_ahead import TwinReader
+from paceline.models.runners.device_memory import memory_left
+from paceline.models.runtime import kind_of, parts, running, with_runner
+
+
+@DRAFTERS.register("self-quantized")
+class SelfQuantized(SelfDraft):
+    """Let the target itself draft with its weights in int8."""
+
+    shares_reader = True
+    hope = 0.9  # eight bits change few decisions
+
+    @dataclass(frozen=True)
+    class Options(TreeOptions):
+        head: bool = True  # the output head in int8 too; false: as the target has it
+
+    def describe(self) -> str:
+        more = "" if self._made is None else f" (+{extra_bytes(self._made[1]) / 1e6:.0f} MB)"
+        return f"self-quantized int8{more}{self.shape}"
+
+    def check(self, target: LanguageModel) -> None:
+        self.draft_of(target)
+
+    def reader(self, target: LanguageModel) -> Reader | None:
+        """Both write to one memory, so that the draft reads no prompt."""
+        reader = TwinReader(target, self.draft_of(target))
+        self._inner = Ahead(reader, self.options)
+        return reader
+
+    def made_from(self, target: LanguageModel) -> LanguageModel:
+        return with_runner(quantized(target, "int8", self.options.head), target.runner)
+
+
+_SHARE = 0.5  # of the memory that is left: more is not taken unasked
+
+
+def has_fast_twin(target: LanguageModel) -> bool:
+    """Would this drafter pay here unasked? Where kernels read small weights as they are, and there is memory left."""
+    if parts(target) != [target] or running(target).by != "kernels" or kind_of(target) is not None:
+        return False
+    weights = sum(parameter.numel() for parameter in target.model.parameters())
+    left = memory_left()
+    return left is None or weights <= _SHARE * left

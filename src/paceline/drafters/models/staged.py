@@ -1,0 +1,219 @@
+"""A draft model that is itself decoded speculatively, to any depth (Spector & Re 2023, arXiv 2308.04623)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from paceline.common.limits import GAMMA_LIMIT, Limited, limited
+from paceline.core.choice import Choice, Draw
+from paceline.core.contracts import DRAFTERS, Budget, Reading, RowsView, choice_after
+from paceline.core.law import Law
+from paceline.core.scratch_rows import ScratchRows
+from paceline.core.tree import TokenTree
+from paceline.core.verdict import Verdict
+from paceline.drafters.models.draft_model import ModelDrafter, over_vocabulary
+from paceline.drafters.resolve import make_drafter
+from paceline.models.language_model import LanguageModel
+from paceline.models.readers.scratch_reader import Notebook
+from paceline.rules.match import Match
+
+
+@DRAFTERS.register("staged")
+class Staged(ModelDrafter):
+    """Let a smaller model write ahead, and another drafter write ahead of that one; to any depth.
+
+    What it drafts is what `draft-model` would draft, token for token, in fewer passes of the draft model: every token
+    is a function of the draft model's law and of the noise of its position, whatever the inner drafter guessed.
+    """
+
+    @dataclass(frozen=True)
+    class Options(Limited):
+        model: Any = None  # a LanguageModel, or anything `paceline.load` takes
+        inner: Any = "prompt-lookup"  # a drafter: its name, {"name": ..., options}, one that is made, or model -> these
+        inner_gamma: int = limited(4, 1, GAMMA_LIMIT)  # tokens the inner drafter drafts in a row
+
+        @classmethod
+        def conformance_variants(cls) -> list[Mapping[str, Any]]:
+            return [{"inner": {"name": "prompt-lookup", "branches": 3}}, {"inner": cls._nested, "inner_gamma": 3}]
+
+        @classmethod
+        def _nested(cls, lm: LanguageModel) -> Mapping[str, Any]:
+            """A model that drafts for the draft model, and has a drafter of its own."""
+            return {"name": "staged", "model": lm, "inner_gamma": 2}
+
+    def __init__(self, options: Options | None = None) -> None:
+        super().__init__(options)
+        inner = self.options.inner
+        made = inner(self.lm) if callable(inner) and not isinstance(inner, LanguageModel) else inner
+        self.inner = make_drafter(made, device=self.lm.device)
+        self.takes_prediction = self.inner.takes_prediction
+        self._speaks: tuple[LanguageModel, LanguageModel] | None = None
+        self._base: list[int] = []  # per row, how much of its text the notebook has taken over
+
+    @classmethod
+    def token_by_token(cls, options: Any) -> bool:
+        return True
+
+    def describe(self) -> str:
+        return f"staged {self.lm.name} ({self.inner.describe()})"
+
+    def anew(self) -> Staged:
+        return Staged(replace(self.options, inner=self.inner.anew() or self.options.inner))
+
+    def check(self, target: LanguageModel) -> None:
+        super().check(target)
+        self.inner.check(self._speaker(target))
+
+    def _speaker(self, target: LanguageModel) -> LanguageModel:
+        """Who the inner drafter drafts for: the draft model with the target's tokens, of which all texts are. One and
+        the same for a target, since an inner drafter may be made out of it."""
+        if self._speaks is None or self._speaks[0] is not target:
+            self._speaks = (target, self.lm.speaking_as(target))
+        return self._speaks[1]
+
+    # ---- rows come and go
+
+    def open(self, target: LanguageModel, rows: RowsView) -> None:
+        self.vocabulary, self._rows = target.vocabulary, rows
+        scratch, speaker = ScratchRows(rows.text.device), self._speaker(target)
+        self.inner.open(speaker, scratch)
+        shared = self.inner.reader(speaker)
+        reader: Any = self.lm.reader_around(shared) if shared else self.lm.reader(self.inner.needs_taps)
+        if self.lm.vocabulary < target.vocabulary:
+            reader.largest = self.lm.vocabulary - 1
+        self.book = Notebook(reader, scratch)
+        self._base = []
+
+    def admit(self, rows: RowsView, first: int) -> None:
+        self._rows = rows
+        self._take_over(rows, first)
+        self.book.rows.follow(rows, 0)
+        self.book.admit(rows.histories[first:])
+        self._base += rows.lengths[first:]
+        for glimpse in self.book.reader.glimpses:
+            self.inner.watch(self.book.rows, glimpse)
+        self.inner.admit(self.book.rows, first)
+
+    def release(self, row: int, last: int, length: int) -> None:
+        self._take_over(self._rows, len(self._base))  # an inner store learns from what was written, not from the draft
+        self.inner.release(row, last, self.book.rows.lengths[last])
+        self.book.release(row, last)
+        self._base[row] = self._base[last]
+        del self._base[last]
+
+    def reorder(self, rows: RowsView, source: Sequence[int]) -> bool:
+        follows = self.inner.reorder(self.book.rows, source)
+        self.book.reorder(source)
+        self._base = [self._base[other] for other in source]
+        if not follows:
+            self.inner.restart(self.book.rows, self.book.rows.count)
+        return True
+
+    def rewind(self, lengths: list[int]) -> None:
+        self._base = [min(base, length) for base, length in zip(self._base, lengths, strict=True)]
+
+    def _take_over(self, rows: RowsView, count: int) -> None:
+        """What was decided about the last draft: the tails that were not accepted go, and the rows' own tokens come."""
+        if count == 0:
+            return
+        self.inner.rewind(self.book.rewrite(rows.histories[:count], self._base))
+        self._base = rows.lengths[:count]
+
+    # ---- drafting: the loop inside the drafter
+
+    def propose(self, rows: RowsView, budget: Budget) -> TokenTree:
+        self._take_over(rows, rows.count)
+        goals = [max(0, min(limit, budget.depth)) for limit in budget.limits]
+        if max(goals) == 0 or self.outgrown(rows.lengths, budget.depth):
+            return TokenTree.empty(rows.count, rows.text.device)
+        self.book.rows.follow(rows, budget.depth)
+        laws = _Laws(rows, budget.depth)
+        tails: list[list[int]] = [[] for _ in goals]
+        while True:
+            left = [goal - len(tail) for goal, tail in zip(goals, tails, strict=True)]
+            if max(left) <= 0:
+                break
+            emitted = self._round(left, budget, laws, tails)
+            for tail, new in zip(tails, emitted, strict=True):
+                tail += new  # a row that has enough runs on with the others; that is cut off in the end
+        chains = [tail[:goal] for tail, goal in zip(tails, goals, strict=True)]
+        tree = TokenTree.from_chains(chains, rows.text.device)
+        return laws.attached(tree, budget.draw)
+
+    def _round(self, left: list[int], budget: Budget, laws: _Laws, tails: list[list[int]]) -> list[list[int]]:
+        """The inner drafter drafts, the draft model reads, and what it would have drafted itself is kept."""
+        rows = self.book.rows
+        tree = self._inner_draft(left, budget)
+        reading = self.book.extend(tree.tokens, tree.parents)
+        logits = over_vocabulary(reading.logits, self.vocabulary)
+        guess = _Guess(choice_after(rows, tree), budget.draw)
+        verdict = Match().verify(tree, logits, guess)
+        laws.add(guess.drawn, verdict, [len(tail) for tail in tails], logits.shape[-1], budget.draw)
+        self.inner.keep(rows, verdict, Reading(logits, reading.taps))
+        return self.book.commit(verdict)
+
+    def _inner_draft(self, left: list[int], budget: Budget) -> TokenTree:
+        rows = self.book.rows
+        limits = tuple(max(0, each - 1) for each in left)  # the last token is the draft model's own
+        depth = min(self.options.inner_gamma, max(limits))
+        if depth == 0:
+            return TokenTree.empty(rows.count, rows.device)
+        draw: Draw = budget.draw if budget.draw in ("coupled", "certain") else "independent"
+        nodes = max(budget.nodes, depth)
+        tree = self.inner.propose(rows, Budget(depth, nodes, limits, draw))
+        if not self.inner.on_device:
+            tree.validate(self.vocabulary, nodes, depth, rows.count)
+            tree = tree.clean()
+        return tree.to(rows.device)
+
+
+class _Guess(Choice):
+    """A place where the draft model chooses: it picks what it would draft there."""
+
+    def __init__(self, choice: Choice, draw: Draw) -> None:
+        super().__init__(choice.batch, choice.table, choice.depth, choice.prefix)
+        self._draw = draw
+        self.drawn: Law | None = None
+
+    def pick(self, logits: Tensor) -> Tensor:
+        tokens, self.drawn = self.guess(logits, self._draw)
+        return tokens
+
+
+class _Laws:
+    """The laws that the drafted tokens were drawn from, where a rule will ask for them."""
+
+    def __init__(self, rows: RowsView, depth: int) -> None:
+        self._depth, self._device = depth, rows.text.device
+        self._certain = True
+        self._dense: Tensor | None = None  # [R,depth,V]
+
+    def add(self, law: Law | None, verdict: Verdict, starts: list[int], vocabulary: int, draw: Draw) -> None:
+        """`law` is of the places after the text and after every node, `starts` how many tokens each row had."""
+        self._certain = law is None
+        if law is None or draw == "coupled":
+            return
+        dense = law.dense(vocabulary)  # [R,1+N,V]
+        R, steps = verdict.emitted.shape
+        if self._dense is None:
+            self._dense = torch.zeros(R, self._depth + 1, vocabulary, dtype=dense.dtype, device=self._device)
+        if verdict.path is None:
+            place = torch.arange(steps, device=self._device).expand(R, steps)
+        else:
+            place = torch.nn.functional.pad(verdict.path + 1, (1, 0))
+        drawn = dense.gather(1, place.unsqueeze(-1).expand(R, steps, vocabulary))
+        where = torch.tensor(starts, device=self._device).view(-1, 1) + torch.arange(steps, device=self._device)
+        where = where.clamp(max=self._depth).unsqueeze(-1).expand_as(drawn)  # past the depth is a bin for what is over
+        self._dense.scatter_(1, where, drawn)
+
+    def attached(self, tree: TokenTree, draw: Draw) -> TokenTree:
+        if self._certain:
+            return tree
+        if self._dense is None:
+            return TokenTree(tree.tokens, None, tree.count, "coupled")
+        return TokenTree(tree.tokens, None, tree.count, "iid", self._dense[:, : tree.nodes])

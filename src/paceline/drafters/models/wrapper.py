@@ -1,0 +1,147 @@
+"""What drafters have in common whose draft model is made out of the target itself."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from dataclasses import fields
+from typing import Any, ClassVar
+
+from torch import Tensor
+
+from paceline.core.contracts import Budget, Drafter, Reading, RowsView
+from paceline.core.tree import TokenTree
+from paceline.core.tree_growth import Grower, TreeOptions
+from paceline.core.verdict import Verdict
+from paceline.drafters.models.draft_model import DraftModel, over_vocabulary
+from paceline.models.language_model import LanguageModel
+from paceline.models.readers.drafting_ahead import AheadReader
+
+# ---- A drafter around another one, which does the work: what it is told is passed on
+
+
+class Around(Drafter):
+    """Whatever a subclass does not do by itself, `inner` does."""
+
+    @property
+    @abstractmethod
+    def inner(self) -> Drafter: ...
+
+    def admit(self, rows: RowsView, first: int) -> None:
+        self.inner.admit(rows, first)
+
+    def steady(self, longest: int) -> bool:
+        return self.inner.steady(longest)
+
+    @property
+    def moved(self) -> int:
+        return self.inner.moved
+
+    def replayed(self) -> None:
+        self.inner.replayed()
+
+    def propose(self, rows: RowsView, budget: Budget) -> TokenTree:
+        return self.inner.propose(rows, budget)
+
+    def keep(self, rows: RowsView, verdict: Verdict, reading: Reading) -> None:
+        self.inner.keep(rows, verdict, reading)
+
+    def reorder(self, rows: RowsView, source: Sequence[int]) -> bool:
+        return self.inner.reorder(rows, source)
+
+    def rewind(self, lengths: list[int]) -> None:
+        self.inner.rewind(lengths)
+
+    def release(self, row: int, last: int, length: int) -> None:
+        self.inner.release(row, last, length)
+
+
+# ---- What drafters have in common whose draft model is made out of the target itself
+
+
+class SelfDraft(Around):
+    """A draft model made out of the target does the work, as `draft-model` would do it."""
+
+    Options: ClassVar[type]
+    on_device = True
+    hope = 0.7
+
+    def __init__(self, options: Any = None) -> None:
+        self.options = options or self.Options()
+        self._inner: Drafter | None = None
+        self._made: tuple[LanguageModel, LanguageModel] | None = None  # the target, and what was made of it
+
+    @classmethod
+    def token_by_token(cls, options: Any) -> bool:
+        return bool(options.tree == "chain")
+
+    @abstractmethod
+    def made_from(self, target: LanguageModel) -> LanguageModel:
+        """The draft model."""
+
+    def draft_of(self, target: LanguageModel) -> LanguageModel:
+        """The same, made once per target."""
+        if self._made is None or self._made[0] is not target:
+            self._made = (target, self.made_from(target))
+        return self._made[1]
+
+    def anew(self) -> Drafter:
+        if isinstance(self._inner, DraftModel) and not self._inner.learns:
+            return self
+        fresh = type(self)(self.options)
+        fresh._made = self._made
+        return fresh
+
+    def inner_options(self) -> dict[str, Any]:
+        """What else the draft model is told."""
+        return {}
+
+    @property
+    def inner(self) -> Drafter:
+        """Who drafts this batch: made when the first row comes, since whoever shares a reader may need no other."""
+        if self._inner is None:
+            target, rows = self._opened
+            growth: dict[str, Any] = {entry.name: getattr(self.options, entry.name) for entry in fields(TreeOptions)}
+            growth.update(self.inner_options())
+            self._inner = DraftModel(DraftModel.Options(model=self.draft_of(target), **growth))
+            self._inner.open(target, rows)
+        return self._inner
+
+    @property
+    def shape(self) -> str:
+        """How drafts grow, for the line that says what speculates with what; nothing for a chain."""
+        return "" if self.options.tree == "chain" else f", tree {self.options.tree}"
+
+    def open(self, target: LanguageModel, rows: RowsView) -> None:
+        self._opened, self._inner = (target, rows), None
+
+
+class Ahead(Drafter):
+    """Something inside a reader that is shared with the loop writes ahead."""
+
+    on_device = True
+
+    def __init__(self, reader: AheadReader, options: TreeOptions) -> None:
+        self._reader = reader
+        self._grower = Grower(options)
+
+    def propose(self, rows: RowsView, budget: Budget) -> TokenTree:
+        if not self._reader.ready(rows):
+            return TokenTree.empty(rows.count, rows.text.device)
+
+        def expand(tokens: Tensor | None, parents: Tensor | None) -> Tensor:
+            return over_vocabulary(self._reader.lower(rows, tokens, parents), self._reader.lm.vocabulary)
+
+        tree = self._grower.run(rows, budget, expand)
+        self._reader.hand_over(tree, self._grower.slots, pruned=tree.nodes >= budget.nodes)
+        return tree
+
+    def keep(self, rows: RowsView, verdict: Verdict, reading: Reading) -> None:
+        self._grower.judged(verdict)  # the reader is kept by the loop; here only the shape is fitted
+
+    def reorder(self, rows: RowsView, source: Sequence[int]) -> bool:
+        self._grower.reorder(source)
+        return True
+
+    def rewind(self, lengths: list[int]) -> None:
+        self._reader.rewind(lengths)

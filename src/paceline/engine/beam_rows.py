@@ -1,0 +1,173 @@
+"""The beams of one prompt: the rows they are written in, how far the search is, and what comes out."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import fields, replace
+
+from paceline.core.beam_search import BeamSettings, BeamState, BeamText
+from paceline.core.trace import Round, Trace
+from paceline.core.verdict import BeamLogprobs
+from paceline.engine.request import BeamResult, TokenLogprob
+from paceline.engine.rows import Event, Row
+from paceline.engine.stopping import Stop, Stopper
+
+Draft = tuple[list[int], list[int] | None]  # one row's tree: its tokens, its parents (None: a chain)
+
+
+class BeamGroup:
+    """One search. Its rows have no stops of their own: texts end inside the search, the group when the search does.
+
+    `asked` is the row of the caller; it is live nowhere and gets the best text at the end. `stopper` makes a fresh
+    stopper over a list of tokens, for the texts of the others.
+    """
+
+    def __init__(self, asked: Row, stopper: Callable[[list[int]], Stopper]) -> None:
+        request, self._stopper = asked.request, stopper
+        self.asked = asked
+        eos = () if request.ignore_eos else asked.eos
+        settings = BeamSettings(
+            width=request.num_beams,
+            limit=asked.limit,
+            length_penalty=request.length_penalty,
+            early_stopping=request.early_stopping,
+            eos=eos,
+            length_offset=request.length_offset,
+            top_k=request.beam_top_k,
+            logprobs=request.logprobs,
+            ends=_ends(asked, stopper),
+        )
+        self.state = BeamState.start(settings)
+        endless = [Stopper((), (), sys.maxsize, None) for _ in range(request.num_beams)]
+        self.rows = [replace(asked, stopper=each, tokens=[], trace=Trace(), group=self) for each in endless]
+        self._log: list[tuple[list[Draft], list[str]]] = []  # per round, the drafts of the rows, and why
+        self._logprobs: list[BeamLogprobs] = []  # per round, where the request asks for them
+
+    @property
+    def settled(self) -> int:
+        """How many new tokens are certain to stay: those that all beams share, running and ended."""
+        texts = [text.tokens for text in (*self.state.beams, *self.state.ended)]
+        return common(min(texts), max(texts))
+
+    def commit(
+        self, state: BeamState, drafts: list[Draft], reasons: list[str], logprobs: BeamLogprobs | None
+    ) -> list[Event]:
+        """One round further, with what each row drafted and why; the events of the best text, once the search is
+        done."""
+        self.state = state
+        self._log.append((drafts, reasons))
+        if logprobs is not None and state.settings.logprobs is not None:
+            self._logprobs.append(logprobs)
+        for row, beam in zip(self.rows, state.beams, strict=True):
+            row.tokens = list(beam.tokens)
+        return self._finish(state.results) if state.done else []
+
+    def give_up(self) -> None:
+        """The search ends here, with the best so far: of what ended, else of what runs."""
+        self._finish(self.state.results or self.state.beams[:1])
+
+    def _finish(self, results: Sequence[BeamText]) -> list[Event]:
+        row, best = self.asked, results[0]
+        row.trace = self._trace(best)
+        from_draft = row.trace.from_draft
+        events = []
+        for token, drafted in zip(best.tokens, from_draft, strict=True):
+            row.tokens.append(token)
+            row.stopper.push(token)
+            events.append(Event(row, token, drafted, row.stopper.show(), len(row.tokens)))
+        row.beams = [self._told(text) for text in results[: row.request.num_return_sequences]]
+        row.logprobs = row.beams[0].logprobs or []
+        row.seconds = time.perf_counter() - row.started
+        for live in self.rows:
+            live.stopper.stop = Stop("stop")
+        return events
+
+    def _told(self, text: BeamText) -> BeamResult:
+        tokens: list[int] = []
+        stopper = self._stopper(tokens)
+        for token in text.tokens:
+            tokens.append(token)
+            stopper.push(token)
+        if stopper.stop is None:
+            stopper.cancel()
+        assert stopper.stop is not None
+        logprobs = None if self.state.settings.logprobs is None else self._logprobs_of(text)
+        return BeamResult(stopper.text, tokens, text.score, stopper.stop.finish_reason, logprobs)
+
+    def _logprobs_of(self, text: BeamText) -> list[TokenLogprob]:
+        """Of every token of one text, from the pass that proposed it."""
+        most = self.state.settings.logprobs or 0
+        found: list[TokenLogprob] = []
+        for (row, path), seen in zip(text.lineage, self._logprobs, strict=False):
+            for place in (0, *(node + 1 for node in path)):
+                token = text.tokens[len(found)]
+                tokens, processed, raw, top_tokens, top_raw = (
+                    getattr(seen, each.name)[row, place].tolist() for each in fields(seen)
+                )
+                at = tokens.index(token)
+                top = [tuple(zip(ids, values, strict=True))[:most] for ids, values in
+                       ((top_tokens, top_raw), (tokens, processed))]  # fmt: skip
+                found.append(TokenLogprob(token, raw[at], processed[at], *top))
+        return found
+
+    def _trace(self, text: BeamText) -> Trace:
+        """The way of one text: per round the draft of the row it came from. The rounds that the search went on after
+        this text had ended are passes of the target as well, and emit nothing."""
+        rounds = []
+        position = 0
+        for number, (drafts, reasons) in enumerate(self._log):
+            ended = number >= len(text.lineage)
+            row, path = (0, ()) if ended else text.lineage[number]
+            tokens, parents = drafts[row]
+            position += len(path) + 1
+            own = None if ended else text.tokens[position - 1]
+            last = path[-1] if path else -1
+            leaf = len(path) == len(tokens) if parents is None else last not in parents
+            shape = None if parents is None else tuple(parents)
+            rounds.append(Round(tuple(tokens), shape, path, own, leaf, reasons[row]))
+        return Trace(rounds)
+
+
+def _ends(asked: Row, stopper: Callable[[list[int]], Stopper]) -> Callable[[Sequence[int]], bool] | None:
+    """Whether a stop string or a criterion of the caller ends a text with these new tokens."""
+    criteria, prompt = asked.request.criteria, asked.prompt
+    found = _StopStrings(stopper([])) if asked.request.stop else None
+    if found is None and not criteria:
+        return None
+
+    def ends(tokens: Sequence[int]) -> bool:
+        if found is not None and found.end(tuple(tokens)):
+            return True
+        return any(criterion([*prompt, *tokens]) for criterion in criteria)
+
+    return ends
+
+
+class _StopStrings:
+    """The stop strings of texts that grow token by token. A text continues the state of the text it extends, so that
+    a step costs one token and not the whole text."""
+
+    def __init__(self, fresh: Stopper) -> None:
+        self._fresh = fresh.strings_only()
+        self._known: dict[tuple[int, ...], Stopper] = {}
+
+    def end(self, tokens: tuple[int, ...]) -> bool:
+        known, parent = self._known, tokens[:-1]
+        if tokens not in known:
+            state, unread = (known[parent].fork(), tokens[-1:]) if parent in known else (self._fresh.fork(), tokens)
+            for token in unread:
+                state.push(token)
+            for old in [each for each in known if len(each) < len(parent)]:
+                del known[old]  # a search never goes back
+            known[tokens] = state
+        return known[tokens].stop is not None
+
+
+def common(first: Sequence[int], second: Sequence[int]) -> int:
+    """How many tokens two texts have in common at their beginning."""
+    for at, (a, b) in enumerate(zip(first, second, strict=False)):
+        if a != b:
+            return at
+    return min(len(first), len(second))

@@ -1,0 +1,151 @@
+"""What a round costs beside the target's passes: the draft (c) and everything else (o), from a few real rounds."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from statistics import median
+from typing import Any, cast
+
+import torch
+
+from paceline.core.contracts import Drafter, Rule
+from paceline.core.costs import Costs
+from paceline.drafters.resolve import make_drafter
+from paceline.engine.loop import Loop
+from paceline.engine.request import build_requests
+from paceline.engine.rows import Row
+from paceline.engine.stopping import Detokenizer, Stopper
+from paceline.models.language_model import LanguageModel
+from paceline.models.pass_timing import Neighbours, costs_for, remember
+from paceline.models.runners.device import finish
+from paceline.models.runtime import usual_nodes
+from paceline.rules.match import Match
+
+Clock = Callable[[], float]
+_TOKENS = 24  # written to find out
+_WARM = 2  # rounds that do not count: the first one reads the prompt
+_PERIOD = 24  # the made-up prompt says so many tokens again and again, so that there is something to look up
+
+
+@dataclass(frozen=True)
+class RoundTime:
+    """Seconds of one round: all of it, the target's pass, and the drafter's part (propose and keep)."""
+
+    seconds: float
+    reading: float
+    drafting: float
+
+    @property
+    def rest(self) -> float:
+        return self.seconds - self.reading - self.drafting
+
+
+def measure_overhead(lm: LanguageModel, *, clock: Clock = time.perf_counter) -> float:
+    """o in seconds: what a round of plain decoding takes outside of the pass."""
+    return max(0.0, median(each.rest for each in time_rounds(lm, make_drafter("none"), 1, clock=clock)))
+
+
+def measure_drafter(lm: LanguageModel, drafter: Drafter, gamma: int, *, clock: Clock = time.perf_counter) -> float:
+    """c in seconds: what a draft of `gamma` tokens takes, divided by them.
+
+    It drafts for a made-up text and learns from it where it learns; use another one for what is to be decoded.
+    """
+    return median(each.drafting for each in time_rounds(lm, drafter, gamma, clock=clock)) / gamma
+
+
+def full_costs(
+    lm: LanguageModel, drafters: Mapping[str, Callable[[], Drafter]], gamma: int = 5, rows: int = 1, **how: Any
+) -> Costs:
+    """`costs_for`, with o and c of these drafters (made anew, by name) measured too where they are not known yet."""
+    costs = costs_for(lm, rows, **how)
+    others = Neighbours()
+    others.begin()
+    overhead = None if costs.overhead else measure_overhead(lm)
+    missing = {name: make for name, make in drafters.items() if name not in costs.drafters}
+    steps = {name: measure_drafter(lm, make(), gamma) for name, make in missing.items()}
+    if overhead is None and not steps:
+        return costs
+    return remember(lm, overhead=overhead, drafters=steps, busy=bool(others.disturbed()))
+
+
+def time_rounds(
+    lm: LanguageModel, drafter: Drafter, gamma: int, *, rule: Rule | None = None, clock: Clock = time.perf_counter
+) -> list[RoundTime]:
+    """Decode a few tokens after a made-up prompt, with a clock around every part."""
+    room = max(2, min(2 * _PERIOD + _TOKENS * (gamma + 1), lm.context))
+    prompt = [(7919 * (i % _PERIOD + 1)) % lm.vocabulary for i in range(max(1, min(2 * _PERIOD, room // 2)))]
+    limit = max(1, room - len(prompt))
+    request = build_requests(1, {"max_new_tokens": limit})[0]
+    detokenizer = None if lm.tokenizer is None else Detokenizer(lm.tokenizer, prompt)
+    row = Row(0, prompt, request, (), Stopper((), (), limit, detokenizer), limit)
+    watch = Stopwatch(lm.device, clock)
+    nodes = usual_nodes(lm, drafter.fills, gamma)
+    loop = Loop(lm, drafter, rule or Match(), gamma, nodes)
+    if loop.captures:
+        return _captured(loop, row, watch, costs_for(lm))
+    loop = Loop(lm, cast(Drafter, Timed(drafter, watch, "drafting", ("propose", "keep"))), rule or Match(), gamma,
+                nodes)  # fmt: skip
+    loop.reader = cast(Any, Timed(loop.reader, watch, "reading", ("extend",)))
+    loop.admit([row])
+    found: list[RoundTime] = []
+    while loop.rows.count and len(found) < _TOKENS:
+        watch.spent = {"drafting": 0.0, "reading": 0.0}
+        began = watch.now()
+        loop.step()
+        found.append(RoundTime(watch.now() - began, **watch.spent))
+    return found[_WARM:] or found
+
+
+def _captured(loop: Loop, row: Row, watch: Stopwatch, costs: Costs) -> list[RoundTime]:
+    """Rounds that the device runs by itself cannot be looked into: reading takes as long as passes of that width, and
+    drafting as long as drafts alone; where those are made on the host, as long as is left of the round."""
+    loop.admit([row])
+    found: list[RoundTime] = []
+    drafting: float | None = None
+    while loop.rows.count and len(found) < _TOKENS:
+        began = watch.now(wait=False)  # the next round may be on its way already
+        loop.step()
+        took = watch.now(wait=False) - began
+        reading = costs.seconds(1 + len(row.trace.rounds[-1].drafted))
+        found.append(RoundTime(took, reading, max(0.0, took - reading - costs.overhead)))
+        if len(found) == _TOKENS // 2:
+            drafting = loop.draft_seconds(_TOKENS, watch.now)
+    found = found[_WARM + 1 :] or found
+    if not loop.drafter.speculates:
+        drafting = 0.0
+    return found if drafting is None else [replace(each, drafting=drafting) for each in found]
+
+
+class Stopwatch:
+    """Adds up seconds by name; a device that is still busy is waited for."""
+
+    def __init__(self, device: torch.device, clock: Clock) -> None:
+        self._device, self._clock = device, clock
+        self.spent: dict[str, float] = {}
+
+    def now(self, wait: bool = True) -> float:
+        if wait:
+            finish(self._device)
+        return self._clock()
+
+    def timed(self, name: str, act: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*arguments: Any) -> Any:
+            began = self.now()
+            result = act(*arguments)
+            self.spent[name] = self.spent.get(name, 0.0) + self.now() - began
+            return result
+
+        return run
+
+
+class Timed:
+    """Somebody else, with a clock around some of what they do."""
+
+    def __init__(self, inner: Any, watch: Stopwatch, name: str, methods: Sequence[str]) -> None:
+        self._inner = inner
+        self._timed = {method: watch.timed(name, getattr(inner, method)) for method in methods}
+
+    def __getattr__(self, name: str) -> Any:
+        return self._timed[name] if name in self._timed else getattr(self._inner, name)

@@ -1,0 +1,1 @@
+"""Other libraries: transformers' custom_generate, Weights & Biases."""

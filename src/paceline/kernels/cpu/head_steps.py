@@ -1,0 +1,186 @@
+"""A head that writes ahead in features: from tokens to what is said of them, one step or a chain of the likeliest, as
+one job; and what the target thought, as the head remembers it."""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import carray, njit, types
+
+from paceline.kernels.cpu.head_layer import COUNTERS, MAP, MEETINGS, STEP, one_layer
+from paceline.kernels.cpu.llama import (
+    C_BARRIER,
+    C_COUNTERS,
+    C_H,
+    C_LOGITS,
+    C_N,
+    C_POSITION,
+    C_PREFIX,
+    C_ROW,
+    C_SLOT,
+    C_THREADS,
+    C_VOCABULARY,
+    C_X,
+    CALL,
+    COUNTER,
+    LAYER,
+    LINE,
+    M_EMBEDDING,
+    M_HEAD,
+    M_HIDDEN,
+    M_NORM,
+    MODEL,
+    _copy,
+    _normed,
+    _product,
+)
+from paceline.kernels.cpu.team import meet
+from paceline.kernels.cpu.tree_growing import SPAN, best, largest
+from paceline.kernels.cpu.vectors import floats_at, longs_at
+
+_LIST = types.Array(types.int64, 1, "C")
+_FLOATS = types.Array(types.float32, 1, "C")
+
+# ---- steps. Behind MODEL and LAYER: norms of both parts of what is seen, the width of the first, how many tokens are
+# known, is the stream normed too?, and of what is said the bias, the ids in the vocabulary (0: as they are), how many
+
+HEAD = ("token_norm", "feature_norm", "wide", "known", "normed", "bias", "ids", "says")
+H_TOKEN_NORM, H_FEATURE_NORM, H_WIDE, H_KNOWN, H_NORMED, H_BIAS, H_IDS, H_SAYS = range(
+    len(MODEL) + len(LAYER), len(MODEL) + len(LAYER) + len(HEAD)
+)
+# Behind CALL: tokens of a row, its entries [R] and slots past them; drafted tokens [R] with the features `above` [R,D],
+# or (0) texts with their states, to be read at less than so many `places`; slots there are. What comes out: features
+# [R,D], scores `said` [R,says], and of so many `steps` (0: one, with logits instead) the tokens [steps,R]
+DRAFT = (*STEP[:2], "Q", "entries", "past", "tokens", "above", "text", "text_step", "states", "states_step", "places",
+         "room", "made", "said", "steps", "picked")  # fmt: skip
+(D_SEEN, D_INPUTS, D_Q, D_ENTRIES, D_PAST, D_TOKENS, D_ABOVE, D_TEXT, D_TEXT_STEP, D_STATES, D_STATES_STEP, D_PLACES,
+ D_ROOM, D_MADE, D_SAID, D_STEPS, D_PICKED) = range(len(CALL), len(CALL) + len(DRAFT))  # fmt: skip
+PER_STEP = COUNTERS + 1  # counters
+
+
+@njit(nogil=True, cache=True)
+def _begin(m, c, eps, me):
+    """What is seen at this thread's places, the stream there, and where they are."""
+    n, Q, hidden, wide = c[C_N], c[D_Q], m[M_HIDDEN], m[H_WIDE]
+    row, slot = carray(longs_at(c[C_ROW]), (n,)), carray(longs_at(c[C_SLOT]), (n,))
+    position, prefix = carray(longs_at(c[C_POSITION]), (n,)), carray(longs_at(c[C_PREFIX]), (n,))
+    entries = carray(longs_at(c[D_ENTRIES]), (n // Q,))
+    for i in range(me, n, c[C_THREADS]):
+        r = i // Q
+        if c[D_TOKENS] != 0:
+            place = entries[r] + c[D_PAST]
+            token, feature = carray(longs_at(c[D_TOKENS]), (n,))[i], c[D_ABOVE] + 4 * i * hidden
+        else:
+            place = min(max(entries[r] - Q + i % Q, 0), c[D_PLACES] - 1)
+            token = carray(longs_at(c[D_TEXT] + r * c[D_TEXT_STEP]), (place + 2,))[place + 1]
+            feature = c[D_STATES] + r * c[D_STATES_STEP] + 4 * place * hidden
+        place, token = min(max(place, 0), c[D_ROOM] - 1), min(max(token, 0), m[H_KNOWN] - 1)
+        row[i], slot[i], position[i], prefix[i] = r, place, place, place + 1
+        seen = c[D_SEEN] + 4 * i * c[D_INPUTS]
+        _normed(m[M_EMBEDDING] + 4 * token * wide, m[H_TOKEN_NORM], seen, wide, eps)
+        _normed(feature, m[H_FEATURE_NORM], seen + 4 * wide, hidden, eps)
+        _copy(seen + 4 * wide if m[H_NORMED] else feature, c[C_X] + 4 * i * hidden, hidden)
+
+
+@njit(nogil=True, cache=True)
+def _say(m, c, eps, counter, met, me):
+    """The features at the last place of every row, and the scores of all that can be said there. They meet twice."""
+    Q, hidden, says, threads = c[D_Q], m[M_HIDDEN], m[H_SAYS], c[C_THREADS]
+    rows = c[C_N] // Q
+    for r in range(me, rows, threads):
+        last = c[C_X] + 4 * (r * Q + Q - 1) * hidden
+        _copy(last, c[D_MADE] + 4 * r * hidden, hidden)
+        _normed(last, m[M_NORM], c[C_H] + 4 * r * hidden, hidden, eps)
+    if c[D_STEPS] == 0 and m[H_IDS] != 0:
+        many = rows * c[C_VOCABULARY]
+        carray(floats_at(c[C_LOGITS]), (many,))[me * many // threads : (me + 1) * many // threads] = -np.inf
+    meet(c[C_BARRIER], met)
+    _product(m, M_HEAD, counter, c[C_H], hidden, rows, m[H_BIAS], says, c[D_SAID], 4 * says, 0)
+    meet(c[C_BARRIER], met + threads)
+
+
+@njit(nogil=True, cache=True)
+def _spread(m, c, me):
+    """This thread's share of the scores, where they belong in the vocabulary."""
+    says, threads, V, rows = m[H_SAYS], c[C_THREADS], c[C_VOCABULARY], c[C_N] // c[D_Q]
+    ids, said = carray(longs_at(m[H_IDS]), (says,)), carray(floats_at(c[D_SAID]), (rows, says))
+    logits = carray(floats_at(c[C_LOGITS]), (rows, V))
+    for r in range(rows):
+        for i in range(me * says // threads, (me + 1) * says // threads):
+            logits[r, ids[i]] = said[r, i]
+
+
+@njit(nogil=True, cache=True)
+def _pick(m, c, picked, tops, me):
+    """The likeliest token of this thread's rows: of equals the first, and NaN before everything."""
+    says, rows, ids = m[H_SAYS], c[C_N] // c[D_Q], m[H_IDS]
+    token, value = np.empty(1, np.int64), np.empty(1, np.float64)
+    for r in range(me, rows, c[C_THREADS]):
+        line = c[D_SAID] + 4 * r * says
+        largest(line, says, tops)
+        best(line, says, tops, token, value)
+        carray(longs_at(picked), (rows,))[r] = token[0] if ids == 0 else carray(longs_at(ids), (says,))[token[0]]
+
+
+@njit(types.void(_LIST, _LIST, _FLOATS, types.int64), nogil=True, cache=True)
+def run_draft(m, call, f, me):
+    """m: MODEL, LAYER and HEAD; call: CALL and DRAFT; f: eps and scale of the scores; me: this thread's number. Of
+    every row the same thread picks a token and begins the next step with it."""
+    c, threads, steps = call.copy(), call[C_THREADS], call[D_STEPS]
+    rows, counter, met = c[C_N] // c[D_Q], c[C_COUNTERS], threads
+    tops = np.empty(-(-m[H_SAYS] // SPAN), np.float32)
+    for step in range(max(steps, 1)):
+        _begin(m, c, f[0], me)
+        meet(c[C_BARRIER], met)
+        one_layer(m, c, f, counter, met + threads, me)
+        met += (MEETINGS + 1) * threads
+        _say(m, c, f[0], counter + COUNTERS * LINE, met, me)
+        met, counter = met + 2 * threads, counter + PER_STEP * LINE
+        if steps > 0:
+            picked = c[D_PICKED] + 8 * rows * step
+            _pick(m, c, picked, tops, me)
+            c[C_N], c[D_Q], c[D_PAST], c[D_TOKENS], c[D_ABOVE] = rows, 1, step, picked, c[D_MADE]
+        elif m[H_IDS] != 0:
+            _spread(m, c, me)
+    meet(c[C_BARRIER], met)
+
+
+# ---- what the target thought at the last places of texts: some of its states side by side, through one map. Behind the
+# list, of each tap its address, and bytes from row to row and from place to place
+
+NOTE = (*MAP, "threads", "rows", "Q", "taps", "width", "path", "entries", "states", "states_step", "joined", "fused")
+(N_BIAS, N_INPUTS, N_OUTPUTS, N_THREADS, N_ROWS, N_Q, N_TAPS, N_WIDTH, N_PATH, N_ENTRIES, N_STATES, N_STATES_STEP,
+ N_JOINED, N_FUSED) = range(len(MAP) - 3, len(NOTE))  # fmt: skip
+_MOST = np.finfo(np.float32).max
+
+
+@njit(nogil=True, cache=True)
+def _joined(j, me):
+    """The taps of this thread's places, side by side; of a tree, along its path."""
+    Q, width, taps = j[N_Q], j[N_WIDTH], j[len(NOTE) : len(NOTE) + 3 * j[N_TAPS]]
+    for i in range(me, j[N_ROWS] * Q, j[N_THREADS]):
+        r, place = i // Q, i % Q
+        if j[N_PATH] != 0 and place > 0:
+            place = 1 + carray(longs_at(j[N_PATH]), (j[N_ROWS], Q - 1))[r, place - 1]
+        for tap in range(j[N_TAPS]):
+            source = taps[3 * tap] + r * taps[3 * tap + 1] + place * taps[3 * tap + 2]
+            _copy(source, j[N_JOINED] + 4 * (i * j[N_INPUTS] + tap * width), width)
+
+
+@njit(types.void(_LIST, types.int64), nogil=True, cache=True)
+def run_note(j, me):
+    """j: NOTE, the taps, and behind them a counter and a barrier, zeros, in lines of their own; me: this thread's
+    number. States that are no numbers are written as some: a memory would never get rid of them."""
+    threads, n, Q, D = j[N_THREADS], j[N_ROWS] * j[N_Q], j[N_Q], j[N_OUTPUTS]
+    counter = (j.ctypes.data + 8 * (len(j) - 3 * COUNTER) + LINE - 1) // LINE * LINE
+    _joined(j, me)
+    meet(counter + LINE, threads)
+    _product(j, 0, counter, j[N_JOINED], j[N_INPUTS], n, j[N_BIAS], D, j[N_FUSED], 4 * D, 0)
+    meet(counter + LINE, 2 * threads)
+    for i in range(me, n, threads):
+        place = carray(longs_at(j[N_ENTRIES]), (j[N_ROWS],))[i // Q] + i % Q
+        state = carray(floats_at(j[N_FUSED] + 4 * i * D), (D,))
+        target = carray(floats_at(j[N_STATES] + i // Q * j[N_STATES_STEP] + 4 * place * D), (D,))
+        for k in range(D):
+            value = state[k]
+            target[k] = min(max(value, -_MOST), _MOST) if value == value else np.float32(0.0)
+    meet(counter + LINE, 3 * threads)

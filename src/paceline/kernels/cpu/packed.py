@@ -1,0 +1,61 @@
+"""Products of weights that are smaller than floats, each compiled when a model first needs it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from numba import cfunc
+
+from paceline.kernels.cpu.formats import BFLOAT16, INT8, Q4_1
+from paceline.kernels.cpu.keeping import ByContent, kept_in
+from paceline.kernels.cpu.product import PRODUCT, float32, product
+from paceline.kernels.cpu.team import OneAtATime
+
+_bfloat16, _int8, _q4_1 = product(BFLOAT16), product(INT8), product(Q4_1)
+
+# One function each, since numba keeps what it compiled by their names; made when asked for, since making compiles it.
+
+
+def _make_bfloat16() -> Any:
+    @cfunc(PRODUCT, cache=True)
+    def bfloat16(x, x_step, n, w, scales, K, low, high, y, y_step, after):  # type: ignore[no-untyped-def]
+        _bfloat16(x, x_step, n, w, scales, K, low, high, y, y_step, after)
+
+    return bfloat16
+
+
+def _make_int8() -> Any:
+    @cfunc(PRODUCT, cache=True)
+    def int8(x, x_step, n, w, scales, K, low, high, y, y_step, after):  # type: ignore[no-untyped-def]
+        _int8(x, x_step, n, w, scales, K, low, high, y, y_step, after)
+
+    return int8
+
+
+def _make_q4_1() -> Any:
+    @cfunc(PRODUCT, cache=True)
+    def q4_1(x, x_step, n, w, scales, K, low, high, y, y_step, after):  # type: ignore[no-untyped-def]
+        _q4_1(x, x_step, n, w, scales, K, low, high, y, y_step, after)
+
+    return q4_1
+
+
+_MAKERS = {
+    "float32": lambda: float32,
+    "bfloat16": _make_bfloat16,
+    "int8": _make_int8,
+    "q4_1": _make_q4_1,
+}
+KINDS = tuple(_MAKERS)
+_MADE: dict[str, Any] = {}
+_ONE = OneAtATime()
+
+
+def compiled(kind: str) -> Any:
+    """The product of a format, compiled or read from where the other kernels are kept: about a second, or none. Its
+    `address` is what a plan holds."""
+    with _ONE:
+        if kind not in _MADE:
+            with kept_in(ByContent.last):
+                _MADE[kind] = _MAKERS[kind]()
+        return _MADE[kind]

@@ -1,0 +1,190 @@
+"""A tree of guesses, grown on a CPU: the likeliest tokens after some nodes, and which nodes to ask about next.
+
+Nodes lie as [3,R,size] int64: tokens, parents, and numbers among what was asked about; how sure one is of each, as a
+logarithm, beside them as [R,size] float64. What is computed is what `core.growth` computes by
+torch, but for the last bit of a sum.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numba import carray, njit, types
+
+from paceline.kernels.cpu.vectors import (
+    F32,
+    I64,
+    LANES,
+    LONG,
+    ZEROS,
+    Emit,
+    doubles_at,
+    exponential,
+    floats_at,
+    longs_at,
+    piece,
+)
+
+TOKEN, PARENT, ASKED = range(3)
+SPAN = 128  # logits of which one looks at the largest first
+_NOTHING = -87.3  # so far below the best a share is 0: `exponential`
+_NEVER = -np.inf
+_LEAST = -1e300  # an impossible node still comes before one that was asked about
+_CHOSEN = -2
+
+
+# ---- logits
+
+
+def _above(e: Emit, one: Any, other: Any) -> Any:
+    """The larger; NaN, if there is one."""
+    sooner = e.b.or_(e.b.fcmp_unordered("uno", one, one), e.b.fcmp_ordered(">", one, other))
+    return e.b.select(sooner, one, other)
+
+
+@piece(I64, returns=F32)
+def _largest_of_span(e: Emit, x: Any) -> Any:
+    """Of SPAN floats; NaN, if there is one."""
+    held = [e.load(x, 4 * i) for i in range(0, SPAN, LANES)]
+    while len(held) > 1:
+        held = [_above(e, one, other) for one, other in zip(held[::2], held[1::2], strict=True)]
+    return e.total(held[0], lambda one, other: _above(e, one, other))
+
+
+@piece(I64, I64, F32, returns=F32)
+def _weight(e: Emit, x: Any, count: Any, top: Any) -> Any:
+    """The sum of exp(x - top)."""
+    sums, tops = e.variable(ZEROS), e.splat(top)
+    whole = e.b.and_(count, LONG(-LANES))
+    rest = e.b.sub(count, whole)
+    with e.steps(LONG(0), whole, LANES) as i:
+        here = e.load(x, e.b.shl(i, LONG(2)))
+        e.b.store(e.b.fadd(e.b.load(sums), exponential(e, e.b.fsub(here, tops))), sums)
+    with e.b.if_then(e.b.icmp_signed(">", rest, LONG(0)), likely=False):
+        here = exponential(e, e.b.fsub(e.some(x, e.b.shl(whole, LONG(2)), rest), tops))
+        e.b.store(e.b.fadd(e.b.load(sums), e.b.select(e.first(rest), here, ZEROS)), sums)
+    return e.total(e.b.load(sums))
+
+
+@njit(nogil=True, cache=True)
+def _better(one, other):
+    """NaN first, so that it is noticed."""
+    return one > other or (one != one and other == other)
+
+
+@njit(nogil=True, cache=True)
+def largest(line, V, tops):
+    """Of every SPAN logits, into `tops`."""
+    logits = carray(floats_at(line), (V,))
+    for span in range(V // SPAN):
+        tops[span] = _largest_of_span(line + 4 * span * SPAN)
+    if V % SPAN:
+        top = logits[V - 1]
+        for token in range(V // SPAN * SPAN, V):
+            if _better(logits[token], top):
+                top = logits[token]
+        tops[V // SPAN] = top
+
+
+@njit(nogil=True, cache=True)
+def best(line, V, tops, tokens, values):
+    """The best of V logits in falling order, as many as there is room for; of equals the first."""
+    logits, k, found = carray(floats_at(line), (V,)), len(tokens), 0
+    for span in range(len(tops)):
+        if found == k and not _better(tops[span], values[k - 1]):
+            continue
+        for token in range(span * SPAN, min((span + 1) * SPAN, V)):
+            value = np.float64(logits[token])
+            if found == k and not _better(value, values[k - 1]):
+                continue
+            found = min(found + 1, k)
+            at = found - 1
+            while at > 0 and _better(value, values[at - 1]):
+                values[at], tokens[at] = values[at - 1], tokens[at - 1]
+                at -= 1
+            values[at], tokens[at] = value, token
+
+
+@njit(nogil=True, cache=True)
+def _all_of_it(line, V, tops, top):
+    """log(sum(exp(logits))), rounded as a float, where the largest of V logits is `top`; NaN if that is no number."""
+    if top - top != 0:
+        return np.nan
+    total = 0.0
+    for span in range(len(tops)):
+        if tops[span] - top > _NOTHING:
+            start = span * SPAN
+            total += _weight(line + 4 * start, min(SPAN, V - start), np.float32(top))
+    return np.float64(np.float32(top + np.log(total)))
+
+
+@njit(types.void(*[I64] * 12), nogil=True, cache=True)
+def run_add(logits, row_step, place_step, W, V, k, nodes, scores, asked, R, size, old):
+    """k children for each of the nodes `asked` [R,W] (-1: the text), behind `old` nodes. logits: [R,W,V] float32, rows
+    and places so many bytes apart."""
+    nodes, scores = carray(longs_at(nodes), (3, R, size)), carray(doubles_at(scores), (R, size))
+    asked, tops = carray(longs_at(asked), (R, W)), np.empty(-(-V // SPAN), np.float32)
+    for r in range(R):
+        for w in range(W):
+            line, parent, first = logits + r * row_step + w * place_step, asked[r, w], old + w * k
+            tokens, sure = nodes[TOKEN, r, first : first + k], scores[r, first : first + k]
+            largest(line, V, tops)
+            best(line, V, tops, tokens, sure)
+            everything = _all_of_it(line, V, tops, sure[0])
+            above = scores[r, parent] if parent >= 0 else 0.0
+            for i in range(k):
+                share = sure[i] - everything
+                sure[i] = above + share if share == share else _NEVER  # nothing can be said there
+                nodes[PARENT, r, first + i] = parent
+                nodes[ASKED, r, first + i] = -1
+
+
+# ---- nodes
+
+
+@njit(types.void(*[I64] * 9), nogil=True, cache=True)
+def run_ask(nodes, scores, R, size, first, count, spread, fed, out):
+    """Of the nodes first..count-1 that nobody asked about, the surest: of equals the elder. out [3,R,spread]: who they
+    are, in their order, their tokens, and the numbers of their parents among the `fed` that were asked about."""
+    nodes, scores = carray(longs_at(nodes), (3, R, size)), carray(doubles_at(scores), (R, size))
+    out = carray(longs_at(out), (3, R, spread))
+    for r in range(R):
+        for _ in range(spread):
+            surest, top = -1, _NEVER
+            for node in range(first, count):
+                score = max(scores[r, node], _LEAST)
+                if nodes[ASKED, r, node] == -1 and score > top:
+                    surest, top = node, score
+            nodes[ASKED, r, surest] = _CHOSEN
+        place = 0
+        for node in range(first, count):
+            if nodes[ASKED, r, node] == _CHOSEN:
+                parent = nodes[PARENT, r, node]
+                out[0, r, place], out[1, r, place] = node, nodes[TOKEN, r, node]
+                out[2, r, place] = nodes[ASKED, r, parent] if parent >= 0 else -1
+                nodes[ASKED, r, node] = fed + place
+                place += 1
+
+
+@njit(types.void(*[I64] * 7), nogil=True, cache=True)
+def run_prune(nodes, scores, R, size, count, most, out):
+    """The surest `most` of `count` nodes, in their order. Nobody is surer than its parent, so ancestors stay; of equals
+    the elder. out [3,R,most]: as nodes."""
+    nodes, scores = carray(longs_at(nodes), (3, R, size)), carray(doubles_at(scores), (R, size))
+    out = carray(longs_at(out), (3, R, most))
+    where = np.empty(count, np.int64)
+    for r in range(R):
+        place = 0
+        for node in range(count):
+            before, score = 0, max(scores[r, node], _LEAST)
+            for other in range(count):
+                theirs = max(scores[r, other], _LEAST)
+                before += theirs > score or (theirs == score and other < node)
+            where[node] = -1
+            if before < most:
+                parent = nodes[PARENT, r, node]
+                out[TOKEN, r, place], out[ASKED, r, place] = nodes[TOKEN, r, node], nodes[ASKED, r, node]
+                out[PARENT, r, place] = where[parent] if parent >= 0 else -1
+                where[node] = place
+                place += 1

@@ -1,0 +1,263 @@
+"""A tree of guesses, grown on the device: the likeliest tokens after some nodes, and which nodes to ask about next.
+
+Two launches a level, whatever its size: `_siblings` looks at logits, `_grow` at nodes. They do at once what
+`core.growth` does in thirty steps of torch's, of which choosing the best few of a vocabulary is itself several.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from paceline.kernels.cuda.choosing import in_steps, uniform, warmed
+from paceline.kernels.cuda.launching import after, overlapping
+
+_WARP = 512  # logits that one warp looks at
+_ROWED = 128  # nodes that one warp looks at: of more it cannot keep everything in registers
+_FOUND = 1024  # tokens that the last program of a place should not have to choose from more than
+_COMPARED = 8192  # pairs of nodes that are compared at a time
+_NEVER = tl.constexpr(float("-inf"))
+_LEAST = tl.constexpr(-1e300)  # an impossible node comes after all others, and before none
+
+
+@triton.jit
+def _take(score, open_):
+    """The best that is open, of equals the first, and where it is; what is open is no less than _LEAST."""
+    return tl.max(tl.where(open_, score, _NEVER), 0, return_indices=True, return_indices_tie_break_left=True)
+
+
+@triton.jit
+def _log_sum(values):
+    """log(sum(exp(values))), where all of them may be impossible."""
+    top = tl.max(values, 0)
+    top = tl.where(top == _NEVER, 0.0, top)
+    return top + tl.log(tl.sum(tl.exp(values - top), 0))
+
+
+@triton.jit(do_not_specialize=["Q", "place_row", "chunks"], do_not_specialize_on_alignment=["position"])
+def _siblings(logits, heat, key, position, best, where, sums, done, tokens, sure, Q, V, step, place_row, chunks,
+              K: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, FOUND: tl.constexpr, SAMPLED: tl.constexpr,
+              OVERLAP: tl.constexpr):  # fmt: skip
+    """Of one chunk of one place's logits the K best, with noise where a row has a heat, and the sum of all. The last
+    program of a place finds the K best of all its chunks, and how sure of each the draft is."""
+    after(OVERLAP)
+    place = tl.program_id(0)
+    chunk = tl.program_id(1)
+    row = place // Q
+    token = chunk * CHUNK + tl.arange(0, CHUNK)
+    open_ = token < V
+    score = tl.load(logits + place.to(tl.int64) * step + token, mask=open_, other=_NEVER).to(tl.float32)
+    if SAMPLED:
+        warmth = tl.load(heat + row)
+        warm = warmed(score, warmth).to(tl.float64)
+        noise = tl.log(-tl.log(uniform(tl.load(key + row), tl.load(position + row * place_row + place % Q), token)))
+        score = tl.where(warmth > 0, warm - noise, warm)
+    else:
+        score = tl.where(score == score, score, float("inf")).to(tl.float64)
+    mine = place * chunks + chunk
+    tl.store(sums + mine, _log_sum(score))
+    score = tl.maximum(score, _LEAST)
+    for k in range(K):
+        top, first = _take(score, open_)
+        open_ = open_ & (token != chunk * CHUNK + first)
+        tl.store(best + mine * K + k, top)
+        tl.store(where + mine * K + k, tl.where(top == _NEVER, V, chunk * CHUNK + first))  # V: the chunk has no more
+    tl.debug_barrier()
+    if tl.atomic_add(done + place, 1, sem="acq_rel") == chunks - 1:
+        _choose(best + place * chunks * K, where + place * chunks * K, sums + place * chunks, tokens + place * K,
+                sure + place * K, chunks, V, K, CHUNKS, FOUND)  # fmt: skip
+        tl.store(done + place, 0)
+
+
+@triton.jit
+def _choose(best, where, sums, tokens, sure, chunks, V, K: tl.constexpr, CHUNKS: tl.constexpr, FOUND: tl.constexpr):
+    """The K best of what all chunks found, and the logarithm of each one's share."""
+    chunk = tl.arange(0, CHUNKS)
+    total = _log_sum(tl.load(sums + chunk, mask=chunk < chunks, other=_NEVER))
+    found = tl.arange(0, FOUND)
+    inside = found < chunks * K
+    score = tl.load(best + found, mask=inside, other=_NEVER)
+    token = tl.load(where + found, mask=inside, other=V)
+    open_ = token < V
+    for k in range(K):
+        top, first = _take(score, open_)
+        open_ = open_ & (found != first)
+        tl.store(tokens + k, tl.load(where + first).to(tl.int64))
+        share = top - total
+        tl.store(sure + k, tl.where((share == share) & (total != _NEVER), share, _NEVER))  # else: nothing can be said
+
+
+@triton.jit
+def _added(nodes, scores, chosen, tokens, sure, old, new, size, K: tl.constexpr, ROOT: tl.constexpr,
+           BLOCK: tl.constexpr):  # fmt: skip
+    """One row's nodes: `old` ones, and `new` children of those `chosen` last, K of each. nodes [4,size]: tokens,
+    parents, depths and numbers among what was asked for; the children are written there."""
+    node = tl.arange(0, BLOCK)
+    known, fresh = node < old, (node >= old) & (node < old + new)
+    child = node - old
+    if ROOT:
+        above = tl.full([BLOCK], -1, tl.int64)
+    else:
+        above = tl.load(chosen + child // K, mask=fresh, other=-1)
+    below = fresh & (above >= 0)
+    token = tl.load(nodes + node, mask=known, other=0)
+    token = tl.where(fresh, tl.load(tokens + child, mask=fresh, other=0), token)
+    parent = tl.where(fresh, above, tl.load(nodes + size + node, mask=known, other=-1))
+    depth = tl.load(nodes + 2 * size + above, mask=below, other=-1) + 1
+    depth = tl.where(fresh, depth, tl.load(nodes + 2 * size + node, mask=known, other=0))
+    slot = tl.load(nodes + 3 * size + node, mask=known, other=-1)
+    score = tl.load(scores + above, mask=below, other=0.0) + tl.load(sure + child, mask=fresh, other=0.0)
+    score = tl.where(fresh, score, tl.load(scores + node, mask=known, other=_NEVER))
+    tl.store(nodes + node, token, mask=fresh)
+    tl.store(nodes + size + node, parent, mask=fresh)
+    tl.store(nodes + 2 * size + node, depth, mask=fresh)
+    tl.store(nodes + 3 * size + node, slot, mask=fresh)
+    tl.store(scores + node, score, mask=fresh)
+    return token, parent, depth, slot, score
+
+
+@triton.jit(do_not_specialize=["size", "old", "new", "spread", "fed"])
+def _grow(nodes, scores, chosen, tokens, sure, length, ask, size, old, new, spread, fed, K: tl.constexpr,
+          ROOT: tl.constexpr, ANYWHERE: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):  # fmt: skip
+    """Children are added; of all that were not asked about (or of the children alone) the `spread` surest are chosen.
+    ask [4,R,spread]: who they are, their tokens, the numbers of their parents, and the positions after them."""
+    after(OVERLAP)
+    row, rows = tl.program_id(0).to(tl.int64), tl.num_programs(0)
+    nodes, scores = nodes + row * 4 * size, scores + row * size
+    token, parent, depth, slot, score = _added(nodes, scores, chosen + row * (new // K), tokens + row * new,
+                                               sure + row * new, old, new, size, K, ROOT, BLOCK)  # fmt: skip
+    node = tl.arange(0, BLOCK)
+    open_ = (node < old + new) & (slot < 0)
+    if not ANYWHERE:
+        open_ = open_ & (node >= old)
+    score = tl.maximum(score, _LEAST)
+    picked = node < 0
+    left = spread
+    while left > 0:
+        _, first = _take(score, open_)
+        open_ = open_ & (node != first)
+        picked = picked | (node == first)
+        left -= 1
+    order = tl.cumsum(picked.to(tl.int32), 0) - 1
+    tl.debug_barrier()  # what was added is written
+    tl.store(nodes + 3 * size + node, fed + order, mask=picked)
+    above = tl.load(
+        nodes + 3 * size + parent, mask=picked & (parent >= 0), other=-1
+    )  # asked about earlier: it is there
+    out = ask + row * spread + order
+    step = rows * spread
+    tl.store(out, node, mask=picked)
+    tl.store(out + step, token, mask=picked)
+    tl.store(out + 2 * step, above, mask=picked)
+    tl.store(out + 3 * step, tl.load(length + row) + depth + 1, mask=picked)
+
+
+@triton.jit(do_not_specialize=["size", "old", "new", "most"])
+def _prune(nodes, scores, chosen, tokens, sure, places, out, size, old, new, most, K: tl.constexpr, ROOT: tl.constexpr,
+           BLOCK: tl.constexpr, TILE: tl.constexpr, OVERLAP: tl.constexpr):  # fmt: skip
+    """Children are added, and only the surest `most` nodes stay, in their order. Nobody is surer than its parent, so
+    ancestors stay; of equals the elder. out [3,R,most]: tokens, parents, and their numbers among what was asked for."""
+    after(OVERLAP)
+    row, rows = tl.program_id(0).to(tl.int64), tl.num_programs(0)
+    nodes, scores, places = nodes + row * 4 * size, scores + row * size, places + row * size
+    token, parent, _, slot, score = _added(nodes, scores, chosen + row * (new // K), tokens + row * new,
+                                           sure + row * new, old, new, size, K, ROOT, BLOCK)  # fmt: skip
+    tl.debug_barrier()  # everybody's score is written
+    node = tl.arange(0, BLOCK)
+    score = tl.maximum(score, _LEAST)
+    rank = tl.zeros([BLOCK], tl.int32)
+    start = 0
+    while start < old + new:
+        other = start + tl.arange(0, TILE)
+        real = other < old + new
+        theirs = tl.maximum(tl.load(scores + other, mask=real, other=_NEVER), _LEAST)[None, :]
+        elder = (theirs == score[:, None]) & (other[None, :] < node[:, None])
+        rank += tl.sum((((theirs > score[:, None]) | elder) & real[None, :]).to(tl.int32), 1)
+        start += TILE
+    kept = (node < old + new) & (rank < most)
+    order = tl.cumsum(kept.to(tl.int32), 0) - 1
+    tl.store(places + node, tl.where(kept, order, -1), mask=node < old + new)
+    tl.debug_barrier()
+    above = tl.load(places + parent, mask=kept & (parent >= 0), other=-1)
+    line = out + row * most + order
+    step = rows * most
+    tl.store(line, token, mask=kept)
+    tl.store(line + step, above.to(tl.int64), mask=kept)
+    tl.store(line + 2 * step, slot, mask=kept)
+
+
+def siblings(
+    logits: Tensor, k: int, noise: tuple[Tensor, Tensor] | None, position: Tensor, done: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The k best tokens of each place of logits [R,Q,V], and the logarithms of their shares, [R,Q,k]. noise: heat [R]
+    and key [R]; rows with a heat take those that win score / heat + Gumbel noise at `position` [R,Q]. done: zeros to
+    count with, R*Q at least, which are zeros again when it is over."""
+    (R, Q, V), device = logits.shape, logits.device
+    chunk = min(max(triton.next_power_of_2(-(-V * k // _FOUND)), _WARP), 8 * _WARP)
+    logits, places, chunks = in_steps(logits), R * Q, -(-V // chunk)
+    tokens = torch.empty(R, Q, k, dtype=torch.int64, device=device)
+    sure = torch.empty(R, Q, k, dtype=torch.float64, device=device)
+    best = torch.empty(places, chunks, k, dtype=torch.float64, device=device)
+    where = torch.empty(places, chunks, k, dtype=torch.int32, device=device)
+    sums = torch.empty(places, chunks, dtype=torch.float64, device=device)
+    heat, key = (sure, sure) if noise is None else noise
+    if Q > 1 and position.stride(1) != 1:
+        position = position.contiguous()
+    _siblings[(places, chunks)](
+        logits, heat, key, position, best, where, sums, done, tokens, sure, Q, V, logits.stride(1), position.stride(0),
+        chunks, K=k, CHUNK=chunk, CHUNKS=triton.next_power_of_2(chunks), FOUND=triton.next_power_of_2(chunks * k),
+        SAMPLED=noise is not None, num_warps=chunk // _WARP, **overlapping(device))  # fmt: skip
+    return tokens, sure
+
+
+class Trunk:
+    """A tree that grows, `core.quick.Trunk`: at most `size` nodes after texts of `length` [R,1]. What is added is
+    written down by the launch that chooses what to ask about next, or by the one that ends it."""
+
+    def __init__(self, length: Tensor, size: int, anywhere: bool) -> None:
+        R, device, length = length.shape[0], length.device, length.contiguous()
+        self._length, self._size, self._anywhere, self._device = length, size, anywhere, device
+        self._nodes = torch.empty(R, 4, size, dtype=torch.int64, device=device)
+        self._scores = torch.empty(R, size, dtype=torch.float64, device=device)
+        self._asked = self._position = length  # [R,spread]: the nodes chosen last, and the positions after them
+        self._root = True
+        self._old = self._new = self.fed = 0
+        self._children: tuple[Tensor, Tensor] = (length, length)
+        self._k = 1
+        self._block = triton.next_power_of_2(size)  # not of what is there: each size would be a kernel of its own
+
+    def add(self, logits: Tensor, k: int, noise: tuple[Tensor, Tensor] | None, done: Tensor) -> None:
+        """k children for each of the nodes asked about last (at first: for the text), whose logits are [R,W,V]."""
+        self._children = siblings(logits, k, noise, self._position, done)
+        self._new, self._k = logits.shape[1] * k, k
+
+    def ask(self, spread: int) -> tuple[Tensor, Tensor]:
+        """The `spread` surest: their tokens [R,spread], and their parents among all that were asked about."""
+        R = self._length.shape[0]
+        ask = torch.empty(4, R, spread, dtype=torch.int64, device=self._device)
+        shape = self._shape(self._block // _ROWED, ANYWHERE=self._anywhere)
+        _grow[(R,)](self._nodes, self._scores, self._asked, *self._children, self._length, ask, self._size, self._old,
+                    self._new, spread, self.fed, **shape)  # fmt: skip
+        self._old += self._new
+        self.fed += spread
+        self._asked, tokens, parents, self._position = ask.unbind()
+        self._root = False
+        return tokens, parents
+
+    def tree(self, most: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Tokens and parents [R,N] of the surest `most`, and their numbers among all that were asked about (-1)."""
+        R, kept = self._length.shape[0], min(most, self._old + self._new)
+        out = torch.empty(3, R, kept, dtype=torch.int64, device=self._device)
+        places = torch.empty(R, self._size, dtype=torch.int32, device=self._device)
+        tile = min(self._block, max(1, _COMPARED // self._block))
+        _prune[(R,)](self._nodes, self._scores, self._asked, *self._children, places, out, self._size, self._old,
+                     self._new, kept, **self._shape(4, TILE=tile))  # fmt: skip
+        tokens, parents, slots = out.unbind()
+        return tokens, parents, slots
+
+    def _shape(self, warps: int, **more: int) -> dict[str, int | bool]:
+        warps = min(8, max(1, warps, self._block // _WARP))
+        return {"K": self._k, "ROOT": self._root, "BLOCK": self._block, "num_warps": warps, **more,
+                **overlapping(self._device)}  # fmt: skip

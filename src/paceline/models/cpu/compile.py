@@ -1,0 +1,133 @@
+"""Kernels are compiled at their first use on a machine and kept beside the weights; here is where, and by whom.
+
+Two processes may begin at once: one compiles and the other waits for it, for numba numbers its files as if it were
+alone. A folder that holds all kernels is read, and may be read-only. Where kernels are missing and nothing can be
+written, they are compiled into a temporary folder that is removed with the process.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import shutil
+import tempfile
+import time
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from filelock import FileLock, Timeout
+
+from paceline.common.errors import PacelineWarning
+from paceline.common.progress import reporting
+from paceline.kernels.cpu import warm_up
+from paceline.kernels.cpu.team import OneAtATime
+from paceline.models.loading.disk_cache import Progress, cache_folder
+
+LABEL = "compiling kernels for this machine, once"
+_PATIENCE = 180.0  # seconds to wait for another process
+_OLD = 60 * 86400.0  # seconds after which kernels of other sources are swept away
+_LOG = logging.getLogger("paceline")
+_ONE = OneAtATime()
+
+
+def kernels_ready(progress: Progress | None = None) -> None:
+    """Import the kernels, and compile them if this machine has none: some ten seconds, told to `progress` and logged.
+
+    Raises what their import raises; see `kernel_pass.kernels_missing` for whether they can be had at all.
+    """
+    with _ONE:
+        if warm_up.is_warm():
+            return
+        with reporting(progress, LABEL) as told:
+            _ready(told)
+
+
+def _ready(progress: Progress) -> None:
+    place = warm_up.place(cache_folder() / "kernels")
+    seal = warm_up.seal(place)
+    if seal.is_file():
+        with suppress(OSError):  # a file of it is gone, and another cannot be saved there
+            _make(place, progress)
+            return
+    with _locked(place, progress) as (where, ours):
+        compiled = _make(where, progress, everything=ours)
+        if ours:
+            with suppress(OSError):
+                seal.touch()
+            _sweep(place)
+        elif compiled:
+            warnings.warn(
+                f"Compiled kernels cannot be kept in '{place}', so the next process compiles them again; make room "
+                "there or set PACELINE_CACHE to another folder.",
+                PacelineWarning,
+                stacklevel=3,
+            )
+
+
+def _make(place: Path, progress: Progress, everything: bool = False) -> int:
+    began = time.perf_counter()
+
+    def told(done: int, many: int) -> None:
+        if done == 0:
+            _LOG.info("%s, into %s", LABEL, place)
+        progress(LABEL, done, many)
+
+    compiled = warm_up.warm_up(place, told, everything)
+    if compiled:
+        _LOG.info("compiled %d kernels in %.1f s", compiled, time.perf_counter() - began)
+    return compiled
+
+
+@contextmanager
+def _locked(place: Path, progress: Progress) -> Iterator[tuple[Path, bool]]:
+    """The folder to compile into, and whether it is the one that lasts."""
+    lock = None
+    try:
+        place.mkdir(parents=True, exist_ok=True)
+        lock = FileLock(str(place / ".lock"))
+        try:
+            lock.acquire(timeout=0)
+        except Timeout:
+            progress("waiting for another process that compiles the kernels", 0, None)
+            lock.acquire(timeout=_PATIENCE)
+        if not _writable(place):
+            raise PermissionError(place)
+    except (OSError, NotImplementedError):  # Timeout is one; not every file system has locks
+        yield _passing(place), False
+        return
+    try:
+        yield place, True
+    finally:
+        lock.release()
+
+
+def _passing(place: Path) -> Path:
+    """A folder for this process, with what is in the read-only one. Shared memory serves where no disk is writable."""
+    shared = Path("/dev/shm")
+    try:
+        folder = Path(tempfile.mkdtemp(prefix="paceline-kernels-"))
+    except FileNotFoundError:  # no usable temporary folder
+        folder = Path(tempfile.mkdtemp(prefix="paceline-kernels-", dir=shared))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    with suppress(OSError):
+        for file in place.glob("*.nb*"):
+            shutil.copyfile(file, folder / file.name)  # without its mode, which may be read-only
+    return folder
+
+
+def _writable(place: Path) -> bool:
+    try:
+        tempfile.TemporaryFile(dir=place).close()
+    except OSError:
+        return False
+    return True
+
+
+def _sweep(place: Path) -> None:
+    """Kernels of sources that nobody has compiled for two months are of versions that are gone."""
+    for other in place.parent.iterdir():
+        with suppress(OSError):
+            if other != place and other.is_dir() and time.time() - other.stat().st_mtime > _OLD:
+                shutil.rmtree(other, ignore_errors=True)

@@ -1,0 +1,299 @@
+"""Llama-like models through kernels of our own (`paceline.kernels`): float32 on a CPU.
+
+The weights stay where they are and what they are; a plan is a list of their addresses. The memory is the reader's slot
+cache. The kernels read a weight once for all the tokens of a pass, and a token has the same bits in every pass. They
+read prompts too, so what the KV cache holds at a position depends on the text up to it and on nothing else.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache as once
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from paceline.common.errors import PacelineWarning, UnsupportedError
+from paceline.core.contracts import Reading
+from paceline.models.cpu.cpu_plan import Plan, plan_of
+from paceline.models.cpu.threads import CROWD
+from paceline.models.cpu.tree_ops import climb, offer
+from paceline.models.slot_cache import SlotCache
+
+if TYPE_CHECKING:
+    from paceline.models.cuda.cuda_forward import CudaPass
+    from paceline.models.language_model import LanguageModel
+
+_EXTRA = 4  # tokens that take as long as it takes to begin a pass
+_MANY = 16  # tokens of a pass that is limited by arithmetic, where a pass over few is limited by memory
+
+
+@dataclass(frozen=True)
+class Sight:
+    """What each token of a pass sees: the slots before `prefix` [R,Q] (None: up to its own) and, in a tree, those of
+    its branch: `lists`, where each token's begins (one more for the end), and the slots of all of them; or, on a CUDA
+    device, the same as `tree` (see `kernels.cuda.rounds.climb`)."""
+
+    prefix: Tensor | None
+    lists: tuple[Tensor, Tensor] | None = None
+    tree: tuple[Tensor, Tensor, Tensor, Tensor] | None = None
+
+
+@dataclass(frozen=True)
+class Part:
+    """Some layers of a model: from `start` (where they go on from the hidden states `given` [R,Q,D]) to `stop`, with
+    the output head or without."""
+
+    start: int
+    stop: int
+    given: Tensor | None = None
+    head: bool = True
+
+
+class KernelPass:
+    """Runs passes of one model for one reader. It owns the memory in between, not the cache."""
+
+    piece = 128  # tokens of a prompt in one pass; the bits do not depend on it
+
+    @staticmethod
+    def in_tree(parents: Tensor, length: Tensor, slots: Tensor, fed: int) -> tuple[Tensor, Sight]:
+        """Positions [R,Q] and what is seen, where the last `fed` tokens of a pass at `slots` [R,Q] are the last of
+        scratch tokens with these parents [R,M]."""
+        position, prefix, lists = climb(parents, length, slots, fed)
+        return position, Sight(prefix, lists)
+
+    def together(self, lengths: Sequence[int]) -> bool:
+        """Is one pass over so many tokens of each row, padded to the longest, cheaper than a pass for each row?"""
+        passes = sum(length > 0 for length in lengths)
+        padded = len(lengths) * max(lengths)
+        return passes > 1 and padded <= min(self.piece, sum(lengths) + _EXTRA * (passes - 1))
+
+    def read(
+        self, cache: SlotCache, first: int, ids: Tensor, position: Tensor, taps: Sequence[int]
+    ) -> tuple[Tensor, ...]:
+        """Read a piece of prompts, `ids` and `position` [R,Q], into the rows `first`... of the cache. Returns the
+        tapped states [R,Q,D]; there are no logits."""
+        (R, Q), part = ids.shape, Part(0, self.plan.layers, head=False)
+        place = _Place(_Shape(R, Q, Q, first), self._most if R * Q >= _MANY else self.threads)
+        reading, _ = self(cache, ids, position, position, Sight(None), Q, taps, vocabulary=0, part=part, place=place)
+        return reading.taps
+
+    def __init__(self, plan: Plan, threads: int, most: int = 1) -> None:
+        """threads: of a pass over a few tokens; most: of a pass over a piece of a prompt."""
+        from paceline.kernels.cpu import llama, team
+
+        self.plan, self.threads, self._most = plan, threads, max(threads, most)
+        self._names, self._line = llama.CALL, llama.COUNTER
+        self._run = team.direct(llama.run_pass)
+        self._room = self._seen = 0
+        self._buffers: dict[str, Tensor] = {}
+        self._scores, self._together = _floats(0), llama.TOGETHER
+        self._counters = np.zeros((llama.STEPS * plan.layers + 2) * llama.COUNTER, np.int64)
+        self._own: dict[str, int] = {}  # addresses of the memory above, until some of it is replaced
+        self._shapes: dict[tuple[int, int, int], _Shape] = {}
+
+    def __call__(
+        self,
+        cache: SlotCache,
+        ids: Tensor,
+        position: Tensor,
+        slots: Tensor,
+        sight: Sight,
+        keep: int,
+        taps: Sequence[int] = (),
+        *,
+        vocabulary: int,
+        part: Part | None = None,
+        place: _Place | None = None,
+    ) -> tuple[Reading, Tensor]:
+        """Logits and taps of the last `keep` tokens of every row, and what the last layer said of all of them (until
+        the next pass).
+
+        ids, position, slots: [R,Q]; vocabulary: how many logits; place: of a prompt (else the first rows).
+        """
+        from paceline.kernels.cpu import team
+
+        plan, (R, Q) = self.plan, ids.shape
+        n, part = R * Q, part or Part(0, plan.layers)
+        cache.allocate(plan.layers, plan.kv_heads, plan.width, torch.float32)
+        visible = cache.get_mask_sizes(0)[0]
+        self._make_room(n, visible + 16)
+        cos, sin = plan.turned(visible)  # a token's position is not beyond its slot
+        shape, most = place or (self._shape(R, Q, keep), self.threads)
+        starts, extras = sight.lists or shape.nobody
+        logits = _floats(R, keep, vocabulary if part.head else 0)
+        seen = {layer: _floats(R, keep if layer == plan.layers else Q, plan.hidden) for layer in taps}
+        tapped = np.zeros(plan.layers + 1, np.int64)
+        for layer, tensor in seen.items():
+            tapped[layer] = tensor.data_ptr()
+        lists = ("ids", "position", "slot", "prefix", "extra", "extras")
+        prefix = slots + 1 if sight.prefix is None else sight.prefix
+        held = [t.to(torch.int64).contiguous() for t in (ids, position, slots, prefix, starts, extras)]
+        given = None if part.given is None else part.given.contiguous()
+        _check(held[0], plan.vocabulary, cache.keys[0], shape.rows, visible)
+        assert vocabulary <= plan.said
+        keys, stores = cache.keys[0], cache.addresses()
+        threads = team.TEAM.gather(CROWD.threads(most))
+        self._counters[:] = 0
+        call = self._call({
+            **self._own, **shape.addresses,
+            **{name: tensor.data_ptr() for name, tensor in zip(lists, held, strict=True)},
+            "threads": threads, "from": part.start, "to": part.stop, "cos": cos.data_ptr(), "sin": sin.data_ptr(),
+            "caches": stores.ctypes.data, "row_step": 4 * keys.stride(0), "head_step": 4 * keys.stride(1),
+            "slot_step": 4 * keys.stride(2), "logits": logits.data_ptr() if part.head else 0,
+            "logits_step": 4 * vocabulary, "vocabulary": vocabulary, "taps": tapped.ctypes.data,
+            "given": 0 if given is None else given.data_ptr(),
+        })  # fmt: skip
+        spent = team.TEAM.run(threads, self._run, plan.numbers, call, plan.floats)
+        CROWD.see(threads, *spent)
+        said = self._buffers["x"][: n * plan.hidden].view(R, Q, plan.hidden)
+        return Reading(logits, tuple(seen[layer][:, -keep:] for layer in taps)), said
+
+    def _call(self, named: dict[str, int]) -> np.ndarray:
+        """The numbers of a call in their order and, behind them, a cache line that is the barrier of this call alone:
+        whoever still looks at it when the call is over must find it as it was, and there."""
+        count = len(self._names)
+        call = np.zeros(count + 2 * self._line, np.int64)
+        line = 8 * self._line
+        named["barrier"] = -(-(call.ctypes.data + 8 * count) // line) * line
+        call[:count] = [named[name] for name in self._names]
+        return call
+
+    def _shape(self, R: int, Q: int, keep: int) -> _Shape:
+        found = self._shapes.get((R, Q, keep))
+        if found is None:
+            if len(self._shapes) == 64:
+                self._shapes.clear()
+            found = self._shapes[R, Q, keep] = _Shape(R, Q, keep)
+        return found
+
+    def _make_room(self, n: int, visible: int) -> None:
+        if n <= self._room and visible <= self._seen:
+            return
+        if n > self._room:
+            self._room = max(16, 1 << (n - 1).bit_length())
+            self._buffers = {name: _floats(self._room * size) for name, size in self.plan.sizes.items()}
+        if visible > self._seen:
+            self._seen = 1 << (visible - 1).bit_length()
+            self._scores = _floats(max(self.threads, self._most), self._together * self._seen)
+        self._own = {name: buffer.data_ptr() for name, buffer in self._buffers.items()}
+        self._own |= {"scores": self._scores.data_ptr(), "scores_step": 4 * self._scores.shape[1]}
+        self._own["counters"] = self._counters.ctypes.data
+
+
+class _Shape:
+    """What passes of one shape have in common: the row of each token (the rows are `first`...), which tokens are kept,
+    and that none sees others."""
+
+    def __init__(self, R: int, Q: int, keep: int, first: int = 0) -> None:
+        self.rows = first + R
+        self._row = torch.arange(first, first + R, device="cpu").repeat_interleave(Q)
+        self._kept = torch.arange(R * Q, device="cpu").view(R, Q)[:, Q - keep :].contiguous()
+        self.nobody = (self._row.new_zeros(R * Q + 1), self._row.new_zeros(1))
+        self.addresses = {"n": R * Q, "keep": R * keep, "row": self._row.data_ptr(), "kept": self._kept.data_ptr()}
+
+
+class _Place(NamedTuple):
+    """Where a pass over a prompt runs: the rows that it writes to, and the most threads."""
+
+    shape: _Shape
+    threads: int
+
+
+def _floats(*shape: int) -> Tensor:
+    """Memory of the kind kernels write, whatever kind torch was told to make where nobody says."""
+    return torch.empty(shape, dtype=torch.float32, device="cpu")
+
+
+def _check(ids: Tensor, known: int, keys: Tensor, rows: int, visible: int) -> None:
+    """Kernels follow addresses: what is not in the memory must not get there. (torch would say the same of an id.)"""
+    numbers = ids.numpy()
+    if numbers.size and (numbers.min() < 0 or numbers.max() >= known):
+        raise IndexError(
+            f"Token ids {numbers.min()} to {numbers.max()} cannot be read; the model knows 0 to {known - 1}."
+        )
+    assert rows <= keys.shape[0]
+    assert visible <= keys.shape[2]
+
+
+def kernel_pass(lm: LanguageModel, model: Any) -> KernelPass | CudaPass | None:
+    """Kernels for a reader of this model, where there are some. The plan is made anew each time: somebody may have
+    cast the model, or hung hooks on it, since the last. Nothing is compiled for a model that has none."""
+    if lm.runner not in ("auto", "kernels"):
+        return None
+    about = (model, lm.architecture.kinds, lm.architecture.window, lm.logits)
+    why: str | None
+    if lm.device.type == "cuda":
+        from paceline.models.cuda.cuda_forward import CudaPass, CudaPlan, cuda_plan
+
+        found = cuda_plan(*about)
+        if isinstance(found, CudaPlan):
+            return CudaPass(found, lm.strict)
+        why = found
+    else:
+        plan = plan_of(*about)
+        why = plan if isinstance(plan, str) else kernels_missing() or _uncompiled(plan)
+        if why is None:
+            assert isinstance(plan, Plan)
+            return KernelPass(plan, threads_here(lm), threads_allowed())
+    if lm.runner == "kernels":
+        raise UnsupportedError(
+            f"The runner 'kernels' was asked for, and {lm.name} cannot run by it: {why}; use runner 'auto'."
+        )
+    return None
+
+
+def _uncompiled(plan: Plan) -> str | None:
+    """Why the products for the formats of its weights, which are compiled when first asked for, could not be."""
+    try:
+        _ = plan.numbers
+    except Exception as error:
+        tell_why(_cannot(error))
+        return _cannot(error)
+    return None
+
+
+def threads_here(lm: LanguageModel) -> int:
+    """As many as are fastest, and not more than torch may use: `OMP_NUM_THREADS` and `torch.set_num_threads` are the
+    user's word on it."""
+    from paceline.models.cpu.thread_choice import threads_for
+
+    return threads_for(lm)
+
+
+def threads_allowed() -> int:
+    """As many as torch may use, on as many cores as this process may use."""
+    from paceline.models.cpu.thread_choice import limit
+
+    return limit()
+
+
+@once
+def kernels_missing() -> str | None:
+    """Why there are no kernels here; None if there are. Compiles them, or loads what was compiled before."""
+    from paceline.kernels.cpu import machine
+    from paceline.models.cpu.compile import kernels_ready
+
+    lacking = machine.missing()
+    if lacking is not None:
+        return lacking
+    try:
+        kernels_ready()
+    except Exception as error:  # a compiler may fail in any way; passes then run as they would without one
+        tell_why(_cannot(error))
+        return _cannot(error)
+    offer()
+    return None
+
+
+def _cannot(error: Exception) -> str:
+    return f"the kernels could not be compiled here ({type(error).__name__}: {' '.join(str(error).split())[:200]})"
+
+
+@once
+def tell_why(reason: str) -> None:
+    warnings.warn(f"Passes run through transformers, more slowly: {reason}.", PacelineWarning, stacklevel=3)

@@ -1,0 +1,189 @@
+"""Heads that draft, through kernels of our own: their linear maps in int8, a few rows at a time, float32 on a CPU.
+
+Nothing depends on the numbers of a draft but how often it is right, so its weights may be rounded: a step is then a
+quarter of the memory to read, at nearly three times torch's speed. What is rounded is a copy; heads stay as they are.
+"""
+
+from __future__ import annotations
+
+from functools import cache as once
+from typing import Any, TypeVar, cast
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from paceline.kernels.cpu.team import OneAtATime
+from paceline.models.cpu import threads as openmp
+from paceline.models.cpu.cpu_forward import kernels_missing
+from paceline.models.cpu.threads import CROWD
+from paceline.models.module_views import rebuilt
+from paceline.models.quantization.packed_linear import Int8Linear, PackedLinear
+from paceline.models.runtime import cores_here
+
+M = TypeVar("M", bound=nn.Module)
+_ALONE = 1 << 22  # weights, times rows and one: for fewer another thread comes too late (it takes 20 µs to wake it)
+_FLOAT = torch.float32
+
+
+class KernelLinear(nn.Module):
+    """A map with packed weights that kernels multiply with; whatever they cannot take it multiplies by itself.
+
+    A row has the same bits among any number of rows and on any number of threads.
+    """
+
+    def __init__(self, packed: PackedLinear) -> None:
+        super().__init__()
+        self.packed = packed
+        self.in_features, self.out_features = packed.in_features, packed.out_features
+        self._job: MapJob | None = None
+
+    @classmethod
+    def of(cls, weight: Tensor, bias: Tensor | None = None) -> KernelLinear:
+        """Weights [out, in], rounded to int8."""
+        return cls(Int8Linear(weight, bias))
+
+    @property
+    def job(self) -> MapJob:
+        if self._job is None:
+            self._job = MapJob(self.packed)
+        return self._job
+
+    def forward(self, x: Tensor) -> Tensor:
+        job = self.job
+        if job.kernel is None or not plain(x):
+            return cast(Tensor, self.packed(x))
+        return job.run(x.contiguous())
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        self._job = None  # weights move
+        return super()._apply(fn, recurse)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_job": None}  # a copy has weights of its own
+
+
+class MapJob:
+    """A map as the kernels see it: a list of addresses and sizes, and the tensors they belong to. Where `kernel` is
+    None, it is nothing for kernels."""
+
+    def __init__(self, packed: PackedLinear) -> None:
+        self.kernel = _kernel(packed.format)
+        held = (packed.packed, packed.scales, packed.bias)
+        self._held = [None if each is None else each.detach() for each in held]
+        there = [each for each in self._held if each is not None]
+        floats = {each.dtype for each in there[1:]} <= {_FLOAT}
+        if not floats or any(each.device.type != "cpu" or not each.is_contiguous() for each in there):
+            self.kernel = None  # kernels follow addresses: what they would misread must not get there
+        if self.kernel is None:
+            return
+        from paceline.kernels.cpu import head_layer as heads
+
+        self._inputs, self._outputs = packed.in_features, packed.out_features
+        self._list, self._call = np.zeros(heads.SIZE, np.int64), slice(len(heads.MAP), len(heads.JOB))
+        weights, scales, bias = (0 if each is None else each.data_ptr() for each in self._held)
+        step = there[0].stride(0) * there[0].element_size()
+        numbers = [weights, scales, step, address(packed.format), bias, self._inputs, self._outputs]
+        self._list[: len(numbers)] = self.numbers = numbers  # MAP
+
+    def run(self, x: Tensor) -> Tensor:
+        from paceline.kernels.cpu import team
+
+        assert x.shape[-1] == self._inputs
+        y = torch.empty((*x.shape[:-1], self._outputs), dtype=_FLOAT, device="cpu")
+        rows = y.numel() // self._outputs
+        openmp.rest()
+        threads = threads_for(self._inputs * self._outputs * (rows + 1))
+        numbers = self._list.copy()
+        numbers[self._call] = (rows, x.data_ptr(), y.data_ptr(), threads)
+        if threads == 1:
+            self.kernel(numbers, 0)
+        else:
+            team.TEAM.run(threads, self.kernel, numbers)
+        return y
+
+
+def plain(x: Tensor) -> bool:
+    """Can kernels read it?"""
+    return x.dtype is _FLOAT and type(x) is Tensor and x.device.type == "cpu" and not x.requires_grad
+
+
+def threads_for(work: int) -> int:
+    """How many for a job of so many weights, times rows and one: as many as there are, once that is worth it."""
+    if work <= _ALONE:
+        return 1
+    from paceline.kernels.cpu import team
+
+    return team.TEAM.gather(CROWD.threads(min(openmp.usual_threads(), _cores())))
+
+
+def _kernel(kind: str) -> Any:
+    """What multiplies by weights of a format; None where there are no kernels."""
+    if address(kind) == 0:
+        return None
+    from paceline.kernels.cpu import head_layer as heads
+    from paceline.kernels.cpu import team
+
+    return team.direct(heads.run_linear)
+
+
+@once
+def address(kind: str) -> int:
+    """Of the product of a format; 0 where there are no kernels."""
+    if kernels_missing() is not None:
+        return 0
+    from paceline.kernels.cpu.packed import compiled
+
+    try:
+        return int(compiled(kind).address)
+    except Exception:  # a compiler may fail in any way; torch multiplies then
+        return 0
+
+
+_cores = once(cores_here)
+
+
+# ---- heads
+
+
+_MADE: WeakKeyDictionary[nn.Module, tuple[object, nn.Module]] = WeakKeyDictionary()
+_ONE = OneAtATime()
+
+
+def drafting(head: M) -> M:
+    """The head as it drafts: itself, or where kernels can multiply for it (float32 on a CPU) a view of it with its
+    linear maps in int8. Made once, and again when its weights have changed.
+
+    A module with a method `light` says itself what it becomes.
+    """
+    weights = [*head.parameters(), *head.buffers()]
+    kinds = {(weight.dtype, weight.device.type) for weight in weights if weight.is_floating_point()}
+    if kinds != {(_FLOAT, "cpu")} or address(Int8Linear.format) == 0:
+        return head
+    state = [(weight.data_ptr(), 0 if weight.is_inference() else weight._version) for weight in weights]
+    with _ONE:
+        known = _MADE.get(head)
+        if known is None or known[0] != state:
+            with torch.inference_mode(False), torch.no_grad():
+                made = rebuilt(head, _exchanged)
+            if made is head:
+                return head
+            known = _MADE[head] = (state, made)
+    return cast(M, known[1])
+
+
+def _exchanged(module: nn.Module) -> nn.Module | None:
+    light: Any = getattr(module, "light", None)
+    if light is not None:
+        return cast(nn.Module, light())
+    if isinstance(module, PackedLinear):
+        return KernelLinear(module)
+    if type(module) is nn.Linear and not listened(module):
+        return KernelLinear.of(module.weight, module.bias)
+    return None
+
+
+def listened(module: nn.Module) -> bool:
+    """Does somebody want to know when it is called?"""
+    return bool(module._forward_hooks or module._forward_pre_hooks or "forward" in module.__dict__)

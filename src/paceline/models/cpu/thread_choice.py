@@ -1,0 +1,112 @@
+"""On how many threads kernels run: measured once per model and machine, with a few passes of one token.
+
+Often as many as there are cores; but two threads of one core, or cores of two kinds, can be slower than fewer.
+`torch.set_num_threads`, `OMP_NUM_THREADS` and the cores this process may use are the limit. What was measured while
+others used the machine says something about them, so it counts for nothing: the limit holds, and the next process
+measures.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from weakref import WeakKeyDictionary
+
+from torch import nn
+
+from paceline.kernels.cpu.team import OneAtATime
+from paceline.models.cpu.threads import CROWD, usual_threads
+from paceline.models.language_model import LanguageModel
+from paceline.models.loading.disk_cache import read_json
+from paceline.models.pass_timing import PassTimer, keep, kept_file, machine_key
+from paceline.models.runtime import cores_here
+
+BUDGET = 0.4  # seconds that this should take
+_SWEEPS = 8  # but not more often than this
+_HOPELESS = 1.5  # times the best: still fewer threads need not be tried
+_AS_GOOD = 1.03  # times the best: then fewer threads are better
+_OURS = 0.9  # of the time of a pass our thread had a core, on a machine that is quiet: it never sleeps in a pass
+
+Clock = Callable[[], float]
+_CHOSEN: WeakKeyDictionary[nn.Module, dict[int, int]] = WeakKeyDictionary()  # by the limit
+_ONE = OneAtATime()  # two measurements at once would measure each other
+_TRYING = threading.local()
+
+
+def threads_for(lm: LanguageModel) -> int:
+    """How many threads for passes of this model: known already, read from the cache, or measured now."""
+    trying: int | None = getattr(_TRYING, "threads", None)
+    if trying is not None:
+        return trying
+    most = limit()
+    if most == 1:
+        return 1
+    with _ONE:
+        known = _CHOSEN.setdefault(lm.model, {})
+        if most not in known:
+            known[most] = _read(lm, most)
+        return known[most]
+
+
+def limit() -> int:
+    """The most threads that passes may have."""
+    return max(1, min(usual_threads(), cores_here()))
+
+
+def _read(lm: LanguageModel, limit: int) -> int:
+    file = kept_file(machine_key(lm), "-threads")
+    threads = (read_json(file) or {}).get("threads")
+    if threads in candidates(limit):
+        return int(threads)
+    found = measured_threads(lm, limit)
+    if found is None:
+        return limit
+    keep(file, {"threads": found})
+    return found
+
+
+def candidates(limit: int) -> list[int]:
+    """The limit, and the powers of two below it; the most first."""
+    return sorted({limit, *(1 << power for power in range(limit.bit_length()) if 1 << power < limit)}, reverse=True)
+
+
+def measured_threads(
+    lm: LanguageModel, limit: int, clock: Clock = time.perf_counter, working: Clock = time.thread_time
+) -> int | None:
+    """The fewest that are as fast as the best; None: others were using the machine. The fastest of a few passes counts,
+    in turns: what slows a pass down is the machine's, not the kernels'. working: the time this thread had a core."""
+    with CROWD.ignored():
+        return _measured(lm, limit, clock, working)
+
+
+def _measured(lm: LanguageModel, limit: int, clock: Clock, working: Clock) -> int | None:
+    began, worked = clock(), working()
+    timers: dict[int, PassTimer] = {}
+    best: dict[int, float] = {}
+    for threads in candidates(limit):
+        with _trying(threads):
+            timers[threads] = PassTimer(lm, 1, 1, 1, clock)
+        best[threads] = timers[threads].seconds(1)
+        if best[threads] > _HOPELESS * min(best.values()):
+            break
+    for _ in range(_SWEEPS):
+        if clock() - began > BUDGET:
+            break
+        for threads, timer in timers.items():
+            best[threads] = min(best[threads], timer.seconds(1))
+    if working() - worked < _OURS * (clock() - began):
+        return None
+    enough = _AS_GOOD * min(best.values())
+    return min(threads for threads, seconds in best.items() if seconds <= enough)
+
+
+@contextmanager
+def _trying(threads: int) -> Iterator[None]:
+    """Readers that are made here run on so many."""
+    _TRYING.threads = threads
+    try:
+        yield
+    finally:
+        _TRYING.threads = None

@@ -1,0 +1,136 @@
+"""Drafts that are trees, by kernels on a CPU: grown, judged, and what a model remembers of them (`core.quick`).
+
+By torch each is a dozen steps that take longer than what they compute: a level of two nodes and six candidates as long
+as a twentieth of a pass of a small model.
+"""
+
+from __future__ import annotations
+
+from functools import cache as once
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from paceline.core.device_ops import BRANCHES, Branches
+
+
+def offer() -> None:
+    """For all trees on this machine from now on; called once kernels are there."""
+    BRANCHES.setdefault("cpu", Branches(Trunk, depths, follow_tree, move, races=False))
+
+
+@once
+def _kernel(name: str) -> Any:
+    from paceline.kernels.cpu import team
+    from paceline.kernels.cpu import tree_growing as growing
+    from paceline.kernels.cpu import tree_paths as branches
+
+    return team.direct(getattr(growing, name, None) or getattr(branches, name))
+
+
+def _numbers(*shape: int) -> Tensor:
+    return torch.empty(shape, dtype=torch.int64, device="cpu")
+
+
+class Trunk:
+    """A tree that grows, `core.quick.Trunk`: at most `size` nodes after each text."""
+
+    def __init__(self, length: Tensor, size: int, anywhere: bool) -> None:
+        R = length.shape[0]
+        self._size, self._anywhere = size, anywhere
+        self._nodes, self._scores = _numbers(3, R, size), torch.empty(R, size, dtype=torch.float64, device="cpu")
+        self._asked = _numbers(R, 1).fill_(-1)  # the text
+        self._count = self._newest = self.fed = 0
+
+    def add(self, logits: Tensor, k: int, noise: tuple[Tensor, Tensor] | None, done: Tensor) -> None:
+        """k children for each of the nodes asked about last (at first: for the text), whose logits are [R,W,V]."""
+        assert noise is None
+        logits = logits.detach().to(torch.float32)
+        if logits.stride(2) != 1:
+            logits = logits.contiguous()
+        R, W, V = logits.shape
+        assert self._asked.shape == (R, W)
+        assert 0 < k <= V
+        assert self._count + W * k <= self._size
+        _kernel("run_add")(
+            logits.data_ptr(), 4 * logits.stride(0), 4 * logits.stride(1), W, V, k, *self._there(),
+            self._asked.data_ptr(), R, self._size, self._count,
+        )  # fmt: skip
+        self._newest = W * k
+        self._count += self._newest
+
+    def ask(self, spread: int) -> tuple[Tensor, Tensor]:
+        """The `spread` surest: their tokens [R,spread], and their parents among all that were asked about."""
+        R, first = self._asked.shape[0], 0 if self._anywhere else self._count - self._newest
+        assert spread <= self._newest
+        out = _numbers(3, R, spread)
+        _kernel("run_ask")(*self._there(), R, self._size, first, self._count, spread, self.fed, out.data_ptr())
+        self.fed += spread
+        self._asked, tokens, parents = out.unbind()
+        return tokens, parents
+
+    def tree(self, most: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Tokens and parents [R,N] of the surest `most`, and their numbers among all that were asked about (-1)."""
+        R, kept = self._asked.shape[0], min(most, self._count)
+        out = _numbers(3, R, kept)
+        _kernel("run_prune")(*self._there(), R, self._size, self._count, kept, out.data_ptr())
+        tokens, parents, asked = out.unbind()
+        return tokens, parents, asked
+
+    def _there(self) -> tuple[int, int]:
+        return self._nodes.data_ptr(), self._scores.data_ptr()
+
+
+def depths(parents: Tensor) -> Tensor:
+    """[R,1+N]: how many nodes lead to the text (none) and to every node of trees with these parents [R,N]."""
+    (R, N), parents = parents.shape, parents.contiguous()
+    deep = _numbers(R, N + 1)
+    _kernel("run_depths")(parents.data_ptr(), deep.data_ptr(), R, N)
+    return deep
+
+
+def climb(parents: Tensor, length: Tensor, slots: Tensor, fed: int) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor]]:
+    """Where the last `fed` tokens of a pass at `slots` [R,Q] are the last of scratch tokens with these parents [R,M]:
+    positions [R,Q]; how many slots each token sees from the first on [R,Q]; and the slots of the branches, with where
+    each one's begin (and one more, where they end)."""
+    (R, M), Q = parents.shape, slots.shape[1]
+    assert fed <= min(M, Q)
+    parents, length, slots = parents.contiguous(), length.contiguous(), slots.contiguous()
+    position, prefix, starts, seen = _numbers(R, Q), _numbers(R, Q), _numbers(R * Q + 1), _numbers(R * fed * M + 1)
+    held = (parents, length, slots, position, prefix, starts, seen)
+    _kernel("run_climb")(*(each.data_ptr() for each in held), R, M, Q, fed)
+    return position, prefix, (starts, seen)
+
+
+def follow_tree(
+    tokens: Tensor, parents: Tensor, count: Tensor | None, picks: Tensor, reach: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What rule `match` emits [R,1+reach] and accepts [R,1] of trees [R,N], of which the first `count` [R] nodes are in
+    use, and the path of it [R,reach]; the target's own tokens after the text and after every node are `picks`
+    [R,1+N]. Of siblings that are the same the first counts; no path is longer than `reach`."""
+    R, N = tokens.shape
+    assert parents.shape == (R, N)
+    assert picks.shape == (R, N + 1)
+    tokens, parents, picks = tokens.contiguous(), parents.contiguous(), picks.contiguous()
+    some = None if count is None else count.to(torch.int64).contiguous()
+    emitted, accepted, path = _numbers(R, reach + 1), _numbers(R, 1), _numbers(R, reach)
+    _kernel("run_follow_tree")(
+        tokens.data_ptr(), parents.data_ptr(), 0 if some is None else some.data_ptr(), picks.data_ptr(),
+        emitted.data_ptr(), accepted.data_ptr(), path.data_ptr(), R, N, reach,
+    )  # fmt: skip
+    return emitted, accepted, path
+
+
+def move(stores: Tensor, like: Tensor, length: Tensor, source: Tensor, target: Tensor) -> None:
+    """In memories at these addresses [M], all as large as `like` [rows,heads,slots,width] and contiguous, the slots
+    `source` [R,D] past `length` [R,1] become those `target` [D] past it. All are read before one is written."""
+    (R, D), (rows, heads, slots, width) = source.shape, like.shape
+    assert R == length.shape[0] <= rows
+    length, source, target = (each.to(torch.int64).contiguous() for each in (length, source, target))
+    inside = _kernel("run_move")(
+        stores.data_ptr(), stores.shape[0], heads, slots, width * like.element_size(), length.data_ptr(),
+        source.data_ptr(), target.data_ptr(), R, D,
+    )  # fmt: skip
+    if not inside:
+        raise IndexError(f"Some of the slots to be moved are outside the memory, which has {slots}.")

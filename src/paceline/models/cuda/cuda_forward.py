@@ -1,0 +1,308 @@
+"""Llama-like models through kernels of our own on a CUDA device (`paceline.kernels.cuda`).
+
+The weights stay where they are; the memory is the reader's slot cache. The kernels read a weight once for all the
+tokens of a pass, and a token has the same bits in all passes of up to 64 tokens (strict: of any number). Nothing is
+kept from one pass to the next but constants, so a pass can be captured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from paceline.core.contracts import Reading
+from paceline.core.device_ops import QUICK, Quick
+from paceline.models.cpu.cpu_forward import Part, Sight
+from paceline.models.cpu.cpu_plan import misfit
+from paceline.models.slot_cache import SlotCache
+
+KINDS = (torch.bfloat16, torch.float16, torch.float32)
+
+
+@dataclass(frozen=True)
+class Layer:
+    """The weights of one layer."""
+
+    before: Tensor  # norms
+    after: Tensor
+    qkv: tuple[Tensor, Tensor, Tensor]
+    qkv_bias: Tensor | None
+    norms: tuple[Tensor, Tensor] | None  # of queries and keys
+    o: Tensor
+    o_bias: Tensor | None
+    gate: Tensor
+    up: Tensor
+    down: Tensor
+    window: int
+
+
+@dataclass
+class CudaPlan:
+    """The weights of a model, by what they are for."""
+
+    table: Tensor
+    norm: Tensor
+    head: Tensor
+    layers: list[Layer]
+    rotary: nn.Module
+    heads: int
+    kv: int
+    width: int
+    eps: float
+    scale: float
+    angles: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # captured passes still read the shorter ones
+
+    def turned(self, positions: int) -> tuple[Tensor, Tensor]:
+        """cos and sin [P,width] in float32 of so many positions at least."""
+        if not self.angles or self.angles[-1][0].shape[0] < positions:
+            many = max(4096, 1 << (positions - 1).bit_length())
+            places = torch.arange(many, device=self.table.device)[None]
+            cos, sin = self.rotary(torch.zeros(1, dtype=torch.float32, device=self.table.device), places)
+            self.angles.append((cos[0].float().contiguous(), sin[0].float().contiguous()))
+        return self.angles[-1]
+
+
+class CudaPass:
+    """Runs passes of one model. It holds no memory: that is the reader's."""
+
+    strict: bool  # the same bits for more tokens, too, than our products are best at
+
+    def read(
+        self, cache: SlotCache, first: int, ids: Tensor, position: Tensor, taps: Sequence[int]
+    ) -> tuple[Tensor, ...]:
+        """Read a piece of the prompts of the rows `first`...: ids and positions [R,Q]; nobody asks what comes next.
+        Returns what was tapped, [R,Q,D] each."""
+        layers, Q = len(self.plan.layers), ids.shape[1]
+        strict: bool = self.strict
+        self._first, self.strict = first, False  # a prompt is read once, and alike for everybody
+        try:
+            part = Part(0, layers, head=False)
+            reading, _ = self(cache, ids, position, position, Sight(None), Q, taps, vocabulary=0, part=part)
+            return reading.taps
+        finally:
+            self._first, self.strict = 0, strict
+
+    @staticmethod
+    def in_tree(parents: Tensor, length: Tensor, slots: Tensor, fed: int) -> tuple[Tensor, Sight]:
+        """See `kernel_pass.KernelPass`."""
+        from paceline.kernels.cuda.cuda_rounds import climb
+
+        position, prefix, tree = climb(parents, length, slots, fed)
+        return position, Sight(prefix, tree=tree)
+
+    def __init__(self, plan: CudaPlan, strict: bool = False) -> None:
+        from paceline.kernels.cuda.cuda_attention import COUNTS
+
+        self.plan = plan
+        self.strict = strict
+        self._first = 0  # the first row that is being read
+        self._done = torch.zeros(COUNTS, dtype=torch.int32, device=plan.table.device)
+        if plan.table.device.type == "cuda":
+            QUICK.setdefault("cuda", between_passes())
+
+    def __call__(
+        self,
+        cache: SlotCache,
+        ids: Tensor,
+        position: Tensor,
+        slots: Tensor,
+        sight: Sight,
+        keep: int,
+        taps: Sequence[int] = (),
+        *,
+        vocabulary: int,
+        part: Part | None = None,
+    ) -> tuple[Reading, Tensor]:
+        """See `kernel_pass.KernelPass`."""
+        from paceline.kernels.cuda.cuda_layers import add_norm, embed_norm
+        from paceline.kernels.cuda.cuda_product import product
+
+        plan, (R, Q) = self.plan, ids.shape
+        part = part or Part(0, len(plan.layers))
+        D, kind, device = plan.table.shape[1], plan.table.dtype, plan.table.device
+        cache.allocate(len(plan.layers), plan.kv, plan.width, kind, device)
+        seen = Seen(self, cache, position, slots, sight, Q)
+        stream = torch.empty(R * Q, D, dtype=kind, device=device)
+        hidden = torch.empty_like(stream)
+        first = plan.layers[min(part.start, len(plan.layers) - 1)].before
+        if part.given is None:
+            embed_norm(ids.flatten().contiguous(), plan.table, stream, first, hidden, plan.eps)
+        else:
+            stream.copy_(part.given.reshape(-1, D))
+            add_norm(None, stream, hidden, weight=first, eps=plan.eps)
+        tapped: dict[int, Tensor] = {}
+        added: Tensor | None = None
+        for index in range(part.start, part.stop):
+            if added is not None:
+                add_norm(added, stream, hidden, weight=plan.layers[index].before, eps=plan.eps)
+            if index in taps:
+                tapped[index] = stream.view(R, Q, D)[:, Q - keep :].clone()
+            added = self.layer(index, seen, stream, hidden)
+        logits = torch.empty(R, keep, 0, device=device)
+        if not part.head and len(plan.layers) not in taps:
+            add_norm(added, stream, None)
+        else:
+            said = torch.empty(R * keep, D, dtype=kind, device=device)
+            add_norm(added, stream, said, weight=plan.norm, eps=plan.eps, of=(keep, Q - keep))
+            tapped[len(plan.layers)] = said.view(R, keep, D)
+        if part.head:
+            parts = product(said, [plan.head], self.strict)
+            logits = parts[0]
+            for more in parts[1:]:
+                logits = logits + more
+            logits = logits.view(R, keep, -1)[..., :vocabulary]
+        return Reading(logits, tuple(tapped[layer] for layer in taps)), stream.view(R, Q, D)
+
+    def layer(self, index: int, seen: Seen, stream: Tensor, hidden: Tensor, between: Tensor | None = None) -> Tensor:
+        """One layer; returns what is still to be added to the stream, in parts. It looks at `hidden` and writes its own
+        norm to `between` (None: over `hidden`)."""
+        from paceline.kernels.cuda.cuda_attention import attend
+        from paceline.kernels.cuda.cuda_layers import add_norm, turn
+        from paceline.kernels.cuda.cuda_product import gated, product
+
+        plan, layer, M = self.plan, self.plan.layers[index], stream.shape[0]
+        between = hidden if between is None else between
+        memory = (seen.cache.keys[index][self._first :], seen.cache.values[index][self._first :])
+        qkv = product(hidden, layer.qkv, self.strict)
+        q = torch.empty(M, plan.heads, plan.width, dtype=stream.dtype, device=stream.device)
+        turn(qkv, seen.angles, seen.position, seen.slots, q, memory, seen.per_row, bias=layer.qkv_bias,
+             norms=layer.norms, eps=plan.eps)  # fmt: skip
+        mixed = torch.empty_like(q)
+        attend(q, memory, seen.prefix, mixed, seen.per_row, seen.visible, plan.scale, done=self._done,
+               tree=seen.tree, window=layer.window, ahead=seen.ahead)  # fmt: skip
+        add_norm(
+            product(mixed.view(M, -1), [layer.o], self.strict),
+            stream,
+            between,
+            weight=layer.after,
+            bias=layer.o_bias,
+            eps=plan.eps,
+        )
+        return product(gated(between, layer.gate, layer.up, self.strict), [layer.down], self.strict)
+
+
+class Seen:
+    """Where the tokens of a pass are and what they see, flat and in the order of the kernels."""
+
+    def __init__(
+        self, run: CudaPass, cache: SlotCache, position: Tensor, slots: Tensor, sight: Sight, per_row: int
+    ) -> None:
+        self.cache, self.per_row = cache, per_row
+        self.visible = cache.get_mask_sizes(0)[0]
+        self.angles = run.plan.turned(self.visible)
+        self.slots = slots.flatten().contiguous()
+        self.position = self.slots if position is slots else position.flatten().contiguous()
+        self.prefix = self.slots if sight.prefix is None else sight.prefix.flatten().contiguous()
+        self.ahead = 1 if sight.prefix is None else 0
+        self.tree = sight.tree
+
+
+def between_passes() -> Quick:
+    """The kernels for what lies between the passes of a round."""
+    from paceline.kernels.cuda import cuda_rounds as rounds
+    from paceline.kernels.cuda import cuda_tree_paths as branches
+    from paceline.kernels.cuda.accepting import judge
+    from paceline.kernels.cuda.choosing import race
+    from paceline.kernels.cuda.cuda_tree_growing import Trunk
+
+    trees = (Trunk, branches.depths, branches.follow_tree, branches.move)
+    return Quick(*trees, race, judge, rounds.follow, rounds.lay, rounds.begin, rounds.write, rounds.say)
+
+
+# ---- the plan of a model
+
+
+def cuda_plan(model: Any, kinds: tuple[str, ...], window: int | None, logits: int | None = None) -> CudaPlan | str:
+    """The plan of a model on a CUDA device, or in a few words why it has none."""
+    problem = misfit(model, kinds)
+    if problem is not None:
+        return problem
+    if model.dtype not in KINDS:
+        return f"kernels are for bfloat16, float16 and float32, not {str(model.dtype).removeprefix('torch.')}"
+    if importable() is not None:
+        return importable()  # type: ignore[return-value]
+    weights = [module.weight for module in model.modules() if getattr(module, "weight", None) is not None]
+    if any(type(module) is not nn.Linear for module in _maps(model)):
+        return "its linear maps are not plain ones"
+    if any(w.dtype != model.dtype or w.device != model.device or not w.is_contiguous() for w in weights):
+        return "its weights are not all of one type, on one device and contiguous"
+    if any(m.in_features % 16 for m in _maps(model)):
+        return "some of its weights are of an odd size"
+    problem = _misshapen(model)
+    if problem is not None:
+        return problem
+    base, a = model.model, model.model.layers[0].self_attn
+    if (logits or 0) > model.lm_head.weight.shape[0]:
+        return f"its output head says {model.lm_head.weight.shape[0]} tokens of {logits}"
+    layers = [
+        _layer_of(layer, (window or 0) if kind == "sliding_attention" else 0)
+        for layer, kind in zip(base.layers, kinds, strict=True)
+    ]
+    if any(w.shape[0] % 16 for layer in layers for w in (*layer.qkv, layer.o, layer.gate)):
+        return "some of its weights are of an odd size"
+    config = model.config
+    return CudaPlan(base.embed_tokens.weight.detach(), base.norm.weight.detach(), model.lm_head.weight.detach(), layers,
+                    base.rotary_emb, config.num_attention_heads, config.num_key_value_heads, a.head_dim,
+                    base.norm.variance_epsilon, a.scaling)  # fmt: skip
+
+
+def importable() -> str | None:
+    """Why Triton cannot be used here; None if it can."""
+    try:
+        import triton  # noqa: F401
+    except ImportError as error:
+        return f"No module named triton ({error})"
+    return None
+
+
+def _misshapen(model: Any) -> str | None:
+    """Weights of other sizes than the config's, and biases that only some of queries, keys and values have."""
+    config, a = model.config, model.model.layers[0].self_attn
+    hidden, inner, width = config.hidden_size, config.intermediate_size, a.head_dim
+    mixed, few = config.num_attention_heads * width, config.num_key_value_heads * width
+    wanted = {"embed_tokens": (config.vocab_size, hidden), "q_proj": (mixed, hidden), "k_proj": (few, hidden),
+              "v_proj": (few, hidden), "o_proj": (hidden, mixed), "gate_proj": (inner, hidden),
+              "up_proj": (inner, hidden), "down_proj": (hidden, inner), "q_norm": (width,), "k_norm": (width,),
+              "norm": (hidden,), "input_layernorm": (hidden,), "post_attention_layernorm": (hidden,)}  # fmt: skip
+    for name, module in model.named_modules():
+        shape = wanted.get(name.rpartition(".")[2])
+        if shape is not None and tuple(module.weight.shape) != shape:
+            return f"{name} is of shape {list(module.weight.shape)} where its config says {list(shape)}"
+    if tuple(model.lm_head.weight.shape)[1:] != (hidden,):
+        return f"lm_head is of shape {list(model.lm_head.weight.shape)} where its config says {hidden} inputs"
+    for layer in model.model.layers:
+        a = layer.self_attn
+        if len({linear.bias is None for linear in (a.q_proj, a.k_proj, a.v_proj)}) > 1:
+            return "only some of its queries, keys and values have biases"
+    return None
+
+
+def _maps(model: Any) -> list[Any]:
+    found: list[Any] = [model.lm_head]
+    for layer in model.model.layers:
+        a, f = layer.self_attn, layer.mlp
+        found += [a.q_proj, a.k_proj, a.v_proj, a.o_proj, f.gate_proj, f.up_proj, f.down_proj]
+    return found
+
+
+def _layer_of(layer: Any, window: int) -> Layer:
+    a, f = layer.self_attn, layer.mlp
+    biases = [linear.bias for linear in (a.q_proj, a.k_proj, a.v_proj)]
+    norms = [getattr(a, name, None) for name in ("q_norm", "k_norm")]
+    return Layer(
+        layer.input_layernorm.weight.detach(),
+        layer.post_attention_layernorm.weight.detach(),
+        (a.q_proj.weight.detach(), a.k_proj.weight.detach(), a.v_proj.weight.detach()),
+        None if biases[0] is None else torch.cat([bias.detach() for bias in biases]),
+        None if norms[0] is None else (norms[0].weight.detach(), norms[1].weight.detach()),  # type: ignore[union-attr]
+        a.o_proj.weight.detach(),
+        None if a.o_proj.bias is None else a.o_proj.bias.detach(),
+        f.gate_proj.weight.detach(),
+        f.up_proj.weight.detach(),
+        f.down_proj.weight.detach(),
+        window,
+    )

@@ -1,0 +1,267 @@
+"""Small layers for drafters with trained weights, and the memory they draft with.
+
+The same layer runs over whole texts (to be trained) and over scratch tokens by slot (to draft): who it remembers is a
+function it is given.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from paceline.common.errors import InputError
+from paceline.core.contracts import arange
+from paceline.core.tree import closure
+from paceline.models import masks
+from paceline.models.cpu.cpu_layer import MOST, KernelNorm, LayerJob
+from paceline.models.cpu.cpu_linear import KernelLinear, plain
+from paceline.models.heads.training_attention import Unrolled
+from paceline.models.slot_cache import SlotCache
+
+# (keys, values) [R,H,Q,W] of the fed tokens -> (keys, values) [R,H,S,W] of all that may be seen
+Remember = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+
+
+def alone(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    """Remember nothing from before: a text that is read as a whole."""
+    return keys, values
+
+
+def by_slot(cache: SlotCache, layer: int) -> Remember:
+    """Remember in `cache`, in the slots it is aimed at."""
+    return _BySlot(cache, layer)
+
+
+@dataclass(frozen=True)
+class _BySlot:
+    cache: SlotCache
+    layer: int
+
+    def __call__(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        found: tuple[Tensor, Tensor] = self.cache.update(keys, values, self.layer)
+        return found
+
+
+@dataclass(frozen=True)
+class LayerConfig:
+    """The sizes of a decoder layer. `inner`: of its feed-forward part; `head_width`: of one attention head (None: the
+    width shared out evenly); `eps`: of its norms; `rope_scaling`: factor, low and high frequency factor and original
+    context, as Llama 3 stretches its positions (None: it does not)."""
+
+    width: int
+    heads: int
+    kv_heads: int
+    inner: int
+    rope_theta: float = 10000.0
+    head_width: int | None = field(default=None, kw_only=True)
+    eps: float = field(default=1e-6, kw_only=True)
+    rope_scaling: tuple[float, float, float, float] | None = field(default=None, kw_only=True)
+
+    def __post_init__(self) -> None:
+        for name in ("width", "heads", "kv_heads", "inner", "rope_theta"):
+            if getattr(self, name) < 1:
+                raise InputError(f"{name} of a head must be at least 1, got {getattr(self, name)}.")
+        if self.head_width is None and self.width % (2 * self.heads):
+            raise InputError(f"The width {self.width} of a head must be a multiple of twice its {self.heads} heads.")
+        if self.head_width is not None and (self.head_width < 2 or self.head_width % 2):
+            raise InputError(f"head_width of a head must be an even number of at least 2, got {self.head_width}.")
+        if self.heads % self.kv_heads:
+            raise InputError(f"{self.heads} attention heads cannot share {self.kv_heads} key-value heads evenly.")
+        if self.eps <= 0:
+            raise InputError(f"eps of a head must be above 0, got {self.eps}.")
+        stretch = self.rope_scaling
+        if stretch is not None and not (len(stretch) == 4 and min(stretch) > 0 and stretch[1] < stretch[2]):
+            raise InputError(f"rope_scaling of a head is a factor, low < high and a context, got {stretch}.")
+
+
+class Norm(nn.RMSNorm):
+    """In the numbers of its weights: of a head that is trained, 32 bits, whatever the products around it are in."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x if x.dtype == self.weight.dtype else x.to(self.weight.dtype))
+
+    def light(self) -> KernelNorm:
+        return KernelNorm(self)
+
+
+class DecoderLayer(nn.Module):
+    """Attention and feed-forward as in Llama: rotary positions, grouped keys, SwiGLU. What attention looks at may be
+    wider than the stream it adds to (`seen`)."""
+
+    def __init__(self, config: LayerConfig, seen: int) -> None:
+        super().__init__()
+        self.config = config
+        self.head_width = config.head_width or config.width // config.heads
+        own, shared = config.heads * self.head_width, config.kv_heads * self.head_width
+        self.q_proj = nn.Linear(seen, own, bias=False)
+        self.k_proj = nn.Linear(seen, shared, bias=False)
+        self.v_proj = nn.Linear(seen, shared, bias=False)
+        self.o_proj = nn.Linear(own, config.width, bias=False)
+        self.norm = Norm(config.width, eps=config.eps)
+        self.gate_proj = nn.Linear(config.width, config.inner, bias=False)
+        self.up_proj = nn.Linear(config.width, config.inner, bias=False)
+        self.down_proj = nn.Linear(config.inner, config.width, bias=False)
+
+    def forward(
+        self, seen: Tensor, stream: Tensor, position: Tensor, mask: Tensor | None, remember: Remember | Unrolled
+    ) -> Tensor:
+        """seen [R,Q,E], stream [R,Q,D], position [R,Q] (or [1,Q]), mask bool [R,1,Q,S] -> [R,Q,D]. What is unrolled
+        over whole texts needs no mask."""
+        angles = _angles(position, self.head_width, self.config, stream.dtype)
+        heads, shared = self.config.heads, self.config.kv_heads
+        every = self._projected(seen).unflatten(-1, (-1, self.head_width)).transpose(1, 2)  # [R,H+2G,Q,W]
+        turned = _turn(every[:, : heads + shared], angles)
+        queries, keys, values = turned[:, :heads], turned[:, heads:], every[:, heads + shared :]
+        if not isinstance(remember, Unrolled):
+            keys, values = remember(keys, values)
+        if shared != heads:  # on CUDA, no attention of torch's takes a mask and shared keys without writing all scores
+            keys, values = (each.repeat_interleave(heads // shared, 1) for each in (keys, values))
+        if isinstance(remember, Unrolled):
+            mixed = remember.attend(queries, keys, values)
+        else:
+            mixed = F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask)
+        stream = stream + self.o_proj(mixed.transpose(1, 2).flatten(2))
+        gate, up = self._gated(self.norm(stream))
+        return stream + self.down_proj(F.silu(gate) * up)
+
+    def _projected(self, seen: Tensor) -> Tensor:
+        """Queries, keys and values [R,Q,(H+2G)*W]."""
+        return torch.cat([self.q_proj(seen), self.k_proj(seen), self.v_proj(seen)], -1)
+
+    def _gated(self, normed: Tensor) -> Sequence[Tensor]:
+        return self.gate_proj(normed), self.up_proj(normed)
+
+    def light(self) -> DecoderLayer:
+        """The same layer as it drafts: see `kernel_linear.drafting`."""
+        return LightLayer(self)
+
+
+class LightLayer(DecoderLayer):
+    """Its maps in int8, those that look at the same in one; a few tokens that are remembered by slot are one job."""
+
+    def __init__(self, layer: DecoderLayer) -> None:
+        nn.Module.__init__(self)
+        self.config, self.head_width, self.norm = layer.config, layer.head_width, layer.norm
+        self.qkv = _joined(layer.q_proj, layer.k_proj, layer.v_proj)
+        self.gate_up = _joined(layer.gate_proj, layer.up_proj)
+        self.o_proj, self.down_proj = _joined(layer.o_proj), _joined(layer.down_proj)  # type: ignore[assignment]
+        maps = (self.qkv, self.o_proj, self.gate_up, self.down_proj)
+        sizes = (self.config.heads, self.config.kv_heads, self.head_width)
+        even = self.head_width % 8 == 0
+        self.job = LayerJob(maps, layer.norm.weight, self.config.eps, *sizes) if even else None  # type: ignore[arg-type]
+        self._turns = _all_angles(0, self.head_width, self.config)
+
+    def forward(
+        self, seen: Tensor, stream: Tensor, position: Tensor, mask: Tensor | None, remember: Remember | Unrolled
+    ) -> Tensor:
+        few = seen.shape[0] * seen.shape[1] <= MOST
+        if self.job is None or not few or not isinstance(remember, _BySlot) or not (plain(seen) and plain(stream)):
+            return super().forward(seen, stream, position, mask, remember)
+        assert mask is not None
+        turns = self.turns(mask.shape[-1])
+        return self.job.run(seen, stream, position, mask, remember.cache, remember.layer, turns)
+
+    def turns(self, places: int) -> tuple[Tensor, Tensor]:
+        """cos and sin [P,W] of so many positions at least."""
+        if self._turns[0].shape[0] < places:
+            self._turns = _all_angles(places, self.head_width, self.config)
+        return self._turns
+
+    def _projected(self, seen: Tensor) -> Tensor:
+        return self.qkv(seen)  # type: ignore[no-any-return]
+
+    def _gated(self, normed: Tensor) -> Sequence[Tensor]:
+        return self.gate_up(normed).chunk(2, -1)  # type: ignore[no-any-return]
+
+
+def _all_angles(places: int, width: int, config: LayerConfig) -> tuple[Tensor, Tensor]:
+    """cos and sin [P,W] of so many positions at least, for those that look them up; no position is past its slot."""
+    cos, sin = angles_at(torch.arange(max(512, 1 << places.bit_length()), device="cpu")[None], width, config)
+    return cos[0], sin[0]
+
+
+def angles_at(position: Tensor, width: int, config: LayerConfig) -> tuple[Tensor, Tensor]:
+    """cos and sin [R,Q,W] of positions [R,Q], in float32: both halves of a head turn by the same."""
+    cos, sin = _angles(position, width, config, torch.float32)
+    return cos[:, 0].repeat(1, 1, 2), sin[:, 0].repeat(1, 1, 2)
+
+
+def _joined(*maps: nn.Linear) -> KernelLinear:
+    return KernelLinear.of(torch.cat([each.weight for each in maps]))
+
+
+def _angles(position: Tensor, width: int, config: LayerConfig, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    exact = torch.promote_types(dtype, torch.float32)
+    slowness, stretch = _rates(width, config.rope_theta, config.rope_scaling, exact, position.device)
+    turns = position[:, None, :, None] / slowness
+    if stretch is not None:
+        turns = turns * stretch
+    return turns.cos().to(dtype), turns.sin().to(dtype)
+
+
+@cache
+def _rates(
+    width: int, theta: float, scaling: tuple[float, ...] | None, dtype: torch.dtype, device: torch.device
+) -> tuple[Tensor, Tensor | None]:
+    """[W/2] each: what a position is divided by to become an angle, and what that is multiplied with. Constants."""
+    with torch.inference_mode(False):
+        steps = torch.arange(0, width // 2, device=device).to(dtype) * (2.0 / width)
+        return theta**steps, None if scaling is None else _stretch(theta**-steps, *scaling)
+
+
+def _stretch(speeds: Tensor, factor: float, low: float, high: float, context: float) -> Tensor:
+    """How much slower each pair of numbers turns: those that turn more than `high` times over the original context not
+    at all, those of fewer than `low` times by `factor`, and those between by something between."""
+    share = ((context * speeds / (2 * math.pi) - low) / (high - low)).clamp(0, 1)
+    return share + (1 - share) / factor
+
+
+def _turn(states: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
+    cos, sin = angles
+    first, second = states.chunk(2, -1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
+
+
+class Scratch:
+    """The scratch tokens of one draft, which follow `length` [R,1] remembered places: their slots and who they see."""
+
+    def __init__(self, length: Tensor, longest: int) -> None:
+        self.length = length
+        self.parents: Tensor | None = None  # [R,M], once they branch
+        self.before = self.fed = 0  # tokens before the newest, and all of them
+        self._longest = longest
+
+    @property
+    def visible(self) -> int:
+        """How many slots the newest may see, S."""
+        return self._longest + self.fed
+
+    def more(self, fed: int, parents: Tensor | None) -> None:
+        """So many tokens come next, with `parents` [R,fed] (-1: the text, None: a chain)."""
+        self.before, self.fed = self.fed, self.fed + fed
+        if parents is None:
+            assert self.parents is None
+        else:
+            self.parents = parents if self.parents is None else torch.cat([self.parents, parents], 1)
+
+    def placed(self) -> tuple[Tensor, Tensor, Tensor]:
+        """The slots and positions [R,fed] of the newest, and their mask [R,1,fed,S]."""
+        M = self.before
+        slots = self.length + arange(M, self.fed, self.length.device)
+        if self.parents is None:
+            return slots, slots, masks.chain_mask(slots, self.visible)
+        ancestors = closure(self.parents)
+        position = self.length + ancestors[:, M:].sum(-1) - 1
+        return slots, position, masks.tree_mask(position, self.length, ancestors[:, M:], self.visible)
+
+    def add(self, fed: int, parents: Tensor | None) -> tuple[Tensor, Tensor, Tensor, int]:
+        """For the next `fed` tokens with `parents` [R,fed] (-1: the text, None: a chain): their slots and positions
+        [R,fed], their mask [R,1,fed,S], and S."""
+        self.more(fed, parents)
+        return *self.placed(), self.visible

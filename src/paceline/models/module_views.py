@@ -1,0 +1,131 @@
+"""Another view of a model's weights: shallow copies of its modules with some children exchanged. Nothing is edited.
+
+A shell is a new module object that shares parameters, buffers and all other children with the one it was made of. So a
+model can run with fewer layers, or with other linear maps, while the user's model and its config stay as they are.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from paceline.common.errors import UnsupportedError
+
+if TYPE_CHECKING:
+    from paceline.models.language_model import LanguageModel
+
+
+def shell(module: nn.Module) -> Any:
+    """A copy of the module object alone; its children can be exchanged without the original noticing."""
+    fresh = copy.copy(module)
+    fresh.__dict__["_modules"] = dict(module._modules)
+    return fresh
+
+
+def apart(fresh: Any) -> Any:
+    """The same shell, with hooks and generation settings of its own: for one that others call as a model of its own,
+    and may count the passes of, or leave notes in."""
+    hooks = {name: copy.copy(value) for name, value in fresh.__dict__.items() if "_hooks" in name}
+    fresh.__dict__.update(hooks)
+    if getattr(fresh, "generation_config", None) is not None:
+        fresh.__dict__["generation_config"] = copy.deepcopy(fresh.generation_config)
+    return fresh
+
+
+def rebuilt(module: nn.Module, exchange: Callable[[nn.Module], nn.Module | None]) -> Any:
+    """The same tree with every module for which `exchange` has another; what has none below it is shared as it is."""
+    other = exchange(module)
+    if other is not None:
+        return other
+    children = {name: child and rebuilt(child, exchange) for name, child in module._modules.items()}
+    if all(children[name] is child for name, child in module._modules.items()):
+        return module
+    fresh = shell(module)
+    fresh._modules.update(children)
+    return fresh
+
+
+def layers_of(lm: LanguageModel) -> list[nn.Module]:
+    """The layers of a model, in order."""
+    return list(lm.model.get_submodule(".".join(_path(lm))))
+
+
+def with_layers(lm: LanguageModel, layers: Sequence[nn.Module], kinds: Sequence[str], head: nn.Module | None) -> Any:
+    """The model made of these layers, which are of these attention kinds, and with another output head if one is given.
+    What comes before and after the layers is the model's own."""
+    short = _shorter(lm.model.config.get_text_config(decoder=True), len(layers), kinds)
+    fresh = _rehung(lm, lm.model, _path(lm), nn.ModuleList(layers), short)
+    if head is not None:
+        own = lm.model.get_output_embeddings()
+        names = [name for name, child in fresh._modules.items() if child is own and own is not None]
+        if not names:
+            raise UnsupportedError(f"{_title(lm)} has no output head of its own that could be exchanged.")
+        fresh._modules[names[0]] = head
+    return fresh
+
+
+def without_layers(lm: LanguageModel, skip: Sequence[int]) -> Any:
+    """The model without some of its layers. Those that stay are renumbered, so that its cache has no gaps."""
+    kept = [layer for layer in range(lm.layers) if layer not in skip]
+    every = layers_of(lm)
+    layers = [renumbered(every[layer], index) for index, layer in enumerate(kept)]
+    return with_layers(lm, layers, [lm.architecture.kinds[layer] for layer in kept], None)
+
+
+def _path(lm: LanguageModel) -> list[str]:
+    """The names on the way to the list of layers: of the lists as long as the model is deep, the outermost."""
+    found = [
+        name.split(".")
+        for name, module in lm.model.named_modules()
+        if isinstance(module, nn.ModuleList) and len(module) == lm.layers
+    ]
+    if not found:
+        raise UnsupportedError(f"{_title(lm)} keeps its {lm.layers} layers in no list, so it cannot be cut into parts.")
+    return min(found, key=len)
+
+
+def _rehung(lm: LanguageModel, module: nn.Module, path: list[str], layers: nn.ModuleList, config: Any) -> Any:
+    if "forward" in module.__dict__:
+        raise UnsupportedError(
+            f"The forward of {_title(lm)} was replaced by hand (accelerate's device_map does that), so the model "
+            "cannot be cut into parts; load it on one device."
+        )
+    fresh = shell(module)
+    if "config" in module.__dict__:
+        fresh.__dict__["config"] = _in_place(module.config, lm.model.config.get_text_config(decoder=True), config)
+    below = layers if len(path) == 1 else _rehung(lm, module._modules[path[0]], path[1:], layers, config)  # type: ignore[arg-type]
+    fresh._modules[path[0]] = below
+    return fresh
+
+
+def _in_place(whole: Any, part: Any, other: Any) -> Any:
+    """The config `whole`, with `other` where it is, or holds, `part`."""
+    if whole is part:
+        return other
+    fresh = copy.copy(whole)
+    fresh.__dict__.update({name: other for name, value in whole.__dict__.items() if value is part})
+    return fresh
+
+
+def _shorter(config: Any, layers: int, kinds: Sequence[str]) -> Any:
+    fresh = copy.copy(config)
+    fresh.num_hidden_layers = layers
+    if getattr(config, "layer_types", None) is not None:
+        fresh.layer_types = list(kinds)
+    return fresh
+
+
+def renumbered(module: nn.Module, index: int) -> Any:
+    """The layer under another number, by which it calls its memory."""
+    fresh = shell(module)
+    if "layer_idx" in fresh.__dict__:
+        fresh.__dict__["layer_idx"] = index
+    fresh._modules.update({name: child and renumbered(child, index) for name, child in module._modules.items()})
+    return fresh
+
+
+def _title(lm: LanguageModel) -> str:
+    return f"{type(lm.model).__name__} ({lm.architecture.name})"

@@ -1,0 +1,403 @@
+"""How long passes of a model take here: v(n), measured in seconds once per model and machine, and kept on disk."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import time
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+from paceline.common.errors import PacelineWarning
+from paceline.common.progress import reporting
+from paceline.core.contracts import Reader
+from paceline.core.costs import Costs
+from paceline.core.scratch_rows import ScratchRows
+from paceline.kernels.cpu.warm_up import fingerprint
+from paceline.models.cpu.threads import own_threads, usual_threads
+from paceline.models.language_model import LanguageModel
+from paceline.models.loading.disk_cache import Progress, cache_folder, read_json, write_json
+from paceline.models.runners.cuda_graph import programs_for
+from paceline.models.runners.device import device_name, finish
+from paceline.models.runtime import cores_here, parts, running
+
+# ---- The share of the processors that other processes use: read from the operating system, over a window of time
+
+LIMIT = 0.1  # of the machine that others may use
+_SHORT = 0.3  # seconds; over less, the ticks of 10 ms that Linux counts in say nothing
+_STAT = Path("/proc/stat")
+
+
+@dataclass(frozen=True)
+class Usage:
+    """Processor seconds since the machine started: of all processes, of this one, and of all `cores` together."""
+
+    used: float
+    ours: float
+    capacity: float
+    cores: int = 1
+
+    def others_since(self, before: Usage) -> float | None:
+        """The share of the machine that other processes used since then; None if the window is too short."""
+        there = self.capacity - before.capacity
+        if there < _SHORT * self.cores:
+            return None
+        others = (self.used - before.used) - (self.ours - before.ours)
+        return min(1.0, max(0.0, others / there))
+
+
+def read_usage(stat: Path = _STAT) -> Usage | None:
+    """None except on Linux. Time that a hypervisor gave to other guests counts as used."""
+    try:
+        lines = [line.split() for line in stat.read_text("ascii").splitlines() if line.startswith("cpu")]
+        user, nice, system, idle, waiting, irq, soft, stolen = (int(word) for word in lines[0][1:9])
+    except (OSError, ValueError, IndexError):
+        return None
+    ticks = os.sysconf("SC_CLK_TCK")
+    used = user + nice + system + irq + soft + stolen
+    own = os.times()
+    ours = time.process_time() + own.children_user + own.children_system
+    return Usage(used / ticks, ours, (used + idle + waiting) / ticks, max(1, len(lines) - 1))
+
+
+class Neighbours:
+    """Tells if other processes used the machine during a measurement: `begin` before it, `disturbed` after it."""
+
+    def __init__(self, limit: float = LIMIT, look: Callable[[], Usage | None] = read_usage) -> None:
+        self._limit, self._look = limit, look
+        self._before: Usage | None = None
+
+    def begin(self) -> None:
+        self._before = self._look()
+
+    def disturbed(self) -> bool | None:
+        """None if the share is unknown or the window was too short."""
+        after = self._look()
+        if self._before is None or after is None:
+            return None
+        share = after.others_since(self._before)
+        return None if share is None else share > self._limit
+
+
+# ---- How long passes of a model take here: v(n), measured in seconds once per model and machine, and kept on disk
+
+FED = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
+BUDGET = 6.0  # seconds that measuring one number of rows should take
+_SWEEPS = 3  # but so often at least
+_NARROW = 4  # and so many widths, however slow the model is
+_REPLAYS = 4  # passes that are timed together where the device runs them by itself
+_RAGGED = 4  # rows differ in length by up to this, as those of a real batch soon do
+
+Clock = Callable[[], float]
+
+
+# ---- measuring
+
+
+def measured_costs(
+    lm: LanguageModel,
+    *,
+    rows: Sequence[int] = (1,),
+    fed: Sequence[int] = FED,
+    context: int = 128,
+    repeats: int = 5,
+    clock: Clock = time.perf_counter,
+    progress: Progress | None = None,
+) -> Costs:
+    """Time passes of `fed` tokens after texts of `context` tokens, for each number of `rows`.
+
+    The widths are gone through one after the other, again and again, so that a slow moment of the machine hits all
+    alike; a width counts as the median of its ratios to the one-token pass of the same sweep. The first sweep is not
+    counted. There are `repeats` sweeps, or as many as fit into a few seconds (3 at least); of a model so slow that even
+    the first sweep takes longer, only the narrow passes are measured. In the result a wider
+    pass never costs less than a narrower one: widths that say so share the mean of what was measured.
+    """
+    widths = sorted({1, *fed})
+    room = max(1, lm.context - 1)
+    widths = [width for width in widths if width <= room]
+    passes = {}
+    for count in rows:
+        length = max(1, min(context, lm.context - widths[-1]))
+        bench = PassTimer(lm, count, length, widths[-1], clock)
+        passes[count] = _table(bench, widths, repeats, progress)
+    return Costs(passes)
+
+
+class PassTimer:
+    """Texts that a model has read, and passes over drafts after them, each forgotten again."""
+
+    def __init__(self, lm: LanguageModel, count: int, length: int, widest: int, clock: Clock) -> None:
+        self._lm, self._clock = lm, clock
+        self._rows = ScratchRows(lm.device)
+        lengths = [max(1, length - row % _RAGGED) for row in range(count)]
+        self._rows.admit([_text(size, lm.vocabulary, row) for row, size in enumerate(lengths)])
+        draft = [_text(max(1, widest - 1), lm.vocabulary, count + row) for row in range(count)]
+        self._draft = torch.tensor(draft, device=lm.device)
+        self._reader: Reader = lm.reader()
+        self._known: set[int] = set()  # widths that were tried, and captured where that is how passes run
+        with torch.inference_mode():
+            width = self._reader.begin(self._rows, 0, length + widest)
+            self._reader.extend(self._rows, width)
+            self._reader.keep(self._rows, None)
+        self._programs = programs_for(lm) if self._reader.capturable else None
+        if self._programs is not None:
+            self._rows.bound = max(self._rows.lengths)
+
+    @property
+    def count(self) -> int:
+        return self._rows.count
+
+    def now(self) -> float:
+        return self._clock()
+
+    @own_threads()
+    @torch.inference_mode()
+    def seconds(self, fed: int) -> float:
+        """Of one pass that reads the last committed token and a chain of `fed` - 1 after it."""
+        if self._programs is None:
+            return self._times(1, lambda: self._pass(fed))
+        programs = self._programs
+        if fed not in self._known:
+            self._known.add(fed)
+            self._times(2, lambda: programs.run(fed, lambda: self._pass(fed)))
+        return self._times(_REPLAYS, lambda: programs.run(fed, lambda: self._pass(fed)))
+
+    def _pass(self, fed: int) -> None:
+        self._reader.extend(self._rows, 1, self._draft[:, : fed - 1].contiguous() if fed > 1 else None)
+        self._reader.keep(self._rows, None)
+
+    def _times(self, often: int, act: Callable[[], None]) -> float:
+        """Seconds of one of them."""
+        finish(self._lm.device)
+        started = self._clock()
+        for _ in range(often):
+            act()
+        finish(self._lm.device)
+        return (self._clock() - started) / often
+
+
+def _text(length: int, vocabulary: int, salt: int) -> list[int]:
+    """Tokens all over the vocabulary: what a pass costs may depend on them where experts are chosen."""
+    return [(7919 * (i + 1) + 104729 * salt) % vocabulary for i in range(length)]
+
+
+def _table(timer: PassTimer, widths: list[int], repeats: int, progress: Progress | None) -> dict[int, float]:
+    """Seconds by width, smoothed to never fall."""
+    label = "measuring passes" if timer.count == 1 else f"measuring passes of {timer.count} rows"
+    began = timer.now()
+    done: list[int] = []
+    for width in widths:  # the first sweep warms up, and shows how long one takes
+        if len(done) >= _NARROW and timer.now() - began > BUDGET:
+            break
+        timer.seconds(width)
+        done.append(width)
+    sweep = max(timer.now() - began, 1e-9)
+    sweeps = max(_SWEEPS, min(repeats, int(BUDGET / sweep)))
+    found: list[dict[int, float]] = []
+    for number in range(sweeps):
+        if progress is not None:
+            progress(label, number, sweeps)
+        found.append({width: timer.seconds(width) for width in done})
+    if progress is not None:
+        progress(label, sweeps, sweeps)
+    one = median(times[1] for times in found)
+    ratios = [median(times[width] / max(times[1], 1e-12) for times in found) for width in done]
+    return {width: one * ratio for width, ratio in zip(done, rising(ratios), strict=True)}
+
+
+def rising(values: Sequence[float]) -> list[float]:
+    """The nearest numbers that never fall (isotonic regression): neighbours that do are replaced by their mean, so
+    that one slow width neither stands out nor makes all wider ones look slow."""
+    blocks: list[tuple[float, int]] = []  # means, and of how many
+    for value in values:
+        blocks.append((value, 1))
+        while len(blocks) > 1 and blocks[-2][0] > blocks[-1][0]:
+            (last, many), (before, few) = blocks.pop(), blocks.pop()
+            blocks.append(((last * many + before * few) / (many + few), many + few))
+    return [mean for mean, count in blocks for _ in range(count)]
+
+
+# ---- keeping
+
+_KNOWN: dict[str, Costs] = {}  # what this process has measured or read, by key
+_BUSY: set[str] = set()  # keys of those that were measured on a busy machine
+_STARTED = read_usage()  # what the processors had done when this process started
+_UNWRITABLE: set[Path] = set()  # folders it was told of already
+
+
+def costs_for(
+    lm: LanguageModel,
+    rows: int = 1,
+    *,
+    fresh: bool = False,
+    clock: Clock = time.perf_counter,
+    progress: Progress | None = None,
+) -> Costs:
+    """What passes of this model cost on this machine: known already, read from the cache, or measured now (seconds).
+
+    There is a table for every power of two up to the first that holds `rows`. `fresh` measures again.
+    Costs of a busy machine are kept with a mark. They hold while the machine is busy; a process that starts on a quiet
+    machine measures again.
+    """
+    key = costs_key(lm)
+    known = None if fresh else known_costs(lm)
+    wanted = [1 << power for power in range(max(0, rows - 1).bit_length() + 1)]
+    missing = [count for count in wanted if known is None or count not in known.passes]
+    if missing:
+        if known is None:
+            _BUSY.discard(key)
+        others = Neighbours()
+        others.begin()
+        with reporting(progress, "measuring passes") as told:
+            new = measured_costs(lm, rows=missing, clock=clock, progress=told)
+        known = new if known is None else replace(known, passes={**known.passes, **new.passes})
+        _write(key, known, busy=bool(others.disturbed()))
+    assert known is not None
+    _KNOWN[key] = known
+    return known
+
+
+def known_costs(lm: LanguageModel) -> Costs | None:
+    """What was measured of this model on this machine, if that still holds; nothing is measured now."""
+    key = costs_key(lm)
+    return _KNOWN.get(key) or _usable(key)
+
+
+def _write(key: str, costs: Costs, busy: bool) -> None:
+    """Keep costs on disk. Those of a busy machine have a mark, and do not replace those of a quiet one."""
+    if busy:
+        _BUSY.add(key)
+    if key not in _BUSY:
+        keep(kept_file(key), costs.as_dict())
+    elif _stored(key) is None or _marked(key):
+        keep(kept_file(key), {**costs.as_dict(), "busy": True})
+
+
+def _usable(key: str) -> Costs | None:
+    """The costs on disk. None: there are none, or they are of a busy machine and this one is quiet now."""
+    found = _stored(key)
+    if found is None or not _marked(key):
+        return found
+    if _quiet():
+        return None
+    _BUSY.add(key)
+    return found
+
+
+def _marked(key: str) -> bool:
+    return (read_json(kept_file(key)) or {}).get("busy") is True
+
+
+def _quiet() -> bool:
+    """True if other processes left the machine alone since this one started."""
+    now = read_usage()
+    share = None if now is None or _STARTED is None else now.others_since(_STARTED)
+    return share is not None and share <= LIMIT
+
+
+def remember(
+    lm: LanguageModel,
+    *,
+    overhead: float | None = None,
+    drafters: Mapping[str, float] | None = None,
+    busy: bool = False,
+) -> Costs:
+    """Write beside the passes of a model what a round costs outside them (o), and draft steps by name (c). busy: other
+    processes used the machine while these were measured."""
+    known = costs_for(lm)
+    if overhead is not None:
+        known = replace(known, overhead=overhead)
+    if drafters:
+        known = replace(known, drafters={**known.drafters, **drafters})
+    key = costs_key(lm)
+    _KNOWN[key] = known
+    _write(key, known, busy)
+    return known
+
+
+def costs_key(lm: LanguageModel) -> str:
+    """Equal for equal costs: what `machine_key` says, and how passes run."""
+    how = [[run.by, run.threads, run.kind] for run in map(running, parts(lm))]
+    return _hashed({"machine": machine_key(lm), "running": how})
+
+
+def machine_key(lm: LanguageModel) -> str:
+    """Equal for equal models on equal machines: architecture and shapes, types of numbers, device, how many threads
+    there may be, versions, and the sources of the kernels."""
+    return _hashed(
+        {
+            "models": [_shape_of(part.model) for part in parts(lm)],
+            "kind": type(lm).__name__,
+            "device": [str(lm.device), device_name(lm.device)],
+            "threads": [usual_threads(), os.cpu_count(), cores_here()],
+            "versions": {name: _version(name) for name in ("torch", "transformers", "paceline", "numba")},
+            "kernels": fingerprint(),
+        }
+    )
+
+
+def _hashed(facts: Mapping[str, Any]) -> str:
+    text = json.dumps(facts, sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+def _shape_of(model: Any) -> dict[str, Any]:
+    config = {name: value for name, value in model.config.to_dict().items() if name != "_name_or_path"}
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    return {
+        "config": config,
+        "attention": getattr(model.config, "_attn_implementation", None),
+        "tensors": [[name, list(tensor.shape), str(tensor.dtype)] for name, tensor in tensors],
+    }
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:  # run from a source folder
+        return "source"
+
+
+def kept_file(key: str, what: str = "") -> Path:
+    """Where something that was measured is kept."""
+    return cache_folder() / "costs" / f"{key}{what}.json"
+
+
+def _stored(key: str) -> Costs | None:
+    """None for a file that is absent or damaged: it is then measured again."""
+    found = read_json(kept_file(key))
+    if found is None:
+        return None
+    try:
+        costs = Costs.from_dict(found)
+    except (KeyError, TypeError, ValueError, AttributeError):
+        return None
+    seconds = [s for table in costs.passes.values() for s in table.values()]
+    sound = seconds and all(math.isfinite(s) and s > 0 for s in seconds) and all(costs.passes.values())
+    return costs if sound and 1 in costs.passes else None
+
+
+def keep(path: Path, found: dict[str, Any]) -> None:
+    """Write what was measured; where that cannot be, say so once."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_json(path, found)
+    except OSError as error:
+        if path.parent in _UNWRITABLE:
+            return
+        _UNWRITABLE.add(path.parent)
+        warnings.warn(
+            f"What was measured cannot be kept in '{path.parent}' ({error.strerror or error}), so the next process "
+            "measures again; make room there or set PACELINE_CACHE to another folder.",
+            PacelineWarning,
+            stacklevel=3,
+        )

@@ -1,0 +1,1 @@
+"""Linear layers in int8, int4 and bfloat16."""

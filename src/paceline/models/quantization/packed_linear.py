@@ -1,0 +1,206 @@
+"""Linear maps whose weights are smaller than the numbers they are multiplied with.
+
+The forward of a map unpacks its weights, for prompts and wherever there are no kernels; where there are some
+(`kernels.packed`), passes over a few tokens read the weights as they lie in memory.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from paceline.common.errors import UnsupportedError
+from paceline.models.cpu.threads import one_thread
+
+BLOCK = 32  # weights that share a scale and a least value in `Int4Linear`
+_HEAD = 4  # bytes of those two
+_SIZE = _HEAD + BLOCK // 2
+_AT_ONCE = 1 << 20  # weights that are unpacked at a time: the memory they take is small beside the model's
+
+_PACKED_AT_ONCE = 1 << 15  # weights that are packed at a time: so little that allocators leave no holes behind
+
+_KERNEL_STEP = 32  # the kernel reads past the end of rows of another length (bfloat16, torch 2.13: it crashes)
+# Rows the kernel is tried out with: kernels go by tiles, and one that is right for few rows may be wrong for more. For
+# more than the last, unpacking once is cheaper anyway.
+_TRIED = (1, 2, 5, 16, 17, 33, 63)
+# On a CPU its kernel for float32 takes 17 ms where unpacking and multiplying takes 6 (40 maps of 1536×576, one row;
+# eight rows: 141 and 17), the one for bfloat16 3 and 8 (eight rows: 9 and 9).
+_WORTH_IT = {torch.bfloat16: 8}
+_CLOSE = 0.02  # of the largest number: rounding in bfloat16 stays below it, a wrong number does not
+
+
+class PackedLinear(nn.Module):
+    """A linear map with weights [out, in] in a format of `kernels.packed`, and the bias of the map it was made of."""
+
+    format: ClassVar[str]
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        super().__init__()
+        self.out_features, self.in_features = weight.shape
+        self.bias = bias
+
+    @property
+    def packed(self) -> Tensor:
+        """The weights as they lie in memory, a row per output."""
+        raise NotImplementedError
+
+    @property
+    def scales(self) -> Tensor | None:
+        """One per output, where the format has them apart from the weights."""
+        return None
+
+    @property
+    def bytes(self) -> int:
+        """What it holds besides the model's own weights."""
+        return sum(buffer.numel() * buffer.element_size() for buffer in self.buffers())
+
+    def unpacked(self, outputs: slice, dtype: torch.dtype) -> Tensor:
+        """The weights [outputs, in] of some outputs."""
+        raise NotImplementedError
+
+    def forward(self, x: Tensor) -> Tensor:
+        step = max(1, _AT_ONCE // self.in_features)
+        some = [
+            nn.functional.linear(x, self.unpacked(slice(start, start + step), x.dtype))
+            for start in range(0, self.out_features, step)
+        ]
+        y = some[0] if len(some) == 1 else torch.cat(some, -1)
+        return y if self.bias is None else y + self.bias
+
+
+class Int8Linear(PackedLinear):
+    """Weights in int8, rounded to the nearest, and one scale per output.
+
+    Where torch has a kernel for it (`_weight_int8pack_mm`) that is found to multiply rightly on this device, in this
+    dtype and for so many rows, they are read as int8 and never unpacked.
+    """
+
+    format = "int8"
+    quantized: Tensor
+    scale: Tensor
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        super().__init__(weight, bias)
+        quantized = torch.empty(weight.shape, dtype=torch.int8, device=weight.device)
+        scales = torch.empty(self.out_features, dtype=weight.dtype, device=weight.device)
+        step = max(1, _PACKED_AT_ONCE // self.in_features)
+        with one_thread():  # the pieces are too small to share
+            for start in range(0, self.out_features, step):
+                exact = weight.detach()[start : start + step].to(torch.promote_types(weight.dtype, torch.float32))
+                largest = torch.maximum(exact.amax(1, keepdim=True), -exact.amin(1, keepdim=True))
+                scale = largest.clamp(min=torch.finfo(torch.float32).tiny) / 127
+                quantized[start : start + step] = (exact / scale).round_()
+                scales[start : start + step] = scale.squeeze(1)
+        self.register_buffer("quantized", quantized, persistent=False)
+        self.register_buffer("scale", scales, persistent=False)
+        self.kernel_rows = kernel_rows(weight.device, weight.dtype, self.in_features, self.out_features % _KERNEL_STEP)
+
+    @property
+    def packed(self) -> Tensor:
+        return self.quantized
+
+    @property
+    def scales(self) -> Tensor:
+        return self.scale
+
+    def forward(self, x: Tensor) -> Tensor:
+        flat = x.reshape(-1, self.in_features)
+        if flat.shape[0] <= self.kernel_rows:  # it reads memory in order, whatever the strides say
+            y = torch._weight_int8pack_mm(flat.contiguous(), self.quantized, self.scale)
+        else:
+            y = nn.functional.linear(flat, self.quantized.to(x.dtype)) * self.scale
+        y = y.view(*x.shape[:-1], self.out_features)
+        return y if self.bias is None else y + self.bias
+
+
+class Int4Linear(PackedLinear):
+    """Blocks of 32 weights in 20 bytes, as Q4_1 of GGUF: a scale d and a least value m in float16, and 32 numbers q
+    from 0 to 15 in the lower and then the upper halves of 16 bytes. A weight is d · q + m."""
+
+    format = "q4_1"
+    blocks: Tensor
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        super().__init__(weight, bias)
+        if self.in_features % BLOCK:
+            raise UnsupportedError(f"int4 takes weights by {BLOCK}, and a row has {self.in_features}; use int8.")
+        step = max(1, _AT_ONCE // self.in_features)
+        rows = [_in_blocks(weight.detach()[start : start + step]) for start in range(0, self.out_features, step)]
+        self.register_buffer("blocks", torch.cat(rows), persistent=False)
+
+    @property
+    def packed(self) -> Tensor:
+        return self.blocks
+
+    def unpacked(self, outputs: slice, dtype: torch.dtype) -> Tensor:
+        wide = torch.promote_types(dtype, torch.float32)
+        blocks = self.blocks[outputs].unflatten(1, (-1, _SIZE))
+        d, m = blocks[..., :_HEAD].contiguous().view(torch.float16).to(wide).split(1, -1)
+        both = blocks[..., _HEAD:]
+        q = torch.cat([both & 15, both >> 4], -1).to(wide)
+        return q.mul_(d).add_(m).flatten(1).to(dtype)
+
+
+def _in_blocks(weight: Tensor) -> Tensor:
+    """Rows of weights as bytes: between the least and the largest of a block, in 15 equal steps."""
+    exact = weight.to(torch.promote_types(weight.dtype, torch.float32)).unflatten(1, (-1, BLOCK))
+    least, most = exact.amin(-1, keepdim=True), exact.amax(-1, keepdim=True)  # aminmax is many times slower
+    m = least.to(torch.float16)
+    d = ((most - m) / 15).clamp(min=0).to(torch.float16)
+    if not bool((d.isfinite() & m.isfinite()).all()):
+        raise UnsupportedError("int4 keeps the range of its weights in float16, and some are beyond it; use int8.")
+    step = torch.where(d == 0, 1, d).to(exact.dtype)
+    q = ((exact - m) / step).round().clamp(0, 15).to(torch.uint8)
+    half = BLOCK // 2
+    head = torch.cat([d, m], -1).contiguous().view(torch.uint8)
+    return torch.cat([head, q[..., :half] | q[..., half:] << 4], -1).flatten(1)
+
+
+class BFloat16Linear(PackedLinear):
+    """Weights in bfloat16: half the bytes of float32, and the same weights where the checkpoint was in bfloat16."""
+
+    format = "bfloat16"
+    short: Tensor
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        super().__init__(weight, bias)
+        self.register_buffer("short", weight.detach().to(torch.bfloat16).contiguous(), persistent=False)
+
+    @property
+    def packed(self) -> Tensor:
+        return self.short
+
+    def unpacked(self, outputs: slice, dtype: torch.dtype) -> Tensor:
+        return self.short[outputs].to(dtype)
+
+
+@cache
+def kernel_rows(device: torch.device, dtype: torch.dtype, width: int, odd: int = 0) -> int:
+    """Up to how many rows torch multiplies int8 weights rightly here, and faster than it unpacks them; 0: never.
+    Measured, against the unpacked product.
+
+    width: of the input; odd: how many outputs are left over when they are taken by 32.
+    """
+    most = _WORTH_IT.get(dtype, 0) if device.type == "cpu" else _TRIED[-1]
+    if width % _KERNEL_STEP or not most:
+        return 0
+    dice = torch.Generator().manual_seed(0)
+    outputs = 4 * _KERNEL_STEP + odd
+    x = torch.randn(_TRIED[-1], width, generator=dice).to(dtype)
+    weight = torch.randint(-127, 128, (outputs, width), generator=dice, dtype=torch.int8)
+    scale = ((0.5 + torch.rand(outputs, generator=dice)) / 127).to(dtype)
+    wanted = x.double() @ weight.double().T * scale.double()  # on the CPU: not every device has float64
+    x, weight, scale = x.to(device), weight.to(device), scale.to(device)
+    right = 0
+    for rows in _TRIED:
+        try:
+            got = torch._weight_int8pack_mm(x[:rows], weight, scale).cpu().double()
+        except (RuntimeError, AttributeError):  # not for this device or dtype, or not in this torch
+            return right
+        if not bool(((got - wanted[:rows]).abs() <= _CLOSE * wanted.abs().max()).all()):
+            return right
+        right = min(rows, most)
+    return right

@@ -1,0 +1,243 @@
+"""How passes of a model run: by what, on how many threads, in which numbers; as people ask for it, and as it is."""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections import Counter
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from torch import nn
+
+from paceline.common.errors import UnknownNameError, UnsupportedError
+from paceline.core.contracts import NODES
+from paceline.models.cpu.cpu_forward import kernels_missing, tell_why, threads_here
+from paceline.models.cpu.cpu_plan import altered, no_family, plan_of
+from paceline.models.cuda.cuda_forward import cuda_plan
+from paceline.models.language_model import LanguageModel
+from paceline.models.loading.disk_cache import Progress
+from paceline.models.quantization.quantize import KINDS, quantized
+
+RUNNERS = {
+    "auto": "kernels of our own where they can run, else transformers; on CUDA, rounds are captured",
+    "eager": "transformers' own forward, nothing captured",
+    "cuda_graph": "transformers' own forward; on CUDA, rounds are captured",
+    "compiled": "transformers' layers, one compiled and used for all, in captured rounds (CUDA)",
+    "kernels": "kernels of our own, or an error; on CUDA, rounds are captured",
+}
+_PLAIN = ("eager", "cuda_graph", "compiled")  # no kernels of ours
+_BRANCHES = ("first", "second")  # of a target that is made of two models (see `guided`)
+
+# ---- as people ask for it
+
+
+def check_runner(name: object) -> None:
+    if name is not None and not (isinstance(name, str) and name in RUNNERS):
+        raise UnknownNameError("runner", name, RUNNERS)
+
+
+def check_kind(name: object) -> None:
+    if name is not None and not (isinstance(name, str) and name in KINDS):
+        raise UnknownNameError("kind of quantization", name, KINDS)
+
+
+def with_runner(lm: LanguageModel, runner: str | None) -> LanguageModel:
+    """The same weights, read by another runner; the model that was given stays as it is. None: as it is."""
+    check_runner(runner)
+
+    def change(one: LanguageModel) -> LanguageModel:
+        if runner is None or one.runner == runner:
+            return one
+        other = copy.copy(one)
+        other.runner = runner
+        return other
+
+    return change(_each(lm, change))
+
+
+def made_strict(lm: LanguageModel) -> LanguageModel:
+    """The same weights, read so that a token has the same bits in every pass."""
+
+    def change(one: LanguageModel) -> LanguageModel:
+        other = copy.copy(one)
+        other.strict = True
+        return other
+
+    return change(_each(lm, change))
+
+
+def in_numbers(lm: LanguageModel, kind: str | None) -> LanguageModel:
+    """The model with its linear maps quantised, read by the same runner; made once for a model. None: as it is."""
+    check_kind(kind)
+    if kind is None:
+        return lm
+    if _branches(lm):
+        return _each(lm, lambda one: in_numbers(one, kind))
+    known = _MADE.setdefault(lm.model, {})
+    if kind not in known:
+        known[kind] = quantized(lm, kind)
+    return with_runner(known[kind], lm.runner)
+
+
+_MADE: WeakKeyDictionary[nn.Module, dict[str, LanguageModel]] = WeakKeyDictionary()
+
+
+def kind_of(lm: LanguageModel) -> str | None:
+    """The numbers that most of its linear maps are in, where it was quantised; else None."""
+    model = getattr(parts(lm)[0], "model", None)
+    packed = {cls: name for name, cls in KINDS.items()}
+    found = Counter(packed[type(m)] for m in (model.modules() if model is not None else ()) if type(m) in packed)
+    return found.most_common(1)[0][0] if found else None
+
+
+def parts(lm: LanguageModel) -> list[LanguageModel]:
+    """The models that a pass runs: two, where a target has two branches."""
+    return [each for name in _branches(lm) for each in parts(getattr(lm, name))] or [lm]
+
+
+def _branches(lm: LanguageModel) -> list[str]:
+    return [name for name in _BRANCHES if isinstance(getattr(lm, name, None), LanguageModel)]
+
+
+def _each(lm: LanguageModel, change: Callable[[LanguageModel], LanguageModel]) -> LanguageModel:
+    """The target with every branch changed; one that has no branches as it is."""
+    if not _branches(lm):
+        return lm
+    other = copy.copy(lm)
+    for name in _branches(lm):
+        setattr(other, name, change(getattr(lm, name)))
+    first: Any = getattr(other, _BRANCHES[0])
+    other.model, other.architecture = first.model, first.architecture
+    return other
+
+
+# ---- as it is
+
+
+@dataclass(frozen=True)
+class Running:
+    """By what passes run (`by`: "kernels" or "eager"), and why not by kernels where they do not."""
+
+    by: str
+    why: str = ""
+    threads: int = 1  # on a CPU
+    kind: str | None = None
+    captured: bool = False  # rounds are replayed (CUDA)
+    strict: bool = False
+    bits: str = ""  # what the bits of a token depend on beside the text before it (docs/exactness.md)
+
+    def describe(self) -> str:
+        """A few words for the line that says what decodes."""
+        captured = ", captured" if self.captured else ""
+        strict = ", strict" if self.strict else ""
+        bits = f"; ties can depend on {self.bits}" if self.bits else ""
+        if self.by == "kernels":
+            threads = "1 thread" if self.threads == 1 else f"{self.threads} threads"
+            return f"{self.kind + ' ' if self.kind else ''}kernels{captured or ', ' + threads}{strict}{bits}"
+        reason = f" ({self.why})" if self.why else ""
+        return f"transformers{' in ' + self.kind if self.kind else ''}{captured}{strict}{reason}{bits}"
+
+
+def running(lm: LanguageModel) -> Running:
+    """How passes of this model run here. Where that is by kernels, they are compiled now if they never were."""
+    first = parts(lm)[0]
+    kind, device = kind_of(first), first.device.type
+    captured = device == "cuda" and first.runner != "eager"
+    why = None if first.runner in _PLAIN else _unfit(first)
+    if device == "cpu" and first.runner not in _PLAIN:
+        why = why or kernels_missing()
+    if first.runner in _PLAIN or why is not None:
+        reason = _in_short(why) if why is not None and device == "cpu" else ""
+        return Running("eager", reason, kind=kind, captured=captured, strict=first.strict, bits=_bits(first, captured))
+    if device == "cpu":
+        return Running("kernels", threads=threads_here(first), kind=kind, strict=first.strict)
+    bits = "" if first.strict else "batches and drafts of over 64 tokens in a pass"
+    return Running("kernels", threads=0, kind=kind, captured=captured, strict=first.strict, bits=bits)
+
+
+def _bits(lm: LanguageModel, captured: bool) -> str:
+    """What the bits of a token depend on in passes of transformers, beside the text before it."""
+    if not lm.strict:
+        return "the batch and the draft"
+    if any("experts" in name for name, _ in lm.model.named_modules()):
+        return "the draft"  # an expert multiplies as many tokens as the pass sends to it
+    return "the room that a batch needs" if captured else ""
+
+
+def by_kernels(lm: LanguageModel) -> bool:
+    """Do passes run by kernels of our own?"""
+    return running(lm).by == "kernels"
+
+
+# nodes on a CPU: up to here a pass costs about what it costs with the first of them
+_COMFORTABLE = {"kernels": 7, "eager": 15}
+
+
+def usual_nodes(lm: LanguageModel, fills: bool, gamma: int) -> int:
+    """How large a tree may be where nobody says so. fills: the drafter makes use of any number. Where reading weights
+    is what takes time, further nodes are free; on a CPU they are soon dearer than what they bring."""
+    most = NODES if not fills or lm.device.type != "cpu" else _COMFORTABLE[running(lm).by]
+    return max(gamma, most)
+
+
+def prepare(lm: LanguageModel, progress: Progress | None = None) -> None:
+    """Have the kernels ready that this model will run by; refuse a runner that it cannot have."""
+    for one in parts(lm):
+        if one.runner == "compiled" and one.device.type != "cuda":
+            raise UnsupportedError(
+                f"The runner 'compiled' is for CUDA devices, and {one.name} is on '{one.device}'; use runner 'auto'."
+            )
+        if one.runner in _PLAIN:
+            continue
+        why = _unfit(one)
+        if why is None and one.device.type == "cpu":
+            _compile(progress)
+            why = kernels_missing()
+        if why is not None and one.runner == "kernels":
+            raise UnsupportedError(
+                f"The runner 'kernels' was asked for, and {one.name} cannot run by it: {why}; use runner 'auto'."
+            )
+        if why is not None and _is_altered(one, why):
+            tell_why(why)
+
+
+def _compile(progress: Progress | None) -> None:
+    from paceline.kernels.cpu import machine
+    from paceline.models.cpu.compile import kernels_ready
+
+    if machine.missing() is None:
+        with suppress(Exception):  # `kernels_missing` tries again, and says what is wrong
+            kernels_ready(progress)
+
+
+def cores_here() -> int:
+    """Those this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _unfit(lm: LanguageModel) -> str | None:
+    """Why kernels cannot run this model, wherever it is; None if they can."""
+    if not hasattr(lm, "model"):
+        return "it is no transformers model"
+    if lm.device.type not in ("cpu", "cuda"):
+        return "there are kernels for CPUs and CUDA devices"
+    about = (lm.core, lm.architecture.kinds, lm.architecture.window, lm.logits)
+    plan = cuda_plan(*about) if lm.device.type == "cuda" else plan_of(*about)
+    return plan if isinstance(plan, str) else None
+
+
+def _is_altered(lm: LanguageModel, why: str) -> bool:
+    """Is this why: an altered part of a model that looks as if it had kernels?"""
+    if not hasattr(lm, "model") or no_family(lm.core) is not None:
+        return False
+    return why == altered(lm.core, lm.architecture.kinds)
+
+
+def _in_short(why: str) -> str:
+    return "no numba" if "No module named" in why and ("numba" in why or "llvmlite" in why) else why

@@ -1,0 +1,1 @@
+"""Models with random weights, and pairs with a given acceptance rate."""

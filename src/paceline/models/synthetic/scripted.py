@@ -1,0 +1,175 @@
+"""Synthetic acceptance: a script decides what a model says, while its passes are run in full.
+
+Whoever wants to time speculation needs a target and a draft that agree, and trained pairs are rare. Here the weights
+may be anything: a model reads whatever it is given, all its layers and its output head run, and then one logit per
+position is made so large that the script's token wins. That is one lookup and one write per position, whatever the
+vocabulary; nothing is read to the host, and the pass itself is not touched.
+
+The script is a function of the last token alone: a walk through the whole vocabulary, every token once. So it does not
+depend on positions, batches or caches; a text repeats nothing until it is as long as the vocabulary; and texts that
+begin differently go on differently, so rows of a batch do not accept in step.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from paceline.common.errors import InputError, UnsupportedError
+from paceline.core.contracts import Reading, RowsView, Runner
+from paceline.core.costs import accepted_of
+from paceline.core.device_ops import QUICK
+from paceline.models.architecture import refuse_dropout
+from paceline.models.language_model import LanguageModel, SlotReader
+from paceline.models.module_views import apart, shell
+from paceline.models.runners.eager import EagerRunner
+
+LOUD = 1e4  # a logit that wins over all others at any temperature, and that every floating-point type can hold
+
+
+@dataclass(frozen=True)
+class Script:
+    """Per token of the vocabulary: what follows it, what a wrong draft says instead, and a coin from 0 to 1."""
+
+    after: Tensor  # [V]
+    wrong: Tensor  # [V]
+    coin: Tensor  # [V]
+
+    @staticmethod
+    def written(vocabulary: int, avoid: Iterable[int] = (), seed: int = 0) -> Script:
+        """A random walk through all tokens but those to `avoid` (that end a text, or are none)."""
+        generator = torch.Generator().manual_seed(seed)
+        walk = torch.randperm(vocabulary, generator=generator)
+        walk = walk[~torch.isin(walk, torch.tensor(sorted(set(avoid)), dtype=torch.int64))]
+        if len(walk) < 3:
+            raise InputError(f"A script needs at least 3 tokens, this vocabulary has {len(walk)} that may be written.")
+        after, wrong = walk[torch.arange(vocabulary) % len(walk)], walk[(torch.arange(vocabulary) + 1) % len(walk)]
+        after[walk], wrong[walk] = walk.roll(-1), walk.roll(-(len(walk) // 2 + 1))
+        return Script(after, wrong, torch.rand(vocabulary, generator=generator, dtype=torch.float64))
+
+    def said(self, rates: Sequence[float]) -> Tensor:
+        """[V,D]: what is said after each token by someone who is right with probability rates[d]."""
+        right = self.coin.unsqueeze(1) < torch.tensor(rates, dtype=torch.float64)
+        return torch.where(right, self.after.unsqueeze(1), self.wrong.unsqueeze(1))
+
+    def text(self, last: int, count: int) -> list[int]:
+        """What the target writes after a text that ends with `last`."""
+        tokens = [last]
+        for _ in range(count):
+            tokens.append(int(self.after[tokens[-1]]))
+        return tokens[1:]
+
+
+def even_rate(rates: Sequence[float], gamma: int) -> float:
+    """The one rate at which drafts of γ tokens are accepted as far, on average, as with these rates (the last of them
+    holds for all that follow)."""
+    each = [rates[min(step, len(rates) - 1)] for step in range(gamma)]
+    if min(each) == max(each):
+        return each[0]
+    wanted = accepted_of(each)
+    low, high = 0.0, 1.0
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if accepted_of([middle] * gamma) < wanted else (low, middle)
+    return low
+
+
+class ScriptedModel(LanguageModel):
+    """A model that says what a script says: always, or, as a draft, as often as its rates say.
+
+    `rates[i]` is for the i-th token of a draft, given that those before it are right; the last one holds for all that
+    follow. `model` is a transformers model, so other libraries' loops meet the same script; they do not tell it where a
+    draft begins, so there every token has one rate: `even_rate` of these. The model it was made of is not edited.
+    """
+
+    def __init__(self, lm: LanguageModel, script: Script, rates: Sequence[float] = (1.0,), gamma: int = 5) -> None:
+        if lm.architecture.alibi:
+            raise UnsupportedError(f"{lm.name} ({lm.architecture.name}) is not run as a whole, so it takes no script.")
+        if not rates or not all(0 <= rate <= 1 for rate in rates):
+            raise InputError(f"Rates of a scripted draft must be from 0 to 1, at least one of them, got {list(rates)}.")
+        self.__dict__.update(lm.__dict__)
+        self.rates = tuple(rates)
+        self._plain = lm.model
+        self._said = script.said(rates).to(lm.device)  # [V,D]
+        one = script.said([even_rate(rates, gamma)])[:, 0]
+        self.model = _module(lm.model, one.to(lm.device))
+
+    @property
+    def core(self) -> Any:
+        return self._plain
+
+    def reader(self, taps: Sequence[float] = (), runner: Runner | None = None) -> SlotReader:
+        refuse_dropout(self.model)
+        reader = _ScriptReader(self, tuple(taps), runner or EagerRunner(), self._plain)
+        reader.script = self._said
+        return reader
+
+
+class _ScriptReader(SlotReader):
+    """Runs the model as it is and then says the script, right or wrong by how far into a draft a token is."""
+
+    script: Tensor  # [V,D]
+    _base: Tensor | None = None  # [R,1]: tokens of each text that are no draft; None while a prompt is read
+
+    def prefill(self, rows: RowsView, first: int, upto: Sequence[int]) -> None:
+        self._base = None
+        super().prefill(rows, first, upto)
+
+    def extend(
+        self, rows: RowsView, width: int, tokens: Tensor | None = None, parents: Tensor | None = None
+    ) -> Reading:
+        settled = rows.settled  # a draft may be written inside another (`staged`)
+        self._base = (
+            rows.length if settled == rows.lengths else torch.tensor(settled, device=self.lm.device).view(-1, 1)
+        )
+        return super().extend(rows, width, tokens, parents)
+
+    def _heard(self, reading: Reading, ids: Tensor, position: Tensor) -> Reading:
+        quick = QUICK.get(ids.device.type)
+        if self._base is not None and quick is not None:
+            quick.say(reading.logits, self.script, ids, position, self._base, LOUD)
+        elif self._base is not None:
+            keep = reading.logits.shape[1]
+            step: Tensor | int = 0
+            if self.script.shape[1] > 1:
+                step = (position[:, -keep:] + 1 - self._base).clamp(0, self.script.shape[1] - 1)
+            _say(reading.logits, self.script[ids[:, -keep:], step])
+        return reading
+
+
+def _say(logits: Tensor, tokens: Tensor) -> None:
+    """The largest logit [R,Q,V] becomes that of `tokens` [R,Q]; one write each, on what the pass has just made."""
+    logits.scatter_(-1, tokens.unsqueeze(-1), LOUD)
+
+
+def _module(model: Any, said: Tensor) -> Any:
+    """The same weights in a module of a class of its own, whose forward also says the script."""
+    fresh = apart(shell(model))
+    cls: Any = type(model)
+    fresh.__class__ = _class(cls)
+    fresh.__dict__.update(script=said, whole=dict(model._modules))
+    return fresh
+
+
+@functools.cache
+def _class(cls: Any) -> Any:
+    """It passes for its parent: the same module, the same signature."""
+
+    @functools.wraps(cls.forward)
+    def forward(self: Any, *args: Any, **named: Any) -> Any:
+        if self._modules != self.whole:  # a draft made out of the target would always be right
+            raise UnsupportedError(
+                "A part of a scripted model cannot draft, since it would say the script too; use agreement by "
+                "construction for drafters that are made out of the target."
+            )
+        output = cls.forward(self, *args, **named)
+        ids = args[0] if args else named["input_ids"]
+        _say(output.logits, self.script[ids[:, -output.logits.shape[1] :]])
+        return output
+
+    return type(f"Scripted{cls.__name__}", (cls,), {"forward": forward, "__module__": cls.__module__})

@@ -1,0 +1,88 @@
+"""A target that is shared out over several processes: transformers' tensor parallelism, under torchrun.
+
+Every process runs the same loop over its piece of every layer. Logits are the same everywhere, and so are all random
+numbers, for they follow from seed and position; what remains is that the processes are asked the same thing.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import time
+from functools import cache
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+
+from paceline.common.errors import InputError, UnsupportedError
+
+if TYPE_CHECKING:
+    from paceline.models.language_model import LanguageModel
+
+T = TypeVar("T")
+
+_LETS_GO = 1.0  # seconds, for threads that want a moment of one core: ample on a machine that is busy with others
+
+
+def check_plan(plan: str | None) -> None:
+    """Refuse a plan where there is nobody to share with."""
+    if plan is None:
+        return
+    if plan != "auto":
+        raise InputError(f"tp_plan must be 'auto', the plan that a model brings along, got {plan!r}.")
+    if int(os.environ.get("WORLD_SIZE", "1")) < 2:
+        raise InputError(
+            "tp_plan shares a model out over processes, and there is one; start with `torchrun --nproc-per-node 2 …`."
+        )
+
+
+@cache
+def leave_in_order() -> None:
+    """Take the processes' connections down while Python still runs.
+
+    A thread of gloo lets go of a collective's tensors after it has told everybody that it is done, and needs Python's
+    lock for it. If Python ends first, the thread is torn out of a C++ destructor, and that aborts the process. Nothing
+    of torch's waits for it while a group is still referred to (and a model that is shared out refers to its own), so
+    we do.
+    """
+    atexit.register(_leave)
+
+
+def _leave() -> None:
+    if torch.distributed.is_initialized():
+        if torch.distributed.get_backend() != "nccl":
+            time.sleep(_LETS_GO)
+        torch.distributed.destroy_process_group()
+
+
+def is_sharded(lm: LanguageModel) -> bool:
+    """Does this process hold a piece of the model only?"""
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return False
+    from torch.distributed.tensor import DTensor
+
+    model: Any = getattr(lm, "model", None)
+    return model is not None and any(isinstance(weight, DTensor) for weight in model.parameters())
+
+
+def refuse_pieces(lm: LanguageModel, what: str) -> None:
+    """For whatever looks into the weights of a model."""
+    if is_sharded(lm):
+        raise UnsupportedError(f"{lm.name} is shared out over processes (tp_plan), so {what}; load it in one process.")
+
+
+def of_the_first(value: T) -> T:
+    """What the first process has, in all of them."""
+    box = [value]
+    torch.distributed.broadcast_object_list(box, src=0)
+    return box[0]
+
+
+def check_alike(value: Any, what: str) -> None:
+    """Processes that are asked different things would wait for each other for ever."""
+    everywhere: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(everywhere, value)
+    if any(other != everywhere[0] for other in everywhere):
+        raise InputError(
+            f"The processes of a shared-out target were given different {what}; give all of them the same."
+        )

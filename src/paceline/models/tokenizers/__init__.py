@@ -1,0 +1,1 @@
+"""Vocabularies, the bytes of each token, and translation between two tokenizers."""

@@ -1,0 +1,189 @@
+"""Between two tokenizers: which tokens are the same, and a text of one in the tokens of the other."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from paceline.common.errors import UnsupportedError
+from paceline.models.language_model import LanguageModel
+from paceline.models.tokenizers.token_bytes import Pieces, split_incomplete
+
+_WINDOW = 64  # tokens after which a text without words is cut anywhere
+_RECENT = 16  # tokens of the text that a continuation is encoded together with
+
+
+class Translation:
+    """From the target's tokens to the draft's and back."""
+
+    def __init__(self, target: LanguageModel, draft: LanguageModel) -> None:
+        self.vocabularies = (target.vocabulary, draft.vocabulary)
+        if _same(target, draft):
+            self.pieces: tuple[Pieces, Pieces] | None = None  # the ids are the strings
+            pairs = {token: token for token in range(min(self.vocabularies))}
+        else:
+            self.pieces = (Pieces(target.tokenizer, target.vocabulary), Pieces(draft.tokenizer, draft.vocabulary))
+            pairs = _pairs(*self.pieces, target, draft)
+        self.shared = len(pairs)
+        self.special = {ours: pairs[ours] for ours in self.pieces[0].special if ours in pairs} if self.pieces else {}
+        self._endings = {theirs: ours for ours, theirs in self.special.items()}
+        known = torch.full((target.vocabulary,), -1)
+        known[list(pairs)] = torch.tensor(list(pairs.values()), dtype=torch.int64)
+        self.common = (known >= 0).to(draft.device)  # [V] of the target
+        self.to_draft = known.clamp(min=0).to(draft.device)  # [V] of the target: the draft's id, or 0
+        self.known = torch.zeros(draft.vocabulary, dtype=torch.bool, device=draft.device)  # [V] of the draft
+        self.known[self.to_draft[self.common]] = True
+
+    def logits(self, logits: Tensor) -> Tensor:
+        """The draft's logits in the target's ids; what only one of them knows is impossible."""
+        return logits[..., self.to_draft].masked_fill(~self.common, float("-inf"))
+
+    # ---- the target's text in the draft's tokens
+
+    def encode(self, tokens: Sequence[int]) -> tuple[list[int], bool]:
+        """The draft's tokens, and whether they say it all: a character may be unfinished at the end."""
+        if self.pieces is None:
+            return list(tokens), True
+        ours, theirs = self.pieces
+        found: list[int] = []
+        run = b""
+        for token in tokens:
+            if token in self.special:
+                found += theirs.encode(split_incomplete(run)[0])
+                found.append(self.special[token])
+                run = b""
+            else:
+                run += ours.of.get(token) or ours.special.get(token, "").encode()
+        text, pending = split_incomplete(run)
+        found += theirs.encode(text)
+        rest = [theirs.by_bytes.get(bytes([byte])) for byte in pending]
+        return found + [token for token in rest if token is not None], None not in rest
+
+    def word_start(self, tokens: Sequence[int], most: int) -> int:
+        """Where the last word of some tokens begins, a word before the last two tokens; any place if they are many."""
+        if self.pieces is None:
+            return max(0, len(tokens) - 1)
+        ours = self.pieces[0]
+        for index in range(len(tokens) - 3, 0, -1):
+            if tokens[index] in ours.special or ours.of.get(tokens[index], b"")[:1] in (b" ", b"\n"):
+                return index
+        middle = max(0, len(tokens) - most // 2)
+        while middle and split_incomplete(ours.join(tokens[:middle]))[1]:
+            middle -= 1  # not inside a character
+        return middle if len(tokens) > most else 0
+
+    # ---- what the draft wrote, in the target's tokens
+
+    def decode(self, text: Sequence[int], written: Sequence[int]) -> list[int]:
+        """How the target's `text` goes on, if the draft wrote `written` after it."""
+        if self.pieces is None:
+            return list(written)
+        ours, theirs = self.pieces
+        data, ending = b"", None
+        for token in written:
+            if token in theirs.special:
+                ending = self._endings.get(token)
+                break
+            data += theirs.of.get(token, b"")
+        else:
+            token = -1
+        ended = token in theirs.special
+        found = self._continue(text, data)
+        if not ended and len(found) > 1 and ours.could_grow(found[-1]):
+            found.pop()  # what the draft would have written next may belong to it
+        return found if ending is None else [*found, ending]
+
+    def _continue(self, text: Sequence[int], data: bytes) -> list[int]:
+        assert self.pieces is not None
+        ours = self.pieces[0]
+        recent = list(text[-_RECENT:])
+        recent = recent[self.word_start(recent, 2 * _RECENT) :]
+        while any(token in ours.special for token in recent):
+            recent.pop(0)
+        before = ours.join(recent)
+        head, pending = split_incomplete(before)
+        if pending:
+            return self._finish(pending, data)
+        more = split_incomplete(data)[0]
+        whole = ours.encode(head + more)
+        start = ours.boundary(whole, len(ours.join(whole)) - len(more.encode()))
+        # a token across the end of the text means that the target has already decided otherwise
+        found = ours.encode(more) if start is None else whole[start:]
+        return ours.agreeing(found, data)
+
+    def _finish(self, pending: bytes, data: bytes) -> list[int]:
+        """The rest of a character that the text began, and then what follows."""
+        assert self.pieces is not None
+        ours = self.pieces[0]
+        for count in range(1, min(4, len(data)) + 1):
+            if not split_incomplete(pending + data[:count])[1]:
+                rest = [ours.by_bytes.get(bytes([byte])) for byte in data[:count]]
+                whole = ours.by_bytes.get(data[:count])
+                first = [whole] if whole is not None else [token for token in rest if token is not None]
+                if whole is None and None in rest:
+                    return []
+                after = data[count:]
+                return first + ours.agreeing(ours.encode(split_incomplete(after)[0]), after)
+        return []
+
+
+class Transcript:
+    """One text of the target in the tokens of the draft, kept up to date as it grows: only its end is encoded anew."""
+
+    def __init__(self, translation: Translation, filler: int) -> None:
+        self._translation, self._filler = translation, filler
+        self._anchors = [(0, 0)]  # (target tokens, draft tokens): places where a word begins in both
+        self.ids: list[int] = []
+        self.complete = True  # does it say the whole text?
+
+    def follow(self, text: list[int]) -> int:
+        """The text is this now, as it was up to the last `rewind`; returns how many ids are as they were."""
+        start, kept = self._anchors[-1]
+        window = text[start:]
+        del self.ids[kept:]
+        if start == 0 and self._translation.pieces is not None:
+            lead = self._translation.pieces[1].lead
+            given = self._translation.special.get(window[0]) if window else None
+            self.ids += [] if lead and given == lead[0] else lead  # a beginning of text that is there is not put twice
+        cut = self._translation.word_start(window, _WINDOW)
+        if cut:
+            self.ids += self._translation.encode(window[:cut])[0]
+            self._anchors.append((start + cut, len(self.ids)))
+        rest, self.complete = self._translation.encode(window[cut:])
+        self.ids += rest
+        if not self.ids:
+            self.ids.append(self._filler)  # a model must read something
+        return kept
+
+    def rewind(self, length: int) -> None:
+        """The text was cut back to this length."""
+        while len(self._anchors) > 1 and self._anchors[-1][0] > length:
+            self._anchors.pop()
+
+
+def _same(target: LanguageModel, draft: LanguageModel) -> bool:
+    """Are the ids themselves the same tokens? Without tokenizers there is nothing else to go by."""
+    if target.tokenizer is None or draft.tokenizer is None:
+        if target.vocabulary != draft.vocabulary:
+            raise UnsupportedError(
+                f"{draft.name} ({draft.vocabulary} tokens) and {target.name} ({target.vocabulary} tokens) have "
+                "different vocabularies and not both a tokenizer to translate with; load both with a tokenizer."
+            )
+        return True
+    return target.tokenizer is draft.tokenizer or target.tokenizer.get_vocab() == draft.tokenizer.get_vocab()
+
+
+def _pairs(ours: Pieces, theirs: Pieces, target: LanguageModel, draft: LanguageModel) -> dict[int, int]:
+    """The draft's id of every token of the target that both know: by its bytes, its name if special, or its role."""
+    pairs = {token: theirs.by_bytes[piece] for token, piece in ours.of.items() if piece in theirs.by_bytes}
+    names = {name: token for token, name in theirs.special.items()}
+    pairs |= {token: names[name] for token, name in ours.special.items() if name in names}
+    for role in ("bos_token_id", "eos_token_id"):
+        mine: Any = getattr(target.tokenizer, role, None)
+        other: Any = getattr(draft.tokenizer, role, None)
+        if mine in ours.special and other in theirs.special:
+            pairs.setdefault(mine, other)
+    return pairs

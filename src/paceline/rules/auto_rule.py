@@ -1,0 +1,27 @@
+"""Choose the rule from what the draft says about itself."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from paceline.core.choice import Choice
+from paceline.core.contracts import RULES, Rule
+from paceline.core.tree import TokenTree
+from paceline.core.verdict import Verdict
+from paceline.rules.match import Match
+from paceline.rules.traversal import Traversal
+
+
+@RULES.register("auto")
+class Auto(Rule):
+    """Let the draft decide: `match` for certain and coupled drafts, `traversal` where it brings laws of its own."""
+
+    exact = "law"  # the weaker of the two promises
+
+    def __init__(self, options: Rule.Options | None = None) -> None:
+        super().__init__(options)
+        self._match, self._traversal = Match(), Traversal()
+
+    def verify(self, tree: TokenTree, logits: Tensor, choice: Choice) -> Verdict:
+        rule = self._match if tree.drawn in ("certain", "coupled") else self._traversal
+        return rule.verify(tree, logits, choice)

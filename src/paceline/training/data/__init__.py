@@ -1,0 +1,1 @@
+"""Training texts: written by the target, or read from files; stored as shards of token ids."""

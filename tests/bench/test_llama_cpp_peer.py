@@ -16,7 +16,7 @@ import torch
 from transformers import Qwen2Config, Qwen3Config
 
 from paceline.bench.candidates.candidate import Contestant, Plan, Task
-from paceline.bench.candidates.paceline_run import Ours
+from paceline.bench.candidates.paceline_run import PacelineRun
 from paceline.bench.peers import gguf_export as gguf_writing
 from paceline.bench.peers.llama_cpp_peer import KINDS, LlamaCpp, Speculation
 from paceline.bench.peers.peer_names import open_peers
@@ -368,7 +368,7 @@ def small(kind: str) -> Any:
 def test_llama_cpp_writes_our_text(kind: str) -> None:
     """For as long as no two tokens are nearly as likely: its keys and values are in float16."""
     lm = in_float32(small(kind))
-    plain = Ours(lm, plain=True).run(ONE, Plan(30), 0, never)
+    plain = PacelineRun(lm, plain=True).run(ONE, Plan(30), 0, never)
     for name in ("llama-cpp", "llama-cpp-ngram:gamma=5,match=2", "llama-cpp-ngram:type=ngram-mod,gamma=4,match=3"):
         peer = opened(name, lm)
         run = peer.run(ONE, Plan(30), 0, never)
@@ -393,7 +393,8 @@ def test_llama_cpp_and_we_write_the_same_on_smollm2(monkeypatch: pytest.MonkeyPa
         for text in texts:
             task = Task(text, "x", (tuple(lm.tokenizer.encode(text)),))
             same[name, text] = (
-                peer.run(task, Plan(32), 0, never).tokens == Ours(lm, plain=True).run(task, Plan(32), 0, never).tokens
+                peer.run(task, Plan(32), 0, never).tokens
+                == PacelineRun(lm, plain=True).run(task, Plan(32), 0, never).tokens
             )
         peer.close()
     record_property("measured", f"llama.cpp wrote our text: {sum(same.values())} of {len(same)}, q8 among them")

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from paceline.bench.candidates.candidate import Contestant, Plan, Task
-from paceline.bench.candidates.paceline_run import Ours
+from paceline.bench.candidates.paceline_run import PacelineRun
 from paceline.bench.candidates.run_spec import parse_entry
 from paceline.bench.peers import gguf_export as gguf_file
 from paceline.bench.peers.openvino_peer import OpenVino
@@ -62,7 +62,7 @@ def test_hugging_face_writes_what_our_plain_decoding_writes(name: str, lm: Langu
     before = [fingerprint(lm.model), fingerprint(draft.model)]
     hooks = [id(hook) for module in lm.model.modules() for hook in module._forward_pre_hooks.values()]
     peer = opened(name, lm, draft)
-    plain = Ours(lm, plain=True).run(ONE, PLAN, 0, never)
+    plain = PacelineRun(lm, plain=True).run(ONE, PLAN, 0, never)
     first, second = (peer.run(ONE, PLAN, repeat, never) for repeat in range(2))
     assert first.tokens == second.tokens == plain.tokens
     assert first.passes == second.passes <= 20
@@ -83,7 +83,7 @@ def test_a_perfect_draft_is_accepted_whole(lm: LanguageModel) -> None:
 
 
 def test_a_batch_is_padded_on_the_left(lm: LanguageModel, draft: LanguageModel) -> None:
-    plain = Ours(lm, plain=True).run(TWO, PLAN, 0, never)
+    plain = PacelineRun(lm, plain=True).run(TWO, PLAN, 0, never)
     run = opened("hf", lm).run(TWO, PLAN, 0, never)
     assert run.tokens == plain.tokens
     assert len(run.arrivals) == 20
@@ -152,7 +152,7 @@ def test_wrong_values_are_errors(names: list[str], lm: LanguageModel) -> None:
 
 def test_the_draft_model_of_a_run_is_found(lm: LanguageModel, draft: LanguageModel, tmp_path: Path) -> None:
     draft.model.save_pretrained(tmp_path / "draft")
-    ours = [Ours(lm, plain=True), Ours(lm, parse_entry(str(tmp_path / "draft")))]
+    ours = [PacelineRun(lm, plain=True), PacelineRun(lm, parse_entry(str(tmp_path / "draft")))]
     found = draft_model_of(ours)
     assert found is not None
     assert found is ours[1].draft_model

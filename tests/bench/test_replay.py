@@ -21,7 +21,7 @@ from paceline.core.costs import Costs
 from paceline.core.trace import Round, Trace
 from paceline.core.tree import TokenTree
 from paceline.drafters.lookup.base import HostDrafter
-from paceline.drafters.resolve import beyond_text
+from paceline.drafters.resolve import replay_needs
 from paceline.models.language_model import LanguageModel
 from paceline.rules.match import Match
 from tests import toys
@@ -356,7 +356,7 @@ class _Liar(HostDrafter[None]):
     name = "liar"
 
     @classmethod
-    def beyond_text(cls, options: Any) -> str | None:
+    def replay_needs(cls, options: Any) -> str | None:
         return None
 
     def begin(self, rows: RowsView, row: int) -> None:
@@ -396,7 +396,7 @@ def test_every_drafter_that_lives_from_text_is_replayed_here() -> None:
 
 
 def _lives_from_text(name: str) -> bool:
-    return beyond_text(name) is None
+    return replay_needs(name) is None
 
 
 # ---- numbers

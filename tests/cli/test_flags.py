@@ -99,8 +99,8 @@ def test_a_flag_that_no_test_uses_is_found() -> None:
 def test_the_page_of_bench_lists_every_flag_and_no_other() -> None:
     page = (ROOT / "docs" / "bench.md").read_text("utf-8")
     section = page.partition("## All flags")[2].partition("\n## ")[0]
-    listed = re.findall(r"`(--[\w-]+)`", section.partition("|---|---|")[2])
-    assert sorted(set(listed)) == sorted(flags("bench"))
+    propose_lists = re.findall(r"`(--[\w-]+)`", section.partition("|---|---|")[2])
+    assert sorted(set(propose_lists)) == sorted(flags("bench"))
     assert set(re.findall(r"--[a-z][\w-]+", page)) <= {*flags("bench")}
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from paceline import PacelineWarning
 from paceline.cli.bench_table import Lines, watching
-from paceline.cli.terminal import ACCEPTED, Ink, complain, counted, plain_warnings, preparing
+from paceline.cli.terminal import ACCEPTED, Terminal, complain, counted, plain_warnings, preparing
 from paceline.common.interrupts import interruptible
 from paceline.common.progress import ProgressLines
 from paceline.training.__main__ import Lines as TrainingLines
@@ -24,23 +24,23 @@ def test_what_a_model_writes_cannot_command_the_terminal(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     evil = "a\x1b]0;owned\x07\r\tb\n"
-    Ink().write(evil, ACCEPTED)
+    Terminal().write(evil, ACCEPTED)
     assert capsys.readouterr().out == evil  # a pipe gets what was written
     monkeypatch.setenv("FORCE_COLOR", "1")
-    Ink().write(evil, ACCEPTED)
+    Terminal().write(evil, ACCEPTED)
     assert capsys.readouterr().out == "\x1b[32ma\\x1b]0;owned\\x07\\x0d\tb\n\x1b[0m"
 
 
 def test_a_line_is_ended_once(capsys: pytest.CaptureFixture[str]) -> None:
     for text in ("word", "word\n"):
-        ink = Ink()
+        ink = Terminal()
         ink.write(text)
         ink.end()
         assert capsys.readouterr().out == "word\n"
 
 
 def test_rejected_lines_do_not_break_the_text(capsys: pytest.CaptureFixture[str]) -> None:
-    ink = Ink()
+    ink = Terminal()
     ink.rejected("a\nb")
     ink.rejected("")
     assert capsys.readouterr().out == "[-a↵b-]"

@@ -7,7 +7,7 @@ import re
 import pytest
 from rich.cells import cell_len
 
-from paceline.cli.terminal import ACCEPTED, OWN, Ink
+from paceline.cli.terminal import ACCEPTED, OWN, Terminal
 
 TEXT = "the quick brown fox jumps over a lazy dog, and back\nagain\n\n  indented well"
 
@@ -15,7 +15,7 @@ TEXT = "the quick brown fox jumps over a lazy dog, and back\nagain\n\n  indented
 def shown(pieces: list[str], width: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> str:
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("COLUMNS", str(width))
-    ink = Ink()
+    ink = Terminal()
     for number, piece in enumerate(pieces):
         ink.flow(piece, (OWN, ACCEPTED)[number % 2])
     ink.end()
@@ -50,7 +50,7 @@ def test_wide_characters_need_no_spaces(monkeypatch: pytest.MonkeyPatch, capsys:
 
 
 def test_a_pipe_gets_the_text_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
-    ink = Ink()
+    ink = Terminal()
     for letter in TEXT:
         ink.flow(letter, OWN)
     ink.end()

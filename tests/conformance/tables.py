@@ -37,8 +37,8 @@ class TableModel(LanguageModel):
 
 
 class _TableReader:
-    glimpses: list[Any] = []  # noqa: RUF012  it never has any
-    moved, capturable, branches = 0, False, True
+    prompt_taps: list[Any] = []  # noqa: RUF012  it never has any
+    storage_version, capturable, branches = 0, False, True
 
     def __init__(self, laws: Tensor) -> None:
         self._logits = laws.log()

@@ -82,10 +82,10 @@ def test_what_came_true_counts_by_rank_and_by_the_run_before() -> None:
     ledger = Ledger()
     before = list(ledger.chance)
     assert tree.follow([2, 4, 9], 3, [ledger]) == [1, 3]
-    moved = [i for i, (old, new) in enumerate(zip(before, ledger.chance, strict=True)) if old != new]
+    storage_version = [i for i, (old, new) in enumerate(zip(before, ledger.chance, strict=True)) if old != new]
     # the first two after a run of three; then a second child was right, which no first one had led to
     wanted = [entry_of(0, 3), entry_of(1, 3), entry_of(0, 0), entry_of(1, 0)]
-    assert moved == sorted(wanted)
+    assert storage_version == sorted(wanted)
     assert ledger.chance[wanted[0]] < before[wanted[0]]
     assert ledger.chance[wanted[1]] > before[wanted[1]]
 

@@ -120,7 +120,7 @@ class Stream(io.StringIO):
 
 
 @pytest.fixture
-def moved(monkeypatch: pytest.MonkeyPatch, clock: Clock) -> Clock:
+def storage_version(monkeypatch: pytest.MonkeyPatch, clock: Clock) -> Clock:
     made = progress.ProgressLines
 
     def lines(write: Any, **given: Any) -> ProgressLines:
@@ -130,39 +130,39 @@ def moved(monkeypatch: pytest.MonkeyPatch, clock: Clock) -> Clock:
     return clock
 
 
-def test_the_library_reports_on_stderr_what_takes_long(moved: Clock) -> None:
+def test_the_library_reports_on_stderr_what_takes_long(storage_version: Clock) -> None:
     out = Stream(terminal=False)
     with reporting(None, "loading a model", out) as told:
         told("checking x", 1, 2)
         assert out.getvalue() == ""  # what is quick is silent
-        moved.now += 1.5
+        storage_version.now += 1.5
         told("downloading x", 1_000_000, 2_000_000)
-        moved.now += 10
+        storage_version.now += 10
         told("downloading x", 2_000_000, 2_000_000)
     assert out.getvalue().splitlines() == ["downloading x …", "downloading x: 100 % (2 of 2 MB), 10 s"]
 
 
-def test_on_a_terminal_it_is_one_line(moved: Clock) -> None:
+def test_on_a_terminal_it_is_one_line(storage_version: Clock) -> None:
     out = Stream(terminal=True)
     with reporting(None, "loading a model", out) as told:
         for _ in range(3):
-            moved.now += 2
+            storage_version.now += 2
             told("downloading x", 1_000_000, 2_000_000)
     assert "\n" not in out.getvalue()
     assert out.getvalue().count("\r") >= 3
     assert out.getvalue().endswith("\r\x1b[2K")
 
 
-def test_a_given_progress_is_used(moved: Clock) -> None:
+def test_a_given_progress_is_used(storage_version: Clock) -> None:
     out, told = Stream(terminal=False), []
     with reporting(lambda *said: told.append(said), "loading", out) as given:
         given("a", 1, 2)
     assert (told, out.getvalue()) == ([("a", 1, 2)], "")
 
 
-def test_a_command_that_shows_progress_silences_the_library(moved: Clock) -> None:
+def test_a_command_that_shows_progress_silences_the_library(storage_version: Clock) -> None:
     out = Stream(terminal=False)
     with shown_already(), reporting(None, "loading", out) as told:
-        moved.now += 30
+        storage_version.now += 30
         told("downloading x", 1, 2)
     assert out.getvalue() == ""

@@ -16,14 +16,14 @@ from tests.toys import llama
 
 import paceline
 from paceline.bench.candidates.candidate import Plan, Task
-from paceline.bench.candidates.paceline_run import Ours
+from paceline.bench.candidates.paceline_run import PacelineRun
 from paceline.bench.candidates.run_spec import parse_entry
 from paceline.common.errors import DrafterWarning
 from paceline.core.costs import Costs
 from paceline.drafters import shipped as room
 from paceline.drafters.adaptive import graphed_auto as auto_captured
 from paceline.drafters.adaptive.auto import Auto
-from paceline.drafters.adaptive.graphed_auto import Leader
+from paceline.drafters.adaptive.graphed_auto import GraphedAuto
 from paceline.drafters.heads.eagle import Eagle, EagleHead, Steps
 from paceline.drafters.heads.medusa import MedusaHead
 from paceline.models.language_model import LanguageModel
@@ -82,7 +82,7 @@ def test_it_leads_where_rounds_are_captured_and_nowhere_else(
         return paceline.SpeculativeDecoder(lm, "auto", options=options, **given).drafter
 
     decoder = paceline.SpeculativeDecoder(lm, "auto", options={"costs": FREE})
-    assert isinstance(decoder.drafter, Leader)
+    assert isinstance(decoder.drafter, GraphedAuto)
     assert "auto (eagle, tree best-first, or none), γ≤5, rule match" in decoder.describe()
     assert isinstance(drafter(options={"drafters": ("suffix",)}), Auto)  # as was asked for
     assert isinstance(drafter(rule="ratio"), Auto)  # it judges chains
@@ -146,7 +146,7 @@ def test_a_pass_reads_no_more_than_is_cheap(lm: LanguageModel) -> None:
 def test_every_text_begins_awake_and_bench_need_not_make_it_anew(lm: LanguageModel, restless: None) -> None:
     decoder = paceline.SpeculativeDecoder(lm, "auto", options={"costs": FREE})
     leader = decoder.drafter
-    assert leader.anew() is leader
+    assert leader.reset_copy() is leader
     leader._clock = ticking(lambda: 0.5 if leader.resting else 5.0)
     first, second = (decoder.generate(PROMPTS[0], max_new_tokens=30, ignore_eos=True) for _ in range(2))
     assert leader.resting
@@ -162,12 +162,12 @@ def test_beams_are_searched_without_it(lm: LanguageModel) -> None:
     assert found.tokens == plain.tokens
 
 
-def leader_of(decoder: paceline.SpeculativeDecoder) -> Leader:
-    assert isinstance(decoder.drafter, Leader)
+def leader_of(decoder: paceline.SpeculativeDecoder) -> GraphedAuto:
+    assert isinstance(decoder.drafter, GraphedAuto)
     return decoder.drafter
 
 
-def wrong_entries(leader: Leader, margin: int) -> dict[int, list[int]]:
+def wrong_entries(leader: GraphedAuto, margin: int) -> dict[int, list[int]]:
     """Per row, entries of the eagle's memory that are not those of reading the text anew; the last may be missing."""
     eagle, rows, found = leader.inner, leader._rows, {}
     assert isinstance(eagle, Eagle)
@@ -191,16 +191,16 @@ def test_its_memory_has_no_holes(
     decoder = paceline.SpeculativeDecoder(lm, "auto", options={"costs": FREE}, rows=rows)
     leader, holes, looked = leader_of(decoder), [], 0
     leader._clock = ticking(lambda: 0.5 if leader.resting else 5.0)
-    landed = leader.landed
+    on_round_read = leader.on_round_read
 
     def looking(tokens: Any, away: float) -> None:
         nonlocal looked
-        landed(tokens, 0.0)
+        on_round_read(tokens, 0.0)
         if not leader.resting and not leader._catching_up:
             looked += 1
             holes.append(wrong_entries(leader, 16))
 
-    monkeypatch.setattr(leader, "landed", looking)
+    monkeypatch.setattr(leader, "on_round_read", looking)
     prompts = [[1, 2, row + 1] for row in range(count)]
     settings = {"max_new_tokens": [60 + 20 * (row % 3) for row in range(count)], "ignore_eos": True}
     decoder.generate(prompts, logit_bias={5: 1000.0}, **settings)
@@ -209,11 +209,11 @@ def test_its_memory_has_no_holes(
 
 
 def test_a_drafter_that_somebody_else_has_opened_is_not_used_on(lm: LanguageModel, programs: list[Replays]) -> None:
-    """`anew` may be the same one: two decoders that take turns with it draft as if they were alone."""
+    """`reset_copy` may be the same one: two decoders that take turns with it draft as if they were alone."""
     for draft in ("eagle", "auto", LanguageModel(llama(1, **SIZES))):
         options = {"costs": FREE} if draft == "auto" else {}
         one = paceline.SpeculativeDecoder(lm, draft, options=options)
-        other = paceline.SpeculativeDecoder(lm, one.drafter.anew())
+        other = paceline.SpeculativeDecoder(lm, one.drafter.reset_copy())
         assert other.drafter is one.drafter
         settings = {"max_new_tokens": 20, "ignore_eos": True}
         first = one.generate(PROMPTS[0], **settings)
@@ -244,15 +244,15 @@ def test_a_batch_too_large_for_drafts_stays_captured(lm: LanguageModel, restless
     leader._clock = ticking(lambda: 5.0)
     texts = decoder.generate([[1, 2, row % 9 + 1] for row in range(40)], max_new_tokens=40, ignore_eos=True)
     assert not any(each.drafted for each in texts[0].trace.rounds)
-    assert leader.steady(100)
+    assert leader.graphable(100)
 
 
 def test_bench_measures_it(lm: LanguageModel) -> None:
-    ours = Ours(lm, replace(parse_entry("auto"), options={"costs": FREE}))
-    assert isinstance(ours.decoder(1).drafter, Leader)
-    plain = Ours(lm, plain=True).run(TASK, Plan(20), 0, lambda: False)
+    ours = PacelineRun(lm, replace(parse_entry("auto"), options={"costs": FREE}))
+    assert isinstance(ours.decoder(1).drafter, GraphedAuto)
+    plain = PacelineRun(lm, plain=True).run(TASK, Plan(20), 0, lambda: False)
     assert ours.run(TASK, Plan(20), 0, lambda: False).tokens == plain.tokens
-    assert isinstance(ours.decoder(1).drafter, Leader)
+    assert isinstance(ours.decoder(1).drafter, GraphedAuto)
 
 
 def test_what_was_set_is_not_ignored(lm: LanguageModel) -> None:
@@ -265,16 +265,16 @@ def test_time_that_tokens_are_taken_in_does_not_count(lm: LanguageModel, restles
     decoder = paceline.SpeculativeDecoder(lm, leader)
     now = 0.0
     leader._clock = lambda: now
-    landed = leader.landed
+    on_round_read = leader.on_round_read
     seen: list[float] = []
 
     def later(tokens: Any, away: float) -> None:
         nonlocal now
         now += 0.9 + 7.0
         seen.append(away)
-        landed(tokens, 7.0)
+        on_round_read(tokens, 7.0)
 
-    leader.landed = later  # type: ignore[method-assign]
+    leader.on_round_read = later  # type: ignore[method-assign]
     text = decoder.generate(PROMPTS[0], max_new_tokens=40, ignore_eos=True)
     assert all(each.drafted for each in text.trace.rounds[:-1])
     assert all(0 <= away < 60 for away in seen[1:])

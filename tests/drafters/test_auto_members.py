@@ -34,7 +34,7 @@ class Clock:
 class Stepping(Drafter):
     """Runs a model, or so it says: it is right about `repeating`, or never, and each of its steps takes a while."""
 
-    name, hope = "stepping", 0.7
+    name, prior_acceptance = "stepping", 0.7
 
     def __init__(self, clock: Clock, step: float, right: bool = True) -> None:
         self.clock, self.step, self.right = clock, step, right
@@ -115,8 +115,8 @@ def test_a_portfolio_with_a_model_inside_is_asked_like_one(monkeypatch: pytest.M
     """Drafters inside drafters: whoever holds a member that runs a model runs a model."""
     clock = Clock(monkeypatch)
     inside = Portfolio(Portfolio.Options(drafters=("suffix", Stepping(clock, 0.2))))
-    assert inside.hope == 0.7
-    assert Portfolio(Portfolio.Options(drafters=("suffix",))).hope is None
+    assert inside.prior_acceptance == 0.7
+    assert Portfolio(Portfolio.Options(drafters=("suffix",))).prior_acceptance is None
     lm = LanguageModel(llama(1, dtype=torch.float64))
     model = ("portfolio", {"drafters": (("draft-model", {"model": lm}),)})
     costs = Costs({1: {1: 3600.0, 64: 3601.0}})
@@ -259,7 +259,7 @@ def test_lists_and_trees_of_a_drafter_say_the_same() -> None:
                 drafter.open(None, rows)
                 drafter.admit(rows, 0)
                 budget = Budget(4, 12, (9, 9))
-                lists, tree = drafter.listed(rows, budget, may), drafter.propose(rows, budget)
+                lists, tree = drafter.propose_lists(rows, budget, may), drafter.propose(rows, budget)
                 if not may:
                     assert all(parents == list(range(-1, len(parents) - 1)) for _, parents in lists)
                     continue

@@ -47,7 +47,7 @@ def test_whoever_is_named_stays_alone() -> None:
 
 def test_anew_takes_the_small_weights_along() -> None:
     decoder = SpeculativeDecoder(small("llama"), "auto")
-    other = SpeculativeDecoder(decoder.target, decoder.drafter.anew())
+    other = SpeculativeDecoder(decoder.target, decoder.drafter.reset_copy())
     first, second = (one.drafter._members[2].drafter for one in (decoder, other))  # type: ignore[attr-defined]
     assert first is not second
     assert first.draft_of(decoder.target) is second.draft_of(decoder.target)

@@ -22,7 +22,7 @@ from paceline.drafters.heads.head_files import load_head, save_head
 from paceline.drafters.heads.medusa import MedusaHead
 from paceline.drafters.heads.prophet import ProphetHead
 from paceline.kernels.cpu import machine
-from paceline.models.cpu.cpu_linear import KernelLinear
+from paceline.models.cpu.cpu_linear import CpuLinear
 
 from ..conformance.chi_square import ALPHA, first_tokens, p_value
 from ..toys import gpt2, llama
@@ -119,14 +119,14 @@ def test_heads_in_int8_are_believed(name: str, tree: str) -> None:
     used = decoder.drafter
     assert isinstance(used, HeadDrafter)
     assert used.head is head
-    assert any(isinstance(module, KernelLinear) for module in used.light.modules())
-    assert not any(isinstance(module, KernelLinear) for module in head.modules())
+    assert any(isinstance(module, CpuLinear) for module in used.light.modules())
+    assert not any(isinstance(module, CpuLinear) for module in head.modules())
 
 
 @pytest.mark.skipif(machine.missing() is not None, reason="no kernels here")
 def test_heads_are_rounded_once_for_all_texts(monkeypatch: pytest.MonkeyPatch) -> None:
     made = []
-    monkeypatch.setattr(KernelLinear, "of", lambda *maps, of=KernelLinear.of: made.append(maps) or of(*maps))
+    monkeypatch.setattr(CpuLinear, "of", lambda *maps, of=CpuLinear.of: made.append(maps) or of(*maps))
     decoder = SpeculativeDecoder(narrow(), "eagle", options={"head": EagleHead.random(narrow())})
     for _ in range(3):
         decoder.generate(fitting.PROMPTS[0], max_new_tokens=8)

@@ -13,7 +13,7 @@ from tests.toys import VOCABULARY, llama, naive, scripted
 
 from paceline import Budget, Drafter, InputError, LanguageModel, PacelineWarning, SpeculativeDecoder, TokenTree
 from paceline.common.errors import UnsupportedError
-from paceline.core.contracts import Glimpse, Reading
+from paceline.core.contracts import PromptTaps, Reading
 from paceline.drafters.adaptive.portfolio import Portfolio
 
 SCRIPT = list(range(1, 40))  # what the scripted target writes
@@ -219,8 +219,8 @@ class Taps(Says):
         super().__init__(says)
         self.needs_taps = taps  # type: ignore[misc]
 
-    def watch(self, rows: Any, glimpse: Glimpse) -> None:
-        self.calls.append(("watch", len(glimpse.taps), glimpse.taps))
+    def observe_prompt(self, rows: Any, taps_piece: PromptTaps) -> None:
+        self.calls.append(("observe_prompt", len(taps_piece.taps), taps_piece.taps))
 
     def keep(self, rows: Any, verdict: Any, reading: Reading) -> None:
         self.calls.append(("keep", len(reading.taps), verdict, reading.taps))
@@ -237,8 +237,8 @@ def test_each_sees_its_own_taps_also_of_tokens_that_others_drafted() -> None:
     drafter = Portfolio(Portfolio.Options(drafters=(one, two, knows)))
     out = SpeculativeDecoder(model, drafter, gamma=3).generate([7, 3, 5], max_new_tokens=8)
     assert out.tokens == text
-    assert [call[1] for call in one.calls if call[0] == "watch"] == [1]
-    assert [call[1] for call in two.calls if call[0] == "watch"] == [2]
+    assert [call[1] for call in one.calls if call[0] == "observe_prompt"] == [1]
+    assert [call[1] for call in two.calls if call[0] == "observe_prompt"] == [2]
     table = model.get_input_embeddings().weight
     _, _, verdict, taps = next(call for call in two.calls if call[0] == "keep")
     way = torch.cat([torch.zeros(1, dtype=torch.int64), verdict.path[0] + 1])

@@ -68,7 +68,7 @@ def test_it_follows_what_the_target_said_and_stops_where_nothing_is_known() -> N
     rows = rows_of([7])
     drafter = opened(rows, k=2, shape="2x2x1", prompt=False)
     assert drafter.propose(rows, budget(rows)).nodes == 0
-    drafter.absorb(torch.tensor([[7, 3]]), logits([3, 4], [5, 6]), torch.tensor([[WRITTEN, READ]]))
+    drafter.observe_forward(torch.tensor([[7, 3]]), logits([3, 4], [5, 6]), torch.tensor([[WRITTEN, READ]]))
     tree = drafter.propose(rows, budget(rows))
     tree.validate(V, 64, 3, 1)
     assert paths(tree) == {(3,), (4,), (3, 5), (3, 6)}
@@ -85,17 +85,17 @@ def test_rejected_nodes_teach_and_written_ones_win() -> None:
         ([UNREAD, READ, READ], 2),
         ([UNREAD, UNREAD, UNREAD], 2),
     ):
-        drafter.absorb(torch.tensor([[7, 7, 7]]), logits([1], [2], [3]), torch.tensor([standing]))
+        drafter.observe_forward(torch.tensor([[7, 7, 7]]), logits([1], [2], [3]), torch.tensor([standing]))
         assert paths(drafter.propose(rows, budget(rows))) == {(wanted,)}
     nothing = torch.full((1, 1, V), float("nan"))  # a place that was not read
-    drafter.absorb(torch.tensor([[7]]), nothing, torch.tensor([[WRITTEN]]))
+    drafter.observe_forward(torch.tensor([[7]]), nothing, torch.tensor([[WRITTEN]]))
     assert paths(drafter.propose(rows, budget(rows))) == {(2,)}
 
 
 def test_keep_learns_every_node_of_its_own_draft() -> None:
     rows = rows_of([7])
     drafter = opened(rows, k=2, shape="2x1", prompt=False)
-    drafter.absorb(torch.tensor([[7, 3, 4]]), logits([3, 4], [8, 9], [8, 9]), torch.full((1, 3), READ))
+    drafter.observe_forward(torch.tensor([[7, 3, 4]]), logits([3, 4], [8, 9], [8, 9]), torch.full((1, 3), READ))
     tree = drafter.propose(rows, budget(rows))
     assert paths(tree) == {(3,), (4,), (3, 8), (4, 8)}
     verdict = Verdict(torch.tensor([[4, 1, -1]]), torch.tensor([[1]]), torch.tensor([[1, 0]]))
@@ -111,7 +111,9 @@ def test_keep_learns_every_node_of_its_own_draft() -> None:
 def test_rows_keep_to_their_own_limits_and_to_the_nodes() -> None:
     rows = rows_of([7], [7], [7])
     drafter = opened(rows, prompt=False)
-    drafter.absorb(torch.arange(V).view(1, -1), logits(*[[1, 2, 3, 4, 5, 6, 7, 8]] * V), torch.full((1, V), READ))
+    drafter.observe_forward(
+        torch.arange(V).view(1, -1), logits(*[[1, 2, 3, 4, 5, 6, 7, 8]] * V), torch.full((1, V), READ)
+    )
     for nodes in (1, 2, 5, 40):
         tree = drafter.propose(rows, budget(rows, 3, nodes, (1, 0, 9)))
         tree.validate(V, nodes, 3, 3)
@@ -125,7 +127,7 @@ def test_the_prompt_is_known_as_pairs_until_the_target_speaks() -> None:
     rows = rows_of([7, 3, 7, 4, 7])
     drafter = opened(rows, k=3, shape="2x1")
     assert paths(drafter.propose(rows, budget(rows))) == {(4,), (3,), (4, 7), (3, 7)}
-    drafter.absorb(torch.tensor([[7]]), logits([9]), torch.tensor([[WRITTEN]]))
+    drafter.observe_forward(torch.tensor([[7]]), logits([9]), torch.tensor([[WRITTEN]]))
     drafter.admit(rows, 0)  # a later prompt does not overrule the target
     assert (9,) in paths(drafter.propose(rows, budget(rows)))
 
@@ -134,11 +136,11 @@ def test_memory_is_kept_on_request_only_by_namespace_and_frozen(tmp_path: Path) 
     rows, target = rows_of([7]), SimpleNamespace(vocabulary=V)
     seen = (torch.tensor([[7]]), logits([3]), torch.tensor([[WRITTEN]]))
     drafter = opened(rows)
-    drafter.absorb(*seen)
+    drafter.observe_forward(*seen)
     drafter.open(target, rows)
     assert drafter.propose(rows, budget(rows)).nodes == 0
     drafter = opened(rows, persistent=True, prompt=False)
-    drafter.absorb(*seen)
+    drafter.observe_forward(*seen)
     drafter.save(tmp_path / "memory.safetensors")
     drafter.namespace = "another"
     drafter.open(target, rows)
@@ -153,7 +155,7 @@ def test_memory_is_kept_on_request_only_by_namespace_and_frozen(tmp_path: Path) 
     frozen = Recycling(Recycling.Options(frozen=True))
     frozen.load(tmp_path / "memory.safetensors")
     frozen.open(target, rows)
-    frozen.absorb(seen[0], logits([5]), seen[2])
+    frozen.observe_forward(seen[0], logits([5]), seen[2])
     assert (3,) in paths(frozen.propose(rows, budget(rows)))
     with pytest.raises(InputError, match="remembers 8 candidates"):
         Recycling(Recycling.Options(frozen=True, k=4)).load(tmp_path / "memory.safetensors")

@@ -19,7 +19,7 @@ from paceline.core.sampling import Sampling
 from paceline.core.tree import TokenTree
 from paceline.engine.loop import Loop
 from paceline.engine.rows import Rows
-from paceline.models.cpu.cpu_forward import KernelPass, kernels_missing
+from paceline.models.cpu.cpu_forward import CpuForward, kernels_missing
 from paceline.models.runners.eager import EagerRunner
 from paceline.rules.match import Match
 
@@ -69,7 +69,7 @@ def count_rounds(
 ) -> tuple[Counting, int]:
     """`draft`: None for a model, else what drafts."""
     counting = Counting()
-    passing: Any = KernelPass if runner == "kernels" else EagerRunner
+    passing: Any = CpuForward if runner == "kernels" else EagerRunner
     run = passing.__call__
 
     def outside_only(*given: Any, **named: Any) -> Any:

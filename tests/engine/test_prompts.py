@@ -61,8 +61,8 @@ def test_a_batch(prompt: Any, ids: list[list[int]]) -> None:
 def test_a_single_prompt_gives_one_result_and_a_batch_of_one_a_list() -> None:
     decoder = SpeculativeDecoder(lm(), draft=None)
     single = decoder.generate("abc", max_new_tokens=3)
-    (listed,) = decoder.generate(["abc"], max_new_tokens=3)
-    assert single.tokens == listed.tokens
+    (propose_lists,) = decoder.generate(["abc"], max_new_tokens=3)
+    assert single.tokens == propose_lists.tokens
     assert single.prompt_tokens == [0, 1, 2]
 
 

@@ -149,17 +149,17 @@ def check_texts(
         options = {**options, "drafters": tuple(little if each == "model" else each for each in options["drafters"])}
     plain = paceline.SpeculativeDecoder(target, draft=None, runner="eager")
     named = little if draft == "model" else draft
-    replayed = paceline.SpeculativeDecoder(lm, named, options=options)
+    on_replay = paceline.SpeculativeDecoder(lm, named, options=options)
     settings = {**settings, "max_new_tokens": 24}
     wanted = [plain.generate(prompt, **settings).tokens for prompt in PROMPTS]
     for _ in range(2):
-        assert [replayed.generate(prompt, **settings).tokens for prompt in PROMPTS] == wanted, "one row"
-        assert [out.tokens for out in replayed.generate(PROMPTS, **settings)] == wanted, "ragged batch"
+        assert [on_replay.generate(prompt, **settings).tokens for prompt in PROMPTS] == wanted, "one row"
+        assert [out.tokens for out in on_replay.generate(PROMPTS, **settings)] == wanted, "ragged batch"
     assert sum(each.played for each in programs) > 10
     if draft == "prompt-lookup" or (draft == "model" and not options):  # others learn from text to text, or look ahead
         eager = paceline.SpeculativeDecoder(target, named, options=options, runner="eager")
         for prompts in ([PROMPTS[0]], [PROMPTS[1]], PROMPTS):
-            rounds = [len(out.trace.rounds) for out in replayed.generate(prompts, **settings)]
+            rounds = [len(out.trace.rounds) for out in on_replay.generate(prompts, **settings)]
             assert rounds == [len(out.trace.rounds) for out in eager.generate(prompts, **settings)]
 
 

@@ -108,10 +108,10 @@ def decoders(draft: Any, options: dict[str, Any], family: Callable[..., Any], **
 def test_the_same_texts(
     draft: Any, options: dict[str, Any], settings: dict[str, Any], rows: int, programs: list[Watched]
 ) -> None:
-    plain, steady = decoders(draft, options, llama, rows=rows)
+    plain, graphable = decoders(draft, options, llama, rows=rows)
     for limit in (24, 30):  # the second time, whatever was made is used again
         wanted = [out.tokens for out in plain.generate(PROMPTS, max_new_tokens=limit, **settings)]
-        got = [out.tokens for out in steady.generate(PROMPTS, max_new_tokens=limit, **settings)]
+        got = [out.tokens for out in graphable.generate(PROMPTS, max_new_tokens=limit, **settings)]
         assert got == wanted
     assert sum(count > 1 for watched in programs for count in watched.runs.values()) or draft == "early-exit"
     if draft in (None, *HEADS) or (draft == "model" and options.get("tree") != "optimal"):  # whole rounds
@@ -120,8 +120,8 @@ def test_the_same_texts(
 
 @pytest.mark.parametrize(("draft", "options"), DRAFTS[:3], ids=str)
 def test_another_architecture(draft: Any, options: dict[str, Any], programs: list[Watched]) -> None:
-    plain, steady = decoders(draft, options, gpt2)
-    assert [out.tokens for out in steady.generate(PROMPTS, max_new_tokens=24)] == [
+    plain, graphable = decoders(draft, options, gpt2)
+    assert [out.tokens for out in graphable.generate(PROMPTS, max_new_tokens=24)] == [
         out.tokens for out in plain.generate(PROMPTS, max_new_tokens=24)
     ]
 
@@ -130,13 +130,13 @@ def test_another_architecture(draft: Any, options: dict[str, Any], programs: lis
 @pytest.mark.parametrize("rule", ["match", "ratio", "block", "traversal"])
 def test_stops_and_limits(draft: Any, rule: str, programs: list[Watched]) -> None:
     """A round may have begun before the last one was read; what it wrote for a text that has ended is dropped."""
-    plain, steady = decoders(draft, {}, llama, rule=rule, rows=2)
+    plain, graphable = decoders(draft, {}, llama, rule=rule, rows=2)
     limits = [1, 7, 24, 3, 12]
     wanted = plain.generate(PROMPTS, max_new_tokens=limits)
     ends = [[text.tokens[min(4, len(text.tokens) - 1)]] for text in wanted]
     for settings in ({}, {"eos_token_ids": ends}):
         wanted = plain.generate(PROMPTS, max_new_tokens=limits, **settings)
-        got = steady.generate(PROMPTS, max_new_tokens=limits, **settings)
+        got = graphable.generate(PROMPTS, max_new_tokens=limits, **settings)
         assert [text.tokens for text in got] == [text.tokens for text in wanted]
         assert [text.finish_reason for text in got] == [text.finish_reason for text in wanted]
         for text in got:
@@ -145,33 +145,33 @@ def test_stops_and_limits(draft: Any, rule: str, programs: list[Watched]) -> Non
 
 
 def test_a_tree_that_the_rule_cannot_judge_is_refused(programs: list[Watched]) -> None:
-    _, steady = decoders("model", {"tree": "levels"}, llama, rule="block")
+    _, graphable = decoders("model", {"tree": "levels"}, llama, rule="block")
     with pytest.raises(UnsupportedError, match="judges chains"):
-        steady.generate(PROMPTS[0], max_new_tokens=20, temperature=0.9, seed=1)
+        graphable.generate(PROMPTS[0], max_new_tokens=20, temperature=0.9, seed=1)
 
 
 def test_a_drafter_that_fails_costs_speed_only(programs: list[Watched], monkeypatch: pytest.MonkeyPatch) -> None:
-    plain, steady = decoders("model", {}, llama)
-    propose = type(steady.drafter).propose
+    plain, graphable = decoders("model", {}, llama)
+    propose = type(graphable.drafter).propose
 
     def fails(self: Any, rows: Any, budget: Any) -> Any:
         if rows.bound is not None:
             raise RuntimeError("out of order")
         return propose(self, rows, budget)
 
-    monkeypatch.setattr(type(steady.drafter), "propose", fails)
+    monkeypatch.setattr(type(graphable.drafter), "propose", fails)
     with pytest.warns(DrafterWarning, match="out of order"):
-        got = steady.generate(PROMPTS, max_new_tokens=20)
+        got = graphable.generate(PROMPTS, max_new_tokens=20)
     assert [out.tokens for out in got] == [out.tokens for out in plain.generate(PROMPTS, max_new_tokens=20)]
 
 
 @pytest.mark.parametrize("draft", ["model", *HEADS])
 def test_drafts_can_be_timed_alone(draft: str, programs: list[Watched]) -> None:
     """They are made and forgotten: the text goes on as if there had been none."""
-    plain, steady = decoders(draft, {}, llama)
-    loop = Loop(steady.target, steady.drafter, steady.rule, 5, 5)
+    plain, graphable = decoders(draft, {}, llama)
+    loop = Loop(graphable.target, graphable.drafter, graphable.rule, 5, 5)
     request = build_requests(1, {"max_new_tokens": 20, "ignore_eos": True})
-    loop.admit(rows := steady._rows(PROMPTS[:1], request))
+    loop.admit(rows := graphable._rows(PROMPTS[:1], request))
     loop.step()
     assert loop.draft_seconds(3, time.perf_counter)
     while loop.rows.count:
@@ -180,20 +180,20 @@ def test_drafts_can_be_timed_alone(draft: str, programs: list[Watched]) -> None:
 
 
 def test_streams_can_be_left(programs: list[Watched]) -> None:
-    _, steady = decoders("model", {}, llama)
-    stream = steady.stream(PROMPTS[0], max_new_tokens=40)
+    _, graphable = decoders("model", {}, llama)
+    stream = graphable.stream(PROMPTS[0], max_new_tokens=40)
     for _ in range(5):
         next(stream)
     stream.close()
-    again = steady.generate(PROMPTS[0], max_new_tokens=10).tokens
+    again = graphable.generate(PROMPTS[0], max_new_tokens=10).tokens
     assert again == decoders(None, {}, llama)[0].generate(PROMPTS[0], max_new_tokens=10).tokens
 
 
 def test_rows_come_and_go_without_new_programs(programs: list[Watched]) -> None:
-    _, steady = decoders("model", {}, llama, rows=2)
-    steady.generate(PROMPTS[:2], max_new_tokens=[30, 8])
+    _, graphable = decoders("model", {}, llama, rows=2)
+    graphable.generate(PROMPTS[:2], max_new_tokens=[30, 8])
     before = {key for watched in programs for key in watched.runs}
-    steady.generate([PROMPTS[2], PROMPTS[0], PROMPTS[1]], max_new_tokens=[8, 20, 9])
+    graphable.generate([PROMPTS[2], PROMPTS[0], PROMPTS[1]], max_new_tokens=[8, 20, 9])
     assert {key for watched in programs for key in watched.runs} <= before
 
 
@@ -239,6 +239,6 @@ def test_longer_texts_seldom_move_what_programs_use(monkeypatch: pytest.MonkeyPa
     assert len(forgotten) == 1  # the first
     decoder.generate([1, 2, 3] * 400, max_new_tokens=8, ignore_eos=True)
     assert len(forgotten) == 2
-    hangar = flight.Hangar(lm, decoder.rule)
+    hangar = flight.RoundGraphs(lm, decoder.rule)
     wanted = [(200, 1), (1025, 8), (3000, 1), (5000, 1), (200, 16), (700, 64)]
     assert [hangar.ample(*each) for each in wanted] == [1024, 2048, 4096, 8192, 256, 768]

@@ -25,7 +25,7 @@ from paceline.drafters.heads.head_modules import PlaceStore
 from paceline.engine.loop import Loop
 from paceline.engine.request import build_requests
 from paceline.models.cuda import cuda_head as cuda_draft
-from paceline.models.cuda.cuda_head import CudaDraft
+from paceline.models.cuda.cuda_head import CudaHead
 from paceline.models.heads.training_attention import Unrolled
 from paceline.models.synthetic.random_models import random_model, usual_draft
 
@@ -75,7 +75,7 @@ def numbers(most: int, *shape: int, seed: int) -> Tensor:
 class Draft:
     """Texts of different lengths, and chains and trees after them."""
 
-    def __init__(self, lm: Any, head: Any, kernels: CudaDraft | None) -> None:
+    def __init__(self, lm: Any, head: Any, kernels: CudaHead | None) -> None:
         width, device = head.remembers, torch.device(DEVICE)
         self.rows: Any = SimpleNamespace(
             text=numbers(320, 3, 400, seed=1), length=torch.tensor(LENGTHS, device=device).view(3, 1),
@@ -108,7 +108,7 @@ def check_steps(dtype: torch.dtype, sizes: str, shape: str, within: float) -> No
     """Logits of every step as modules say them, but for rounding; the same bits again, and by a captured program."""
     lm = target(dtype)
     head = a_head(lm, **SIZES[sizes])
-    kernels = CudaDraft.of(head, head.words or lm.model.get_input_embeddings())
+    kernels = CudaHead.of(head, head.words or lm.model.get_input_embeddings())
     assert kernels is not None, "no kernels"
     slow, fast = Draft(lm, head, None), Draft(lm, head, kernels)
     wanted, found = getattr(slow, shape)(), getattr(fast, shape)()

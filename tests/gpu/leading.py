@@ -9,13 +9,13 @@ from typing import Any
 import paceline
 from paceline.core.costs import Costs
 from paceline.drafters.adaptive import graphed_auto as auto_captured
-from paceline.drafters.adaptive.graphed_auto import Leader
+from paceline.drafters.adaptive.graphed_auto import GraphedAuto
 from paceline.drafters.heads.eagle import Eagle, EagleHead
 
 PROMPTS = [[1, 2, 3, 4, 5, 1, 2], [7, 8, 9], [3, 3, 3, 3, 3], list(range(40, 90))]
 
 
-def slow_while_drafting(leader: Leader) -> Callable[[], float]:
+def slow_while_drafting(leader: GraphedAuto) -> Callable[[], float]:
     """A clock by which drafting never pays."""
     now = 0.0
 
@@ -29,7 +29,7 @@ def slow_while_drafting(leader: Leader) -> Callable[[], float]:
 
 def check_leader(lm: Any, settings: dict[str, Any]) -> None:
     options = Eagle.Options(head=EagleHead.random(lm), **auto_captured._TREE)
-    leader = Leader(Eagle(options), Costs({1: {1: 1.0, 64: 1.01}}))
+    leader = GraphedAuto(Eagle(options), Costs({1: {1: 1.0, 64: 1.01}}))
     decoder = paceline.SpeculativeDecoder(lm, leader)
     settings = {**settings, "max_new_tokens": 160, "ignore_eos": True}
     plain = [paceline.SpeculativeDecoder(lm, draft=None).generate(prompt, **settings).tokens for prompt in PROMPTS]

@@ -133,8 +133,8 @@ def check_branches(device: str = "cuda", often: int = 40) -> None:
             source = torch.where(steps < verdict.accepted, verdict.path, steps)
             cache.move(length, source, steps)
             QUICK[device] = quick
-            moved = [store.clone() for store in (*cache.keys, *cache.values)]
-            said.append([verdict.emitted, verdict.accepted, verdict.path, tree.depth, *moved])
+            storage_version = [store.clone() for store in (*cache.keys, *cache.values)]
+            said.append([verdict.emitted, verdict.accepted, verdict.path, tree.depth, *storage_version])
             for store, old in zip((*cache.keys, *cache.values), kept, strict=True):
                 store.copy_(old)
         assert all(torch.equal(one, other) for one, other in zip(*said, strict=True)), (case, R, N)

@@ -8,7 +8,7 @@ import torch
 
 from paceline.core.choice import Choice, NoiseTable
 from paceline.core.device_ops import QUICK
-from paceline.core.law import SamplingBatch, Unwritten
+from paceline.core.law import LazyLaws, SamplingBatch
 from paceline.core.sampling import Sampling
 from paceline.core.tree import TokenTree
 from paceline.models.cuda.cuda_forward import between_passes
@@ -53,7 +53,7 @@ def check_verdicts(dtype: Any, device: str = "cuda", cases: int = 120) -> None:
         target = (3 * torch.randn(R, N + 1, V, generator=generator)).to(device, dtype)
         near = target[:, :N] + torch.randn(R, N, V, generator=generator).to(device, dtype)
         tree = drafted(choice, near) if N else TokenTree.empty(R, device)
-        assert tree.laws is None or isinstance(tree.laws, Unwritten)
+        assert tree.laws is None or isinstance(tree.laws, LazyLaws)
         quick = choice.judged(tree, target)
         assert quick is not None
         kernels = QUICK.pop(device)

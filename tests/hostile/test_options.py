@@ -18,7 +18,7 @@ from paceline.core.registry import build_options, convert_options
 from paceline.drafters.resolve import make_drafter
 from paceline.training.data.writing import WritingPlan
 from paceline.training.pair_training import PairSizes
-from paceline.training.recipes.base import COURSES
+from paceline.training.recipes.base import RECIPES
 from paceline.training.train_options import TrainOptions
 from paceline.training.trigram_training import CountingOptions
 from tests.toys import letters, llama
@@ -29,7 +29,7 @@ WORDS = ("x" * 10**5, "\0", "a\nb", 5, ["a"], {}, None, True, float("nan"), b"au
 OPTIONS: dict[str, Any] = {
     **{f"drafter {name}": DRAFTERS[name].Options for name in DRAFTERS},
     **{f"rule {name}": RULES[name].Options for name in RULES},
-    **{f"course {name}": COURSES[name].Options for name in COURSES},
+    **{f"course {name}": RECIPES[name].Options for name in RECIPES},
     "pair": PairSizes, "counting": CountingOptions, "writing": WritingPlan, "tune": TuneOptions, "bench": BenchOptions,
     "train": TrainOptions,
 }  # fmt: skip

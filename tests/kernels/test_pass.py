@@ -151,11 +151,11 @@ def test_taps_at_every_depth(name: str) -> None:
     rows, reader = Texts(), reader_of(lm, 2, taps)
     rows.admit([text])
     reader.begin(rows, 0, 16)
-    glimpse = reader.glimpses[0]
+    taps_piece = reader.prompt_taps[0]
     got = reader.extend(rows, 1, torch.tensor([drafted])).taps
     wanted = lm.model(torch.tensor([text + drafted]), output_hidden_states=True).hidden_states
     assert len(got) == 4
-    for depth, (tap, read) in enumerate(zip(got, glimpse.taps, strict=True)):
+    for depth, (tap, read) in enumerate(zip(got, taps_piece.taps, strict=True)):
         torch.testing.assert_close(tap, wanted[depth][:, -4:], rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(read, wanted[depth][:, :4], rtol=1e-4, atol=1e-5)
     one_by_one = [reader_taps(lm, text + drafted[:count], taps) for count in range(4)]

@@ -116,8 +116,12 @@ def memory(reader: Any, row: int, end: int) -> list[torch.Tensor]:
 
 def tapped(reader: Any, row: int) -> list[torch.Tensor]:
     """The hidden states of a row's prompt, in the order of the taps."""
-    mine = [glimpse for glimpse in reader.glimpses if glimpse.first <= row < glimpse.first + len(glimpse.taps[0])]
-    return [torch.cat([glimpse.taps[tap][row - glimpse.first] for glimpse in mine]) for tap in range(2)]
+    mine = [
+        taps_piece
+        for taps_piece in reader.prompt_taps
+        if taps_piece.first <= row < taps_piece.first + len(taps_piece.taps[0])
+    ]
+    return [torch.cat([taps_piece.taps[tap][row - taps_piece.first] for taps_piece in mine]) for tap in range(2)]
 
 
 def read(lm: LanguageModel, prompts: list[list[int]], room: int) -> tuple[Any, Texts, torch.Tensor]:

@@ -8,10 +8,10 @@ from tests.kernels.zoo import small
 from paceline import SpeculativeDecoder
 from paceline.models.cpu import cpu_forward as kernel_pass
 from paceline.models.cpu.cpu_forward import kernels_missing
-from paceline.models.cpu.threads import Crowd
+from paceline.models.cpu.threads import ThreadGovernor
 
 
-def passes(crowd: Crowd, count: int, lost: float, most: int = 2, seconds: float = 0.02) -> list[int]:
+def passes(crowd: ThreadGovernor, count: int, lost: float, most: int = 2, seconds: float = 0.02) -> list[int]:
     """So many passes in which, on more than one thread, a share of the time was lost; the threads each ran on."""
     ran = []
     for _ in range(count):
@@ -22,29 +22,29 @@ def passes(crowd: Crowd, count: int, lost: float, most: int = 2, seconds: float 
 
 
 def test_quiet_passes_keep_all_threads() -> None:
-    assert set(passes(Crowd(), 500, lost=0.05)) == {2}
+    assert set(passes(ThreadGovernor(), 500, lost=0.05)) == {2}
 
 
 def test_one_long_wait_is_enough() -> None:
-    crowd = Crowd()
+    crowd = ThreadGovernor()
     passes(crowd, 10, lost=0.0)
     crowd.see(2, 0.4, 0.38)
     assert crowd.threads(2) == 1
 
 
 def test_less_than_a_wake_up_does_not_count() -> None:
-    assert set(passes(Crowd(), 500, lost=0.9, seconds=0.001)) == {2}
+    assert set(passes(ThreadGovernor(), 500, lost=0.9, seconds=0.001)) == {2}
 
 
 def test_under_load_nearly_all_passes_run_alone_and_ever_fewer_are_tried() -> None:
-    ran = passes(Crowd(), 4000, lost=0.8)
+    ran = passes(ThreadGovernor(), 4000, lost=0.8)
     tried = [i for i, threads in enumerate(ran) if threads == 2]
     assert len(tried) < 20
     assert tried[-1] - tried[-2] > 900
 
 
 def test_when_the_load_ends_all_threads_come_back_and_a_new_load_finds_short_pauses() -> None:
-    crowd = Crowd()
+    crowd = ThreadGovernor()
     passes(crowd, 300, lost=0.8)
     back = passes(crowd, 2000, lost=0.0)
     assert back[-1] == 2
@@ -54,7 +54,7 @@ def test_when_the_load_ends_all_threads_come_back_and_a_new_load_finds_short_pau
 
 
 def test_of_many_threads_as_many_as_needed_are_given_up() -> None:
-    crowd = Crowd()
+    crowd = ThreadGovernor()
     assert passes(crowd, 3, lost=0.8, most=8)[-1] < 8
     passes(crowd, 30, lost=0.8, most=8)
     assert crowd.threads(8) == 1
@@ -62,7 +62,7 @@ def test_of_many_threads_as_many_as_needed_are_given_up() -> None:
 
 
 def test_whoever_measures_gets_the_threads_that_were_asked_for() -> None:
-    crowd = Crowd()
+    crowd = ThreadGovernor()
     passes(crowd, 8, lost=0.8)
     with crowd.ignored():
         assert crowd.threads(2) == 2
@@ -75,7 +75,7 @@ def test_the_text_does_not_depend_on_it(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(kernel_pass, "threads_here", lambda lm: 3)
     ran: list[int] = []
 
-    class Fickle(Crowd):
+    class Fickle(ThreadGovernor):
         def threads(self, most: int) -> int:
             ran.append(1 + len(ran) % most)
             return ran[-1]

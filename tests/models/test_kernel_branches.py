@@ -68,7 +68,7 @@ def a_batch(heats: list[float], **more: Any) -> SamplingBatch:
 
 def chosen(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """By the kernel: tokens [R,k] after the text, and the logarithms of their shares."""
-    trunk = kernel_branches.Trunk(torch.zeros(logits.shape[0], 1), k, False)
+    trunk = kernel_branches.TreeBuilder(torch.zeros(logits.shape[0], 1), k, False)
     trunk.add(logits, k, None, torch.empty(0))
     return trunk._nodes[0], trunk._scores
 
@@ -178,7 +178,7 @@ def test_what_is_left_to_torch(
 
     def trunk(*given: Any) -> Any:
         used.append("trunk")
-        return kernel_branches.Trunk(*given)
+        return kernel_branches.TreeBuilder(*given)
 
     monkeypatch.setattr(quick, "BRANCHES", {"cpu": replace(quick.BRANCHES["cpu"], trunk=trunk)})
     grown(World(a_batch([heat]), V, 5, numbers), draw, 3, 12, {"tree": kind})

@@ -23,7 +23,7 @@ from paceline.drafters.heads.head_modules import PlaceStore
 from paceline.kernels.cpu import machine
 from paceline.models.cpu import cpu_head as kernel_draft
 from paceline.models.cpu import cpu_linear as kernel_linear
-from paceline.models.cpu.cpu_head import KernelDraft
+from paceline.models.cpu.cpu_head import CpuHead
 from paceline.models.cpu.cpu_linear import drafting
 from paceline.models.cpu.threads import CROWD
 
@@ -86,7 +86,7 @@ class Both:
 
     def __init__(self, lm: LanguageModel, head: EagleHead, vocabulary: int = 40) -> None:
         light, embedding = drafting(head), head.words or lm.model.get_input_embeddings()
-        self.kernels = KernelDraft.of(light, embedding, vocabulary)
+        self.kernels = CpuHead.of(light, embedding, vocabulary)
         self.rows: Any = SimpleNamespace(count=3, capacity=4, bound=None, room=24)
         self.rows.text = torch.randint(0, 60, (3, 24), generator=torch.Generator().manual_seed(1))  # some are unknown
         self.commit(self.LENGTHS)
@@ -278,7 +278,7 @@ def test_rounds_are_those_of_the_modules(settings: Any, rows: int, jobs: list[An
     got = generated(lm, head, rows, **settings)
     assert jobs
     jobs.clear()
-    monkeypatch.setattr(KernelDraft, "of", lambda *_: None)
+    monkeypatch.setattr(CpuHead, "of", lambda *_: None)
     wanted = generated(lm, head, rows, **settings)
     assert not jobs
     assert [out.trace.rounds for out in got] == [out.trace.rounds for out in wanted]

@@ -23,7 +23,7 @@ from paceline.drafters.models.early_exit import ExitHead
 from paceline.kernels.cpu import machine
 from paceline.models.cpu import cpu_linear as kernel_linear
 from paceline.models.cpu.cpu_layer import KernelNorm
-from paceline.models.cpu.cpu_linear import KernelLinear, drafting
+from paceline.models.cpu.cpu_linear import CpuLinear, drafting
 from paceline.models.cpu.threads import CROWD
 from paceline.models.heads.head_layers import DecoderLayer, LayerConfig, Norm, Scratch, by_slot
 from paceline.models.quantization.packed_linear import BFloat16Linear, Int4Linear, Int8Linear
@@ -71,7 +71,7 @@ def without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(("outputs", "inputs"), SHAPES)
 def test_it_is_the_product(outputs: int, inputs: int, biased: bool) -> None:
     bias = drawn(outputs, seed=3) if biased else None
-    mapped = KernelLinear.of(drawn(outputs, inputs, seed=1), bias)
+    mapped = CpuLinear.of(drawn(outputs, inputs, seed=1), bias)
     weight = mapped.packed.quantized.double() * mapped.packed.scale.double().unsqueeze(1)
     for rows in range(1, 21):
         x = drawn(rows, inputs, seed=2)
@@ -88,7 +88,7 @@ def test_it_is_the_product(outputs: int, inputs: int, biased: bool) -> None:
 def test_rows_are_the_same_in_every_company(
     outputs: int, inputs: int, threads: int, on_threads: Callable[[int], None]
 ) -> None:
-    mapped, x = KernelLinear.of(drawn(outputs, inputs, seed=1), drawn(outputs)), drawn(40, inputs)
+    mapped, x = CpuLinear.of(drawn(outputs, inputs, seed=1), drawn(outputs)), drawn(40, inputs)
     alone = torch.cat([mapped(row) for row in x.split(1)])
     on_threads(threads)
     for rows in (*range(1, 21), 40):
@@ -101,17 +101,17 @@ def test_rows_are_the_same_in_every_company(
 def test_every_format(Packed: Any) -> None:
     packed = Packed(drawn(33, 64), drawn(33))
     x = drawn(3, 64)
-    torch.testing.assert_close(KernelLinear(packed)(x), packed(x), atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(CpuLinear(packed)(x), packed(x), atol=1e-4, rtol=1e-4)
 
 
 @needs_kernels
 def test_what_lies_otherwise_in_memory_is_read_rightly() -> None:
-    mapped, x = KernelLinear.of(drawn(6, 8)), drawn(8, 5)
+    mapped, x = CpuLinear.of(drawn(6, 8)), drawn(8, 5)
     assert torch.equal(mapped(x.T), mapped(x.T.contiguous()))
 
 
 def test_without_kernels_torch_multiplies(without_kernels: None) -> None:
-    mapped = KernelLinear.of(drawn(9, 7), drawn(9))
+    mapped = CpuLinear.of(drawn(9, 7), drawn(9))
     torch.testing.assert_close(mapped(drawn(3, 7)), mapped.packed(drawn(3, 7)))
     head = nn.Sequential(nn.Linear(4, 4))
     assert drafting(head) is head
@@ -119,7 +119,7 @@ def test_without_kernels_torch_multiplies(without_kernels: None) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_other_numbers_are_left_to_torch(dtype: torch.dtype) -> None:
-    mapped, x = KernelLinear.of(drawn(9, 7).to(dtype)), drawn(3, 7).to(dtype)
+    mapped, x = CpuLinear.of(drawn(9, 7).to(dtype)), drawn(3, 7).to(dtype)
     assert mapped(x).dtype == dtype
     torch.testing.assert_close(mapped(x), mapped.packed(x))
     head = nn.Sequential(nn.Linear(4, 4)).to(dtype)
@@ -128,13 +128,13 @@ def test_other_numbers_are_left_to_torch(dtype: torch.dtype) -> None:
 
 def test_gradients_pass() -> None:
     x = drawn(2, 7).requires_grad_()
-    KernelLinear.of(drawn(9, 7))(x).sum().backward()
+    CpuLinear.of(drawn(9, 7))(x).sum().backward()
     assert x.grad is not None
 
 
 @needs_kernels
 def test_copies_have_weights_of_their_own() -> None:
-    mapped, x = KernelLinear.of(drawn(33, 40), drawn(33)), drawn(2, 40)
+    mapped, x = CpuLinear.of(drawn(33, 40), drawn(33)), drawn(2, 40)
     said = mapped(x)
     other = copy.deepcopy(mapped)
     mapped.packed.quantized.zero_()
@@ -147,7 +147,7 @@ def test_copies_have_weights_of_their_own() -> None:
 @needs_kernels
 def test_threads_of_the_user_may_share_a_map(on_threads: Callable[[int], None]) -> None:
     on_threads(2)
-    mapped, xs = KernelLinear.of(drawn(500, 96)), [drawn(1 + i % 5, 96, seed=i) for i in range(40)]
+    mapped, xs = CpuLinear.of(drawn(500, 96)), [drawn(1 + i % 5, 96, seed=i) for i in range(40)]
     wanted = [mapped(x) for x in xs]
     with ThreadPoolExecutor(4) as pool:
         for _ in range(5):
@@ -291,7 +291,7 @@ def test_heads_are_made_once_and_not_edited() -> None:
     head = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 3, bias=False))
     before, state = list(head.modules()), {name: value.clone() for name, value in head.state_dict().items()}
     light: Any = drafting(head)
-    assert [type(each) for each in light] == [KernelLinear, nn.ReLU, KernelLinear]
+    assert [type(each) for each in light] == [CpuLinear, nn.ReLU, CpuLinear]
     assert drafting(head) is light
     assert list(head.modules()) == before
     assert all(torch.equal(state[name], value) for name, value in head.state_dict().items())
@@ -307,7 +307,7 @@ def test_heads_are_made_once_and_not_edited() -> None:
 def test_who_is_listened_to_is_left_alone() -> None:
     head = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     head[1].register_forward_hook(lambda *_: None)
-    assert [type(each) for each in drafting(head)] == [KernelLinear, nn.Linear]
+    assert [type(each) for each in drafting(head)] == [CpuLinear, nn.Linear]
 
 
 # ---- real weights
@@ -349,6 +349,6 @@ def test_the_output_of_a_target_is_shared(quantize: str | None) -> None:
     for _ in range(2):
         decoder = paceline.SpeculativeDecoder(lm, "medusa", options={"head": head})
         decoder.generate([1, 2, 3], max_new_tokens=8)
-        assert isinstance(drafting(output), KernelLinear)
+        assert isinstance(drafting(output), CpuLinear)
         assert decoder.drafter._shared is drafting(output)
     assert (drafting(output).packed is output) == bool(quantize)

@@ -27,7 +27,7 @@ class FakeModel:
 
     def __init__(self, seconds: Callable[[int, int, int], float]) -> None:
         self.time, self.passes, self._seconds = 0.0, [], seconds
-        self.glimpses: list[Any] = []
+        self.prompt_taps: list[Any] = []
 
     def clock(self) -> float:
         return self.time
@@ -57,14 +57,14 @@ def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def load(monkeypatch: pytest.MonkeyPatch, *, busy: bool) -> None:
     """Other processes use the machine from here on, or leave it alone; it is another process that sees it."""
 
-    class Seen:
+    class ForwardInputs:
         def begin(self) -> None:
             pass
 
         def disturbed(self) -> bool:
             return busy
 
-    monkeypatch.setattr(pass_times, "Neighbours", Seen)
+    monkeypatch.setattr(pass_times, "Neighbours", ForwardInputs)
     monkeypatch.setattr(pass_times, "_quiet", lambda: not busy)
     monkeypatch.setattr(pass_times, "_KNOWN", {})
     monkeypatch.setattr(pass_times, "_BUSY", set())

@@ -22,7 +22,7 @@ class Kernels:
 
 
 class Cache:
-    moved = 0
+    storage_version = 0
 
     def reserve(self, rows: int, slots: int) -> None: ...
     def aim(self, rows: slice, start: int, stop: int, longest: int) -> None: ...
@@ -77,7 +77,7 @@ def test_tensors_of_a_program_stay_and_what_moved_is_forgotten() -> None:
     before = made._pieces[(0, 16, 32)][0].data_ptr()
     made.read(cache, 0, ids(6), 32)
     assert made._pieces[(0, 16, 32)][0].data_ptr() == before
-    cache.moved = 1
+    cache.storage_version = 1
     made.read(cache, 5, ids(6), 0)
     assert (programs.forgot, made._pieces) == (1, {})
 

@@ -172,7 +172,7 @@ def test_a_quantised_draft(lm: LanguageModel) -> None:
     assert kind_of(decoder.target) is None
     assert "draft-model little in int8" in decoder.describe()
     assert "exact with respect" not in decoder.describe()
-    assert decoder.drafter.anew().lm.model is decoder.drafter.lm.model
+    assert decoder.drafter.reset_copy().lm.model is decoder.drafter.lm.model
     wanted = SpeculativeDecoder(lm, draft=None).generate(PROMPT, max_new_tokens=24).tokens
     assert decoder.generate(PROMPT, max_new_tokens=24).tokens == wanted
     with pytest.raises(InputError, match="Unknown kind of quantization 'int3'"):

@@ -39,4 +39,4 @@ def test_on_other_devices_nodes_are_cheap() -> None:
     class Elsewhere:
         device = torch.device("cuda")
 
-    assert usual_nodes(Elsewhere(), fills=True, gamma=5) == 64  # type: ignore[arg-type]
+    assert usual_nodes(Elsewhere(), uses_all_nodes=True, gamma=5) == 64  # type: ignore[arg-type]

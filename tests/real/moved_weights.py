@@ -21,7 +21,7 @@ BLOCK, STEPS = 32, 15  # of Q4_1: weights with one step, and steps from the leas
 REVISION = "0123456789abcdef0123456789abcdef01234567"
 
 
-def moved(weight: Tensor, generator: torch.Generator) -> Tensor:
+def storage_version(weight: Tensor, generator: torch.Generator) -> Tensor:
     """The weight [D,E], each number moved by up to half a step of its block, in bfloat16."""
     blocks = weight.float().unflatten(1, (-1, BLOCK))
     step = (blocks.amax(-1, keepdim=True) - blocks.amin(-1, keepdim=True)) / STEPS
@@ -41,7 +41,7 @@ def fill_hub(home: Path, repository: str, folder: Path, seed: int = 0) -> Path:
             shutil.copy(path, snapshot / path.name)
     generator = torch.Generator().manual_seed(seed)
     weights = {
-        name: moved(weight, generator) if "_proj." in name else weight.to(torch.bfloat16)
+        name: storage_version(weight, generator) if "_proj." in name else weight.to(torch.bfloat16)
         for name, weight in load_file(folder / "model.safetensors").items()
     }
     save_file(weights, snapshot / "model.safetensors", metadata={"format": "pt"})

@@ -341,11 +341,11 @@ def test_memory_follows_the_rows(case: str, tree: str) -> None:
     rows = decoder._rows(PROMPTS[:2], decoder._requests(2, {"num_beams": 3, "max_new_tokens": 20, "ignore_eos": True}))
     loop = Loop(lm, decoder.drafter, RULES["beam"](), 3, 64)
     loop.admit([live for row in rows if row.group for live in row.group.rows])
-    moved = 0
+    storage_version = 0
     for _ in range(5):
         before = [list(text) for text in loop.rows.histories]
         loop.step()
-        moved += any(new[: len(old)] != old for new, old in zip(loop.rows.histories, before, strict=True))
+        storage_version += any(new[: len(old)] != old for new, old in zip(loop.rows.histories, before, strict=True))
         with torch.inference_mode():
             said = loop.reader.extend(loop.rows, 1).logits[:, -1]
             loop.reader.keep(loop.rows, None)
@@ -353,7 +353,7 @@ def test_memory_follows_the_rows(case: str, tree: str) -> None:
                 assert loop.rows.text[row, : loop.rows.lengths[row]].tolist() == text
                 fresh = lm.model(input_ids=torch.tensor([text])).logits[0, -1]
                 assert torch.allclose(said[row], fresh, atol=CASES[case].tolerance)
-    assert moved > 0
+    assert storage_version > 0
     assert decoder.drafter is loop.drafter  # it did not fail
     budget = loop.budget()
     with torch.inference_mode():

@@ -17,10 +17,10 @@ from paceline.training.__main__ import main
 from paceline.training.checkpoints import LOG_NAME as LOG
 from paceline.training.checkpoints import NAME
 from paceline.training.data.corpus import Corpus, Text, gathered
-from paceline.training.recipes.base import COURSES, make_course
+from paceline.training.recipes.base import RECIPES, make_course
 from paceline.training.teacher import Teacher
 from paceline.training.train_options import TrainOptions
-from paceline.training.train_run import Beginning, train
+from paceline.training.train_run import WarmStart, train
 from tests.toys import llama
 from tests.training.toys import KINDS, Stop, course_of, options, own_texts, target, trained, weights
 
@@ -88,14 +88,14 @@ def test_an_eagle_keeps_its_words(tmp_path: Path) -> None:
     texts = own_texts(lm, 16)
     few = [Text([token % 12 for token in text.tokens], text.prompt) for text in texts]
     one, other = Corpus(texts, 64, 512, seed=1), Corpus(few, 64, 512, seed=1)
-    said = COURSES["eagle"].Options(vocabulary=20, steps=3, own_output=False)
+    said = RECIPES["eagle"].Options(vocabulary=20, steps=3, own_output=False)
     first = make_course("eagle", Teacher(lm), one, "ce", said, 0)
     trained(first, one, 5)
     first.save(tmp_path / "it", "float32")
     second = make_course("eagle", Teacher(lm), other, "ce", said, 1)
     words = [course.own()[1]["d2t"].clone() for course in (first, second)]
     assert not torch.equal(*words)
-    Beginning.read(str(tmp_path / "it"), "eagle", lm).give(second)
+    WarmStart.read(str(tmp_path / "it"), "eagle", lm).give(second)
     assert torch.equal(second.own()[1]["d2t"], words[0])
     lesson = first.teacher.read(gathered([texts[:1], texts[1:2]]), first.taps)
     assert torch.equal(first.guesses(lesson), second.guesses(lesson))
@@ -117,7 +117,7 @@ def test_what_old_folders_do_not_name_is_known(tmp_path: Path) -> None:
     config = json.loads((tmp_path / "it" / "config.json").read_text())
     assert config.pop("kept") == 0
     (tmp_path / "it" / "config.json").write_text(json.dumps(config))
-    found = Beginning.read(str(tmp_path / "it"), "draft-lm", lm)
+    found = WarmStart.read(str(tmp_path / "it"), "draft-lm", lm)
     found.give(course_of("draft-lm", lm, corpus, sources=(0,)))
     with pytest.raises(InputError, match="has kept = 0, and by the options said here it would be 2"):
         found.give(course_of("draft-lm", lm, corpus, sources=(0,), kept=2))
@@ -127,7 +127,7 @@ def test_tensors_that_do_not_fit_are_named(tmp_path: Path) -> None:
     lm = target()
     course = course_of("medusa", lm, Corpus(own_texts(lm, 12), 64, 256, seed=1))
     course.save(tmp_path / "it", "float32")
-    found = Beginning.read(str(tmp_path / "it"), "medusa", lm)
+    found = WarmStart.read(str(tmp_path / "it"), "medusa", lm)
     found.tensors["biases"] = found.tensors["biases"][:, :2]
     with pytest.raises(InputError, match=r"has biases = \(1, 2, 1, \d+\), and .* it would be \(1, 3, 1, \d+\)"):
         found.give(course)
@@ -143,9 +143,9 @@ def test_another_kind_another_target_or_nothing_at_all(place: Path, before: dict
         train(on(place, tmp_path / "it", Path("nowhere"), "eagle"))
     for seed, kind in enumerate(KINDS, 1):
         with pytest.warns(PacelineWarning, match=f"The {kind} drafter was trained on other weights"):
-            Beginning.read(str(before[kind]), kind, target(seed))
+            WarmStart.read(str(before[kind]), kind, target(seed))
         with pytest.raises(UnsupportedError, match=f"This {kind} head was made for a target .* 3 layers"):
-            Beginning.read(str(before[kind]), kind, LanguageModel(llama(seed)))
+            WarmStart.read(str(before[kind]), kind, LanguageModel(llama(seed)))
     assert not (tmp_path / "it" / "texts").exists(), "said before anything is read or written"
 
 

@@ -10,7 +10,7 @@ from paceline.engine.decoder import SpeculativeDecoder
 from paceline.training.data.corpus import Corpus, gathered
 from paceline.training.losses import LOSSES, Distance, distance, parsed
 from paceline.training.offline_eval import expected, look_ahead
-from paceline.training.recipes.base import COURSES, Course, make_course
+from paceline.training.recipes.base import RECIPES, Recipe, make_course
 from paceline.training.teacher import Lesson, Teacher
 from tests.training.toys import KINDS, course_of, in_sixteen_bits, own_texts, target, trained
 
@@ -73,7 +73,7 @@ def test_a_drafter_leaves_what_is_learnt_in(kind: str) -> None:
     assert all(weight.dtype == torch.float32 for weight in course.parameters())
 
 
-def _accepted(course: Course, lesson: Lesson, start: int, per_round: list[int], depth: int) -> list[int]:
+def _accepted(course: Recipe, lesson: Lesson, start: int, per_round: list[int], depth: int) -> list[int]:
     """Emitted tokens of every round but the first, which may know less of the prompt, by the guesses at its place."""
     guesses, text = course.guesses(lesson)[:, 0].tolist(), lesson.ids[0].tolist()
     at, found = start + per_round[0], []
@@ -138,7 +138,7 @@ def test_all_that_a_kind_says_by_is_learnt(kind: str, monkeypatch: pytest.Monkey
     lm.model.double()
     corpus = Corpus(own_texts(lm, 12), 64, 256, seed=1)
     if kind == "own outputs":
-        options = [COURSES[name].Options(own_output=True) for name in ("medusa", "early-exit", "prophet")]
+        options = [RECIPES[name].Options(own_output=True) for name in ("medusa", "early-exit", "prophet")]
         names = ("medusa", "early-exit", "prophet")
         courses = [make_course(name, Teacher(lm), corpus, "kl", o, 0) for name, o in zip(names, options, strict=True)]
     else:
@@ -162,12 +162,12 @@ def _whole(self: Distance, say, states, last, tokens, laws=None, weights=()):  #
 
 def test_a_draft_has_no_more_layers_than_its_target() -> None:
     with pytest.raises(InputError, match=r"keeps 0 or more of the target's first layers, got -1\."):
-        COURSES["draft-lm"].Options(kept=-1)
+        RECIPES["draft-lm"].Options(kept=-1)
     lm = target()
     with pytest.raises(InputError, match=r"has 3 layers at most, .* included; got layers=2 and kept=2\."):
-        make_course("draft-lm", Teacher(lm), None, "kl", COURSES["draft-lm"].Options(layers=2, kept=2), 0)  # type: ignore[arg-type]
+        make_course("draft-lm", Teacher(lm), None, "kl", RECIPES["draft-lm"].Options(layers=2, kept=2), 0)  # type: ignore[arg-type]
 
 
 def test_an_unknown_kind_is_named() -> None:
     with pytest.raises(ValueError, match="Did you mean 'medusa'"):
-        COURSES["medussa"]
+        RECIPES["medussa"]

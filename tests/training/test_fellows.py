@@ -18,7 +18,7 @@ import paceline
 from paceline.common.errors import InputError
 from paceline.models.language_model import LanguageModel
 from paceline.training.data.corpus import Shards
-from paceline.training.data.writers import Fellows, job
+from paceline.training.data.writers import WriterPool, job
 from paceline.training.data.writing import Writer, WritingPlan
 from paceline.training.train_options import TrainOptions
 from paceline.training.train_run import Onlooker, train
@@ -48,7 +48,7 @@ class Run:
         self,
         place: Path,
         count: int,
-        first: Callable[[Fellows], None] = lambda fellows: None,
+        first: Callable[[WriterPool], None] = lambda fellows: None,
         plan: WritingPlan = PLAN,
     ) -> None:
         lm = paceline.load(str(place), device="cpu")
@@ -56,7 +56,7 @@ class Run:
         self.notes: list[str] = []
         self.own: list[int] = []
         self.count, self.first = count, first
-        self.fellows: Fellows | None = None
+        self.fellows: WriterPool | None = None
 
     def write(self, number: int) -> Any:
         if not self.own:
@@ -65,8 +65,8 @@ class Run:
         self.own.append(number)
         return self.writer.written(number)
 
-    def fill(self, folder: Path, cancel: Callable[[], bool] | None = None) -> Fellows:
-        with Fellows(self.write, self.said, self.count, self.notes.append, cancel) as self.fellows:
+    def fill(self, folder: Path, cancel: Callable[[], bool] | None = None) -> WriterPool:
+        with WriterPool(self.write, self.said, self.count, self.notes.append, cancel) as self.fellows:
             self.writer.fill(Shards(folder, {}), by=self.fellows.shard)
         assert all(process.returncode is not None for process in self.fellows.processes), "nobody is left"
         return self.fellows
@@ -80,16 +80,16 @@ def wait_for(what: Callable[[], object]) -> None:
         time.sleep(0.02)
 
 
-def heard(fellows: Fellows) -> None:
+def heard(fellows: WriterPool) -> None:
     """Wait until the others have written something, or said that they cannot."""
     wait_for(lambda: fellows._texts or fellows._sentences)
 
 
-def killed(fellows: Fellows) -> None:
+def killed(fellows: WriterPool) -> None:
     os.kill(fellows.processes[0].pid, signal.SIGKILL)
 
 
-def killed_while_it_writes(fellows: Fellows) -> None:
+def killed_while_it_writes(fellows: WriterPool) -> None:
     heard(fellows)
     killed(fellows)
 
@@ -112,7 +112,7 @@ def test_the_same_shards_by_three(place: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("how", [killed, killed_while_it_writes])
 def test_who_is_killed_is_told_of_and_the_rest_is_written(
-    how: Callable[[Fellows], None], place: Path, tmp_path: Path
+    how: Callable[[WriterPool], None], place: Path, tmp_path: Path
 ) -> None:
     long = replace(PLAN, rows=1, answer=60, shard=24, tokens=5000)  # a shard takes more than a moment
     run = Run(place, 1, how, long)

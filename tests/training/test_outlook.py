@@ -13,14 +13,14 @@ from paceline.engine.decoder import SpeculativeDecoder
 from paceline.training import offline_eval as outlook
 from paceline.training.data.corpus import Corpus, Text, gathered
 from paceline.training.offline_eval import expected, follow, look_ahead, rounds
-from paceline.training.recipes.base import Course
+from paceline.training.recipes.base import Recipe
 from paceline.training.teacher import Lesson
 from tests.training.toys import KINDS, course_of, own_texts, target, trained
 
 PROMPT, LENGTH, BEYOND = 6, 44, 12  # texts are decoded further than they are looked at: none ends within a draft
 
 
-def decoded(course: Course, starts: list[list[int]], gamma: int) -> tuple[list[Text], list[list[int]]]:
+def decoded(course: Recipe, starts: list[list[int]], gamma: int) -> tuple[list[Text], list[list[int]]]:
     """Texts by greedy decoding with the drafter as it is now, and the accepted tokens of their rounds."""
     decoder = SpeculativeDecoder(course.teacher.lm, course.drafter(), gamma=gamma)
     found = decoder.generate(starts, max_new_tokens=LENGTH + BEYOND - PROMPT)
@@ -29,7 +29,7 @@ def decoded(course: Course, starts: list[list[int]], gamma: int) -> tuple[list[T
 
 
 def counted(
-    course: Course, texts: list[Text], accepted: list[list[int]], guesses: torch.Tensor, gamma: int
+    course: Recipe, texts: list[Text], accepted: list[list[int]], guesses: torch.Tensor, gamma: int
 ) -> list[list[int]]:
     """tried and right at every depth, by what was really decoded; guesses [S,R,T] say where there is one at all."""
     tried, right = [0] * course.depth, [0] * course.depth

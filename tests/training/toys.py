@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from paceline.engine.decoder import SpeculativeDecoder
 from paceline.models.language_model import LanguageModel
 from paceline.training.data.corpus import Corpus, Text
-from paceline.training.recipes.base import COURSES, Course, make_course
+from paceline.training.recipes.base import RECIPES, Recipe, make_course
 from paceline.training.teacher import Teacher
 from paceline.training.train_options import TrainOptions
 from tests.toys import llama
@@ -66,12 +66,12 @@ def own_texts(lm: LanguageModel, count: int = 48, length: int = 40, temperature:
     ]
 
 
-def course_of(kind: str, lm: LanguageModel, corpus: Corpus, loss: str = "kl", seed: int = 0, **more: Any) -> Course:
-    options = COURSES[kind].Options(**KINDS[kind], **more)
+def course_of(kind: str, lm: LanguageModel, corpus: Corpus, loss: str = "kl", seed: int = 0, **more: Any) -> Recipe:
+    options = RECIPES[kind].Options(**KINDS[kind], **more)
     return make_course(kind, Teacher(lm), corpus, loss, options, seed)
 
 
-def in_sixteen_bits(kind: str, loss: str = "kl") -> tuple[Course, Corpus]:
+def in_sixteen_bits(kind: str, loss: str = "kl") -> tuple[Recipe, Corpus]:
     """To learn for a target in bfloat16, as they are on a GPU."""
     lm = target()
     lm.model.bfloat16()
@@ -79,7 +79,7 @@ def in_sixteen_bits(kind: str, loss: str = "kl") -> tuple[Course, Corpus]:
     return course_of(kind, lm, corpus, loss), corpus
 
 
-def trained(course: Course, corpus: Corpus, steps: int = 150, rate: float = 1e-2) -> list[float]:
+def trained(course: Recipe, corpus: Corpus, steps: int = 150, rate: float = 1e-2) -> list[float]:
     """Losses on the way; a few steps of plain Adam."""
     weights = [weight for weight in course.parameters() if weight.requires_grad]
     optimizer = torch.optim.Adam(weights, rate)

@@ -12,10 +12,10 @@ from typing import Any
 from paceline.cli.chat_state import MODES, NUMBERS, SAMPLERS, SHORT, SWITCHES, ChatState
 from paceline.cli.decoder_session import read_settings
 from paceline.cli.result_lines import beginning, dump, result_as_dict, settings_of, token_text
-from paceline.cli.terminal import ACCEPTED, OWN, REJECTED, Ink
+from paceline.cli.terminal import ACCEPTED, OWN, REJECTED, Terminal
 from paceline.common.errors import InputError, UnknownNameError
 
-Run = Callable[[ChatState, list[str], Ink], None]
+Run = Callable[[ChatState, list[str], Terminal], None]
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ def command(name: str, usage: str, help: str, values: tuple[str, ...] = ()) -> C
     return add
 
 
-def execute(line: str, state: ChatState, ink: Ink) -> None:
+def execute(line: str, state: ChatState, ink: Terminal) -> None:
     """One line that begins with a slash."""
     try:
         name, *words = shlex.split(line[1:])
@@ -77,7 +77,7 @@ def words_to_complete() -> dict[str, tuple[str, ...]]:
     return found
 
 
-def _toggle(state: ChatState, name: str, words: list[str], ink: Ink) -> None:
+def _toggle(state: ChatState, name: str, words: list[str], ink: Terminal) -> None:
     table = state.modes if name in MODES else state.switches
     if words and words[0] not in ("on", "off"):
         raise InputError(f"/{name} takes on or off, or nothing to toggle; got '{words[0]}'.")
@@ -92,7 +92,7 @@ def _toggle(state: ChatState, name: str, words: list[str], ink: Ink) -> None:
 
 
 @command("help", "/help", "this list, with every current value")
-def _help(state: ChatState, words: list[str], ink: Ink) -> None:
+def _help(state: ChatState, words: list[str], ink: Terminal) -> None:
     lines = ["what runs for each message (toggle by name):"]
     lines += [f"  /{name:18} {_on(state.modes[name]):28} {text}" for name, text in MODES.items()]
     lines.append("switches:")
@@ -122,7 +122,7 @@ def _example(name: str) -> str:
 
 
 @command("settings", "/settings", "what speculates with what, and every setting that is not the default")
-def _settings(state: ChatState, words: list[str], ink: Ink) -> None:
+def _settings(state: ChatState, words: list[str], ink: Terminal) -> None:
     how = state.drafting
     named = {f"draft {how.draft}": how.options, f"rule {state.said.rule}": how.rule_options}
     told = [" ".join([name, *(f"{each}={value}" for each, value in given.items())]) for name, given in named.items()]
@@ -132,7 +132,7 @@ def _settings(state: ChatState, words: list[str], ink: Ink) -> None:
 
 
 @command("cache", "/cache", "whether texts are remembered as keys and values")
-def _cache(state: ChatState, words: list[str], ink: Ink) -> None:
+def _cache(state: ChatState, words: list[str], ink: Terminal) -> None:
     ink.write("the cache is always on: rejecting a draft costs nothing, so there is nothing to gain without it\n")
 
 
@@ -140,7 +140,7 @@ def _cache(state: ChatState, words: list[str], ink: Ink) -> None:
 
 
 @command("sampler", "/sampler NAME", f"{', '.join(SAMPLERS)}", tuple(SAMPLERS))
-def _sampler(state: ChatState, words: list[str], ink: Ink) -> None:
+def _sampler(state: ChatState, words: list[str], ink: Terminal) -> None:
     if len(words) != 1:
         raise InputError(f"/sampler needs one of {', '.join(SAMPLERS)}.")
     state.sampler(words[0])
@@ -148,7 +148,7 @@ def _sampler(state: ChatState, words: list[str], ink: Ink) -> None:
 
 
 @command("draft", "/draft NAME [option=value …]", "a drafter, or a smaller model")
-def _draft(state: ChatState, words: list[str], ink: Ink) -> None:
+def _draft(state: ChatState, words: list[str], ink: Terminal) -> None:
     if not words:
         raise InputError("/draft needs the name of a drafter or a model, such as /draft suffix.")
     state.draft(words[0], _options("drafter", words[1:]))
@@ -156,7 +156,7 @@ def _draft(state: ChatState, words: list[str], ink: Ink) -> None:
 
 
 @command("rule", "/rule NAME [option=value …]", "what decides about a draft")
-def _rule(state: ChatState, words: list[str], ink: Ink) -> None:
+def _rule(state: ChatState, words: list[str], ink: Terminal) -> None:
     from paceline.core.contracts import RULES
 
     if not words:
@@ -178,14 +178,14 @@ def _begun(state: ChatState) -> str:
 
 
 @command("system", "/system TEXT", "the system message of the conversation; without TEXT none")
-def _system(state: ChatState, words: list[str], ink: Ink) -> None:
+def _system(state: ChatState, words: list[str], ink: Terminal) -> None:
     state.change(system=" ".join(words) or None)
     state.forget()
     ink.write("a new conversation begins\n")
 
 
 @command("store", "/store reset|save FILE|load FILE", "what the n-gram store has learned", ("reset", "save", "load"))
-def _store(state: ChatState, words: list[str], ink: Ink) -> None:
+def _store(state: ChatState, words: list[str], ink: Terminal) -> None:
     if words == ["reset"]:
         state.learn_from(None)
     elif len(words) == 2 and words[0] == "save":
@@ -202,26 +202,26 @@ def _store(state: ChatState, words: list[str], ink: Ink) -> None:
 
 
 @command("again", "/again", "answer the last message again, with the settings of now; drafters forget first")
-def _again(state: ChatState, words: list[str], ink: Ink) -> None:
+def _again(state: ChatState, words: list[str], ink: Terminal) -> None:
     if state.asked is None:
         raise InputError("There is no message yet to answer again.")
     raise Again
 
 
 @command("history", "/history", "the conversation so far")
-def _history(state: ChatState, words: list[str], ink: Ink) -> None:
+def _history(state: ChatState, words: list[str], ink: Terminal) -> None:
     for message in state.messages:
         ink.write(f"{message['role']}: {message['content']}\n")
 
 
 @command("clear", "/clear", "forget the conversation")
-def _clear(state: ChatState, words: list[str], ink: Ink) -> None:
+def _clear(state: ChatState, words: list[str], ink: Terminal) -> None:
     state.forget()
     ink.write("a new conversation begins\n")
 
 
 @command("save", "/save FILE [--force]", "conversation, settings and the last answers as JSON")
-def _save(state: ChatState, words: list[str], ink: Ink) -> None:
+def _save(state: ChatState, words: list[str], ink: Terminal) -> None:
     words, force = _without_force(words)
     if len(words) != 1:
         raise InputError("/save needs the name of a file, such as /save chat.json.")
@@ -234,7 +234,7 @@ def _save(state: ChatState, words: list[str], ink: Ink) -> None:
 
 
 @command("trace", "/trace [FILE [--force]]", "the rounds of the last answers, shown or as JSON lines")
-def _trace(state: ChatState, words: list[str], ink: Ink) -> None:
+def _trace(state: ChatState, words: list[str], ink: Terminal) -> None:
     words, force = _without_force(words)
     if not state.answers:
         raise InputError("There is no answer yet to trace.")
@@ -259,7 +259,7 @@ def _trace(state: ChatState, words: list[str], ink: Ink) -> None:
         show_rounds(answer.result, state.target.tokenizer, ink)
 
 
-def show_rounds(result: Any, tokenizer: Any, ink: Ink) -> None:
+def show_rounds(result: Any, tokenizer: Any, ink: Terminal) -> None:
     """One line per round: what was accepted, the target's own token, what was drafted in vain."""
     for number, entry in enumerate(result.trace.rounds, 1):
         ink.write(f"{number:4} ")
@@ -294,5 +294,5 @@ def _write(command: str, name: str, content: str, force: bool) -> None:
 
 
 @command("quit", "/quit", "leave; so does Ctrl-D")
-def _quit(state: ChatState, words: list[str], ink: Ink) -> None:
+def _quit(state: ChatState, words: list[str], ink: Terminal) -> None:
     raise Leave

@@ -13,7 +13,7 @@ from paceline.audit.agreement import logits_after
 from paceline.cli.command_options import GenerateOptions
 from paceline.cli.decoder_session import fitting, plain_decoder
 from paceline.cli.result_lines import dump, result_as_dict, settings_of, token_text, versions
-from paceline.cli.terminal import ACCEPTED, OWN, Ink, preparing, say
+from paceline.cli.terminal import ACCEPTED, OWN, Terminal, preparing, say
 from paceline.common.interrupts import interruptible
 from paceline.core.noise import fresh_seed
 from paceline.engine.decoder import SpeculativeDecoder
@@ -122,7 +122,7 @@ def _as_dict(plain: Side, speculative: Side, parted: Divergence | None, tokenize
 def _print(
     plain: Side, speculative: Side, parted: Divergence | None, decoder: SpeculativeDecoder, repeats: int
 ) -> None:
-    ink = Ink()
+    ink = Terminal()
     tokenizer = decoder.target.tokenizer
     if parted is None:
         _text(ink, speculative.result, tokenizer)
@@ -136,7 +136,7 @@ def _print(
     ink.write(f"\n{_verdict(plain, speculative, repeats)}\n")
 
 
-def _text(ink: Ink, result: Generation, tokenizer: Any) -> None:
+def _text(ink: Terminal, result: Generation, tokenizer: Any) -> None:
     """The text in the colours of its tokens, decoded as a stream decodes it."""
     if tokenizer is None:
         ink.write(" ".join(str(token) for token in result.tokens))

@@ -22,11 +22,11 @@ def build() -> dict[str, dict[str, list[str]]]:
     from paceline.models.synthetic.random_models import SHAPES
     from paceline.training.losses import LOSSES
     from paceline.training.pair_training import PairSizes
-    from paceline.training.recipes.base import COURSES
+    from paceline.training.recipes.base import RECIPES
     from paceline.training.train_options import PAIR
     from paceline.training.trigram_training import CountingOptions
 
-    kinds = {**_ours(COURSES), PAIR: _fields(PairSizes), "trigram": _fields(CountingOptions)}
+    kinds = {**_ours(RECIPES), PAIR: _fields(PairSizes), "trigram": _fields(CountingOptions)}
     found = {
         "drafter": _ours(DRAFTERS),
         "rule": _ours(RULES),

@@ -124,7 +124,7 @@ def complain(error: str) -> None:
     say(f"error: {' '.join(error.split())}", "red")
 
 
-class Ink:
+class Terminal:
     """Writes text to stdout: plain bytes into a pipe or a file, colours on a terminal that wants them."""
 
     def __init__(self) -> None:
@@ -276,10 +276,10 @@ def progress_lines(what: str = "", announce: bool = True) -> ProgressLines:
 # ---- The tokens of an answer on their way to the screen: accepted green, the target's own blue, rejected red
 
 
-class Shown:
+class TokenPrinter:
     """The pieces of a stream on their way to stdout: at once where there is ink, else kept until the end."""
 
-    def __init__(self, stream: Stream, ink: Ink | None, tokenizer: Any, drafts: bool) -> None:
+    def __init__(self, stream: Stream, ink: Terminal | None, tokenizer: Any, drafts: bool) -> None:
         self._stream, self._ink, self._tokenizer, self._drafts = stream, ink, tokenizer, drafts
         self._tokens: list[int] = []
         self._length = 0  # characters of the text that were handed out
@@ -294,13 +294,13 @@ class Shown:
         if self._ink is not None:
             self._empty(self._ink)
 
-    def finish(self, ink: Ink, result: Generation) -> None:
+    def finish(self, ink: Terminal, result: Generation) -> None:
         """What is left, and what was held back because it might have become a stop string or a character."""
         self._empty(ink)
         ink.flow(result.text[self._length :], OWN)
         ink.end()
 
-    def _empty(self, ink: Ink) -> None:
+    def _empty(self, ink: Terminal) -> None:
         for rejected, text, style in self._waiting:
             ink.rejected(rejected)
             ink.flow(text, style)

@@ -25,7 +25,7 @@ HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 _OPEN = {
     "drafter": ("paceline.drafters", ("paceline.core.contracts", "DRAFTERS")),
     "rule": ("paceline.rules", ("paceline.core.contracts", "RULES")),
-    "kind": ("paceline.training.recipes", ("paceline.training.recipes.base", "COURSES")),
+    "kind": ("paceline.training.recipes", ("paceline.training.recipes.base", "RECIPES")),
 }
 
 

@@ -150,8 +150,8 @@ def _is_over(settings: BeamSettings, beams: Sequence[BeamText], ended: Sequence[
         return True
     written = len(beams[0].tokens)
     length = settings.limit if settings.early_stopping == "never" and settings.length_penalty > 0 else written
-    hope = float(settings.penalised(torch.tensor(beams[0].score, dtype=torch.float32), length))
-    return not hope > ended[-1].score
+    prior_acceptance = float(settings.penalised(torch.tensor(beams[0].score, dtype=torch.float32), length))
+    return not prior_acceptance > ended[-1].score
 
 
 class Grouped(Protocol):

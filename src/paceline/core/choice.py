@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from paceline.core.device_ops import QUICK
-from paceline.core.law import Law, Prefix, SamplingBatch, Unwritten
+from paceline.core.law import Law, LazyLaws, Prefix, SamplingBatch
 from paceline.core.noise import Purpose, exponential, uniform
 from paceline.core.tree import TokenTree
 from paceline.core.tree_shape import best, first_best
@@ -135,7 +135,7 @@ class Choice:
             return None
         drafts = None
         if tree.drawn != "certain" and laws is not None:
-            if not isinstance(laws, Unwritten) or laws.batch is not self.batch or laws.shape[-1] != logits.shape[-1]:
+            if not isinstance(laws, LazyLaws) or laws.batch is not self.batch or laws.shape[-1] != logits.shape[-1]:
                 return None
             drafts = laws.logits
         keys = (self.batch.key(Purpose.ACCEPT), self.batch.key(Purpose.FINAL))
@@ -155,7 +155,7 @@ class Choice:
             if quick is not None and self.batch.deterministic:
                 return quick, None
             if quick is not None:
-                return quick, Law(logits if draw == "coupled" else Unwritten(logits, self.batch))
+                return quick, Law(logits if draw == "coupled" else LazyLaws(logits, self.batch))
         if self.greedy(draw):
             return first_best(self.batch.edit(logits, self.prefix)), None
         law = self.law(logits)

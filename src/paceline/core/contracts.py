@@ -92,7 +92,7 @@ class Reading:
 
 
 @dataclass(frozen=True)
-class Glimpse:
+class PromptTaps:
     """What the target thought while it read a prompt: taps [R,Q,D] of positions start... of the rows `first`...; past
     the end of a row they are garbage."""
 
@@ -107,7 +107,7 @@ NODES = 64  # of a tree, in all, where nobody says otherwise
 class Reader(Protocol):
     """A model reading a batch of texts with a memory it can forget."""
 
-    glimpses: list[Glimpse]  # of the last `begin`, where taps were asked for: all the prompt but its last token
+    prompt_taps: list[PromptTaps]  # of the last `begin`, where taps were asked for: all the prompt but its last token
 
     @property
     def branches(self) -> bool:
@@ -115,7 +115,7 @@ class Reader(Protocol):
         ...
 
     @property
-    def moved(self) -> int:
+    def storage_version(self) -> int:
         """Another number whenever its memory is another one."""
         ...
 
@@ -177,9 +177,9 @@ class Drafter(ABC):
     chooses_length: ClassVar[bool] = False  # decides itself how much to draft; γ is only a limit
     reasons: Sequence[str] = ()  # of the last proposal, per row: why so much and by whom (for the trace)
     model_seconds: float = 0.0  # of the last proposal: what models took that it was decided to ask
-    hope: float | None = None  # for drafters that run a model: how often a token is right, before one knows
-    fills: bool = False  # its trees grow as large as they may, and nobody has said how large
-    pace: int = 0  # where what it does inside captured programs may change: another number, another program
+    prior_acceptance: float | None = None  # for drafters that run a model: how often a token is right, before one knows
+    uses_all_nodes: bool = False  # its trees grow as large as they may, and nobody has said how large
+    graph_key: int = 0  # where what it does inside captured programs may change: another number, another program
     depth: int | None = None  # drafted in a row at most where it chooses the length and nobody has said γ
     home: Any = None  # the mark of the loop that opened it last; only that loop may go on with its state
     takes_prediction: bool = False  # drafts from `rows.predictions`
@@ -201,13 +201,13 @@ class Drafter(ABC):
         return list(found.values())
 
     @classmethod
-    def beyond_text(cls, options: Any) -> str | None:
+    def replay_needs(cls, options: Any) -> str | None:
         """What its drafts need beyond the tokens of a text and the caller's prediction, in a few words; None: nothing,
         so that they can be made again without the target (`bench.replaying.replay`)."""
         return "a model's logits"
 
     @classmethod
-    def token_by_token(cls, options: Any) -> bool:
+    def autoregressive(cls, options: Any) -> bool:
         """Is its draft a chain as deep as the budget, each token a function of all tokens before it? A chain begun
         later, where the text has followed an earlier one, is then the rest of that."""
         return False
@@ -219,7 +219,7 @@ class Drafter(ABC):
     def check(self, target: Any) -> None:  # noqa: B027
         """Refuse, with `UnsupportedError`, a target this drafter cannot draft for."""
 
-    def suited(self, target: Any, rule: Rule) -> Drafter:
+    def resolve_for(self, target: Any, rule: Rule) -> Drafter:
         """Who drafts in its stead for this target and rule, once it was checked: itself, unless it knows better."""
         return self
 
@@ -233,7 +233,7 @@ class Drafter(ABC):
     def admit(self, rows: RowsView, first: int) -> None:  # noqa: B027
         """Rows `first` and after are new."""
 
-    def watch(self, rows: RowsView, glimpse: Glimpse) -> None:  # noqa: B027
+    def observe_prompt(self, rows: RowsView, taps_piece: PromptTaps) -> None:  # noqa: B027
         """Before `admit`, for drafters that need taps: a piece of the prompts as the target read it."""
 
     @abstractmethod
@@ -256,21 +256,21 @@ class Drafter(ABC):
             self.release(row, row, rows.lengths[row])
         self.admit(rows, 0)
 
-    def steady(self, longest: int) -> bool:
+    def graphable(self, longest: int) -> bool:
         """May its drafts for texts of up to `longest` tokens be made inside a captured program? Then `propose` and
         `keep` look at nothing on the host where `rows.bound` says so, and hold what they need from one round to the
-        next in tensors that stay where they are (`moved` says when they did not)."""
+        next in tensors that stay where they are (`storage_version` says when they did not)."""
         return False
 
     @property
-    def moved(self) -> int:
+    def storage_version(self) -> int:
         """Another number whenever its tensors are others, for programs that use them."""
         return 0
 
-    def replayed(self) -> None:  # noqa: B027
+    def on_replay(self) -> None:  # noqa: B027
         """A captured round has passed, with nothing of this object's code run."""
 
-    def landed(self, tokens: Sequence[int], away: float) -> None:  # noqa: B027
+    def on_round_read(self, tokens: Sequence[int], away: float) -> None:  # noqa: B027
         """A round was read on the host: so many tokens per row. The next may have begun already. away: seconds since
         the last one that whoever takes the tokens spent with them."""
 
@@ -280,7 +280,7 @@ class Drafter(ABC):
     def release(self, row: int, last: int, length: int) -> None:  # noqa: B027
         """Row `row` is gone; row `last` (of `length` tokens) takes its place."""
 
-    def anew(self) -> Drafter | None:
+    def reset_copy(self) -> Drafter | None:
         """The same drafter, as if it had never seen a text: made again from its `options`; itself, where it learns
         nothing. Whoever holds something slow to make that knows no text (a model made out of the target, a head read
         from a file) hands it on. None: it has no such attribute, and whoever made it must make it again."""

@@ -23,7 +23,7 @@ class Lay(Protocol):
 
 
 class Write(Protocol):
-    """`SteadyRows.write`: tokens emitted [R,S] go to the texts, lengths grow by accepted [R,1] + 1 up to `end`; returns
+    """`StaticRows.write`: tokens emitted [R,S] go to the texts, lengths grow by accepted [R,1] + 1 up to `end`; returns
     emitted, tokens, of a tree (branch) the accepted path and the parents, and count side by side."""
 
     def __call__(
@@ -37,7 +37,7 @@ class Write(Protocol):
     ) -> Tensor: ...
 
 
-class Trunk(Protocol):
+class TreeBuilder(Protocol):
     """A tree of guesses that grows on the device; `fed` nodes were asked about."""
 
     fed: int
@@ -60,7 +60,7 @@ class Branches:
     """The kernels of one type of device for drafts that are trees."""
 
     # length [R,1] of the texts, nodes at most, may nodes of earlier levels be asked about?
-    trunk: Callable[[Tensor, int, bool], Trunk]
+    trunk: Callable[[Tensor, int, bool], TreeBuilder]
     # `TokenTree.after`: parents [R,N] -> [R,1+N]
     depths: Callable[[Tensor], Tensor]
     # rule `match` on trees: tokens [R,N], parents [R,N], count [R], picks [R,1+N], longest path D -> emitted [R,1+D],

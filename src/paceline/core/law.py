@@ -42,13 +42,13 @@ class Law:
         )
 
 
-class Unwritten(Tensor):
+class LazyLaws(Tensor):
     """Laws [R,Q,V] that are not written down: the logits they come from, and the settings of the rows.
 
     Put side by side they stay so. To everybody else they are a tensor of probabilities: written whenever one looks."""
 
     @staticmethod
-    def __new__(cls, logits: Tensor, batch: SamplingBatch) -> Unwritten:
+    def __new__(cls, logits: Tensor, batch: SamplingBatch) -> LazyLaws:
         return Tensor._make_wrapper_subclass(cls, logits.shape, dtype=torch.float32, device=logits.device)
 
     def __init__(self, logits: Tensor, batch: SamplingBatch) -> None:
@@ -279,8 +279,8 @@ class SamplingBatch:
         logs = scores.log_softmax(-1)
         entropy = -(logs.exp() * logs.clamp_min(-1e30)).sum(-1, keepdim=True)
         share = (entropy / torch.tensor(float(scores.shape[-1])).log()).clamp(0, 1)
-        moved = base - reach + 2 * reach * share ** self.column("dynamic_exponent", scores.dtype)
-        return torch.where(reach > 0, moved.clamp_min(1e-6), base)
+        storage_version = base - reach + 2 * reach * share ** self.column("dynamic_exponent", scores.dtype)
+        return torch.where(reach > 0, storage_version.clamp_min(1e-6), base)
 
     def _ranked(self, scores: Tensor, position: Tensor | None) -> tuple[Tensor, Tensor]:
         """Top-k, noise and top-p on scores in falling order; the k best where every row has a k, else all."""

@@ -24,13 +24,13 @@ class NoDraft(Drafter):
         self.options = options or self.Options()
 
     @classmethod
-    def beyond_text(cls, options: Any) -> str | None:
+    def replay_needs(cls, options: Any) -> str | None:
         return None
 
-    def steady(self, longest: int) -> bool:
+    def graphable(self, longest: int) -> bool:
         return True
 
-    def anew(self) -> NoDraft:
+    def reset_copy(self) -> NoDraft:
         return self  # there is nothing it could have learned
 
     def propose(self, rows: RowsView, budget: Budget) -> TokenTree:

@@ -54,12 +54,12 @@ def named(draft: Any, options: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
     return "draft-model", {**given, "model": draft}
 
 
-def beyond_text(draft: Any, options: Mapping[str, Any] | None = None) -> str | None:
-    """See `Drafter.beyond_text`, of whatever people call a drafter; nothing is loaded to find out."""
+def replay_needs(draft: Any, options: Mapping[str, Any] | None = None) -> str | None:
+    """See `Drafter.replay_needs`, of whatever people call a drafter; nothing is loaded to find out."""
     if isinstance(draft, Drafter):
-        return draft.beyond_text(getattr(draft, "options", None))
+        return draft.replay_needs(getattr(draft, "options", None))
     name, given = named(draft, options or {})
-    return DRAFTERS[name].beyond_text(build_options(DRAFTERS[name].Options, given, f"drafter '{name}'"))
+    return DRAFTERS[name].replay_needs(build_options(DRAFTERS[name].Options, given, f"drafter '{name}'"))
 
 
 def _parted(draft: Any) -> tuple[Any, dict[str, Any]]:

@@ -165,14 +165,14 @@ class SpeculativeDecoder:
                 "have one each; name a drafter that does not, such as 'suffix' or a smaller model, or draft=None."
             )
         self.drafter.check(self.target)
-        self.drafter = self.drafter.suited(self.target, self.rule)
+        self.drafter = self.drafter.resolve_for(self.target, self.rule)
         for lm in (self.target, getattr(self.drafter, "lm", None)):
             if isinstance(lm, LanguageModel):
                 prepare(lm)
         self._chosen = is_chosen(draft)  # where not, a prediction is the draft
         self.gamma, self.rows = self._depth(gamma), rows
         self.first_target = first_target
-        self.nodes = nodes or usual_nodes(self.target, self.drafter.fills, self.gamma)
+        self.nodes = nodes or usual_nodes(self.target, self.drafter.uses_all_nodes, self.gamma)
         self._loop: Loop | None = None  # of the last batch, where its captured rounds are worth keeping
         self._busy = threading.Lock()
         self._owner: int | None = None
@@ -193,7 +193,7 @@ class SpeculativeDecoder:
     def forget(self) -> bool:
         """What its drafter has learned from texts: the next one is drafted for as the first one was. False: it is one
         that cannot be made anew."""
-        fresh = self.drafter.anew()
+        fresh = self.drafter.reset_copy()
         if fresh is not None and fresh is not self.drafter:
             fresh.check(self.target)
             if self._loop is not None and not self._loop.adopt(fresh):

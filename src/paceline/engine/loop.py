@@ -18,12 +18,12 @@ from paceline.core.tree import TokenTree
 from paceline.core.verdict import Verdict
 from paceline.drafters.none import NoDraft
 from paceline.engine.logprobs import hand_out, measure
-from paceline.engine.round_graphs import Decided, Flight, Hangar
+from paceline.engine.round_graphs import PendingRound, RoundGraphs, RoundOutput
 from paceline.engine.rows import Event, Row, Rows
-from paceline.engine.static_rows import SteadyRows
+from paceline.engine.static_rows import StaticRows
 from paceline.models.cpu.threads import own_threads
 from paceline.models.language_model import LanguageModel
-from paceline.models.runners.cuda_graph import Mail
+from paceline.models.runners.cuda_graph import HostCopy
 from paceline.models.runtime import by_kernels
 
 T = TypeVar("T")
@@ -44,10 +44,10 @@ class Loop:
         self.target, self.drafter, self.rule = target, drafter, rule
         self.gamma, self.nodes = gamma, nodes
         self.first_target = first_target  # the first token of a sequence comes from a round without a draft
-        self._hangar = Hangar(target, rule)
+        self._hangar = RoundGraphs(target, rule)
         self.rows = Rows(target.vocabulary, target.device, self._hangar.spare, self._hangar.ample)
         self.width = 1  # committed tokens the next pass of the target must read
-        self.flights: deque[Flight] = deque()  # rounds whose outcome was not read yet
+        self.pending: deque[PendingRound] = deque()  # rounds whose outcome was not read yet
         self._landed: list[Event] = []  # of rounds that had to be read early
         self._idle: set[int] = set()  # rows that ended and are still seated
         self._sits = not drafter.speculates  # nobody but the reader has to know where rows are
@@ -73,7 +73,7 @@ class Loop:
     @property
     def reusable(self) -> bool:
         """Nobody is left in it, and it holds captured rounds."""
-        return self.captures and not self.rows.count and not self.flights
+        return self.captures and not self.rows.count and not self.pending
 
     @torch.inference_mode()
     def adopt(self, drafter: Drafter) -> bool:
@@ -81,7 +81,7 @@ class Loop:
         programs have to do with the one that was here."""
         old = self.drafter
         alike = type(old) is type(drafter) and old.needs_taps == drafter.needs_taps
-        if not self.reusable or not alike or self._borrowed or old.steady(0):
+        if not self.reusable or not alike or self._borrowed or old.graphable(0):
             return False
         self.drafter = drafter
         self._house(drafter)
@@ -102,14 +102,14 @@ class Loop:
     def draft_seconds(self, often: int, now: Callable[[], float]) -> float | None:
         """What a captured draft takes by itself; None where drafts are not captured."""
         self._land()
-        steady = self._hangar.rows_for(self)
-        if steady is None or not self._hangar.drafts(self):
+        graphable = self._hangar.rows_for(self)
+        if graphable is None or not self._hangar.drafts(self):
             return None
         for _ in range(2):
-            self._hangar.try_draft(self, steady)
+            self._hangar.try_draft(self, graphable)
         began = now()
         for _ in range(often):
-            self._hangar.try_draft(self, steady)
+            self._hangar.try_draft(self, graphable)
         return (now() - began) / often
 
     # ---- rows come and go
@@ -125,8 +125,8 @@ class Loop:
         self._close_up()
         first = self.rows.admit(new, self.nodes)
         self.width = self.reader.begin(self.rows, first, self.rows.room)
-        for glimpse in self.reader.glimpses:
-            self._guard(lambda: self.drafter.watch(self.rows, glimpse))  # noqa: B023  called at once
+        for taps_piece in self.reader.prompt_taps:
+            self._guard(lambda: self.drafter.observe_prompt(self.rows, taps_piece))  # noqa: B023  called at once
         self._guard(lambda: self.drafter.admit(self.rows, first))
 
     @torch.inference_mode()
@@ -170,31 +170,31 @@ class Loop:
     def step(self) -> list[Event]:
         """One round for every live row; rows that ended are released."""
         self._away += time.perf_counter() - self._left
-        steady = self._hangar.rows_for(self)
-        while steady and (not self.flights or (len(self.flights) == 1 and self._hangar.may_hurry(self))):
-            flight = self._fly(steady)  # the next may begin before this one is read
+        graphable = self._hangar.rows_for(self)
+        while graphable and (not self.pending or (len(self.pending) == 1 and self._hangar.may_hurry(self))):
+            flight = self._fly(graphable)  # the next may begin before this one is read
             if flight is None:
-                steady = None
+                graphable = None
             else:
-                self.flights.append(flight)
-        if steady is None:
+                self.pending.append(flight)
+        if graphable is None:
             self._land()
             self._close_up()
             if self.rows.count:
-                self.flights.append(self._round(self.rows))
-        if self.flights:
+                self.pending.append(self._round(self.rows))
+        if self.pending:
             self._read()
         events, self._landed = self._landed, []
         self._left = time.perf_counter()
         return events
 
-    def _fly(self, steady: SteadyRows) -> Flight | None:
+    def _fly(self, graphable: StaticRows) -> PendingRound | None:
         """A captured round; None where the drafter has failed in it, before anything was committed."""
         if not self.drafter.speculates:
-            return self._hangar.fly(self, steady)
-        return self._guard(lambda: self._hangar.fly(self, steady))
+            return self._hangar.fly(self, graphable)
+        return self._guard(lambda: self._hangar.fly(self, graphable))
 
-    def _round(self, rows: Rows) -> Flight:
+    def _round(self, rows: Rows) -> PendingRound:
         """A round of shapes that are exactly as large as they need be."""
         budget = self.budget()
         rows.begin_round(budget.depth)
@@ -202,40 +202,40 @@ class Loop:
         self.width = 1
         return self.finish(rows, decided, budget)
 
-    def decide(self, rows: Rows | SteadyRows, tree: TokenTree, width: int) -> Decided:
+    def decide(self, rows: Rows | StaticRows, tree: TokenTree, width: int) -> RoundOutput:
         """One pass of the target over the last `width` tokens and a draft, and what is kept of it."""
         reading = self.reader.extend(rows, width, tree.tokens, tree.parents)
         choice = choice_after(rows, tree)
         verdict = self.rule.verify(tree, reading.logits, choice)
         follows, reading = self._reorder(verdict, reading)
         self.reader.keep(rows, verdict.path)
-        return Decided(tree, verdict, reading, choice, follows)
+        return RoundOutput(tree, verdict, reading, choice, follows)
 
     def finish(
-        self, rows: Rows, decided: Decided, budget: Budget, mail: Callable[[Tensor], Mail] | None = None
-    ) -> Flight:
+        self, rows: Rows, decided: RoundOutput, budget: Budget, host_copy: Callable[[Tensor], HostCopy] | None = None
+    ) -> PendingRound:
         """Tell the drafter, and commit."""
         if decided.follows:
             self._guard(lambda: self.drafter.keep(rows, decided.verdict, decided.reading))
         logprobs = measure(rows, decided.reading.logits, decided.choice, decided.verdict)
         why = (self.drafter.reasons, self.drafter.model_seconds) if budget.depth else ((), 0.0)
         lines = rows.write(decided.verdict, decided.tree)
-        return Flight(decided, lines if mail is None else mail(lines), *why, logprobs=logprobs)
+        return PendingRound(decided, lines if host_copy is None else host_copy(lines), *why, logprobs=logprobs)
 
     def _read(self) -> None:
         """The outcome of the round that began first; of all, where a row ends with it and has to go."""
-        flight = self.flights.popleft()
+        flight = self.pending.popleft()
         decided, rows = flight.decided, self.rows
         events = rows.commit(flight.read(), decided.verdict, decided.tree, flight.reasons, flight.asked)
         hand_out(rows, flight.logprobs, events)
-        self._guard(lambda: self.drafter.landed([len(row) for row in events], self._away))
+        self._guard(lambda: self.drafter.on_round_read([len(row) for row in events], self._away))
         self._away = 0.0
         self._landed += [event for row in events for event in row]
         ended = [index for index, row in enumerate(rows.live) if row.stopper.stop is not None]
         if ended and self._may_sit(ended):
             rows.retire([index for index in ended if index not in self._idle])
             self._idle.update(ended)
-        elif ended and self.flights:
+        elif ended and self.pending:
             self._read()  # with the others' next tokens
         elif ended and self._idle:
             self._idle.update(ended)
@@ -247,7 +247,7 @@ class Loop:
 
     def _land(self) -> None:
         """Read all that is on its way: what follows must know how far the texts are."""
-        while self.flights:
+        while self.pending:
             self._read()
 
     def _reorder(self, verdict: Verdict, reading: Reading) -> tuple[bool, Reading]:
@@ -274,7 +274,7 @@ class Loop:
         """Is nothing drafted for this row yet, because the target decides its first token alone?"""
         return self.first_target and not row.tokens
 
-    def propose(self, rows: Rows | SteadyRows, budget: Budget) -> TokenTree:
+    def propose(self, rows: Rows | StaticRows, budget: Budget) -> TokenTree:
         drafted = None
         if budget.depth:
             drafted = self._guard(lambda: self._checked(self.drafter.propose(rows, budget), budget))

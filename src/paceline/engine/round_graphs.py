@@ -1,6 +1,6 @@
 """Rounds that are captured once and replayed: which ones can be, and what the host still has to do for them.
 
-A drafter that is steady (`Drafter.steady`) drafts inside the captured program, and a whole round is one replay; the
+A drafter that is steady (`Drafter.graphable`) drafts inside the captured program, and a whole round is one replay; the
 next may begin before the host has read this one. For other drafters the draft is made as ever and put into tensors that
 stay; reading it and judging it is one replay.
 """
@@ -19,9 +19,9 @@ from paceline.core.contracts import Budget, Reading, Rule
 from paceline.core.tree import TokenTree
 from paceline.core.verdict import Verdict
 from paceline.engine.request import TokenLogprob
-from paceline.engine.static_rows import IDLE, SteadyRows
+from paceline.engine.static_rows import IDLE, StaticRows
 from paceline.models.language_model import LanguageModel
-from paceline.models.runners.cuda_graph import Mail, programs_for
+from paceline.models.runners.cuda_graph import HostCopy, programs_for
 
 if TYPE_CHECKING:
     from paceline.engine.loop import Loop
@@ -33,7 +33,7 @@ _WIDTHS = (0, 1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # nodes it is made for
 
 
 @dataclass(frozen=True)
-class Decided:
+class RoundOutput:
     """What a round came to, on the device."""
 
     tree: TokenTree
@@ -42,11 +42,11 @@ class Decided:
     choice: Choice
     follows: bool = True  # the drafter has gone along with rows that changed places
 
-    def of(self, tree: TokenTree) -> Decided:
+    def of(self, tree: TokenTree) -> RoundOutput:
         """The same of the draft without its padding."""
         R, N, D, verdict = tree.rows, tree.nodes, tree.reach, self.verdict
         path = None if verdict.path is None or tree.parents is None else verdict.path[:R, :D]
-        return Decided(
+        return RoundOutput(
             tree,
             Verdict(verdict.emitted[:R, : D + 1], verdict.accepted[:R], path),
             Reading(self.reading.logits[:R, : N + 1], tuple(tap[:R, : N + 1] for tap in self.reading.taps)),
@@ -55,11 +55,11 @@ class Decided:
 
 
 @dataclass
-class Flight:
+class PendingRound:
     """A round that the device may still be at."""
 
-    decided: Decided
-    lines: Tensor | Mail
+    decided: RoundOutput
+    lines: Tensor | HostCopy
     reasons: Sequence[str] = ()
     asked: float = 0.0
     logprobs: list[list[TokenLogprob]] | None = field(default=None, kw_only=True)
@@ -72,12 +72,12 @@ class Flight:
         return self.lines.read()
 
 
-class Hangar:
+class RoundGraphs:
     """The captured rounds of one loop."""
 
     def __init__(self, target: LanguageModel, rule: Rule) -> None:
         self._programs = programs_for(target) if rule.on_device else None
-        self._rows: dict[Hashable, SteadyRows] = {}
+        self._rows: dict[Hashable, StaticRows] = {}
         self._drafts: dict[Hashable, TokenTree] = {}
         self._stamp: tuple[int, ...] = ()
 
@@ -99,7 +99,7 @@ class Hangar:
         step = _LONG if rows <= _FEW else _SHORTEST
         return -(-room // step) * step
 
-    def rows_for(self, loop: Loop) -> SteadyRows | None:
+    def rows_for(self, loop: Loop) -> StaticRows | None:
         """The rows as the program of the next round sees them; None: no program can run it."""
         rows = loop.rows
         if self._programs is None or loop.width != 1 or not loop.reader.capturable:
@@ -110,50 +110,50 @@ class Hangar:
             return None
         if "processors" in rows.batch.used or any(row.request.logprobs is not None for row in rows.live):
             return None
-        stamp = (rows.moved, loop.reader.moved, loop.drafter.moved)
+        stamp = (rows.storage_version, loop.reader.storage_version, loop.drafter.storage_version)
         if stamp != self._stamp:
             self._programs.forget()
             self._rows.clear()
             self._drafts.clear()
             self._stamp = stamp
-        longest, drafted = max(rows.lengths) + len(loop.flights) * (loop.gamma + 1), loop.nodes + 1
+        longest, drafted = max(rows.lengths) + len(loop.pending) * (loop.gamma + 1), loop.nodes + 1
         slots = max(_SHORTEST, 1 << (longest + loop.gamma + drafted).bit_length())  # with the draft: whole spans
         bound = min(slots, rows.room) - drafted
         key = (rows.capacity, bound, rows.batch.kind)
         found = self._rows.get(key)
         if found is None:
-            found = self._rows[key] = SteadyRows(rows, rows.capacity, bound)
+            found = self._rows[key] = StaticRows(rows, rows.capacity, bound)
         found.seat(rows)
         return found
 
     def may_hurry(self, loop: Loop) -> bool:
         """May the next round begin before this one is read? Not where it could be the last of every row."""
-        return self.drafts(loop) and max(row.remaining for row in loop.rows.live) > len(loop.flights) * (loop.gamma + 1)
+        return self.drafts(loop) and max(row.remaining for row in loop.rows.live) > len(loop.pending) * (loop.gamma + 1)
 
     def drafts(self, loop: Loop) -> bool:
         """Are drafts captured too, with all of the round?"""
-        deepest = max(loop.rows.lengths) + (len(loop.flights) + 1) * (loop.gamma + 1)
-        return loop.drafter.steady(deepest)
+        deepest = max(loop.rows.lengths) + (len(loop.pending) + 1) * (loop.gamma + 1)
+        return loop.drafter.graphable(deepest)
 
-    def fly(self, loop: Loop, rows: SteadyRows) -> Flight:
+    def fly(self, loop: Loop, rows: StaticRows) -> PendingRound:
         """One round by a captured program."""
         return self._round(loop, rows) if self.drafts(loop) else self._judged(loop, rows)
 
-    def _round(self, loop: Loop, rows: SteadyRows) -> Flight:
+    def _round(self, loop: Loop, rows: StaticRows) -> PendingRound:
         """All of it: drafting, reading, judging, committing."""
         assert self._programs is not None
 
-        def program() -> tuple[Decided, Tensor]:
+        def program() -> tuple[RoundOutput, Tensor]:
             loop.reader.keep(rows, None)  # where capturing has failed, half a round may be left
             decided = loop.decide(rows, self._draft(loop, rows), 1)
             loop.drafter.keep(rows, decided.verdict, decided.reading)
             return decided, rows.write(decided.verdict, decided.tree)
 
         decided, lines = self._programs.run(("round", *self._drafting(loop), *self._name(rows)), program)
-        loop.drafter.replayed()
-        return Flight(decided, self._programs.mail(lines))
+        loop.drafter.on_replay()
+        return PendingRound(decided, self._programs.host_copy(lines))
 
-    def _draft(self, loop: Loop, rows: SteadyRows) -> TokenTree:
+    def _draft(self, loop: Loop, rows: StaticRows) -> TokenTree:
         depth = min(loop.gamma, loop.nodes) if loop.drafter.speculates else 0
         rows.begin_round(depth)
         if not depth:
@@ -163,7 +163,7 @@ class Hangar:
         loop.refuse_unfit(tree)
         return rows.limited(tree)
 
-    def try_draft(self, loop: Loop, rows: SteadyRows) -> None:
+    def try_draft(self, loop: Loop, rows: StaticRows) -> None:
         """Make a draft and forget it: to see how long that takes."""
         assert self._programs is not None
 
@@ -174,9 +174,9 @@ class Hangar:
             return tree
 
         self._programs.run(("draft", *self._drafting(loop), *self._name(rows)), program)
-        loop.drafter.replayed()
+        loop.drafter.on_replay()
 
-    def _judged(self, loop: Loop, rows: SteadyRows) -> Flight:
+    def _judged(self, loop: Loop, rows: StaticRows) -> PendingRound:
         """A draft that was made as ever is read and judged by a program; the rest is done as ever, too."""
         assert self._programs is not None
         exact, budget = loop.rows, loop.budget()
@@ -186,7 +186,7 @@ class Hangar:
             return loop.finish(exact, loop.decide(exact, tree, 1), budget)
         draft = self._placed(tree, rows, loop.gamma)
 
-        def program() -> Decided:
+        def program() -> RoundOutput:
             loop.reader.keep(rows, None)
             rows.begin_round(draft.nodes if draft.is_chain else loop.gamma)
             # what is known of a tree is worked out anew for every draft: also when this is captured, after it was run
@@ -194,15 +194,15 @@ class Hangar:
 
         shape = (draft.nodes, draft.is_chain, draft.drawn)
         decided = self._programs.run(("judge", *shape, *self._name(rows)), program).of(tree)
-        return loop.finish(exact, decided, budget, self._programs.mail)
+        return loop.finish(exact, decided, budget, self._programs.host_copy)
 
     def _drafting(self, loop: Loop) -> tuple[Hashable, ...]:
-        return (loop.drafter.name, loop.drafter.pace)
+        return (loop.drafter.name, loop.drafter.graph_key)
 
-    def _name(self, rows: SteadyRows) -> tuple[Hashable, ...]:
+    def _name(self, rows: StaticRows) -> tuple[Hashable, ...]:
         return (rows.count, rows.bound, rows.batch.kind)
 
-    def _placed(self, tree: TokenTree, rows: SteadyRows, gamma: int) -> TokenTree:
+    def _placed(self, tree: TokenTree, rows: StaticRows, gamma: int) -> TokenTree:
         """The draft in tensors that stay, padded to a shape that there is a program for."""
         nodes = next((width for width in _WIDTHS if width >= tree.nodes), tree.nodes)
         key = (rows.count, nodes, tree.is_chain, tree.drawn)

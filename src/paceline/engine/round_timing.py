@@ -80,38 +80,38 @@ def time_rounds(
     request = build_requests(1, {"max_new_tokens": limit})[0]
     detokenizer = None if lm.tokenizer is None else Detokenizer(lm.tokenizer, prompt)
     row = Row(0, prompt, request, (), Stopper((), (), limit, detokenizer), limit)
-    watch = Stopwatch(lm.device, clock)
-    nodes = usual_nodes(lm, drafter.fills, gamma)
+    stopwatch = Stopwatch(lm.device, clock)
+    nodes = usual_nodes(lm, drafter.uses_all_nodes, gamma)
     loop = Loop(lm, drafter, rule or Match(), gamma, nodes)
     if loop.captures:
-        return _captured(loop, row, watch, costs_for(lm))
-    loop = Loop(lm, cast(Drafter, Timed(drafter, watch, "drafting", ("propose", "keep"))), rule or Match(), gamma,
+        return _captured(loop, row, stopwatch, costs_for(lm))
+    loop = Loop(lm, cast(Drafter, Timed(drafter, stopwatch, "drafting", ("propose", "keep"))), rule or Match(), gamma,
                 nodes)  # fmt: skip
-    loop.reader = cast(Any, Timed(loop.reader, watch, "reading", ("extend",)))
+    loop.reader = cast(Any, Timed(loop.reader, stopwatch, "reading", ("extend",)))
     loop.admit([row])
     found: list[RoundTime] = []
     while loop.rows.count and len(found) < _TOKENS:
-        watch.spent = {"drafting": 0.0, "reading": 0.0}
-        began = watch.now()
+        stopwatch.spent = {"drafting": 0.0, "reading": 0.0}
+        began = stopwatch.now()
         loop.step()
-        found.append(RoundTime(watch.now() - began, **watch.spent))
+        found.append(RoundTime(stopwatch.now() - began, **stopwatch.spent))
     return found[_WARM:] or found
 
 
-def _captured(loop: Loop, row: Row, watch: Stopwatch, costs: Costs) -> list[RoundTime]:
+def _captured(loop: Loop, row: Row, stopwatch: Stopwatch, costs: Costs) -> list[RoundTime]:
     """Rounds that the device runs by itself cannot be looked into: reading takes as long as passes of that width, and
     drafting as long as drafts alone; where those are made on the host, as long as is left of the round."""
     loop.admit([row])
     found: list[RoundTime] = []
     drafting: float | None = None
     while loop.rows.count and len(found) < _TOKENS:
-        began = watch.now(wait=False)  # the next round may be on its way already
+        began = stopwatch.now(wait=False)  # the next round may be on its way already
         loop.step()
-        took = watch.now(wait=False) - began
+        took = stopwatch.now(wait=False) - began
         reading = costs.seconds(1 + len(row.trace.rounds[-1].drafted))
         found.append(RoundTime(took, reading, max(0.0, took - reading - costs.overhead)))
         if len(found) == _TOKENS // 2:
-            drafting = loop.draft_seconds(_TOKENS, watch.now)
+            drafting = loop.draft_seconds(_TOKENS, stopwatch.now)
     found = found[_WARM + 1 :] or found
     if not loop.drafter.speculates:
         drafting = 0.0
@@ -143,9 +143,9 @@ class Stopwatch:
 class Timed:
     """Somebody else, with a clock around some of what they do."""
 
-    def __init__(self, inner: Any, watch: Stopwatch, name: str, methods: Sequence[str]) -> None:
+    def __init__(self, inner: Any, stopwatch: Stopwatch, name: str, methods: Sequence[str]) -> None:
         self._inner = inner
-        self._timed = {method: watch.timed(name, getattr(inner, method)) for method in methods}
+        self._timed = {method: stopwatch.timed(name, getattr(inner, method)) for method in methods}
 
     def __getattr__(self, name: str) -> Any:
         return self._timed[name] if name in self._timed else getattr(self._inner, name)

@@ -109,7 +109,7 @@ class Rows(RowTensors):
         self.store = torch.zeros(0, 0, dtype=torch.int64, device=device)  # texts, with room for rows and tokens
         self.all_lengths, self.all_prompts, self.all_ends = _columns(0, device)
         self.all_counts: Tensor | None = None  # [2,R,V]: occurrences in the new texts, and with the prompts
-        self.moved = 0  # how often the tensors were replaced by larger ones
+        self.storage_version = 0  # how often the tensors were replaced by larger ones
         self.seated = 0  # how often somebody came or went
         self.room = 0  # slots that the longest of them may need
         self.refresh()
@@ -170,7 +170,7 @@ class Rows(RowTensors):
         self.all_lengths, self.all_prompts, self.all_ends = _columns(rows, self.device)
         for new, before in zip((self.store, self.all_lengths, self.all_prompts, self.all_ends), old, strict=True):
             new[: before.shape[0], : before.shape[1]] = before
-        self.moved += 1
+        self.storage_version += 1
 
     def release(self, index: int) -> None:
         """The last row takes the place of row `index`; `refresh` must follow."""
@@ -180,9 +180,9 @@ class Rows(RowTensors):
         for table in (self.all_lengths, self.all_ends):
             table[last] = IDLE
         lists: tuple[list[Any], ...] = (self.live, self.lengths, self.histories)
-        for listed in lists:
-            listed[index] = listed[last]
-            del listed[last]
+        for propose_lists in lists:
+            propose_lists[index] = propose_lists[last]
+            del propose_lists[last]
 
     def retire(self, ended: Sequence[int]) -> None:
         """These rows have ended and stay where they are, of nobody, until `close_up`."""
@@ -203,10 +203,10 @@ class Rows(RowTensors):
         for table in (self.all_lengths, self.all_ends):
             table[left : self.count] = IDLE
         lists: tuple[list[Any], ...] = (self.live, self.lengths, self.histories)
-        for listed in lists:
+        for propose_lists in lists:
             for seat, mover in zip(free, movers, strict=True):
-                listed[seat] = listed[mover]
-            del listed[left:]
+                propose_lists[seat] = propose_lists[mover]
+            del propose_lists[left:]
         self.refresh()
 
     def refresh(self) -> None:
@@ -228,7 +228,7 @@ class Rows(RowTensors):
         if self.all_counts is None or self.all_counts.shape[1] < self.store.shape[0]:
             shape = (2, self.store.shape[0], self.vocabulary)
             self.all_counts = torch.zeros(shape, dtype=torch.int64, device=self.device)
-            self.moved += 1
+            self.storage_version += 1
         self.counts, self.seen = self.all_counts[0, some], self.all_counts[1, some]
         self.counts.copy_(occurrences([row.tokens for row in self.live], self.vocabulary))
         self.seen.copy_(occurrences(self.histories, self.vocabulary))

@@ -116,7 +116,7 @@ def draft_in(line: list[int], verdict: Verdict, tree: TokenTree) -> tuple[list[i
 IDLE = 2  # tokens of a row that nobody is in: its round goes on like the others' and changes nothing
 
 
-class SteadyRows(RowTensors):
+class StaticRows(RowTensors):
     """`count` rows, of which those past the live ones are idle. The tensors are the same from round to round: the texts
     are the live rows' own, settings are written over when others come to sit there (`seat`).
 

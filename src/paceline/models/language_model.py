@@ -10,13 +10,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from paceline.core.contracts import Glimpse, Reader, Reading, RowsView, Runner, arange
+from paceline.core.contracts import PromptTaps, Reader, Reading, RowsView, Runner, arange
 from paceline.core.device_ops import QUICK
 from paceline.core.tree import closure
 from paceline.models import masks
 from paceline.models.architecture import is_tested, refuse_dropout, study
 from paceline.models.cpu import threads as openmp
-from paceline.models.cpu.cpu_forward import KernelPass, Part, Sight, kernel_pass
+from paceline.models.cpu.cpu_forward import AttentionSpan, CpuForward, Part, kernel_pass
 from paceline.models.cuda.prefill import PromptReader
 from paceline.models.loading.catalogue import UNKNOWN, Weights
 from paceline.models.runners.compiled import CompiledRunner
@@ -26,14 +26,14 @@ from paceline.models.slot_cache import SlotCache, parting
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from paceline.models.cuda.cuda_forward import CudaPass
+    from paceline.models.cuda.cuda_forward import CudaForward
 
 # ---- Where the tokens of a pass go, and which they are: the end of every text, and what is drafted after it
 
 _MORE = 16  # slots after a text that are worked out together: drafts are seldom longer
 
 
-class Layout:
+class SlotMapping:
     """The slots of one reader's scratch tokens. In a captured round, where a device has a quick way, those of a whole
     draft are worked out with its first pass: the texts do not change before it is forgotten."""
 
@@ -168,16 +168,16 @@ class SlotReader:
         self.cache = SlotCache()
         self._runner = runner
         self._model: Any = lm.model if model is None else model  # what a pass runs: all of it, or one part (early exit)
-        self._kernels: KernelPass | CudaPass | None = kernel_pass(lm, self._model)
+        self._kernels: CpuForward | CudaForward | None = kernel_pass(lm, self._model)
         self._taps = tuple(round(share * lm.layers) for share in taps)
         self._prompts: PromptReader | None = None  # for CUDA kernels: their passes over prompts are captured
-        if self._kernels is not None and not isinstance(self._kernels, KernelPass):
+        if self._kernels is not None and not isinstance(self._kernels, CpuForward):
             self._prompts = PromptReader(lm, self._kernels, self._taps)
         self._scratch = 0
-        self._layout = Layout()
+        self._layout = SlotMapping()
         self.largest = lm.largest  # token ids above it are read as it
         self._parents: Tensor | None = None  # [R,M] of the scratch tokens, once they branch
-        self.glimpses: list[Glimpse] = []
+        self.prompt_taps: list[PromptTaps] = []
         self._part: Part | None = None  # what of the model the kernels run (early exit)
         self._said = torch.empty(0)  # hidden states of their last pass, before norm and head
 
@@ -186,8 +186,8 @@ class SlotReader:
         return True
 
     @property
-    def moved(self) -> int:
-        return self.cache.moved
+    def storage_version(self) -> int:
+        return self.cache.storage_version
 
     @property
     def capturable(self) -> bool:
@@ -198,7 +198,7 @@ class SlotReader:
     def begin(self, rows: RowsView, first: int, room: int) -> int:
         """Read the new rows `first`... but for their last token, which the next `extend` reads as it reads every later
         token; returns 1. `room` is the most slots a row will need."""
-        self.glimpses = []
+        self.prompt_taps = []
         self.cache.reserve(rows.capacity, room)
         self.prefill(rows, first, [length - 1 for length in rows.lengths[first:]])
         return 1
@@ -208,7 +208,7 @@ class SlotReader:
         of a prompt depend on no other row and on no draft. CPU kernels give a token the same bits in any pass: they
         read short prompts together. What a shorter row reads past its end is written again before a pass sees it."""
         self.cache.reserve(rows.capacity, max(upto))
-        if isinstance(self._kernels, KernelPass) and self._kernels.together(upto):
+        if isinstance(self._kernels, CpuForward) and self._kernels.together(upto):
             return self._read_piece(first, rows.text[first : first + len(upto), : max(upto)].clamp(min=0), 0)
         for row, end in enumerate(upto, first):
             for start in range(0, end, self._grid):
@@ -217,7 +217,7 @@ class SlotReader:
     @property
     def _grid(self) -> int:
         """Tokens from one grid line of a prompt to the next."""
-        return self._kernels.piece if isinstance(self._kernels, KernelPass) else CHUNK
+        return self._kernels.piece if isinstance(self._kernels, CpuForward) else CHUNK
 
     def _read_piece(self, first: int, ids: Tensor, start: int) -> None:
         """Read the tokens `ids` [R,Q] of the rows `first`... from the grid line `start` on."""
@@ -225,7 +225,7 @@ class SlotReader:
             ids = ids.clamp(max=self.largest)
         taps = self._piece_taps(first, ids, start)
         if self._taps:
-            self.glimpses.append(Glimpse(first, start, taps))
+            self.prompt_taps.append(PromptTaps(first, start, taps))
 
     def _piece_taps(self, first: int, ids: Tensor, start: int) -> tuple[Tensor, ...]:
         """Run the pass of a piece; returns the tapped states [R,Q,D]."""
@@ -235,7 +235,7 @@ class SlotReader:
         stop = start + Q
         position = arange(start, stop, ids.device).expand(R, Q)
         self.cache.aim(slice(first, first + R), start, stop, start)
-        if isinstance(self._kernels, KernelPass):
+        if isinstance(self._kernels, CpuForward):
             openmp.rest()
             return self._kernels.read(self.cache, first, ids, position, self._taps)
         allowed = None if start == 0 and self._may_omit_mask() else masks.chain_mask(position, stop)
@@ -275,7 +275,7 @@ class SlotReader:
     ) -> Reading:
         """The pass of an `extend`, by kernels of our own: each token with the slots it sees instead of a mask."""
         assert self._kernels is not None
-        position, sight = slots, Sight(None)
+        position, sight = slots, AttentionSpan(None)
         if parents is not None or self._parents is not None:
             position, sight = self._kernels.in_tree(self._family(rows.count, fed, parents), rows.length, slots, fed)
         if self.largest is not None:
@@ -360,8 +360,8 @@ class SlotReader:
             self.cache.reserve(rows.capacity, max(rows.lengths) + path.shape[1])
             steps = arange(0, path.shape[1], path.device)
             if rows.bound is None and path.device.type == "cpu":  # looking is free, and most is where it belongs
-                moved = np.flatnonzero((path.numpy() > steps.numpy()).any(axis=0)).tolist() or [0, -1]
-                some = slice(moved[0], moved[-1] + 1)
+                storage_version = np.flatnonzero((path.numpy() > steps.numpy()).any(axis=0)).tolist() or [0, -1]
+                some = slice(storage_version[0], storage_version[-1] + 1)
                 path, steps = path[:, some], steps[some]
             if path.shape[1]:
                 self.cache.move(rows.length, path, steps)

@@ -177,10 +177,10 @@ def by_kernels(lm: LanguageModel) -> bool:
 _COMFORTABLE = {"kernels": 7, "eager": 15}
 
 
-def usual_nodes(lm: LanguageModel, fills: bool, gamma: int) -> int:
+def usual_nodes(lm: LanguageModel, uses_all_nodes: bool, gamma: int) -> int:
     """How large a tree may be where nobody says so. fills: the drafter makes use of any number. Where reading weights
     is what takes time, further nodes are free; on a CPU they are soon dearer than what they bring."""
-    most = NODES if not fills or lm.device.type != "cpu" else _COMFORTABLE[running(lm).by]
+    most = NODES if not uses_all_nodes or lm.device.type != "cpu" else _COMFORTABLE[running(lm).by]
     return max(gamma, most)
 
 

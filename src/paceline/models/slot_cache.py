@@ -39,11 +39,11 @@ class SlotCache(Cache):
         self.values: list[Tensor] = []
         self._rows = self._slots = 0  # what is allocated, or will be at the first update
         self._aim: tuple[slice, int | Tensor, int] = (slice(0, 0), 0, 0)
-        self.steady = False  # the next pass has a shape that does not depend on the texts
+        self.graphable = False  # the next pass has a shape that does not depend on the texts
         self.past = 0  # committed tokens before this pass, for the parts of transformers that ask
         self._addresses: np.ndarray | None = None  # of the stores, until one of them is replaced
         self._tables: list[Tensor] = []  # the same on the device; captured programs still read those of fewer layers
-        self.moved = next(CHANGES)  # another number whenever they are others
+        self.storage_version = next(CHANGES)  # another number whenever they are others
 
     # ---- before a pass
 
@@ -61,11 +61,11 @@ class SlotCache(Cache):
         self._rows, self._slots = rows, slots
         self._addresses = None
         self._tables.clear()
-        self.moved = next(CHANGES)
+        self.storage_version = next(CHANGES)
 
-    def aim(self, rows: slice, slots: int | Tensor, visible: int, past: int, steady: bool = False) -> None:
+    def aim(self, rows: slice, slots: int | Tensor, visible: int, past: int, graphable: bool = False) -> None:
         """The next pass writes to `slots` (a first slot common to all rows, or [R,Q]) and sees slots 0..visible-1."""
-        self._aim, self.steady = (rows, slots, visible), steady
+        self._aim, self.graphable = (rows, slots, visible), graphable
         self.past = past
 
     # ---- called by transformers, inside a pass
@@ -146,8 +146,8 @@ class SlotCache(Cache):
         for store in (self.keys, self.values):
             for layer in store[:layers]:
                 shape = (R, layer.shape[1], D, layer.shape[3])
-                moved = layer[:R].gather(2, source[:, None, :, None].expand(shape))
-                layer[:R].scatter_(2, target[:, None, :, None].expand(shape), moved)
+                storage_version = layer[:R].gather(2, source[:, None, :, None].expand(shape))
+                layer[:R].scatter_(2, target[:, None, :, None].expand(shape), storage_version)
 
     def _table(self, device: torch.device) -> Tensor | None:
         """`addresses` on the device, where all stores are there and alike. Made by the first to ask: a program is run

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from paceline.core.costs import Costs, accepted_of
-from paceline.training.recipes.base import Course, later
+from paceline.training.recipes.base import Recipe, later
 from paceline.training.teacher import Lesson, Teacher
 
 
@@ -45,7 +45,7 @@ class Outlook:
 
 
 @torch.no_grad()
-def look_ahead(course: Course, lessons: Iterable[Lesson], costs: Costs | None, drafter: str) -> Outlook:
+def look_ahead(course: Recipe, lessons: Iterable[Lesson], costs: Costs | None, drafter: str) -> Outlook:
     """Over all lessons; costs: what passes and steps of this drafter cost here."""
     tried = torch.zeros(course.depth, course.depth, dtype=torch.float64)
     right = torch.zeros_like(tried)

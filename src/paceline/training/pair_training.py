@@ -28,7 +28,7 @@ from paceline.training.data.sources import read_data, text_of
 from paceline.training.losses import distance, exactly
 from paceline.training.model_card import measure, write_card
 from paceline.training.offline_eval import Outlook
-from paceline.training.recipes.base import Course, chosen, later
+from paceline.training.recipes.base import Recipe, chosen, later
 from paceline.training.teacher import Lesson, Teacher
 from paceline.training.train_options import TrainOptions
 from paceline.training.trainer import Trainer, Watcher
@@ -54,7 +54,7 @@ class _Self(Teacher):
         return Lesson(batch.ids, batch.learn, (), torch.empty(0))
 
 
-class LanguageCourse(Course):
+class LanguageCourse(Recipe):
     """A model that learns to say the next token of a text."""
 
     name = "language"
@@ -79,7 +79,7 @@ class LanguageCourse(Course):
         raise InputError("A main model drafts for nobody; train a draft for it.")
 
 
-class DraftCourse(Course):
+class DraftCourse(Recipe):
     """A small model with a target's tokenizer that learns the target's laws."""
 
     name = "draft-model"

@@ -12,7 +12,7 @@ from paceline.core.registry import convert_options
 from paceline.drafters.heads.head_files import NUMBERS
 from paceline.training.data.writing import WritingPlan
 from paceline.training.losses import parsed
-from paceline.training.recipes.base import COURSES
+from paceline.training.recipes.base import RECIPES
 from paceline.training.trigram_training import CountingOptions
 
 COUNTED = ("trigram",)  # learnt by counting, without a gradient
@@ -68,7 +68,7 @@ class TrainOptions(Limited):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.kind not in (known := (*COUNTED, PAIR, *COURSES)):
+        if self.kind not in (known := (*COUNTED, PAIR, *RECIPES)):
             raise UnknownNameError("kind", self.kind, known)
         if not self.out:
             raise InputError("Training needs a folder for what it makes; give --out FOLDER.")
@@ -107,7 +107,7 @@ class TrainOptions(Limited):
 
     def of_kind(self) -> Any:
         """The same, with their types."""
-        cls = CountingOptions if self.kind in COUNTED else COURSES[self.kind].Options
+        cls = CountingOptions if self.kind in COUNTED else RECIPES[self.kind].Options
         return cls(**convert_options(self.said(), cls, "kind", self.kind, prefix=""))
 
     def plan(self) -> WritingPlan:

@@ -25,12 +25,12 @@ from paceline.models.loading.disk_cache import file_sha256
 from paceline.training.data.corpus import Corpus, Shards, about_texts
 from paceline.training.data.shared_texts import origin
 from paceline.training.data.sources import read_data
-from paceline.training.data.writers import Fellows, job
+from paceline.training.data.writers import WriterPool, job
 from paceline.training.data.writing import Writer, WritingPlan
 from paceline.training.model_card import measure, write_card
 from paceline.training.offline_eval import Outlook
 from paceline.training.pair_training import train_pair
-from paceline.training.recipes.base import Course, make_course
+from paceline.training.recipes.base import Recipe, make_course
 from paceline.training.teacher import Teacher
 from paceline.training.train_options import COUNTED, PAIR, TrainOptions
 from paceline.training.trainer import Alone, Several, Trainer, Watcher
@@ -40,7 +40,7 @@ from paceline.training.trigram_training import CountingOptions, save_table
 
 
 @dataclass(frozen=True)
-class Beginning:
+class WarmStart:
     """What a folder holds, of a kind and for a target that were asked for; sha256: of the file with the weights."""
 
     folder: str
@@ -49,7 +49,7 @@ class Beginning:
     tensors: dict[str, Tensor]
 
     @classmethod
-    def read(cls, folder: str, kind: str, lm: LanguageModel) -> Beginning:
+    def read(cls, folder: str, kind: str, lm: LanguageModel) -> WarmStart:
         """Refuses another kind, and one that was made for another target."""
         config, tensors = load_head(folder, kind)
         check_target(kind, config["target"], lm)
@@ -62,7 +62,7 @@ class Beginning:
     def about(self) -> dict[str, str]:
         return {"folder": self.folder, "sha256": self.sha256}
 
-    def give(self, course: Course) -> None:
+    def give(self, course: Recipe) -> None:
         """The weights, in the numbers of the course. Refuses other sizes than the course has, by the first."""
         sizes, weights = course.own()
         said = {**course.implied, **self.config}
@@ -78,7 +78,7 @@ class Beginning:
                 weight.copy_(self.tensors[name])
         course.given()
 
-    def _misfit(self, course: Course, name: str, saved: Any, here: Any) -> InputError:
+    def _misfit(self, course: Recipe, name: str, saved: Any, here: Any) -> InputError:
         return InputError(
             f"The {course.name} in '{self.folder}' has {name} = {saved}, and by the options said here it would be "
             f"{here}; give the same --option as when it was trained."
@@ -123,7 +123,7 @@ def train(
     lm = load(options.target, dtype=options.dtype, device=options.device, progress=eye.loading)
     if options.join and options.length > lm.context:
         raise InputError(f"{lm.name} reads {lm.context} tokens at most, so texts cannot be joined to {options.length}.")
-    beginning = None if options.start is None else Beginning.read(options.start, options.kind, lm)
+    beginning = None if options.start is None else WarmStart.read(options.start, options.kind, lm)
     texts = _texts(options, lm, eye, cancel, hardware, given)
     corpus = Corpus(texts.texts(), options.length, options.batch, options.seed, join=options.join)
     eye.noted(
@@ -186,11 +186,11 @@ def _write(
         writer.fill(shards, eye.writing, cancel)
         return
     said = job(options.target, options.dtype, lm, plan)
-    with Fellows(writer.written, said, options.writers - 1, eye.noted, cancel) as fellows:
+    with WriterPool(writer.written, said, options.writers - 1, eye.noted, cancel) as fellows:
         writer.fill(shards, eye.writing, by=fellows.shard)
 
 
-def _plan(options: TrainOptions, corpus: Corpus, beginning: Beginning | None) -> dict[str, Any]:
+def _plan(options: TrainOptions, corpus: Corpus, beginning: WarmStart | None) -> dict[str, Any]:
     """What must not change between an interruption and going on."""
     names = ("target", "kind", "options", "data", "length", "join", "batch", "accumulate", "learning_rate", "warm_up",
              "weight_decay", "clip", "loss", "seed", "evaluate", "held_out", "patience", "minutes")  # fmt: skip
@@ -199,7 +199,7 @@ def _plan(options: TrainOptions, corpus: Corpus, beginning: Beginning | None) ->
     return json.loads(json.dumps({**found, "pieces": len(corpus.pieces), "to_learn": corpus.size}))  # type: ignore[no-any-return]
 
 
-def _costs(options: TrainOptions, lm: LanguageModel, course: Course, eye: Onlooker) -> Costs:
+def _costs(options: TrainOptions, lm: LanguageModel, course: Recipe, eye: Onlooker) -> Costs:
     """v(n) of the target, and what a step of a drafter of this size costs; the name says which size."""
     label = f"{options.kind} {' '.join(sorted(options.options))}".strip()
     found = full_costs(lm, {label: course.drafter}, progress=eye.loading)
@@ -207,8 +207,8 @@ def _costs(options: TrainOptions, lm: LanguageModel, course: Course, eye: Onlook
 
 
 def _finish(
-    options: TrainOptions, lm: LanguageModel, course: Course, corpus: Corpus, outlook: Outlook,
-    beginning: Beginning | None,
+    options: TrainOptions, lm: LanguageModel, course: Recipe, corpus: Corpus, outlook: Outlook,
+    beginning: WarmStart | None,
 ) -> None:  # fmt: skip
     course.save(options.folder, options.numbers)
     found = measure(lm, course.drafter(), corpus.held_out, options.measure) if options.measure else None

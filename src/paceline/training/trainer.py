@@ -20,7 +20,7 @@ from paceline.models.tensor_parallel import leave_in_order
 from paceline.training.checkpoints import Checkpoint, Log, trained
 from paceline.training.data.corpus import Corpus
 from paceline.training.offline_eval import Outlook, look_ahead
-from paceline.training.recipes.base import Course
+from paceline.training.recipes.base import Recipe
 from paceline.training.teacher import Teacher
 from paceline.training.train_options import TrainOptions
 
@@ -138,7 +138,7 @@ class Trainer:
 
     def __init__(
         self,
-        course: Course,
+        course: Recipe,
         corpus: Corpus,
         options: TrainOptions,
         plan: dict[str, Any],

@@ -20,7 +20,7 @@ from paceline.drafters.heads.medusa import MedusaHead
 from paceline.drafters.heads.prophet import ProphetHead
 from paceline.drafters.lookup.trigram import train_trigram
 from paceline.drafters.models.early_exit import ExitHead
-from paceline.drafters.resolve import beyond_text, named
+from paceline.drafters.resolve import named, replay_needs
 from paceline.models.quantization.quantize import quantized
 
 HEADS: dict[str, Any] = {"eagle": EagleHead, "medusa": MedusaHead, "prophet": ProphetHead}
@@ -81,7 +81,7 @@ def test_finding_out_reads_no_weights(tmp_path: Path) -> None:
     EagleHead.random(target()).save(tmp_path)
     (tmp_path / "model.safetensors").unlink()
     assert named(str(tmp_path), {}) == ("eagle", {"head": str(tmp_path)})
-    assert beyond_text(str(tmp_path)) is not None
+    assert replay_needs(str(tmp_path)) is not None
     with pytest.raises(LoadError, match="No eagle head could be read"):
         load_drafter(tmp_path)
 

@@ -179,9 +179,9 @@ def test_eagle3_looks_at_the_right_hidden_states(said: dict[str, Any], numbers: 
     lm, seen = target(), []
 
     class Watching(Eagle):
-        def watch(self, rows: Any, glimpse: Any) -> None:
-            seen.append(glimpse.taps)
-            super().watch(rows, glimpse)
+        def observe_prompt(self, rows: Any, taps_piece: Any) -> None:
+            seen.append(taps_piece.taps)
+            super().observe_prompt(rows, taps_piece)
 
     made = load_drafter(tmp_path, lm)
     drafts(Watching(made.options))  # type: ignore[attr-defined]

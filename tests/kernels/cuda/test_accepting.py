@@ -13,7 +13,7 @@ from torch import Tensor
 from paceline.core.choice import Choice, NoiseTable
 from paceline.core.contracts import RULES
 from paceline.core.device_ops import QUICK
-from paceline.core.law import SamplingBatch, Unwritten
+from paceline.core.law import LazyLaws, SamplingBatch
 from paceline.core.noise import Purpose
 from paceline.core.noise import uniform as uniforms
 from paceline.core.sampling import Sampling
@@ -172,7 +172,7 @@ def test_nothing_left_over_falls_back_to_the_law_itself(kernels: None, monkeypat
     logits = 2 * draw(4, 2, 50, seed=1)
     logits[:, 0, 7] = NEVER
     choice = a_choice([0.8, 1.0, 1.3, 0.0], 1, 1)
-    tree = TokenTree(torch.full((4, 1), 7), drawn="iid", laws=Unwritten(logits[:, :1].clone(), choice.batch))
+    tree = TokenTree(torch.full((4, 1), 7), drawn="iid", laws=LazyLaws(logits[:, :1].clone(), choice.batch))
     quick, slow = both(tree, logits, choice, monkeypatch)
     assert same(quick, slow)
     assert not quick.accepted.any()
@@ -183,7 +183,7 @@ def test_a_token_that_its_draft_cannot_have_said_is_rejected(kernels: None, monk
     choice, logits = a_choice([0.4, 0.0], 1, 2), 2 * draw(2, 2, 30, seed=2)
     tokens, drafts = logits[:, :1].argmax(-1), logits[:, :1].clone()
     drafts.scatter_(-1, tokens.unsqueeze(-1), torch.tensor([NEVER, -20.0]).view(2, 1, 1))  # greedy: not its favourite
-    tree = TokenTree(tokens, drawn="iid", laws=Unwritten(drafts, choice.batch))
+    tree = TokenTree(tokens, drawn="iid", laws=LazyLaws(drafts, choice.batch))
     quick, slow = both(tree, logits, choice, monkeypatch)
     assert same(quick, slow)
     assert not quick.accepted.any()
@@ -194,7 +194,7 @@ def test_a_draft_without_a_law_leaves_that_of_the_target(kernels: None, monkeypa
     logits[..., 3] = 9.0
     drafts = torch.full((3, 1, 30), -30.0)
     drafts[..., 3] = NAN
-    tree = TokenTree(torch.zeros(3, 1, dtype=torch.int64), drawn="iid", laws=Unwritten(drafts, choice.batch))
+    tree = TokenTree(torch.zeros(3, 1, dtype=torch.int64), drawn="iid", laws=LazyLaws(drafts, choice.batch))
     quick, slow = both(tree, logits, choice, monkeypatch)
     assert same(quick, slow)
     assert quick.emitted[:, 0].tolist() == [3, 3, 3]
@@ -224,7 +224,7 @@ def test_drafts_are_the_same_and_their_laws_are_not_written(
         slow = a_draft(choice, logits)
     assert torch.equal(quick.tokens, slow.tokens)
     assert quick.drawn == slow.drawn
-    assert (type(quick.laws) is Unwritten) == (slow.laws is not None)
+    assert (type(quick.laws) is LazyLaws) == (slow.laws is not None)
     if quick.laws is not None and slow.laws is not None:
         assert torch.equal(quick.laws.nan_to_num(-1), slow.laws.nan_to_num(-1))
         assert torch.equal(quick.laws[:, 2], slow.laws[:, 2])

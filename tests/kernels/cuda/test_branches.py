@@ -192,9 +192,9 @@ def test_where_the_stores_are_is_known_anew_when_they_have_moved(quick: Callable
     cache.move(length, source, target)
     assert cache._tables[0] is first, "programs that were captured before read it"
     assert cache._tables[1].tolist()[:4] == first.tolist()
-    moved = cache.moved
+    storage_version = cache.storage_version
     cache.reserve(4, 60)
-    assert cache.moved != moved, "programs are forgotten"
+    assert cache.storage_version != storage_version, "programs are forgotten"
     assert not cache._tables
     cache.move(length, source, target)
     QUICK.pop("cpu")

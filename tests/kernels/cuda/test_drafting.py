@@ -26,7 +26,7 @@ from paceline.engine import round_graphs as flight
 from paceline.models import language_model
 from paceline.models.cuda import cuda_head as cuda_draft
 from paceline.models.cuda.cuda_forward import between_passes
-from paceline.models.cuda.cuda_head import CudaDraft
+from paceline.models.cuda.cuda_head import CudaHead
 from paceline.models.heads.subset_head import spread as spread_by_torch
 from paceline.models.runners.cuda_graph import Rehearsal
 
@@ -116,7 +116,7 @@ class Draft:
 
     LENGTHS = (9, 2, 14)
 
-    def __init__(self, head: Any, kernels: CudaDraft | None) -> None:
+    def __init__(self, head: Any, kernels: CudaHead | None) -> None:
         self.places = PlaceStore(head.remembers, torch.float32, torch.device("cpu"))
         self.rows: Any = SimpleNamespace(
             text=drafted(3, 40, seed=1), length=torch.tensor(self.LENGTHS).view(3, 1), lengths=list(self.LENGTHS),
@@ -150,7 +150,7 @@ class Draft:
 
 
 def both(head: EagleHead) -> tuple[Draft, Draft]:
-    kernels = CudaDraft.of(head, head.words or target().model.get_input_embeddings())
+    kernels = CudaHead.of(head, head.words or target().model.get_input_embeddings())
     assert kernels is not None
     slow, fast = Draft(head, None), Draft(head, kernels)
     slow.read()
@@ -195,9 +195,9 @@ def test_a_step_of_very_many_tokens_is_the_modules(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(cuda_draft, "_MOST", 6)  # the entries of the texts are more, and the last level of the tree
     slow, fast = both(made())
     asked: list[int] = []
-    ahead = CudaDraft.ahead
-    monkeypatch.setattr(CudaDraft, "ahead", lambda self, tokens, *more: asked.append(1) or ahead(self, tokens, *more))
-    monkeypatch.setattr(CudaDraft, "caught_up", None)
+    ahead = CudaHead.ahead
+    monkeypatch.setattr(CudaHead, "ahead", lambda self, tokens, *more: asked.append(1) or ahead(self, tokens, *more))
+    monkeypatch.setattr(CudaHead, "caught_up", None)
     for shape, times in (("chain", 3), ("tree", 1)):
         asked.clear()
         for wanted, got in zip(getattr(slow, shape)(), getattr(fast, shape)(), strict=True):
@@ -208,7 +208,7 @@ def test_a_step_of_very_many_tokens_is_the_modules(monkeypatch: pytest.MonkeyPat
 def test_long_texts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Several spans of attention, joined; and a table of angles that has to grow."""
     head = made()
-    kernels = CudaDraft.of(head, target().model.get_input_embeddings())
+    kernels = CudaHead.of(head, target().model.get_input_embeddings())
     drafts = Draft(head, None), Draft(head, kernels)
     for draft in drafts:
         rows = draft.rows
@@ -228,16 +228,16 @@ def test_long_texts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_heads_that_have_no_kernels() -> None:
     table = target().model.get_input_embeddings()
-    assert CudaDraft.of(made(), table) is not None
-    assert CudaDraft.of(made(inner=40), table) is None, "an odd size"
-    assert CudaDraft.of(made(width=24, heads=1, kv_heads=1, inner=32), table) is None, "an odd width"
-    assert CudaDraft.of(made(), torch.nn.Embedding(40, 32).double()) is None, "numbers of another kind"
-    assert CudaDraft.of(made().double(), table) is None
+    assert CudaHead.of(made(), table) is not None
+    assert CudaHead.of(made(inner=40), table) is None, "an odd size"
+    assert CudaHead.of(made(width=24, heads=1, kv_heads=1, inner=32), table) is None, "an odd width"
+    assert CudaHead.of(made(), torch.nn.Embedding(40, 32).double()) is None, "numbers of another kind"
+    assert CudaHead.of(made().double(), table) is None
     listened = made()
     listened.layer.o_proj.register_forward_hook(lambda *_: None)
-    assert CudaDraft.of(listened, table) is None, "somebody listens"
+    assert CudaHead.of(listened, table) is None, "somebody listens"
     scaled = type("Scaled", (torch.nn.Embedding,), {})(40, 32)
-    assert CudaDraft.of(made(), scaled) is None, "embeddings that do more than to look up"
+    assert CudaHead.of(made(), scaled) is None, "embeddings that do more than to look up"
 
 
 def test_an_odd_output_layer_says_it_by_itself() -> None:

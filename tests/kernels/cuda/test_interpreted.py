@@ -210,7 +210,7 @@ def test_a_prompt_is_read_alike_for_those_who_look_at_it(name: str) -> None:
         watched.cache.keys + watched.cache.values, plain.cache.keys + plain.cache.values, strict=True
     ):
         assert all(torch.equal(ours[r, :, : n - 1], other[r, :, : n - 1]) for r, n in enumerate(rows.lengths))
-    for seen, wanted in zip(watched.glimpses, theirs.glimpses, strict=True):
+    for seen, wanted in zip(watched.prompt_taps, theirs.prompt_taps, strict=True):
         assert (seen.first, seen.start) == (wanted.first, wanted.start)
         for ours, other in zip(seen.taps, wanted.taps, strict=True):
             assert ours.shape == other.shape == (1, rows.lengths[seen.first] - 1, other.shape[2])

@@ -22,10 +22,10 @@ from paceline.core.sampling import Sampling
 from paceline.core.tree import TokenTree, closure
 from paceline.core.verdict import BROKEN, Verdict
 from paceline.engine import round_graphs as flight
-from paceline.engine.static_rows import RowTensors, SteadyRows
+from paceline.engine.static_rows import RowTensors, StaticRows
 from paceline.models import language_model
 from paceline.models.cuda.cuda_forward import between_passes
-from paceline.models.language_model import Layout
+from paceline.models.language_model import SlotMapping
 from paceline.models.runners.cuda_graph import Rehearsal
 from paceline.models.synthetic.scripted import Script, ScriptedModel
 from paceline.rules.match import Match
@@ -166,7 +166,7 @@ def test_lay(width: int, fed: int, turned: bool, monkeypatch: pytest.MonkeyPatch
     for quick in (False, True):
         if quick:
             monkeypatch.setitem(QUICK, "cpu", between_passes())
-        layout = Layout()
+        layout = SlotMapping()
         said.append([layout.of(rows, 0, width, tokens)])
         said[-1] += [layout.of(rows, fed + step, 0, each) for step, each in enumerate(later)]
         said[-1] += [layout.of(rows, fed + 2, 0, torch.cat(later, 1))]
@@ -191,7 +191,7 @@ def test_follow(N: int, counted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     assert {0, 1} <= set(wanted.accepted.flatten().tolist())
 
 
-class Some(SteadyRows):
+class Some(StaticRows):
     """Five rows, one of them at its end."""
 
     def __init__(self) -> None:
@@ -292,7 +292,7 @@ def test_how_much_a_round_asks_for(heat: float, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(flight, "programs_for", lambda lm: Rehearsal())
     asked: list[str] = []
     monkeypatch.setitem(QUICK, "cpu", counting(asked))
-    whole = flight.Hangar._round
+    whole = flight.RoundGraphs._round
     spent = []
 
     def counted(self: Any, loop: Any, rows: Any) -> Any:
@@ -301,7 +301,7 @@ def test_how_much_a_round_asks_for(heat: float, monkeypatch: pytest.MonkeyPatch)
         spent.append({name: asked.count(name) for name in asked})
         return flown
 
-    monkeypatch.setattr(flight.Hangar, "_round", counted)
+    monkeypatch.setattr(flight.RoundGraphs, "_round", counted)
     target, small = (paceline.LanguageModel(llama(seed, num_hidden_layers=2 - seed).float()) for seed in (0, 1))
     decoder = paceline.SpeculativeDecoder(target, small, gamma=3)
     decoder.generate([1, 2, 3], max_new_tokens=12, temperature=heat, seed=1)

@@ -25,9 +25,9 @@ from paceline.models.runtime import parts
 from paceline.models.slot_cache import live_caches
 
 
-class Ours:
+class PacelineRun:
     """One `SpeculativeDecoder`. Every run begins in the same state: decoder and drafter are made anew for it, before
-    the clock starts, while models, heads and tables are loaded or made once and handed on (`Drafter.anew`).
+    the clock starts, while models, heads and tables are loaded or made once and handed on (`Drafter.reset_copy`).
 
     A rule that is lossy may be named: the table shows that its text need not be the target's (`exact`). `sampled`: the
     plan draws tokens, where a rule that keeps only the law writes another text than plain decoding.
@@ -52,7 +52,7 @@ class Ours:
         self._kept: SpeculativeDecoder | None = None  # with its captured rounds, where nothing else is kept in it
         self._mine: set[int] = set()  # the memories it had in the last run
         decoder = self.decoder(1)  # whatever is wrong with it is said before anything runs
-        self._next = decoder.drafter.anew()
+        self._next = decoder.drafter.reset_copy()
         drafter, rule = decoder.drafter, decoder.rule
         self.speculates = drafter.speculates
         self.drafter = drafter.name if drafter.speculates else ""

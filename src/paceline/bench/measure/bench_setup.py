@@ -10,7 +10,7 @@ from typing import Any
 
 from paceline.bench.bench_options import BenchOptions
 from paceline.bench.candidates.candidate import Cancel, Contestant, Plan, Prompt, Task
-from paceline.bench.candidates.paceline_run import Ours
+from paceline.bench.candidates.paceline_run import PacelineRun
 from paceline.bench.candidates.run_spec import parse_entries
 from paceline.bench.candidates.synthetic_pairs import Synthetic, is_synthetic, synthetic_contest
 from paceline.bench.data.prompt_sets import read_all
@@ -59,8 +59,8 @@ class Contest:
     samplers: tuple[Sampler, ...] = ()
 
     @property
-    def ours(self) -> list[Ours]:
-        return [each for each in self.contestants if isinstance(each, Ours)]
+    def ours(self) -> list[PacelineRun]:
+        return [each for each in self.contestants if isinstance(each, PacelineRun)]
 
     def close(self) -> None:
         for contestant in self.contestants:
@@ -108,10 +108,10 @@ def assemble(options: BenchOptions, progress: Progress | None = None) -> Contest
         why = f" ({skipped[0].why.rstrip('.')})" if skipped else ""
         raise InputError(f"There is no prompt to measure{why}; give other prompts, or fewer max_new_tokens.")
     prepare(lm, progress)
-    contestants: list[Contestant] = [Ours(lm, plain=True)]
+    contestants: list[Contestant] = [PacelineRun(lm, plain=True)]
     for entry in entries:
         try:
-            contestants.append(Ours(lm, entry, sampled=sampled))
+            contestants.append(PacelineRun(lm, entry, sampled=sampled))
         except UnsupportedError as error:  # this drafter and this target, or this rule: the others can
             skipped.append(LeftOut(entry.name, str(error)))
     draft = draft_model_of(contestants) if made is None else made.draft
@@ -178,7 +178,7 @@ def costs_of(contest: Contest, options: BenchOptions, progress: Progress | None 
                 warnings.simplefilter("error", DrafterWarning)
                 drafter = each.decoder().drafter
                 # not the one of the next run: it would know what it drafts for here
-                steps[each.name] = measure_drafter(lm, drafter.anew() or drafter, each.gamma or options.gamma)
+                steps[each.name] = measure_drafter(lm, drafter.reset_copy() or drafter, each.gamma or options.gamma)
         except (DrafterWarning, UnsupportedError) as error:
             notes.append(f"The cost c of {each.name} could not be measured and counts as 0: {error}")
         each.drafter = each.name

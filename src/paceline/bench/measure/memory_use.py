@@ -25,7 +25,7 @@ from paceline.common.errors import UnsupportedError
 from paceline.core.scratch_rows import ScratchRows
 from paceline.models.language_model import LanguageModel
 from paceline.models.module_views import layers_of
-from paceline.models.readers.scratch_reader import Notebook
+from paceline.models.readers.scratch_reader import ScratchReader
 from paceline.models.runners.device import finish
 from paceline.models.runners.device_memory import peak_while as peak_while  # for whoever weighs runs
 from paceline.models.slot_cache import SlotCache
@@ -108,7 +108,7 @@ def _cache_of_one_token(lm: LanguageModel) -> SlotCache:
     reader = lm.reader()
     if not isinstance(getattr(reader, "cache", None), SlotCache):
         raise UnsupportedError(f"{lm.name} is made of several models, so it has no table of layers.")
-    book = Notebook(reader, ScratchRows(lm.device))
+    book = ScratchReader(reader, ScratchRows(lm.device))
     book.admit([[0]])
     book.extend()
     return reader.cache
@@ -243,11 +243,11 @@ def _by_tracemalloc(act: Callable[[], T]) -> tuple[T, Counted]:
         if now - began > most * (best[0] - began):
             best = (now, tracemalloc.take_snapshot())
 
-    def watch() -> None:
+    def sample_lines() -> None:
         while not ended.wait(_EVERY):
             look()
 
-    watcher = threading.Thread(target=watch, name="paceline-memory-lines", daemon=True)
+    watcher = threading.Thread(target=sample_lines, name="paceline-memory-lines", daemon=True)
     watcher.start()
     try:
         result = act()

@@ -1,6 +1,6 @@
 """What the recorded chains of a model say about chains of another length, and what they leave open.
 
-A drafter that drafts token by token (`Drafter.token_by_token`) has or has not the next token, after any beginning of
+A drafter that drafts token by token (`Drafter.autoregressive`) has or has not the next token, after any beginning of
 the text. A recorded round says which: for the tokens it accepted yes, for the first it did not no. Only after full
 acceptance nothing was drafted at the bonus token's place. The rounds of every other γ follow from these answers; where
 one of them runs into an open place, all that can be said is between which numbers they lie.

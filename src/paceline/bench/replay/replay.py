@@ -184,8 +184,8 @@ def replay(trace: TraceFile, entry: Entry, costs: Costs | None = None, carry: bo
     if _as_recorded(trace.header, entry) and not carry:
         notes += _unlike(texts, found)
     answers = [ReplayedText(text.id, text.category, *each) for text, each in zip(texts, found, strict=True)]
-    replayed = Replayed(entry, tuple(answers), "", tuple(notes), costs)
-    return Replayed(entry, tuple(answers), reason if replayed.knows == "between" else "", tuple(notes), costs)
+    result = Replayed(entry, tuple(answers), "", tuple(notes), costs)
+    return Replayed(entry, tuple(answers), reason if result.knows == "between" else "", tuple(notes), costs)
 
 
 def _answer(header: TraceHeader, texts: Sequence[TraceText], entry: Entry, carry: bool) -> tuple[list[Found], str]:
@@ -197,14 +197,14 @@ def _answer(header: TraceHeader, texts: Sequence[TraceText], entry: Entry, carry
     if isinstance(entry.gamma, str):
         raise UnsupportedError(f"γ={entry.gamma} decides by measured costs while it writes; give a number")
     made = build_options(cls.Options, options, f"drafter '{name}'")
-    need = cls.beyond_text(made)
+    need = cls.replay_needs(made)
     recorded = _same_drafter(header, entry)
     if need is not None and _as_recorded(header, entry) and all(text.rounds is not None for text in texts):
         return [(trace, trace, None) for trace in (Trace(list(text.rounds or ())) for text in texts)], ""
     rule = _check(header, entry)
     if need is None:
         return _rerun_all(header, texts, entry, rule, carry), ""
-    if recorded and cls.token_by_token(made):
+    if recorded and cls.autoregressive(made):
         return [bounds(text, header, entry.gamma, entry.nodes) for text in texts], _OPEN
     more = f", and the record has its drafts of γ={header.gamma} only" if recorded else ""
     raise UnsupportedError(f"drafter '{name}' needs {need}{more}")

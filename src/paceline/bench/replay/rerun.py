@@ -16,7 +16,7 @@ from torch import Tensor
 from paceline.bench.replay.trace_files import TraceHeader, TraceText, sampling_of
 from paceline.common.errors import PacelineWarning, UnsupportedError
 from paceline.core.choice import Choice
-from paceline.core.contracts import NODES, Drafter, Glimpse, Reading, RowsView, Rule
+from paceline.core.contracts import NODES, Drafter, PromptTaps, Reading, RowsView, Rule
 from paceline.core.trace import Trace
 from paceline.core.tree import TokenTree
 from paceline.core.verdict import Verdict
@@ -69,11 +69,11 @@ class _Record:
 class _Blind:
     """Reads nothing. Its logits have a shape and no numbers, so that whoever looks at them fails."""
 
-    moved, capturable, branches = 0, False, True
+    storage_version, capturable, branches = 0, False, True
 
     def __init__(self, vocabulary: int) -> None:
         self._vocabulary = vocabulary
-        self.glimpses: list[Glimpse] = []
+        self.prompt_taps: list[PromptTaps] = []
 
     def begin(self, rows: RowsView, first: int, room: int) -> int:
         return 1

@@ -12,7 +12,7 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 from paceline.bench.candidates.candidate import Entry, Plan, Run, Task
-from paceline.bench.candidates.paceline_run import Ours
+from paceline.bench.candidates.paceline_run import PacelineRun
 from paceline.common.errors import InputError, UnknownNameError
 from paceline.common.json_text import parse_json
 from paceline.core.contracts import DRAFTERS
@@ -285,7 +285,12 @@ class TraceFile:
 
 def _nodes(lm: Any, entry: Entry) -> int | None:
     """As said; where the drafter takes as many as there are, what that is here."""
-    if entry.nodes is None and isinstance(entry.gamma, int) and entry.draft in DRAFTERS and DRAFTERS[entry.draft].fills:
+    if (
+        entry.nodes is None
+        and isinstance(entry.gamma, int)
+        and entry.draft in DRAFTERS
+        and DRAFTERS[entry.draft].uses_all_nodes
+    ):
         return usual_nodes(lm, True, entry.gamma)
     return entry.nodes
 
@@ -485,7 +490,7 @@ class Tracing:
     begins in the same state, so the others have the same rounds."""
 
     def __init__(
-        self, path: Path, ours: Sequence[Ours], plan: Plan, costs: Costs | None, provenance: Mapping[str, Any]
+        self, path: Path, ours: Sequence[PacelineRun], plan: Plan, costs: Costs | None, provenance: Mapping[str, Any]
     ) -> None:
         self._plan, self._names = plan, {each.name for each in ours}
         settings = {**plan.sampling, "max_new_tokens": plan.tokens, "ignore_eos": True, "seed": plan.seed}

@@ -9,7 +9,7 @@ from typing import Any, cast
 
 from paceline.bench.bench_options import needs_nothing
 from paceline.bench.candidates.candidate import Cancel, Entry, Plan, Prompt, Run, Task
-from paceline.bench.candidates.paceline_run import Ours
+from paceline.bench.candidates.paceline_run import PacelineRun
 from paceline.bench.candidates.run_spec import parse_entry
 from paceline.bench.data.tasks import first_tasks
 from paceline.bench.measure.bench_session import order
@@ -24,7 +24,7 @@ from paceline.core.contracts import DRAFTERS, RULES
 from paceline.core.costs import Costs
 from paceline.core.sampling import Sampling
 from paceline.core.trace import Trace
-from paceline.drafters.resolve import beyond_text, make_drafter, named
+from paceline.drafters.resolve import make_drafter, named, replay_needs
 from paceline.engine.round_timing import Stopwatch, Timed, full_costs
 from paceline.integrations.provenance import provenance
 from paceline.models.language_model import LanguageModel
@@ -89,7 +89,7 @@ def _variants(spec: str, options: TuneOptions) -> Iterator[Entry]:
         gammas = (entry.gamma,)
     elif cls.chooses_length:
         gammas = ("auto",)
-    elif beyond_text(entry.draft, entry.options) is not None:
+    elif replay_needs(entry.draft, entry.options) is not None:
         gammas = [gamma for gamma in options.gammas if gamma <= DEEPEST] or (min(options.gammas),)
     branching = "branches" in {each.name for each in fields(cls.Options)} and "branches" not in entry.options
     for branches in options.trees if branching else (None,):
@@ -244,11 +244,11 @@ class _Tuner:
         self.lm, self.tasks, self.options = lm, tasks, options
         self._say, self._cancel, self._clock = say, cancel, clock
         self._plan = Plan(options.tokens, options.sampling, options.seed)
-        self._plain = Ours(lm, plain=True, clock=clock)
+        self._plain = PacelineRun(lm, plain=True, clock=clock)
         self._written: dict[str, Run] = {}  # plain decoding's, by task
         self._costs: Costs | None = None
         self._trials: dict[str, Trial] = {}
-        self._contestants: dict[str, Ours] = {}
+        self._contestants: dict[str, PacelineRun] = {}
         self._runs: dict[str, list[Run]] = {}
 
     def go(self, entries: list[Entry], costs: Costs | None) -> None:
@@ -265,11 +265,11 @@ class _Tuner:
         if self._cancel():
             raise _Stopped
 
-    def _warm(self, contestant: Ours) -> None:
+    def _warm(self, contestant: PacelineRun) -> None:
         """A short run that is not timed: kernels are chosen, tables made, pages touched."""
         contestant.run(self.tasks[0], replace(self._plan, tokens=min(8, self._plan.tokens)), 0, self._cancel)
 
-    def _once(self, contestant: Ours, task: Task, repeat: int) -> Run:
+    def _once(self, contestant: PacelineRun, task: Task, repeat: int) -> Run:
         run = contestant.run(task, self._plan, repeat, self._cancel)
         if not run.emitted:  # cut short
             raise _Stopped
@@ -283,7 +283,7 @@ class _Tuner:
             self._say("predicting", number, len(entries))
             self._check()
             try:
-                if beyond_text(entry.draft, entry.options) is None:
+                if replay_needs(entry.draft, entry.options) is None:
                     found = [(task, self._replayed(entry, task)) for task in self.tasks]
                 else:
                     key = f"{entry.draft} {entry.options!r}"
@@ -297,20 +297,20 @@ class _Tuner:
     def _replayed(self, entry: Entry, task: Task) -> Rounds:
         """On what plain decoding wrote, without the target."""
         assert isinstance(entry.gamma, int)
-        watch = Stopwatch(self.lm.device, self._clock)
+        stopwatch = Stopwatch(self.lm.device, self._clock)
         made = make_drafter(entry.draft, entry.options)
-        drafter = Timed(made, watch, "drafting", ("propose", "keep"))
-        nodes = entry.nodes or usual_nodes(self.lm, made.fills, entry.gamma)
+        drafter = Timed(made, stopwatch, "drafting", ("propose", "keep"))
+        nodes = entry.nodes or usual_nodes(self.lm, made.uses_all_nodes, entry.gamma)
         header = TraceHeader(self.lm.name, self.lm.vocabulary, "", "none")
         text = TraceText(task.id, task.category, task.prompts[0], self._written[task.id].tokens[0], self._plan.tokens)
         trace = rerun(text, header, cast(Any, drafter), Match(), entry.gamma, nodes)
-        return rounds_of(trace, watch.spent.get("drafting", 0.0))
+        return rounds_of(trace, stopwatch.spent.get("drafting", 0.0))
 
     def _probe(self, entry: Entry) -> list[tuple[Task, Trace, float]]:
         """A few real runs with deep drafts: their traces, and what of their time a draft step must have taken."""
         if isinstance(entry.gamma, int):
             entry = replace(entry, gamma=max(entry.gamma, min(DEEPEST, max(self.options.gammas))))
-        contestant = Ours(self.lm, entry, clock=self._clock)
+        contestant = PacelineRun(self.lm, entry, clock=self._clock)
         found = []
         try:
             self._warm(contestant)
@@ -373,7 +373,7 @@ class _Tuner:
             self._trials[trial.entry.name] = trial
             try:
                 sampled = bool(self.options.sampling.get("temperature"))
-                contestant = Ours(self.lm, trial.entry, sampled=sampled, clock=self._clock)
+                contestant = PacelineRun(self.lm, trial.entry, sampled=sampled, clock=self._clock)
                 self._warm(contestant)
                 self._contestants[trial.entry.name] = contestant
             except PacelineError as error:
@@ -388,7 +388,7 @@ class _Tuner:
                     self._run(contestant, task, repeat)
                     done += 1
 
-    def _run(self, contestant: Ours, task: Task, repeat: int) -> None:
+    def _run(self, contestant: PacelineRun, task: Task, repeat: int) -> None:
         try:
             run = self._once(contestant, task, repeat)
             self._runs.setdefault(contestant.name, []).append(run)

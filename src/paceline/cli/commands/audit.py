@@ -12,7 +12,7 @@ from paceline.cli.decoder_session import check_counts, drafting, open_decoder, o
 from paceline.cli.naming import check_pair, check_rule
 from paceline.cli.result_lines import dump, token_text, versions
 from paceline.cli.settings import show_config, source, takes
-from paceline.cli.terminal import Ink, plain_warnings, preparing, say
+from paceline.cli.terminal import Terminal, plain_warnings, preparing, say
 from paceline.common.interrupts import interruptible
 
 if TYPE_CHECKING:
@@ -91,7 +91,7 @@ def _tell(report: Report, decoder: SpeculativeDecoder | None, said: AuditOptions
     if said.json:
         print(dump({**report.as_dict(), "versions": versions()}), flush=True)
     else:
-        Ink().write(as_text(report, words))
+        Terminal().write(as_text(report, words))
     if said.report is not None:
         write_report(report, said.report, words)
         say(f"the report is in {said.report}")

@@ -18,7 +18,7 @@ from paceline.cli.decoder_session import config_of, drafting, fitting, open_deco
 from paceline.cli.naming import check_pair
 from paceline.cli.result_lines import beginning, dump, result_as_dict, summary
 from paceline.cli.settings import takes
-from paceline.cli.terminal import Ink, Shown, complain, counted, plain_warnings, say, silent_keys
+from paceline.cli.terminal import Terminal, TokenPrinter, complain, counted, plain_warnings, say, silent_keys
 from paceline.common.errors import PacelineError
 from paceline.common.interrupts import interruptible
 
@@ -44,7 +44,7 @@ def chat(ctx: typer.Context, said: ChatOptions) -> None:
         say(beginning(decoder, settings))
         if sys.stdin.isatty():
             say("/help lists the commands; Ctrl-C stops an answer, Ctrl-D leaves")
-        ink = Ink()
+        ink = Terminal()
         if said.prompt is not None and said.prompt != "-":  # standard input is where messages come from anyway
             _message(state, said.prompt, ink)
         for line in _lines():
@@ -56,7 +56,7 @@ def _has_template(lm: Any) -> bool:
     return bool(getattr(lm.tokenizer, "chat_template", None))
 
 
-def _line(state: ChatState, line: str, ink: Ink) -> bool:
+def _line(state: ChatState, line: str, ink: Terminal) -> bool:
     """One line of the user; false when it was the last. An error is told, and the chat goes on."""
     try:
         if line.startswith("/"):
@@ -78,7 +78,7 @@ def _line(state: ChatState, line: str, ink: Ink) -> bool:
     return True
 
 
-def _message(state: ChatState, text: str, ink: Ink) -> None:
+def _message(state: ChatState, text: str, ink: Terminal) -> None:
     """Every mode that is on answers, with the same seed; the conversation goes on with the speculative answer."""
     from paceline.core.noise import fresh_seed
 
@@ -111,12 +111,12 @@ def _prompt(state: ChatState, text: str) -> Any:
     return [*before, *state.messages, {"role": "user", "content": text}]
 
 
-def _answer(decoder: SpeculativeDecoder, prompt: Any, settings: Any, state: ChatState, ink: Ink) -> Generation:
+def _answer(decoder: SpeculativeDecoder, prompt: Any, settings: Any, state: ChatState, ink: Terminal) -> Generation:
     tokenizer = decoder.target.tokenizer
     live = not state.said.json and (ink.is_terminal if state.said.stream is None else state.said.stream)
     with silent_keys(), interruptible() as cancelled:
         stream = decoder.stream(prompt, cancel=cancelled, **settings)
-        shown = Shown(stream, ink if live else None, tokenizer, state.switches["drafts"])
+        shown = TokenPrinter(stream, ink if live else None, tokenizer, state.switches["drafts"])
         try:
             for piece in counted(stream, "writing", live):
                 shown.add(piece)

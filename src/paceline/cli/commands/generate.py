@@ -21,7 +21,7 @@ from paceline.cli.result_lines import (
     versions,
 )
 from paceline.cli.settings import takes
-from paceline.cli.terminal import Ink, Shown, counted, plain_warnings, say, silent_keys
+from paceline.cli.terminal import Terminal, TokenPrinter, counted, plain_warnings, say, silent_keys
 from paceline.common.errors import InputError, PacelineError
 from paceline.common.interrupts import interruptible
 
@@ -81,13 +81,13 @@ def generate(ctx: typer.Context, said: GenerateOptions) -> None:
 
 
 def _write(decoder: SpeculativeDecoder, prompt: Any, settings: dict[str, Any], said: GenerateOptions) -> Generation:
-    ink = Ink()
+    ink = Terminal()
     tokenizer = decoder.target.tokenizer
     wanted = ink.is_terminal if said.stream is None else said.stream
     live = wanted and not said.json and said.n_best is None  # the texts of a search come all at once, each with a score
     with silent_keys(), interruptible() as cancelled:
         stream = decoder.stream(prompt, cancel=cancelled, **settings)
-        shown = Shown(stream, ink if live else None, tokenizer, said.show_drafts)
+        shown = TokenPrinter(stream, ink if live else None, tokenizer, said.show_drafts)
         try:
             for piece in counted(stream, "writing", live):
                 shown.add(piece)

@@ -12,7 +12,7 @@ from paceline.core.contracts import DRAFTERS, Budget, Drafter, RowsView, Rule
 from paceline.core.costs import Costs
 from paceline.core.tree import LAWFUL, TokenTree
 from paceline.drafters.adaptive.graphed_auto import leader_for
-from paceline.drafters.adaptive.group import Company, Member, Outcome, Proposal, note_help
+from paceline.drafters.adaptive.group import DrafterGroup, Member, Outcome, Proposal, note_help
 from paceline.drafters.adaptive.stats import (
     PLAIN,
     Draft,
@@ -119,7 +119,7 @@ _PURSE = 1.0  # passes to begin with for trying out members that do not seem to 
 
 
 @DRAFTERS.register("auto")
-class Auto(Company):
+class Auto(DrafterGroup):
     """Choose drafter, length and tree in every round from measured costs and live acceptance; also not to speculate."""
 
     @dataclass(frozen=True)
@@ -153,7 +153,7 @@ class Auto(Company):
         super().__init__(options or self.Options(), device)
 
     @classmethod
-    def beyond_text(cls, options: Any) -> str | None:
+    def replay_needs(cls, options: Any) -> str | None:
         return "a clock, to know what a draft costs"
 
     def describe(self) -> str:
@@ -170,7 +170,7 @@ class Auto(Company):
         super().check(target)
         self._study(target)  # now, so that no text waits for it
 
-    def suited(self, target: Any, rule: Rule) -> Drafter:
+    def resolve_for(self, target: Any, rule: Rule) -> Drafter:
         as_usual = replace(self.options, costs=None) == self.Options()
         return leader_for(target, rule, self._costs) or self if as_usual else self
 

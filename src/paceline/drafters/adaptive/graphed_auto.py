@@ -12,10 +12,10 @@ from dataclasses import replace
 from statistics import mean, median
 from typing import Any
 
-from paceline.core.contracts import Budget, Drafter, Glimpse, RowsView, Rule
+from paceline.core.contracts import Budget, Drafter, PromptTaps, RowsView, Rule
 from paceline.core.costs import Costs
 from paceline.core.tree import TokenTree
-from paceline.drafters.models.wrapper import Around
+from paceline.drafters.models.wrapper import DrafterWrapper
 from paceline.drafters.resolve import make_drafter
 from paceline.drafters.shipped import best_for
 from paceline.models.language_model import LanguageModel
@@ -30,7 +30,7 @@ _REST = (64, 512)  # rounds it rests: at first, and in the end
 _CLEARLY = 0.97  # of plain decoding's speed: below, drafting does not pay
 
 
-def leader_for(target: LanguageModel, rule: Rule, costs: Costs) -> Leader | None:
+def leader_for(target: LanguageModel, rule: Rule, costs: Costs) -> GraphedAuto | None:
     """The best trained drafter that comes along for this target, to lead; None where rounds are not captured whole."""
     suits = rule.on_device and rule.branches and rule.draw == "coupled" and captures(target) and by_kernels(target)
     best = best_for(target) if suits else None
@@ -38,7 +38,7 @@ def leader_for(target: LanguageModel, rule: Rule, costs: Costs) -> Leader | None
         return None
     drafter = make_drafter((best[0], {**best[1], **_TREE}), device=target.device)
     drafter.check(target)
-    return None if drafter.shares_reader else Leader(drafter, costs)
+    return None if drafter.shares_reader else GraphedAuto(drafter, costs)
 
 
 def _nodes(rows: RowsView) -> int:
@@ -47,7 +47,7 @@ def _nodes(rows: RowsView) -> int:
     return min(_NODES, _READ // max(1, rows.capacity) - 1)
 
 
-class Leader(Around):
+class GraphedAuto(DrafterWrapper):
     """Drafts by `inner` inside captured rounds, or not at all while that is slower than plain decoding."""
 
     name = "auto"
@@ -69,14 +69,14 @@ class Leader(Around):
         return self._inner
 
     def _begin(self) -> None:
-        self.pace, self._catching_up = 1, False
+        self.graph_key, self._catching_up = 1, False
         self._wait, self._rested, self._since = _REST[0], 0, 0
         self._tokens.clear()
 
-    def anew(self) -> Drafter:
+    def reset_copy(self) -> Drafter:
         """Itself, where it learns nothing: what rounds take is no text's."""
-        inner = self.inner.anew()
-        return self if inner is self.inner or inner is None else Leader(inner, self._costs, self._clock)
+        inner = self.inner.reset_copy()
+        return self if inner is self.inner or inner is None else GraphedAuto(inner, self._costs, self._clock)
 
     def describe(self) -> str:
         return f"auto ({self.inner.describe()}, or none)"
@@ -85,9 +85,9 @@ class Leader(Around):
 
     @property
     def resting(self) -> bool:
-        return self.pace == 0
+        return self.graph_key == 0
 
-    def landed(self, tokens: Sequence[int], away: float) -> None:
+    def on_round_read(self, tokens: Sequence[int], away: float) -> None:
         now = self._clock()
         took, self._last = now - self._last - away, now
         if len(tokens) != self._count:  # rounds of so many rows take another time, and bring something else
@@ -114,20 +114,20 @@ class Leader(Around):
         return mean(self._tokens) * alone >= _CLEARLY * median(self._took[False])
 
     def _rest(self) -> None:
-        self.pace = self._since = self._rested = 0
+        self.graph_key = self._since = self._rested = 0
         self.inner.rewind(list(self._rows.lengths))  # what it has read by now; nothing until it wakes
 
     def _wake(self) -> None:
         """Its next draft is made outside of a program, for there may be much to read first."""
-        self.pace, self._catching_up, self._since = 1, True, 0
+        self.graph_key, self._catching_up, self._since = 1, True, 0
         self._wait = min(2 * self._wait, _REST[1])
         self._tokens.clear()
         self._took[False].clear()
 
     # ---- a round
 
-    def steady(self, longest: int) -> bool:
-        return (self.resting or not self._catching_up) and self.inner.steady(longest)
+    def graphable(self, longest: int) -> bool:
+        return (self.resting or not self._catching_up) and self.inner.graphable(longest)
 
     def propose(self, rows: RowsView, budget: Budget) -> TokenTree:
         nodes = min(budget.nodes, _nodes(rows))
@@ -136,9 +136,9 @@ class Leader(Around):
         self._catching_up = False
         return self.inner.propose(rows, replace(budget, depth=min(budget.depth, nodes), nodes=nodes))
 
-    def replayed(self) -> None:
+    def on_replay(self) -> None:
         if not self.resting:
-            self.inner.replayed()
+            self.inner.on_replay()
 
     # ---- rows come and go
 
@@ -156,5 +156,5 @@ class Leader(Around):
         self._since = 0  # prompts were read meanwhile
         self.inner.admit(rows, first)
 
-    def watch(self, rows: RowsView, glimpse: Glimpse) -> None:
-        self.inner.watch(rows, glimpse)
+    def observe_prompt(self, rows: RowsView, taps_piece: PromptTaps) -> None:
+        self.inner.observe_prompt(rows, taps_piece)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from paceline.common.errors import DrafterError, PacelineWarning, UnsupportedError
-from paceline.core.contracts import Budget, Drafter, Glimpse, Reader, Reading, RowsView
+from paceline.core.contracts import Budget, Drafter, PromptTaps, Reader, Reading, RowsView
 from paceline.core.tree import TokenTree, check_row
 from paceline.core.verdict import NOTHING, Verdict
 from paceline.drafters.adaptive.stats import Draft, Drafted, Ledger, Mean
@@ -24,17 +24,17 @@ from paceline.drafters.resolve import make_drafter
 
 
 @runtime_checkable
-class Absorber(Protocol):
+class ForwardObserver(Protocol):
     """A drafter that learns from whatever the target says, whoever drafted it: then it is told all of a pass."""
 
-    def absorb(self, tokens: Tensor, logits: Tensor, standing: Tensor) -> None: ...
+    def observe_forward(self, tokens: Tensor, logits: Tensor, standing: Tensor) -> None: ...
 
 
 @runtime_checkable
-class Lister(Protocol):
+class ListProposer(Protocol):
     """A drafter whose drafts are lists before they are tensors (`host.ListDrafter`)."""
 
-    def listed(self, rows: RowsView, budget: Budget, branching: bool = True) -> list[Drafted]: ...
+    def propose_lists(self, rows: RowsView, budget: Budget, branching: bool = True) -> list[Drafted]: ...
 
 
 @dataclass
@@ -249,12 +249,12 @@ class Member:
     @property
     def dear(self) -> bool:
         """It runs a model, so that asking costs passes."""
-        return self.drafter.hope is not None
+        return self.drafter.prior_acceptance is not None
 
     @cached_property
-    def absorber(self) -> Absorber | None:
+    def absorber(self) -> ForwardObserver | None:
         """The drafter, if it is told all of a pass instead of what became of its own draft."""
-        return self.drafter if isinstance(self.drafter, Absorber) else None
+        return self.drafter if isinstance(self.drafter, ForwardObserver) else None
 
     @cached_property
     def rewinds(self) -> bool:
@@ -262,9 +262,9 @@ class Member:
         return type(self.drafter).rewind is not Drafter.rewind
 
     @cached_property
-    def lister(self) -> Lister | None:
+    def lister(self) -> ListProposer | None:
         """The drafter, if its drafts are lists."""
-        return self.drafter if isinstance(self.drafter, Lister) else None
+        return self.drafter if isinstance(self.drafter, ListProposer) else None
 
     def tell(self, proposal: Proposal, rows: RowsView, outcome: Outcome, verdict: Verdict, reading: Reading) -> None:
         """What became of its own tree; and, where its memory goes by position, how far that is right now."""
@@ -341,7 +341,7 @@ MERGES = ("certain", "coupled")  # drafts of these kinds may stand in one tree
 _HICCUP, _ENOUGH = 3.0, 3.0  # a proposal counts as so many usual ones at most, once so many were timed
 
 
-class Company(Drafter):
+class DrafterGroup(Drafter):
     """What `portfolio` and `auto` share. A subclass proposes: it asks members (`ask`) and leaves in `tree` what was
     read. Its options have `drafters`, `persistent` and `frozen`."""
 
@@ -367,15 +367,17 @@ class Company(Drafter):
         self._members = [Member(*each, number) for number, each in enumerate(zip(made, titles, strict=True))]
         self._share_taps()
         self.takes_prediction = any(drafter.takes_prediction for drafter in made)
-        self.hope = max((drafter.hope for drafter in made if drafter.hope is not None), default=None)
+        self.prior_acceptance = max(
+            (drafter.prior_acceptance for drafter in made if drafter.prior_acceptance is not None), default=None
+        )
         self.reset()
 
     def inside(self) -> list[Drafter]:
         return [member.drafter for member in self._members]
 
-    def anew(self) -> Company:
+    def reset_copy(self) -> DrafterGroup:
         given = zip(self._members, self._given, strict=True)
-        made = tuple(member.drafter.anew() or each for member, each in given)
+        made = tuple(member.drafter.reset_copy() or each for member, each in given)
         return type(self)(replace(self.options, drafters=made), self._device)
 
     # ---- credit
@@ -383,7 +385,7 @@ class Company(Drafter):
     def reset(self) -> None:
         """Forget what the members have been worth."""
         for member in self._members:
-            member.account = Account(Ledger(hope=member.drafter.hope))
+            member.account = Account(Ledger(prior_acceptance=member.drafter.prior_acceptance))
         self._rounds = 0
         self._emitted = Mean()
         self._books: list[list[Ledger]] = []  # per row and member
@@ -434,11 +436,11 @@ class Company(Drafter):
                 return shared
         return None
 
-    def watch(self, rows: RowsView, glimpse: Glimpse) -> None:
+    def observe_prompt(self, rows: RowsView, taps_piece: PromptTaps) -> None:
         for member in self._alive():
             if member.taps:
-                own = Glimpse(glimpse.first, glimpse.start, tuple(glimpse.taps[tap] for tap in member.taps))
-                self._try(member, member.drafter.watch, rows, own)
+                own = PromptTaps(taps_piece.first, taps_piece.start, tuple(taps_piece.taps[tap] for tap in member.taps))
+                self._try(member, member.drafter.observe_prompt, rows, own)
 
     def admit(self, rows: RowsView, first: int) -> None:
         del self._books[first:]
@@ -515,7 +517,7 @@ class Company(Drafter):
     def _proposal(self, member: Member, rows: RowsView, budget: Budget) -> Proposal:
         drafter, limits = member.drafter, (self._target.vocabulary, budget.nodes, budget.depth)
         if member.lister is not None:
-            lists = member.lister.listed(rows, budget, budget.branches and self._branching(member))
+            lists = member.lister.propose_lists(rows, budget, budget.branches and self._branching(member))
             return Proposal(None, member.taps, checked_drafts(lists, rows.count, limits))
         proposal = Proposal(drafter.propose(rows, budget), member.taps)
         if proposal.tree.drawn in MERGES:
@@ -568,7 +570,7 @@ class Company(Drafter):
             proposal = proposals.get(member.number)
             if member.absorber is not None and self._absorbs(member, proposal is not None):
                 began = time.perf_counter()
-                self._try(member, member.absorber.absorb, *all_of(rows, tree, verdict, reading))
+                self._try(member, member.absorber.observe_forward, *all_of(rows, tree, verdict, reading))
                 member.account.absorbing.see(time.perf_counter() - began)
             if proposal is None and member.taps:  # it follows the target's thoughts, whoever drafts
                 proposal = Proposal(TokenTree.empty(rows.count, rows.text.device), member.taps)

@@ -11,9 +11,9 @@ from paceline.common.errors import InputError, shown
 from paceline.common.limits import Limited, limited
 from paceline.core.contracts import DRAFTERS, Budget, RowsView
 from paceline.core.tree import TokenTree
-from paceline.drafters.adaptive.group import MERGES, Company, Member
+from paceline.drafters.adaptive.group import MERGES, DrafterGroup, Member
 from paceline.drafters.adaptive.stats import Mean, merge
-from paceline.drafters.resolve import beyond_text
+from paceline.drafters.resolve import replay_needs
 
 _TRIAL = 64  # rounds every member is asked before it may be passed over
 _PROBE = 16  # where only one may draft: every so many rounds another one does
@@ -22,7 +22,7 @@ _PASS = 32  # where nodes are the cost: a pass of the target costs as much as pr
 
 
 @DRAFTERS.register("portfolio")
-class Portfolio(Company):
+class Portfolio(DrafterGroup):
     """Merge what several drafters propose into one tree, and learn which of them to believe."""
 
     @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Portfolio(Company):
         def conformance_variants(cls) -> list[Mapping[str, Any]]:
             return [{"drafters": _with_the_target}, {"drafters": _with_the_target, "mode": "first"}]
 
-    fills = True
+    uses_all_nodes = True
 
     def __init__(self, options: Options | None = None, device: Any = None) -> None:
         """Models of the members that have to be loaded go to `device`."""
@@ -74,8 +74,8 @@ class Portfolio(Company):
         return f"portfolio ({'first of ' if self.options.mode == 'first' else ''}{', '.join(shown)})"
 
     @classmethod
-    def beyond_text(cls, options: Any) -> str | None:
-        needs = [need for need in map(beyond_text, options.drafters) if need is not None]
+    def replay_needs(cls, options: Any) -> str | None:
+        needs = [need for need in map(replay_needs, options.drafters) if need is not None]
         if needs:
             return f"{needs[0]}, for a member"
         timed = options.mode == "merge" and options.cost == "time" and len(options.drafters) > 1

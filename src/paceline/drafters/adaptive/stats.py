@@ -50,11 +50,11 @@ class Ledger:
     `above` is what is believed before anything is seen: the ledger of all rows, for that of one row.
     """
 
-    def __init__(self, above: Ledger | None = None, hope: float | None = None) -> None:
-        """`hope`: the chance of a first child before anything is seen, of a drafter that is not known to copy."""
+    def __init__(self, above: Ledger | None = None, prior_acceptance: float | None = None) -> None:
+        """`prior_acceptance`: acceptance of a first child before anything is seen, of a drafter that does not copy."""
         self.chance: list[float] = list(above.chance if above is not None else _PRIOR)
-        if hope is not None:
-            self.chance[:BUCKETS] = [hope] * BUCKETS
+        if prior_acceptance is not None:
+            self.chance[:BUCKETS] = [prior_acceptance] * BUCKETS
         self.gain: Mean = Mean() if above is None else Mean(above.gain.value, 4.0)  # tokens in a row that came true
         self.run = 0  # the last so many tokens of the row it had right
         self._believed = self._seen = _TEMPER  # of its first children: the chances given, and those that came true

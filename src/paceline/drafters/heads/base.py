@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from paceline.common.errors import InputError, shown
-from paceline.core.contracts import Drafter, Glimpse, Reading, RowsView, arange
+from paceline.core.contracts import Drafter, PromptTaps, Reading, RowsView, arange
 from paceline.core.tree_growth import Grower, TreeOptions
 from paceline.core.verdict import NOTHING, Verdict
 from paceline.drafters.heads.head_modules import DraftHead, PlaceStore
@@ -40,7 +40,7 @@ class HeadDrafter(Drafter):
     the last committed token has not been read by the target when a draft is made."""
 
     on_device = True
-    hope = 0.6
+    prior_acceptance = 0.6
     needs_taps: tuple[float, ...] = (1.0,)
 
     def __init__(self, options: HeadOptions | None = None) -> None:
@@ -65,7 +65,7 @@ class HeadDrafter(Drafter):
     def describe(self) -> str:
         return self.name if self.options.tree == "chain" else f"{self.name}, tree {self.options.tree}"
 
-    def anew(self) -> Drafter:
+    def reset_copy(self) -> Drafter:
         """Itself, where it learns nothing from a text."""
         learns = self.options.tree == "optimal"
         return type(self)(replace(self.options, head=self.head)) if learns else self
@@ -93,23 +93,23 @@ class HeadDrafter(Drafter):
     def release(self, row: int, last: int, length: int) -> None:
         self.places.release(row, last)
 
-    def steady(self, longest: int) -> bool:
+    def graphable(self, longest: int) -> bool:
         return self.options.tree != "optimal"
 
     @property
-    def moved(self) -> int:
-        return self.places.moved
+    def storage_version(self) -> int:
+        return self.places.storage_version
 
     def reorder(self, rows: RowsView, source: Sequence[int]) -> bool:
         self.places.reorder(source)
         self._grower.reorder(source)
         return True
 
-    def watch(self, rows: RowsView, glimpse: Glimpse) -> None:
-        states = self.digest(glimpse.taps)
+    def observe_prompt(self, rows: RowsView, taps_piece: PromptTaps) -> None:
+        states = self.digest(taps_piece.taps)
         R, Q, _ = states.shape
-        position = arange(glimpse.start, glimpse.start + Q, states.device).expand(R, Q)
-        self.places.write(slice(glimpse.first, glimpse.first + R), position, states, max(rows.lengths))
+        position = arange(taps_piece.start, taps_piece.start + Q, states.device).expand(R, Q)
+        self.places.write(slice(taps_piece.first, taps_piece.first + R), position, states, max(rows.lengths))
 
     def keep(self, rows: RowsView, verdict: Verdict, reading: Reading) -> None:
         """The target has read the last committed token (place 0) and the draft (node n is place n+1): what it thought

@@ -16,8 +16,8 @@ from paceline.core.tree import TokenTree
 from paceline.core.tree_growth import Expand
 from paceline.drafters.heads.base import HeadDrafter, HeadOptions
 from paceline.drafters.heads.head_modules import DraftHead, PlaceStore, depths
-from paceline.models.cpu.cpu_head import KernelDraft
-from paceline.models.cuda.cuda_head import CudaDraft
+from paceline.models.cpu.cpu_head import CpuHead
+from paceline.models.cuda.cuda_head import CudaHead
 from paceline.models.heads.head_layers import DecoderLayer, LayerConfig, Norm, Remember, Scratch, by_slot
 from paceline.models.heads.subset_head import rows_of, spread
 from paceline.models.heads.training_attention import Unrolled
@@ -33,7 +33,7 @@ class Steps:
     cannot take its modules do; both write to the same memory. Only modules need masks."""
 
     def __init__(
-        self, light: Any, embed: Shared, shared: Shared, places: PlaceStore, kernels: CudaDraft | KernelDraft | None
+        self, light: Any, embed: Shared, shared: Shared, places: PlaceStore, kernels: CudaHead | CpuHead | None
     ) -> None:
         self._light, self._embed, self._shared, self._places, self._kernels = light, embed, shared, places, kernels
         self.cache = SlotCache()
@@ -275,8 +275,8 @@ class Eagle(HeadDrafter):
         self._lag = 0  # entries that may be missing after captured rounds; 0: `_read` is right
         self._behind = 0  # so many entries a captured draft reads first
 
-    def anew(self) -> Drafter:
-        fresh = super().anew()
+    def reset_copy(self) -> Drafter:
+        fresh = super().reset_copy()
         fresh.needs_taps = self.needs_taps
         return fresh
 
@@ -290,10 +290,10 @@ class Eagle(HeadDrafter):
         super().open(target, rows)
         self._embedding = self.head.words or self._embedding
         ours = type(self.head) is EagleHead and target.runner in ("auto", "kernels")
-        kernels: CudaDraft | KernelDraft | None = None
+        kernels: CudaHead | CpuHead | None = None
         if ours:
-            kernels = CudaDraft.of(self.head, self._embedding)
-            kernels = kernels or KernelDraft.of(self.light, self._embedding, self.vocabulary)
+            kernels = CudaHead.of(self.head, self._embedding)
+            kernels = kernels or CpuHead.of(self.light, self._embedding, self.vocabulary)
         self._steps = Steps(self.light, self.embed, self.shared, self.places, kernels)
         self._cache = self._steps.cache
         self._read, self._lag = [], 0
@@ -329,10 +329,10 @@ class Eagle(HeadDrafter):
             self._steps.read(rows, new, position, stop)
 
     @property
-    def moved(self) -> int:
-        return super().moved + self._cache.moved
+    def storage_version(self) -> int:
+        return super().storage_version + self._cache.storage_version
 
-    def replayed(self) -> None:
+    def on_replay(self) -> None:
         self._lag = self._behind
 
     def _settle(self, lengths: list[int]) -> None:

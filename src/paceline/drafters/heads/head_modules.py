@@ -109,7 +109,7 @@ class PlaceStore:
 
     def __init__(self, width: int, dtype: torch.dtype, device: torch.device) -> None:
         self._states = torch.zeros(0, 0, width, dtype=dtype, device=device)  # [R,T,D]
-        self.moved = next(CHANGES)  # another number whenever they are others
+        self.storage_version = next(CHANGES)  # another number whenever they are others
 
     def write(self, rows: slice, position: Tensor, states: Tensor, places: int) -> None:
         """`states` [R,Q,D] of the rows, at `position` [R,Q], all below `places`."""
@@ -140,7 +140,7 @@ class PlaceStore:
             places = max(places, min(2 * old.shape[1], places + 4096))
         self._states = old.new_zeros(max(rows, old.shape[0]), max(places, old.shape[1]), old.shape[2])
         self._states[: old.shape[0], : old.shape[1]] = old
-        self.moved = next(CHANGES)
+        self.storage_version = next(CHANGES)
 
     def reorder(self, source: Sequence[int]) -> None:
         """Row r becomes a copy of row source[r]."""

@@ -16,7 +16,7 @@ from paceline.core.tree import TokenTree
 from paceline.core.tree_growth import Expand
 from paceline.drafters.heads.base import HeadDrafter, HeadOptions
 from paceline.drafters.heads.head_modules import DraftHead
-from paceline.models.cpu.cpu_linear import KernelLinear
+from paceline.models.cpu.cpu_linear import CpuLinear
 from paceline.models.language_model import LanguageModel
 
 
@@ -82,8 +82,8 @@ class _LightHeads(nn.Module):
         self.config = head.config
         some = range(head.config.heads)
         rows = [zip(head.blocks[:, k], head.biases[:, k].squeeze(1), strict=True) for k in some]
-        self.blocks = nn.ModuleList(nn.ModuleList(KernelLinear.of(*each) for each in row) for row in rows)
-        self.output = None if head.output is None else nn.ModuleList(KernelLinear.of(head.output[k]) for k in some)
+        self.blocks = nn.ModuleList(nn.ModuleList(CpuLinear.of(*each) for each in row) for row in rows)
+        self.output = None if head.output is None else nn.ModuleList(CpuLinear.of(head.output[k]) for k in some)
 
     def forward(self, hidden: Tensor, shared: Callable[[Tensor], Tensor], most: int) -> Tensor:
         K = min(most, self.config.heads)

@@ -111,8 +111,8 @@ class Prophet(HeadDrafter):
         self._cache = SlotCache()
 
     @property
-    def moved(self) -> int:
-        return super().moved + self._cache.moved
+    def storage_version(self) -> int:
+        return super().storage_version + self._cache.storage_version
 
     def propose(self, rows: RowsView, budget: Budget) -> TokenTree:
         return self._grower.run(rows, budget, self._expand(rows))

@@ -56,14 +56,14 @@ class ListDrafter(HostDrafter[State]):
     into tensors and back."""
 
     @abstractmethod
-    def listed(self, rows: RowsView, budget: Budget, branching: bool = True) -> list[Drafted]:
+    def propose_lists(self, rows: RowsView, budget: Budget, branching: bool = True) -> list[Drafted]:
         """A draft for every row, within the budget: its tokens and their parents. Not `branching`: a chain will do,
         whatever its options say."""
 
     def propose(self, rows: RowsView, budget: Budget) -> TokenTree:
         """Branches that were asked for are drafted, whoever judges them: the loop says where a rule takes chains only,
         and nobody's option is silently ignored."""
-        return TokenTree.from_lists(self.listed(rows, budget), "cpu")
+        return TokenTree.from_lists(self.propose_lists(rows, budget), "cpu")
 
 
 class Followers:

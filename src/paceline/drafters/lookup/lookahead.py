@@ -39,14 +39,14 @@ class Lookahead(Drafter):
     def __init__(self, options: Options | None = None) -> None:
         self.options = options or self.Options()
         usual = self.Options()
-        self.fills = all(
+        self.uses_all_nodes = all(
             getattr(self.options, name) == getattr(usual, name) for name in ("window", "ngram", "candidates")
         )
         self._states: list[_Row] = []
         self._drafts: list[_Draft] = []
 
     @classmethod
-    def beyond_text(cls, options: Any) -> str | None:
+    def replay_needs(cls, options: Any) -> str | None:
         return "the target's logits (option window)" if options.window else None
 
     def open(self, target: object, rows: RowsView) -> None:

@@ -200,7 +200,7 @@ class Ngram(ListDrafter["_Row"]):
         self._states = []
 
     @classmethod
-    def beyond_text(cls, options: Any) -> str | None:
+    def replay_needs(cls, options: Any) -> str | None:
         return "the target's logits (option filler)" if options.filler else None
 
     def describe(self) -> str:
@@ -265,7 +265,7 @@ class Ngram(ListDrafter["_Row"]):
 
     # ---- drafting
 
-    def listed(self, rows: RowsView, budget: Budget, branching: bool = True) -> list[Drafted]:
+    def propose_lists(self, rows: RowsView, budget: Budget, branching: bool = True) -> list[Drafted]:
         drafts: list[Drafted] = []
         branches = self.options.branches if branching else 1
         known = zip(rows.histories, rows.settled, self._states, budget.limits, strict=True)

@@ -35,7 +35,7 @@ class Prediction(HostDrafter["_Row"]):
         self.options = options or self.Options()
 
     @classmethod
-    def beyond_text(cls, options: Any) -> str | None:
+    def replay_needs(cls, options: Any) -> str | None:
         return None
 
     def begin(self, rows: RowsView, row: int) -> _Row:

@@ -37,13 +37,13 @@ class PromptLookup(ListDrafter["_Index"]):
         self.options = options or self.Options()
 
     @classmethod
-    def beyond_text(cls, options: Any) -> str | None:
+    def replay_needs(cls, options: Any) -> str | None:
         return None
 
     def begin(self, rows: RowsView, row: int) -> _Index:
         return _Index(self.options)
 
-    def listed(self, rows: RowsView, budget: Budget, branching: bool = True) -> list[Drafted]:
+    def propose_lists(self, rows: RowsView, budget: Budget, branching: bool = True) -> list[Drafted]:
         drafts: list[Drafted] = []
         known = zip(rows.histories, rows.settled, self._states, budget.limits, strict=True)
         for history, settled, index, limit in known:

@@ -59,7 +59,7 @@ class Recycling(Drafter):
     def __init__(self, options: Options | None = None) -> None:
         self.options = options or self.Options()
         self.namespace, self.frozen = self.options.namespace, self.options.frozen
-        self.fills = self.options.nodes is None and self.options.shape is None
+        self.uses_all_nodes = self.options.nodes is None and self.options.shape is None
         self._memories: dict[str, _Memory] = {}
         self._drafted: TokenTree | None = None
 
@@ -146,13 +146,13 @@ class Recycling(Drafter):
                 below = below.where(drafted.in_use, UNREAD)
             tokens = torch.cat([tokens, drafted.tokens], 1)
             standing = torch.cat([standing, accepted_nodes(verdict, below)], 1)
-        self.absorb(tokens, reading.logits, standing)
+        self.observe_forward(tokens, reading.logits, standing)
 
     def reorder(self, rows: RowsView, source: Sequence[int]) -> bool:
         self._drafted = None if self._drafted is None else of_rows(self._drafted, source)
         return True  # what it remembers is of no row
 
-    def absorb(self, tokens: Tensor, logits: Tensor, standing: Tensor) -> None:
+    def observe_forward(self, tokens: Tensor, logits: Tensor, standing: Tensor) -> None:
         """What the target said after `tokens` [R,Q] in one pass: logits [R,Q,V]; standing [R,Q] as named above."""
         if not self.frozen:
             self._memory.learn(tokens, logits, standing)
@@ -282,6 +282,6 @@ def _compact(tokens: Tensor, plan: _Plan) -> TokenTree:
     parents = place.gather(1, above.clamp(min=0)).where(above >= 0, -1)
     to = place.where(known, N)
     room = torch.zeros(R, N + 1, dtype=torch.int64, device=tokens.device)
-    moved = room.scatter(1, to, tokens)[:, :N].where(arange(0, N, tokens.device) < count.unsqueeze(1), 0)
+    storage_version = room.scatter(1, to, tokens)[:, :N].where(arange(0, N, tokens.device) < count.unsqueeze(1), 0)
     parents = (room - 1).scatter(1, to, parents)[:, :N]
-    return TokenTree(moved, parents, count, deepest=len(plan.levels))
+    return TokenTree(storage_version, parents, count, deepest=len(plan.levels))

@@ -237,7 +237,7 @@ class Suffix(ListDrafter["_Row"]):
         self._states = []
 
     @classmethod
-    def beyond_text(cls, options: Any) -> str | None:
+    def replay_needs(cls, options: Any) -> str | None:
         return None
 
     def reset(self) -> None:
@@ -275,7 +275,7 @@ class Suffix(ListDrafter["_Row"]):
 
     # ---- drafting
 
-    def listed(self, rows: RowsView, budget: Budget, branching: bool = True) -> list[Drafted]:
+    def propose_lists(self, rows: RowsView, budget: Budget, branching: bool = True) -> list[Drafted]:
         least, drafts = self.options.min_probability, list[Drafted]()
         branches = self.options.branches if branching else 1
         known = zip(rows.histories, rows.settled, self._states, budget.limits, strict=True)

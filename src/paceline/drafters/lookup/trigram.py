@@ -256,14 +256,14 @@ class Trigram(HostDrafter[TrigramTable]):
         self._grower = Grower(options)
 
     @classmethod
-    def beyond_text(cls, options: Any) -> str | None:
+    def replay_needs(cls, options: Any) -> str | None:
         return None
 
     def describe(self) -> str:
         shape = "" if self.options.tree == "chain" else f", tree {self.options.tree}"
         return f"trigram {'of the prompt' if self._given is None else self.options.file or 'table'}{shape}"
 
-    def anew(self) -> Trigram:
+    def reset_copy(self) -> Trigram:
         return Trigram(replace(self.options, file=None, table=self._given))
 
     def check(self, target: Any) -> None:

@@ -18,7 +18,7 @@ from paceline.core.tree import TokenTree
 from paceline.core.tree_growth import Grower, TreeOptions
 from paceline.drafters.models.draft_model import ModelDrafter
 from paceline.models.language_model import LanguageModel
-from paceline.models.readers.scratch_reader import Notebook
+from paceline.models.readers.scratch_reader import ScratchReader
 from paceline.models.tokenizers.translation import Transcript, Translation
 
 _MOST_STEPS = 4  # tokens the draft writes per token of the target, at most
@@ -45,7 +45,7 @@ class CrossVocabulary(ModelDrafter):
     def describe(self) -> str:
         return f"cross-vocabulary {self.lm.name} by {self.options.mode}"
 
-    def anew(self) -> CrossVocabulary:
+    def reset_copy(self) -> CrossVocabulary:
         fresh = CrossVocabulary(self.options)
         fresh._words = self._words
         return fresh
@@ -66,7 +66,7 @@ class CrossVocabulary(ModelDrafter):
 
     def open(self, target: LanguageModel, rows: RowsView) -> None:
         self.words = self._translation(target)
-        self.book = Notebook(self.lm.reader(), ScratchRows(self.lm.device))
+        self.book = ScratchReader(self.lm.reader(), ScratchRows(self.lm.device))
         self._transcripts: list[Transcript] = []
 
     def admit(self, rows: RowsView, first: int) -> None:

@@ -161,8 +161,8 @@ class DraftLm(SelfDraft):
     def describe(self) -> str:
         return f"draft-lm{self.shape}"
 
-    def anew(self) -> Drafter:
-        fresh = super().anew()
+    def reset_copy(self) -> Drafter:
+        fresh = super().reset_copy()
         assert isinstance(fresh, DraftLm)
         fresh._head = self._head
         return fresh

@@ -30,7 +30,7 @@ class ModelDrafter(Drafter):
     """A drafter that runs a smaller model: what its kinds have in common."""
 
     Options: ClassVar[type]
-    hope = 0.7
+    prior_acceptance = 0.7
 
     def __init__(self, options: Any = None) -> None:
         self.options = options or self.Options()
@@ -108,7 +108,7 @@ class DraftModel(ModelDrafter):
         self._heard: list[int] = []  # per row, the tokens that were looked at for new ones
 
     @classmethod
-    def token_by_token(cls, options: Any) -> bool:
+    def autoregressive(cls, options: Any) -> bool:
         return bool(options.tree == "chain")
 
     def describe(self) -> str:
@@ -121,7 +121,7 @@ class DraftModel(ModelDrafter):
         """From a text, for those that come after it."""
         return self._words is not None or self.options.tree == "optimal"
 
-    def anew(self) -> Drafter:
+    def reset_copy(self) -> Drafter:
         return type(self)(self.options) if self.learns else self
 
     # ---- rows come and go
@@ -186,15 +186,15 @@ class DraftModel(ModelDrafter):
 
     # ---- drafting
 
-    def steady(self, longest: int) -> bool:
+    def graphable(self, longest: int) -> bool:
         fixed = self._words is None and self.options.tree != "optimal"
         return fixed and self._reader.capturable and longest <= self.lm.context
 
     @property
-    def moved(self) -> int:
-        return self._reader.moved
+    def storage_version(self) -> int:
+        return self._reader.storage_version
 
-    def replayed(self) -> None:
+    def on_replay(self) -> None:
         self._fed = _STEADY
 
     def propose(self, rows: RowsView, budget: Budget) -> TokenTree:

@@ -118,8 +118,8 @@ class EarlyExit(SelfDraft):
         trained = " by a trained head" if self._head else ""
         return f"early-exit after {self._depth or 'a third of the'} layers{trained}{self.shape}"
 
-    def anew(self) -> Drafter:
-        fresh = super().anew()
+    def reset_copy(self) -> Drafter:
+        fresh = super().reset_copy()
         assert isinstance(fresh, EarlyExit)
         fresh._head, fresh._fitted = self._head, self._fitted
         return fresh

@@ -19,7 +19,7 @@ class SelfQuantized(SelfDraft):
     """Let the target itself draft with its weights in int8."""
 
     shares_reader = True
-    hope = 0.9  # eight bits change few decisions
+    prior_acceptance = 0.9  # eight bits change few decisions
 
     @dataclass(frozen=True)
     class Options(TreeOptions):

@@ -19,7 +19,7 @@ from paceline.core.verdict import Verdict
 from paceline.drafters.models.draft_model import ModelDrafter, over_vocabulary
 from paceline.drafters.resolve import make_drafter
 from paceline.models.language_model import LanguageModel
-from paceline.models.readers.scratch_reader import Notebook
+from paceline.models.readers.scratch_reader import ScratchReader
 from paceline.rules.match import Match
 
 
@@ -56,14 +56,14 @@ class Staged(ModelDrafter):
         self._base: list[int] = []  # per row, how much of its text the notebook has taken over
 
     @classmethod
-    def token_by_token(cls, options: Any) -> bool:
+    def autoregressive(cls, options: Any) -> bool:
         return True
 
     def describe(self) -> str:
         return f"staged {self.lm.name} ({self.inner.describe()})"
 
-    def anew(self) -> Staged:
-        return Staged(replace(self.options, inner=self.inner.anew() or self.options.inner))
+    def reset_copy(self) -> Staged:
+        return Staged(replace(self.options, inner=self.inner.reset_copy() or self.options.inner))
 
     def check(self, target: LanguageModel) -> None:
         super().check(target)
@@ -86,7 +86,7 @@ class Staged(ModelDrafter):
         reader: Any = self.lm.reader_around(shared) if shared else self.lm.reader(self.inner.needs_taps)
         if self.lm.vocabulary < target.vocabulary:
             reader.largest = self.lm.vocabulary - 1
-        self.book = Notebook(reader, scratch)
+        self.book = ScratchReader(reader, scratch)
         self._base = []
 
     def admit(self, rows: RowsView, first: int) -> None:
@@ -95,8 +95,8 @@ class Staged(ModelDrafter):
         self.book.rows.follow(rows, 0)
         self.book.admit(rows.histories[first:])
         self._base += rows.lengths[first:]
-        for glimpse in self.book.reader.glimpses:
-            self.inner.watch(self.book.rows, glimpse)
+        for taps_piece in self.book.reader.prompt_taps:
+            self.inner.observe_prompt(self.book.rows, taps_piece)
         self.inner.admit(self.book.rows, first)
 
     def release(self, row: int, last: int, length: int) -> None:

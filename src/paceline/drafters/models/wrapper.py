@@ -20,7 +20,7 @@ from paceline.models.readers.drafting_ahead import AheadReader
 # ---- A drafter around another one, which does the work: what it is told is passed on
 
 
-class Around(Drafter):
+class DrafterWrapper(Drafter):
     """Whatever a subclass does not do by itself, `inner` does."""
 
     @property
@@ -30,15 +30,15 @@ class Around(Drafter):
     def admit(self, rows: RowsView, first: int) -> None:
         self.inner.admit(rows, first)
 
-    def steady(self, longest: int) -> bool:
-        return self.inner.steady(longest)
+    def graphable(self, longest: int) -> bool:
+        return self.inner.graphable(longest)
 
     @property
-    def moved(self) -> int:
-        return self.inner.moved
+    def storage_version(self) -> int:
+        return self.inner.storage_version
 
-    def replayed(self) -> None:
-        self.inner.replayed()
+    def on_replay(self) -> None:
+        self.inner.on_replay()
 
     def propose(self, rows: RowsView, budget: Budget) -> TokenTree:
         return self.inner.propose(rows, budget)
@@ -59,12 +59,12 @@ class Around(Drafter):
 # ---- What drafters have in common whose draft model is made out of the target itself
 
 
-class SelfDraft(Around):
+class SelfDraft(DrafterWrapper):
     """A draft model made out of the target does the work, as `draft-model` would do it."""
 
     Options: ClassVar[type]
     on_device = True
-    hope = 0.7
+    prior_acceptance = 0.7
 
     def __init__(self, options: Any = None) -> None:
         self.options = options or self.Options()
@@ -72,7 +72,7 @@ class SelfDraft(Around):
         self._made: tuple[LanguageModel, LanguageModel] | None = None  # the target, and what was made of it
 
     @classmethod
-    def token_by_token(cls, options: Any) -> bool:
+    def autoregressive(cls, options: Any) -> bool:
         return bool(options.tree == "chain")
 
     @abstractmethod
@@ -85,7 +85,7 @@ class SelfDraft(Around):
             self._made = (target, self.made_from(target))
         return self._made[1]
 
-    def anew(self) -> Drafter:
+    def reset_copy(self) -> Drafter:
         if isinstance(self._inner, DraftModel) and not self._inner.learns:
             return self
         fresh = type(self)(self.options)

@@ -212,8 +212,8 @@ def siblings(
     return tokens, sure
 
 
-class Trunk:
-    """A tree that grows, `core.quick.Trunk`: at most `size` nodes after texts of `length` [R,1]. What is added is
+class TreeBuilder:
+    """A tree that grows, `core.quick.TreeBuilder`: at most `size` nodes after texts of `length` [R,1]. What is added is
     written down by the launch that chooses what to ask about next, or by the one that ends it."""
 
     def __init__(self, length: Tensor, size: int, anywhere: bool) -> None:

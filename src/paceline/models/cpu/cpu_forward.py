@@ -25,7 +25,7 @@ from paceline.models.cpu.tree_ops import climb, offer
 from paceline.models.slot_cache import SlotCache
 
 if TYPE_CHECKING:
-    from paceline.models.cuda.cuda_forward import CudaPass
+    from paceline.models.cuda.cuda_forward import CudaForward
     from paceline.models.language_model import LanguageModel
 
 _EXTRA = 4  # tokens that take as long as it takes to begin a pass
@@ -33,7 +33,7 @@ _MANY = 16  # tokens of a pass that is limited by arithmetic, where a pass over 
 
 
 @dataclass(frozen=True)
-class Sight:
+class AttentionSpan:
     """What each token of a pass sees: the slots before `prefix` [R,Q] (None: up to its own) and, in a tree, those of
     its branch: `lists`, where each token's begins (one more for the end), and the slots of all of them; or, on a CUDA
     device, the same as `tree` (see `kernels.cuda.rounds.climb`)."""
@@ -54,17 +54,17 @@ class Part:
     head: bool = True
 
 
-class KernelPass:
+class CpuForward:
     """Runs passes of one model for one reader. It owns the memory in between, not the cache."""
 
     piece = 128  # tokens of a prompt in one pass; the bits do not depend on it
 
     @staticmethod
-    def in_tree(parents: Tensor, length: Tensor, slots: Tensor, fed: int) -> tuple[Tensor, Sight]:
+    def in_tree(parents: Tensor, length: Tensor, slots: Tensor, fed: int) -> tuple[Tensor, AttentionSpan]:
         """Positions [R,Q] and what is seen, where the last `fed` tokens of a pass at `slots` [R,Q] are the last of
         scratch tokens with these parents [R,M]."""
         position, prefix, lists = climb(parents, length, slots, fed)
-        return position, Sight(prefix, lists)
+        return position, AttentionSpan(prefix, lists)
 
     def together(self, lengths: Sequence[int]) -> bool:
         """Is one pass over so many tokens of each row, padded to the longest, cheaper than a pass for each row?"""
@@ -79,7 +79,9 @@ class KernelPass:
         tapped states [R,Q,D]; there are no logits."""
         (R, Q), part = ids.shape, Part(0, self.plan.layers, head=False)
         place = _Place(_Shape(R, Q, Q, first), self._most if R * Q >= _MANY else self.threads)
-        reading, _ = self(cache, ids, position, position, Sight(None), Q, taps, vocabulary=0, part=part, place=place)
+        reading, _ = self(
+            cache, ids, position, position, AttentionSpan(None), Q, taps, vocabulary=0, part=part, place=place
+        )
         return reading.taps
 
     def __init__(self, plan: Plan, threads: int, most: int = 1) -> None:
@@ -102,7 +104,7 @@ class KernelPass:
         ids: Tensor,
         position: Tensor,
         slots: Tensor,
-        sight: Sight,
+        sight: AttentionSpan,
         keep: int,
         taps: Sequence[int] = (),
         *,
@@ -220,7 +222,7 @@ def _check(ids: Tensor, known: int, keys: Tensor, rows: int, visible: int) -> No
     assert visible <= keys.shape[2]
 
 
-def kernel_pass(lm: LanguageModel, model: Any) -> KernelPass | CudaPass | None:
+def kernel_pass(lm: LanguageModel, model: Any) -> CpuForward | CudaForward | None:
     """Kernels for a reader of this model, where there are some. The plan is made anew each time: somebody may have
     cast the model, or hung hooks on it, since the last. Nothing is compiled for a model that has none."""
     if lm.runner not in ("auto", "kernels"):
@@ -228,18 +230,18 @@ def kernel_pass(lm: LanguageModel, model: Any) -> KernelPass | CudaPass | None:
     about = (model, lm.architecture.kinds, lm.architecture.window, lm.logits)
     why: str | None
     if lm.device.type == "cuda":
-        from paceline.models.cuda.cuda_forward import CudaPass, CudaPlan, cuda_plan
+        from paceline.models.cuda.cuda_forward import CudaForward, CudaPlan, cuda_plan
 
         found = cuda_plan(*about)
         if isinstance(found, CudaPlan):
-            return CudaPass(found, lm.strict)
+            return CudaForward(found, lm.strict)
         why = found
     else:
         plan = plan_of(*about)
         why = plan if isinstance(plan, str) else kernels_missing() or _uncompiled(plan)
         if why is None:
             assert isinstance(plan, Plan)
-            return KernelPass(plan, threads_here(lm), threads_allowed())
+            return CpuForward(plan, threads_here(lm), threads_allowed())
     if lm.runner == "kernels":
         raise UnsupportedError(
             f"The runner 'kernels' was asked for, and {lm.name} cannot run by it: {why}; use runner 'auto'."

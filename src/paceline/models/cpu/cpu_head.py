@@ -15,14 +15,14 @@ from torch import Tensor, nn
 
 from paceline.models.cpu import threads as openmp
 from paceline.models.cpu.cpu_layer import MOST, KernelNorm
-from paceline.models.cpu.cpu_linear import KernelLinear, listened, plain, threads_for
+from paceline.models.cpu.cpu_linear import CpuLinear, listened, plain, threads_for
 from paceline.models.heads.head_layers import LightLayer, Scratch
 from paceline.models.slot_cache import SlotCache
 
 _STEPS = 64  # of a chain in one job
 
 
-class KernelDraft:
+class CpuHead:
     """The steps of one head for one drafter: the memory in between is its own. `light`: an `EagleHead` as it drafts;
     table: its tokens' embeddings; vocabulary: ids from there on are of no use."""
 
@@ -57,14 +57,14 @@ class KernelDraft:
         self._own: dict[str, int] = {}
 
     @classmethod
-    def of(cls, light: Any, embedding: nn.Module, vocabulary: int) -> KernelDraft | None:
+    def of(cls, light: Any, embedding: nn.Module, vocabulary: int) -> CpuHead | None:
         """The head with its tokens' embeddings; None where kernels do not apply."""
         table: Any = getattr(embedding, "weight", None)
         if type(embedding) is not nn.Embedding or embedding.max_norm is not None or not _readable(table):
             return None
         layer, maps = light.layer, (light.fuse, light.output)
         norms = (light.norm, light.embed_norm, light.feature_norm)
-        if not isinstance(layer, LightLayer) or layer.job is None or not all(type(m) is KernelLinear for m in maps):
+        if not isinstance(layer, LightLayer) or layer.job is None or not all(type(m) is CpuLinear for m in maps):
             return None
         config, ids = light.config, light.d2t
         if any(each.job.kernel is None for each in maps) or table.shape[1] != config.embedding:

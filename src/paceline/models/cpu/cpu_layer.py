@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.models.cpu import threads as openmp
-from paceline.models.cpu.cpu_linear import KernelLinear, address, plain, threads_for
+from paceline.models.cpu.cpu_linear import CpuLinear, address, plain, threads_for
 from paceline.models.slot_cache import SlotCache
 
 MOST = 64  # tokens of a pass: more are left to torch's attention
@@ -41,7 +41,7 @@ class LayerJob:
     """A layer as kernels see it: lists of addresses and sizes, and the tensors they belong to. The maps are those of
     queries, keys and values together, of what is added, of gate and up together, and of what comes back."""
 
-    def __init__(self, maps: tuple[KernelLinear, ...], norm: Tensor, eps: float, heads: int, shared: int, width: int):
+    def __init__(self, maps: tuple[CpuLinear, ...], norm: Tensor, eps: float, heads: int, shared: int, width: int):
         from paceline.kernels.cpu import head_layer as kernels
         from paceline.kernels.cpu import llama
 

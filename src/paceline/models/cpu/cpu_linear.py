@@ -27,7 +27,7 @@ _ALONE = 1 << 22  # weights, times rows and one: for fewer another thread comes 
 _FLOAT = torch.float32
 
 
-class KernelLinear(nn.Module):
+class CpuLinear(nn.Module):
     """A map with packed weights that kernels multiply with; whatever they cannot take it multiplies by itself.
 
     A row has the same bits among any number of rows and on any number of threads.
@@ -40,7 +40,7 @@ class KernelLinear(nn.Module):
         self._job: MapJob | None = None
 
     @classmethod
-    def of(cls, weight: Tensor, bias: Tensor | None = None) -> KernelLinear:
+    def of(cls, weight: Tensor, bias: Tensor | None = None) -> CpuLinear:
         """Weights [out, in], rounded to int8."""
         return cls(Int8Linear(weight, bias))
 
@@ -178,9 +178,9 @@ def _exchanged(module: nn.Module) -> nn.Module | None:
     if light is not None:
         return cast(nn.Module, light())
     if isinstance(module, PackedLinear):
-        return KernelLinear(module)
+        return CpuLinear(module)
     if type(module) is nn.Linear and not listened(module):
-        return KernelLinear.of(module.weight, module.bias)
+        return CpuLinear.of(module.weight, module.bias)
     return None
 
 

@@ -109,7 +109,7 @@ _LEAST = 0.005  # seconds: less is a thread waking up
 _PAUSE = (32, 1024)  # passes with fewer threads, at first and in the end
 
 
-class Crowd:
+class ThreadGovernor:
     """What all passes of a process have seen of the machine: how often threads had to be halved, and until when."""
 
     def __init__(self) -> None:
@@ -159,4 +159,4 @@ class Crowd:
         self._pause = min(2 * self._pause, _PAUSE[1])
 
 
-CROWD = Crowd()
+CROWD = ThreadGovernor()

@@ -17,7 +17,7 @@ from paceline.core.device_ops import BRANCHES, Branches
 
 def offer() -> None:
     """For all trees on this machine from now on; called once kernels are there."""
-    BRANCHES.setdefault("cpu", Branches(Trunk, depths, follow_tree, move, races=False))
+    BRANCHES.setdefault("cpu", Branches(TreeBuilder, depths, follow_tree, move, races=False))
 
 
 @once
@@ -33,8 +33,8 @@ def _numbers(*shape: int) -> Tensor:
     return torch.empty(shape, dtype=torch.int64, device="cpu")
 
 
-class Trunk:
-    """A tree that grows, `core.quick.Trunk`: at most `size` nodes after each text."""
+class TreeBuilder:
+    """A tree that grows, `core.quick.TreeBuilder`: at most `size` nodes after each text."""
 
     def __init__(self, length: Tensor, size: int, anywhere: bool) -> None:
         R = length.shape[0]

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from paceline.core.contracts import Reading
 from paceline.core.device_ops import QUICK, Quick
-from paceline.models.cpu.cpu_forward import Part, Sight
+from paceline.models.cpu.cpu_forward import AttentionSpan, Part
 from paceline.models.cpu.cpu_plan import misfit
 from paceline.models.slot_cache import SlotCache
 
@@ -66,7 +66,7 @@ class CudaPlan:
         return self.angles[-1]
 
 
-class CudaPass:
+class CudaForward:
     """Runs passes of one model. It holds no memory: that is the reader's."""
 
     strict: bool  # the same bits for more tokens, too, than our products are best at
@@ -81,18 +81,18 @@ class CudaPass:
         self._first, self.strict = first, False  # a prompt is read once, and alike for everybody
         try:
             part = Part(0, layers, head=False)
-            reading, _ = self(cache, ids, position, position, Sight(None), Q, taps, vocabulary=0, part=part)
+            reading, _ = self(cache, ids, position, position, AttentionSpan(None), Q, taps, vocabulary=0, part=part)
             return reading.taps
         finally:
             self._first, self.strict = 0, strict
 
     @staticmethod
-    def in_tree(parents: Tensor, length: Tensor, slots: Tensor, fed: int) -> tuple[Tensor, Sight]:
-        """See `kernel_pass.KernelPass`."""
+    def in_tree(parents: Tensor, length: Tensor, slots: Tensor, fed: int) -> tuple[Tensor, AttentionSpan]:
+        """See `kernel_pass.CpuForward`."""
         from paceline.kernels.cuda.cuda_rounds import climb
 
         position, prefix, tree = climb(parents, length, slots, fed)
-        return position, Sight(prefix, tree=tree)
+        return position, AttentionSpan(prefix, tree=tree)
 
     def __init__(self, plan: CudaPlan, strict: bool = False) -> None:
         from paceline.kernels.cuda.cuda_attention import COUNTS
@@ -110,14 +110,14 @@ class CudaPass:
         ids: Tensor,
         position: Tensor,
         slots: Tensor,
-        sight: Sight,
+        sight: AttentionSpan,
         keep: int,
         taps: Sequence[int] = (),
         *,
         vocabulary: int,
         part: Part | None = None,
     ) -> tuple[Reading, Tensor]:
-        """See `kernel_pass.KernelPass`."""
+        """See `kernel_pass.CpuForward`."""
         from paceline.kernels.cuda.cuda_layers import add_norm, embed_norm
         from paceline.kernels.cuda.cuda_product import product
 
@@ -125,7 +125,7 @@ class CudaPass:
         part = part or Part(0, len(plan.layers))
         D, kind, device = plan.table.shape[1], plan.table.dtype, plan.table.device
         cache.allocate(len(plan.layers), plan.kv, plan.width, kind, device)
-        seen = Seen(self, cache, position, slots, sight, Q)
+        seen = ForwardInputs(self, cache, position, slots, sight, Q)
         stream = torch.empty(R * Q, D, dtype=kind, device=device)
         hidden = torch.empty_like(stream)
         first = plan.layers[min(part.start, len(plan.layers) - 1)].before
@@ -157,7 +157,9 @@ class CudaPass:
             logits = logits.view(R, keep, -1)[..., :vocabulary]
         return Reading(logits, tuple(tapped[layer] for layer in taps)), stream.view(R, Q, D)
 
-    def layer(self, index: int, seen: Seen, stream: Tensor, hidden: Tensor, between: Tensor | None = None) -> Tensor:
+    def layer(
+        self, index: int, seen: ForwardInputs, stream: Tensor, hidden: Tensor, between: Tensor | None = None
+    ) -> Tensor:
         """One layer; returns what is still to be added to the stream, in parts. It looks at `hidden` and writes its own
         norm to `between` (None: over `hidden`)."""
         from paceline.kernels.cuda.cuda_attention import attend
@@ -185,11 +187,11 @@ class CudaPass:
         return product(gated(between, layer.gate, layer.up, self.strict), [layer.down], self.strict)
 
 
-class Seen:
+class ForwardInputs:
     """Where the tokens of a pass are and what they see, flat and in the order of the kernels."""
 
     def __init__(
-        self, run: CudaPass, cache: SlotCache, position: Tensor, slots: Tensor, sight: Sight, per_row: int
+        self, run: CudaForward, cache: SlotCache, position: Tensor, slots: Tensor, sight: AttentionSpan, per_row: int
     ) -> None:
         self.cache, self.per_row = cache, per_row
         self.visible = cache.get_mask_sizes(0)[0]
@@ -207,9 +209,9 @@ def between_passes() -> Quick:
     from paceline.kernels.cuda import cuda_tree_paths as branches
     from paceline.kernels.cuda.accepting import judge
     from paceline.kernels.cuda.choosing import race
-    from paceline.kernels.cuda.cuda_tree_growing import Trunk
+    from paceline.kernels.cuda.cuda_tree_growing import TreeBuilder
 
-    trees = (Trunk, branches.depths, branches.follow_tree, branches.move)
+    trees = (TreeBuilder, branches.depths, branches.follow_tree, branches.move)
     return Quick(*trees, race, judge, rounds.follow, rounds.lay, rounds.begin, rounds.write, rounds.say)
 
 

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from paceline.models.cpu.cpu_forward import Sight
+from paceline.models.cpu.cpu_forward import AttentionSpan
 from paceline.models.cpu.cpu_linear import listened
-from paceline.models.cuda.cuda_forward import KINDS, CudaPass, CudaPlan, Layer, Seen, importable
+from paceline.models.cuda.cuda_forward import KINDS, CudaForward, CudaPlan, ForwardInputs, Layer, importable
 from paceline.models.heads.head_layers import LayerConfig, Scratch, angles_at
 from paceline.models.heads.subset_head import spread
 from paceline.models.slot_cache import SlotCache
@@ -35,7 +35,7 @@ class _Turns(nn.Module):
         return angles_at(position, self._width, self._config)
 
 
-class CudaDraft:
+class CudaHead:
     """The steps of one head for one drafter: counters are its own. `head`: an `EagleHead`."""
 
     def __init__(self, head: Any, table: Tensor) -> None:
@@ -48,7 +48,7 @@ class CudaDraft:
         of_words, of_features, after, last = (each.weight.detach() for each in norms)
         own = Layer(of_features, after, (q, k, v), None, None, o, None, gate, up, down, 0)
         with torch.inference_mode(False):
-            self._pass = CudaPass(CudaPlan(table, last, o, [own], _Turns(layer.head_width, config), config.heads,
+            self._pass = CudaForward(CudaPlan(table, last, o, [own], _Turns(layer.head_width, config), config.heads,
                                            config.kv_heads, layer.head_width, config.eps,
                                            layer.head_width**-0.5))  # fmt: skip
             self._where = None if head.d2t is None else _numbers(head.d2t, config.vocabulary)
@@ -62,7 +62,7 @@ class CudaDraft:
         self._bias = head.fuse.bias.detach() if fuses and head.fuse.bias is not None else None
 
     @classmethod
-    def of(cls, head: Any, embedding: nn.Module) -> CudaDraft | None:
+    def of(cls, head: Any, embedding: nn.Module) -> CudaHead | None:
         """The head with its tokens' embeddings; None where kernels do not apply."""
         table: Any = getattr(embedding, "weight", None)
         if type(embedding) is not nn.Embedding or embedding.max_norm is not None or importable() is not None:
@@ -97,29 +97,35 @@ class CudaDraft:
         """Read the last `width` of `length` [R,1] entries of each text again, with the target's own features [R,T,D];
         what comes out after the last one."""
         pair = self._pair.known(text, length, states, width)
-        return self._step(pair, cache, visible, pair[2], Sight(None), 1)
+        return self._step(pair, cache, visible, pair[2], AttentionSpan(None), 1)
 
-    def ahead(self, tokens: Tensor, above: Tensor | None, made: Tensor, scratch: Scratch, cache: SlotCache
-              ) -> tuple[Tensor, Tensor]:  # fmt: skip
+    def ahead(
+        self, tokens: Tensor, above: Tensor | None, made: Tensor, scratch: Scratch, cache: SlotCache
+    ) -> tuple[Tensor, Tensor]:
         """The newest scratch tokens [R,Q], which continue those of `above` [R,Q] (-1: the text, None: a chain);
         made [R,1+M,D]: the features so far, of a chain the last is enough."""
         pair = self._pair.drafted(tokens, scratch.length, scratch.before, made, above)
-        position, sight = pair[2], Sight(None)
+        position, sight = pair[2], AttentionSpan(None)
         if scratch.parents is not None:
             position, sight = self._pass.in_tree(scratch.parents, scratch.length, pair[2], tokens.shape[1])
         return self._step(pair, cache, scratch.visible, position, sight, tokens.shape[1])
 
     def _step(
-        self, pair: tuple[Tensor, Tensor, Tensor], cache: SlotCache, visible: int, position: Tensor, sight: Sight,
+        self,
+        pair: tuple[Tensor, Tensor, Tensor],
+        cache: SlotCache,
+        visible: int,
+        position: Tensor,
+        sight: AttentionSpan,
         keep: int,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+    ) -> tuple[Tensor, Tensor]:
         from paceline.kernels.cuda.cuda_layers import add_norm
 
         (looked, stream, slots), plan = pair, self._pass.plan
         (R, Q), D = slots.shape, stream.shape[1]
         cache.aim(slice(0, R), slots, visible, 0)
         cache.allocate(1, plan.kv, plan.width, stream.dtype, stream.device)
-        seen = Seen(self._pass, cache, position, slots, sight, Q)
+        seen = ForwardInputs(self._pass, cache, position, slots, sight, Q)
         added = self._pass.layer(0, seen, stream, looked, torch.empty_like(stream))
         normed = torch.empty(R * keep, D, dtype=stream.dtype, device=stream.device)
         add_norm(added, stream, normed, weight=plan.norm, eps=plan.eps, of=(keep, Q - keep))

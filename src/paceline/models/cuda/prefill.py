@@ -13,7 +13,7 @@ from paceline.models.runners.cuda_graph import programs_for
 from paceline.models.slot_cache import SlotCache
 
 if TYPE_CHECKING:
-    from paceline.models.cuda.cuda_forward import CudaPass
+    from paceline.models.cuda.cuda_forward import CudaForward
     from paceline.models.language_model import LanguageModel
 
 _LENGTHS = (16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
@@ -35,7 +35,7 @@ class PromptReader:
     when it is needed for the second time.
     """
 
-    def __init__(self, lm: LanguageModel, kernels: CudaPass, taps: Sequence[int] = ()) -> None:
+    def __init__(self, lm: LanguageModel, kernels: CudaForward, taps: Sequence[int] = ()) -> None:
         self._kernels, self._taps = kernels, taps
         self._programs = programs_for(lm)
         self._pieces: dict[tuple[int, ...], tuple[Tensor, Tensor]] = {}
@@ -47,8 +47,8 @@ class PromptReader:
         Q, device = ids.shape[1], ids.device
         length = padded(Q)
         cache.reserve(row + 1, start + length)
-        if self._moved != cache.moved:
-            self._moved = cache.moved
+        if self._moved != cache.storage_version:
+            self._moved = cache.storage_version
             self._pieces.clear()
             self._met.clear()
             if self._programs is not None:

@@ -20,7 +20,7 @@ from paceline.core.contracts import arange
 from paceline.core.tree import closure
 from paceline.models import masks
 from paceline.models.cpu.cpu_layer import MOST, KernelNorm, LayerJob
-from paceline.models.cpu.cpu_linear import KernelLinear, plain
+from paceline.models.cpu.cpu_linear import CpuLinear, plain
 from paceline.models.heads.training_attention import Unrolled
 from paceline.models.slot_cache import SlotCache
 
@@ -192,8 +192,8 @@ def angles_at(position: Tensor, width: int, config: LayerConfig) -> tuple[Tensor
     return cos[:, 0].repeat(1, 1, 2), sin[:, 0].repeat(1, 1, 2)
 
 
-def _joined(*maps: nn.Linear) -> KernelLinear:
-    return KernelLinear.of(torch.cat([each.weight for each in maps]))
+def _joined(*maps: nn.Linear) -> CpuLinear:
+    return CpuLinear.of(torch.cat([each.weight for each in maps]))
 
 
 def _angles(position: Tensor, width: int, config: LayerConfig, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -79,7 +79,7 @@ class _Cursor:
         self.data = data
         self.size = len(data)
         self.at = 0
-        self.listed = 0  # values in arrays so far
+        self.propose_lists = 0  # values in arrays so far
 
     def skip(self, length: int) -> int:
         """Move on by `length` bytes and return where they began."""
@@ -107,8 +107,8 @@ class _Cursor:
         if kind != _ARRAY:
             raise _DamageError(f"a value at byte {self.at} has the unknown type {kind}")
         element, count = int(self.number("I")), int(self.number("Q"))
-        self.listed += count
-        if self.listed > _MOST_LISTED:  # readers make an object of each
+        self.propose_lists += count
+        if self.propose_lists > _MOST_LISTED:  # readers make an object of each
             raise _DamageError(f"its arrays hold more than {_MOST_LISTED:,} values")
         if element in _NUMBERS:
             code = _NUMBERS[element]

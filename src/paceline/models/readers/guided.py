@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from paceline.common.errors import InputError, UnsupportedError
-from paceline.core.contracts import Glimpse, Reader, Reading, RowsView, Runner
+from paceline.core.contracts import PromptTaps, Reader, Reading, RowsView, Runner
 from paceline.core.scratch_rows import ScratchRows
 from paceline.models.language_model import LanguageModel, SlotReader
 from paceline.models.tokenizers.vocabulary import check_same_vocabulary
@@ -51,7 +51,7 @@ class BranchReader:
 
     def __init__(self, lm: TwoBranches, first: Any, second: SlotReader) -> None:
         self.lm = lm
-        self.glimpses: list[Glimpse] = []
+        self.prompt_taps: list[PromptTaps] = []
         self._first, self._second = first, second
         self._rows = ScratchRows(lm.device)
         self._prompts: list[tuple[int, int]] = []  # per row, the length of the prompt in each branch
@@ -74,8 +74,8 @@ class BranchReader:
         return bool(self._first.branches)
 
     @property
-    def moved(self) -> int:
-        return int(self._first.moved + self._second.moved)
+    def storage_version(self) -> int:
+        return int(self._first.storage_version + self._second.storage_version)
 
     def begin(self, rows: RowsView, first: int, room: int) -> int:
         del self._prompts[first:]
@@ -85,7 +85,7 @@ class BranchReader:
         self._rows.admit(prompts)
         self._prompts += [(length, len(other)) for length, other in zip(rows.lengths[first:], prompts, strict=True)]
         rest: int = self._first.begin(rows, first, room)
-        self.glimpses = self._first.glimpses
+        self.prompt_taps = self._first.prompt_taps
         longer = max(other - length for length, other in self._prompts)
         self._second.begin(self._rows, first, room + max(0, longer))
         return rest

@@ -12,7 +12,7 @@ from paceline.core.verdict import NOTHING, Verdict
 from paceline.models.language_model import CHUNK
 
 
-class Notebook:
+class ScratchReader:
     """Texts (`rows`) and a reader of them; `read` says how many tokens of each the reader's memory holds."""
 
     def __init__(self, reader: Reader, rows: ScratchRows) -> None:

@@ -78,7 +78,7 @@ class CompiledRunner:
 
     def __call__(self, run: Callable[[Any, dict[str, Any]], Any], model: Any, inputs: dict[str, Any]) -> Any:
         cache = inputs["past_key_values"]
-        fixed = cache.steady and len(cache.keys) == self._lm.layers and model is self._lm.model
+        fixed = cache.graphable and len(cache.keys) == self._lm.layers and model is self._lm.model
         if self._broken or not fixed or inputs.get("output_hidden_states"):
             return self._plain(run, model, inputs)
         from torch._dynamo import config  # it takes a second to import, and most never compile

@@ -57,11 +57,11 @@ class Programs:
             return result
         self._made[key] = known = self._made.pop(key)  # now the last that was used
         known.graph.replay()
-        replayed: T = known.result
-        return replayed
+        on_replay: T = known.result
+        return on_replay
 
-    def mail(self, tensor: Tensor) -> CudaMail:
-        return CudaMail(tensor)
+    def host_copy(self, tensor: Tensor) -> CudaHostCopy:
+        return CudaHostCopy(tensor)
 
     def forget(self) -> None:
         """Tensors that programs use were replaced."""
@@ -108,7 +108,7 @@ class Programs:
         return _Program(graph, result)
 
 
-class CudaMail:
+class CudaHostCopy:
     """What a device has to say to the host: copied when its turn comes, read when it is needed."""
 
     def __init__(self, tensor: Tensor) -> None:
@@ -126,7 +126,7 @@ class CudaMail:
 # ---- How rounds run: as they are, or as programs that a device repeats by itself
 
 
-class Mail(Protocol):
+class HostCopy(Protocol):
     """What a device has to say to the host."""
 
     def read(self) -> list[list[int]]: ...
@@ -137,7 +137,7 @@ class ProgramRunner(Protocol):
 
     def run(self, key: Hashable, program: Callable[[], T]) -> T: ...
 
-    def mail(self, tensor: Tensor) -> Mail: ...
+    def host_copy(self, tensor: Tensor) -> HostCopy: ...
 
     def forget(self) -> None: ...
 
@@ -148,7 +148,7 @@ class Rehearsal:
     def run(self, key: Hashable, program: Callable[[], T]) -> T:
         return program()
 
-    def mail(self, tensor: Tensor) -> Mail:
+    def host_copy(self, tensor: Tensor) -> HostCopy:
         return _Read(tensor)
 
     def forget(self) -> None:

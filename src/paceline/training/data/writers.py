@@ -47,7 +47,7 @@ def job(target: Any, dtype: str | None, lm: LanguageModel, plan: WritingPlan) ->
     }  # fmt: skip
 
 
-class Fellows:
+class WriterPool:
     """This process and `count` others write shards. They start with the first shard that is asked for, and end when the
     context does. One that dies is told of in a sentence; others write what it had begun."""
 
@@ -72,7 +72,7 @@ class Fellows:
         self.processes: list[subprocess.Popen[str]] = []
         self._threads: list[threading.Thread] = []
 
-    def __enter__(self) -> Fellows:
+    def __enter__(self) -> WriterPool:
         return self
 
     def __exit__(self, *error: object) -> None:

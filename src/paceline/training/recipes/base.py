@@ -19,7 +19,7 @@ from paceline.training.losses import Distance
 from paceline.training.teacher import Lesson, Teacher
 
 
-class Course(nn.Module):
+class Recipe(nn.Module):
     """What is trained is its parameters that want a gradient; the teacher is not part of it.
 
     Places are counted as in a round of decoding: what is drafted at place t follows a text whose last token, t+1, the
@@ -67,14 +67,14 @@ class Sizes(Limited):
     """Options of a course; kinds add their own."""
 
 
-COURSES: Registry[Course] = Registry("kind", "paceline.training.recipes")
+RECIPES: Registry[Recipe] = Registry("kind", "paceline.training.recipes")
 
 
-def make_course(kind: str, teacher: Teacher, corpus: Corpus, loss: str, options: Any, seed: int) -> Course:
+def make_course(kind: str, teacher: Teacher, corpus: Corpus, loss: str, options: Any, seed: int) -> Recipe:
     """Untrained, or as the target's own weights begin it; the same for the same seed."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        course = COURSES[kind](teacher, corpus, loss, options)
+        course = RECIPES[kind](teacher, corpus, loss, options)
     return course.to(teacher.lm.device)
 
 

@@ -16,12 +16,12 @@ from paceline.common.limits import limited
 from paceline.core.contracts import Drafter
 from paceline.drafters.models.draft_lm import DraftLayers, DraftLm
 from paceline.training.data.corpus import Corpus
-from paceline.training.recipes.base import COURSES, Course, Sizes, chosen, later
+from paceline.training.recipes.base import RECIPES, Recipe, Sizes, chosen, later
 from paceline.training.teacher import Lesson, Teacher
 
 
-@COURSES.register("draft-lm")
-class DraftLmCourse(Course):
+@RECIPES.register("draft-lm")
+class DraftLmCourse(Recipe):
     """Train a small model of the target's kind that reuses its embedding and its output head."""
 
     @dataclass(frozen=True)

@@ -17,12 +17,12 @@ from paceline.core.contracts import Drafter
 from paceline.drafters.heads.eagle import Eagle, EagleHead
 from paceline.training.data.corpus import Corpus
 from paceline.training.losses import Distance
-from paceline.training.recipes.base import COURSES, Course, Sizes, chosen, later
+from paceline.training.recipes.base import RECIPES, Recipe, Sizes, chosen, later
 from paceline.training.teacher import Lesson, Teacher
 
 
-@COURSES.register("eagle")
-class EagleCourse(Course):
+@RECIPES.register("eagle")
+class EagleCourse(Recipe):
     """Train one layer that writes ahead in the target's own hidden states (EAGLE-3)."""
 
     @dataclass(frozen=True)
@@ -85,9 +85,9 @@ class EagleCourse(Course):
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         """Where it moves, the ids that its distance knows move along."""
-        moved = super()._apply(fn, recurse)
+        module = super()._apply(fn, recurse)
         self._tell()
-        return moved
+        return module
 
     def forward(self, lesson: Lesson) -> Tensor:
         embedded, taps = self._seen(lesson)

@@ -14,12 +14,12 @@ from paceline.core.contracts import Drafter
 from paceline.drafters.models.early_exit import EarlyExit, ExitHead
 from paceline.models.readers.split import check_depth
 from paceline.training.data.corpus import Corpus
-from paceline.training.recipes.base import COURSES, Course, Sizes, chosen, later
+from paceline.training.recipes.base import RECIPES, Recipe, Sizes, chosen, later
 from paceline.training.teacher import Lesson, Teacher
 
 
-@COURSES.register("early-exit")
-class ExitCourse(Course):
+@RECIPES.register("early-exit")
+class ExitCourse(Recipe):
     """Train a head for the target's first layers, with an extra block in front of it."""
 
     @dataclass(frozen=True)

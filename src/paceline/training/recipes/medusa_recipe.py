@@ -16,14 +16,14 @@ from paceline.common.limits import limited
 from paceline.core.contracts import Drafter
 from paceline.drafters.heads.medusa import Medusa, MedusaHead
 from paceline.training.data.corpus import Corpus
-from paceline.training.recipes.base import COURSES, Course, Sizes, chosen
+from paceline.training.recipes.base import RECIPES, Recipe, Sizes, chosen
 from paceline.training.teacher import Lesson, Teacher
 
 _MOST = 5
 
 
-@COURSES.register("medusa")
-class MedusaCourse(Course):
+@RECIPES.register("medusa")
+class MedusaCourse(Recipe):
     """Train heads on the target's last hidden state, each of which guesses a token further ahead."""
 
     @dataclass(frozen=True)

@@ -15,14 +15,14 @@ from paceline.common.limits import limited
 from paceline.core.contracts import Drafter, arange
 from paceline.drafters.heads.prophet import Prophet, ProphetHead
 from paceline.training.data.corpus import Corpus
-from paceline.training.recipes.base import COURSES, Course, Sizes, chosen
+from paceline.training.recipes.base import RECIPES, Recipe, Sizes, chosen
 from paceline.training.teacher import Lesson, Teacher
 
 _SPAN = 1 << 11  # places looked at in one go when it is tried out
 
 
-@COURSES.register("prophet")
-class ProphetCourse(Course):
+@RECIPES.register("prophet")
+class ProphetCourse(Recipe):
     """Train a small transformer that is started from the target's last hidden state."""
 
     @dataclass(frozen=True)

@@ -30,10 +30,10 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-# where each public name lives; it is imported when it is asked for, so that `paceline --help` does not wait for torch
-_HOMES = {
+# The module of each public name. It is imported at first use, so that `paceline --help` does not wait for torch.
+_NAMES_BY_MODULE = {
     "core.contracts": ("DRAFTERS", "RULES", "Budget", "Drafter", "Rule"),
-    "core.errors": (
+    "common.errors": (
         "DrafterError",
         "InputError",
         "LoadError",
@@ -46,15 +46,15 @@ _HOMES = {
     "core.sampling": ("Sampling",),
     "core.tree": ("TokenTree",),
     "core.verdict": ("Verdict",),
-    "drafters.loading": ("load_drafter",),
-    "engine.custom_generate": ("CustomGenerate",),
+    "drafters.load": ("load_drafter",),
+    "integrations.custom_generate": ("CustomGenerate",),
     "engine.decoder": ("SpeculativeDecoder",),
     "engine.minimal": ("speculative_sampling", "speculative_step"),
     "engine.request": ("Generation", "Piece"),
     "models": ("LanguageModel", "load"),
-    "models.guided": ("contrast", "guided"),
+    "models.readers.guided": ("contrast", "guided"),
 }
-_HOME = {name: home for home, names in _HOMES.items() for name in names}
+_MODULE_OF = {name: module for module, names in _NAMES_BY_MODULE.items() for name in names}
 
 __all__ = [
     "DRAFTERS",
@@ -88,9 +88,9 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOME:
+    if name not in _MODULE_OF:
         raise AttributeError(f"module 'paceline' has no attribute '{name}'")
-    value = getattr(import_module(f"paceline.{_HOME[name]}"), name)
+    value = getattr(import_module(f"paceline.{_MODULE_OF[name]}"), name)
     globals()[name] = value
     return value
 

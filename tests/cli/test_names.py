@@ -166,7 +166,7 @@ def completed(*words: str) -> list[str]:
         (("chat", "--draft", "smol"), ["smollm2-135m"]),
         (("audit", "--rule", "mul"), ["multi-round"]),
         (("generate", "--target", "gem"), ["gemma3-270m"]),
-        (("generate", "--runner", "c"), ["compiled", "cuda_graph"]),
+        (("generate", "--runner", "c"), ["cuda_graph"]),
         (("bench", "--run", "suf"), ["suffix"]),
         (("bench", "--peer", "openvino-"), ["openvino-lookup"]),
         (("tune", "--candidate", "ng"), ["ngram"]),

@@ -284,7 +284,6 @@ def by_transformers() -> Iterator[tuple[str, Callable[[], None]]]:
     for name, (target, small) in made.items():
         yield f"{name} reads", partial(check_reads, target, small)
         yield f"{name} reads of auto", partial(check_reads, target, small, auto=True)
-    yield "compiled llama", partial(check_texts, *made["llama"], "model", {}, {}, "compiled")
 
 
 def main() -> int:

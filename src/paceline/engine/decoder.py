@@ -120,7 +120,7 @@ class SpeculativeDecoder:
     drafted in a row (5 if not said), or "auto": as many as pay, from measured costs and live acceptance; nodes: of a
     tree, in all; rows: prompts decoded at once; allow_lossy: permits rules that change what is written. runner: how
     passes run, "auto" (kernels of our own where they can), "eager" (transformers), "kernels" (or an error) or, on CUDA,
-    "cuda_graph" and "compiled" (docs/gpu.md); a draft model that is named takes the same. quantize: the target in
+    "cuda_graph" (docs/gpu.md); a draft model that is named takes the same. quantize: the target in
     "int8", "int4" or "bfloat16"; what is written is then what that target alone would have written.
     strict: a token has the same bits with and without a draft also where they would differ by rounding (bfloat16 on a
     GPU, other architectures than Llama's), at the price of passes of one shape.

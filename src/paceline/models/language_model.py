@@ -19,7 +19,6 @@ from paceline.models.cpu import threads as openmp
 from paceline.models.cpu.cpu_forward import AttentionSpan, CpuForward, Part, kernel_pass
 from paceline.models.cuda.prefill import PromptReader
 from paceline.models.loading.catalogue import UNKNOWN, Weights
-from paceline.models.runners.compiled import CompiledRunner
 from paceline.models.runners.eager import EagerRunner
 from paceline.models.slot_cache import SlotCache, parting
 
@@ -135,7 +134,7 @@ class LanguageModel:
 
     def reader(self, taps: Sequence[float] = (), runner: Runner | None = None) -> SlotReader:
         refuse_dropout(self.model)
-        runner = runner or (CompiledRunner(self) if self.runner == "compiled" else EagerRunner())
+        runner = runner or EagerRunner()
         if self.strict:
             from paceline.models.readers.strict import StrictReader
 
@@ -254,7 +253,7 @@ class SlotReader:
         self.cache.reserve(rows.capacity, visible)
         slots, ids = self._layout.of(rows, M, width, tokens)  # for a chain the slots are also the positions
         start = longest + M - width
-        self.cache.aim(slice(0, rows.count), start if even else slots, visible, start, rows.bound is not None)
+        self.cache.aim(slice(0, rows.count), start if even else slots, visible, start)
         self._scratch += fed
         keep = fed + (1 if width else 0)
         if self._kernels is not None:

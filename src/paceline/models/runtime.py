@@ -26,10 +26,9 @@ RUNNERS = {
     "auto": "kernels of our own where they can run, else transformers; on CUDA, rounds are captured",
     "eager": "transformers' own forward, nothing captured",
     "cuda_graph": "transformers' own forward; on CUDA, rounds are captured",
-    "compiled": "transformers' layers, one compiled and used for all, in captured rounds (CUDA)",
     "kernels": "kernels of our own, or an error; on CUDA, rounds are captured",
 }
-_PLAIN = ("eager", "cuda_graph", "compiled")  # no kernels of ours
+_PLAIN = ("eager", "cuda_graph")  # no kernels of ours
 _BRANCHES = ("first", "second")  # of a target that is made of two models (see `guided`)
 
 # ---- as people ask for it
@@ -187,10 +186,6 @@ def usual_nodes(lm: LanguageModel, uses_all_nodes: bool, gamma: int) -> int:
 def prepare(lm: LanguageModel, progress: Progress | None = None) -> None:
     """Have the kernels ready that this model will run by; refuse a runner that it cannot have."""
     for one in parts(lm):
-        if one.runner == "compiled" and one.device.type != "cuda":
-            raise UnsupportedError(
-                f"The runner 'compiled' is for CUDA devices, and {one.name} is on '{one.device}'; use runner 'auto'."
-            )
         if one.runner in _PLAIN:
             continue
         why = _unfit(one)

@@ -39,7 +39,6 @@ class SlotCache(Cache):
         self.values: list[Tensor] = []
         self._rows = self._slots = 0  # what is allocated, or will be at the first update
         self._aim: tuple[slice, int | Tensor, int] = (slice(0, 0), 0, 0)
-        self.graphable = False  # the next pass has a shape that does not depend on the texts
         self.past = 0  # committed tokens before this pass, for the parts of transformers that ask
         self._addresses: np.ndarray | None = None  # of the stores, until one of them is replaced
         self._tables: list[Tensor] = []  # the same on the device; captured programs still read those of fewer layers
@@ -63,9 +62,9 @@ class SlotCache(Cache):
         self._tables.clear()
         self.storage_version = next(CHANGES)
 
-    def aim(self, rows: slice, slots: int | Tensor, visible: int, past: int, graphable: bool = False) -> None:
+    def aim(self, rows: slice, slots: int | Tensor, visible: int, past: int) -> None:
         """The next pass writes to `slots` (a first slot common to all rows, or [R,Q]) and sees slots 0..visible-1."""
-        self._aim, self.graphable = (rows, slots, visible), graphable
+        self._aim = (rows, slots, visible)
         self.past = past
 
     # ---- called by transformers, inside a pass

@@ -29,9 +29,7 @@ class BenchSettings:
     target: Annotated[str, _value(_MODELS, "MODEL", "Catalogue name, hub id, folder or .gguf file.")] = "smollm2-135m"
     dtype: Annotated[str | None, _value(_MODELS, "TYPE", "float32, bfloat16, float16, float64 or auto.")] = None
     device: Annotated[str | None, _value(_MODELS, "DEVICE", "cpu, cuda, cuda:1 …; CUDA where there is one.")] = None
-    runner: Annotated[str, _value(_MODELS, "NAME", "auto, eager (transformers), kernels or cuda_graph.")] = (
-        "auto"
-    )
+    runner: Annotated[str, _value(_MODELS, "NAME", "auto, eager (transformers), kernels or cuda_graph.")] = "auto"
     quantize: Annotated[str | None, _value(_MODELS, "KIND", "The target in int8, int4 or bfloat16; exact to that.")] = (
         None
     )

@@ -73,9 +73,7 @@ class PairOptions:
     ] = None
     dtype: Annotated[str | None, _value(_MODELS, "TYPE", "float32, bfloat16, float16, float64 or auto.")] = None
     device: Annotated[str | None, _value(_MODELS, "DEVICE", "cpu, cuda, cuda:1 …; CUDA where there is one.")] = None
-    runner: Annotated[str, _value(_MODELS, "NAME", "auto, eager, cuda_graph or kernels (docs/gpu.md).")] = (
-        "auto"
-    )
+    runner: Annotated[str, _value(_MODELS, "NAME", "auto, eager, cuda_graph or kernels (docs/gpu.md).")] = "auto"
     tp_plan: Annotated[str | None, _value(_MODELS, "auto", "Share the target out over the processes of torchrun.")] = (
         None
     )

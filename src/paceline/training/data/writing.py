@@ -122,7 +122,7 @@ class WritingPlan(Limited):
 
 def first_words() -> list[str]:
     """Beginnings of questions of many kinds, of our own writing."""
-    found: list[str] = json.loads((files("paceline.training") / "openings.json").read_text("utf-8"))
+    found: list[str] = json.loads((files("paceline.training.data") / "openings.json").read_text("utf-8"))
     return found
 
 

@@ -1,5 +1,5 @@
-# Only Python 3.10+ and make are assumed. `make` alone lists the targets.
-#   make test PYTHON=python3.12 VENV=.venv-3.12     another interpreter, in an environment of its own
+# Needs Python 3.10+ and make. `make` alone lists the targets.
+#   make test PYTHON=python3.12 VENV=.venv-3.12     another interpreter, in its own environment
 
 PYTHON  ?= python3
 VENV    ?= .venv
@@ -8,67 +8,72 @@ PROMPT  ?= Tom has 3 boxes with 12 pencils each and gives away 9 pencils. How ma
 
 PY      := $(VENV)/bin/python
 STAMP   := $(VENV)/.installed
-TRITON  := $(VENV)/.triton
+DEV     := $(VENV)/.dev
+DOCS    := $(VENV)/.docs
 BUSY    := $(VENV)/.installing
-PIP     := $(PY) -m pip install --disable-pip-version-check -c constraints.txt
-# Two pytest workers on two cores: one thread each, or they fight.
+PIP     := $(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt
+# Two pytest workers share two cores, so each gets one thread.
 ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo install weights test check lint format types layers unit coverage quick real models clean FORCE
+.PHONY: help demo install docs weights test check lint format types layers unit coverage quick real models clean FORCE
 
 help:  ## this list
 	@sed -n 's/^\([a-z]*\):.*  ## \(.*\)/  make \1|\2/p' Makefile | awk -F'|' '{printf "%-16s %s\n", $$1, $$2}'
 
-demo: $(STAMP)  ## install, fetch SmolLM2-135M, generate plainly and speculatively, compare
-	$(VENV)/bin/paceline generate "$(PROMPT)" --chat --draft eagle --gamma 4 --max-new-tokens 96 --compare
+demo: $(STAMP)  ## install, fetch SmolLM2-135M, generate with and without drafts, compare
+	@echo "[4/4] Generate with and without drafts. The first run fetches SmolLM2-135M (93 MB) and compiles the CPU kernels."
+	@$(VENV)/bin/paceline generate "$(PROMPT)" --chat --draft eagle --gamma 4 --max-new-tokens 96 --compare
 
-install: $(STAMP)  ## make .venv and install everything, pinned by constraints.txt
+install: $(STAMP)  ## make .venv and install Paceline, pinned by constraints.txt
+
+docs: $(DOCS)  ## build the site into build/site; a broken link or anchor fails
+	@$(VENV)/bin/mkdocs build --strict --quiet && echo "build/site/index.html"
 
 # With --keep-going a failure does not hide what comes after it, and the exit status is still non-zero.
-test: install  ## everything CI runs
+test: $(DEV)  ## everything CI runs
 	@$(MAKE) --no-print-directory --keep-going lint format types layers unit real
 
-check: install  ## the quick part
+check: $(DEV)  ## the quick part
 	@$(MAKE) --no-print-directory --keep-going lint format types layers quick
 
-lint: $(STAMP)  ## ruff check
+lint: $(DEV)  ## ruff check
 	$(VENV)/bin/ruff check .
 
-format: $(STAMP)  ## ruff format --check
+format: $(DEV)  ## ruff format --check
 	$(VENV)/bin/ruff format --check .
 
-types: $(STAMP)  ## mypy
+types: $(DEV)  ## mypy
 	$(VENV)/bin/mypy
 
-layers: $(STAMP)  ## import-linter: imports point down only
+layers: $(DEV)  ## import-linter: imports point down only
 	$(VENV)/bin/lint-imports
 
-unit: $(TRITON)  ## every test that needs no weights
+unit: $(DEV)  ## every test that needs no weights
 	$(ONE_THREAD) $(PY) -m pytest -q -n $(WORKERS) -m "not real" --durations=10 --durations-min=2
 
-coverage: $(TRITON)  ## the same, showing what no test touches
+coverage: $(DEV)  ## the same, showing what no test touches
 	$(ONE_THREAD) $(PY) -m pytest -q -n $(WORKERS) -m "not real" --cov --cov-report=term
 
-quick: $(STAMP)  ## the tests of `make check`
+quick: $(DEV)  ## the tests of `make check`
 	$(ONE_THREAD) $(PY) -m pytest -q -n $(WORKERS) -m "not slow and not real"
 
-real: weights  ## the tests on SmolLM2, alone and with all threads
+real: $(DEV) weights  ## the tests on SmolLM2, alone and with all threads
 	$(PY) -m pytest -m real --durations=5 --durations-min=2
 
-models: $(STAMP)  ## try every class of transformers, tiny (20 minutes); writes docs/models.md
+models: $(DEV)  ## try every class of transformers, tiny (20 minutes); writes docs/models.md
 	$(ONE_THREAD) $(PY) -m tests.models.survey
 
 weights: $(STAMP)  ## fetch SmolLM2-135M into the cache
-	$(PY) -c 'import paceline; paceline.load("smollm2-135m")'
+	@$(PY) -c 'import paceline; paceline.load("smollm2-135m")'
 
-clean:  ## remove the environment and every cache in the tree (not the weights)
+clean:  ## remove the environment and every cache of the tree (not the weights)
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache .coverage .coverage.*
 	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +
 	rm -rf src/*.egg-info
 
-# A PYTHON asked for by name that is not the one inside the environment: make the environment again.
+# If PYTHON is given and differs from the interpreter of the environment, make the environment again.
 ifneq ($(origin PYTHON),file)
 ifneq ($(wildcard $(PY)),)
 ifneq ($(shell $(PYTHON) -V 2>&1),$(shell $(PY) -V 2>&1))
@@ -77,20 +82,29 @@ endif
 endif
 endif
 
-# An install that was cut off leaves $(BUSY) behind and starts from nothing next time; a whole environment is kept and
-# brought up to date. setuptools comes first, pinned, so that nothing is fetched unpinned to build the package itself.
+# $(BUSY) marks an install that did not end: the next one starts again from nothing. setuptools is installed first, pinned,
+# so that the build of the package fetches nothing unpinned.
 $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Paceline needs Python 3.10 or newer, and $(PYTHON) is " + sys.version.split()[0] + "; name another with PYTHON=python3.11.")'
 	@if [ -e $(BUSY) ] || [ "$$($(PYTHON) -V 2>&1)" != "$$($(PY) -V 2>&1)" ] || ! $(PY) -m pip --version >/dev/null 2>&1; then \
-	    rm -rf $(VENV) && mkdir -p $(VENV) && touch $(BUSY) && echo "$(PYTHON) -m venv $(VENV)" && $(PYTHON) -m venv $(VENV); \
+	    echo "[1/4] Make the environment $(VENV) ($$($(PYTHON) -V))."; \
+	    rm -rf $(VENV) && mkdir -p $(VENV) && touch $(BUSY) && $(PYTHON) -m venv $(VENV); \
 	fi
 	@touch $(BUSY)
-	$(PIP) --quiet setuptools
-	$(PIP) --no-build-isolation -e '.[dev]'
-	@rm -f $(BUSY) && touch $@
+	@echo "[2/4] Install torch, transformers and numba. This takes one to five minutes."
+	@$(PIP) setuptools
+	@$(PIP) --no-build-isolation -e .
+	@echo "[3/4] Paceline is installed: $(VENV)/bin/paceline."
+	@rm -f $(BUSY) $(DEV) $(DOCS) && touch $@
 
-# The kernels for CUDA devices are interpreted in tests. Not among the dependencies: it is large (180 MB to fetch), torch
-# for CUDA brings its own, and there is none for other systems (the tests that want it are then skipped).
-$(TRITON): $(STAMP)
-	@if [ "$$(uname -sm)" = "Linux x86_64" ]; then $(PIP) --quiet --no-deps triton==3.6.0; fi
+# Development tools. Triton runs the CUDA kernels in its interpreter here. It is not a dependency: it is large (180 MB), torch
+# for CUDA brings its own, and other systems have none (the tests that need it are then skipped).
+$(DEV): $(STAMP)
+	@echo "Install the development tools."
+	@$(PIP) --no-build-isolation -e '.[dev]'
+	@if [ "$$(uname -sm)" = "Linux x86_64" ]; then $(PIP) --no-deps triton==3.6.0; fi
+	@touch $@
+
+$(DOCS): $(STAMP)
+	@$(PIP) --no-build-isolation -e '.[docs]'
 	@touch $@

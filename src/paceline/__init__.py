@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from paceline.models import LanguageModel, load
     from paceline.models.readers.guided import contrast, guided
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 # The module of each public name. It is imported at first use, so that `paceline --help` does not wait for torch.
 _NAMES_BY_MODULE = {

@@ -6,9 +6,8 @@ import os
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
-from paceline.bench.candidates.run_spec import parted
 from paceline.common.errors import InputError
-from paceline.common.names import check_draft, check_dtype, check_model, check_name, check_options, names
+from paceline.common.names import check_draft, check_dtype, check_model, check_name, check_options, names, split_spec
 
 if TYPE_CHECKING:
     from paceline.cli.bench_command_options import BenchSettings
@@ -58,7 +57,7 @@ def check_bench(said: BenchSettings) -> None:
     check_running(said.runner, said.quantize, said.dtype)
     check_name("preset", said.preset)
     for peer in said.peer or ():
-        check_name("peer", parted(peer)[0])
+        check_name("peer", split_spec(peer)[0])
     for shape in (said.shape, said.draft_shape):
         check_name("shape", None if shape is None else shape.partition(":")[0])
     if said.shape is None:
@@ -79,7 +78,7 @@ def check_run(text: str) -> None:
     """A run as the command line writes it: "ngram:gamma=8,rule=ratio", JSON, a model or a folder."""
     if text.lstrip().startswith("{") or os.path.exists(text):
         return  # read later, in full
-    name, options = parted(text)
+    name, options = split_spec(text)
     if "" in options:
         return
     own = [key.removeprefix("drafter.") for key in options if key not in _OF_A_RUN and not key.startswith("rule.")]

@@ -114,6 +114,29 @@ def _mapping(text: str) -> Mapping[str, Any] | None:
     return found if isinstance(found, dict) else None
 
 
+def split_spec(text: str) -> tuple[str, dict[str, str]]:
+    """The name and the options of "ngram:gamma=8,branches=4".
+
+    A piece without `=` belongs to the value before it, so that a value can be a list: "early-exit:skip=1,2,gamma=4".
+    A first piece without a key gets the key "".
+    """
+    name, colon, rest = text.partition(":")
+    options: dict[str, str] = {}
+    last = ""
+    for piece in rest.split(",") if colon else ():
+        key, equals, value = piece.partition("=")
+        if not equals:
+            options[last] = f"{options[last]},{piece.strip()}" if last in options else piece.strip()
+            continue
+        last = key.strip()
+        if not last or last in options:
+            raise InputError(f"'{text}' has the key '{key.strip()}' twice or no key; write name:key=value,key=value.")
+        options[last] = value.strip()
+    if not name.strip() or (colon and not rest.strip()):
+        raise InputError(f"'{text}' has nothing before or after its colon; write name:key=value,key=value.")
+    return name.strip(), options
+
+
 # ---- what the index does not hold
 
 

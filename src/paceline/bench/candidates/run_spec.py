@@ -10,33 +10,12 @@ from typing import Any
 from paceline.bench.candidates.candidate import Entry
 from paceline.common.errors import InputError, UnknownNameError
 from paceline.common.json_text import parse_json
+from paceline.common.names import split_spec
 from paceline.core.contracts import DRAFTERS, RULES
 from paceline.core.registry import build_options, convert_options
 from paceline.drafters.load import holds
 from paceline.drafters.shipped import weights_of
 from paceline.models import catalogue_names, is_model
-
-# ---- How a run or a peer is said on the command line: `name:key=value,key=value`
-
-
-def parted(text: str) -> tuple[str, dict[str, str]]:
-    """The name and the options of "ngram:gamma=8,branches=4". A piece without `=` belongs to the value before it, so
-    that a list can be said: "early-exit:skip=1,2,gamma=4". What comes first without a key has the key ""."""
-    name, colon, rest = text.partition(":")
-    options: dict[str, str] = {}
-    last = ""
-    for piece in rest.split(",") if colon else ():
-        key, equals, value = piece.partition("=")
-        if not equals:
-            options[last] = f"{options[last]},{piece.strip()}" if last in options else piece.strip()
-            continue
-        last = key.strip()
-        if not last or last in options:
-            raise InputError(f"'{text}' says '{key.strip()}' twice or without a name; write name:key=value,key=value.")
-        options[last] = value.strip()
-    if not name.strip() or (colon and not rest.strip()):
-        raise InputError(f"'{text}' has nothing before or after its colon; write name:key=value,key=value.")
-    return name.strip(), options
 
 
 def whole_number(owner: str, key: str, text: str, least: int = 1) -> int:
@@ -82,7 +61,7 @@ def parse_entry(given: str | Mapping[str, Any], gamma: int | str = 5) -> Entry:
         return _entry(json.dumps(dict(given), default=repr), given, gamma)
     if os.path.exists(given):  # a folder may have a colon in its name
         return _entry(given, {"name": given}, gamma)
-    name, options = parted(given)
+    name, options = split_spec(given)
     if "" in options:
         raise InputError(f"'{options['']}' in '{given}' has no key; write {name}:key=value,key=value.")
     return _entry(given, {"name": name, **options}, gamma)

@@ -8,9 +8,9 @@ from typing import Any
 
 from paceline.bench.bench_options import BenchOptions
 from paceline.bench.candidates.candidate import Task
-from paceline.bench.candidates.run_spec import parted
 from paceline.bench.data.tasks import Conversation, Skipped
 from paceline.common.errors import InputError, UnknownNameError
+from paceline.common.names import split_spec
 from paceline.core.sampling import Sampling
 
 ALL_SAMPLERS = "all"
@@ -73,7 +73,7 @@ def parse_samplers(options: BenchOptions) -> list[Sampler]:
 
 
 def _of(text: str, base: _Base, levels: Sequence[float]) -> Iterator[Sampler]:
-    name, said = parted(text)
+    name, said = split_spec(text)
     if name not in SAMPLERS:
         raise UnknownNameError("sampler", name, [*SAMPLERS, ALL_SAMPLERS])
     settings = {**SAMPLERS[name](base), **{key: _number(text, key, value) for key, value in said.items()}}

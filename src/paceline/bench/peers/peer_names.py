@@ -7,12 +7,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from paceline.bench.candidates.candidate import Contestant
-from paceline.bench.candidates.run_spec import parted, whole_number
+from paceline.bench.candidates.run_spec import whole_number
 from paceline.bench.peers.gguf_export import FORMATS, gguf_of, in_floats, numbered, written
 from paceline.bench.peers.llama_cpp_peer import BEST, KINDS, LlamaCpp, Speculation, xllamacpp
 from paceline.bench.peers.openvino_peer import OpenVino
 from paceline.bench.peers.transformers_peer import HuggingFace, early_exit
 from paceline.common.errors import InputError, PacelineError, UnknownNameError, UnsupportedError
+from paceline.common.names import split_spec
 from paceline.models import load
 from paceline.models.language_model import LanguageModel
 from paceline.models.tokenizers.vocabulary import check_same_vocabulary
@@ -47,7 +48,7 @@ def open_peers(
     peers: list[Contestant] = []
     notes: list[str] = []
     for text in names:
-        name, options = parted(text)
+        name, options = split_spec(text)
         try:
             peers.append(_PEERS[name].open(text, options, about))
         except InputError:
@@ -60,7 +61,7 @@ def open_peers(
 def check_peers(names: Sequence[str]) -> None:
     """Mistakes in the names and options of peers: told before a model is loaded."""
     for text in names:
-        name, options = parted(text)
+        name, options = split_spec(text)
         if name not in _PEERS:
             raise UnknownNameError("peer", name, _PEERS)
         if names.count(text) > 1:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.engine.test_replays import Replays, imitated
+from tests.engine.graph_devices import Replays, imitated
 from tests.toys import llama
 
 import paceline

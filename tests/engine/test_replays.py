@@ -6,28 +6,21 @@ before the recording began is that of the first draft ever after.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
-from typing import Any, TypeVar
+from typing import Any
 
 import pytest
+from tests.engine.graph_devices import Replays, imitated
+from tests.selection import covering
 from tests.toys import gpt2, llama
-from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 import paceline
-from paceline.core import law
-from paceline.core import tree_shape as ranking
 from paceline.core.costs import Costs
 from paceline.drafters.heads.eagle import EagleHead
 from paceline.drafters.heads.medusa import MedusaHead
 from paceline.drafters.heads.prophet import ProphetHead
-from paceline.engine import round_graphs as flight
-from paceline.models.runners.cuda_graph import Rehearsal
 
 pytestmark = pytest.mark.usefixtures("trees_by_torch")  # a device that is imitated has no kernels of a CPU
 
-T = TypeVar("T")
 PROMPTS = [[1, 2, 3, 4, 5, 1, 2], [7, 8, 9], [3, 3, 3, 3, 3], [6, 1]]
 SETTINGS: list[dict[str, Any]] = [
     {},
@@ -53,89 +46,9 @@ DRAFTS: list[tuple[Any, dict[str, Any]]] = [
 HEADS: dict[Any, Any] = {"medusa": MedusaHead, "eagle": EagleHead, "prophet": ProphetHead}
 
 
-def memory(tensor: Tensor) -> Any:
-    return tensor.untyped_storage()
-
-
-class Tape(TorchDispatchMode):
-    """Notes every step and its tensors. Recording is no round: what was there before is as it was, afterwards."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._steps: list[tuple[Any, Any, Any, list[Any]]] = []
-        self._made: set[int] = set()  # memory of the record's own, which it holds
-        self._before: dict[int, tuple[Any, Any]] = {}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        assert not any(name in str(func) for name in ("_local_scalar_dense", "nonzero", "masked_select")), func
-        kwargs, schema = kwargs or {}, func._schema.arguments
-        given = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
-        if any(argument.alias_info is not None and argument.alias_info.is_write for argument in schema):
-            for where in map(memory, given):
-                if where.data_ptr() not in self._made | self._before.keys():
-                    self._before[where.data_ptr()] = (where, where.clone())
-        known = {memory(each).data_ptr() for each in given}
-        result = func(*args, **kwargs)
-        leaves = tree_leaves(result)
-        self._made |= {memory(each).data_ptr() for each in leaves if isinstance(each, Tensor)} - known
-        self._steps.append((func, args, kwargs, leaves))
-        return result
-
-    def rewind(self) -> None:
-        for where, content in self._before.values():
-            where.copy_(content)
-        self._before.clear()
-
-    def play(self) -> None:
-        for func, args, kwargs, leaves in self._steps:
-            for old, new in zip(leaves, tree_leaves(func(*args, **kwargs)), strict=True):
-                if isinstance(old, Tensor) and memory(old).data_ptr() != memory(new).data_ptr():
-                    old.copy_(new)
-
-
-class Replays(Rehearsal):
-    """Programs as those of a CUDA device: see `models.runners.cuda_graph`."""
-
-    def __init__(self) -> None:
-        self.made: dict[Hashable, tuple[Tape, Any]] = {}
-        self.played = 0
-
-    def run(self, key: Hashable, program: Callable[[], T]) -> T:
-        if key not in self.made:
-            result = program()
-            with Tape() as tape:
-                again = program()
-            tape.rewind()
-            self.made[key] = (tape, again)
-            return result
-        tape, known = self.made[key]
-        self.played += 1
-        tape.play()
-        return known  # type: ignore[no-any-return]
-
-    def forget(self) -> None:
-        self.made.clear()
-
-
 @pytest.fixture
 def programs(monkeypatch: pytest.MonkeyPatch) -> list[Replays]:
     return imitated(monkeypatch)
-
-
-def imitated(monkeypatch: pytest.MonkeyPatch) -> list[Replays]:
-    """A device that captures, for whatever is decoded next."""
-    made: list[Replays] = []
-
-    def make(lm: Any) -> Replays | None:
-        if lm.runner == "eager":
-            return None
-        made.append(Replays())
-        return made[-1]
-
-    monkeypatch.setattr(flight, "programs_for", make)
-    for module in (law, ranking):  # a device is not looked at
-        monkeypatch.setattr(module, "on_host", lambda scores: False)
-    return made
 
 
 def check_texts(
@@ -150,7 +63,7 @@ def check_texts(
     plain = paceline.SpeculativeDecoder(target, draft=None, runner="eager")
     named = little if draft == "model" else draft
     on_replay = paceline.SpeculativeDecoder(lm, named, options=options)
-    settings = {**settings, "max_new_tokens": 24}
+    settings = {**settings, "max_new_tokens": 16}
     wanted = [plain.generate(prompt, **settings).tokens for prompt in PROMPTS]
     for _ in range(2):
         assert [on_replay.generate(prompt, **settings).tokens for prompt in PROMPTS] == wanted, "one row"
@@ -163,17 +76,15 @@ def check_texts(
             assert rounds == [len(out.trace.rounds) for out in eager.generate(prompts, **settings)]
 
 
-@pytest.mark.parametrize("settings", SETTINGS, ids=["greedy", "sampled", "penalised"])
-@pytest.mark.parametrize(("draft", "options"), DRAFTS, ids=str)
-def test_the_same_texts(draft: Any, options: dict[str, Any], settings: dict[str, Any], programs: list[Replays]) -> None:
-    check_texts(llama, draft, options, settings, programs)
+@pytest.mark.parametrize(("drafter", "settings"), covering(DRAFTS, SETTINGS))
+def test_the_same_texts(drafter: tuple[Any, dict[str, Any]], settings: dict[str, Any], programs: list[Replays]) -> None:
+    check_texts(llama, *drafter, settings, programs)
 
 
-@pytest.mark.parametrize("settings", SETTINGS, ids=["greedy", "sampled", "penalised"])
 @pytest.mark.parametrize(
-    ("draft", "options"), [each for each in DRAFTS if each[0] in ("prompt-lookup", "auto")], ids=str
+    ("drafter", "settings"), covering([each for each in DRAFTS if each[0] in ("prompt-lookup", "auto")], SETTINGS)
 )
 def test_another_architecture(
-    draft: Any, options: dict[str, Any], settings: dict[str, Any], programs: list[Replays]
+    drafter: tuple[Any, dict[str, Any]], settings: dict[str, Any], programs: list[Replays]
 ) -> None:
-    check_texts(gpt2, draft, options, settings, programs)
+    check_texts(gpt2, *drafter, settings, programs)

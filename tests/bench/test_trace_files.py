@@ -41,7 +41,7 @@ def lm() -> Any:
 def header(lm: Any) -> TraceHeader:
     settings = {"temperature": 0.7, "top_k": 5, "logit_bias": {3: -1.5}, "banned_tokens": [4], "seed": 9}
     costs = Costs({1: {1: 0.5, 8: 0.75}}, 0.01, {"ngram": 0.001})
-    return header_of(lm, ENTRY, settings, reach=64, costs=costs, provenance={"commit": "abc"})
+    return header_of(lm, ENTRY, settings, costs=costs, provenance={"commit": "abc"})
 
 
 def put_all(path: Any, header: Any, texts: Any) -> None:

@@ -167,9 +167,7 @@ class Recording:
         gamma = "auto" if decoder.drafter.chooses_length else decoder.gamma
         entry = Entry(how.draft, how.draft, options, gamma, said.nodes, said.rule, rule_options)
         self._decoder, self._settings, self._path = decoder, settings, said.trace
-        self._header = header_of(
-            decoder.target, entry, settings, reach=decoder.drafter.reach(), provenance={"versions": versions()}
-        )
+        self._header = header_of(decoder.target, entry, settings, provenance={"versions": versions()})
         self._open().close()
 
     def _open(self) -> TraceWriter:

@@ -206,16 +206,6 @@ class Drafter(ABC):
         so that they can be made again without the target (`bench.replaying.replay`)."""
         return "a model's logits"
 
-    @classmethod
-    def autoregressive(cls, options: Any) -> bool:
-        """Is its draft a chain as deep as the budget, each token a function of all tokens before it? A chain begun
-        later, where the text has followed an earlier one, is then the rest of that."""
-        return False
-
-    def reach(self) -> int | None:
-        """The longest text, with its draft, that it can draft for; None: any that the target can read."""
-        return None
-
     def check(self, target: Any) -> None:  # noqa: B027
         """Refuse, with `UnsupportedError`, a target this drafter cannot draft for."""
 

@@ -19,6 +19,21 @@ class Round:
     asked: float = 0.0  # seconds that the models it asked for it take, as it has measured them
 
     @property
+    def depths(self) -> list[int]:
+        """Per drafted node its depth; a root has depth 0."""
+        if self.parents is None:
+            return list(range(len(self.drafted)))
+        depths: list[int] = []
+        for parent in self.parents:
+            depths.append(0 if parent < 0 else depths[parent] + 1)
+        return depths
+
+    @property
+    def depth(self) -> int:
+        """Tokens on the longest path of the draft."""
+        return max(self.depths, default=-1) + 1
+
+    @property
     def rejected(self) -> tuple[int, ...]:
         """The drafted tokens that were not kept, in the order of the draft."""
         kept = set(self.path)
@@ -52,7 +67,7 @@ class Trace:
         """(accepted, drafted) for the 1st, 2nd, ... drafted token of a round; unconditional."""
         table: list[list[int]] = []
         for entry in self.rounds:
-            depths = _depths(entry)
+            depths = entry.depths
             for depth in set(depths):
                 while len(table) <= depth:
                     table.append([0, 0])
@@ -74,15 +89,6 @@ class Trace:
             lossy=lossy,
             predicted=predicted,
         )
-
-
-def _depths(entry: Round) -> list[int]:
-    if entry.parents is None:
-        return list(range(len(entry.drafted)))
-    depths: list[int] = []
-    for parent in entry.parents:
-        depths.append(0 if parent < 0 else depths[parent] + 1)
-    return depths
 
 
 @dataclass(frozen=True)

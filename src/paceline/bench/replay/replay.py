@@ -1,249 +1,206 @@
-"""What would another γ, rule or drafter have given? Answered from a trace, without the model, where that can be known.
+"""What another gamma, rule or drafter would have given on recorded sequences, without the model.
 
-Plain decoding's text is the same whatever drafts, so a drafter that lives from text alone is simply run again on the
-record (`rerun`): exact. A model's chains of another length follow from those recorded, but for the places the record
-leaves open (`chain_bounds`): exact, or between two numbers. Everything else is said to be unknown, and why.
+Under an exact rule the text of a run does not depend on the drafter. So a drafter that needs the text alone runs again
+in the engine's own loop, with the record in place of the target. The result is exact. Everything else is reported as
+unknown, with the reason.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import warnings
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, Literal
+from typing import Any, Literal, cast
+
+import torch
+from torch import Tensor
 
 from paceline.bench.candidates.candidate import Entry
-from paceline.bench.replay.chain_bounds import Ways, bounds
-from paceline.bench.replay.rerun import rerun
 from paceline.bench.replay.trace_files import TraceFile, TraceHeader, TraceText, plain, sampling_of
 from paceline.bench.results.tables import NOTHING, number, share, times
-from paceline.common.errors import UnsupportedError
-from paceline.core.contracts import DRAFTERS, NODES, Rule
+from paceline.common.errors import PacelineWarning, UnsupportedError
+from paceline.core.choice import Choice
+from paceline.core.contracts import DRAFTERS, NODES, Drafter, PromptTaps, Reading, RowsView, Rule
 from paceline.core.costs import Costs
 from paceline.core.registry import build_options
 from paceline.core.trace import Round, Trace
+from paceline.core.tree import TokenTree
+from paceline.core.verdict import Verdict
 from paceline.drafters.resolve import make_drafter, named
 from paceline.engine.decoder import make_rule
+from paceline.engine.loop import Loop
+from paceline.engine.request import Request
+from paceline.engine.rows import Row, Rows
+from paceline.engine.stopping import Stopper
+from paceline.rules.match import Match
 
-# ---- What one entry would have given on the texts of a trace: rounds, τ, acceptance, and seconds by measured costs
-
-Knows = Literal["exact", "between", "unknown"]
-Range = tuple[float, float]
+# ---- The answer: rounds, τ, acceptance, and seconds from measured costs
 
 
 @dataclass(frozen=True)
 class ReplayedText:
-    """The rounds of one text: the fewest and the most that agree with the record; one and the same where it is exact.
-    A drafted token of which only that it was wrong is known is `chain_bounds.UNKNOWN`."""
+    """The rounds of one recorded sequence."""
 
     id: str
     category: str
-    fewest: Trace
-    most: Trace
-    ways: Ways | None = None  # all that agree with the record, where there is more than one
-
-    def least(self, weigh: Callable[[Round], float]) -> Trace:
-        """Of those, the one whose rounds weigh least."""
-        return self.fewest if self.ways is None else self.ways.least(weigh)
+    trace: Trace
 
 
 @dataclass(frozen=True)
 class Replayed:
-    """What one entry would have given. Ranges are (low, high), and one number twice where it is exact."""
+    """What one entry would have given. Without texts, `reason` says why that is unknown."""
 
     entry: Entry
-    texts: tuple[ReplayedText, ...] = ()  # none: nothing is known
-    reason: str = ""  # why there is no exact answer
+    texts: tuple[ReplayedText, ...] = ()
+    reason: str = ""
     notes: tuple[str, ...] = ()
     costs: Costs | None = None
 
     @property
-    def knows(self) -> Knows:
-        if not self.texts:
-            return "unknown"
-        return "exact" if all(text.fewest is text.most for text in self.texts) else "between"
+    def knows(self) -> Literal["exact", "unknown"]:
+        return "exact" if self.texts else "unknown"
 
     @property
     def categories(self) -> list[str]:
         return list(dict.fromkeys(text.category for text in self.texts))
 
-    def _of(self, category: str | None) -> list[ReplayedText]:
-        return [text for text in self.texts if category in (None, text.category)]
+    def rounds(self, category: str | None = None) -> list[Round]:
+        """The rounds of all texts, or of one category."""
+        return [entry for text in self.texts if category in (None, text.category) for entry in text.trace.rounds]
 
-    def _least(self, weigh: Callable[[Round], float], category: str | None = None) -> list[Round]:
-        """The rounds of all texts, where they weigh least."""
-        return [entry for text in self._of(category) for entry in text.least(weigh).rounds]
+    def tau(self, category: str | None = None) -> float | None:
+        """Emitted tokens per round."""
+        rounds = self.rounds(category)
+        return sum(len(entry.emitted) for entry in rounds) / len(rounds) if rounds else None
 
-    def _total(self, weigh: Callable[[Round], float], category: str | None = None) -> Range:
-        """The rounds that weigh least in all need not be the fewest: near the end of a text drafts are shorter."""
-        low = sum(weigh(entry) for entry in self._least(weigh, category))
-        return low, sum(weigh(entry) for entry in self._least(lambda entry: -weigh(entry), category))
-
-    def emitted(self, category: str | None = None) -> int:
-        """The same, whoever drafts."""
-        return sum(len(entry.emitted) for text in self._of(category) for entry in text.fewest.rounds)
-
-    def rounds(self, category: str | None = None) -> Range:
-        some = self._of(category)
-        return sum(len(text.fewest.rounds) for text in some), sum(len(text.most.rounds) for text in some)
-
-    def tau(self, category: str | None = None) -> Range:
-        fewest, most = self.rounds(category)
-        return (self.emitted(category) / most, self.emitted(category) / fewest) if fewest else (0.0, 0.0)
-
-    def acceptance_rate(self) -> Range:
-        return self._extreme_rate(1), self._extreme_rate(-1)
-
-    def _extreme_rate(self, sign: int) -> float:
-        """The lowest rate (1) or the highest (-1): the way that is best against one rate has a better one, until none
-        has (Dinkelbach)."""
-        rate = _rate([entry for text in self.texts for entry in text.fewest.rounds])
-        while True:
-            other = _rate(self._least(lambda entry: sign * (len(entry.path) - rate * len(entry.drafted))))  # noqa: B023
-            if sign * (rate - other) < 1e-12:
-                return rate
-            rate = other
-
-    def by_position(self) -> list[tuple[int, int]] | None:
-        """(accepted, drafted) of the 1st, 2nd, ... drafted token of a round; None where it is not exact."""
-        if self.knows != "exact":
-            return None
-        return Trace([r for text in self.texts for r in text.fewest.rounds]).by_position()
-
-    def seconds(self, category: str | None = None) -> Range | None:
-        """Predicted, without reading the prompts: every round at the pass over what it feeds, c per depth, and o."""
+    def seconds(self) -> float | None:
+        """Predicted seconds without the prefill: per round the forward pass, c for each draft level, and o."""
         if self.costs is None or not self.texts:
             return None
-        return self._total(self._spent, category)
+        drafter = self.entry.draft if self.entry.draft in DRAFTERS else "draft-model"
+        step = self.costs.drafters.get(drafter, 0.0)
+        return sum(
+            self.costs.seconds(1 + len(entry.drafted)) + self.costs.overhead + entry.depth * step
+            for entry in self.rounds()
+        )
 
-    def _spent(self, entry: Round) -> float:
-        assert self.costs is not None
-        step = self.costs.drafters.get(self.entry.draft if self.entry.draft in DRAFTERS else "draft-model", 0.0)
-        drafting = _levels(entry.parents, entry.drafted) * step
-        return self.costs.seconds(1 + len(entry.drafted)) + self.costs.overhead + drafting
-
-    def speed_up(self, category: str | None = None) -> Range | None:
-        """Predicted, over plain decoding: the same tokens at a one-token pass and o each."""
-        spent = self.seconds(category)
+    def speed_up(self) -> float | None:
+        """Predicted, over plain decoding: one forward pass and o for each token."""
+        spent = self.seconds()
         if spent is None or self.costs is None:
             return None
-        plainly = self.emitted(category) * (self.costs.seconds(1) + self.costs.overhead)
-        return plainly / spent[1], plainly / spent[0]
+        emitted = sum(len(entry.emitted) for entry in self.rounds())
+        return emitted * (self.costs.seconds(1) + self.costs.overhead) / spent
 
     def row(self) -> dict[str, Any]:
-        """For a table. Numbers are ranges (low, high), None where nothing is known."""
-        told: dict[str, Any] = {"run": self.entry.name, "knows": self.knows, "texts": len(self.texts)}
-        numbers: dict[str, Callable[[], Range]] = {
-            "emitted": lambda: (self.emitted(), self.emitted()),
-            "rounds": self.rounds,
-            "drafted": lambda: self._total(lambda entry: len(entry.drafted)),
-            "accepted": lambda: self._total(lambda entry: len(entry.path)),
-            "acceptance_rate": self.acceptance_rate,
-            "tau": self.tau,
+        """One row of a table. Unknown numbers are None."""
+        rounds = self.rounds()
+        drafted, accepted = sum(len(entry.drafted) for entry in rounds), sum(len(entry.path) for entry in rounds)
+        numbers = {
+            "emitted": sum(len(entry.emitted) for entry in rounds),
+            "rounds": len(rounds),
+            "drafted": drafted,
+            "accepted": accepted,
+            "acceptance_rate": accepted / drafted if drafted else 0.0,
+            "tau": self.tau(),
+            "by_position": Trace(rounds).by_position(),
+            "seconds": self.seconds(),
+            "speed_up": self.speed_up(),
         }
-        told |= {name: number() if self.texts else None for name, number in numbers.items()}
-        told |= {"by_position": self.by_position(), "seconds": self.seconds(), "speed_up": self.speed_up()}
-        told["tau_by_category"] = {category: self.tau(category) for category in self.categories}
-        return {**told, "reason": self.reason, "notes": list(self.notes)}
+        known = numbers if self.texts else dict.fromkeys(numbers)
+        return {
+            "run": self.entry.name,
+            "knows": self.knows,
+            "texts": len(self.texts),
+            **known,
+            "tau_by_category": {category: self.tau(category) for category in self.categories},
+            "reason": self.reason,
+            "notes": list(self.notes),
+        }
 
 
-def _rate(rounds: Sequence[Round]) -> float:
-    drafted = sum(len(entry.drafted) for entry in rounds)
-    return sum(len(entry.path) for entry in rounds) / drafted if drafted else 0.0
-
-
-def _levels(parents: Sequence[int] | None, drafted: Sequence[int]) -> int:
-    """Draft steps of a round: how deep its draft is."""
-    depths: list[int] = []
-    for parent in range(-1, len(drafted) - 1) if parents is None else parents:
-        depths.append(1 if parent < 0 else depths[parent] + 1)
-    return max(depths, default=0)
-
-
-# ---- What another γ, rule or drafter would have given
-
-Found = tuple[Trace, Trace, Ways | None]  # of one text: see `ReplayedText`
-_ORDER = ("exact", "between", "unknown")
-_OPEN = "after a recorded draft that was accepted in full, nothing was drafted for the next token"
-
-
-# ---- asking
+# ---- Replay one entry
 
 
 def replay(trace: TraceFile, entry: Entry, costs: Costs | None = None, carry: bool = False) -> Replayed:
-    """What `entry` would have given on the texts of a trace. carry: one drafter for all of them, one after the other,
-    with what it remembers; else each text finds a fresh one, as in a benchmark."""
+    """What `entry` would have given on the texts of a trace. carry: one drafter for all texts, in their order. Without
+    it each text gets a fresh drafter, as in a benchmark."""
     costs = trace.header.costs if costs is None else costs
     texts = [text for text in trace.texts if text.finish != "cancelled" and text.tokens]
     notes = list(trace.notes)
     if len(texts) < len(trace.texts):
-        notes.append(f"{len(trace.texts) - len(texts)} of {len(trace.texts)} texts were broken off and are left out.")
+        notes.append(f"{len(trace.texts) - len(texts)} of {len(trace.texts)} texts were cancelled and are left out.")
     try:
-        found, reason = _answer(trace.header, texts, entry, carry)
+        traces = _traces(trace.header, texts, entry, carry)
     except UnsupportedError as error:
         return Replayed(entry, (), str(error).removesuffix("."), tuple(notes), costs)
     if _as_recorded(trace.header, entry) and not carry:
-        notes += _unlike(texts, found)
-    answers = [ReplayedText(text.id, text.category, *each) for text, each in zip(texts, found, strict=True)]
-    result = Replayed(entry, tuple(answers), "", tuple(notes), costs)
-    return Replayed(entry, tuple(answers), reason if result.knows == "between" else "", tuple(notes), costs)
+        notes += _differing(texts, traces)
+    replayed = [ReplayedText(text.id, text.category, found) for text, found in zip(texts, traces, strict=True)]
+    return Replayed(entry, tuple(replayed), "", tuple(notes), costs)
 
 
-def _answer(header: TraceHeader, texts: Sequence[TraceText], entry: Entry, carry: bool) -> tuple[list[Found], str]:
-    """Per text the fewest and the most rounds, and why they are not the same, if so. Raises where nothing is known."""
+def replay_all(
+    traces: TraceFile | Sequence[TraceFile], entries: Iterable[Entry], costs: Costs | None = None, carry: bool = False
+) -> list[Replayed]:
+    """Each entry, replayed from the first recorded run that gives an exact answer."""
+    runs = [traces] if isinstance(traces, TraceFile) else list(traces)
+    replayed = []
+    for entry in entries:
+        answers = [replay(run, entry, costs, carry) for run in runs]
+        replayed.append(min(answers, key=lambda answer: answer.knows != "exact"))
+    return replayed
+
+
+def _traces(header: TraceHeader, texts: Sequence[TraceText], entry: Entry, carry: bool) -> list[Trace]:
+    """The rounds of each text. Raises `UnsupportedError` if they cannot be known."""
     if not texts:
-        raise UnsupportedError("the trace has no text that was written to its end")
+        raise UnsupportedError("the trace has no finished text")
     name, options = _named(header, entry)
-    cls = DRAFTERS[name]
     if isinstance(entry.gamma, str):
-        raise UnsupportedError(f"γ={entry.gamma} decides by measured costs while it writes; give a number")
-    made = build_options(cls.Options, options, f"drafter '{name}'")
-    need = cls.replay_needs(made)
-    recorded = _same_drafter(header, entry)
+        raise UnsupportedError(f"gamma={entry.gamma} depends on costs measured during the run; give a number")
+    cls = DRAFTERS[name]
+    need = cls.replay_needs(build_options(cls.Options, options, f"drafter '{name}'"))
     if need is not None and _as_recorded(header, entry) and all(text.rounds is not None for text in texts):
-        return [(trace, trace, None) for trace in (Trace(list(text.rounds or ())) for text in texts)], ""
+        return [Trace(list(text.rounds or ())) for text in texts]
     rule = _check(header, entry)
-    if need is None:
-        return _rerun_all(header, texts, entry, rule, carry), ""
-    if recorded and cls.autoregressive(made):
-        return [bounds(text, header, entry.gamma, entry.nodes) for text in texts], _OPEN
-    more = f", and the record has its drafts of γ={header.gamma} only" if recorded else ""
-    raise UnsupportedError(f"drafter '{name}' needs {need}{more}")
+    if need is not None:
+        only = f", and the record has its drafts of gamma={header.gamma} only" if _same_drafter(header, entry) else ""
+        raise UnsupportedError(f"drafter '{name}' needs {need}{only}")
+    return _rerun_all(header, texts, entry, rule, carry)
 
 
-def _rerun_all(header: TraceHeader, texts: Sequence[TraceText], entry: Entry, rule: Rule, carry: bool) -> list[Found]:
+def _rerun_all(header: TraceHeader, texts: Sequence[TraceText], entry: Entry, rule: Rule, carry: bool) -> list[Trace]:
     assert isinstance(entry.gamma, int)
-    found: list[Found] = []
+    traces: list[Trace] = []
     drafter = make_drafter(entry.draft, entry.options)
-    for place, text in enumerate(texts):
-        if place and not carry:
+    for index, text in enumerate(texts):
+        if index and not carry:
             drafter = make_drafter(entry.draft, entry.options)
         if drafter.takes_prediction and text.predicted and text.prediction is None:
-            raise UnsupportedError(f"what the caller expected of text {text.id} was not recorded")
+            raise UnsupportedError(f"the prediction of text {text.id} was not recorded")
         trace = rerun(text, header, drafter, rule, entry.gamma, _nodes(entry, header))
-        found.append((trace, trace, None))
-        beyond = trace.rounds[-1].own is None  # it drafted past a stop: how much of that came true is not recorded
-        if carry and beyond and drafter.wants_verdict and place + 1 < len(texts):
+        traces.append(trace)
+        past_end = trace.rounds[-1].own is None  # the record does not hold what follows a stop
+        if carry and past_end and drafter.wants_verdict and index + 1 < len(texts):
             raise UnsupportedError(f"'{drafter.name}' learned from its draft past the end of text {text.id}")
-    return found
-
-
-# ---- what can be asked
+    return traces
 
 
 def _check(header: TraceHeader, entry: Entry) -> Rule:
-    """Is the text what any drafter would have got, and does the rule keep it? Returns the rule of the entry."""
+    """The rule of the entry. Raises `UnsupportedError` if the text depends on the recorded run or on the entry's."""
     greedy = sampling_of(header.sampling).greedy
     if header.processors:
         raise UnsupportedError(f"the record was written with {header.processors} processors, which a file cannot hold")
-    wrote = make_rule(header.rule, header.rule_options)
-    if not _keeps_text(wrote, greedy):
-        how = "sampled under" if wrote.exact == "law" else "written by the lossy" if not wrote.exact else "found by"
-        raise UnsupportedError(f"the record was {how} rule '{wrote.name}': another run has another text")
+    recorded = make_rule(header.rule, header.rule_options)
+    if not _keeps_text(recorded, greedy):
+        how = {"law": "sampled under", "beam": "found by", "": "written by the lossy"}[recorded.exact]
+        raise UnsupportedError(f"the record was {how} rule '{recorded.name}': another run has another text")
     rule = make_rule(entry.rule, entry.rule_options)
     if not _keeps_text(rule, greedy):
         reasons = {
-            "law": "decides by the laws of target and draft, which a trace does not hold",
-            "beam": "searches, and a trace is of one text",
+            "law": "needs the distributions of target and draft, which a trace does not hold",
+            "beam": "searches several sequences, and a trace holds one",
             "": "is lossy: it would have written another text",
         }
         raise UnsupportedError(f"rule '{rule.name}' {reasons[rule.exact]}")
@@ -251,12 +208,12 @@ def _check(header: TraceHeader, entry: Entry) -> Rule:
 
 
 def _keeps_text(rule: Rule, greedy: bool) -> bool:
-    """Greedily, a rule that keeps the law keeps the text; so does one that wants drafts coupled with the target."""
+    """Greedily, a rule that keeps the distribution keeps the text. So does one that couples drafts with the target."""
     return rule.exact == "text" or (rule.exact == "law" and (greedy or rule.draw == "coupled"))
 
 
 def _named(header: TraceHeader, entry: Entry) -> tuple[str, dict[str, Any]]:
-    """The drafter's registered name and all its options. A model that is in the record need not be here."""
+    """The drafter's registered name and all its options. A recorded model need not exist on this machine."""
     if entry.draft not in DRAFTERS and entry.draft == header.draft:
         return "draft-model", {**entry.options, "model": entry.draft}
     return named(entry.draft, entry.options)
@@ -265,91 +222,69 @@ def _named(header: TraceHeader, entry: Entry) -> tuple[str, dict[str, Any]]:
 def _same_drafter(header: TraceHeader, entry: Entry) -> bool:
     if entry.draft != header.draft:
         return False
-    standard = DRAFTERS[_named(header, entry)[0]].Options()
-    known = {each.name: getattr(standard, each.name) for each in fields(standard)}
-    return bool(plain({**known, **entry.options}) == plain({**known, **header.options}))
+    defaults = DRAFTERS[_named(header, entry)[0]].Options()
+    values = {field.name: getattr(defaults, field.name) for field in fields(defaults)}
+    return bool(plain({**values, **entry.options}) == plain({**values, **header.options}))
 
 
 def _as_recorded(header: TraceHeader, entry: Entry) -> bool:
     """Is this the very run that was recorded?"""
-    ours, theirs = (
-        (each.gamma, _nodes(each, header), each.rule, plain(each.rule_options))
-        for each in (entry, header)  # what both call the same
-    )
+    ours, theirs = ((each.gamma, _nodes(each, header), each.rule, plain(each.rule_options)) for each in (entry, header))
     return ours == theirs and _same_drafter(header, entry)
 
 
-def _nodes(said: Entry | TraceHeader, header: TraceHeader) -> int:
-    """As said; else, of the drafter that was recorded, as it was there."""
-    recorded = header.nodes if said.draft == header.draft else None
-    return said.nodes or recorded or max(said.gamma if isinstance(said.gamma, int) else 0, NODES)
+def _nodes(asked: Entry | TraceHeader, header: TraceHeader) -> int:
+    """The given nodes; without them those of the record, if it has the same drafter."""
+    recorded = header.nodes if asked.draft == header.draft else None
+    return asked.nodes or recorded or max(asked.gamma if isinstance(asked.gamma, int) else 0, NODES)
 
 
-def _unlike(texts: Iterable[TraceText], found: Iterable[Found]) -> list[str]:
-    """The recorded run again: are its rounds those of the record?"""
-    other = 0
-    for text, (trace, *_) in zip(texts, found, strict=True):
-        shown = [(r.drafted, r.parents, r.path, r.own) for r in trace.rounds]
-        other += text.rounds is not None and shown != [(r.drafted, r.parents, r.path, r.own) for r in text.rounds]
-    if not other:
+def _differing(texts: Iterable[TraceText], traces: Iterable[Trace]) -> list[str]:
+    """A note if the recorded run, replayed, has other rounds."""
+
+    def shown(rounds: Iterable[Round]) -> list[tuple[Any, ...]]:
+        return [(r.drafted, r.parents, r.path, r.own) for r in rounds]
+
+    count = sum(
+        text.rounds is not None and shown(text.rounds) != shown(trace.rounds)
+        for text, trace in zip(texts, traces, strict=True)
+    )
+    if not count:
         return []
-    return [f"{other} texts were recorded with other rounds: the drafter remembered earlier texts, or shared a batch."]
+    return [f"{count} texts were recorded with other rounds: the drafter kept earlier texts, or shared a batch."]
 
 
-# ---- showing
-
-
-def replay_all(
-    traces: TraceFile | Sequence[TraceFile], entries: Iterable[Entry], costs: Costs | None = None, carry: bool = False
-) -> list[Replayed]:
-    """Every entry, by whichever of the recorded runs knows most about it."""
-    known = [traces] if isinstance(traces, TraceFile) else list(traces)
-    found = []
-    for entry in entries:
-        answers = [replay(trace, entry, costs, carry) for trace in known]
-        found.append(min(answers, key=lambda answer: _ORDER.index(answer.knows)))
-    return found
+# ---- Show the answers
 
 
 def lines(answers: Sequence[Replayed]) -> list[str]:
-    """The same for people: a line for each entry, then what is not exact and why, then τ by category."""
+    """A line for each entry, then the reasons and notes, then τ by category."""
     header = ("run", "τ", "acceptance", "rounds", "drafted", "speed-up", "known")
-    shown = [header, *(_shown(answer) for answer in answers)]
-    told = _aligned(shown)
-    reasons = dict.fromkeys((answer.knows, answer.reason) for answer in answers if answer.reason)
-    for knows, reason in reasons:
+    shown = _aligned([header, *map(_shown, answers)])
+    for reason in dict.fromkeys(answer.reason for answer in answers if answer.reason):
         names = [answer.entry.name for answer in answers if answer.reason == reason]
-        told.append(f"{', '.join(names)}: {knows}, because {reason}.")
-    told += list(dict.fromkeys(note for answer in answers for note in answer.notes))
+        shown.append(f"{', '.join(names)}: unknown, because {reason}.")
+    shown += list(dict.fromkeys(note for answer in answers for note in answer.notes))
     categories = list(dict.fromkeys(name for answer in answers for name in answer.categories))
     if len(categories) < 2:
-        return told
+        return shown
     by_category = [
-        (answer.entry.name, *(_span(answer.tau(name), number) for name in categories))
-        for answer in answers
-        if answer.texts
+        (answer.entry.name, *(number(answer.tau(name)) for name in categories)) for answer in answers if answer.texts
     ]
-    return [*told, "", *_aligned([("τ", *categories), *by_category])]
+    return [*shown, "", *_aligned([("τ", *categories), *by_category])]
 
 
 def _shown(answer: Replayed) -> tuple[str, ...]:
     row = answer.row()
+    counts = (NOTHING if row[name] is None else str(row[name]) for name in ("rounds", "drafted"))
     return (
         answer.entry.name,
-        _span(row["tau"], number),
-        _span(row["acceptance_rate"], share),
-        _span(row["rounds"], lambda value: f"{value:.0f}"),
-        _span(row["drafted"], lambda value: f"{value:.0f}"),
-        _span(row["speed_up"], times),
+        number(row["tau"]),
+        share(row["acceptance_rate"]),
+        *counts,
+        times(row["speed_up"]),
         answer.knows,
     )
-
-
-def _span(found: Range | None, show: Callable[[float], str]) -> str:
-    if found is None:
-        return NOTHING
-    low, high = show(found[0]), show(found[1])
-    return low if low == high else f"{low}–{high}"
 
 
 def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
@@ -357,3 +292,105 @@ def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
     return [
         "  ".join([row[0].ljust(wide[0]), *(cell.rjust(wide[i]) for i, cell in enumerate(row) if i)]) for row in rows
     ]
+
+
+# ---- Run a drafter again on a recorded sequence. The engine's own loop has the budgets, checks, stops and the trace
+
+
+def rerun(
+    text: TraceText, header: TraceHeader, drafter: Drafter, rule: Rule, gamma: int, nodes: int | None = None
+) -> Trace:
+    """The rounds of this text with another drafter. Raises `UnsupportedError` if the drafter needs more than text."""
+    target = _RecordedTarget(header)
+    written: list[int] = []
+    stopper = Stopper((), (), text.limit, None, lambda: len(written) >= len(text.tokens))
+    request = Request(sampling=sampling_of(header.sampling, text.seed))
+    expected = None if text.prediction is None else list(text.prediction)
+    row = Row(0, list(text.prompt), request, header.eos, stopper, text.limit, written, expected)
+    with warnings.catch_warnings():
+        # without this the engine warns and goes on without the drafter, which is no answer
+        warnings.simplefilter("error", PacelineWarning)
+        try:
+            drafter.check(target)
+            most = max(gamma, NODES) if nodes is None else nodes
+            loop = Loop(cast(Any, target), drafter, _RecordedRule(rule, text.tokens), gamma, most)
+            loop.admit([row])
+            while loop.rows.count:
+                loop.step()
+        except PacelineWarning as warning:
+            raise UnsupportedError(f"text {text.id} cannot be replayed: {warning}") from None
+    assert tuple(written) == text.tokens
+    return row.trace
+
+
+class _RecordedTarget:
+    """Stands for the target, as far as a drafter that needs the text alone looks at it."""
+
+    device = torch.device("cpu")
+    runner, strict = "eager", False
+
+    def __init__(self, header: TraceHeader) -> None:
+        self.name, self.vocabulary, self.eos = header.model, header.vocabulary, header.eos
+
+    def reader(self, taps: Sequence[float] = ()) -> _NoReader:
+        return _NoReader(self.vocabulary)
+
+
+class _NoReader:
+    """Runs no forward pass. Its logits are on the meta device, so a drafter that reads them fails."""
+
+    storage_version, capturable, branches = 0, False, True
+
+    def __init__(self, vocabulary: int) -> None:
+        self._vocabulary = vocabulary
+        self.prompt_taps: list[PromptTaps] = []
+
+    def begin(self, rows: RowsView, first: int, room: int) -> int:
+        return 1
+
+    def extend(
+        self, rows: RowsView, width: int, tokens: Tensor | None = None, parents: Tensor | None = None
+    ) -> Reading:
+        positions = 1 + (0 if tokens is None else tokens.shape[1])
+        return Reading(torch.empty(rows.count, positions, self._vocabulary, device="meta"))
+
+    def reorder(self, rows: RowsView, source: Sequence[int]) -> None:
+        raise AssertionError("a single row is never reordered")
+
+    def keep(self, rows: RowsView, path: Tensor | None) -> None:
+        """There is no KV cache."""
+
+    def release(self, row: int, last: int, length: int) -> None:
+        """There is no KV cache."""
+
+
+class _RecordedRule(Rule):
+    """Verifies against the recorded text, as `match` does. It has the attributes of `rule`, which keeps the same text,
+    so that drafts and refusals stay those of that rule."""
+
+    def __init__(self, rule: Rule, tokens: Sequence[int]) -> None:
+        super().__init__()
+        for name in ("name", "exact", "draw", "judges", "branches"):
+            setattr(self, name, getattr(rule, name))
+        self._tokens = tokens
+        self._match = Match()
+
+    def open(self, rows: Any) -> None:
+        self._rows: Rows = rows
+
+    def verify(self, tree: TokenTree, logits: Tensor, choice: Choice) -> Verdict:
+        start, last = len(self._rows.live[0].tokens), len(self._tokens) - 1
+        depths = [0, *(tree.depth[0] + 1).tolist()]
+        # past a stop any token will do: the engine discards it
+        picks = [self._tokens[min(start + depth, last)] for depth in depths]
+        return self._match.verify(tree, logits, _RecordedChoice(torch.tensor([picks])))
+
+
+class _RecordedChoice(Choice):
+    """The recorded token at each position."""
+
+    def __init__(self, picks: Tensor) -> None:
+        self._picks = picks
+
+    def pick(self, logits: Tensor) -> Tensor:
+        return self._picks

@@ -150,7 +150,6 @@ class TraceHeader:
     processors: int = 0  # controls of the caller's own: a file cannot hold them
     eos: tuple[int, ...] = ()
     seed: int = 0  # of texts that do not say
-    reach: int | None = None  # see `Drafter.reach`
     costs: Costs | None = None
     provenance: Mapping[str, Any] = field(default_factory=dict)
     run: str = ""  # a name, where a file holds the texts of several
@@ -185,7 +184,6 @@ class TraceHeader:
             given.count("processors"),
             given.tokens("eos"),
             given.count("seed", least=None),
-            None if found.get("reach") is None else given.count("reach", least=1),
             None if found.get("costs") is None else costs_of(given.mapping("costs")),
             given.mapping("provenance"),
             given.words("run"),
@@ -300,13 +298,12 @@ def header_of(
     entry: Entry,
     settings: Mapping[str, Any],
     *,
-    reach: int | None = None,
     costs: Costs | None = None,
     provenance: Mapping[str, Any] | None = None,
     run: str = "",
 ) -> TraceHeader:
     """Of what a target is about to write. `entry`: how the decoder was asked for; `settings`: what `generate` is given;
-    `reach`: that of the drafter; `run`: a name, if the file is to hold several runs."""
+    `run`: a name, if the file is to hold several runs."""
     request = build_requests(1, settings)[0]
     standard = Sampling()
     said = {each.name: getattr(request.sampling, each.name) for each in fields(Sampling)}
@@ -325,7 +322,6 @@ def header_of(
         len(request.sampling.processors),
         tuple(lm.eos if request.eos_token_ids is None else request.eos_token_ids),
         request.sampling.seed,
-        reach,
         costs,
         plain(provenance or {}),
         run,
@@ -499,7 +495,6 @@ class Tracing:
                 each.lm,
                 each.entry,
                 settings,
-                reach=each.decoder().drafter.reach(),
                 costs=costs,
                 provenance=provenance,
                 run=each.name,

@@ -62,7 +62,7 @@ class Tally:
         if not traces:
             return None
         rounds = [entry for trace in traces for entry in trace.rounds]
-        stopped = sum(len(entry.path) < _depth(entry) for entry in rounds)
+        stopped = sum(len(entry.path) < entry.depth for entry in rounds)
         accepted = sum(len(entry.path) for entry in rounds)
         return Tally(
             rounds=len(rounds),
@@ -99,16 +99,6 @@ def add_positions(tables: Iterable[Sequence[tuple[int, int]]]) -> tuple[tuple[in
     return tuple(total)
 
 
-def _depth(entry: Round) -> int:
-    """Tokens in a row at most in the draft of a round."""
-    if entry.parents is None:
-        return len(entry.drafted)
-    depths: list[int] = []
-    for parent in entry.parents:
-        depths.append(1 if parent < 0 else depths[parent] + 1)
-    return max(depths, default=0)
-
-
 def _passes(traces: Sequence[Trace]) -> Iterator[list[Round]]:
     """Row r's k-th round was in the k-th pass: the rows of a task begin together."""
     for index in range(max(len(trace.rounds) for trace in traces)):
@@ -118,7 +108,7 @@ def _passes(traces: Sequence[Trace]) -> Iterator[list[Round]]:
 def _steps(traces: Sequence[Trace]) -> Counter[Step]:
     steps: Counter[Step] = Counter()
     for live in _passes(traces):
-        steps[len(live), 1 + max(len(entry.drafted) for entry in live), max(map(_depth, live))] += 1
+        steps[len(live), 1 + max(len(entry.drafted) for entry in live), max(entry.depth for entry in live)] += 1
     return steps
 
 

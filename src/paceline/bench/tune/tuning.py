@@ -14,7 +14,7 @@ from paceline.bench.candidates.run_spec import parse_entry
 from paceline.bench.data.tasks import first_tasks
 from paceline.bench.measure.bench_session import order
 from paceline.bench.measure.machine_state import how_busy
-from paceline.bench.replay.rerun import rerun
+from paceline.bench.replay.replay import rerun
 from paceline.bench.replay.trace_files import TraceHeader, TraceText
 from paceline.bench.results.metrics import shared, spread, total
 from paceline.bench.tune.tune_result import Trial, Tuning, ranked
@@ -144,7 +144,7 @@ def shortened(trace: Trace, gamma: int, step: float) -> Rounds:
     own = sum(entry.own is not None for entry in rounds)
     accepted = sum(min(len(entry.path), gamma) for entry in rounds)
     more = emitted / max(1, own + accepted)  # rounds it takes to write as much
-    cut = [[depth for depth in _depths(entry.parents, len(entry.drafted)) if depth < gamma] for entry in rounds]
+    cut = [[depth for depth in entry.depths if depth < gamma] for entry in rounds]
     return Rounds(
         fed=tuple(1 + len(depths) for depths in cut),
         count=more * len(rounds),
@@ -157,16 +157,7 @@ def shortened(trace: Trace, gamma: int, step: float) -> Rounds:
 
 def steps_of(trace: Trace) -> int:
     """Tokens in a row that were drafted, over all rounds."""
-    return sum(max(_depths(entry.parents, len(entry.drafted)), default=-1) + 1 for entry in trace.rounds)
-
-
-def _depths(parents: Sequence[int] | None, count: int) -> list[int]:
-    if parents is None:
-        return list(range(count))
-    depths: list[int] = []
-    for parent in parents:
-        depths.append(0 if parent < 0 else depths[parent] + 1)
-    return depths
+    return sum(entry.depth for entry in trace.rounds)
 
 
 def forecast(plain: Run, rounds: Rounds, costs: Costs) -> float:

@@ -45,9 +45,6 @@ class ModelDrafter(Drafter):
     def describe(self) -> str:
         return f"{self.name} {self.lm.name}"
 
-    def reach(self) -> int | None:
-        return self.lm.context
-
     def check(self, target: LanguageModel) -> None:
         check_same_vocabulary(target, self.lm)
 
@@ -106,10 +103,6 @@ class DraftModel(ModelDrafter):
         self._grower = Grower(self.options)
         self._words: SubsetHead | None = None  # where it can say some tokens only
         self._heard: list[int] = []  # per row, the tokens that were looked at for new ones
-
-    @classmethod
-    def autoregressive(cls, options: Any) -> bool:
-        return bool(options.tree == "chain")
 
     def describe(self) -> str:
         shape = "" if self.options.tree == "chain" else f", tree {self.options.tree}"

@@ -55,10 +55,6 @@ class Staged(ModelDrafter):
         self._speaks: tuple[LanguageModel, LanguageModel] | None = None
         self._base: list[int] = []  # per row, how much of its text the notebook has taken over
 
-    @classmethod
-    def autoregressive(cls, options: Any) -> bool:
-        return True
-
     def describe(self) -> str:
         return f"staged {self.lm.name} ({self.inner.describe()})"
 

@@ -71,10 +71,6 @@ class SelfDraft(DrafterWrapper):
         self._inner: Drafter | None = None
         self._made: tuple[LanguageModel, LanguageModel] | None = None  # the target, and what was made of it
 
-    @classmethod
-    def autoregressive(cls, options: Any) -> bool:
-        return bool(options.tree == "chain")
-
     @abstractmethod
     def made_from(self, target: LanguageModel) -> LanguageModel:
         """The draft model."""

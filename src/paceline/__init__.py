@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from paceline.core.sampling import Sampling
     from paceline.core.tree import TokenTree
     from paceline.core.verdict import Verdict
-    from paceline.drafters.load import load_drafter
+    from paceline.drafters.resolve import load_drafter
     from paceline.engine.decoder import SpeculativeDecoder
     from paceline.engine.minimal import speculative_sampling, speculative_step
     from paceline.engine.request import Generation, Piece
@@ -46,7 +46,7 @@ _NAMES_BY_MODULE = {
     "core.sampling": ("Sampling",),
     "core.tree": ("TokenTree",),
     "core.verdict": ("Verdict",),
-    "drafters.load": ("load_drafter",),
+    "drafters.resolve": ("load_drafter",),
     "integrations.custom_generate": ("CustomGenerate",),
     "engine.decoder": ("SpeculativeDecoder",),
     "engine.minimal": ("speculative_sampling", "speculative_step"),

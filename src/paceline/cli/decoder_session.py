@@ -370,21 +370,12 @@ def check_counts(**counts: int | None) -> None:
 
 def _make_drafter(drafting: Drafting, load: Callable[[str], Any]) -> Drafter:
     from paceline.core.contracts import DRAFTERS
-    from paceline.drafters.load import holds
-    from paceline.drafters.resolve import make_drafter
-    from paceline.models import is_model
+    from paceline.drafters.resolve import make_drafter, resolve_draft
 
-    draft: Any = drafting.draft
-    held = None if draft in DRAFTERS else holds(draft)  # a folder with a trained head
-    if draft not in DRAFTERS and held is None and not is_model(draft):
-        return make_drafter(draft, {})  # says what is wrong with the name
-    name = draft if draft in DRAFTERS else held[0] if held else "draft-model"
-    options = convert_options(drafting.options, DRAFTERS[name].Options, "drafter", name)
-    if draft not in DRAFTERS:
-        return make_drafter(draft if held else load(draft), options)
+    name, options, _ = resolve_draft(drafting.draft, drafting.options, text_prefix="--drafter.")
     known = [field.name for field in fields(DRAFTERS[name].Options)]
     if "model" in known and not options.get("model"):  # said in the words of a flag
         raise InputError(f"{name} needs a model, such as --drafter.model FOLDER.")
     if isinstance(options.get("model"), str):
         options["model"] = load(options["model"])
-    return make_drafter(draft, options)
+    return make_drafter(name, options)

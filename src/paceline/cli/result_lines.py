@@ -155,17 +155,19 @@ class Recording:
     ) -> None:
         from paceline.bench.candidates.candidate import Entry
         from paceline.bench.replay.trace_files import header_of
-        from paceline.core.contracts import DRAFTERS, RULES
+        from paceline.core.contracts import RULES
         from paceline.core.registry import convert_options
+        from paceline.drafters.resolve import resolve_draft
 
         assert said.trace is not None
         if settings.get("num_beams", decoder.rule.num_beams) > 1:
             raise InputError("--trace records one text, and a beam search writes several; leave one of the two out.")
-        name = how.draft if how.draft in DRAFTERS else "draft-model"
-        options = convert_options(how.options, DRAFTERS[name].Options, "drafter", name)
+        draft, options, source = resolve_draft(how.draft, how.options, text_prefix="--drafter.")
+        if source is not None and draft == "draft-model":
+            draft = options.pop("model")  # a model has its own name in a trace
         rule_options = convert_options(how.rule_options, RULES[said.rule].Options, "rule", said.rule)
         gamma = "auto" if decoder.drafter.chooses_length else decoder.gamma
-        entry = Entry(how.draft, how.draft, options, gamma, said.nodes, said.rule, rule_options)
+        entry = Entry(how.draft, draft, options, gamma, said.nodes, said.rule, rule_options)
         self._decoder, self._settings, self._path = decoder, settings, said.trace
         self._header = header_of(decoder.target, entry, settings, provenance={"versions": versions()})
         self._open().close()

@@ -1,87 +1,168 @@
-"""A drafter from whatever people call one: used by the decoder, and by drafters that have drafters inside."""
+"""What a string, a mapping, a folder or a model means as a draft, and the drafter that it makes."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from typing import Any
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
 
 from paceline.common.errors import InputError, UnknownNameError, shown
 from paceline.common.json_text import parse_json
 from paceline.core.contracts import DRAFTERS, Drafter
-from paceline.core.registry import build_options
-from paceline.drafters.load import holds
+from paceline.core.registry import build_options, convert_options
+from paceline.drafters.heads.eagle import EagleHead
+from paceline.drafters.heads.head_modules import DraftHead
+from paceline.drafters.load import drafter_of_folder, fetch_head, is_head, read_head
 from paceline.drafters.shipped import weights_of
 from paceline.models import catalogue_names, is_model, load
 from paceline.models.language_model import LanguageModel
+from paceline.models.loading.catalogue import find_entry
+from paceline.models.loading.weight_check import place_of
+
+
+class ResolvedDraft(NamedTuple):
+    """The registered name of a drafter and all its options.
+
+    `source` is the model or the file of trained weights that was given instead of a registered name, else None. It is
+    one of the options, too.
+    """
+
+    name: str
+    options: dict[str, Any]
+    source: Any = None
+
+
+def resolve_draft(
+    spec: Any,
+    options: Mapping[str, Any] | None = None,
+    *,
+    text_prefix: str | None = None,
+    fetch: bool = False,
+) -> ResolvedDraft:
+    """Which drafter a specification names. Reads a few file headers and loads no weights.
+
+    spec: a registered name, (name, options), {"name": ..., options} or that as JSON, a model or the name of one, or a
+        folder with a trained head. None is plain decoding.
+    options: more options; they beat those inside `spec`.
+    text_prefix: convert options given as text to the types of their fields. Messages show it before an option's name.
+    fetch: download a hub id to see whether it holds a trained head. Otherwise a hub id is a model.
+    """
+    draft, inside = _split_spec(spec)
+    given = {**inside, **(options or {})}
+    weights: dict[str, Any] = {}
+    if isinstance(draft, str) and draft in DRAFTERS:
+        name, source = draft, None
+    elif (trained := _trained(draft, fetch)) is not None:
+        name, source = trained
+        weights = weights_of(name, source)
+    elif isinstance(draft, str) and not is_model(draft):
+        raise UnknownNameError("drafter or model", draft, [*DRAFTERS, *catalogue_names()])
+    else:
+        name, source = "draft-model", draft
+        weights = {"model": draft}
+    if text_prefix is not None:
+        texts = {option: value for option, value in given.items() if isinstance(value, str)}
+        given |= convert_options(texts, DRAFTERS[name].Options, "drafter", name, text_prefix)
+    return ResolvedDraft(name, {**given, **weights}, source)
 
 
 def make_drafter(
-    draft: Any, options: Mapping[str, Any] | None = None, device: Any = None, runner: str | None = None
+    spec: Any, options: Mapping[str, Any] | None = None, device: Any = None, runner: str | None = None
 ) -> Drafter:
-    """From a Drafter, a name, (name, options), {"name": ..., options} or that as JSON, a model, what names a model, or
-    a folder with a trained head.
+    """The drafter that `spec` names (see `resolve_draft`), or `spec` itself if it is a Drafter.
 
-    None is plain decoding. A model that has to be loaded goes to `device` and runs by `runner`.
+    A model that has to be loaded goes to `device` and runs with `runner`.
     """
     if options is not None and not isinstance(options, Mapping):
         raise InputError(f"options of a drafter must be a mapping of names to values, got {shown(options)}.")
-    given = dict(options or {})
-    if isinstance(draft, Drafter):
-        if given:
-            raise InputError(f"options {sorted(given)} belong to a drafter given by name; this one is already made.")
-        return draft
-    name, given = named(draft, given)
-    if given.get("model") is not None:
-        given["model"] = _loaded(given["model"], device, runner)
+    if isinstance(spec, Drafter):
+        if options:
+            raise InputError(f"options {sorted(options)} belong to a drafter given by name; this one is already made.")
+        return spec
+    name, given, _ = resolve_draft(spec, options)
+    model = given.get("model")
+    if isinstance(model, (str, os.PathLike)):
+        given["model"] = load(model, device=device, runner=runner)
+    elif model is not None:
+        given["model"] = load(model)
     cls = DRAFTERS[name]
-    made = build_options(cls.Options, given, f"drafter '{name}'")
-    return cls(made, device) if cls.holds_drafters else cls(made)  # type: ignore[call-arg]
+    built = build_options(cls.Options, given, f"drafter '{name}'")
+    return cls(built, device) if cls.holds_drafters else cls(built)  # type: ignore[call-arg]
 
 
-def named(draft: Any, options: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
-    """The registered name and all options of a drafter that is not made yet; a model or head is one of the options."""
-    draft, inside = _parted(draft)
-    given = {**inside, **options}
-    held = holds(draft) if isinstance(draft, (str, os.PathLike)) and draft not in DRAFTERS else None
-    if held is not None:  # a folder with a trained head, or a trigram model
-        name, path = held
-        return name, {**given, **weights_of(name, path)}
-    if isinstance(draft, str) and draft not in DRAFTERS and not is_model(draft):
-        raise UnknownNameError("drafter or model", draft, [*DRAFTERS, *catalogue_names()])
-    if isinstance(draft, str) and draft in DRAFTERS:
-        return draft, given
-    return "draft-model", {**given, "model": draft}
+def load_drafter(where: str | os.PathLike[str], target: Any = None, **options: Any) -> Drafter:
+    """Return the drafter in a folder or a hub repository, ready for `SpeculativeDecoder(target, drafter)`.
+
+    The files decide which drafter it is: a head trained with Paceline, a head in another format (Medusa, EAGLE-1,
+    EAGLE-3, `speculators`), a trigram model, or a draft model. The name of a drafter works too, if no folder has that
+    name: "eagle" uses the shipped head for its target.
+
+    target: the target model. The drafter is checked against it now and shares equal weights with it.
+    options: options of the drafter, such as tree="levels".
+    """
+    lm = None if target is None else load(target)
+    is_file = find_entry(os.fspath(where)) is None and place_of(where).exists()
+    name, given, source = resolve_draft(Path(where) if is_file else where, options, fetch=True)
+    if isinstance(source, Path) and is_head(source):
+        given["head"] = _sharing(read_head(source, DraftHead), lm)
+    drafter = make_drafter(name, given, device=None if lm is None else lm.device)
+    if lm is not None:
+        drafter.check(lm)
+    return drafter
 
 
-def replay_needs(draft: Any, options: Mapping[str, Any] | None = None) -> str | None:
-    """See `Drafter.replay_needs`, of whatever people call a drafter; nothing is loaded to find out."""
-    if isinstance(draft, Drafter):
-        return draft.replay_needs(getattr(draft, "options", None))
-    name, given = named(draft, options or {})
+def replay_needs(spec: Any, options: Mapping[str, Any] | None = None) -> str | None:
+    """`Drafter.replay_needs` of the drafter that `spec` names. Loads nothing."""
+    if isinstance(spec, Drafter):
+        return spec.replay_needs(getattr(spec, "options", None))
+    name, given, _ = resolve_draft(spec, options)
     return DRAFTERS[name].replay_needs(build_options(DRAFTERS[name].Options, given, f"drafter '{name}'"))
 
 
-def _parted(draft: Any) -> tuple[Any, dict[str, Any]]:
-    """The drafter itself, and the options that came with it."""
-    if draft is None:
+def _split_spec(spec: Any) -> tuple[Any, dict[str, Any]]:
+    """What names the drafter, and the options beside it."""
+    if spec is None:
         return "none", {}
-    if isinstance(draft, str) and draft.lstrip().startswith("{"):
+    if isinstance(spec, str) and spec.lstrip().startswith("{"):
         try:
-            draft = parse_json(draft)
+            spec = parse_json(spec)
         except ValueError as error:
             raise InputError(f"A drafter given as JSON must be valid JSON: {error}.") from None
-    if isinstance(draft, (tuple, list)) and len(draft) == 2 and isinstance(draft[1], Mapping):
-        return draft[0], dict(draft[1])
-    if not isinstance(draft, Mapping):
-        return draft, {}
-    options = dict(draft)
+    if isinstance(spec, (tuple, list)) and len(spec) == 2 and isinstance(spec[1], Mapping):
+        return spec[0], dict(spec[1])
+    if not isinstance(spec, Mapping):
+        return spec, {}
+    options = dict(spec)
     if not isinstance(options.get("name"), str):
-        raise InputError(
-            f"A drafter given as a mapping needs a name, such as {{'name': 'suffix'}}, got {shown(draft)}."
-        )
+        raise InputError(f"A drafter given as a mapping needs a name, such as {{'name': 'suffix'}}, got {shown(spec)}.")
     return options.pop("name"), options
 
 
-def _loaded(model: Any, device: Any, runner: str | None) -> LanguageModel:
-    return load(model, device=device, runner=runner) if isinstance(model, (str, os.PathLike)) else load(model)
+def _trained(draft: Any, fetch: bool) -> tuple[str, Path] | None:
+    """The drafter of a folder, file or hub repository with trained weights, and where these are."""
+    if not isinstance(draft, (str, os.PathLike)):
+        return None
+    trained = drafter_of_folder(draft)
+    if trained is None and fetch:
+        folder = fetch_head(draft)
+        trained = None if folder is None else drafter_of_folder(folder)
+    return trained
+
+
+def _sharing(head: Any, target: LanguageModel | None) -> Any:
+    """An EAGLE head without its own embedding, if that is equal to the target's."""
+    if target is None or not isinstance(head, EagleHead) or head.words is None:
+        return head
+    own = head.words.weight.detach()
+    embedding = target.model.get_input_embeddings()
+    if (embedding.num_embeddings, embedding.embedding_dim) != tuple(own.shape):
+        return head
+    with torch.no_grad():
+        theirs = embedding(torch.arange(own.shape[0], device=target.device))
+    if torch.equal(own.to(theirs.device, theirs.dtype), theirs):
+        head.words, head.config = None, replace(head.config, own_embedding=False)
+    return head

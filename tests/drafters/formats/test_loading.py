@@ -20,7 +20,7 @@ from paceline.drafters.heads.medusa import MedusaHead
 from paceline.drafters.heads.prophet import ProphetHead
 from paceline.drafters.lookup.trigram import train_trigram
 from paceline.drafters.models.early_exit import ExitHead
-from paceline.drafters.resolve import named, replay_needs
+from paceline.drafters.resolve import replay_needs, resolve_draft
 from paceline.models.quantization.quantize import quantized
 
 HEADS: dict[str, Any] = {"eagle": EagleHead, "medusa": MedusaHead, "prophet": ProphetHead}
@@ -46,7 +46,7 @@ def test_an_eagle1_head_may_be_saved_as_our_own(tmp_path: Path) -> None:
 
 def test_an_exit_of_our_own(tmp_path: Path) -> None:
     ExitHead.fresh(target(), 3).save(tmp_path)
-    assert named(str(tmp_path), {}) == ("early-exit", {"head": str(tmp_path)})
+    assert resolve_draft(str(tmp_path), {})[:2] == ("early-exit", {"head": str(tmp_path)})
     assert load_drafter(tmp_path, target()).describe() == "early-exit after 3 layers by a trained head"
 
 
@@ -64,13 +64,13 @@ def test_a_trigram_model(as_folder: bool, tmp_path: Path) -> None:
     train_trigram([[1, 2, 3, 4, 5, 1, 2, 3]], 40).save(tmp_path / "trigram.safetensors")
     where = tmp_path if as_folder else tmp_path / "trigram.safetensors"
     file = str(tmp_path / "trigram.safetensors")
-    assert named(str(where), {"tree": "levels"}) == ("trigram", {"file": file, "tree": "levels"})
+    assert resolve_draft(str(where), {"tree": "levels"})[:2] == ("trigram", {"file": file, "tree": "levels"})
     assert drafts(load_drafter(where, target())) == drafts("trigram", file=file)
 
 
 def test_a_language_model(tmp_path: Path) -> None:
     llama(1).float().save_pretrained(tmp_path)
-    assert named(str(tmp_path), {}) == ("draft-model", {"model": str(tmp_path)})
+    assert resolve_draft(str(tmp_path), {})[:2] == ("draft-model", {"model": str(tmp_path)})
     drafter = load_drafter(tmp_path, target(), tree="levels")
     assert drafter.name == "draft-model"
     assert drafts(drafter) == drafts("draft-model", model=load(tmp_path), tree="levels")
@@ -80,7 +80,7 @@ def test_finding_out_reads_no_weights(tmp_path: Path) -> None:
     """Which drafter a folder means is asked more often than it is loaded."""
     EagleHead.random(target()).save(tmp_path)
     (tmp_path / "model.safetensors").unlink()
-    assert named(str(tmp_path), {}) == ("eagle", {"head": str(tmp_path)})
+    assert resolve_draft(str(tmp_path), {})[:2] == ("eagle", {"head": str(tmp_path)})
     assert replay_needs(str(tmp_path)) is not None
     with pytest.raises(LoadError, match="No eagle head could be read"):
         load_drafter(tmp_path)

@@ -8,14 +8,12 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from paceline.bench.candidates.candidate import Entry
-from paceline.common.errors import InputError, UnknownNameError
+from paceline.common.errors import InputError
 from paceline.common.json_text import parse_json
 from paceline.common.names import split_spec
 from paceline.core.contracts import DRAFTERS, RULES
 from paceline.core.registry import build_options, convert_options
-from paceline.drafters.load import holds
-from paceline.drafters.shipped import weights_of
-from paceline.models import catalogue_names, is_model
+from paceline.drafters.resolve import resolve_draft
 
 
 def whole_number(owner: str, key: str, text: str, least: int = 1) -> int:
@@ -71,24 +69,24 @@ def _entry(text: str, said: Mapping[str, Any], gamma: int | str) -> Entry:
     draft = said.get("name")
     if not isinstance(draft, str):
         raise InputError(f'A run needs the name of a drafter or a model, such as {{"name": "suffix"}}, got {text}.')
-    held = None if draft in DRAFTERS else holds(draft)
-    if held is None and draft not in DRAFTERS and not is_model(draft):
-        raise UnknownNameError("drafter or model", draft, [*DRAFTERS, *catalogue_names()])
-    if held is not None:  # the folder of a trained head
-        draft, said = held[0], {**weights_of(*held), **said}
-    drafter = draft if draft in DRAFTERS else "draft-model"
+    own = {key.removeprefix("drafter."): value for key, value in said.items() if _is_drafters(key)}
+    drafter, options, source = resolve_draft(draft, own, text_prefix="")
+    if source is not None and drafter == "draft-model":
+        del options["model"]  # a model has its own name in a record
+    else:
+        draft = drafter
+    build_options(DRAFTERS[drafter].Options, options, f"drafter '{drafter}'")  # refuses wrong types and values
     rule = said.get("rule", "match")
     if not isinstance(rule, str):
         raise InputError(f"rule of '{text}' must be the name of a rule, got {rule!r}.")
     label = said.get("label", text)
     if not isinstance(label, str) or not label:
         raise InputError(f"label of '{text}' must be a name, got {label!r}.")
-    own = {key.removeprefix("drafter."): value for key, value in said.items() if _is_drafters(key)}
     its = {key.removeprefix("rule."): value for key, value in said.items() if key.startswith("rule.")}
     return Entry(
         name=label,
         draft=draft,
-        options=_typed(own, DRAFTERS[drafter].Options, "drafter", drafter),
+        options=options,
         gamma=_gamma(text, said.get("gamma", "auto" if DRAFTERS[drafter].chooses_length else gamma)),
         nodes=None if said.get("nodes") is None else _number(text, "nodes", said["nodes"]),
         rule=rule,

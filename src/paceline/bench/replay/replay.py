@@ -26,7 +26,7 @@ from paceline.core.registry import build_options
 from paceline.core.trace import Round, Trace
 from paceline.core.tree import TokenTree
 from paceline.core.verdict import Verdict
-from paceline.drafters.resolve import make_drafter, named
+from paceline.drafters.resolve import make_drafter, resolve_draft
 from paceline.engine.decoder import make_rule
 from paceline.engine.loop import Loop
 from paceline.engine.request import Request
@@ -216,7 +216,7 @@ def _named(header: TraceHeader, entry: Entry) -> tuple[str, dict[str, Any]]:
     """The drafter's registered name and all its options. A recorded model need not exist on this machine."""
     if entry.draft not in DRAFTERS and entry.draft == header.draft:
         return "draft-model", {**entry.options, "model": entry.draft}
-    return named(entry.draft, entry.options)
+    return resolve_draft(entry.draft, entry.options)[:2]
 
 
 def _same_drafter(header: TraceHeader, entry: Entry) -> bool:

@@ -24,7 +24,7 @@ from paceline.core.contracts import DRAFTERS, RULES
 from paceline.core.costs import Costs
 from paceline.core.sampling import Sampling
 from paceline.core.trace import Trace
-from paceline.drafters.resolve import make_drafter, named, replay_needs
+from paceline.drafters.resolve import make_drafter, replay_needs, resolve_draft
 from paceline.engine.round_timing import Stopwatch, Timed, full_costs
 from paceline.integrations.provenance import provenance
 from paceline.models.language_model import LanguageModel
@@ -82,7 +82,7 @@ def candidates(options: TuneOptions) -> Iterator[Entry]:
 
 def _variants(spec: str, options: TuneOptions) -> Iterator[Entry]:
     entry = parse_entry(spec)
-    cls = DRAFTERS[named(entry.draft, entry.options)[0]]
+    cls = DRAFTERS[resolve_draft(entry.draft, entry.options).name]
     fixed = "gamma=" in spec or '"gamma"' in spec
     gammas: Sequence[int | str] = options.gammas
     if fixed:

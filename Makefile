@@ -29,7 +29,7 @@ demo: $(STAMP)  ## install, fetch SmolLM2-135M, generate with and without drafts
 install: $(STAMP)  ## make .venv and install Paceline, pinned by constraints.txt
 
 docs: $(DOCS)  ## build the site into build/site; a broken link or anchor fails
-	@$(VENV)/bin/mkdocs build --strict --quiet && echo "build/site/index.html"
+	@NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --strict --quiet && echo "build/site/index.html"
 
 # With --keep-going a failure does not hide what comes after it, and the exit status is still non-zero.
 test: $(DEV)  ## everything CI runs

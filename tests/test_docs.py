@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -28,6 +29,13 @@ def test_the_example_of_the_readme_prints_what_it_says() -> None:
     assert len(code.strip().splitlines()) <= 12
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == printed.strip()
+
+
+def test_the_first_pages_stay_short() -> None:
+    assert len(README.splitlines()) <= 90
+    assert len((ROOT / "docs" / "glossary.md").read_text().splitlines()) <= 60
+    figures = README.split("## Figures")[1].split("##")[0]
+    assert sum(line.startswith("|") for line in figures.splitlines()) - 2 <= 8
 
 
 def test_the_commands_of_the_readme_exist() -> None:
@@ -66,16 +74,42 @@ def test_every_drafter_has_a_page_and_every_page_a_drafter() -> None:
     assert all(f"({name}.md)" in index for name in pages)
 
 
-def test_the_drafter_of_the_guide_works_as_it_stands() -> None:
+def tiny_model() -> paceline.LanguageModel:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=32, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2
+    )
+    return paceline.LanguageModel(LlamaForCausalLM(config).double().eval())
+
+
+@pytest.fixture
+def guide() -> Iterator[ModuleType]:
+    """A module for the code of a page: dataclasses look their module up."""
+    module = sys.modules["guide"] = ModuleType("guide")
+    yield module
+    del sys.modules["guide"]
+
+
+def test_the_rule_of_the_guide_keeps_the_text(guide: ModuleType) -> None:
+    code = blocks((ROOT / "docs" / "add-a-rule.md").read_text(), "python")[0]
+    try:
+        exec(compile(code, "add-a-rule.md", "exec"), guide.__dict__)
+        lm, prompts = tiny_model(), [[5, 6, 7, 5, 6], [1, 2]]
+        for settings in ({}, {"temperature": 1.0, "seed": 3}):
+            settings = {**settings, "max_new_tokens": 24, "ignore_eos": True}
+            plain = paceline.SpeculativeDecoder(lm, draft=None).generate(prompts, **settings)
+            out = paceline.SpeculativeDecoder(lm, "prompt-lookup", rule="first").generate(prompts, **settings)
+            assert [each.tokens for each in out] == [each.tokens for each in plain]
+            assert sum(each.stats.accepted for each in out) > 0
+    finally:
+        paceline.RULES._found.pop("first", None)
+
+
+def test_the_drafter_of_the_guide_works_as_it_stands(guide: ModuleType) -> None:
     code = blocks((ROOT / "docs" / "add-a-drafter.md").read_text(), "python")[0]
-    guide = sys.modules["guide"] = ModuleType("guide")  # dataclasses look their module up
     try:
         exec(compile(code, "add-a-drafter.md", "exec"), guide.__dict__)
-        torch.manual_seed(0)
-        config = LlamaConfig(
-            vocab_size=32, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2
-        )
-        lm = paceline.LanguageModel(LlamaForCausalLM(config).double().eval())
+        lm = tiny_model()
         plain = paceline.SpeculativeDecoder(lm, draft=None).generate([5, 6, 7], max_new_tokens=24, ignore_eos=True)
         out = paceline.SpeculativeDecoder(lm, "echo", options={"size": 3}).generate(
             [5, 6, 7], max_new_tokens=24, ignore_eos=True
@@ -84,4 +118,3 @@ def test_the_drafter_of_the_guide_works_as_it_stands() -> None:
         assert out.stats.drafted > 0
     finally:
         paceline.DRAFTERS._found.pop("echo", None)
-        del sys.modules["guide"]

@@ -1,12 +1,14 @@
-"""What to run of every registered drafter, found out from its Options and never from its name.
+"""Which options every registered drafter is tested with. They are read from its `Options`, never from its name.
 
-- A field `model` means: the drafter runs a model, and gets each of the drafts of models.py.
-- A field typed `Literal[...]` is tried with each of its values (`tree`: chain, levels, best-first).
-- A whole number called `branches` is tried as it is and as 3.
-- A drafter that needs more says so itself: `Options.conformance_variants()` (a classmethod) returns further mappings of
-  options; a value that is callable is called with the target, to make something that fits it, such as random heads.
-- Options without which nothing can be drafted are named in `Options.required`: then each of those mappings is combined
-  with each of the topologies above, and none is tried without them.
+- A field `model`: the drafter runs a model. It gets each of the drafts of models.py.
+- A field of type `Literal[...]`: each of its values (`tree`: chain, levels, best-first).
+- A field `branches`: its default and 3.
+- `Options.conformance_variants()` (a classmethod) returns further mappings of options. A callable value is called with
+  the target and returns the option, for instance random heads that fit the target.
+- `Options.required` names options without which nothing can be drafted. Then each of those further mappings is combined
+  with each of the topologies above, and none is tested without them.
+
+`board` selects the pairs of an architecture and a variant, `RUNNERS` the runner of each variant.
 """
 
 from __future__ import annotations
@@ -24,14 +26,14 @@ import paceline  # noqa: F401  fills the registries
 from paceline import LanguageModel, SpeculativeDecoder
 from paceline.core.contracts import DRAFTERS
 
-from .models import DRAFTS, draft, target
+from .models import CASES, CLASSES, DRAFTS, draft, target
 
 MANY_BRANCHES = 3
 
 
 @dataclass(frozen=True)
 class Variant:
-    """One way to run one drafter. `draft` names the model it is given, "" if it takes none."""
+    """One drafter with its options. `draft` names the draft model; "" if it takes none."""
 
     drafter: str
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -44,7 +46,7 @@ class Variant:
 
     @property
     def perfect(self) -> bool:
-        """The draft is what the target will say, and it can say all of it."""
+        """Whether the draft model is the target itself, with the whole vocabulary."""
         return self.draft == "same" and "vocabulary" not in self.options
 
     @property
@@ -53,27 +55,28 @@ class Variant:
 
     @property
     def looks_inside(self) -> bool:
-        """Does it run a model, or look into the target? Then the architecture matters."""
+        """Whether it runs a model or layers like the target's. Then the architecture matters."""
         cls = DRAFTERS[self.drafter]
-        return bool(self.draft or cls.needs_taps) or cls.shares_reader
+        made_of_layers = any(entry.name == "head" for entry in dataclasses.fields(cls.Options))
+        return bool(self.draft or cls.needs_taps) or cls.shares_reader or made_of_layers
 
     def made_for(self, lm: LanguageModel, case: str) -> dict[str, Any]:
         options = {name: value(lm) if _makes(value) else value for name, value in self.options.items()}
         return {**options, "model": draft(case, self.draft)} if self.draft else options
 
     def decoder(self, case: str, lm: LanguageModel | None = None, **settings: Any) -> SpeculativeDecoder:
-        """`lm` stands in for the target of that architecture, for instance because it has a tokenizer."""
+        """A decoder for the target of that architecture, or for `lm`, which may have a tokenizer."""
         lm = lm or target(case)
         return SpeculativeDecoder(lm, self.drafter, options=self.made_for(lm, case), **settings)
 
 
 def _makes(value: Any) -> bool:
-    """Is it a function that makes an option for a target? A module, which can be called too, is one already made."""
+    """Whether the value is a function that makes an option for a target. A module can be called too, but is a value."""
     return callable(value) and not isinstance(value, torch.nn.Module)
 
 
 def topologies(options: type) -> list[dict[str, Any]]:
-    """The mappings of options that a drafter is tried with."""
+    """The mappings of options that a drafter is tested with."""
     hints = typing.get_type_hints(options)
     choices: list[list[dict[str, Any]]] = []
     for entry in dataclasses.fields(options):
@@ -81,36 +84,38 @@ def topologies(options: type) -> list[dict[str, Any]]:
             choices.append([{entry.name: value} for value in typing.get_args(hints[entry.name])])
         elif entry.name == "branches":
             choices.append([{}, {"branches": MANY_BRANCHES}])
-    found: list[dict[str, Any]] = [{}]
-    for options_of_one in choices:
-        found = [{**have, **more} for have in found for more in options_of_one]
-    more = [dict(each) for each in options.conformance_variants()] if hasattr(options, "conformance_variants") else []
+    product: list[dict[str, Any]] = [{}]
+    for values in choices:
+        product = [{**chosen, **value} for chosen in product for value in values]
+    further = (
+        [dict(more) for more in options.conformance_variants()] if hasattr(options, "conformance_variants") else []
+    )
     if getattr(options, "required", ()):
-        return [{**have, **extra} for have in found for extra in more]
-    return found + more
+        return [{**chosen, **more} for chosen in product for more in further]
+    return product + further
 
 
 def variants(drafts: tuple[str, ...] = DRAFTS) -> list[Variant]:
-    """Every registered drafter in every topology, except the one that drafts nothing: it is the reference."""
-    found = []
+    """Every registered drafter in every topology, except `none`, which is the reference."""
+    result = []
     for name in DRAFTERS:
         options = DRAFTERS[name].Options
         takes_model = any(entry.name == "model" for entry in dataclasses.fields(options))
         for chosen in topologies(options):
-            found += [Variant(name, chosen, kind) for kind in (drafts if takes_model else ("",))]
-    return [variant for variant in found if variant.drafter != "none"]
+            result += [Variant(name, chosen, kind) for kind in (drafts if takes_model else ("",))]
+    return [variant for variant in result if variant.drafter != "none"]
 
 
 def model_drafters() -> list[tuple[str, dict[str, Any]]]:
-    """Every registered drafter that runs a model; in each topology, one expansion at a time, where it grows trees."""
-    found = []
+    """Every registered drafter that runs a model, in each topology. Trees grow by one expansion at a time."""
+    result = []
     for name in DRAFTERS:
         fields = {entry.name for entry in dataclasses.fields(DRAFTERS[name].Options)}
         if "model" in fields:
             narrow = {"width": 1} if "width" in fields else {}
-            tried = topologies(DRAFTERS[name].Options) if narrow else topologies(DRAFTERS[name].Options)[:2]
-            found += [(name, {**chosen, **narrow}) for chosen in tried]
-    return found
+            tested = topologies(DRAFTERS[name].Options) if narrow else topologies(DRAFTERS[name].Options)[:2]
+            result += [(name, {**chosen, **narrow}) for chosen in tested]
+    return result
 
 
 PLAIN = Variant("none")
@@ -118,44 +123,84 @@ PLAIN = Variant("none")
 
 def some_variants(drafts: tuple[str, ...] = ("close",)) -> list[Variant]:
     """Of every registered drafter a chain and a tree, where it has them: for tests of what all variants share."""
-    found: dict[tuple[str, bool, str], Variant] = {}
+    first: dict[tuple[str, bool, str], Variant] = {}
     for variant in variants(drafts):
-        found.setdefault((variant.drafter, variant.chain, variant.draft), variant)
-    return list(found.values())
+        first.setdefault((variant.drafter, variant.chain, variant.draft), variant)
+    return list(first.values())
 
+
+# ---- which pairs are tested
 
 SPREAD = 6
-
-
-def on_architectures(variant: Variant) -> int:
-    """A drafter that runs a model or looks into the target is tried on every architecture, as a chain and, where it is
-    a draft model, as a tree; its other trees on every second one. What sees nothing but tokens, and further shapes of
-    trees (masks of the same kind), on every sixth."""
-    tree = variant.options.get("tree", "chain")
-    if variant.looks_inside and ((tree == "chain" and not variant.perfect) or (tree, variant.draft) == TREE_OF_A_MODEL):
-        return 1
-    return 2 if variant.looks_inside and tree == "best-first" else SPREAD
-
-
 TREE_OF_A_MODEL = ("best-first", "close")
 
 
+def step_of(variant: Variant) -> int:
+    """The variant meets every `step`-th architecture.
+
+    Chains that look inside, and one tree of a draft model, meet every one. Other best-first trees that look inside meet
+    every second one. The rest sees only tokens, or differs only in the shape of the tree.
+    """
+    if not variant.looks_inside:
+        return SPREAD
+    tree = variant.options.get("tree", "chain")
+    if (tree == "chain" and not variant.perfect) or (tree, variant.draft) == TREE_OF_A_MODEL:
+        return 1
+    return 2 if tree == "best-first" else SPREAD
+
+
+def is_daily(case: int, column: int, variant: Variant) -> bool:
+    """Whether `make test` runs this pair: a class of architectures, or one of two variants for any other architecture.
+
+    test_cache.py compares the reader of every architecture with the model. So a drafter needs the classes only.
+    """
+    name = list(CASES)[case]
+    if name in CLASSES:
+        step = min(step_of(variant), len(CLASSES) // 2)
+        return (list(CLASSES).index(name) + column) % step == 0
+    return variant.looks_inside and (case + column) % OTHERS == 0
+
+
+OTHERS = 24  # a variant of so many meets an architecture that is not a class of its own
+
+
+def identity_board(columns: list[Variant]) -> list[Any]:
+    """Pairs of an architecture and a variant for the tests of text identity; pairs beyond the classes run nightly."""
+    pairs = []
+    for j, variant in enumerate(columns):
+        for i, case in enumerate(CASES):
+            daily, nightly = is_daily(i, j, variant), (i + j) % step_of(variant) == 0
+            if daily or nightly:
+                marks = [] if daily and (i + j) % 4 == 0 else [pytest.mark.slow]
+                marks += [] if daily else [pytest.mark.nightly]
+                pairs.append(pytest.param(case, variant, id=f"{case}-{variant}", marks=marks))
+    return pairs
+
+
+def marks_of_runner(runner: int, column: int) -> list[Any]:
+    """Each variant meets one of three runners in `make test`, and all of them nightly."""
+    daily, quick = (runner + column) % 3 == 0, column % 4 == 0
+    return [] if daily and quick else [pytest.mark.slow] if daily else [pytest.mark.slow, pytest.mark.nightly]
+
+
 def on_settings(variant: Variant) -> int:
-    """Whoever runs a draft model is tried with every setting, the others with every sixth."""
+    """A variant with a draft model meets every setting, the others every sixth."""
     return 1 if variant.draft == "close" else SPREAD
 
 
 def board(cases: Iterable[str], columns: Iterable[Variant], every: Callable[[Variant], int]) -> list[Any]:
-    """Pairs of a case and a variant: each variant with `every` so many-th case, spread so that every case has its
-    share. Every second pair is slow, as on a chess board."""
-    found = []
+    """Pairs of a case and a variant. Each variant meets every `every(variant)`-th case, each case meets some variants.
+
+    Every second pair is slow.
+    """
+    pairs = []
     for j, variant in enumerate(columns):
         step = every(variant)
         for i, case in enumerate(cases):
             if (i + j) % step == 0:
                 slow = (i + j) // step % 2
-                found.append(pytest.param(case, variant, id=f"{case}-{variant}", marks=[pytest.mark.slow] * slow))
-    return found
+                pairs.append(pytest.param(case, variant, id=f"{case}-{variant}", marks=[pytest.mark.slow] * slow))
+    return pairs
 
 
 def some_slow(items: Iterable[Any], slow: Callable[[Any], bool]) -> list[Any]:

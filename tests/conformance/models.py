@@ -125,6 +125,18 @@ CASES: dict[str, Case] = {
     ]
 }
 
+# One architecture of each kind of attention, cache and runner. A drafter meets these; test_cache.py reads all.
+CLASSES = {
+    "llama": "full attention, SDPA",
+    "llama-eager": "full attention, an additive mask",
+    "mistral": "sliding windows",
+    "gemma3": "sliding and full layers mixed",
+    "gpt2": "learned positions",
+    "falcon-alibi": "ALiBi",
+    "mixtral": "experts",
+    "llama-float32": "the CPU kernels",
+}
+
 
 def build(case: Case, seed: int = 0, **changes: Any) -> PreTrainedModel:
     """A random model with peaked laws: weights are drawn wide, so that greedy text is no constant."""

@@ -67,7 +67,7 @@ def test_topologies_come_from_the_options() -> None:
 
 @pytest.mark.usefixtures("newcomers")
 def test_a_newcomer_runs() -> None:
-    check_identity("gemma3", Variant("echo", {"how": "twice"}), 20)
+    check_identity("gemma3", Variant("echo", {"how": "twice"}))
 
 
 def test_everything_that_is_registered_is_tried() -> None:

@@ -42,6 +42,11 @@ class Watched(Rehearsal):
     def forget(self) -> None:
         self.runs.clear()
 
+    @property
+    def reused(self) -> int:
+        """How many runs were not the first of their graph."""
+        return sum(count - 1 for count in self.runs.values())
+
 
 def memory(tensor: Tensor) -> Any:
     return tensor.untyped_storage()
@@ -105,6 +110,10 @@ class Replays(Rehearsal):
 
     def forget(self) -> None:
         self.made.clear()
+
+    @property
+    def reused(self) -> int:
+        return self.played
 
 
 def watched(monkeypatch: pytest.MonkeyPatch) -> list[Watched]:

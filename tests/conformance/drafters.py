@@ -50,6 +50,11 @@ class Variant:
         return self.draft == "same" and "vocabulary" not in self.options
 
     @property
+    def may_be_idle(self) -> bool:
+        """Whether it may draft nothing, because it measures what drafts cost."""
+        return getattr(DRAFTERS[self.drafter], "by_clock", False) and "costs" not in self.options
+
+    @property
     def chain(self) -> bool:
         return self.options.get("tree", "chain") == "chain" and self.options.get("branches", 1) == 1
 

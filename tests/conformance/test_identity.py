@@ -50,7 +50,7 @@ def check_accounts(out: Generation) -> None:
 
 def check_speculated(outs: list[Generation], variant: Variant) -> None:
     """It has drafted, and a perfect draft was accepted. Without this an idle drafter would pass."""
-    assert sum(out.stats.drafted for out in outs) > 0
+    assert sum(out.stats.drafted for out in outs) > 0 or variant.may_be_idle
     if not variant.perfect:
         return
     for out in outs:

@@ -17,6 +17,7 @@ import dataclasses
 import typing
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import pytest
@@ -188,23 +189,31 @@ def marks_of_runner(runner: int, column: int) -> list[Any]:
     return [] if daily and quick else [pytest.mark.slow] if daily else [pytest.mark.slow, pytest.mark.nightly]
 
 
+@cache
+def in_full() -> tuple[Variant, ...]:
+    """A chain and a tree of a close draft model: they meet every setting."""
+    models = [variant for variant in some_variants() if variant.draft == "close"]
+    return tuple(next(variant for variant in models if variant.chain is chain) for chain in (True, False))
+
+
 def on_settings(variant: Variant) -> int:
-    """A variant with a draft model meets every setting, the others every sixth."""
-    return 1 if variant.draft == "close" else SPREAD
+    """The variant meets every `step`-th setting: `in_full` every one, other draft models every third."""
+    return 1 if variant in in_full() else 3 if variant.draft == "close" else SPREAD
 
 
 def board(cases: Iterable[str], columns: Iterable[Variant], every: Callable[[Variant], int]) -> list[Any]:
     """Pairs of a case and a variant. Each variant meets every `every(variant)`-th case, each case meets some variants.
 
-    Every second pair is slow.
+    Every second pair is slow. Of the draft models, further pairs run nightly.
     """
     pairs = []
     for j, variant in enumerate(columns):
         step = every(variant)
         for i, case in enumerate(cases):
-            if (i + j) % step == 0:
-                slow = (i + j) // step % 2
-                pairs.append(pytest.param(case, variant, id=f"{case}-{variant}", marks=[pytest.mark.slow] * slow))
+            daily = (i + j) % step == 0
+            if daily or variant.draft == "close":
+                marks = [pytest.mark.slow] * ((i + j) // step % 2 or not daily) + [pytest.mark.nightly] * (not daily)
+                pairs.append(pytest.param(case, variant, id=f"{case}-{variant}", marks=marks))
     return pairs
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from paceline import Generation
 
-from .drafters import PLAIN, Variant, some_slow, some_variants
+from .drafters import PLAIN, Variant, some_variants
 from .models import VOCABULARY
 from .test_identity import check_accounts
 
@@ -41,6 +41,16 @@ def mixed_requests(seed: int, count: int = 9) -> tuple[list[list[int]], dict[str
     }
 
 
+def architectures_of(columns: list[Variant]) -> list[Any]:
+    """Every variant meets llama and one other architecture; the third one nightly."""
+    pairs = []
+    for j, variant in enumerate(columns):
+        for i, case in enumerate(ARCHITECTURES):
+            marks = [pytest.mark.slow] * (i > 0) + [pytest.mark.nightly] * (i > 0 and (i + j) % 2)
+            pairs.append(pytest.param(case, variant, id=f"{case}-{variant}", marks=marks))
+    return pairs
+
+
 def summary(outs: list[Generation]) -> list[tuple[list[int], str, object]]:
     return [(out.tokens, out.finish_reason, out.stop_reason) for out in outs]
 
@@ -58,8 +68,7 @@ def alone(case: str, prompts: list[list[int]], settings: dict[str, Any]) -> list
     return _ALONE[key]
 
 
-@pytest.mark.parametrize("variant", RUNNERS, ids=str)
-@pytest.mark.parametrize("case", some_slow(ARCHITECTURES, lambda case: case != "llama"))
+@pytest.mark.parametrize(("case", "variant"), architectures_of(RUNNERS))
 def test_mixed_requests_give_the_texts_of_each_alone(case: str, variant: Variant) -> None:
     for seed, rows in ((1, 2), (2, 3), (3, 1)):
         prompts, settings = mixed_requests(seed)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.selection import covering
 from torch import Tensor
 
 from paceline.core.choice import Choice, NoiseTable
@@ -120,9 +121,14 @@ def broken(target: Tensor, other: Tensor) -> Tensor:
     return drafted
 
 
-@pytest.mark.parametrize("drafted", [alike, equal, apart, tied, holed, broken], ids=lambda how: how.__name__)
-@pytest.mark.parametrize("sizes", [(5, 16, (2, 8)), (37, 16, (1, 3, 5)), (2100, 2048, (2,))], ids=str)
-@pytest.mark.parametrize("heats", HEATS, ids=str)
+@pytest.mark.parametrize(
+    ("drafted", "sizes", "heats"),
+    covering(
+        [alike, equal, apart, tied, holed, broken],
+        [(5, 16, (2, 8)), (37, 16, (1, 3, 5)), (2100, 2048, (2,))],
+        HEATS,
+    ),
+)
 def test_verdicts_are_those_of_the_rule(
     heats: list[float], sizes: tuple[int, int, Any], drafted: Any, kernels: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

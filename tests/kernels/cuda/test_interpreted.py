@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
+from tests.selection import covering
+
 from paceline.core.choice import Choice, NoiseTable
 from paceline.core.law import SamplingBatch
 from paceline.core.sampling import Sampling
@@ -39,20 +41,22 @@ def draw(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tens
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-@pytest.mark.parametrize(("dtype", "within"), [(torch.float32, 1e-6), (torch.float16, 1e-3)])  # it knows no bfloat16
 @pytest.mark.parametrize(
-    ("M", "sizes", "K"),
-    [(1, (32,), 64), (3, (64, 32, 32), 80), (16, (48,), 576), (17, (100,), 144), (64, (16, 16, 16), 16)],
+    ("dtype", "shape"),
+    covering(
+        [torch.float32, torch.float16],  # the interpreter has no bfloat16
+        [(1, (32,), 64), (3, (64, 32, 32), 80), (16, (48,), 576), (17, (100,), 144), (64, (16, 16, 16), 16)],
+    ),
 )
-def test_product(M: int, sizes: tuple[int, ...], K: int, dtype: torch.dtype, within: float) -> None:
+def test_product(dtype: torch.dtype, shape: tuple[int, tuple[int, ...], int]) -> None:
+    (M, sizes, K), within = shape, 1e-6 if dtype == torch.float32 else 1e-3
     x, weights = draw(M, K, dtype=dtype), [draw(n, K, seed=i + 1, dtype=dtype) for i, n in enumerate(sizes)]
     got = products.product(x, weights)
     assert got.shape[1:] == (M, sum(sizes))
     close(got.sum(0), x.double() @ torch.cat(weights).double().t(), within)
 
 
-@pytest.mark.parametrize("M", [1, 5, 65])
-@pytest.mark.parametrize(("N", "K"), [(48, 64), (33, 80), (96, 32)])
+@pytest.mark.parametrize(("M", "N", "K"), [(1, 48, 64), (5, 33, 80), (65, 96, 32)])
 def test_gated(M: int, N: int, K: int) -> None:
     x, gate, up = draw(M, K), draw(N, K, seed=1), draw(N, K, seed=2)
     wanted = torch.nn.functional.silu(x.double() @ gate.double().t()) * (x.double() @ up.double().t())
@@ -88,18 +92,24 @@ def path_to(parents: list[int], node: int) -> list[int]:
 
 
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # of rows that are padding
-@pytest.mark.parametrize(("heads", "kv", "width"), [(4, 4, 16), (6, 2, 24), (9, 3, 64)])
-@pytest.mark.parametrize("window", [0, 20])
-@pytest.mark.parametrize("lengths", [(300, 517), (90, 249)])
-@pytest.mark.parametrize("parents", [None, [-1, 0, 0, 2], [-1, 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 3, 12, 12, 5, -1]])
+@pytest.mark.parametrize(
+    ("heads", "window", "lengths", "parents"),
+    covering(
+        [(4, 4, 16), (6, 2, 24), (9, 3, 64)],
+        [0, 20],
+        [(300, 517), (90, 249)],
+        [None, [-1, 0, 0, 2], [-1, 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 3, 12, 12, 5, -1]],
+    ),
+)
 def test_attention(
-    heads: int, kv: int, width: int, window: int, lengths: tuple[int, int], parents: list[int] | None
+    heads: tuple[int, int, int], window: int, lengths: tuple[int, int], parents: list[int] | None
 ) -> None:
     """Of a chain, or of the last token of a text and the nodes of a tree at the slots that follow it."""
+    query_heads, kv, width = heads
     R, Q, S = 2, 5 if parents is None else 1 + len(parents), 600
     ends = torch.tensor(lengths)
     keys, values = draw(3, kv, S, width), draw(3, kv, S, width, seed=1)
-    q = draw(R * Q, heads, width, seed=2)
+    q = draw(R * Q, query_heads, width, seed=2)
     if parents is None:
         prefix = (ends[:, None] + torch.arange(Q)).flatten()
         tree, branches = None, [[list(range(p)) for p in row] for row in prefix.view(R, Q).tolist()]
@@ -117,15 +127,17 @@ def test_attention(
     for r in range(R):
         for i in range(Q):
             slots = branches[r][i][-window:] if window else branches[r][i]
-            for h in range(heads):
-                k, v = keys[r, h // (heads // kv), slots].double(), values[r, h // (heads // kv), slots].double()
+            for h in range(query_heads):
+                k, v = (
+                    keys[r, h // (query_heads // kv), slots].double(),
+                    values[r, h // (query_heads // kv), slots].double(),
+                )
                 wanted[r * Q + i, h] = ((k @ q[r * Q + i, h].double()) * 0.3).softmax(0) @ v
     close(out, wanted, 1e-5)
 
 
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
-@pytest.mark.parametrize("heats", [(0.0, 0.0), (0.8, 1.3), (0.7, 0.0)])
-@pytest.mark.parametrize("V", [40, 2048, 5000])
+@pytest.mark.parametrize(("heats", "V"), covering([(0.0, 0.0), (0.8, 1.3), (0.7, 0.0)], [40, 2048, 5000]))
 def test_race_picks_what_the_law_picks(heats: tuple[float, float], V: int) -> None:
     batch = SamplingBatch([Sampling(temperature=heat, seed=7 + i) for i, heat in enumerate(heats)], [(), ()], "cpu")
     length = torch.tensor([[11], [300]])

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.selection import covering
 from tests.toys import llama
 from torch import Tensor
 
@@ -264,17 +265,18 @@ def texts(draft: Any, options: dict[str, Any], rows: int, settings: dict[str, An
     return [out.tokens for out in decoder.generate(prompts, max_new_tokens=[9, 4, 12], **settings)]
 
 
-@pytest.mark.parametrize("settings", SETTINGS, ids=["greedy", "sampled", "mixed", "penalised"])
 @pytest.mark.parametrize(
-    ("draft", "options", "rows", "scripted"),
-    [("model", {}, 1, False), ("model", {}, 3, False), ("model", {}, 2, True), ("model", {"tree": "levels"}, 2, False),
-     (None, {}, 2, False), ("prompt-lookup", {}, 2, False)],
-    ids=str,
+    ("drafts", "settings"),
+    covering(
+        [("model", {}, 1, False), ("model", {}, 3, False), ("model", {}, 2, True),
+         ("model", {"tree": "levels"}, 2, False), (None, {}, 2, False), ("prompt-lookup", {}, 2, False)],
+        SETTINGS,
+    ),
 )  # fmt: skip
 def test_the_same_texts(
-    draft: Any, options: dict[str, Any], rows: int, scripted: bool, settings: dict[str, Any],
-    monkeypatch: pytest.MonkeyPatch,
+    drafts: tuple[Any, dict[str, Any], int, bool], settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:  # fmt: skip
+    draft, options, rows, scripted = drafts
     monkeypatch.setattr(flight, "programs_for", lambda lm: Rehearsal())
     wanted = texts(draft, options, rows, settings, scripted)
     asked: list[str] = []

@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from tests.selection import covering
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
-
-from tests.selection import covering
 
 from paceline.core.choice import Choice, NoiseTable
 from paceline.core.law import SamplingBatch

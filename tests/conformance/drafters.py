@@ -56,6 +56,11 @@ class Variant:
         return getattr(DRAFTERS[self.drafter], "by_clock", False) and "costs" not in self.options
 
     @property
+    def is_never_captured(self) -> bool:
+        """Whether it shares the reader of the target, so that its rounds are no CUDA graphs."""
+        return DRAFTERS[self.drafter].shares_reader
+
+    @property
     def chain(self) -> bool:
         return self.options.get("tree", "chain") == "chain" and self.options.get("branches", 1) == 1
 
@@ -183,10 +188,10 @@ def identity_board(columns: list[Variant]) -> list[Any]:
     return pairs
 
 
-def marks_of_runner(runner: int, column: int) -> list[Any]:
-    """Each variant meets one of three runners in `make test`, and all of them nightly."""
-    daily, quick = (runner + column) % 3 == 0, column % 4 == 0
-    return [] if daily and quick else [pytest.mark.slow] if daily else [pytest.mark.slow, pytest.mark.nightly]
+def marks_of_runner(runner: int, column: int, variant: Variant) -> list[Any]:
+    """Each variant meets one of three runners in `make test`, and all of them nightly. The first one is no graph."""
+    daily = runner == (0 if variant.is_never_captured else column % 3)
+    return [pytest.mark.slow] * (not daily or column % 4 > 0) + [pytest.mark.nightly] * (not daily)
 
 
 @cache

@@ -15,9 +15,6 @@ from tests.toys import gpt2, llama
 
 import paceline
 from paceline.core.costs import Costs
-from paceline.drafters.heads.eagle import EagleHead
-from paceline.drafters.heads.medusa import MedusaHead
-from paceline.drafters.heads.prophet import ProphetHead
 
 pytestmark = pytest.mark.usefixtures("trees_by_torch")  # a device that is imitated has no kernels of a CPU
 
@@ -28,22 +25,12 @@ SETTINGS: list[dict[str, Any]] = [
     {"temperature": 0.9, "seed": 5, "top_k": 10, "top_p": 0.9, "repetition_penalty": 1.3, "min_new_tokens": 6},
 ]
 FREE = Costs({1: {1: 1.0, 64: 1.01}})
-DRAFTS: list[tuple[Any, dict[str, Any]]] = [
-    (None, {}),
-    ("prompt-lookup", {}),
+DRAFTS: list[tuple[Any, dict[str, Any]]] = [  # all others: conformance/test_identity.py
     ("prompt-lookup", {"branches": 3}),
-    ("recycling", {}),
     ("model", {}),
-    ("model", {"tree": "levels"}),
-    ("model", {"tree": "best-first", "branch": 3}),
     ("model", {"tree": "optimal"}),
-    ("medusa", {}),
-    ("eagle", {"tree": "levels"}),
-    ("prophet", {}),
-    ("auto", {"costs": FREE}),
     ("auto", {"costs": FREE, "drafters": ("model", "suffix", "recycling")}),
 ]
-HEADS: dict[Any, Any] = {"medusa": MedusaHead, "eagle": EagleHead, "prophet": ProphetHead}
 
 
 @pytest.fixture
@@ -56,8 +43,6 @@ def check_texts(
 ) -> None:
     target, small = family(0), family(1)
     lm, little = (paceline.LanguageModel(each) for each in (target, small))
-    if draft in HEADS:
-        options = {**options, "head": HEADS[draft].random(lm)}
     if "drafters" in options:
         options = {**options, "drafters": tuple(little if each == "model" else each for each in options["drafters"])}
     plain = paceline.SpeculativeDecoder(target, draft=None, runner="eager")
@@ -81,9 +66,7 @@ def test_the_same_texts(drafter: tuple[Any, dict[str, Any]], settings: dict[str,
     check_texts(llama, *drafter, settings, programs)
 
 
-@pytest.mark.parametrize(
-    ("drafter", "settings"), covering([each for each in DRAFTS if each[0] in ("prompt-lookup", "auto")], SETTINGS)
-)
+@pytest.mark.parametrize(("drafter", "settings"), covering([DRAFTS[0], DRAFTS[-1]], SETTINGS))
 def test_another_architecture(
     drafter: tuple[Any, dict[str, Any]], settings: dict[str, Any], programs: list[Replays]
 ) -> None:

@@ -33,24 +33,11 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "penalised": {"temperature": 0.8, "repetition_penalty": 1.3, "frequency_penalty": 0.2, "min_new_tokens": 6,
                   "seed": 2, "logit_bias": {3: -2.0}},
 }  # fmt: skip
-DRAFTS: list[tuple[Any, dict[str, Any]]] = [
+DRAFTS: list[tuple[Any, dict[str, Any]]] = [  # all others: conformance/test_identity.py
     (None, {}),
-    ("model", {}),
-    ("model", {"tree": "levels"}),
     ("model", {"tree": "best-first", "branch": 3}),
-    ("model", {"tree": "static"}),
-    ("model", {"tree": "optimal"}),
     ("prompt-lookup", {}),
-    ("ngram", {"branches": 3}),
-    ("recycling", {}),
-    ("early-exit", {"layers": 1}),
-    ("portfolio", {"drafters": ("suffix", "recycling")}),
-    ("medusa", {}),
-    ("medusa", {"tree": "levels"}),
     ("eagle", {}),
-    ("eagle", {"tree": "best-first", "branch": 3}),
-    ("prophet", {}),
-    ("prophet", {"tree": "levels"}),
 ]
 HEADS = {"medusa": MedusaHead, "eagle": EagleHead, "prophet": ProphetHead}
 
@@ -83,12 +70,12 @@ def test_the_same_texts(drafter: tuple[Any, dict[str, Any]], name: str, rows: in
         wanted = plain_tokens(name, limit)
         got = [out.tokens for out in graphable.generate(PROMPTS, max_new_tokens=limit, **settings)]
         assert got == wanted
-    assert sum(count > 1 for watched in programs for count in watched.runs.values()) or draft == "early-exit"
-    if draft in (None, *HEADS) or (draft == "model" and options.get("tree") != "optimal"):  # whole rounds
+    assert sum(count > 1 for watched in programs for count in watched.runs.values())
+    if draft != "prompt-lookup":  # whole rounds
         assert all(key[0] == "round" for watched in programs for key in watched.runs)
 
 
-@pytest.mark.parametrize(("draft", "options"), DRAFTS[:3], ids=str)
+@pytest.mark.parametrize(("draft", "options"), DRAFTS[:2], ids=str)
 def test_another_architecture(draft: Any, options: dict[str, Any], programs: list[Watched]) -> None:
     plain, graphable = decoders(draft, options, gpt2)
     assert [out.tokens for out in graphable.generate(PROMPTS, max_new_tokens=24)] == [

@@ -1,9 +1,10 @@
-"""`covering`: a few tuples of a product of parameters for `make test`, all of them for `make nightly`."""
+"""Which cases run: `covering` lists for `make test` with the product in `make nightly`, and `looped` short cases."""
 
 from __future__ import annotations
 
+import inspect
 import itertools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -27,3 +28,24 @@ def covering(*axes: Iterable[Any]) -> list[Any]:
         )
         for at in itertools.product(*(range(len(axis)) for axis in values))
     ]
+
+
+def looped(name: str, values: Iterable[Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Instead of `parametrize` for very short cases: one test runs all values, and a failure names its value."""
+
+    def decorate(test: Callable[..., None]) -> Callable[..., None]:
+        def run(**arguments: Any) -> None:
+            for value in values:
+                try:
+                    test(**arguments, **{name: value})
+                except Exception as error:
+                    raise AssertionError(f"{name} = {value!r}: {error}") from error
+
+        signature = inspect.signature(test)
+        others = [parameter for parameter in signature.parameters.values() if parameter.name != name]
+        run.__name__, run.__doc__, run.__module__ = test.__name__, test.__doc__, test.__module__
+        run.__signature__ = signature.replace(parameters=others)  # type: ignore[attr-defined]
+        run.pytestmark = getattr(test, "pytestmark", [])  # type: ignore[attr-defined]
+        return run
+
+    return decorate

@@ -200,7 +200,7 @@ def test_nonsense_in_the_middle_of_a_text() -> None:
     """The first rounds were speculated, and stay."""
     good, bad = oracle(False), BROKEN["a cycle"]
     outs = warned_once(
-        lambda: text(False, Scripted(lambda rows, budget: (good if min(rows.lengths) < 12 else bad)(rows, budget)))
+        lambda: text(False, Scripted(lambda rows, budget: (good if min(rows.lengths) < 8 else bad)(rows, budget)))
     )
     assert tokens(outs) == plain(CASE, False)
     assert all(out.stats.accepted > 0 for out in outs)

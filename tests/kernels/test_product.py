@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from tests.kernels.guarded import Guarded, drawn
+from tests.selection import looped
 
 from paceline.kernels.cpu.product import multiply
 
@@ -38,7 +39,7 @@ def product(x: np.ndarray, w: np.ndarray, low: int = 0, high: int | None = None,
     return out.values[:, low:high].copy()
 
 
-@pytest.mark.parametrize("n", ROWS)
+@looped("n", ROWS)
 @pytest.mark.parametrize(("K", "outputs"), SHAPES)
 def test_it_is_the_product(K: int, outputs: int, n: int) -> None:
     x, w = drawn(n, K), drawn(outputs, K, seed=1)
@@ -56,7 +57,7 @@ def test_a_row_is_the_same_at_every_n(K: int, outputs: int) -> None:
         np.testing.assert_array_equal(product(x[33 - n :], w), alone[33 - n :], err_msg=f"the last {n} rows")
 
 
-@pytest.mark.parametrize("n", [1, 2, 3, 4, 5, 8, 9, 13])
+@looped("n", [1, 2, 3, 4, 5, 8, 9, 13])
 def test_a_column_is_the_same_in_every_chunk(n: int) -> None:
     """Threads claim chunks; which one computes an output, and with which neighbours, must not be seen."""
     x, w = drawn(n, 40), drawn(29, 40, seed=1)

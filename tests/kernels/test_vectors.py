@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from numba import njit
 from tests.kernels.guarded import Guarded, drawn
+from tests.selection import looped
 
 from paceline.kernels.cpu import vectors
 from paceline.kernels.cpu.vectors import I64, Emit, exponential, piece
@@ -101,8 +102,8 @@ def test_a_nan_is_seen_wherever_it_stands() -> None:
 # ---- sums
 
 
-@pytest.mark.parametrize("shift", [0, 4, 20, 1])
-@pytest.mark.parametrize("count", COUNTS)
+@looped("shift", [0, 4, 20, 1])
+@looped("count", COUNTS)
 def test_sums_of_odd_counts_at_odd_addresses(count: int, shift: int) -> None:
     x, y = Guarded(drawn(count), shift), Guarded(drawn(count, seed=1), (shift + 12) % 32)
     a, b = x.values.astype(np.float64), y.values.astype(np.float64)
@@ -136,8 +137,8 @@ def test_a_sum_of_nothing_is_nothing() -> None:
 # ---- element by element
 
 
-@pytest.mark.parametrize("shift", [0, 4, 28])
-@pytest.mark.parametrize("count", COUNTS)
+@looped("shift", [0, 4, 28])
+@looped("count", COUNTS)
 def test_elements_are_right_and_nothing_else_is_written(count: int, shift: int) -> None:
     x, weight, y = Guarded(drawn(count), shift), Guarded(drawn(count, seed=1)), Guarded(np.zeros(count), shift)
     _scaled(x.address, weight.address, y.address, np.float32(0.37), count)
@@ -206,7 +207,7 @@ def test_softmax(scores: Any) -> None:
     assert np.max(weights) == 1.0
 
 
-@pytest.mark.parametrize("count", range(1, 40))
+@looped("count", range(1, 40))
 def test_softmax_of_every_count(count: int) -> None:
     weights, whole = softmax(3 * drawn(count))
     exact = np.exp((3 * drawn(count)).astype(np.float64) - float((3 * drawn(count)).max()))

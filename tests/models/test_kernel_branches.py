@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from tests.gpu.trees import World, grown
+from tests.selection import looped
 from tests.toys import llama
 from torch import Tensor
 
@@ -73,7 +74,7 @@ def chosen(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
     return trunk._nodes[0], trunk._scores
 
 
-@pytest.mark.parametrize("words", [1, 3, 8, 127, 128, 129, V, 4096])
+@looped("words", [1, 3, 8, 127, 128, 129, V, 4096])
 @pytest.mark.parametrize("kind", ["drawn", "ties", "loud", "few", "none", "one", "nan", "inf"])
 def test_siblings_are_those_of_torch(words: int, kind: str) -> None:
     logits = 3 * torch.randn(4, 1, words, generator=torch.Generator().manual_seed(words))
@@ -148,7 +149,7 @@ def table(world: World, kind: str) -> Tensor:
     return world.table
 
 
-@pytest.mark.parametrize("kind", ["drawn", "ties", "alike", "nothing", "hardly", "nan"])
+@looped("kind", ["drawn", "ties", "alike", "nothing", "hardly", "nan"])
 @pytest.mark.parametrize(("depth", "nodes", "options"), SHAPES, ids=str)
 def test_the_trees_that_torch_grows(kind: str, depth: int, nodes: int, options: dict[str, Any]) -> None:
     for size, rows, draw, heat in ((V, 1, "coupled", 0.0), (V, 3, "certain", 0.8), (3, 2, "coupled", 0.0)):

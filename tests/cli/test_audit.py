@@ -120,8 +120,8 @@ def test_list_rules_says_what_is_lossy() -> None:
 def test_a_crash_is_no_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
     """1 says NOT LOSSLESS; CI must not read that where the audit did not get so far."""
 
-    def fail(**_: object) -> None:
+    def fail(*_: object) -> None:
         raise RuntimeError("oh")
 
-    monkeypatch.setattr("paceline.cli.commands.audit.check_counts", fail)
+    monkeypatch.setattr("paceline.cli.commands.audit.open_rule", fail)
     assert "unexpected RuntimeError: oh" in refusal("audit", "--only-rule", code=70)

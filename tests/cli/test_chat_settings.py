@@ -93,7 +93,7 @@ def test_a_dash_is_no_message(target: str) -> None:
 
 
 def test_the_table_of_the_config_is_named(tmp_path: Path) -> None:
-    assert "[chat] table" in " ".join(run("chat", "--help").stdout.split())
+    assert "[chat] and [decoder] tables" in " ".join(run("chat", "--help").stdout.split())
     file = tmp_path / "paceline.toml"
     file.write_text("[chat]\ngamma = 3\n[generate]\ngamma = 4\n")
     assert "gamma = 3  # config" in run("chat", "--config", str(file), "--print-config").stdout

@@ -15,7 +15,7 @@ from paceline.models import pass_timing as pass_times
 
 from .conftest import run, save_model
 
-NAMES = ["versions", "processor", "devices", "kernels", "cache", "target", "pair", "forgetting", "speed-up"]
+NAMES = ["versions", "processor", "devices", "kernels", "cache", "target", "pair", "rollback", "speed-up"]
 
 
 def checks(*arguments: str, code: int = 0) -> dict[str, dict[str, Any]]:
@@ -35,7 +35,7 @@ def test_a_pair_that_works_is_one_screen(target: str, draft: str) -> None:
     assert [line.split()[1] for line in lines if not line.startswith(" ")] == NAMES
     told = " ".join(result.stdout.split())
     assert "the vocabularies match" in told
-    assert "the KV cache can forget" in told
+    assert "the KV cache can discard tokens" in told
 
 
 def test_json_has_the_facts(target: str) -> None:
@@ -44,7 +44,7 @@ def test_json_has_the_facts(target: str) -> None:
     assert found["versions"]["versions"].keys() >= {"paceline", "python", "torch", "transformers"}
     assert found["cache"]["writable"] is True
     assert found["target"]["architecture"] == "llama"
-    assert found["forgetting"]["forgets"] is True
+    assert found["rollback"]["discards"] is True
 
 
 def test_what_was_measured_is_used_and_can_be_measured_now(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -85,8 +85,8 @@ def test_a_cache_that_cannot_forget_fails(target: str, monkeypatch: pytest.Monke
 
     monkeypatch.setattr("paceline.models.probe.probe", refuse)
     found = checks("--target", target, "--draft", "suffix", code=1)
-    assert found["forgetting"] == {
-        "name": "forgetting",
+    assert found["rollback"] == {
+        "name": "rollback",
         "status": "FAIL",
         "text": "reads a draft that branches differently",
     }

@@ -27,7 +27,7 @@ pytestmark = pytest.mark.usefixtures("looks_up")
         (["--gamma", "0"], ["--gamma must be at least 1, got 0"]),
         (["--nodes", "-1"], ["--nodes must be at least 1, got -1"]),
         (["--temperature", "-0.5"], ["temperature must be in [0, inf), got -0.5"]),
-        (["--temperature", "nan"], ["temperature must be a finite number"]),
+        (["--temperature", "nan"], ["--temperature must be a number, got nan"]),
         (["--top-p", "0"], ["top_p must be in (0, 1], got 0.0"]),
         (["--top-p", "1.5"], ["top_p must be in (0, 1], got 1.5"]),
         (["--max-new-tokens", "0"], ["max_new_tokens must be a whole number of at least 1, got 0"]),
@@ -37,7 +37,7 @@ pytestmark = pytest.mark.usefixtures("looks_up")
         (["--device", "gpu"], ["The device 'gpu' cannot be used here"]),
         (["--compare", "--draft", "none"], ["--compare needs a drafter"]),
         (["--gama", "3"], ["No such option: --gama", "--gamma", "See 'paceline generate --help'"]),
-        (["--gamma", "five"], ["--gamma must be a whole number, got 'five'; or auto."]),
+        (["--gamma", "five"], ["--gamma must be a whole number or auto, got 'five'."]),
         (["--guidance-scale", "x"], ["--guidance-scale must be a number, got 'x'."]),
         (["--ban", "x"], ["--ban must be a whole number, got 'x'."]),
         (["--amateur", ""], ["--amateur is empty"]),
@@ -146,4 +146,16 @@ def test_an_unforeseen_error_is_a_line_too(monkeypatch: pytest.MonkeyPatch) -> N
 
     monkeypatch.setattr("paceline.cli.commands.generate.read_settings", fail)
     line = refusal("generate", "Hello", code=70)
-    assert line == "error: unexpected RuntimeError: out of memory. Run again with --debug to see where."
+    assert line == "error: unexpected RuntimeError: out of memory. Run again with --debug to see the traceback."
+
+
+def test_a_drafter_as_json_may_contain_a_slash() -> None:
+    """A path inside is no reason to take the JSON for a path."""
+    line = refusal("generate", "Hello", "--draft", '{"name": "eagle", "head": "no/such", "tre": 2}', code=2)
+    assert "Unknown option of drafter 'eagle' 'tre'" in line
+
+
+def test_options_beside_a_drafter_as_json_are_used(target: str) -> None:
+    draft = '{"name": "prompt-lookup", "longest": 3}'
+    arguments = ("generate", "abcabcabc", "--target", target, "--max-new-tokens", "4", "--draft", draft)
+    assert "1 <= shortest <= longest" in refusal(*arguments, "--drafter.shortest", "9", code=2)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any, get_args, get_type_hints
 
 import pytest
 import typer
@@ -20,6 +20,7 @@ from paceline.cli.command_options import AuditOptions, ChatOptions, GenerateOpti
 from paceline.cli.commands.train import TrainSettings
 from paceline.cli.commands.tune import TuneSettings
 from paceline.cli.main import app
+from paceline.common.options import declared
 from tests.bench.made_reports import COSTS
 from tests.cli.conftest import refusal, run
 
@@ -45,8 +46,14 @@ def flags(command: str) -> list[str]:
 
 def example(command: str, name: str) -> tuple[str, str]:
     """A value for a setting, as it is said and as `--print-config` shows it."""
-    hint = str(get_type_hints(SETTINGS[command])[name])
-    return WORDS.get(name) or next((each for kind, each in EXAMPLES.items() if kind.__name__ in hint), ("w", '"w"'))
+    if command in ("bench", "tune", "train"):
+        hint = str(get_type_hints(SETTINGS[command])[name])
+        return WORDS.get(name) or next((each for kind, each in EXAMPLES.items() if kind.__name__ in hint), ("w", '"w"'))
+    field = next(field for field in declared(SETTINGS[command]) if field.name == name)
+    if field.choices:
+        return field.choices[0], f'"{field.choices[0]}"'
+    kinds = get_args(field.hint) if field.is_list else field.kinds
+    return next((EXAMPLES[kind] for kind in kinds if kind in EXAMPLES), ("w", '"w"'))
 
 
 def test_every_command_with_settings_is_here() -> None:

@@ -9,9 +9,10 @@ from typing import Any, Literal
 
 import pytest
 
-from paceline.cli.decoder_session import _unescape, from_vllm
+from paceline.cli.command_options import from_vllm
+from paceline.cli.decoder_session import _unescape
 from paceline.common.errors import InputError
-from paceline.core.registry import convert_options
+from paceline.common.options import convert_options
 from paceline.drafters.adaptive.portfolio import Portfolio
 from paceline.engine.decoder import SpeculativeDecoder
 from tests.cli.conftest import refusal, run

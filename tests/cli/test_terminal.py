@@ -12,7 +12,7 @@ import pytest
 
 from paceline import PacelineWarning
 from paceline.cli.bench_table import Lines, watching
-from paceline.cli.terminal import ACCEPTED, Terminal, complain, counted, plain_warnings, preparing
+from paceline.cli.terminal import ACCEPTED, Terminal, counted, error, plain_warnings, preparing
 from paceline.common.interrupts import interruptible
 from paceline.common.progress import ProgressLines
 from paceline.training.__main__ import Lines as TrainingLines
@@ -76,7 +76,7 @@ def test_only_our_warnings_are_told(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_an_error_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    complain("a\n  b [bold]c[/bold]")
+    error("a\n  b [bold]c[/bold]")
     assert capsys.readouterr().err == "error: a b [bold]c[/bold]\n"
 
 

@@ -14,7 +14,8 @@ from paceline.bench.candidates.run_spec import parse_entry
 from paceline.bench.tune.tuning import TuneOptions
 from paceline.common.errors import PacelineError, shown
 from paceline.common.limits import LARGEST, Limited, limited, plain_types
-from paceline.core.registry import build_options, convert_options
+from paceline.common.options import convert_options
+from paceline.core.registry import build_options
 from paceline.drafters.resolve import make_drafter
 from paceline.training.data.writing import WritingPlan
 from paceline.training.pair_training import PairSizes

@@ -524,7 +524,7 @@ def test_the_command_line_has_the_words() -> None:
     from paceline.cli.command_options import GenerateOptions
     from paceline.cli.decoder_session import read_settings
 
-    told = read_settings(GenerateOptions(prompt="a", beams=3, length_penalty=0.5, early_stopping="yes"))
+    told = read_settings(GenerateOptions(prompt="a", beams=3, length_penalty=0.5, early_stopping=True))
     assert told == {"max_new_tokens": 128, "num_beams": 3, "length_penalty": 0.5, "early_stopping": True}
-    with pytest.raises(PacelineError, match="--early-stopping must be yes, no or never, got 'soon'"):
-        read_settings(GenerateOptions(prompt="a", beams=3, early_stopping="soon"))
+    with pytest.raises(PacelineError, match="early_stopping must be never or true or false or None, got 'soon'"):
+        GenerateOptions(prompt="a", beams=3, early_stopping="soon")

@@ -10,10 +10,10 @@ from typing import Annotated, Any
 import typer
 
 from paceline.bench.bench_options import BenchOptions
-from paceline.cli.command_options import _config, _flag, _value
-from paceline.cli.decoder_session import read_gamma
+from paceline.cli.annotated_options import _config, _flag, _value
 from paceline.cli.settings import decoder_table, source
 from paceline.common.errors import InputError
+from paceline.common.options import from_text
 from paceline.common.toml_files import read_toml
 
 _MODELS, _WHO, _TEXTS, _CHOICE = "Models", "Who takes part", "Texts", "Choosing tokens"
@@ -171,7 +171,7 @@ def tuned(said: BenchSettings) -> list[str]:
         return []
     ours = {name: table[name] for name in ("gamma", "nodes", "rule") if name in table}
     rule = _prefixed("rule", table.get("rule_options", {}))
-    options = _prefixed("drafter", table.get("drafter_options", {}))
+    options = _prefixed("drafter", table.get("drafter", {}))
     return [json.dumps({"name": table["draft"], "label": "tuned", **ours, **rule, **options})]
 
 
@@ -191,12 +191,11 @@ def named(ctx: typer.Context) -> set[str]:
 
 def _gamma(said: BenchSettings) -> int:
     """Of runs that do not say. A config may say auto of its own drafter: that is of this one alone (see `tuned`)."""
-    found = read_gamma(said.gamma)
-    if not isinstance(found, int):
-        if _decoder(said).get("gamma") == found:
-            return BenchOptions.gamma
-        raise InputError("--gamma auto is said of a single run here, such as --run suffix:gamma=auto.")
-    return found
+    if said.gamma != "auto":
+        return int(from_text("--gamma", said.gamma, int))
+    if _decoder(said).get("gamma") == "auto":
+        return BenchOptions.gamma
+    raise InputError("--gamma auto is for a single run here, such as --run suffix:gamma=auto.")
 
 
 def _numbers(flag: str, what: str, texts: list[str] | None) -> tuple[float, ...]:

@@ -46,7 +46,7 @@ def command(name: str, usage: str, help: str, values: tuple[str, ...] = ()) -> C
     return add
 
 
-def execute(line: str, state: ChatState, ink: Terminal) -> None:
+def execute(line: str, state: ChatState, terminal: Terminal) -> None:
     """One line that begins with a slash."""
     try:
         name, *words = shlex.split(line[1:])
@@ -54,16 +54,16 @@ def execute(line: str, state: ChatState, ink: Terminal) -> None:
         raise InputError(f"'{line}' is no command: {error}; see /help.") from None
     name = name.lower().replace("_", "-")
     if name in COMMANDS:
-        COMMANDS[name].run(state, words, ink)
+        COMMANDS[name].run(state, words, terminal)
         return
     setting = SHORT.get(name, name.replace("-", "_"))
     if setting in NUMBERS:
         if len(words) != 1:
             raise InputError(f"/{name} needs one value, such as /{name} {_example(setting)}.")
         state.set_number(setting, words[0])
-        ink.write(f"{_key(setting)} = {_shown(state, setting)}\n")
+        terminal.write(f"{_key(setting)} = {_shown(state, setting)}\n")
     elif name in MODES or name in SWITCHES:
-        _toggle(state, name, words, ink)
+        _toggle(state, name, words, terminal)
     else:
         known = [*COMMANDS, *MODES, *SWITCHES, *map(_key, NUMBERS), *SHORT]
         raise UnknownNameError("command", name, known)
@@ -77,7 +77,7 @@ def words_to_complete() -> dict[str, tuple[str, ...]]:
     return found
 
 
-def _toggle(state: ChatState, name: str, words: list[str], ink: Terminal) -> None:
+def _toggle(state: ChatState, name: str, words: list[str], terminal: Terminal) -> None:
     table = state.modes if name in MODES else state.switches
     if words and words[0] not in ("on", "off"):
         raise InputError(f"/{name} takes on or off, or nothing to toggle; got '{words[0]}'.")
@@ -85,14 +85,14 @@ def _toggle(state: ChatState, name: str, words: list[str], ink: Terminal) -> Non
     if name in MODES and not any(state.modes.values()):
         table[name] = True
         raise InputError(f"Something has to answer: switch another of {', '.join(MODES)} on first.")
-    ink.write(f"{name} is {'on' if table[name] else 'off'}\n")
+    terminal.write(f"{name} is {'on' if table[name] else 'off'}\n")
 
 
 # ---- help and values
 
 
 @command("help", "/help", "this list, with every current value")
-def _help(state: ChatState, words: list[str], ink: Terminal) -> None:
+def _help(state: ChatState, words: list[str], terminal: Terminal) -> None:
     lines = ["what runs for each message (toggle by name):"]
     lines += [f"  /{name:18} {_on(state.modes[name]):28} {text}" for name, text in MODES.items()]
     lines.append("switches:")
@@ -101,7 +101,7 @@ def _help(state: ChatState, words: list[str], ink: Terminal) -> None:
     lines += [f"  /{_key(name):18} {_shown(state, name)}" for name in NUMBERS]
     lines.append("commands:")
     lines += [f"  {entry.usage:40} {entry.help}" for entry in COMMANDS.values()]
-    ink.write("\n".join(lines) + "\n")
+    terminal.write("\n".join(lines) + "\n")
 
 
 def _on(value: bool) -> str:
@@ -113,7 +113,7 @@ def _key(name: str) -> str:
 
 
 def _shown(state: ChatState, name: str) -> str:
-    value = state.drafting.gamma if name == "gamma" else getattr(state.said, name)
+    value = getattr(state.options, name)
     return "default" if value is None else str(value)
 
 
@@ -122,47 +122,47 @@ def _example(name: str) -> str:
 
 
 @command("settings", "/settings", "what speculates with what, and every setting that is not the default")
-def _settings(state: ChatState, words: list[str], ink: Terminal) -> None:
-    how = state.drafting
-    named = {f"draft {how.draft}": how.options, f"rule {state.said.rule}": how.rule_options}
-    told = [" ".join([name, *(f"{each}={value}" for each, value in given.items())]) for name, given in named.items()]
-    ink.write(", ".join(told) + "\n")
+def _settings(state: ChatState, words: list[str], terminal: Terminal) -> None:
+    options = state.options
+    named = {f"draft {options.draft}": options.options, f"rule {options.rule}": options.rule_options}
+    parts = [" ".join([name, *(f"{key}={value}" for key, value in given.items())]) for name, given in named.items()]
+    terminal.write(", ".join(parts) + "\n")
     numbers = {name: _shown(state, name) for name in NUMBERS}
-    ink.write(", ".join(f"{_key(name)} {value}" for name, value in numbers.items() if value != "default") + "\n")
+    terminal.write(", ".join(f"{_key(name)} {value}" for name, value in numbers.items() if value != "default") + "\n")
 
 
 @command("cache", "/cache", "whether texts are remembered as keys and values")
-def _cache(state: ChatState, words: list[str], ink: Terminal) -> None:
-    ink.write("the cache is always on: rejecting a draft costs nothing, so there is nothing to gain without it\n")
+def _cache(state: ChatState, words: list[str], terminal: Terminal) -> None:
+    terminal.write("the cache is always on: rejecting a draft costs nothing, so there is nothing to gain without it\n")
 
 
 # ---- what decides
 
 
 @command("sampler", "/sampler NAME", f"{', '.join(SAMPLERS)}", tuple(SAMPLERS))
-def _sampler(state: ChatState, words: list[str], ink: Terminal) -> None:
+def _sampler(state: ChatState, words: list[str], terminal: Terminal) -> None:
     if len(words) != 1:
         raise InputError(f"/sampler needs one of {', '.join(SAMPLERS)}.")
     state.sampler(words[0])
-    _settings(state, [], ink)
+    _settings(state, [], terminal)
 
 
 @command("draft", "/draft NAME [option=value …]", "a drafter, or a smaller model")
-def _draft(state: ChatState, words: list[str], ink: Terminal) -> None:
+def _draft(state: ChatState, words: list[str], terminal: Terminal) -> None:
     if not words:
         raise InputError("/draft needs the name of a drafter or a model, such as /draft suffix.")
     state.draft(words[0], _options("drafter", words[1:]))
-    ink.write(_begun(state) + "\n")
+    terminal.write(_begun(state) + "\n")
 
 
 @command("rule", "/rule NAME [option=value …]", "what decides about a draft")
-def _rule(state: ChatState, words: list[str], ink: Terminal) -> None:
+def _rule(state: ChatState, words: list[str], terminal: Terminal) -> None:
     from paceline.core.contracts import RULES
 
     if not words:
         raise InputError(f"/rule needs one of {', '.join(RULES)}.")
     state.rule(words[0], _options("rule", words[1:]))
-    ink.write(_begun(state) + "\n")
+    terminal.write(_begun(state) + "\n")
 
 
 def _options(owner: str, words: list[str]) -> dict[str, str]:
@@ -174,18 +174,18 @@ def _options(owner: str, words: list[str]) -> dict[str, str]:
 
 
 def _begun(state: ChatState) -> str:
-    return beginning(state.decoder("speculative"), read_settings(state.said))
+    return beginning(state.decoder("speculative"), read_settings(state.options))
 
 
 @command("system", "/system TEXT", "the system message of the conversation; without TEXT none")
-def _system(state: ChatState, words: list[str], ink: Terminal) -> None:
+def _system(state: ChatState, words: list[str], terminal: Terminal) -> None:
     state.change(system=" ".join(words) or None)
     state.forget()
-    ink.write("a new conversation begins\n")
+    terminal.write("a new conversation begins\n")
 
 
 @command("store", "/store reset|save FILE|load FILE", "what the n-gram store has learned", ("reset", "save", "load"))
-def _store(state: ChatState, words: list[str], ink: Terminal) -> None:
+def _store(state: ChatState, words: list[str], terminal: Terminal) -> None:
     if words == ["reset"]:
         state.learn_from(None)
     elif len(words) == 2 and words[0] == "save":
@@ -195,33 +195,33 @@ def _store(state: ChatState, words: list[str], ink: Terminal) -> None:
         state.learn_from(words[1])
     else:
         raise InputError("/store needs reset, save FILE or load FILE.")
-    ink.write(f"n-gram store: {' '.join(words)}\n")
+    terminal.write(f"n-gram store: {' '.join(words)}\n")
 
 
 # ---- the conversation
 
 
 @command("again", "/again", "answer the last message again, with the settings of now; drafters forget first")
-def _again(state: ChatState, words: list[str], ink: Terminal) -> None:
+def _again(state: ChatState, words: list[str], terminal: Terminal) -> None:
     if state.asked is None:
         raise InputError("There is no message yet to answer again.")
     raise Again
 
 
 @command("history", "/history", "the conversation so far")
-def _history(state: ChatState, words: list[str], ink: Terminal) -> None:
+def _history(state: ChatState, words: list[str], terminal: Terminal) -> None:
     for message in state.messages:
-        ink.write(f"{message['role']}: {message['content']}\n")
+        terminal.write(f"{message['role']}: {message['content']}\n")
 
 
 @command("clear", "/clear", "forget the conversation")
-def _clear(state: ChatState, words: list[str], ink: Terminal) -> None:
+def _clear(state: ChatState, words: list[str], terminal: Terminal) -> None:
     state.forget()
-    ink.write("a new conversation begins\n")
+    terminal.write("a new conversation begins\n")
 
 
 @command("save", "/save FILE [--force]", "conversation, settings and the last answers as JSON")
-def _save(state: ChatState, words: list[str], ink: Terminal) -> None:
+def _save(state: ChatState, words: list[str], terminal: Terminal) -> None:
     words, force = _without_force(words)
     if len(words) != 1:
         raise InputError("/save needs the name of a file, such as /save chat.json.")
@@ -230,11 +230,11 @@ def _save(state: ChatState, words: list[str], ink: Terminal) -> None:
     settings = settings_of(state.decoder("speculative"), {name: _shown(state, name) for name in NUMBERS})
     told = {"messages": state.messages, "asked": state.asked, "answers": answers, "settings": settings}
     _write("/save", words[0], dump(told) + "\n", force)
-    ink.write(f"saved to {words[0]}\n")
+    terminal.write(f"saved to {words[0]}\n")
 
 
 @command("trace", "/trace [FILE [--force]]", "the rounds of the last answers, shown or as JSON lines")
-def _trace(state: ChatState, words: list[str], ink: Terminal) -> None:
+def _trace(state: ChatState, words: list[str], terminal: Terminal) -> None:
     words, force = _without_force(words)
     if not state.answers:
         raise InputError("There is no answer yet to trace.")
@@ -252,24 +252,24 @@ def _trace(state: ChatState, words: list[str], ink: Terminal) -> None:
             for r in answer.result.trace.rounds
         ]
         _write("/trace", words[0], "".join(json.dumps(entry) + "\n" for entry in rounds), force)
-        ink.write(f"saved {len(rounds)} rounds to {words[0]}\n")
+        terminal.write(f"saved {len(rounds)} rounds to {words[0]}\n")
         return
     for answer in state.answers:
-        ink.write(f"[{answer.mode}]\n")
-        show_rounds(answer.result, state.target.tokenizer, ink)
+        terminal.write(f"[{answer.mode}]\n")
+        show_rounds(answer.result, state.target.tokenizer, terminal)
 
 
-def show_rounds(result: Any, tokenizer: Any, ink: Terminal) -> None:
+def show_rounds(result: Any, tokenizer: Any, terminal: Terminal) -> None:
     """One line per round: what was accepted, the target's own token, what was drafted in vain."""
     for number, entry in enumerate(result.trace.rounds, 1):
-        ink.write(f"{number:4} ")
+        terminal.write(f"{number:4} ")
         for node in entry.path:
-            ink.write(_quoted(entry.drafted[node], tokenizer), ACCEPTED)
+            terminal.write(_quoted(entry.drafted[node], tokenizer), ACCEPTED)
         if entry.own is not None:
-            ink.write(_quoted(entry.own, tokenizer), OWN)
+            terminal.write(_quoted(entry.own, tokenizer), OWN)
         for token in entry.rejected[:12]:
-            ink.write(_quoted(token, tokenizer), REJECTED)
-        ink.write(" …\n" if len(entry.rejected) > 12 else "\n")
+            terminal.write(_quoted(token, tokenizer), REJECTED)
+        terminal.write(" …\n" if len(entry.rejected) > 12 else "\n")
 
 
 def _quoted(token: int, tokenizer: Any) -> str:
@@ -294,5 +294,5 @@ def _write(command: str, name: str, content: str, force: bool) -> None:
 
 
 @command("quit", "/quit", "leave; so does Ctrl-D")
-def _quit(state: ChatState, words: list[str], ink: Terminal) -> None:
+def _quit(state: ChatState, words: list[str], terminal: Terminal) -> None:
     raise Leave

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from paceline.cli.command_options import ChatOptions
 from paceline.cli.decoder_session import (
-    Drafting,
     check_settings,
-    draft_of,
+    make_decoder,
+    open_drafter,
     open_rule,
-    pair,
     plain_decoder,
     read_settings,
 )
 from paceline.common.errors import InputError, UnknownNameError
+from paceline.common.options import from_text
 
 if TYPE_CHECKING:
     from paceline.core.contracts import Drafter
@@ -66,103 +66,90 @@ class Answer:
 
 @dataclass
 class ChatState:
-    said: ChatOptions
-    drafting: Drafting
+    options: ChatOptions
     target: LanguageModel
     modes: dict[str, bool] = field(default_factory=lambda: {name: name == "speculative" for name in MODES})
     switches: dict[str, bool] = field(default_factory=lambda: dict.fromkeys(SWITCHES, False))
     messages: list[dict[str, str]] = field(default_factory=list)
     answers: list[Answer] = field(default_factory=list)  # to the last message
     asked: str | None = None  # the last message
-    drafters: dict[str, Drafter] = field(default_factory=dict)  # by mode; they keep what they have read and learned
-    decoders: dict[str, SpeculativeDecoder] = field(default_factory=dict)  # made anew with every setting, for nothing
+    drafters: dict[str, Drafter] = field(default_factory=dict)  # by mode; they keep what they have learned
+    decoders: dict[str, SpeculativeDecoder] = field(default_factory=dict)  # made again after every change
 
     # ---- settings
 
-    def change(self, **values: Any) -> None:
-        """Other settings, refused now if the next message would be."""
-        self._use(replace(self.said, **values), self.drafting)
-
-    def _use(self, said: ChatOptions, how: Drafting, drafter: Drafter | None = None) -> None:
-        """All of it or, where something is wrong, nothing."""
+    def change(self, drafter: Drafter | None = None, **values: Any) -> None:
+        """Set options, or refuse all of them if the next message would be refused."""
+        options = replace(self.options, **values)
         drafter = drafter or self.drafter("speculative")
-        settings = read_settings(said)
-        check_settings(settings, open_rule(said, how))
+        settings, rule = read_settings(options), open_rule(options)
+        check_settings(settings, rule)
         if "prediction" in settings and not drafter.takes_prediction:
             raise InputError(
                 f"--prediction was given, and drafter '{drafter.name}' cannot use one; leave one of them out."
             )
-        made = pair(said, how, self.target, drafter)
-        self.said, self.drafting = said, how
+        decoder = make_decoder(options, self.target, drafter, rule)
+        self.options = options
         self.drafters["speculative"] = drafter
-        self.decoders = {"speculative": made}
+        self.decoders = {"speculative": decoder}
 
     def set_number(self, name: str, text: str) -> None:
-        """One of NUMBERS; "off" or "default" gives it back to the library."""
-        kind = NUMBERS[name]
-        if name == "gamma" and text.lower() == "auto":
-            self._use(self.said, replace(self.drafting, gamma="auto"))
-            return
-        if text.lower() in ("off", "none", "default", "new") and name not in ("gamma", "max_new_tokens"):
+        """Set one of NUMBERS. "off" or "default" restores the default of the library."""
+        optional = name not in ("gamma", "max_new_tokens")
+        if text.lower() in ("off", "none", "default", "new") and optional:
             self.change(**{name: None})
             return
-        try:
-            value = kind(text)
-        except ValueError:
-            what = "a whole number" if kind is int else "a number"
-            raise InputError(f"{name} must be {what}, got '{text}'.") from None
-        if name in ("gamma", "nodes", "max_new_tokens") and value < 1:
+        value = from_text(name, text, int | Literal["auto"] if name == "gamma" else NUMBERS[name])
+        if name in ("gamma", "nodes", "max_new_tokens") and value != "auto" and value < 1:
             raise InputError(f"{name} must be at least 1, got {value}.")
-        if name == "gamma":
-            self._use(self.said, replace(self.drafting, gamma=value))
-        else:
-            self.change(**{name: value})
+        self.change(**{name: value})
 
     def sampler(self, name: str) -> None:
         if name not in SAMPLERS:
             raise UnknownNameError("sampler", name, SAMPLERS)
-        self.change(**{each: SAMPLERS[name].get(each) for each in _SAMPLER_FIELDS})
+        self.change(**{field: SAMPLERS[name].get(field) for field in _SAMPLER_FIELDS})
 
     def draft(self, name: str, options: dict[str, str]) -> None:
-        how = replace(self.drafting, draft=name, options=options)
-        self._use(self.said, how, draft_of(self.said, how))
+        values: dict[str, Any] = {"draft": name, "options": options}
+        self.change(open_drafter(replace(self.options, **values)), **values)
 
     def rule(self, name: str, options: dict[str, str]) -> None:
-        self._use(replace(self.said, rule=name), replace(self.drafting, rule_options=options))
+        self.change(rule=name, rule_options=options)
 
     def learn_from(self, store: str | None) -> None:
-        """Another n-gram store: that of a file, or an empty one."""
-        self.drafters["ngram"] = self._draft_of_ngrams(store)
+        """Use the n-gram store of a file, or an empty one."""
+        self.drafters["ngram"] = self._ngram_drafter(store)
         self.decoders.pop("ngram", None)
 
-    def _draft_of_ngrams(self, store: str | None) -> Drafter:
-        options = {"persistent": "true", **({} if store is None else {"store": store})}
-        return draft_of(self.said, replace(self.drafting, draft="ngram", options=options))
+    def _ngram_drafter(self, store: str | None) -> Drafter:
+        values = {"persistent": True, **({} if store is None else {"store": store})}
+        return open_drafter(replace(self.options, draft="ngram", options=values))
 
     # ---- what runs
 
     def drafter(self, mode: str) -> Drafter:
-        """The drafter of a mode, made once: no setting takes away what it has learned, or loads its model again."""
+        """The drafter of a mode. It is made once, so a setting neither removes what it has learned nor loads its model
+        again."""
         if mode not in self.drafters:
-            speculative = mode == "speculative"
-            self.drafters[mode] = draft_of(self.said, self.drafting) if speculative else self._draft_of_ngrams(None)
+            is_ngram = mode != "speculative"
+            self.drafters[mode] = self._ngram_drafter(None) if is_ngram else open_drafter(self.options)
         return self.drafters[mode]
 
     def decoder(self, mode: str) -> SpeculativeDecoder:
-        """The decoder of a mode, for the settings at hand."""
+        """The decoder of a mode with the current settings."""
         if mode not in self.decoders:
             self.decoders[mode] = self._make(mode)
         return self.decoders[mode]
 
     def _make(self, mode: str) -> SpeculativeDecoder:
         if mode in ("speculative", "ngram"):
-            return pair(self.said, self.drafting, self.target, self.drafter(mode))
+            return make_decoder(self.options, self.target, self.drafter(mode), open_rule(self.options))
         rule = self.decoder("speculative").rule
         if mode == "target":
             return plain_decoder(self.target, rule)
         lm = getattr(self.drafter("speculative"), "lm", None)
         if lm is None:
-            name = self.drafting.draft
+            name = self.options.draft
             raise InputError(f"The drafter '{name}' has no model of its own to run alone; use /draft with a model.")
         return plain_decoder(lm, rule)
 

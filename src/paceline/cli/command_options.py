@@ -1,225 +1,245 @@
-"""The options of the commands, as dataclasses: a field is an option, a key of the config and a variable."""
+"""The options of `generate`, `chat` and `audit`, as dataclasses: a field is a flag, a key of the config file and an
+environment variable."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any, Literal
 
-import typer
-
-from paceline.cli.settings import PREFIX, read_config
+from paceline.cli.settings import PREFIX, Given
+from paceline.common.errors import InputError, UnknownNameError
+from paceline.common.json_text import parse_json
+from paceline.common.limits import GAMMA_LIMIT, NODES_LIMIT, Limited
+from paceline.common.options import check_known, option
 
 _PROMPT, _MODELS, _DRAFT, _CHOICE = "Prompt", "Models", "Drafting", "Choosing tokens"
-_STOP, _SHOW, _SETTINGS, _AUDIT = "Stopping", "Output", "Settings", "Audit"
-
-
-def _value(panel: str, metavar: str, help: str, *names: str, **more: Any) -> Any:
-    return typer.Option(*names, metavar=metavar, help=help, rich_help_panel=panel, show_envvar=False, **more)
-
-
-def _flag(panel: str, name: str, help: str) -> Any:
-    return _value(panel, "", help, name)
-
-
-def _dotted(panel: str, name: str, example: str) -> Any:
-    """`--drafter.longest 4`: the options of something that is chosen by name."""
-    help = f"An option of the {name}, such as --{name}.{example} (see `paceline list {name}s`)."
-    return _value(panel, "VALUE", help, f"--{name}.NAME", allow_from_autoenv=False)
-
-
-def _config(command: str) -> Any:
-    help = rf"Settings from the \[{command}] table of a TOML file, and from \[decoder], which `paceline tune` writes."
-    return _value(_SETTINGS, "FILE", help, "--config", is_eager=True, callback=read_config)
+_STOP, _SHOW, _AUDIT = "Stopping", "Output", "Audit"
 
 
 @dataclass(frozen=True)
-class PromptOptions:
-    """What to write on from."""
+class PromptOptions(Limited):
+    """The prompt of `generate`."""
 
-    prompt: Annotated[
-        str | None, typer.Argument(metavar="PROMPT", help="What to continue; '-' reads it from standard input.")
-    ] = None
-    chat: Annotated[bool, _flag(_PROMPT, "--chat", "PROMPT is a message; the model's chat template is applied.")] = (
-        False
-    )
-    system: Annotated[str | None, _value(_PROMPT, "TEXT", "A system message before it; implies --chat.")] = None
+    prompt: str | None = option(None, "The text to continue; '-' reads standard input.", argument=True,
+                                metavar="PROMPT")  # fmt: skip
+    chat: bool = option(False, "PROMPT is a message; apply the model's chat template.", _PROMPT)
+    system: str | None = option(None, "A system message before PROMPT; implies --chat.", _PROMPT, metavar="TEXT")
 
 
 @dataclass(frozen=True)
-class FirstMessage:
-    """What a conversation begins with."""
+class FirstMessage(Limited):
+    """The start of a conversation."""
 
-    prompt: Annotated[
-        str | None,
-        typer.Argument(metavar="MESSAGE", help="The first message; others follow on the terminal or standard input."),
-    ] = None
-    system: Annotated[str | None, _value(_PROMPT, "TEXT", "The system message of the conversation.")] = None
+    prompt: str | None = option(None, "The first message; others follow on the terminal or standard input.",
+                                argument=True, metavar="MESSAGE")  # fmt: skip
+    system: str | None = option(None, "The system message of the conversation.", _PROMPT, metavar="TEXT")
 
 
 @dataclass(frozen=True)
-class PairOptions:
-    """Which models, which drafter and which rule: the same for every command that decodes."""
+class PairOptions(Limited):
+    """The models, the drafter and the rule: the same for every command that decodes."""
 
-    target: Annotated[str, _value(_MODELS, "MODEL", "Catalogue name, hub id, folder or .gguf file.")] = "smollm2-135m"
-    guidance_scale: Annotated[
-        float | None, _value(_MODELS, "X", "Classifier-free guidance, away from the negative prompt; 1 is off.")
-    ] = None
-    negative_prompt: Annotated[
-        str | None, _value(_MODELS, "TEXT", "What to be guided away from; else the prompt's last token alone.")
-    ] = None
-    amateur: Annotated[
-        str | None, _value(_MODELS, "MODEL", "Contrastive decoding: a weaker model to stay away from.")
-    ] = None
-    dtype: Annotated[str | None, _value(_MODELS, "TYPE", "float32, bfloat16, float16, float64 or auto.")] = None
-    device: Annotated[str | None, _value(_MODELS, "DEVICE", "cpu, cuda, cuda:1 …; CUDA where there is one.")] = None
-    runner: Annotated[str, _value(_MODELS, "NAME", "auto, eager, cuda_graph or kernels (docs/gpu.md).")] = "auto"
-    tp_plan: Annotated[str | None, _value(_MODELS, "auto", "Share the target out over the processes of torchrun.")] = (
-        None
-    )
-    quantize: Annotated[str | None, _value(_MODELS, "KIND", "The target in int8, int4 or bfloat16; exact to that.")] = (
-        None
-    )
+    target: str = option("smollm2-135m", "Catalogue name, hub id, folder or .gguf file.", _MODELS, metavar="MODEL",
+                         names="model")  # fmt: skip
+    guidance_scale: float | None = option(None, "Classifier-free guidance, away from the negative prompt; 1 is off.",
+                                          _MODELS, metavar="X")  # fmt: skip
+    negative_prompt: str | None = option(None, "The negative prompt; else the last token of the prompt.", _MODELS,
+                                         metavar="TEXT")  # fmt: skip
+    amateur: str | None = option(None, "Contrastive decoding: a weaker model to stay away from.", _MODELS,
+                                 metavar="MODEL", names="model")  # fmt: skip
+    dtype: str | None = option(None, "float32, bfloat16, float16, float64 or auto.", _MODELS, metavar="TYPE",
+                               names="dtype")  # fmt: skip
+    device: str | None = option(None, "cpu, cuda, cuda:1 …; CUDA if there is a device.", _MODELS, metavar="DEVICE")
+    runner: str = option("auto", "auto, eager, cuda_graph or kernels (docs/gpu.md).", _MODELS, metavar="NAME",
+                         names="runner")  # fmt: skip
+    tp_plan: str | None = option(None, "Split the target over the processes of torchrun.", _MODELS, metavar="auto")
+    quantize: str | None = option(None, "Quantize the target to int8, int4 or bfloat16.", _MODELS, metavar="KIND",
+                                  names="quantize")  # fmt: skip
 
-    draft: Annotated[
-        str,
-        _value(
-            _DRAFT,
-            "DRAFT",
-            "A drafter's name, a smaller model, none, or auto: what pays here.",
-            "--draft",
-            "--drafter",
-            envvar=[f"{PREFIX}_DRAFT", f"{PREFIX}_DRAFTER"],  # two names of the flag, so two of the variable
-        ),
-    ] = "auto"
-    drafter_options: Annotated[list[str] | None, _dotted(_DRAFT, "drafter", "longest 4")] = None
-    gamma: Annotated[
-        str | None, _value(_DRAFT, "N", "Tokens drafted in a row (5), or auto: as many as pay (so for --draft auto).")
-    ] = None
-    nodes: Annotated[int | None, _value(_DRAFT, "N", "Tokens of a drafted tree, in all.")] = None
-    rule: Annotated[str, _value(_DRAFT, "RULE", "What decides about a draft (see `paceline list rules`).")] = "match"
-    rule_options: Annotated[list[str] | None, _dotted(_DRAFT, "rule", "lenience 0.5")] = None
-    allow_lossy: Annotated[
-        bool, _flag(_DRAFT, "--allow-lossy", "Permit a rule that changes what is written, for speed.")
-    ] = False
-    strict: Annotated[
-        bool, _flag(_DRAFT, "--strict", "The same bits with and without a draft, in bfloat16 too, at a price.")
-    ] = False
-    first_target: Annotated[
-        bool, _flag(_DRAFT, "--first-target", "The target decides the first token alone; the text is the same.")
-    ] = False
-    speculative_config: Annotated[
-        str | None, _value(_DRAFT, "JSON", "The same in vLLM's words: method, model, num_speculative_tokens …")
-    ] = None
+    draft: str = option("auto", "A drafter, a smaller model, none, or auto: the fastest drafter here.", _DRAFT,
+                        metavar="DRAFT", names="draft", flags=("--draft", "--drafter"),
+                        environment=(f"{PREFIX}_DRAFT", f"{PREFIX}_DRAFTER"))  # fmt: skip
+    options: dict[str, Any] = option(dict, "An option of the drafter, such as --drafter.longest 4 "
+                                     "(see `paceline list drafters`).", _DRAFT, metavar="VALUE",
+                                     flags=("--drafter.NAME",), key="drafter", of="draft")  # fmt: skip
+    gamma: int | Literal["auto"] | None = option(None, "Tokens drafted in a row, 5 by default; auto: the fastest "
+                                                 "number.", _DRAFT, metavar="N", least=1, most=GAMMA_LIMIT)  # fmt: skip
+    nodes: int | None = option(None, "Tokens of a drafted tree.", _DRAFT, metavar="N", least=1, most=NODES_LIMIT)
+    rule: str = option("match", "The rule that verifies a draft (see `paceline list rules`).", _DRAFT, metavar="RULE",
+                       names="rule")  # fmt: skip
+    rule_options: dict[str, Any] = option(dict, "An option of the rule, such as --rule.lenience 0.5 "
+                                          "(see `paceline list rules`).", _DRAFT, metavar="VALUE",
+                                          flags=("--rule.NAME",), of="rule")  # fmt: skip
+    allow_lossy: bool = option(False, "Permit a rule that changes the text, for speed.", _DRAFT)
+    strict: bool = option(False, "The same bits with and without a draft, also in bfloat16; slower.", _DRAFT)
+    first_target: bool = option(False, "The target alone decodes the first token; the text is the same.", _DRAFT)
+    speculative_config: str | None = option(None, "The same with vLLM's keys: method, model, num_speculative_tokens …",
+                                            _DRAFT, metavar="JSON")  # fmt: skip
 
 
 @dataclass(frozen=True)
 class WritingOptions(PairOptions):
-    """How to write on: the same for `generate` and `chat`. None means: not said, so the library's own default holds."""
+    """The options of both `generate` and `chat`. None: the default of the library."""
 
-    prediction: Annotated[
-        str | None, _value(_DRAFT, "TEXT", "What you expect to be written, or @FILE: drafted where it fits.")
-    ] = None
+    prediction: str | None = option(None, "The text you expect, or @FILE; it is drafted where it fits.", _DRAFT,
+                                    metavar="TEXT")  # fmt: skip
 
-    temperature: Annotated[
-        float | None, _value(_CHOICE, "X", "0 is greedy and the default; 1 where a sampler below is used.")
-    ] = None
-    top_k: Annotated[int | None, _value(_CHOICE, "N", "Only the N likeliest tokens.")] = None
-    top_p: Annotated[float | None, _value(_CHOICE, "X", "Only the likeliest tokens that make up X.")] = None
-    min_p: Annotated[float | None, _value(_CHOICE, "X", "Only tokens with X times the best one's share.")] = None
-    typical_p: Annotated[float | None, _value(_CHOICE, "X", "Only tokens of typical surprise that make up X.")] = None
-    noise: Annotated[float | None, _value(_CHOICE, "X", "Gaussian noise on the top-k logits.")] = None
-    dynamic_temperature: Annotated[
-        float | None, _value(_CHOICE, "X", "Move the temperature by up to X with the entropy.")
-    ] = None
-    repetition_penalty: Annotated[
-        float | None, _value(_CHOICE, "X", "Weaken the tokens of prompt and text; 1 is off.")
-    ] = None
-    presence_penalty: Annotated[float | None, _value(_CHOICE, "X", "Weaken the tokens of the new text.")] = None
-    frequency_penalty: Annotated[float | None, _value(_CHOICE, "X", "The same, for every time they occur.")] = None
-    logit_bias: Annotated[list[str] | None, _value(_CHOICE, "ID=X", "Add X to a token's score; repeatable.")] = None
-    ban: Annotated[list[int] | None, _value(_CHOICE, "ID", "Never write this token; repeatable.")] = None
-    beams: Annotated[int | None, _value(_CHOICE, "N", "Beam search: the best of N texts at once, greedy only.")] = None
-    length_penalty: Annotated[
-        float | None, _value(_CHOICE, "X", "Of --beams: scores are divided by ((M + length) / (M + 1)) ** X.")
-    ] = None
-    length_offset: Annotated[float | None, _value(_CHOICE, "M", "Of --beams: M of the length penalty; 0 is usual.")] = (
-        None
+    temperature: float | None = option(None, "0 is greedy and the default; 1 with one of the next options.", _CHOICE,
+                                       metavar="X")  # fmt: skip
+    top_k: int | None = option(None, "Only the N most likely tokens.", _CHOICE, metavar="N")
+    top_p: float | None = option(None, "Only the most likely tokens with a total probability of X.", _CHOICE,
+                                 metavar="X")  # fmt: skip
+    min_p: float | None = option(None, "Only tokens with at least X times the highest probability.", _CHOICE,
+                                 metavar="X")  # fmt: skip
+    typical_p: float | None = option(None, "Only the most typical tokens with a total probability of X.", _CHOICE,
+                                     metavar="X")  # fmt: skip
+    noise: float | None = option(None, "Gaussian noise on the top-k logits.", _CHOICE, metavar="X")
+    dynamic_temperature: float | None = option(None, "Change the temperature by up to X with the entropy.", _CHOICE,
+                                               metavar="X")  # fmt: skip
+    repetition_penalty: float | None = option(None, "Weaken tokens of the prompt and the text; 1 is off.", _CHOICE,
+                                              metavar="X")  # fmt: skip
+    presence_penalty: float | None = option(None, "Weaken the tokens of the new text.", _CHOICE, metavar="X")
+    frequency_penalty: float | None = option(None, "The same, for each time that they occur.", _CHOICE, metavar="X")
+    logit_bias: tuple[str, ...] = option((), "Add X to the logit of a token; repeatable.", _CHOICE, metavar="ID=X")
+    ban: tuple[int, ...] = option((), "Never write this token; repeatable.", _CHOICE, metavar="ID")
+    beams: int | None = option(None, "Beam search with N beams; greedy only.", _CHOICE, metavar="N")
+    length_penalty: float | None = option(None, "For --beams: divide scores by ((M + length) / (M + 1)) ** X.",
+                                          _CHOICE, metavar="X")  # fmt: skip
+    length_offset: float | None = option(None, "For --beams: M of the length penalty; 0 by default.", _CHOICE,
+                                         metavar="M")  # fmt: skip
+    beam_top_k: int | None = option(None, "For --beams: each beam proposes its N most likely tokens.", _CHOICE,
+                                    metavar="N")  # fmt: skip
+    early_stopping: bool | Literal["never"] | None = option(
+        None, "For --beams: yes (as soon as N texts end), no or never.", _CHOICE, metavar="WHEN"
     )
-    beam_top_k: Annotated[
-        int | None, _value(_CHOICE, "N", "Of --beams: each beam proposes its N likeliest tokens.")
-    ] = None
-    early_stopping: Annotated[
-        str | None, _value(_CHOICE, "WHEN", "Of --beams: yes (as soon as N texts ended), no, or never.")
-    ] = None
-    seed: Annotated[int | None, _value(_CHOICE, "N", "The same seed gives the same text; else a new one.")] = None
+    seed: int | None = option(None, "The same seed gives the same text; a new one by default.", _CHOICE, metavar="N",
+                              least=-(2**63), most=2**63 - 1)  # fmt: skip
 
-    max_new_tokens: Annotated[int, _value(_STOP, "N", "Tokens to write at most.")] = 128
-    min_new_tokens: Annotated[int | None, _value(_STOP, "N", "No end of text before so many.")] = None
-    stop: Annotated[
-        list[str] | None, _value(_STOP, "TEXT", r"End before this text; \n and \t are understood; repeatable.")
-    ] = None
-    ignore_eos: Annotated[bool, _flag(_STOP, "--ignore-eos", "Write on after an end of text.")] = False
+    max_new_tokens: int = option(128, "The most tokens to write.", _STOP, metavar="N")
+    min_new_tokens: int | None = option(None, "Write at least N tokens before an end of text.", _STOP, metavar="N")
+    stop: tuple[str, ...] = option((), r"End before this text; \n and \t are understood; repeatable.", _STOP,
+                                   metavar="TEXT")  # fmt: skip
+    ignore_eos: bool = option(False, "Continue after an end of text.", _STOP)
 
-    show_drafts: Annotated[bool, _flag(_SHOW, "--show-drafts", "Show the rejected drafts as well.")] = False
-    stream: Annotated[
-        bool | None, _value(_SHOW, "", "Show tokens as they come; the default on a terminal.", "--stream/--no-stream")
-    ] = None
-    json: Annotated[bool, _flag(_SHOW, "--json", "One JSON object per text on stdout and nothing else.")] = False
-
-    print_config: Annotated[
-        bool, _flag(_SETTINGS, "--print-config", "Show all settings and where they come from, and stop.")
-    ] = False
-    debug: Annotated[bool, _flag(_SETTINGS, "--debug", "Show the traceback of an error.")] = False
+    show_drafts: bool = option(False, "Also show rejected drafts.", _SHOW)
+    stream: bool | None = option(None, "Show tokens as they come; the default on a terminal.", _SHOW)
+    json: bool = option(False, "Write one JSON object per text to stdout and nothing else.", _SHOW)
 
 
 @dataclass(frozen=True)
 class GenerateOptions(WritingOptions, PromptOptions):
-    """What `paceline generate` was told."""
+    """The options of `paceline generate`."""
 
-    n_best: Annotated[int | None, _value(_CHOICE, "N", "Of --beams: show the N best texts with their scores.")] = None
+    n_best: int | None = option(None, "For --beams: show the N best texts with their scores.", _CHOICE, metavar="N")
+    compare: bool = option(False, "Compare the speed with plain decoding, in turns.", _SHOW)
+    repeats: int = option(3, "Runs of each for --compare.", _SHOW, metavar="N", least=1)
+    logprobs: int | None = option(None, "Show log-probabilities of the tokens and of K others.", _SHOW, metavar="K")
+    trace: str | None = option(None, "Add the text with its rounds to a trace, for `paceline bench --replay`.", _SHOW,
+                               metavar="FILE")  # fmt: skip
 
-    compare: Annotated[bool, _flag(_SHOW, "--compare", "Decode plainly and speculatively in turns: is it faster?")] = (
-        False
-    )
-    repeats: Annotated[int, _value(_SHOW, "N", "Runs of each for --compare.")] = 3
-    logprobs: Annotated[int | None, _value(_SHOW, "K", "Log-probabilities of the tokens and K others.")] = None
-    trace: Annotated[
-        str | None, _value(_SHOW, "FILE", "Add the text with its rounds to a trace, for `paceline bench --replay`.")
-    ] = None
-
-    config: Annotated[Path | None, _config("generate")] = None
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.compare and self.draft == "none":
+            raise InputError("--compare needs a drafter to compare plain decoding with, and --draft is none.")
+        if self.compare and self.trace is not None:
+            raise InputError("--trace records one text, and --compare writes it several times; leave one of them out.")
 
 
 @dataclass(frozen=True)
 class ChatOptions(WritingOptions, FirstMessage):
-    """What `paceline chat` was told; what belongs to one text alone is not asked for."""
-
-    config: Annotated[Path | None, _config("chat")] = None
+    """The options of `paceline chat`."""
 
 
 @dataclass(frozen=True)
 class AuditOptions(PairOptions):
-    """What `paceline audit` was told."""
+    """The options of `paceline audit`."""
 
-    prompts: Annotated[
-        Path | None,
-        _value(_AUDIT, "FILE", "Prompts: one per line, or .jsonl with 'prompt' or 'turns'; else a few of our own."),
-    ] = None
-    limit: Annotated[int | None, _value(_AUDIT, "N", "Only the first N prompts.")] = None
-    tokens: Annotated[int, _value(_AUDIT, "N", "Tokens of each text that is compared with plain decoding.")] = 32
-    positions: Annotated[int, _value(_AUDIT, "N", "Places where the law of the next two tokens is tested.")] = 2
-    samples: Annotated[int, _value(_AUDIT, "N", "Samples at each of them; 0 leaves the statistics out.")] = 256
-    temperature: Annotated[float, _value(_AUDIT, "X", "Of the same-seed texts and of the samples.")] = 0.8
-    false_alarm: Annotated[float, _value(_AUDIT, "X", "The chance that an exact decoder fails the statistics.")] = 1e-4
-    seed: Annotated[int, _value(_AUDIT, "N", "The first seed of the texts and of the samples.")] = 0
-    only_rule: Annotated[bool, _flag(_AUDIT, "--only-rule", "Only the rule, on toy laws; no model is read.")] = False
+    prompts: Path | None = option(None, "Prompts: one per line, or .jsonl with 'prompt' or 'turns'.", _AUDIT,
+                                  metavar="FILE")  # fmt: skip
+    limit: int | None = option(None, "Only the first N prompts.", _AUDIT, metavar="N", least=1)
+    tokens: int = option(32, "Tokens of each text that is compared with plain decoding.", _AUDIT, metavar="N")
+    positions: int = option(2, "Positions where the distribution of the next two tokens is tested.", _AUDIT,
+                            metavar="N")  # fmt: skip
+    samples: int = option(256, "Samples at each position; 0 omits the statistics.", _AUDIT, metavar="N")
+    temperature: float = option(0.8, "Temperature of the texts and of the samples.", _AUDIT, metavar="X")
+    false_alarm: float = option(1e-4, "The chance that an exact decoder fails the statistics.", _AUDIT, metavar="X")
+    seed: int = option(0, "The first seed of the texts and of the samples.", _AUDIT, metavar="N",
+                       least=-(2**63), most=2**63 - 1)  # fmt: skip
+    only_rule: bool = option(False, "Test only the rule, on small distributions; no model is read.", _AUDIT)
 
-    report: Annotated[Path | None, _value(_SHOW, "FILE", "Write a report; .html or .md.")] = None
-    json: Annotated[bool, _flag(_SHOW, "--json", "One JSON object on stdout and nothing else.")] = False
+    report: Path | None = option(None, "Write a report; .html or .md.", _SHOW, metavar="FILE")
+    json: bool = option(False, "Write one JSON object to stdout and nothing else.", _SHOW)
 
-    config: Annotated[Path | None, _config("audit")] = None
-    print_config: Annotated[
-        bool, _flag(_SETTINGS, "--print-config", "Show all settings and where they come from, and stop.")
-    ] = False
-    debug: Annotated[bool, _flag(_SETTINGS, "--debug", "Show the traceback of an error.")] = False
+
+# ---- values that depend on other values
+
+
+def resolve_drafter(given: Given) -> None:
+    """Flags replace --speculative-config, which replaces the environment and the config file."""
+    values, origins, options = given.values, given.origins, given.tables["options"]
+    if values["speculative_config"] is not None:
+        vllm = from_vllm(values["speculative_config"])
+        if origins["draft"] != "flag" and vllm.draft is not None:
+            values["draft"], origins["draft"] = vllm.draft, "speculative-config"
+            options.insert(0, ("flag", vllm.options))
+        if origins["gamma"] != "flag" and vllm.gamma is not None:
+            values["gamma"], origins["gamma"] = vllm.gamma, "speculative-config"
+        values["speculative_config"] = None
+    if values.get("prediction") is not None and origins["draft"] == "default":
+        values["draft"], origins["draft"] = "prediction", origins["prediction"]
+
+
+_VLLM_METHODS = {"ngram": "prompt-lookup", "[ngram]": "prompt-lookup", "draft_model": "draft-model", "suffix": "suffix",
+                 "eagle": "eagle", "eagle3": "eagle", "medusa": "medusa"}  # fmt: skip
+_VLLM_OPTIONS = {
+    "prompt-lookup": {"prompt_lookup_max": "longest", "prompt_lookup_min": "shortest"},
+    "suffix": {"suffix_decoding_min_token_prob": "min_probability"},
+}
+_VLLM_KEYS = ("method", "model", "num_speculative_tokens", *(k for keys in _VLLM_OPTIONS.values() for k in keys))
+
+
+@dataclass(frozen=True)
+class VllmConfig:
+    """vLLM's --speculative-config in Paceline's names."""
+
+    draft: str | None
+    gamma: int | None
+    options: dict[str, str] = field(default_factory=dict)
+
+
+def from_vllm(text: str) -> VllmConfig:
+    """As in vLLM, one of prompt_lookup_max and prompt_lookup_min sets both."""
+    try:
+        config = parse_json(text)
+    except ValueError as error:
+        raise InputError(f"--speculative-config is not valid JSON: {error}.") from None
+    if not isinstance(config, dict):
+        raise InputError(f"--speculative-config must be a JSON object, got {text!r}.")
+    check_known(config, _VLLM_KEYS, "key of --speculative-config")
+    gamma = config.get("num_speculative_tokens")
+    if gamma is not None and (isinstance(gamma, bool) or not isinstance(gamma, int) or gamma < 1):
+        raise InputError(f"num_speculative_tokens must be a whole number of at least 1, got {gamma!r}.")
+    model = config.get("model")
+    method = config.get("method") or ("ngram" if model in ("ngram", "[ngram]") else "draft_model" if model else None)
+    if method is None:
+        return VllmConfig(None, gamma)
+    if str(method) not in _VLLM_METHODS:
+        known = [name for name in _VLLM_METHODS if name.isidentifier()]
+        raise UnknownNameError("method of --speculative-config", str(method), known)
+    return _vllm_method(str(method), model, gamma, config)
+
+
+def _vllm_method(method: str, model: Any, gamma: int | None, config: dict[str, Any]) -> VllmConfig:
+    name = _VLLM_METHODS[method]
+    known = _VLLM_OPTIONS.get(name, {})
+    for key in config.keys() - known.keys() - {"method", "model", "num_speculative_tokens"}:
+        raise InputError(f"{key} of --speculative-config is not for the method {method}; leave it out.")
+    if name not in _VLLM_OPTIONS:  # it drafts with weights
+        if not isinstance(model, str):
+            raise InputError(f"--speculative-config with the method {method} needs a model.")
+        return VllmConfig(model, gamma) if name == "draft-model" else VllmConfig(name, gamma, {"head": model})
+    values = {ours: config.get(theirs) for theirs, ours in known.items()}
+    if name == "prompt-lookup":
+        values = {key: values[key] or values[other] for key, other in zip(values, reversed(values), strict=True)}
+    return VllmConfig(name, gamma, {key: str(value) for key, value in values.items() if value is not None})

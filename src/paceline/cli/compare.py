@@ -13,7 +13,7 @@ from paceline.audit.agreement import logits_after
 from paceline.cli.command_options import GenerateOptions
 from paceline.cli.decoder_session import fitting, plain_decoder
 from paceline.cli.result_lines import dump, result_as_dict, settings_of, token_text, versions
-from paceline.cli.terminal import ACCEPTED, OWN, Terminal, preparing, say
+from paceline.cli.terminal import ACCEPTED, OWN, Terminal, info, preparing
 from paceline.common.interrupts import interruptible
 from paceline.core.noise import fresh_seed
 from paceline.engine.decoder import SpeculativeDecoder
@@ -49,20 +49,20 @@ class Divergence:
     gap: float | None
 
 
-def compare(decoder: SpeculativeDecoder, prompt: Any, settings: dict[str, Any], said: GenerateOptions) -> None:
+def compare(decoder: SpeculativeDecoder, prompt: Any, settings: dict[str, Any], options: GenerateOptions) -> None:
     settings = {"seed": fresh_seed(), **settings}
     plain = plain_decoder(decoder.target, decoder.rule)
     with interruptible() as cancelled:
-        sides = _race({"plain": plain, decoder.drafter.name: decoder}, prompt, settings, said.repeats, cancelled)
+        sides = _race({"plain": plain, decoder.drafter.name: decoder}, prompt, settings, options.repeats, cancelled)
     if sides is None:
-        say("cancelled before the comparison was complete")
+        info("cancelled before the comparison was complete")
         raise typer.Exit(130)
     parted = _divergence(*sides, plain)
-    if said.json:
+    if options.json:
         told = _as_dict(*sides, parted, decoder.target.tokenizer)
         print(dump({**told, "settings": settings_of(decoder, settings), "versions": versions()}), flush=True)
     else:
-        _print(*sides, parted, decoder, said.repeats)
+        _print(*sides, parted, decoder, options.repeats)
 
 
 def _race(
@@ -122,34 +122,34 @@ def _as_dict(plain: Side, speculative: Side, parted: Divergence | None, tokenize
 def _print(
     plain: Side, speculative: Side, parted: Divergence | None, decoder: SpeculativeDecoder, repeats: int
 ) -> None:
-    ink = Terminal()
+    terminal = Terminal()
     tokenizer = decoder.target.tokenizer
     if parted is None:
-        _text(ink, speculative.result, tokenizer)
-        ink.write("\nidentical text\n")
+        _text(terminal, speculative.result, tokenizer)
+        terminal.write("\nidentical text\n")
     else:
         for side in (plain, speculative):
-            ink.write(f"[{side.name}]\n")
-            _text(ink, side.result, tokenizer)
-        ink.write(f"\nthe texts differ {_explain(parted, decoder)}\n")
-    ink.write("\n" + _table(plain, speculative))
-    ink.write(f"\n{_verdict(plain, speculative, repeats)}\n")
+            terminal.write(f"[{side.name}]\n")
+            _text(terminal, side.result, tokenizer)
+        terminal.write(f"\nthe texts differ {_explain(parted, decoder)}\n")
+    terminal.write("\n" + _table(plain, speculative))
+    terminal.write(f"\n{_verdict(plain, speculative, repeats)}\n")
 
 
-def _text(ink: Terminal, result: Generation, tokenizer: Any) -> None:
+def _text(terminal: Terminal, result: Generation, tokenizer: Any) -> None:
     """The text in the colours of its tokens, decoded as a stream decodes it."""
     if tokenizer is None:
-        ink.write(" ".join(str(token) for token in result.tokens))
+        terminal.write(" ".join(str(token) for token in result.tokens))
     else:
         from paceline.engine.stopping import Detokenizer
 
         written, left = Detokenizer(tokenizer, result.prompt_tokens), result.text
         for token, from_draft in zip(result.tokens, result.trace.from_draft, strict=True):
             piece = written.push(token)[: len(left)]
-            ink.write(piece, ACCEPTED if from_draft else OWN)
+            terminal.write(piece, ACCEPTED if from_draft else OWN)
             left = left[len(piece) :]
-        ink.write(left, OWN)
-    ink.end()
+        terminal.write(left, OWN)
+    terminal.end()
 
 
 def _table(plain: Side, speculative: Side) -> str:

@@ -1,4 +1,4 @@
-"""The entry point: the commands, and the one place where an error becomes a line and an exit code."""
+"""The entry point: the commands, and the place where an error becomes a line and an exit code."""
 
 from __future__ import annotations
 
@@ -26,18 +26,16 @@ from paceline.cli.commands.tune import EPILOG as TUNE_EPILOG
 from paceline.cli.commands.tune import tune
 from paceline.cli.result_lines import versions
 from paceline.cli.settings import CONTEXT, PREFIX, SettingsCommand
-from paceline.cli.terminal import complain
+from paceline.cli.terminal import error
 from paceline.common import startup
 from paceline.common.errors import InputError, PacelineError
 
-# typer's errors of usage; older versions take them from click, newer ones bring their own, so they are found by kinship
+# typer's errors of usage: of click in older versions, its own in newer ones
 _UsageError: type[Exception] = next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException")
-
-_KINDS = {"int": "a whole number", "float": "a number", "bool": "true or false"}
 
 
 class OneLineErrors(TyperGroup):
-    """An error the user can do something about is one line on stderr and an exit code; --debug adds where it arose."""
+    """Shows an error as one line on stderr, with an exit code; --debug adds the traceback."""
 
     def main(
         self,
@@ -49,49 +47,39 @@ class OneLineErrors(TyperGroup):
         **extra: Any,
     ) -> NoReturn:
         given = sys.argv[1:] if args is None else list(args)
-        if any(each.startswith("--tp-plan") for each in given) and os.environ.get("RANK", "0") != "0":
-            sys.stdout = open(os.devnull, "w")  # noqa: SIM115  all processes write the same; one says it
+        if any(arg.startswith("--tp-plan") for arg in given) and os.environ.get("RANK", "0") != "0":
+            sys.stdout = open(os.devnull, "w")  # noqa: SIM115  all processes write the same text; one shows it
         debug = "--debug" in given or os.environ.get(f"{PREFIX}_DEBUG", "") not in ("", "0", "false")
         try:
             code = super().main(args, prog_name, complete_var, False, windows_expand_args, **extra)
         except (KeyboardInterrupt, typer.Abort):
             sys.exit(INTERRUPTED)
-        except Exception as error:
+        except Exception as failure:
             if debug:
                 traceback.print_exc()
-            message, code = _explained(error)
-            complain(message)
+            message, code = _explain(failure)
+            error(message)
         sys.exit(code if isinstance(code, int) else 0)
 
 
-def _explained(error: Exception) -> tuple[str, int]:
-    if isinstance(error, PacelineError):
-        return str(error), error.exit_code
-    if isinstance(error, _UsageError):
-        told: Any = error
-        context = getattr(error, "ctx", None)
+def _explain(failure: Exception) -> tuple[str, int]:
+    """The message and the exit code of an error."""
+    if isinstance(failure, PacelineError):
+        return str(failure), failure.exit_code
+    if isinstance(failure, _UsageError):
+        usage: Any = failure
+        context = getattr(usage, "ctx", None)
         see = f" See '{context.command_path} --help'." if context is not None else ""
-        message, unreadable = told.format_message(), _unreadable(told)
-        if unreadable is not None:
-            return unreadable, InputError.exit_code
+        message = usage.format_message()
         return f"{message}{'' if message.endswith(('.', '?')) else '.'}{see}", InputError.exit_code
-    what = " ".join(str(error).split()) or "no message"
-    return f"unexpected {type(error).__name__}: {what}. Run again with --debug to see where.", PacelineError.exit_code
-
-
-def _unreadable(error: Any) -> str | None:
-    """A value of the wrong kind, named, where typer knows it and keeps it to itself."""
-    cause, parameter = error.__cause__, getattr(error, "param", None)
-    if parameter is None or not hasattr(cause, "errors"):
-        return None
-    first = cause.errors()[0]
-    kind = next((words for start, words in _KINDS.items() if first["type"].startswith(start)), None)
-    return None if kind is None else f"--{parameter.name.replace('_', '-')} must be {kind}, got '{first['input']}'."
+    what = " ".join(str(failure).split()) or "no message"
+    text = f"unexpected {type(failure).__name__}: {what}. Run again with --debug to see the traceback."
+    return text, PacelineError.exit_code
 
 
 app = typer.Typer(
     cls=OneLineErrors,
-    help="Faster generation with Hugging Face models by speculative decoding, without changing what is written.",
+    help="Faster generation with Hugging Face models by speculative decoding, with the same text.",
     epilog=EPILOG,
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
@@ -129,10 +117,10 @@ def start(
 
 def main() -> None:
     startup.decide(sys.argv[1:])
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # its log lines would stand between ours
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # its log would mix with the output
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
-            stream.reconfigure(errors="replace")  # a terminal that lacks a character shows another instead of failing
+            stream.reconfigure(errors="replace")  # a terminal may lack a character
     app(prog_name="paceline")
 
 

@@ -8,8 +8,8 @@ import platform
 from typing import TYPE_CHECKING, Any
 
 from paceline.cli.command_options import GenerateOptions
-from paceline.cli.decoder_session import Drafting
 from paceline.common.errors import InputError
+from paceline.common.options import convert_options
 
 if TYPE_CHECKING:
     from paceline.bench.replay.trace_files import TraceWriter
@@ -148,27 +148,24 @@ def logprob_lines(result: Generation, tokenizer: Any) -> list[str]:
 
 
 class Recording:
-    """A file that a text is added to; tried before anything is written, so that what is wrong with it is said then."""
+    """A trace file that a text is added to. It is opened once at the start, to find mistakes early."""
 
-    def __init__(
-        self, said: GenerateOptions, how: Drafting, decoder: SpeculativeDecoder, settings: dict[str, Any]
-    ) -> None:
+    def __init__(self, options: GenerateOptions, decoder: SpeculativeDecoder, settings: dict[str, Any]) -> None:
         from paceline.bench.candidates.candidate import Entry
         from paceline.bench.replay.trace_files import header_of
         from paceline.core.contracts import RULES
-        from paceline.core.registry import convert_options
         from paceline.drafters.resolve import resolve_draft
 
-        assert said.trace is not None
+        assert options.trace is not None
         if settings.get("num_beams", decoder.rule.num_beams) > 1:
             raise InputError("--trace records one text, and a beam search writes several; leave one of the two out.")
-        draft, options, source = resolve_draft(how.draft, how.options, text_prefix="--drafter.")
+        draft, values, source = resolve_draft(options.draft, options.options, text_prefix="--drafter.")
         if source is not None and draft == "draft-model":
-            draft = options.pop("model")  # a model has its own name in a trace
-        rule_options = convert_options(how.rule_options, RULES[said.rule].Options, "rule", said.rule)
+            draft = values.pop("model")  # a model has its own name in a trace
+        rule_values = convert_options(options.rule_options, RULES[options.rule].Options, "rule", options.rule)
         gamma = "auto" if decoder.drafter.chooses_length else decoder.gamma
-        entry = Entry(how.draft, draft, options, gamma, said.nodes, said.rule, rule_options)
-        self._decoder, self._settings, self._path = decoder, settings, said.trace
+        entry = Entry(options.draft, draft, values, gamma, options.nodes, options.rule, rule_values)
+        self._decoder, self._settings, self._path = decoder, settings, options.trace
         self._header = header_of(decoder.target, entry, settings, provenance={"versions": versions()})
         self._open().close()
 

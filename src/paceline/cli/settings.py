@@ -1,20 +1,24 @@
-"""Where settings come from: flag > environment (PACELINE_…) > config file > default. One mechanism for all commands."""
+"""Commands from dataclasses. A value comes from the flag, else the environment (PACELINE_…), else the config file,
+else the default."""
 
 from __future__ import annotations
 
 import dataclasses
 import inspect
 import json
+import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any, TypeVar, get_type_hints
+from typing import Annotated, Any, TypeVar
 
 import typer
 from typer.core import TyperCommand
 
-from paceline.cli.naming import completion_of, dotted
+from paceline.cli.naming import check_names, completion_of, dotted
+from paceline.cli.terminal import plain_warnings
 from paceline.common.errors import InputError, UnknownNameError
+from paceline.common.options import Declared, declared
 from paceline.common.toml_files import read_toml, toml_value
 
 T = TypeVar("T")
@@ -22,38 +26,172 @@ T = TypeVar("T")
 PREFIX = "PACELINE"
 CONTEXT = {"auto_envvar_prefix": PREFIX}  # on each command, so that PACELINE_SEED means the same everywhere
 _SOURCES = {"COMMANDLINE": "flag", "ENVIRONMENT": "environment", "DEFAULT_MAP": "config"}
-_NOT_IN_CONFIG = {"prompt", "config", "print_config", "debug", "help"}
+_LEVELS = ("default", "config", "environment", "flag")
+_COMMON = {"config", "print_config", "debug", "help"}  # options that no config file sets
 _DOTTED = ("--drafter.", "--rule.")
 _WORDS = {("--memory", "lines"): ("--memory", "--memory-lines"), ("--memory", "peak"): ("--memory",)}
-_TABLES = {"drafter_options": "drafter", "rule_options": "rule-options"}  # options that are a table of the config
-_FIELDS = {table: field for field, table in _TABLES.items()}
 _DECODER = "decoder"  # the table that `paceline tune` writes and `SpeculativeDecoder.from_config` reads too
-_DECODER_FIELDS = ("target", "dtype", "device", "draft", "drafter_options", "gamma", "nodes", "rule", "rule_options",
+_DECODER_FIELDS = ("target", "dtype", "device", "draft", "drafter", "gamma", "nodes", "rule", "rule_options",
                    "rows", "allow_lossy", "runner", "quantize", "strict", "first_target")  # fmt: skip
 
 
-def takes(options: type[T]) -> Callable[[Callable[[typer.Context, T], None]], Callable[..., None]]:
-    """Make a command of a function (context, options): typer sees the dataclass's fields as parameters."""
-    hints = get_type_hints(options, include_extras=True)
+@dataclasses.dataclass
+class Given:
+    """The values that a command was given and where each comes from, by the fields of its dataclass. `tables` has the
+    names and values of a table (`--drafter.longest 4`), a list of (origin, values) with the strongest origin last."""
+
+    values: dict[str, Any]
+    origins: dict[str, str]
+    tables: dict[str, list[tuple[str, dict[str, Any]]]]
+
+
+# ---- a dataclass as the parameters of a command
+
+
+def command_from(
+    options: type[T], resolve: Callable[[Given], None] | None = None, config: bool = True
+) -> Callable[[Callable[[typer.Context, T], None]], Callable[..., None]]:
+    """Make a command of a function (context, options). The fields of the dataclass that `common.options.option`
+    declares are its parameters. `resolve` changes values that depend on other values. config: the command also has
+    --config and --print-config."""
+    fields = list(declared(options))
     parameters = [inspect.Parameter("ctx", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)]
-    for field in dataclasses.fields(options):  # type: ignore[arg-type]
-        default = inspect.Parameter.empty if field.default is dataclasses.MISSING else field.default
-        for about in getattr(hints[field.name], "__metadata__", ()):
-            about.autocompletion = about.autocompletion or completion_of(field.name)
-        parameters.append(
-            inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=hints[field.name])
-        )
+    parameters += [_parameter(field) for field in fields]
 
     def wrap(run: Callable[[typer.Context, T], None]) -> Callable[..., None]:
-        def command(ctx: typer.Context, **given: Any) -> None:
-            run(ctx, options(**given))
+        def command(ctx: typer.Context, **raw: Any) -> None:
+            given = _given(ctx, fields, raw)
+            if resolve is not None:
+                resolve(given)
+            _merge_tables(given, fields)
+            if raw.get("print_config"):
+                typer.echo(show_config(str(ctx.info_name), given, fields))
+                return
+            check_names(fields, given.values)
+            ctx.obj = given.origins
+            with plain_warnings(raw["debug"]):
+                run(ctx, options(**given.values))
 
+        signature = [*parameters, *_common_parameters(run.__name__ if config else None)]
         command.__name__, command.__doc__ = run.__name__, run.__doc__
-        command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-        command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+        command.__signature__ = inspect.Signature(signature)  # type: ignore[attr-defined]
+        command.__annotations__ = {parameter.name: parameter.annotation for parameter in signature}
         return command
 
     return wrap
+
+
+def is_given(ctx: typer.Context) -> set[str]:
+    """The fields with a value from a flag, the environment or the config file."""
+    return {field for field, origin in ctx.obj.items() if origin != "default"}
+
+
+def _keyword(name: str, kind: Any, default: Any, option: Any) -> inspect.Parameter:
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, option])
+
+
+def _parameter(field: Declared) -> inspect.Parameter:
+    """Values are texts here; `Declared.read` gives them their types, with one kind of message."""
+    about = field.about
+    more: dict[str, Any] = {"help": about.help, "metavar": about.metavar, "show_envvar": False}
+    if about.group:
+        more["rich_help_panel"] = about.group
+    if about.environment is not None:
+        more["envvar"] = list(about.environment) or None
+        more["allow_from_autoenv"] = False
+    more["autocompletion"] = completion_of(about.names, field.choices)
+    default = inspect.Parameter.empty if field.default is dataclasses.MISSING else _as_text(field.default)
+    if about.argument:
+        return _keyword(field.name, str | None if default is None else str, default, typer.Argument(**more))
+    flags = about.flags
+    if field.is_flag:
+        flag = f"--{field.name.replace('_', '-')}"
+        flags = flags or ((flag,) if field.default is False else (f"{flag}/--no-{flag[2:]}",))
+        more["metavar"] = ""
+        yes_or_no: Any = bool if isinstance(default, bool) else bool | None
+        return _keyword(field.name, yes_or_no, default, typer.Option(*flags, **more))
+    if field.is_table:
+        more["allow_from_autoenv"] = False
+    kind: Any = list[str] if field.is_table or field.is_list else str
+    if more["metavar"] is None and field.choices:
+        more["metavar"] = "|".join(field.choices)
+    return _keyword(field.name, kind if default else kind | None, default or None, typer.Option(*flags, **more))
+
+
+def _common_parameters(command: str | None) -> Iterator[inspect.Parameter]:
+    """--config, --print-config and --debug; only the last without the name of a command."""
+    more: dict[str, Any] = {"show_envvar": False}
+    if command is not None:
+        more["rich_help_panel"] = "Settings"
+        help = rf"Settings from the \[{command}] and \[decoder] tables of a TOML file (`paceline tune` writes one)."
+        option = typer.Option("--config", metavar="FILE", help=help, is_eager=True, callback=read_config, **more)
+        yield _keyword("config", Path | None, None, option)
+        help = "Show all settings and where they come from, and stop."
+        yield _keyword("print_config", bool, False, typer.Option("--print-config", metavar="", help=help, **more))
+    help = "Show the traceback of an error."
+    yield _keyword("debug", bool, False, typer.Option("--debug", metavar="", help=help, **more))
+
+
+def _as_text(value: Any) -> Any:
+    """A default as a flag gives it."""
+    if value is None or isinstance(value, bool):
+        return value
+    if isinstance(value, (tuple, dict)):
+        return [str(item) for item in value]
+    return str(value)
+
+
+# ---- the values of a call
+
+
+def _given(ctx: typer.Context, fields: list[Declared], raw: dict[str, Any]) -> Given:
+    given = Given({}, {}, {})
+    for field in fields:
+        origin = source(ctx, field.name)
+        given.origins[field.field] = origin
+        if field.is_table:
+            given.tables[field.field] = _levels(ctx, field, raw[field.name])
+            given.values[field.field] = {}
+        elif origin == "default" or raw[field.name] is None:
+            given.values[field.field] = None if field.default is dataclasses.MISSING else field.default
+        else:
+            given.values[field.field] = field.read(raw[field.name])
+    return given
+
+
+def source(ctx: typer.Context, name: str) -> str:
+    """flag, environment, config or default."""
+    found = ctx.get_parameter_source(name)
+    return _SOURCES.get(found.name, "default") if found is not None else "default"
+
+
+def _levels(ctx: typer.Context, field: Declared, raw: Iterable[str] | None) -> list[tuple[str, dict[str, Any]]]:
+    """The names and values of a table, by where they come from."""
+    start = f"{PREFIX}_{field.flag[2:].partition('.')[0].upper()}_"
+    environment = {k.removeprefix(start).lower(): v for k, v in os.environ.items() if k.startswith(start)}
+    flags = raw if source(ctx, field.name) == "flag" else ()
+    in_file = (ctx.default_map or {}).get(field.name, ())
+    return [("config", _pairs(in_file)), ("environment", environment), ("flag", _pairs(flags or ()))]
+
+
+def _pairs(texts: Iterable[str]) -> dict[str, Any]:
+    return {name: value for name, _, value in (text.partition("=") for text in texts)}
+
+
+def _merge_tables(given: Given, fields: list[Declared]) -> None:
+    """Options belong to what is named beside them: a drafter from the command line does not take the options of the
+    drafter in the config file."""
+    for field in fields:
+        if not field.is_table:
+            continue
+        origin = given.origins.get(field.about.of, "default")
+        least = _LEVELS.index(origin) if origin in _LEVELS else len(_LEVELS) - 1
+        for level, values in given.tables[field.field]:
+            if _LEVELS.index(level) >= least:
+                given.values[field.field].update(values)
+
+
+# ---- flags that typer cannot declare
 
 
 class SettingsCommand(TyperCommand):
@@ -63,7 +201,7 @@ class SettingsCommand(TyperCommand):
         return super().parse_args(ctx, list(_undotted(_unworded(args))))
 
     def shell_complete(self, ctx: Any, incomplete: str) -> list[Any]:
-        """In a shell `--drafter.` and `--rule.` go on with the options of what is chosen."""
+        """In a shell `--drafter.` and `--rule.` continue with the options of the chosen drafter or rule."""
         for owner, param in (("drafter", "draft"), ("rule", "rule")):
             if incomplete.startswith(f"--{owner}."):
                 (item,) = super().shell_complete(ctx, f"--{owner}.")  # the declared one, --drafter.NAME
@@ -72,19 +210,19 @@ class SettingsCommand(TyperCommand):
 
 
 def _unworded(args: list[str]) -> list[str]:
-    """A flag that takes a word as well (`--memory lines`, `--memory=lines`) as flags, which can be declared."""
-    found: list[str] = []
-    for place, arg in enumerate(args):
+    """A flag that also takes a word (`--memory lines`, `--memory=lines`) as flags, which can be declared."""
+    out: list[str] = []
+    for index, arg in enumerate(args):
         name, _, word = arg.partition("=")
         if arg == "--":
-            return found + args[place:]
+            return out + args[index:]
         if (name, word) in _WORDS:
-            found += _WORDS[name, word]
-        elif found and (found[-1], arg) in _WORDS:
-            found[-1:] = _WORDS[found[-1], arg]
+            out += _WORDS[name, word]
+        elif out and (out[-1], arg) in _WORDS:
+            out[-1:] = _WORDS[out[-1], arg]
         else:
-            found.append(arg)
-    return found
+            out.append(arg)
+    return out
 
 
 def _undotted(args: list[str]) -> Iterator[str]:
@@ -95,9 +233,9 @@ def _undotted(args: list[str]) -> Iterator[str]:
             yield arg
             yield from rest
         elif arg.startswith(_DOTTED):
-            owner, _, rest_of_it = arg.partition(".")
-            name, given, value = rest_of_it.partition("=")
-            following = value if given else next(rest, None)
+            owner, _, pair = arg.partition(".")
+            name, equals, value = pair.partition("=")
+            following = value if equals else next(rest, None)
             if following is None:
                 raise InputError(f"{owner}.{name} needs a value, such as {owner}.{name} 4.")
             yield from (f"{owner}.NAME", f"{name.replace('-', '_')}={following}")
@@ -105,25 +243,19 @@ def _undotted(args: list[str]) -> Iterator[str]:
             yield arg
 
 
-def source(ctx: typer.Context, name: str) -> str:
-    """flag, environment, config or default."""
-    found = ctx.get_parameter_source(name)
-    return _SOURCES.get(found.name, "default") if found is not None else "default"
-
-
 # ---- the config file
 
 
 def read_config(ctx: typer.Context, value: Path | None) -> Path | None:
-    """Callback of --config, before the other options: what the file says becomes their defaults."""
+    """Callback of --config, before the other options: the values in the file become their defaults."""
     if value is not None and not ctx.resilient_parsing:
         ctx.default_map = _defaults(ctx, value, read_toml(value))
     return value
 
 
 def _defaults(ctx: typer.Context, path: Path, content: dict[str, Any]) -> dict[str, Any]:
-    """The table [decoder], which is for all commands, and over it the command's own; tables of other commands are left
-    alone, anything else is a mistake."""
+    """The table [decoder] is for all commands, and the command's own table replaces its values. Tables of other
+    commands are ignored. Anything else is a mistake."""
     group = ctx.parent.command if ctx.parent is not None else None
     commands = getattr(group, "commands", {ctx.info_name: None})
     for name, table in content.items():
@@ -132,73 +264,74 @@ def _defaults(ctx: typer.Context, path: Path, content: dict[str, Any]) -> dict[s
         if name in (ctx.info_name, _DECODER) and not isinstance(table, dict):
             raise InputError(f"'{name}' in '{path}' must be a table, [{name}], not a value.")
     base, own = decoder_table(path, content.get(_DECODER, {})), content.get(str(ctx.info_name), {})
-    for name, options in (("draft", "drafter_options"), ("rule", "rule_options")):
-        if name in own:  # options are of what was named beside them
-            base.pop(options, None)
-    known = {p.name: p for p in ctx.command.params if p.name and p.name not in _NOT_IN_CONFIG}
+    for name, table in (("draft", "drafter"), ("rule", "rule_options")):
+        if name in own:  # options belong to the drafter or the rule that is named beside them
+            base.pop(table, None)
+    options = [param for param in ctx.command.params if param.param_type_name == "option"]
+    known = {param.name: param for param in options if param.name and param.name not in _COMMON}
     defaults: dict[str, Any] = {}
     for key, value in [*((k, v) for k, v in base.items() if k in known), *own.items()]:
-        name = _FIELDS.get(key, key.replace("-", "_"))
+        name = key.replace("-", "_")
         if name not in known:
-            raise UnknownNameError(f"setting in '{path}'", key, [_key(each) for each in known])
-        defaults[name] = _listed(value) if known[name].multiple else value  # type: ignore[attr-defined]
+            raise UnknownNameError(f"setting in '{path}'", key, [_key(other) for other in known])
+        defaults[name] = _texts(value) if known[name].multiple else value  # type: ignore[attr-defined]
     return defaults
 
 
 def decoder_table(path: Path, table: dict[str, Any]) -> dict[str, Any]:
-    """By the names of fields; what a command has no use for is not its business, but a name nobody knows is a slip."""
-    found = {}
+    """The settings of a table [decoder]. A command ignores those that it has no option for; an unknown name is
+    refused."""
+    settings = {}
     for key, value in table.items():
-        name = {**_FIELDS, "options": "drafter_options"}.get(key, key.replace("-", "_"))
+        name = {"options": "drafter"}.get(key, key.replace("-", "_"))
         if name not in _DECODER_FIELDS:
             raise UnknownNameError(
-                f"setting of [{_DECODER}] in '{path}'", key, [_key(each) for each in _DECODER_FIELDS]
+                f"setting of [{_DECODER}] in '{path}'", key, [_key(field) for field in _DECODER_FIELDS]
             )
-        found[name] = value
-    return found
+        settings[name] = value
+    return settings
 
 
-def _listed(value: Any) -> list[Any]:
-    """A table of names and values, a list, or a single one: as the list that a repeated flag gives."""
+def _texts(value: Any) -> list[Any]:
+    """A table of names and values, a list, or a single value, as the list that a repeated flag gives."""
     if isinstance(value, dict):
-        return [f"{name.replace('-', '_')}={_shown(each)}" for name, each in value.items()]
+        return [f"{name.replace('-', '_')}={_flag_text(inner)}" for name, inner in value.items()]
     return list(value) if isinstance(value, list) else [value]
 
 
-def _shown(value: Any) -> str:
-    """As a flag would say it: commas between plain values, JSON where they have an inside."""
-    if isinstance(value, dict) or (isinstance(value, list) and any(isinstance(each, (dict, list)) for each in value)):
+def _flag_text(value: Any) -> str:
+    """A value as a flag writes it: commas between plain values, JSON for nested ones."""
+    if isinstance(value, dict) or (isinstance(value, list) and any(isinstance(item, (dict, list)) for item in value)):
         return json.dumps(value, ensure_ascii=False)
-    return ",".join(str(each) for each in value) if isinstance(value, list) else str(value)
+    return ",".join(str(item) for item in value) if isinstance(value, list) else str(value)
 
 
 # ---- --print-config
 
 
-def show_config(
-    command: str, values: dict[str, Any], origins: dict[str, str], tables: dict[str, dict[str, str]]
-) -> str:
-    """The settings as a config file that says the same; what is not set is a comment. `tables`: the options of what
-    was chosen by name."""
-    lines = [f"[{command}]"]
-    for name, value in values.items():
-        if name in _NOT_IN_CONFIG or name in _TABLES:
+def show_config(command: str, given: Given, fields: list[Declared]) -> str:
+    """The settings as a config file that gives the same values. A setting without a value is a comment."""
+    lines, tables = [f"[{command}]"], list[str]()
+    for field in fields:
+        value = given.values[field.field]
+        if field.about.argument:
             continue
-        if value is None:
-            lines.append(f"# {_key(name)} is not set")
+        if field.is_table:
+            if value:
+                tables += ["", f"[{command}.{_key(field.name)}]"]
+                tables += [f"{_key(name)} = {_literal(text)}" for name, text in value.items()]
+        elif value is None or value == ():
+            lines.append(f"# {_key(field.name)} is not set")
         else:
-            lines.append(f"{_key(name)} = {toml_value(value)}  # {origins[name]}")
-    for name, options in tables.items():
-        if options:
-            lines += ["", f"[{command}.{_key(name)}]"]
-            lines += [f"{_key(each)} = {_literal(value)}" for each, value in options.items()]
-    return "\n".join(lines)
+            lines.append(f"{_key(field.name)} = {toml_value(value)}  # {given.origins[field.field]}")
+    return "\n".join([*lines, *tables])
 
 
 def _key(name: str) -> str:
-    return _TABLES.get(name, name.replace("_", "-"))
+    return name.replace("_", "-")
 
 
-def _literal(text: str) -> str:
-    """Options of what was chosen by name are text until their types are known; a number need not look like text."""
-    return text if re.fullmatch(r"-?\d+(\.\d+)?|true|false", text) else toml_value(text)
+def _literal(value: Any) -> str:
+    """The options of a drafter or a rule are texts until their types are known. A number need not look like text."""
+    is_plain = isinstance(value, str) and re.fullmatch(r"-?\d+(\.\d+)?|true|false", value)
+    return str(value) if is_plain else toml_value(value)

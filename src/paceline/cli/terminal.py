@@ -110,7 +110,7 @@ T = TypeVar("T")
 _FEW = 100_000  # what is counted below this are tensors, not bytes
 
 
-def say(text: str, style: str = "dim") -> None:
+def info(text: str, style: str = "dim") -> None:
     """One line on stderr."""
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     if console.is_terminal:
@@ -119,9 +119,9 @@ def say(text: str, style: str = "dim") -> None:
         print(text, file=sys.stderr, flush=True)
 
 
-def complain(error: str) -> None:
-    """One line on stderr, whatever the message looks like."""
-    say(f"error: {' '.join(error.split())}", "red")
+def error(message: str) -> None:
+    """An error as one line on stderr."""
+    info(f"error: {' '.join(message.split())}", "red")
 
 
 class Terminal:
@@ -211,7 +211,7 @@ def plain_warnings(debug: bool) -> Iterator[None]:
     """Our warnings as one line each; those of other libraries only with --debug."""
 
     def show(message: Warning | str, *where: Any, **more: Any) -> None:
-        say(f"warning: {' '.join(str(message).split())}", "yellow")
+        info(f"warning: {' '.join(str(message).split())}", "yellow")
 
     with warnings.catch_warnings():
         warnings.simplefilter("default" if debug else "ignore")
@@ -277,10 +277,10 @@ def progress_lines(what: str = "", announce: bool = True) -> ProgressLines:
 
 
 class TokenPrinter:
-    """The pieces of a stream on their way to stdout: at once where there is ink, else kept until the end."""
+    """The pieces of a stream on their way to stdout: at once where there is terminal, else kept until the end."""
 
-    def __init__(self, stream: Stream, ink: Terminal | None, tokenizer: Any, drafts: bool) -> None:
-        self._stream, self._ink, self._tokenizer, self._drafts = stream, ink, tokenizer, drafts
+    def __init__(self, stream: Stream, terminal: Terminal | None, tokenizer: Any, drafts: bool) -> None:
+        self._stream, self._ink, self._tokenizer, self._drafts = stream, terminal, tokenizer, drafts
         self._tokens: list[int] = []
         self._length = 0  # characters of the text that were handed out
         self._waiting: list[tuple[str, str, Style]] = []
@@ -294,16 +294,16 @@ class TokenPrinter:
         if self._ink is not None:
             self._empty(self._ink)
 
-    def finish(self, ink: Terminal, result: Generation) -> None:
+    def finish(self, terminal: Terminal, result: Generation) -> None:
         """What is left, and what was held back because it might have become a stop string or a character."""
-        self._empty(ink)
-        ink.flow(result.text[self._length :], OWN)
-        ink.end()
+        self._empty(terminal)
+        terminal.flow(result.text[self._length :], OWN)
+        terminal.end()
 
-    def _empty(self, ink: Terminal) -> None:
+    def _empty(self, terminal: Terminal) -> None:
         for rejected, text, style in self._waiting:
-            ink.rejected(rejected)
-            ink.flow(text, style)
+            terminal.rejected(rejected)
+            terminal.flow(text, style)
         self._waiting.clear()
 
     def _rejected(self) -> str:

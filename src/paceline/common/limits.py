@@ -11,8 +11,9 @@ from __future__ import annotations
 import ast
 import dataclasses
 import math
+import re
 from collections.abc import Callable
-from typing import Any, Literal, get_args, get_origin
+from typing import Any
 
 from paceline.common.errors import InputError, shown
 
@@ -23,6 +24,7 @@ BEAMS_LIMIT = 1024
 ROWS_LIMIT = 2**16  # prompts decoded at once
 LONGEST = 4096  # characters of a text: the longest path that Linux takes
 _LIMITS = "limits"  # the key in a field's metadata
+_LITERAL = r"Literal\[([^\]]*)\]"
 
 
 def _is_finite(value: Any) -> bool:
@@ -69,18 +71,21 @@ def check_number(name: str, value: Any, least: int, most: int, more: str = "") -
         raise InputError(f"{name} must be at most {most:,}, got {shown(value)}.")
 
 
-def check_field(field: dataclasses.Field[Any], value: Any, owner: str = "") -> None:
-    """Refuse a value of another type than the field has, or outside its limits. A type that is not plain is the
-    business of its class."""
-    wanted, name = plain_types(field.type), field.name
-    choices = _choices(field.type)
-    if choices and not (isinstance(value, str) and value in choices):
-        raise InputError(f"{name} must be {' or '.join(_listed(choices))}, got {shown(value)}.")
-    if not wanted:
+def check_field(field: dataclasses.Field[Any], value: Any, owner: str = "", flag: str = "") -> None:
+    """Refuse a value of another type than the field has, or outside its limits. The class of the field checks a type
+    that is not plain. A message names the flag, or else the field and its owner."""
+    wanted, choices = _plain_parts(field.type)
+    name = flag or field.name
+    if flag:
+        wanted = [kind for kind in wanted if kind != "None"]
+    if not wanted and not choices:
         return
-    if not any(TYPES[each][0](value) for each in wanted):
-        kinds = " or ".join(TYPES[each][1] for each in wanted)
-        raise InputError(f"{name}{f' of {owner}' if owner else ''} must be {kinds}, got {shown(value)}.")
+    if isinstance(value, str) and value in choices:
+        return
+    if not any(TYPES[kind][0](value) for kind in wanted):
+        kinds = [", ".join(choices[:-1]), *choices[-1:], *(TYPES[kind][1] for kind in wanted)]
+        words = " or ".join(kind for kind in kinds if kind)
+        raise InputError(f"{name}{f' of {owner}' if owner else ''} must be {words}, got {shown(value)}.")
     if isinstance(value, str) and len(value) > LONGEST:
         raise InputError(f"{name} must have at most {LONGEST:,} characters, got {len(value):,}.")
     if isinstance(value, str) and "\0" in value:  # no name, and no path
@@ -106,27 +111,20 @@ class Limited:
             check_field(field, getattr(self, field.name))
 
 
-def _choices(annotation: Any) -> tuple[str, ...]:
-    """The texts of a Literal; () for another type."""
-    if isinstance(annotation, str):
-        if not annotation.startswith("Literal["):
-            return ()
-        found = ast.literal_eval(f"({annotation.removeprefix('Literal[').removesuffix(']')},)")
-    else:
-        found = get_args(annotation) if get_origin(annotation) is Literal else ()
-    return tuple(found) if all(isinstance(each, str) for each in found) else ()
-
-
-def _listed(words: tuple[str, ...]) -> list[str]:
-    """["a, b", "c"], to be joined by "or"."""
-    return [", ".join(words[:-1]), words[-1]] if len(words) > 1 else list(words)
-
-
 def plain_types(annotation: Any) -> list[str]:
-    """["int", "None"] of `int | None` or Optional[int], as text or not; [] if anything in it is no plain type."""
+    """["int", "None"] of `int | None`; [] if a part of it is not a plain type."""
+    wanted, choices = _plain_parts(annotation)
+    return [] if choices else wanted
+
+
+def _plain_parts(annotation: Any) -> tuple[list[str], list[str]]:
+    """The plain types and the texts of a Literal in a union; nothing if it has a part of another kind."""
     text = annotation.__name__ if isinstance(annotation, type) else str(annotation)
-    text = text.removeprefix("typing.")
+    text = text.replace("typing.", "")
     if text.startswith("Optional["):
         text = f"{text.removeprefix('Optional[').removesuffix(']')} | None"
-    names = [name.strip() for name in text.split("|")]
-    return names if all(name in TYPES for name in names) else []
+    literals = re.findall(_LITERAL, text)
+    choices = [value for literal in literals for value in ast.literal_eval(f"({literal},)")]
+    names = [name.strip() for name in re.sub(_LITERAL, "", text).split("|") if name.strip()]
+    is_plain = all(name in TYPES for name in names) and all(isinstance(value, str) for value in choices)
+    return (names, choices) if is_plain else ([], [])

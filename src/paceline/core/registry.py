@@ -6,11 +6,9 @@ import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from importlib import import_module
 from importlib.metadata import entry_points
-from types import NoneType, UnionType
-from typing import Any, Generic, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, Generic, TypeVar
 
 from paceline.common.errors import InputError, UnknownNameError, shown
-from paceline.common.json_text import parse_json
 from paceline.common.limits import check_field
 
 T = TypeVar("T")
@@ -84,64 +82,3 @@ def build_options(cls: type, given: Mapping[str, Any], owner: str) -> Any:
             raise UnknownNameError(f"option of {owner}", name, known)
         check_field(known[name], value, owner)
     return cls(**given)
-
-
-# ---- options of a drafter or a rule: text becomes what the field's type says
-
-
-def convert_options(
-    options: Mapping[str, str], cls: type, owner: str, name: str, prefix: str | None = None
-) -> dict[str, Any]:
-    """By the fields of the Options of a drafter or a rule (`owner`) called `name`; an option that is not there is
-    refused, with the nearest one. `prefix` is how an option is said, before its name: `--drafter.` if not told."""
-    said = f"--{owner}." if prefix is None else prefix
-    hints = get_type_hints(cls)
-    known = [field.name for field in dataclasses.fields(cls)]
-    for option in options:
-        if option not in known:
-            raise UnknownNameError(f"option of {owner} '{name}'", option, known)
-    return {option: _convert(f"{said}{option}", text, hints[option]) for option, text in options.items()}
-
-
-def _convert(flag: str, text: str, hint: Any) -> Any:
-    kind = get_origin(hint)
-    if kind in (Union, UnionType):
-        choices = [each for each in get_args(hint) if each is not NoneType]
-        if len(choices) < len(get_args(hint)) and text.lower() == "none":
-            return None
-        return _convert(flag, text, choices[0])
-    if kind is Literal:
-        named = {str(each): each for each in get_args(hint)}
-        if text not in named:
-            raise UnknownNameError(f"value of {flag}", text, named)
-        return named[text]
-    if kind in (list, tuple) and text.lstrip().startswith(("[", "{")):
-        return kind(_listed(flag, text))
-    if kind in (list, tuple):
-        return kind(_convert(flag, each.strip(), get_args(hint)[0]) for each in text.split(",") if each.strip())
-    if hint is bool:
-        return _switch(flag, text)
-    if hint in (int, float):
-        try:
-            return hint(text)
-        except ValueError:
-            what = "a whole number" if hint is int else "a number"
-            raise InputError(f"{flag} must be {what}, got {shown(text)}.") from None
-    return text
-
-
-def _listed(flag: str, text: str) -> list[Any]:
-    """A list in JSON, for what has commas of its own; a single object is a list of one."""
-    try:
-        found = parse_json(text)
-    except ValueError as error:
-        raise InputError(f"{flag} begins like JSON and is not valid JSON: {error}; got {shown(text)}.") from None
-    return found if isinstance(found, list) else [found]
-
-
-def _switch(flag: str, text: str) -> bool:
-    if text.lower() in ("true", "yes", "on", "1"):
-        return True
-    if text.lower() in ("false", "no", "off", "0"):
-        return False
-    raise InputError(f"{flag} must be true or false, got {shown(text)}.")

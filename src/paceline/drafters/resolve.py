@@ -12,8 +12,9 @@ import torch
 
 from paceline.common.errors import InputError, UnknownNameError, shown
 from paceline.common.json_text import parse_json
+from paceline.common.options import convert_options
 from paceline.core.contracts import DRAFTERS, Drafter
-from paceline.core.registry import build_options, convert_options
+from paceline.core.registry import build_options
 from paceline.drafters.heads.eagle import EagleHead
 from paceline.drafters.heads.head_modules import DraftHead
 from paceline.drafters.load import drafter_of_folder, fetch_head, is_head, read_head

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from paceline.common.errors import InputError
 from paceline.common.limits import Limited, limited
+from paceline.common.options import convert_options
 from paceline.core.contracts import Drafter
-from paceline.core.registry import convert_options
 from paceline.drafters.models.draft_model import DraftModel
 from paceline.integrations.provenance import provenance
 from paceline.models.language_model import LanguageModel

@@ -8,7 +8,7 @@ from typing import Any
 
 from paceline.common.errors import InputError, UnknownNameError, shown
 from paceline.common.limits import ROWS_LIMIT, Limited, limited
-from paceline.core.registry import convert_options
+from paceline.common.options import convert_options
 from paceline.drafters.heads.head_files import NUMBERS
 from paceline.training.data.writing import WritingPlan
 from paceline.training.losses import parsed

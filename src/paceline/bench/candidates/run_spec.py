@@ -11,8 +11,9 @@ from paceline.bench.candidates.candidate import Entry
 from paceline.common.errors import InputError
 from paceline.common.json_text import parse_json
 from paceline.common.names import split_spec
+from paceline.common.options import convert_options
 from paceline.core.contracts import DRAFTERS, RULES
-from paceline.core.registry import build_options, convert_options
+from paceline.core.registry import build_options
 from paceline.drafters.resolve import resolve_draft
 
 

@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, replace
 from typing import TYPE_CHECKING
 
 import typer
 
-from paceline.cli.command_options import AuditOptions
-from paceline.cli.decoder_session import check_counts, drafting, open_decoder, open_rule
-from paceline.cli.naming import check_pair, check_rule
+from paceline.cli.command_options import AuditOptions, resolve_drafter
+from paceline.cli.decoder_session import open_decoder, open_rule
 from paceline.cli.result_lines import dump, token_text, versions
-from paceline.cli.settings import show_config, source, takes
-from paceline.cli.terminal import Terminal, plain_warnings, preparing, say
+from paceline.cli.settings import command_from
+from paceline.cli.terminal import Terminal, info, preparing
 from paceline.common.interrupts import interruptible
 
 if TYPE_CHECKING:
     from paceline.audit import Report
-    from paceline.cli.decoder_session import Drafting
     from paceline.engine.decoder import SpeculativeDecoder
 
-_ROWS = 64  # texts that are sampled at once
+_ROWS = 64  # samples of a batch
 
 EPILOG = """
 [bold]Examples[/bold]
@@ -37,50 +34,39 @@ paceline audit --rule typical --allow-lossy --only-rule
 """
 
 
-@takes(AuditOptions)
-def audit(ctx: typer.Context, said: AuditOptions) -> None:
-    """Test whether speculation changes what a target writes: the rule on toy laws, then your models on prompts."""
-    how = drafting(ctx, said)
-    if said.print_config:
-        values = asdict(replace(said, draft=how.draft, speculative_config=None)) | {"gamma": how.gamma}
-        origins = {**{name: source(ctx, name) for name in values}, **how.origins}
-        tables = {"drafter_options": how.options, "rule_options": how.rule_options}
-        typer.echo(show_config(str(ctx.info_name), values, origins, tables))
-        return
-    if said.only_rule:
-        check_rule(said.rule, how.rule_options)
-    else:
-        check_pair(said, how)
-    with plain_warnings(said.debug):
-        report, decoder = _run(said, how)
-        _tell(report, decoder, said)
+@command_from(AuditOptions, resolve_drafter)
+def audit(ctx: typer.Context, options: AuditOptions) -> None:
+    """Test whether speculation changes the text of a target: first the rule alone, then your models on prompts."""
+    report, decoder = _run(options)
+    _show(report, decoder, options)
     raise typer.Exit(report.exit_code)
 
 
-def _run(said: AuditOptions, how: Drafting) -> tuple[Report, SpeculativeDecoder | None]:
+def _run(options: AuditOptions) -> tuple[Report, SpeculativeDecoder | None]:
     from paceline.audit import audit as audit_pair
     from paceline.audit import audit_only_rule
     from paceline.audit.audit_inputs import PROMPTS, read_prompts
     from paceline.audit.audit_report import check_path
     from paceline.audit.audit_run import check_plan
 
-    plan = {name: getattr(said, name) for name in ("tokens", "positions", "samples", "temperature", "false_alarm")}
+    plan = {name: getattr(options, name) for name in ("tokens", "positions", "samples", "temperature", "false_alarm")}
     check_plan(**plan)
-    check_counts(limit=said.limit)
-    if said.report is not None:
-        check_path(said.report)
-    if said.only_rule:
+    if options.report is not None:
+        check_path(options.report)
+    if options.only_rule:
         with preparing("enumerating") as progress:
-            return audit_only_rule(open_rule(said, how), progress), None
-    prompts = list(PROMPTS) if said.prompts is None else read_prompts(said.prompts)
-    decoder = open_decoder(said, how, {}, rows=_ROWS)
-    say(decoder.describe())
+            return audit_only_rule(open_rule(options), progress), None
+    prompts = list(PROMPTS) if options.prompts is None else read_prompts(options.prompts)
+    decoder = open_decoder(options, {}, rows=_ROWS)
+    info(decoder.describe())
     with interruptible() as cancel, preparing("auditing") as progress:
-        found = audit_pair(decoder, prompts[: said.limit], seed=said.seed, progress=progress, cancel=cancel, **plan)
-    return found, decoder
+        report = audit_pair(
+            decoder, prompts[: options.limit], seed=options.seed, progress=progress, cancel=cancel, **plan
+        )
+    return report, decoder
 
 
-def _tell(report: Report, decoder: SpeculativeDecoder | None, said: AuditOptions) -> None:
+def _show(report: Report, decoder: SpeculativeDecoder | None, options: AuditOptions) -> None:
     from paceline.audit.audit_report import as_text, write_report
 
     tokenizer = None if decoder is None else decoder.target.tokenizer
@@ -88,10 +74,10 @@ def _tell(report: Report, decoder: SpeculativeDecoder | None, said: AuditOptions
     def words(token: int) -> str:
         return "" if tokenizer is None else repr(token_text(token, tokenizer))
 
-    if said.json:
+    if options.json:
         print(dump({**report.as_dict(), "versions": versions()}), flush=True)
     else:
         Terminal().write(as_text(report, words))
-    if said.report is not None:
-        write_report(report, said.report, words)
-        say(f"the report is in {said.report}")
+    if options.report is not None:
+        write_report(report, options.report, words)
+        info(f"the report is in {options.report}")

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from paceline.cli.annotated_options import check_bench, show_config, takes
 from paceline.cli.bench_command_options import BenchSettings, measured, named, tuned
-from paceline.cli.naming import check_bench
 from paceline.cli.result_lines import dump
-from paceline.cli.settings import show_config, source, takes
-from paceline.cli.terminal import plain_warnings, say
+from paceline.cli.settings import source
+from paceline.cli.terminal import info, plain_warnings
 from paceline.common.errors import InputError, UnknownNameError
 from paceline.common.interrupts import interruptible
 
@@ -70,12 +70,12 @@ def bench(ctx: typer.Context, said: BenchSettings) -> None:
             report = replace(report, versus=_versus(said, [member.name for member in report.members]))
         slower = _tell(report, said)
     if not report.complete and said.report is None:
-        say("interrupted: these are the runs until then")
+        info("interrupted: these are the runs until then")
         raise typer.Exit(_INTERRUPTED)
     if not report.results:
-        say("there is no run in this record")
+        info("there is no run in this record")
     elif not report.complete:
-        say("this record is not complete: what was measured until it broke off")
+        info("this record is not complete: what was measured until it broke off")
     if slower and said.fail_on_regression:
         raise typer.Exit(_REGRESSION)
 
@@ -98,7 +98,7 @@ def _options(ctx: typer.Context, said: BenchSettings) -> BenchOptions:
     if not given.runs:
         given = replace(given, runs=tuple(tuned(said)))
     if given.preset is None and not (given.runs or given.peers or is_synthetic(given)):
-        say(f"nobody was asked for, so this is --preset {_BARE}; see --run and --peer")
+        info(f"nobody was asked for, so this is --preset {_BARE}; see --run and --peer")
         given = replace(given, preset=_BARE)
     return apply(given, known)
 
@@ -252,7 +252,7 @@ def _tell(report: Report, said: BenchSettings) -> bool:
         for table in tables:
             show(table)
     for note in report.notes if said.report is not None else ():
-        say(note)
+        info(note)
     _write(report, summary, said)
     if nothing and said.fail_on_regression:
         raise InputError(f"The record '{said.compare}' has nothing in common with this one, so nothing was compared.")
@@ -285,13 +285,13 @@ def _write(report: Report, summary: Summary, said: BenchSettings) -> None:
             write_html(report, summary, path)
     plots = [folder for folder in (said.png, out) if folder is not None]
     if plots and find_spec("matplotlib") is None:
-        say("no plots: matplotlib is not installed (pip install 'paceline[bench]')")
+        info("no plots: matplotlib is not installed (pip install 'paceline[bench]')")
         plots = []
     for folder in plots:
         write_png(charts_of(report, summary), folder)
     if said.wandb:
         from paceline.bench.results.wandb_log import log
 
-        say(f"logged to {log(report, summary, said.wandb_project)}")
+        info(f"logged to {log(report, summary, said.wandb_project)}")
     if out is not None:
-        say(f"everything is in {out}")
+        info(f"everything is in {out}")

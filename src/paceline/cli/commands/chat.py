@@ -1,4 +1,4 @@
-"""`paceline chat`: talk to a model, and see what speculation does while it answers."""
+"""`paceline chat`: talk to a model, and see how speculation works while it answers."""
 
 from __future__ import annotations
 
@@ -13,12 +13,11 @@ import typer
 
 from paceline.cli.chat_commands import Again, Leave, execute, show_rounds, words_to_complete
 from paceline.cli.chat_state import Answer, ChatState
-from paceline.cli.command_options import ChatOptions
-from paceline.cli.decoder_session import config_of, drafting, fitting, open_decoder, read_settings
-from paceline.cli.naming import check_pair
+from paceline.cli.command_options import ChatOptions, resolve_drafter
+from paceline.cli.decoder_session import fitting, open_decoder, read_settings
 from paceline.cli.result_lines import beginning, dump, result_as_dict, summary
-from paceline.cli.settings import takes
-from paceline.cli.terminal import Terminal, TokenPrinter, complain, counted, plain_warnings, say, silent_keys
+from paceline.cli.settings import command_from
+from paceline.cli.terminal import Terminal, TokenPrinter, counted, error, info, silent_keys
 from paceline.common.errors import PacelineError
 from paceline.common.interrupts import interruptible
 
@@ -27,75 +26,70 @@ if TYPE_CHECKING:
     from paceline.engine.request import Generation
 
 
-@takes(ChatOptions)
-def chat(ctx: typer.Context, said: ChatOptions) -> None:
-    """Talk to a target model; /help lists what can be switched, set, compared and saved. A pipe works, too."""
-    how = drafting(ctx, said)
-    if said.print_config:
-        typer.echo(config_of(ctx, said, how))
-        return
-    check_pair(said, how)
-    with plain_warnings(said.debug):
-        settings = read_settings(said)
-        decoder = open_decoder(said, how, settings)
-        state = ChatState(said, how, decoder.target, drafters={"speculative": decoder.drafter})
-        state.change()  # nothing; but what every message would be refused for is refused here
-        state.switches.update(chat=_has_template(state.target), drafts=said.show_drafts, debug=said.debug)
-        say(beginning(decoder, settings))
-        if sys.stdin.isatty():
-            say("/help lists the commands; Ctrl-C stops an answer, Ctrl-D leaves")
-        ink = Terminal()
-        if said.prompt is not None and said.prompt != "-":  # standard input is where messages come from anyway
-            _message(state, said.prompt, ink)
-        for line in _lines():
-            if not _line(state, line, ink):
-                break
+@command_from(ChatOptions, resolve_drafter)
+def chat(ctx: typer.Context, options: ChatOptions) -> None:
+    """Talk to a target model. /help lists the commands. Messages can also come from a pipe."""
+    settings = read_settings(options)
+    decoder = open_decoder(options, settings)
+    state = ChatState(options, decoder.target, drafters={"speculative": decoder.drafter})
+    state.change()  # refuses settings that every message would be refused for
+    debug = bool(ctx.params.get("debug"))
+    state.switches.update(chat=_has_template(state.target), drafts=options.show_drafts, debug=debug)
+    info(beginning(decoder, settings))
+    if sys.stdin.isatty():
+        info("/help lists the commands; Ctrl-C stops an answer, Ctrl-D leaves")
+    terminal = Terminal()
+    if options.prompt is not None and options.prompt != "-":  # messages come from standard input in any case
+        _message(state, options.prompt, terminal)
+    for line in _lines():
+        if not _line(state, line, terminal):
+            break
 
 
 def _has_template(lm: Any) -> bool:
     return bool(getattr(lm.tokenizer, "chat_template", None))
 
 
-def _line(state: ChatState, line: str, ink: Terminal) -> bool:
-    """One line of the user; false when it was the last. An error is told, and the chat goes on."""
+def _line(state: ChatState, line: str, terminal: Terminal) -> bool:
+    """Handle one line of the user; false if it was the last. An error is shown, and the chat continues."""
     try:
         if line.startswith("/"):
-            execute(line, state, ink)
+            execute(line, state, terminal)
         elif line.strip():
-            _message(state, line, ink)
+            _message(state, line, terminal)
     except Leave:
         return False
     except Again:
         assert state.asked is not None
         state.take_back()
         for mode in state.unlearn():
-            say(f"the drafter of '{mode}' cannot forget, so it may know this answer already")
-        return _line(state, state.asked, ink)
-    except PacelineError as error:
+            info(f"the drafter of '{mode}' cannot discard what it learned, so it may know this answer already")
+        return _line(state, state.asked, terminal)
+    except PacelineError as failure:
         if state.switches["debug"]:
             traceback.print_exc()
-        complain(str(error))
+        error(str(failure))
     return True
 
 
-def _message(state: ChatState, text: str, ink: Terminal) -> None:
-    """Every mode that is on answers, with the same seed; the conversation goes on with the speculative answer."""
+def _message(state: ChatState, text: str, terminal: Terminal) -> None:
+    """Every mode that is on answers with the same seed. The conversation keeps the speculative answer."""
     from paceline.core.noise import fresh_seed
 
     state.asked, state.answers = text, []
-    settings = {"seed": fresh_seed(), **read_settings(state.said)}
+    settings = {"seed": fresh_seed(), **read_settings(state.options)}
     prompt = _prompt(state, text)
     for mode, wanted in state.modes.items():
         if not wanted:
             continue
         decoder = state.decoder(mode)
         if sum(state.modes.values()) > 1:
-            ink.write(f"[{mode}]\n")
-        result = _answer(decoder, prompt, fitting(decoder, settings), state, ink)
+            terminal.write(f"[{mode}]\n")
+        result = _answer(decoder, prompt, fitting(decoder, settings), state, terminal)
         state.answers.append(Answer(mode, result))
-        say(_told(state, decoder, result))
+        info(_summary(state, decoder, result))
         if state.switches["debug"]:
-            show_rounds(result, state.target.tokenizer, ink)
+            show_rounds(result, state.target.tokenizer, terminal)
         if result.finish_reason == "cancelled":
             break
     if state.switches["chat"]:
@@ -106,32 +100,34 @@ def _message(state: ChatState, text: str, ink: Terminal) -> None:
 def _prompt(state: ChatState, text: str) -> Any:
     if not state.switches["chat"]:
         return text
-    system = state.said.system
+    system = state.options.system
     before = [] if system is None else [{"role": "system", "content": system}]
     return [*before, *state.messages, {"role": "user", "content": text}]
 
 
-def _answer(decoder: SpeculativeDecoder, prompt: Any, settings: Any, state: ChatState, ink: Terminal) -> Generation:
+def _answer(
+    decoder: SpeculativeDecoder, prompt: Any, settings: Any, state: ChatState, terminal: Terminal
+) -> Generation:
     tokenizer = decoder.target.tokenizer
-    live = not state.said.json and (ink.is_terminal if state.said.stream is None else state.said.stream)
+    live = not state.options.json and (terminal.is_terminal if state.options.stream is None else state.options.stream)
     with silent_keys(), interruptible() as cancelled:
         stream = decoder.stream(prompt, cancel=cancelled, **settings)
-        shown = TokenPrinter(stream, ink if live else None, tokenizer, state.switches["drafts"])
+        shown = TokenPrinter(stream, terminal if live else None, tokenizer, state.switches["drafts"])
         try:
             for piece in counted(stream, "writing", live):
                 shown.add(piece)
-        except KeyboardInterrupt:  # the second Ctrl-C: what was written is kept all the same
+        except KeyboardInterrupt:  # the second Ctrl-C: the text so far is kept
             stream.close()
         (result,) = stream.results
-    if state.said.json:
+    if state.options.json:
         print(dump(result_as_dict(result, tokenizer)), flush=True)
     else:
-        shown.finish(ink, result)
+        shown.finish(terminal, result)
     return result
 
 
-def _told(state: ChatState, decoder: SpeculativeDecoder, result: Generation) -> str:
-    """The numbers of one answer, and its speed beside the first one's."""
+def _summary(state: ChatState, decoder: SpeculativeDecoder, result: Generation) -> str:
+    """The numbers of one answer, and its speed against the first answer."""
     line = summary(result, speculates=decoder.drafter.speculates)
     first = state.answers[0].result.stats.tokens_per_second
     if len(state.answers) > 1 and first > 0:
@@ -145,7 +141,7 @@ def _told(state: ChatState, decoder: SpeculativeDecoder, result: Generation) -> 
 
 
 def _lines() -> Iterator[str]:
-    """From a terminal with history and completion, or from a pipe; a backslash at the end continues a line."""
+    """From a terminal with history and completion, or from a pipe; a backslash at the end continues the line."""
     if sys.stdin.isatty():
         yield from _typed()
         return
@@ -200,7 +196,7 @@ def history_file() -> Path | None:
         try:
             place.parent.mkdir(parents=True, exist_ok=True)
             with place.open("a"):
-                os.chmod(place, 0o600)  # what people say to a model is theirs
+                os.chmod(place, 0o600)  # chats are private
         except OSError:
             continue
         return place

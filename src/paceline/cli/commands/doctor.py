@@ -11,11 +11,13 @@ import textwrap
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import typer
 
+from paceline.cli.settings import command_from
 from paceline.common.errors import PacelineError
+from paceline.common.options import option
 
 if TYPE_CHECKING:
     from paceline.core.costs import Costs
@@ -41,35 +43,35 @@ class Check:
     facts: dict[str, Any] = field(default_factory=dict)
 
 
-def doctor(
-    target: Annotated[
-        str | None, typer.Option(metavar="MODEL", help=f"The target to try; {_TARGET} where its weights are here.")
-    ] = None,
-    draft: Annotated[str, typer.Option(metavar="DRAFT", help="The drafter or draft model to try with it.")] = "auto",
-    dtype: Annotated[str | None, typer.Option(metavar="TYPE", help="As for `paceline generate`.")] = None,
-    device: Annotated[str | None, typer.Option(metavar="DEVICE", help="As for `paceline generate`.")] = None,
-    measure: Annotated[
-        bool, typer.Option("--measure", metavar="", help="Measure passes and one text now (some seconds).")
-    ] = False,
-    as_json: Annotated[bool, typer.Option("--json", metavar="", help="One JSON object on stdout.")] = False,
-    debug: Annotated[bool, typer.Option("--debug", metavar="", help="Show the traceback of an error.")] = False,
-) -> None:
+@dataclass(frozen=True)
+class DoctorOptions:
+    """The options of `paceline doctor`."""
+
+    target: str | None = option(None, f"The target to try; {_TARGET} if its weights are here.", metavar="MODEL",
+                                names="model")  # fmt: skip
+    draft: str = option("auto", "The drafter or draft model to try.", metavar="DRAFT", names="draft")
+    dtype: str | None = option(None, "As for `paceline generate`.", metavar="TYPE", names="dtype")
+    device: str | None = option(None, "As for `paceline generate`.", metavar="DEVICE")
+    measure: bool = option(False, "Measure forward passes and one text now (some seconds).")
+    json: bool = option(False, "Write one JSON object to stdout.")
+
+
+@command_from(DoctorOptions, config=False)
+def doctor(ctx: typer.Context, options: DoctorOptions) -> None:
     """Show versions, devices, kernels and caches, try a pair of models, and say what speed-up to expect.
 
     The exit code is 0 if Paceline works here, also with notes, and 1 if a check failed.
     """
-    from paceline.cli.terminal import plain_warnings
-
-    found: list[Check] = []
-    with plain_warnings(debug):
-        for check in _checks(target, draft, {"dtype": dtype, "device": device}, measure):
-            found.append(check)
-            if not as_json:
-                _show(check)
-    if as_json:
-        told = [{"name": c.name, "status": c.status, "text": c.text, **c.facts} for c in found]
-        print(json.dumps({"ok": all(c.status != "FAIL" for c in found), "checks": told}, ensure_ascii=False, indent=1))
-    if any(check.status == "FAIL" for check in found):
+    checks: list[Check] = []
+    for check in _checks(options):
+        checks.append(check)
+        if not options.json:
+            _show(check)
+    if options.json:
+        content = [{"name": c.name, "status": c.status, "text": c.text, **c.facts} for c in checks]
+        ok = all(check.status != "FAIL" for check in checks)
+        print(json.dumps({"ok": ok, "checks": content}, ensure_ascii=False, indent=1))
+    if any(check.status == "FAIL" for check in checks):
         raise typer.Exit(1)
 
 
@@ -81,24 +83,21 @@ def _show(check: Check) -> None:
     print(textwrap.fill(check.text, width, initial_indent=head, subsequent_indent=indent, break_on_hyphens=False))
 
 
-def _checks(target: str | None, draft: str, loading: dict[str, Any], measure: bool) -> Iterator[Check]:
-    yield _tried("versions", _versions)
-    yield _tried("processor", _processor)
-    yield _tried("devices", _devices)
-    yield _tried("kernels", _kernels)
-    yield _tried("cache", _cache)
-    here = target is not None or _weights_here(_TARGET)
-    if not here:
+def _checks(options: DoctorOptions) -> Iterator[Check]:
+    for name, look in (("versions", _versions), ("processor", _processor), ("devices", _devices),
+                       ("kernels", _kernels), ("cache", _cache)):  # fmt: skip
+        yield _tried(name, look)
+    if options.target is None and not _weights_here(_TARGET):
         text = (
-            f"no model was tried: the weights of {_TARGET} are not here yet; name one with --target, or run `make demo`"
+            f"no model was tried: the weights of {_TARGET} are not here; name a model with --target, or run `make demo`"
         )
         yield Check("target", "note", text)
         return
-    made: list[SpeculativeDecoder] = []
-    yield from _pair(target or _TARGET, draft, loading, made)
-    if made:
-        yield _tried("forgetting", lambda: _forgetting(made[0].target))
-        yield _tried("speed-up", lambda: _speed(made[0], measure))
+    decoders: list[SpeculativeDecoder] = []
+    yield from _pair(options, decoders)
+    if decoders:
+        yield _tried("rollback", lambda: _rollback(decoders[0].target))
+        yield _tried("speed-up", lambda: _speed(decoders[0], options.measure))
 
 
 def _tried(name: str, look: Callable[[], Check]) -> Check:
@@ -225,46 +224,47 @@ def _weights_here(name: str) -> bool:
 # ---- the pair
 
 
-def _pair(target: str, draft: str, loading: dict[str, Any], made: list[SpeculativeDecoder]) -> Iterator[Check]:
-    """The target, and a decoder of both; where that can be made, it is put into `made`."""
+def _pair(options: DoctorOptions, decoders: list[SpeculativeDecoder]) -> Iterator[Check]:
+    """Check the target and the pair. The decoder of the pair goes into `decoders`."""
     from paceline.cli.terminal import preparing
     from paceline.models import load
 
-    models: list[LanguageModel] = []
+    targets: list[LanguageModel] = []
+    name = options.target or _TARGET
 
     def read_target() -> Check:
-        with preparing(f"loading {target}") as progress:
-            lm = load(target, progress=progress, **loading)
-        models.append(lm)
+        with preparing(f"loading {name}") as progress:
+            lm = load(name, dtype=options.dtype, device=options.device, progress=progress)
+        targets.append(lm)
         size = sum(weight.numel() for weight in lm.model.parameters())
         text = f"{lm.name}: {lm.architecture.name}, {lm.layers} layers, {size / 1e6:.4g} million weights, "
         text += f"{str(lm.dtype).removeprefix('torch.')} on {lm.device}, {lm.vocabulary} tokens, context {lm.context}"
         return Check("target", "ok", text, {"target": lm.name, "architecture": lm.architecture.name})
 
-    def read_pair() -> Check:
+    def open_pair() -> Check:
         from paceline.engine.decoder import SpeculativeDecoder
 
-        decoder = SpeculativeDecoder(models[0], None if draft == "none" else draft)
-        made.append(decoder)
-        other = getattr(decoder.drafter, "lm", None)
-        alike = "" if other is None else f"; the vocabularies match ({models[0].vocabulary} tokens)"
-        return Check("pair", "ok", decoder.describe() + alike, {"draft": decoder.drafter.name})
+        decoder = SpeculativeDecoder(targets[0], None if options.draft == "none" else options.draft)
+        decoders.append(decoder)
+        has_model = getattr(decoder.drafter, "lm", None) is not None
+        match = f"; the vocabularies match ({targets[0].vocabulary} tokens)" if has_model else ""
+        return Check("pair", "ok", decoder.describe() + match, {"draft": decoder.drafter.name})
 
     yield _tried("target", read_target)
-    if models:
-        yield _tried("pair", read_pair)
+    if targets:
+        yield _tried("pair", open_pair)
 
 
-def _forgetting(lm: LanguageModel) -> Check:
-    """A draft is only worth something if the KV cache can drop what was rejected."""
+def _rollback(lm: LanguageModel) -> Check:
+    """Speculation needs a KV cache that can discard rejected tokens."""
     from paceline.models.architecture import TESTED
     from paceline.models.probe import probe
 
     probe(lm)
     known = "in the test suite" if lm.architecture.name in TESTED else "not in the test suite, tried now"
-    text = "the KV cache can forget: two texts and a tree read like passes without a cache "
+    text = "the KV cache can discard tokens: two texts and a tree give the same logits as without a cache "
     text += f"({lm.architecture.name}, {known})"
-    return Check("forgetting", "ok", text, {"forgets": True})
+    return Check("rollback", "ok", text, {"discards": True})
 
 
 def _speed(decoder: SpeculativeDecoder, measure: bool) -> Check:

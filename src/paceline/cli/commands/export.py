@@ -1,42 +1,35 @@
-"""`paceline export`: a head that was trained here, in the format that others serve."""
+"""`paceline export`: a trained head in the format of other programs."""
 
 from __future__ import annotations
 
-from enum import Enum
+from dataclasses import MISSING, dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Literal
 
 import typer
 
-from paceline.cli.naming import completing
+from paceline.cli.settings import command_from
 from paceline.cli.terminal import preparing
-from paceline.common.names import check_model
+from paceline.common.options import option
 
 
-class Format(str, Enum):
-    """What others read."""
+@dataclass(frozen=True)
+class ExportOptions:
+    """The options of `paceline export`."""
 
-    SPECULATORS = "speculators"
-    MEDUSA = "medusa"
-    HF = "hf"
+    folder: Path = option(MISSING, "The folder of a trained eagle, medusa or draft-lm.", argument=True)
+    target: str = option(MISSING, "The target of the head: a name, a hub id or a folder.", metavar="MODEL",
+                         names="model")  # fmt: skip
+    to: Literal["speculators", "medusa", "hf"] = option(MISSING, "speculators for eagle, vLLM's medusa, hf for "
+                                                        "draft-lm.")  # fmt: skip
+    out: Path = option(MISSING, "The folder to write.", metavar="FOLDER")
 
 
-def export(
-    folder: Annotated[Path, typer.Argument(help="The folder of a trained eagle, medusa or draft-lm.")],
-    target: Annotated[
-        str,
-        typer.Option(
-            help="The model it was trained for: a name, a hub id or a folder.", autocompletion=completing("model")
-        ),
-    ],
-    to: Annotated[Format, typer.Option(help="Eagle goes to speculators, medusa to vLLM's medusa, draft-lm to hf.")],
-    out: Annotated[Path, typer.Option(help="The folder to write.")],
-    debug: Annotated[bool, typer.Option("--debug", metavar="", help="Show the traceback of an error.")] = False,
-) -> None:
-    """Write a trained head in the format that vLLM and others serve."""
-    check_model(target)
-    with preparing(f"exporting {folder}"):
+@command_from(ExportOptions, config=False)
+def export(ctx: typer.Context, options: ExportOptions) -> None:
+    """Write a trained head in the format that vLLM and others read."""
+    with preparing(f"exporting {options.folder}"):
         from paceline.drafters.heads.formats import export_head
 
-        export_head(folder, target, out, to.value)
-    print(f"{out}: the head in {folder} for {target}, as {to.value}")
+        export_head(options.folder, options.target, options.out, options.to)
+    print(f"{options.out}: the head in {options.folder} for {options.target}, as {options.to}")

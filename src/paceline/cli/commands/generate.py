@@ -6,9 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from paceline.cli.command_options import GenerateOptions
-from paceline.cli.decoder_session import check_counts, config_of, drafting, open_decoder, read_prompt, read_settings
-from paceline.cli.naming import check_pair
+from paceline.cli.command_options import GenerateOptions, resolve_drafter
+from paceline.cli.decoder_session import open_decoder, read_prompt, read_settings
 from paceline.cli.result_lines import (
     Recording,
     beam_lines,
@@ -20,9 +19,9 @@ from paceline.cli.result_lines import (
     summary,
     versions,
 )
-from paceline.cli.settings import takes
-from paceline.cli.terminal import Terminal, TokenPrinter, counted, plain_warnings, say, silent_keys
-from paceline.common.errors import InputError, PacelineError
+from paceline.cli.settings import command_from
+from paceline.cli.terminal import Terminal, TokenPrinter, counted, info, silent_keys
+from paceline.common.errors import PacelineError
 from paceline.common.interrupts import interruptible
 
 if TYPE_CHECKING:
@@ -49,63 +48,51 @@ paceline generate "Hello" --target ./big --draft ./small --gamma 4 --compare
 """
 
 
-@takes(GenerateOptions)
-def generate(ctx: typer.Context, said: GenerateOptions) -> None:
-    """Continue PROMPT with a target model, faster by speculation, with the text the target alone would write."""
-    how = drafting(ctx, said)
-    if said.compare and how.draft == "none":
-        raise InputError("--compare needs a drafter to compare plain decoding with, and --draft is none.")
-    if said.compare and said.trace is not None:
-        raise InputError("--trace records one text, and --compare writes it several times; leave one of them out.")
-    if said.print_config:
-        typer.echo(config_of(ctx, said, how))
+@command_from(GenerateOptions, resolve_drafter)
+def generate(ctx: typer.Context, options: GenerateOptions) -> None:
+    """Continue PROMPT with a target model. Speculation makes it faster and does not change the text."""
+    settings, prompt = read_settings(options), read_prompt(options)
+    decoder = open_decoder(options, settings)
+    info(beginning(decoder, settings))
+    if options.compare:
+        from paceline.cli.compare import compare
+
+        compare(decoder, prompt, settings, options)
         return
-    check_counts(repeats=said.repeats)
-    check_pair(said, how)
-    with plain_warnings(said.debug):
-        settings = read_settings(said)
-        prompt = read_prompt(said)
-        decoder = open_decoder(said, how, settings)
-        say(beginning(decoder, settings))
-        if said.compare:
-            from paceline.cli.compare import compare
-
-            compare(decoder, prompt, settings, said)
-        else:
-            recording = None if said.trace is None else Recording(said, how, decoder, settings)
-            result = _write(decoder, prompt, settings, said)
-            if recording is not None:
-                recording.add(result)
-            if result.finish_reason == "cancelled":
-                raise typer.Exit(INTERRUPTED)
+    recording = None if options.trace is None else Recording(options, decoder, settings)
+    result = _write(decoder, prompt, settings, options)
+    if recording is not None:
+        recording.add(result)
+    if result.finish_reason == "cancelled":
+        raise typer.Exit(INTERRUPTED)
 
 
-def _write(decoder: SpeculativeDecoder, prompt: Any, settings: dict[str, Any], said: GenerateOptions) -> Generation:
-    ink = Terminal()
+def _write(decoder: SpeculativeDecoder, prompt: Any, settings: dict[str, Any], options: GenerateOptions) -> Generation:
+    terminal = Terminal()
     tokenizer = decoder.target.tokenizer
-    wanted = ink.is_terminal if said.stream is None else said.stream
-    live = wanted and not said.json and said.n_best is None  # the texts of a search come all at once, each with a score
+    live = terminal.is_terminal if options.stream is None else options.stream
+    live = live and not options.json and options.n_best is None  # beam search returns all texts at once, with scores
     with silent_keys(), interruptible() as cancelled:
         stream = decoder.stream(prompt, cancel=cancelled, **settings)
-        shown = TokenPrinter(stream, ink if live else None, tokenizer, said.show_drafts)
+        shown = TokenPrinter(stream, terminal if live else None, tokenizer, options.show_drafts)
         try:
             for piece in counted(stream, "writing", live):
                 shown.add(piece)
-        except KeyboardInterrupt:  # the second Ctrl-C: what was written is kept all the same
+        except KeyboardInterrupt:  # the second Ctrl-C: the text so far is kept
             stream.close()
         except PacelineError:
-            if ink.last:
-                ink.end()  # an error has its own line
+            if terminal.last:
+                terminal.end()
             raise
         (result,) = stream.results
-    if said.json:
-        told = result_as_dict(result, tokenizer)
-        print(dump({**told, "settings": settings_of(decoder, settings), "versions": versions()}), flush=True)
+    if options.json:
+        content = result_as_dict(result, tokenizer)
+        print(dump({**content, "settings": settings_of(decoder, settings), "versions": versions()}), flush=True)
     else:
-        first, *others = beam_lines(result) if said.n_best is not None else [""]
-        ink.write(first)
-        shown.finish(ink, result)
+        first, *others = beam_lines(result) if options.n_best is not None else [""]
+        terminal.write(first)
+        shown.finish(terminal, result)
         for line in [*others, *logprob_lines(result, tokenizer)]:
-            ink.write(line + "\n")
-    say(summary(result, speculates=decoder.drafter.speculates))
+            terminal.write(line + "\n")
+    info(summary(result, speculates=decoder.drafter.speculates))
     return result

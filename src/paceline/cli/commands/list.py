@@ -1,4 +1,4 @@
-"""`paceline list`: what there is to choose from."""
+"""`paceline list`: the names of drafters, rules and models."""
 
 from __future__ import annotations
 
@@ -6,35 +6,38 @@ import dataclasses
 import json
 import sys
 import textwrap
-from enum import Enum
-from typing import Annotated, Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import typer
+
+from paceline.cli.settings import command_from
+from paceline.common.options import option
 
 _WIDTH = 100  # columns of a line in a pipe
 
 
-class Kind(str, Enum):
-    """What can be listed."""
+@dataclass(frozen=True)
+class ListOptions:
+    """The options of `paceline list`."""
 
-    DRAFTERS = "drafters"
-    RULES = "rules"
-    MODELS = "models"
+    kind: Literal["drafters", "rules", "models"] | None = option(None, "What to list; everything by default.",
+                                                                 argument=True)  # fmt: skip
+    json: bool = option(False, "Write JSON to stdout.")
 
 
-def list_names(
-    kind: Annotated[Kind | None, typer.Argument(help="What to list; everything without it.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", metavar="", help="JSON on stdout.")] = False,
-    debug: Annotated[bool, typer.Option("--debug", metavar="", help="Show the traceback of an error.")] = False,
-) -> None:
-    """List the drafters, the rules or the models that have a name here."""
-    made = {each.value: _MAKERS[each]() for each in ([kind] if kind is not None else Kind)}
-    if as_json:
-        print(json.dumps(made[kind.value] if kind is not None else made, ensure_ascii=False, indent=1))
+@command_from(ListOptions, config=False)
+def list_names(ctx: typer.Context, options: ListOptions) -> None:
+    """List the drafters, the rules and the models of the catalogue."""
+    kinds = [options.kind] if options.kind is not None else list(_MAKERS)
+    lists = {kind: _MAKERS[kind]() for kind in kinds}
+    if options.json:
+        content = lists[options.kind] if options.kind is not None else lists
+        print(json.dumps(content, ensure_ascii=False, indent=1))
         return
-    for name, entries in made.items():
-        if kind is None:
-            print(f"{'' if name == Kind.DRAFTERS.value else chr(10)}{name}:")
+    for number, (kind, entries) in enumerate(lists.items()):
+        if options.kind is None:
+            print(f"{chr(10) if number else ''}{kind}:")
         _print(entries)
 
 
@@ -85,7 +88,7 @@ def _models() -> list[dict[str, Any]]:
     ]
 
 
-_MAKERS = {Kind.DRAFTERS: _drafters, Kind.RULES: _rules, Kind.MODELS: _models}
+_MAKERS = {"drafters": _drafters, "rules": _rules, "models": _models}
 
 
 def _print(entries: list[dict[str, Any]]) -> None:
@@ -114,11 +117,11 @@ def _table(entries: list[dict[str, Any]]) -> Any:
 
 
 def _paragraph(entry: dict[str, Any], column: int) -> list[str]:
-    """The name, and beside it the summary and what else there is to say, in lines that no terminal breaks."""
+    """The name, and beside it the summary and the other facts, in lines that fit."""
     others = {name: value for name, value in entry.items() if name not in ("name", "summary")}
     facts = "; ".join(f"{name}: {_cell(value)}" for name, value in others.items())
-    told = [entry["summary"], facts] if "summary" in entry else [facts]
-    lines = [line for text in told for line in textwrap.wrap(text, _WIDTH - column, break_on_hyphens=False)]
+    texts = [entry["summary"], facts] if "summary" in entry else [facts]
+    lines = [line for text in texts for line in textwrap.wrap(text, _WIDTH - column, break_on_hyphens=False)]
     return [f"{entry['name'] if number == 0 else '':{column}}{line}" for number, line in enumerate(lines)]
 
 

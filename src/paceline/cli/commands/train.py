@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from paceline.cli.command_options import _config, _flag, _value
-from paceline.cli.naming import check_train
-from paceline.cli.settings import show_config, source, takes
-from paceline.cli.terminal import plain_warnings, preparing, say
+from paceline.cli.annotated_options import _config, _flag, _value, check_train, show_config, takes
+from paceline.cli.settings import source
+from paceline.cli.terminal import info, plain_warnings, preparing
 from paceline.common.interrupts import interruptible
 from paceline.common.progress import shown_already
 
@@ -116,12 +115,12 @@ def train(ctx: typer.Context, said: TrainSettings) -> None:
                     options, onlooker, cancel, given={name for name in values if source(ctx, name) != "default"}
                 )
             except KeyboardInterrupt:
-                say("stopped; the same command goes on from here", "yellow")
+                info("stopped; the same command goes on from here", "yellow")
                 raise typer.Exit(_INTERRUPTED) from None
     from paceline.training.model_card import try_it
 
     made = said.kind if said.kind == "pair" else f"{said.kind} for {said.target}"
-    say(f"{made} is in {folder}; try it: {try_it(said.kind, said.target, folder)}", "green")
+    info(f"{made} is in {folder}; try it: {try_it(said.kind, said.target, folder)}", "green")
 
 
 def _options(values: dict[str, Any]) -> TrainOptions:

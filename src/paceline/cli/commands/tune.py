@@ -8,12 +8,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from paceline.cli.command_options import _config, _flag, _value
-from paceline.cli.decoder_session import check_counts, check_running
-from paceline.cli.naming import check_tune
+from paceline.cli.annotated_options import _config, _flag, _value, check_tune, show_config, takes
 from paceline.cli.result_lines import dump, versions
-from paceline.cli.settings import show_config, source, takes
-from paceline.cli.terminal import plain_warnings, preparing, say
+from paceline.cli.settings import source
+from paceline.cli.terminal import info, plain_warnings, preparing
 from paceline.common.errors import InputError
 from paceline.common.interrupts import interruptible
 
@@ -96,8 +94,8 @@ def tune(ctx: typer.Context, said: TuneSettings) -> None:
 
 
 def _run(said: TuneSettings) -> Tuning:
-    check_counts(limit=said.limit)
-    check_running(said.runner, said.quantize)
+    if said.limit < 1:
+        raise InputError(f"--limit must be at least 1, got {said.limit}.")
     if said.out is not None and (said.out.is_dir() or not said.out.parent.is_dir()):
         raise InputError(f"The config '{said.out}' cannot be written: it is a folder, or its folder is not there.")
     with preparing("reading prompts"):
@@ -112,7 +110,7 @@ def _run(said: TuneSettings) -> Tuning:
         list(candidates(options))  # whatever is wrong with them is said before a model is read
         prompts = read_all(said.prompts or ("builtin",), limit=said.limit)
     if said.repeats < 2:
-        say(ONE_REPEAT, "yellow")  # before minutes of measuring
+        info(ONE_REPEAT, "yellow")  # before minutes of measuring
     with preparing(f"loading {said.target}") as progress:
         from paceline.models import load
         from paceline.models.runtime import prepare
@@ -163,15 +161,15 @@ def _tell(found: Tuning, said: TuneSettings) -> None:
         _table(found)
     for note in found.notes:
         if note != ONE_REPEAT:
-            say(note, "yellow")
+            info(note, "yellow")
     if not found.complete:
-        say("stopped; this is what is known so far", "yellow")
+        info("stopped; this is what is known so far", "yellow")
     if said.out is not None:
         try:
             said.out.write_text(found.toml(), "utf-8")
         except OSError as error:
             raise InputError(f"The config '{said.out}' cannot be written: {error.strerror or error}.") from error
-        say(f"the config is in {said.out}")
+        info(f"the config is in {said.out}")
 
 
 def _table(found: Tuning) -> None:

@@ -122,7 +122,7 @@ def test_questions_by_samplers_by_modes(questions: Path, tmp_path: Path) -> None
     wanted = [rows[name, "plain"]["quality"]["tf_idf"] for name in ("top-k", "top-k-noise:noise=0.1")]
     assert [point.y for point in quality["TF-IDF"]][:2] == wanted
     assert [series.name for series in charts["noise-acceptance"].series] == ["suffix"]
-    assert "Quality against noise" in as_html(again, summarise(again))
+    assert "Quality by noise" in as_html(again, summarise(again))
 
 
 def test_without_answers_the_samplers_are_measured_only(questions: Path) -> None:

@@ -68,7 +68,7 @@ def test_two_contestants_in_one_chart_are_logged_with_their_points(run: list[Fak
     logged = run[0].logged
     assert "charts/versus" in logged
     table = logged["chart data/versus"]
-    assert table.columns == ["series", "measure", "value"]
+    assert table.columns == ["series", "measure", "value (no unit)"]
     assert {row[0] for row in table.data} == {"suffix", "hf"}
 
 

@@ -30,7 +30,7 @@ def _quickly(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tm
     if "as_in_life" not in request.fixturenames:
         monkeypatch.setattr("paceline.bench.measure.bench_session.costs_of", lambda *_: (COSTS, []))
         monkeypatch.setattr("paceline.bench.measure.bench_session.how_busy", lambda *_: machine.Busy(0.0))
-        monkeypatch.setattr("paceline.bench.results.png.write_png", lambda *_: [])
+        monkeypatch.setattr("paceline.bench.results.charts.write_png", lambda *_: [])
 
 
 @pytest.fixture
@@ -108,7 +108,7 @@ def test_a_csv_of_questions_with_samplers_and_memory_by_line(target: str, tmp_pa
     for words in ("Samplers", "TF-IDF", "top-k-noise:noise=0.4", "Memory by line", "peak"):
         assert words in result.stdout
     page = (out / "report.html").read_text("utf-8")
-    assert "Quality against noise" in page
+    assert "Quality by noise" in page
     assert "suffix against plain" in page
     assert run("bench", "--report", str(out / "bench.jsonl")).stdout == result.stdout
 

@@ -20,7 +20,7 @@ def _quickly(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PACELINE_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr("paceline.bench.measure.bench_session.costs_of", lambda *_: (COSTS, []))
     monkeypatch.setattr("paceline.bench.measure.bench_session.how_busy", lambda *_: machine.Busy(0.0))
-    monkeypatch.setattr("paceline.bench.results.png.write_png", lambda *_: [])
+    monkeypatch.setattr("paceline.bench.results.charts.write_png", lambda *_: [])
 
 
 @pytest.fixture

@@ -1,32 +1,43 @@
-"""The charts of a report as values: what is drawn, by whatever draws it (svg.py for pages, png.py for files)."""
+"""The charts of a report: what each one shows, and how matplotlib draws it (SVG for the page, PNG for files)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import io
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from html import escape
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any, Literal
 
 from paceline.bench.results.bench_report import Report
 from paceline.bench.results.metrics import ALL, Line, Ratio, Summary
 from paceline.bench.results.tables import above_bound
+from paceline.common.errors import InputError, UnsupportedError
 
-# ---- A chart as a value: points, series, axes. svg.py draws it for pages, png.py for files
+__all__ = ["HOW_TO_GET", "Chart", "Point", "Series", "as_svg", "caption_of", "charts_of", "write_png"]
+
+HOW_TO_GET = "Charts need matplotlib: pip install 'paceline[bench]'."
+_LONGEST = 16  # drafted positions shown
+
+
+# ---- A chart as a value: points, series, axes
 
 
 @dataclass(frozen=True)
 class Point:
-    """A value at a number or at a name. low, high: its spread, where it is known."""
+    """A value at a number or at a name. low, high: its spread, if known."""
 
     x: float | str
     y: float
     low: float | None = None
     high: float | None = None
-    note: str = ""
 
 
 @dataclass(frozen=True)
 class Series:
-    """Points of one kind. `colour` is a number: the same contestant has the same one in every chart."""
+    """Points of one candidate. `colour` is a number: a candidate has the same one in every chart."""
 
     name: str
     points: tuple[Point, ...]
@@ -35,8 +46,8 @@ class Series:
 
 @dataclass(frozen=True)
 class Chart:
-    """`name` is that of a file. Bars are in groups by the name at x; level: a line to compare with; diagonal: where
-    both axes are equal."""
+    """`name` names the file. `x` and `y` label the axes, with units. Bars are grouped by the name at x. level: a line
+    at this y; diagonal: a line where both axes are equal."""
 
     name: str
     title: str
@@ -47,54 +58,238 @@ class Chart:
     note: str = ""
     level: float | None = None
     diagonal: bool = False
-    caption: str = ""  # the model and the machine, for a chart that stands alone
+    caption: str = ""  # model, machine and commit
 
     @property
     def points(self) -> Iterator[Point]:
         return (point for series in self.series for point in series.points)
 
 
-# ---- Charts of an evaluation against the noise of the sampler `top-k-noise`; no noise is the sampler `top-k`
+# ---- What each chart shows
 
-_MEASURES = {
+
+def charts_of(report: Report, summary: Summary) -> list[Chart]:
+    """The charts that have points."""
+    charts = (
+        _speed_ups(report, summary),
+        _acceptance(report, summary),
+        _forward_times(report),
+        _bounds(report, summary),
+        _predictions(report, summary),
+        *_versus(report, summary),
+        *_noise(report),
+    )
+    caption = caption_of(report)
+    return [replace(chart, caption=caption) for chart in charts if any(series.points for series in chart.series)]
+
+
+def target_of(report: Report) -> str:
+    """The name of the model or of the shape that was measured."""
+    arguments = report.provenance.get("arguments", {})
+    found = arguments.get("shape") or arguments.get("target") if isinstance(arguments, dict) else None
+    return str(found or "a model")
+
+
+def caption_of(report: Report) -> str:
+    """One line: model and dtype, machine, date, version, commit. An old record may lack some of them."""
+    about = report.provenance
+    arguments, versions = (
+        about[name] if isinstance(about.get(name), dict) else {} for name in ("arguments", "versions")
+    )
+    dtype = " ".join(str(arguments[name]) for name in ("dtype", "quantize") if arguments.get(name))
+    machine = about.get("gpu") or about.get("cpu")
+    threads = f", {about['threads']} threads" if not about.get("gpu") and about.get("threads") else ""
+    facts = (
+        f"{target_of(report)}{' in ' + dtype if dtype else ''}",
+        f"{machine}{threads}" if machine else "",
+        str(about.get("date") or "")[:10],
+        f"paceline {versions['paceline']}" if versions.get("paceline") else "",
+        f"commit {str(about['commit'])[:9]}" if about.get("commit") else "",
+    )
+    return " · ".join(fact for fact in facts if fact)
+
+
+def _speed_ups(report: Report, summary: Summary) -> Chart:
+    categories = (ALL, *report.categories) if len(report.categories) > 1 else (ALL,)
+    series = []
+    for colour, member in enumerate(report.members):
+        lines = [line for category in categories if (line := summary.of(member.name, category)) is not None]
+        points = tuple(_of_ratio(line.category, line.speed_up) for line in lines if line.speed_up is not None)
+        if member.name != report.plain and points:
+            series.append(Series(member.name, points, colour))
+    return Chart(
+        "speed-up", "Speed-up over plain decoding", "category", "speed-up (× plain decoding)", "bars", tuple(series),
+        "Tokens per second over our own plain decoding of the same texts in the same run. Left of the dashed line is "
+        "slower. Thin lines show the spread.",
+        level=1.0,
+    )  # fmt: skip
+
+
+def _acceptance(report: Report, summary: Summary) -> Chart:
+    series = []
+    for colour, member in enumerate(report.members):
+        line = summary.of(member.name)
+        table = line.by_position[:_LONGEST] if line is not None else ()
+        points = tuple(Point(n, accepted / drafted) for n, (accepted, drafted) in enumerate(table, 1) if drafted)
+        if points:
+            series.append(Series(member.name, points, colour))
+    return Chart(
+        "acceptance", "Acceptance by position", "position in the draft (tokens)", "accepted / drafted (0 to 1)",
+        "lines", tuple(series),
+        "Unconditional: tokens that were drafted after a rejected token count as drafted.",
+    )  # fmt: skip
+
+
+def _forward_times(report: Report) -> Chart:
+    series = []
+    for colour, rows in enumerate(sorted(report.costs.passes) if report.costs is not None else ()):
+        assert report.costs is not None
+        points = tuple(Point(n, report.costs.v(n, rows)) for n in sorted(report.costs.passes[rows]))
+        series.append(Series("1 row" if rows == 1 else f"{rows} rows", points, colour))
+    return Chart(
+        "v", "v(n): time of a forward pass over n tokens", "n (tokens of each row)",
+        "v(n) (forward passes over one token)", "lines", tuple(series),
+        "The target verifies γ drafted tokens in time v(γ+1). A draft must give more tokens than that.",
+    )  # fmt: skip
+
+
+def _bounds(report: Report, summary: Summary) -> Chart:
+    lines = [line for line in _speculating(report, summary) if line.bound is not None and line.reached is not None]
+    bound = tuple(Point(line.contestant, line.bound or 0.0) for line in lines)
+    reached = tuple(Point(line.contestant, (line.reached or 0.0) * (line.bound or 0.0)) for line in lines)
+    return Chart(
+        "bound", "Expected speed-up S, and what was reached", "candidate",
+        "speed-up after the first token (× plain decoding)", "bars",
+        (Series("expected S", bound, 6), Series("reached", reached, 0)) if lines else (),
+        "S = E/(v(γ+1)+γc+o) from measured costs and acceptance, with γ drafted tokens in every round. Reached: "
+        f"measured after the first token.{above_bound(report, lines)}",
+        level=1.0,
+    )  # fmt: skip
+
+
+def _predictions(report: Report, summary: Summary) -> Chart:
+    colours = {member.name: colour for colour, member in enumerate(report.members)}
+    series = []
+    for name in dict.fromkeys(line.contestant for line in _speculating(report, summary)):
+        points = tuple(
+            Point(line.predicted, line.speed_up.value, line.speed_up.low, line.speed_up.high)
+            for line in summary.lines
+            if line.contestant == name and line.predicted is not None and line.speed_up is not None
+        )
+        if points:
+            series.append(Series(name, points, colours[name]))
+    return Chart(
+        "predicted", "Predicted and measured speed-up", "predicted speed-up (× plain decoding)",
+        "measured speed-up (× plain decoding)", "dots", tuple(series),
+        "One dot per candidate and category. The prediction uses the measured costs and the rounds of the run. On the "
+        "dashed line both are equal.",
+        diagonal=True,
+    )  # fmt: skip
+
+
+def _speculating(report: Report, summary: Summary) -> list[Line]:
+    """The lines over all categories of the candidates that speculate."""
+    names = [member.name for member in report.members if member.speculates]
+    return [line for name in names if (line := summary.of(name)) is not None]
+
+
+def _of_ratio(x: str, ratio: Ratio) -> Point:
+    return Point(x, ratio.value, ratio.low, ratio.high)
+
+
+# ---- Two candidates in one chart
+
+
+def _pair_of(report: Report) -> tuple[str, str] | None:
+    """The two of --versus. Without it the two Paceline drafters, if there are exactly two."""
+    if report.versus is not None:
+        return report.versus
+    ours = [member.name for member in report.members if member.speculates and member.library == "paceline"]
+    return (ours[0], ours[1]) if len(ours) == 2 else None
+
+
+def _versus(report: Report, summary: Summary) -> list[Chart]:
+    lines = [line for name in _pair_of(report) or () if (line := summary.of(name)) is not None]
+    if len(lines) < 2:
+        return []
+    colours = {member.name: colour for colour, member in enumerate(report.members)}
+    title = f"{lines[0].contestant} against {lines[1].contestant}"
+    bars = tuple(Series(line.contestant, _measures(line), colours[line.contestant]) for line in lines)
+    depths = tuple(Series(line.contestant, _accepted(line), colours[line.contestant]) for line in lines)
+    return [
+        Chart(
+            "versus", title, "measure", "value (no unit)", "bars", bars,
+            "Tokens per round: emitted/rounds (τ). Speed-up: over plain decoding, with its spread. Efficiency: "
+            "speed-up/τ. Acceptance: accepted/drafted.",
+            level=1.0,
+        ),
+        Chart(
+            "versus-positions", f"{title}: accepted tokens", "length of the draft (tokens)",
+            "accepted tokens per round", "lines", tuple(series for series in depths if series.points),
+            "The accepted tokens of all positions up to this one. A longer draft helps while the line rises.",
+        ),
+    ]  # fmt: skip
+
+
+def _measures(line: Line) -> tuple[Point, ...]:
+    values = {"tokens per round": line.tau, "efficiency": line.efficiency, "acceptance": line.acceptance_rate}
+    points = [Point(name, value) for name, value in values.items() if value is not None]
+    if line.speed_up is not None:
+        points.insert(min(1, len(points)), _of_ratio("speed-up", line.speed_up))
+    return tuple(points)
+
+
+def _accepted(line: Line) -> tuple[Point, ...]:
+    """Accepted tokens per round, summed over positions. Rounds without a draft count too."""
+    points, accepted = [], 0
+    for position, (kept, _) in enumerate(line.by_position[:_LONGEST], 1):
+        accepted += kept
+        if line.rounds:
+            points.append(Point(position, accepted / line.rounds))
+    return tuple(points)
+
+
+# ---- An evaluation over the noise of the sampler `top-k-noise`. The sampler `top-k` is noise 0
+
+_QUALITIES = {
     "exact_match": "exact match",
     "token_f1": "token F1",
     "similarity": "similarity",
     "tf_idf": "TF-IDF",
     "distinct_2": "distinct-2",
 }
+_NOISE = "noise (standard deviation, in logits)"
 Row = Mapping[str, Any]
 
 
-def noise_charts(report: Report) -> list[Chart]:
-    """The quality of plain decoding's texts, and the acceptance of each drafter."""
+def _noise(report: Report) -> list[Chart]:
     rows = _by_noise(report)
     plain = [row for row in rows if row["contestant"] == report.plain and row["quality"]]
     quality = [
         Series(shown, _points(plain, lambda row, name=name: row["quality"][name]), colour)  # type: ignore[misc]
-        for colour, (name, shown) in enumerate(_MEASURES.items())
+        for colour, (name, shown) in enumerate(_QUALITIES.items())
     ]
     accepted = [
-        Series(member.name, _points(found, lambda row: row["acceptance_rate"]), colour)
+        Series(member.name, _points(known, lambda row: row["acceptance_rate"]), colour)
         for colour, member in enumerate(report.members)
-        if (found := [row for row in rows if row["contestant"] == member.name and row["acceptance_rate"] is not None])
+        if (known := [row for row in rows if row["contestant"] == member.name and row["acceptance_rate"] is not None])
     ]
-    about = "Noise: the standard deviation on the logits that survive top-k, one draw per position."
+    about = "Noise is added to the logits that survive top-k, one draw per position."
     return [
         Chart(
-            "noise-quality", "Quality against noise", "noise", "0 to 1", "lines",
+            "noise-quality", "Quality by noise", _NOISE, "quality (0 to 1)", "lines",
             tuple(series for series in quality if series.points),
-            f"{about} The texts are plain decoding's; the table of samplers says how many of each mode are the same.",
+            f"{about} The texts are those of plain decoding. The table of samplers compares the other candidates.",
         ),
         Chart(
-            "noise-acceptance", "Acceptance against noise", "noise", "accepted / drafted", "lines", tuple(accepted),
-            about,
+            "noise-acceptance", "Acceptance by noise", _NOISE, "accepted / drafted (0 to 1)", "lines",
+            tuple(accepted), about,
         ),
     ]  # fmt: skip
 
 
 def _by_noise(report: Report) -> list[Row]:
-    """The rows of top-k with noise, and those of top-k with the same other controls; none without two levels."""
+    """The rows of top-k with noise, and those of top-k with the same other controls. Empty without two levels."""
     noisy = [row for row in report.evaluation if row["settings"].get("noise")]
     same = [{**row["settings"], "noise": 0} for row in noisy]
     rows = [row for row in report.evaluation if row in noisy or {**row["settings"], "noise": 0} in same]
@@ -110,196 +305,164 @@ def _points(rows: list[Row], value: Callable[[Row], float]) -> tuple[Point, ...]
     return tuple(Point(_level(row), value(row)) for row in rows)
 
 
-# ---- Two contestants in one chart: what each drafts, how much of it is accepted, and how fast that is
+# ---- Drawing. Colours are those of Okabe and Ito: readable on white and on black, and without red against green
 
-_LONGEST = 16  # drafted positions shown at most
-
-
-def pair_of(report: Report) -> tuple[str, str] | None:
-    """The two that were asked for; else the two of ours that speculate, where there are exactly two."""
-    if report.versus is not None:
-        return report.versus
-    ours = [member.name for member in report.members if member.speculates and member.library == "paceline"]
-    return (ours[0], ours[1]) if len(ours) == 2 else None
+PALETTE = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#8c8c8c", "#b8a900")
+_MARKERS = "osD^vPX*"
+_HATCHES = ("", "////", "....")  # of the second and third eight bars
+_WIDTH, _HEIGHT = 10.0, 5.0  # inches
+_BAR, _MOST_BARS = 0.2, 60  # inches; with more bars than this a chart has dots on a line per group
+_DOTS = 150  # per inch of a PNG
+_INK, _DIM = "#010203", "#818283"  # in an SVG the first becomes the colour of the page's text
 
 
-def versus_charts(report: Report, summary: Summary) -> list[Chart]:
-    """Bars of tokens per pass, speed-up and acceptance; and lines of the tokens accepted up to each position."""
-    pair = pair_of(report)
-    found = [line for name in pair or () if (line := summary.of(name)) is not None]
-    if len(found) < 2:
-        return []
-    colours = {member.name: colour for colour, member in enumerate(report.members)}
-    title = f"{found[0].contestant} against {found[1].contestant}"
-    bars = tuple(Series(line.contestant, _bars(line), colours[line.contestant]) for line in found)
-    depths = tuple(Series(line.contestant, _depths(line), colours[line.contestant]) for line in found)
-    return [
-        Chart(
-            "versus", title, "measure", "value", "bars", bars,
-            "Tokens per pass: emitted/rounds (τ). Speed-up: over plain decoding, with its spread. Efficiency: "
-            "speed-up/τ. Acceptance: accepted/drafted.",
-            level=1.0,
-        ),
-        Chart(
-            "versus-positions", f"{title}: accepted tokens", "length of the draft", "tokens accepted per round",
-            "lines", tuple(series for series in depths if series.points),
-            "The sum of the accepted shares of all positions up to this one: a longer draft helps while it rises.",
-        ),
-    ]  # fmt: skip
+def can_draw() -> bool:
+    return find_spec("matplotlib") is not None
 
 
-def _bars(line: Line) -> tuple[Point, ...]:
-    ratio = line.speed_up
-    found = {"tokens per pass": line.tau, "efficiency": line.efficiency, "acceptance": line.acceptance_rate}
-    points = [Point(name, value) for name, value in found.items() if value is not None]
-    if ratio is not None:
-        points.insert(min(1, len(points)), Point("speed-up", ratio.value, ratio.low, ratio.high))
-    return tuple(points)
+def check_png() -> None:
+    """Refuse before anything is measured."""
+    if not can_draw():
+        raise UnsupportedError(HOW_TO_GET)
 
 
-def _depths(line: Line) -> tuple[Point, ...]:
-    """Accepted at each position over rounds, added up; rounds without a draft count too."""
-    points, accepted = [], 0
-    for place, (kept, drafted) in enumerate(line.by_position[:_LONGEST], 1):
-        accepted += kept
-        if line.rounds:
-            points.append(Point(place, accepted / line.rounds, note=f"({kept} of {drafted} at this position)"))
-    return tuple(points)
+def as_svg(chart: Chart) -> str:
+    """One <svg> element. Its text stays text, in the colour of the page. The same chart gives the same bytes."""
+    from matplotlib import rc_context
+
+    file = io.StringIO()
+    with rc_context({"svg.fonttype": "none", "svg.hashsalt": chart.name}):
+        figure_of(chart).savefig(file, format="svg", transparent=True)
+    drawn = file.getvalue()
+    drawn = re.sub(r"<metadata>.*?</metadata>", "", drawn[drawn.index("<svg") :], flags=re.DOTALL)
+    drawn = re.sub(r' id="[A-Za-z_.]*_\d+"', "", drawn)  # every chart of a page would have them
+    drawn = re.sub(r' xmlns(:xlink)?="[^"]*"| (width|height)="[\d.]+pt"', "", drawn, count=4)
+    drawn = drawn.replace("xlink:href", "href").replace(_INK, "currentColor")
+    return drawn.replace("<svg", f'<svg role="img" aria-label="{escape(chart.title)}"', 1).strip()
 
 
-# ---- The charts of a report as values: what is drawn, by whatever draws it (svg.py for pages, png.py for files)
-
-__all__ = ["Chart", "Point", "Series", "caption_of", "charts_of", "target_of"]
-
-
-def charts_of(report: Report, summary: Summary) -> list[Chart]:
-    """Those there is something to show in."""
-    made = (
-        speed_ups(report, summary),
-        acceptance(report, summary),
-        pass_times(report),
-        bounds(report, summary),
-        predictions(report, summary),
-        *versus_charts(report, summary),
-        *noise_charts(report),
-    )
-    caption = caption_of(report)
-    return [replace(chart, caption=caption) for chart in made if any(series.points for series in chart.series)]
+def write_png(charts: Iterable[Chart], folder: Path) -> list[Path]:
+    """A file for each chart, with its name. It replaces an older one."""
+    check_png()
+    written = []
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for chart in charts:
+            path = folder / f"{chart.name}.png"
+            figure_of(chart).savefig(path, dpi=_DOTS)
+            written.append(path)
+    except OSError as error:
+        raise InputError(f"The charts cannot be written to '{folder}': {error.strerror or error}.") from error
+    return written
 
 
-def target_of(report: Report) -> str:
-    """The name of the model or of the shape that was measured."""
-    said = report.provenance.get("arguments", {})
-    return str(said.get("shape") or said.get("target") or "a model") if isinstance(said, dict) else "a model"
+def pixels_of(chart: Chart) -> Any:
+    """The picture as an array [height, width, 4] of bytes."""
+    import numpy as np
+
+    figure = figure_of(chart)
+    figure.canvas.draw()
+    return np.asarray(figure.canvas.buffer_rgba())
 
 
-def caption_of(report: Report) -> str:
-    """One line: model, number format, machine, date, version; what the record does not know is left out."""
-    about = report.provenance
-    said, versions = about.get("arguments"), about.get("versions")
-    said, versions = said if isinstance(said, dict) else {}, versions if isinstance(versions, dict) else {}
-    numbers = " ".join(str(said[name]) for name in ("dtype", "quantize") if said.get(name))
-    machine = about.get("gpu") or about.get("cpu")
-    cores = f", {about['threads']} threads" if not about.get("gpu") and about.get("threads") else ""
-    facts = (
-        f"{target_of(report)}{' in ' + numbers if numbers else ''}",
-        f"{machine}{cores}" if machine else "",
-        str(about.get("date") or "")[:10],
-        f"paceline {versions['paceline']}" if versions.get("paceline") else "",
-    )
-    return " · ".join(fact for fact in facts if fact)
+def figure_of(chart: Chart) -> Any:
+    """A figure with its own Agg canvas: no window, no global state."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    groups = list(dict.fromkeys(str(point.x) for point in chart.points)) if chart.kind == "bars" else []
+    bars = len(groups) * (len(chart.series) + 0.8)
+    many = bars > _MOST_BARS
+    height = _HEIGHT if not groups else max(3.2, 1.6 + (0.4 * len(groups) if many else _BAR * bars))
+    figure = Figure(figsize=(_WIDTH, height), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    if groups:
+        _draw_bars(axes, chart, groups, many)
+    else:
+        _draw_plane(axes, chart)
+    axes.set_title(_text(chart.title), color=_INK, fontsize=13)
+    axes.set_xlabel(_text(chart.y if groups else chart.x), color=_INK)
+    axes.set_ylabel(_text("" if groups else chart.y), color=_INK)
+    axes.tick_params(color=_DIM, labelcolor=_INK)
+    for side, spine in axes.spines.items():
+        spine.set(color=_DIM, visible=side in ("left", "bottom"))
+    axes.set_axisbelow(True)
+    axes.grid(axis="x" if groups else "y", color=_DIM, alpha=0.35, linewidth=0.6)
+    if chart.caption:
+        figure.supxlabel(_text(chart.caption), fontsize=8, color=_DIM)
+    if chart.series:
+        figure.legend(loc="outside right upper", labelcolor=_INK, frameon=False)
+    return figure
 
 
-def speed_ups(report: Report, summary: Summary) -> Chart:
-    """Everybody on every category. Plain decoding is the line at 1."""
-    categories = (*report.categories, ALL) if len(report.categories) > 1 else (ALL,)
-    series = []
-    for colour, member in enumerate(report.members):
-        lines = [line for category in categories if (line := summary.of(member.name, category)) is not None]
-        points = tuple(_ratio(line.category, line.speed_up) for line in lines if line.speed_up is not None)
-        if member.name != report.plain and points:
-            series.append(Series(member.name, points, colour))
-    return Chart(
-        "speed-up", "Speed-up over plain decoding", "category", "speed-up", "bars", tuple(series),
-        "Tokens/s over our own plain decoding of the same texts in the same run. Below the dashed line is slower.",
-        level=1.0,
-    )  # fmt: skip
+def _draw_bars(axes: Any, chart: Chart, groups: list[str], many: bool) -> None:
+    """Horizontal groups, the first at the top. Many bars become dots on one line."""
+    count = len(chart.series)
+    thick = (0.6 if many else 0.8) / max(1, count)
+    for index, series in enumerate(chart.series):
+        offset = (index - (count - 1) / 2) * thick
+        places = [groups.index(str(point.x)) + offset for point in series.points]
+        values, colour, label = [point.y for point in series.points], _colour(series), _text(series.name)
+        spreads = _spreads(series.points)
+        if many:
+            axes.errorbar(values, places, xerr=spreads, fmt=_marker(series), color=colour, label=label, linewidth=1)
+            continue
+        hatch = _HATCHES[series.colour // len(PALETTE) % len(_HATCHES)]
+        bars = axes.barh(
+            places, values, thick * 0.9, xerr=spreads, color=colour, label=label, hatch=hatch,
+            error_kw={"ecolor": _INK, "linewidth": 0.9},
+        )  # fmt: skip
+        if len(groups) * count <= _MOST_BARS // 2:
+            axes.bar_label(bars, fmt="%.2f", padding=4, color=_INK, fontsize=8)
+    for group in range(1, len(groups) if many else 0):
+        axes.axhline(group - 0.5, color=_DIM, alpha=0.35, linewidth=0.6)
+    axes.set_yticks(range(len(groups)), [_text(group) for group in groups])
+    axes.set_ylim(len(groups) - 0.5, -0.5)
+    axes.set_xlim(left=0)
+    axes.margins(x=0.08)
+    if chart.level is not None:
+        axes.axvline(chart.level, color=_INK, linestyle="--", linewidth=1)
 
 
-def acceptance(report: Report, summary: Summary) -> Chart:
-    """The share of drafted tokens that was accepted, by their place in the draft."""
-    series = []
-    for colour, member in enumerate(report.members):
-        line = summary.of(member.name)
-        table = line.by_position[:_LONGEST] if line is not None else ()
-        points = tuple(
-            Point(place, accepted / drafted, note=f"({accepted} of {drafted})")
-            for place, (accepted, drafted) in enumerate(table, 1)
-            if drafted
-        )
-        if points:
-            series.append(Series(member.name, points, colour))
-    return Chart(
-        "acceptance", "Acceptance by position", "position in the draft", "accepted / drafted", "lines", tuple(series),
-        "Unconditional: what was drafted after a rejected token counts as drafted.",
-    )  # fmt: skip
+def _draw_plane(axes: Any, chart: Chart) -> None:
+    """Lines or dots over numbers."""
+    from matplotlib.ticker import MaxNLocator
+
+    for series in chart.series:
+        xs, ys = [float(point.x) for point in series.points], [point.y for point in series.points]
+        axes.errorbar(
+            xs, ys, _spreads(series.points), color=_colour(series), label=_text(series.name), markersize=6,
+            marker=_marker(series), linestyle="-" if chart.kind == "lines" else "none",
+            elinewidth=1,
+        )  # fmt: skip
+    axes.set_ylim(0, 1.05 if "(0 to 1)" in chart.y else None)
+    if all(float(point.x).is_integer() for point in chart.points):
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    if chart.diagonal:
+        axes.set_xlim(left=0)
+        axes.axline((0, 0), slope=1, color=_INK, linestyle="--", linewidth=1)
 
 
-def pass_times(report: Report) -> Chart:
-    """v(n), for every number of rows that was measured."""
-    series = []
-    if report.costs is not None:
-        for colour, rows in enumerate(sorted(report.costs.passes)):
-            fed = sorted(report.costs.passes[rows])
-            points = tuple(Point(n, report.costs.v(n, rows)) for n in fed)
-            series.append(Series("1 row" if rows == 1 else f"{rows} rows", points, colour))
-    return Chart(
-        "v", "v(n): a pass over n tokens, in passes over one", "n, tokens of each row", "v(n)", "lines", tuple(series),
-        "A draft of γ tokens is read for v(γ+1); it must win more than that.",
-    )  # fmt: skip
+def _colour(series: Series) -> str:
+    return PALETTE[series.colour % len(PALETTE)]
 
 
-def bounds(report: Report, summary: Summary) -> Chart:
-    """S, and what was reached of it."""
-    found = [line for line in _speculating(report, summary) if line.bound is not None and line.reached is not None]
-    limit = tuple(Point(line.contestant, line.bound or 0.0) for line in found)
-    reached = tuple(
-        Point(line.contestant, (line.reached or 0.0) * (line.bound or 0.0), note=f"({line.reached:.0%} of S)")
-        for line in found
-    )
-    return Chart(
-        "bound", "Bound and reached", "contestant", "speed-up after the prompt", "bars",
-        (Series("bound S", limit, 6), Series("reached", reached, 0)) if found else (),
-        "S = E/(v(γ+1)+γc+o), as if there were a draft of γ tokens in every round; reached is measured after the "
-        f"first token.{above_bound(report, found)}",
-        level=1.0,
-    )  # fmt: skip
+def _marker(series: Series) -> str:
+    """A series with the same colour has another marker."""
+    return _MARKERS[(series.colour + series.colour // len(PALETTE)) % len(_MARKERS)]
 
 
-def predictions(report: Report, summary: Summary) -> Chart:
-    """What the costs and the rounds say beforehand, against the clock: a dot per contestant and category."""
-    colours = {member.name: colour for colour, member in enumerate(report.members)}
-    series = []
-    for name in dict.fromkeys(line.contestant for line in _speculating(report, summary)):
-        points = tuple(
-            Point(line.predicted, line.speed_up.value, line.speed_up.low, line.speed_up.high, f"({line.category})")
-            for line in summary.lines
-            if line.contestant == name and line.predicted is not None and line.speed_up is not None
-        )
-        if points:
-            series.append(Series(name, points, colours[name]))
-    return Chart(
-        "predicted", "Predicted and measured speed-up", "predicted", "measured", "dots", tuple(series),
-        "Predicted from the costs of passes and drafts, and from the rounds; on the dashed line both are equal.",
-        diagonal=True,
-    )  # fmt: skip
+def _spreads(points: tuple[Point, ...]) -> list[list[float]] | None:
+    """The lengths below and above each point, or None if no spread is known."""
+    if all(point.low is None or point.high is None for point in points):
+        return None
+    low = [0.0 if point.low is None else max(0.0, point.y - point.low) for point in points]
+    high = [0.0 if point.high is None else max(0.0, point.high - point.y) for point in points]
+    return [low, high]
 
 
-def _speculating(report: Report, summary: Summary) -> list[Line]:
-    """Over everything, of those that speculate."""
-    names = [member.name for member in report.members if member.speculates]
-    return [line for name in names if (line := summary.of(name)) is not None]
-
-
-def _ratio(x: str, ratio: Ratio) -> Point:
-    return Point(x, ratio.value, ratio.low, ratio.high)
+def _text(text: str) -> str:
+    """matplotlib reads a formula after a dollar sign, and leaves a label out that begins with _."""
+    text = text.replace("$", r"\$")
+    return f" {text}" if text.startswith("_") else text

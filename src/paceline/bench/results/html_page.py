@@ -7,9 +7,8 @@ from html import escape
 from pathlib import Path
 
 from paceline.bench.results.bench_report import Report
-from paceline.bench.results.charts import Chart, caption_of, charts_of, target_of
+from paceline.bench.results.charts import HOW_TO_GET, Chart, as_svg, can_draw, caption_of, charts_of, target_of
 from paceline.bench.results.metrics import ALL, Summary
-from paceline.bench.results.svg import as_svg, colour
 from paceline.bench.results.tables import Table, counted, provenance, tables_of
 from paceline.common.errors import InputError
 
@@ -21,7 +20,7 @@ _STYLE = """
 body { font: 16px/1.5 system-ui, sans-serif; color: var(--text); background: var(--page); max-width: 70rem;
   margin: 2rem auto; padding: 0 1rem; }
 h1 { margin-bottom: 0; } h2 { margin-top: 2.5rem; }
-p.note, .legend, .about { color: var(--dim); font-size: .9rem; }
+p.note, figcaption, .about { color: var(--dim); font-size: .9rem; }
 .warning { border-left: .3rem solid var(--bad); padding: .3rem .8rem; background: var(--panel); }
 .wide { overflow-x: auto; }
 table { border-collapse: collapse; font-size: .9rem; font-variant-numeric: tabular-nums; }
@@ -30,11 +29,7 @@ td:first-child, th:first-child, table.words td { text-align: left; }
 table.words td { white-space: normal; overflow-wrap: anywhere; }
 th { font-weight: 600; border-bottom: 2px solid var(--line); } td { border-bottom: 1px solid var(--line); }
 .good { color: var(--good); font-weight: 600; } .bad { color: var(--bad); font-weight: 600; }
-svg { font: 13px system-ui, sans-serif; } svg text { fill: var(--text); }
-.grid { stroke: var(--line); } .level { stroke: var(--dim); stroke-dasharray: 5 4; stroke-width: 1.5; }
-.spread { stroke: var(--text); stroke-width: 1; fill: none; }
-.legend span { margin-right: 1rem; white-space: nowrap; } .legend i { display: inline-block; width: .8em; height: .8em;
-  margin-right: .35em; border-radius: 2px; }
+figure { margin: 2.5rem 0; } figure svg { width: 100%; height: auto; color: var(--text); }
 """
 
 
@@ -51,8 +46,11 @@ def as_html(report: Report, summary: Summary) -> str:
     ]
     tables = list(tables_of(report, summary))
     parts += _table(tables[0]) if tables else ["<p>Nothing was measured.</p>"]
-    for chart in charts_of(report, summary):
-        parts += _chart(chart)
+    charts = charts_of(report, summary)
+    if can_draw():
+        parts += [_figure(chart) for chart in charts]
+    elif charts:
+        parts.append(f'<p class="note">{escape(HOW_TO_GET)}</p>')
     for table in tables[1:]:
         parts += _table(table)
     parts += _table(provenance(report), "words")
@@ -97,10 +95,5 @@ def _table(table: Table, kind: str = "numbers") -> Iterator[str]:
         yield f'<p class="note">{escape(table.note)}</p>'
 
 
-def _chart(chart: Chart) -> Iterator[str]:
-    yield f"<h2>{escape(chart.title)}</h2>"
-    yield f'<div class="wide">{as_svg(chart)}</div>'
-    names = (f'<span><i style="background:{colour(each)}"></i>{escape(each.name)}</span>' for each in chart.series)
-    yield f'<p class="legend">{"".join(names)}</p>'
-    if chart.note:
-        yield f'<p class="note">{escape(chart.note)}</p>'
+def _figure(chart: Chart) -> str:
+    return f"<figure>{as_svg(chart)}<figcaption>{escape(chart.note)}</figcaption></figure>"

@@ -111,15 +111,15 @@ def overall_lines(report: Report, summary: Summary) -> list[Line]:
 
 
 def above_bound(report: Report, lines: Sequence[Line]) -> str:
-    """Why a measured speed-up is above S, with the names; "" where none is."""
+    """A sentence for each reason why a measured speed-up can be above S; "" if none is."""
     above = [line.contestant for line in lines if line.reached is not None and line.reached > 1]
     if not above:
         return ""
     busy = " The machine was busy, so the noise is large." if report.mark is not None else ""
     return (
-        f" Above S: {', '.join(above)}. S is a model, not a limit: v, c and o were measured apart from the runs and "
-        "both have noise; S counts γ drafted tokens in every round, and a shorter draft costs less; and tokens that "
-        f"are accepted in runs give more than a constant α.{busy}"
+        f" Above S: {', '.join(above)}. S is an estimate, not a limit. v, c and o were measured apart from the runs "
+        "and have noise. S counts γ drafted tokens in every round, and a shorter draft costs less. S uses one α for "
+        f"all rounds, and accepted tokens come in runs.{busy}"
     )
 
 

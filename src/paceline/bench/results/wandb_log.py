@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from paceline.bench.results.bench_report import Report
-from paceline.bench.results.charts import charts_of
+from paceline.bench.results.charts import can_draw, charts_of, pixels_of
 from paceline.bench.results.metrics import Line, Summary
-from paceline.bench.results.png import pixels_of
 from paceline.bench.results.tables import tables_of
 from paceline.integrations.weights_and_biases import check_wandb, start
 
@@ -40,7 +38,7 @@ def log(report: Report, summary: Summary, project: str = "paceline", folder: str
             points = [[series.name, point.x, point.y] for series in chart.series for point in series.points]
             texts = [[name, str(x), y] for name, x, y in points]  # a column has one type
             content[f"chart data/{chart.name}"] = wandb.Table(columns=["series", chart.x, chart.y], data=texts)
-        if find_spec("matplotlib") is not None:
+        if can_draw():
             content.update({f"charts/{chart.name}": wandb.Image(pixels_of(chart)) for chart in charts})
         run.log(content)
         run.summary["complete"] = report.complete

@@ -105,7 +105,7 @@ def _options(ctx: typer.Context, said: BenchSettings) -> BenchOptions:
 
 def _check(said: BenchSettings) -> None:
     """Refuse now what would be refused after an hour of measuring."""
-    from paceline.bench.results.png import check_png
+    from paceline.bench.results.charts import check_png
     from paceline.bench.results.records import check_writable
     from paceline.bench.results.wandb_log import check_wandb
 
@@ -269,11 +269,8 @@ def _copy_record(said: BenchSettings) -> None:
 
 
 def _write(report: Report, summary: Summary, said: BenchSettings) -> None:
-    from importlib.util import find_spec
-
-    from paceline.bench.results.charts import charts_of
+    from paceline.bench.results.charts import HOW_TO_GET, can_draw, charts_of, write_png
     from paceline.bench.results.html_page import write_html
-    from paceline.bench.results.png import write_png
     from paceline.bench.results.records import save_csv
 
     out = said.out
@@ -284,8 +281,8 @@ def _write(report: Report, summary: Summary, said: BenchSettings) -> None:
         if path is not None:
             write_html(report, summary, path)
     plots = [folder for folder in (said.png, out) if folder is not None]
-    if plots and find_spec("matplotlib") is None:
-        info("no plots: matplotlib is not installed (pip install 'paceline[bench]')")
+    if plots and not can_draw():
+        info(HOW_TO_GET)
         plots = []
     for folder in plots:
         write_png(charts_of(report, summary), folder)

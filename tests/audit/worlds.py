@@ -70,8 +70,8 @@ class Wavering(TableModel):
         super().__init__([[1 / 8] * 8] * 8)
         self.gap = gap
 
-    def reader(self, taps: Any = (), runner: Any = None) -> Any:
-        inner = super().reader(taps, runner)
+    def reader(self, taps: Any = ()) -> Any:
+        inner = super().reader(taps)
         plain, best = inner.extend, torch.arange(8)
         table = torch.zeros(8, 8)
         table[best, (best + 1) % 8] = 20.0

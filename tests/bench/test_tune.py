@@ -28,7 +28,7 @@ from paceline.bench.tune.tuning import (
 from paceline.common.toml_files import read_toml
 from paceline.core.costs import Costs
 from paceline.core.trace import Round, Trace
-from paceline.models.runners.eager import EagerRunner
+from paceline.models.reader import TransformersExecutor
 from tests.toys import TableModel, letters, llama
 
 CYCLE = "abcdefghij"
@@ -42,13 +42,13 @@ class WorkClock:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, slope: float) -> None:
         self.time, self.slope = 0.0, slope
         self.costs = Costs({1: {fed: self.seconds(fed) for fed in FED}})
-        run = EagerRunner.__call__
+        run = TransformersExecutor.run
 
-        def timed(runner: Any, act: Any, model: Any, inputs: dict[str, Any]) -> Any:
+        def timed(executor: Any, model: Any, inputs: dict[str, Any]) -> Any:
             self.time += self.seconds(inputs["input_ids"].shape[1])
-            return run(runner, act, model, inputs)
+            return run(executor, model, inputs)
 
-        monkeypatch.setattr(EagerRunner, "__call__", timed)
+        monkeypatch.setattr(TransformersExecutor, "run", timed)
 
     def seconds(self, fed: int) -> float:
         return 0.001 * (1 + self.slope * (fed - 1))

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from paceline import LanguageModel
-from paceline.models import language_model
+from paceline.models import reader as model_reader
 
 from .drafters import some_slow
 from .models import CASES, CONTEXT, VOCABULARY, Case, target
@@ -172,7 +172,7 @@ class Journey:
 @pytest.mark.parametrize("name", CASES)
 @torch.inference_mode()
 def test_a_reader_says_what_the_model_says(name: str, seed: int, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(language_model, "CHUNK", chunk)
+    monkeypatch.setattr(model_reader, "CHUNK", chunk)
     journey = Journey(name, seed)
     journey.admit([7, 7] if seed % 2 else [4, 1, 9])
     for step in range(ROUNDS):

@@ -10,7 +10,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from paceline import LanguageModel, SpeculativeDecoder, UnsupportedError
-from paceline.models.language_model import SlotReader
+from paceline.models.reader import TransformersExecutor
 from paceline.models.tokenizers.token_bytes import Pieces
 from paceline.models.tokenizers.translation import Transcript, Translation
 
@@ -188,13 +188,13 @@ def test_what_was_read_stays_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """A long prompt is read once: later rounds read a few tokens, not the text again."""
     ours, theirs = model("letters"), model("bytes")
     fed: list[int] = []
-    run = SlotReader._pass
+    run = TransformersExecutor.__call__
 
-    def counted(self: SlotReader, ids: Any, *given: Any, **more: Any) -> Any:
-        fed.extend([ids.shape[1]] if self.lm is theirs else [])
-        return run(self, ids, *given, **more)
+    def counted(self: TransformersExecutor, cache: Any, plan: Any, *given: Any) -> Any:
+        fed.extend([plan.ids.shape[1]] if self._lm is theirs else [])
+        return run(self, cache, plan, *given)
 
-    monkeypatch.setattr(SlotReader, "_pass", counted)
+    monkeypatch.setattr(TransformersExecutor, "__call__", counted)
     for mode in MODES:
         fed.clear()
         decoder = SpeculativeDecoder(ours, "cross-vocabulary", options={"model": theirs, "mode": mode}, gamma=3)

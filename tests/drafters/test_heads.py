@@ -277,7 +277,7 @@ def test_eagle_reads_long_prompts_in_pieces(monkeypatch: pytest.MonkeyPatch) -> 
     """The same drafts, however the prompt was cut; its memory is that of one pass over the whole text."""
     whole = written("eagle", FITTED["eagle"]())
     monkeypatch.setattr("paceline.drafters.heads.eagle._CHUNK", 2)
-    monkeypatch.setattr("paceline.models.language_model.CHUNK", 3)
+    monkeypatch.setattr("paceline.models.reader.CHUNK", 3)
     assert [out.trace.rounds for out in written("eagle", FITTED["eagle"]())] == [out.trace.rounds for out in whole]
 
 

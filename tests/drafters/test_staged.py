@@ -11,7 +11,7 @@ from tests.toys import llama
 
 from paceline import DRAFTERS, InputError, LanguageModel, SpeculativeDecoder, TokenTree
 from paceline.core.contracts import RULES
-from paceline.models.language_model import SlotReader
+from paceline.models.reader import SlotReader
 
 TARGET, DRAFT, SMALL = (LanguageModel(llama(seed, num_hidden_layers=n)) for seed, n in ((0, 2), (1, 2), (2, 1)))
 PROMPTS = [[1, 7, 9, 4, 7, 9, 4, 7, 9, 11, 2], [3, 3, 8, 3, 3, 8, 3], [6, 21], [13]]

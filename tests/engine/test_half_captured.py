@@ -51,7 +51,7 @@ def test_the_same_texts(draft: Any, where: str, monkeypatch: pytest.MonkeyPatch)
         return run
 
     from paceline.drafters.heads.eagle import EagleHead
-    from paceline.models.language_model import SlotReader
+    from paceline.models.reader import TransformersExecutor
 
     target, small = (paceline.LanguageModel(llama(seed, num_hidden_layers=2 - seed)) for seed in (0, 1))
     options = {"head": EagleHead.random(target)} if draft == "eagle" else None
@@ -66,7 +66,7 @@ def test_the_same_texts(draft: Any, where: str, monkeypatch: pytest.MonkeyPatch)
     if where == "verify":
         monkeypatch.setattr(Match, "verify", failing(Match.verify))
     else:
-        monkeypatch.setattr(SlotReader, "_pass", failing(SlotReader._pass))
+        monkeypatch.setattr(TransformersExecutor, "__call__", failing(TransformersExecutor.__call__))
     decoder = paceline.SpeculativeDecoder(target, named, options=options, runner="cuda_graph")
     with pytest.warns(paceline.PacelineWarning, match="not enough memory"):
         found = decoder.generate(PROMPTS, max_new_tokens=20)

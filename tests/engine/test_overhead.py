@@ -20,7 +20,7 @@ from paceline.core.tree import TokenTree
 from paceline.engine.loop import Loop
 from paceline.engine.rows import Rows
 from paceline.models.cpu.cpu_forward import CpuForward, kernels_missing
-from paceline.models.runners.eager import EagerRunner
+from paceline.models.reader import TransformersExecutor
 from paceline.rules.match import Match
 
 GAMMA = 5
@@ -69,8 +69,8 @@ def count_rounds(
 ) -> tuple[Counting, int]:
     """`draft`: None for a model, else what drafts."""
     counting = Counting()
-    passing: Any = CpuForward if runner == "kernels" else EagerRunner
-    run = passing.__call__
+    passing, name = (CpuForward, "__call__") if runner == "kernels" else (TransformersExecutor, "run")
+    run = getattr(passing, name)
 
     def outside_only(*given: Any, **named: Any) -> Any:
         counting.inside, before = True, counting.inside
@@ -88,7 +88,7 @@ def count_rounds(
     loop.admit(rows)
     for _ in range(3):
         loop.step()
-    monkeypatch.setattr(passing, "__call__", outside_only)
+    monkeypatch.setattr(passing, name, outside_only)
     with counting:
         sys.setprofile(counting.profile)
         try:

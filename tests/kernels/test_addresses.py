@@ -28,7 +28,7 @@ def text(lm: LanguageModel, runner: str = "auto") -> list[int]:
 
 def uses_kernels(lm: LanguageModel) -> bool:
     lm.runner = "auto"
-    return lm.reader()._kernels is not None
+    return lm.reader().kernels is not None
 
 
 # ---- weights that change between generations, or under our hands
@@ -151,7 +151,7 @@ def test_a_cache_knows_where_it_is() -> None:
     assert is_right()
     cache.reserve(3, 99)
     assert is_right()
-    cache.aim(slice(0, 3), 0, 4, 0)
+    cache.set_next_write(slice(0, 3), 0, 4, 0)
     cache.update(torch.zeros(3, 1, 4, 8), torch.zeros(3, 1, 4, 8), 2)
     assert is_right()
     assert len(cache.addresses()) == 6
@@ -169,11 +169,11 @@ def test_positions_past_the_table_of_angles() -> None:
     rows.admit([written[:509]])
     reader.begin(rows, 0, 520)
     got = [reader.extend(rows, 1, torch.tensor([written[509:511]])).logits]
-    assert reader._kernels.plan.angles[0].shape[0] == 512
+    assert reader.kernels.plan.angles[0].shape[0] == 512
     reader.keep(rows, None)
     rows.commit([written[509:512]])
     got.append(reader.extend(rows, 1, torch.tensor([written[512:]])).logits)
-    assert reader._kernels.plan.angles[0].shape[0] > 512
+    assert reader.kernels.plan.angles[0].shape[0] > 512
     wanted = lm.model(torch.tensor([written])).logits[:, 508:]
     torch.testing.assert_close(torch.cat(got, 1), wanted, rtol=1e-3, atol=1e-3)
 
@@ -198,7 +198,7 @@ def test_a_longer_table_begins_as_the_shorter_one(name: str) -> None:
 def test_tokens_a_draft_does_not_know_are_read_as_its_last() -> None:
     lm = LanguageModel(build("llama"))
     wide = LanguageModel(build("llama", vocab_size=50))
-    speaker = lm.speaking_as(wide)
+    speaker = lm.with_vocabulary_of(wide)
     rows, reader = Texts(), speaker.reader()
     rows.admit([[3]])
     reader.begin(rows, 0, 16)

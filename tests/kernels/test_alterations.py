@@ -311,7 +311,7 @@ def _check(model: Any, kernels: bool) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", PacelineWarning)
         reader = lm.reader()
-        assert (reader._kernels is not None) is kernels
+        assert (reader.kernels is not None) is kernels
         for draft in (None, "prompt-lookup"):
             decoder = SpeculativeDecoder(lm, draft)
             got = decoder.generate(PROMPT, max_new_tokens=12, ignore_eos=True)

@@ -85,7 +85,7 @@ def test_buffers_are_of_the_size_of_a_pass_and_not_of_the_text() -> None:
         reader.keep(rows, None)
         if end % 20 == 0:
             rows.commit([[end % 40] * 20])
-    kernels = reader._kernels
+    kernels = reader.kernels
     per_token = sum(kernels.plan.sizes.values())
     assert sum(buffer.numel() for buffer in kernels._buffers.values()) == 16 * per_token
     assert kernels._scores.numel() <= 2 * 3 * 512

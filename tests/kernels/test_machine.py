@@ -39,7 +39,7 @@ def text(runner: str = "auto") -> list[int]:
 
 
 def without_kernels() -> bool:
-    return LanguageModel(build("llama")).reader()._kernels is None
+    return LanguageModel(build("llama")).reader().kernels is None
 
 
 # ---- what a machine may lack
@@ -173,7 +173,7 @@ def test_nothing_is_compiled_for_a_model_that_has_no_kernels(monkeypatch: pytest
         raise AssertionError("nobody needs them")
 
     monkeypatch.setattr(first_use, "kernels_ready", asked)
-    assert LanguageModel(build("llama").double()).reader()._kernels is None
+    assert LanguageModel(build("llama").double()).reader().kernels is None
 
 
 def test_an_interrupt_while_they_compile_is_an_interrupt(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -62,8 +62,8 @@ class SplitRounds(SplitJourney, Rounds):
     def __init__(self, lm: LanguageModel, truth: Any, seed: int, threads: int = 1) -> None:
         Rounds.__init__(self, lm, truth, seed)
         self.parted = self.reader = SplitReader(lm, 1)
-        assert self.parted._kernels is not None
-        self.parted._kernels.threads = threads
+        assert self.parted.kernels is not None
+        self.parted.kernels.threads = threads
 
 
 @pytest.mark.parametrize("name", MODELS)

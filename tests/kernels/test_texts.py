@@ -13,7 +13,7 @@ CASE = "llama-float32"
 @pytest.mark.parametrize("name", [name for name in CASES if name.endswith("float32")])
 def test_it_runs_by_kernels(name: str) -> None:
     for lm in (target(name), draft(name, "close"), draft(name, "blind")):
-        assert lm.reader()._kernels is not None
+        assert lm.reader().kernels is not None
 
 
 @pytest.mark.parametrize("drafter", ["prompt-lookup", "recycling", "early-exit"])

@@ -78,7 +78,7 @@ def build(name: str, seed: int = 0, **changes: Any) -> Any:
 @cache
 def small(name: str) -> LanguageModel:
     lm = LanguageModel(build(name), name=name)
-    assert lm.reader()._kernels is not None, "this is to test kernels"
+    assert lm.reader().kernels is not None, "this is to test kernels"
     return lm
 
 
@@ -89,8 +89,8 @@ def in_float64(name: str) -> Any:
 
 def reader_of(lm: LanguageModel, threads: int = 1, taps: tuple[float, ...] = ()) -> Any:
     reader = lm.reader(taps)
-    assert reader._kernels is not None
-    reader._kernels.threads = threads
+    assert reader.kernels is not None
+    reader.kernels.threads = threads
     return reader
 
 

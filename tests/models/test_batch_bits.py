@@ -79,7 +79,7 @@ def test_a_batch_by_cpu_kernels_has_the_bits_of_each_alone(kind: str | None, set
     said = {"max_new_tokens": NEW, "logprobs": 3, "ignore_eos": True, **SETTINGS[settings]}
     target = in_numbers(llama(), kind)
     wanted = each_alone(SpeculativeDecoder(target, None), texts(), **said)
-    assert target.reader()._kernels is not None, "this is to test kernels"
+    assert target.reader().kernels is not None, "this is to test kernels"
     for name, how in drafters().items():
         decoder = SpeculativeDecoder(target, rows=3 if name == "prompt-lookup" else 8, **how)
         assert [written(out) for out in decoder.generate(texts(), **said)] == wanted, name

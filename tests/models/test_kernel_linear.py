@@ -206,12 +206,12 @@ class Draft:
         R = length.shape[0]
         position = torch.arange(5).expand(R, 5)
         mask = torch.arange(5) <= position[:, None, :, None]
-        self.cache.aim(rows, position, 5, 0)
+        self.cache.set_next_write(rows, position, 5, 0)
         said = [self.layer(self.seen[rows, :5], self.stream[rows, :5], position, mask, self.remember)]
         scratch = Scratch(length, 5)
         for start, stop in self.LEVELS:
             slots, position, mask, visible = scratch.add(stop - start, self.PARENTS[rows, start:stop])
-            self.cache.aim(rows, slots, visible, 0)
+            self.cache.set_next_write(rows, slots, visible, 0)
             some = slice(5 + start, 5 + stop)
             said.append(self.layer(self.seen[rows, some], self.stream[rows, some], position, mask, self.remember))
         return torch.cat(said, 1)
@@ -255,7 +255,7 @@ def test_a_layer_outlives_what_it_was_made_of() -> None:
 @pytest.mark.parametrize(("slot", "place"), [(16, 0), (-1, 0), (0, 1 << 20), (0, -1)])
 def test_a_layer_writes_nowhere_else(slot: int, place: int) -> None:
     draft = Draft(drafting(DecoderLayer(CONFIG, 40)), 40)
-    draft.cache.aim(slice(0, 1), torch.tensor([[slot]]), 1, 0)
+    draft.cache.set_next_write(slice(0, 1), torch.tensor([[slot]]), 1, 0)
     mask = torch.ones(1, 1, 1, 1, dtype=torch.bool)
     with torch.no_grad(), pytest.raises(IndexError, match="there is room for"):
         draft.layer(draft.seen[:1, :1], draft.stream[:1, :1], torch.tensor([[place]]), mask, draft.remember)

@@ -12,8 +12,7 @@ from tests.kernels.zoo import small
 from paceline import SpeculativeDecoder
 from paceline.models.cpu import threads as openmp
 from paceline.models.cpu.cpu_forward import kernels_missing
-from paceline.models.language_model import SlotReader
-from paceline.models.runners.eager import EagerRunner
+from paceline.models.reader import SlotReader, TransformersExecutor
 
 pytestmark = pytest.mark.skipif(openmp.found() is None, reason="torch's OpenMP is not found here")
 
@@ -78,21 +77,21 @@ def test_other_threads_keep_theirs() -> None:
 def test_while_a_text_is_written(runner: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """After every pass by kernels they rest; a pass of transformers' has them; whoever reads the text has them too."""
     after: list[int] = []
-    extend, run = SlotReader.extend, EagerRunner.__call__
+    extend, run = SlotReader.extend, TransformersExecutor.run
 
     def watched(self: SlotReader, *given: object) -> object:
         reading = extend(self, *given)  # type: ignore[arg-type]
         after.append(torch.get_num_threads())
         return reading
 
-    def at_work(self: EagerRunner, *given: object) -> object:
+    def at_work(self: TransformersExecutor, *given: object) -> object:
         assert torch.get_num_threads() == 3
         return run(self, *given)  # type: ignore[arg-type]
 
     decoder = SpeculativeDecoder(small("llama"), "self-quantized", runner=runner)
     decoder.generate([3], max_new_tokens=2)  # by now it is known how many threads are fastest
     monkeypatch.setattr(SlotReader, "extend", watched)
-    monkeypatch.setattr(EagerRunner, "__call__", at_work)
+    monkeypatch.setattr(TransformersExecutor, "run", at_work)
     for _ in decoder.stream([3, 9, 27, 4, 11], max_new_tokens=8, ignore_eos=True):
         assert torch.get_num_threads() == 3
     assert len(after) > 2

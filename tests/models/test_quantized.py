@@ -137,7 +137,7 @@ def test_what_cannot_be_quantized_is_refused() -> None:
 @pytest.mark.parametrize("name", ["gpt2", "falcon", "llama"])
 def test_where_there_are_no_kernels_torch_serves(name: str) -> None:
     lm = quantized(target(name), "int4")
-    assert lm.reader()._kernels is None
+    assert lm.reader().kernels is None
     plain = SpeculativeDecoder(lm, draft=None).generate([1, 7, 9, 4, 7], max_new_tokens=16, ignore_eos=True)
     fast = SpeculativeDecoder(lm, "prompt-lookup").generate([1, 7, 9, 4, 7], max_new_tokens=16, ignore_eos=True)
     assert plain.tokens == fast.tokens
@@ -202,7 +202,7 @@ def test_kernels_and_torch_read_the_same_weights(name: str, kind: str) -> None:
 @pytest.mark.parametrize("drafter", ["prompt-lookup", "recycling", "early-exit"])
 def test_text_with_a_drafter_is_the_text_of_the_quantized_model(kind: str, drafter: str) -> None:
     lm = small("llama-tied", kind)
-    assert lm.reader()._kernels is not None
+    assert lm.reader().kernels is not None
     prompts = [[1, 7, 9, 4, 7, 9, 4], [3, 3, 8], [6]]
     settings: dict[str, Any] = {"max_new_tokens": 30, "ignore_eos": True}
     plain = SpeculativeDecoder(lm, draft=None).generate(prompts, **settings)

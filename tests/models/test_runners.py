@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 
+from paceline.models.reader import TransformersExecutor
 from paceline.models.runners.device import without_planned_attention
-from paceline.models.runners.eager import EagerRunner
 
 
 def _fail_inside() -> None:
@@ -32,7 +35,9 @@ def test_on_a_cpu_nothing_is_switched() -> None:
     old = torch.backends.cuda.cudnn_sdp_enabled()
     torch.backends.cuda.enable_cudnn_sdp(True)
     try:
-        EagerRunner()(lambda *_: seen.append(torch.backends.cuda.cudnn_sdp_enabled()), None, {"ids": torch.zeros(1)})
+        shape = SimpleNamespace(run=lambda *_: seen.append(torch.backends.cuda.cudnn_sdp_enabled()))
+        executor: Any = SimpleNamespace(_lm=SimpleNamespace(architecture=shape))
+        TransformersExecutor.run(executor, None, {"input_ids": torch.zeros(1)})
     finally:
         torch.backends.cuda.enable_cudnn_sdp(old)
     assert seen == [True]

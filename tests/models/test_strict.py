@@ -10,7 +10,7 @@ from tests.toys import gpt2, llama
 import paceline
 from paceline.common.errors import UnsupportedError
 from paceline.models.cpu.cpu_forward import kernels_missing
-from paceline.models.language_model import SlotReader
+from paceline.models.reader import TransformersExecutor
 from paceline.models.readers.strict import WIDTH
 
 PROMPTS = [[1, 2, 3, 4, 5, 1, 2], [7, 8, 9], [6]]
@@ -23,14 +23,14 @@ def test_same_texts_in_passes_of_one_shape(
     family: Any, gamma: int, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shapes: set[tuple[int, ...]] = set()
-    run = SlotReader._pass
+    run = TransformersExecutor.__call__
 
-    def seen(self: SlotReader, ids: Any, position: Any, allowed: Any, *given: Any, **named: Any) -> Any:
-        if self.lm.strict and ids.shape[1] and (given[1] if len(given) > 1 else named["keep"]) != 1:
-            shapes.add((*ids.shape[1:], *allowed.shape[2:]))
-        return run(self, ids, position, allowed, *given, **named)
+    def seen(self: TransformersExecutor, cache: Any, plan: Any, *given: Any) -> Any:
+        if self._lm.strict and plan.keep != 1:
+            shapes.add((*plan.ids.shape[1:], *plan.visibility[0].shape[2:]))
+        return run(self, cache, plan, *given)
 
-    monkeypatch.setattr(SlotReader, "_pass", seen)
+    monkeypatch.setattr(TransformersExecutor, "__call__", seen)
     plain = paceline.SpeculativeDecoder(family(0), draft=None)
     wanted = [out.tokens for out in plain.generate(PROMPTS, max_new_tokens=30, **settings)]
     for draft in (None, "prompt-lookup", paceline.LanguageModel(family(1))):

@@ -13,7 +13,7 @@ import torch
 from transformers import PreTrainedModel
 
 from paceline import RULES, Budget, Drafter, LanguageModel, PacelineWarning, SpeculativeDecoder, TokenTree
-from paceline.models.runners.eager import EagerRunner
+from paceline.models.reader import TransformersExecutor
 from tests.toys import gpt2, letters, llama, naive, opt, scripted
 
 GAMMA = 4
@@ -37,14 +37,14 @@ def peaked() -> LanguageModel:
 def feeds() -> Iterator[list[tuple[PreTrainedModel, int]]]:
     """Every pass: which model, and how many tokens it was fed."""
     seen: list[tuple[PreTrainedModel, int]] = []
-    run = EagerRunner.__call__
+    run = TransformersExecutor.run
 
-    def count(self: EagerRunner, call: Any, model: Any, inputs: dict[str, Any]) -> Any:
+    def count(self: TransformersExecutor, model: Any, inputs: dict[str, Any]) -> Any:
         seen.append((model, inputs["input_ids"].shape[1]))
-        return run(self, call, model, inputs)
+        return run(self, model, inputs)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(EagerRunner, "__call__", count)
+        patch.setattr(TransformersExecutor, "run", count)
         yield seen
 
 

@@ -15,7 +15,7 @@ from paceline.core.contracts import RULES
 from paceline.core.tree import TokenTree
 from paceline.engine.beam_rows import BeamGroup
 from paceline.engine.loop import Loop
-from paceline.models.language_model import SlotReader
+from paceline.models.reader import SlotReader
 from paceline.rules.beam import children, walk
 from tests.conformance.drafters import PLAIN, Variant, variants
 from tests.conformance.models import CASES, EOS, VOCABULARY, build, draft, perturbed, target

@@ -1,10 +1,10 @@
-"""The contracts: what a drafter, a rule, a reader and a runner promise, and what the loop may ask them."""
+"""The contracts: what a drafter, a rule and a reader promise, and what the loop may ask them."""
 
 from __future__ import annotations
 
 import gc
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
@@ -19,7 +19,7 @@ from paceline.core.registry import Registry
 from paceline.core.tree import Drawn, TokenTree
 from paceline.core.verdict import Verdict
 
-# ---- The contracts: what a drafter, a rule, a reader and a runner promise, and what the loop may ask them
+# ---- The contracts: what a drafter, a rule and a reader promise, and what the loop may ask them
 
 
 @dataclass(frozen=True)
@@ -151,12 +151,6 @@ class Reader(Protocol):
     def release(self, row: int, last: int, length: int) -> None:
         """Row `row` is gone; row `last` (of `length` tokens) takes its place."""
         ...
-
-
-class Runner(Protocol):
-    """How a pass runs: eagerly, compiled, or captured. The only place that knows."""
-
-    def __call__(self, run: Callable[[Any, dict[str, Any]], Any], model: Any, inputs: dict[str, Any]) -> Any: ...
 
 
 class Drafter(ABC):

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
 
+from paceline.common.arithmetic import common_prefix
 from paceline.core.beam_search import BeamSettings, BeamState, BeamText
 from paceline.core.trace import Round, Trace
 from paceline.core.verdict import BeamLogprobs
@@ -49,7 +50,7 @@ class BeamGroup:
     def settled(self) -> int:
         """How many new tokens are certain to stay: those that all beams share, running and ended."""
         texts = [text.tokens for text in (*self.state.beams, *self.state.ended)]
-        return common(min(texts), max(texts))
+        return common_prefix(min(texts), max(texts))
 
     def commit(
         self, state: BeamState, drafts: list[Draft], reasons: list[str], logprobs: BeamLogprobs | None
@@ -163,11 +164,3 @@ class _StopStrings:
                 del known[old]  # a search never goes back
             known[tokens] = state
         return known[tokens].stop is not None
-
-
-def common(first: Sequence[int], second: Sequence[int]) -> int:
-    """How many tokens two texts have in common at their beginning."""
-    for at, (a, b) in enumerate(zip(first, second, strict=False)):
-        if a != b:
-            return at
-    return min(len(first), len(second))

@@ -249,7 +249,7 @@ def probe(lm: LanguageModel) -> None:
     except Exception as error:
         raise UnsupportedError(f"{title} cannot read a text by itself ({_gist(error)}).") from error
     _try(plain, title)
-    if lm.reader()._kernels is not None:
+    if lm.reader().kernels is not None:
         _try(lm, title)
     small = next(small_models(type(lm.model), lm.model.config, _WINDOW), None)
     if small is not None:

@@ -38,7 +38,8 @@ class SlotCache(Cache):
         self.keys: list[Tensor] = []
         self.values: list[Tensor] = []
         self._rows = self._slots = 0  # what is allocated, or will be at the first update
-        self._aim: tuple[slice, int | Tensor, int] = (slice(0, 0), 0, 0)
+        # rows, slots and visible slots of the next pass: transformers calls `update` without them
+        self._next_write: tuple[slice, int | Tensor, int] = (slice(0, 0), 0, 0)
         self.past = 0  # committed tokens before this pass, for the parts of transformers that ask
         self._addresses: np.ndarray | None = None  # of the stores, until one of them is replaced
         self._tables: list[Tensor] = []  # the same on the device; captured programs still read those of fewer layers
@@ -62,9 +63,9 @@ class SlotCache(Cache):
         self._tables.clear()
         self.storage_version = next(CHANGES)
 
-    def aim(self, rows: slice, slots: int | Tensor, visible: int, past: int) -> None:
+    def set_next_write(self, rows: slice, slots: int | Tensor, visible: int, past: int) -> None:
         """The next pass writes to `slots` (a first slot common to all rows, or [R,Q]) and sees slots 0..visible-1."""
-        self._aim = (rows, slots, visible)
+        self._next_write = (rows, slots, visible)
         self.past = past
 
     # ---- called by transformers, inside a pass
@@ -72,7 +73,7 @@ class SlotCache(Cache):
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
         while layer_idx >= len(self.keys):  # layers may run in another order than that of their numbers
             self._add_layer(key_states, value_states)
-        rows, slots, visible = self._aim
+        rows, slots, visible = self._next_write
         keys, values = self.keys[layer_idx][rows], self.values[layer_idx][rows]
         if isinstance(slots, int):
             stop = slots + key_states.shape[2]
@@ -86,7 +87,7 @@ class SlotCache(Cache):
 
     def of_layer(self, layer: int) -> tuple[Tensor, Tensor, Tensor, int]:
         """Keys and values of the rows of the next pass, the slots [R,Q] it writes to, and how many it sees."""
-        rows, slots, visible = self._aim
+        rows, slots, visible = self._next_write
         assert isinstance(slots, Tensor)
         return self.keys[layer][rows], self.values[layer][rows], slots, visible
 
@@ -118,7 +119,7 @@ class SlotCache(Cache):
         return self.past
 
     def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
-        return self._aim[2], 0
+        return self._next_write[2], 0
 
     def get_max_length(self, layer_idx: int | None = None) -> int:
         return self._slots
@@ -169,12 +170,3 @@ class SlotCache(Cache):
         for store in (self.keys, self.values):
             for layer in store:
                 layer[target, :, :length] = layer[source, :, :length]
-
-
-def parting(first: list[int], second: list[int]) -> int:
-    """The first position at which two texts differ; their memories are the same before it."""
-    low, high = 0, min(len(first), len(second))
-    while low < high:
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if first[low:middle] == second[low:middle] else (low, middle - 1)
-    return low

@@ -9,7 +9,7 @@ from paceline.models.language_model import LanguageModel
 
 
 def cuda_pass(lm: LanguageModel, model: Any = None) -> CudaForward:
-    """Of the model that a reader runs; in the place of `language_model.kernel_pass`."""
+    """Of the model that a reader runs; in the place of `reader.kernel_pass`."""
     plan = cuda_plan(model or lm.model, lm.architecture.kinds, lm.architecture.window, lm.logits)
     assert isinstance(plan, CudaPlan), plan
     return CudaForward(plan)

@@ -23,7 +23,7 @@ from paceline.drafters.heads.eagle import EagleHead, Steps
 from paceline.drafters.heads.formats.eagle1 import FirstEagleHead
 from paceline.drafters.heads.head_modules import PlaceStore
 from paceline.engine import round_graphs as flight
-from paceline.models import language_model
+from paceline.models import reader as model_reader
 from paceline.models.cuda import cuda_head as cuda_draft
 from paceline.models.cuda.cuda_forward import between_passes
 from paceline.models.cuda.cuda_head import CudaHead
@@ -272,7 +272,7 @@ def by_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """Passes, and what lies between them, by kernels, in rounds of fixed shapes."""
     fitted()  # in float64, by modules
 
-    monkeypatch.setattr(language_model, "kernel_pass", cuda_pass)
+    monkeypatch.setattr(model_reader, "kernel_pass", cuda_pass)
     monkeypatch.setattr(flight, "programs_for", lambda lm: Rehearsal())
     monkeypatch.setitem(QUICK, "cpu", between_passes())
 
@@ -303,7 +303,7 @@ def test_texts_and_drafts_are_the_same(
     found = written(fitted(), rows, options, settings)
     assert [out.tokens for out in found] == [out.tokens for out in wanted]
     monkeypatch.setattr(cuda_draft, "DEVICE", "nowhere")
-    monkeypatch.setattr(language_model, "kernel_pass", lambda lm, model: None)
+    monkeypatch.setattr(model_reader, "kernel_pass", lambda lm, model: None)
     monkeypatch.delitem(QUICK, "cpu")
     slow = written(fitted(), rows, options, settings)
     assert [out.trace.rounds for out in found] == [out.trace.rounds for out in slow]

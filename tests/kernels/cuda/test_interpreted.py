@@ -17,7 +17,6 @@ from paceline.core.law import SamplingBatch
 from paceline.core.sampling import Sampling
 from paceline.core.scratch_rows import ScratchRows
 from paceline.core.verdict import BROKEN
-from paceline.models.cuda.prefill import PromptReader
 from paceline.models.language_model import LanguageModel
 
 pytest.importorskip("triton")
@@ -189,8 +188,7 @@ def test_a_pass_says_what_transformers_says(name: str) -> None:
         rows = ScratchRows(lm.device)
         rows.admit(texts)
         reader = eager.reader()
-        reader._kernels = kernels
-        reader._prompts = None if kernels is None else PromptReader(lm, kernels)
+        reader.use_kernels(kernels)
         width = reader.begin(rows, 0, 64)
         tree = reader.extend(rows, width, tokens, parents).logits
         reader.keep(rows, torch.tensor([0, 2, 3]).expand(3, 3))
@@ -213,8 +211,7 @@ def test_a_prompt_is_read_alike_for_those_who_look_at_it(name: str) -> None:
     readers = []
     for taps, kernels in (((), cuda_pass(lm)), ((0.0, 0.5, 1.0), cuda_pass(lm)), ((0.0, 0.5, 1.0), None)):
         readers.append(reader := lm.reader(taps))
-        reader._kernels = kernels
-        reader._prompts = None if kernels is None else PromptReader(lm, kernels, reader._taps)
+        reader.use_kernels(kernels)
         assert reader.begin(rows, 0, 64) == 1
     plain, watched, theirs = readers
     for ours, other in zip(
@@ -240,8 +237,7 @@ def test_a_prompt_is_read_alike_in_every_batch() -> None:
         rows = ScratchRows(lm.device)
         rows.admit(some)
         reader = lm.reader()
-        reader._kernels = cuda_pass(lm)
-        reader._prompts = PromptReader(lm, reader._kernels)
+        reader.use_kernels(cuda_pass(lm))
         reader.begin(rows, 0, 128)
         memories.append([*reader.cache.keys, *reader.cache.values])
     together, *alone = memories

@@ -24,9 +24,9 @@ from paceline.core.tree import TokenTree, closure
 from paceline.core.verdict import BROKEN, Verdict
 from paceline.engine import round_graphs as flight
 from paceline.engine.static_rows import RowTensors, StaticRows
-from paceline.models import language_model
+from paceline.models import reader as model_reader
 from paceline.models.cuda.cuda_forward import between_passes
-from paceline.models.language_model import SlotMapping
+from paceline.models.reader import SlotMapping
 from paceline.models.runners.cuda_graph import Rehearsal
 from paceline.models.synthetic.scripted import Script, ScriptedModel
 from paceline.rules.match import Match
@@ -319,7 +319,7 @@ def test_rounds_by_kernels_alone(rows: int, settings: dict[str, Any], monkeypatc
     prompts, limits = [[1, 2, 3, 1, 2], [7, 8]], {"max_new_tokens": [9, 5], **settings}
     plain = paceline.SpeculativeDecoder(models[0], draft=None, runner="eager").generate(prompts, **limits)
 
-    monkeypatch.setattr(language_model, "kernel_pass", cuda_pass)
+    monkeypatch.setattr(model_reader, "kernel_pass", cuda_pass)
     monkeypatch.setattr(flight, "programs_for", lambda lm: Rehearsal())
     asked: list[str] = []
     monkeypatch.setitem(QUICK, "cpu", counting(asked))

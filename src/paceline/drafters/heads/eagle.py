@@ -51,7 +51,7 @@ class Steps:
 
     def read(self, rows: RowsView, some: slice, position: Tensor, visible: int) -> Tensor:
         """Entries made of the text and of true features, at `position` [R,Q] of some rows."""
-        self.cache.aim(some, position, visible, 0)
+        self.cache.set_next_write(some, position, visible, 0)
         embedded = self._embed(rows.text[some].gather(1, position + 1))
         mask = chain_mask(position, visible)
         features = self._places.at(some, position)
@@ -102,7 +102,7 @@ class Steps:
         if self._kernels is not None and self._kernels.takes(tokens.numel(), parents is not None):
             return self._kernels.ahead(tokens, parents, made, scratch, self.cache)
         slots, position, mask = scratch.placed()
-        self.cache.aim(slice(0, tokens.shape[0]), slots, scratch.visible, 0)
+        self.cache.set_next_write(slice(0, tokens.shape[0]), slots, scratch.visible, 0)
         above = made[:, -1:]
         if parents is not None:
             above = made.gather(1, (parents + 1).unsqueeze(-1).expand(*parents.shape, made.shape[2]))

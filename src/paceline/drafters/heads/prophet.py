@@ -129,12 +129,12 @@ class Prophet(HeadDrafter):
                 stream = head.start(self.last_state(rows), last)
                 position = arange(0, _START, stream.device).unsqueeze(0)
                 cache.reserve(rows.capacity, _START)
-                cache.aim(everyone, position.expand(rows.count, -1), _START, 0)
+                cache.set_next_write(everyone, position.expand(rows.count, -1), _START, 0)
                 told = head.think(stream, position, chain_mask(position, _START), remember)[:, -1:]
                 return self.usable(head.say(told, self.shared))
             slots, position, mask, visible = scratch.add(tokens.shape[1], parents)
             cache.reserve(rows.capacity, visible)
-            cache.aim(everyone, slots, visible, 0)
+            cache.set_next_write(everyone, slots, visible, 0)
             told = head.think(head.read(self.embed(tokens)), position, mask, remember)
             return self.usable(head.say(told, self.shared))
 

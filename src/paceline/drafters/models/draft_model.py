@@ -128,7 +128,7 @@ class DraftModel(ModelDrafter):
             self._words = SubsetHead(self.lm, some, (token for token in target.eos if token < target.vocabulary))
         self._reader = self.lm.reader() if self._words is None else self._words.lm.reader()
         if self.lm.vocabulary < target.vocabulary:
-            self._reader.largest = self.lm.vocabulary - 1
+            self._reader.max_token_id = self.lm.vocabulary - 1
         self._read, self._drafted_at, self._heard = [], [], []
         self._fed: int | None = None
 

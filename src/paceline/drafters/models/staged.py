@@ -69,7 +69,7 @@ class Staged(ModelDrafter):
         """Who the inner drafter drafts for: the draft model with the target's tokens, of which all texts are. One and
         the same for a target, since an inner drafter may be made out of it."""
         if self._speaks is None or self._speaks[0] is not target:
-            self._speaks = (target, self.lm.speaking_as(target))
+            self._speaks = (target, self.lm.with_vocabulary_of(target))
         return self._speaks[1]
 
     # ---- rows come and go
@@ -81,7 +81,7 @@ class Staged(ModelDrafter):
         shared = self.inner.reader(speaker)
         reader: Any = self.lm.reader_around(shared) if shared else self.lm.reader(self.inner.needs_taps)
         if self.lm.vocabulary < target.vocabulary:
-            reader.largest = self.lm.vocabulary - 1
+            reader.max_token_id = self.lm.vocabulary - 1
         self.book = ScratchReader(reader, scratch)
         self._base = []
 

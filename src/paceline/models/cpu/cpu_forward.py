@@ -44,14 +44,15 @@ class AttentionSpan:
 
 
 @dataclass(frozen=True)
-class Part:
-    """Some layers of a model: from `start` (where they go on from the hidden states `given` [R,Q,D]) to `stop`, with
-    the output head or without."""
+class LayerRange:
+    """The layers `start` to `stop` - 1 of a model. They continue from the hidden states `given` [R,Q,D]; None: from the
+    embeddings."""
 
     start: int
     stop: int
     given: Tensor | None = None
-    head: bool = True
+    head: bool = True  # run the output layer too
+    module: Any = None  # these layers as a model, for passes by transformers
 
 
 class CpuForward:
@@ -77,7 +78,7 @@ class CpuForward:
     ) -> tuple[Tensor, ...]:
         """Read a piece of prompts, `ids` and `position` [R,Q], into the rows `first`... of the cache. Returns the
         tapped states [R,Q,D]; there are no logits."""
-        (R, Q), part = ids.shape, Part(0, self.plan.layers, head=False)
+        (R, Q), part = ids.shape, LayerRange(0, self.plan.layers, head=False)
         place = _Place(_Shape(R, Q, Q, first), self._most if R * Q >= _MANY else self.threads)
         reading, _ = self(
             cache, ids, position, position, AttentionSpan(None), Q, taps, vocabulary=0, part=part, place=place
@@ -109,7 +110,7 @@ class CpuForward:
         taps: Sequence[int] = (),
         *,
         vocabulary: int,
-        part: Part | None = None,
+        part: LayerRange | None = None,
         place: _Place | None = None,
     ) -> tuple[Reading, Tensor]:
         """Logits and taps of the last `keep` tokens of every row, and what the last layer said of all of them (until
@@ -120,7 +121,7 @@ class CpuForward:
         from paceline.kernels.cpu import team
 
         plan, (R, Q) = self.plan, ids.shape
-        n, part = R * Q, part or Part(0, plan.layers)
+        n, part = R * Q, part or LayerRange(0, plan.layers)
         cache.allocate(plan.layers, plan.kv_heads, plan.width, torch.float32)
         visible = cache.get_mask_sizes(0)[0]
         self._make_room(n, visible + 16)

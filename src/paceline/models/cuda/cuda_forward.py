@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from paceline.core.contracts import Reading
 from paceline.core.device_ops import QUICK, Quick
-from paceline.models.cpu.cpu_forward import AttentionSpan, Part
+from paceline.models.cpu.cpu_forward import AttentionSpan, LayerRange
 from paceline.models.cpu.cpu_plan import misfit
 from paceline.models.slot_cache import SlotCache
 
@@ -80,7 +80,7 @@ class CudaForward:
         strict: bool = self.strict
         self._first, self.strict = first, False  # a prompt is read once, and alike for everybody
         try:
-            part = Part(0, layers, head=False)
+            part = LayerRange(0, layers, head=False)
             reading, _ = self(cache, ids, position, position, AttentionSpan(None), Q, taps, vocabulary=0, part=part)
             return reading.taps
         finally:
@@ -115,14 +115,14 @@ class CudaForward:
         taps: Sequence[int] = (),
         *,
         vocabulary: int,
-        part: Part | None = None,
+        part: LayerRange | None = None,
     ) -> tuple[Reading, Tensor]:
         """See `kernel_pass.CpuForward`."""
         from paceline.kernels.cuda.cuda_layers import add_norm, embed_norm
         from paceline.kernels.cuda.cuda_product import product
 
         plan, (R, Q) = self.plan, ids.shape
-        part = part or Part(0, len(plan.layers))
+        part = part or LayerRange(0, len(plan.layers))
         D, kind, device = plan.table.shape[1], plan.table.dtype, plan.table.device
         cache.allocate(len(plan.layers), plan.kv, plan.width, kind, device)
         seen = ForwardInputs(self, cache, position, slots, sight, Q)

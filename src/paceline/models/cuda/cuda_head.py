@@ -123,7 +123,7 @@ class CudaHead:
 
         (looked, stream, slots), plan = pair, self._pass.plan
         (R, Q), D = slots.shape, stream.shape[1]
-        cache.aim(slice(0, R), slots, visible, 0)
+        cache.set_next_write(slice(0, R), slots, visible, 0)
         cache.allocate(1, plan.kv, plan.width, stream.dtype, stream.device)
         seen = ForwardInputs(self._pass, cache, position, slots, sight, Q)
         added = self._pass.layer(0, seen, stream, looked, torch.empty_like(stream))

@@ -56,7 +56,7 @@ class PromptReader:
         key = (row, length, start)
         tokens, position = self._pieces.get(key) or _places(length, start, device)
         tokens[:, :Q] = ids
-        cache.aim(slice(row, row + 1), start, start + length, start)
+        cache.set_next_write(slice(row, row + 1), start, start + length, start)
         if self._programs is None or not self._comes_again(key):
             return tuple(tap[:, :Q] for tap in self._kernels.read(cache, row, tokens, position, self._taps))
         self._pieces[key] = (tokens, position)

@@ -55,7 +55,7 @@ class SubsetHead:
         self.lm = copy.copy(lm)
         self.lm.model = shell(lm.model)
         self.lm.model._modules[name] = self._head
-        self.lm.vocabulary, self.lm.largest = len(chosen), None
+        self.lm.vocabulary, self.lm.max_token_id = len(chosen), None
 
     def learn(self, tokens: Sequence[int]) -> None:
         """Those that it could not say so far it can say from now on, the last ones if they are too many."""

@@ -16,9 +16,10 @@ import torch
 from torch import Tensor
 
 from paceline.common.errors import InputError, UnsupportedError
-from paceline.core.contracts import PromptTaps, Reader, Reading, RowsView, Runner
+from paceline.core.contracts import PromptTaps, Reader, Reading, RowsView
 from paceline.core.scratch_rows import ScratchRows
-from paceline.models.language_model import LanguageModel, SlotReader
+from paceline.models.language_model import LanguageModel
+from paceline.models.reader import SlotReader
 from paceline.models.tokenizers.vocabulary import check_same_vocabulary
 
 
@@ -39,8 +40,8 @@ class TwoBranches(LanguageModel):
     def combine(self, first: Tensor, second: Tensor) -> Tensor:
         """Logits [R,Q,V] from the log-probabilities [R,Q,V] of the branches."""
 
-    def reader(self, taps: Sequence[float] = (), runner: Runner | None = None) -> Any:
-        return BranchReader(self, self.first.reader(taps, runner), self.second.reader((), runner))
+    def reader(self, taps: Sequence[float] = ()) -> Any:
+        return BranchReader(self, self.first.reader(taps), self.second.reader())
 
     def reader_around(self, shared: Reader) -> Reader:
         return BranchReader(self, self.first.reader_around(shared), self.second.reader())
@@ -57,13 +58,13 @@ class BranchReader:
         self._prompts: list[tuple[int, int]] = []  # per row, the length of the prompt in each branch
 
     @property
-    def largest(self) -> int | None:
-        largest: int | None = self._first.largest
-        return largest
+    def max_token_id(self) -> int | None:
+        first: int | None = self._first.max_token_id
+        return first
 
-    @largest.setter
-    def largest(self, token: int | None) -> None:
-        self._first.largest = self._second.largest = token
+    @max_token_id.setter
+    def max_token_id(self, token: int | None) -> None:
+        self._first.max_token_id = self._second.max_token_id = token
 
     # ---- reading
 

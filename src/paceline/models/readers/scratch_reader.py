@@ -6,10 +6,11 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from paceline.common.arithmetic import common_prefix
 from paceline.core.contracts import Reader, Reading
 from paceline.core.scratch_rows import ScratchRows
 from paceline.core.verdict import NOTHING, Verdict
-from paceline.models.language_model import CHUNK
+from paceline.models.reader import CHUNK
 
 
 class ScratchReader:
@@ -42,7 +43,7 @@ class ScratchReader:
     def rewrite(self, texts: Sequence[Sequence[int]], since: Sequence[int]) -> list[int]:
         """The texts become these, which are as they were up to `since`; returns how much of each is as it was."""
         kept = [
-            start + _common(old, new, start) for old, new, start in zip(self.rows.histories, texts, since, strict=True)
+            common_prefix(old, new, start) for old, new, start in zip(self.rows.histories, texts, since, strict=True)
         ]
         self.rows.rewrite(kept, [text[start:] for text, start in zip(texts, kept, strict=True)])
         self.read = [
@@ -77,12 +78,3 @@ class ScratchReader:
         self.rows.rewrite(self.rows.lengths, emitted)
         self.read = [length - 1 for length in self.rows.lengths]  # the last token was decided, not read
         return emitted
-
-
-def _common(old: Sequence[int], new: Sequence[int], start: int) -> int:
-    """How many tokens from `start` on are the same."""
-    most = min(len(old), len(new))
-    at = start
-    while at < most and old[at] == new[at]:
-        at += 1
-    return at - start

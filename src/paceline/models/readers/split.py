@@ -1,9 +1,9 @@
-"""A model read in two parts: the lower layers write a draft, the upper ones go on from where those stopped.
+"""A model that is read in two parts: the lower layers write a draft, and the upper layers continue from there.
 
-The lower part is the model with its first k layers alone, so what it says comes through the model's own norm and head.
-Its last layer hands its hidden states over. The upper part is the model with its other layers alone; its first layer
-takes the hidden states that were handed over instead of those it is given, so that no architecture needs to be known:
-whatever a model does before its layers is done again (a lookup) and not looked at. Both write to one cache.
+The lower part is the model with its first layers only, so its logits come through the model's own norm and output
+layer. Its last layer hands its hidden states over. The upper part is the model with its other layers only; its first
+layer takes the hidden states that were handed over instead of its input. So no architecture needs special code: what a
+model does before its layers (a lookup) runs again without effect. Both parts write to one KV cache.
 """
 
 from __future__ import annotations
@@ -16,21 +16,20 @@ import torch
 from torch import Tensor, nn
 
 from paceline.common.errors import InputError, UnsupportedError
-from paceline.core.contracts import Reading, RowsView, Runner, arange
+from paceline.core.contracts import Reading, RowsView, arange
 from paceline.core.tree import TokenTree
-from paceline.models.architecture import refuse_dropout
-from paceline.models.cpu.cpu_forward import Part
-from paceline.models.language_model import LanguageModel, SlotReader
+from paceline.models.cpu.cpu_forward import LayerRange
+from paceline.models.language_model import LanguageModel
 from paceline.models.module_views import layers_of, with_layers
 from paceline.models.probe import ProbeText
+from paceline.models.reader import SlotReader
 from paceline.models.readers.drafting_ahead import AheadReader
-from paceline.models.runners.eager import EagerRunner
 
 Head = Callable[[Tensor], Tensor]  # hidden states [R,Q,D] -> logits [R,Q,V]
 
 
 class _Handover:
-    """The hidden states on their way from one part to the other."""
+    """The hidden states on their way from the lower part to the upper one."""
 
     hidden: Tensor | None = None
 
@@ -42,7 +41,7 @@ class _Handover:
 
 
 class _Edge(nn.Module):
-    """A layer at the edge of a part; it looks like the layer it holds."""
+    """A layer at the edge of a part. It has the attributes of the layer that it holds."""
 
     def __init__(self, layer: nn.Module, handover: _Handover) -> None:
         super().__init__()
@@ -57,16 +56,16 @@ class _Edge(nn.Module):
 
 
 class _Exit(_Edge):
-    """The last layer of the lower part: what it says is also handed over."""
+    """The last layer of the lower part. It also hands its output over."""
 
     def forward(self, *args: Any, **named: Any) -> Any:
-        said = self.layer(*args, **named)
-        self.handover.hidden = said[0] if isinstance(said, tuple) else said
-        return said
+        output = self.layer(*args, **named)
+        self.handover.hidden = output[0] if isinstance(output, tuple) else output
+        return output
 
 
 class _Entry(_Edge):
-    """The first layer of the upper part: it goes on from what was handed over."""
+    """The first layer of the upper part. It continues from what was handed over."""
 
     def forward(self, hidden_states: Tensor, *args: Any, **named: Any) -> Any:
         given = self.handover.take()
@@ -75,7 +74,7 @@ class _Entry(_Edge):
 
 
 class _TrainedHead(nn.Module):
-    """Stands where the output head was: a head of the exit's own, on what the last layer said before any norm."""
+    """An output layer of the exit's own, in place of the model's. It reads the last layer's output before any norm."""
 
     def __init__(self, head: Head, handover: _Handover) -> None:
         super().__init__()
@@ -87,7 +86,7 @@ class _TrainedHead(nn.Module):
 
 
 class Split:
-    """The two parts of a model. `silent` is the lower one without its output head, where nobody asks what it says."""
+    """The two parts of a model. `silent` is the lower one without its output layer, for passes that need no logits."""
 
     def __init__(self, lm: LanguageModel, depth: int, head: Head | None = None) -> None:
         check_depth(lm, depth)
@@ -102,7 +101,7 @@ class Split:
 
 
 def check_depth(lm: LanguageModel, depth: int) -> None:
-    """A model can be left after any of its layers but the last."""
+    """Refuse a depth that leaves no layers for one of the parts."""
     if not 0 < depth < lm.layers:
         raise InputError(
             f"{lm.name} has {lm.layers} layers and cannot be left after {depth}; use 1 to {lm.layers - 1}."
@@ -110,110 +109,99 @@ def check_depth(lm: LanguageModel, depth: int) -> None:
 
 
 class SplitReader(AheadReader):
-    """A reader whose lower part can run ahead; `extend` then goes on from there, and reads only what is new.
+    """A reader whose lower part can run ahead. `extend` then continues from there, and reads only what is new.
 
     `lower` reads scratch tokens in the order in which a draft grows; `hand_over` says which nodes of the tree they
-    became. An `extend` over that very tree continues it, any other reads all layers as ever.
+    became. An `extend` over that very tree continues it, any other reads through all layers.
     """
 
-    def __init__(self, lm: LanguageModel, depth: int, head: Head | None = None, runner: Runner | None = None) -> None:
-        refuse_dropout(lm.model)
-        super().__init__(lm, (), runner or EagerRunner())
+    def __init__(self, lm: LanguageModel, depth: int, head: Head | None = None) -> None:
+        super().__init__(lm)
         self._split = Split(lm, depth, head)
-        self._ahead: list[Tensor] = []  # hidden states [R,Q,D] that were handed over: of the text, then of scratch
-        self._plan: tuple[TokenTree, Tensor | None, bool] | None = None
+        self._ahead: list[Tensor] = []  # hidden states [R,Q,D] that were handed over: of the sequence, then of scratch
+        self._draft: tuple[TokenTree, Tensor | None, bool] | None = None
 
     # ---- the lower part runs ahead
 
     def lower(self, rows: RowsView, tokens: Tensor | None, parents: Tensor | None) -> Tensor:
-        """Logits of the exit after the text (tokens=None: a new draft begins), then after scratch tokens [R,W]."""
+        """Logits of the exit after the sequence (tokens=None: a new draft begins), then after scratch tokens [R,W]."""
         if tokens is None:
-            self._forget()
-        return self._below(self._split.lower, rows, self.due(rows) if tokens is None else 0, tokens, parents).logits
+            self._discard_ahead()
+        return self._below(rows, self.due(rows) if tokens is None else 0, tokens, parents).logits
 
     def hand_over(self, tree: TokenTree, slots: Tensor | None, pruned: bool) -> None:
         """The draft is ready. `slots` [R,N]: the number of each node among the scratch tokens that `lower` read, -1 for
-        none (None: a chain, of which the first ones were read). `pruned`: not all that was read may be in the tree."""
-        self._plan = (tree, slots, pruned)
+        none (None: a chain, of which the first ones were read). pruned: some that were read may not be in the tree."""
+        self._draft = (tree, slots, pruned)
 
-    def _below(self, part: Any, rows: RowsView, width: int, tokens: Tensor | None, parents: Tensor | None) -> Reading:
-        reading = self._through(part, rows, width, tokens, parents)
-        if self._kernels is None:
-            self._ahead.append(self._split.handover.take())
+    def _below(
+        self, rows: RowsView, width: int, tokens: Tensor | None, parents: Tensor | None, logits: bool = True
+    ) -> Reading:
+        """Read with the lower part, and store its hidden states."""
+        split, by_kernels = self._split, self.kernels is not None
+        apply_head = by_kernels and logits and split.head is not None  # `split.lower` applies it by itself
+        layers = LayerRange(0, split.depth, None, logits and not apply_head, split.lower if logits else split.silent)
+        reading, hidden = self._executor(self.cache, self._plan(rows, width, tokens, parents), layers)
+        self._ahead.append(split.handover.take() if hidden is None else hidden.clone())
+        if not apply_head:
             return reading
-        self._ahead.append(self._said.clone())
-        if part is self._split.silent or self._split.head is None:
-            return reading
-        return Reading(self._split.head(self._ahead[-1][:, -reading.logits.shape[1] :]))
+        assert split.head is not None
+        return Reading(split.head(self._ahead[-1][:, -reading.logits.shape[1] :]))
 
-    def _through(self, part: Any, rows: RowsView, width: int, tokens: Tensor | None, parents: Tensor | None) -> Reading:
-        self._model, self._part = part, self._kernel_part(part)
-        try:
-            return super().extend(rows, width, tokens, parents)
-        finally:
-            self._model, self._part = self.lm.model, None
-
-    def _kernel_part(self, part: Any) -> Part | None:
-        if self._kernels is None:
-            return None
-        split = self._split
-        if part is split.upper:
-            return Part(split.depth, self.lm.layers, split.handover.take())
-        return Part(0, split.depth, head=part is split.lower and split.head is None)
-
-    def _forget(self) -> None:
-        """What the lower part read ahead counts no longer; its slots are written again."""
+    def _discard_ahead(self) -> None:
         if self._ahead:
-            self._scratch, self._parents = 0, None
-        self._ahead, self._plan = [], None
+            self.forget()
+        self._ahead, self._draft = [], None
 
-    # ---- the upper part goes on
+    # ---- the upper part continues
 
     def extend(
         self, rows: RowsView, width: int, tokens: Tensor | None = None, parents: Tensor | None = None
     ) -> Reading:
-        """See `SlotReader.extend`. The draft that was handed over is told by its tensors: nothing is compared."""
-        plan = self._plan
-        if plan and plan[0].tokens is tokens and plan[0].parents is parents and 0 < width <= self._ahead[0].shape[1]:
-            hidden = self._rest(rows, *plan)
-            text = self._ahead[0][:, -width:]
-            self._forget()
-            self._split.handover.hidden = torch.cat([text, hidden], 1)
-            reading = self._through(self._split.upper, rows, width, tokens, parents)
+        """See `core.contracts.Reader`. The draft that was handed over is known by its tensors: values are not read."""
+        draft = self._draft
+        if draft and draft[0].tokens is tokens and draft[0].parents is parents and 0 < width <= self._ahead[0].shape[1]:
+            nodes = self._hidden_of(rows, *draft)
+            hidden = torch.cat([self._ahead[0][:, -width:], nodes], 1)
+            self._discard_ahead()
+            if self.kernels is None:
+                self._split.handover.hidden = hidden
+            layers = LayerRange(self._split.depth, self.lm.layers, hidden, module=self._split.upper)
+            reading, _ = self._executor(self.cache, self._plan(rows, width, tokens, parents), layers)
         else:
-            self._forget()
+            self._discard_ahead()
             reading = super().extend(rows, width, tokens, parents)
         self._hold(rows)
         return reading
 
-    def _rest(self, rows: RowsView, tree: TokenTree, slots: Tensor | None, pruned: bool) -> Tensor:
-        """Hidden states [R,N,D] of all nodes: the lower part reads those it has not seen, and its keys and values move
-        from the order in which they were read to the order of the tree."""
+    def _hidden_of(self, rows: RowsView, tree: TokenTree, slots: Tensor | None, pruned: bool) -> Tensor:
+        """Hidden states [R,N,D] of all nodes. The lower part reads the nodes that it has not seen, and its keys and
+        values move from the order in which they were read to the order of the tree."""
         read = self._scratch
         if slots is None:
-            self._below(self._split.silent, rows, 0, tree.tokens[:, read:], None)
+            self._below(rows, 0, tree.tokens[:, read:], None, logits=False)
             return torch.cat(self._ahead[1:], 1)
         assert tree.parents is not None
-        # where read nodes were pruned away, rows differ in how many are unread: a host read, but only then
+        # if read nodes were pruned, rows differ in how many are unread: only then a host read is needed
         unread = int((slots < 0).sum(1).max()) if pruned else tree.nodes - read
         if unread:
             nodes = (slots >= 0).to(torch.int8).argsort(dim=1, stable=True)[:, :unread]
             above = torch.nn.functional.pad(slots, (1, 0), value=-1).gather(1, tree.parents.gather(1, nodes) + 1)
-            self._below(self._split.silent, rows, 0, tree.tokens.gather(1, nodes), above)
+            self._below(rows, 0, tree.tokens.gather(1, nodes), above, logits=False)
             slots = slots.scatter(1, nodes, arange(read, read + unread, nodes.device).expand_as(nodes))
         self.cache.move(rows.length, slots, arange(0, tree.nodes, slots.device), self._split.depth)
         hidden = torch.cat(self._ahead[1:], 1)
         return hidden.gather(1, slots.unsqueeze(-1).expand(*slots.shape, hidden.shape[-1]))
 
 
-# ---- tried out, not believed
+# ---- the check of a split
 
 _SPLIT: WeakKeyDictionary[nn.Module, set[int]] = WeakKeyDictionary()  # models that passed, and where they were cut
 
 
 @torch.inference_mode()
 def check_split(lm: LanguageModel, depth: int) -> None:
-    """Read a chain and a tree in two parts and whole, once per model; refuse the model where the logits differ."""
+    """Read a chain and a tree in two parts and whole, once per model. Refuse the model if the logits differ."""
     check_depth(lm, depth)
     if depth in _SPLIT.setdefault(lm.model, set()):
         return
@@ -223,7 +211,7 @@ def check_split(lm: LanguageModel, depth: int) -> None:
     drafted = torch.randint(0, lm.vocabulary, (2, 5), generator=generator).to(lm.device)
     branches = torch.tensor([[-1, -1, 0, 1, 2]] * 2, device=lm.device)
     for parents in (None, branches):
-        whole, parted = SlotReader(lm, (), EagerRunner()), SplitReader(lm, depth)
+        whole, parted = SlotReader(lm), SplitReader(lm, depth)
         for reader in (whole, parted):
             reader.begin(rows, 0, 32)
         wanted = whole.extend(rows, 1, drafted, parents).logits.float()

@@ -21,13 +21,13 @@ import torch
 from torch import Tensor
 
 from paceline.common.errors import InputError, UnsupportedError
-from paceline.core.contracts import Reading, RowsView, Runner
+from paceline.core.contracts import Reading, RowsView
 from paceline.core.costs import accepted_of
 from paceline.core.device_ops import QUICK
 from paceline.models.architecture import refuse_dropout
-from paceline.models.language_model import LanguageModel, SlotReader
+from paceline.models.language_model import LanguageModel
 from paceline.models.module_views import apart, shell
-from paceline.models.runners.eager import EagerRunner
+from paceline.models.reader import ForwardPlan, SlotReader
 
 LOUD = 1e4  # a logit that wins over all others at any temperature, and that every floating-point type can hold
 
@@ -52,8 +52,8 @@ class Script:
         after[walk], wrong[walk] = walk.roll(-1), walk.roll(-(len(walk) // 2 + 1))
         return Script(after, wrong, torch.rand(vocabulary, generator=generator, dtype=torch.float64))
 
-    def said(self, rates: Sequence[float]) -> Tensor:
-        """[V,D]: what is said after each token by someone who is right with probability rates[d]."""
+    def tokens(self, rates: Sequence[float]) -> Tensor:
+        """[V,D]: the token after each token, right with probability rates[d]."""
         right = self.coin.unsqueeze(1) < torch.tensor(rates, dtype=torch.float64)
         return torch.where(right, self.after.unsqueeze(1), self.wrong.unsqueeze(1))
 
@@ -95,30 +95,26 @@ class ScriptedModel(LanguageModel):
         self.__dict__.update(lm.__dict__)
         self.rates = tuple(rates)
         self._plain = lm.model
-        self._said = script.said(rates).to(lm.device)  # [V,D]
-        one = script.said([even_rate(rates, gamma)])[:, 0]
+        self._tokens = script.tokens(rates).to(lm.device)  # [V,D]
+        one = script.tokens([even_rate(rates, gamma)])[:, 0]
         self.model = _module(lm.model, one.to(lm.device))
 
     @property
     def core(self) -> Any:
         return self._plain
 
-    def reader(self, taps: Sequence[float] = (), runner: Runner | None = None) -> SlotReader:
+    def reader(self, taps: Sequence[float] = ()) -> SlotReader:
         refuse_dropout(self.model)
-        reader = _ScriptReader(self, tuple(taps), runner or EagerRunner(), self._plain)
-        reader.script = self._said
-        return reader
+        return _ScriptReader(self, taps, self._tokens)
 
 
 class _ScriptReader(SlotReader):
-    """Runs the model as it is and then says the script, right or wrong by how far into a draft a token is."""
+    """Runs the model and then raises the logit of the script's token, which depends on how far into a draft it is."""
 
-    script: Tensor  # [V,D]
-    _base: Tensor | None = None  # [R,1]: tokens of each text that are no draft; None while a prompt is read
-
-    def prefill(self, rows: RowsView, first: int, upto: Sequence[int]) -> None:
-        self._base = None
-        super().prefill(rows, first, upto)
+    def __init__(self, lm: ScriptedModel, taps: Sequence[float], script: Tensor) -> None:
+        super().__init__(lm, taps, lm.core)
+        self._script = script  # [V,D]
+        self._base = torch.empty(0)  # [R,1]: the tokens of each sequence that are no draft
 
     def extend(
         self, rows: RowsView, width: int, tokens: Tensor | None = None, parents: Tensor | None = None
@@ -127,32 +123,34 @@ class _ScriptReader(SlotReader):
         self._base = (
             rows.length if settled == rows.lengths else torch.tensor(settled, device=self.lm.device).view(-1, 1)
         )
-        return super().extend(rows, width, tokens, parents)
-
-    def _heard(self, reading: Reading, ids: Tensor, position: Tensor) -> Reading:
-        quick = QUICK.get(ids.device.type)
-        if self._base is not None and quick is not None:
-            quick.say(reading.logits, self.script, ids, position, self._base, LOUD)
-        elif self._base is not None:
-            keep = reading.logits.shape[1]
-            step: Tensor | int = 0
-            if self.script.shape[1] > 1:
-                step = (position[:, -keep:] + 1 - self._base).clamp(0, self.script.shape[1] - 1)
-            _say(reading.logits, self.script[ids[:, -keep:], step])
+        plan = self._plan(rows, width, tokens, parents)
+        reading, _ = self._executor(self.cache, plan)
+        self._raise_logits_of_script(reading.logits, plan)
         return reading
 
+    def _raise_logits_of_script(self, logits: Tensor, plan: ForwardPlan) -> None:
+        quick = QUICK.get(plan.ids.device.type)
+        if quick is not None:
+            quick.say(logits, self._script, plan.ids, plan.positions, self._base, LOUD)
+            return
+        keep, depth = plan.keep, self._script.shape[1]
+        step: Tensor | int = 0
+        if depth > 1:
+            step = (plan.positions[:, -keep:] + 1 - self._base).clamp(0, depth - 1)
+        _raise_logits(logits, self._script[plan.ids[:, -keep:], step])
 
-def _say(logits: Tensor, tokens: Tensor) -> None:
-    """The largest logit [R,Q,V] becomes that of `tokens` [R,Q]; one write each, on what the pass has just made."""
+
+def _raise_logits(logits: Tensor, tokens: Tensor) -> None:
+    """Make the logits [R,Q,V] of `tokens` [R,Q] the largest, in place."""
     logits.scatter_(-1, tokens.unsqueeze(-1), LOUD)
 
 
-def _module(model: Any, said: Tensor) -> Any:
+def _module(model: Any, script: Tensor) -> Any:
     """The same weights in a module of a class of its own, whose forward also says the script."""
     fresh = apart(shell(model))
     cls: Any = type(model)
     fresh.__class__ = _class(cls)
-    fresh.__dict__.update(script=said, whole=dict(model._modules))
+    fresh.__dict__.update(script=script, whole=dict(model._modules))
     return fresh
 
 
@@ -169,7 +167,7 @@ def _class(cls: Any) -> Any:
             )
         output = cls.forward(self, *args, **named)
         ids = args[0] if args else named["input_ids"]
-        _say(output.logits, self.script[ids[:, -output.logits.shape[1] :]])
+        _raise_logits(output.logits, self.script[ids[:, -output.logits.shape[1] :]])
         return output
 
     return type(f"Scripted{cls.__name__}", (cls,), {"forward": forward, "__module__": cls.__module__})

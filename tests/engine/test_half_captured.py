@@ -60,7 +60,7 @@ def test_the_same_texts(draft: Any, where: str, monkeypatch: pytest.MonkeyPatch)
         out.tokens for out in paceline.SpeculativeDecoder(target, draft=None).generate(PROMPTS, max_new_tokens=20)
     ]
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", object)
-    monkeypatch.setattr(cuda_graph, "HostCopy", Read)
+    monkeypatch.setattr(cuda_graph, "CudaHostCopy", Read)
     monkeypatch.setattr(Programs, "_captured", captured)
     monkeypatch.setattr(flight, "programs_for", lambda lm: None if lm.runner == "eager" else Programs(lm.device))
     if where == "verify":

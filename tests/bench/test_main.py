@@ -1,16 +1,14 @@
-"""`python -m paceline.bench`, and all of a benchmark on made-up models."""
+"""A whole benchmark on random models."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from paceline.bench.__main__ import main, options_of, parser
 from paceline.bench.bench_options import BenchOptions
 from paceline.bench.measure import bench_session as session
 from paceline.bench.measure.bench_session import bench
@@ -21,6 +19,7 @@ from paceline.bench.results.records import read_records
 from paceline.common.errors import InputError
 from paceline.core.costs import Costs
 from paceline.models.language_model import LanguageModel
+from tests.cli.conftest import refusal, run
 from tests.toys import letters, llama
 
 MADE_UP = BenchOptions(
@@ -36,26 +35,15 @@ def _quiet_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("paceline.bench.measure.bench_setup.measured_costs", lambda *_, **__: costs)
 
 
-def test_every_option_has_a_flag() -> None:
-    given = vars(parser().parse_args(["--shape", "tiny", "--runs", "suffix", "--runs", "ngram:gamma=3", "--no-chat"]))
-    left = {name: value for name, value in given.items() if name not in ("out", "csv", "trace", "resume")}
-    assert options_of(left) == BenchOptions(shape="tiny", runs=("suffix", "ngram:gamma=3"), chat=False)
-    flags = {action.dest for action in parser()._actions}
-    assert {field.name for field in fields(BenchOptions)} <= flags
-    assert options_of({"synthetic_acceptance": ["0.9,0.8"], "top_k": 3}).synthetic_acceptance == (0.9, 0.8)
-    with pytest.raises(InputError, match="must be numbers, got often"):
-        options_of({"synthetic_acceptance": ["often"]})
-
-
-def test_all_of_it_writes_record_table_and_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_benchmark_writes_record_table_and_trace(tmp_path: Path) -> None:
     files = {name: tmp_path / name for name in ("out", "csv", "trace")}
     words = "--shape tiny --synthetic-acceptance 0.8 --max-new-tokens 12 --prompt-tokens 8 --limit 1 --repeats 2"
     flags = [word for name, path in files.items() for word in (f"--{name}", str(path))]
-    assert main([*words.split(), *flags, "--memory", "--layers"]) == 0
-    told = capsys.readouterr().out
-    assert "4 runs of plain, draft-model" in told
-    assert "All prompts" in told
-    report = read_records(files["out"])
+    result = run("bench", *words.split(), *flags, "--memory", "--layers")
+    assert result.exit_code == 0, result.output
+    assert "4 runs: plain, draft-model" in result.stderr
+    assert "All prompts" in result.stdout
+    report = read_records(files["out"] / "bench.jsonl")
     assert report.complete
     line = summarise(report).of("draft-model")
     assert line is not None
@@ -81,12 +69,6 @@ def test_a_busy_machine_is_marked_and_refused_on_request(monkeypatch: pytest.Mon
     assert report.mark == "Measured on a busy machine: other processes used 60% of the processors at the start."
     assert report.provenance["loaded"] is True
     assert report.provenance["busy"] == 0.6
-
-
-def test_errors_are_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--runs", "sufix", "--shape", "tiny"]) == 2
-    assert "Did you mean 'suffix'?" in capsys.readouterr().err
-    assert main(["--shape", "tiny", "--out", "/no/such/folder/x.jsonl"]) == 2
 
 
 @pytest.fixture
@@ -135,19 +117,12 @@ def test_whoever_cannot_go_with_the_target_is_left_out_with_a_line(tmp_path: Pat
     assert [sentence for sentence in report.notes if sentence.startswith("hf-assisted is left out")]
 
 
-def test_what_cannot_be_written_and_what_is_interrupted_are_no_tracebacks(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    words = ["--shape", "tiny", "--runs", "suffix"]
-    assert main([*words, "--csv", str(tmp_path)]) == 2
-    assert "it is a folder" in capsys.readouterr().err
-    record = tmp_path / "record.jsonl"
-    record.write_text("older")
-    assert main(["--runs", "sufix", "--out", str(record)]) == 2
-    assert record.read_text() == "older"
+def test_an_error_or_an_interruption_is_no_traceback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    words = ["bench", "--shape", "tiny", "--synthetic-acceptance", "0.8"]
+    assert "it is a folder" in refusal(*words, "--csv", str(tmp_path), code=2)
 
     def insist(*_: Any, **__: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("paceline.bench.__main__.bench", insist)
-    assert main(words) == 130
+    monkeypatch.setattr("paceline.bench.measure.bench_session.bench", insist)
+    assert run(*words).exit_code == 130

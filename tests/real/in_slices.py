@@ -1,6 +1,6 @@
 """A long benchmark on a machine with many cores: the prompts in parts, a part per slice of cores, all at the same time.
 
-    python -m tests.real.in_slices 8 spec_bench_dev.jsonl OUT --seconds 560 -- --runs auto --peers hf
+    python -m tests.real.in_slices 8 spec_bench_dev.jsonl OUT --seconds 560 -- --run auto --peer hf
 
 Everybody is still measured in turns with everybody else, inside one slice. Called again it goes on with what is
 missing; after `--seconds` each slice is interrupted and keeps what it has. `OUT/bench.jsonl` holds all of it, for
@@ -34,8 +34,8 @@ def start(number: int, slices: int, out: Path, arguments: list[str]) -> subproce
     cores = sorted(os.sched_getaffinity(0))
     wide = len(cores) // slices
     own = cores[number * wide : (number + 1) * wide]
-    command = [sys.executable, "-m", "paceline.bench", "--prompts", str(out / f"part{number}.jsonl"),
-               "--out", str(out / f"bench{number}.jsonl"), "--resume", "--threads", str(wide), "--force",
+    command = [sys.executable, "-m", "paceline", "bench", "--prompts", str(out / f"part{number}.jsonl"),
+               "--out", str(out / f"slice{number}"), "--resume", "--threads", str(wide), "--force",
                *arguments]  # fmt: skip
     log = (out / f"log{number}.txt").open("w")
     environment = {**os.environ, "OMP_NUM_THREADS": str(wide)}
@@ -69,7 +69,7 @@ def main() -> int:
         except subprocess.TimeoutExpired:
             process.send_signal(signal.SIGINT)
     codes = [process.wait() for process in running]
-    records = [said.out / f"bench{number}.jsonl" for number in range(said.slices)]
+    records = [said.out / f"slice{number}" / "bench.jsonl" for number in range(said.slices)]
     whole = "".join(record.read_text("utf-8") for record in records if record.exists())
     (said.out / "bench.jsonl").write_text(whole, "utf-8")
     print(f"exit codes {codes}; {whole.count(json.dumps('run'))} runs in {said.out / 'bench.jsonl'}")

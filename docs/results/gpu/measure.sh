@@ -48,9 +48,10 @@ picture() {
 bench() { # NAME ARGUMENTS: one record
   local name=$1
   shift
-  rm -f "$into/$name.jsonl"
-  "$python" -m paceline.bench --device cuda --dtype bfloat16 --runs draft-model --limit 2 --repeats 4 --max-new-tokens 128 --warm-up 128 \
-    --force --out "$into/$name.jsonl" "$@" > "$into/$name.txt" 2>&1
+  rm -rf "$into/$name.jsonl" "$into/$name"
+  "$python" -m paceline bench --device cuda --dtype bfloat16 --run draft-model --limit 2 --repeats 4 --max-new-tokens 128 --warm-up 128 \
+    --force --out "$into/$name" "$@" > "$into/$name.txt" 2>&1
+  cp "$into/$name/bench.jsonl" "$into/$name.jsonl"
   grep -v '^\[' "$into/$name.txt"
   pack
 }
@@ -59,15 +60,15 @@ tables() {
   for shape in llama-135m llama-7b; do for rate in 0.8 0.9 0.6; do
     echo "== $shape, right $rate"
     plain=() # what plain decoding of transformers takes does not depend on the rate
-    [ "$rate" = 0.8 ] && plain=(--peers hf)
-    bench "$shape-$rate" --shape "$shape" --synthetic-acceptance "$rate" --peers hf-assisted "${plain[@]}"
+    [ "$rate" = 0.8 ] && plain=(--peer hf)
+    bench "$shape-$rate" --shape "$shape" --synthetic-acceptance "$rate" --peer hf-assisted "${plain[@]}"
   done; done
 }
 
 construction() { # the first three layers draft; the others add what `epsilons` found (epsilons.txt); SHAPES: of these only
   while read -r shape rate eps _; do
     echo "== $shape, agreeing $rate by construction, eps $eps"
-    bench "$shape-agreeing-$rate" --shape "$shape" --construction "$eps" --draft-shape "$shape:layers=3" --peers hf-assisted --runs draft-model:gamma=3
+    bench "$shape-agreeing-$rate" --shape "$shape" --construction "$eps" --draft-shape "$shape:layers=3" --peer hf-assisted --run draft-model:gamma=3
   done < <(grep "${SHAPES:-llama}" docs/results/gpu/epsilons.txt)
 }
 

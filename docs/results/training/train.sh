@@ -8,7 +8,7 @@
 # more than TEXTS seconds, what is written by then is all. KINDS: only these; without eagle the texts must be there.
 # TOGETHER=1: all others beside each other, MINUTES each. START: a folder of KIND/ trained before, to begin with. LOSS: of
 # draft-lm (kl; tv@0.8: see docs/training.md), and KEPT: layers of the target before its own.
-# No network, typer or rich is needed; the target must be in the cache (tests/gpu/weights.py).
+# No network is needed; the target must be in the cache (tests/gpu/weights.py).
 # A rehearsal on a CPU takes ten minutes: PYTHON=.venv/bin/python DEVICE=cpu DTYPE=float32 MADE=/tmp/rehearsal OUT=/tmp/out \
 #   MINUTES=9 TOKENS=4000 TEXTS=200 WRITERS=2 ROWS=8 SHARD=8 QUESTION=32 ANSWER=64 LENGTH=128 BATCH=512 LEAST=1 AFTER=35
 set -u
@@ -28,7 +28,7 @@ one() { # KIND ARGUMENTS
   [ -d "${START:-/none}/$kind" ] && set -- "$@" --from "$START/$kind" --learning-rate 0.0005
   mkdir -p "$made/$kind" # first: whoever says `enough` sees this folder, or is seen here
   [ -e "$made/no-more" ] && { rmdir "$made/$kind"; return; }
-  "${PYTHON:-python3}" -m paceline.training --target smollm2-135m --kind "$kind" --out "$made/$kind" --texts "$made/texts" \
+  "${PYTHON:-python3}" -m paceline train --target smollm2-135m --kind "$kind" --out "$made/$kind" --texts "$made/texts" \
     --tokens "${TOKENS:-16000000}" --writers "${WRITERS:-4}" --rows "${ROWS:-256}" --shard "${SHARD:-512}" --question "${QUESTION:-384}" \
     --answer "${ANSWER:-320}" --join --length "${LENGTH:-1024}" --batch "${BATCH:-16384}" --dtype "${DTYPE:-bfloat16}" \
     --device "${DEVICE:-cuda}" --numbers int8 --seed 0 --no-predict --learning-rate 0.001 "$@" > "$made/$kind.log" 2>&1
@@ -60,19 +60,19 @@ texts() { # until they are complete, or nobody is left who writes them; PROCESS:
 
 other() { # KIND MINUTES
   case $1 in
-    draft-lm) one draft-lm --minutes "$2" --options layers=3 --options "kept=${KEPT:-0}" --loss "${LOSS:-kl}" ;;
-    medusa) one medusa --minutes "$2" --options heads=3 --options layers=3 ;;
-    early-exit) one early-exit --minutes "$2" --options layers=15 --options block=1152 ;;
+    draft-lm) one draft-lm --minutes "$2" --option layers=3 --option "kept=${KEPT:-0}" --loss "${LOSS:-kl}" ;;
+    medusa) one medusa --minutes "$2" --option heads=3 --option layers=3 ;;
+    early-exit) one early-exit --minutes "$2" --option layers=15 --option block=1152 ;;
     prophet) one prophet --minutes "$2" ;;
   esac
 }
 
 lanes() {
   if wanted eagle; then
-    one eagle --minutes "$minutes" --options vocabulary=16384 --options own_output=false &
+    one eagle --minutes "$minutes" --option vocabulary=16384 --option own_output=false &
     texts $!
   fi
-  one trigram --options "least=${LEAST:-64}"
+  one trigram --option "least=${LEAST:-64}"
   local kind
   for kind in draft-lm medusa early-exit prophet; do
     wanted $kind || continue

@@ -193,3 +193,17 @@ def test_the_bare_machine_check_can_fail() -> None:
     run = import_bare(("core",), ("torch",))
     assert run.returncode == 1, run.stdout + run.stderr
     assert "No module named 'torch'" in run.stdout
+
+
+def test_the_contract_of_drafters_is_small() -> None:
+    """Everything else that a drafter may do is an optional protocol with a docstring."""
+    from paceline.core import protocols
+    from paceline.core.contracts import Drafter
+
+    members = {name for name in {*vars(Drafter), *Drafter.__annotations__} if not name.startswith("_")}
+    assert len(members) <= 10, sorted(members)
+    optional = [
+        cls for cls in vars(protocols).values() if isinstance(cls, type) and cls.__module__ == protocols.__name__
+    ]
+    assert optional
+    assert all(issubclass(cls, Drafter) and cls.__doc__ for cls in optional)

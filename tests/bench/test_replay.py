@@ -17,6 +17,7 @@ from paceline.bench.replay.trace_files import TraceFile, TraceText, header_of
 from paceline.common.errors import UnknownNameError, UnsupportedError
 from paceline.core.contracts import DRAFTERS, Budget, RowsView
 from paceline.core.costs import Costs
+from paceline.core.protocols import Replayable
 from paceline.core.trace import Trace
 from paceline.core.tree import TokenTree
 from paceline.drafters.lookup.base import HostDrafter
@@ -271,14 +272,10 @@ def test_a_text_that_depends_on_its_run_says_nothing_about_others(
     assert answer.reason == reason
 
 
-class _Liar(HostDrafter[None]):
+class _Liar(Replayable, HostDrafter[None]):
     """Says that it lives from text alone, and looks at logits all the same."""
 
     name = "liar"
-
-    @classmethod
-    def replay_needs(cls, options: Any) -> str | None:
-        return None
 
     def begin(self, rows: RowsView, row: int) -> None:
         return None

@@ -26,6 +26,7 @@ import torch
 import paceline  # noqa: F401  fills the registries
 from paceline import LanguageModel, SpeculativeDecoder
 from paceline.core.contracts import DRAFTERS
+from paceline.core.protocols import Adaptive, HoldsDrafters, NeedsHiddenStates, SharesReader
 
 from .models import CASES, CLASSES, DRAFTS, draft, target
 
@@ -53,12 +54,13 @@ class Variant:
     @property
     def may_be_idle(self) -> bool:
         """Whether it may draft nothing, because it measures what drafts cost."""
-        return getattr(DRAFTERS[self.drafter], "by_clock", False) and "costs" not in self.options
+        return issubclass(DRAFTERS[self.drafter], Adaptive) and "costs" not in self.options
 
     @property
     def is_never_captured(self) -> bool:
         """Whether it shares the reader of the target, so that its rounds are no CUDA graphs."""
-        return DRAFTERS[self.drafter].shares_reader
+        cls = DRAFTERS[self.drafter]
+        return issubclass(cls, SharesReader) and not issubclass(cls, HoldsDrafters)
 
     @property
     def chain(self) -> bool:
@@ -69,7 +71,8 @@ class Variant:
         """Whether it runs a model or layers like the target's. Then the architecture matters."""
         cls = DRAFTERS[self.drafter]
         made_of_layers = any(entry.name == "head" for entry in dataclasses.fields(cls.Options))
-        return bool(self.draft or cls.needs_taps) or cls.shares_reader or made_of_layers
+        looks = issubclass(cls, (NeedsHiddenStates, SharesReader)) and not issubclass(cls, HoldsDrafters)
+        return bool(self.draft) or looks or made_of_layers
 
     def made_for(self, lm: LanguageModel, case: str) -> dict[str, Any]:
         options = {name: value(lm) if _makes(value) else value for name, value in self.options.items()}

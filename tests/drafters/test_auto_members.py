@@ -12,6 +12,7 @@ from tests.toys import VOCABULARY, TableModel, llama
 from paceline import LanguageModel, SpeculativeDecoder
 from paceline.core.contracts import Budget, Drafter, RowsView
 from paceline.core.costs import Costs
+from paceline.core.protocols import RunsModel
 from paceline.core.tree import TokenTree
 from paceline.drafters.adaptive import group as company
 from paceline.drafters.adaptive.auto import Auto
@@ -31,7 +32,7 @@ class Clock:
         monkeypatch.setattr(company.time, "perf_counter", lambda: self.now)
 
 
-class Stepping(Drafter):
+class Stepping(RunsModel):
     """Runs a model, or so it says: it is right about `repeating`, or never, and each of its steps takes a while."""
 
     name, prior_acceptance = "stepping", 0.7
@@ -176,7 +177,6 @@ class Slow(Drafter):
     """On the host, and it takes its time: right about `repeating`, or never."""
 
     name = "slow"
-    wants_verdict = False
 
     def __init__(self, clock: Clock, seconds: float, right: bool) -> None:
         self.clock, self.seconds, self.right = clock, seconds, right

@@ -14,6 +14,7 @@ from tests.toys import VOCABULARY, llama, naive, scripted
 from paceline import Budget, Drafter, InputError, LanguageModel, PacelineWarning, SpeculativeDecoder, TokenTree
 from paceline.common.errors import UnsupportedError
 from paceline.core.contracts import PromptTaps, Reading
+from paceline.core.protocols import NeedsHiddenStates, Rewindable
 from paceline.drafters.adaptive.portfolio import Portfolio
 
 SCRIPT = list(range(1, 40))  # what the scripted target writes
@@ -37,7 +38,7 @@ class Says(Drafter):
         return TokenTree.from_chains(chains, "cpu")
 
 
-class Notes(Says):
+class Notes(Says, Rewindable):
     """And writes down what it is told."""
 
     def keep(self, rows: Any, verdict: Any, reading: Reading) -> None:
@@ -214,10 +215,10 @@ def test_what_was_left_out_of_the_tree_has_no_logits() -> None:
     assert told[0][2] == [[2, -1, -1, -1, -1]]
 
 
-class Taps(Says):
+class Taps(Says, NeedsHiddenStates):
     def __init__(self, says: Any, taps: tuple[float, ...]) -> None:
         super().__init__(says)
-        self.needs_taps = taps  # type: ignore[misc]
+        self.needs_taps = taps
 
     def observe_prompt(self, rows: Any, taps_piece: PromptTaps) -> None:
         self.calls.append(("observe_prompt", len(taps_piece.taps), taps_piece.taps))

@@ -35,8 +35,8 @@ def test_a_decoder_drafts_with_auto_and_none_is_plain() -> None:
     model = lm()
     decoder = paceline.SpeculativeDecoder(model)
     assert decoder.drafter.name == "auto"
-    assert not paceline.SpeculativeDecoder(model, None).drafter.speculates
-    assert not paceline.SpeculativeDecoder(model, draft=None).drafter.speculates
+    assert not paceline.SpeculativeDecoder(model, None).speculates
+    assert not paceline.SpeculativeDecoder(model, draft=None).speculates
     assert decoder.generate([1, 2, 1, 2, 1], max_new_tokens=12).tokens == naive(model.model, [1, 2, 1, 2, 1], 12)
 
 

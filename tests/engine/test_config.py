@@ -60,7 +60,7 @@ def test_what_is_said_beside_counts_more(lm: LanguageModel) -> None:
     said = {"draft": "ngram", "options": {"order": 3}, "rule": "typical", "rule_options": {"epsilon": 0.4}}
     made = SpeculativeDecoder.from_config(said, lm, draft="suffix", rule="ratio", gamma=2)
     assert (made.drafter.name, made.rule.name, made.gamma) == ("suffix", "ratio", 2)
-    assert SpeculativeDecoder.from_config({"draft": "none"}, target=lm).drafter.speculates is False
+    assert SpeculativeDecoder.from_config({"draft": "none"}, target=lm).speculates is False
 
 
 def test_the_target_is_loaded_as_it_says(tmp_path: Path) -> None:

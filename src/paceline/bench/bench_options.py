@@ -96,11 +96,13 @@ def apply(options: BenchOptions, said: Collection[str] = ()) -> BenchOptions:
 def needs_nothing(name: str) -> bool:
     """Can this drafter work for any target as it is: no second model, no trained head, no text to expect?"""
     from paceline.core.contracts import DRAFTERS
+    from paceline.core.protocols import DraftsNothing, TakesPrediction
 
     drafter = DRAFTERS[name]
     asks = {field.name for field in fields(drafter.Options)}
     trained = getattr(drafter.Options, "required", ())
-    return drafter.speculates and not drafter.takes_prediction and "model" not in asks and not trained
+    expects = issubclass(drafter, TakesPrediction) and drafter.takes_prediction
+    return not issubclass(drafter, DraftsNothing) and not expects and "model" not in asks and not trained
 
 
 def _default() -> dict[str, Any]:

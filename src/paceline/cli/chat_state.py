@@ -80,11 +80,13 @@ class ChatState:
 
     def change(self, drafter: Drafter | None = None, **values: Any) -> None:
         """Set options, or refuse all of them if the next message would be refused."""
+        from paceline.core.protocols import takes_prediction
+
         options = replace(self.options, **values)
         drafter = drafter or self.drafter("speculative")
         settings, rule = read_settings(options), open_rule(options)
         check_settings(settings, rule)
-        if "prediction" in settings and not drafter.takes_prediction:
+        if "prediction" in settings and not takes_prediction(drafter):
             raise InputError(
                 f"--prediction was given, and drafter '{drafter.name}' cannot use one; leave one of them out."
             )

@@ -184,9 +184,10 @@ def make_decoder(
     options: PairOptions, target: LanguageModel, drafter: Drafter, rule: Rule, rows: int = 16
 ) -> SpeculativeDecoder:
     """The decoder of a loaded target, a drafter and a rule."""
+    from paceline.core.protocols import chooses_length
     from paceline.engine.decoder import SpeculativeDecoder
 
-    if options.gamma == "auto" or drafter.chooses_length:
+    if options.gamma == "auto" or chooses_length(drafter):
         _measure_costs(target)
     return SpeculativeDecoder(target, drafter, rule=rule, allow_lossy=options.allow_lossy, gamma=options.gamma,
                               nodes=options.nodes, rows=rows, first_target=options.first_target)  # fmt: skip
@@ -209,4 +210,6 @@ def plain_decoder(target: LanguageModel, rule: Rule) -> SpeculativeDecoder:
 
 def fitting(decoder: SpeculativeDecoder, settings: dict[str, Any]) -> dict[str, Any]:
     """The settings without `prediction` if the drafter cannot use one."""
-    return {k: v for k, v in settings.items() if k != "prediction" or decoder.drafter.takes_prediction}
+    from paceline.core.protocols import takes_prediction
+
+    return {k: v for k, v in settings.items() if k != "prediction" or takes_prediction(decoder.drafter)}

@@ -35,7 +35,7 @@ def beginning(decoder: SpeculativeDecoder, settings: dict[str, Any]) -> str:
     searches = decoder.rule.exact == "beam"
     if beams == 1 and not searches:
         return told
-    if decoder.drafter.speculates:
+    if decoder.speculates:
         told = told.rpartition(", rule ")[0] + f", rule {'beam' if beams > 1 else 'match'}"
     return f"{told}, {beams} beams" if beams > 1 else told
 
@@ -154,6 +154,7 @@ class Recording:
         from paceline.bench.candidates.candidate import Entry
         from paceline.bench.replay.trace_files import header_of
         from paceline.core.contracts import RULES
+        from paceline.core.protocols import chooses_length
         from paceline.drafters.resolve import resolve_draft
 
         assert options.trace is not None
@@ -163,7 +164,7 @@ class Recording:
         if source is not None and draft == "draft-model":
             draft = values.pop("model")  # a model has its own name in a trace
         rule_values = convert_options(options.rule_options, RULES[options.rule].Options, "rule", options.rule)
-        gamma = "auto" if decoder.drafter.chooses_length else decoder.gamma
+        gamma = "auto" if chooses_length(decoder.drafter) else decoder.gamma
         entry = Entry(options.draft, draft, values, gamma, options.nodes, options.rule, rule_values)
         self._decoder, self._settings, self._path = decoder, settings, options.trace
         self._header = header_of(decoder.target, entry, settings, provenance={"versions": versions()})

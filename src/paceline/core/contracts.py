@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import gc
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
 
-from paceline.common.errors import InputError
 from paceline.core.beam_search import Grouped
 from paceline.core.choice import Choice, Draw
 from paceline.core.registry import Registry
@@ -154,125 +151,42 @@ class Reader(Protocol):
 
 
 class Drafter(ABC):
-    """Guesses what the target will write next. One file per method; it registers itself with `DRAFTERS.register`.
+    """Proposes tokens for the target to verify. Each method is one file, and registers itself with `DRAFTERS.register`.
 
-    A drafter never decides anything: whatever it proposes, the text stays the target's. Rows come and go: `admit` is
-    told of rows `first...`, and when `release` is called the last row takes the place of the released one.
+    A drafter decides nothing: whatever it proposes, the text is the target's. `core.protocols` has what a drafter may
+    do besides: read hidden states, run inside a CUDA graph, follow beams, and so on.
     """
 
     name: ClassVar[str] = "unnamed"
-    Options: ClassVar[type]  # a small dataclass; its fields are the API's and the command line's options
-    speculates: ClassVar[bool] = True  # false for the one that drafts nothing
-    on_device: ClassVar[bool] = False  # proposes from device tensors without a host read, and is trusted to be valid
-    shares_reader: ClassVar[bool] = False  # may bring a reader of the target along (`reader`)
-    wants_verdict: ClassVar[bool] = True  # `keep` does something; inside a portfolio it is not worked out for others
-    holds_drafters: ClassVar[bool] = False  # made with (options, device): the models of those inside belong there too
-    by_clock: ClassVar[bool] = False  # what it drafts depends on how long things take
-    chooses_length: ClassVar[bool] = False  # decides itself how much to draft; γ is only a limit
-    reasons: Sequence[str] = ()  # of the last proposal, per row: why so much and by whom (for the trace)
-    model_seconds: float = 0.0  # of the last proposal: what models took that it was decided to ask
-    prior_acceptance: float | None = None  # for drafters that run a model: how often a token is right, before one knows
-    uses_all_nodes: bool = False  # its trees grow as large as they may, and nobody has said how large
-    graph_key: int = 0  # where what it does inside captured programs may change: another number, another program
-    depth: int | None = None  # drafted in a row at most where it chooses the length and nobody has said γ
-    home: Any = None  # the mark of the loop that opened it last; only that loop may go on with its state
-    takes_prediction: bool = False  # drafts from `rows.predictions`
-    needs_taps: tuple[float, ...] = ()  # relative depths of the target's hidden states it wants to see
-
-    def inside(self) -> Sequence[Drafter]:
-        """The drafters that this one calls: its attributes that are drafters. One that keeps them elsewhere says so."""
-        return [value for value in vars(self).values() if isinstance(value, Drafter)]
-
-    def all_inside(self) -> list[Drafter]:
-        """The drafters inside this one, and those inside them; each once."""
-        found: dict[int, Drafter] = {}
-        waiting = list(self.inside())
-        while waiting:
-            each = waiting.pop(0)
-            if each is not self and id(each) not in found:
-                found[id(each)] = each
-                waiting += each.inside()
-        return list(found.values())
-
-    @classmethod
-    def replay_needs(cls, options: Any) -> str | None:
-        """What its drafts need beyond the tokens of a text and the caller's prediction, in a few words; None: nothing,
-        so that they can be made again without the target (`bench.replaying.replay`)."""
-        return "a model's logits"
+    Options: ClassVar[type]  # a small dataclass: its fields are the options in Python and on the command line
 
     def check(self, target: Any) -> None:  # noqa: B027
-        """Refuse, with `UnsupportedError`, a target this drafter cannot draft for."""
-
-    def resolve_for(self, target: Any, rule: Rule) -> Drafter:
-        """Who drafts in its stead for this target and rule, once it was checked: itself, unless it knows better."""
-        return self
-
-    def reader(self, target: Any) -> Reader | None:
-        """A reader of the target that this drafter shares with the loop (early exit), or None."""
-        return None
+        """Raise `UnsupportedError` for a target that this drafter cannot draft for."""
 
     def open(self, target: Any, rows: RowsView) -> None:  # noqa: B027
-        """A batch begins. `target` is the LanguageModel that will judge."""
+        """A batch begins. `target` is the LanguageModel that verifies the drafts."""
 
     def admit(self, rows: RowsView, first: int) -> None:  # noqa: B027
         """Rows `first` and after are new."""
 
-    def observe_prompt(self, rows: RowsView, taps_piece: PromptTaps) -> None:  # noqa: B027
-        """Before `admit`, for drafters that need taps: a piece of the prompts as the target read it."""
-
     @abstractmethod
     def propose(self, rows: RowsView, budget: Budget) -> TokenTree:
-        """A draft for every row, within the budget."""
+        """Return a draft for every row, within the budget."""
 
     def keep(self, rows: RowsView, verdict: Verdict, reading: Reading) -> None:  # noqa: B027
-        """What was decided, on the device, before the rows commit it; `reading` is the target's pass over the draft."""
-
-    def reorder(self, rows: RowsView, source: Sequence[int]) -> bool:
-        """Row r goes on as a copy of row source[r], with the draft just made (beam search); `rows` are still as they
-        were, and `keep` follows. False: this drafter does not follow; it is not told `keep`, and begins anew
-        (`restart`) when the round is committed."""
-        return False
-
-    def restart(self, rows: RowsView, count: int) -> None:
-        """It has not followed `count` rows that changed places: they and whatever rows are new begin here, with the
-        texts they have now. None of them has ended, so nothing is learned from them as if it had."""
-        for row in range(count - 1, -1, -1):
-            self.release(row, row, rows.lengths[row])
-        self.admit(rows, 0)
-
-    def graphable(self, longest: int) -> bool:
-        """May its drafts for texts of up to `longest` tokens be made inside a captured program? Then `propose` and
-        `keep` look at nothing on the host where `rows.bound` says so, and hold what they need from one round to the
-        next in tensors that stay where they are (`storage_version` says when they did not)."""
-        return False
-
-    @property
-    def storage_version(self) -> int:
-        """Another number whenever its tensors are others, for programs that use them."""
-        return 0
-
-    def on_replay(self) -> None:  # noqa: B027
-        """A captured round has passed, with nothing of this object's code run."""
-
-    def on_round_read(self, tokens: Sequence[int], away: float) -> None:  # noqa: B027
-        """A round was read on the host: so many tokens per row. The next may have begun already. away: seconds since
-        the last one that whoever takes the tokens spent with them."""
-
-    def rewind(self, lengths: list[int]) -> None:  # noqa: B027
-        """The texts were cut back to these lengths: inside another drafter. Stores learn only what is `settled`."""
+        """The target verified the draft; the rows commit the verdict next. `reading` is the target's forward pass."""
 
     def release(self, row: int, last: int, length: int) -> None:  # noqa: B027
-        """Row `row` is gone; row `last` (of `length` tokens) takes its place."""
+        """Row `row` has ended. Row `last`, of `length` tokens, takes its index."""
 
     def reset_copy(self) -> Drafter | None:
-        """The same drafter, as if it had never seen a text: made again from its `options`; itself, where it learns
-        nothing. Whoever holds something slow to make that knows no text (a model made out of the target, a head read
-        from a file) hands it on. None: it has no such attribute, and whoever made it must make it again."""
+        """Return the same drafter without what it learned from texts: itself, if it learns nothing. The copy shares
+        models and heads. None: it has no `options` and cannot be made again."""
         options = getattr(self, "options", None)
         return None if options is None else type(self)(options)  # type: ignore[call-arg]
 
     def describe(self) -> str:
-        """One short phrase for the line that says what speculates with what."""
+        """Return one short phrase with the name and the main options."""
         return self.name
 
 
@@ -333,45 +247,3 @@ def arange(start: int, stop: int, device: torch.device) -> Tensor:
 _BEFORE = 4096
 _SHORT: dict[tuple[int, int, torch.device], Tensor] = {}
 _LONG: dict[torch.device, Tensor] = {}
-
-
-# ---- One batch at a time: a drafter holds the state of the rows that it drafts for
-
-_SLOT = "_claim"  # the attribute of a drafter in which its batch stands
-
-
-class _Claim:
-    """A batch, and the drafters that are its own. A copy of a drafter has another id, so that it is not claimed."""
-
-    def __init__(self) -> None:
-        self.ids: set[int] = set()
-
-
-@contextmanager
-def claimed(drafter: Drafter) -> Iterator[None]:
-    """The drafter, and all drafters inside it, belong to one batch. Raises `InputError` where one has a batch already.
-
-    A drafter that never speculates holds no state, so that any number of batches may share it."""
-    claim, taken = _Claim(), list[Drafter]()
-    try:
-        for each in (drafter, *drafter.all_inside()) if drafter.speculates else ():
-            if not _take(each, claim):
-                gc.collect()  # a stream that was dropped in a reference cycle still holds its drafter
-                if not _take(each, claim):
-                    raise InputError(
-                        f"Drafter '{each.name}' already drafts for another batch. Make a second drafter object, or "
-                        "wait until that batch ends."
-                    )
-            taken.append(each)
-        yield
-    finally:
-        for each in taken:
-            each.__dict__.pop(_SLOT, None)
-
-
-def _take(drafter: Drafter, claim: _Claim) -> bool:
-    claim.ids.add(id(drafter))
-    holder = drafter.__dict__.setdefault(_SLOT, claim)  # one step, so that of two threads one is first
-    if holder is not claim and id(drafter) not in holder.ids:  # the mark was copied with the drafter
-        drafter.__dict__[_SLOT] = holder = claim
-    return holder is claim

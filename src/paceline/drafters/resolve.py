@@ -14,6 +14,7 @@ from paceline.common.errors import InputError, UnknownNameError, shown
 from paceline.common.json_text import parse_json
 from paceline.common.options import convert_options
 from paceline.core.contracts import DRAFTERS, Drafter
+from paceline.core.protocols import HoldsDrafters, replay_needs_of
 from paceline.core.registry import build_options
 from paceline.drafters.heads.eagle import EagleHead
 from paceline.drafters.heads.head_modules import DraftHead
@@ -92,7 +93,7 @@ def make_drafter(
         given["model"] = load(model)
     cls = DRAFTERS[name]
     built = build_options(cls.Options, given, f"drafter '{name}'")
-    return cls(built, device) if cls.holds_drafters else cls(built)  # type: ignore[call-arg]
+    return cls(built, device) if issubclass(cls, HoldsDrafters) else cls(built)  # type: ignore[call-arg]
 
 
 def load_drafter(where: str | os.PathLike[str], target: Any = None, **options: Any) -> Drafter:
@@ -117,11 +118,11 @@ def load_drafter(where: str | os.PathLike[str], target: Any = None, **options: A
 
 
 def replay_needs(spec: Any, options: Mapping[str, Any] | None = None) -> str | None:
-    """`Drafter.replay_needs` of the drafter that `spec` names. Loads nothing."""
+    """Return `Replayable.replay_needs` of the drafter that `spec` names. Loads nothing."""
     if isinstance(spec, Drafter):
-        return spec.replay_needs(getattr(spec, "options", None))
+        return replay_needs_of(type(spec), getattr(spec, "options", None))
     name, given, _ = resolve_draft(spec, options)
-    return DRAFTERS[name].replay_needs(build_options(DRAFTERS[name].Options, given, f"drafter '{name}'"))
+    return replay_needs_of(DRAFTERS[name], build_options(DRAFTERS[name].Options, given, f"drafter '{name}'"))
 
 
 def _split_spec(spec: Any) -> tuple[Any, dict[str, Any]]:

@@ -14,7 +14,17 @@ from typing_extensions import Unpack
 
 from paceline.common.errors import InputError, UnknownNameError, UnsupportedError, shown
 from paceline.common.limits import GAMMA_LIMIT, NODES_LIMIT, ROWS_LIMIT, check_number
-from paceline.core.contracts import RULES, Drafter, Rule, claimed
+from paceline.core.contracts import RULES, Drafter, Rule
+from paceline.core.ownership import claimed
+from paceline.core.protocols import (
+    Adaptive,
+    ChoosesLength,
+    Resolvable,
+    chooses_length,
+    speculates,
+    takes_prediction,
+    uses_all_nodes,
+)
 from paceline.core.registry import build_options
 from paceline.drafters.resolve import make_drafter
 from paceline.engine.beam_rows import BeamGroup
@@ -156,23 +166,24 @@ class SpeculativeDecoder:
         self.rule = make_rule(rule, rule_options or {})
         check_lossless(self.rule, allow_lossy)
         self.drafter = make_drafter(draft, options, self.target.device, parts(self.target)[0].runner)
-        if gamma == "auto" and self.drafter.speculates and not self.drafter.chooses_length:
+        if gamma == "auto" and speculates(self.drafter) and not chooses_length(self.drafter):
             self.drafter = make_drafter(("auto", {"drafters": (self.drafter,)}))
         self._shared_out = is_sharded(self.target)
-        if self._shared_out and self.drafter.by_clock:
+        if self._shared_out and isinstance(self.drafter, Adaptive):
             raise UnsupportedError(
                 f"Drafter '{self.drafter.name}' goes by the clock, and the processes of a shared-out target (tp_plan) "
                 "have one each; name a drafter that does not, such as 'suffix' or a smaller model, or draft=None."
             )
         self.drafter.check(self.target)
-        self.drafter = self.drafter.resolve_for(self.target, self.rule)
+        if isinstance(self.drafter, Resolvable):
+            self.drafter = self.drafter.resolve_for(self.target, self.rule)
         for lm in (self.target, getattr(self.drafter, "lm", None)):
             if isinstance(lm, LanguageModel):
                 prepare(lm)
         self._chosen = is_chosen(draft)  # where not, a prediction is the draft
         self.gamma, self.rows = self._depth(gamma), rows
         self.first_target = first_target
-        self.nodes = nodes or usual_nodes(self.target, self.drafter.uses_all_nodes, self.gamma)
+        self.nodes = nodes or usual_nodes(self.target, uses_all_nodes(self.drafter), self.gamma)
         self._loop: Loop | None = None  # of the last batch, where its captured rounds are worth keeping
         self._busy = threading.Lock()
         self._owner: int | None = None
@@ -184,6 +195,11 @@ class SpeculativeDecoder:
         """From a TOML file (`paceline tune` writes one) or a mapping with these arguments, at the top or in [decoder].
         `target` and the overrides count more than what stands there."""
         return cls(**decoder_settings(source, target, overrides))
+
+    @property
+    def speculates(self) -> bool:
+        """Return whether it drafts at all."""
+        return speculates(self.drafter)
 
     @property
     def keeps_rounds(self) -> bool:
@@ -207,10 +223,10 @@ class SpeculativeDecoder:
         kind = kind_of(lm)
         exact = "" if kind is None else f"; exact with respect to the {kind} model"
         where = f"{lm.name} ({lm.numbers}, {lm.device}; {running(lm).describe()}{exact})"
-        if not self.drafter.speculates:
+        if not self.speculates:
             return f"{where}, plain decoding"
         lossy = "" if self.rule.exact else " (lossy)"
-        limit = f"γ≤{self.gamma}" if self.drafter.chooses_length else f"γ={self.gamma}"
+        limit = f"γ≤{self.gamma}" if chooses_length(self.drafter) else f"γ={self.gamma}"
         return f"{where} with {self.drafter.describe()}, {limit}, rule {self.rule.name}{lossy}"
 
     def __repr__(self) -> str:
@@ -220,7 +236,7 @@ class SpeculativeDecoder:
         """A drafter that chooses by itself is hardly limited."""
         if isinstance(gamma, int):
             return gamma
-        return (self.drafter.depth or _DEEPEST) if self.drafter.chooses_length else _USUAL
+        return (self.drafter.depth or _DEEPEST) if isinstance(self.drafter, ChoosesLength) else _USUAL
 
     # ---- the two ways to use it
 
@@ -298,7 +314,7 @@ class SpeculativeDecoder:
 
     def _drafter_for(self, rows: Iterable[Row]) -> Drafter:
         """The drafter; or, where none was asked for, the one that follows the callers' predictions."""
-        if self.drafter.takes_prediction or all(row.prediction is None for row in rows):
+        if takes_prediction(self.drafter) or all(row.prediction is None for row in rows):
             return self.drafter
         if self._chosen:
             raise InputError(

@@ -14,6 +14,18 @@ from torch import Tensor
 
 from paceline.common.errors import DrafterWarning, UnsupportedError
 from paceline.core.contracts import Budget, Drafter, Reader, Reading, Rule, choice_after
+from paceline.core.ownership import mark_opened, opened_last_by
+from paceline.core.protocols import (
+    Adaptive,
+    DraftsOnDevice,
+    NeedsHiddenStates,
+    SharesReader,
+    graphable,
+    reorder,
+    restart,
+    speculates,
+    taps_of,
+)
 from paceline.core.tree import TokenTree
 from paceline.core.verdict import Verdict
 from paceline.drafters.none import NoDraft
@@ -50,14 +62,14 @@ class Loop:
         self.pending: deque[PendingRound] = deque()  # rounds whose outcome was not read yet
         self._landed: list[Event] = []  # of rounds that had to be read early
         self._idle: set[int] = set()  # rows that ended and are still seated
-        self._sits = not drafter.speculates  # nobody but the reader has to know where rows are
+        self._sits = not speculates(drafter)  # nobody but the reader has to know where rows are
         self._home, self._left, self._away = object(), 0.0, 0.0
         rule.open(self.rows)
         with torch.inference_mode():
             self._house(drafter)
-            shared = self._guard(lambda: self.drafter.reader(target))
+            shared = self._shared_reader()
         self._borrowed = shared is not None
-        self.reader: Reader = target.reader_around(shared) if shared else target.reader(self.drafter.needs_taps)
+        self.reader: Reader = target.reader_around(shared) if shared else target.reader(taps_of(self.drafter))
         self.branches = rule.branches and self.reader.branches  # may drafts be trees?
         if target.strict and shared is not None and not by_kernels(target):
             raise UnsupportedError(
@@ -80,8 +92,8 @@ class Loop:
         """Let another drafter of the same kind take over, between two texts, and keep what is captured. False: the
         programs have to do with the one that was here."""
         old = self.drafter
-        alike = type(old) is type(drafter) and old.needs_taps == drafter.needs_taps
-        if not self.reusable or not alike or self._borrowed or old.graphable(0):
+        alike = type(old) is type(drafter) and taps_of(old) == taps_of(drafter)
+        if not self.reusable or not alike or self._borrowed or graphable(old, 0):
             return False
         self.drafter = drafter
         self._house(drafter)
@@ -89,14 +101,16 @@ class Loop:
 
     def _house(self, drafter: Drafter) -> None:
         self._guard(lambda: drafter.open(self.target, self.rows))
-        for each in (self.drafter, *self.drafter.all_inside()):
-            each.home = self._home
+        mark_opened(self.drafter, self._home)
+
+    def _shared_reader(self) -> Reader | None:
+        drafter = self.drafter
+        return self._guard(lambda: drafter.reader(self.target)) if isinstance(drafter, SharesReader) else None
 
     @property
     def at_home(self) -> bool:
         """Has no other loop opened its drafter, or one inside it, since?"""
-        inside = self.drafter.all_inside()  # one that was made for these rows has no mark yet
-        return self.drafter.home is self._home and all(each.home in (None, self._home) for each in inside)
+        return opened_last_by(self.drafter, self._home)
 
     @torch.inference_mode()
     def draft_seconds(self, often: int, now: Callable[[], float]) -> float | None:
@@ -126,7 +140,9 @@ class Loop:
         first = self.rows.admit(new, self.nodes)
         self.width = self.reader.begin(self.rows, first, self.rows.room)
         for taps_piece in self.reader.prompt_taps:
-            self._guard(lambda: self.drafter.observe_prompt(self.rows, taps_piece))  # noqa: B023  called at once
+            drafter = self.drafter
+            if isinstance(drafter, NeedsHiddenStates):
+                self._guard(lambda: drafter.observe_prompt(self.rows, taps_piece))  # noqa: B023  called at once
         self._guard(lambda: self.drafter.admit(self.rows, first))
 
     @torch.inference_mode()
@@ -190,7 +206,7 @@ class Loop:
 
     def _fly(self, graphable: StaticRows) -> PendingRound | None:
         """A captured round; None where the drafter has failed in it, before anything was committed."""
-        if not self.drafter.speculates:
+        if not speculates(self.drafter):
             return self._hangar.fly(self, graphable)
         return self._guard(lambda: self._hangar.fly(self, graphable))
 
@@ -218,7 +234,9 @@ class Loop:
         if decided.follows:
             self._guard(lambda: self.drafter.keep(rows, decided.verdict, decided.reading))
         logprobs = measure(rows, decided.reading.logits, decided.choice, decided.verdict)
-        why = (self.drafter.reasons, self.drafter.model_seconds) if budget.depth else ((), 0.0)
+        why: tuple[Sequence[str], float] = ((), 0.0)
+        if budget.depth and isinstance(self.drafter, Adaptive):
+            why = (self.drafter.reasons, self.drafter.model_seconds)
         lines = rows.write(decided.verdict, decided.tree)
         return PendingRound(decided, lines if host_copy is None else host_copy(lines), *why, logprobs=logprobs)
 
@@ -228,7 +246,9 @@ class Loop:
         decided, rows = flight.decided, self.rows
         events = rows.commit(flight.read(), decided.verdict, decided.tree, flight.reasons, flight.asked)
         hand_out(rows, flight.logprobs, events)
-        self._guard(lambda: self.drafter.on_round_read([len(row) for row in events], self._away))
+        drafter = self.drafter
+        if isinstance(drafter, Adaptive):
+            self._guard(lambda: drafter.on_round_read([len(row) for row in events], self._away))
         self._away = 0.0
         self._landed += [event for row in events for event in row]
         ended = [index for index, row in enumerate(rows.live) if row.stopper.stop is not None]
@@ -243,7 +263,7 @@ class Loop:
         elif ended:
             self.release(ended)
         if not decided.follows and rows.count:
-            self._guard(lambda: self.drafter.restart(rows, rows.count))
+            self._guard(lambda: restart(self.drafter, rows, rows.count))
 
     def _land(self) -> None:
         """Read all that is on its way: what follows must know how far the texts are."""
@@ -257,7 +277,7 @@ class Loop:
         if source is None:
             return True, reading
         self.reader.reorder(self.rows, source)
-        follows = bool(self._guard(lambda: self.drafter.reorder(self.rows, source)))
+        follows = bool(self._guard(lambda: reorder(self.drafter, self.rows, source)))
         self.rows.reorder(source)
         index = torch.tensor(source, device=self.rows.device)
         if follows:
@@ -283,7 +303,7 @@ class Loop:
     def _checked(self, tree: TokenTree, budget: Budget) -> TokenTree:
         """A drafter on the host is read and checked; one on the device has declared itself valid."""
         self.refuse_unfit(tree)
-        if not self.drafter.on_device:
+        if not isinstance(self.drafter, DraftsOnDevice):
             tree.validate(self.target.vocabulary, budget.nodes, budget.depth, self.rows.count)
             tree = tree.clean()
         if tree.is_chain and tree.count is None and min(budget.limits) < tree.nodes:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from paceline.core.choice import Choice
 from paceline.core.contracts import Budget, Reading, Rule
+from paceline.core.protocols import Graphable, graphable, on_replay, speculates, storage_version
 from paceline.core.tree import TokenTree
 from paceline.core.verdict import Verdict
 from paceline.engine.request import TokenLogprob
@@ -110,7 +111,7 @@ class RoundGraphs:
             return None
         if "processors" in rows.batch.used or any(row.request.logprobs is not None for row in rows.live):
             return None
-        stamp = (rows.storage_version, loop.reader.storage_version, loop.drafter.storage_version)
+        stamp = (rows.storage_version, loop.reader.storage_version, storage_version(loop.drafter))
         if stamp != self._stamp:
             self._programs.forget()
             self._rows.clear()
@@ -133,7 +134,7 @@ class RoundGraphs:
     def drafts(self, loop: Loop) -> bool:
         """Are drafts captured too, with all of the round?"""
         deepest = max(loop.rows.lengths) + (len(loop.pending) + 1) * (loop.gamma + 1)
-        return loop.drafter.graphable(deepest)
+        return graphable(loop.drafter, deepest)
 
     def fly(self, loop: Loop, rows: StaticRows) -> PendingRound:
         """One round by a captured program."""
@@ -150,11 +151,11 @@ class RoundGraphs:
             return decided, rows.write(decided.verdict, decided.tree)
 
         decided, lines = self._programs.run(("round", *self._drafting(loop), *self._name(rows)), program)
-        loop.drafter.on_replay()
+        on_replay(loop.drafter)
         return PendingRound(decided, self._programs.host_copy(lines))
 
     def _draft(self, loop: Loop, rows: StaticRows) -> TokenTree:
-        depth = min(loop.gamma, loop.nodes) if loop.drafter.speculates else 0
+        depth = min(loop.gamma, loop.nodes) if speculates(loop.drafter) else 0
         rows.begin_round(depth)
         if not depth:
             return TokenTree.empty(rows.count, rows.device)
@@ -174,7 +175,7 @@ class RoundGraphs:
             return tree
 
         self._programs.run(("draft", *self._drafting(loop), *self._name(rows)), program)
-        loop.drafter.on_replay()
+        on_replay(loop.drafter)
 
     def _judged(self, loop: Loop, rows: StaticRows) -> PendingRound:
         """A draft that was made as ever is read and judged by a program; the rest is done as ever, too."""
@@ -197,7 +198,8 @@ class RoundGraphs:
         return loop.finish(exact, decided, budget, self._programs.host_copy)
 
     def _drafting(self, loop: Loop) -> tuple[Hashable, ...]:
-        return (loop.drafter.name, loop.drafter.graph_key)
+        drafter = loop.drafter
+        return (drafter.name, drafter.graph_key if isinstance(drafter, Graphable) else 0)
 
     def _name(self, rows: StaticRows) -> tuple[Hashable, ...]:
         return (rows.count, rows.bound, rows.batch.kind)

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from statistics import median
-from typing import Any, cast
+from typing import Any
 
 import torch
 
 from paceline.core.contracts import Drafter, Rule
 from paceline.core.costs import Costs
+from paceline.core.protocols import speculates, uses_all_nodes
 from paceline.drafters.resolve import make_drafter
 from paceline.engine.loop import Loop
 from paceline.engine.request import build_requests
@@ -81,20 +83,21 @@ def time_rounds(
     detokenizer = None if lm.tokenizer is None else Detokenizer(lm.tokenizer, prompt)
     row = Row(0, prompt, request, (), Stopper((), (), limit, detokenizer), limit)
     stopwatch = Stopwatch(lm.device, clock)
-    nodes = usual_nodes(lm, drafter.uses_all_nodes, gamma)
+    nodes = usual_nodes(lm, uses_all_nodes(drafter), gamma)
     loop = Loop(lm, drafter, rule or Match(), gamma, nodes)
     if loop.captures:
         return _captured(loop, row, stopwatch, costs_for(lm))
-    loop = Loop(lm, cast(Drafter, Timed(drafter, stopwatch, "drafting", ("propose", "keep"))), rule or Match(), gamma,
-                nodes)  # fmt: skip
-    loop.reader = cast(Any, Timed(loop.reader, stopwatch, "reading", ("extend",)))
-    loop.admit([row])
-    found: list[RoundTime] = []
-    while loop.rows.count and len(found) < _TOKENS:
-        stopwatch.spent = {"drafting": 0.0, "reading": 0.0}
-        began = stopwatch.now()
-        loop.step()
-        found.append(RoundTime(stopwatch.now() - began, **stopwatch.spent))
+    with (
+        stopwatch.watch(drafter, "drafting", ("propose", "keep")),
+        stopwatch.watch(loop.reader, "reading", ("extend",)),
+    ):
+        loop.admit([row])
+        found: list[RoundTime] = []
+        while loop.rows.count and len(found) < _TOKENS:
+            stopwatch.spent = {"drafting": 0.0, "reading": 0.0}
+            began = stopwatch.now()
+            loop.step()
+            found.append(RoundTime(stopwatch.now() - began, **stopwatch.spent))
     return found[_WARM:] or found
 
 
@@ -113,7 +116,7 @@ def _captured(loop: Loop, row: Row, stopwatch: Stopwatch, costs: Costs) -> list[
         if len(found) == _TOKENS // 2:
             drafting = loop.draft_seconds(_TOKENS, stopwatch.now)
     found = found[_WARM + 1 :] or found
-    if not loop.drafter.speculates:
+    if not speculates(loop.drafter):
         drafting = 0.0
     return found if drafting is None else [replace(each, drafting=drafting) for each in found]
 
@@ -130,6 +133,17 @@ class Stopwatch:
             finish(self._device)
         return self._clock()
 
+    @contextmanager
+    def watch(self, watched: Any, name: str, methods: Sequence[str]) -> Iterator[None]:
+        """Add up the seconds of these methods of an object, until the context ends."""
+        for method in methods:
+            setattr(watched, method, self.timed(name, getattr(watched, method)))
+        try:
+            yield
+        finally:
+            for method in methods:
+                delattr(watched, method)
+
     def timed(self, name: str, act: Callable[..., Any]) -> Callable[..., Any]:
         def run(*arguments: Any) -> Any:
             began = self.now()
@@ -138,14 +152,3 @@ class Stopwatch:
             return result
 
         return run
-
-
-class Timed:
-    """Somebody else, with a clock around some of what they do."""
-
-    def __init__(self, inner: Any, stopwatch: Stopwatch, name: str, methods: Sequence[str]) -> None:
-        self._inner = inner
-        self._timed = {method: stopwatch.timed(name, getattr(inner, method)) for method in methods}
-
-    def __getattr__(self, name: str) -> Any:
-        return self._timed[name] if name in self._timed else getattr(self._inner, name)

@@ -14,6 +14,7 @@ from paceline.bench.data.tasks import counted, cut_short, too_long
 from paceline.bench.measure.memory_use import cache_bytes
 from paceline.common.errors import DrafterError, DrafterWarning
 from paceline.core.contracts import DRAFTERS, Drafter
+from paceline.core.protocols import speculates
 from paceline.drafters.models.draft_lm import DraftLm
 from paceline.drafters.resolve import make_drafter
 from paceline.engine.decoder import SpeculativeDecoder
@@ -54,9 +55,9 @@ class PacelineRun:
         decoder = self.decoder(1)  # whatever is wrong with it is said before anything runs
         self._next = decoder.drafter.reset_copy()
         drafter, rule = decoder.drafter, decoder.rule
-        self.speculates = drafter.speculates
-        self.drafter = drafter.name if drafter.speculates else ""
-        self.gamma = self.entry.gamma if drafter.speculates and isinstance(self.entry.gamma, int) else 0
+        self.speculates = speculates(drafter)
+        self.drafter = drafter.name if self.speculates else ""
+        self.gamma = self.entry.gamma if self.speculates and isinstance(self.entry.gamma, int) else 0
         self.exact = rule.exact == "text" or (rule.exact == "law" and not sampled)
         self.lossy = not rule.exact
         found = drafter.draft_of(lm) if isinstance(drafter, DraftLm) else getattr(drafter, "lm", None)

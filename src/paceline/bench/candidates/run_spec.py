@@ -13,6 +13,7 @@ from paceline.common.json_text import parse_json
 from paceline.common.names import split_spec
 from paceline.common.options import convert_options
 from paceline.core.contracts import DRAFTERS, RULES
+from paceline.core.protocols import ChoosesLength
 from paceline.core.registry import build_options
 from paceline.drafters.resolve import resolve_draft
 
@@ -88,7 +89,7 @@ def _entry(text: str, said: Mapping[str, Any], gamma: int | str) -> Entry:
         name=label,
         draft=draft,
         options=options,
-        gamma=_gamma(text, said.get("gamma", "auto" if DRAFTERS[drafter].chooses_length else gamma)),
+        gamma=_gamma(text, said.get("gamma", "auto" if issubclass(DRAFTERS[drafter], ChoosesLength) else gamma)),
         nodes=None if said.get("nodes") is None else _number(text, "nodes", said["nodes"]),
         rule=rule,
         rule_options=_typed(its, RULES[rule].Options, "rule", rule),

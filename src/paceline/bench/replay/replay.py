@@ -22,6 +22,7 @@ from paceline.common.errors import PacelineWarning, UnsupportedError
 from paceline.core.choice import Choice
 from paceline.core.contracts import DRAFTERS, NODES, Drafter, PromptTaps, Reading, RowsView, Rule
 from paceline.core.costs import Costs
+from paceline.core.protocols import reads_verdicts, replay_needs_of, takes_prediction
 from paceline.core.registry import build_options
 from paceline.core.trace import Round, Trace
 from paceline.core.tree import TokenTree
@@ -160,7 +161,7 @@ def _traces(header: TraceHeader, texts: Sequence[TraceText], entry: Entry, carry
     if isinstance(entry.gamma, str):
         raise UnsupportedError(f"gamma={entry.gamma} depends on costs measured during the run; give a number")
     cls = DRAFTERS[name]
-    need = cls.replay_needs(build_options(cls.Options, options, f"drafter '{name}'"))
+    need = replay_needs_of(cls, build_options(cls.Options, options, f"drafter '{name}'"))
     if need is not None and _as_recorded(header, entry) and all(text.rounds is not None for text in texts):
         return [Trace(list(text.rounds or ())) for text in texts]
     rule = _check(header, entry)
@@ -177,12 +178,12 @@ def _rerun_all(header: TraceHeader, texts: Sequence[TraceText], entry: Entry, ru
     for index, text in enumerate(texts):
         if index and not carry:
             drafter = make_drafter(entry.draft, entry.options)
-        if drafter.takes_prediction and text.predicted and text.prediction is None:
+        if takes_prediction(drafter) and text.predicted and text.prediction is None:
             raise UnsupportedError(f"the prediction of text {text.id} was not recorded")
         trace = rerun(text, header, drafter, rule, entry.gamma, _nodes(entry, header))
         traces.append(trace)
         past_end = trace.rounds[-1].own is None  # the record does not hold what follows a stop
-        if carry and past_end and drafter.wants_verdict and index + 1 < len(texts):
+        if carry and past_end and reads_verdicts(drafter) and index + 1 < len(texts):
             raise UnsupportedError(f"'{drafter.name}' learned from its draft past the end of text {text.id}")
     return traces
 

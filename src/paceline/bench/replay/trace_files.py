@@ -287,7 +287,7 @@ def _nodes(lm: Any, entry: Entry) -> int | None:
         entry.nodes is None
         and isinstance(entry.gamma, int)
         and entry.draft in DRAFTERS
-        and DRAFTERS[entry.draft].uses_all_nodes
+        and getattr(DRAFTERS[entry.draft], "uses_all_nodes", False)
     ):
         return usual_nodes(lm, True, entry.gamma)
     return entry.nodes

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, cast
+from typing import Any
 
 from paceline.bench.bench_options import needs_nothing
 from paceline.bench.candidates.candidate import Cancel, Entry, Plan, Prompt, Run, Task
@@ -22,10 +22,11 @@ from paceline.common.errors import InputError, PacelineError
 from paceline.common.limits import Limited, limited
 from paceline.core.contracts import DRAFTERS, RULES
 from paceline.core.costs import Costs
+from paceline.core.protocols import ChoosesLength, uses_all_nodes
 from paceline.core.sampling import Sampling
 from paceline.core.trace import Trace
 from paceline.drafters.resolve import make_drafter, replay_needs, resolve_draft
-from paceline.engine.round_timing import Stopwatch, Timed, full_costs
+from paceline.engine.round_timing import Stopwatch, full_costs
 from paceline.integrations.provenance import provenance
 from paceline.models.language_model import LanguageModel
 from paceline.models.runtime import usual_nodes
@@ -87,7 +88,7 @@ def _variants(spec: str, options: TuneOptions) -> Iterator[Entry]:
     gammas: Sequence[int | str] = options.gammas
     if fixed:
         gammas = (entry.gamma,)
-    elif cls.chooses_length:
+    elif issubclass(cls, ChoosesLength):
         gammas = ("auto",)
     elif replay_needs(entry.draft, entry.options) is not None:
         gammas = [gamma for gamma in options.gammas if gamma <= DEEPEST] or (min(options.gammas),)
@@ -289,12 +290,12 @@ class _Tuner:
         """On what plain decoding wrote, without the target."""
         assert isinstance(entry.gamma, int)
         stopwatch = Stopwatch(self.lm.device, self._clock)
-        made = make_drafter(entry.draft, entry.options)
-        drafter = Timed(made, stopwatch, "drafting", ("propose", "keep"))
-        nodes = entry.nodes or usual_nodes(self.lm, made.uses_all_nodes, entry.gamma)
+        drafter = make_drafter(entry.draft, entry.options)
+        nodes = entry.nodes or usual_nodes(self.lm, uses_all_nodes(drafter), entry.gamma)
         header = TraceHeader(self.lm.name, self.lm.vocabulary, "", "none")
         text = TraceText(task.id, task.category, task.prompts[0], self._written[task.id].tokens[0], self._plan.tokens)
-        trace = rerun(text, header, cast(Any, drafter), Match(), entry.gamma, nodes)
+        with stopwatch.watch(drafter, "drafting", ("propose", "keep")):
+            trace = rerun(text, header, drafter, Match(), entry.gamma, nodes)
         return rounds_of(trace, stopwatch.spent.get("drafting", 0.0))
 
     def _probe(self, entry: Entry) -> list[tuple[Task, Trace, float]]:

@@ -128,7 +128,7 @@ def _answer(
 
 def _summary(state: ChatState, decoder: SpeculativeDecoder, result: Generation) -> str:
     """The numbers of one answer, and its speed against the first answer."""
-    line = summary(result, speculates=decoder.drafter.speculates)
+    line = summary(result, speculates=decoder.speculates)
     first = state.answers[0].result.stats.tokens_per_second
     if len(state.answers) > 1 and first > 0:
         ratio = result.stats.tokens_per_second / first

@@ -271,7 +271,7 @@ def _speed(decoder: SpeculativeDecoder, measure: bool) -> Check:
     from paceline.bench.measure.machine_state import how_busy
     from paceline.models.pass_timing import costs_for, known_costs
 
-    if not decoder.drafter.speculates:
+    if not decoder.speculates:
         return Check("speed-up", "note", "plain decoding: nothing is drafted", {})
     look = costs_for if measure else known_costs
     costs, name, small = look(decoder.target), decoder.drafter.name, getattr(decoder.drafter, "lm", None)

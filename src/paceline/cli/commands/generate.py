@@ -94,5 +94,5 @@ def _write(decoder: SpeculativeDecoder, prompt: Any, settings: dict[str, Any], o
         shown.finish(terminal, result)
         for line in [*others, *logprob_lines(result, tokenizer)]:
             terminal.write(line + "\n")
-    info(summary(result, speculates=decoder.drafter.speculates))
+    info(summary(result, speculates=decoder.speculates))
     return result

@@ -10,6 +10,7 @@ from paceline.common.errors import InputError, shown
 from paceline.common.limits import Limited
 from paceline.core.contracts import DRAFTERS, Budget, Drafter, RowsView, Rule
 from paceline.core.costs import Costs
+from paceline.core.protocols import ChoosesLength, Replayable, Resolvable
 from paceline.core.tree import LAWFUL, TokenTree
 from paceline.drafters.adaptive.graphed_auto import leader_for
 from paceline.drafters.adaptive.group import DrafterGroup, Member, Outcome, Proposal, note_help
@@ -119,7 +120,7 @@ _PURSE = 1.0  # passes to begin with for trying out members that do not seem to 
 
 
 @DRAFTERS.register("auto")
-class Auto(DrafterGroup):
+class Auto(DrafterGroup, ChoosesLength, Replayable, Resolvable):
     """Choose drafter, length and tree in every round from measured costs and live acceptance; also not to speculate."""
 
     @dataclass(frozen=True)
@@ -145,8 +146,6 @@ class Auto(DrafterGroup):
         @classmethod
         def conformance_variants(cls) -> list[Mapping[str, Any]]:
             return [{"costs": _FREE}, {"costs": _FREE, "drafters": _with_the_target}, {"costs": _DEAR}]
-
-    chooses_length = True
 
     def __init__(self, options: Options | None = None, device: Any = None) -> None:
         """Models of the members that have to be loaded go to `device`."""

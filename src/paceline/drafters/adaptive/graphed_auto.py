@@ -14,6 +14,16 @@ from typing import Any
 
 from paceline.core.contracts import Budget, Drafter, PromptTaps, RowsView, Rule
 from paceline.core.costs import Costs
+from paceline.core.protocols import (
+    ChoosesLength,
+    DraftsOnDevice,
+    NeedsHiddenStates,
+    SharesReader,
+    graphable,
+    on_replay,
+    rewind,
+    taps_of,
+)
 from paceline.core.tree import TokenTree
 from paceline.drafters.models.wrapper import DrafterWrapper
 from paceline.drafters.resolve import make_drafter
@@ -38,7 +48,7 @@ def leader_for(target: LanguageModel, rule: Rule, costs: Costs) -> GraphedAuto |
         return None
     drafter = make_drafter((best[0], {**best[1], **_TREE}), device=target.device)
     drafter.check(target)
-    return None if drafter.shares_reader else GraphedAuto(drafter, costs)
+    return None if isinstance(drafter, SharesReader) else GraphedAuto(drafter, costs)
 
 
 def _nodes(rows: RowsView) -> int:
@@ -47,18 +57,15 @@ def _nodes(rows: RowsView) -> int:
     return min(_NODES, _READ // max(1, rows.capacity) - 1)
 
 
-class GraphedAuto(DrafterWrapper):
+class GraphedAuto(DrafterWrapper, ChoosesLength, DraftsOnDevice, NeedsHiddenStates):
     """Drafts by `inner` inside captured rounds, or not at all while that is slower than plain decoding."""
 
     name = "auto"
-    on_device = True
-    by_clock = True
-    chooses_length = True
     depth = 5
 
     def __init__(self, inner: Drafter, costs: Costs, clock: Callable[[], float] = time.perf_counter) -> None:
         self._inner, self._costs, self._clock = inner, costs, clock
-        self.needs_taps = inner.needs_taps
+        self.needs_taps = taps_of(inner)
         self._took: dict[bool, deque[float]] = {resting: deque(maxlen=_WINDOW) for resting in (False, True)}
         self._tokens: deque[float] = deque(maxlen=_WINDOW)  # of a round, while drafting
         self._count, self._last = 0, 0.0  # rows, and when a round landed last
@@ -115,7 +122,7 @@ class GraphedAuto(DrafterWrapper):
 
     def _rest(self) -> None:
         self.graph_key = self._since = self._rested = 0
-        self.inner.rewind(list(self._rows.lengths))  # what it has read by now; nothing until it wakes
+        rewind(self.inner, list(self._rows.lengths))  # what it has read by now; nothing until it wakes
 
     def _wake(self) -> None:
         """Its next draft is made outside of a program, for there may be much to read first."""
@@ -127,7 +134,7 @@ class GraphedAuto(DrafterWrapper):
     # ---- a round
 
     def graphable(self, longest: int) -> bool:
-        return (self.resting or not self._catching_up) and self.inner.graphable(longest)
+        return (self.resting or not self._catching_up) and graphable(self.inner, longest)
 
     def propose(self, rows: RowsView, budget: Budget) -> TokenTree:
         nodes = min(budget.nodes, _nodes(rows))
@@ -138,7 +145,7 @@ class GraphedAuto(DrafterWrapper):
 
     def on_replay(self) -> None:
         if not self.resting:
-            self.inner.on_replay()
+            on_replay(self.inner)
 
     # ---- rows come and go
 
@@ -157,4 +164,5 @@ class GraphedAuto(DrafterWrapper):
         self.inner.admit(rows, first)
 
     def observe_prompt(self, rows: RowsView, taps_piece: PromptTaps) -> None:
-        self.inner.observe_prompt(rows, taps_piece)
+        if isinstance(self.inner, NeedsHiddenStates):
+            self.inner.observe_prompt(rows, taps_piece)

@@ -6,7 +6,7 @@ import time
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import torch
@@ -14,6 +14,24 @@ from torch import Tensor
 
 from paceline.common.errors import DrafterError, PacelineWarning, UnsupportedError
 from paceline.core.contracts import Budget, Drafter, PromptTaps, Reader, Reading, RowsView
+from paceline.core.protocols import (
+    Adaptive,
+    DraftsOnDevice,
+    HoldsDrafters,
+    NeedsHiddenStates,
+    Reorderable,
+    Rewindable,
+    RunsModel,
+    SharesReader,
+    TakesPrediction,
+    prior_acceptance,
+    reads_verdicts,
+    reorder,
+    restart,
+    rewind,
+    takes_prediction,
+    taps_of,
+)
 from paceline.core.tree import TokenTree, check_row
 from paceline.core.verdict import NOTHING, Verdict
 from paceline.drafters.adaptive.stats import Draft, Drafted, Ledger, Mean
@@ -249,7 +267,7 @@ class Member:
     @property
     def dear(self) -> bool:
         """It runs a model, so that asking costs passes."""
-        return self.drafter.prior_acceptance is not None
+        return prior_acceptance(self.drafter) is not None
 
     @cached_property
     def absorber(self) -> ForwardObserver | None:
@@ -259,7 +277,7 @@ class Member:
     @cached_property
     def rewinds(self) -> bool:
         """Has it a memory by position?"""
-        return type(self.drafter).rewind is not Drafter.rewind
+        return isinstance(self.drafter, Rewindable)
 
     @cached_property
     def lister(self) -> ListProposer | None:
@@ -268,10 +286,10 @@ class Member:
 
     def tell(self, proposal: Proposal, rows: RowsView, outcome: Outcome, verdict: Verdict, reading: Reading) -> None:
         """What became of its own tree; and, where its memory goes by position, how far that is right now."""
-        if self.drafter.wants_verdict and self.absorber is None:
+        if self.absorber is None and reads_verdicts(self.drafter):
             self.drafter.keep(rows, *view_of(proposal, outcome, verdict, reading))
         if self.rewinds and not self.shares:  # a reader that is shared is kept by the loop itself
-            self.drafter.rewind(outcome.known_to(proposal, rows.lengths))
+            rewind(self.drafter, outcome.known_to(proposal, rows.lengths))
 
 
 def credit(asked: Sequence[tuple[Member, Proposal]], outcome: Outcome, books: Sequence[Sequence[Ledger]]) -> None:
@@ -341,12 +359,13 @@ MERGES = ("certain", "coupled")  # drafts of these kinds may stand in one tree
 _HICCUP, _ENOUGH = 3.0, 3.0  # a proposal counts as so many usual ones at most, once so many were timed
 
 
-class DrafterGroup(Drafter):
+class DrafterGroup(
+    Adaptive, HoldsDrafters, NeedsHiddenStates, Reorderable, Rewindable, RunsModel, SharesReader, TakesPrediction
+):
     """What `portfolio` and `auto` share. A subclass proposes: it asks members (`ask`) and leaves in `tree` what was
     read. Its options have `drafters`, `persistent` and `frozen`."""
 
-    by_clock = True
-    holds_drafters = True
+    takes_prediction = False  # unless a member does
 
     def __init__(self, options: Any, device: Any = None) -> None:
         """Models of the members that have to be loaded go to `device`."""
@@ -366,10 +385,8 @@ class DrafterGroup(Drafter):
         titles = [name if names.count(name) == 1 else f"{name} {i + 1}" for i, name in enumerate(names)]
         self._members = [Member(*each, number) for number, each in enumerate(zip(made, titles, strict=True))]
         self._share_taps()
-        self.takes_prediction = any(drafter.takes_prediction for drafter in made)
-        self.prior_acceptance = max(
-            (drafter.prior_acceptance for drafter in made if drafter.prior_acceptance is not None), default=None
-        )
+        self.takes_prediction = any(takes_prediction(drafter) for drafter in made)
+        self.prior_acceptance = max((prior for prior in map(prior_acceptance, made) if prior is not None), default=None)
         self.reset()
 
     def inside(self) -> list[Drafter]:
@@ -385,7 +402,7 @@ class DrafterGroup(Drafter):
     def reset(self) -> None:
         """Forget what the members have been worth."""
         for member in self._members:
-            member.account = Account(Ledger(prior_acceptance=member.drafter.prior_acceptance))
+            member.account = Account(Ledger(prior_acceptance=prior_acceptance(member.drafter)))
         self._rounds = 0
         self._emitted = Mean()
         self._books: list[list[Ledger]] = []  # per row and member
@@ -410,9 +427,9 @@ class DrafterGroup(Drafter):
         self._share_taps()  # some know only now what they want to see
 
     def _share_taps(self) -> None:
-        taps = sorted({tap for member in self._members for tap in member.drafter.needs_taps})
+        taps = sorted({tap for member in self._members for tap in taps_of(member.drafter)})
         for member in self._members:
-            member.taps = tuple(taps.index(tap) for tap in member.drafter.needs_taps)
+            member.taps = tuple(taps.index(tap) for tap in taps_of(member.drafter))
         self.needs_taps = tuple(taps)
 
     def open(self, target: Any, rows: RowsView) -> None:
@@ -430,6 +447,8 @@ class DrafterGroup(Drafter):
         """Of the first member that brings one: the others run without. It reads merged drafts like any other, but has
         no taps, so that nobody may want them."""
         for member in self._alive() if not self.needs_taps else []:
+            if not isinstance(member.drafter, SharesReader):
+                continue
             shared = self._try(member, member.drafter.reader, target)
             if shared is not None:
                 member.shares = True
@@ -438,7 +457,7 @@ class DrafterGroup(Drafter):
 
     def observe_prompt(self, rows: RowsView, taps_piece: PromptTaps) -> None:
         for member in self._alive():
-            if member.taps:
+            if member.taps and isinstance(member.drafter, NeedsHiddenStates):
                 own = PromptTaps(taps_piece.first, taps_piece.start, tuple(taps_piece.taps[tap] for tap in member.taps))
                 self._try(member, member.drafter.observe_prompt, rows, own)
 
@@ -447,7 +466,8 @@ class DrafterGroup(Drafter):
         for _ in range(first, rows.count):
             self._books.append([Ledger(member.account.ledger) for member in self._members])
         for member in self._alive():
-            self._try(member, member.drafter.restart if member.behind else member.drafter.admit, rows, first)
+            begin = partial(restart, member.drafter) if member.behind else member.drafter.admit
+            self._try(member, begin, rows, first)
             member.behind, member.fresh = False, True
         self._asked, self._tree = [], None
 
@@ -461,7 +481,7 @@ class DrafterGroup(Drafter):
         """Members that do not follow begin anew when the round is committed. What members were worth to a row stays
         with it: rows that change places are of one search."""
         for member in self._alive():
-            member.behind = member.behind or not self._try(member, member.drafter.reorder, rows, source)
+            member.behind = member.behind or not self._try(member, reorder, member.drafter, rows, source)
         for _, proposal in self._asked:
             proposal.reorder(source)
         self._tree = None if self._tree is None else of_rows(self._tree, source)
@@ -475,7 +495,7 @@ class DrafterGroup(Drafter):
     def rewind(self, lengths: list[int]) -> None:
         for member in self._alive():
             if not member.behind:
-                self._try(member, member.drafter.rewind, lengths)
+                self._try(member, rewind, member.drafter, lengths)
 
     def _alive(self) -> list[Member]:
         return [member for member in self._members if not member.lost]
@@ -521,7 +541,8 @@ class DrafterGroup(Drafter):
             return Proposal(None, member.taps, checked_drafts(lists, rows.count, limits))
         proposal = Proposal(drafter.propose(rows, budget), member.taps)
         if proposal.tree.drawn in MERGES:
-            proposal.drafts = drafts_of(proposal.tree, rows.count, None if drafter.on_device else limits)
+            valid = isinstance(drafter, DraftsOnDevice)
+            proposal.drafts = drafts_of(proposal.tree, rows.count, None if valid else limits)
         return proposal
 
     def _branching(self, member: Member) -> bool:
@@ -545,7 +566,7 @@ class DrafterGroup(Drafter):
         self._rounds += 1
         for member in self._alive():
             if member.behind:
-                self._try(member, member.drafter.restart, rows, rows.count)
+                self._try(member, restart, member.drafter, rows, rows.count)
                 member.behind = False
 
     def _has_ideas(self) -> bool:

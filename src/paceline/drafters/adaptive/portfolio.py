@@ -10,6 +10,7 @@ from typing import Any, Literal
 from paceline.common.errors import InputError, shown
 from paceline.common.limits import Limited, limited
 from paceline.core.contracts import DRAFTERS, Budget, RowsView
+from paceline.core.protocols import FillsNodes, Replayable
 from paceline.core.tree import TokenTree
 from paceline.drafters.adaptive.group import MERGES, DrafterGroup, Member
 from paceline.drafters.adaptive.stats import Mean, merge
@@ -22,7 +23,7 @@ _PASS = 32  # where nodes are the cost: a pass of the target costs as much as pr
 
 
 @DRAFTERS.register("portfolio")
-class Portfolio(DrafterGroup):
+class Portfolio(DrafterGroup, FillsNodes, Replayable):
     """Merge what several drafters propose into one tree, and learn which of them to believe."""
 
     @dataclass(frozen=True)

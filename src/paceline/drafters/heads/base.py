@@ -12,6 +12,7 @@ from torch import Tensor
 
 from paceline.common.errors import InputError, shown
 from paceline.core.contracts import Drafter, PromptTaps, Reading, RowsView, arange
+from paceline.core.protocols import DraftsOnDevice, Graphable, NeedsHiddenStates, Reorderable, RunsModel
 from paceline.core.tree_growth import Grower, TreeOptions
 from paceline.core.verdict import NOTHING, Verdict
 from paceline.drafters.heads.head_modules import DraftHead, PlaceStore
@@ -35,11 +36,10 @@ class HeadOptions(TreeOptions):
         return [{"head": cls.Head.random}]
 
 
-class HeadDrafter(Drafter):
+class HeadDrafter(DraftsOnDevice, RunsModel, NeedsHiddenStates, Graphable, Reorderable):
     """A drafter with a trained head. `places` holds what the target thought at position 0 ... length-2 of every row:
     the last committed token has not been read by the target when a draft is made."""
 
-    on_device = True
     prior_acceptance = 0.6
     needs_taps: tuple[float, ...] = (1.0,)
 

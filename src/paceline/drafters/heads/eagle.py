@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from paceline.common.errors import InputError, UnsupportedError
 from paceline.core.contracts import DRAFTERS, Budget, Drafter, RowsView, arange
+from paceline.core.protocols import Rewindable
 from paceline.core.tree import TokenTree
 from paceline.core.tree_growth import Expand
 from paceline.drafters.heads.base import HeadDrafter, HeadOptions
@@ -254,7 +255,7 @@ class EagleHead(DraftHead):
 
 
 @DRAFTERS.register("eagle")
-class Eagle(HeadDrafter):
+class Eagle(HeadDrafter, Rewindable):
     """Let one trained layer write ahead in the target's own hidden states."""
 
     needs_taps = EagleConfig.taps
@@ -277,6 +278,7 @@ class Eagle(HeadDrafter):
 
     def reset_copy(self) -> Drafter:
         fresh = super().reset_copy()
+        assert isinstance(fresh, Eagle)
         fresh.needs_taps = self.needs_taps
         return fresh
 

@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterable, Sequence
 from heapq import heappop, heappush
 from typing import Generic, TypeVar
 
-from paceline.core.contracts import Budget, Drafter, RowsView
+from paceline.core.contracts import Budget, RowsView
+from paceline.core.protocols import Reorderable
 from paceline.core.tree import TokenTree
 from paceline.drafters.adaptive.stats import Drafted
 
@@ -17,7 +18,7 @@ Place = TypeVar("Place")
 RANKED = 8  # continuations of a context that are kept in order; nobody branches more than that
 
 
-class HostDrafter(Drafter, Generic[State]):
+class HostDrafter(Reorderable, Generic[State]):
     """A drafter with one state per row, which comes and goes with it."""
 
     _states: list[State]

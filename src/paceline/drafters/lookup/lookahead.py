@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from paceline.common.limits import Limited, limited
-from paceline.core.contracts import DRAFTERS, Budget, Drafter, Reading, RowsView
+from paceline.core.contracts import DRAFTERS, Budget, Reading, RowsView
+from paceline.core.protocols import FillsNodes, Replayable
 from paceline.core.tree import TokenTree
 from paceline.core.verdict import Verdict
 
@@ -18,7 +19,7 @@ _SCATTER = 2654435761  # spreads neighbouring positions over a text (Knuth's mul
 
 
 @DRAFTERS.register("lookahead")
-class Lookahead(Drafter):
+class Lookahead(FillsNodes, Replayable):
     """Collect n-grams from guesses the target corrects beside the text, and draft those that fit.
 
     A guess for each of the next `window` positions is a chain below the text; what the target said after a guess hangs

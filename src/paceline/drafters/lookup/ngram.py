@@ -16,6 +16,7 @@ from paceline.common.errors import InputError, LoadError, shown
 from paceline.common.json_text import parse_json
 from paceline.common.limits import Limited, limited
 from paceline.core.contracts import DRAFTERS, Budget, Reading, RowsView
+from paceline.core.protocols import Replayable
 from paceline.core.tree import chain_parents
 from paceline.core.verdict import Verdict
 from paceline.drafters.adaptive.stats import Drafted
@@ -161,7 +162,7 @@ _LEAST = 0.02  # a branch less probable than this is not worth a node
 
 
 @DRAFTERS.register("ngram")
-class Ngram(ListDrafter["_Row"]):
+class Ngram(Replayable, ListDrafter["_Row"]):
     """Draft what most often followed the same words so far, in this text and, if wanted, in earlier ones."""
 
     @dataclass(frozen=True)

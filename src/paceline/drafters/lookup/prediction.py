@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from dataclasses import dataclass, replace
-from typing import Any
 
 from paceline.common.limits import Limited, limited
 from paceline.core.contracts import DRAFTERS, Budget, RowsView
+from paceline.core.protocols import Replayable, TakesPrediction
 from paceline.core.tree import TokenTree
 from paceline.drafters.lookup.base import HostDrafter
 
@@ -17,10 +17,8 @@ _CANDIDATES = 32  # places compared to find the right one, the nearest on either
 
 
 @DRAFTERS.register("prediction")
-class Prediction(HostDrafter["_Row"]):
+class Prediction(TakesPrediction, Replayable, HostDrafter["_Row"]):
     """Follow the caller's guess of the output: generate(prompt, prediction=...); found again after every edit."""
-
-    takes_prediction = True
 
     @dataclass(frozen=True)
     class Options(Limited):
@@ -29,14 +27,8 @@ class Prediction(HostDrafter["_Row"]):
         # ways to go on after an edit proposed at once: a token was replaced, added or left out
         branches: int = limited(1, 1, 256)
 
-    wants_verdict = False
-
     def __init__(self, options: Options | None = None) -> None:
         self.options = options or self.Options()
-
-    @classmethod
-    def replay_needs(cls, options: Any) -> str | None:
-        return None
 
     def begin(self, rows: RowsView, row: int) -> _Row:
         """Without a prediction the prompt stands in for one: much of what is asked for repeats it."""

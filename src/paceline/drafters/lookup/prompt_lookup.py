@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
-from typing import Any
 
 from paceline.common.errors import InputError
 from paceline.common.limits import Limited, limited
 from paceline.core.contracts import DRAFTERS, Budget, RowsView
+from paceline.core.protocols import Replayable
 from paceline.core.tree import chain_parents, merge_chains
 from paceline.drafters.adaptive.stats import Drafted
 from paceline.drafters.lookup.base import ListDrafter
 
 
 @DRAFTERS.register("prompt-lookup")
-class PromptLookup(ListDrafter["_Index"]):
+class PromptLookup(Replayable, ListDrafter["_Index"]):
     """Copy from the prompt and the text so far: what followed the same words before."""
 
     @dataclass(frozen=True)
@@ -31,14 +31,8 @@ class PromptLookup(ListDrafter["_Index"]):
                     f"prompt-lookup needs 1 <= shortest <= longest, got {self.shortest} and {self.longest}."
                 )
 
-    wants_verdict = False
-
     def __init__(self, options: Options | None = None) -> None:
         self.options = options or self.Options()
-
-    @classmethod
-    def replay_needs(cls, options: Any) -> str | None:
-        return None
 
     def begin(self, rows: RowsView, row: int) -> _Index:
         return _Index(self.options)

@@ -17,7 +17,8 @@ from torch import Tensor
 from paceline.common.errors import InputError, LoadError
 from paceline.common.json_text import parse_json
 from paceline.common.limits import NODES_LIMIT, Limited, limited
-from paceline.core.contracts import DRAFTERS, Budget, Drafter, Reading, RowsView, arange
+from paceline.core.contracts import DRAFTERS, Budget, Reading, RowsView, arange
+from paceline.core.protocols import DraftsOnDevice, FillsNodes, Reorderable
 from paceline.core.tree import TokenTree
 from paceline.core.tree_shape import Shape, top
 from paceline.core.verdict import Verdict
@@ -31,7 +32,7 @@ UNREAD, READ, WRITTEN = 0, 1, 2  # standing of a place in a pass: never read, re
 
 
 @DRAFTERS.register("recycling")
-class Recycling(Drafter):
+class Recycling(DraftsOnDevice, FillsNodes, Reorderable):
     """Follow what the target itself held for likely after each token, the last time it read it."""
 
     @dataclass(frozen=True)
@@ -53,8 +54,6 @@ class Recycling(Drafter):
         @classmethod
         def conformance_variants(cls) -> list[Mapping[str, Any]]:
             return [{"shape": "1x1x1x1"}, {"k": 3, "shape": "3x2x2", "prompt": False}]
-
-    on_device = True
 
     def __init__(self, options: Options | None = None) -> None:
         self.options = options or self.Options()

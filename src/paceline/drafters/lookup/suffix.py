@@ -8,6 +8,7 @@ from typing import Any
 from paceline.common.errors import InputError
 from paceline.common.limits import Limited, limited
 from paceline.core.contracts import DRAFTERS, Budget, RowsView
+from paceline.core.protocols import Replayable
 from paceline.core.tree import chain_parents
 from paceline.drafters.adaptive.stats import Drafted
 from paceline.drafters.lookup.base import RANKED, ListDrafter, grow
@@ -205,7 +206,7 @@ class SuffixStore:
 
 
 @DRAFTERS.register("suffix")
-class Suffix(ListDrafter["_Row"]):
+class Suffix(Replayable, ListDrafter["_Row"]):
     """Draft what followed the longest match, in this text and in past answers, as far as the evidence reaches."""
 
     @dataclass(frozen=True)
@@ -229,16 +230,10 @@ class Suffix(ListDrafter["_Row"]):
         def conformance_variants(cls) -> list[dict[str, Any]]:
             return [{"min_probability": 0.0, "branches": 2, "capacity": 64}, {"remember": False}]
 
-    wants_verdict = False
-
     def __init__(self, options: Options | None = None) -> None:
         self.options = options = options or self.Options()
         self.store: SuffixStore = SuffixStore(options.capacity) if options.store is None else options.store
         self._states = []
-
-    @classmethod
-    def replay_needs(cls, options: Any) -> str | None:
-        return None
 
     def reset(self) -> None:
         """Forget the past answers of this namespace."""

@@ -19,6 +19,7 @@ from torch import Tensor
 from paceline.common.errors import InputError, LoadError, UnsupportedError, shown
 from paceline.common.json_text import parse_json
 from paceline.core.contracts import DRAFTERS, Budget, Reading, RowsView
+from paceline.core.protocols import Replayable
 from paceline.core.tree import TokenTree
 from paceline.core.tree_growth import Expand, Grower, TreeOptions
 from paceline.core.verdict import Verdict
@@ -222,7 +223,7 @@ def own_samples(generate: Callable[[Any], Any], prompts: Iterable[Any]) -> Itera
 
 
 @DRAFTERS.register("trigram")
-class Trigram(HostDrafter[TrigramTable]):
+class Trigram(Replayable, HostDrafter[TrigramTable]):
     """Let a trigram model write ahead: trained on texts or on the target's own samples, else on the prompt."""
 
     @dataclass(frozen=True)
@@ -254,10 +255,6 @@ class Trigram(HostDrafter[TrigramTable]):
         if options.file is not None:
             self._given = TrigramTable.load(options.file)
         self._grower = Grower(options)
-
-    @classmethod
-    def replay_needs(cls, options: Any) -> str | None:
-        return None
 
     def describe(self) -> str:
         shape = "" if self.options.tree == "chain" else f", tree {self.options.tree}"

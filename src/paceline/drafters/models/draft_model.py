@@ -13,6 +13,7 @@ from torch import Tensor
 from paceline.common.errors import InputError, PacelineWarning
 from paceline.common.limits import limited
 from paceline.core.contracts import DRAFTERS, Budget, Drafter, Reading, RowsView
+from paceline.core.protocols import DraftsOnDevice, Graphable, Reorderable, Rewindable, RunsModel
 from paceline.core.tree import TokenTree
 from paceline.core.tree_growth import Expand, Grower, TreeOptions
 from paceline.core.verdict import Verdict
@@ -26,7 +27,7 @@ _STEADY = -2
 _FEWEST = 8  # tokens that a draft model must be able to say
 
 
-class ModelDrafter(Drafter):
+class ModelDrafter(RunsModel, Rewindable):
     """A drafter that runs a smaller model: what its kinds have in common."""
 
     Options: ClassVar[type]
@@ -72,7 +73,7 @@ def over_vocabulary(logits: Tensor, vocabulary: int) -> Tensor:
 
 
 @DRAFTERS.register("draft-model")
-class DraftModel(ModelDrafter):
+class DraftModel(ModelDrafter, DraftsOnDevice, Graphable, Reorderable):
     """Let a smaller model with the same vocabulary write ahead, as a chain or as a tree."""
 
     @dataclass(frozen=True)
@@ -92,8 +93,6 @@ class DraftModel(ModelDrafter):
         @classmethod
         def conformance_variants(cls) -> list[Mapping[str, Any]]:
             return [{"tree": "chain", "vocabulary": 12}]
-
-    on_device = True
 
     def __init__(self, options: Options | None = None) -> None:
         super().__init__(options)

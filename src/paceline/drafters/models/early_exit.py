@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from paceline.common.errors import InputError, shown
 from paceline.common.limits import limited
 from paceline.core.contracts import DRAFTERS, Drafter, Reader
+from paceline.core.protocols import SharesReader
 from paceline.core.tree_growth import TreeOptions
 from paceline.drafters.heads.head_files import check_target, fingerprint, load_head, save_head
 from paceline.drafters.models.wrapper import Ahead, SelfDraft
@@ -78,7 +79,7 @@ class ExitHead(nn.Module):
 
 
 @DRAFTERS.register("early-exit")
-class EarlyExit(SelfDraft):
+class EarlyExit(SelfDraft, SharesReader):
     """Let the target's first layers draft; verification goes on from where they stopped."""
 
     @dataclass(frozen=True)
@@ -102,8 +103,6 @@ class EarlyExit(SelfDraft):
         @classmethod
         def conformance_variants(cls) -> list[dict[str, Any]]:
             return [{"skip": (0,), "tree": "levels"}, {"head": _random_head, "tree": "static"}]
-
-    shares_reader = True
 
     def __init__(self, options: Options | None = None) -> None:
         super().__init__(options)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from paceline.core.contracts import DRAFTERS, Reader
+from paceline.core.protocols import SharesReader
 from paceline.core.tree_growth import TreeOptions
 from paceline.drafters.models.wrapper import Ahead, SelfDraft
 from paceline.models.language_model import LanguageModel
@@ -15,10 +16,9 @@ from paceline.models.runtime import kind_of, parts, running, with_runner
 
 
 @DRAFTERS.register("self-quantized")
-class SelfQuantized(SelfDraft):
+class SelfQuantized(SelfDraft, SharesReader):
     """Let the target itself draft with its weights in int8."""
 
-    shares_reader = True
     prior_acceptance = 0.9  # eight bits change few decisions
 
     @dataclass(frozen=True)

@@ -13,6 +13,18 @@ from paceline.common.limits import GAMMA_LIMIT, Limited, limited
 from paceline.core.choice import Choice, Draw
 from paceline.core.contracts import DRAFTERS, Budget, Reading, RowsView, choice_after
 from paceline.core.law import Law
+from paceline.core.protocols import (
+    DraftsOnDevice,
+    NeedsHiddenStates,
+    Reorderable,
+    SharesReader,
+    TakesPrediction,
+    reorder,
+    restart,
+    rewind,
+    takes_prediction,
+    taps_of,
+)
 from paceline.core.scratch_rows import ScratchRows
 from paceline.core.tree import TokenTree
 from paceline.core.verdict import Verdict
@@ -24,7 +36,7 @@ from paceline.rules.match import Match
 
 
 @DRAFTERS.register("staged")
-class Staged(ModelDrafter):
+class Staged(ModelDrafter, Reorderable, TakesPrediction):
     """Let a smaller model write ahead, and another drafter write ahead of that one; to any depth.
 
     What it drafts is what `draft-model` would draft, token for token, in fewer passes of the draft model: every token
@@ -46,12 +58,14 @@ class Staged(ModelDrafter):
             """A model that drafts for the draft model, and has a drafter of its own."""
             return {"name": "staged", "model": lm, "inner_gamma": 2}
 
+    takes_prediction = False  # unless the inner drafter does
+
     def __init__(self, options: Options | None = None) -> None:
         super().__init__(options)
         inner = self.options.inner
         made = inner(self.lm) if callable(inner) and not isinstance(inner, LanguageModel) else inner
         self.inner = make_drafter(made, device=self.lm.device)
-        self.takes_prediction = self.inner.takes_prediction
+        self.takes_prediction = takes_prediction(self.inner)
         self._speaks: tuple[LanguageModel, LanguageModel] | None = None
         self._base: list[int] = []  # per row, how much of its text the notebook has taken over
 
@@ -78,8 +92,8 @@ class Staged(ModelDrafter):
         self.vocabulary, self._rows = target.vocabulary, rows
         scratch, speaker = ScratchRows(rows.text.device), self._speaker(target)
         self.inner.open(speaker, scratch)
-        shared = self.inner.reader(speaker)
-        reader: Any = self.lm.reader_around(shared) if shared else self.lm.reader(self.inner.needs_taps)
+        shared = self.inner.reader(speaker) if isinstance(self.inner, SharesReader) else None
+        reader: Any = self.lm.reader_around(shared) if shared else self.lm.reader(taps_of(self.inner))
         if self.lm.vocabulary < target.vocabulary:
             reader.max_token_id = self.lm.vocabulary - 1
         self.book = ScratchReader(reader, scratch)
@@ -91,8 +105,9 @@ class Staged(ModelDrafter):
         self.book.rows.follow(rows, 0)
         self.book.admit(rows.histories[first:])
         self._base += rows.lengths[first:]
-        for taps_piece in self.book.reader.prompt_taps:
-            self.inner.observe_prompt(self.book.rows, taps_piece)
+        if isinstance(self.inner, NeedsHiddenStates):
+            for taps_piece in self.book.reader.prompt_taps:
+                self.inner.observe_prompt(self.book.rows, taps_piece)
         self.inner.admit(self.book.rows, first)
 
     def release(self, row: int, last: int, length: int) -> None:
@@ -103,11 +118,11 @@ class Staged(ModelDrafter):
         del self._base[last]
 
     def reorder(self, rows: RowsView, source: Sequence[int]) -> bool:
-        follows = self.inner.reorder(self.book.rows, source)
+        follows = reorder(self.inner, self.book.rows, source)
         self.book.reorder(source)
         self._base = [self._base[other] for other in source]
         if not follows:
-            self.inner.restart(self.book.rows, self.book.rows.count)
+            restart(self.inner, self.book.rows, self.book.rows.count)
         return True
 
     def rewind(self, lengths: list[int]) -> None:
@@ -117,7 +132,7 @@ class Staged(ModelDrafter):
         """What was decided about the last draft: the tails that were not accepted go, and the rows' own tokens come."""
         if count == 0:
             return
-        self.inner.rewind(self.book.rewrite(rows.histories[:count], self._base))
+        rewind(self.inner, self.book.rewrite(rows.histories[:count], self._base))
         self._base = rows.lengths[:count]
 
     # ---- drafting: the loop inside the drafter
@@ -162,7 +177,7 @@ class Staged(ModelDrafter):
         draw: Draw = budget.draw if budget.draw in ("coupled", "certain") else "independent"
         nodes = max(budget.nodes, depth)
         tree = self.inner.propose(rows, Budget(depth, nodes, limits, draw))
-        if not self.inner.on_device:
+        if not isinstance(self.inner, DraftsOnDevice):
             tree.validate(self.vocabulary, nodes, depth, rows.count)
             tree = tree.clean()
         return tree.to(rows.device)

@@ -10,6 +10,18 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from paceline.core.contracts import Budget, Drafter, Reading, RowsView
+from paceline.core.protocols import (
+    DraftsOnDevice,
+    Graphable,
+    Reorderable,
+    Rewindable,
+    RunsModel,
+    graphable,
+    on_replay,
+    reorder,
+    rewind,
+    storage_version,
+)
 from paceline.core.tree import TokenTree
 from paceline.core.tree_growth import Grower, TreeOptions
 from paceline.core.verdict import Verdict
@@ -20,7 +32,7 @@ from paceline.models.readers.drafting_ahead import AheadReader
 # ---- A drafter around another one, which does the work: what it is told is passed on
 
 
-class DrafterWrapper(Drafter):
+class DrafterWrapper(Graphable, Reorderable, Rewindable):
     """Whatever a subclass does not do by itself, `inner` does."""
 
     @property
@@ -31,14 +43,14 @@ class DrafterWrapper(Drafter):
         self.inner.admit(rows, first)
 
     def graphable(self, longest: int) -> bool:
-        return self.inner.graphable(longest)
+        return graphable(self.inner, longest)
 
     @property
     def storage_version(self) -> int:
-        return self.inner.storage_version
+        return storage_version(self.inner)
 
     def on_replay(self) -> None:
-        self.inner.on_replay()
+        on_replay(self.inner)
 
     def propose(self, rows: RowsView, budget: Budget) -> TokenTree:
         return self.inner.propose(rows, budget)
@@ -47,10 +59,10 @@ class DrafterWrapper(Drafter):
         self.inner.keep(rows, verdict, reading)
 
     def reorder(self, rows: RowsView, source: Sequence[int]) -> bool:
-        return self.inner.reorder(rows, source)
+        return reorder(self.inner, rows, source)
 
     def rewind(self, lengths: list[int]) -> None:
-        self.inner.rewind(lengths)
+        rewind(self.inner, lengths)
 
     def release(self, row: int, last: int, length: int) -> None:
         self.inner.release(row, last, length)
@@ -59,11 +71,10 @@ class DrafterWrapper(Drafter):
 # ---- What drafters have in common whose draft model is made out of the target itself
 
 
-class SelfDraft(DrafterWrapper):
+class SelfDraft(DrafterWrapper, DraftsOnDevice, RunsModel):
     """A draft model made out of the target does the work, as `draft-model` would do it."""
 
     Options: ClassVar[type]
-    on_device = True
     prior_acceptance = 0.7
 
     def __init__(self, options: Any = None) -> None:
@@ -112,10 +123,8 @@ class SelfDraft(DrafterWrapper):
         self._opened, self._inner = (target, rows), None
 
 
-class Ahead(Drafter):
+class Ahead(DraftsOnDevice, Reorderable, Rewindable):
     """Something inside a reader that is shared with the loop writes ahead."""
-
-    on_device = True
 
     def __init__(self, reader: AheadReader, options: TreeOptions) -> None:
         self._reader = reader

@@ -1,0 +1,216 @@
+"""The optional protocols of drafters. A consumer asks `isinstance(drafter, Protocol)`, never for a name.
+
+A drafter inherits what it needs, instead of `Drafter`. The functions below say what holds without the protocol.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from typing import Any
+
+from paceline.core.contracts import Drafter, PromptTaps, Reader, RowsView, Rule
+
+
+class DraftsNothing(Drafter):
+    """Never drafts: plain decoding. It holds no state, so that any number of batches may share it."""
+
+
+class DraftsOnDevice(Drafter):
+    """Makes no host read in `propose`, and its trees are valid by construction. The loop does not check them."""
+
+
+class RunsModel(Drafter):
+    """Runs a model, so that a draft costs time on the device."""
+
+    prior_acceptance: float | None = None  # acceptance rate of a token before one is measured; None: no model runs
+
+
+class NeedsHiddenStates(Drafter):
+    """Reads hidden states of the target. Those of the draft are in the `Reading` that `keep` gets."""
+
+    needs_taps: tuple[float, ...] = ()  # relative depths of the hidden states
+
+    @abstractmethod
+    def observe_prompt(self, rows: RowsView, taps_piece: PromptTaps) -> None:
+        """Take the hidden states of one piece of the prompts. The loop calls this before `admit`."""
+
+
+class SharesReader(Drafter):
+    """Drafts through a reader of the target that the loop uses too, such as one that stops after some layers."""
+
+    @abstractmethod
+    def reader(self, target: Any) -> Reader | None:
+        """Return the shared reader, or None if this target needs none. The loop calls this once, after `open`."""
+
+
+class Graphable(Drafter):
+    """Can draft inside a CUDA graph.
+
+    Inside a graph, `rows.bound` is set, and `propose` and `keep` read nothing on the host. What they keep from one
+    round to the next is in tensors that stay at their addresses.
+    """
+
+    graph_key: int = 0  # part of the key of the graph: another number selects another graph
+
+    @abstractmethod
+    def graphable(self, longest: int) -> bool:
+        """Return whether it can draft inside a graph for sequences of up to `longest` tokens."""
+
+    @property
+    def storage_version(self) -> int:
+        """A number that changes when the tensors are replaced. All graphs that use them are then captured again."""
+        return 0
+
+    def on_replay(self) -> None:
+        """A graph has replayed one round: none of this object's code has run."""
+
+
+class Adaptive(Drafter):
+    """Decides by measured times what to draft. Its drafts differ between two machines."""
+
+    reasons: Sequence[str] = ()  # per row: why the last draft has its length and its source (for the trace)
+    model_seconds: float = 0.0  # expected time of the models that the last draft asked
+
+    def on_round_read(self, tokens: Sequence[int], away: float) -> None:
+        """The host has read a round: `tokens` is their number per row. The next round may already run. `away` is the
+        time in seconds that the caller used since the round before."""
+
+
+class ChoosesLength(Adaptive):
+    """Chooses the length of the draft itself. Then γ is only a limit."""
+
+    depth: int | None = None  # the limit where the caller gives no γ
+
+
+class Replayable(Drafter):
+    """Can draft again for a recorded text, without the target (`bench.replay`)."""
+
+    @classmethod
+    def replay_needs(cls, options: Any) -> str | None:
+        """Return what it needs besides tokens and the prediction, in a few words. None: nothing."""
+        return None
+
+
+class HoldsDrafters(Drafter):
+    """Calls other drafters. It is made with `(options, device)`, and loads their models to that device."""
+
+    @abstractmethod
+    def inside(self) -> Sequence[Drafter]:
+        """Return the drafters that it calls."""
+
+
+class Reorderable(Drafter):
+    """Follows rows that change places, as in beam search."""
+
+    def reorder(self, rows: RowsView, source: Sequence[int]) -> bool:
+        """Row r continues as a copy of row source[r], with the last draft; `rows` are still in the old order. Return
+        False if the drafter cannot follow. Then it gets `restart` after the commit, and no `keep`."""
+        return True
+
+    def restart(self, rows: RowsView, count: int) -> None:
+        """Begin again with the sequences of all rows. The first `count` rows changed places and did not end: the
+        drafter must not learn from them."""
+        restart_rows(self, rows, count)
+
+
+class Rewindable(Drafter):
+    """Keeps state by position, and can drop the end of it."""
+
+    @abstractmethod
+    def rewind(self, lengths: list[int]) -> None:
+        """The sequences were cut to these lengths: the drafter is inside another one."""
+
+
+class Resolvable(Drafter):
+    """May let another drafter work in its place."""
+
+    @abstractmethod
+    def resolve_for(self, target: Any, rule: Rule) -> Drafter:
+        """Return the drafter for this target and rule. The decoder calls this after `check`."""
+
+
+class TakesPrediction(Drafter):
+    """Drafts from the output that the caller expects (`rows.predictions`)."""
+
+    takes_prediction: bool = True
+
+
+class FillsNodes(Drafter):
+    """Grows its trees to the largest size permitted, if `uses_all_nodes`."""
+
+    uses_all_nodes: bool = False
+
+
+# ---- What holds for drafters with and without a protocol
+
+
+def speculates(drafter: Drafter) -> bool:
+    return not isinstance(drafter, DraftsNothing)
+
+
+def chooses_length(drafter: Drafter) -> bool:
+    return isinstance(drafter, ChoosesLength)
+
+
+def taps_of(drafter: Drafter) -> tuple[float, ...]:
+    return drafter.needs_taps if isinstance(drafter, NeedsHiddenStates) else ()
+
+
+def prior_acceptance(drafter: Drafter) -> float | None:
+    return drafter.prior_acceptance if isinstance(drafter, RunsModel) else None
+
+
+def takes_prediction(drafter: Drafter) -> bool:
+    return isinstance(drafter, TakesPrediction) and drafter.takes_prediction
+
+
+def uses_all_nodes(drafter: Drafter) -> bool:
+    return isinstance(drafter, FillsNodes) and drafter.uses_all_nodes
+
+
+def reads_verdicts(drafter: Drafter) -> bool:
+    """Return whether `keep` does something."""
+    return type(drafter).keep is not Drafter.keep
+
+
+def graphable(drafter: Drafter, longest: int) -> bool:
+    return isinstance(drafter, Graphable) and drafter.graphable(longest)
+
+
+def storage_version(drafter: Drafter) -> int:
+    return drafter.storage_version if isinstance(drafter, Graphable) else 0
+
+
+def on_replay(drafter: Drafter) -> None:
+    if isinstance(drafter, Graphable):
+        drafter.on_replay()
+
+
+def reorder(drafter: Drafter, rows: RowsView, source: Sequence[int]) -> bool:
+    return isinstance(drafter, Reorderable) and drafter.reorder(rows, source)
+
+
+def restart(drafter: Drafter, rows: RowsView, count: int) -> None:
+    """Make the drafter begin again with the sequences of all rows, of which it knows the first `count`."""
+    if isinstance(drafter, Reorderable):
+        drafter.restart(rows, count)
+    else:
+        restart_rows(drafter, rows, count)
+
+
+def restart_rows(drafter: Drafter, rows: RowsView, count: int) -> None:
+    """Release `count` rows, and admit all rows."""
+    for row in range(count - 1, -1, -1):
+        drafter.release(row, row, rows.lengths[row])
+    drafter.admit(rows, 0)
+
+
+def rewind(drafter: Drafter, lengths: list[int]) -> None:
+    if isinstance(drafter, Rewindable):
+        drafter.rewind(lengths)
+
+
+def replay_needs_of(cls: type[Drafter], options: Any) -> str | None:
+    """Return what a replay needs besides tokens and the prediction. None: nothing."""
+    return cls.replay_needs(options) if issubclass(cls, Replayable) else "a model's logits"

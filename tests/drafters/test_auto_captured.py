@@ -21,9 +21,10 @@ from paceline.bench.candidates.run_spec import parse_entry
 from paceline.common.errors import DrafterWarning
 from paceline.core.costs import Costs
 from paceline.drafters import shipped as room
-from paceline.drafters.adaptive import graphed_auto as auto_captured
+from paceline.drafters.adaptive import graphed_auto
 from paceline.drafters.adaptive.auto import Auto
 from paceline.drafters.adaptive.graphed_auto import GraphedAuto
+from paceline.drafters.adaptive.policy import POLICY
 from paceline.drafters.heads.eagle import Eagle, EagleHead, Steps
 from paceline.drafters.heads.medusa import MedusaHead
 from paceline.models.language_model import LanguageModel
@@ -51,16 +52,16 @@ def lm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, programs: list[Replays])
         head.random(lm).save(tmp_path / "toy" / kind)
     (tmp_path / "toy" / "catalogue.json").write_text(json.dumps({"best": list(HEADS)}))
     monkeypatch.setattr(room, "ROOT", tmp_path)
-    monkeypatch.setattr(auto_captured, "captures", lambda lm: True)
-    monkeypatch.setattr(auto_captured, "by_kernels", lambda lm: True)
+    monkeypatch.setattr(graphed_auto, "captures", lambda lm: True)
+    monkeypatch.setattr(graphed_auto, "by_kernels", lambda lm: True)
     return lm
 
 
 @pytest.fixture
 def restless(monkeypatch: pytest.MonkeyPatch) -> None:
     """It looks at few rounds, and rests for few."""
-    monkeypatch.setattr(auto_captured, "_SURE", 4)
-    monkeypatch.setattr(auto_captured, "_REST", (9, 12))
+    policy = replace(POLICY, rest_after=4, first_rest=9, longest_rest=12)
+    monkeypatch.setattr(graphed_auto, "POLICY", policy)
 
 
 def ticking(step: Callable[[], float]) -> Callable[[], float]:
@@ -86,7 +87,7 @@ def test_it_leads_where_rounds_are_captured_and_nowhere_else(
     assert "auto (eagle, tree best-first, or none), γ≤5, rule match" in decoder.describe()
     assert isinstance(drafter(options={"drafters": ("suffix",)}), Auto)  # as was asked for
     assert isinstance(drafter(rule="ratio"), Auto)  # it judges chains
-    monkeypatch.setattr(auto_captured, "captures", lambda lm: False)
+    monkeypatch.setattr(graphed_auto, "captures", lambda lm: False)
     assert isinstance(drafter(), Auto)
 
 

@@ -14,7 +14,7 @@ from paceline.core.contracts import Budget, Drafter, RowsView
 from paceline.core.costs import Costs
 from paceline.core.protocols import RunsModel
 from paceline.core.tree import TokenTree
-from paceline.drafters.adaptive import group as company
+from paceline.drafters.adaptive import group
 from paceline.drafters.adaptive.auto import Auto
 from paceline.drafters.adaptive.portfolio import Portfolio
 from paceline.models.readers.split import SplitReader
@@ -29,7 +29,7 @@ class Clock:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 1.0
-        monkeypatch.setattr(company.time, "perf_counter", lambda: self.now)
+        monkeypatch.setattr(group.time, "perf_counter", lambda: self.now)
 
 
 class Stepping(RunsModel):
@@ -78,10 +78,10 @@ def test_what_was_saved_for_trying_out_is_not_hoarded(monkeypatch: pytest.Monkey
         decoder.generate([0], **LONG)
     controller = decoder.drafter
     assert isinstance(controller, Auto)
-    assert controller._purse > 10  # it never had to be tried
+    assert controller._probe_budget > 10  # it never had to be tried
     member.right = False
     decoder.generate([0], **LONG)
-    assert controller._purse <= 1.0
+    assert controller._probe_budget <= 1.0
 
 
 def test_frozen_it_learns_nothing_and_tries_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -91,10 +91,10 @@ def test_frozen_it_learns_nothing_and_tries_nothing(monkeypatch: pytest.MonkeyPa
     assert isinstance(controller, Auto)
     decoder.generate([0], **LONG)
     controller.frozen = True
-    before = [(m.account.helped.value, m.account.cost.value, m.account.ledger.chance[:]) for m in controller._members]
+    before = [(m.stats.benefit.value, m.stats.cost.value, m.stats.acceptance.rates[:]) for m in controller._members]
     member.steps = 0
     out = decoder.generate([0], **LONG)
-    after = [(m.account.helped.value, m.account.cost.value, m.account.ledger.chance[:]) for m in controller._members]
+    after = [(m.stats.benefit.value, m.stats.cost.value, m.stats.acceptance.rates[:]) for m in controller._members]
     assert before == after
     assert member.steps == 0
     assert out.stats.mean_accepted_length > 5  # what it learned is used: whoever was right in a row is believed
@@ -137,7 +137,7 @@ def test_a_draft_with_laws_counts_as_a_run() -> None:
         next(stream)
     controller = decoder.drafter
     assert isinstance(controller, Auto)
-    assert controller._books[0][0].run >= 8
+    assert controller._row_stats[0][0].run >= 8
     stream.close()
 
 
@@ -211,7 +211,7 @@ def test_help_that_costs_more_to_read_than_it_brings_is_none(monkeypatch: pytest
     decoder.generate([0], max_new_tokens=60, ignore_eos=True)
     controller = decoder.drafter
     assert isinstance(controller, Auto)
-    assert controller._members[0].account.helped.value < 0.1
+    assert controller._members[0].stats.benefit.value < 0.1
 
 
 def test_a_hiccup_of_the_machine_is_no_cost_of_a_drafter(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -226,7 +226,7 @@ def test_a_hiccup_of_the_machine_is_no_cost_of_a_drafter(monkeypatch: pytest.Mon
     list(stream)
     controller = decoder.drafter
     assert isinstance(controller, Auto)
-    assert controller._members[0].account.cost.value < 0.002
+    assert controller._members[0].stats.cost.value < 0.002
 
 
 @pytest.mark.parametrize(("costs", "trees"), [(FLAT, True), (Costs({1: {1: 1.0, 2: 1.01, 64: 7.3}}), False)])

@@ -223,12 +223,12 @@ class Taps(Says, NeedsHiddenStates):
     def observe_prompt(self, rows: Any, taps_piece: PromptTaps) -> None:
         self.calls.append(("observe_prompt", len(taps_piece.taps), taps_piece.taps))
 
-    def keep(self, rows: Any, verdict: Any, reading: Reading) -> None:
-        self.calls.append(("keep", len(reading.taps), verdict, reading.taps))
+    def observe_accepted(self, rows: Any, taps: tuple[Any, ...]) -> None:
+        self.calls.append(("observe_accepted", len(taps), taps))
 
 
 def test_each_sees_its_own_taps_also_of_tokens_that_others_drafted() -> None:
-    """What the target thought along the accepted path is needed of every token, whoever drafted it."""
+    """A head needs the hidden states of every accepted token, whoever drafted it."""
     model = llama()
     text = naive(model, [7, 3, 5], 8)
     known = {tuple([7, 3, 5, *text][: i + 3]): text[i : i + 3] for i in range(6)}
@@ -241,12 +241,9 @@ def test_each_sees_its_own_taps_also_of_tokens_that_others_drafted() -> None:
     assert [call[1] for call in one.calls if call[0] == "observe_prompt"] == [1]
     assert [call[1] for call in two.calls if call[0] == "observe_prompt"] == [2]
     table = model.get_input_embeddings().weight
-    _, _, verdict, taps = next(call for call in two.calls if call[0] == "keep")
-    way = torch.cat([torch.zeros(1, dtype=torch.int64), verdict.path[0] + 1])
-    assert torch.equal(taps[1][0][way], table[torch.tensor([5, text[0], text[1]])])  # two nodes lend two places
-    _, _, verdict, taps = next(call for call in one.calls if call[0] == "keep")
-    assert verdict.path is None
-    assert torch.equal(taps[0][0], table[torch.tensor([5, *text[:3]])])
+    for member, tap in ((two, 1), (one, 0)):
+        _, _, taps = next(call for call in member.calls if call[0] == "observe_accepted")
+        assert torch.equal(taps[tap][0], table[torch.tensor([5, *text[:3]])])
 
 
 # ---- drafts with laws of their own
@@ -322,7 +319,7 @@ def test_early_exit_shares_its_reader() -> None:
     )
     outs = speculative.generate(prompts, max_new_tokens=30)
     assert [out.tokens for out in outs] == [naive(model, prompt, 30) for prompt in prompts]
-    assert [member.shares for member in speculative.drafter._members] == [True, False, False]  # type: ignore[attr-defined]
+    assert [member.shares_reader for member in speculative.drafter._members] == [True, False, False]  # type: ignore[attr-defined]
 
 
 def test_the_default_drafts_at_least_what_its_members_do() -> None:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import paceline
 from paceline.core.costs import Costs
-from paceline.drafters.adaptive import graphed_auto as auto_captured
+from paceline.drafters.adaptive import graphed_auto
 from paceline.drafters.adaptive.graphed_auto import GraphedAuto
 from paceline.drafters.heads.eagle import Eagle, EagleHead
 
@@ -28,18 +29,19 @@ def slow_while_drafting(leader: GraphedAuto) -> Callable[[], float]:
 
 
 def check_leader(lm: Any, settings: dict[str, Any]) -> None:
-    options = Eagle.Options(head=EagleHead.random(lm), **auto_captured._TREE)
+    options = Eagle.Options(head=EagleHead.random(lm), **graphed_auto.TREE)
     leader = GraphedAuto(Eagle(options), Costs({1: {1: 1.0, 64: 1.01}}))
     decoder = paceline.SpeculativeDecoder(lm, leader)
     settings = {**settings, "max_new_tokens": 160, "ignore_eos": True}
     plain = [paceline.SpeculativeDecoder(lm, draft=None).generate(prompt, **settings).tokens for prompt in PROMPTS]
     assert [decoder.generate(prompt, **settings).tokens for prompt in PROMPTS] == plain, "as it is"
-    kept = auto_captured._SURE, auto_captured._REST, leader._clock
-    auto_captured._SURE, auto_captured._REST, leader._clock = 6, (20, 30), slow_while_drafting(leader)
+    policy, clock = graphed_auto.POLICY, leader._clock
+    graphed_auto.POLICY = replace(policy, rest_after=6, first_rest=20, longest_rest=30)
+    leader._clock = slow_while_drafting(leader)
     try:
         texts = [decoder.generate(prompt, **settings) for prompt in PROMPTS]
     finally:
-        auto_captured._SURE, auto_captured._REST, leader._clock = kept
+        graphed_auto.POLICY, leader._clock = policy, clock
     assert [text.tokens for text in texts] == plain, "with rests"
     drafting = [bool(each.drafted) for each in texts[0].trace.rounds]
     changes = sum(one != other for one, other in zip(drafting[1:], drafting[:-1], strict=True))

@@ -9,6 +9,8 @@ from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
+from torch import Tensor
+
 from paceline.core.contracts import Drafter, PromptTaps, Reader, RowsView, Rule
 
 
@@ -34,6 +36,13 @@ class NeedsHiddenStates(Drafter):
     @abstractmethod
     def observe_prompt(self, rows: RowsView, taps_piece: PromptTaps) -> None:
         """Take the hidden states of one piece of the prompts. The loop calls this before `admit`."""
+
+    def observe_accepted(self, rows: RowsView, taps: tuple[Tensor, ...]) -> None:
+        """Take the hidden states [R,1+M,D] of the last committed token and of the accepted tokens after it.
+
+        A group calls this where the tree that was read is not this drafter's own; `keep` then brings no hidden states.
+        Past the accepted tokens of a row they are arbitrary. The rows commit the tokens next.
+        """
 
 
 class SharesReader(Drafter):

@@ -162,7 +162,7 @@ class TokenTree:
         for row, (tokens, above) in enumerate(rows):
             if len(tokens) != len(above):
                 raise DrafterError(f"Row {row} of a draft has {len(tokens)} tokens but {len(above)} parents.")
-        if most == 0:  # nobody has an idea: nothing branches
+        if most == 0:  # no row has a draft: nothing branches
             return chains
         parents = torch.tensor(padded, dtype=torch.int64, device=device).view(len(rows), most)
         return TokenTree(chains.tokens, parents, chains.count, drawn, deepest=max(map(_depth, rows), default=0))

@@ -1,6 +1,6 @@
-"""What `auto` is where whole rounds are captured: one trained drafter inside them, which rests where it does not pay.
+"""`auto` where whole rounds run as CUDA graphs: one trained drafter inside them, which rests where it does not pay.
 
-Members on the host would have to be asked, and read, between two rounds, which takes longer than what they save there.
+Host drafters would be asked, and read, between two rounds. That takes longer than what they save there.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from paceline.core.protocols import (
     taps_of,
 )
 from paceline.core.tree import TokenTree
+from paceline.drafters.adaptive.policy import POLICY
 from paceline.drafters.models.wrapper import DrafterWrapper
 from paceline.drafters.resolve import make_drafter
 from paceline.drafters.shipped import best_for
@@ -32,43 +33,39 @@ from paceline.models.language_model import LanguageModel
 from paceline.models.runners.cuda_graph import captures
 from paceline.models.runtime import by_kernels
 
-_TREE = {"tree": "best-first", "branch": 4, "width": 4}  # docs/results/training.md: which shape pays on a GPU
-_NODES, _READ = 24, 64  # of a draft, where no pass reads more than so many tokens: beyond, each costs more
-_SURE, _WINDOW = 16, 32  # rounds looked at before it may rest, and at most
-_BETWEEN = 2  # rounds after a change that do not count: one may have been on its way, one captures
-_REST = (64, 512)  # rounds it rests: at first, and in the end
-_CLEARLY = 0.97  # of plain decoding's speed: below, drafting does not pay
+TREE = {"tree": "best-first", "branch": POLICY.graph_branch, "width": POLICY.graph_width}
 
 
-def leader_for(target: LanguageModel, rule: Rule, costs: Costs) -> GraphedAuto | None:
-    """The best trained drafter that comes along for this target, to lead; None where rounds are not captured whole."""
+def graphed_auto(target: LanguageModel, rule: Rule, costs: Costs) -> GraphedAuto | None:
+    """A `GraphedAuto` with the best shipped drafter for this target; None where rounds cannot run as CUDA graphs."""
     suits = rule.on_device and rule.branches and rule.draw == "coupled" and captures(target) and by_kernels(target)
     best = best_for(target) if suits else None
     if best is None:
         return None
-    drafter = make_drafter((best[0], {**best[1], **_TREE}), device=target.device)
+    drafter = make_drafter((best[0], {**best[1], **TREE}), device=target.device)
     drafter.check(target)
     return None if isinstance(drafter, SharesReader) else GraphedAuto(drafter, costs)
 
 
-def _nodes(rows: RowsView) -> int:
-    """Of a draft: by the rows that programs are made for, so that no round is deeper than the next one looks back to,
-    captured or not (rows only leave while others are live)."""
-    return min(_NODES, _READ // max(1, rows.capacity) - 1)
+def _max_nodes(rows: RowsView) -> int:
+    """Of a draft, by the capacity that graphs are made for. The number of rows may only fall, so no round is deeper
+    than the next one can catch up with."""
+    return min(POLICY.graph_nodes, POLICY.graph_tokens // max(1, rows.capacity) - 1)
 
 
 class GraphedAuto(DrafterWrapper, ChoosesLength, DraftsOnDevice, NeedsHiddenStates):
-    """Drafts by `inner` inside captured rounds, or not at all while that is slower than plain decoding."""
+    """Drafts with `inner` inside CUDA graphs, or not at all while that is slower than plain decoding."""
 
     name = "auto"
-    depth = 5
+    depth = POLICY.graph_depth
 
     def __init__(self, inner: Drafter, costs: Costs, clock: Callable[[], float] = time.perf_counter) -> None:
         self._inner, self._costs, self._clock = inner, costs, clock
         self.needs_taps = taps_of(inner)
-        self._took: dict[bool, deque[float]] = {resting: deque(maxlen=_WINDOW) for resting in (False, True)}
-        self._tokens: deque[float] = deque(maxlen=_WINDOW)  # of a round, while drafting
-        self._count, self._last = 0, 0.0  # rows, and when a round landed last
+        window = POLICY.rest_window
+        self._seconds: dict[bool, deque[float]] = {resting: deque(maxlen=window) for resting in (False, True)}
+        self._tokens: deque[float] = deque(maxlen=window)  # of a round, while drafting
+        self._row_count, self._last_read = 0, 0.0  # rows of a round, and when a round was last read on the host
         self._begin()
 
     @property
@@ -77,11 +74,11 @@ class GraphedAuto(DrafterWrapper, ChoosesLength, DraftsOnDevice, NeedsHiddenStat
 
     def _begin(self) -> None:
         self.graph_key, self._catching_up = 1, False
-        self._wait, self._rested, self._since = _REST[0], 0, 0
+        self._wait, self._rested, self._since_change = POLICY.first_rest, 0, 0
         self._tokens.clear()
 
     def reset_copy(self) -> Drafter:
-        """Itself, where it learns nothing: what rounds take is no text's."""
+        """Itself, if the inner drafter learns nothing: round times belong to no text."""
         inner = self.inner.reset_copy()
         return self if inner is self.inner or inner is None else GraphedAuto(inner, self._costs, self._clock)
 
@@ -96,40 +93,41 @@ class GraphedAuto(DrafterWrapper, ChoosesLength, DraftsOnDevice, NeedsHiddenStat
 
     def on_round_read(self, tokens: Sequence[int], away: float) -> None:
         now = self._clock()
-        took, self._last = now - self._last - away, now
-        if len(tokens) != self._count:  # rounds of so many rows take another time, and bring something else
-            self._count, self._since = len(tokens), 0
-            for known in (*self._took.values(), self._tokens):
-                known.clear()
-        self._since += 1
+        seconds, self._last_read = now - self._last_read - away, now
+        if len(tokens) != self._row_count:  # another number of rows takes another time
+            self._row_count, self._since_change = len(tokens), 0
+            for measured in (*self._seconds.values(), self._tokens):
+                measured.clear()
+        self._since_change += 1
         if self.resting:
             self._rested += 1
-        if self._since <= _BETWEEN or _nodes(self._rows) < 1:
+        if self._since_change <= POLICY.rest_skipped or _max_nodes(self._rows) < 1:
             return
-        self._took[self.resting].append(took)
+        self._seconds[self.resting].append(seconds)
         if self.resting and self._rested > self._wait:
             self._wake()
         elif not self.resting:
             self._tokens.append(mean(tokens))
-            if len(self._tokens) >= _SURE and not self._pays():
+            if len(self._tokens) >= POLICY.rest_after and not self._pays():
                 self._rest()
 
     def _pays(self) -> bool:
-        """Tokens per second, against those of plain decoding: as it was while resting, else as passes were measured."""
-        plain = self._took[True]
-        alone = median(plain) if len(plain) >= _SURE else self._costs.seconds(1, self._count) + self._costs.overhead
-        return mean(self._tokens) * alone >= _CLEARLY * median(self._took[False])
+        """Compare tokens per second with plain decoding: as timed while resting, else from the measured passes."""
+        timed = self._seconds[True]
+        known = len(timed) >= POLICY.rest_after
+        plain = median(timed) if known else self._costs.seconds(1, self._row_count) + self._costs.overhead
+        return mean(self._tokens) * plain >= POLICY.rest_below * median(self._seconds[False])
 
     def _rest(self) -> None:
-        self.graph_key = self._since = self._rested = 0
-        rewind(self.inner, list(self._rows.lengths))  # what it has read by now; nothing until it wakes
+        self.graph_key = self._since_change = self._rested = 0
+        rewind(self.inner, list(self._rows.lengths))  # it reads nothing until it wakes
 
     def _wake(self) -> None:
-        """Its next draft is made outside of a program, for there may be much to read first."""
-        self.graph_key, self._catching_up, self._since = 1, True, 0
-        self._wait = min(2 * self._wait, _REST[1])
+        """The next draft is made outside of a graph, since it may have much to read first."""
+        self.graph_key, self._catching_up, self._since_change = 1, True, 0
+        self._wait = min(2 * self._wait, POLICY.longest_rest)
         self._tokens.clear()
-        self._took[False].clear()
+        self._seconds[False].clear()
 
     # ---- a round
 
@@ -137,7 +135,7 @@ class GraphedAuto(DrafterWrapper, ChoosesLength, DraftsOnDevice, NeedsHiddenStat
         return (self.resting or not self._catching_up) and graphable(self.inner, longest)
 
     def propose(self, rows: RowsView, budget: Budget) -> TokenTree:
-        nodes = min(budget.nodes, _nodes(rows))
+        nodes = min(budget.nodes, _max_nodes(rows))
         if self.resting or nodes < 1 or not budget.branches:
             return TokenTree.empty(rows.count, rows.text.device)
         self._catching_up = False
@@ -160,7 +158,7 @@ class GraphedAuto(DrafterWrapper, ChoosesLength, DraftsOnDevice, NeedsHiddenStat
     def admit(self, rows: RowsView, first: int) -> None:
         if not first:
             self._begin()
-        self._since = 0  # prompts were read meanwhile
+        self._since_change = 0  # prompts were read in between
         self.inner.admit(rows, first)
 
     def observe_prompt(self, rows: RowsView, taps_piece: PromptTaps) -> None:

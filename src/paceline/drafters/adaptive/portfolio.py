@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -12,14 +12,10 @@ from paceline.common.limits import Limited, limited
 from paceline.core.contracts import DRAFTERS, Budget, RowsView
 from paceline.core.protocols import FillsNodes, Replayable
 from paceline.core.tree import TokenTree
-from paceline.drafters.adaptive.group import MERGES, DrafterGroup, Member
-from paceline.drafters.adaptive.stats import Mean, merge
+from paceline.drafters.adaptive.group import DrafterGroup, Member
+from paceline.drafters.adaptive.policy import POLICY
+from paceline.drafters.adaptive.stats import Mean
 from paceline.drafters.resolve import replay_needs
-
-_TRIAL = 64  # rounds every member is asked before it may be passed over
-_PROBE = 16  # where only one may draft: every so many rounds another one does
-_LEADS = 4
-_PASS = 32  # where nodes are the cost: a pass of the target costs as much as proposing so many full trees
 
 
 @DRAFTERS.register("portfolio")
@@ -38,8 +34,8 @@ class Portfolio(DrafterGroup, FillsNodes, Replayable):
         mode: Literal["merge", "first"] = "merge"  # one tree of all, or of the first that has an idea
         cost: Literal["time", "nodes"] = "time"  # what a proposal costs: seconds, or nodes (the same on every machine)
         least: float = limited(0.0005, 0)  # chance below which a node is left out
-        persistent: bool = True  # credit is kept from one request to the next
-        frozen: bool = False  # credit stays as it is
+        persistent: bool = True  # statistics are kept from one request to the next
+        frozen: bool = False  # statistics do not change
 
         def __post_init__(self) -> None:
             super().__post_init__()
@@ -52,27 +48,26 @@ class Portfolio(DrafterGroup, FillsNodes, Replayable):
 
         @classmethod
         def conformance_variants(cls) -> list[Mapping[str, Any]]:
-            return [{"drafters": _with_the_target}, {"drafters": _with_the_target, "mode": "first"}]
+            return [{"drafters": with_the_target}, {"drafters": with_the_target, "mode": "first"}]
 
     uses_all_nodes = True
+    leads_alone = True
 
     def __init__(self, options: Options | None = None, device: Any = None) -> None:
-        """Models of the members that have to be loaded go to `device`."""
+        """Models of the members are loaded to `device`."""
         super().__init__(options or self.Options(), device)
+        self._first = self.options.mode == "first"
 
     def reset(self) -> None:
         super().reset()
-        self._lasts, self._began = Mean(), 0.0
-
-    def _price(self, seconds: float, drafted: float) -> float:
-        return seconds if self.options.cost == "time" else drafted
+        self._round_seconds, self._started = Mean(), 0.0
 
     def describe(self) -> str:
-        shown = [
-            f"{member.title} {member.account.ledger.gain.value:.2f}" if member.account.asked else member.title
+        members = [
+            f"{member.title} {member.stats.acceptance.gain.value:.2f}" if member.stats.asked else member.title
             for member in self._members
         ]
-        return f"portfolio ({'first of ' if self.options.mode == 'first' else ''}{', '.join(shown)})"
+        return f"portfolio ({'first of ' if self._first else ''}{', '.join(members)})"
 
     @classmethod
     def replay_needs(cls, options: Any) -> str | None:
@@ -82,82 +77,67 @@ class Portfolio(DrafterGroup, FillsNodes, Replayable):
         timed = options.mode == "merge" and options.cost == "time" and len(options.drafters) > 1
         return "a clock, to know whom to ask (option cost; cost=nodes needs none)" if timed else None
 
-    # ---- drafting
+    # ---- which members are asked
 
-    def propose(self, rows: RowsView, budget: Budget) -> TokenTree:
-        self._catch_up(rows)
+    def _begin_round(self, rows: RowsView, budget: Budget) -> None:
+        super()._begin_round(rows, budget)
         now = time.perf_counter()
-        if self._began and self.options.cost == "time" and not self.frozen:
-            self._lasts.see(now - self._began)
-        self._began = now
-        lawful = budget.draw in ("independent", "iid")
-        for member in self._order(lawful):
-            if lawful and member.has_laws and self._has_ideas():
-                continue  # its tokens could not stand beside the others'
-            if not (lawful or self._due(member, budget)):
-                continue
-            proposal = self._ask(member, rows, budget)
-            if proposal is None:
-                continue
-            if proposal.tree.drawn not in MERGES and proposal.tree.nodes:
-                member.has_laws = True
-                if not self._has_ideas():  # alone: of what was drawn nothing may be left out
-                    proposal.whole, self._tree = True, proposal.tree
-                    return proposal.tree
-            if self.options.mode == "first" and self._everyone_served(rows.count):
-                break
-        tree = self._tree = self._merged(rows.count, budget)
-        return tree
+        if self._started and self.options.cost == "time" and not self.frozen:
+            self._round_seconds.add(now - self._started)
+        self._started = now
 
-    def _order(self, lawful: bool) -> list[Member]:
-        alive = self._alive()
-        if self.options.mode == "first":
-            return alive
-        ranked = sorted(alive, key=lambda member: -member.account.ledger.gain.value)
-        if lawful and ranked:  # one may have to draft alone: each must have led for a while, and again now and then
-            ranked.sort(key=lambda member: member.account.led >= _LEADS)
-            if self._rounds % _PROBE == 0:
-                ranked.insert(0, ranked.pop(self._rounds // _PROBE % len(ranked)))
-            ranked[0].account.led += 1
+    def _to_ask(self, rows: RowsView, budget: Budget) -> Iterator[tuple[Member, Budget]]:
+        own_laws = budget.draw in ("independent", "iid")
+        for member in self._order(own_laws):
+            if own_laws and member.has_own_laws and self._has_ideas():
+                continue  # its tokens may not stand beside those of others
+            if own_laws or self._is_due(member, budget):
+                yield member, budget
+            if self._first and self._all_rows_served(rows.count):
+                return
+
+    def _order(self, own_laws: bool) -> list[Member]:
+        """The members, the best first. Where one may have to draft alone, each leads some rounds, and again later."""
+        members = self._working()
+        if self._first:
+            return members
+        ranked = sorted(members, key=lambda member: -member.stats.acceptance.gain.value)
+        if own_laws and ranked:
+            ranked.sort(key=lambda member: member.stats.leads >= POLICY.lead_rounds)
+            if self._rounds % POLICY.lead_change == 0:
+                ranked.insert(0, ranked.pop(self._rounds // POLICY.lead_change % len(ranked)))
+            ranked[0].stats.leads += 1
         return ranked
 
-    def _due(self, member: Member, budget: Budget) -> bool:
-        """The best is always asked, the others as long as what they alone have is worth their price; else rarely."""
-        account = member.account
-        if self.options.mode == "first" or account.asked < _TRIAL:
+    def _is_due(self, member: Member, budget: Budget) -> bool:
+        """The best member is always due, another one if what it alone has is worth its cost, or after a pause."""
+        stats = member.stats
+        if self._first or stats.asked < POLICY.portfolio_trial:
             return True
-        if account.ledger.gain.value >= max(other.account.ledger.gain.value for other in self._alive()):
+        if stats.acceptance.gain.value >= max(other.stats.acceptance.gain.value for other in self._working()):
             return True
-        whole = self._lasts.value if self.options.cost == "time" else float(_PASS * budget.nodes)
-        pays = account.alone.value * whole >= account.cost.value * self._emitted.value
-        return pays or self._rounds - account.last >= account.pause
+        timed = self.options.cost == "time"
+        round_cost = self._round_seconds.value if timed else float(POLICY.pass_in_trees * budget.nodes)
+        pays = stats.alone.value * round_cost >= stats.cost.value * self._emitted.value
+        return pays or self._rounds - stats.last_round >= stats.pause
 
-    def _everyone_served(self, count: int) -> bool:
-        return all(any(p.drafts and p.drafts[row].tokens for _, p in self._asked) for row in range(count))
+    def _all_rows_served(self, count: int) -> bool:
+        return all(any(p.rows and p.rows[row].tokens for p in self._asked) for row in range(count))
 
-    def _merged(self, count: int, budget: Budget) -> TokenTree:
-        """One tree per row: of the first with an idea, or of all, the most credited of this row first."""
-        rows = []
-        for row in range(count):
-            books = self._books[row]
-            pairs = [
-                (proposal.drafts[row], books[member.number])
-                for member, proposal in self._asked
-                if proposal.drafts and proposal.drafts[row].tokens
-            ]
-            least = self.options.least
-            if self.options.mode == "first":
-                pairs, least = pairs[:1], 0.0
-            else:
-                pairs.sort(key=lambda pair: -pair[1].gain.value)
-            rows.append(merge(pairs, min(budget.depth, budget.limits[row]), budget.nodes, least))
-        coupled = any(proposal.tree.drawn == "coupled" for _, proposal in self._asked)
-        drawn: Literal["coupled", "certain"] = "coupled" if coupled else "certain"
-        if all(parents == list(range(-1, len(parents) - 1)) for _, parents in rows):
-            return TokenTree.from_chains([tokens for tokens, _ in rows], "cpu", drawn)
-        return TokenTree.from_rows(rows, "cpu", drawn)
+    def _cost(self, seconds: float, drafted: float) -> float:
+        return seconds if self.options.cost == "time" else drafted
+
+    # ---- how much is read: everything, since reading counts as free
+
+    def _choose(self, rows: RowsView, budget: Budget) -> TokenTree:
+        least = 0.0 if self._first else self.options.least
+        merged = [
+            self._merge(row, budget, by_gain=not self._first, first=self._first, least=least)
+            for row in range(rows.count)
+        ]
+        return self._select(merged, budget.nodes)
 
 
-def _with_the_target(target: Any) -> tuple[Any, ...]:
+def with_the_target(target: Any) -> tuple[Any, ...]:
     """For the conformance suite: a draft model, as a tree, beside drafters on the host and on the device."""
     return (("draft-model", {"model": target, "tree": "levels"}), "prompt-lookup", "recycling")

@@ -112,11 +112,15 @@ class HeadDrafter(DraftsOnDevice, RunsModel, NeedsHiddenStates, Graphable, Reord
         self.places.write(slice(taps_piece.first, taps_piece.first + R), position, states, max(rows.lengths))
 
     def keep(self, rows: RowsView, verdict: Verdict, reading: Reading) -> None:
-        """The target has read the last committed token (place 0) and the draft (node n is place n+1): what it thought
-        on the accepted path is what it thinks of the text. What is written past that path is overwritten later."""
+        """Take the hidden states of the last committed token (position 0) and of the accepted path (node n is position
+        n+1). States written past that path are overwritten later."""
         self._grower.judged(verdict)
-        if reading.taps:  # else it is a draft that was made to see how long it takes
+        if reading.taps:  # none: the draft was made to time it, or the taps follow in `observe_accepted`
             self.note(rows, *_followed(reading.taps, verdict))
+
+    def observe_accepted(self, rows: RowsView, taps: tuple[Tensor, ...]) -> None:
+        """The same states in the order of the text, where another drafter made the draft."""
+        self.note(rows, taps)
 
     def note(self, rows: RowsView, taps: tuple[Tensor, ...], path: Tensor | None = None) -> None:
         """Remember the tapped states [R,Q,D] of the last committed place and those that follow: of a tree, along the

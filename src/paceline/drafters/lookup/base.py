@@ -10,8 +10,8 @@ from typing import Generic, TypeVar
 from paceline.core.contracts import Budget, RowsView
 from paceline.core.protocols import Reorderable
 from paceline.core.tree import TokenTree
-from paceline.drafters.adaptive.stats import Drafted
 
+ListDraft = tuple[list[int], list[int]]  # the tokens and the parents of one row
 State = TypeVar("State")
 Place = TypeVar("Place")
 
@@ -57,7 +57,7 @@ class ListDrafter(HostDrafter[State]):
     into tensors and back."""
 
     @abstractmethod
-    def propose_lists(self, rows: RowsView, budget: Budget, branching: bool = True) -> list[Drafted]:
+    def propose_lists(self, rows: RowsView, budget: Budget, branching: bool = True) -> list[ListDraft]:
         """A draft for every row, within the budget: its tokens and their parents. Not `branching`: a chain will do,
         whatever its options say."""
 
@@ -99,7 +99,7 @@ class Followers:
 Expand = Callable[[Place], Iterable[tuple[int, float, Place]]]
 
 
-def grow(start: Place, expand: Expand[Place], nodes: int, depth: int, sure: int, least: float) -> Drafted:
+def grow(start: Place, expand: Expand[Place], nodes: int, depth: int, sure: int, least: float) -> ListDraft:
     """Tokens and parents of a tree grown where it is most probable. `expand(place)` gives the distinct next tokens, the
     best one first, each with its share and the place after it.
 

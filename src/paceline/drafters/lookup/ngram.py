@@ -19,8 +19,7 @@ from paceline.core.contracts import DRAFTERS, Budget, Reading, RowsView
 from paceline.core.protocols import Replayable
 from paceline.core.tree import chain_parents
 from paceline.core.verdict import Verdict
-from paceline.drafters.adaptive.stats import Drafted
-from paceline.drafters.lookup.base import RANKED, Followers, ListDrafter, grow
+from paceline.drafters.lookup.base import RANKED, Followers, ListDraft, ListDrafter, grow
 from paceline.models.loading.weight_check import reading
 
 # ---- What followed which words, by level: the memory of `ngram`, in use and on disk
@@ -266,8 +265,8 @@ class Ngram(Replayable, ListDrafter["_Row"]):
 
     # ---- drafting
 
-    def propose_lists(self, rows: RowsView, budget: Budget, branching: bool = True) -> list[Drafted]:
-        drafts: list[Drafted] = []
+    def propose_lists(self, rows: RowsView, budget: Budget, branching: bool = True) -> list[ListDraft]:
+        drafts: list[ListDraft] = []
         branches = self.options.branches if branching else 1
         known = zip(rows.histories, rows.settled, self._states, budget.limits, strict=True)
         for text, settled, row, limit in known:

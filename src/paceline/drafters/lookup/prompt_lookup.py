@@ -10,8 +10,7 @@ from paceline.common.limits import Limited, limited
 from paceline.core.contracts import DRAFTERS, Budget, RowsView
 from paceline.core.protocols import Replayable
 from paceline.core.tree import chain_parents, merge_chains
-from paceline.drafters.adaptive.stats import Drafted
-from paceline.drafters.lookup.base import ListDrafter
+from paceline.drafters.lookup.base import ListDraft, ListDrafter
 
 
 @DRAFTERS.register("prompt-lookup")
@@ -37,8 +36,8 @@ class PromptLookup(Replayable, ListDrafter["_Index"]):
     def begin(self, rows: RowsView, row: int) -> _Index:
         return _Index(self.options)
 
-    def propose_lists(self, rows: RowsView, budget: Budget, branching: bool = True) -> list[Drafted]:
-        drafts: list[Drafted] = []
+    def propose_lists(self, rows: RowsView, budget: Budget, branching: bool = True) -> list[ListDraft]:
+        drafts: list[ListDraft] = []
         known = zip(rows.histories, rows.settled, self._states, budget.limits, strict=True)
         for history, settled, index, limit in known:
             index.learn(history, settled)

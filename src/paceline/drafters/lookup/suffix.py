@@ -10,8 +10,7 @@ from paceline.common.limits import Limited, limited
 from paceline.core.contracts import DRAFTERS, Budget, RowsView
 from paceline.core.protocols import Replayable
 from paceline.core.tree import chain_parents
-from paceline.drafters.adaptive.stats import Drafted
-from paceline.drafters.lookup.base import RANKED, ListDrafter, grow
+from paceline.drafters.lookup.base import RANKED, ListDraft, ListDrafter, grow
 
 # ---- A suffix automaton that grows with a text and knows how often, and how lately, everything in it was said
 
@@ -270,8 +269,8 @@ class Suffix(Replayable, ListDrafter["_Row"]):
 
     # ---- drafting
 
-    def propose_lists(self, rows: RowsView, budget: Budget, branching: bool = True) -> list[Drafted]:
-        least, drafts = self.options.min_probability, list[Drafted]()
+    def propose_lists(self, rows: RowsView, budget: Budget, branching: bool = True) -> list[ListDraft]:
+        least, drafts = self.options.min_probability, list[ListDraft]()
         branches = self.options.branches if branching else 1
         known = zip(rows.histories, rows.settled, self._states, budget.limits, strict=True)
         for text, settled, row, limit in known:

@@ -1,13 +1,13 @@
-"""What a draft is worth against its pass: the arithmetic of the controller, and the costs it lives from."""
+"""The value of a draft against its forward pass, and the measured costs behind it."""
 
 from __future__ import annotations
 
 import pytest
 
 from paceline.core.costs import Costs, bound
-from paceline.drafters.adaptive.stats import PLAIN, Rate, Trust, best_depth, best_width, cheapest_node
+from paceline.drafters.adaptive.stats import PLAIN, Calibration, Throughput, best_depth, best_width, price_of_node
 
-STEEP = [1.0, 1.7, 1.8, 1.9, 2.0]  # the cliff of a CPU: the second token is dear, the others are not
+STEEP = [1.0, 1.7, 1.8, 1.9, 2.0]  # a CPU: the second token is expensive, the others are cheap
 FLAT = [1.0, 1.01, 1.02, 1.03, 1.04]
 
 
@@ -18,13 +18,13 @@ def test_a_draft_is_read_only_where_it_pays() -> None:
     assert best_width([[0.9, 0.8, 0.7, 0.65]], STEEP, 1.0)[0].nodes == 4
 
 
-def test_what_was_not_worth_it_is_told_all_the_same() -> None:
-    offer, speculating = best_width([[0.5]], STEEP, 1.0)
-    assert (offer.nodes, speculating.nodes, speculating.tokens, speculating.price) == (0, 1, 1.5, 1.7)
+def test_what_was_not_worth_it_is_returned_too() -> None:
+    value, speculating = best_width([[0.5]], STEEP, 1.0)
+    assert (value.nodes, speculating.nodes, speculating.tokens, speculating.price) == (0, 1, 1.5, 1.7)
     assert best_width([[]], STEEP, 1.0) == (PLAIN, PLAIN)
 
 
-def test_dear_time_shortens_drafts() -> None:
+def test_high_throughput_shortens_drafts() -> None:
     """At three tokens per pass a node with a chance of 3 % is not worth 1 % of a pass more."""
     chances = [[0.9, 0.8, 0.025, 0.02]]
     assert best_width(chances, FLAT, 1.0)[0].nodes == 4
@@ -46,15 +46,15 @@ def test_draft_steps_have_their_price() -> None:
     assert best_depth(chances, FLAT, 0.9, 1.0) is PLAIN
 
 
-def test_the_rate_begins_and_ends_at_plain_decoding() -> None:
-    rate = Rate()
-    assert rate.value == 1.0
+def test_throughput_begins_and_ends_at_plain_decoding() -> None:
+    throughput = Throughput()
+    assert throughput.value == 1.0
     for _ in range(200):
-        rate.see(4.0, 1.5)
-    assert 2.0 < rate.value < 4.0 / 1.5
+        throughput.add(4.0, 1.5)
+    assert 2.0 < throughput.value < 4.0 / 1.5
     for _ in range(400):
-        rate.see(1.0, 1.6)  # losing
-    assert rate.value == 1.0
+        throughput.add(1.0, 1.6)  # losing
+    assert throughput.value == 1.0
 
 
 def test_costs_between_and_beyond_what_was_measured() -> None:
@@ -68,29 +68,29 @@ def test_costs_between_and_beyond_what_was_measured() -> None:
     assert Costs.from_dict(costs.as_dict()) == costs
 
 
-def test_the_bound_is_that_of_the_words() -> None:
+def test_the_bound_follows_the_formula() -> None:
     costs = Costs({1: {1: 1.0, 4: 1.3}}, overhead=0.1, drafters={"small": 0.05})
     expected = (1 - 0.8**4) / (1 - 0.8)
     assert bound(0.8, 3, costs, "small") == pytest.approx(expected / (1.3 + 3 * 0.05 + 0.1))
     assert bound(1.0, 3, costs, "small") == pytest.approx(4 / 1.55)
 
 
-def test_promises_that_were_not_kept_are_believed_less() -> None:
-    trust = Trust()
-    trust.see(1.4, 3)  # more than promised is no reason to believe more than was promised
-    assert trust.value == 1.0
+def test_promises_are_scaled_by_what_was_accepted() -> None:
+    calibration = Calibration()
+    calibration.add(1.4, 3)  # a promise is never scaled up
+    assert calibration.value == 1.0
     for _ in range(4):
-        trust.see(1.4, 0)
-    assert 0.4 < trust.value < 0.7
+        calibration.add(1.4, 0)
+    assert 0.4 < calibration.value < 0.7
     for _ in range(20):
-        trust.see(1.0, 2)
-    assert trust.value == 1.0
+        calibration.add(1.0, 2)
+    assert calibration.value == 1.0
 
 
 def test_the_price_of_a_node_is_that_of_a_few_where_they_are_cheapest() -> None:
-    """What the first one costs, dear or free, says nothing of the others."""
+    """The price of the first node does not count."""
     cliff = [1.0, 1.65, *[1.7] * 12]
-    assert cheapest_node(cliff) == 0.0
+    assert price_of_node(cliff) == 0.0
     slope = [1.0, 1.01, *[1.01 + 0.05 * n for n in range(1, 20)]]
-    assert cheapest_node(slope) == pytest.approx(0.05)
-    assert cheapest_node([1.0, 1.2]) == 0.0  # nothing is known
+    assert price_of_node(slope) == pytest.approx(0.05)
+    assert price_of_node([1.0, 1.2]) == 0.0  # nothing is known

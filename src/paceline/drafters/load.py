@@ -14,8 +14,8 @@ from safetensors import SafetensorError, safe_open
 from paceline.common.errors import LoadError, UnsupportedError
 from paceline.core.contracts import DRAFTERS
 from paceline.drafters.heads.eagle import EagleHead
-from paceline.drafters.heads.formats import eagle1, eagle3
-from paceline.drafters.heads.formats.head_folder import read_config, weight_names
+from paceline.drafters.heads.formats import eagle_checkpoints
+from paceline.drafters.heads.formats.checkpoint import read_config, weight_names
 from paceline.drafters.heads.formats.medusa_keys import read_medusa
 from paceline.drafters.heads.head_modules import DraftHead
 from paceline.drafters.heads.medusa import MedusaHead
@@ -32,13 +32,13 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 # kind of head -> the drafter that uses it, and the function that reads it
 _HEADS: dict[str, tuple[str, Callable[[Path], Any]]] = {
     "eagle": ("eagle", EagleHead.load),
-    "eagle-1": ("eagle", eagle1.FirstEagleHead.load),
+    "eagle-1": ("eagle", eagle_checkpoints.FirstEagleHead.load),
     "medusa": ("medusa", MedusaHead.load),
     "prophet": ("prophet", ProphetHead.load),
-    "EAGLE-3, as published": ("eagle", eagle3.read_published),
-    "EAGLE-3 in the speculators format": ("eagle", eagle3.read_speculators),
-    "EAGLE-1, as published": ("eagle", eagle1.read_published),
-    "EAGLE-1 in the speculators format": ("eagle", eagle1.read_speculators),
+    "EAGLE-3, as published": ("eagle", eagle_checkpoints.read_eagle3),
+    "EAGLE-3 in the speculators format": ("eagle", eagle_checkpoints.read_eagle3_speculators),
+    "EAGLE-1, as published": ("eagle", eagle_checkpoints.read_eagle1),
+    "EAGLE-1 in the speculators format": ("eagle", eagle_checkpoints.read_eagle1_speculators),
     "Medusa, as published or served": ("medusa", read_medusa),
 }
 _SPECULATORS = {"eagle3": "EAGLE-3 in the speculators format", "eagle": "EAGLE-1 in the speculators format"}

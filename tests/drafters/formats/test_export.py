@@ -16,7 +16,7 @@ from tests.toys import llama
 from paceline import InputError, LanguageModel, PacelineWarning, UnknownNameError, UnsupportedError, load_drafter
 from paceline.drafters.heads.eagle import EagleHead
 from paceline.drafters.heads.formats import export_head
-from paceline.drafters.heads.formats.eagle1 import FirstEagleHead
+from paceline.drafters.heads.formats.eagle_checkpoints import FirstEagleHead
 from paceline.drafters.heads.medusa import MedusaHead
 from paceline.drafters.heads.prophet import ProphetHead
 
@@ -102,7 +102,7 @@ def test_what_was_exported_knows_its_target(tmp_path: Path) -> None:
     ("make", "format", "words"),
     [
         (lambda: ProphetHead.random(target()), "medusa", "only eagle, medusa and draft-lm can be exported"),
-        (lambda: FirstEagleHead.random(target()), "speculators", "no place for heads of kind 'eagle-1'"),
+        (lambda: FirstEagleHead.random(target()), "speculators", "cannot hold heads of kind 'eagle-1'"),
         (lambda: MedusaHead.random(target()), "speculators", "export it to medusa"),
         (eagle, "medusa", "export it to speculators"),
         (lambda: eagle(width=16), "speculators", "16 wide on states of 32"),
@@ -111,7 +111,7 @@ def test_what_was_exported_knows_its_target(tmp_path: Path) -> None:
         (lambda: eagle(taps=(0.25, 0.26, 0.5)), "speculators", "takes different ones from 0 to 7"),
     ],
 )
-def test_what_has_no_place_there_is_refused(make: Any, format: str, words: str, tmp_path: Path) -> None:
+def test_a_head_that_the_format_cannot_hold_is_refused(make: Any, format: str, words: str, tmp_path: Path) -> None:
     with pytest.raises(UnsupportedError) as refused:
         export_head(make(), target(), tmp_path / "out", format)
     assert words in str(refused.value)

@@ -19,7 +19,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMS
 
 from paceline import LanguageModel, LoadError, SpeculativeDecoder, UnsupportedError, load_drafter
 from paceline.drafters.heads.eagle import Eagle
-from paceline.drafters.heads.formats.eagle1 import FirstEagleHead
+from paceline.drafters.heads.formats.eagle_checkpoints import FirstEagleHead
 from paceline.models.loading import hub
 
 SPECULATORS: dict[str, Any] = {
@@ -255,7 +255,7 @@ def test_what_a_head_cannot_have_is_named(change: Change, words: str, tmp_path: 
     with pytest.raises(UnsupportedError) as refused:
         load_drafter(tmp_path)
     assert words in str(refused.value)
-    assert str(refused.value).endswith("use another.")
+    assert str(refused.value).endswith("use another head.")
 
 
 @pytest.mark.parametrize(
@@ -265,7 +265,7 @@ def test_what_a_head_cannot_have_is_named(change: Change, words: str, tmp_path: 
         (lambda c, t: c.pop("num_attention_heads"), "needs a number 'num_attention_heads'"),
         (lambda c, t: t.update(d2t=torch.full((25,), 39)), "must name 25 different tokens"),
         (lambda c, t: t.update(d2t=-torch.arange(25)), "must name 25 different tokens"),
-        (lambda c, t: (t.pop("d2t"), t.pop("t2d")), "says 25 of 40 tokens, but not which"),
+        (lambda c, t: (t.pop("d2t"), t.pop("t2d")), "for 25 of 40 tokens and no 'd2t'"),
         (lambda c, t: t.update({"norm.weight": noise(31)}), "does not fit its own config"),
         (lambda c, t: c.update(eagle_aux_hidden_state_layer_ids=[1, 2, 3, 4, 5]), "fuses 96 numbers of 5"),
     ],

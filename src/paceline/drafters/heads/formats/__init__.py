@@ -1,4 +1,4 @@
-"""Trained heads as other projects write them: read what they publish, write what they serve."""
+"""Trained heads in the formats of other projects."""
 
 from paceline.drafters.heads.formats.export_head import export_head
 

@@ -1,6 +1,7 @@
-"""Heads that were trained here, written as others serve them: that is the road to several machines.
+"""Write heads in the formats of other projects.
 
-EAGLE-3 heads go to the `speculators` format of the vLLM project, Medusa heads to the layout that vLLM reads.
+EAGLE-3 heads go to the `speculators` format of the vLLM project, Medusa heads to the layout that vLLM reads, and a
+draft-lm becomes a complete model for transformers.
 """
 
 from __future__ import annotations
@@ -16,17 +17,19 @@ from torch import Tensor
 
 from paceline.common.errors import InputError, UnknownNameError, UnsupportedError
 from paceline.drafters.heads.eagle import EagleHead
-from paceline.drafters.heads.formats.eagle3 import WEIGHTS
-from paceline.drafters.heads.formats.head_folder import OURS, WHOLE, export_layers
-from paceline.drafters.heads.formats.layer_keys import SCALING
+from paceline.drafters.heads.formats.checkpoint import OURS, SCALING
+from paceline.drafters.heads.formats.eagle_checkpoints import WEIGHTS
 from paceline.drafters.heads.head_modules import DraftHead
 from paceline.drafters.heads.medusa import MedusaHead
+from paceline.drafters.models.draft_lm import SavedLayers
 from paceline.models import load
 from paceline.models.language_model import LanguageModel
 from paceline.models.loading.catalogue import find_entry
+from paceline.models.loading.quiet import quiet
 
-_SPECULATORS = "0.9.0"  # the version whose loader was tried; written into the file, as that project does
-_AHEAD = 3  # tokens that its users draft if they do not say
+_SPECULATORS = "0.9.0"  # the version whose loader was tested; the format stores it
+_AHEAD = 3  # tokens that its users draft by default
+WHOLE = "hf"  # a draft-lm as a complete model
 
 
 def export_head(
@@ -35,25 +38,27 @@ def export_head(
     folder: str | os.PathLike[str],
     format: str = "speculators",
 ) -> None:
-    """Write a head (or the head in a folder) for `target` into `folder`, as "speculators" or "medusa"; a draft-lm as
-    "hf", a model like any other."""
+    """Write a head (or the head in a folder) for `target` into `folder`.
+
+    format: "speculators" or "medusa"; "hf" for a draft-lm, as a complete model.
+    """
     if format not in (*_WRITERS, WHOLE):
         raise UnknownNameError("format of heads", format, (*_WRITERS, WHOLE))
     if isinstance(head, (str, os.PathLike)):
         if Path(head).resolve() == Path(folder).resolve():
             raise InputError(f"The head cannot be exported into its own folder '{folder}'; name another.")
-        from paceline.drafters.load import read_head  # it imports this room
-
         if format == WHOLE:
-            export_layers(head, target, folder)
+            _export_layers(head, target, folder)
             return
+        from paceline.drafters.load import read_head  # it imports this package
+
         head = read_head(head, DraftHead)
     Head, write = _WRITERS.get(format, (None, None))
     if type(head) is not Head or write is None:
         fitting = next((name for name, (kind, _) in _WRITERS.items() if type(head) is kind), None)
         advice = f"export it to {fitting}" if fitting else "only eagle, medusa and draft-lm can be exported"
-        raise UnsupportedError(f"The format '{format}' has no place for heads of kind '{head.kind}'; {advice}.")
-    # little of it is written, and nothing is decoded
+        raise UnsupportedError(f"The format '{format}' cannot hold heads of kind '{head.kind}'; {advice}.")
+    # on the CPU: nothing is decoded
     lm = load(target, dtype="auto", device="cpu") if isinstance(target, (str, os.PathLike)) else load(target)
     head.check(lm)
     config, tensors = write(head, lm)
@@ -62,6 +67,18 @@ def export_head(
     save_file({name: tensor.detach().to("cpu").contiguous().clone() for name, tensor in tensors.items()},
               place / "model.safetensors", metadata={"format": "pt"})  # fmt: skip
     (place / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+def _export_layers(head: str | os.PathLike[str], target: Any, folder: str | os.PathLike[str]) -> None:
+    """Write a draft-lm with the target's embedding, norm and output layer, for transformers, vLLM or llama.cpp."""
+    saved = SavedLayers.load(head)
+    lm = load(target, dtype="auto", device="cpu") if isinstance(target, (str, os.PathLike)) else load(target)
+    model = saved.fitted(lm).to(lm.dtype).model(lm)
+    place = Path(folder)
+    with quiet():
+        model.save_pretrained(place)
+        if lm.tokenizer is not None:
+            lm.tokenizer.save_pretrained(place)
 
 
 # ---- EAGLE-3
@@ -75,11 +92,11 @@ def _speculators(head: EagleHead, target: LanguageModel) -> tuple[dict[str, Any]
             f"{config.embedding}, and the format 'speculators' has one width for all; train one as wide as its target."
         )
     if config.fuse_bias:
-        raise UnsupportedError("This eagle head fuses with a bias, which the format 'speculators' has no place for.")
+        raise UnsupportedError("This eagle head fuses with a bias, which the format 'speculators' cannot hold.")
     tensors: dict[str, Tensor] = {theirs: head.get_parameter(ours) for ours, theirs in WEIGHTS.items()}
     tensors["embed_tokens.weight"] = _words(head, target)
     if head.d2t is not None:
-        ids, order = head.d2t.sort()  # others take the draft's tokens to be in the order of the target's
+        ids, order = head.d2t.sort()  # other projects expect the order of the target's ids
         tensors["lm_head.weight"] = tensors["lm_head.weight"][order]
         tensors["d2t"] = ids - torch.arange(ids.shape[0], device=ids.device)
         tensors["t2d"] = torch.zeros(config.vocabulary, dtype=torch.bool, device=ids.device).index_fill(0, ids, True)
@@ -100,7 +117,7 @@ def _speculators(head: EagleHead, target: LanguageModel) -> tuple[dict[str, Any]
 
 
 def _words(head: EagleHead, target: LanguageModel) -> Tensor:
-    """What the head is given for every token: some models scale their embeddings on the way."""
+    """The embeddings of all tokens, as the head gets them: some models scale them."""
     if head.words is not None:
         return head.words.weight
     embedding = target.model.get_input_embeddings()
@@ -110,18 +127,18 @@ def _words(head: EagleHead, target: LanguageModel) -> Tensor:
 
 
 def _numbers(head: EagleHead, target: LanguageModel) -> list[int]:
-    """The hidden states it looks at, by number. The last one is normed here and not elsewhere."""
+    """The numbers of its hidden states. Refuses the last one: only Paceline applies the final norm to it."""
     numbers = [round(share * target.layers) for share in head.config.taps_of(target.layers)]
     if target.layers in numbers or len(set(numbers)) < len(numbers):
         raise UnsupportedError(
-            f"This eagle head looks at the hidden states {', '.join(map(str, numbers))}, and the format 'speculators' "
+            f"This eagle head reads the hidden states {', '.join(map(str, numbers))}, and the format 'speculators' "
             f"takes different ones from 0 to {target.layers - 1}; train one with other taps."
         )
     return numbers
 
 
 def _layer_config(head: EagleHead, target: LanguageModel) -> dict[str, Any]:
-    """Of a Llama with one layer. Its positions are said in the way of newer and of older readers."""
+    """The config of a Llama with one layer. Rotary positions are written for newer and for older readers."""
     config = head.config
     scaling: dict[str, Any] = {"rope_type": "default"}
     if config.rope_scaling is not None:
@@ -164,7 +181,7 @@ def _plan(target: LanguageModel) -> dict[str, Any]:
 
 
 def _address(target: LanguageModel) -> str | None:
-    """Where others find the target: on the hub, or in its folder; None for a model that was made here."""
+    """Where others find the target: on the hub, or in its folder; None for a model made in memory."""
     entry = find_entry(target.name)
     if entry is not None:
         return entry.hub_id
@@ -187,7 +204,7 @@ def _medusa(head: MedusaHead, target: LanguageModel) -> tuple[dict[str, Any], di
     biased = bool(head.biases.any())
     tensors: dict[str, Tensor] = {}
     for k in range(config.heads):
-        for j in range(layers):  # a block of zeros adds nothing, where there is none
+        for j in range(layers):  # a head without blocks gets a block of zeros, which adds nothing
             name = f"blocks.{k}.layers.{j}"
             tensors[f"{name}.weight"] = (
                 head.blocks[j, k] if config.layers else torch.zeros(config.hidden, config.hidden)
@@ -214,7 +231,7 @@ def _medusa(head: MedusaHead, target: LanguageModel) -> tuple[dict[str, Any], di
 
 
 def _output(head: MedusaHead, target: LanguageModel) -> Tensor:
-    """The target's own output layer, which these heads share."""
+    """The weight of the target's output layer, which these heads share."""
     layer = target.model.get_output_embeddings()
     weight = getattr(layer, "weight", None)
     plain = isinstance(weight, Tensor) and weight.is_floating_point() and getattr(layer, "bias", None) is None

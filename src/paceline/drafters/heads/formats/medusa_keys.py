@@ -1,4 +1,4 @@
-"""Medusa heads of others: as FasterDecoding publishes them (where they are safetensors), and as vLLM serves them."""
+"""Medusa heads of other projects: the safetensors files of FasterDecoding, and the layout of vLLM."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from paceline.common.errors import LoadError
-from paceline.drafters.heads.formats.head_folder import Checkpoint
+from paceline.drafters.heads.formats.checkpoint import Checkpoint
 from paceline.drafters.heads.medusa import MedusaHead
 
-# the same heads under two sets of names: head, then block; and the output layer behind the blocks
+# two sets of names for the same tensors: the number of the head, then of the block
 _PUBLISHED = re.compile(r"(\d+)\.(\d+)\.linear\.weight")
 _SERVED = re.compile(r"blocks\.(\d+)\.layers\.(\d+)\.weight")
 
@@ -50,11 +50,11 @@ def read_medusa(folder: Path) -> MedusaHead:
 
 
 def _counts(found: Checkpoint, pattern: re.Pattern[str]) -> tuple[int, int]:
-    """How many heads there are, of how many blocks each."""
-    places = [match.groups() for match in map(pattern.fullmatch, found) if match]
-    if not places:
+    """The number of heads, and of the blocks of each."""
+    numbers = [match.groups() for match in map(pattern.fullmatch, found) if match]
+    if not numbers:
         raise LoadError(f"The medusa head in '{found.folder}' has no blocks, such as 'blocks.0.layers.0.weight'.")
-    heads, layers = (1 + max(int(place[axis]) for place in places) for axis in (0, 1))
+    heads, layers = (1 + max(int(pair[axis]) for pair in numbers) for axis in (0, 1))
     return heads, layers
 
 
@@ -64,7 +64,7 @@ def _bias(found: Checkpoint, block: str, blocks: Tensor) -> Tensor:
 
 
 def _outputs(found: Checkpoint, names: str, heads: int) -> Tensor | None:
-    """[K,V,D], or None where the heads share the target's own."""
+    """[K,V,D], or None if the heads share the target's output layer."""
     if found.config.get("original_lm_head"):
         for name in [name for name in found if name.startswith(("lm_heads.", "lm_head."))]:
             found.drop(name)

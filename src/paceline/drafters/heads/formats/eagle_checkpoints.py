@@ -1,0 +1,225 @@
+"""EAGLE heads of other projects: EAGLE-3 and EAGLE-1, as their authors publish them and in the `speculators` format.
+
+An EAGLE-3 checkpoint names the hidden states that it fuses in one of three ways: no number at all (then they are 2,
+L//2 and L-3), the numbers of hidden states (0: the embeddings; `eagle_aux_hidden_state_layer_ids`), or, inside
+`eagle_config`, the numbers of layers, whose output is the next hidden state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from paceline.common.errors import InputError, LoadError
+from paceline.drafters.heads.eagle import EagleConfig, EagleHead, Shared
+from paceline.drafters.heads.formats.checkpoint import PARTS, Checkpoint, take_layer
+from paceline.drafters.heads.head_modules import DraftHead
+from paceline.models.heads.head_layers import DecoderLayer, Remember
+from paceline.models.heads.training_attention import Unrolled
+
+# ---- EAGLE-3
+
+LAYER = "layers.0."
+_IDS = "eagle_aux_hidden_state_layer_ids"
+_NORMS = ("norm_before_fc", "fc_norm", "norm_output")  # settings of newer versions, not supported
+
+# ours -> theirs
+WEIGHTS = {
+    "fuse.weight": "fc.weight",
+    "feature_norm.weight": f"{LAYER}hidden_norm.weight",
+    "embed_norm.weight": f"{LAYER}input_layernorm.weight",
+    **{ours: LAYER + theirs for ours, theirs in PARTS.items()},
+    "norm.weight": "norm.weight",
+    "output.weight": "lm_head.weight",
+}
+_OF_HEAD = [ours for ours in WEIGHTS if ours not in PARTS]
+
+
+def read_eagle3(folder: Path) -> EagleHead:
+    """The format of SafeAILab and SpecForge: a config like that of Llama, and `midlayer`."""
+    return _eagle3(Checkpoint(folder, "eagle"), {})
+
+
+def read_eagle3_speculators(folder: Path) -> EagleHead:
+    """The `speculators` format: the config of the layer is a part of the config."""
+    found = Checkpoint(folder, "eagle")
+    layer = found.config.get("transformer_layer_config")
+    if not isinstance(layer, dict):
+        raise LoadError(f"config.json of the eagle head in '{folder}' needs a 'transformer_layer_config'.")
+    known = found.target(verifier_of(found.config))
+    found.config = {**layer, **{name: value for name, value in found.config.items() if name not in layer}}
+    return _eagle3(found, known)
+
+
+def verifier_of(config: Mapping[str, Any]) -> Any:
+    """The name of the target in a `speculators` config."""
+    return ((config.get("speculators_config") or {}).get("verifier") or {}).get("name_or_path")
+
+
+def _eagle3(found: Checkpoint, known: dict[str, Any]) -> EagleHead:
+    found.rename("model.", "")
+    found.rename("midlayer.", LAYER)
+    _refuse(found)
+    taps = _tap_layers(found)
+    weights = {ours: found.take(WEIGHTS[ours]) for ours in _OF_HEAD}
+    sizes, of_layer = take_layer(found, LAYER)
+    weights |= of_layer
+    if "fc.bias" in found:
+        weights["fuse.bias"] = found.take("fc.bias")
+    if "embed_tokens.weight" in found:
+        weights["words.weight"] = found.take("embed_tokens.weight")
+    vocabulary = _vocabulary(found, weights)
+    draft = _draft_ids(found, weights["output.weight"].shape[0], vocabulary)
+    if draft is not None:
+        weights["d2t"] = draft
+    fused = weights["fuse.weight"].shape[1]
+    if fused % (len(taps) or 3):
+        raise LoadError(f"The eagle head in '{found.folder}' fuses {fused} numbers of {len(taps) or 3} hidden states.")
+    hidden = fused // (len(taps) or 3)
+    config = {
+        **sizes,
+        "hidden": hidden,
+        "embedding": weights["embed_norm.weight"].shape[0],
+        "vocabulary": vocabulary,
+        "draft_vocabulary": None if draft is None else draft.shape[0],
+        "tap_layers": taps,
+        "norm_before_residual": found.config.get("norm_before_residual") is True,
+        "fuse_bias": "fuse.bias" in weights,
+        "own_embedding": "words.weight" in weights,
+    }
+    return found.finish(EagleHead, config, {"vocabulary": vocabulary, "hidden": hidden, **known}, weights)
+
+
+def _refuse(found: Checkpoint) -> None:
+    for flag in _NORMS:
+        if found.config.get(flag):
+            raise found.refusal(f"the setting '{flag}'")
+    if (found.config.get("eagle_config") or {}).get("use_aux_hidden_state") is False:
+        raise found.refusal("no hidden states of the target to fuse")
+
+
+def _tap_layers(found: Checkpoint) -> tuple[int, ...]:
+    """The numbers of the hidden states; () if the files do not name them."""
+    inside = (found.config.get("eagle_config") or {}).get(_IDS)
+    given = found.config.get(_IDS) or [layer + 1 for layer in inside or ()]
+    if not all(isinstance(layer, int) and layer >= 0 for layer in given):
+        raise LoadError(f"{_IDS} of the eagle head in '{found.folder}' must be numbers of layers, got {given!r}.")
+    return tuple(given)
+
+
+def _vocabulary(found: Checkpoint, weights: Mapping[str, Tensor]) -> int:
+    """The size of the target's vocabulary."""
+    if "words.weight" in weights:
+        return int(weights["words.weight"].shape[0])
+    if "t2d" in found:
+        return int(found.take("t2d").shape[0])
+    return int(found.number("vocab_size"))
+
+
+def _draft_ids(found: Checkpoint, count: int, vocabulary: int) -> Tensor | None:
+    """The target's id of every draft id. The file holds the difference of the two."""
+    found.drop("t2d")  # the inverse of d2t
+    if "d2t" not in found:
+        if count != vocabulary:
+            raise LoadError(
+                f"The eagle head in '{found.folder}' has logits for {count} of {vocabulary} tokens and no 'd2t'."
+            )
+        return None
+    ids = found.take("d2t").long()
+    ids = ids + torch.arange(ids.shape[0])
+    if ids.shape[0] != count or ids.min() < 0 or ids.max() >= vocabulary or ids.unique().shape[0] != count:
+        raise LoadError(f"'d2t' of the eagle head in '{found.folder}' must name {count} different tokens.")
+    return None if count == vocabulary and torch.equal(ids, torch.arange(count)) else ids
+
+
+# ---- EAGLE-1
+
+
+class FirstEagleHead(EagleHead):
+    """EAGLE-1 (arXiv 2401.15077; also EAGLE-2 and HASS): continues the last hidden state of the target.
+
+    One linear layer joins the token and the hidden state. One decoder layer without an input norm gives the next
+    hidden state, so that the target's own output layer gives the logits.
+    """
+
+    kind = "eagle-1"
+
+    def __init__(self, config: EagleConfig, made_for: dict[str, Any]) -> None:
+        DraftHead.__init__(self, config, made_for)
+        if config.taps != (1.0,) or config.width != config.hidden or config.draft_vocabulary is not None:
+            raise InputError(
+                "An EAGLE-1 head reads the last hidden state only, in its width, and has logits for every token."
+            )
+        D = config.width
+        self.fuse = nn.Identity()
+        self.join = nn.Linear(config.embedding + D, D, bias=config.fuse_bias)
+        self.layer = DecoderLayer(config, D)
+        self.d2t = None
+        self.words = nn.Embedding(config.vocabulary, config.embedding) if config.own_embedding else None
+
+    @classmethod
+    def sizes(cls, target: Any) -> EagleConfig:
+        usual = EagleHead.sizes(target)
+        sizes = (usual.hidden, usual.heads, usual.kv_heads, usual.inner, usual.rope_theta)
+        return EagleConfig(*sizes, usual.hidden, usual.embedding, usual.vocabulary, taps=(1.0,), fuse_bias=True)
+
+    def borrow(self, target: Any) -> None:
+        """Nothing to do: `say` gets the target's whole output layer."""
+
+    def step(
+        self, embedded: Tensor, features: Tensor, position: Tensor, mask: Tensor | None, remember: Remember | Unrolled
+    ) -> Tensor:
+        joined = self.join(torch.cat([embedded, features], -1))
+        return self.layer(joined, joined, position, mask, remember)  # type: ignore[no-any-return]
+
+    def say(self, features: Tensor, shared: Shared | None = None) -> Tensor:
+        assert shared is not None
+        return shared(features)
+
+
+def read_eagle1(folder: Path) -> FirstEagleHead:
+    return _eagle1(Checkpoint(folder, "EAGLE-1"), {})
+
+
+def read_eagle1_speculators(folder: Path) -> FirstEagleHead:
+    """The first versions of the `speculators` format. Version 0.9.0 has no EAGLE-1."""
+    found = Checkpoint(folder, "EAGLE-1")
+    if found.config.get("layernorms"):
+        raise found.refusal("the setting 'layernorms'")
+    known = found.target(verifier_of(found.config))
+    found.config = {**(found.config.get("transformer_layer_config") or {})}
+    found.rename("fusion_fc.", "fc.")
+    found.rename("transformer.", LAYER)
+    return _eagle1(found, known)
+
+
+def _eagle1(found: Checkpoint, known: dict[str, Any]) -> FirstEagleHead:
+    found.rename("model.", "")
+    weights = {"join.weight": found.take("fc.weight")}
+    if "fc.bias" in found:
+        weights["join.bias"] = found.take("fc.bias")
+    if "embed_tokens.weight" in found:
+        weights["words.weight"] = found.take("embed_tokens.weight")
+    found.drop("lm_head.weight")  # the target has it
+    sizes, of_layer = take_layer(found, LAYER)
+    width, joined = weights["join.weight"].shape
+    vocabulary = weights["words.weight"].shape[0] if "words.weight" in weights else found.number("vocab_size")
+    if joined <= width:
+        raise LoadError(
+            f"The EAGLE-1 head in '{found.folder}' joins {joined} features to {width}; the input must be wider."
+        )
+    config = {
+        **sizes,
+        "hidden": width,
+        "embedding": joined - width,
+        "vocabulary": int(vocabulary),
+        "taps": (1.0,),
+        "fuse_bias": "join.bias" in weights,
+        "own_embedding": "words.weight" in weights,
+    }
+    made_for = {"vocabulary": int(vocabulary), "hidden": int(width), **known}
+    return found.finish(FirstEagleHead, config, made_for, {**weights, **of_layer})

@@ -17,7 +17,7 @@ ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo install docs weights test check lint format types layers unit coverage quick real models clean FORCE
+.PHONY: help demo install docs weights test check nightly lint format types layers unit coverage quick real mutants models clean FORCE
 
 help:  ## this list
 	@sed -n 's/^\([a-z]*\):.*  ## \(.*\)/  make \1|\2/p' Makefile | awk -F'|' '{printf "%-16s %s\n", $$1, $$2}'
@@ -38,6 +38,10 @@ test: $(DEV)  ## everything CI runs
 check: $(DEV)  ## the quick part
 	@$(MAKE) --no-print-directory --keep-going lint format types layers quick
 
+nightly: $(DEV)  ## everything, with full products and large samples, and the mutants
+	$(ONE_THREAD) $(PY) -m pytest -q -n $(WORKERS) -m "not real" --durations=20 --durations-min=5
+	@$(MAKE) --no-print-directory --keep-going real mutants
+
 lint: $(DEV)  ## ruff check
 	$(VENV)/bin/ruff check .
 
@@ -51,16 +55,19 @@ layers: $(DEV)  ## import-linter: imports point down only
 	$(VENV)/bin/lint-imports
 
 unit: $(DEV)  ## every test that needs no weights
-	$(ONE_THREAD) $(PY) -m pytest -q -n $(WORKERS) -m "not real" --durations=10 --durations-min=2
+	$(ONE_THREAD) $(PY) -m pytest -q -n $(WORKERS) -m "not real and not nightly" --durations=10 --durations-min=2
 
 coverage: $(DEV)  ## the same, showing what no test touches
-	$(ONE_THREAD) $(PY) -m pytest -q -n $(WORKERS) -m "not real" --cov --cov-report=term
+	$(ONE_THREAD) $(PY) -m pytest -q -n $(WORKERS) -m "not real and not nightly" --cov --cov-report=term
 
 quick: $(DEV)  ## the tests of `make check`
-	$(ONE_THREAD) $(PY) -m pytest -q -n $(WORKERS) -m "not slow and not real"
+	$(ONE_THREAD) $(PY) -m pytest -q -n $(WORKERS) -m "not slow and not real and not nightly"
 
 real: $(DEV) weights  ## the tests on SmolLM2, alone and with all threads
 	$(PY) -m pytest -m real --durations=5 --durations-min=2
+
+mutants: $(DEV)  ## each small wrong change of tests/mutants must fail its named test
+	$(ONE_THREAD) $(PY) -m tests.mutants
 
 models: $(DEV)  ## try every class of transformers, tiny (20 minutes); writes docs/models.md
 	$(ONE_THREAD) $(PY) -m tests.models.survey

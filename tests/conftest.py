@@ -1,9 +1,12 @@
-"""What tests measure is told at the end, also by parallel workers: `record_property("measured", "one line")`."""
+"""Fixtures for all tests. `record_property("measured", "one line")` prints the line after the tests."""
 
 from __future__ import annotations
 
 import os
 from typing import Any
+
+# Triton reads this when it is imported, and paceline may import it: its kernels are interpreted on the CPU
+os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import pytest
 
@@ -12,28 +15,26 @@ from paceline.models import pass_timing as pass_times
 from paceline.models.cpu.cpu_forward import kernels_missing
 from paceline.models.loading.disk_cache import cache_folder
 
-# kernels for CUDA devices are interpreted: there is none here
-os.environ.setdefault("TRITON_INTERPRET", "1")
-# compiled once, also for tests (and processes of theirs) that have a cache of their own
+# compiled once, also for tests and their processes with another cache folder
 os.environ.setdefault("NUMBA_CACHE_DIR", str(cache_folder() / "kernels"))
 
 
 @pytest.fixture(autouse=True, scope="session")
-def costs_of_their_own(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """What passes of toys cost under two busy workers is nothing to keep, and nothing to depend on."""
+def costs_not_kept(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Costs that are measured during tests are neither kept nor read."""
     folder = tmp_path_factory.mktemp("cache")
     pass_times.cache_folder = lambda: cache_folder() if "PACELINE_CACHE" in os.environ else folder  # type: ignore[assignment]
 
 
 @pytest.fixture(autouse=True, scope="session")
 def trees_by_kernels() -> None:
-    """As in any process that has run a model by kernels: no test depends on whether another one did."""
+    """Load the CPU kernels, so that no test depends on the tests before it."""
     kernels_missing()
 
 
 @pytest.fixture
 def trees_by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For tests in which this machine stands for a device that has no kernels for trees, or others."""
+    """Without the tree kernels of the CPU, like a device that has none."""
     monkeypatch.setattr(quick, "BRANCHES", {})
 
 

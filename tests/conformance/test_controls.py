@@ -173,14 +173,6 @@ def test_every_variant_with_controls_together(variant: Variant) -> None:
         assert [out.tokens for out in run(decoder, CONTROLS[name])] == plain(name), name
 
 
-@pytest.mark.parametrize("variant", some_variants(), ids=str)
-@pytest.mark.parametrize("rule", [name for name in RULES if RULES[name].exact == "text" and name != "match"])
-def test_every_rule_that_keeps_the_text(rule: str, variant: Variant) -> None:
-    for name in ("all", "mixed rows"):
-        outs = run(variant.decoder(CASE, gamma=4, rule=rule), CONTROLS[name])
-        assert [out.tokens for out in outs] == plain(name)
-
-
 def law_pairs() -> list[Any]:
     """The ways to draft and the rules that keep the law, each once however many names it has: two rules for every
     variant, one of them slow, spread so that every rule has its share."""

@@ -1,0 +1,97 @@
+"""Mutants of `bench`, `audit` and the public functions of `engine.minimal`."""
+
+from __future__ import annotations
+
+from tests.mutants import Mutant
+
+METRICS = "tests/bench/test_metrics.py::test_"
+QUALITY = "tests/bench/test_quality.py::test_"
+AUDIT = "tests/audit/test_audit.py::test_"
+MINIMAL = "tests/engine/test_minimal.py::test_"
+
+MUTANTS = [
+    Mutant(
+        "τ as 1 + accepted / rounds",
+        "bench/results/metrics.py",
+        "tau = whole.emitted / whole.rounds if",
+        "tau = 1 + whole.accepted / whole.rounds if",
+        METRICS + "tau_of_a_text_that_ends_inside_an_accepted_draft",
+    ),
+    Mutant(
+        "decoding speed counts the first token",
+        "bench/results/metrics.py",
+        "tokens += run.emitted - len(run.tokens)",
+        "tokens += run.emitted",
+        METRICS + "decoding_is_what_comes_after_the_first_token",
+    ),
+    Mutant(
+        "a prediction without overhead",
+        "bench/results/metrics.py",
+        "alone = costs.seconds(1, rows) + costs.overhead",
+        "alone = costs.seconds(1, rows)",
+        METRICS + "the_prediction_is_the_trace_at_measured_costs",
+    ),
+    Mutant(
+        "α counts every drafted token",
+        "bench/results/bench_report.py",
+        "judged=accepted + stopped,",
+        "judged=sum(len(entry.drafted) for entry in rounds),",
+        METRICS + "a_tree_is_judged_by_its_depth",
+    ),
+    Mutant(
+        "token F1 counts a word once",
+        "bench/data/quality.py",
+        "(Counter(ours) & Counter(theirs)).total()",
+        "len(set(ours) & set(theirs))",
+        QUALITY + "token_f1_counts_words_as_often_as_they_occur",
+    ),
+    Mutant(
+        "words are as rare as they are frequent",
+        "bench/data/quality.py",
+        "(1 + self._count) / (1 + self._having[word])",
+        "(1 + self._having[word]) / (1 + self._count)",
+        QUALITY + "tf_idf_weighs_rare_words_more",
+    ),
+    Mutant(
+        "the audit's level is a thousand times wider",
+        "audit/statistics.py",
+        "return self.plan.false_alarm / max(1, len(self.tests))",
+        "return 1000 * self.plan.false_alarm / max(1, len(self.tests))",
+        AUDIT + "a_position_fails_below_its_share_of_the_false_alarms",
+    ),
+    Mutant(
+        "rare cells are left out",
+        "audit/statistics.py",
+        "if float(counts.flatten()[law.flatten() == 0].sum()) > 0:",
+        "if False:",
+        "tests/conformance/test_chi_square.py::test_the_test_can_fail",
+    ),
+    Mutant(
+        "a text that ends early is a tie",
+        "audit/agreement.py",
+        "return Divergence(row, at, *left, None, None, None)",
+        "return Divergence(row, at, *left, 0.0, 0.0, 1.0)",
+        AUDIT + "a_text_that_ends_early_is_no_tie",
+    ),
+    Mutant(
+        "a step accepts a token of equal weight too often",
+        "engine/minimal.py",
+        "* float(q[drafted]) < float(p[drafted])",
+        "* float(q[drafted]) < 1.1 * float(p[drafted])",
+        MINIMAL + "a_step_has_the_joint_law_of_the_target",
+    ),
+    Mutant(
+        "a step draws from p after a rejection",
+        "engine/minimal.py",
+        "left = (p - q).clamp(min=0)",
+        "left = p.clone()",
+        MINIMAL + "one_token_has_the_law_of_the_target",
+    ),
+    Mutant(
+        "an empty residual is drawn from",
+        "engine/minimal.py",
+        "_draw(left if left.sum() > 0 else p, generator)",
+        "_draw(left, generator)",
+        MINIMAL + "an_empty_residual_falls_back_to_p",
+    ),
+]

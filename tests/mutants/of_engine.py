@@ -1,0 +1,115 @@
+"""Mutants of `engine` and `integrations`: rows, stops, log-probabilities, seeds."""
+
+from __future__ import annotations
+
+from tests.mutants import Mutant
+
+STOPPING = "tests/engine/test_stopping.py::test_"
+STOPS = "tests/conformance/test_stops.py::test_"
+LIFE = "tests/conformance/test_lifecycle.py::test_"
+
+MUTANTS = [
+    # ---- stopping.py
+    Mutant(
+        "EOS beats a stop string",
+        "engine/stopping.py",
+        "if found is not None:",
+        "if found is not None and token not in self._eos:",
+        STOPPING + "a_string_beats_eos_beats_a_criterion_beats_the_limit",
+    ),
+    Mutant(
+        "the limit is one token more",
+        "engine/stopping.py",
+        "if token in self._eos or self.count >= self._limit:",
+        "if token in self._eos or self.count > self._limit:",
+        STOPPING + "without_a_tokenizer_only_ids_and_the_limit_count",
+    ),
+    Mutant(
+        "a stop string across two pieces is not found",
+        "engine/stopping.py",
+        "len(self.text) - fresh - self._longest + 1",
+        "len(self.text) - fresh",
+        STOPPING + "a_stop_string_is_cut_off_and_never_shown",
+    ),
+    Mutant(
+        "of two stop strings at one place the shortest wins",
+        "engine/stopping.py",
+        "-len(s), s) for s",
+        "len(s), s) for s",
+        STOPPING + "the_earliest_string_wins_and_of_those_the_longest",
+    ),
+    Mutant(
+        "a stream shows the beginning of a stop string",
+        "engine/stopping.py",
+        "safe -= size",
+        "safe -= 0",
+        STOPPING + "a_stop_string_is_cut_off_and_never_shown",
+    ),
+    Mutant(
+        "half a character is shown",
+        "engine/stopping.py",
+        'if not text.endswith("\\ufffd"):',
+        "if True:",
+        STOPPING + "pieces_are_whole_characters_and_add_up",
+    ),
+    Mutant(
+        "what was held back is lost at the end",
+        "engine/stopping.py",
+        "piece += self._detokenizer.flush()",
+        "self._detokenizer.flush()",
+        STOPPING + "what_was_held_back_is_shown_at_the_end",
+    ),
+    # ---- rows.py
+    Mutant(
+        "a moved row keeps the prompt length of the row that left",
+        "engine/rows.py",
+        "        for table in (self.store, self.all_lengths, self.all_prompts, self.all_ends):\n"
+        "            table[index] = table[last]",
+        "        for table in (self.store, self.all_lengths, self.all_ends):\n            table[index] = table[last]",
+        LIFE + "mixed_requests_give_the_texts_of_each_alone",
+    ),
+    Mutant(
+        "the tail after a stop is kept",
+        "engine/rows.py",
+        "            if stop is not None:\n                row.seconds",
+        "            if stop is not None and i == len(emitted) - 1:\n                row.seconds",
+        STOPS + "every_stop_at_every_position",
+    ),
+    Mutant(
+        "every token is said to be drafted",
+        "engine/rows.py",
+        "i < drafted",
+        "i <= drafted",
+        "tests/conformance/test_metamorphic.py::test_streaming_does_not_matter",
+    ),
+    Mutant(
+        "a row that grows loses its text",
+        "engine/rows.py",
+        "new[: before.shape[0], : before.shape[1]] = before",
+        "new[: before.shape[0], : before.shape[1]] = 0",
+        LIFE + "a_late_prompt_of_one_token",
+    ),
+    # ---- logprobs.py
+    Mutant(
+        "greedy rows show a point mass",
+        "engine/logprobs.py",
+        "dtype) == 0, soft, laws)",
+        "dtype) < 0, soft, laws)",
+        "tests/core/test_edges.py::test_processed_logprobs_of_greedy_rows_are_those_of_the_edited_logits",
+    ),
+    Mutant(
+        "log-probabilities are of the unedited logits",
+        "engine/logprobs.py",
+        "soft = batch.edit(logits, choice.prefix)",
+        "soft = logits",
+        "tests/core/test_edges.py::test_processed_logprobs_of_greedy_rows_are_those_of_the_edited_logits",
+    ),
+    # ---- custom_generate.py
+    Mutant(
+        "a seed gives all rows one seed",
+        "integrations/custom_generate.py",
+        "[self.seed + row for row in range(count)]",
+        "[self.seed for row in range(count)]",
+        "tests/engine/test_custom_generate.py::test_a_seed_gives_every_row_its_own",
+    ),
+]

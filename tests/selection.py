@@ -30,6 +30,11 @@ def covering(*axes: Iterable[Any]) -> list[Any]:
     ]
 
 
+def nightly(values: Iterable[Any]) -> list[Any]:
+    """Parameters that `make test` leaves out."""
+    return [pytest.param(value, marks=pytest.mark.nightly) for value in sorted(values)]
+
+
 def looped(name: str, values: Iterable[Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Instead of `parametrize` for very short cases: one test runs all values, and a failure names its value."""
 

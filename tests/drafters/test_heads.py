@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from tests.selection import covering
 
 from paceline import Generation, InputError, LanguageModel, LoadError, SpeculativeDecoder, UnsupportedError
 from paceline.drafters.heads.base import HeadDrafter
@@ -305,9 +306,12 @@ def test_drafting_for_a_draft_model(name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("rule", "tree"), [("ratio", "chain"), ("traversal", "best-first"), ("multi-round", "static")])
-@pytest.mark.parametrize("name", HEADS)
-def test_law_rules_keep_the_law(name: str, rule: str, tree: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "rule_and_tree"),
+    covering(HEADS, [("ratio", "chain"), ("traversal", "best-first"), ("multi-round", "static")]),
+)
+def test_law_rules_keep_the_law(name: str, rule_and_tree: tuple[str, str]) -> None:
+    rule, tree = rule_and_tree
     """The laws a head declares are those its tokens were drawn from: all texts of two tokens, by chi-square."""
     lm = LanguageModel(llama(1, vocab_size=5, initializer_range=0.5))
     texts = torch.tensor([[1, 2, *pair] for pair in itertools.product(range(5), repeat=2)])

@@ -11,6 +11,7 @@ from tests.conformance.test_cache import Journey, Texts
 from tests.conformance.trees import paths_of, random_parents
 from tests.kernels.zoo import MODELS, VOCABULARY, Alone, in_float64, reader_of, small
 from tests.models.test_early_exit import SplitJourney
+from tests.selection import covering
 from torch import Tensor
 
 from paceline import LanguageModel
@@ -77,8 +78,7 @@ def test_a_pass_says_what_transformers_says(name: str, record_property: Any) -> 
     assert ours < 3 * theirs
 
 
-@pytest.mark.parametrize("threads", [1, 2, 3])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("name", "threads"), covering(MODELS, [1, 2, 3]))
 @torch.inference_mode()
 def test_a_row_has_the_bits_of_the_token_alone(name: str, threads: int) -> None:
     """Logits equal row for row: whatever else is in the pass, in chains, trees and ragged batches, on any number of

@@ -98,7 +98,9 @@ def test_what_was_written_can_be_drafted_from_then_on() -> None:
     assert set(out.tokens[-12:-8]) < set(words.ids.tolist())
 
 
-@pytest.mark.parametrize("rule", ["ratio", "block", "traversal"])
+@pytest.mark.parametrize(
+    "rule", ["block", *(pytest.param(rule, marks=pytest.mark.nightly) for rule in ("ratio", "traversal"))]
+)
 def test_rules_that_look_at_laws_keep_the_targets(rule: str) -> None:
     """The draft's law is over the tokens it can say, and nothing elsewhere; what it cannot say is written as often as
     the target wants."""

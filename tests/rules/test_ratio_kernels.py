@@ -13,6 +13,7 @@ from paceline.core.device_ops import QUICK
 from paceline.engine import round_graphs as flight
 from paceline.models.cuda.cuda_forward import between_passes
 from paceline.models.runners.cuda_graph import Rehearsal
+from tests.selection import covering
 from tests.toys import llama
 
 pytest.importorskip("triton")
@@ -29,17 +30,24 @@ def texts(rule: str, draft: Any, options: dict[str, Any], settings: dict[str, An
     yield from (out.tokens for out in decoder.generate([[1, 2, 3, 1, 2], [7, 8], [4]], max_new_tokens=7, **settings))
 
 
-@pytest.mark.parametrize("captured", [False, True])
 @pytest.mark.parametrize(
-    ("rule", "draft", "options", "heat"),
-    [("ratio", "model", {}, [0.0, 1.1, 0.6]), ("multi-round", "model", {}, 0.8), ("block", "model", {}, 0.8),
-     ("ratio", "model", {"tree": "levels"}, 0.9), ("ratio", "staged", {"model": None}, 0.7),
-     ("ratio", "prompt-lookup", {}, [0.0, 0.4, 0.0]), ("ratio", None, {}, 0.9), ("ratio", "model", {}, 0.0)],
-    ids=str,
-)  # fmt: skip
-def test_texts(
-    rule: str, draft: Any, options: dict[str, Any], heat: Any, captured: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    ("case", "captured"),
+    covering(
+        [
+            ("ratio", "model", {}, [0.0, 1.1, 0.6]),
+            ("multi-round", "model", {}, 0.8),
+            ("block", "model", {}, 0.8),
+            ("ratio", "model", {"tree": "levels"}, 0.9),
+            ("ratio", "staged", {"model": None}, 0.7),
+            ("ratio", "prompt-lookup", {}, [0.0, 0.4, 0.0]),
+            ("ratio", None, {}, 0.9),
+            ("ratio", "model", {}, 0.0),
+        ],
+        [False, True],
+    ),
+)
+def test_texts(case: tuple[str, Any, dict[str, Any], Any], captured: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    rule, draft, options, heat = case
     if "model" in options:
         options = {"model": paceline.LanguageModel(llama(1, num_hidden_layers=1).float())}
     if captured:

@@ -12,6 +12,7 @@ from paceline.training.losses import LOSSES, Distance, distance, parsed
 from paceline.training.offline_eval import expected, look_ahead
 from paceline.training.recipes.base import RECIPES, Recipe, make_course
 from paceline.training.teacher import Lesson, Teacher
+from tests.selection import covering
 from tests.training.toys import KINDS, course_of, in_sixteen_bits, own_texts, target, trained
 
 
@@ -51,8 +52,7 @@ def test_guesses_are_what_it_drafts(kind: str, more: dict[str, int]) -> None:
     assert most > 1, "something is accepted at all"
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize(("kind", "loss"), covering(KINDS, LOSSES))
 def test_in_sixteen_bits_too(kind: str, loss: str) -> None:
     """A target in bfloat16, weights in float32, products by autocast: what a GPU does."""
     course, corpus = in_sixteen_bits(kind, loss)

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from tests.drafters import fitting
+from tests.selection import covering
 from tests.toys import llama
 from torch import Tensor
 
@@ -158,8 +159,7 @@ def both(head: EagleHead) -> tuple[Draft, Draft]:
     return slow, fast
 
 
-@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
-@pytest.mark.parametrize("shape", ["chain", "tree"])
+@pytest.mark.parametrize(("sizes", "shape"), covering(SIZES.values(), ["chain", "tree"]))
 def test_steps_say_what_modules_say(sizes: dict[str, Any], shape: str) -> None:
     slow, fast = both(made(**sizes))
     for _ in range(2):  # a second draft writes over the first one's memory
@@ -288,9 +288,9 @@ def written(head: Any, rows: int, options: dict[str, Any], settings: dict[str, A
 
 @pytest.mark.parametrize(
     ("rows", "options", "settings"),
-    [(2, {}, {}), pytest.param(1, {}, {"temperature": 0.9, "seed": 3}, marks=pytest.mark.slow),
-     pytest.param(2, {"tree": "levels"}, {}, marks=pytest.mark.slow),
-     pytest.param(1, {"tree": "best-first", "branch": 3}, {}, marks=pytest.mark.slow)],
+    [(2, {}, {}), pytest.param(1, {}, {"temperature": 0.9, "seed": 3}, marks=pytest.mark.nightly),
+     pytest.param(2, {"tree": "levels"}, {}, marks=pytest.mark.nightly),
+     pytest.param(1, {"tree": "best-first", "branch": 3}, {}, marks=pytest.mark.nightly)],
     ids=str,
 )  # fmt: skip
 @pytest.mark.usefixtures("by_kernels")

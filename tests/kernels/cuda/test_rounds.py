@@ -311,7 +311,11 @@ def test_how_much_a_round_asks_for(heat: float, monkeypatch: pytest.MonkeyPatch)
     assert all(each == {"begin": 1, "lay": 2, "race": 4, "follow": 1, "write": 1} for each in spent)
 
 
-@pytest.mark.parametrize(("rows", "settings"), [(1, {}), (2, {"temperature": 0.9, "seed": [3, 4]})], ids=str)
+@pytest.mark.parametrize(
+    ("rows", "settings"),
+    [(1, {}), pytest.param(2, {"temperature": 0.9, "seed": [3, 4]}, marks=pytest.mark.nightly)],
+    ids=str,
+)
 def test_rounds_by_kernels_alone(rows: int, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Passes and all: what a device captures."""
     sizes = {"vocab_size": 80, "hidden_size": 32, "intermediate_size": 48, "max_position_embeddings": 128}

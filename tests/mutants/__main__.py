@@ -39,16 +39,18 @@ def copy_package(number: int) -> Path:
 def judge(mutant: Mutant, folder: Path) -> str:
     """Run the named test with the mutant in place: "killed", "survived", "not applicable" or "no such test"."""
     path = folder / "paceline" / mutant.file
-    original = PACKAGE / mutant.file
     try:
-        changed = mutant.applied(original.read_text(encoding="utf-8"))
+        original = path.read_text(encoding="utf-8")
+        changed = mutant.applied(original)
     except (ValueError, OSError):
         return "not applicable"
+    stamp = path.stat()
     try:
         path.write_text(changed, encoding="utf-8")
         return run(mutant.test, folder)
     finally:
-        shutil.copy2(original, path)
+        path.write_text(original, encoding="utf-8")
+        os.utime(path, ns=(stamp.st_atime_ns, stamp.st_mtime_ns))  # numba compares times
 
 
 def run(test: str, folder: Path) -> str:

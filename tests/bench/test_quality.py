@@ -32,6 +32,7 @@ def test_exact_match() -> None:
 
 def test_token_f1_counts_words_as_often_as_they_occur() -> None:
     assert token_f1("it is the red red boat", "a red boat") == pytest.approx(2 * 2 / (5 + 2))
+    assert token_f1("red red", "red red boat") == pytest.approx(2 * 2 / (2 + 3))
     assert token_f1("blue", "red") == 0
     assert token_f1("boat red", "red boat") == 1
     assert (token_f1("", "the"), token_f1("", "red"), token_f1("red", "!")) == (1, 0, 0)

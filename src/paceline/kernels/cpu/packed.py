@@ -6,10 +6,10 @@ from typing import Any
 
 from numba import cfunc
 
+from paceline.common.fork_lock import ForkLock
 from paceline.kernels.cpu.formats import BFLOAT16, INT8, Q4_1
 from paceline.kernels.cpu.keeping import ByContent, kept_in
 from paceline.kernels.cpu.product import PRODUCT, float32, product
-from paceline.kernels.cpu.team import OneAtATime
 
 _bfloat16, _int8, _q4_1 = product(BFLOAT16), product(INT8), product(Q4_1)
 
@@ -48,7 +48,7 @@ _MAKERS = {
 }
 KINDS = tuple(_MAKERS)
 _MADE: dict[str, Any] = {}
-_ONE = OneAtATime()
+_ONE = ForkLock()
 
 
 def compiled(kind: str) -> Any:

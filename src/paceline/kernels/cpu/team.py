@@ -13,7 +13,6 @@ from collections.abc import Callable
 from functools import partial
 from queue import SimpleQueue
 from typing import Any, NamedTuple
-from weakref import WeakSet
 
 import llvmlite.binding as llvm
 from llvmlite import ir
@@ -22,36 +21,6 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from paceline.kernels.cpu.vectors import fetch_add, look
-
-# ---- Locks that a fork does not leave locked: the child has none of the threads that might have held them
-
-_ALL: WeakSet[OneAtATime] = WeakSet()
-
-
-class OneAtATime:
-    """`with lock:` – one thread at a time, the same one as often as it likes; open again in the child of a fork."""
-
-    def __init__(self) -> None:
-        self._lock = threading.RLock()
-        _ALL.add(self)
-
-    def __enter__(self) -> None:
-        self._lock.acquire()
-
-    def __exit__(self, *what: Any) -> None:
-        self._lock.release()
-
-
-def _after_fork() -> None:
-    for lock in list(_ALL):
-        lock._lock = threading.RLock()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork)
-
-
-# ---- Threads that run one kernel together, and wait for each other inside it
 
 _SPINS = 2000  # looks at a barrier before one offers the core to others: a few microseconds
 

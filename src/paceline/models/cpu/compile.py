@@ -20,16 +20,16 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from paceline.common.errors import PacelineWarning
+from paceline.common.fork_lock import ForkLock
 from paceline.common.progress import reporting
 from paceline.kernels.cpu import warm_up
-from paceline.kernels.cpu.team import OneAtATime
 from paceline.models.loading.disk_cache import Progress, cache_folder
 
 LABEL = "compiling kernels for this machine, once"
 _PATIENCE = 180.0  # seconds to wait for another process
 _OLD = 60 * 86400.0  # seconds after which kernels of other sources are swept away
 _LOG = logging.getLogger("paceline")
-_ONE = OneAtATime()
+_ONE = ForkLock()
 
 
 def kernels_ready(progress: Progress | None = None) -> None:

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from paceline.kernels.cpu.team import OneAtATime
+from paceline.common.fork_lock import ForkLock
 from paceline.models.cpu import threads as openmp
 from paceline.models.cpu.cpu_forward import kernels_missing
 from paceline.models.cpu.threads import CROWD
@@ -148,7 +148,7 @@ _cores = once(cores_here)
 
 
 _MADE: WeakKeyDictionary[nn.Module, tuple[object, nn.Module]] = WeakKeyDictionary()
-_ONE = OneAtATime()
+_ONE = ForkLock()
 
 
 def drafting(head: M) -> M:

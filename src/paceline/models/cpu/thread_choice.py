@@ -16,7 +16,7 @@ from weakref import WeakKeyDictionary
 
 from torch import nn
 
-from paceline.kernels.cpu.team import OneAtATime
+from paceline.common.fork_lock import ForkLock
 from paceline.models.cpu.threads import CROWD, usual_threads
 from paceline.models.language_model import LanguageModel
 from paceline.models.loading.disk_cache import read_json
@@ -31,7 +31,7 @@ _OURS = 0.9  # of the time of a pass our thread had a core, on a machine that is
 
 Clock = Callable[[], float]
 _CHOSEN: WeakKeyDictionary[nn.Module, dict[int, int]] = WeakKeyDictionary()  # by the limit
-_ONE = OneAtATime()  # two measurements at once would measure each other
+_ONE = ForkLock()  # two measurements at once would measure each other
 _TRYING = threading.local()
 
 

@@ -1,4 +1,4 @@
-"""Does a sample follow a law? The mathematics is the audit's (`src/paceline/audit/chi_square.py`); here: the sample."""
+"""Does a sample follow a law? The mathematics is the audit's (`src/paceline/audit/statistics.py`); here: the sample."""
 
 from __future__ import annotations
 

@@ -199,7 +199,7 @@ for name in {hidden!r}:
     sys.modules[name] = None  # an import of it fails
 {more}
 from tests.kernels.test_machine import text
-from paceline.models import kernel_pass
+from paceline.models.cpu import cpu_forward as kernel_pass
 said = kernel_pass.kernels_missing()
 print(text(), said, sep="|")
 """

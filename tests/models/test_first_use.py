@@ -36,7 +36,7 @@ import sys
 from pathlib import Path
 room = Path(sys.argv[1])
 sys.path.insert(0, str(room.parent))
-from paceline.kernels import warm_up
+from paceline.kernels.cpu import warm_up
 warm_up._ROOM, warm_up._HERE, warm_up.ENTRY = room.name, room, "entry"
 from paceline.models.cpu.compile import kernels_ready
 told = []

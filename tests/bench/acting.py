@@ -1,12 +1,18 @@
-"""Contestants that only act: their seconds and texts are written down beforehand."""
+"""Candidates that only act: their seconds and texts are given beforehand."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
-from paceline.bench.candidates.candidate import Cancel, Plan, Run, Task
+from paceline.bench.bench_options import BenchOptions
+from paceline.bench.candidates.candidate import Cancel, Plan, Run, Task, Watcher
+from paceline.bench.data.tasks import Conversation
+from paceline.bench.measure.bench_session import BenchSession, Weigh
 from paceline.bench.measure.machine_state import Neighbours
+from paceline.bench.results.bench_report import Report
+from paceline.bench.results.records import Recorder
 from paceline.core.trace import Round, Trace
 
 
@@ -62,13 +68,12 @@ class Actor:
         pass
 
 
-@dataclass
-class Chat:
-    """A conversation of one or more turns; what was written before stands in front of the next one."""
+class Chat(Conversation):
+    """A conversation of one or more turns, each after what was written before."""
 
-    task: Task
-    turns: int = 1
-    skipped: list[object] = field(default_factory=list)
+    def __init__(self, task: Task, turns: int = 1) -> None:
+        super().__init__(task)
+        self.turns = turns
 
     def next_task(self, written: Sequence[Sequence[int]]) -> Task | None:
         if self.turns == 1:
@@ -84,10 +89,38 @@ def chats(*names: str, category: str = "chat", turns: int = 1) -> list[Chat]:
 
 
 class Alone(Neighbours):
-    """Nobody else is on the machine."""
+    """No other process uses the machine."""
 
     def begin(self) -> None:
         pass
 
     def disturbed(self) -> bool | None:
         return False
+
+
+def act(
+    actors: Sequence[Actor],
+    conversations: Sequence[Conversation],
+    tokens: int,
+    recorder: Recorder | None = None,
+    **how: Any,
+) -> Report:
+    """Measure actors as a benchmark measures candidates, and finish the record."""
+    recorder = Recorder() if recorder is None else recorder
+    return recorder.finish(measured(actors, conversations, tokens, recorder, **how))
+
+
+def measured(
+    actors: Sequence[Actor],
+    conversations: Sequence[Conversation],
+    tokens: int,
+    recorder: Recorder,
+    *,
+    watcher: Watcher | None = None,
+    cancel: Cancel = lambda: False,
+    weigh: Weigh | None = None,
+    **options: Any,
+) -> bool:
+    session = BenchSession(BenchOptions(**{"warm_up": 0, **options}), watcher, cancel=cancel)
+    session.neighbours, session.weigh, session.recorder = Alone(), weigh, recorder
+    return session.measure(actors, conversations, Plan(tokens=tokens))

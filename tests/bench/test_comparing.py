@@ -8,14 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from paceline.bench.candidates.candidate import Plan
-from paceline.bench.measure.bench_session import measure
 from paceline.bench.results.bench_report import Report
 from paceline.bench.results.comparing import compare, differences, same_machine
 from paceline.bench.results.metrics import ALL
 from paceline.bench.results.records import Recorder
 
-from .acting import Actor, Alone, chats
+from .acting import Actor, act, chats
 
 MACHINE = {"cpu": "a", "cores": 2, "versions": {"torch": "1"}, "arguments": {"target": "x"}, "commit": "c0"}
 
@@ -36,8 +34,7 @@ def report(
     recorder = Recorder()
     recorder.provenance({**MACHINE, **told})
     talks = [*chats("1", "2", "3"), *chats("4", "5", category="code")]
-    measure(actors, talks, Plan(tokens=4), repeats=repeats, warm_up=0, recorder=recorder, neighbours=Alone())
-    return recorder.finish(True)
+    return act(actors, talks, 4, recorder, repeats=repeats)
 
 
 def verdicts(changes: list[Any], name: str) -> dict[str, str]:

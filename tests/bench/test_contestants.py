@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from paceline.bench.candidates.candidate import Entry, Plan, Task
+from paceline.bench.candidates.candidate import Plan, RunSpec, Task
 from paceline.bench.candidates.paceline_run import PacelineRun
-from paceline.bench.candidates.run_spec import parse_entry
+from paceline.bench.candidates.run_spec import parse_run_spec
 from paceline.common.errors import DrafterError, ModelOutputError
 from paceline.drafters.heads.eagle import EagleHead
 from paceline.drafters.heads.medusa import MedusaHead
@@ -55,7 +55,7 @@ def ticking() -> Callable[[], float]:
 @pytest.mark.parametrize("task", [ONE, TWO], ids=["one", "batch"])
 def test_everyone_writes_what_plain_decoding_writes_and_as_much(lm: LanguageModel, text: str, task: Task) -> None:
     plain = PacelineRun(lm, plain=True).run(task, PLAN, 0, never)
-    ours = PacelineRun(lm, parse_entry(text))
+    ours = PacelineRun(lm, parse_run_spec(text))
     first, second = (ours.run(task, PLAN, repeat, never) for repeat in range(2))
     assert first.tokens == second.tokens == plain.tokens
     assert [len(row) for row in first.tokens] == [20] * len(task.prompts)
@@ -93,7 +93,7 @@ def test_rounds_are_captured_once_for_all_runs(
     monkeypatch.setattr(flight, "programs_for", programs)
     heads = {"eagle": EagleHead.random, "medusa": MedusaHead.random, "draft-lm": lambda lm, _: DraftLayers(lm, (0,))}
     head = {"head": heads[name](lm, 0)} if name in heads else {}
-    ours = PacelineRun(lm, Entry(name, name, {**head, **options}, gamma=3, nodes=8))
+    ours = PacelineRun(lm, RunSpec(name, name, {**head, **options}, gamma=3, nodes=8))
     plain = PacelineRun(lm, plain=True).run(ONE, PLAN, 0, never)
     made.clear()
     runs = [ours.run(ONE, PLAN, repeat, never) for repeat in range(3)]
@@ -109,7 +109,7 @@ def test_a_reader_that_was_borrowed_goes_with_its_drafter(
     """Whoever comes after it brings one along, too, and with it the rounds are others."""
     made: list[Rehearsal] = []
     monkeypatch.setattr(flight, "programs_for", lambda lm: made.append(Rehearsal()) or made[-1])  # type: ignore[func-returns-value]
-    ours = PacelineRun(lm, Entry("several", "portfolio", {"drafters": drafters}, gamma=3, nodes=8))
+    ours = PacelineRun(lm, RunSpec("several", "portfolio", {"drafters": drafters}, gamma=3, nodes=8))
     runs = [ours.run(ONE, PLAN, repeat, never) for repeat in range(3)]
     assert len(made) == 3
     plain = PacelineRun(lm, plain=True).run(ONE, PLAN, 0, never)
@@ -135,17 +135,17 @@ def test_the_clock_is_read_at_every_token_of_the_first_row(lm: LanguageModel) ->
 def test_sampling_has_a_seed_per_row(lm: LanguageModel) -> None:
     same = Task("1+1", "story", (ONE.prompts[0], ONE.prompts[0]))
     plan = Plan(12, {"temperature": 1.0, "top_k": 20}, seed=3)
-    rows = PacelineRun(lm, parse_entry("suffix")).run(same, plan, 0, never).tokens
+    rows = PacelineRun(lm, parse_run_spec("suffix")).run(same, plan, 0, never).tokens
     assert rows[0] != rows[1]
     alone = PacelineRun(lm, plain=True).run(ONE, Plan(12, plan.sampling, seed=4), 0, never)
     assert alone.tokens[0] == rows[1]
 
 
 def test_what_should_be_the_same_text(lm: LanguageModel) -> None:
-    ratio, typical = parse_entry("ngram:rule=ratio"), parse_entry("ngram:rule=typical")
+    ratio, typical = parse_run_spec("ngram:rule=ratio"), parse_run_spec("ngram:rule=typical")
     assert PacelineRun(lm, ratio).exact
     assert not PacelineRun(lm, ratio, sampled=True).exact
-    assert PacelineRun(lm, parse_entry("ngram"), sampled=True).exact
+    assert PacelineRun(lm, parse_run_spec("ngram"), sampled=True).exact
     assert not PacelineRun(lm, typical).exact
     assert PacelineRun(lm, typical).lossy
 
@@ -155,11 +155,11 @@ def test_memory_does_not_reach_the_next_run() -> None:
     lm = LanguageModel(scripted(list(range(30))))
     task, plan = Task("1", "x", ((0,),)), Plan(20)
     for text in ("suffix", "portfolio"):
-        ours = PacelineRun(lm, parse_entry(text))
+        ours = PacelineRun(lm, parse_run_spec(text))
         rounds = [ours.run(task, plan, repeat, never).passes for repeat in range(3)]
         assert rounds == [20] * 3
     drafter = Suffix()
-    kept = PacelineRun(lm, Entry("kept", "suffix"))
+    kept = PacelineRun(lm, RunSpec("kept", "suffix"))
     kept._next = drafter
     assert kept.run(task, plan, 0, never).passes == 20
     kept._next = drafter
@@ -174,13 +174,13 @@ def test_nothing_is_loaded_or_quantized_twice(
         self_quantized, "quantized", lambda *given, real=self_quantized.quantized: made.append(1) or real(*given)
     )
     for text in ("self-quantized", '{"name": "portfolio", "drafters": ["self-quantized", "suffix"]}'):
-        ours = PacelineRun(lm, parse_entry(text))
+        ours = PacelineRun(lm, parse_run_spec(text))
         for repeat in range(3):
             ours.run(ONE, PLAN, repeat, never)
     assert len(made) == 2
     folder = tmp_path / "draft"
     llama(num_hidden_layers=1).save_pretrained(folder)
-    ours = PacelineRun(lm, parse_entry(f"{folder}:gamma=3"))
+    ours = PacelineRun(lm, parse_run_spec(f"{folder}:gamma=3"))
     assert ours.draft_model is not None
     assert ours.draft_model.dtype == lm.dtype
     seen = {id(ours.draft_model.model)}
@@ -207,14 +207,14 @@ def test_a_drafter_that_fails_is_not_measured_as_plain_decoding(
     def broken(*_: Any) -> Any:
         raise RuntimeError("no idea")
 
-    ours = PacelineRun(lm, parse_entry("suffix"))
+    ours = PacelineRun(lm, parse_run_spec("suffix"))
     monkeypatch.setattr(Suffix, "propose", broken)
     with pytest.raises(DrafterError, match="no idea"):
         ours.run(ONE, PLAN, 0, never)
 
 
 def test_cancelling_leaves_no_half_run(lm: LanguageModel) -> None:
-    ours = PacelineRun(lm, parse_entry("suffix"))
+    ours = PacelineRun(lm, parse_run_spec("suffix"))
     looks = iter([False, False] + [True] * 50)
     assert ours.run(TWO, PLAN, 0, lambda: next(looks)).tokens == ((), ())
     assert ours.run(ONE, PLAN, 0, never).emitted == 20
@@ -224,7 +224,7 @@ def test_the_model_is_left_as_it_was() -> None:
     model = llama()
     before = fingerprint(model)
     for text in RUNS:
-        ours = PacelineRun(LanguageModel(model), parse_entry(text))
+        ours = PacelineRun(LanguageModel(model), parse_run_spec(text))
         ours.run(ONE, Plan(6), 0, never)
         ours.close()
     assert fingerprint(model) == before

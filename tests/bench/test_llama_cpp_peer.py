@@ -15,7 +15,7 @@ import pytest
 import torch
 from transformers import Qwen2Config, Qwen3Config
 
-from paceline.bench.candidates.candidate import Contestant, Plan, Task
+from paceline.bench.candidates.candidate import Candidate, Plan, Task
 from paceline.bench.candidates.paceline_run import PacelineRun
 from paceline.bench.peers import gguf_export as gguf_writing
 from paceline.bench.peers.llama_cpp_peer import KINDS, LlamaCpp, Speculation
@@ -48,7 +48,7 @@ def in_float32(model: Any, name: str = "tiny") -> LanguageModel:
     return LanguageModel(model.float(), name=name)
 
 
-def opened(name: str, lm: LanguageModel) -> Contestant:
+def opened(name: str, lm: LanguageModel) -> Candidate:
     peers, notes = open_peers([name], lm)
     assert not notes
     return peers[0]

@@ -1,8 +1,9 @@
-"""A whole benchmark on random models."""
+"""A whole benchmark on synthetic models."""
 
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,9 @@ import pytest
 import torch
 
 from paceline.bench.bench_options import BenchOptions
-from paceline.bench.measure import bench_session as session
-from paceline.bench.measure.bench_session import bench
+from paceline.bench.candidates.candidate import Watcher
+from paceline.bench.measure import bench_session
+from paceline.bench.measure.bench_session import BenchSession
 from paceline.bench.measure.machine_state import Busy
 from paceline.bench.replay.trace_files import read_trace
 from paceline.bench.results.metrics import summarise
@@ -30,7 +32,7 @@ MADE_UP = BenchOptions(
 @pytest.fixture(autouse=True)
 def _quiet_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody else is there, and what passes cost is known: measuring it takes seconds."""
-    monkeypatch.setattr(session, "how_busy", lambda device: Busy(0.01))
+    monkeypatch.setattr(bench_session, "how_busy", lambda device: Busy(0.01))
     costs = Costs({1: {1: 0.001, 8: 0.002}, 2: {1: 0.001, 8: 0.002}})
     monkeypatch.setattr("paceline.bench.measure.bench_setup.measured_costs", lambda *_, **__: costs)
 
@@ -55,17 +57,16 @@ def test_a_benchmark_writes_record_table_and_trace(tmp_path: Path) -> None:
     assert report.costs is not None
     assert report.costs.drafters["draft-model"] > 0
     assert report.layers
-    assert files["csv"].read_text().startswith("contestant,category")
     trace = read_trace(files["trace"], "draft-model")
     assert len(trace.texts) == 1
     assert report.provenance["loaded"] is False
 
 
 def test_a_busy_machine_is_marked_and_refused_on_request(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(session, "how_busy", lambda device: Busy(0.6))
+    monkeypatch.setattr(bench_session, "how_busy", lambda device: Busy(0.6))
     with pytest.raises(InputError, match=r"60% of the processors .* --require-quiet"):
-        bench(BenchOptions(**{**vars(MADE_UP), "require_quiet": True}))
-    report = bench(BenchOptions(**{**vars(MADE_UP), "threads": torch.get_num_threads()}))
+        BenchSession(replace(MADE_UP, require_quiet=True)).run()
+    report = BenchSession(replace(MADE_UP, threads=torch.get_num_threads())).run()
     assert report.mark == "Measured on a busy machine: other processes used 60% of the processors at the start."
     assert report.provenance["loaded"] is True
     assert report.provenance["busy"] == 0.6
@@ -88,14 +89,14 @@ def test_prompts_with_answers_two_turns_and_one_that_is_too_long(tmp_path: Path)
     path = tmp_path / "question.jsonl"
     path.write_text("\n".join(json.dumps(each) for each in prompts))
     asked: dict[str, Any] = {"prompts": (str(path),), "turns": 2, "quality": True, "max_new_tokens": 8, "repeats": 1}
-    report = bench(BenchOptions(runs=("suffix",), peers=("hf",), **asked))
+    report = BenchSession(BenchOptions(runs=("suffix",), peers=("hf",), **asked)).run()
     assert report.tasks == ("1", "1/2", "3")
     assert [(each.contestant, each.tasks) for each in report.skipped] == [("", ("2",))]
     assert set(report.quality) == {"plain", "suffix", "hf"}
     assert report.quality["plain"] == report.quality["suffix"]
     assert all(result.same for result in report.results)
     with pytest.raises(InputError, match=r"no prompt to measure \(too long: .* of 96\);"):
-        bench(BenchOptions(**{**asked, "max_new_tokens": 96}))
+        BenchSession(BenchOptions(**{**asked, "max_new_tokens": 96})).run()
 
 
 @pytest.mark.usefixtures("_toy_target")
@@ -104,14 +105,14 @@ def test_whoever_cannot_go_with_the_target_is_left_out_with_a_line(tmp_path: Pat
     path = tmp_path / "prompts.txt"
     path.write_text("abcabc\n")
 
-    class Listener(session.Silence):
+    class Listener(Watcher):
         def noted(self, sentence: str) -> None:
             told.append(sentence)
 
-    report = bench(
+    report = BenchSession(
         BenchOptions(runs=("suffix",), peers=("hf-assisted",), max_new_tokens=4, repeats=1, prompts=(str(path),)),
         Listener(),
-    )
+    ).run()
     assert [member.name for member in report.members] == ["plain", "suffix"]
     assert [sentence for sentence in told if sentence.startswith("hf-assisted is left out")]
     assert [sentence for sentence in report.notes if sentence.startswith("hf-assisted is left out")]
@@ -124,5 +125,5 @@ def test_an_error_or_an_interruption_is_no_traceback(tmp_path: Path, monkeypatch
     def insist(*_: Any, **__: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("paceline.bench.measure.bench_session.bench", insist)
+    monkeypatch.setattr("paceline.bench.measure.bench_session.BenchSession.run", insist)
     assert run(*words).exit_code == 130

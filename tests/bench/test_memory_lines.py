@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from paceline.bench.bench_options import BenchOptions
-from paceline.bench.measure import bench_session as session
+from paceline.bench.measure import bench_session
 from paceline.bench.measure import memory_use as room
-from paceline.bench.measure.bench_session import bench
+from paceline.bench.measure.bench_session import BenchSession
 from paceline.bench.measure.machine_state import Busy
 from paceline.bench.measure.memory_use import NOTES, lines_while
 from paceline.bench.results.html_page import as_html
@@ -129,7 +129,7 @@ def test_the_real_memray_sees_tensors() -> None:
 
 @pytest.mark.usefixtures("without_memray")
 def test_a_benchmark_shows_and_keeps_the_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(session, "how_busy", lambda device: Busy(0.0))
+    monkeypatch.setattr(bench_session, "how_busy", lambda device: Busy(0.0))
     monkeypatch.setattr(
         "paceline.bench.measure.bench_setup.measured_costs", lambda *_, **__: Costs({1: {1: 0.001, 8: 0.002}})
     )
@@ -139,7 +139,7 @@ def test_a_benchmark_shows_and_keeps_the_lines(tmp_path: Path, monkeypatch: pyte
     )  # fmt: skip
     out = tmp_path / "bench.jsonl"
     with out.open("w") as file:
-        bench(options, out=file)
+        BenchSession(options, out=file).run()
     report = read_records(out)
     assert {line["contestant"] for line in report.memory_lines} == {"plain", "suffix"}
     table = memory_lines(report)

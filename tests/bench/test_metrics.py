@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from paceline.bench.candidates.candidate import Plan, Run
-from paceline.bench.measure.bench_session import measure
+from paceline.bench.candidates.candidate import Run
 from paceline.bench.results.bench_report import Member, Report, Result, Tally
 from paceline.bench.results.metrics import ALL, Line, noise, predicted_seconds, spread, summarise
 from paceline.bench.results.records import Recorder
@@ -17,7 +16,7 @@ from paceline.cli.bench_table import Standings
 from paceline.core.costs import Costs, bound
 from paceline.core.trace import Round, Trace
 
-from .acting import Actor, Alone, chats
+from .acting import Actor, act, chats
 
 COSTS = Costs({1: {1: 0.1, 5: 0.2}, 2: {1: 0.1, 5: 0.3}}, overhead=0.02, drafters={"toy": 0.01})
 PLAIN = {"1": (2.0, 2.2, 1.8), "2": (4.0, 4.0, 5.0), "3": (3.0, 3.0, 3.0)}
@@ -39,10 +38,7 @@ def measured(costs: Costs | None = COSTS) -> Report:
     if costs is not None:
         recorder.costs(costs)
     talks = [*chats("1", "2"), *chats("3", category="code")]
-    complete = measure(
-        [plain, toy, peer], talks, Plan(tokens=10), repeats=3, warm_up=0, recorder=recorder, neighbours=Alone()
-    )
-    return recorder.finish(complete)
+    return act([plain, toy, peer], talks, 10, repeats=3, recorder=recorder)
 
 
 def line(report: Report, contestant: str, category: str = ALL) -> Line:

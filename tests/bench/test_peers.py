@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-from paceline.bench.candidates.candidate import Contestant, Plan, Task
+from paceline.bench.candidates.candidate import Candidate, Plan, Task
 from paceline.bench.candidates.paceline_run import PacelineRun
-from paceline.bench.candidates.run_spec import parse_entry
+from paceline.bench.candidates.run_spec import parse_run_spec
 from paceline.bench.peers import gguf_export as gguf_file
 from paceline.bench.peers.openvino_peer import OpenVino
 from paceline.bench.peers.peer_names import draft_model_of, open_peers
@@ -48,7 +48,7 @@ def draft() -> LanguageModel:
     return LanguageModel(llama(num_hidden_layers=1, eos_token_id=25))
 
 
-def opened(name: str, lm: LanguageModel, draft: LanguageModel | None = None, sampled: bool = False) -> Contestant:
+def opened(name: str, lm: LanguageModel, draft: LanguageModel | None = None, sampled: bool = False) -> Candidate:
     peers, notes = open_peers([name], lm, draft=draft, sampled=sampled)
     assert not notes
     return peers[0]
@@ -152,7 +152,7 @@ def test_wrong_values_are_errors(names: list[str], lm: LanguageModel) -> None:
 
 def test_the_draft_model_of_a_run_is_found(lm: LanguageModel, draft: LanguageModel, tmp_path: Path) -> None:
     draft.model.save_pretrained(tmp_path / "draft")
-    ours = [PacelineRun(lm, plain=True), PacelineRun(lm, parse_entry(str(tmp_path / "draft")))]
+    ours = [PacelineRun(lm, plain=True), PacelineRun(lm, parse_run_spec(str(tmp_path / "draft")))]
     found = draft_model_of(ours)
     assert found is not None
     assert found is ours[1].draft_model

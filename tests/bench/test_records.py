@@ -11,15 +11,13 @@ from typing import Any
 
 import pytest
 
-from paceline.bench.candidates.candidate import Plan
-from paceline.bench.measure.bench_session import measure
 from paceline.bench.results.bench_report import LeftOut, Report
 from paceline.bench.results.metrics import summarise
 from paceline.bench.results.records import Recorder, read_records, save_csv, write_csv
 from paceline.common.errors import InputError, PacelineWarning
 from paceline.core.costs import Costs
 
-from .acting import Actor, Alone, chats
+from .acting import Actor, chats, measured
 
 
 @pytest.fixture
@@ -33,7 +31,7 @@ def written(tmp_path: Path) -> tuple[Path, Report]:
         recorder.note("A note.")
         toy = Actor("toy", speculates=True, gamma=4, accepted=2, drafter="toy", seconds=lambda task, repeat: 0.5)
         actors = [Actor("plain"), toy, Actor("hf", library="transformers", changed_at=3)]
-        measure(actors, chats("1", "2"), Plan(tokens=8), repeats=2, warm_up=0, recorder=recorder, neighbours=Alone())
+        measured(actors, chats("1", "2"), 8, recorder, repeats=2)
         recorder.quality({"plain": {"token_f1": 0.5}})
         recorder.layers([{"name": "layer 0", "parameters": 3}])
         report = recorder.finish(True)

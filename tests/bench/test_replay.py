@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import paceline
-from paceline.bench.candidates.candidate import Entry
+from paceline.bench.candidates.candidate import RunSpec
 from paceline.bench.replay.replay import Replayed, lines, replay, replay_all, rerun
 from paceline.bench.replay.trace_files import TraceFile, TraceText, header_of
 from paceline.common.errors import UnknownNameError, UnsupportedError
@@ -34,8 +34,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "sampled": SAMPLED,
     "penalties": {"repetition_penalty": 1.15, "presence_penalty": 0.2},
 }
-PLAIN = Entry("plain", "none")
-CHAIN = Entry("model", "draft-model", {"model": "small"}, gamma=4)
+PLAIN = RunSpec("plain", "none")
+CHAIN = RunSpec("model", "draft-model", {"model": "small"}, gamma=4)
 COSTS = Costs({1: {1: 1.0, 2: 1.1, 9: 1.8}}, overhead=0.1, drafters={"suffix": 0.01, "draft-model": 0.2})
 
 
@@ -70,7 +70,7 @@ def plain(target: LanguageModel) -> dict[str, TraceFile]:
     return {name: record(target, settings=settings) for name, settings in SETTINGS.items()}
 
 
-def decoder_of(lm: LanguageModel, entry: Entry, model: LanguageModel | None = None) -> paceline.SpeculativeDecoder:
+def decoder_of(lm: LanguageModel, entry: RunSpec, model: LanguageModel | None = None) -> paceline.SpeculativeDecoder:
     options = {**entry.options, **({} if model is None else {"model": model})}
     return paceline.SpeculativeDecoder(
         lm, entry.draft, options=options, gamma=entry.gamma, nodes=entry.nodes, rule=entry.rule,
@@ -80,7 +80,7 @@ def decoder_of(lm: LanguageModel, entry: Entry, model: LanguageModel | None = No
 
 def record(
     lm: LanguageModel,
-    entry: Entry = PLAIN,
+    entry: RunSpec = PLAIN,
     settings: dict[str, Any] | None = None,
     model: LanguageModel | None = None,
     fresh: bool = True,
@@ -112,28 +112,28 @@ def same_rounds(answer: Replayed, real: TraceFile) -> None:
 
 HOST = [
     PLAIN,
-    Entry("lookup", "prompt-lookup", {"longest": 2}),
-    Entry("lookup tree", "prompt-lookup", {"branches": 3}, gamma=3, nodes=7),
-    Entry("ngram", "ngram", {"order": 3}, gamma=1),
-    Entry("ngram on", "ngram", {"stop_if_unknown": False}, gamma=8),
-    Entry("ngram tree", "ngram", {"branches": 3}, gamma=4, nodes=9),
-    Entry("suffix", "suffix", gamma=10),
-    Entry("suffix tree", "suffix", {"branches": 4, "min_probability": 0.0}, gamma=6),
-    Entry("lookahead", "lookahead", {"window": 0}, gamma=4),
-    Entry("prediction", "prediction", {"branches": 2}, gamma=5),
-    Entry("few nodes", "suffix", gamma=8, nodes=3),
-    Entry("trigram", "trigram", gamma=4),
-    Entry("trigram tree", "trigram", {"tree": "best-first"}, gamma=3, nodes=8),
-    Entry("trigram fitted", "trigram", {"tree": "optimal"}, gamma=3, nodes=8),
-    Entry("portfolio", "portfolio", {"drafters": ["suffix", ("ngram", {"branches": 2})], "cost": "nodes"}, gamma=4),
-    Entry("first", "portfolio", {"drafters": ["suffix", "prompt-lookup"], "mode": "first"}, gamma=4),
+    RunSpec("lookup", "prompt-lookup", {"longest": 2}),
+    RunSpec("lookup tree", "prompt-lookup", {"branches": 3}, gamma=3, nodes=7),
+    RunSpec("ngram", "ngram", {"order": 3}, gamma=1),
+    RunSpec("ngram on", "ngram", {"stop_if_unknown": False}, gamma=8),
+    RunSpec("ngram tree", "ngram", {"branches": 3}, gamma=4, nodes=9),
+    RunSpec("suffix", "suffix", gamma=10),
+    RunSpec("suffix tree", "suffix", {"branches": 4, "min_probability": 0.0}, gamma=6),
+    RunSpec("lookahead", "lookahead", {"window": 0}, gamma=4),
+    RunSpec("prediction", "prediction", {"branches": 2}, gamma=5),
+    RunSpec("few nodes", "suffix", gamma=8, nodes=3),
+    RunSpec("trigram", "trigram", gamma=4),
+    RunSpec("trigram tree", "trigram", {"tree": "best-first"}, gamma=3, nodes=8),
+    RunSpec("trigram fitted", "trigram", {"tree": "optimal"}, gamma=3, nodes=8),
+    RunSpec("portfolio", "portfolio", {"drafters": ["suffix", ("ngram", {"branches": 2})], "cost": "nodes"}, gamma=4),
+    RunSpec("first", "portfolio", {"drafters": ["suffix", "prompt-lookup"], "mode": "first"}, gamma=4),
 ]
 
 
 @pytest.mark.parametrize("settings", SETTINGS)
 @pytest.mark.parametrize("entry", HOST, ids=lambda entry: entry.name)
 def test_a_replay_is_the_real_run_round_for_round(
-    entry: Entry, settings: str, target: LanguageModel, plain: dict[str, TraceFile]
+    entry: RunSpec, settings: str, target: LanguageModel, plain: dict[str, TraceFile]
 ) -> None:
     same_rounds(replay(plain[settings], entry), record(target, entry, SETTINGS[settings]))
 
@@ -148,7 +148,7 @@ def test_the_texts_are_worth_drafting(plain: dict[str, TraceFile]) -> None:
 @pytest.mark.parametrize("rule", ["ratio", "block", "multi-round", "traversal", "k-seq", "auto"])
 @pytest.mark.parametrize("entry", [HOST[2], HOST[6], HOST[12], HOST[14]], ids=lambda entry: entry.name)
 def test_greedily_every_rule_that_keeps_the_law_has_the_same_rounds(
-    rule: str, entry: Entry, target: LanguageModel, plain: dict[str, TraceFile]
+    rule: str, entry: RunSpec, target: LanguageModel, plain: dict[str, TraceFile]
 ) -> None:
     entry = replace(entry, rule=rule)
     answer = replay(plain["greedy"], entry)
@@ -178,10 +178,12 @@ def test_near_the_end_of_the_context_drafts_are_as_short_as_the_engine_makes_the
 
 
 @pytest.mark.parametrize(
-    "entry", [Entry("a", "suffix"), Entry("b", "ngram", {"persistent": True}), HOST[14]], ids=lambda entry: entry.name
+    "entry",
+    [RunSpec("a", "suffix"), RunSpec("b", "ngram", {"persistent": True}), HOST[14]],
+    ids=lambda entry: entry.name,
 )
 def test_a_drafter_may_be_carried_from_text_to_text(
-    entry: Entry, target: LanguageModel, plain: dict[str, TraceFile]
+    entry: RunSpec, target: LanguageModel, plain: dict[str, TraceFile]
 ) -> None:
     carried, real = replay(plain["greedy"], entry, carry=True), record(target, entry, fresh=False)
     same_rounds(carried, real)
@@ -192,7 +194,7 @@ def test_a_drafter_may_be_carried_from_text_to_text(
 
 def test_a_recorded_prediction_is_followed_again(target: LanguageModel, plain: dict[str, TraceFile]) -> None:
     known = plain["greedy"]
-    entry, guess = Entry("p", "prediction", gamma=6), list(known.texts[0].tokens[5:25])
+    entry, guess = RunSpec("p", "prediction", gamma=6), list(known.texts[0].tokens[5:25])
     out = decoder_of(target, entry).generate(prompts()[0], max_new_tokens=TOKENS, prediction=guess)
     text = replace(known.texts[0], prediction=tuple(guess), predicted=True)
     answer = replay(replace(known, texts=(text,)), entry)
@@ -215,7 +217,7 @@ def test_the_recorded_run_itself_is_exact_for_a_model_and_other_lengths_are_unkn
 
 
 def test_what_was_recorded_is_known_of_any_drafter(target: LanguageModel) -> None:
-    entry = Entry("recycling", "recycling", gamma=4)
+    entry = RunSpec("recycling", "recycling", gamma=4)
     recorded = record(target, entry)
     same_rounds(replay(recorded, entry), recorded)
     other = replay(recorded, replace(entry, gamma=3))
@@ -229,27 +231,27 @@ def test_what_was_recorded_is_known_of_any_drafter(target: LanguageModel) -> Non
 @pytest.mark.parametrize(
     ("entry", "reason"),
     [
-        (Entry("a", "ngram", {"filler": 2}), "drafter 'ngram' needs the target's logits (option filler)"),
-        (Entry("b", "lookahead"), "drafter 'lookahead' needs the target's logits (option window)"),
-        (Entry("c", "portfolio"), "drafter 'portfolio' needs a model's logits, for a member"),
+        (RunSpec("a", "ngram", {"filler": 2}), "drafter 'ngram' needs the target's logits (option filler)"),
+        (RunSpec("b", "lookahead"), "drafter 'lookahead' needs the target's logits (option window)"),
+        (RunSpec("c", "portfolio"), "drafter 'portfolio' needs a model's logits, for a member"),
         (
-            Entry("d", "portfolio", {"drafters": ["suffix", "ngram"]}),
+            RunSpec("d", "portfolio", {"drafters": ["suffix", "ngram"]}),
             "drafter 'portfolio' needs a clock, to know whom to ask (option cost; cost=nodes needs none)",
         ),
-        (Entry("e", "smollm2-135m"), "drafter 'draft-model' needs a model's logits"),
+        (RunSpec("e", "smollm2-135m"), "drafter 'draft-model' needs a model's logits"),
         (
-            Entry("f", "suffix", gamma="auto"),
+            RunSpec("f", "suffix", gamma="auto"),
             "gamma=auto depends on costs measured during the run; give a number",
         ),
-        (Entry("g", "suffix", rule="typical"), "rule 'typical' is lossy: it would have written another text"),
-        (Entry("h", "suffix", rule="beam"), "rule 'beam' searches several sequences, and a trace holds one"),
+        (RunSpec("g", "suffix", rule="typical"), "rule 'typical' is lossy: it would have written another text"),
+        (RunSpec("h", "suffix", rule="beam"), "rule 'beam' searches several sequences, and a trace holds one"),
         (
-            Entry("i", "suffix", rule="ratio"),
+            RunSpec("i", "suffix", rule="ratio"),
             "rule 'ratio' needs the distributions of target and draft, which a trace does not hold",
         ),
     ],
 )
-def test_what_cannot_be_known_is_said_to_be(entry: Entry, reason: str, plain: dict[str, TraceFile]) -> None:
+def test_what_cannot_be_known_is_said_to_be(entry: RunSpec, reason: str, plain: dict[str, TraceFile]) -> None:
     answer = replay(plain["sampled"], entry, COSTS)
     assert (answer.knows, answer.reason) == ("unknown", reason)
     assert answer.row()["tau"] is None
@@ -268,7 +270,7 @@ def test_a_text_that_depends_on_its_run_says_nothing_about_others(
     change: dict[str, Any], reason: str, plain: dict[str, TraceFile]
 ) -> None:
     recorded = plain["sampled"]
-    answer = replay(replace(recorded, header=replace(recorded.header, **change)), Entry("s", "suffix"))
+    answer = replay(replace(recorded, header=replace(recorded.header, **change)), RunSpec("s", "suffix"))
     assert answer.reason == reason
 
 
@@ -295,16 +297,16 @@ def test_a_drafter_that_looks_at_logits_after_all_is_found_out(plain: dict[str, 
 
 def test_unknown_names_are_the_callers_error(plain: dict[str, TraceFile]) -> None:
     with pytest.raises(UnknownNameError, match="Did you mean 'suffix'"):
-        replay(plain["greedy"], Entry("x", "sufix"))
+        replay(plain["greedy"], RunSpec("x", "sufix"))
 
 
 def test_texts_that_were_broken_off_are_left_out(plain: dict[str, TraceFile]) -> None:
     recorded = plain["greedy"]
     broken = replace(recorded.texts[1], finish="cancelled")
-    answer = replay(replace(recorded, texts=(recorded.texts[0], broken)), Entry("s", "suffix"))
+    answer = replay(replace(recorded, texts=(recorded.texts[0], broken)), RunSpec("s", "suffix"))
     assert len(answer.texts) == 1
     assert answer.notes == ("1 of 2 texts were cancelled and are left out.",)
-    assert "no finished text" in replay(replace(recorded, texts=(broken,)), Entry("s", "suffix")).reason
+    assert "no finished text" in replay(replace(recorded, texts=(broken,)), RunSpec("s", "suffix")).reason
 
 
 def test_every_drafter_that_lives_from_text_is_replayed_here() -> None:
@@ -322,7 +324,7 @@ def _lives_from_text(name: str) -> bool:
 
 def test_seconds_and_speed_up_by_costs(plain: dict[str, TraceFile]) -> None:
     recorded = plain["greedy"]
-    entry = Entry("s", "suffix", gamma=3)
+    entry = RunSpec("s", "suffix", gamma=3)
     answer = replay(recorded, entry, COSTS)
     rounds = [r for text in answer.texts for r in text.trace.rounds]
     wanted = sum(COSTS.seconds(1 + len(r.drafted)) + 0.1 + 0.01 * len(r.drafted) for r in rounds)
@@ -337,9 +339,9 @@ def test_seconds_and_speed_up_by_costs(plain: dict[str, TraceFile]) -> None:
 def test_a_table_and_lines(target: LanguageModel, draft: LanguageModel, plain: dict[str, TraceFile]) -> None:
     known = [plain["greedy"], record(target, CHAIN, model=draft)]
     entries = [
-        Entry("suffix:gamma=8", "suffix", gamma=8),
+        RunSpec("suffix:gamma=8", "suffix", gamma=8),
         replace(CHAIN, name="model:gamma=4"),
-        Entry("r", "recycling"),
+        RunSpec("r", "recycling"),
     ]
     rows = [answer.row() for answer in replay_all(known, entries, COSTS)]
     assert [row["knows"] for row in rows] == ["exact", "exact", "unknown"]

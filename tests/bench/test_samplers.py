@@ -10,8 +10,8 @@ import pytest
 
 from paceline.bench.bench_options import BenchOptions
 from paceline.bench.data.samplers import SAMPLERS, parse_samplers
-from paceline.bench.measure import bench_session as session
-from paceline.bench.measure.bench_session import bench
+from paceline.bench.measure import bench_session
+from paceline.bench.measure.bench_session import BenchSession
 from paceline.bench.measure.machine_state import Busy
 from paceline.bench.results.charts import charts_of
 from paceline.bench.results.html_page import as_html
@@ -75,7 +75,7 @@ def test_mistakes(names: tuple[str, ...], more: dict[str, Any], words: str) -> N
 
 @pytest.fixture
 def questions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(session, "how_busy", lambda device: Busy(0.0))
+    monkeypatch.setattr(bench_session, "how_busy", lambda device: Busy(0.0))
     monkeypatch.setattr(
         "paceline.bench.measure.bench_setup.measured_costs", lambda *_, **__: Costs({1: {1: 0.001, 8: 0.002}})
     )
@@ -94,7 +94,7 @@ def test_questions_by_samplers_by_modes(questions: Path, tmp_path: Path) -> None
         peers=("hf",), max_new_tokens=10, repeats=1, warm_up=0,
     )  # fmt: skip
     with out.open("w") as file:
-        report = bench(options, out=file)
+        report = BenchSession(options, out=file).run()
     names = [each.name for each in parse_samplers(options)]
     assert report.categories == tuple(names)
     rows = {(row["sampler"], row["contestant"]): row for row in report.evaluation}
@@ -130,7 +130,7 @@ def test_without_answers_the_samplers_are_measured_only(questions: Path) -> None
         prompts=(str(questions),), samplers=("greedy", "typical"), runs=("suffix",), max_new_tokens=4, repeats=1,
         warm_up=0,
     )  # fmt: skip
-    report = bench(options)
+    report = BenchSession(options).run()
     assert [row["quality"] for row in report.evaluation] == [None] * 4
     assert not [chart for chart in charts_of(report, summarise(report)) if chart.name.startswith("noise")]
     assert evaluation(report).rows
@@ -138,7 +138,7 @@ def test_without_answers_the_samplers_are_measured_only(questions: Path) -> None
 
 def test_a_trace_has_one_sampler(questions: Path, tmp_path: Path) -> None:
     with pytest.raises(InputError, match="leave --sampler or --trace out"):
-        bench(BenchOptions(prompts=(str(questions),), samplers=("greedy",)), trace=tmp_path / "trace.jsonl")
+        BenchSession(BenchOptions(prompts=(str(questions),), samplers=("greedy",)), trace=tmp_path / "trace.jsonl")
 
 
 def test_a_record_of_an_older_version_can_be_resumed(questions: Path, tmp_path: Path) -> None:
@@ -146,8 +146,8 @@ def test_a_record_of_an_older_version_can_be_resumed(questions: Path, tmp_path: 
     out = tmp_path / "bench.jsonl"
     options = BenchOptions(prompts=(str(questions),), runs=("suffix",), max_new_tokens=4, repeats=1, warm_up=0)
     with out.open("w") as file:
-        bench(options, out=file)
+        BenchSession(options, out=file).run()
     old = read_records(out)
     for name in ("samplers", "noise_levels", "memory_lines", "require_quiet"):
         del old.provenance["arguments"][name]  # type: ignore[attr-defined]
-    assert len(bench(options, earlier=old).results) == len(old.results)
+    assert len(BenchSession(options, earlier=old).run().results) == len(old.results)

@@ -9,20 +9,17 @@ from typing import Any
 
 import pytest
 
-from paceline.bench.candidates.candidate import Plan, Run, Task
-from paceline.bench.measure.bench_session import UnequalLengthError, check_same, first_difference, measure, order
+from paceline.bench.candidates.candidate import Plan, Run, Task, Watcher
+from paceline.bench.measure.bench_session import UnequalLengthError, check_same, first_difference, order
 from paceline.bench.results.bench_report import Report
 from paceline.bench.results.records import Recorder, open_record, read_records
 from paceline.common.errors import InputError, PacelineWarning
 
-from .acting import Actor, Alone, Chat, chats
+from .acting import Actor, Chat, act, chats
 
 
-def run(actors: Sequence[Actor], talks: Sequence[Chat], **changes: Any) -> Report:
-    recorder = changes.pop("recorder", None) or Recorder()
-    how = {"repeats": 3, "warm_up": 0, "neighbours": Alone(), **changes}
-    complete = measure(actors, talks, Plan(tokens=8), recorder=recorder, **how)
-    return recorder.finish(complete)
+def run(actors: Sequence[Actor], conversations: Sequence[Chat], **changes: Any) -> Report:
+    return act(actors, conversations, 8, **{"repeats": 3, **changes})
 
 
 def actors(*names: str, **changes: Any) -> tuple[list[Actor], list[tuple[str, str, int, int]]]:
@@ -123,8 +120,8 @@ def test_without_plain_decoding_there_is_nothing_to_measure() -> None:
 def test_whoever_refuses_is_counted_with_its_tasks() -> None:
     told: list[str] = []
 
-    class Listener:
-        def started(self, contestants: Any, runs: int) -> None:
+    class Listener(Watcher):
+        def started(self, candidates: Any, runs: int) -> None:
             told.append(f"{runs} runs")
 
         def ran(self, run: Run, same: bool | None) -> None:
@@ -187,7 +184,7 @@ def test_what_was_cut_short_is_gone_on_with(tmp_path: Any) -> None:
     with file:
         recorder = Recorder(file)
         recorder.provenance({"arguments": {}})
-        recorder.go_on(earlier)
+        recorder.resume(earlier)
         report = run(two, chats("1", "2"), recorder=recorder)
     assert len(log) == 12
     assert len({entry[:3] for entry in log}) == 12

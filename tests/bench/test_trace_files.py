@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import paceline
-from paceline.bench.candidates.candidate import Entry
+from paceline.bench.candidates.candidate import RunSpec
 from paceline.bench.replay.trace_files import (
     TraceHeader,
     TraceText,
@@ -29,7 +29,7 @@ from tests import toys
 CHAIN = Round((4, 5), None, (0,), 7, False)
 TREE = Round((1, 2, 3), (-1, -1, 1), (1, 2), 9, True)
 TEXT = TraceText("81", "writing", (1, 2, 3), (4, 7, 2, 3, 9), 8, "stop", 3, rounds=(CHAIN, TREE))
-ENTRY = Entry("n", "ngram", {"branches": 2}, gamma=8, nodes=12)
+ENTRY = RunSpec("n", "ngram", {"branches": 2}, gamma=8, nodes=12)
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +70,7 @@ def test_a_header_says_what_was_said(header: TraceHeader, lm: Any) -> None:
     assert header.vocabulary == toys.VOCABULARY
     assert header.fingerprint == fingerprint(paceline.load(toys.llama(7), tokenizer=toys.letters()))
     assert header.fingerprint != fingerprint(paceline.load(toys.llama()))
-    model = header_of(lm, Entry("m", "draft-model", {"model": lm}), {})
+    model = header_of(lm, RunSpec("m", "draft-model", {"model": lm}), {})
     assert model.options == {"model": lm.name}
     assert model.sampling == {}
     own = header_of(lm, ENTRY, {"processors": [lambda prefix, logits: logits]})

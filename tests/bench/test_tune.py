@@ -11,7 +11,7 @@ import torch
 
 from paceline import InputError, LanguageModel, SpeculativeDecoder
 from paceline.bench.candidates import paceline_run as ours
-from paceline.bench.candidates.candidate import Entry, Prompt, Run
+from paceline.bench.candidates.candidate import Prompt, Run, RunSpec
 from paceline.bench.measure.machine_state import Busy
 from paceline.bench.tune import tuning as room
 from paceline.bench.tune.tune_result import Trial, Tuning, ranked
@@ -262,8 +262,8 @@ def made(*trials: Trial, **how: Any) -> Tuning:
 
 
 def test_the_file_says_what_was_chosen(tmp_path: Path, cyclic: LanguageModel, read: Read) -> None:
-    entry = Entry("x", "ngram", {"order": 3, "branches": 2, "store": None}, 7, 20, "ratio")
-    found = made(Trial(entry, 1.5, 1.4, 0.02), Trial(Entry("y", "suffix"), 1.2))
+    entry = RunSpec("x", "ngram", {"order": 3, "branches": 2, "store": None}, 7, 20, "ratio")
+    found = made(Trial(entry, 1.5, 1.4, 0.02), Trial(RunSpec("y", "suffix"), 1.2))
     text = found.toml()
     assert text.startswith("# paceline tune, 2026-01-01: big (bfloat16, cpu) on a machine, 2 threads\n# Use x: 1.40x")
     assert read(found) == {
@@ -278,12 +278,12 @@ def test_the_file_says_what_was_chosen(tmp_path: Path, cyclic: LanguageModel, re
     ("measured", "spread", "chosen"), [(1.05, 0.01, True), (1.05, 0.1, False), (1.05, None, False), (0.99, None, False)]
 )
 def test_only_what_is_surely_not_slower(measured: float, spread: float | None, chosen: bool) -> None:
-    found = made(Trial(Entry("x", "suffix"), 1.5, measured, spread))
+    found = made(Trial(RunSpec("x", "suffix"), 1.5, measured, spread))
     assert (found.chosen is not None) == chosen
     assert ('draft = "none"' in found.toml()) != chosen
 
 
 def test_nothing_measured_nothing_chosen() -> None:
-    found = made(Trial(Entry("x", "suffix"), 9.0), complete=False)
+    found = made(Trial(RunSpec("x", "suffix"), 9.0), complete=False)
     assert found.chosen is None
     assert "Nothing was measured" in found.verdict

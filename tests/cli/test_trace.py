@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.bench.candidates.candidate import Entry
+from paceline.bench.candidates.candidate import RunSpec
 from paceline.bench.replay.replay import replay
 from paceline.bench.replay.trace_files import read_trace
 from tests.cli.conftest import run
@@ -34,7 +34,7 @@ def test_texts_are_recorded_one_after_the_other_and_can_be_replayed(target: str,
     assert header.provenance["versions"]["paceline"]
     assert ((first.id, first.seed), (second.id, second.seed)) == (("1", 1), ("2", 2))
     assert first.limit == 24
-    again = replay(found, Entry("again", header.draft, header.options, 4))
+    again = replay(found, RunSpec("again", header.draft, header.options, 4))
     assert (again.knows, again.notes) == ("exact", ())
     assert [r.path for r in again.texts[0].trace.rounds] == [r.path for r in first.rounds or ()]
 
@@ -45,7 +45,7 @@ def test_a_prediction_is_recorded_as_tokens(target: str, tmp_path: Path, monkeyp
     assert write(target, path, "--prediction", "abc", "--stop", "q", "--no-stream") == ""
     (text,) = read_trace(path).texts
     assert len(text.prediction or ()) == 3
-    assert replay(read_trace(path), Entry("p", "prediction")).knows == "exact"
+    assert replay(read_trace(path), RunSpec("p", "prediction")).knows == "exact"
 
 
 @pytest.mark.parametrize(

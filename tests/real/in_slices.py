@@ -2,7 +2,7 @@
 
     python -m tests.real.in_slices 8 spec_bench_dev.jsonl OUT --seconds 560 -- --run auto --peer hf
 
-Everybody is still measured in turns with everybody else, inside one slice. Called again it goes on with what is
+The candidates still take turns inside one slice. A second call continues with what is
 missing; after `--seconds` each slice is interrupted and keeps what it has. `OUT/bench.jsonl` holds all of it, for
 `paceline bench --report`.
 """

@@ -17,7 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from paceline.bench.candidates.candidate import Contestant, Run
+from paceline.bench.candidates.candidate import Candidate, Run, Watcher
 from paceline.bench.results.bench_report import Tally
 from paceline.bench.results.tables import NOTHING, Table, as_text, number, seconds, share, times
 from paceline.cli.terminal import progress_lines
@@ -67,9 +67,9 @@ class Standing:
 class Standings:
     """Everybody so far; the first is plain decoding."""
 
-    def __init__(self, contestants: Sequence[Contestant], runs: int) -> None:
+    def __init__(self, candidates: Sequence[Candidate], runs: int) -> None:
         self.runs, self.done = runs, 0
-        self.rows = {each.name: Standing(each.name, each.library) for each in contestants}
+        self.rows = {each.name: Standing(each.name, each.library) for each in candidates}
         self._began = time.monotonic()
 
     def add(self, run: Run, same: bool | None) -> None:
@@ -109,7 +109,7 @@ class Standings:
         return [*header, "same text", "first token"], rows
 
 
-class LiveTable:
+class LiveTable(Watcher):
     """A table with a bar below it. It is drawn between runs only: a thread that draws would take time from whoever is
     being timed, so there is none."""
 
@@ -127,8 +127,8 @@ class LiveTable:
         self._bar = Progress(*columns, auto_refresh=False)
         self._task = self._bar.add_task("preparing", total=None, left="")
 
-    def started(self, contestants: Sequence[Contestant], runs: int) -> None:
-        self._standings = Standings(contestants, runs)
+    def started(self, candidates: Sequence[Candidate], runs: int) -> None:
+        self._standings = Standings(candidates, runs)
         self._bar.update(self._task, total=runs, description="measuring")
         self.draw()
 
@@ -165,7 +165,7 @@ class LiveTable:
         self._sentences.clear()
 
 
-class Lines:
+class Lines(Watcher):
     """Without a terminal: a line when everybody has done a task, and at least every ten seconds."""
 
     def __init__(self, write: Callable[[str], None] | ProgressLines) -> None:
@@ -174,9 +174,9 @@ class Lines:
         self._standings: Standings | None = None
         self._task = ""
 
-    def started(self, contestants: Sequence[Contestant], runs: int) -> None:
-        self._standings = Standings(contestants, runs)
-        self._write(f"{runs} runs: {', '.join(each.name for each in contestants)}")
+    def started(self, candidates: Sequence[Candidate], runs: int) -> None:
+        self._standings = Standings(candidates, runs)
+        self._write(f"{runs} runs: {', '.join(each.name for each in candidates)}")
 
     def ran(self, run: Run, same: bool | None) -> None:
         assert self._standings is not None

@@ -151,7 +151,7 @@ class Recording:
     """A trace file that a text is added to. It is opened once at the start, to find mistakes early."""
 
     def __init__(self, options: GenerateOptions, decoder: SpeculativeDecoder, settings: dict[str, Any]) -> None:
-        from paceline.bench.candidates.candidate import Entry
+        from paceline.bench.candidates.candidate import RunSpec
         from paceline.bench.replay.trace_files import header_of
         from paceline.core.contracts import RULES
         from paceline.core.protocols import chooses_length
@@ -165,7 +165,7 @@ class Recording:
             draft = values.pop("model")  # a model has its own name in a trace
         rule_values = convert_options(options.rule_options, RULES[options.rule].Options, "rule", options.rule)
         gamma = "auto" if chooses_length(decoder.drafter) else decoder.gamma
-        entry = Entry(options.draft, draft, values, gamma, options.nodes, options.rule, rule_values)
+        entry = RunSpec(options.draft, draft, values, gamma, options.nodes, options.rule, rule_values)
         self._decoder, self._settings, self._path = decoder, settings, options.trace
         self._header = header_of(decoder.target, entry, settings, provenance={"versions": versions()})
         self._open().close()

@@ -1,4 +1,4 @@
-"""The nouns of a benchmark: a prompt, a task made of prompts, who takes part, and one run of one of them."""
+"""The nouns of a benchmark: prompt, task, plan, candidate, run, and the specification of a Paceline run."""
 
 from __future__ import annotations
 
@@ -13,31 +13,31 @@ Cancel = Callable[[], bool]
 
 @dataclass(frozen=True)
 class Prompt:
-    """One question as it stands in a prompt set. `turns` are the user's; `chat`: through the model's template."""
+    """One entry of a prompt set. `turns` are the user's. chat: it goes through the model's chat template."""
 
     id: str
     category: str
     turns: tuple[str, ...]
-    answers: tuple[str, ...] = ()  # what would be right, for quality: to the first turn
+    answers: tuple[str, ...] = ()  # right answers to the first turn, for quality
     chat: bool = True
-    later_answers: tuple[tuple[str, ...], ...] = ()  # to the turns after the first, where a prompt set has them
+    later_answers: tuple[tuple[str, ...], ...] = ()  # right answers to the later turns
 
 
 @dataclass(frozen=True)
 class Task:
-    """What everybody is given at once: the token ids of one text, or of several in a batch. The second turn of a
-    conversation is a task of its own; what stands before it is plain decoding's answer, for everybody."""
+    """The token ids of one prompt, or of several in a batch: the same for every candidate. The second turn of a
+    conversation is a task of its own, after the first answer of plain decoding."""
 
-    id: str  # "81" or "81/2" (second turn); of a batch the ids with + between them
+    id: str  # "81", or "81/2" (second turn); in a batch joined by +
     category: str
     prompts: tuple[tuple[int, ...], ...]  # per row
     answers: tuple[tuple[str, ...], ...] = ()  # per row
-    sampling: Mapping[str, Any] | None = None  # instead of the plan's; None: as planned
+    sampling: Mapping[str, Any] | None = None  # replaces the plan's
 
 
 @dataclass(frozen=True)
 class Plan:
-    """How much everybody writes, and how tokens are chosen: the same for all. Lengths are equal: nobody stops early."""
+    """How many tokens every candidate writes, and the sampling. No candidate stops early."""
 
     tokens: int = 128
     sampling: Mapping[str, Any] = field(default_factory=dict)  # temperature, top_k ... ; empty: greedy
@@ -46,38 +46,38 @@ class Plan:
 
 @dataclass(frozen=True)
 class Run:
-    """One contestant, one task, once."""
+    """One candidate, one task, once."""
 
     contestant: str
     task: str
     category: str
     repeat: int
     tokens: tuple[tuple[int, ...], ...]  # per row, exactly as many as planned
-    seconds: float  # all of it, reading the prompt included
-    first: float  # seconds until the first token was there (time to first token)
-    arrivals: tuple[float, ...] = ()  # seconds at which each token of the first row was there, from the start
-    traces: tuple[Trace, ...] = ()  # per row; only of our own
-    passes: int = 0  # of the target, where that can be counted
-    peak: int | None = None  # bytes at most while it ran, above what was there before
-    cache: int | None = None  # bytes of keys and values
+    seconds: float  # prefill included
+    first: float  # time to first token
+    arrivals: tuple[float, ...] = ()  # seconds from the start to each token of the first row
+    traces: tuple[Trace, ...] = ()  # per row; Paceline only
+    passes: int = 0  # forward passes of the target, if they are counted
+    peak: int | None = None  # bytes, above those before the run
+    cache: int | None = None  # bytes of the KV cache
 
     @property
     def emitted(self) -> int:
         return sum(len(row) for row in self.tokens)
 
 
-class Contestant(Protocol):
-    """Something that writes. `name` is unique in a run and is what tables show."""
+class Candidate(Protocol):
+    """Something that decodes. `name` is unique in a benchmark, and tables show it."""
 
     name: str
     library: str  # "paceline", "transformers", "llama.cpp", "openvino"
     speculates: bool
-    gamma: int  # 0 where there is none
-    drafter: str  # the name under which `Costs.drafters` knows it; "" where there is none
-    exact: bool  # it should write what plain decoding writes, token for token
+    gamma: int  # 0 without a drafter
+    drafter: str  # its name in `Costs.drafters`, or ""
+    exact: bool  # it must write the tokens of plain decoding
 
     def refuses(self, task: Task, plan: Plan) -> str | None:
-        """Why it cannot take part in this (one short sentence), or None."""
+        """Why it cannot run this task (one short sentence), or None."""
         ...
 
     def run(self, task: Task, plan: Plan, repeat: int, cancel: Cancel) -> Run: ...
@@ -87,15 +87,15 @@ class Contestant(Protocol):
 
 @runtime_checkable
 class Shaped(Protocol):
-    """A contestant that has to be warm for every shape of text by itself, since it captures programs for each."""
+    """A candidate that captures CUDA graphs, so it is warmed up for every shape."""
 
     def shape_of(self, task: Task, plan: Plan) -> Hashable:
-        """None: what is warm for one is warm for all."""
+        """None: one warm-up is enough for all tasks."""
 
 
 @dataclass(frozen=True)
-class Entry:
-    """One of our own decoders, as it was asked for: "suffix", or "ngram:gamma=8,branches=4,rule=ratio"."""
+class RunSpec:
+    """A Paceline decoder as asked for: "suffix", or "ngram:gamma=8,branches=4,rule=ratio"."""
 
     name: str
     draft: str
@@ -106,11 +106,14 @@ class Entry:
     rule_options: Mapping[str, Any] = field(default_factory=dict)
 
 
-class Watcher(Protocol):
-    """Who looks on: a live table, a log line, nobody."""
+class Watcher:
+    """Shows the progress of a benchmark. This one shows nothing."""
 
-    def started(self, contestants: Sequence[Contestant], runs: int) -> None: ...
+    def started(self, candidates: Sequence[Candidate], runs: int) -> None:
+        pass
 
-    def ran(self, run: Run, same: bool | None) -> None: ...
+    def ran(self, run: Run, same: bool | None) -> None:
+        pass
 
-    def noted(self, sentence: str) -> None: ...
+    def noted(self, sentence: str) -> None:
+        pass

@@ -8,7 +8,7 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any
 
-from paceline.bench.candidates.candidate import Cancel, Entry, Plan, Run, Task
+from paceline.bench.candidates.candidate import Cancel, Plan, Run, RunSpec, Task
 from paceline.bench.candidates.run_spec import PLAIN
 from paceline.bench.data.tasks import counted, cut_short, too_long
 from paceline.bench.measure.memory_use import cache_bytes
@@ -39,14 +39,14 @@ class PacelineRun:
     def __init__(
         self,
         lm: LanguageModel,
-        entry: Entry | None = None,
+        entry: RunSpec | None = None,
         *,
         plain: bool = False,
         sampled: bool = False,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.lm, self._clock = lm, clock
-        self.entry = Entry(PLAIN, "none", gamma=1, nodes=1) if plain or entry is None else entry
+        self.entry = RunSpec(PLAIN, "none", gamma=1, nodes=1) if plain or entry is None else entry
         self.name = self.entry.name
         self._options = self._loaded(self.entry)
         self._next: Drafter | None = None
@@ -63,7 +63,7 @@ class PacelineRun:
         found = drafter.draft_of(lm) if isinstance(drafter, DraftLm) else getattr(drafter, "lm", None)
         self.draft_model: LanguageModel | None = found if isinstance(found, LanguageModel) else None
 
-    def _loaded(self, entry: Entry) -> dict[str, Any]:
+    def _loaded(self, entry: RunSpec) -> dict[str, Any]:
         """The drafter's options with its model in memory: on the target's device, in its dtype, by its runner."""
         options = dict(entry.options)
         model = options.get("model") if entry.draft in DRAFTERS else entry.draft

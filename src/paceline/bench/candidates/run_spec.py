@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from paceline.bench.candidates.candidate import Entry
+from paceline.bench.candidates.candidate import RunSpec
 from paceline.common.errors import InputError
 from paceline.common.json_text import parse_json
 from paceline.common.names import split_spec
@@ -35,9 +35,9 @@ PLAIN = "plain"  # the name of plain decoding, which always takes part
 _OURS = ("gamma", "nodes", "rule", "label")
 
 
-def parse_entries(given: Iterable[str | Mapping[str, Any]], gamma: int | str = 5) -> list[Entry]:
+def parse_run_specs(given: Iterable[str | Mapping[str, Any]], gamma: int | str = 5) -> list[RunSpec]:
     """All of them; names are unique. `gamma` is for those that do not say, unless they choose by themselves."""
-    entries = [parse_entry(each, gamma) for each in given]
+    entries = [parse_run_spec(each, gamma) for each in given]
     names = [PLAIN]
     for entry in entries:
         if entry.name in names:
@@ -48,7 +48,7 @@ def parse_entries(given: Iterable[str | Mapping[str, Any]], gamma: int | str = 5
     return entries
 
 
-def parse_entry(given: str | Mapping[str, Any], gamma: int | str = 5) -> Entry:
+def parse_run_spec(given: str | Mapping[str, Any], gamma: int | str = 5) -> RunSpec:
     """One of them. gamma, nodes, rule and label are ours, rule.X is the rule's, and everything else the drafter's, also
     as drafter.X (where it has an option of the same name as one of ours)."""
     if isinstance(given, str) and given.lstrip().startswith("{"):
@@ -67,7 +67,7 @@ def parse_entry(given: str | Mapping[str, Any], gamma: int | str = 5) -> Entry:
     return _entry(given, {"name": name, **options}, gamma)
 
 
-def _entry(text: str, said: Mapping[str, Any], gamma: int | str) -> Entry:
+def _entry(text: str, said: Mapping[str, Any], gamma: int | str) -> RunSpec:
     draft = said.get("name")
     if not isinstance(draft, str):
         raise InputError(f'A run needs the name of a drafter or a model, such as {{"name": "suffix"}}, got {text}.')
@@ -85,7 +85,7 @@ def _entry(text: str, said: Mapping[str, Any], gamma: int | str) -> Entry:
     if not isinstance(label, str) or not label:
         raise InputError(f"label of '{text}' must be a name, got {label!r}.")
     its = {key.removeprefix("rule."): value for key, value in said.items() if key.startswith("rule.")}
-    return Entry(
+    return RunSpec(
         name=label,
         draft=draft,
         options=options,

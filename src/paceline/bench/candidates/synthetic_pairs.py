@@ -1,7 +1,7 @@
-"""A contest without a trained pair: models, prompts and entries that are made up, so that acceptance is what was asked.
+"""A synthetic pair of models with a given acceptance rate, and random prompts.
 
-Either the models say what a script says (`synthetic_acceptance`), or the target is built so that its first layers agree
-with it (`construction`). Every pass is run in full; see docs/synthetic.md.
+The logits follow a script (`synthetic_acceptance`), or the target is built so that its first layers agree with it
+(`construction`). Every forward pass runs in full; see docs/synthetic.md.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields, replace
 import torch
 
 from paceline.bench.bench_options import BenchOptions
-from paceline.bench.candidates.candidate import Entry, Task
+from paceline.bench.candidates.candidate import RunSpec, Task
 from paceline.common.errors import InputError
 from paceline.core.contracts import DRAFTERS
 from paceline.models import load
@@ -27,27 +27,26 @@ CATEGORY = "synthetic"
 
 
 @dataclass(frozen=True)
-class Synthetic:
-    """What takes part. `draft` is None where nothing was said about how often it should be right; `remark`: one
-    sentence about what is made up, for tables and provenance."""
+class SyntheticPair:
+    """The models, tasks and runs. `draft` is None without a given acceptance; `remark` describes the pair."""
 
     target: LanguageModel
     draft: LanguageModel | None
     tasks: tuple[Task, ...]
-    entries: tuple[Entry, ...]  # where the command line names none
+    specs: tuple[RunSpec, ...]  # the default runs
     remark: str
 
-    def fitted(self, entries: Sequence[Entry]) -> tuple[Entry, ...]:
-        """The entries, with the draft in those whose drafter needs a model and names none."""
-        return tuple(_with_draft(entry, self.draft) for entry in entries)
+    def fitted(self, specs: Sequence[RunSpec]) -> tuple[RunSpec, ...]:
+        """The runs, with the draft in each that needs a model and names none."""
+        return tuple(_with_draft(spec, self.draft) for spec in specs)
 
 
 def is_synthetic(options: BenchOptions) -> bool:
     return bool(options.shape or options.synthetic_acceptance or options.construction is not None)
 
 
-def synthetic_contest(options: BenchOptions) -> Synthetic:
-    """Models, tasks and entries as the options want them."""
+def synthetic_pair(options: BenchOptions) -> SyntheticPair:
+    """Models, tasks and runs for these options."""
     _check(options)
     draft: LanguageModel | None
     if options.construction is not None:
@@ -60,17 +59,17 @@ def synthetic_contest(options: BenchOptions) -> Synthetic:
     else:
         target = _target(options)
         draft = _draft_for(target, options) if options.draft_shape else None
-        remark = "random weights: what is written means nothing, and nobody agrees with it."
-    entries: tuple[Entry, ...] = ()
+        remark = "random weights: the text means nothing, and no draft agrees with it."
+    specs: tuple[RunSpec, ...] = ()
     if draft is not None:
-        entries = (_with_draft(Entry("draft-model", "draft-model", gamma=options.gamma), draft),)
+        specs = (_with_draft(RunSpec("draft-model", "draft-model", gamma=options.gamma), draft),)
     if options.prompt_tokens + options.max_new_tokens > target.context:
         raise InputError(
             f"Prompts of {options.prompt_tokens} tokens and {options.max_new_tokens} to write do not fit the context "
             f"of {target.name}, {target.context} tokens; write less, or give shorter prompt_tokens."
         )
     tasks = synthetic_tasks(target, options.limit or _TASKS, options.prompt_tokens, options.batch, options.seed)
-    return Synthetic(target, draft, tuple(tasks), entries, remark)
+    return SyntheticPair(target, draft, tuple(tasks), specs, remark)
 
 
 def synthetic_tasks(lm: LanguageModel, count: int, length: int, batch: int = 1, seed: int = 0) -> list[Task]:
@@ -93,7 +92,7 @@ def synthetic_tasks(lm: LanguageModel, count: int, length: int, batch: int = 1, 
 
 def _check(options: BenchOptions) -> None:
     if options.quality:
-        raise InputError("quality is judged by the answers of prompts, and these are random tokens; leave it out.")
+        raise InputError("quality compares texts with answers, and these prompts are random tokens; leave it out.")
     if options.construction is None:
         return
     if options.synthetic_acceptance:
@@ -147,20 +146,20 @@ def _constructed(options: BenchOptions, eps: float) -> tuple[LanguageModel, Lang
 
 def _rates(options: BenchOptions) -> str:
     rates = options.synthetic_acceptance
-    said = ", ".join(f"{rate:g}" for rate in rates)
+    shown = ", ".join(f"{rate:g}" for rate in rates)
     if len(rates) == 1:
-        return f"every drafted token is right with probability {said}"
+        return f"every drafted token is right with probability {shown}"
     even = even_rate(rates, options.gamma)
-    return f"drafted tokens are right with probability {said} by position (other libraries: {even:.3g} each)"
+    return f"drafted tokens are right with probability {shown} by position (other libraries: {even:.3g} each)"
 
 
-def _with_draft(entry: Entry, draft: LanguageModel | None) -> Entry:
-    if entry.draft not in DRAFTERS or "model" not in {option.name for option in fields(DRAFTERS[entry.draft].Options)}:
-        return entry
-    if entry.options.get("model") is not None:
-        return entry
+def _with_draft(spec: RunSpec, draft: LanguageModel | None) -> RunSpec:
+    if spec.draft not in DRAFTERS or "model" not in {option.name for option in fields(DRAFTERS[spec.draft].Options)}:
+        return spec
+    if spec.options.get("model") is not None:
+        return spec
     if draft is None:
         raise InputError(
-            f"'{entry.name}' needs a draft model: give a draft_shape, or a synthetic_acceptance for the usual one."
+            f"'{spec.name}' needs a draft model: give a draft_shape, or a synthetic_acceptance for the usual one."
         )
-    return replace(entry, options={**entry.options, "model": draft})
+    return replace(spec, options={**spec.options, "model": draft})

@@ -8,7 +8,7 @@ from typing import Any
 
 from paceline.bench.bench_options import BenchOptions
 from paceline.bench.candidates.candidate import Task
-from paceline.bench.data.tasks import Conversation, Skipped
+from paceline.bench.data.tasks import Conversation
 from paceline.common.errors import InputError, UnknownNameError
 from paceline.common.names import split_spec
 from paceline.core.sampling import Sampling
@@ -99,20 +99,16 @@ def _checked(sampler: Sampler) -> Sampler:
     return sampler
 
 
-class SampledTalk:
-    """A conversation under one sampler. Its tasks have the sampler as their category."""
+class SampledConversation(Conversation):
+    """A conversation with one sampler. The sampler is the category of its tasks."""
 
-    def __init__(self, talk: Conversation, sampler: Sampler) -> None:
-        self._talk, self._sampler = talk, sampler
-        self.turns = talk.turns
-        self.task = self._sampled(talk.task)
-
-    @property
-    def skipped(self) -> list[Skipped]:
-        return self._talk.skipped
+    def __init__(self, conversation: Conversation, sampler: Sampler) -> None:
+        self._conversation, self._sampler = conversation, sampler
+        super().__init__(self._sampled(conversation.task))
+        self.turns, self.skipped = conversation.turns, conversation.skipped
 
     def next_task(self, written: Sequence[Sequence[int]]) -> Task | None:
-        found = self._talk.next_task(written)
+        found = self._conversation.next_task(written)
         if found is None:
             return None
         self.task = self._sampled(found)

@@ -10,7 +10,7 @@ from paceline.common.errors import ModelOutputError
 from paceline.engine.prompts import encode
 from paceline.models.language_model import LanguageModel
 
-# ---- Equal lengths: what does not fit is refused before anybody runs, and what came out is counted
+# ---- Equal lengths: every run writes as many tokens as planned
 
 
 def too_long(task: Task, plan: Plan, context: int) -> str | None:
@@ -22,7 +22,7 @@ def too_long(task: Task, plan: Plan, context: int) -> str | None:
 
 
 def counted(name: str, tokens: Sequence[Sequence[int]], task: Task, plan: Plan) -> tuple[tuple[int, ...], ...]:
-    """The tokens of every row, if they are as many as planned: who writes less looks fast."""
+    """The tokens of every row. Raises if their number is not the planned one: such a time is not comparable."""
     lengths = [len(row) for row in tokens]
     if lengths != [plan.tokens] * len(task.prompts):
         raise ModelOutputError(
@@ -33,7 +33,7 @@ def counted(name: str, tokens: Sequence[Sequence[int]], task: Task, plan: Plan) 
 
 
 def cut_short(name: str, task: Task, repeat: int) -> Run:
-    """What a run returns that `cancel` ended: no tokens, so that nobody takes it for a whole one."""
+    """A cancelled run: it has no tokens."""
     return Run(name, task.id, task.category, repeat, ((),) * len(task.prompts), 0.0, 0.0)
 
 
@@ -42,7 +42,7 @@ def cut_short(name: str, task: Task, repeat: int) -> Run:
 
 @dataclass(frozen=True)
 class Skipped:
-    """A prompt, or one turn of it, that nobody is given, and why."""
+    """A prompt, or one turn of it, that no candidate gets, and why."""
 
     id: str
     category: str
@@ -50,19 +50,26 @@ class Skipped:
 
 
 class Conversation:
-    """Prompts that are decoded together. `task` is their first turn; `next_task` makes the turn after from what plain
-    decoding wrote, so that everybody continues the same text. What does not fit any more is added to `skipped`."""
+    """Tasks that follow one another. This one has one task."""
 
-    def __init__(self, rows: Sequence[_Row], lm: LanguageModel, room: int, turns: int) -> None:
-        self._rows = list(rows)
-        self.turns = min(turns, max(len(row.prompt.turns) for row in rows))  # if all of them fit
-        self._lm, self._room = lm, room
-        self._turn = 0
-        self.skipped: list[Skipped] = []
-        self.task = self._make()
+    def __init__(self, task: Task) -> None:
+        self.task, self.turns = task, 1
+        self.skipped: list[Skipped] = []  # turns that do not fit the context
 
     def next_task(self, written: Sequence[Sequence[int]]) -> Task | None:
-        """The next turn, given what plain decoding wrote for each row of `task`; None when there is none."""
+        """The next turn, after what plain decoding wrote for each row of `task`; None after the last."""
+        return None
+
+
+class PromptConversation(Conversation):
+    """Prompts that are decoded together, turn after turn. All candidates continue the text of plain decoding."""
+
+    def __init__(self, rows: Sequence[_Row], lm: LanguageModel, room: int, turns: int) -> None:
+        self._rows, self._lm, self._room, self._turn = list(rows), lm, room, 0
+        super().__init__(self._make())
+        self.turns = min(turns, max(len(row.prompt.turns) for row in rows))  # if all of them fit
+
+    def next_task(self, written: Sequence[Sequence[int]]) -> Task | None:
         assert len(written) == len(self._rows)
         self._turn += 1
         if self._turn >= self.turns:
@@ -120,7 +127,7 @@ def conversations(
         else:
             skipped.append(Skipped(prompt.id, prompt.category, reason))
     groups = [rows[i : i + batch] for rows in by_category.values() for i in range(0, len(rows), batch)]
-    return [Conversation(rows, lm, room, turns) for rows in groups], skipped
+    return [PromptConversation(rows, lm, room, turns) for rows in groups], skipped
 
 
 def first_tasks(

@@ -1,20 +1,21 @@
-"""The run: everybody on every task, in turns, again and again; each result is kept the moment it is there."""
+"""A benchmark run: every candidate decodes every task, in turns, several times. Each result is recorded at once."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from contextlib import closing
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from paceline.bench.bench_options import BenchOptions
-from paceline.bench.candidates.candidate import Cancel, Contestant, Plan, Run, Shaped, Task, Watcher
+from paceline.bench.candidates.candidate import Cancel, Candidate, Plan, Run, Shaped, Task, Watcher
+from paceline.bench.data.tasks import Conversation
 from paceline.bench.measure.bench_setup import (
-    Contest,
+    Setup,
     assemble,
     costs_of,
     evaluation_of,
@@ -33,38 +34,269 @@ from paceline.integrations.provenance import provenance
 from paceline.models.loading.disk_cache import Progress
 from paceline.models.runtime import running
 
-# ---- Who goes when, and on what: the order of contestants, the turns of conversations, and whether texts are the same
-
 Tokens = tuple[tuple[int, ...], ...]
+Weigh = Callable[[Callable[[], Run]], tuple[Run, "int | None"]]  # a run, and its peak memory in bytes
+
+# options that may differ when a record is resumed
+_MAY_DIFFER = ("force", "require_quiet", "limit", "categories", "repeats", "memory", "memory_lines", "layers",
+               "quality", "samplers", "noise_levels")  # fmt: skip
+_MACHINE = ("cpu", "threads", "device", "gpu", "versions")
 
 
-class Talk(Protocol):
-    """Prompts that are decoded together, turn after turn (see `tasks.Conversation`)."""
-
-    task: Task
-
-    @property
-    def turns(self) -> int: ...
-
-    def next_task(self, written: Sequence[Sequence[int]]) -> Task | None: ...
+class UnequalLengthError(PacelineError):
+    """A run wrote more or fewer tokens than planned, so its seconds cannot be compared."""
 
 
-class Silence:
-    """A watcher for whom nothing has to be shown."""
+class BenchSession:
+    """One benchmark. `run` measures everything that the options ask for.
 
-    def started(self, contestants: Sequence[Contestant], runs: int) -> None:
-        pass
+    watcher: shows the progress. out: gets the record, one line at a time (see `records`). earlier: an incomplete record
+    of the same benchmark; its runs are not repeated. trace: the file for the rounds of Paceline's own runs.
+    """
 
-    def ran(self, run: Run, same: bool | None) -> None:
-        pass
+    def __init__(
+        self,
+        options: BenchOptions,
+        watcher: Watcher | None = None,
+        out: Sink | None = None,
+        *,
+        earlier: Report | None = None,
+        cancel: Cancel = lambda: False,
+        trace: Path | None = None,
+        progress: Progress | None = None,
+    ) -> None:
+        if trace is not None and options.samplers:
+            raise InputError("A trace has one sampler for all texts; leave --sampler or --trace out.")
+        self.options, self.recorder = options, Recorder(out)
+        self.watcher: Watcher = Watcher() if watcher is None else watcher
+        self.neighbours = Neighbours()
+        self.weigh: Weigh | None = None  # measures peak memory, in an extra run for each category
+        self._earlier, self._cancel, self._trace, self._progress = earlier, cancel, trace, progress
+        self._warm: set[tuple[str, Hashable]] = set()  # candidate and the shape of its texts
+        self._failed: set[str] = set()
+        self._weighed: set[str] = set()  # categories
+        self._refusals: dict[tuple[str, str], list[str]] = {}  # (candidate, reason) -> task ids
 
-    def noted(self, sentence: str) -> None:
-        pass
+    def run(self) -> Report:
+        """Measure everything. The record ends with a line that says whether it is complete, also after an error."""
+        threads = torch.get_num_threads()
+        if self.options.threads is not None:
+            torch.set_num_threads(self.options.threads)
+        try:
+            # before everything else, because it refuses wrong arguments
+            with closing(assemble(self.options, self._progress)) as setup:
+                self._begin_record(setup)
+                complete = False
+                try:
+                    complete = self._measure_setup(setup)
+                finally:
+                    report = self.recorder.finish(complete)
+            return report
+        finally:
+            torch.set_num_threads(threads)
+
+    # ---- Before and after the measurement
+
+    def _begin_record(self, setup: Setup) -> None:
+        busy = how_busy(wanted_device(self.options.device))
+        if self.options.require_quiet:
+            check_quiet(busy)
+        if busy.loaded:
+            self.watcher.noted(busy_machine(busy.describe()))
+        about, earlier = provenance(asdict(self.options), setup.lm.device), self._earlier
+        loaded = busy.loaded
+        if earlier is not None:
+            check_same(earlier, about)
+            self.recorder.resume(earlier)
+            loaded = loaded or bool(earlier.provenance.get("loaded"))
+        self.recorder.provenance(
+            {
+                **about,
+                "target": setup.lm.name,
+                "weights": setup.lm.numbers,
+                "running": running(setup.lm).describe(),
+                "busy": busy.share,
+                "loaded": loaded,
+                "busy_with": busy.describe() if busy.loaded else None,
+            }
+        )
+        if earlier is not None and earlier.provenance.get("commit") != about["commit"]:
+            self.recorder.note(f"The runs before --resume were measured at commit {earlier.provenance.get('commit')}.")
+
+    def _measure_setup(self, setup: Setup) -> bool:
+        """Record costs, measure, and record what needs all runs. False if cancelled."""
+        options, recorder = self.options, self.recorder
+        costs, notes = costs_of(setup, options, self._progress)
+        recorder.costs(costs)
+        self._leave_out(setup.left_out)
+        self._note([*setup.notes, *notes])
+        if options.layers:
+            recorder.layers(layers_of(setup))
+        if options.memory or options.memory_lines:
+            self.weigh = lambda act: peak_while(act, setup.lm.device)
+        first = setup.conversations[0].task
+        tracing = None
+        if self._trace is not None:
+            tracing = Tracing(self._trace, setup.own_runs, setup.plan, costs, recorder.report().provenance)
+            recorder.listen(tracing.add)
+        try:
+            complete = self.measure(setup.candidates, setup.conversations, setup.plan)
+        finally:
+            if tracing is not None:
+                tracing.close()
+        self._leave_out(too_long([skipped for each in setup.conversations for skipped in each.skipped]))
+        if options.memory_lines:
+            lines, failed = memory_lines_of(setup, first, self._cancel)
+            recorder.memory_lines(lines)
+            self._note(failed)
+        if options.quality:
+            recorder.quality(quality_of(recorder.report(), recorder.tasks, setup.lm))
+        if setup.samplers:
+            recorder.evaluation(
+                evaluation_of(recorder.report(), recorder.tasks, setup.lm, setup.samplers, options.quality)
+            )
+        return complete
+
+    def _leave_out(self, left_out: Iterable[LeftOut]) -> None:
+        for each in left_out:
+            self.recorder.skipped(each)
+            prompts = f"{len(each.tasks)} prompt{'s' if len(each.tasks) > 1 else ''}"
+            self.watcher.noted(f"{each.contestant or prompts} left out: {each.why}")
+
+    def _note(self, sentences: Iterable[str]) -> None:
+        for sentence in sentences:
+            self.recorder.note(sentence)
+            self.watcher.noted(sentence)
+
+    # ---- The measurement
+
+    def measure(self, candidates: Sequence[Candidate], conversations: Sequence[Conversation], plan: Plan) -> bool:
+        """Measure every candidate on every task. False if cancelled.
+
+        The first candidate is plain decoding. The others are compared with its text, and it answers the turns of a
+        conversation; if it fails, its error is raised. Any other candidate that fails is left out from there on. An
+        interrupted run is dropped.
+        """
+        self._candidates, self._plan, self._done = list(candidates), plan, self.recorder.done
+        self.recorder.contestants([Member.of(candidate) for candidate in candidates])
+        turns = sum(each.turns for each in conversations)
+        self.watcher.started(candidates, turns * self.options.repeats * len(candidates))
+        try:
+            index = 0
+            for conversation in conversations:
+                task: Task | None = conversation.task
+                while task is not None:
+                    text = self._measure_task(task, index)
+                    if text is None:
+                        return False
+                    task, index = conversation.next_task(text), index + 1
+            return True
+        finally:
+            for (name, why), tasks in self._refusals.items():
+                self.recorder.skipped(LeftOut(name, why, tuple(tasks)))
+
+    def _measure_task(self, task: Task, index: int) -> Tokens | None:
+        """All candidates on one task. Returns what plain decoding wrote, or None if cancelled."""
+        present = [candidate for candidate in self._candidates if self._takes_part(candidate, task)]
+        if present[:1] != self._candidates[:1]:
+            raise InputError(f"Plain decoding cannot take part in task {task.id}; leave that prompt out.")
+        self.recorder.task(task)
+        repeats = range(self.options.repeats)
+        before = self._done.get((present[0].name, task.id, 0))
+        text: Tokens | None = None if before is None else before.run.tokens
+        if all((candidate.name, task.id, repeat) in self._done for candidate in present for repeat in repeats):
+            return text
+        peaks = self._prepare(present, task)
+        for repeat in repeats:
+            for position in order(len(present), repeat, index):
+                candidate = present[position]
+                if candidate.name in self._failed or (candidate.name, task.id, repeat) in self._done:
+                    continue
+                result = None if self._cancel() else self._run(candidate, task, repeat)
+                if result is None:
+                    if candidate.name in self._failed:
+                        continue
+                    return None
+                text = result.run.tokens if text is None else text
+                self._record(result, text, peaks.get(candidate.name))
+        return text
+
+    def _takes_part(self, candidate: Candidate, task: Task) -> bool:
+        if candidate.name in self._failed:
+            return False
+        why = candidate.refuses(task, self._plan_of(task))
+        if why is not None:
+            if (candidate.name, why) not in self._refusals:
+                self.watcher.noted(f"{candidate.name} does not take part in {task.id}: {why}")
+            self._refusals.setdefault((candidate.name, why), []).append(task.id)
+        return why is None
+
+    def _prepare(self, present: Sequence[Candidate], task: Task) -> dict[str, int | None]:
+        """Untimed runs. Returns peak memory by candidate, if it is measured with this task.
+
+        A candidate runs once in the session, so that kernels are compiled and files are read. A candidate that captures
+        CUDA graphs runs once for every shape.
+        """
+        peaks: dict[str, int | None] = {}
+        weigh = self.weigh if task.category not in self._weighed else None
+        self._weighed.add(task.category)
+        plan = self._plan_of(task)
+        short = replace(plan, tokens=min(self.options.warm_up, plan.tokens))
+        for candidate in present:
+            shape = candidate.shape_of(task, plan) if isinstance(candidate, Shaped) else None
+            try:
+                if self.options.warm_up > 0 and (candidate.name, shape) not in self._warm and not self._cancel():
+                    self._warm.add((candidate.name, shape))
+                    candidate.run(task, short if shape is None else plan, 0, self._cancel)
+                if weigh is not None and not self._cancel():
+                    _, peaks[candidate.name] = weigh(lambda: candidate.run(task, plan, 0, self._cancel))  # noqa: B023
+            except Exception as error:
+                self._fail(candidate, task, error)
+        return peaks
+
+    def _plan_of(self, task: Task) -> Plan:
+        return self._plan if task.sampling is None else replace(self._plan, sampling=task.sampling)
+
+    def _run(self, candidate: Candidate, task: Task, repeat: int) -> Result | None:
+        """One timed run, or None if it was cancelled or failed."""
+        self.neighbours.begin()
+        try:
+            run = candidate.run(task, self._plan_of(task), repeat, self._cancel)
+            lengths = [len(row) for row in run.tokens]
+            if lengths != [self._plan.tokens] * len(task.prompts):
+                if self._cancel():
+                    return None
+                raise UnequalLengthError(
+                    f"it wrote {lengths} tokens where {self._plan.tokens} in each of {len(task.prompts)} rows were "
+                    "planned, and only equal lengths can be compared"
+                )
+        except Exception as error:
+            self._fail(candidate, task, error)
+            return None
+        return Result(run, Tally.of(run.traces), disturbed=self.neighbours.disturbed())
+
+    def _fail(self, candidate: Candidate, task: Task, error: Exception) -> None:
+        if candidate is self._candidates[0]:
+            if isinstance(error, UnequalLengthError):
+                raise UnequalLengthError(f"{candidate.name} failed in task {task.id}: {error}.") from error
+            raise error
+        self._failed.add(candidate.name)
+        why = str(error) if isinstance(error, PacelineError) else f"{type(error).__name__}: {error}"
+        self._note([f"{candidate.name} failed in task {task.id} and is left out from there on: {why.rstrip('.')}."])
+
+    def _record(self, result: Result, text: Tokens, peak: int | None) -> None:
+        parted = first_difference(result.run.tokens, text)
+        run = result.run if peak is None else replace(result.run, peak=peak)
+        self.recorder.run(replace(result, run=run, same=parted is None, parted=parted))
+        self.watcher.ran(run, parted is None)
 
 
 def order(count: int, repeat: int, task: int) -> list[int]:
-    """Who goes when. Plain decoding (0) opens a task; every second repeat goes backwards, and after two the next one
-    begins; from task to task the others change places. So nobody always runs after the same neighbour."""
+    """The order of the candidates in one repeat of one task. Plain decoding is 0.
+
+    Odd repeats run backwards, the order shifts every second repeat, and the others change places from task to task. So
+    no candidate always follows the same one.
+    """
     others = list(range(1, count))
     start = task % len(others) if others else 0
     row = [0, *others[start:], *others[:start]]
@@ -73,331 +305,24 @@ def order(count: int, repeat: int, task: int) -> list[int]:
     return row[::-1] if repeat % 2 else row
 
 
-@dataclass
-class Turn:
-    """A task that is being done, and then what plain decoding wrote."""
-
-    task: Task
-    written: Tokens = ()
-
-
-def turns(talks: Sequence[Talk]) -> Iterator[Turn]:
-    """The tasks of all conversations; before it is asked for the next one, `written` must be filled in."""
-    for talk in talks:
-        turn: Task | None = talk.task
-        while turn is not None:
-            at_hand = Turn(turn)
-            yield at_hand
-            turn = talk.next_task(at_hand.written)
-
-
 def first_difference(tokens: Sequence[Sequence[int]], text: Sequence[Sequence[int]]) -> int | None:
-    """The first position at which any row is another; None where all are the same."""
-    places = [
+    """The first position at which any row differs, or None."""
+    positions = [
         next((place for place, pair in enumerate(zip(row, other, strict=False)) if pair[0] != pair[1]), None)
         for row, other in zip(tokens, text, strict=True)
     ]
-    return min((place for place in places if place is not None), default=None)
+    return min((position for position in positions if position is not None), default=None)
 
 
-# ---- The run: everybody on every task, in turns, again and again; each result is kept the moment it is there
-
-Weigh = Callable[[Callable[[], Run]], tuple[Run, "int | None"]]  # a run, and the bytes it needed at most
-
-
-_MORE = ("force", "require_quiet", "limit", "categories", "repeats", "memory", "memory_lines", "layers", "quality",
-         "samplers", "noise_levels")  # fmt: skip
-_MACHINE = ("cpu", "threads", "device", "gpu", "versions")
-
-
-class UnequalLengthError(PacelineError):
-    """Somebody wrote more or less than planned, so its seconds cannot be compared."""
-
-
-def measure(
-    contestants: Sequence[Contestant],
-    talks: Sequence[Talk],
-    plan: Plan,
-    *,
-    repeats: int,
-    warm_up: int,
-    recorder: Recorder,
-    watcher: Watcher | None = None,
-    cancel: Cancel = lambda: False,
-    neighbours: Neighbours | None = None,
-    weigh: Weigh | None = None,
-) -> bool:
-    """Measure everybody on everything; False when `cancel` said stop before the end.
-
-    The first contestant is our own plain decoding: what it writes is the text that others are compared with, and makes
-    the next turn of a conversation; if it fails, nothing can be measured and its error is raised. Whoever else fails is
-    noted and left out from there on. What was interrupted is dropped: the recorder holds whole runs only. weigh: of
-    each category everybody does one task more, which is not timed, to find how much memory that needs.
-    """
-    watcher = Silence() if watcher is None else watcher
-    recorder.contestants([Member.of(contestant) for contestant in contestants])
-    watcher.started(contestants, sum(talk.turns for talk in talks) * repeats * len(contestants))
-    near = Neighbours() if neighbours is None else neighbours
-    session = _Session(list(contestants), plan, repeats, warm_up, recorder, watcher, cancel, near, weigh)
-    try:
-        return session.all(talks)
-    finally:
-        session.tell_refusals()
-
-
-def bench(
-    options: BenchOptions,
-    watcher: Watcher | None = None,
-    out: Sink | None = None,
-    *,
-    earlier: Report | None = None,
-    cancel: Cancel = lambda: False,
-    trace: Path | None = None,
-    progress: Progress | None = None,
-) -> Report:
-    """All that was asked for, measured. out: where the record goes, a line at a time (see records.py); trace: where the
-    rounds of our own go. Interrupted or failing, the record ends with a line that says it is not complete; `earlier` is
-    such a one, of the same benchmark: its runs are not made again."""
-    watcher = Silence() if watcher is None else watcher
-    if trace is not None and options.samplers:
-        raise InputError("A trace has one sampler for all texts; leave --sampler or --trace out.")
-    threads = torch.get_num_threads()
-    if options.threads is not None:
-        torch.set_num_threads(options.threads)
-    try:
-        with closing(assemble(options, progress)) as contest:  # first: a wrong argument is refused in any case
-            return _bench(options, contest, watcher, out, earlier, cancel, trace, progress)
-    finally:
-        torch.set_num_threads(threads)
-
-
-def _bench(
-    options: BenchOptions,
-    contest: Contest,
-    watcher: Watcher,
-    out: Sink | None,
-    earlier: Report | None,
-    cancel: Cancel,
-    trace: Path | None,
-    progress: Progress | None,
-) -> Report:
-    busy, complete = how_busy(wanted_device(options.device)), False
-    if options.require_quiet:
-        check_quiet(busy)
-    if busy.loaded:
-        watcher.noted(busy_machine(busy.describe()))
-    recorder = Recorder(out)
-    told = provenance(asdict(options), contest.lm.device)
-    loaded = busy.loaded
-    if earlier is not None:
-        check_same(earlier, told)
-        recorder.go_on(earlier)
-        loaded = loaded or bool(earlier.provenance.get("loaded"))
-    how = {"target": contest.lm.name, "weights": contest.lm.numbers, "running": running(contest.lm).describe()}
-    load = {"busy": busy.share, "loaded": loaded, "busy_with": busy.describe() if busy.loaded else None}
-    recorder.provenance({**told, **how, **load})
-    if earlier is not None and earlier.provenance.get("commit") != told["commit"]:
-        recorder.note(f"The runs before --resume were measured at commit {earlier.provenance.get('commit')}.")
-    try:
-        complete = _measure_contest(options, contest, recorder, watcher, cancel, trace, progress)
-    finally:
-        report = recorder.finish(complete)
-    return report
-
-
-def check_same(earlier: Report, told: Mapping[str, Any]) -> None:
-    """Only what was measured in the same way, on the same machine, can be gone on with; there may be more of it."""
+def check_same(earlier: Report, about: Mapping[str, Any]) -> None:
+    """Refuse to resume a record of another benchmark or machine. `_MAY_DIFFER` may be extended."""
     then = earlier.provenance
     defaults = json.loads(json.dumps(asdict(BenchOptions())))  # a record of an older version lacks some
     before = {**defaults, **then.get("arguments", {}), **{name: then.get(name) for name in _MACHINE}}
-    now = {**told["arguments"], **{name: told.get(name) for name in _MACHINE}}
+    now = {**about["arguments"], **{name: about.get(name) for name in _MACHINE}}
     for name, value in now.items():
-        if name not in _MORE and before.get(name) != value:
+        if name not in _MAY_DIFFER and before.get(name) != value:
             raise InputError(
                 f"The record was measured with {name} {before.get(name)!r} and this is {value!r}; "
-                "go on with the same arguments, or write to another place."
+                "use the same arguments, or another --out."
             )
-
-
-def _measure_contest(
-    options: BenchOptions,
-    contest: Contest,
-    recorder: Recorder,
-    watcher: Watcher,
-    cancel: Cancel,
-    trace: Path | None,
-    progress: Progress | None,
-) -> bool:
-    """What cannot take part, the costs, and then everybody; afterwards what can only be said then."""
-    costs, notes = costs_of(contest, options, progress)
-    recorder.costs(costs)
-    _leave_out(contest.left_out, recorder, watcher)
-    for sentence in (*contest.notes, *notes):
-        recorder.note(sentence)
-        watcher.noted(sentence)
-    if options.layers:
-        recorder.layers(layers_of(contest))
-    device, first = contest.lm.device, contest.talks[0].task
-    with ExitStack() as open_files:
-        if trace is not None:
-            tracing = Tracing(trace, contest.ours, contest.plan, costs, recorder.report().provenance)
-            open_files.callback(tracing.close)
-            recorder.listen(tracing.add)
-        complete = measure(
-            contest.contestants,
-            contest.talks,
-            contest.plan,
-            repeats=options.repeats,
-            warm_up=options.warm_up,
-            recorder=recorder,
-            watcher=watcher,
-            cancel=cancel,
-            weigh=(lambda act: peak_while(act, device)) if options.memory or options.memory_lines else None,
-        )
-    _leave_out(too_long([each for talk in contest.talks for each in talk.skipped]), recorder, watcher)
-    if options.memory_lines:
-        lines, failed = memory_lines_of(contest, first, cancel)
-        recorder.memory_lines(lines)
-        for sentence in failed:
-            recorder.note(sentence)
-            watcher.noted(sentence)
-    if options.quality:
-        recorder.quality(quality_of(recorder.report(), recorder.tasks, contest.lm))
-    if contest.samplers:
-        found = evaluation_of(recorder.report(), recorder.tasks, contest.lm, contest.samplers, options.quality)
-        recorder.evaluation(found)
-    return complete
-
-
-def _leave_out(found: Sequence[LeftOut], recorder: Recorder, watcher: Watcher) -> None:
-    for each in found:
-        recorder.skipped(each)
-        prompts = f"{len(each.tasks)} prompt{'s' if len(each.tasks) > 1 else ''}"
-        watcher.noted(f"{each.contestant or prompts} left out: {each.why}")
-
-
-@dataclass
-class _Session:
-    contestants: list[Contestant]
-    plan: Plan
-    repeats: int
-    warm_up: int
-    recorder: Recorder
-    watcher: Watcher
-    cancel: Cancel
-    neighbours: Neighbours
-    weigh: Weigh | None
-    warm: set[tuple[str, Hashable]] = field(default_factory=set)  # who, and for texts of which shape
-    failed: set[str] = field(default_factory=set)
-    done: dict[tuple[str, str, int], Result] = field(init=False)  # by contestant, task and repeat
-    refusals: dict[tuple[str, str], list[str]] = field(default_factory=dict)
-    weighed: set[str] = field(default_factory=set)  # categories
-
-    def __post_init__(self) -> None:
-        self.done = self.recorder.done
-
-    def all(self, talks: Sequence[Talk]) -> bool:
-        for index, turn in enumerate(turns(talks)):
-            text = self._one(turn.task, index)
-            if text is None:
-                return False
-            turn.written = text
-        return True
-
-    def _one(self, task: Task, index: int) -> Tokens | None:
-        """Everybody on one task; what plain decoding wrote, or None when it was cut short."""
-        there = [contestant for contestant in self.contestants if self._takes_part(contestant, task)]
-        if there[:1] != self.contestants[:1]:
-            raise InputError(f"Plain decoding cannot take part in task {task.id}; leave that prompt out.")
-        self.recorder.task(task)
-        before = self.done.get((there[0].name, task.id, 0))
-        text: Tokens | None = None if before is None else before.run.tokens
-        if all((each.name, task.id, repeat) in self.done for each in there for repeat in range(self.repeats)):
-            return text
-        peaks = self._prepare(there, task)
-        for repeat in range(self.repeats):
-            for place in order(len(there), repeat, index):
-                name = there[place].name
-                if name in self.failed or (name, task.id, repeat) in self.done:
-                    continue
-                result = None if self.cancel() else self._run(there[place], task, repeat)
-                if result is None and name not in self.failed:
-                    return None
-                if result is not None:
-                    text = result.run.tokens if text is None else text
-                    self._keep(result, text, peaks.get(name))
-        return text
-
-    def _prepare(self, there: Sequence[Contestant], task: Task) -> dict[str, int | None]:
-        """What is done before anything is timed: everybody once in the session, so that kernels are chosen, pages
-        touched, files read, and once for every shape of text that programs are captured for; and where memory is asked
-        for, one run of each category for that."""
-        peaks: dict[str, int | None] = {}
-        weigh = self.weigh if task.category not in self.weighed else None
-        self.weighed.add(task.category)
-        plan = self._plan(task)
-        short = replace(plan, tokens=min(self.warm_up, plan.tokens))
-        for each in there:
-            shape = each.shape_of(task, plan) if isinstance(each, Shaped) else None
-            try:
-                if self.warm_up > 0 and (each.name, shape) not in self.warm and not self.cancel():
-                    self.warm.add((each.name, shape))
-                    each.run(task, short if shape is None else plan, 0, self.cancel)
-                if weigh is not None and not self.cancel():
-                    _, peaks[each.name] = weigh(lambda: each.run(task, plan, 0, self.cancel))  # noqa: B023
-            except Exception as error:
-                self._fail(each, task, error)
-        return peaks
-
-    def _plan(self, task: Task) -> Plan:
-        return self.plan if task.sampling is None else replace(self.plan, sampling=task.sampling)
-
-    def _takes_part(self, contestant: Contestant, task: Task) -> bool:
-        if contestant.name in self.failed:
-            return False
-        why = contestant.refuses(task, self._plan(task))
-        if why is not None:
-            if (contestant.name, why) not in self.refusals:
-                self.watcher.noted(f"{contestant.name} does not take part in {task.id}: {why}")
-            self.refusals.setdefault((contestant.name, why), []).append(task.id)
-        return why is None
-
-    def _run(self, contestant: Contestant, task: Task, repeat: int) -> Result | None:
-        """None: it was interrupted, or it failed."""
-        self.neighbours.begin()
-        try:
-            run = contestant.run(task, self._plan(task), repeat, self.cancel)
-            wrote = [len(row) for row in run.tokens]
-            if wrote != [self.plan.tokens] * len(task.prompts):
-                if self.cancel():
-                    return None
-                raise UnequalLengthError(
-                    f"it wrote {wrote} tokens where {self.plan.tokens} in each of {len(task.prompts)} rows were "
-                    "planned, and only equal lengths can be compared"
-                )
-        except Exception as error:
-            self._fail(contestant, task, error)
-            return None
-        return Result(run, Tally.of(run.traces), disturbed=self.neighbours.disturbed())
-
-    def _fail(self, contestant: Contestant, task: Task, error: Exception) -> None:
-        """Plain decoding is what everything is measured by, so it may not fail; the others are left out from here."""
-        if contestant is self.contestants[0]:
-            if isinstance(error, UnequalLengthError):
-                raise UnequalLengthError(f"{contestant.name} failed in task {task.id}: {error}.") from error
-            raise error
-        self.failed.add(contestant.name)
-        told = str(error) if isinstance(error, PacelineError) else f"{type(error).__name__}: {error}"
-        sentence = f"{contestant.name} failed in task {task.id} and is left out from there on: {told.rstrip('.')}."
-        self.recorder.note(sentence)
-        self.watcher.noted(sentence)
-
-    def _keep(self, result: Result, text: Tokens, peak: int | None) -> None:
-        parted = first_difference(result.run.tokens, text)
-        run = result.run if peak is None else replace(result.run, peak=peak)
-        self.recorder.run(replace(result, run=run, same=parted is None, parted=parted))
-        self.watcher.ran(run, parted is None)
-
-    def tell_refusals(self) -> None:
-        for (name, why), tasks in self.refusals.items():
-            self.recorder.skipped(LeftOut(name, why, tuple(tasks)))

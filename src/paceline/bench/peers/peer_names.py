@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from paceline.bench.candidates.candidate import Contestant
+from paceline.bench.candidates.candidate import Candidate
 from paceline.bench.candidates.run_spec import whole_number
 from paceline.bench.peers.gguf_export import FORMATS, gguf_of, in_floats, numbered, written
 from paceline.bench.peers.llama_cpp_peer import BEST, KINDS, LlamaCpp, Speculation, xllamacpp
@@ -41,11 +41,11 @@ def open_peers(
     draft: LanguageModel | None = None,
     gamma: int = 5,
     sampled: bool = False,
-) -> tuple[list[Contestant], list[str]]:
+) -> tuple[list[Candidate], list[str]]:
     """The peers, and a line for each that cannot take part here. An unknown name or option is an error."""
     check_peers(names)
     about = Circumstances(lm, draft, gamma, sampled)
-    peers: list[Contestant] = []
+    peers: list[Candidate] = []
     notes: list[str] = []
     for text in names:
         name, options = split_spec(text)
@@ -82,11 +82,11 @@ def draft_model_of(contestants: Sequence[Any]) -> LanguageModel | None:
 # ---- one function per kind
 
 
-def _plain(text: str, said: Said, about: Circumstances) -> Contestant:
+def _plain(text: str, said: Said, about: Circumstances) -> Candidate:
     return HuggingFace(text, about.lm, sampled=about.sampled)
 
 
-def _assisted(text: str, said: Said, about: Circumstances) -> Contestant:
+def _assisted(text: str, said: Said, about: Circumstances) -> Candidate:
     lm = about.lm
     draft = load(said["draft"], dtype=lm.dtype, device=lm.device) if "draft" in said else about.draft
     if draft is None:
@@ -101,22 +101,22 @@ def _assisted(text: str, said: Said, about: Circumstances) -> Contestant:
     return HuggingFace(text, lm, gamma=gamma, draft=draft, sampled=about.sampled)
 
 
-def _lookup(text: str, said: Said, about: Circumstances) -> Contestant:
+def _lookup(text: str, said: Said, about: Circumstances) -> Candidate:
     gamma = _number(text, said, "gamma", _LOOKUP)
     settings = {"prompt_lookup_num_tokens": gamma, "max_matching_ngram_size": _number(text, said, "match", 2)}
     return HuggingFace(text, about.lm, gamma=gamma, settings=settings, sampled=about.sampled)
 
 
-def _early_exit(text: str, said: Said, about: Circumstances) -> Contestant:
+def _early_exit(text: str, said: Said, about: Circumstances) -> Candidate:
     layers = _number(text, said, "layers", max(1, round(about.lm.layers / 3)))  # as our own early exit
     return early_exit(text, about.lm, layers, _number(text, said, "gamma", about.gamma), about.sampled)
 
 
-def _llama_cpp(drafts: bool = False, kind: str | None = None) -> Callable[[str, Said, Circumstances], Contestant]:
+def _llama_cpp(drafts: bool = False, kind: str | None = None) -> Callable[[str, Said, Circumstances], Candidate]:
     """llama.cpp on the target's own weights, or on the GGUF file they came from. kind: the format of the weights, where
     nobody says; None: the target's own."""
 
-    def make(text: str, said: Said, about: Circumstances) -> Contestant:
+    def make(text: str, said: Said, about: Circumstances) -> Candidate:
         _only_on_cpu(about)
         lm, given, weights = about.lm, said.get("", said.get("file")), said.get("weights", kind)
         if weights is not None and weights not in FORMATS:
@@ -139,10 +139,10 @@ def _speculation(text: str, said: Said) -> Speculation:
     return Speculation(kind, **sizes)
 
 
-def _openvino(lookup: bool) -> Callable[[str, Said, Circumstances], Contestant]:
+def _openvino(lookup: bool) -> Callable[[str, Said, Circumstances], Candidate]:
     """OpenVINO on the GGUF file the target came from: of files with float32 weights it reads none."""
 
-    def make(text: str, said: Said, about: Circumstances) -> Contestant:
+    def make(text: str, said: Said, about: Circumstances) -> Candidate:
         _only_on_cpu(about)
         file = gguf_of(about.lm, said.get("", said.get("file")))
         if not lookup:
@@ -164,7 +164,7 @@ def _number(text: str, said: Said, key: str, otherwise: int) -> int:
 
 @dataclass(frozen=True)
 class _Opening:
-    open: Callable[[str, Said, Circumstances], Contestant]
+    open: Callable[[str, Said, Circumstances], Candidate]
     options: tuple[str, ...] = ()  # "": what stands after the colon without a key
 
 

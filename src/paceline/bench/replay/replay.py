@@ -15,7 +15,7 @@ from typing import Any, Literal, cast
 import torch
 from torch import Tensor
 
-from paceline.bench.candidates.candidate import Entry
+from paceline.bench.candidates.candidate import RunSpec
 from paceline.bench.replay.trace_files import TraceFile, TraceHeader, TraceText, plain, sampling_of
 from paceline.bench.results.tables import NOTHING, number, share, times
 from paceline.common.errors import PacelineWarning, UnsupportedError
@@ -51,7 +51,7 @@ class ReplayedText:
 class Replayed:
     """What one entry would have given. Without texts, `reason` says why that is unknown."""
 
-    entry: Entry
+    entry: RunSpec
     texts: tuple[ReplayedText, ...] = ()
     reason: str = ""
     notes: tuple[str, ...] = ()
@@ -123,7 +123,7 @@ class Replayed:
 # ---- Replay one entry
 
 
-def replay(trace: TraceFile, entry: Entry, costs: Costs | None = None, carry: bool = False) -> Replayed:
+def replay(trace: TraceFile, entry: RunSpec, costs: Costs | None = None, carry: bool = False) -> Replayed:
     """What `entry` would have given on the texts of a trace. carry: one drafter for all texts, in their order. Without
     it each text gets a fresh drafter, as in a benchmark."""
     costs = trace.header.costs if costs is None else costs
@@ -142,7 +142,7 @@ def replay(trace: TraceFile, entry: Entry, costs: Costs | None = None, carry: bo
 
 
 def replay_all(
-    traces: TraceFile | Sequence[TraceFile], entries: Iterable[Entry], costs: Costs | None = None, carry: bool = False
+    traces: TraceFile | Sequence[TraceFile], entries: Iterable[RunSpec], costs: Costs | None = None, carry: bool = False
 ) -> list[Replayed]:
     """Each entry, replayed from the first recorded run that gives an exact answer."""
     runs = [traces] if isinstance(traces, TraceFile) else list(traces)
@@ -153,7 +153,7 @@ def replay_all(
     return replayed
 
 
-def _traces(header: TraceHeader, texts: Sequence[TraceText], entry: Entry, carry: bool) -> list[Trace]:
+def _traces(header: TraceHeader, texts: Sequence[TraceText], entry: RunSpec, carry: bool) -> list[Trace]:
     """The rounds of each text. Raises `UnsupportedError` if they cannot be known."""
     if not texts:
         raise UnsupportedError("the trace has no finished text")
@@ -171,7 +171,7 @@ def _traces(header: TraceHeader, texts: Sequence[TraceText], entry: Entry, carry
     return _rerun_all(header, texts, entry, rule, carry)
 
 
-def _rerun_all(header: TraceHeader, texts: Sequence[TraceText], entry: Entry, rule: Rule, carry: bool) -> list[Trace]:
+def _rerun_all(header: TraceHeader, texts: Sequence[TraceText], entry: RunSpec, rule: Rule, carry: bool) -> list[Trace]:
     assert isinstance(entry.gamma, int)
     traces: list[Trace] = []
     drafter = make_drafter(entry.draft, entry.options)
@@ -188,7 +188,7 @@ def _rerun_all(header: TraceHeader, texts: Sequence[TraceText], entry: Entry, ru
     return traces
 
 
-def _check(header: TraceHeader, entry: Entry) -> Rule:
+def _check(header: TraceHeader, entry: RunSpec) -> Rule:
     """The rule of the entry. Raises `UnsupportedError` if the text depends on the recorded run or on the entry's."""
     greedy = sampling_of(header.sampling).greedy
     if header.processors:
@@ -213,14 +213,14 @@ def _keeps_text(rule: Rule, greedy: bool) -> bool:
     return rule.exact == "text" or (rule.exact == "law" and (greedy or rule.draw == "coupled"))
 
 
-def _named(header: TraceHeader, entry: Entry) -> tuple[str, dict[str, Any]]:
+def _named(header: TraceHeader, entry: RunSpec) -> tuple[str, dict[str, Any]]:
     """The drafter's registered name and all its options. A recorded model need not exist on this machine."""
     if entry.draft not in DRAFTERS and entry.draft == header.draft:
         return "draft-model", {**entry.options, "model": entry.draft}
     return resolve_draft(entry.draft, entry.options)[:2]
 
 
-def _same_drafter(header: TraceHeader, entry: Entry) -> bool:
+def _same_drafter(header: TraceHeader, entry: RunSpec) -> bool:
     if entry.draft != header.draft:
         return False
     defaults = DRAFTERS[_named(header, entry)[0]].Options()
@@ -228,13 +228,13 @@ def _same_drafter(header: TraceHeader, entry: Entry) -> bool:
     return bool(plain({**values, **entry.options}) == plain({**values, **header.options}))
 
 
-def _as_recorded(header: TraceHeader, entry: Entry) -> bool:
+def _as_recorded(header: TraceHeader, entry: RunSpec) -> bool:
     """Is this the very run that was recorded?"""
     ours, theirs = ((each.gamma, _nodes(each, header), each.rule, plain(each.rule_options)) for each in (entry, header))
     return ours == theirs and _same_drafter(header, entry)
 
 
-def _nodes(asked: Entry | TraceHeader, header: TraceHeader) -> int:
+def _nodes(asked: RunSpec | TraceHeader, header: TraceHeader) -> int:
     """The given nodes; without them those of the record, if it has the same drafter."""
     recorded = header.nodes if asked.draft == header.draft else None
     return asked.nodes or recorded or max(asked.gamma if isinstance(asked.gamma, int) else 0, NODES)

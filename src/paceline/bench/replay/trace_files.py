@@ -11,7 +11,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
 
-from paceline.bench.candidates.candidate import Entry, Plan, Run, Task
+from paceline.bench.candidates.candidate import Plan, Run, RunSpec, Task
 from paceline.bench.candidates.paceline_run import PacelineRun
 from paceline.common.errors import InputError, UnknownNameError
 from paceline.common.json_text import parse_json
@@ -281,7 +281,7 @@ class TraceFile:
     notes: tuple[str, ...] = ()
 
 
-def _nodes(lm: Any, entry: Entry) -> int | None:
+def _nodes(lm: Any, entry: RunSpec) -> int | None:
     """As said; where the drafter takes as many as there are, what that is here."""
     if (
         entry.nodes is None
@@ -295,7 +295,7 @@ def _nodes(lm: Any, entry: Entry) -> int | None:
 
 def header_of(
     lm: Any,
-    entry: Entry,
+    entry: RunSpec,
     settings: Mapping[str, Any],
     *,
     costs: Costs | None = None,

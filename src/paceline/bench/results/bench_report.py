@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from paceline.bench.candidates.candidate import Contestant, Run
+from paceline.bench.candidates.candidate import Candidate, Run
 from paceline.core.costs import Costs
 from paceline.core.trace import Round, Trace
 
@@ -27,7 +27,7 @@ class Member:
     lossy: bool = False  # its rule changes what is written, for speed
 
     @staticmethod
-    def of(contestant: Contestant) -> Member:
+    def of(contestant: Candidate) -> Member:
         each = contestant
         lossy = bool(getattr(each, "lossy", False))  # only ours can be
         return Member(each.name, each.library, each.speculates, each.gamma, each.drafter, each.exact, lossy)

@@ -54,7 +54,7 @@ class Recorder:
         self._listener: Callable[[Run, Task], None] | None = None
         self.tasks: dict[str, Task] = {}  # by id; the file does not have them
 
-    def go_on(self, earlier: Report) -> None:
+    def resume(self, earlier: Report) -> None:
         """What was measured before is part of it, and stands in the file already."""
         self._results = list(earlier.results)
         self._written = {result.run.task for result in earlier.results}

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from paceline.bench.candidates.candidate import Entry
+from paceline.bench.candidates.candidate import RunSpec
 from paceline.common.toml_files import toml_value
 
 
@@ -16,7 +16,7 @@ class Trial:
     """One candidate: what it should give, what it gave. `measured` and `predicted` are speed-ups over plain decoding;
     measured again, it would be within a factor of exp(`spread`)."""
 
-    entry: Entry
+    entry: RunSpec
     predicted: float | None = None
     measured: float | None = None
     spread: float | None = None

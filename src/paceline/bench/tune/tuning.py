@@ -8,9 +8,9 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from paceline.bench.bench_options import needs_nothing
-from paceline.bench.candidates.candidate import Cancel, Entry, Plan, Prompt, Run, Task
+from paceline.bench.candidates.candidate import Cancel, Plan, Prompt, Run, RunSpec, Task
 from paceline.bench.candidates.paceline_run import PacelineRun
-from paceline.bench.candidates.run_spec import parse_entry
+from paceline.bench.candidates.run_spec import parse_run_spec
 from paceline.bench.data.tasks import first_tasks
 from paceline.bench.measure.bench_session import order
 from paceline.bench.measure.machine_state import how_busy
@@ -70,7 +70,7 @@ class TuneOptions(Limited):
             raise InputError("Only the candidates that are given shall be tried, and none is given; give one.")
 
 
-def candidates(options: TuneOptions) -> Iterator[Entry]:
+def candidates(options: TuneOptions) -> Iterator[RunSpec]:
     """Every drafter that needs nothing, and those that were named; each with every γ and every tree it may have."""
     said = [] if options.only else [name for name in DRAFTERS if needs_nothing(name)]
     seen = set()
@@ -81,8 +81,8 @@ def candidates(options: TuneOptions) -> Iterator[Entry]:
                 yield entry
 
 
-def _variants(spec: str, options: TuneOptions) -> Iterator[Entry]:
-    entry = parse_entry(spec)
+def _variants(spec: str, options: TuneOptions) -> Iterator[RunSpec]:
+    entry = parse_run_spec(spec)
     cls = DRAFTERS[resolve_draft(entry.draft, entry.options).name]
     fixed = "gamma=" in spec or '"gamma"' in spec
     gammas: Sequence[int | str] = options.gammas
@@ -243,7 +243,7 @@ class _Tuner:
         self._contestants: dict[str, PacelineRun] = {}
         self._runs: dict[str, list[Run]] = {}
 
-    def go(self, entries: list[Entry], costs: Costs | None) -> None:
+    def go(self, entries: list[RunSpec], costs: Costs | None) -> None:
         self._costs = costs or full_costs(self.lm, {}, fresh=True, progress=self._say)
         self._warm(self._plain)
         for number, task in enumerate(self.tasks):
@@ -269,7 +269,7 @@ class _Tuner:
 
     # ---- predicting
 
-    def _predict(self, entries: list[Entry]) -> None:
+    def _predict(self, entries: list[RunSpec]) -> None:
         probes: dict[str, list[tuple[Task, Trace, float]]] = {}
         for number, entry in enumerate(entries):
             self._say("predicting", number, len(entries))
@@ -286,7 +286,7 @@ class _Tuner:
             except PacelineError as error:
                 self._trials[entry.name] = Trial(entry, note=str(error))
 
-    def _replayed(self, entry: Entry, task: Task) -> Rounds:
+    def _replayed(self, entry: RunSpec, task: Task) -> Rounds:
         """On what plain decoding wrote, without the target."""
         assert isinstance(entry.gamma, int)
         stopwatch = Stopwatch(self.lm.device, self._clock)
@@ -298,7 +298,7 @@ class _Tuner:
             trace = rerun(text, header, drafter, Match(), entry.gamma, nodes)
         return rounds_of(trace, stopwatch.spent.get("drafting", 0.0))
 
-    def _probe(self, entry: Entry) -> list[tuple[Task, Trace, float]]:
+    def _probe(self, entry: RunSpec) -> list[tuple[Task, Trace, float]]:
         """A few real runs with deep drafts: their traces, and what of their time a draft step must have taken."""
         if isinstance(entry.gamma, int):
             entry = replace(entry, gamma=max(entry.gamma, min(DEEPEST, max(self.options.gammas))))
@@ -320,12 +320,12 @@ class _Tuner:
         left = (run.seconds - forecast(plain, rounds_of(trace), self._costs)) / unit_of(plain)
         return max(0.0, left * (self._costs.seconds(1) + self._costs.overhead) / max(1, steps_of(trace)))
 
-    def _cut(self, entry: Entry, trace: Trace, step: float) -> Rounds:
+    def _cut(self, entry: RunSpec, trace: Trace, step: float) -> Rounds:
         if isinstance(entry.gamma, str):
             return rounds_of(trace, step * steps_of(trace))
         return shortened(trace, entry.gamma, step)
 
-    def _predicted(self, entry: Entry, found: list[tuple[Task, Rounds]]) -> Trial:
+    def _predicted(self, entry: RunSpec, found: list[tuple[Task, Rounds]]) -> Trial:
         assert self._costs is not None
         plain = sum(self._written[task.id].seconds for task, _ in found)
         seconds = sum(forecast(self._written[task.id], rounds, self._costs) for task, rounds in found)

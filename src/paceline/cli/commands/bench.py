@@ -159,32 +159,34 @@ def _read(path: Path) -> Report:
 
 
 def _measure(said: BenchSettings, options: BenchOptions) -> Report:
-    from paceline.bench.measure.bench_session import bench as run
+    from paceline.bench.measure.bench_session import BenchSession
     from paceline.cli.bench_table import watching
 
     if said.compare is not None:
         _read(said.compare)  # a mistake in it is told before, not after
     if said.versus:
-        from paceline.bench.candidates.run_spec import PLAIN, parse_entries
+        from paceline.bench.candidates.run_spec import PLAIN, parse_run_specs
 
-        _versus(said, [PLAIN, *(each.name for each in parse_entries(options.runs, options.gamma)), *options.peers])
+        _versus(said, [PLAIN, *(each.name for each in parse_run_specs(options.runs, options.gamma)), *options.peers])
     with _record(said) as (file, earlier), watching() as watcher, _warnings_told_to(watcher), interruptible() as cancel:
-        return run(options, watcher, file, earlier=earlier, cancel=cancel, trace=said.trace, progress=watcher.progress)
+        return BenchSession(
+            options, watcher, file, earlier=earlier, cancel=cancel, trace=said.trace, progress=watcher.progress
+        ).run()
 
 
 def _replay(said: BenchSettings, path: Path) -> None:
     """What others would have given on the texts of a trace; without --run, what is recorded at other lengths."""
-    from paceline.bench.candidates.candidate import Entry
-    from paceline.bench.candidates.run_spec import parse_entries
+    from paceline.bench.candidates.candidate import RunSpec
+    from paceline.bench.candidates.run_spec import parse_run_specs
     from paceline.bench.replay.replay import lines, replay_all
     from paceline.bench.replay.trace_files import read_traces
 
     options, traces = measured(said), read_traces(path)
-    entries = parse_entries(options.runs, options.gamma)
+    entries = parse_run_specs(options.runs, options.gamma)
     if not entries:
         known = {each.header.draft: each.header for each in traces}
         entries = [
-            Entry(f"{name}:gamma={gamma}", name, h.options, gamma, h.nodes, h.rule, h.rule_options)
+            RunSpec(f"{name}:gamma={gamma}", name, h.options, gamma, h.nodes, h.rule, h.rule_options)
             for name, h in known.items()
             for gamma in _GAMMAS
         ]

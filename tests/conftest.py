@@ -10,7 +10,7 @@ os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import pytest
 
-from paceline.core import device_ops as quick
+from paceline.core.device_ops import TORCH
 from paceline.models import pass_timing as pass_times
 from paceline.models.cpu.cpu_forward import kernels_missing
 from paceline.models.loading.disk_cache import cache_folder
@@ -35,7 +35,9 @@ def trees_by_kernels() -> None:
 @pytest.fixture
 def trees_by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the tree kernels of the CPU, like a device that has none."""
-    monkeypatch.setattr(quick, "BRANCHES", {})
+    from paceline.models.language_model import LanguageModel
+
+    monkeypatch.setattr(LanguageModel, "ops", TORCH)
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:

@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from paceline.core.choice import Choice, NoiseTable
 from paceline.core.contracts import Budget
+from paceline.core.device_ops import TORCH
 from paceline.core.law import SamplingBatch
 from paceline.core.sampling import Sampling
 from paceline.core.tree import TokenTree
@@ -28,7 +29,7 @@ class OneRow:
     """A row that is decoded greedily."""
 
     def __init__(self) -> None:
-        self.text, self.length = torch.tensor([[1, 2]]), torch.tensor([[2]])
+        self.ops, self.text, self.length = TORCH, torch.tensor([[1, 2]]), torch.tensor([[2]])
         self.lengths, self.histories, self.count, self.needs_path = [2], [[1, 2]], 1, False
 
     def choice(self, depth: Any, path: Any = None) -> Any:

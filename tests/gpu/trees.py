@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,12 +10,12 @@ from torch import Tensor
 
 from paceline.core.choice import Choice, NoiseTable
 from paceline.core.contracts import Budget
-from paceline.core.device_ops import QUICK
+from paceline.core.device_ops import TORCH, DeviceOps
 from paceline.core.law import SamplingBatch
 from paceline.core.sampling import Sampling
 from paceline.core.tree import TokenTree
 from paceline.core.tree_growth import Grower, TreeOptions
-from paceline.models.cuda.cuda_forward import between_passes
+from paceline.models.cuda.cuda_ops import CudaOps
 from paceline.models.slot_cache import SlotCache
 from paceline.rules.match import Match
 
@@ -27,15 +25,6 @@ SHAPES: list[tuple[int, int, dict[str, Any]]] = [
     (4, 64, {"tree": "levels", "branch": 3, "width": 5}),
     (1, 4, {"tree": "levels"}),
 ]
-
-
-@contextmanager
-def by_torch(device: str) -> Iterator[None]:
-    kernels = QUICK.pop(device)
-    try:
-        yield
-    finally:
-        QUICK[device] = kernels
 
 
 class World:
@@ -48,7 +37,7 @@ class World:
         noise = NoiseTable(batch, length, 9)
         self.rows: Any = SimpleNamespace(
             count=self.R, text=torch.zeros(self.R, 1, dtype=torch.int64, device=device), length=length,
-            needs_path=False, choice=lambda depth, path=None: Choice(batch, noise, depth),
+            ops=batch.ops, needs_path=False, choice=lambda depth, path=None: Choice(batch, noise, depth),
         )  # fmt: skip
         self.asked: list[tuple[list[Any], list[Any]]] = []
         self._paths: Tensor = torch.arange(self.R, device=device)[:, None]  # [R,1+M]: of each fed token, as a number
@@ -77,12 +66,9 @@ def same_trees(
 ) -> TokenTree:
     """The tree by kernels, which is torch's, node for node, and so is what was asked on the way."""
     rows = [Sampling(temperature=heat, seed=seed * 100 + i) for i, heat in enumerate(heats)]
-    batch = SamplingBatch(rows, [()] * len(rows), device)
-    fast, slow = World(batch, size, seed), World(batch, size, seed)
-    QUICK.setdefault(device, between_passes())
+    fast, slow = (World(SamplingBatch(rows, [()] * len(rows), device, ops), size, seed) for ops in (CudaOps(), TORCH))
     found, after = grown(fast, draw, depth, nodes, options)
-    with by_torch(device):
-        wanted, before = grown(slow, draw, depth, nodes, options)
+    wanted, before = grown(slow, draw, depth, nodes, options)
     assert fast.asked == slow.asked
     assert found.tokens.tolist() == wanted.tokens.tolist()
     assert found.parents is not None
@@ -114,27 +100,22 @@ def check_branches(device: str = "cuda", often: int = 40) -> None:
         )
         tokens, picks = (torch.randint(0, 3, (R, many), generator=dice).to(device) for many in (N, N + 1))
         count = torch.randint(0, N + 1, (R,), generator=dice).to(device) if case % 2 else None
-        cache, length = SlotCache(), torch.arange(R, device=device)[:, None] * 3 + 2
+        cache, length = SlotCache(CudaOps()), torch.arange(R, device=device)[:, None] * 3 + 2
         cache.reserve(R + 1, 3 * R + N + 2)
         cache.allocate(3, 2, 64, torch.bfloat16, torch.device(device))
         for store in (*cache.keys, *cache.values):
             store.copy_(torch.randn(store.shape, generator=dice))
         kept = [store.clone() for store in (*cache.keys, *cache.values)]
         said = []
-        for kernels in (True, False):
-            tree = TokenTree(tokens, parents.to(device), count)
-            QUICK.setdefault(device, between_passes())
-            quick = QUICK[device]
-            if not kernels:
-                QUICK.pop(device)
-            verdict = Match().verify(tree, _loud(picks), _choices(R, N, device))
+        for ops in (CudaOps(), TORCH):
+            tree, cache._ops = TokenTree(tokens, parents.to(device), count), ops
+            verdict = Match().verify(tree, _loud(picks), _choices(R, N, device, ops))
             assert verdict.path is not None
             steps = torch.arange(verdict.path.shape[1], device=device)
             source = torch.where(steps < verdict.accepted, verdict.path, steps)
             cache.move(length, source, steps)
-            QUICK[device] = quick
             storage_version = [store.clone() for store in (*cache.keys, *cache.values)]
-            said.append([verdict.emitted, verdict.accepted, verdict.path, tree.depth, *storage_version])
+            said.append([verdict.emitted, verdict.accepted, verdict.path, ops.depths(tree), *storage_version])
             for store, old in zip((*cache.keys, *cache.values), kept, strict=True):
                 store.copy_(old)
         assert all(torch.equal(one, other) for one, other in zip(*said, strict=True)), (case, R, N)
@@ -145,6 +126,6 @@ def _loud(picks: Tensor) -> Tensor:
     return torch.nn.functional.one_hot(picks, 3).float()
 
 
-def _choices(R: int, N: int, device: str) -> Choice:
-    batch = SamplingBatch([Sampling()] * R, [()] * R, device)
+def _choices(R: int, N: int, device: str, ops: DeviceOps) -> Choice:
+    batch = SamplingBatch([Sampling()] * R, [()] * R, device, ops)
     return Choice(batch, NoiseTable(batch, torch.full((R, 1), 9, device=device), N + 1), slice(0, N + 1))

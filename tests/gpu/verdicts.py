@@ -7,11 +7,11 @@ from typing import Any
 import torch
 
 from paceline.core.choice import Choice, NoiseTable
-from paceline.core.device_ops import QUICK
+from paceline.core.device_ops import TORCH
 from paceline.core.law import LazyLaws, SamplingBatch
 from paceline.core.sampling import Sampling
 from paceline.core.tree import TokenTree
-from paceline.models.cuda.cuda_forward import between_passes
+from paceline.models.cuda.cuda_ops import CudaOps
 from paceline.rules.ratio import Ratio
 
 
@@ -23,18 +23,16 @@ def check_race() -> None:
         logits = torch.randint(-9, 9, (R, Q, V), generator=generator, device="cuda").float()
         best = logits == logits.amax(-1, keepdim=True)
         wanted = torch.where(best, torch.arange(V, device="cuda"), V).amin(-1)
-        batch = SamplingBatch([Sampling()] * R, [()] * R, "cuda")
+        batch = SamplingBatch([Sampling()] * R, [()] * R, "cuda", CudaOps())
         choice = Choice(batch, NoiseTable(batch, torch.full((R, 1), 9, device="cuda"), Q), slice(0, Q))
-        QUICK.setdefault("cuda", between_passes())
         found = torch.stack([choice.pick(logits) for _ in range(often)])
         assert (found == wanted).all(), (R, Q, V)
         assert not batch.zeros(R * Q).any(), (R, Q, V)
 
 
 def places(heats: list[float], N: int, seed: int, device: str = "cuda") -> Choice:
-    QUICK.setdefault(device, between_passes())
     rows = [Sampling(temperature=heat, seed=seed + row) for row, heat in enumerate(heats)]
-    batch = SamplingBatch(rows, [()] * len(rows), device)
+    batch = SamplingBatch(rows, [()] * len(rows), device, CudaOps())
     return Choice(batch, NoiseTable(batch, torch.full((len(rows), 1), 9, device=device), N + 1), slice(0, N + 1))
 
 
@@ -54,11 +52,11 @@ def check_verdicts(dtype: Any, device: str = "cuda", cases: int = 120) -> None:
         near = target[:, :N] + torch.randn(R, N, V, generator=generator).to(device, dtype)
         tree = drafted(choice, near) if N else TokenTree.empty(R, device)
         assert tree.laws is None or isinstance(tree.laws, LazyLaws)
-        quick = choice.judged(tree, target)
+        quick = choice.batch.ops.ratio(choice, tree, target)
         assert quick is not None
-        kernels = QUICK.pop(device)
+        kernels, choice.batch.ops = choice.batch.ops, TORCH
         slow = Ratio().verify(tree, target, choice)
-        QUICK[device] = kernels
+        choice.batch.ops = kernels
         assert quick.emitted.tolist() == slow.emitted.tolist(), (case, quick, slow)
         assert quick.accepted.tolist() == slow.accepted.tolist(), case
         accepted, rejected = accepted + int(quick.accepted.sum()), rejected + int((quick.accepted < N).sum())
@@ -73,12 +71,12 @@ def check_captured(choice: Choice, tree: TokenTree, target: torch.Tensor, wanted
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        choice.judged(tree, target)
+        choice.batch.ops.ratio(choice, tree, target)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        verdict = choice.judged(tree, target)
+        verdict = choice.batch.ops.ratio(choice, tree, target)
     assert verdict is not None
     verdict.emitted.zero_()
     graph.replay()
@@ -90,7 +88,7 @@ def check_law(device: str = "cuda", rows: int = 40000) -> None:
     generator = torch.Generator().manual_seed(4)
     choice = places([0.8] * rows, 2, 0, device)
     target, other = (torch.randn(1, n, 8, generator=generator).to(device).expand(rows, n, 8) for n in (3, 2))
-    verdict = choice.judged(drafted(choice, other.contiguous()), target.contiguous())
+    verdict = choice.batch.ops.ratio(choice, drafted(choice, other.contiguous()), target.contiguous())
     assert verdict is not None
     for place in range(2):
         seen = verdict.emitted[verdict.accepted.flatten() >= place, place]

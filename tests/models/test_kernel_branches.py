@@ -19,16 +19,18 @@ from torch import Tensor
 
 import paceline
 from paceline.common.errors import DrafterError
-from paceline.core import device_ops as quick
 from paceline.core.choice import Choice, NoiseTable
+from paceline.core.device_ops import TORCH, DeviceOps
 from paceline.core.law import SamplingBatch
 from paceline.core.sampling import Sampling
 from paceline.core.tree import TokenTree, closure
 from paceline.core.verdict import BROKEN
 from paceline.drafters.heads.eagle import EagleHead
-from paceline.kernels.cpu import machine
+from paceline.kernels.cpu import machine, warm_up
 from paceline.models.cpu import cpu_forward as kernel_pass
-from paceline.models.cpu import tree_ops as kernel_branches
+from paceline.models.cpu import cpu_ops as kernel_branches
+from paceline.models.cpu.cpu_ops import CpuOps
+from paceline.models.language_model import LanguageModel
 from paceline.models.slot_cache import SlotCache
 from paceline.rules.match import Match
 
@@ -40,13 +42,13 @@ V = 700  # more than one span, and not a whole number of them
 @pytest.fixture(autouse=True)
 def kernels() -> None:
     assert kernel_pass.kernels_missing() is None
-    assert "cpu" in quick.BRANCHES
+    assert type(target().ops) is CpuOps
 
 
 @contextmanager
 def by_torch() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(quick, "BRANCHES", {})
+        patch.setattr(LanguageModel, "ops", TORCH)
         yield
 
 
@@ -59,9 +61,9 @@ def turned(tensor: Tensor) -> Tensor:
     return tensor.t().contiguous().t()
 
 
-def a_batch(heats: list[float], **more: Any) -> SamplingBatch:
+def a_batch(heats: list[float], ops: DeviceOps | None = None, **more: Any) -> SamplingBatch:
     rows = [Sampling(temperature=heat, seed=i, **more) for i, heat in enumerate(heats)]
-    return SamplingBatch(rows, [()] * len(rows), "cpu")
+    return SamplingBatch(rows, [()] * len(rows), "cpu", ops or CpuOps())
 
 
 # ---- the best few of a vocabulary
@@ -69,7 +71,7 @@ def a_batch(heats: list[float], **more: Any) -> SamplingBatch:
 
 def chosen(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """By the kernel: tokens [R,k] after the text, and the logarithms of their shares."""
-    trunk = kernel_branches.TreeBuilder(torch.zeros(logits.shape[0], 1), k, False)
+    trunk = kernel_branches.Nodes(torch.zeros(logits.shape[0], 1), k, False)
     trunk.add(logits, k, None, torch.empty(0))
     return trunk._nodes[0], trunk._scores
 
@@ -155,10 +157,9 @@ def test_the_trees_that_torch_grows(kind: str, depth: int, nodes: int, options: 
     for size, rows, draw, heat in ((V, 1, "coupled", 0.0), (V, 3, "certain", 0.8), (3, 2, "coupled", 0.0)):
         made = []
         for slowly in (False, True):
-            world = World(a_batch([heat] * rows), size, depth + nodes)
+            world = World(a_batch([heat] * rows, TORCH if slowly else None), size, depth + nodes)
             world.table = table(world, kind)
-            with by_torch() if slowly else pytest.MonkeyPatch.context():
-                tree, grower = grown(world, draw, depth, nodes, options)
+            tree, grower = grown(world, draw, depth, nodes, options)
             assert tree.parents is not None
             assert grower.slots is not None
             tree.validate(size, nodes, depth, rows)
@@ -177,11 +178,11 @@ def test_what_is_left_to_torch(
 ) -> None:
     used: list[str] = []
 
-    def trunk(*given: Any) -> Any:
-        used.append("trunk")
-        return kernel_branches.TreeBuilder(*given)
+    def nodes(*given: Any, made: Any = kernel_branches.Nodes) -> Any:
+        used.append("nodes")
+        return made(*given)
 
-    monkeypatch.setattr(quick, "BRANCHES", {"cpu": replace(quick.BRANCHES["cpu"], trunk=trunk)})
+    monkeypatch.setattr(kernel_branches, "Nodes", nodes)
     grown(World(a_batch([heat]), V, 5, numbers), draw, 3, 12, {"tree": kind})
     assert not used
     grown(World(a_batch([0.0]), V, 5), "coupled", 3, 12, {"tree": "levels"})
@@ -199,13 +200,10 @@ def random_parents(R: int, N: int) -> Tensor:
 def test_depths(N: int) -> None:
     parents = random_parents(3, N)
     tree = TokenTree(torch.zeros_like(parents), parents)
-    with by_torch():
-        wanted = tree.after
     for some in (parents, turned(parents)):
-        assert torch.equal(kernel_branches.depths(some), wanted)
-    fresh = replace(tree)
-    assert torch.equal(fresh.depth, tree.depth)
-    assert "ancestors" not in vars(fresh)
+        fresh = TokenTree(tree.tokens, some)
+        assert torch.equal(CpuOps().depths(fresh), tree.after)
+        assert "ancestors" not in vars(fresh)
 
 
 def test_padding_that_is_no_tree_ends() -> None:
@@ -248,19 +246,20 @@ def test_follow_tree(N: int, counted: bool) -> None:
     picks, tokens = numbers(24, N + 1, most=3, seed=N), numbers(24, N, most=3, seed=N + 1)
     picks[:4, 1:] = picks[4, 0] = BROKEN
     reach = int(TokenTree(parents, parents).depth.max()) + 1
-    choice: Any = SimpleNamespace(pick=lambda logits: logits)
+    slow, fast = (
+        SimpleNamespace(pick=lambda logits: logits, batch=SimpleNamespace(ops=ops)) for ops in (TORCH, CpuOps())
+    )
     for lying, deepest in ((turned, reach), (Tensor.clone, None)):
         tree = TokenTree(lying(tokens), lying(parents), count, deepest=deepest)
-        with by_torch():
-            wanted = Match().verify(tree, picks, choice)
-        got = Match().verify(replace(tree), lying(picks), choice)
+        wanted = Match().verify(tree, picks, slow)  # type: ignore[arg-type]
+        got = Match().verify(replace(tree), lying(picks), fast)  # type: ignore[arg-type]
         for name in ("emitted", "accepted", "path"):
             assert torch.equal(getattr(got, name), getattr(wanted, name)), name
         assert set(range(min(reach, 3))) <= set(wanted.accepted.flatten().tolist())
 
 
-def memory(numbers: torch.dtype) -> SlotCache:
-    cache, dice = SlotCache(), torch.Generator().manual_seed(1)
+def memory(numbers: torch.dtype, ops: DeviceOps | None = None) -> SlotCache:
+    cache, dice = SlotCache(ops or CpuOps()), torch.Generator().manual_seed(1)
     cache.reserve(4, 30)
     cache.allocate(3, 2, 5, numbers)
     for store in (*cache.keys, *cache.values):
@@ -274,11 +273,10 @@ def test_move(numbers: torch.dtype, layers: int | None) -> None:
     """Branches that overlap with where they go, and padding that goes backwards."""
     length = torch.tensor([[3], [7], [20]])
     source, target = torch.tensor([[1, 2, 5, 9], [0, 3, 0, 0], [3, 4, 5, 6]]), torch.tensor([0, 1, 2, 4])
-    ours, theirs = memory(numbers), memory(numbers)
+    ours, theirs = memory(numbers), memory(numbers, TORCH)
     for some in (source, turned(source)):
         ours.move(length, some, target, layers)
-        with by_torch():
-            theirs.move(length, some, target, layers)
+        theirs.move(length, some, target, layers)
     for one, other in zip((*ours.keys, *ours.values), (*theirs.keys, *theirs.values), strict=True):
         assert torch.equal(one, other)
 
@@ -315,15 +313,14 @@ def test_the_same_texts_and_rounds(tree: str, rows: int, settings: dict[str, Any
     assert found[0] == found[1]
 
 
-def test_nothing_is_offered_where_there_are_no_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernel_branches, "BRANCHES", {})
+def test_torch_does_all_of_it_where_there_are_no_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "missing", lambda: "none today")
     assert kernel_pass.kernels_missing.__wrapped__() == "none today"
-    assert not kernel_branches.BRANCHES
+    monkeypatch.setattr(warm_up, "is_warm", lambda: False)
+    assert target().ops is TORCH
     monkeypatch.undo()
-    monkeypatch.setattr(kernel_branches, "BRANCHES", {})
     assert kernel_pass.kernels_missing.__wrapped__() is None
-    assert "cpu" in kernel_branches.BRANCHES
+    assert type(target().ops) is CpuOps
 
 
 def test_parents_are_whole_numbers_of_one_kind() -> None:
@@ -331,7 +328,7 @@ def test_parents_are_whole_numbers_of_one_kind() -> None:
     tokens, parents = torch.tensor([[5, 6, 7]]), torch.tensor([[-1, 0, -1]])
     with pytest.raises(DrafterError, match=r"parents are int64 of that shape, got torch\.int32"):
         TokenTree(tokens, parents.int())
-    cache = SlotCache()
+    cache = SlotCache(CpuOps())
     cache.reserve(1, 8)
     cache.allocate(1, 2, 4, torch.float32)
     cache.keys[0].copy_(torch.arange(8.0)[None, None, :, None])

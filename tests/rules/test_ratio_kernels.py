@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import pytest
 
 import paceline
-from paceline.core.device_ops import QUICK
 from paceline.engine import round_graphs as flight
-from paceline.models.cuda.cuda_forward import between_passes
+from paceline.models.cuda.cuda_ops import CudaOps
+from paceline.models.language_model import LanguageModel
 from paceline.models.runners.cuda_graph import Rehearsal
 from tests.selection import covering
 from tests.toys import llama
@@ -56,7 +55,8 @@ def test_texts(case: tuple[str, Any, dict[str, Any], Any], captured: bool, monke
     monkeypatch.setattr(choosing, "_CHUNK", 32)
     settings, asked = {"temperature": heat, "seed": [5, 6, 7]}, []
     wanted = list(texts(rule, draft, options, settings))
-    watched = lambda *given: asked.append(given[2] is not None) or accepting.judge(*given)  # noqa: E731
-    monkeypatch.setitem(QUICK, "cpu", replace(between_passes(), judge=watched))
+    ops: Any = CudaOps()
+    ops.ratio_kernel = lambda *given: asked.append(given[2] is not None) or accepting.judge(*given)
+    monkeypatch.setattr(LanguageModel, "ops", ops)
     assert list(texts(rule, draft, options, settings)) == wanted
     assert any(asked) == (draft == "model" and not options and rule != "block" and heat != 0)

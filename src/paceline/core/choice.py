@@ -7,30 +7,24 @@ The conformance suite replaces `coin` and `draw` to enumerate every random branc
 
 from __future__ import annotations
 
-from functools import cache, cached_property
+from functools import cached_property
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from paceline.core.device_ops import QUICK
-from paceline.core.law import Law, LazyLaws, Prefix, SamplingBatch
+from paceline.core.constants import multiples
+from paceline.core.law import Law, Prefix, SamplingBatch
 from paceline.core.noise import Purpose, exponential, uniform
 from paceline.core.tree import TokenTree
-from paceline.core.tree_shape import best, first_best
-from paceline.core.verdict import BROKEN, Verdict
+from paceline.core.tree_shape import best
+from paceline.core.verdict import BROKEN
 
 # How a draft is drawn. coupled: with the target's own noise, so that the same seed gives the same text. certain: the
 # likeliest tokens, without noise. independent: with noise of the draft's own, siblings without replacement, with the
 # laws they were drawn from, for rules that judge by a ratio. iid: the same, but siblings do not look at each other.
 Draw = Literal["coupled", "certain", "independent", "iid"]
 _BRANCH = 1 << 40  # added to a position it names another place, far beyond any text
-
-
-@cache
-def _steps(start: int, stop: int, wide: int, device: torch.device) -> Tensor:
-    """The numbers start..stop-1, `wide` apart: a constant, so that a round does not make it anew."""
-    return torch.arange(start, stop, device=device) * wide
 
 
 class NoiseTable:
@@ -50,12 +44,12 @@ class NoiseTable:
     @cached_property
     def position(self) -> Tensor:
         """[R,D]: the next positions of every row."""
-        return self.length + _steps(0, self._depths, 1, self.length.device)
+        return self.length + multiples(0, self._depths, 1, self.length.device)
 
     @cached_property
     def own(self) -> Tensor:
         """[R,D]: places of this round alone, where the tokens of a chain are drawn that a ratio judges."""
-        return self.length + _steps(1, self._depths + 1, _BRANCH, self.length.device)
+        return self.length + multiples(1, self._depths + 1, _BRANCH, self.length.device)
 
     def at(self, depth: Tensor | slice, vocabulary: int, purpose: Purpose) -> Tensor:
         """[R,Q,V] for depths given as a slice (the same for all rows) or as [R,Q]."""
@@ -69,9 +63,8 @@ class NoiseTable:
 
 
 class Choice:
-    """R rows x Q places at `depth` tokens past the committed text (a slice of depths, a tensor [R,Q], or the text and
-    every node of a tree). How deep a tree's nodes are is worked out when somebody looks: the best token is the best
-    anywhere."""
+    """R rows x Q positions at `depth` tokens past the committed text: a slice of depths, a tensor [R,Q], or the
+    text and every node of a tree."""
 
     def __init__(
         self, batch: SamplingBatch, table: NoiseTable, depth: Tensor | slice | TokenTree, prefix: Prefix | None = None
@@ -83,90 +76,56 @@ class Choice:
 
     @property
     def depth(self) -> Tensor | slice:
-        return self._depth.after if isinstance(self._depth, TokenTree) else self._depth
+        """Those of a tree are computed when they are needed: the best token is the best at any depth."""
+        if isinstance(self._depth, TokenTree):
+            self._depth = self.batch.ops.depths(self._depth)
+        return self._depth
 
     @property
     def position(self) -> Tensor:
         """[R,Q] absolute positions of the tokens to be chosen."""
-        return self._here(self.table.position)
+        return self.at_depth(self.table.position)
 
-    def _here(self, by_depth: Tensor) -> Tensor:
+    def at_depth(self, by_depth: Tensor) -> Tensor:
+        """[R,Q]: of numbers by depth [R,D] those of these positions."""
         depth = self.depth
         return by_depth[:, depth] if isinstance(depth, slice) else by_depth.gather(1, depth)
 
     def law(self, logits: Tensor) -> Law:
-        return self.batch.law(logits, self.position if self.batch.shakes else None, self.prefix)
+        return self.batch.law(logits, self.position if self.batch.uses_noise else None, self.prefix)
 
     def pick(self, logits: Tensor) -> Tensor:
-        """[R,Q]: the target's token at each place, or BROKEN where none can be chosen."""
-        quick = self._quick(logits) if QUICK else None
-        if quick is not None:
-            return quick
-        if self.batch.deterministic:
-            scores = self.batch.edit(logits, self.prefix)
-            index = first_best(scores)
-            value = scores.gather(-1, index.unsqueeze(-1)).squeeze(-1)
-            return torch.where(value - value == 0, index, BROKEN)
-        return self._race(self.law(logits), logits.shape[-1], Purpose.TARGET)
+        """[R,Q]: the target's token at each position, or BROKEN where none can be chosen."""
+        return self.batch.ops.pick(self, logits)
 
-    def _quick(
-        self, logits: Tensor, purpose: Purpose = Purpose.TARGET, broken: int = BROKEN, into: Tensor | None = None
-    ) -> Tensor | None:
-        """The same token by the race of its device, where that has one and nothing else is asked for but heat."""
-        quick = QUICK.get(logits.device.type)
-        if quick is None or self.prefix is not None or logits.dtype == torch.float64:
-            return None
-        done = self.batch.zeros(logits.shape[0] * logits.shape[1])
-        if self.batch.deterministic:
-            return quick.race(logits, None, None, None, broken, into, done)
-        if not self.batch.only_heat:
-            return None
-        position = self.position if purpose == Purpose.TARGET else self._here(self.table.own)
-        heat = self.batch.column("temperature", torch.float32)
-        return quick.race(logits, heat, self.batch.key(purpose), position, broken, into, done)
-
-    def judged(self, tree: TokenTree, logits: Tensor) -> Verdict | None:
-        """What rule `ratio` says to a chain, by the judge of its device, where that has one and nothing else is asked
-        for but heat; the draft's laws must not be written down yet. None: by the laws, then."""
-        quick, laws = QUICK.get(logits.device.type), tree.laws
-        if quick is None or self.prefix is not None or logits.dtype == torch.float64 or tree.parents is not None:
-            return None
-        if not self.batch.only_heat:
-            return None
-        drafts = None
-        if tree.drawn != "certain" and laws is not None:
-            if not isinstance(laws, LazyLaws) or laws.batch is not self.batch or laws.shape[-1] != logits.shape[-1]:
-                return None
-            drafts = laws.logits
-        keys = (self.batch.key(Purpose.ACCEPT), self.batch.key(Purpose.FINAL))
-        heat = self.batch.column("temperature", torch.float32)
-        emitted, accepted = quick.judge(logits, tree.tokens, drafts, tree.count, heat, keys, self.table.length)
-        return Verdict(emitted[:, : tree.reach + 1], accepted)
+    def guess(self, logits: Tensor, draw: Draw, into: Tensor | None = None) -> tuple[Tensor, Law | None]:
+        """See `DeviceOps.guess`."""
+        return self.batch.ops.guess(self, logits, draw, into)
 
     def greedy(self, draw: Draw) -> bool:
         """Is a drafted token the likeliest, whatever the noise?"""
         return self.batch.deterministic or draw == "certain"
 
-    def guess(self, logits: Tensor, draw: Draw, into: Tensor | None = None) -> tuple[Tensor, Law | None]:
-        """[R,Q]: one drafted token per place, and the law it was drawn from (None: a point mass; of a coupled draft
-        nobody looks at it). The tokens may be written to `into` [R,Q], which is then what is returned."""
-        if QUICK and draw != "certain":
-            quick = self._quick(logits, Purpose.TARGET if draw == "coupled" else Purpose.DRAFT, 0, into)
-            if quick is not None and self.batch.deterministic:
-                return quick, None
-            if quick is not None:
-                return quick, Law(logits if draw == "coupled" else LazyLaws(logits, self.batch))
-        if self.greedy(draw):
-            return first_best(self.batch.edit(logits, self.prefix)), None
-        law = self.law(logits)
-        if draw == "coupled":
-            noise = self._noise(law, logits.shape[-1], Purpose.TARGET)
+    def can_fuse(self, logits: Tensor, draw: Draw = "coupled") -> bool:
+        """Can a kernel choose from the logits themselves? Only where settings ask for nothing but a temperature."""
+        if self.prefix is not None or logits.dtype == torch.float64:
+            return False
+        return self.batch.only_temperature or self.greedy(draw)
+
+    def gumbel_argmax(self, law: Law, vocabulary: int) -> Tensor:
+        """argmax(p / E): a sample of the law that depends on nothing but seed, position and the law."""
+        ahead = (law.weights / self._noise(law, vocabulary, Purpose.TARGET)).max(-1)
+        return torch.where(ahead.values > 0, _named(ahead.indices, law), BROKEN)
+
+    def sample(self, law: Law, vocabulary: int, purpose: Purpose) -> Tensor:
+        """[R,Q]: a drafted token. Its noise is the target's, or (Purpose.DRAFT) of this round alone: rules that judge a
+        chain from its end look at tokens they then reject, and the next round drafts those positions again."""
+        if purpose == Purpose.TARGET:
+            noise = self._noise(law, vocabulary, purpose)
         else:
-            # of this round alone: rules that judge a chain from its end look at tokens they then reject, and the next
-            # round drafts those places again
-            lanes = logits.shape[-1] if law.ids is None else law.ids
-            noise = exponential(self.batch.key(Purpose.DRAFT), self._here(self.table.own), lanes)
-        return _named((law.weights / noise).argmax(-1), law), law
+            lanes = vocabulary if law.ids is None else law.ids
+            noise = exponential(self.batch.key(purpose), self.at_depth(self.table.own), lanes)
+        return _named((law.weights / noise).argmax(-1), law)
 
     def siblings(
         self, logits: Tensor, k: int, draw: Draw, branch: Tensor | None = None
@@ -202,15 +161,6 @@ class Choice:
         ahead = share.topk(k, dim=-1)
         return ahead.indices, ahead.values.to(torch.float64).log(), dense
 
-    def racing(self, logits: Tensor, draw: Draw) -> tuple[bool, tuple[Tensor, Tensor] | None]:
-        """Can `siblings` be chosen by a trunk of its device? And with which heats and keys (None: without noise)?"""
-        if draw not in ("coupled", "certain") or self.prefix is not None or logits.dtype == torch.float64:
-            return False, None
-        if self.greedy(draw):
-            return True, None
-        heat = self.batch.column("temperature", torch.float32)
-        return self.batch.only_heat, (heat, self.batch.key(Purpose.TARGET))
-
     def _independent(self, dense: Tensor, k: int, branch: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Siblings that do not look at each other: k races at every place; twins may come out."""
         V = dense.shape[-1]
@@ -239,11 +189,6 @@ class Choice:
         if law.ids is None:
             return self.table.at(self.depth, vocabulary, purpose)
         return exponential(self.batch.key(purpose), self.position, law.ids)
-
-    def _race(self, law: Law, vocabulary: int, purpose: Purpose) -> Tensor:
-        """argmax(p / E): a sample of the law that depends on nothing but seed, position and the law."""
-        ahead = (law.weights / self._noise(law, vocabulary, purpose)).max(-1)
-        return torch.where(ahead.values > 0, _named(ahead.indices, law), BROKEN)
 
 
 def _named(where: Tensor, law: Law) -> Tensor:

@@ -12,6 +12,8 @@ from torch import Tensor
 
 from paceline.core.beam_search import Grouped
 from paceline.core.choice import Choice, Draw
+from paceline.core.constants import arange as arange
+from paceline.core.device_ops import DeviceOps
 from paceline.core.registry import Registry
 from paceline.core.tree import Drawn, TokenTree
 from paceline.core.verdict import Verdict
@@ -36,6 +38,11 @@ class RowsView(Protocol):
     text: Tensor  # [R,T] committed tokens; garbage past `length`
     length: Tensor  # [R,1] number of committed tokens
     lengths: list[int]  # the same on the host
+
+    @property
+    def ops(self) -> DeviceOps:
+        """The target's."""
+        ...
 
     @property
     def bound(self) -> int | None:
@@ -227,23 +234,3 @@ def choice_after(rows: RowsView, tree: TokenTree) -> Choice:
 
 DRAFTERS: Registry[Drafter] = Registry("drafter", "paceline.drafters")
 RULES: Registry[Rule] = Registry("rule", "paceline.rules")
-
-
-def arange(start: int, stop: int, device: torch.device) -> Tensor:
-    """The numbers start..stop-1: a constant if short, else a piece of one long table; rounds need them often."""
-    if stop - start <= 64 and start <= 64:
-        known = _SHORT.get((start, stop, device))
-        if known is None:
-            known = _SHORT[(start, stop, device)] = torch.arange(start, stop, device=device)
-        return known
-    table = _LONG.get(device)
-    if table is None or stop + _BEFORE > table.shape[0] or start < -_BEFORE:
-        if start < -_BEFORE:
-            return torch.arange(start, stop, device=device)
-        table = _LONG[device] = torch.arange(-_BEFORE, max(2 * stop, 4096), device=device)
-    return table[start + _BEFORE : stop + _BEFORE]
-
-
-_BEFORE = 4096
-_SHORT: dict[tuple[int, int, torch.device], Tensor] = {}
-_LONG: dict[torch.device, Tensor] = {}

@@ -1,102 +1,250 @@
-"""Faster ways of a device: kernels that do at once what torch does in several steps. Whoever has some puts them here.
+"""What a device does between forward passes: pick tokens, grow and match trees, lay out slots, commit tokens.
 
-What they compute is said by the code that asks for them, and it is what that code computes by itself where there are
-none. Inside a captured round a step of torch's costs as much as a small kernel, however little it does.
+`DeviceOps` does it by torch, on every device. A subclass does some of it by kernels of its own and leaves the rest to
+torch: `models.cpu.cpu_ops` does trees on a CPU, `models.cuda.cuda_ops` does whole rounds on a CUDA device, where a
+step of torch costs as much as a small kernel. The results are the same. The target owns one (`LanguageModel.ops`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
 
+import torch
 from torch import Tensor
 
+from paceline.core.constants import arange
+from paceline.core.noise import Purpose
+from paceline.core.tree_shape import first_best
+from paceline.core.verdict import BROKEN, NOTHING, Verdict
 
-class Lay(Protocol):
-    """The slots [R,Q] and the ids [R,Q] of the last `width` tokens of texts [R,T] of `length` [R,1] and of `tokens`
-    [R,fed] after them; and, [more,R], the slots that follow each text."""
-
-    def __call__(
-        self, text: Tensor, length: Tensor, tokens: Tensor | None, width: int, more: int
-    ) -> tuple[Tensor, Tensor, Tensor]: ...
-
-
-class Write(Protocol):
-    """`StaticRows.write`: tokens emitted [R,S] go to the texts, lengths grow by accepted [R,1] + 1 up to `end`; returns
-    emitted, tokens, of a tree (branch) the accepted path and the parents, and count side by side."""
-
-    def __call__(
-        self,
-        texts: tuple[Tensor, Tensor, Tensor],
-        emitted: Tensor,
-        accepted: Tensor,
-        tokens: Tensor,
-        count: Tensor | None,
-        branch: tuple[Tensor, Tensor] | None = None,
-    ) -> Tensor: ...
+if TYPE_CHECKING:
+    from paceline.core.choice import Choice, Draw
+    from paceline.core.contracts import RowsView
+    from paceline.core.law import Law
+    from paceline.core.tree import TokenTree
 
 
 class TreeBuilder(Protocol):
-    """A tree of guesses that grows on the device; `fed` nodes were asked about."""
+    """A draft tree that grows by its best nodes."""
 
-    fed: int
+    num_expanded: int  # nodes that `expand_best` has given out
 
-    def add(self, logits: Tensor, k: int, noise: tuple[Tensor, Tensor] | None, done: Tensor) -> None:
-        """k children, the best, for each of the nodes asked about last (at first: for the text), whose logits are
-        [R,W,V]. noise: heat [R] and key [R], where they race. done: as in `Quick.race`, R*W at least."""
-
-    def ask(self, spread: int) -> tuple[Tensor, Tensor]:
-        """The `spread` surest that nobody asked about: tokens [R,spread], and their parents among those that were."""
+    @property
+    def slots(self) -> Tensor | None:
+        """[R,N]: the number of each node among them, once the tree is finished; -1: never expanded."""
         ...
 
-    def tree(self, most: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Tokens and parents [R,N] of the surest `most`, and each one's number among those asked about (-1: none)."""
+    def add(self, logits: Tensor, k: int) -> None:
+        """Add k children to each of the nodes expanded last (at first: to the text), whose logits are [R,W,V]."""
+
+    def expand_best(self, spread: int) -> tuple[Tensor, Tensor]:
+        """The `spread` best nodes not expanded yet: tokens [R,spread], and their parents among the expanded nodes."""
+        ...
+
+    def finish(self, most: int) -> TokenTree:
+        """The tree of the best `most` nodes."""
         ...
 
 
-@dataclass(frozen=True)
-class Branches:
-    """The kernels of one type of device for drafts that are trees."""
+class Texts(Protocol):
+    """The tensors of a batch that a commit writes: see `engine.static_rows.RowTensors`."""
 
-    # length [R,1] of the texts, nodes at most, may nodes of earlier levels be asked about?
-    trunk: Callable[[Tensor, int, bool], TreeBuilder]
-    # `TokenTree.after`: parents [R,N] -> [R,1+N]
-    depths: Callable[[Tensor], Tensor]
-    # rule `match` on trees: tokens [R,N], parents [R,N], count [R], picks [R,1+N], longest path D -> emitted [R,1+D],
-    # accepted [R,1], path [R,D]
-    follow_tree: Callable[[Tensor, Tensor, Tensor | None, Tensor, int], tuple[Tensor, Tensor, Tensor]]
-    # `SlotCache.move`: addresses of stores [M], one of them, length [R,1], source [R,D], target [D]
-    move: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None]
-    races: bool = field(default=True, kw_only=True)  # does the trunk take noise?
+    text: Tensor  # [R,T]
+    length: Tensor  # [R,1]
+    end: Tensor  # [R,1]
+    counts: Tensor | None  # [R,V]: occurrences in the new text
+    seen: Tensor | None  # [R,V]: occurrences in prompt and text
+
+    def advance(self, accepted: Tensor) -> None:
+        """Lengths grow by accepted [R,1] + 1."""
 
 
-@dataclass(frozen=True)
-class Quick(Branches):
-    """All of them, for whole rounds that are captured."""
+class DeviceOps:
+    """The operations, by torch."""
 
-    # `Choice.pick` and `Choice.guess`: logits [R,Q,V], heat [R], key [R], position [R,Q], broken, into [R,Q], done ->
-    # [R,Q]. The best, or, where a row's heat is not 0, the winner of score / heat + Gumbel noise; `broken` where none
-    # can be chosen. into: where to write it. done: zeros to count with, R*Q at least; zeros again when it is over.
-    race: Callable[[Tensor, Tensor | None, Tensor | None, Tensor | None, int, Tensor | None, Tensor | None], Tensor]
-    # rule `ratio` on chains: logits, tokens, the draft's logits, count, heat, keys, length -> emitted, accepted
-    judge: Callable[
-        [Tensor, Tensor, Tensor | None, Tensor | None, Tensor, tuple[Tensor, Tensor], Tensor], tuple[Tensor, Tensor]
-    ]
-    # rule `match` on chains: tokens [R,N], count [R], picks [R,1+N] -> emitted [R,1+N], accepted [R,1]
-    follow: Callable[[Tensor, Tensor | None, Tensor], tuple[Tensor, Tensor]]
-    lay: Lay
-    # lengths [R,1], ends [R,1], depth -> the next 1 + depth positions [R,1+depth], drafted tokens at most [R]
-    begin: Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor]]
-    write: Write
-    # `ScriptedModel`: logits [R,K,V] of the last K ids, the script [V,D], ids, position [R,Q], length [R,1], loudness
-    say: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, float], None]
+    # ---- tokens
+
+    def pick(self, choice: Choice, logits: Tensor) -> Tensor:
+        """[R,Q]: the target's token at each position, or BROKEN where none can be chosen."""
+        if choice.batch.deterministic:
+            scores = choice.batch.edit(logits, choice.prefix)
+            index = first_best(scores)
+            value = scores.gather(-1, index.unsqueeze(-1)).squeeze(-1)
+            return torch.where(value - value == 0, index, BROKEN)
+        return choice.gumbel_argmax(choice.law(logits), logits.shape[-1])
+
+    def guess(
+        self, choice: Choice, logits: Tensor, draw: Draw, into: Tensor | None = None
+    ) -> tuple[Tensor, Law | None]:
+        """[R,Q]: one drafted token per position, and the law it was drawn from (None: a point mass). `into` [R,Q] is a
+        part of `chain_buffer`: the tokens may be written there."""
+        if choice.greedy(draw):
+            return first_best(choice.batch.edit(logits, choice.prefix)), None
+        law = choice.law(logits)
+        return choice.sample(law, logits.shape[-1], Purpose.TARGET if draw == "coupled" else Purpose.DRAFT), law
+
+    def chain_buffer(self, depth: int, rows: int, device: torch.device) -> Tensor | None:
+        """[depth,R,1], for `guess` to write the tokens of a chain into; None: `guess` returns new tensors."""
+        return None
+
+    # ---- verdicts
+
+    def match_chain(self, tree: TokenTree, picks: Tensor) -> Verdict:
+        """The verdict of rule `match` on a chain; picks [R,1+N]: the target's token after the text and every node."""
+        agree = tree.tokens == picks[:, :-1]
+        if tree.in_use is not None:
+            agree = agree & tree.in_use
+        accepted = agree.cumprod(1).sum(1, keepdim=True)
+        return Verdict(picks.where(arange(0, tree.nodes + 1, picks.device) <= accepted, NOTHING), accepted)
+
+    def match_tree(self, tree: TokenTree, picks: Tensor) -> Verdict:
+        """The same on a tree. Of siblings with the same token the first counts."""
+        assert tree.parents is not None
+        agree = (tree.tokens == picks.gather(1, tree.parents + 1)) & _first_of_siblings(tree.tokens, tree.parents)
+        if tree.in_use is not None:
+            agree = agree & tree.in_use
+        broken = (tree.ancestors & ~agree.unsqueeze(1)).any(-1)
+        return _path_verdict(~broken, picks, tree.reach)
+
+    def ratio(self, choice: Choice, tree: TokenTree, logits: Tensor) -> Verdict | None:
+        """The verdict of rule `ratio`, where the device has it as one kernel; None: the rule walks the tree."""
+        return None
+
+    # ---- trees
+
+    def tree_builder(
+        self, rows: RowsView, draw: Draw, logits: Tensor, size: int, widest: int, anywhere: bool
+    ) -> TreeBuilder:
+        """A tree of at most `size` nodes, `widest` of them expanded at once. logits: of the first `add`; anywhere: are
+        nodes of earlier levels expanded, too?"""
+        from paceline.core.tree_growth import TorchTree
+
+        return TorchTree(rows, draw, anywhere)
+
+    def depths(self, tree: TokenTree) -> Tensor:
+        """[R,1+N]: how many drafted tokens precede what follows the text (none) and what follows each node."""
+        return tree.after
+
+    # ---- slots of a KV cache
+
+    def move(
+        self,
+        stores: Sequence[Tensor],
+        addresses: Callable[[], Tensor | None],
+        length: Tensor,
+        source: Tensor,
+        target: Tensor,
+    ) -> None:
+        """In stores [rows,heads,slots,width] the slots `source` [R,D] past `length` [R,1] go to those `target` [D] past
+        it. addresses: where the stores are, on the device; None: they differ in shape."""
+        R, D = source.shape
+        source, target = length + source, length + target
+        for store in stores:
+            shape = (R, store.shape[1], D, store.shape[3])
+            moved = store[:R].gather(2, source[:, None, :, None].expand(shape))
+            store[:R].scatter_(2, target[:, None, :, None].expand(shape), moved)
+
+    def slot_mapping(
+        self, text: Tensor, length: Tensor, tokens: Tensor | None, width: int, more: int
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Slots [R,Q] and ids [R,Q] of the last `width` tokens of texts [R,T] of `length` [R,1] and of `tokens` [R,fed]
+        after them. Last the slots [more,R] that follow each text, where they cost nothing (else None)."""
+        return *slots_after(text, length, tokens, width, 0), None
+
+    # ---- the rows of a CUDA graph
+
+    def begin_round(self, length: Tensor, end: Tensor, depth: int) -> tuple[Tensor | None, Tensor | None]:
+        """The next 1 + depth positions [R,1+depth] of texts of `length` [R,1], and how many tokens each may draft [R]
+        before its `end` [R,1]. None: they are computed where they are used."""
+        return None, None
+
+    def commit(self, rows: Texts, verdict: Verdict, tree: TokenTree) -> Tensor:
+        """Write the emitted tokens to the texts. Returns all that was decided side by side [R,C], for the one host read
+        of a round (`Rows.commit` takes it apart)."""
+        steps = verdict.emitted.shape[1]
+        rows.text.scatter_(1, rows.length + arange(0, steps, rows.text.device), verdict.emitted)
+        rows.advance(verdict.accepted)
+        if rows.counts is not None and rows.seen is not None:
+            real = (verdict.emitted >= 0).to(torch.int64)
+            for table in (rows.counts, rows.seen):
+                table.scatter_add_(1, verdict.emitted.clamp(min=0), real)
+        columns = [verdict.emitted, tree.tokens]
+        columns += [verdict.path] if verdict.path is not None else []
+        columns += [tree.parents] if tree.parents is not None else []
+        columns += [tree.count.unsqueeze(1)] if tree.count is not None else []
+        return torch.cat(columns, 1)
+
+    # ---- a model that follows a script
+
+    def say(
+        self, logits: Tensor, script: Tensor, ids: Tensor, position: Tensor, length: Tensor, loudness: float
+    ) -> None:
+        """In logits [R,K,V] of the last K of `ids` [R,Q] the token that the script [V,D] names after each id becomes
+        the largest. D: by how far `position` [R,Q] is past a text of `length` [R,1]."""
+        keep = logits.shape[1]
+        steps: Tensor | int = 0
+        if script.shape[1] > 1:
+            steps = (position[:, -keep:] + 1 - length).clamp(0, script.shape[1] - 1)
+        logits.scatter_(-1, script[ids[:, -keep:], steps].unsqueeze(-1), loudness)
 
 
-QUICK: dict[str, Quick] = {}  # by the type of a device
-BRANCHES: dict[str, Branches] = {}  # of those that have no others
+TORCH = DeviceOps()
 
 
-def branches_of(device: str) -> Branches | None:
-    """What a type of device has for trees."""
-    return QUICK.get(device) or BRANCHES.get(device)
+class KernelTree:
+    """A `TreeBuilder` whose nodes are in the hands of a kernel (`kernels.cpu.tree_growing`, `kernels.cuda`)."""
+
+    slots: Tensor | None = None
+
+    def __init__(self, nodes: Any, noise: tuple[Tensor, Tensor] | None, zeros: Tensor) -> None:
+        """noise: temperature [R,1,1] and key [R,1] of sampled rows. zeros: of a `SamplingBatch`, one per position."""
+        self._nodes, self._noise, self._zeros = nodes, noise, zeros
+        self.num_expanded = self._levels = 0
+
+    def add(self, logits: Tensor, k: int) -> None:
+        self._nodes.add(logits, k, self._noise, self._zeros)
+        self._levels += 1
+
+    def expand_best(self, spread: int) -> tuple[Tensor, Tensor]:
+        self.num_expanded += spread
+        tokens, parents = self._nodes.expand_best(spread)
+        return tokens, parents
+
+    def finish(self, most: int) -> TokenTree:
+        from paceline.core.tree import TokenTree
+
+        tokens, parents, self.slots = self._nodes.tree(most)
+        drawn = "certain" if self._noise is None else "coupled"
+        return TokenTree(tokens, parents, drawn=drawn, deepest=self._levels)  # type: ignore[arg-type]
+
+
+def slots_after(text: Tensor, length: Tensor, tokens: Tensor | None, width: int, scratch: int) -> tuple[Tensor, Tensor]:
+    """Slots [R,Q] and ids [R,Q] of the last `width` tokens of each text, and of `tokens` [R,fed] that follow `scratch`
+    drafted tokens."""
+    fed = 0 if tokens is None else tokens.shape[1]
+    slots = length + arange(scratch - width, scratch + fed, text.device)
+    if not width:
+        assert tokens is not None
+        return slots, tokens
+    known = text.gather(1, slots[:, :width] if fed else slots)
+    return slots, known if tokens is None or not fed else torch.cat([known, tokens], 1)
+
+
+def _first_of_siblings(tokens: Tensor, parents: Tensor) -> Tensor:
+    """[R,N] bool: no earlier node has the same parent and token. A device drafter is not read, so twins may occur."""
+    same = (tokens.unsqueeze(1) == tokens.unsqueeze(2)) & (parents.unsqueeze(1) == parents.unsqueeze(2))
+    return ~same.tril(-1).any(-1)
+
+
+def _path_verdict(taken: Tensor, picks: Tensor, reach: int) -> Verdict:
+    """The verdict for one accepted path per row, given as a set of nodes [R,N]. Parents come before their children, so
+    the order of the nodes is the order of the path. picks [R,1+N]: the token after each node."""
+    N = taken.shape[1]
+    nodes = arange(0, N, taken.device)
+    accepted = taken.sum(1, keepdim=True)
+    path = torch.where(taken, nodes, N).sort(1).values[:, :reach]  # the taken nodes first
+    inside = nodes[:reach] < accepted
+    path = path.where(inside, 0)
+    rest = picks.gather(1, path + 1).where(inside, NOTHING)
+    return Verdict(torch.cat([picks[:, :1], rest], 1), accepted, path)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
+from paceline.core.device_ops import TORCH, DeviceOps
 from paceline.core.noise import Purpose, gaussian, stream_key
 from paceline.core.sampling import Sampling
 from paceline.core.tree_shape import best, first_best, nucleus, on_host
@@ -86,7 +87,14 @@ class Prefix:
 class SamplingBatch:
     """The settings of R rows as columns of tensors."""
 
-    def __init__(self, rows: Sequence[Sampling], eos: Sequence[Sequence[int]], device: torch.device | str) -> None:
+    def __init__(
+        self,
+        rows: Sequence[Sampling],
+        eos: Sequence[Sequence[int]],
+        device: torch.device | str,
+        ops: DeviceOps = TORCH,
+    ) -> None:
+        self.ops = ops
         self.rows = list(rows)
         self.eos = [list(ids) for ids in eos]
         self.device = torch.device(device)
@@ -99,9 +107,9 @@ class SamplingBatch:
         )
         self.all_greedy = all(row.greedy for row in self.rows)
         self.mixed = not self.all_greedy and any(row.greedy for row in self.rows)
-        self.only_heat = self.used <= {"temperature", "seed"}
-        self.shakes = "noise" in self.used
-        self.deterministic = self.all_greedy and not self.shakes
+        self.only_temperature = self.used <= {"temperature", "seed"}
+        self.uses_noise = "noise" in self.used
+        self.deterministic = self.all_greedy and not self.uses_noise
         self.ranks = not self.used.isdisjoint({"top_k", "top_p"})
         self.penalises = not self.used.isdisjoint({"presence_penalty", "frequency_penalty"})
         self.counts_tokens = self.penalises or "repetition_penalty" in self.used
@@ -221,7 +229,7 @@ class SamplingBatch:
     # ---- edited logits -> law
 
     def law(self, logits: Tensor, position: Tensor | None, prefix: Prefix | None) -> Law:
-        """The law each place is sampled from: [R,Q,V] logits at positions [R,Q] (asked for only if `shakes`)."""
+        """The law each place is sampled from: [R,Q,V] logits at positions [R,Q] (asked for only if `uses_noise`)."""
         scores = self.edit(logits, prefix)
         if scores.dtype not in (torch.float32, torch.float64):
             scores = scores.to(torch.float32)
@@ -292,7 +300,7 @@ class SamplingBatch:
                 self._limits[V] = self._limits_of(V).to(self.device)
             beyond = torch.arange(scores.shape[-1], device=self.device) >= self._limits[V]
             scores = scores.masked_fill(beyond, _NEVER)
-        if self.shakes:
+        if self.uses_noise:
             assert position is not None
             width = self.column("noise", torch.float64)
             shake = gaussian(self.key(Purpose.GAUSS), position, ids) * width

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from paceline.core.choice import Choice
 from paceline.core.contracts import RowsView
+from paceline.core.device_ops import TORCH, DeviceOps
 from paceline.core.tree import TokenTree
 
 _ROOM = 64  # a text that outgrows its store gets as much more at least
@@ -113,6 +114,10 @@ class ScratchRows:
         return [None] * self.count if self._below is None else self._below[0].predictions
 
     @property
+    def ops(self) -> DeviceOps:
+        return TORCH if self._below is None else self._below[0].ops
+
+    @property
     def needs_path(self) -> bool:
         return self._below is not None and self._below[0].needs_path
 
@@ -120,7 +125,7 @@ class ScratchRows:
         """The same places of the rows below. Past their depth every place is the last one: nobody wants those."""
         assert self._below is not None, "texts that follow no rows have no places to choose"
         below, deepest = self._below
-        depth = depth.after if isinstance(depth, TokenTree) else depth
+        depth = self.ops.depths(depth) if isinstance(depth, TokenTree) else depth
         tail = [mine - theirs for mine, theirs in zip(self.lengths, below.lengths, strict=True)]
         tails = self.length - below.length
         if isinstance(depth, slice) and min(tail) == max(tail) and tail[0] + depth.stop - 1 <= deepest:

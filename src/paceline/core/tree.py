@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from paceline.common.errors import DrafterError
-from paceline.core.device_ops import branches_of
 
 # certain: a point mass (n-gram, lookup, greedy).  coupled: drawn with the target's own noise; the laws are not needed.
 # iid / without_replacement: siblings drawn from `laws` with noise of their own; a ratio rule needs those laws.
@@ -81,16 +80,11 @@ class TokenTree:
         """[R,N]: 0 for the first drafted token of a path."""
         if self.parents is None:
             return torch.arange(self.nodes, device=self.tokens.device).expand(self.rows, self.nodes)
-        if branches_of(self.tokens.device.type) is not None:
-            return self.after[:, 1:] - 1
         return self.ancestors.sum(-1) - 1
 
     @cached_property
     def after(self) -> Tensor:
-        """[R,1+N]: so many drafted tokens lie between the text and what follows it (none), or follows a node."""
-        quick = branches_of(self.tokens.device.type)
-        if quick is not None and self.parents is not None:
-            return quick.depths(self.parents)
+        """[R,1+N]: how many drafted tokens precede what follows the text (none) and what follows each node."""
         return torch.nn.functional.pad(self.depth + 1, (1, 0))
 
     @cached_property

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
 from typing import Any, Literal
 
 import torch
@@ -17,8 +16,8 @@ from torch import Tensor
 
 from paceline.common.limits import NODES_LIMIT, Limited, limited
 from paceline.core.choice import Draw
-from paceline.core.contracts import Budget, RowsView, arange
-from paceline.core.device_ops import QUICK, branches_of
+from paceline.core.constants import arange, integers
+from paceline.core.contracts import Budget, RowsView
 from paceline.core.law import Law
 from paceline.core.tree import Drawn, TokenTree
 from paceline.core.tree_shape import Shape
@@ -101,24 +100,16 @@ class Grower:
         self.slots: Tensor | None = None  # [R,N]: the number of each node among them, -1: never asked (None: a chain)
         self._shape = Shape.of(options.shape)
         self._meter = RankMeter()
-        self._last: _Growth | None = None  # what was grown last, while its shape is fitted to what is accepted
+        self._last: TorchTree | None = None  # what was grown last, while its shape is fitted to what is accepted
 
     def run(self, rows: RowsView, budget: Budget, expand: Expand, chain: Chain | None = None) -> TokenTree:
         """A draft within the budget. chain: does at once what `expand` and a choice of the likeliest come to."""
         if self.options.tree == "chain":
             return self._likeliest(rows, budget, chain) or self._chain(rows, budget, expand)
-        growth = _Growth(rows, budget.draw)
         logits = expand(None, None)
         if self.options.tree in ("static", "optimal"):
-            self._by_shape(growth, budget, expand, logits)
-        else:
-            tree = self._by_trunk(rows, budget, expand, logits)
-            if tree is not None:
-                return tree
-            self._by_sureness(growth, budget, expand, logits)
-        self.fed, self.slots = growth.fed, growth.slots
-        self._last = growth if self.options.tree == "optimal" else None
-        return growth.tree()
+            return self._by_shape(rows, budget, expand, logits)
+        return self._by_score(rows, budget, expand, logits)
 
     def judged(self, verdict: Verdict) -> None:
         """What became of the draft just grown, for those that keep nothing of it."""
@@ -153,21 +144,20 @@ class Grower:
 
     def _chain(self, rows: RowsView, budget: Budget, expand: Expand) -> TokenTree:
         logits = expand(None, None)
-        room = torch.empty(budget.depth if QUICK else 0, rows.count, 1, dtype=torch.int64, device=logits.device)
+        buffer = rows.ops.chain_buffer(budget.depth, rows.count, logits.device)
         tokens: list[Tensor] = []
         laws: list[Law | None] = []
         for step in range(budget.depth):
             if step:
                 logits = expand(tokens[-1], None)
             path = _chain_path(tokens) if rows.needs_path and step else None
-            token, law = rows.choice(slice(step, step + 1), path).guess(
-                logits, budget.draw, room[step] if QUICK else None
-            )
+            choice = rows.choice(slice(step, step + 1), path)
+            token, law = choice.guess(logits, budget.draw, None if buffer is None else buffer[step])
             tokens.append(token)
             laws.append(law)
         self.fed, self.slots = budget.depth - 1, None
-        in_place = bool(QUICK) and tokens[0].data_ptr() == room.data_ptr()
-        drafted = room.squeeze(2).t() if in_place else torch.cat(tokens, 1)
+        in_place = buffer is not None and tokens[0].data_ptr() == buffer.data_ptr()
+        drafted = buffer.squeeze(2).t() if in_place and buffer is not None else torch.cat(tokens, 1)
         if laws[0] is None:
             return TokenTree(drafted)
         if budget.draw == "coupled":
@@ -175,54 +165,40 @@ class Grower:
         dense = [law.dense(logits.shape[-1]) for law in laws if law is not None]
         return TokenTree(drafted, drawn="iid", laws=torch.cat(dense, 1))
 
-    def _by_trunk(self, rows: RowsView, budget: Budget, expand: Expand, logits: Tensor) -> TokenTree | None:
-        """The same as `_by_sureness`, where the device has a trunk for it and nothing is asked for but heat."""
-        quick = branches_of(logits.device.type)
-        if quick is None or rows.needs_path:
-            return None
-        choice = rows.choice(slice(0, 1))
-        able, noise = choice.racing(logits, budget.draw)
-        if not able or (noise is not None and not quick.races):
-            return None
+    def _by_score(self, rows: RowsView, budget: Budget, expand: Expand, logits: Tensor) -> TokenTree:
+        """Expand the best nodes, of the last level or of the whole tree. A draft without laws grows more nodes than the
+        budget has, and keeps the best; where laws matter no node that was drawn may be dropped."""
         branch = min(self.options.branch, budget.nodes, logits.shape[-1])
         spreads = [1]
         while len(spreads) < budget.depth:
-            spreads.append(min(self.options.width, spreads[-1] * branch))
-        trunk = quick.trunk(rows.length, sum(spreads) * branch, self.options.tree == "best-first")
-        done = choice.batch.zeros(rows.count * max(spreads))
-        for level, spread in enumerate(spreads):
-            if level:
-                logits = expand(*trunk.ask(spread))
-            trunk.add(logits, branch, noise, done)
-        tokens, parents, self.slots = trunk.tree(budget.nodes)
-        self.fed, self._last = trunk.fed, None
-        return TokenTree(tokens, parents, drawn="certain" if noise is None else "coupled", deepest=len(spreads))
-
-    def _by_sureness(self, growth: _Growth, budget: Budget, expand: Expand, logits: Tensor) -> None:
-        """Where the draft is surest: of the last level, or anywhere. What is judged by its own text may grow too much
-        first and then keep the best; where laws matter nothing that was drawn may be dropped."""
-        branch = min(self.options.branch, budget.nodes, logits.shape[-1])
-        growth.add(torch.full((growth.R, 1), -1, device=growth.device), logits, branch)  # below the text
-        for _ in range(budget.depth - 1):
-            spread = min(self.options.width, growth.newest)
-            if growth.wants_laws:
-                spread = min(spread, (budget.nodes - growth.nodes) // branch)
+            spread = min(self.options.width, spreads[-1] * branch)
+            if budget.draw in ("independent", "iid"):
+                spread = min(spread, (budget.nodes - sum(spreads) * branch) // branch)
             if spread < 1:
                 break
-            chosen = growth.frontier(spread, everywhere=self.options.tree == "best-first")
-            growth.add(chosen, expand(*growth.feed(chosen)), branch)
-        if growth.nodes > budget.nodes:
-            growth.prune(budget.nodes)
-
-    def _by_shape(self, growth: _Growth, budget: Budget, expand: Expand, logits: Tensor) -> None:
-        for level, parents in enumerate(self._fitting(budget, logits.shape[-1]).levels):
-            start = growth.nodes - growth.newest
+            spreads.append(spread)
+        everywhere = self.options.tree == "best-first"
+        tree = rows.ops.tree_builder(rows, budget.draw, logits, sum(spreads) * branch, max(spreads), everywhere)
+        for level, spread in enumerate(spreads):
             if level:
-                chosen = _constant(tuple(start + i for i, _ in parents), growth.device).expand(growth.R, -1)
-                logits = expand(*growth.feed(chosen))
-            else:
-                chosen = torch.full((growth.R, 1), -1, device=growth.device)
-            growth.add(chosen, logits, max(count for _, count in parents), [count for _, count in parents])
+                logits = expand(*tree.expand_best(spread))
+            tree.add(logits, branch)
+        finished = tree.finish(budget.nodes)
+        self.fed, self.slots, self._last = tree.num_expanded, tree.slots, None
+        return finished
+
+    def _by_shape(self, rows: RowsView, budget: Budget, expand: Expand, logits: Tensor) -> TokenTree:
+        """A tree whose shape is fixed before a token is drawn."""
+        tree = TorchTree(rows, budget.draw)
+        for level, parents in enumerate(self._fitting(budget, logits.shape[-1]).levels):
+            start = tree.nodes - tree.newest
+            if level:
+                chosen = integers(tuple(start + i for i, _ in parents), tree.device).expand(tree.R, -1)
+                logits = expand(*tree.expand(chosen))
+            tree.add(logits, max(count for _, count in parents), [count for _, count in parents])
+        self.fed, self.slots = tree.num_expanded, tree.slots
+        self._last = tree if self.options.tree == "optimal" else None
+        return tree.finish(tree.nodes)
 
     def _fitting(self, budget: Budget, vocabulary: int) -> Shape:
         """The given shape, or the best one for the acceptance measured so far; only past rounds decide."""
@@ -239,49 +215,51 @@ def _chain_path(tokens: list[Tensor]) -> tuple[Tensor, Tensor]:
     return drafted, torch.ones_like(drafted, dtype=torch.bool).unsqueeze(1)
 
 
-class _Growth:
-    """A tree being grown on the device. Node numbers are final unless it is pruned at the end."""
+class TorchTree:
+    """A `TreeBuilder` of torch steps. Node numbers are final unless the tree is pruned at the end."""
 
-    def __init__(self, rows: RowsView, draw: Draw) -> None:
-        self.rows, self.draw = rows, draw
+    def __init__(self, rows: RowsView, draw: Draw, anywhere: bool = False) -> None:
+        self.rows, self.draw, self.anywhere = rows, draw, anywhere
         self.wants_laws = draw in ("independent", "iid")
         self.R, self.device = rows.count, rows.text.device
         self.tokens = torch.empty(self.R, 0, dtype=torch.int64, device=self.device)
-        self.parents, self.depth, self.slots, self.rank = self.tokens, self.tokens, self.tokens, self.tokens
+        self.parents, self.depth, self.rank = self.tokens, self.tokens, self.tokens
+        self.slots: Tensor = self.tokens
         self.ancestors = torch.empty(self.R, 0, 0, dtype=torch.bool, device=self.device)
         self.score = torch.empty(self.R, 0, dtype=torch.float64, device=self.device)  # log of the joint sureness
         self.laws: list[Tensor] = []
         self.newest = 0  # nodes added by the last step
-        self.fed = 0
+        self.num_expanded = 0
         self.certain = False
         self.steps = 0  # no path is longer
+        self._expanded = torch.full((self.R, 1), -1, device=self.device)  # the nodes to add children to; -1: the text
 
     @property
     def nodes(self) -> int:
         return self.tokens.shape[1]
 
-    def frontier(self, count: int, everywhere: bool) -> Tensor:
-        """[R,count]: the surest nodes not yet expanded; of the whole tree, or of the last level."""
+    def expand_best(self, spread: int) -> tuple[Tensor, Tensor]:
+        """The best nodes not expanded yet, of the whole tree or of the last level; of equals the elder."""
         open_nodes = self.slots < 0
-        if not everywhere:
+        if not self.anywhere:
             open_nodes = open_nodes & (arange(0, self.nodes, self.device) >= self.nodes - self.newest)
         score = self.score.clamp(min=-1e300)  # an impossible open node still comes before one that is expanded already
         score = score.masked_fill(~open_nodes, _NEVER)
-        return score.sort(dim=1, descending=True, stable=True).indices[:, :count].sort(1).values  # of equals the elder
+        return self.expand(score.sort(dim=1, descending=True, stable=True).indices[:, :spread].sort(1).values)
 
-    def feed(self, chosen: Tensor) -> tuple[Tensor, Tensor]:
-        """Tokens of the chosen nodes [R,W], and their parents among what was asked for before."""
+    def expand(self, chosen: Tensor) -> tuple[Tensor, Tensor]:
+        """Tokens of the chosen nodes [R,W], and their parents among the nodes expanded before."""
         above = torch.cat([torch.full_like(self.slots[:, :1], -1), self.slots], 1)
         parents = above.gather(1, self.parents.gather(1, chosen) + 1)
-        numbers = arange(self.fed, self.fed + chosen.shape[1], self.device).expand_as(chosen)
+        numbers = arange(self.num_expanded, self.num_expanded + chosen.shape[1], self.device).expand_as(chosen)
         self.slots = self.slots.scatter(1, chosen, numbers)
-        self.fed += chosen.shape[1]
+        self.num_expanded += chosen.shape[1]
+        self._expanded = chosen
         return self.tokens.gather(1, chosen), parents
 
-    def add(self, chosen: Tensor, logits: Tensor, k: int, counts: list[int] | None = None) -> None:
-        """Children for the nodes `chosen` [R,W] (-1: the text), whose logits are [R,W,V]: k each, or of each the first
-        `counts`, which were fixed before anything was drawn."""
-        R, W = chosen.shape
+    def add(self, logits: Tensor, k: int, counts: list[int] | None = None) -> None:
+        """k children for each node expanded last, or of each the first `counts`, fixed before anything was drawn."""
+        chosen, (R, W) = self._expanded, self._expanded.shape
         known = chosen.clamp(min=0)
         deep = self.depth.gather(1, known) + 1 if self.nodes else torch.zeros_like(chosen)
         path = None
@@ -318,19 +296,9 @@ class _Growth:
         rows = rows | torch.nn.functional.pad(own, (padded.shape[2] - new, 0))
         self.ancestors = torch.cat([padded[:, 1:], rows], 1)
 
-    def prune(self, most: int) -> None:
-        """Only the surest `most` nodes. Nobody is surer than its parent, so ancestors stay; of equals the elder."""
-        order = self.score.clamp(min=-1e300).sort(dim=1, descending=True, stable=True).indices
-        kept = order[:, :most].sort(1).values
-        where = torch.full((self.R, self.nodes + 1), -1, device=self.device)
-        where = where.scatter(1, kept + 1, arange(0, most, self.device).expand_as(kept))
-        parents = where.gather(1, self.parents.gather(1, kept) + 1)
-        self.tokens, self.slots, self.rank, self.score = (
-            each.gather(1, kept) for each in (self.tokens, self.slots, self.rank, self.score)
-        )
-        self.parents = parents
-
-    def tree(self) -> TokenTree:
+    def finish(self, most: int) -> TokenTree:
+        if self.nodes > most:
+            self._prune(most)
         drawn: Drawn = "without_replacement"
         if self.certain:
             drawn = "certain"
@@ -339,17 +307,23 @@ class _Growth:
         laws = torch.cat(self.laws, 1) if self.laws else None
         return TokenTree(self.tokens, self.parents, drawn=drawn, laws=laws, deepest=self.steps)
 
+    def _prune(self, most: int) -> None:
+        """Only the best `most` nodes. No node scores above its parent, so ancestors stay; of equals the elder."""
+        order = self.score.clamp(min=-1e300).sort(dim=1, descending=True, stable=True).indices
+        kept = order[:, :most].sort(1).values
+        where = torch.full((self.R, self.nodes + 1), -1, device=self.device)
+        where = where.scatter(1, kept + 1, arange(0, most, self.device).expand_as(kept))
+        parents = where.gather(1, self.parents.gather(1, kept) + 1)
+        self.tokens, self.slots, self.rank, self.score = (
+            column.gather(1, kept) for column in (self.tokens, self.slots, self.rank, self.score)
+        )
+        self.parents = parents
+
 
 def _flat(of_children: Tensor, some: list[int] | None) -> Tensor:
     """[R,W,k,...] -> [R,W*k,...], or of those the children `some`."""
     flat = of_children.flatten(1, 2)
-    return flat if some is None else flat.index_select(1, _constant(tuple(some), flat.device))
-
-
-@cache
-def _constant(numbers: tuple[int, ...], device: torch.device) -> Tensor:
-    """Made once: a captured program cannot take numbers from the host."""
-    return torch.tensor(numbers, device=device)
+    return flat if some is None else flat.index_select(1, integers(tuple(some), flat.device))
 
 
 def _sibling_laws(law: Tensor, tokens: Tensor) -> Tensor:

@@ -57,7 +57,7 @@ class Loop:
         self.gamma, self.nodes = gamma, nodes
         self.first_target = first_target  # the first token of a sequence comes from a round without a draft
         self._hangar = RoundGraphs(target, rule)
-        self.rows = Rows(target.vocabulary, target.device, self._hangar.spare, self._hangar.ample)
+        self.rows = Rows(target.vocabulary, target.device, self._hangar.spare, self._hangar.ample, target.ops)
         self.width = 1  # committed tokens the next pass of the target must read
         self.pending: deque[PendingRound] = deque()  # rounds whose outcome was not read yet
         self._landed: list[Event] = []  # of rounds that had to be read early

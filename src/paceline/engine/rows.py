@@ -16,6 +16,7 @@ from torch import Tensor
 
 from paceline.common.errors import ModelOutputError
 from paceline.core.beam_search import BeamState
+from paceline.core.device_ops import TORCH, DeviceOps
 from paceline.core.law import SamplingBatch
 from paceline.core.trace import Round, Trace
 from paceline.core.tree import TokenTree
@@ -100,8 +101,9 @@ class Rows(RowTensors):
         device: torch.device,
         spare: Callable[[int], int] = int,
         ample: Callable[[int, int], int] = lambda room, rows: room,
+        ops: DeviceOps = TORCH,
     ) -> None:
-        self.vocabulary, self.device = vocabulary, device
+        self.vocabulary, self.device, self.ops = vocabulary, device, ops
         self._spare, self._ample = spare, ample  # rows and slots to have room for, where so many are needed
         self.live: list[Row] = []
         self.lengths: list[int] = []
@@ -217,7 +219,7 @@ class Rows(RowTensors):
         self.text, self.length = self.store[some], self.all_lengths[some]
         self.prompt_length, self.end = self.all_prompts[some], self.all_ends[some]
         self.batch = SamplingBatch(
-            [row.request.sampling for row in self.live], [row.eos for row in self.live], self.device
+            [row.request.sampling for row in self.live], [row.eos for row in self.live], self.device, self.ops
         )
         self.counts = self.seen = None
         if self.batch.counts_tokens:

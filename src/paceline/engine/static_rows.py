@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from paceline.core.choice import Choice, NoiseTable
-from paceline.core.contracts import arange
-from paceline.core.device_ops import QUICK
+from paceline.core.device_ops import TORCH, DeviceOps
 from paceline.core.law import Prefix, SamplingBatch
 from paceline.core.tree import TokenTree
 from paceline.core.verdict import Verdict
@@ -25,6 +24,7 @@ if TYPE_CHECKING:
 class RowTensors:
     """What choosing and committing tokens needs. Whoever inherits says which tensors those are."""
 
+    ops: DeviceOps  # of the target
     text: Tensor  # [R,T]
     length: Tensor  # [R,1]
     prompt_length: Tensor  # [R,1]
@@ -46,7 +46,7 @@ class RowTensors:
     def choice(self, depth: Tensor | slice | TokenTree, path: tuple[Tensor, Tensor] | None = None) -> Choice:
         if not self.batch.needs_prefix:
             return Choice(self.batch, self._table, depth)
-        depth = depth.after if isinstance(depth, TokenTree) else depth
+        depth = self.ops.depths(depth) if isinstance(depth, TokenTree) else depth
         return Choice(self.batch, self._table, depth, self._prefix(depth, path))
 
     def _prefix(self, depth: Tensor | slice, path: tuple[Tensor, Tensor] | None) -> Prefix:
@@ -63,22 +63,10 @@ class RowTensors:
                       tokens)  # fmt: skip
 
     def write(self, verdict: Verdict, tree: TokenTree) -> Tensor:
-        """Commit what was decided; returns all of it as one tensor [R,C], for the one read of a round (`Rows.commit`
-        takes it apart)."""
-        steps = verdict.emitted.shape[1]
-        self.text.scatter_(1, self.length + arange(0, steps, self.text.device), verdict.emitted)
-        self._advance(verdict.accepted)
-        if self.counts is not None and self.seen is not None:
-            real = (verdict.emitted >= 0).to(torch.int64)
-            for table in (self.counts, self.seen):
-                table.scatter_add_(1, verdict.emitted.clamp(min=0), real)
-        columns = [verdict.emitted, tree.tokens]
-        columns += [verdict.path] if verdict.path is not None else []
-        columns += [tree.parents] if tree.parents is not None else []
-        columns += [tree.count.unsqueeze(1)] if tree.count is not None else []
-        return torch.cat(columns, 1)
+        """Commit what was decided; see `DeviceOps.commit`."""
+        return TORCH.commit(self, verdict, tree)
 
-    def _advance(self, accepted: Tensor) -> None:
+    def advance(self, accepted: Tensor) -> None:
         self.length.add_(accepted).add_(1)
 
 
@@ -125,11 +113,11 @@ class StaticRows(RowTensors):
 
     def __init__(self, rows: Rows, count: int, bound: int) -> None:
         self.count, self.bound = count, bound
-        self.device = rows.device
+        self.device, self.ops = rows.device, rows.ops
         self.lengths = [bound] * count
         self.text, self.length = rows.store[:count], rows.all_lengths[:count]
         self.prompt_length, self.end = rows.all_prompts[:count], rows.all_ends[:count]
-        self.batch = SamplingBatch(*self._seats(rows), rows.device)
+        self.batch = SamplingBatch(*self._seats(rows), rows.device, rows.ops)
         if rows.all_counts is not None and self.batch.counts_tokens:
             self.counts, self.seen = rows.all_counts[0, :count], rows.all_counts[1, :count]
         self._seated = -1
@@ -170,21 +158,15 @@ class StaticRows(RowTensors):
         self.batch.adopt(*self._seats(rows))
 
     def begin_round(self, depth: int) -> None:
-        quick, position, self._most, self._depth = QUICK.get(self.device.type), None, None, depth
-        if quick is not None and (depth or not self.batch.deterministic):
-            position, self._most = quick.begin(self.length, self.end, depth)
+        position, self._most, self._depth = None, None, depth
+        if depth or not self.batch.deterministic:
+            position, self._most = self.ops.begin_round(self.length, self.end, depth)
         self._table = NoiseTable(self.batch, self.length, depth + 1, position)
 
     def write(self, verdict: Verdict, tree: TokenTree) -> Tensor:
-        quick = QUICK.get(self.device.type)
-        path, parents = verdict.path, tree.parents
-        if quick is None or (path is None) != (parents is None) or self.counts is not None:
-            return super().write(verdict, tree)
-        texts = (self.text, self.length, self.end)
-        branch = None if path is None or parents is None else (path, parents)
-        return quick.write(texts, verdict.emitted, verdict.accepted, tree.tokens, tree.count, branch)
+        return self.ops.commit(self, verdict, tree)
 
-    def _advance(self, accepted: Tensor) -> None:
+    def advance(self, accepted: Tensor) -> None:
         """A text that has reached its end stays as it is: its last round may not have been read yet."""
         self.length.add_(torch.minimum(accepted + 1, self.end - self.length))
 

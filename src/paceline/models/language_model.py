@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from paceline.core.contracts import Reader
+from paceline.core.device_ops import DeviceOps
 from paceline.models.architecture import is_tested, refuse_dropout, study
+from paceline.models.cpu.cpu_forward import ops_for
 from paceline.models.loading.catalogue import UNKNOWN, Weights
 from paceline.models.probe import probe
 from paceline.models.reader import SlotReader
@@ -50,6 +52,11 @@ class LanguageModel:
     @property
     def device(self) -> torch.device:
         return self.model.device
+
+    @property
+    def ops(self) -> DeviceOps:
+        """What its device does between forward passes."""
+        return ops_for(self)
 
     @property
     def dtype(self) -> torch.dtype:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from paceline.common.arithmetic import common_prefix
 from paceline.core.contracts import PromptTaps, Reading, RowsView, arange
-from paceline.core.device_ops import QUICK
+from paceline.core.device_ops import DeviceOps, slots_after
 from paceline.core.tree import closure
 from paceline.models import masks
 from paceline.models.cpu import threads as openmp
@@ -52,7 +52,8 @@ class SlotMapping:
     tokens are discarded, because the sequences do not change before that.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, ops: DeviceOps) -> None:
+        self._ops = ops
         self._ahead: Tensor | None = None  # [_MORE,R]: the slots after each sequence
 
     def forget(self) -> None:
@@ -61,18 +62,12 @@ class SlotMapping:
     def of(self, rows: RowsView, scratch: int, width: int, tokens: Tensor | None) -> tuple[Tensor, Tensor]:
         """Slots [R,Q] and ids [R,Q] of the last `width` tokens of each sequence and of `tokens` [R,fed], which follow
         `scratch` scratch tokens."""
-        fed, quick = 0 if tokens is None else tokens.shape[1], QUICK.get(rows.text.device.type)
-        if quick is not None and rows.bound is not None and width and not scratch:
-            slots, ids, self._ahead = quick.lay(rows.text, rows.length, tokens, width, _MORE)
+        if rows.bound is not None and width and not scratch:
+            slots, ids, self._ahead = self._ops.slot_mapping(rows.text, rows.length, tokens, width, _MORE)
             return slots, ids
-        if self._ahead is not None and not width and tokens is not None and scratch + fed <= _MORE:
-            return self._ahead[scratch : scratch + fed].t(), tokens
-        slots = rows.length + arange(scratch - width, scratch + fed, rows.text.device)
-        if not width:
-            assert tokens is not None
-            return slots, tokens
-        known = rows.text.gather(1, slots[:, :width] if fed else slots)
-        return slots, known if tokens is None or not fed else torch.cat([known, tokens], 1)
+        if self._ahead is not None and not width and tokens is not None and scratch + tokens.shape[1] <= _MORE:
+            return self._ahead[scratch : scratch + tokens.shape[1]].t(), tokens
+        return slots_after(rows.text, rows.length, tokens, width, scratch)
 
 
 # ---- the two ways to run a pass
@@ -208,11 +203,12 @@ class SlotReader:
         """model: the module to run, if it is another one than `lm.model`."""
         self.lm = lm
         self._model = lm.model if model is None else model
-        self.cache = SlotCache()
+        self.ops = lm.ops
+        self.cache = SlotCache(self.ops)
         self.max_token_id = lm.max_token_id  # larger token ids are read as this one
         self.prompt_taps: list[PromptTaps] = []
         self._taps = tuple(round(share * lm.layers) for share in taps)
-        self._slots = SlotMapping()
+        self._slots = SlotMapping(self.ops)
         self._scratch = 0
         self._parents: Tensor | None = None  # [R,M] of the scratch tokens, once they branch
         self.use_kernels(kernel_pass(lm, self._model))
@@ -283,7 +279,10 @@ class SlotReader:
         visible, start = longest + before + fed, longest + before - width
         same_length = rows.bound is None and min(rows.lengths) == longest
         self.cache.reserve(rows.capacity, visible)
-        slots, ids = self._slots.of(rows, before, width, tokens)
+        if rows.bound is None:
+            slots, ids = slots_after(rows.text, rows.length, tokens, width, before)
+        else:
+            slots, ids = self._slots.of(rows, before, width, tokens)
         self.cache.set_next_write(slice(0, rows.count), start if same_length else slots, visible, start)
         self._scratch += fed
         if self._parents is None and (parents is None or not fed):  # a chain: slots are positions

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
-from paceline.core.device_ops import branches_of
+from paceline.core.device_ops import TORCH, DeviceOps
 
 CHANGES = count(1)  # of memories, in this process: programs know theirs by such a number
 
@@ -32,8 +32,9 @@ class SlotCache(Cache):
 
     is_compileable = False
 
-    def __init__(self) -> None:
+    def __init__(self, ops: DeviceOps = TORCH) -> None:
         super().__init__(layers=[])
+        self._ops = ops
         _LIVE.add(self)
         self.keys: list[Tensor] = []
         self.values: list[Tensor] = []
@@ -136,18 +137,8 @@ class SlotCache(Cache):
     def move(self, length: Tensor, source: Tensor, target: Tensor, layers: int | None = None) -> None:
         """Copy the slots `source` [R,D] past texts of `length` [R,1] to those `target` [D] past them: an accepted
         branch becomes contiguous text. Of all layers, or of the first `layers`."""
-        quick = branches_of(source.device.type)
-        table = None if quick is None else self._table(source.device)
-        if quick is not None and table is not None:
-            many = 2 * len(self.keys[:layers])
-            return quick.move(table[:many], self.keys[0], length, source, target)
-        R, D = source.shape
-        source, target = length + source, length + target
-        for store in (self.keys, self.values):
-            for layer in store[:layers]:
-                shape = (R, layer.shape[1], D, layer.shape[3])
-                storage_version = layer[:R].gather(2, source[:, None, :, None].expand(shape))
-                layer[:R].scatter_(2, target[:, None, :, None].expand(shape), storage_version)
+        stores = [store for pair in zip(self.keys[:layers], self.values[:layers], strict=True) for store in pair]
+        self._ops.move(stores, lambda: self._table(source.device), length, source, target)
 
     def _table(self, device: torch.device) -> Tensor | None:
         """`addresses` on the device, where all stores are there and alike. Made by the first to ask: a program is run

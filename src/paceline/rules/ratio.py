@@ -9,7 +9,6 @@ from torch import Tensor
 
 from paceline.core.choice import Choice, Draw
 from paceline.core.contracts import RULES, Rule, arange
-from paceline.core.device_ops import QUICK
 from paceline.core.tree import Drawn, TokenTree
 from paceline.core.verdict import NOTHING, Verdict
 
@@ -28,9 +27,9 @@ class Ratio(Rule):
     judges: ClassVar[tuple[Drawn, ...]] = ("certain", "iid", "without_replacement")
 
     def verify(self, tree: TokenTree, logits: Tensor, choice: Choice) -> Verdict:
-        quick = choice.judged(tree, logits) if QUICK and self._plain else None
-        if quick is not None:
-            return quick
+        verdict = choice.batch.ops.ratio(choice, tree, logits) if self._plain else None
+        if verdict is not None:
+            return verdict
         laws = choice.law(logits).dense(logits.shape[-1])  # [R,1+N,V]
         R, N = tree.tokens.shape
         at = torch.full((R,), -1, device=logits.device)  # the node the walk stands on; -1 is the text
@@ -54,7 +53,7 @@ class Ratio(Rule):
 
     @property
     def _plain(self) -> bool:
-        """Is this the test itself, whatever the rule is called? Others may have changed a part of it."""
+        """Is this the ratio test itself? A subclass may change a part of it."""
         return all(getattr(type(self), part) is getattr(Ratio, part) for part in ("verify", "chance", "rest"))
 
     def chance(self, p: Tensor, q: Tensor) -> Tensor:

@@ -13,14 +13,14 @@ from torch import Tensor
 
 from paceline.core.choice import Choice, NoiseTable
 from paceline.core.contracts import RULES
-from paceline.core.device_ops import QUICK
+from paceline.core.device_ops import TORCH, DeviceOps
 from paceline.core.law import LazyLaws, SamplingBatch
 from paceline.core.noise import Purpose
 from paceline.core.noise import uniform as uniforms
 from paceline.core.sampling import Sampling
 from paceline.core.tree import TokenTree
 from paceline.core.verdict import BROKEN, NOTHING, Verdict
-from paceline.models.cuda.cuda_forward import between_passes
+from paceline.models.cuda.cuda_ops import CudaOps
 from paceline.rules.ratio import Ratio
 
 pytest.importorskip("triton")
@@ -36,24 +36,13 @@ pytestmark = pytest.mark.filterwarnings("ignore:(invalid value|overflow|divide b
 NEVER, NAN = float("-inf"), float("nan")
 
 
-@pytest.fixture
-def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a device that has them."""
-    monkeypatch.setitem(QUICK, "cpu", between_passes())
-
-
-def by_law(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a device that has none."""
-    monkeypatch.delitem(QUICK, "cpu")
-
-
 def draw(*shape: int, seed: int) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-def a_choice(heats: list[float], N: int, seed: int) -> Choice:
+def a_choice(heats: list[float], N: int, seed: int, ops: DeviceOps | None = None) -> Choice:
     rows = [Sampling(temperature=heat, seed=seed * 100 + i) for i, heat in enumerate(heats)]
-    batch = SamplingBatch(rows, [()] * len(rows), "cpu")
+    batch = SamplingBatch(rows, [()] * len(rows), "cpu", ops or CudaOps())
     length = torch.arange(len(heats))[:, None] * 1000 + seed
     return Choice(batch, NoiseTable(batch, length, N + 1), slice(0, N + 1))
 
@@ -73,12 +62,16 @@ def same(one: Verdict, other: Verdict) -> bool:
     return torch.equal(one.emitted, other.emitted) and torch.equal(one.accepted, other.accepted)
 
 
+def fused(tree: TokenTree, logits: Tensor, choice: Choice) -> Verdict | None:
+    return choice.batch.ops.ratio(choice, tree, logits)
+
+
 def both(tree: TokenTree, logits: Tensor, choice: Choice, monkeypatch: pytest.MonkeyPatch) -> tuple[Verdict, Verdict]:
     """By the kernels, and by the laws."""
-    quick = choice.judged(tree, logits)
+    quick = fused(tree, logits, choice)
     assert quick is not None
     with monkeypatch.context() as patch:
-        by_law(patch)
+        patch.setattr(choice.batch, "ops", TORCH)
         return quick, Ratio().verify(tree, logits, choice)
 
 
@@ -130,7 +123,7 @@ def broken(target: Tensor, other: Tensor) -> Tensor:
     ),
 )
 def test_verdicts_are_those_of_the_rule(
-    heats: list[float], sizes: tuple[int, int, Any], drafted: Any, kernels: None, monkeypatch: pytest.MonkeyPatch
+    heats: list[float], sizes: tuple[int, int, Any], drafted: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     V, chunk, lengths = sizes
     monkeypatch.setattr(accepting, "_CHUNK", chunk)
@@ -152,9 +145,7 @@ def test_verdicts_are_those_of_the_rule(
 
 @pytest.mark.parametrize("heats", HEATS, ids=str)
 @pytest.mark.parametrize("N", [0, 1, 4])
-def test_point_masses_and_no_draft_at_all(
-    heats: list[float], N: int, kernels: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_point_masses_and_no_draft_at_all(heats: list[float], N: int, monkeypatch: pytest.MonkeyPatch) -> None:
     for seed in range(3):
         choice, target = a_choice(heats, N, seed), 2 * draw(len(heats), N + 1, 2050, seed=seed)
         tokens = target[:, :N].topk(3, -1).indices[..., seed]
@@ -165,14 +156,14 @@ def test_point_masses_and_no_draft_at_all(
         assert quick.emitted[0].tolist() == [BROKEN] + [NOTHING] * N
 
 
-def test_half_precision_and_logits_inside_a_larger_tensor(kernels: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_half_precision_and_logits_inside_a_larger_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
     choice, wide = a_choice([0.8, 0.0, 1.2], 3, 5), 2 * draw(3, 5, 96, seed=5).half()
     target = wide[:, :4, :90]
     tree = a_draft(choice, (wide[:, 1:4, 1:91].float() + target[:, :3]).half())
     assert same(*both(tree, target, choice, monkeypatch))
 
 
-def test_nothing_left_over_falls_back_to_the_law_itself(kernels: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_left_over_falls_back_to_the_law_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     """p = q, and yet a token was drafted that neither can say: the residual is zero everywhere."""
     monkeypatch.setattr(accepting, "_CHUNK", 16)
     logits = 2 * draw(4, 2, 50, seed=1)
@@ -185,7 +176,7 @@ def test_nothing_left_over_falls_back_to_the_law_itself(kernels: None, monkeypat
     assert (quick.emitted[:, 0] >= 0).all()
 
 
-def test_a_token_that_its_draft_cannot_have_said_is_rejected(kernels: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_token_that_its_draft_cannot_have_said_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     choice, logits = a_choice([0.4, 0.0], 1, 2), 2 * draw(2, 2, 30, seed=2)
     tokens, drafts = logits[:, :1].argmax(-1), logits[:, :1].clone()
     drafts.scatter_(-1, tokens.unsqueeze(-1), torch.tensor([NEVER, -20.0]).view(2, 1, 1))  # greedy: not its favourite
@@ -195,7 +186,7 @@ def test_a_token_that_its_draft_cannot_have_said_is_rejected(kernels: None, monk
     assert not quick.accepted.any()
 
 
-def test_a_draft_without_a_law_leaves_that_of_the_target(kernels: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_draft_without_a_law_leaves_that_of_the_target(monkeypatch: pytest.MonkeyPatch) -> None:
     choice, logits = a_choice([0.9, 0.0, 1.0], 1, 3), draw(3, 2, 30, seed=3)
     logits[..., 3] = 9.0
     drafts = torch.full((3, 1, 30), -30.0)
@@ -206,10 +197,10 @@ def test_a_draft_without_a_law_leaves_that_of_the_target(kernels: None, monkeypa
     assert quick.emitted[:, 0].tolist() == [3, 3, 3]
 
 
-def test_what_is_equal_is_always_accepted(kernels: None) -> None:
+def test_what_is_equal_is_always_accepted() -> None:
     """To the last bit: the largest coin there is must fall."""
     choice, logits = a_choice([0.01, 0.7, 1.9], 6, 2), 3 * draw(3, 7, 3000, seed=2)
-    verdict = choice.judged(a_draft(choice, logits[:, :6].clone()), logits)
+    verdict = fused(a_draft(choice, logits[:, :6].clone()), logits, choice)
     assert verdict is not None
     assert verdict.accepted.tolist() == [[6], [6], [6]]
 
@@ -219,14 +210,14 @@ def test_what_is_equal_is_always_accepted(kernels: None) -> None:
 
 @pytest.mark.parametrize("heats", HEATS, ids=str)
 def test_drafts_are_the_same_and_their_laws_are_not_written(
-    heats: list[float], kernels: None, monkeypatch: pytest.MonkeyPatch
+    heats: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     choice, logits = a_choice(heats, 3, 3), 2 * draw(len(heats), 3, 2100, seed=3)
     if any(heats):  # of greedy rows alone, a broken place is a point mass at whatever token
         logits[0, 1, 4] = NAN
     quick = a_draft(choice, logits)
     with monkeypatch.context() as patch:
-        by_law(patch)
+        patch.setattr(choice.batch, "ops", TORCH)
         slow = a_draft(choice, logits)
     assert torch.equal(quick.tokens, slow.tokens)
     assert quick.drawn == slow.drawn
@@ -240,7 +231,7 @@ LAWFUL = [name for name in RULES if "iid" in RULES[name].judges]
 
 
 @pytest.mark.parametrize("name", LAWFUL)
-def test_every_rule_can_read_such_a_draft(name: str, kernels: None) -> None:
+def test_every_rule_can_read_such_a_draft(name: str) -> None:
     choice, target = a_choice([0.7, 0.0, 1.4], 3, 4), 2 * draw(3, 4, 60, seed=4)
     tree = a_draft(choice, alike(target[:, :3], draw(3, 3, 60, seed=5)))
     assert tree.laws is not None
@@ -250,24 +241,23 @@ def test_every_rule_can_read_such_a_draft(name: str, kernels: None) -> None:
 
 
 @pytest.mark.parametrize("name", LAWFUL)
-def test_only_the_test_itself_goes_by_kernels(name: str, kernels: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_the_test_itself_goes_by_kernels(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     choice, target = a_choice([0.7], 2, 4), draw(1, 3, 20, seed=4)
     tree, asked = a_draft(choice, target[:, :2]), []
-    watched = replace(QUICK["cpu"], judge=lambda *given: asked.append(given) or judge(*given))
-    monkeypatch.setitem(QUICK, "cpu", watched)
+    monkeypatch.setattr(choice.batch.ops, "ratio_kernel", lambda *given: asked.append(given) or judge(*given))
     RULES[name]().verify(tree, target, choice)
     assert bool(asked) == (name in ("ratio", "multi-round"))
 
 
-def test_what_kernels_cannot_do_goes_by_the_laws(kernels: None) -> None:
+def test_what_kernels_cannot_do_goes_by_the_laws() -> None:
     choice, target = a_choice([0.7, 0.9], 2, 4), draw(2, 3, 20, seed=4)
     tree = a_draft(choice, target[:, :2])
-    assert choice.judged(tree, target) is not None
-    assert choice.judged(tree, target.double()) is None
-    assert choice.judged(replace(tree, parents=torch.tensor([[-1, 0]] * 2)), target) is None
-    assert choice.judged(replace(tree, laws=tree.laws + 0.0), target) is None  # type: ignore[operator]
-    other = SamplingBatch([Sampling(temperature=0.7, top_k=3)] * 2, [()] * 2, "cpu")
-    assert Choice(other, choice.table, choice.depth).judged(tree, target) is None
+    assert fused(tree, target, choice) is not None
+    assert fused(tree, target.double(), choice) is None
+    assert fused(replace(tree, parents=torch.tensor([[-1, 0]] * 2)), target, choice) is None
+    assert fused(replace(tree, laws=tree.laws + 0.0), target, choice) is None  # type: ignore[operator]
+    other = SamplingBatch([Sampling(temperature=0.7, top_k=3)] * 2, [()] * 2, "cpu", CudaOps())
+    assert fused(tree, target, Choice(other, choice.table, choice.depth)) is None
 
 
 # ---- numbers

@@ -16,7 +16,7 @@ from torch import Tensor
 
 import paceline
 from paceline.core.contracts import choice_after
-from paceline.core.device_ops import QUICK
+from paceline.core.device_ops import TORCH, DeviceOps
 from paceline.core.law import SamplingBatch
 from paceline.core.sampling import Sampling
 from paceline.core.tree import TokenTree
@@ -26,7 +26,8 @@ from paceline.drafters.heads.eagle import EagleHead
 from paceline.engine import round_graphs as flight
 from paceline.engine.static_rows import RowTensors
 from paceline.models.cuda import cuda_head as cuda_draft
-from paceline.models.cuda.cuda_forward import between_passes
+from paceline.models.cuda.cuda_ops import CudaOps
+from paceline.models.language_model import LanguageModel
 from paceline.models.runners.cuda_graph import Rehearsal
 from paceline.models.slot_cache import SlotCache
 from paceline.rules.match import Match
@@ -61,27 +62,20 @@ def turned(tensor: Tensor) -> Tensor:
     return tensor.t().contiguous().t()
 
 
-@pytest.fixture
-def quick(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
-    """From when it is called on, by kernels."""
-    return lambda: monkeypatch.setitem(QUICK, "cpu", between_passes())
-
-
 # ---- how deep
 
 
 @pytest.mark.parametrize("shape", ["random", "deep", "flat"])
 @pytest.mark.parametrize("N", [1, 2, 8, 33])
-def test_depths(shape: str, N: int, quick: Callable[[], None]) -> None:
+def test_depths(shape: str, N: int) -> None:
     parents = grown(shape, 3, N)
     tree = TokenTree(torch.zeros_like(parents), parents)
     wanted = tree.after
     assert torch.equal(wanted[:, 1:], tree.depth + 1)
     for some in (parents, turned(parents)):
         assert torch.equal(branches.depths(some), wanted)
-    quick()
     fresh = replace(tree)
-    assert torch.equal(fresh.depth, tree.depth)
+    assert torch.equal(CudaOps().depths(fresh), wanted)
     assert "ancestors" not in vars(fresh)
     assert torch.equal(fresh.ancestors, tree.ancestors)
 
@@ -91,17 +85,17 @@ def test_padding_that_is_no_tree_ends() -> None:
     assert branches.depths(parents)[0, :3].tolist() == [0, 1, 2]
 
 
-def test_places_are_worked_out_when_one_looks(quick: Callable[[], None]) -> None:
-    quick()
+def test_places_are_worked_out_when_one_looks() -> None:
     tree = TokenTree(torch.zeros(2, 4, dtype=torch.int64), torch.tensor([[-1, 0, -1, 2], [-1, 0, 1, 2]]))
     rows = RowTensors()
-    rows.batch, rows.length = SamplingBatch([Sampling()] * 2, [()] * 2, "cpu"), torch.tensor([[10], [15]])
+    rows.batch = SamplingBatch([Sampling()] * 2, [()] * 2, "cpu", CudaOps())
+    rows.length = torch.tensor([[10], [15]])
     rows.begin_round(4)
     choice = choice_after(rows, tree)  # type: ignore[arg-type]
     choice.pick(torch.zeros(2, 5, 8))
     assert not {"after", "depth", "ancestors"} & set(vars(tree))
     assert choice.position.tolist() == [[10, 11, 12, 11, 12], [15, 16, 17, 18, 19]]
-    assert choice.depth is tree.after
+    assert choice.depth is choice.depth
 
 
 # ---- following
@@ -110,7 +104,7 @@ def test_places_are_worked_out_when_one_looks(quick: Callable[[], None]) -> None
 @pytest.mark.parametrize("counted", [False, True])
 @pytest.mark.parametrize(("shape", "N"), [("random", 1), ("random", 2), ("random", 7), ("random", 20), ("deep", 8),
                                           ("flat", 5)])  # fmt: skip
-def test_follow_tree(shape: str, N: int, counted: bool, quick: Callable[[], None]) -> None:
+def test_follow_tree(shape: str, N: int, counted: bool) -> None:
     """With so few words that siblings are often twins."""
     parents, count = grown(shape, 24, N), numbers(24, most=N + 2, seed=3) if counted else None
     words = 2 if shape == "deep" else 3
@@ -120,11 +114,11 @@ def test_follow_tree(shape: str, N: int, counted: bool, quick: Callable[[], None
     tokens, reach = numbers(24, N, most=words, seed=N + 1), int(TokenTree(parents, parents).depth.max()) + 1
     for lying, deepest in ((turned, reach), (Tensor.clone, None)):
         tree = TokenTree(lying(tokens), lying(parents), count, deepest=deepest)
-        choice: Any = SimpleNamespace(pick=lambda logits: logits)
-        wanted = Match().verify(tree, picks, choice)
-        quick()
-        got = Match().verify(replace(tree), turned(picks), choice)
-        QUICK.pop("cpu")
+        slow, fast = (
+            SimpleNamespace(pick=lambda logits: logits, batch=SimpleNamespace(ops=ops)) for ops in (TORCH, CudaOps())
+        )
+        wanted = Match().verify(tree, picks, slow)  # type: ignore[arg-type]
+        got = Match().verify(replace(tree), turned(picks), fast)  # type: ignore[arg-type]
         assert torch.equal(got.emitted, wanted.emitted)
         assert torch.equal(got.accepted, wanted.accepted)
         assert wanted.path is not None
@@ -143,9 +137,9 @@ def test_a_path_is_no_longer_than_it_may_be() -> None:
 # ---- moving
 
 
-def memory(widths: tuple[int, ...], dtype: torch.dtype = torch.float32) -> SlotCache:
+def memory(widths: tuple[int, ...], ops: DeviceOps, dtype: torch.dtype = torch.float32) -> SlotCache:
     """Layers of 3 heads, of 4 rows of 24 slots."""
-    cache = SlotCache()
+    cache = SlotCache(ops)
     cache.reserve(4, 24)
     for layer, width in enumerate(widths):
         cache.allocate(layer + 1, 3, width, dtype)
@@ -163,27 +157,24 @@ def same(one: SlotCache, other: SlotCache) -> bool:
 @pytest.mark.parametrize(("widths", "layers", "D"), [((5, 5), None, 4), ((8, 8, 8), 2, 1), ((40, 40), None, 9),
                                                      ((4, 8), None, 4), ((5, 5), 7, 3)], ids=str)  # fmt: skip
 def test_move(
-    widths: tuple[int, ...], layers: int | None, D: int, dtype: torch.dtype, quick: Callable[[], None],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+    widths: tuple[int, ...], layers: int | None, D: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What is read may be what is written, and what is in place stays; layers of different widths go the usual way."""
     monkeypatch.setattr(branches, "_TILE", 64)
     length, source = torch.tensor([[3], [7], [11]]), numbers(3, D, most=12, seed=D)
     source[1] = torch.arange(D)  # in place
     target = torch.arange(2 * D)[1::2] // 2
-    slow, fast = memory(widths, dtype), memory(widths, dtype)
+    slow, fast = memory(widths, TORCH, dtype), memory(widths, CudaOps(), dtype)
     slow.move(length, source, target, layers)
     assert not same(slow, fast)
-    quick()
     fast.move(length, turned(source), target, layers)
     assert same(slow, fast)
     assert bool(fast._tables) == (len(set(widths)) == 1)
 
 
-def test_where_the_stores_are_is_known_anew_when_they_have_moved(quick: Callable[[], None]) -> None:
-    quick()
+def test_where_the_stores_are_is_known_anew_when_they_have_moved() -> None:
     length, source, target = torch.tensor([[3], [7]]), torch.tensor([[2, 4], [1, 3]]), torch.arange(2)
-    cache, twin = memory((5, 5)), memory((5, 5))
+    cache, twin = memory((5, 5), CudaOps()), memory((5, 5), TORCH)
     cache.move(length, source, target)
     first = cache._tables[0]
     cache.move(length, source, target)
@@ -197,7 +188,6 @@ def test_where_the_stores_are_is_known_anew_when_they_have_moved(quick: Callable
     assert cache.storage_version != storage_version, "programs are forgotten"
     assert not cache._tables
     cache.move(length, source, target)
-    QUICK.pop("cpu")
     twin.allocate(3, 3, 5, torch.float32)
     for _ in range(3):
         twin.move(length, source, target)
@@ -257,15 +247,17 @@ def decoder(tree: str, layers: int = 2, rows: int = 1) -> paceline.SpeculativeDe
 
 def watched(bent: list[bool]) -> Any:
     """The kernels, and a note of whether some path is not the first nodes of its tree."""
-    known = between_passes()
+    ops: Any = CudaOps()
+    known = ops.match_tree_kernel
 
     def follow_tree(*given: Any) -> Any:
-        emitted, accepted, path = known.follow_tree(*given)
+        emitted, accepted, path = known(*given)
         steps = torch.arange(path.shape[1])
         bent.append(bool(((path != steps) & (steps < accepted)).any()))
         return emitted, accepted, path
 
-    return replace(known, follow_tree=follow_tree)
+    ops.match_tree_kernel = follow_tree
+    return ops
 
 
 @pytest.mark.parametrize(
@@ -283,7 +275,7 @@ def test_the_same_texts_and_rounds(
     prompts, limits = [[1, 7, 9, 4, 7], [3, 3, 8]], {"max_new_tokens": new, "ignore_eos": True, **HEATS[heat]}
     wanted = decoder(tree, rows=rows).generate(prompts, **limits)
     bent: list[bool] = []
-    monkeypatch.setitem(QUICK, "cpu", watched(bent))
+    monkeypatch.setattr(LanguageModel, "ops", watched(bent))
     if heads_too:
         monkeypatch.setattr(cuda_draft, "DEVICE", "cpu")
     found = decoder(tree, rows=rows).generate(prompts, **limits)
@@ -307,7 +299,7 @@ def test_how_much_a_round_asks_for_after_the_pass(
     for way in ("torch", "kernels"):
         if way == "kernels":
             monkeypatch.setattr(cuda_draft, "DEVICE", "cpu")
-            monkeypatch.setitem(QUICK, "cpu", between_passes())
+            monkeypatch.setattr(LanguageModel, "ops", CudaOps())
         found[way] = [after_the_pass(decoder("small", layers), HEATS[heat], monkeypatch) for layers in (2, 3)]
     record_property("measured", f"after the pass, 2 and 3 layers, {heat}, (launches, torch): {found}")
     assert found["kernels"][0] == found["kernels"][1]

@@ -18,7 +18,7 @@ from tests.toys import llama
 from torch import Tensor
 
 import paceline
-from paceline.core.device_ops import QUICK
+from paceline.core.device_ops import TORCH
 from paceline.drafters.heads import base as heads
 from paceline.drafters.heads.eagle import EagleHead, Steps
 from paceline.drafters.heads.formats.eagle_checkpoints import FirstEagleHead
@@ -26,9 +26,10 @@ from paceline.drafters.heads.head_modules import PlaceStore
 from paceline.engine import round_graphs as flight
 from paceline.models import reader as model_reader
 from paceline.models.cuda import cuda_head as cuda_draft
-from paceline.models.cuda.cuda_forward import between_passes
 from paceline.models.cuda.cuda_head import CudaHead
+from paceline.models.cuda.cuda_ops import CudaOps
 from paceline.models.heads.subset_head import spread as spread_by_torch
+from paceline.models.language_model import LanguageModel
 from paceline.models.runners.cuda_graph import Rehearsal
 
 pytest.importorskip("triton")
@@ -274,7 +275,7 @@ def by_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(model_reader, "kernel_pass", cuda_pass)
     monkeypatch.setattr(flight, "programs_for", lambda lm: Rehearsal())
-    monkeypatch.setitem(QUICK, "cpu", between_passes())
+    monkeypatch.setattr(LanguageModel, "ops", CudaOps())
 
 
 def written(head: Any, rows: int, options: dict[str, Any], settings: dict[str, Any]) -> list[Any]:
@@ -304,7 +305,7 @@ def test_texts_and_drafts_are_the_same(
     assert [out.tokens for out in found] == [out.tokens for out in wanted]
     monkeypatch.setattr(cuda_draft, "DEVICE", "nowhere")
     monkeypatch.setattr(model_reader, "kernel_pass", lambda lm, model: None)
-    monkeypatch.delitem(QUICK, "cpu")
+    monkeypatch.setattr(LanguageModel, "ops", TORCH)
     slow = written(fitted(), rows, options, settings)
     assert [out.trace.rounds for out in found] == [out.trace.rounds for out in slow]
     if not settings:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,24 +10,19 @@ from tests.gpu.trees import World, grown, same_trees
 from torch import Tensor
 
 from paceline.core.choice import Choice, NoiseTable
-from paceline.core.device_ops import QUICK
 from paceline.core.law import SamplingBatch
+from paceline.core.noise import Purpose
 from paceline.core.sampling import Sampling
-from paceline.models.cuda.cuda_forward import between_passes
+from paceline.models.cuda.cuda_ops import CudaOps
 
 pytest.importorskip("triton")
 
+from paceline.kernels.cuda import cuda_tree_growing
 from paceline.kernels.cuda.cuda_tree_growing import siblings
 
 pytestmark = pytest.mark.filterwarnings("ignore:(invalid value|overflow|divide by zero):RuntimeWarning")
 NEVER = float("-inf")
 V = 700  # more than one program looks at
-
-
-@pytest.fixture
-def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a device that has them."""
-    monkeypatch.setitem(QUICK, "cpu", between_passes())
 
 
 def drawn(*shape: int, seed: int) -> Tensor:
@@ -37,7 +31,7 @@ def drawn(*shape: int, seed: int) -> Tensor:
 
 def a_batch(heats: list[float], seed: int = 0, **more: Any) -> SamplingBatch:
     rows = [Sampling(temperature=heat, seed=seed * 100 + i, **more) for i, heat in enumerate(heats)]
-    return SamplingBatch(rows, [()] * len(rows), "cpu")
+    return SamplingBatch(rows, [()] * len(rows), "cpu", CudaOps())
 
 
 # ---- the best few of a vocabulary
@@ -50,8 +44,8 @@ def test_siblings_are_those_of_the_laws(heats: list[float], size: int) -> None:
     table = NoiseTable(batch, torch.tensor([[11], [400]]), 4)
     choice = Choice(batch, table, torch.tensor([[0, 2, 1], [3, 0, 0]]))
     tokens, sure, _ = choice.siblings(logits, k, "coupled")
-    able, noise = choice.racing(logits, "coupled")
-    assert able
+    assert choice.can_fuse(logits)
+    noise = None if batch.deterministic else (batch.column("temperature", torch.float32), batch.key(Purpose.TARGET))
     done = torch.zeros(6, dtype=torch.int32)
     found = siblings(logits, k, noise, choice.position, done)
     assert torch.equal(found[0], tokens)
@@ -114,12 +108,12 @@ HEATS: list[tuple[list[float], str]] = [
     ids=str,
 )
 def test_the_trees_that_torch_grows(
-    kernels: None, heats: list[float], draw: str, depth: int, nodes: int, options: dict[str, Any]
+    heats: list[float], draw: str, depth: int, nodes: int, options: dict[str, Any]
 ) -> None:
     same_trees(heats, draw, depth, nodes, options, V, 2, "cpu")
 
 
-def test_words_that_cannot_be_said_grow_no_twins(kernels: None) -> None:
+def test_words_that_cannot_be_said_grow_no_twins() -> None:
     """Where hardly anything can be said, a tree is filled up with what cannot; each of it once."""
     world = World(a_batch([0.0, 0.7]), V, 5)
     world.table[:, 2:] = NEVER
@@ -128,7 +122,7 @@ def test_words_that_cannot_be_said_grow_no_twins(kernels: None) -> None:
 
 
 @pytest.mark.parametrize("nodes", [4, 20])
-def test_places_where_nothing_can_be_said_are_no_surer_than_others(kernels: None, nodes: int) -> None:
+def test_places_where_nothing_can_be_said_are_no_surer_than_others(nodes: int) -> None:
     """A child that were, would stay without its parent."""
     world = World(a_batch([0.0, 0.0]), V, 5)
     world.table[::2] = NEVER
@@ -136,7 +130,7 @@ def test_places_where_nothing_can_be_said_are_no_surer_than_others(kernels: None
     tree.validate(V, nodes, 4, 2)
 
 
-def test_a_small_vocabulary(kernels: None) -> None:
+def test_a_small_vocabulary() -> None:
     world = World(a_batch([0.0]), 3, 5)
     tree, _ = grown(world, "coupled", 3, 40, {"tree": "levels", "branch": 8, "width": 2})
     assert tree.nodes == 3 + 2 * 3 * 2
@@ -149,11 +143,11 @@ def test_a_small_vocabulary(kernels: None) -> None:
     ids=["laws", "float64", "more than heat"],
 )
 def test_what_is_left_to_torch(
-    kernels: None, draw: str, numbers: torch.dtype, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    draw: str, numbers: torch.dtype, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     used: list[str] = []
-    trunk: Callable[..., Any] = QUICK["cpu"].trunk
-    object.__setattr__(QUICK["cpu"], "trunk", lambda *given: used.append("trunk") or trunk(*given))
+    nodes = cuda_tree_growing.TreeBuilder
+    monkeypatch.setattr(cuda_tree_growing, "TreeBuilder", lambda *given: used.append("nodes") or nodes(*given))
     grown(World(a_batch([0.8], **settings), V, 5, numbers), draw, 3, 12, {"tree": "levels"})
     assert not used
     grown(World(a_batch([0.8]), V, 5), "coupled", 3, 12, {"tree": "levels"})

@@ -4,7 +4,6 @@ and whole texts in captured rounds."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import fields
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,16 +15,17 @@ from torch import Tensor
 
 import paceline
 from paceline.core.choice import NoiseTable
-from paceline.core.device_ops import QUICK, Quick
+from paceline.core.device_ops import TORCH, DeviceOps
 from paceline.core.law import SamplingBatch
 from paceline.core.noise import Purpose
 from paceline.core.sampling import Sampling
 from paceline.core.tree import TokenTree, closure
 from paceline.core.verdict import BROKEN, Verdict
 from paceline.engine import round_graphs as flight
-from paceline.engine.static_rows import RowTensors, StaticRows
+from paceline.engine.static_rows import StaticRows
 from paceline.models import reader as model_reader
-from paceline.models.cuda.cuda_forward import between_passes
+from paceline.models.cuda.cuda_ops import CudaOps
+from paceline.models.language_model import LanguageModel
 from paceline.models.reader import SlotMapping
 from paceline.models.runners.cuda_graph import Rehearsal
 from paceline.models.synthetic.scripted import Script, ScriptedModel
@@ -155,7 +155,7 @@ def test_begin(depth: int) -> None:
 
 @pytest.mark.parametrize(("width", "fed"), [(2, 0), (1, 5), (1, 0), (3, 20), (1, 63)])
 @pytest.mark.parametrize("turned", [False, True])
-def test_lay(width: int, fed: int, turned: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lay(width: int, fed: int, turned: bool) -> None:
     rows: Any = SimpleNamespace(
         text=numbers(6, 90, most=99, seed=1)[::2], length=torch.tensor([[9], [4], [26]]), bound=30
     )
@@ -164,10 +164,8 @@ def test_lay(width: int, fed: int, turned: bool, monkeypatch: pytest.MonkeyPatch
         tokens = numbers(fed, 3, most=99, seed=2).t() if turned else numbers(3, fed, most=99, seed=2)
     later = [numbers(3, 1, most=99, seed=seed) for seed in (3, 4)]
     said = []
-    for quick in (False, True):
-        if quick:
-            monkeypatch.setitem(QUICK, "cpu", between_passes())
-        layout = SlotMapping()
+    for ops in (TORCH, CudaOps()):
+        layout = SlotMapping(ops)
         said.append([layout.of(rows, 0, width, tokens)])
         said[-1] += [layout.of(rows, fed + step, 0, each) for step, each in enumerate(later)]
         said[-1] += [layout.of(rows, fed + 2, 0, torch.cat(later, 1))]
@@ -179,14 +177,15 @@ def test_lay(width: int, fed: int, turned: bool, monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.parametrize("N", [1, 2, 5, 8])
 @pytest.mark.parametrize("counted", [False, True])
-def test_follow(N: int, counted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_follow(N: int, counted: bool) -> None:
     picks = numbers(64, N + 1, most=2, seed=N)
     picks[:4, 1:] = BROKEN
     tree = TokenTree(numbers(N, 64, most=2, seed=N + 1).t(), count=numbers(64, most=N + 2, seed=3) if counted else None)
-    choice: Any = SimpleNamespace(pick=lambda logits: picks)
-    wanted = Match().verify(tree, picks, choice)
-    monkeypatch.setitem(QUICK, "cpu", between_passes())
-    got = Match().verify(tree, picks, choice)
+    slow, fast = (
+        SimpleNamespace(pick=lambda logits: picks, batch=SimpleNamespace(ops=ops)) for ops in (TORCH, CudaOps())
+    )
+    wanted = Match().verify(tree, picks, slow)  # type: ignore[arg-type]
+    got = Match().verify(tree, picks, fast)  # type: ignore[arg-type]
     assert torch.equal(got.emitted, wanted.emitted)
     assert torch.equal(got.accepted, wanted.accepted)
     assert {0, 1} <= set(wanted.accepted.flatten().tolist())
@@ -195,7 +194,8 @@ def test_follow(N: int, counted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
 class Some(StaticRows):
     """Five rows, one of them at its end."""
 
-    def __init__(self) -> None:
+    def __init__(self, ops: DeviceOps) -> None:
+        self.ops = ops
         self.batch = SamplingBatch([Sampling()] * 5, [()] * 5, "cpu")
         self.device = torch.device("cpu")
         store = numbers(8, 40, most=99, seed=1)
@@ -213,10 +213,9 @@ def test_write(N: int, reach: int | None, counted: bool, monkeypatch: pytest.Mon
     D = N if reach is None else reach
     path = None if reach is None else numbers(5, N, most=99, seed=7)[:, :D]
     verdict = Verdict(numbers(5, D + 1, most=99, seed=4), numbers(5, 1, most=D + 1, seed=5), path)
-    slow, fast = Some(), Some()
+    slow, fast = Some(TORCH), Some(CudaOps())
     wanted = slow.write(verdict, tree)
-    monkeypatch.setitem(QUICK, "cpu", between_passes())
-    monkeypatch.setattr(RowTensors, "write", None)  # not that way
+    monkeypatch.setattr(DeviceOps, "commit", None)  # not that way
     assert torch.equal(fast.write(verdict, tree), wanted)
     assert torch.equal(fast.text, slow.text)
     assert torch.equal(fast.length, slow.length)
@@ -244,14 +243,16 @@ SETTINGS: list[dict[str, Any]] = [
 ]
 
 
-def counting(asked: list[str]) -> Quick:
+def counting(asked: list[str]) -> DeviceOps:
     """The kernels, and a note of each that is asked."""
 
     def noted(name: str, kernel: Callable[..., Any]) -> Callable[..., Any]:
         return lambda *given, **named: asked.append(name) or kernel(*given, **named)
 
-    known = between_passes()
-    return Quick(**{each.name: noted(each.name, getattr(known, each.name)) for each in fields(known)})
+    ops = CudaOps()
+    for name, kernel in list(vars(ops).items()):
+        setattr(ops, name, noted(name.removesuffix("_kernel"), kernel))
+    return ops
 
 
 def texts(draft: Any, options: dict[str, Any], rows: int, settings: dict[str, Any], scripted: bool) -> list[list[int]]:
@@ -280,12 +281,12 @@ def test_the_same_texts(
     monkeypatch.setattr(flight, "programs_for", lambda lm: Rehearsal())
     wanted = texts(draft, options, rows, settings, scripted)
     asked: list[str] = []
-    monkeypatch.setitem(QUICK, "cpu", counting(asked))
+    monkeypatch.setattr(LanguageModel, "ops", counting(asked))
     assert texts(draft, options, rows, settings, scripted) == wanted
     plain = "repetition_penalty" not in settings
     assert ("race" in asked) == plain
     assert ("say" in asked) == scripted
-    assert "lay" in asked
+    assert "slots" in asked
 
 
 @pytest.mark.parametrize("heat", [0.0, 0.8])
@@ -293,7 +294,7 @@ def test_how_much_a_round_asks_for(heat: float, monkeypatch: pytest.MonkeyPatch)
     """One row, a chain of 3: every number is a launch on a device."""
     monkeypatch.setattr(flight, "programs_for", lambda lm: Rehearsal())
     asked: list[str] = []
-    monkeypatch.setitem(QUICK, "cpu", counting(asked))
+    monkeypatch.setattr(LanguageModel, "ops", counting(asked))
     whole = flight.RoundGraphs._round
     spent = []
 
@@ -308,7 +309,7 @@ def test_how_much_a_round_asks_for(heat: float, monkeypatch: pytest.MonkeyPatch)
     decoder = paceline.SpeculativeDecoder(target, small, gamma=3)
     decoder.generate([1, 2, 3], max_new_tokens=12, temperature=heat, seed=1)
     assert spent
-    assert all(each == {"begin": 1, "lay": 2, "race": 4, "follow": 1, "write": 1} for each in spent)
+    assert all(each == {"begin": 1, "slots": 2, "race": 4, "match": 1, "commit": 1} for each in spent)
 
 
 @pytest.mark.parametrize(
@@ -326,10 +327,10 @@ def test_rounds_by_kernels_alone(rows: int, settings: dict[str, Any], monkeypatc
     monkeypatch.setattr(model_reader, "kernel_pass", cuda_pass)
     monkeypatch.setattr(flight, "programs_for", lambda lm: Rehearsal())
     asked: list[str] = []
-    monkeypatch.setitem(QUICK, "cpu", counting(asked))
+    monkeypatch.setattr(LanguageModel, "ops", counting(asked))
     found = paceline.SpeculativeDecoder(*models, gamma=3, rows=rows).generate(prompts, **limits)
     assert [out.tokens for out in found] == [out.tokens for out in plain]
-    assert {"begin", "lay", "race", "follow", "write"} <= set(asked)
+    assert {"begin", "slots", "race", "match", "commit"} <= set(asked)
 
 
 def test_positions_that_are_known_are_not_made_again() -> None:

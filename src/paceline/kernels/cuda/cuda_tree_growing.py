@@ -213,7 +213,7 @@ def siblings(
 
 
 class TreeBuilder:
-    """A tree that grows, `core.quick.TreeBuilder`: at most `size` nodes after texts of `length` [R,1]. What is added is
+    """The nodes of a tree that grows: at most `size` nodes after texts of `length` [R,1]. What is added is
     written down by the launch that chooses what to ask about next, or by the one that ends it."""
 
     def __init__(self, length: Tensor, size: int, anywhere: bool) -> None:
@@ -233,7 +233,7 @@ class TreeBuilder:
         self._children = siblings(logits, k, noise, self._position, done)
         self._new, self._k = logits.shape[1] * k, k
 
-    def ask(self, spread: int) -> tuple[Tensor, Tensor]:
+    def expand_best(self, spread: int) -> tuple[Tensor, Tensor]:
         """The `spread` surest: their tokens [R,spread], and their parents among all that were asked about."""
         R = self._length.shape[0]
         ask = torch.empty(4, R, spread, dtype=torch.int64, device=self._device)

@@ -19,15 +19,17 @@ from torch import Tensor
 
 from paceline.common.errors import PacelineWarning, UnsupportedError
 from paceline.core.contracts import Reading
-from paceline.models.cpu.cpu_plan import Plan, plan_of
+from paceline.core.device_ops import TORCH, DeviceOps
+from paceline.models.cpu.cpu_ops import CpuOps, climb
+from paceline.models.cpu.cpu_plan import Plan, no_family, plan_of
 from paceline.models.cpu.threads import CROWD
-from paceline.models.cpu.tree_ops import climb, offer
 from paceline.models.slot_cache import SlotCache
 
 if TYPE_CHECKING:
     from paceline.models.cuda.cuda_forward import CudaForward
     from paceline.models.language_model import LanguageModel
 
+_KERNELS = ("auto", "kernels")  # the runners that may use kernels
 _EXTRA = 4  # tokens that take as long as it takes to begin a pass
 _MANY = 16  # tokens of a pass that is limited by arithmetic, where a pass over few is limited by memory
 
@@ -226,7 +228,7 @@ def _check(ids: Tensor, known: int, keys: Tensor, rows: int, visible: int) -> No
 def kernel_pass(lm: LanguageModel, model: Any) -> CpuForward | CudaForward | None:
     """Kernels for a reader of this model, where there are some. The plan is made anew each time: somebody may have
     cast the model, or hung hooks on it, since the last. Nothing is compiled for a model that has none."""
-    if lm.runner not in ("auto", "kernels"):
+    if lm.runner not in _KERNELS:
         return None
     about = (model, lm.architecture.kinds, lm.architecture.window, lm.logits)
     why: str | None
@@ -248,6 +250,20 @@ def kernel_pass(lm: LanguageModel, model: Any) -> CpuForward | CudaForward | Non
             f"The runner 'kernels' was asked for, and {lm.name} cannot run by it: {why}; use runner 'auto'."
         )
     return None
+
+
+def ops_for(lm: LanguageModel) -> DeviceOps:
+    """What the device of a model does between its forward passes. Triton is used only where its forward pass may run by
+    Triton, too; the CPU kernels once they are loaded."""
+    from paceline.kernels.cpu import warm_up
+
+    if lm.device.type == "cuda":
+        from paceline.models.cuda.cuda_forward import importable
+        from paceline.models.cuda.cuda_ops import CudaOps
+
+        unfit = lm.runner not in _KERNELS or no_family(lm.core) is not None or importable() is not None
+        return TORCH if unfit else CudaOps()
+    return CpuOps() if lm.device.type == "cpu" and warm_up.is_warm() else TORCH
 
 
 def _uncompiled(plan: Plan) -> str | None:
@@ -289,7 +305,6 @@ def kernels_missing() -> str | None:
     except Exception as error:  # a compiler may fail in any way; passes then run as they would without one
         tell_why(_cannot(error))
         return _cannot(error)
-    offer()
     return None
 
 

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 
 from paceline.core.contracts import Reading
-from paceline.core.device_ops import QUICK, Quick
 from paceline.models.cpu.cpu_forward import AttentionSpan, LayerRange
 from paceline.models.cpu.cpu_plan import misfit
 from paceline.models.slot_cache import SlotCache
@@ -101,8 +100,6 @@ class CudaForward:
         self.strict = strict
         self._first = 0  # the first row that is being read
         self._done = torch.zeros(COUNTS, dtype=torch.int32, device=plan.table.device)
-        if plan.table.device.type == "cuda":
-            QUICK.setdefault("cuda", between_passes())
 
     def __call__(
         self,
@@ -201,18 +198,6 @@ class ForwardInputs:
         self.prefix = self.slots if sight.prefix is None else sight.prefix.flatten().contiguous()
         self.ahead = 1 if sight.prefix is None else 0
         self.tree = sight.tree
-
-
-def between_passes() -> Quick:
-    """The kernels for what lies between the passes of a round."""
-    from paceline.kernels.cuda import cuda_rounds as rounds
-    from paceline.kernels.cuda import cuda_tree_paths as branches
-    from paceline.kernels.cuda.accepting import judge
-    from paceline.kernels.cuda.choosing import race
-    from paceline.kernels.cuda.cuda_tree_growing import TreeBuilder
-
-    trees = (TreeBuilder, branches.depths, branches.follow_tree, branches.move)
-    return Quick(*trees, race, judge, rounds.follow, rounds.lay, rounds.begin, rounds.write, rounds.say)
 
 
 # ---- the plan of a model

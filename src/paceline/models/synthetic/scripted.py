@@ -23,11 +23,10 @@ from torch import Tensor
 from paceline.common.errors import InputError, UnsupportedError
 from paceline.core.contracts import Reading, RowsView
 from paceline.core.costs import accepted_of
-from paceline.core.device_ops import QUICK
 from paceline.models.architecture import refuse_dropout
 from paceline.models.language_model import LanguageModel
 from paceline.models.module_views import apart, shell
-from paceline.models.reader import ForwardPlan, SlotReader
+from paceline.models.reader import SlotReader
 
 LOUD = 1e4  # a logit that wins over all others at any temperature, and that every floating-point type can hold
 
@@ -125,19 +124,8 @@ class _ScriptReader(SlotReader):
         )
         plan = self._plan(rows, width, tokens, parents)
         reading, _ = self._executor(self.cache, plan)
-        self._raise_logits_of_script(reading.logits, plan)
+        self.ops.say(reading.logits, self._script, plan.ids, plan.positions, self._base, LOUD)
         return reading
-
-    def _raise_logits_of_script(self, logits: Tensor, plan: ForwardPlan) -> None:
-        quick = QUICK.get(plan.ids.device.type)
-        if quick is not None:
-            quick.say(logits, self._script, plan.ids, plan.positions, self._base, LOUD)
-            return
-        keep, depth = plan.keep, self._script.shape[1]
-        step: Tensor | int = 0
-        if depth > 1:
-            step = (plan.positions[:, -keep:] + 1 - self._base).clamp(0, depth - 1)
-        _raise_logits(logits, self._script[plan.ids[:, -keep:], step])
 
 
 def _raise_logits(logits: Tensor, tokens: Tensor) -> None:

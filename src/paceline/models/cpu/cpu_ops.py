@@ -1,23 +1,55 @@
-"""Drafts that are trees, by kernels on a CPU: grown, judged, and what a model remembers of them (`core.quick`).
+"""`DeviceOps` for trees by CPU kernels (`kernels.cpu`): grow them, match them, move their slots in a KV cache.
 
-By torch each is a dozen steps that take longer than what they compute: a level of two nodes and six candidates as long
-as a twentieth of a pass of a small model.
+By torch each operation is a dozen steps that take longer than what they compute: a level of two nodes and six
+candidates takes a twentieth of a forward pass of a small model.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from functools import cache as once
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from paceline.core.device_ops import BRANCHES, Branches
+from paceline.core.choice import Draw
+from paceline.core.contracts import RowsView
+from paceline.core.device_ops import DeviceOps, KernelTree, TreeBuilder
+from paceline.core.tree import TokenTree
+from paceline.core.verdict import Verdict
 
 
-def offer() -> None:
-    """For all trees on this machine from now on; called once kernels are there."""
-    BRANCHES.setdefault("cpu", Branches(TreeBuilder, depths, follow_tree, move, races=False))
+class CpuOps(DeviceOps):
+    """Trees by kernels. Trees that are sampled are grown by torch: the kernels draw no noise."""
+
+    def match_tree(self, tree: TokenTree, picks: Tensor) -> Verdict:
+        assert tree.parents is not None
+        return Verdict(*follow_tree(tree.tokens, tree.parents, tree.count, picks, tree.reach))
+
+    def tree_builder(
+        self, rows: RowsView, draw: Draw, logits: Tensor, size: int, widest: int, anywhere: bool
+    ) -> TreeBuilder:
+        choice = None if rows.needs_path else rows.choice(slice(0, 1))
+        if choice is None or not choice.greedy(draw) or not choice.can_fuse(logits, draw):
+            return super().tree_builder(rows, draw, logits, size, widest, anywhere)
+        return KernelTree(Nodes(rows.length, size, anywhere), None, rows.length)
+
+    def depths(self, tree: TokenTree) -> Tensor:
+        return super().depths(tree) if tree.parents is None else depths(tree.parents)
+
+    def move(
+        self,
+        stores: Sequence[Tensor],
+        addresses: Callable[[], Tensor | None],
+        length: Tensor,
+        source: Tensor,
+        target: Tensor,
+    ) -> None:
+        table = addresses()
+        if table is None:
+            return super().move(stores, addresses, length, source, target)
+        return move(table[: len(stores)], stores[0], length, source, target)
 
 
 @once
@@ -33,8 +65,8 @@ def _numbers(*shape: int) -> Tensor:
     return torch.empty(shape, dtype=torch.int64, device="cpu")
 
 
-class TreeBuilder:
-    """A tree that grows, `core.quick.TreeBuilder`: at most `size` nodes after each text."""
+class Nodes:
+    """The nodes of a tree that grows: at most `size` after each text."""
 
     def __init__(self, length: Tensor, size: int, anywhere: bool) -> None:
         R = length.shape[0]
@@ -60,7 +92,7 @@ class TreeBuilder:
         self._newest = W * k
         self._count += self._newest
 
-    def ask(self, spread: int) -> tuple[Tensor, Tensor]:
+    def expand_best(self, spread: int) -> tuple[Tensor, Tensor]:
         """The `spread` surest: their tokens [R,spread], and their parents among all that were asked about."""
         R, first = self._asked.shape[0], 0 if self._anywhere else self._count - self._newest
         assert spread <= self._newest

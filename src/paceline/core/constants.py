@@ -1,0 +1,49 @@
+"""Constant tensors: rounds need them often, and a CUDA graph cannot take numbers from the host."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+_BEFORE = 4096  # how far below 0 the long tables begin
+_SHORT = 64
+_MADE: dict[tuple[object, ...], Tensor] = {}  # by what they hold, and their device
+
+
+def _once(name: tuple[object, ...], make: Callable[[], Tensor]) -> Tensor:
+    known = _MADE.get(name)
+    if known is None:
+        known = _MADE[name] = make()
+    return known
+
+
+def arange(start: int, stop: int, device: torch.device) -> Tensor:
+    """The numbers start..stop-1: a constant if short, else a part of one long table."""
+    if stop - start <= _SHORT and start <= _SHORT:
+        known = _MADE.get((start, stop, device))
+        if known is None:
+            known = _MADE[(start, stop, device)] = torch.arange(start, stop, device=device)
+        return known
+    if start < -_BEFORE:
+        return torch.arange(start, stop, device=device)
+    table = _MADE.get(("table", device))
+    if table is None or stop + _BEFORE > table.shape[0]:
+        table = _MADE[("table", device)] = torch.arange(-_BEFORE, max(2 * stop, 4096), device=device)
+    return table[start + _BEFORE : stop + _BEFORE]
+
+
+def multiples(start: int, stop: int, of: int, device: torch.device) -> Tensor:
+    """The numbers start..stop-1, times `of`."""
+    return _once(("multiples", start, stop, of, device), lambda: torch.arange(start, stop, device=device) * of)
+
+
+def zeros(rows: int, device: torch.device) -> Tensor:
+    """[rows,1], int64."""
+    return _once(("zeros", rows, device), lambda: torch.zeros(rows, 1, dtype=torch.int64, device=device))
+
+
+def integers(numbers: tuple[int, ...], device: torch.device) -> Tensor:
+    """[len(numbers)], int64."""
+    return _once(("integers", *numbers, device), lambda: torch.tensor(numbers, dtype=torch.int64, device=device))

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from paceline import Generation, SpeculativeDecoder
-from paceline.core import device_ops
+from paceline import Generation, LanguageModel, SpeculativeDecoder
+from paceline.core.device_ops import TORCH
 from tests.engine.graph_devices import imitated, watched
 
 from .drafters import PLAIN, Variant, board, identity_board, marks_of_runner, some_variants, variants
@@ -123,7 +123,7 @@ def test_every_runner_writes_that_text(runner: str, variant: Variant, monkeypatc
     plain(case, False), plain(case, True)  # before the device is imitated
     graphs: list[Any] = []
     if "graphs" in runner:
-        monkeypatch.setattr(device_ops, "BRANCHES", {})  # such a device has no kernels of a CPU
+        monkeypatch.setattr(LanguageModel, "ops", TORCH)  # such a device has no kernels of a CPU
         graphs = (watched if runner == "watched graphs" else imitated)(monkeypatch)
     decoder = variant.decoder(case, gamma=4)
     for batch, alone in WAYS[:2] if graphs else [WAYS[2]]:  # the second batch uses the graphs of the first

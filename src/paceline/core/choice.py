@@ -84,6 +84,8 @@ class Choice:
     @property
     def position(self) -> Tensor:
         """[R,Q] absolute positions of the tokens to be chosen."""
+        if isinstance(self._depth, slice):
+            return self.table.position[:, self._depth]
         return self.at_depth(self.table.position)
 
     def at_depth(self, by_depth: Tensor) -> Tensor:

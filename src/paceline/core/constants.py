@@ -1,8 +1,11 @@
-"""Constant tensors: rounds need them often, and a CUDA graph cannot take numbers from the host."""
+"""Constant tensors: rounds need them often, and a CUDA graph cannot take numbers from the host.
+
+None of them is ever dropped: a CUDA graph that was captured goes on reading it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -10,13 +13,6 @@ from torch import Tensor
 _BEFORE = 4096  # how far below 0 the long tables begin
 _SHORT = 64
 _MADE: dict[tuple[object, ...], Tensor] = {}  # by what they hold, and their device
-
-
-def _once(name: tuple[object, ...], make: Callable[[], Tensor]) -> Tensor:
-    known = _MADE.get(name)
-    if known is None:
-        known = _MADE[name] = make()
-    return known
 
 
 def arange(start: int, stop: int, device: torch.device) -> Tensor:
@@ -34,16 +30,19 @@ def arange(start: int, stop: int, device: torch.device) -> Tensor:
     return table[start + _BEFORE : stop + _BEFORE]
 
 
+@cache
 def multiples(start: int, stop: int, of: int, device: torch.device) -> Tensor:
     """The numbers start..stop-1, times `of`."""
-    return _once(("multiples", start, stop, of, device), lambda: torch.arange(start, stop, device=device) * of)
+    return torch.arange(start, stop, device=device) * of
 
 
+@cache
 def zeros(rows: int, device: torch.device) -> Tensor:
     """[rows,1], int64."""
-    return _once(("zeros", rows, device), lambda: torch.zeros(rows, 1, dtype=torch.int64, device=device))
+    return torch.zeros(rows, 1, dtype=torch.int64, device=device)
 
 
+@cache
 def integers(numbers: tuple[int, ...], device: torch.device) -> Tensor:
     """[len(numbers)], int64."""
-    return _once(("integers", *numbers, device), lambda: torch.tensor(numbers, dtype=torch.int64, device=device))
+    return torch.tensor(numbers, dtype=torch.int64, device=device)

@@ -68,7 +68,7 @@ class DeviceOps:
     def pick(self, choice: Choice, logits: Tensor) -> Tensor:
         """[R,Q]: the target's token at each position, or BROKEN where none can be chosen."""
         if choice.batch.deterministic:
-            scores = choice.batch.edit(logits, choice.prefix)
+            scores = logits if choice.prefix is None else choice.batch.edit(logits, choice.prefix)
             index = first_best(scores)
             value = scores.gather(-1, index.unsqueeze(-1)).squeeze(-1)
             return torch.where(value - value == 0, index, BROKEN)
@@ -79,8 +79,8 @@ class DeviceOps:
     ) -> tuple[Tensor, Law | None]:
         """[R,Q]: one drafted token per position, and the law it was drawn from (None: a point mass). `into` [R,Q] is a
         part of `chain_buffer`: the tokens may be written there."""
-        if choice.greedy(draw):
-            return first_best(choice.batch.edit(logits, choice.prefix)), None
+        if choice.batch.deterministic or draw == "certain":
+            return first_best(logits if choice.prefix is None else choice.batch.edit(logits, choice.prefix)), None
         law = choice.law(logits)
         return choice.sample(law, logits.shape[-1], Purpose.TARGET if draw == "coupled" else Purpose.DRAFT), law
 
@@ -93,10 +93,10 @@ class DeviceOps:
     def match_chain(self, tree: TokenTree, picks: Tensor) -> Verdict:
         """The verdict of rule `match` on a chain; picks [R,1+N]: the target's token after the text and every node."""
         agree = tree.tokens == picks[:, :-1]
-        if tree.in_use is not None:
+        if tree.count is not None and tree.in_use is not None:
             agree = agree & tree.in_use
         accepted = agree.cumprod(1).sum(1, keepdim=True)
-        return Verdict(picks.where(arange(0, tree.nodes + 1, picks.device) <= accepted, NOTHING), accepted)
+        return Verdict(picks.where(arange(0, picks.shape[1], picks.device) <= accepted, NOTHING), accepted)
 
     def match_tree(self, tree: TokenTree, picks: Tensor) -> Verdict:
         """The same on a tree. Of siblings with the same token the first counts."""

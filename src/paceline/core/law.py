@@ -230,7 +230,7 @@ class SamplingBatch:
 
     def law(self, logits: Tensor, position: Tensor | None, prefix: Prefix | None) -> Law:
         """The law each place is sampled from: [R,Q,V] logits at positions [R,Q] (asked for only if `uses_noise`)."""
-        scores = self.edit(logits, prefix)
+        scores = logits if prefix is None else self.edit(logits, prefix)
         if scores.dtype not in (torch.float32, torch.float64):
             scores = scores.to(torch.float32)
         if self.deterministic:

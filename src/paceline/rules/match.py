@@ -18,6 +18,6 @@ class Match(Rule):
     def verify(self, tree: TokenTree, logits: Tensor, choice: Choice) -> Verdict:
         picks = choice.pick(logits)  # [R,1+N]: the target's token after the text and after every node
         if tree.nodes == 0:
-            return Verdict(picks, zeros(tree.rows, picks.device))
+            return Verdict(picks, zeros(picks.shape[0], picks.device))
         ops = choice.batch.ops
-        return ops.match_chain(tree, picks) if tree.is_chain else ops.match_tree(tree, picks)
+        return ops.match_chain(tree, picks) if tree.parents is None else ops.match_tree(tree, picks)

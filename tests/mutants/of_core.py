@@ -142,8 +142,8 @@ MUTANTS = [
     Mutant(
         "a draft is drawn with noise that the target uses",
         "core/choice.py",
-        "exponential(self.batch.key(Purpose.DRAFT), self._here(self.table.own), lanes)",
-        "exponential(self.batch.key(Purpose.TARGET), self._here(self.table.position), lanes)",
+        "exponential(self.batch.key(purpose), self.at_depth(self.table.own), lanes)",
+        "exponential(self.batch.key(Purpose.TARGET), self.at_depth(self.table.position), lanes)",
         "tests/conformance/test_chi_square.py::test_tables[traversal-draft-model-"
         "{'tree': 'chain', 'width': 1}-adverse-5000]",
     ),

@@ -38,7 +38,7 @@ MUTANTS = [
     ),
     Mutant(
         "an accepted branch is not moved",
-        "models/slot_cache.py",
+        "core/device_ops.py",
         "source, target = length + source, length + target",
         "source, target = length + target, length + target",
         "tests/models/test_kernel_branches.py::test_move",

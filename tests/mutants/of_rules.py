@@ -13,21 +13,21 @@ BEAM = "tests/rules/test_beam.py::test_"
 MUTANTS = [
     Mutant(
         "match accepts after a mismatch",
-        "rules/match.py",
+        "core/device_ops.py",
         "accepted = agree.cumprod(1).sum(1, keepdim=True)",
         "accepted = agree.sum(1, keepdim=True)",
         "tests/conformance/test_bad_drafters.py::test_a_drafter_that_guesses",
     ),
     Mutant(
         "match accepts nodes that are not in use",
-        "rules/match.py",
-        "    agree = tree.tokens == picks[:, :-1]\n    if tree.in_use is not None:",
+        "core/device_ops.py",
+        "    agree = tree.tokens == picks[:, :-1]\n    if tree.count is not None and tree.in_use is not None:",
         "    agree = tree.tokens == picks[:, :-1]\n    if False:",
         UNUSED + "[match-certain-[-1]]",
     ),
     Mutant(
         "match walks below twins",
-        "rules/match.py",
+        "core/device_ops.py",
         "return ~same.tril(-1).any(-1)",
         "return ~(same & False).any(-1)",
         "tests/kernels/cuda/test_branches.py::test_follow_tree",

@@ -49,7 +49,6 @@ def test_json_has_the_facts(target: str) -> None:
 
 def test_what_was_measured_is_used_and_can_be_measured_now(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "_TOKENS", 8)
-    monkeypatch.setattr(pass_times, "_KNOWN", {})
     monkeypatch.setattr(pass_times, "_stored", lambda key: None)
     before = checks("--target", target, "--draft", "suffix")["speed-up"]
     assert before["status"] == "note"

@@ -12,7 +12,6 @@ from tests.toys import letters, llama
 from paceline.core.contracts import Drafter
 from paceline.drafters.resolve import make_drafter
 from paceline.engine.round_timing import full_costs, measure_drafter, measure_overhead, time_rounds
-from paceline.models import pass_timing as pass_times
 from paceline.models.language_model import LanguageModel
 
 
@@ -24,7 +23,6 @@ def ticking() -> Callable[[], float]:
 @pytest.fixture(autouse=True)
 def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PACELINE_CACHE", str(tmp_path))
-    monkeypatch.setattr(pass_times, "_KNOWN", {})
 
 
 def test_a_round_is_taken_apart() -> None:

@@ -31,8 +31,9 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from paceline import LanguageModel, SpeculativeDecoder, UnsupportedError
+from paceline.common.errors import in_one_line
 from paceline.models import probe  # noqa: F401 - before the processes part
-from paceline.models.loading.quiet import in_one_line, quiet
+from paceline.models.loading.hub import quiet
 from paceline.models.probe import small_config, small_models
 
 PAGE, MARK = Path(__file__).parents[2] / "docs" / "models.md", "<!-- written by make models -->"

@@ -15,7 +15,7 @@ from tests.conformance.test_cache import Texts
 
 from paceline import LanguageModel, SpeculativeDecoder
 from paceline.models.cpu.cpu_forward import kernels_missing
-from paceline.models.runtime import in_numbers, made_strict, with_runner
+from paceline.models.runtime import quantize_as, with_runner, with_strict
 
 VOCABULARY = 97
 LENGTHS = [1, 30, 7, 70, 2, 13, 44, 5]  # of the prompts: ragged, odd, and longer than one piece
@@ -77,7 +77,7 @@ def drafters() -> dict[str, dict[str, Any]]:
 def test_a_batch_by_cpu_kernels_has_the_bits_of_each_alone(kind: str | None, settings: str, threads: int) -> None:
     """Also where a sequence joins a batch that runs (rows=3), and with every kind of draft."""
     said = {"max_new_tokens": NEW, "logprobs": 3, "ignore_eos": True, **SETTINGS[settings]}
-    target = in_numbers(llama(), kind)
+    target = quantize_as(llama(), kind)
     wanted = each_alone(SpeculativeDecoder(target, None), texts(), **said)
     assert target.reader().kernels is not None, "this is to test kernels"
     for name, how in drafters().items():
@@ -149,8 +149,8 @@ def check_reading(lm: LanguageModel, prompts: list[list[int]]) -> None:
 @pytest.mark.parametrize("kind", FORMATS)
 @torch.inference_mode()
 def test_kernels_read_a_prompt_alike_in_every_batch(kind: str | None, threads: int) -> None:
-    check_reading(in_numbers(llama(), kind), texts())
-    check_reading(in_numbers(llama(), kind), texts([3, 4, 1, 6, 5]))  # so short that one pass reads them
+    check_reading(quantize_as(llama(), kind), texts())
+    check_reading(quantize_as(llama(), kind), texts([3, 4, 1, 6, 5]))  # so short that one pass reads them
 
 
 @with_kernels
@@ -158,7 +158,7 @@ def test_kernels_read_a_prompt_alike_in_every_batch(kind: str | None, threads: i
 @torch.inference_mode()
 def test_kernels_give_a_prefix_the_bits_of_the_whole(kind: str | None) -> None:
     """What a position holds depends on the text up to it alone; so a KV cache may be reused from any position on."""
-    lm, text = in_numbers(llama(), kind), texts([300])[0]
+    lm, text = quantize_as(llama(), kind), texts([300])[0]
     whole = memory(read(lm, [text], 310)[0], 0, 299)
     for end in (2, 64, 129, 200):
         part = memory(read(lm, [text[:end]], 400)[0], 0, end)
@@ -175,7 +175,7 @@ def test_kernels_give_a_prefix_the_bits_of_the_whole(kind: str | None) -> None:
 )
 @torch.inference_mode()
 def test_strict_reading_is_alike_in_every_batch(name: str, dtype: str) -> None:
-    lm = made_strict(with_runner(LanguageModel(build(CASES[name]).to(getattr(torch, dtype))), "eager"))
+    lm = with_strict(with_runner(LanguageModel(build(CASES[name]).to(getattr(torch, dtype))), "eager"))
     check_reading(lm, texts([1, 23, 7, 13], lm.vocabulary))
 
 
@@ -190,7 +190,7 @@ DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=[
 @DTYPES
 @torch.inference_mode()
 def test_strict_reading_of_a_wide_model(dtype: torch.dtype, threads: int) -> None:
-    check_reading(made_strict(with_runner(LanguageModel(wide(dtype)), "eager")), texts([7, 70, 13]))
+    check_reading(with_strict(with_runner(LanguageModel(wide(dtype)), "eager")), texts([7, 70, 13]))
 
 
 @DTYPES
@@ -205,7 +205,7 @@ def test_a_strict_batch_has_the_bits_of_each_alone(dtype: torch.dtype, settings:
 
 @torch.inference_mode()
 def test_strict_gives_a_prefix_the_bits_of_the_whole() -> None:
-    lm = made_strict(with_runner(llama(), "eager"))
+    lm = with_strict(with_runner(llama(), "eager"))
     text = texts([300])[0]
     whole = memory(read(lm, [text], 310)[0], 0, 299)
     for end in (2, 64, 129, 200):
@@ -216,7 +216,7 @@ def test_strict_gives_a_prefix_the_bits_of_the_whole() -> None:
 @torch.inference_mode()
 def test_strict_rounds_see_as_many_slots_as_the_position_asks_for() -> None:
     """A sequence beside a much longer one, at the edge of a block of slots, and in drafts that cross it."""
-    lm = made_strict(with_runner(llama(), "eager"))
+    lm = with_strict(with_runner(llama(), "eager"))
     short, long = texts([509, 1200])
     reader, rows, logits = read(lm, [short], 530)
     beside, both, more = read(lm, [short, long], 1300)

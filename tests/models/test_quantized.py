@@ -18,7 +18,7 @@ from paceline import LanguageModel, SpeculativeDecoder
 from paceline.common.errors import InputError, UnsupportedError
 from paceline.kernels.cpu import machine
 from paceline.models.cpu.cpu_plan import Plan, plan_of
-from paceline.models.module_views import rebuilt
+from paceline.models.module_views import map_modules
 from paceline.models.quantization.packed_linear import BFloat16Linear, PackedLinear
 from paceline.models.quantization.quantize import KINDS, Int4Linear, Int8Linear, extra_bytes, quantized
 
@@ -51,7 +51,7 @@ def in_float64(lm: LanguageModel) -> Any:
             linear.bias.data = module.bias.data.double()
         return linear
 
-    return copy.deepcopy(rebuilt(lm.model, plain)).double()
+    return copy.deepcopy(map_modules(lm.model, plain)).double()
 
 
 # ---- the weights
@@ -227,7 +227,7 @@ def test_a_checkpoint_in_bfloat16_says_the_same_at_half_the_bytes() -> None:
 @by_kernels
 def test_a_drafter_made_of_the_target_runs_by_kernels() -> None:
     lm = LanguageModel(build("llama-tied", **EVEN))
-    assert reader_of(quantized(lm))._kernels is not None
+    assert reader_of(quantized(lm)).kernels is not None
     out = SpeculativeDecoder(lm, "self-quantized", gamma=3).generate([5, 6, 7], max_new_tokens=24, ignore_eos=True)
     plain = SpeculativeDecoder(lm, draft=None).generate([5, 6, 7], max_new_tokens=24, ignore_eos=True)
     assert out.tokens == plain.tokens

@@ -17,7 +17,7 @@ from paceline.common.errors import UnknownNameError
 from paceline.models import load
 from paceline.models import runtime as running
 from paceline.models.pass_timing import costs_key, machine_key
-from paceline.models.runtime import Running, in_numbers, kind_of, parts, prepare, with_runner
+from paceline.models.runtime import Running, parts, prepare, quantization_of, quantize_as, with_runner
 
 PROMPT = [1, 2, 3, 4]
 
@@ -135,7 +135,7 @@ def test_a_draft_that_cannot_have_what_was_demanded(lm: LanguageModel, kernels: 
 def test_a_quantised_target(lm: LanguageModel) -> None:
     decoder = SpeculativeDecoder(lm, "prompt-lookup", quantize="int8")
     assert decoder.target.model is not lm.model
-    assert (kind_of(decoder.target), kind_of(lm)) == ("int8", None)
+    assert (quantization_of(decoder.target), quantization_of(lm)) == ("int8", None)
     assert "exact with respect to the int8 model)" in decoder.describe()
     plain = SpeculativeDecoder(lm, draft=None, quantize="int8")
     assert plain.target.model is decoder.target.model  # quantised once
@@ -144,14 +144,14 @@ def test_a_quantised_target(lm: LanguageModel) -> None:
 
 
 def test_the_runner_stays_with_the_numbers(lm: LanguageModel) -> None:
-    assert in_numbers(with_runner(lm, "eager"), "int8").runner == "eager"
-    assert in_numbers(lm, "int8").runner == "auto"
-    assert in_numbers(lm, None) is lm
+    assert quantize_as(with_runner(lm, "eager"), "int8").runner == "eager"
+    assert quantize_as(lm, "int8").runner == "auto"
+    assert quantize_as(lm, None) is lm
 
 
 def test_both_branches_are_quantised(lm: LanguageModel) -> None:
-    other = in_numbers(guided(lm, 1.5, [3]), "int8")
-    assert [kind_of(each) for each in parts(other)] == ["int8", "int8"]
+    other = quantize_as(guided(lm, 1.5, [3]), "int8")
+    assert [quantization_of(each) for each in parts(other)] == ["int8", "int8"]
     assert other.model is parts(other)[0].model
     SpeculativeDecoder(other, draft=None).generate(PROMPT, max_new_tokens=4)
 
@@ -159,7 +159,7 @@ def test_both_branches_are_quantised(lm: LanguageModel) -> None:
 def test_the_model_that_was_given_may_go() -> None:
     """What was quantised is not kept in memory twice."""
     lm = LanguageModel(llama().float())
-    made, given = in_numbers(lm, "int8"), weakref.ref(lm.model.lm_head.weight)
+    made, given = quantize_as(lm, "int8"), weakref.ref(lm.model.lm_head.weight)
     del lm
     gc.collect()
     assert given() is None
@@ -168,8 +168,8 @@ def test_the_model_that_was_given_may_go() -> None:
 
 def test_a_quantised_draft(lm: LanguageModel) -> None:
     decoder: Any = SpeculativeDecoder(lm, LanguageModel(llama(1).float(), name="little"), options={"quantize": "int8"})
-    assert kind_of(decoder.drafter.lm) == "int8"
-    assert kind_of(decoder.target) is None
+    assert quantization_of(decoder.drafter.lm) == "int8"
+    assert quantization_of(decoder.target) is None
     assert "draft-model little in int8" in decoder.describe()
     assert "exact with respect" not in decoder.describe()
     assert decoder.drafter.reset_copy().lm.model is decoder.drafter.lm.model
@@ -183,7 +183,7 @@ def test_a_quantised_draft(lm: LanguageModel) -> None:
 
 
 def test_costs_are_of_a_way_to_run(lm: LanguageModel, kernels: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    keys = [costs_key(lm), costs_key(with_runner(lm, "eager")), costs_key(in_numbers(lm, "int8"))]
+    keys = [costs_key(lm), costs_key(with_runner(lm, "eager")), costs_key(quantize_as(lm, "int8"))]
     monkeypatch.setattr(running, "threads_here", lambda lm: 2)
     keys.append(costs_key(lm))
     monkeypatch.setattr("paceline.models.pass_timing.fingerprint", lambda: "other kernels")

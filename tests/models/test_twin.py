@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import Cohere2Config, DogeConfig, LlamaConfig, LlamaForCausalLM, MllamaConfig
 
-from paceline.models.probe import VOCABULARY, kind_of, small_config, small_models, windows
+from paceline.models.probe import VOCABULARY, quantization_of, small_config, small_models, windows
 
 NAMES = {
     "sliding_window": "window",
@@ -31,7 +31,7 @@ NAMES = {
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_number_is_known_by_its_name(name: str) -> None:
-    assert kind_of(name) == NAMES[name]
+    assert quantization_of(name) == NAMES[name]
 
 
 def test_every_number_is_small_and_the_config_stays_as_it_is() -> None:

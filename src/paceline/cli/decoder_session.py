@@ -133,9 +133,9 @@ def _load_target(options: PairOptions) -> LanguageModel:
     """The target, with a second branch for guidance or contrastive decoding."""
     target = _load(options, options.target, options.quantize, options.tp_plan)
     if options.strict:
-        from paceline.models.runtime import made_strict
+        from paceline.models.runtime import with_strict
 
-        target = made_strict(target)
+        target = with_strict(target)
     from paceline.models.readers.guided import contrast, guided
 
     if options.amateur is not None:

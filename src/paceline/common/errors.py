@@ -17,6 +17,12 @@ def shown(value: object) -> str:
     return text if len(text) <= _SHOWN else f"{text[: _SHOWN - 20]}… ({len(text):,} characters)"
 
 
+def in_one_line(error: BaseException, limit: int = 200) -> str:
+    """The message of another library's error, short enough to be part of one of our sentences."""
+    text = " ".join(str(error).split()).rstrip(".") or type(error).__name__
+    return text if len(text) <= limit else text[: limit - 1] + "…"
+
+
 class PacelineError(Exception):
     """Everything Paceline raises on purpose; the command line prints it as one line and exits with `exit_code`."""
 

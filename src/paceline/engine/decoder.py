@@ -38,7 +38,7 @@ from paceline.engine.stream import Stream, results_of
 from paceline.models import load
 from paceline.models.cuda.prefill import check_prompt
 from paceline.models.language_model import LanguageModel
-from paceline.models.runtime import kind_of, made_strict, parts, prepare, running, usual_nodes
+from paceline.models.runtime import parts, prepare, quantization_of, running, usual_nodes, with_strict
 from paceline.models.tensor_parallel import check_alike, is_sharded, of_the_first
 
 # ---- The arguments of a decoder: their types, transformers' names for them, counts, and the rule
@@ -162,7 +162,7 @@ class SpeculativeDecoder:
         check_counts(gamma, nodes, rows)
         self.target = load(target, runner=runner, quantize=quantize)
         if strict:
-            self.target = made_strict(self.target)
+            self.target = with_strict(self.target)
         self.rule = make_rule(rule, rule_options or {})
         check_lossless(self.rule, allow_lossy)
         self.drafter = make_drafter(draft, options, self.target.device, parts(self.target)[0].runner)
@@ -220,7 +220,7 @@ class SpeculativeDecoder:
     def describe(self) -> str:
         """One line: what speculates with what."""
         lm = self.target
-        kind = kind_of(lm)
+        kind = quantization_of(lm)
         exact = "" if kind is None else f"; exact with respect to the {kind} model"
         where = f"{lm.name} ({lm.numbers}, {lm.device}; {running(lm).describe()}{exact})"
         if not self.speculates:

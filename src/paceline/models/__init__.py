@@ -37,11 +37,11 @@ def load(
     out over the processes of torchrun. progress: called with (label, done, total); without it, what takes more than a
     second is shown on stderr.
     """
-    from paceline.models.runtime import check_kind, check_runner, in_numbers, with_runner
+    from paceline.models.runtime import check_quantization, check_runner, quantize_as, with_runner
     from paceline.models.tensor_parallel import check_plan
 
     check_runner(runner)
-    check_kind(quantize)
+    check_quantization(quantize)
     check_plan(tp_plan)
     if isinstance(source, LanguageModel):
         changes = {
@@ -50,7 +50,7 @@ def load(
         for name, value in changes.items():
             if value is not None:
                 raise InputError(f"The model is loaded already; leave {name}={value!r} out, or load it anew.")
-        return in_numbers(with_runner(source, runner), quantize)
+        return quantize_as(with_runner(source, runner), quantize)
     from paceline.models.loading.checkpoint import load_checkpoint
 
     with reporting(progress, "loading a model") as told:
@@ -66,7 +66,7 @@ def load(
         )
     lm = LanguageModel(found.model, found.tokenizer, found.name)
     lm.weights = found.weights
-    return in_numbers(with_runner(lm, runner), quantize)
+    return quantize_as(with_runner(lm, runner), quantize)
 
 
 def catalogue_names() -> list[str]:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from paceline.core.contracts import Reader
+from paceline.core.costs import Costs
 from paceline.core.device_ops import DeviceOps
 from paceline.models.architecture import is_tested, refuse_dropout, study
 from paceline.models.cpu.cpu_forward import ops_for
@@ -19,6 +21,16 @@ from paceline.models.readers.strict import StrictReader
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+
+@dataclass
+class ModelRecord:
+    """What was made from a model or measured of it. All copies of a `LanguageModel` share one record."""
+
+    quantized: dict[str, LanguageModel] = field(default_factory=dict)  # by dtype
+    split_depths: set[int] = field(default_factory=set)  # layers after which it can be cut (early exit)
+    costs: dict[str, Costs] = field(default_factory=dict)  # seconds of its passes, by `pass_timing.costs_key`
+    busy: set[str] = field(default_factory=set)  # keys of the costs that were measured on a busy machine
 
 
 class LanguageModel:
@@ -35,6 +47,7 @@ class LanguageModel:
     def __init__(self, model: PreTrainedModel, tokenizer: Any = None, name: str | None = None) -> None:
         self.model = model
         self.tokenizer = tokenizer
+        self.record = ModelRecord()
         self.architecture = study(model)
         self.name = name or getattr(model.config, "_name_or_path", "") or type(model).__name__
         config = model.config.get_text_config(decoder=True)

@@ -25,7 +25,7 @@ def shell(module: nn.Module) -> Any:
     return fresh
 
 
-def apart(fresh: Any) -> Any:
+def detach_hooks(fresh: Any) -> Any:
     """The same shell, with hooks and generation settings of its own: for one that others call as a model of its own,
     and may count the passes of, or leave notes in."""
     hooks = {name: copy.copy(value) for name, value in fresh.__dict__.items() if "_hooks" in name}
@@ -35,12 +35,12 @@ def apart(fresh: Any) -> Any:
     return fresh
 
 
-def rebuilt(module: nn.Module, exchange: Callable[[nn.Module], nn.Module | None]) -> Any:
+def map_modules(module: nn.Module, exchange: Callable[[nn.Module], nn.Module | None]) -> Any:
     """The same tree with every module for which `exchange` has another; what has none below it is shared as it is."""
     other = exchange(module)
     if other is not None:
         return other
-    children = {name: child and rebuilt(child, exchange) for name, child in module._modules.items()}
+    children = {name: child and map_modules(child, exchange) for name, child in module._modules.items()}
     if all(children[name] is child for name, child in module._modules.items()):
         return module
     fresh = shell(module)
@@ -57,7 +57,7 @@ def with_layers(lm: LanguageModel, layers: Sequence[nn.Module], kinds: Sequence[
     """The model made of these layers, which are of these attention kinds, and with another output head if one is given.
     What comes before and after the layers is the model's own."""
     short = _shorter(lm.model.config.get_text_config(decoder=True), len(layers), kinds)
-    fresh = _rehung(lm, lm.model, _path(lm), nn.ModuleList(layers), short)
+    fresh = _replace_layers(lm, lm.model, _path(lm), nn.ModuleList(layers), short)
     if head is not None:
         own = lm.model.get_output_embeddings()
         names = [name for name, child in fresh._modules.items() if child is own and own is not None]
@@ -87,7 +87,7 @@ def _path(lm: LanguageModel) -> list[str]:
     return min(found, key=len)
 
 
-def _rehung(lm: LanguageModel, module: nn.Module, path: list[str], layers: nn.ModuleList, config: Any) -> Any:
+def _replace_layers(lm: LanguageModel, module: nn.Module, path: list[str], layers: nn.ModuleList, config: Any) -> Any:
     if "forward" in module.__dict__:
         raise UnsupportedError(
             f"The forward of {_title(lm)} was replaced by hand (accelerate's device_map does that), so the model "
@@ -96,7 +96,7 @@ def _rehung(lm: LanguageModel, module: nn.Module, path: list[str], layers: nn.Mo
     fresh = shell(module)
     if "config" in module.__dict__:
         fresh.__dict__["config"] = _in_place(module.config, lm.model.config.get_text_config(decoder=True), config)
-    below = layers if len(path) == 1 else _rehung(lm, module._modules[path[0]], path[1:], layers, config)  # type: ignore[arg-type]
+    below = layers if len(path) == 1 else _replace_layers(lm, module._modules[path[0]], path[1:], layers, config)  # type: ignore[arg-type]
     fresh._modules[path[0]] = below
     return fresh
 

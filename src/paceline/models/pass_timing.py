@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from paceline.common.arithmetic import next_power_of_two
 from paceline.common.errors import PacelineWarning
 from paceline.common.progress import reporting
 from paceline.core.contracts import Reader
@@ -228,10 +229,7 @@ def rising(values: Sequence[float]) -> list[float]:
 
 # ---- keeping
 
-_KNOWN: dict[str, Costs] = {}  # what this process has measured or read, by key
-_BUSY: set[str] = set()  # keys of those that were measured on a busy machine
 _STARTED = read_usage()  # what the processors had done when this process started
-_UNWRITABLE: set[Path] = set()  # folders it was told of already
 
 
 def costs_for(
@@ -250,46 +248,46 @@ def costs_for(
     """
     key = costs_key(lm)
     known = None if fresh else known_costs(lm)
-    wanted = [1 << power for power in range(max(0, rows - 1).bit_length() + 1)]
+    wanted = [1 << power for power in range(next_power_of_two(rows).bit_length())]
     missing = [count for count in wanted if known is None or count not in known.passes]
     if missing:
         if known is None:
-            _BUSY.discard(key)
+            lm.record.busy.discard(key)
         others = Neighbours()
         others.begin()
         with reporting(progress, "measuring passes") as told:
             new = measured_costs(lm, rows=missing, clock=clock, progress=told)
         known = new if known is None else replace(known, passes={**known.passes, **new.passes})
-        _write(key, known, busy=bool(others.disturbed()))
+        _write(lm, key, known, busy=bool(others.disturbed()))
     assert known is not None
-    _KNOWN[key] = known
+    lm.record.costs[key] = known
     return known
 
 
 def known_costs(lm: LanguageModel) -> Costs | None:
     """What was measured of this model on this machine, if that still holds; nothing is measured now."""
     key = costs_key(lm)
-    return _KNOWN.get(key) or _usable(key)
+    return lm.record.costs.get(key) or _usable(lm, key)
 
 
-def _write(key: str, costs: Costs, busy: bool) -> None:
+def _write(lm: LanguageModel, key: str, costs: Costs, busy: bool) -> None:
     """Keep costs on disk. Those of a busy machine have a mark, and do not replace those of a quiet one."""
     if busy:
-        _BUSY.add(key)
-    if key not in _BUSY:
+        lm.record.busy.add(key)
+    if key not in lm.record.busy:
         keep(kept_file(key), costs.as_dict())
     elif _stored(key) is None or _marked(key):
         keep(kept_file(key), {**costs.as_dict(), "busy": True})
 
 
-def _usable(key: str) -> Costs | None:
+def _usable(lm: LanguageModel, key: str) -> Costs | None:
     """The costs on disk. None: there are none, or they are of a busy machine and this one is quiet now."""
     found = _stored(key)
     if found is None or not _marked(key):
         return found
     if _quiet():
         return None
-    _BUSY.add(key)
+    lm.record.busy.add(key)
     return found
 
 
@@ -319,8 +317,8 @@ def remember(
     if drafters:
         known = replace(known, drafters={**known.drafters, **drafters})
     key = costs_key(lm)
-    _KNOWN[key] = known
-    _write(key, known, busy)
+    lm.record.costs[key] = known
+    _write(lm, key, known, busy)
     return known
 
 
@@ -387,17 +385,14 @@ def _stored(key: str) -> Costs | None:
 
 
 def keep(path: Path, found: dict[str, Any]) -> None:
-    """Write what was measured; where that cannot be, say so once."""
+    """Write what was measured. Warn if that fails."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_json(path, found)
     except OSError as error:
-        if path.parent in _UNWRITABLE:
-            return
-        _UNWRITABLE.add(path.parent)
         warnings.warn(
             f"What was measured cannot be kept in '{path.parent}' ({error.strerror or error}), so the next process "
             "measures again; make room there or set PACELINE_CACHE to another folder.",
             PacelineWarning,
-            stacklevel=3,
+            stacklevel=2,  # one place, so that Python shows the warning once
         )

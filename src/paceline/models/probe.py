@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from paceline.common.errors import UnsupportedError
+from paceline.common.errors import UnsupportedError, in_one_line
 from paceline.models.architecture import study
-from paceline.models.loading.quiet import in_one_line, quiet
+from paceline.models.loading.hub import quiet
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -49,7 +49,7 @@ _KINDS = {
 _MOST = {"groups": 2, "chosen": 2, "experts": 8, "heads": 4, "inner width": 64}
 
 
-def kind_of(name: str) -> str:
+def meaning_of(name: str) -> str:
     """What a number of a config means, by its name."""
     return next((kind for kind, pattern in _KINDS.items() if re.search(pattern, name)), "unknown")
 
@@ -61,7 +61,7 @@ def windows(config: Any) -> dict[str, int]:
         name: value
         for part in _parts(text)
         for name, value in vars(part).items()
-        if type(value) is int and value > 0 and kind_of(name) == "window" and name != "chunk_size_feed_forward"
+        if type(value) is int and value > 0 and meaning_of(name) == "window" and name != "chunk_size_feed_forward"
     }
 
 
@@ -153,7 +153,7 @@ class _Sizes:
         return value
 
     def _number(self, name: str, value: int) -> int:
-        kind = kind_of(name)
+        kind = meaning_of(name)
         if kind == "token":
             return value if value < VOCABULARY // 2 else VOCABULARY // 2 + value % (VOCABULARY // 2)
         if kind == "vocabulary":
@@ -333,7 +333,7 @@ def _tokens(lm: LanguageModel, rows: int) -> Tensor:
         value
         for config in {id(c): c for c in (lm.model.config, lm.model.config.get_text_config(decoder=True))}.values()
         for name, value in vars(config).items()
-        if type(value) is int and kind_of(name) == "token"
+        if type(value) is int and meaning_of(name) == "token"
     }
     length = max(2, min(_TEXT, lm.context - _ROOM)) + _ROOM
     generator = torch.Generator().manual_seed(0)

@@ -9,9 +9,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
-from weakref import WeakKeyDictionary
-
-from torch import nn
 
 from paceline.common.errors import UnknownNameError, UnsupportedError
 from paceline.core.contracts import NODES
@@ -39,7 +36,7 @@ def check_runner(name: object) -> None:
         raise UnknownNameError("runner", name, RUNNERS)
 
 
-def check_kind(name: object) -> None:
+def check_quantization(name: object) -> None:
     if name is not None and not (isinstance(name, str) and name in KINDS):
         raise UnknownNameError("kind of quantization", name, KINDS)
 
@@ -58,7 +55,7 @@ def with_runner(lm: LanguageModel, runner: str | None) -> LanguageModel:
     return change(_each(lm, change))
 
 
-def made_strict(lm: LanguageModel) -> LanguageModel:
+def with_strict(lm: LanguageModel) -> LanguageModel:
     """The same weights, read so that a token has the same bits in every pass."""
 
     def change(one: LanguageModel) -> LanguageModel:
@@ -69,23 +66,20 @@ def made_strict(lm: LanguageModel) -> LanguageModel:
     return change(_each(lm, change))
 
 
-def in_numbers(lm: LanguageModel, kind: str | None) -> LanguageModel:
+def quantize_as(lm: LanguageModel, kind: str | None) -> LanguageModel:
     """The model with its linear maps quantised, read by the same runner; made once for a model. None: as it is."""
-    check_kind(kind)
+    check_quantization(kind)
     if kind is None:
         return lm
     if _branches(lm):
-        return _each(lm, lambda one: in_numbers(one, kind))
-    known = _MADE.setdefault(lm.model, {})
+        return _each(lm, lambda one: quantize_as(one, kind))
+    known = lm.record.quantized
     if kind not in known:
         known[kind] = quantized(lm, kind)
     return with_runner(known[kind], lm.runner)
 
 
-_MADE: WeakKeyDictionary[nn.Module, dict[str, LanguageModel]] = WeakKeyDictionary()
-
-
-def kind_of(lm: LanguageModel) -> str | None:
+def quantization_of(lm: LanguageModel) -> str | None:
     """The numbers that most of its linear maps are in, where it was quantised; else None."""
     model = getattr(parts(lm)[0], "model", None)
     packed = {cls: name for name, cls in KINDS.items()}
@@ -144,7 +138,7 @@ class Running:
 def running(lm: LanguageModel) -> Running:
     """How passes of this model run here. Where that is by kernels, they are compiled now if they never were."""
     first = parts(lm)[0]
-    kind, device = kind_of(first), first.device.type
+    kind, device = quantization_of(first), first.device.type
     captured = device == "cuda" and first.runner != "eager"
     why = None if first.runner in _PLAIN else _unfit(first)
     if device == "cpu" and first.runner not in _PLAIN:

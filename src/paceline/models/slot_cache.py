@@ -17,13 +17,15 @@ from transformers.cache_utils import Cache
 
 from paceline.core.device_ops import TORCH, DeviceOps
 
-CHANGES = count(1)  # of memories, in this process: programs know theirs by such a number
+# Process-wide: CUDA graphs know the stores that they read by such a number, which no other store of the process has.
+CHANGES = count(1)
 
+# Process-wide: a benchmark counts the bytes of caches that loops hold. To look through all objects takes memory itself.
 _LIVE: WeakSet[SlotCache] = WeakSet()
 
 
 def live_caches() -> list[SlotCache]:
-    """Those that somebody holds now: readers belong to a loop that nobody can ask what it keeps."""
+    """All caches that exist now."""
     return list(_LIVE)
 
 

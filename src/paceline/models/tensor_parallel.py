@@ -9,7 +9,6 @@ from __future__ import annotations
 import atexit
 import os
 import time
-from functools import cache
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -36,7 +35,6 @@ def check_plan(plan: str | None) -> None:
         )
 
 
-@cache
 def leave_in_order() -> None:
     """Take the processes' connections down while Python still runs.
 
@@ -45,6 +43,7 @@ def leave_in_order() -> None:
     of torch's waits for it while a group is still referred to (and a model that is shared out refers to its own), so
     we do.
     """
+    atexit.unregister(_leave)  # so that it runs once
     atexit.register(_leave)
 
 

@@ -21,7 +21,7 @@ from paceline.core.contracts import Drafter
 from paceline.drafters.models.draft_model import DraftModel
 from paceline.integrations.provenance import provenance
 from paceline.models.language_model import LanguageModel
-from paceline.models.loading.quiet import quiet
+from paceline.models.loading.hub import quiet
 from paceline.models.synthetic.random_models import new_llama, new_tokenizer
 from paceline.training.data.corpus import Batch, Corpus
 from paceline.training.data.sources import read_data, text_of

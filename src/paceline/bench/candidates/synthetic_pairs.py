@@ -18,8 +18,7 @@ from paceline.core.contracts import DRAFTERS
 from paceline.models import load
 from paceline.models.language_model import LanguageModel
 from paceline.models.module_views import without_layers
-from paceline.models.synthetic.agreeing import agreeing_pair
-from paceline.models.synthetic.random_models import random_model, shape_of, usual_draft
+from paceline.models.synthetic.random_models import agreeing_pair, random_model, shape_of, usual_draft
 from paceline.models.synthetic.scripted import Script, ScriptedModel, even_rate
 
 _TASKS = 4  # unless a limit says otherwise

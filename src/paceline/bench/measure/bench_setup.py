@@ -29,7 +29,7 @@ from paceline.models import load
 from paceline.models.language_model import LanguageModel
 from paceline.models.loading.disk_cache import Progress
 from paceline.models.pass_timing import measured_costs
-from paceline.models.runtime import check_kind, check_runner, prepare
+from paceline.models.runtime import check_quantization, check_runner, prepare
 
 
 @dataclass(frozen=True)
@@ -122,7 +122,7 @@ def _conversations(
 def check_running(options: BenchOptions) -> None:
     """Refuse unknown names of runners and quantizations, and models that have none."""
     check_runner(options.runner)
-    check_kind(options.quantize)
+    check_quantization(options.quantize)
     if options.quantize is not None and is_synthetic(options):
         raise InputError(
             f"quantize '{options.quantize}' is for a target that is loaded, and this one is synthetic; leave it out."

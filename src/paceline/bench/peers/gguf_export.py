@@ -28,7 +28,7 @@ from paceline.models.loading.catalogue import cache_key, find_entry
 from paceline.models.loading.disk_cache import WeightCache, cache_folder, file_sha256
 from paceline.models.loading.gguf import PROVENANCE
 from paceline.models.loading.weight_check import place_of
-from paceline.models.runtime import kind_of
+from paceline.models.runtime import quantization_of
 
 # ---- Where the weights of a target came from: for peers that read the file themselves, or need them unrounded
 
@@ -51,7 +51,7 @@ def gguf_of(lm: LanguageModel, given: str | None) -> Path:
 
 def in_floats(lm: LanguageModel) -> LanguageModel:
     """The target before it was quantised, read again: a peer rounds the weights it was made of, not ours."""
-    if kind_of(lm) is None:
+    if quantization_of(lm) is None:
         return lm
     source = getattr(lm.model.config, "_name_or_path", "") or ""
     if not source:

@@ -15,8 +15,7 @@ import torch
 from paceline.bench.candidates.candidate import Cancel, Plan, Run, Task
 from paceline.bench.data.tasks import counted, cut_short
 from paceline.bench.peers.gguf_export import GgufPeer
-from paceline.common.errors import UnsupportedError
-from paceline.models.loading.quiet import in_one_line
+from paceline.common.errors import UnsupportedError, in_one_line
 
 
 class OpenVino(GgufPeer):

@@ -16,7 +16,7 @@ from paceline.common.errors import InputError, PacelineError, UnknownNameError, 
 from paceline.common.names import split_spec
 from paceline.models import load
 from paceline.models.language_model import LanguageModel
-from paceline.models.tokenizers.vocabulary import check_same_vocabulary
+from paceline.models.tokenizers.translation import check_same_vocabulary
 
 _LOOKUP = 10  # tokens that prompt lookup drafts, where nobody says: transformers' own number
 

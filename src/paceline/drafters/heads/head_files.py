@@ -20,9 +20,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from paceline.common.errors import LoadError, PacelineWarning, UnknownNameError, UnsupportedError
+from paceline.common.errors import LoadError, PacelineWarning, UnknownNameError, UnsupportedError, in_one_line
 from paceline.common.json_text import read_json
-from paceline.models.loading.quiet import in_one_line
 from paceline.models.loading.weight_check import check_link, header_of
 
 if TYPE_CHECKING:

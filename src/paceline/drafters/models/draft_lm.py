@@ -22,7 +22,7 @@ from paceline.drafters.shipped import trained_for
 from paceline.models.language_model import LanguageModel
 from paceline.models.module_views import layers_of, renumbered, with_layers
 from paceline.models.quantization.packed_linear import PackedLinear
-from paceline.models.runtime import by_kernels, check_kind
+from paceline.models.runtime import by_kernels, check_quantization
 
 KIND = "draft-lm"
 
@@ -143,7 +143,7 @@ class DraftLm(SelfDraft):
 
         def __post_init__(self) -> None:
             super().__post_init__()
-            check_kind(None if self.quantize == "auto" else self.quantize)
+            check_quantization(None if self.quantize == "auto" else self.quantize)
             if self.head is not None and not isinstance(self.head, (str, Path, DraftLayers, SavedLayers)):
                 raise InputError(
                     f"draft-lm needs a trained draft: options={{'head': a folder}}, got {shown(self.head)}."

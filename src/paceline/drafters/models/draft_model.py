@@ -19,8 +19,8 @@ from paceline.core.tree_growth import Expand, Grower, TreeOptions
 from paceline.core.verdict import Verdict
 from paceline.models.heads.subset_head import SubsetHead
 from paceline.models.language_model import LanguageModel
-from paceline.models.runtime import check_kind, in_numbers
-from paceline.models.tokenizers.vocabulary import check_same_vocabulary
+from paceline.models.runtime import check_quantization, quantize_as
+from paceline.models.tokenizers.translation import check_same_vocabulary
 
 _TREE = -1
 _STEADY = -2
@@ -86,7 +86,7 @@ class DraftModel(ModelDrafter, DraftsOnDevice, Graphable, Reorderable):
 
         def __post_init__(self) -> None:
             super().__post_init__()
-            check_kind(self.quantize)
+            check_quantization(self.quantize)
             if self.vocabulary is not None and self.vocabulary < _FEWEST:
                 raise InputError(f"vocabulary must be at least {_FEWEST} tokens, got {self.vocabulary}; try 8000.")
 
@@ -96,7 +96,7 @@ class DraftModel(ModelDrafter, DraftsOnDevice, Graphable, Reorderable):
 
     def __init__(self, options: Options | None = None) -> None:
         super().__init__(options)
-        self.lm = in_numbers(self.lm, self.options.quantize)
+        self.lm = quantize_as(self.lm, self.options.quantize)
         self._read: list[int] = []  # per row, how many committed tokens the draft's memory holds
         self._drafted_at: list[int] = []  # per row, its length when the last draft was made
         self._grower = Grower(self.options)

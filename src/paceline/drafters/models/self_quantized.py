@@ -12,7 +12,7 @@ from paceline.models.language_model import LanguageModel
 from paceline.models.quantization.quantize import extra_bytes, quantized
 from paceline.models.readers.drafting_ahead import TwinReader
 from paceline.models.runners.device_memory import memory_left
-from paceline.models.runtime import kind_of, parts, running, with_runner
+from paceline.models.runtime import parts, quantization_of, running, with_runner
 
 
 @DRAFTERS.register("self-quantized")
@@ -47,7 +47,7 @@ _SHARE = 0.5  # of the memory that is left: more is not taken unasked
 
 def has_fast_twin(target: LanguageModel) -> bool:
     """Would this drafter pay here unasked? Where kernels read small weights as they are, and there is memory left."""
-    if parts(target) != [target] or running(target).by != "kernels" or kind_of(target) is not None:
+    if parts(target) != [target] or running(target).by != "kernels" or quantization_of(target) is not None:
         return False
     weights = sum(parameter.numel() for parameter in target.model.parameters())
     left = memory_left()

@@ -18,7 +18,7 @@ from paceline.common.fork_lock import ForkLock
 from paceline.models.cpu import threads as openmp
 from paceline.models.cpu.cpu_forward import kernels_missing
 from paceline.models.cpu.threads import CROWD
-from paceline.models.module_views import rebuilt
+from paceline.models.module_views import map_modules
 from paceline.models.quantization.packed_linear import Int8Linear, PackedLinear
 from paceline.models.runtime import cores_here
 
@@ -166,7 +166,7 @@ def drafting(head: M) -> M:
         known = _MADE.get(head)
         if known is None or known[0] != state:
             with torch.inference_mode(False), torch.no_grad():
-                made = rebuilt(head, _exchanged)
+                made = map_modules(head, _exchanged)
             if made is head:
                 return head
             known = _MADE[head] = (state, made)

@@ -24,7 +24,7 @@ from transformers import (
 )
 from transformers.initialization import no_init_weights
 
-from paceline.common.errors import InputError, LoadError, PacelineWarning, UnknownNameError
+from paceline.common.errors import InputError, LoadError, PacelineWarning, UnknownNameError, in_one_line
 from paceline.models.cpu.threads import one_thread
 from paceline.models.loading import hub
 from paceline.models.loading.catalogue import (
@@ -42,7 +42,7 @@ from paceline.models.loading.catalogue import (
 from paceline.models.loading.disk_cache import Progress, WeightCache
 from paceline.models.loading.gguf import PROVENANCE, convert, read_header, tokenizer_refused
 from paceline.models.loading.gguf_tokenizer import TokenizerError, build_tokenizer
-from paceline.models.loading.quiet import in_one_line, quiet
+from paceline.models.loading.hub import quiet
 from paceline.models.loading.weight_check import bounded, check_folder, place_of
 from paceline.models.runners.device_memory import give_back
 from paceline.models.tensor_parallel import leave_in_order

@@ -22,10 +22,10 @@ import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 from transformers import modeling_gguf_pytorch_utils as reader
 
-from paceline.common.errors import LoadError, shown
+from paceline.common.errors import LoadError, in_one_line, shown
 from paceline.models.loading.disk_cache import Progress
 from paceline.models.loading.gguf_tokenizer import TokenizerError, build_tokenizer
-from paceline.models.loading.quiet import in_one_line, quiet
+from paceline.models.loading.hub import quiet
 from paceline.models.loading.weight_check import Table, bounded
 
 CONVERTER_VERSION = 1

@@ -14,8 +14,7 @@ from typing import Any
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from paceline.common.errors import shown
-from paceline.models.loading.quiet import in_one_line
+from paceline.common.errors import in_one_line, shown
 
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4  # llama.cpp's token types; 5 is unused, 6 a raw byte
 _BLANK = "▁"  # how sentencepiece writes a space

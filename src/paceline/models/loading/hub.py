@@ -4,20 +4,45 @@ from __future__ import annotations
 
 import io
 import os
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import HfApi, constants, errors, snapshot_download
+from huggingface_hub import HfApi, constants, errors, snapshot_download, utils
 from tqdm import tqdm  # type: ignore[import-untyped]
+from transformers.utils import logging
 
+from paceline.common.errors import in_one_line
 from paceline.models.loading.disk_cache import Progress
-from paceline.models.loading.quiet import in_one_line, quiet
 from paceline.models.loading.weight_check import INDEX, link_problem, shards_of
 
 _PATIENCE = 5.0  # seconds for the first answer; a network that swallows packets should not look like a hang
 _TEXT_FILES = ["*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken"]
 _WEIGHT_FILES = ["model.safetensors", "model-*.safetensors", "medusa_lm_head.safetensors"]
 _PICKLES = ("pytorch_model*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Inside, transformers and the hub show no bars, no Python warnings, and no log lines below errors."""
+    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    hub_bars = not utils.are_progress_bars_disabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if bars:
+            logging.enable_progress_bar()  # switches the hub's bars too
+        if hub_bars and not bars:
+            utils.enable_progress_bars()
+        elif bars and not hub_bars:
+            utils.disable_progress_bars()
 
 
 class HubError(Exception):

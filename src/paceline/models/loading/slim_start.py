@@ -38,12 +38,9 @@ class LazyPackage(ModuleType):
         return getattr(_loaded(self), name)
 
 
-_ONE = threading.RLock()
-
-
 def _loaded(package: ModuleType) -> ModuleType:
     """Run the code of the package, and apply the decorators that were put off."""
-    with _ONE:
+    with package.__dict__["__lock__"]:
         if type(package) is LazyPackage:
             waiting = package.__dict__.pop("__waiting__")
             package.__class__ = ModuleType  # type: ignore[assignment]
@@ -88,6 +85,7 @@ def put_off(name: str) -> None:
         return
     package = importlib.util.module_from_spec(spec)
     package.__dict__["__waiting__"] = []
+    package.__dict__["__lock__"] = threading.RLock()
     package.__class__ = LazyPackage
     sys.modules[name] = package
     parent, _, child = name.rpartition(".")

@@ -24,10 +24,9 @@ from torch.nn.modules.module import (
     register_module_parameter_registration_hook,
 )
 
-from paceline.common.errors import InputError, LoadError, PacelineError, shown
+from paceline.common.errors import InputError, LoadError, PacelineError, in_one_line, shown
 from paceline.common.json_text import parse_json, read_json
 from paceline.common.limits import LONGEST
-from paceline.models.loading.quiet import in_one_line
 
 M = TypeVar("M", bound=nn.Module)
 

@@ -9,7 +9,7 @@ from transformers.pytorch_utils import Conv1D
 
 from paceline.common.errors import UnknownNameError, UnsupportedError
 from paceline.models.language_model import LanguageModel
-from paceline.models.module_views import rebuilt
+from paceline.models.module_views import map_modules
 from paceline.models.quantization.packed_linear import (
     BLOCK,
     BFloat16Linear,
@@ -57,7 +57,7 @@ def quantized(lm: LanguageModel, kind: str = "int8", head: bool = True) -> Langu
         return known[id(module)]
 
     with torch.no_grad():
-        model = rebuilt(lm.model, exchange)
+        model = map_modules(lm.model, exchange)
     give_back()
     if not known:
         raise UnsupportedError(f"{type(lm.model).__name__} ({lm.architecture.name}) has no linear map to quantize.")

@@ -18,16 +18,16 @@ from torch import Tensor
 from paceline.common.errors import InputError, UnsupportedError
 from paceline.core.contracts import PromptTaps, Reader, Reading, RowsView
 from paceline.core.scratch_rows import ScratchRows
-from paceline.models.language_model import LanguageModel
+from paceline.models.language_model import LanguageModel, ModelRecord
 from paceline.models.reader import SlotReader
-from paceline.models.tokenizers.vocabulary import check_same_vocabulary
+from paceline.models.tokenizers.translation import check_same_vocabulary
 
 
 class TwoBranches(LanguageModel):
     """A model whose logits are made of the logits of two. Tokenizer, ends of text and hidden states are the first's."""
 
     def __init__(self, first: LanguageModel, second: LanguageModel, name: str, context: int) -> None:
-        self.first, self.second = first, second
+        self.first, self.second, self.record = first, second, ModelRecord()
         self.model, self.tokenizer, self.architecture = first.model, first.tokenizer, first.architecture
         self.vocabulary, self.layers = first.vocabulary, first.layers
         self.name, self.context, self.weights = name, context, first.weights

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -196,14 +195,12 @@ class SplitReader(AheadReader):
 
 # ---- the check of a split
 
-_SPLIT: WeakKeyDictionary[nn.Module, set[int]] = WeakKeyDictionary()  # models that passed, and where they were cut
-
 
 @torch.inference_mode()
 def check_split(lm: LanguageModel, depth: int) -> None:
     """Read a chain and a tree in two parts and whole, once per model. Refuse the model if the logits differ."""
     check_depth(lm, depth)
-    if depth in _SPLIT.setdefault(lm.model, set()):
+    if depth in lm.record.split_depths:
         return
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(0, lm.vocabulary, (2, 24), generator=generator).to(lm.device)
@@ -227,7 +224,7 @@ def check_split(lm: LanguageModel, depth: int) -> None:
             raise UnsupportedError(
                 f"{_title(lm)} reads a draft differently when it is cut after layer {depth}; use another drafter."
             )
-    _SPLIT[lm.model].add(depth)
+    lm.record.split_depths.add(depth)
 
 
 def _in_parts(reader: SplitReader, rows: Any, drafted: Tensor, parents: Tensor | None) -> Tensor:

@@ -23,6 +23,8 @@ from paceline.common.errors import InputError, UnknownNameError, shown
 from paceline.models.language_model import LanguageModel
 from paceline.models.loading.catalogue import RANDOM
 from paceline.models.loading.checkpoint import _device, _dtype
+from paceline.models.module_views import detach_hooks, layers_of, without_layers
+from paceline.models.readers.split import check_depth
 
 # ---- A tokenizer and Llama-shaped models that know nothing yet
 
@@ -207,3 +209,34 @@ def _config(shape: Shape) -> PretrainedConfig:
         **ends,
         **shape.more,
     )
+
+
+# ---- agreement by construction: a random target, and its first layers as the draft model
+
+_OUTPUTS = ("o_proj", "down_proj", "c_proj")  # the linear layers that write to the residual stream
+
+
+def agreeing_pair(
+    shape: str,
+    keep: int,
+    eps: float,
+    *,
+    dtype: torch.dtype | str | None = None,
+    device: torch.device | str | None = None,
+    seed: int = 0,
+) -> tuple[LanguageModel, LanguageModel]:
+    """A random target whose layers after the first `keep` add only `eps` times their output, and those first layers as
+    a draft model with shared weights. With eps 0 the two agree always; with 1 they are random models."""
+    if not 0 <= eps <= 1:
+        raise InputError(f"eps must be from 0 (the draft is always right) to 1 (a random model), got {eps}.")
+    target = random_model(shape, dtype=dtype, device=device, seed=seed)
+    check_depth(target, keep)
+    with torch.no_grad():
+        for layer in layers_of(target)[keep:]:
+            outputs = [module for name, module in layer.named_modules() if name.rpartition(".")[2] in _OUTPUTS]
+            assert len(outputs) == 2, "attention and feed-forward have one output each"
+            for module in outputs:
+                for weight in module.parameters(recurse=False):
+                    weight.mul_(eps)
+    part = detach_hooks(without_layers(target, range(keep, target.layers)))
+    return target, LanguageModel(part, name=f"first {keep} layers of {target.name}")

@@ -24,9 +24,9 @@ from paceline.common.errors import InputError, UnsupportedError
 from paceline.core.contracts import Reading, RowsView
 from paceline.core.costs import accepted_of
 from paceline.models.architecture import refuse_dropout
-from paceline.models.language_model import LanguageModel
-from paceline.models.module_views import apart, shell
-from paceline.models.reader import SlotReader
+from paceline.models.language_model import LanguageModel, ModelRecord
+from paceline.models.module_views import detach_hooks, shell
+from paceline.models.reader import ForwardPlan, SlotReader
 
 LOUD = 1e4  # a logit that wins over all others at any temperature, and that every floating-point type can hold
 
@@ -92,7 +92,7 @@ class ScriptedModel(LanguageModel):
         if not rates or not all(0 <= rate <= 1 for rate in rates):
             raise InputError(f"Rates of a scripted draft must be from 0 to 1, at least one of them, got {list(rates)}.")
         self.__dict__.update(lm.__dict__)
-        self.rates = tuple(rates)
+        self.rates, self.record = tuple(rates), ModelRecord()
         self._plain = lm.model
         self._tokens = script.tokens(rates).to(lm.device)  # [V,D]
         one = script.tokens([even_rate(rates, gamma)])[:, 0]
@@ -135,7 +135,7 @@ def _raise_logits(logits: Tensor, tokens: Tensor) -> None:
 
 def _module(model: Any, script: Tensor) -> Any:
     """The same weights in a module of a class of its own, whose forward also says the script."""
-    fresh = apart(shell(model))
+    fresh = detach_hooks(shell(model))
     cls: Any = type(model)
     fresh.__class__ = _class(cls)
     fresh.__dict__.update(script=script, whole=dict(model._modules))

@@ -21,10 +21,9 @@ from typing import IO, Any
 
 import torch
 
-from paceline.common.errors import InputError
+from paceline.common.errors import InputError, in_one_line
 from paceline.models import load
 from paceline.models.language_model import LanguageModel
-from paceline.models.loading.quiet import in_one_line
 from paceline.training.data.corpus import Text
 from paceline.training.data.writing import Writer, WritingPlan
 

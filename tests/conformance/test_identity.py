@@ -129,7 +129,7 @@ def test_every_runner_writes_that_text(runner: str, variant: Variant, monkeypatc
     for batch, alone in WAYS[:2] if graphs else [WAYS[2]]:  # the second batch uses the graphs of the first
         check_identity(case, variant, batch, alone, decoder)
     if runner == "CPU kernels":
-        assert target(case).reader()._kernels is not None
+        assert target(case).reader().kernels is not None
     assert not graphs or variant.is_never_captured or sum(graph.reused for graph in graphs) > 1
 
 

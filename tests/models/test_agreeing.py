@@ -5,20 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from paceline import InputError, LanguageModel, SpeculativeDecoder
-from paceline.models.synthetic.random_models import agreeing_pair
+from paceline import InputError, SpeculativeDecoder
+from paceline.models.synthetic.random_models import agreeing_pair, eps_for, measured_agreement
 
 SHAPE = "tiny:layers=4"
-
-
-@torch.inference_mode()
-def measured_agreement(target: LanguageModel, draft: LanguageModel) -> float:
-    """How often the draft model picks the target's token, along greedy texts after random prompts."""
-    ids = torch.randint(0, target.vocabulary, (8, 16), generator=torch.Generator().manual_seed(0))
-    settings = {"do_sample": False, "max_new_tokens": 32, "min_new_tokens": 32}
-    text = target.model.generate(ids, attention_mask=torch.ones_like(ids), **settings)
-    picks = draft.model(input_ids=text[:, :-1], use_cache=False).logits[:, 15:].argmax(-1)
-    return float((picks == text[:, 16:]).double().mean())
 
 
 @pytest.mark.parametrize("shape", [SHAPE, "gpt2:layers=4,vocab=300"])
@@ -65,8 +55,18 @@ def test_transformers_can_decode_the_pair() -> None:
     assert len(passes) == 1  # all in one draft; whoever counts the target's passes does not count the draft's
 
 
+def test_an_eps_is_found_for_an_acceptance() -> None:
+    found = eps_for(0.7, SHAPE, 1, steps=6, close=0.03)
+    assert 0 < found.eps < 1
+    assert found.agreement == pytest.approx(0.7, abs=0.1)
+    assert found.agreement == measured_agreement(*agreeing_pair(SHAPE, 1, found.eps))
+    assert eps_for(1.0, SHAPE, 1).eps == 0.0
+
+
 def test_what_is_impossible_is_refused() -> None:
     with pytest.raises(InputError, match="eps must be from 0"):
         agreeing_pair(SHAPE, 1, 1.5)
     with pytest.raises(InputError, match="cannot be left after 4; use 1 to 3"):
         agreeing_pair(SHAPE, 4, 0.5)
+    with pytest.raises(InputError, match="from 0 to 1, got 2"):
+        eps_for(2, SHAPE, 1)

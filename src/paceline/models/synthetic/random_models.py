@@ -240,3 +240,52 @@ def agreeing_pair(
                     weight.mul_(eps)
     part = detach_hooks(without_layers(target, range(keep, target.layers)))
     return target, LanguageModel(part, name=f"first {keep} layers of {target.name}")
+
+
+@torch.inference_mode()
+def measured_agreement(
+    target: LanguageModel, draft: LanguageModel, *, prompts: int = 8, length: int = 16, tokens: int = 32, seed: int = 0
+) -> float:
+    """How often the draft model picks the target's token, along greedy texts of the target after random prompts."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(0, target.vocabulary, (prompts, length), generator=generator).to(target.device)
+    settings = {"do_sample": False, "max_new_tokens": tokens, "min_new_tokens": tokens}
+    text = target.model.generate(ids, attention_mask=torch.ones_like(ids), **settings)
+    picks = draft.model(input_ids=text[:, :-1], use_cache=False).logits[:, length - 1 :].argmax(-1)
+    return float((picks == text[:, length:]).double().mean())
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """An eps, and how often the pair that is made with it agrees."""
+
+    eps: float
+    agreement: float
+
+
+def eps_for(
+    acceptance: float,
+    shape: str,
+    keep: int,
+    *,
+    dtype: torch.dtype | str | None = None,
+    device: torch.device | str | None = None,
+    seed: int = 0,
+    steps: int = 8,
+    close: float = 0.01,
+) -> Agreement:
+    """The eps at which a pair agrees about as often as `acceptance`, by bisection: agreement falls as eps grows. Every
+    step makes a new pair."""
+    if not 0 <= acceptance <= 1:
+        raise InputError(f"An acceptance is from 0 to 1, got {acceptance}.")
+    low, high = 0.0, 1.0
+    best = Agreement(0.0, 1.0)  # without the later layers the draft model is the target
+    for _ in range(steps):
+        if abs(best.agreement - acceptance) <= close:
+            break
+        eps = (low + high) / 2
+        reached = measured_agreement(*agreeing_pair(shape, keep, eps, dtype=dtype, device=device, seed=seed))
+        if abs(reached - acceptance) < abs(best.agreement - acceptance):
+            best = Agreement(eps, reached)
+        low, high = (eps, high) if reached > acceptance else (low, eps)
+    return best

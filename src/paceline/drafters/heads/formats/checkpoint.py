@@ -15,7 +15,6 @@ from paceline.common.json_text import read_json
 from paceline.common.limits import LARGEST
 from paceline.drafters.heads.head_modules import DraftHead
 from paceline.models.loading import hub
-from paceline.models.loading.hub import quiet
 from paceline.models.loading.weight_check import Table, bounded, check_link, header_of, reading
 
 H = TypeVar("H", bound=DraftHead)

@@ -25,7 +25,7 @@ from paceline.drafters.models.draft_lm import SavedLayers
 from paceline.models import load
 from paceline.models.language_model import LanguageModel
 from paceline.models.loading.catalogue import find_entry
-from paceline.models.loading.quiet import quiet
+from paceline.models.loading.hub import quiet
 
 _SPECULATORS = "0.9.0"  # the version whose loader was tested; the format stores it
 _AHEAD = 3  # tokens that its users draft by default

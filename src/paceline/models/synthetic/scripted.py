@@ -26,7 +26,7 @@ from paceline.core.costs import accepted_of
 from paceline.models.architecture import refuse_dropout
 from paceline.models.language_model import LanguageModel, ModelRecord
 from paceline.models.module_views import detach_hooks, shell
-from paceline.models.reader import ForwardPlan, SlotReader
+from paceline.models.reader import SlotReader
 
 LOUD = 1e4  # a logit that wins over all others at any temperature, and that every floating-point type can hold
 

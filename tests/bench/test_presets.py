@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.bench.bench_options import PRESETS, BenchOptions, apply, needs_nothing
+from paceline.bench.bench_options import PRESETS, BenchOptions, apply_preset, needs_nothing
 from paceline.common.errors import UnknownNameError
 from paceline.core.contracts import DRAFTERS
 from paceline.drafters import shipped
@@ -15,11 +15,11 @@ from paceline.drafters.shipped import kinds_of
 
 def test_without_a_preset_nothing_changes() -> None:
     options = BenchOptions(runs=("suffix",))
-    assert apply(options) is options
+    assert apply_preset(options) is options
 
 
 def test_default_has_every_drafter_that_needs_nothing() -> None:
-    made = apply(BenchOptions(preset="default"))
+    made = apply_preset(BenchOptions(preset="default"))
     assert {"suffix", "ngram", "prompt-lookup", "recycling", "lookahead", "trigram", "portfolio"} <= set(made.runs)
     assert not {"none", "draft-model", "staged", "cross-vocabulary"} & set(made.runs)
     assert set(made.runs) & {"medusa", "eagle", "prophet"} <= set(kinds_of("smollm2-135m"))
@@ -30,7 +30,7 @@ def test_default_has_every_drafter_that_needs_nothing() -> None:
 
 
 def test_a_drafter_of_somebody_else_takes_part() -> None:
-    runs = set(apply(BenchOptions(preset="default")).runs)
+    runs = set(apply_preset(BenchOptions(preset="default")).runs)
     assert all(needs_nothing(name) for name in runs - set(kinds_of("smollm2-135m")))
 
 
@@ -38,15 +38,15 @@ def test_what_comes_along_trained_takes_part(tmp_path: Path, monkeypatch: pytest
     (tmp_path / "smollm2-135m").mkdir()
     (tmp_path / "smollm2-135m" / "catalogue.json").write_text('{"best": ["eagle", "trigram"]}')
     monkeypatch.setattr(shipped, "ROOT", tmp_path)
-    assert apply(BenchOptions(preset="trained")).runs == ("eagle", "trigram", "auto")
-    assert apply(BenchOptions(preset="trained")).peers == ("hf", "hf-lookup", "hf-assisted")
-    default = apply(BenchOptions(preset="default")).runs
+    assert apply_preset(BenchOptions(preset="trained")).runs == ("eagle", "trigram", "auto")
+    assert apply_preset(BenchOptions(preset="trained")).peers == ("hf", "hf-lookup", "hf-assisted")
+    default = apply_preset(BenchOptions(preset="default")).runs
     assert "eagle" in default
     assert default.count("trigram") == 1, "it needs no training, but has one"
 
 
 def test_gpt2_is_a_pair() -> None:
-    made = apply(BenchOptions(preset="gpt2"))
+    made = apply_preset(BenchOptions(preset="gpt2"))
     assert (made.target, made.runs) == ("openai-community/gpt2-medium", ("distilbert/distilgpt2",))
     assert made.peers == ("hf", "hf-assisted")
 
@@ -54,24 +54,24 @@ def test_gpt2_is_a_pair() -> None:
 @pytest.mark.parametrize("preset", sorted(PRESETS))
 def test_what_was_said_wins(preset: str) -> None:
     options = BenchOptions(target="./mine", runs=("ngram",), peers=("openvino",), limit=3, preset=preset)
-    assert apply(options) == BenchOptions(
+    assert apply_preset(options) == BenchOptions(
         target="./mine", runs=("ngram",), peers=("openvino",), limit=3, preset=preset,
-        max_new_tokens=apply(BenchOptions(preset=preset)).max_new_tokens,
+        max_new_tokens=apply_preset(BenchOptions(preset=preset)).max_new_tokens,
     )  # fmt: skip
 
 
 def test_what_was_said_wins_even_where_it_is_the_default() -> None:
-    made = apply(BenchOptions(target="smollm2-135m", preset="gpt2"), said={"target", "peers"})
+    made = apply_preset(BenchOptions(target="smollm2-135m", preset="gpt2"), given={"target", "peers"})
     assert made.target == "smollm2-135m"
     assert made.peers == ()
     assert made.runs == ("distilbert/distilgpt2",)
 
 
 def test_twice_is_once() -> None:
-    once = apply(BenchOptions(preset="training-free"))
-    assert apply(once) == once
+    once = apply_preset(BenchOptions(preset="training-free"))
+    assert apply_preset(once) == once
 
 
 def test_an_unknown_preset_is_named() -> None:
     with pytest.raises(UnknownNameError, match=r"Unknown preset 'gpt3'\. Did you mean 'gpt2'\?"):
-        apply(BenchOptions(preset="gpt3"))
+        apply_preset(BenchOptions(preset="gpt3"))

@@ -126,7 +126,7 @@ def test_versus_names_two_contestants(record: Path, prompts: str, target: str) -
     base = ("bench", "--target", target, "--prompts", prompts, "--run", "suffix", *QUICK)
     assert "given twice" in refusal(*base, "--versus", "suffix", code=2)
     assert "Did you mean 'suffix'?" in refusal(*base, "--versus", "sufix", "--versus", "plain", code=2)
-    assert "contestant" in refusal("bench", "--report", str(record), "--versus", "a", "--versus", "hf", code=2)
+    assert "candidate" in refusal("bench", "--report", str(record), "--versus", "a", "--versus", "hf", code=2)
 
 
 def test_ctrl_c_keeps_what_there_is(target: str, prompts: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -226,10 +226,10 @@ def test_mistakes_end_with_2(target: str, prompts: str, tmp_path: Path) -> None:
     assert "answer" in told
     assert "Did you mean 'suffix'?" in refusal(*base, "--run", "sufix", "--prompts", prompts, code=2)
     assert "Did you mean 'gpt2'?" in refusal(*base, "--preset", "gpt3", code=2)
-    assert "must be a rate" in refusal(*base, "--synthetic-acceptance", "0.8,x", code=2)
+    assert "must be a number, got 'x'" in refusal(*base, "--synthetic-acceptance", "0.8,x", code=2)
     assert "from 0 to 1" in refusal(*base, "--synthetic-acceptance", "1.5", code=2)
     assert "--run suffix:gamma=auto" in refusal(*base, "--gamma", "auto", "--run", "suffix", code=2)
-    assert "repeats must be at least 1" in refusal(*base, "--repeats", "0", code=2)
+    assert "--repeats must be at least 1" in refusal(*base, "--repeats", "0", code=2)
 
 
 def test_mistakes_in_files_end_with_2(prompts: str, tmp_path: Path) -> None:
@@ -277,7 +277,7 @@ def test_each_source_beats_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert found["limit"] == "3  # environment"
     assert found["run"] == '["suffix", "ngram:gamma=8"]  # config'
     assert found["chat"] == "false  # config"
-    assert found["synthetic-acceptance"] == '["0.9", "0.8"]  # config'
+    assert found["synthetic-acceptance"] == "[0.9, 0.8]  # config"
     assert found["out"] == '"results"  # config'
     assert found["gamma"] == "5  # default"
     assert "compare" not in found

@@ -102,7 +102,7 @@ def test_a_place_that_cannot_be_written_is_told_before(tmp_path: Path, flag: str
     ("flags", "words"),
     [
         (["--threads", "0"], "threads must be at least 1, got 0"),
-        (["--warm-up", "-3"], "warm_up must be at least 0, got -3"),
+        (["--warm-up", "-3"], "--warm-up must be at least 0, got -3"),
         (["--temperature", "-1"], "temperature must be"),
         (["--temperature", "1", "--top-p", "3"], "top_p must be"),
         (["--device", "cuda:x"], "cuda:x"),

@@ -15,10 +15,10 @@ from paceline.bench.bench_options import PRESETS
 from paceline.bench.data.samplers import SAMPLERS
 from paceline.bench.measure import machine_state as machine
 from paceline.bench.peers.peer_names import _PEERS
-from paceline.cli.bench_command_options import BenchSettings
+from paceline.cli.bench_command_options import BenchCommandOptions
 from paceline.cli.command_options import AuditOptions, ChatOptions, GenerateOptions
 from paceline.cli.commands.train import TrainSettings
-from paceline.cli.commands.tune import TuneSettings
+from paceline.cli.commands.tune import TuneCommandOptions
 from paceline.cli.main import app
 from paceline.common.options import declared
 from tests.bench.made_reports import COSTS
@@ -27,7 +27,8 @@ from tests.cli.conftest import refusal, run
 ROOT = Path(__file__).parents[2]
 COMMANDS: dict[str, Any] = typer.main.get_command(app).commands  # type: ignore[attr-defined]
 SETTINGS: dict[str, type] = {"generate": GenerateOptions, "chat": ChatOptions, "audit": AuditOptions,
-                             "bench": BenchSettings, "tune": TuneSettings, "train": TrainSettings}  # fmt: skip
+                             "bench": BenchCommandOptions, "tune": TuneCommandOptions,
+                             "train": TrainSettings}  # fmt: skip
 EXAMPLES = {int: ("3", "3"), float: ("0.25", "0.25")}  # a type: as said, as shown
 WORDS = {"gamma": ("7", "7"), "draft": ("suffix", '"suffix"'), "rule": ("match", '"match"')}  # what is not any text
 NOT_SETTINGS = {"config", "print_config", "debug", "help", "speculative_config"}  # the last is shown as what it means
@@ -46,10 +47,12 @@ def flags(command: str) -> list[str]:
 
 def example(command: str, name: str) -> tuple[str, str]:
     """A value for a setting, as it is said and as `--print-config` shows it."""
-    if command in ("bench", "tune", "train"):
+    if command == "train":
         hint = str(get_type_hints(SETTINGS[command])[name])
         return WORDS.get(name) or next((each for kind, each in EXAMPLES.items() if kind.__name__ in hint), ("w", '"w"'))
     field = next(field for field in declared(SETTINGS[command]) if field.name == name)
+    if field.about.names == "rule":
+        return WORDS["rule"]
     if field.choices:
         return field.choices[0], f'"{field.choices[0]}"'
     kinds = get_args(field.hint) if field.is_list else field.kinds
@@ -204,7 +207,7 @@ def test_two_turns_plots_and_a_project(
         "paceline.bench.results.wandb_log.log", lambda report, summary, project: logged.append(project) or "there"
     )
     monkeypatch.setattr("paceline.bench.results.wandb_log.check_wandb", lambda: None)
-    given = ("--target", target, "--prompts", str(prompts), "--run", "suffix", "--turns", "2", "--json")
+    given = ("--target", target, "--prompts", str(prompts), "--run", "suffix", "--turns", "2", "--no-chat", "--json")
     result = run(*quick_bench, *given, "--png", str(tmp_path / "plots"), "--wandb", "--wandb-project", "mine")
     assert result.exit_code == 0, result.output
     tasks = {json.loads(line).get("task") for line in result.stdout.splitlines()}

@@ -78,7 +78,7 @@ def test_ctrl_c_keeps_what_is_known(target: str, prompts: str, tmp_path: Path, m
     monkeypatch.setattr(tune, "tune", stopped)
     result = run("tune", "--target", target, "--prompts", prompts, *FEW, "--out", str(out))
     assert result.exit_code == 130
-    assert "stopped; this is what is known so far" in result.stderr
+    assert "interrupted; these are the results until then" in result.stderr
     assert "Nothing was measured" in result.stdout
     assert read_toml(out)["decoder"]["draft"] == "none"
 
@@ -88,7 +88,7 @@ def test_ctrl_c_keeps_what_is_known(target: str, prompts: str, tmp_path: Path, m
     [
         (["--candidate", "sufix"], "Did you mean 'suffix'"),
         (["--candidate", "suffix:brnches=3"], "Did you mean 'branches'"),
-        (["--gammas", "3,x"], "--gammas must be whole numbers"),
+        (["--gammas", "3,x"], "--gammas must be a whole number, got 'x'"),
         (["--rules", "typical"], "lossy"),
         (["--only"], "none is given"),
         (["--limit", "0"], "--limit must be at least 1"),

@@ -17,7 +17,7 @@ from tests.toys import llama
 import paceline
 from paceline.bench.candidates.candidate import Plan, Task
 from paceline.bench.candidates.paceline_run import PacelineRun
-from paceline.bench.candidates.run_spec import parse_entry
+from paceline.bench.candidates.run_spec import parse_run_spec
 from paceline.common.errors import DrafterWarning
 from paceline.core.costs import Costs
 from paceline.drafters import shipped as room
@@ -249,7 +249,7 @@ def test_a_batch_too_large_for_drafts_stays_captured(lm: LanguageModel, restless
 
 
 def test_bench_measures_it(lm: LanguageModel) -> None:
-    ours = PacelineRun(lm, replace(parse_entry("auto"), options={"costs": FREE}))
+    ours = PacelineRun(lm, replace(parse_run_spec("auto"), options={"costs": FREE}))
     assert isinstance(ours.decoder(1).drafter, GraphedAuto)
     plain = PacelineRun(lm, plain=True).run(TASK, Plan(20), 0, lambda: False)
     assert ours.run(TASK, Plan(20), 0, lambda: False).tokens == plain.tokens

@@ -11,7 +11,7 @@ from tests.toys import llama
 import paceline
 from paceline.bench.candidates.candidate import Plan, Task
 from paceline.bench.candidates.paceline_run import PacelineRun
-from paceline.bench.candidates.run_spec import parse_entries
+from paceline.bench.candidates.run_spec import parse_run_specs
 from paceline.bench.peers.peer_names import draft_model_of, open_peers
 from paceline.common.errors import InputError, UnknownNameError
 from paceline.core.costs import Costs
@@ -112,7 +112,7 @@ def test_what_also_works_untrained_takes_what_comes_along(
     assert decoder.generate([1, 2, 3], max_new_tokens=20).tokens == plain.tokens
     if other is not None:
         assert said not in paceline.SpeculativeDecoder(target, kind, options=other).describe()
-    (by_folder,) = parse_entries([str(folder)])
+    (by_folder,) = parse_run_specs([str(folder)])
     (where,) = by_folder.options.values()
     assert by_folder.draft == kind
     assert Path(where) in (folder, folder / "model.safetensors")
@@ -120,7 +120,7 @@ def test_what_also_works_untrained_takes_what_comes_along(
 
 def test_transformers_drafts_with_the_same_small_model(target: LanguageModel, tmp_path: Path) -> None:
     DraftLayers(target, (0,)).save(tmp_path / "small")
-    ours = PacelineRun(target, parse_entries([f"draft-lm:head={tmp_path / 'small'}"])[0])
+    ours = PacelineRun(target, parse_run_specs([f"draft-lm:head={tmp_path / 'small'}"])[0])
     (peer,), notes = open_peers(["hf-assisted:gamma=3"], target, draft=draft_model_of([ours]), gamma=3)
     assert not notes
     task, plan = Task("one", "toy", ((1, 2, 3, 4),)), Plan(tokens=12)

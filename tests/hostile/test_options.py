@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 
 from paceline import DRAFTERS, RULES, InputError, LanguageModel, SpeculativeDecoder, UnknownNameError
-from paceline.bench.bench_options import BenchOptions
-from paceline.bench.candidates.run_spec import parse_entry
-from paceline.bench.tune.tuning import TuneOptions
+from paceline.bench.bench_options import BenchOptions, TuneOptions
+from paceline.bench.candidates.run_spec import parse_run_spec
 from paceline.common.errors import PacelineError, shown
 from paceline.common.limits import LARGEST, Limited, limited, plain_types
 from paceline.common.options import convert_options
@@ -120,7 +119,7 @@ def test_names_of_unusual_lengths_get_no_hint_and_no_wait() -> None:
 )
 def test_a_run_of_a_benchmark(text: str, told: str) -> None:
     with pytest.raises(InputError) as error:
-        parse_entry(text)
+        parse_run_spec(text)
     assert str(error.value).startswith(told)
 
 

@@ -1,61 +1,94 @@
-"""Benchmarks that have a name: who takes part, where nobody says it."""
+"""The options of `paceline bench` and `paceline tune`, and the presets of `bench`."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from paceline.common.errors import InputError, UnknownNameError
-from paceline.common.limits import GAMMA_LIMIT, ROWS_LIMIT, Limited, limited
+from paceline.common.limits import GAMMA_LIMIT, ROWS_LIMIT, Limited
+from paceline.common.options import option
 
-# ---- What a benchmark is told: one dataclass; the command line, `python -m paceline.bench` and scripts fill it
+_MODELS, _WHO, _TEXTS, _CHOICE, _MEASURE = "Models", "Who takes part", "Texts", "Choosing tokens", "Measuring"
+_TRIED = "Who is tried"
+_SEED = {"least": -(2**63), "most": 2**63 - 1}
 
 
 @dataclass(frozen=True)
-class BenchOptions(Limited):
-    """Everything that decides what is measured. Nothing here is about showing it."""
+class TargetOptions(Limited):
+    """The target and how it runs."""
 
-    target: str = "smollm2-135m"
-    dtype: str | None = None
-    device: str | None = None
-    runner: str = "auto"  # how our own passes run, and those of drafts
-    quantize: str | None = None  # the target in "int8", "int4" or "bfloat16"
-    shape: str | None = None  # a random model of a named shape instead of a target: "llama-7b"
-    draft_shape: str | None = None  # the draft beside it; None: the shape's usual one
-    synthetic_acceptance: tuple[float, ...] = ()  # the draft is right so often: one rate, or one per position
-    construction: float | None = None  # instead: layers past the draft's add so little (agreement by construction)
-    prompt_tokens: int = limited(128, 1, 2**24)  # of the random prompts of these; prompt sets have their own
-    preset: str | None = None  # "default", "gpt2", ...
+    target: str = option("smollm2-135m", "Catalogue name, hub id, folder or .gguf file.", _MODELS, metavar="MODEL",
+                         names="model path")  # fmt: skip
+    dtype: str | None = option(None, "float32, bfloat16, float16, float64 or auto.", _MODELS, metavar="TYPE",
+                               names="dtype")  # fmt: skip
+    device: str | None = option(None, "cpu, cuda, cuda:1 …; CUDA if there is a device.", _MODELS, metavar="DEVICE")
+    runner: str = option("auto", "auto, eager (transformers), kernels or cuda_graph.", _MODELS, metavar="NAME",
+                         names="runner")  # fmt: skip
+    quantize: str | None = option(None, "Quantize the target to int8, int4 or bfloat16.", _MODELS, metavar="KIND",
+                                  names="quantize")  # fmt: skip
 
-    runs: tuple[str, ...] = ()  # our own: "suffix", "ngram:gamma=8,branches=4"; plain decoding is always there
-    peers: tuple[str, ...] = ()  # "hf", "hf-assisted", "hf-lookup", "hf-early-exit", "llama-cpp", "openvino" …
-    gamma: int = limited(5, 1, GAMMA_LIMIT)  # of runs that do not say
 
-    prompts: tuple[str, ...] = ("builtin",)  # files or "builtin"
-    categories: tuple[str, ...] = ()  # only these
-    limit: int | None = limited(None, 1)  # prompts per category
-    turns: int = limited(1, 1, 1024)  # 2: the second turns of conversations as well
-    batch: int = limited(1, 1, ROWS_LIMIT)
-    max_new_tokens: int = limited(128, 1)
-    temperature: float = 0.0
-    top_k: int | None = None
-    top_p: float | None = None
-    min_p: float | None = None
-    samplers: tuple[str, ...] = ()  # each prompt with each of them: "greedy", "top-k:top_k=20", "all"
-    noise_levels: tuple[float, ...] = (0.1, 0.2, 0.3, 0.4, 0.5)  # of the sampler top-k-noise
-    seed: int = limited(0, -(2**63), 2**63 - 1)
-    chat: bool = True  # prompts go through the model's chat template, if it has one
+@dataclass(frozen=True)
+class BenchOptions(TargetOptions):
+    """Everything that decides what `bench` measures."""
 
-    repeats: int = limited(3, 1, 10**6)
-    warm_up: int = limited(16, 0)  # tokens of an untimed first run of each
-    threads: int | None = limited(None, 1, 4096)
-    force: bool = False  # of older calls: a busy machine is measured and marked by default
-    require_quiet: bool = False  # refuse a busy machine
-    memory: bool = False  # per method: peak and cache bytes
-    memory_lines: bool = False  # per line of source as well, by memray or tracemalloc
-    layers: bool = False  # bytes and seconds per layer
-    quality: bool = False  # judge the answers against those of the prompt set
+    shape: str | None = option(None, "A random model of a named shape instead, such as llama-7b.", _MODELS,
+                               metavar="NAME", names="shape")  # fmt: skip
+    draft_shape: str | None = option(None, "The shape of its draft; by default the usual one.", _MODELS,
+                                     metavar="NAME", names="shape")  # fmt: skip
+    synthetic_acceptance: tuple[float, ...] = option((), "The acceptance rate of the draft, as 0.8, or 0.9,0.8,0.7 by "
+                                                     "position.", _MODELS, metavar="RATES")  # fmt: skip
+    construction: float | None = option(None, "Agreement by construction: the share that layers past the draft's add.",
+                                        _MODELS, metavar="EPS")  # fmt: skip
+
+    preset: str | None = option(None, "default, trained, training-free or gpt2; other flags win over it.", _WHO,
+                                metavar="NAME", names="preset")  # fmt: skip
+    runs: tuple[str, ...] = option((), "A Paceline run, as suffix or ngram:gamma=8,branches=4,rule=ratio; repeatable.",
+                                   _WHO, metavar="SPEC", flags=("--run",), key="run", names="run")  # fmt: skip
+    peers: tuple[str, ...] = option((), "hf, hf-assisted, hf-lookup, hf-early-exit, llama-cpp, llama-cpp-ngram, "
+                                    "llama-cpp-q8, openvino or openvino-lookup; repeatable.", _WHO, metavar="NAME",
+                                    flags=("--peer",), key="peer", names="peer")  # fmt: skip
+    gamma: int = option(5, "Tokens drafted in a row, for runs without a gamma.", _WHO, metavar="N", least=1,
+                        most=GAMMA_LIMIT)  # fmt: skip
+
+    prompts: tuple[str, ...] = option(("builtin",), "A set of prompts: .jsonl, .csv or .txt, or builtin; repeatable.",
+                                      _TEXTS, metavar="FILE")  # fmt: skip
+    categories: tuple[str, ...] = option((), "Only this category; repeatable.", _TEXTS, metavar="NAME",
+                                         flags=("--category",), key="category")  # fmt: skip
+    limit: int | None = option(None, "At most N prompts of each category.", _TEXTS, metavar="N", least=1)
+    turns: int = option(1, "2: also the second turns of conversations.", _TEXTS, metavar="N", least=1, most=1024)
+    chat: bool = option(True, "Use the model's chat template, if it has one.", _TEXTS)
+    batch: int = option(1, "Prompts decoded at once.", _TEXTS, metavar="N", least=1, most=ROWS_LIMIT)
+    prompt_tokens: int = option(128, "Tokens of the random prompts of a named shape.", _TEXTS, metavar="N", least=1,
+                                most=2**24)  # fmt: skip
+    max_new_tokens: int = option(128, "Tokens that every candidate writes for each prompt.", _TEXTS, metavar="N",
+                                 least=1)  # fmt: skip
+
+    temperature: float = option(0.0, "0 is greedy.", _CHOICE, metavar="X")
+    top_k: int | None = option(None, "Only the N likeliest tokens.", _CHOICE, metavar="N")
+    top_p: float | None = option(None, "Only the likeliest tokens that make up X.", _CHOICE, metavar="X")
+    min_p: float | None = option(None, "Only tokens with X times the best one's share.", _CHOICE, metavar="X")
+    samplers: tuple[str, ...] = option((), "Every prompt with this sampler: greedy, multinomial, top-k, nucleus, "
+                                       "top-k-nucleus, top-k-noise, dynamic, typical, or all; repeatable. As "
+                                       "top-k:top_k=20,temperature=0.7 with its own controls.", _CHOICE,
+                                       metavar="NAME", flags=("--sampler",), key="sampler")  # fmt: skip
+    noise_levels: tuple[float, ...] = option((0.1, 0.2, 0.3, 0.4, 0.5), "Noise levels of top-k-noise.", _CHOICE,
+                                             metavar="X,X")  # fmt: skip
+    seed: int = option(0, "The same for every candidate.", _CHOICE, metavar="N", **_SEED)
+
+    repeats: int = option(3, "Runs of every candidate on every prompt, in turns.", _MEASURE, metavar="N", least=1,
+                          most=10**6)  # fmt: skip
+    warm_up: int = option(16, "Tokens of a first run of each that is not timed.", _MEASURE, metavar="N", least=0)
+    threads: int | None = option(None, "Threads of torch on a CPU.", _MEASURE, metavar="N", least=1, most=4096)
+    require_quiet: bool = option(False, "Refuse a busy machine. Otherwise the result is marked.", _MEASURE)
+    force: bool = option(False, "The default: measure on a busy machine too. Kept for older calls.", _MEASURE)
+    memory: bool = option(False, "Also peak memory and bytes of the KV cache; --memory lines: see below.", _MEASURE)
+    memory_lines: bool = option(False, "The same as --memory lines: the source lines that hold the most memory.",
+                                _MEASURE)  # fmt: skip
+    layers: bool = option(False, "Also bytes and seconds of every layer.", _MEASURE)
+    quality: bool = option(False, "Compare the texts with the answers of the prompts.", _MEASURE)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -64,22 +97,65 @@ class BenchOptions(Limited):
                 raise InputError(f"synthetic_acceptance must be from 0 to 1, got {rate}.")
         for level in self.noise_levels:
             if not level > 0:
-                raise InputError(f"noise_levels must be above 0 (the sampler top-k is without noise), got {level:g}.")
-        if self.samplers and (self.shape is not None or self.synthetic_acceptance or self.construction is not None):
-            raise InputError("samplers need prompts, and a made-up model has none; leave one out.")
+                raise InputError(f"noise_levels must be above 0 (the sampler top-k has no noise), got {level:g}.")
+        if self.samplers and is_synthetic(self):
+            raise InputError("samplers need prompts, and a synthetic model has none; leave one out.")
         if self.force and self.require_quiet:
             raise InputError("force measures on a busy machine and require_quiet refuses it; leave one out.")
 
 
-# ---- Benchmarks that have a name: who takes part, where nobody says it
+def is_synthetic(options: BenchOptions) -> bool:
+    """Is the target a random or scripted model?"""
+    return bool(options.shape or options.synthetic_acceptance or options.construction is not None)
+
+
+@dataclass(frozen=True)
+class TuneOptions(Limited):
+    """What `tune` tries, and how much of it."""
+
+    candidates: tuple[str, ...] = option((), "One more: a smaller model, or as ngram:order=3,gamma=8; repeatable.",
+                                         _TRIED, metavar="SPEC", flags=("--candidate",), key="candidate",
+                                         names="run")  # fmt: skip
+    only: bool = option(False, "Try the given candidates alone.", _TRIED)
+    gammas: tuple[int, ...] = option((3, 5, 8, 12, 16), "How many tokens to draft in a row.", _TRIED, metavar="N,N")
+    trees: tuple[int, ...] = option((1, 4), "How many branches, of drafters that look tokens up.", _TRIED,
+                                    metavar="N,N")  # fmt: skip
+    rules: tuple[str, ...] = option(("match",), "The rules that verify drafts.", _TRIED, metavar="RULE,RULE",
+                                    names="rule", commas=True)  # fmt: skip
+    tokens: int = option(64, "Tokens to write for each prompt.", _TEXTS, metavar="N", least=1)
+    seed: int = option(0, "Of sampled texts.", _TEXTS, metavar="N", **_SEED)
+    repeats: int = option(3, "Runs of each candidate that is measured.", _MEASURE, metavar="N", least=1, most=10**6)
+    finalists: int = option(4, "Candidates to measure, the best by prediction.", _MEASURE, metavar="N", least=1,
+                            most=10**4)  # fmt: skip
+    sampling: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        from paceline.core.contracts import RULES
+        from paceline.core.sampling import Sampling
+
+        super().__post_init__()
+        Sampling(**self.sampling)  # refuses wrong values
+        for name in ("gammas", "trees", "rules"):
+            if not getattr(self, name):
+                raise InputError(f"{name} is empty; give at least one.")
+        if min(*self.gammas, *self.trees) < 1:
+            raise InputError(f"gammas and trees must be at least 1, got {min(*self.gammas, *self.trees)}.")
+        for rule in self.rules:
+            if not RULES[rule].exact:
+                raise InputError(f"Rule '{rule}' is lossy, and tuning keeps the text; leave it out.")
+        if self.only and not self.candidates:
+            raise InputError("--only tries the given candidates alone, and none is given; give a --candidate.")
+
+
+# ---- Presets
 
 _MODEL = "smollm2-135m"
-_CHEAP = ("prompt-lookup", "ngram", "suffix", "auto")  # they look things up, and cost no pass of a model
+_CHEAP = ("prompt-lookup", "ngram", "suffix", "auto")  # they run no draft model
 
 
-def apply(options: BenchOptions, said: Collection[str] = ()) -> BenchOptions:
-    """The options with what their preset decides. `said` names the fields that somebody set: they stay as they are,
-    and so does every field that is no longer at its default."""
+def apply_preset(options: BenchOptions, given: Collection[str] = ()) -> BenchOptions:
+    """The options with the values of their preset. `given` fields keep their values, and so does every field that is
+    not at its default."""
     if options.preset is None:
         return options
     if options.preset not in PRESETS:
@@ -88,21 +164,21 @@ def apply(options: BenchOptions, said: Collection[str] = ()) -> BenchOptions:
     decided = {
         name: value
         for name, value in PRESETS[options.preset]().items()
-        if name not in said and getattr(options, name) == defaults[name]
+        if name not in given and getattr(options, name) == defaults[name]
     }
     return replace(options, **decided)
 
 
 def needs_nothing(name: str) -> bool:
-    """Can this drafter work for any target as it is: no second model, no trained head, no text to expect?"""
+    """Does this drafter work for any target without a model, trained weights or a prediction?"""
     from paceline.core.contracts import DRAFTERS
     from paceline.core.protocols import DraftsNothing, TakesPrediction
 
     drafter = DRAFTERS[name]
-    asks = {field.name for field in fields(drafter.Options)}
+    options = {field.name for field in fields(drafter.Options)}
     trained = getattr(drafter.Options, "required", ())
     expects = issubclass(drafter, TakesPrediction) and drafter.takes_prediction
-    return not issubclass(drafter, DraftsNothing) and not expects and "model" not in asks and not trained
+    return not issubclass(drafter, DraftsNothing) and not expects and "model" not in options and not trained
 
 
 def _default() -> dict[str, Any]:
@@ -123,7 +199,7 @@ def _trained() -> dict[str, Any]:
 
 
 def _trained_kinds() -> tuple[str, ...]:
-    """The drafters that draft nothing without trained weights."""
+    """The drafters that need trained weights."""
     from paceline.drafters.shipped import kinds_of
 
     return tuple(kind for kind in kinds_of(_MODEL) if not needs_nothing(kind))

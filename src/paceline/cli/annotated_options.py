@@ -1,4 +1,4 @@
-"""Commands whose options are still declared with typer: `bench`, `tune` and `train`. This file goes when they use
+"""Commands whose options are still declared with typer: `train`. This file goes when they use
 `common.options.option`."""
 
 from __future__ import annotations
@@ -10,16 +10,14 @@ from typing import TYPE_CHECKING, Any, TypeVar, get_type_hints
 
 import typer
 
-from paceline.cli.naming import check_run, completion_of
+from paceline.cli.naming import completion_of
 from paceline.cli.settings import read_config
 from paceline.common.errors import InputError
-from paceline.common.names import check_dtype, check_model, check_name, check_options, names, split_spec
+from paceline.common.names import check_dtype, check_model, check_name, check_options, names
 from paceline.common.toml_files import toml_value
 
 if TYPE_CHECKING:
-    from paceline.cli.bench_command_options import BenchSettings
     from paceline.cli.commands.train import TrainSettings
-    from paceline.cli.commands.tune import TuneSettings
 
 T = TypeVar("T")
 
@@ -83,34 +81,6 @@ def check_running(runner: str, quantize: str | None, dtype: str | None) -> None:
     check_name("runner", runner)
     check_name("quantize", quantize, "kind of quantization")
     check_dtype(dtype)
-
-
-def check_bench(said: BenchSettings) -> None:
-    """The names of a benchmark; a record that is only shown needs none of them."""
-    if said.report is not None:
-        return
-    for run in said.run or ():
-        check_run(run)
-    if said.replay is not None:
-        return
-    check_running(said.runner, said.quantize, said.dtype)
-    check_name("preset", said.preset)
-    for peer in said.peer or ():
-        check_name("peer", split_spec(peer)[0])
-    for shape in (said.shape, said.draft_shape):
-        check_name("shape", None if shape is None else shape.partition(":")[0])
-    if said.shape is None:
-        check_model(said.target, paths=False)
-
-
-def check_tune(said: TuneSettings) -> None:
-    check_running(said.runner, said.quantize, said.dtype)
-    for rule in said.rules.split(","):
-        if rule.strip():
-            check_name("rule", rule.strip())
-    for candidate in said.candidate or ():
-        check_run(candidate)
-    check_model(said.target, paths=False)
 
 
 def check_train(said: TrainSettings) -> None:

@@ -40,10 +40,6 @@ class SyntheticPair:
         return tuple(_with_draft(spec, self.draft) for spec in specs)
 
 
-def is_synthetic(options: BenchOptions) -> bool:
-    return bool(options.shape or options.synthetic_acceptance or options.construction is not None)
-
-
 def synthetic_pair(options: BenchOptions) -> SyntheticPair:
     """Models, tasks and runs for these options."""
     _check(options)

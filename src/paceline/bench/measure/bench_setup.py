@@ -8,11 +8,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from paceline.bench.bench_options import BenchOptions
+from paceline.bench.bench_options import BenchOptions, is_synthetic
 from paceline.bench.candidates.candidate import Cancel, Candidate, Plan, Prompt, Task
 from paceline.bench.candidates.paceline_run import PacelineRun
 from paceline.bench.candidates.run_spec import parse_run_specs
-from paceline.bench.candidates.synthetic_pairs import SyntheticPair, is_synthetic, synthetic_pair
+from paceline.bench.candidates.synthetic_pairs import SyntheticPair, synthetic_pair
 from paceline.bench.data.prompt_sets import read_all
 from paceline.bench.data.quality import Quality, judge
 from paceline.bench.data.samplers import SampledConversation, Sampler, parse_samplers

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from paceline.bench.bench_options import needs_nothing
+from paceline.bench.bench_options import TuneOptions, needs_nothing
 from paceline.bench.candidates.candidate import Cancel, Plan, Prompt, Run, RunSpec, Task
 from paceline.bench.candidates.paceline_run import PacelineRun
 from paceline.bench.candidates.run_spec import parse_run_spec
@@ -19,11 +19,9 @@ from paceline.bench.replay.trace_files import TraceHeader, TraceText
 from paceline.bench.results.metrics import shared, spread, total
 from paceline.bench.tune.tune_result import Trial, Tuning, ranked
 from paceline.common.errors import InputError, PacelineError
-from paceline.common.limits import Limited, limited
-from paceline.core.contracts import DRAFTERS, RULES
+from paceline.core.contracts import DRAFTERS
 from paceline.core.costs import Costs
 from paceline.core.protocols import ChoosesLength, uses_all_nodes
-from paceline.core.sampling import Sampling
 from paceline.core.trace import Trace
 from paceline.drafters.resolve import make_drafter, replay_needs, resolve_draft
 from paceline.engine.round_timing import Stopwatch, full_costs
@@ -34,40 +32,7 @@ from paceline.rules.match import Match
 
 # ---- Who is tried when a decoder is tuned: drafters, how long and how wide they draft, and what judges
 
-GAMMAS = (3, 5, 8, 12, 16)
-TREES = (1, 4)  # branches, of drafters that look things up
-FINALISTS = 4
-DEEPEST = 8  # what a drafter that needs a model is asked for: each token costs it a step
-
-
-@dataclass(frozen=True)
-class TuneOptions(Limited):
-    """What is tried, and how much of it."""
-
-    candidates: tuple[str, ...] = ()  # beside the drafters that need nothing: "ngram:order=3", a model ...
-    only: bool = False  # only those
-    gammas: tuple[int, ...] = GAMMAS
-    trees: tuple[int, ...] = TREES
-    rules: tuple[str, ...] = ("match",)
-    finalists: int = limited(FINALISTS, 1, 10**4)
-    tokens: int = limited(64, 1)
-    repeats: int = limited(3, 1, 10**6)
-    sampling: dict[str, Any] = field(default_factory=dict)
-    seed: int = limited(0, -(2**63), 2**63 - 1)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        Sampling(**self.sampling)  # refuses what makes no sense
-        for name in ("gammas", "trees", "rules"):
-            if not getattr(self, name):
-                raise InputError(f"{name} is empty; give at least one.")
-        if min(*self.gammas, *self.trees) < 1:
-            raise InputError(f"gammas and trees must be at least 1, got {min(*self.gammas, *self.trees)}.")
-        for rule in self.rules:
-            if not RULES[rule].exact:
-                raise InputError(f"Rule '{rule}' is lossy, and tuning looks for speed at the same text; leave it out.")
-        if self.only and not self.candidates:
-            raise InputError("Only the candidates that are given shall be tried, and none is given; give one.")
+_MOST_STEPS = 8  # longest gamma for a drafter that runs a model: each token costs it a step
 
 
 def candidates(options: TuneOptions) -> Iterator[RunSpec]:
@@ -91,7 +56,7 @@ def _variants(spec: str, options: TuneOptions) -> Iterator[RunSpec]:
     elif issubclass(cls, ChoosesLength):
         gammas = ("auto",)
     elif replay_needs(entry.draft, entry.options) is not None:
-        gammas = [gamma for gamma in options.gammas if gamma <= DEEPEST] or (min(options.gammas),)
+        gammas = [gamma for gamma in options.gammas if gamma <= _MOST_STEPS] or (min(options.gammas),)
     branching = "branches" in {each.name for each in fields(cls.Options)} and "branches" not in entry.options
     for branches in options.trees if branching else (None,):
         for gamma in gammas:
@@ -301,7 +266,7 @@ class _Tuner:
     def _probe(self, entry: RunSpec) -> list[tuple[Task, Trace, float]]:
         """A few real runs with deep drafts: their traces, and what of their time a draft step must have taken."""
         if isinstance(entry.gamma, int):
-            entry = replace(entry, gamma=max(entry.gamma, min(DEEPEST, max(self.options.gammas))))
+            entry = replace(entry, gamma=max(entry.gamma, min(_MOST_STEPS, max(self.options.gammas))))
         contestant = PacelineRun(self.lm, entry, clock=self._clock)
         found = []
         try:

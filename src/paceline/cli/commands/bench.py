@@ -1,4 +1,4 @@
-"""`paceline bench`: how fast is it, against plain decoding and against others, and why?"""
+"""`paceline bench`: speed against plain decoding and other libraries, and what explains it."""
 
 from __future__ import annotations
 
@@ -7,17 +7,16 @@ import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
 
-from paceline.cli.annotated_options import check_bench, show_config, takes
-from paceline.cli.bench_command_options import BenchSettings, measured, named, tuned
+from paceline.cli.bench_command_options import BenchCommandOptions, bench_options, tuned
 from paceline.cli.result_lines import dump
-from paceline.cli.settings import source
-from paceline.cli.terminal import info, plain_warnings
+from paceline.cli.settings import command_from, is_given
+from paceline.cli.terminal import info
 from paceline.common.errors import InputError, UnknownNameError
 from paceline.common.interrupts import interruptible
 
@@ -29,8 +28,8 @@ if TYPE_CHECKING:
     from paceline.cli.bench_table import Lines, LiveTable
 
 _INTERRUPTED, _REGRESSION = 130, 1
-_GAMMAS = (1, 2, 4, 8, 16)  # of a replay that names no run
-_BARE = "training-free"  # the preset of a call that says nothing
+_GAMMAS = (1, 2, 4, 8, 16)  # of a replay without --run
+_BARE = "training-free"  # the preset of a call without --run and --peer
 
 EPILOG = """
 [bold]Examples[/bold]
@@ -48,108 +47,80 @@ paceline bench --run prophet --run early-exit --versus prophet --versus early-ex
 paceline bench --report results/bench.jsonl --compare before/bench.jsonl --fail-on-regression
 
 [bold]Exit code[/bold] 0: measured; 1: slower than before (with --fail-on-regression); 2: a mistake in the call or
-in a file; 3: what cannot be measured together; 4: weights that cannot be read; 70: an unforeseen error; 130:
-interrupted, and what was measured until then is shown and written.
+in a file; 3: candidates that cannot be measured together; 4: unreadable weights; 70: an unexpected error; 130:
+interrupted, and the runs until then are shown and written.
 """
 
 
-@takes(BenchSettings)
-def bench(ctx: typer.Context, said: BenchSettings) -> None:
+@command_from(BenchCommandOptions)
+def bench(ctx: typer.Context, options: BenchCommandOptions) -> None:
     """Measure plain decoding, drafters and other libraries on the same texts, in turns, in one process."""
-    if said.print_config:
-        typer.echo(_config_of(ctx, said))
+    _check(options)
+    if options.replay is not None:
+        _replay(ctx, options, options.replay)
         return
-    check_bench(said)
-    with plain_warnings(said.debug):
-        _check(said)
-        if said.replay is not None:
-            _replay(said, said.replay)
-            return
-        report = _read(said.report) if said.report is not None else _measure(said, _options(ctx, said))
-        if said.versus:
-            report = replace(report, versus=_versus(said, [member.name for member in report.members]))
-        slower = _tell(report, said)
-    if not report.complete and said.report is None:
+    report = _read(options.report) if options.report is not None else _measure(ctx, options)
+    if options.versus:
+        report = replace(report, versus=_versus(options, [member.name for member in report.members]))
+    slower = _show(report, options)
+    if not report.complete and options.report is None:
         info("interrupted: these are the runs until then")
         raise typer.Exit(_INTERRUPTED)
     if not report.results:
         info("there is no run in this record")
     elif not report.complete:
-        info("this record is not complete: what was measured until it broke off")
-    if slower and said.fail_on_regression:
+        info("this record is not complete: these are the runs until it ends")
+    if slower and options.fail_on_regression:
         raise typer.Exit(_REGRESSION)
 
 
-# ---- what is asked for
+# ---- Check the options
 
 
-def _config_of(ctx: typer.Context, said: BenchSettings) -> str:
-    values = {name: str(value) if isinstance(value, Path) else value for name, value in asdict(said).items()}
-    values["gamma"] = int(said.gamma) if said.gamma.isdecimal() else said.gamma
-    return show_config(str(ctx.info_name), values, {name: source(ctx, name) for name in values}, {})
-
-
-def _options(ctx: typer.Context, said: BenchSettings) -> BenchOptions:
-    """What is measured: what was said, a preset where there is one, and the tuned decoder of a config."""
-    from paceline.bench.bench_options import apply
-    from paceline.bench.candidates.synthetic_pairs import is_synthetic
-
-    given, known = measured(said), named(ctx)
-    if not given.runs:
-        given = replace(given, runs=tuple(tuned(said)))
-    if given.preset is None and not (given.runs or given.peers or is_synthetic(given)):
-        info(f"nobody was asked for, so this is --preset {_BARE}; see --run and --peer")
-        given = replace(given, preset=_BARE)
-    return apply(given, known)
-
-
-def _check(said: BenchSettings) -> None:
-    """Refuse now what would be refused after an hour of measuring."""
+def _check(options: BenchCommandOptions) -> None:
+    """Refuse before anything is measured."""
     from paceline.bench.results.charts import check_png
     from paceline.bench.results.records import check_writable
     from paceline.bench.results.wandb_log import check_wandb
 
-    if said.fail_on_regression and said.compare is None:
+    measures = options.report is None and options.replay is None
+    if options.fail_on_regression and options.compare is None:
         raise InputError("--fail-on-regression is for --compare FILE; give both.")
-    if said.report is not None and said.replay is not None:
+    if options.report is not None and options.replay is not None:
         raise InputError("--report and --replay both read a file instead of measuring; use one of them.")
-    if said.trace is not None and (said.report is not None or said.replay is not None):
+    if options.trace is not None and not measures:
         raise InputError("--trace records what is measured, and --report and --replay measure nothing; leave one out.")
-    if said.png is not None:
+    if options.resume and not measures:
+        raise InputError("--resume continues a measurement, and --report and --replay measure nothing; leave one out.")
+    if options.resume and options.out is None:
+        raise InputError("--resume continues the record in a folder; name it with --out.")
+    if options.png is not None:
         check_png()
-    if said.wandb:
+    if options.wandb:
         check_wandb()
-    if said.resume and (said.report is not None or said.replay is not None):
-        raise InputError("--resume goes on measuring, and --report and --replay measure nothing; leave one out.")
-    for path, what in ((said.csv, "The table"), (said.html, "The report"), (said.trace, "The trace")):
+    for path, what in ((options.csv, "The table"), (options.html, "The report"), (options.trace, "The trace")):
         if path is not None and not path.parent.is_dir():
             raise InputError(f"The folder of '{path}' does not exist; make it first.")
         if path is not None:
             check_writable(path, what)
-    for path in (said.out, said.png):
-        if path is not None:
-            _make(path)
+    for folder in filter(None, (options.out, options.png)):
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise InputError(f"The folder '{folder}' cannot be made: {error.strerror or error}.") from error
 
 
-def _versus(said: BenchSettings, names: list[str]) -> tuple[str, str]:
-    """The two contestants of one chart."""
-    given = said.versus or []
-    if len(given) != 2:
-        raise InputError(f"--versus is given twice, with the names of two contestants; got {len(given)}.")
-    for name in given:
+def _versus(options: BenchCommandOptions, names: list[str]) -> tuple[str, str]:
+    """The two candidates of one chart."""
+    if len(options.versus) != 2:
+        raise InputError(f"--versus is given twice, with the names of two candidates; got {len(options.versus)}.")
+    for name in options.versus:
         if name not in names:
-            raise UnknownNameError("contestant", name, names)
-    return given[0], given[1]
+            raise UnknownNameError("candidate", name, names)
+    return options.versus[0], options.versus[1]
 
 
-def _make(folder: Path) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise InputError(f"The folder '{folder}' cannot be made: {error.strerror or error}.") from error
-
-
-# ---- where it comes from
+# ---- Get a report
 
 
 def _read(path: Path) -> Report:
@@ -158,40 +129,55 @@ def _read(path: Path) -> Report:
     return read_records(path)
 
 
-def _measure(said: BenchSettings, options: BenchOptions) -> Report:
+def _measured(ctx: typer.Context, options: BenchCommandOptions) -> BenchOptions:
+    """What is measured: the options, the preset, and the tuned decoder of a config."""
+    from paceline.bench.bench_options import apply_preset, is_synthetic
+
+    config = ctx.params.get("config")
+    measured = bench_options(options, config)
+    if not measured.runs:
+        measured = replace(measured, runs=tuned(config))
+    if measured.preset is None and not (measured.runs or measured.peers or is_synthetic(measured)):
+        info(f"No --run or --peer given; using --preset {_BARE}.")
+        measured = replace(measured, preset=_BARE)
+    return apply_preset(measured, is_given(ctx))
+
+
+def _measure(ctx: typer.Context, options: BenchCommandOptions) -> Report:
+    from paceline.bench.candidates.run_spec import PLAIN, parse_run_specs
     from paceline.bench.measure.bench_session import BenchSession
     from paceline.cli.bench_table import watching
 
-    if said.compare is not None:
-        _read(said.compare)  # a mistake in it is told before, not after
-    if said.versus:
-        from paceline.bench.candidates.run_spec import PLAIN, parse_run_specs
-
-        _versus(said, [PLAIN, *(each.name for each in parse_run_specs(options.runs, options.gamma)), *options.peers])
-    with _record(said) as (file, earlier), watching() as watcher, _warnings_told_to(watcher), interruptible() as cancel:
+    measured = _measured(ctx, options)
+    if options.compare is not None:
+        _read(options.compare)  # a mistake in it is reported now
+    if options.versus:
+        specs = parse_run_specs(measured.runs, measured.gamma)
+        _versus(options, [PLAIN, *(spec.name for spec in specs), *measured.peers])
+    with _record(options) as (file, earlier), watching() as watcher, _warnings_in(watcher), interruptible() as cancel:
         return BenchSession(
-            options, watcher, file, earlier=earlier, cancel=cancel, trace=said.trace, progress=watcher.progress
+            measured, watcher, file, earlier=earlier, cancel=cancel, trace=options.trace, progress=watcher.progress
         ).run()
 
 
-def _replay(said: BenchSettings, path: Path) -> None:
-    """What others would have given on the texts of a trace; without --run, what is recorded at other lengths."""
+def _replay(ctx: typer.Context, options: BenchCommandOptions, path: Path) -> None:
+    """Each --run on the texts of a trace. Without --run, the recorded drafters with other gammas."""
     from paceline.bench.candidates.candidate import RunSpec
     from paceline.bench.candidates.run_spec import parse_run_specs
     from paceline.bench.replay.replay import lines, replay_all
     from paceline.bench.replay.trace_files import read_traces
 
-    options, traces = measured(said), read_traces(path)
-    entries = parse_run_specs(options.runs, options.gamma)
-    if not entries:
-        known = {each.header.draft: each.header for each in traces}
-        entries = [
+    measured, traces = bench_options(options, ctx.params.get("config")), read_traces(path)
+    specs = parse_run_specs(measured.runs, measured.gamma)
+    if not specs:
+        headers = {trace.header.draft: trace.header for trace in traces}
+        specs = [
             RunSpec(f"{name}:gamma={gamma}", name, h.options, gamma, h.nodes, h.rule, h.rule_options)
-            for name, h in known.items()
+            for name, h in headers.items()
             for gamma in _GAMMAS
         ]
-    answers = replay_all(traces, entries)
-    if said.json:
+    answers = replay_all(traces, specs)
+    if options.json:
         for answer in answers:
             print(dump(answer.row()), flush=True)
     else:
@@ -199,41 +185,38 @@ def _replay(said: BenchSettings, path: Path) -> None:
 
 
 @contextmanager
-def _record(said: BenchSettings) -> Iterator[tuple[Sink | None, Report | None]]:
-    """Where the lines go as they come: a file, or stdout where they are asked for there alone. And what stands in that
-    file already, where that is gone on with."""
+def _record(options: BenchCommandOptions) -> Iterator[tuple[Sink | None, Report | None]]:
+    """The file that gets the record, and the earlier record in it if it is resumed. With --json alone it is stdout."""
     from paceline.bench.results.records import open_record
 
-    if said.out is None:
-        if said.resume:
-            raise InputError("--resume goes on with the record in a folder; name it with --out.")
-        yield (sys.stdout if said.json else None), None
+    if options.out is None:
+        yield (sys.stdout if options.json else None), None
         return
-    file, earlier = open_record(said.out / "bench.jsonl", said.resume)
+    file, earlier = open_record(options.out / "bench.jsonl", options.resume)
     with file:
         yield file, earlier
 
 
 @contextmanager
-def _warnings_told_to(watcher: LiveTable | Lines) -> Iterator[None]:
-    """A line in the middle of a live table would break it."""
+def _warnings_in(watcher: LiveTable | Lines) -> Iterator[None]:
+    """Warnings go to the watcher: a line in the middle of a live table would break it."""
     before = warnings.showwarning
 
-    def told(message: Warning | str, *where: Any, **more: Any) -> None:
+    def show(message: Warning | str, *_: Any, **__: Any) -> None:
         watcher.noted(f"warning: {' '.join(str(message).split())}")
 
-    warnings.showwarning = told  # type: ignore[assignment]
+    warnings.showwarning = show  # type: ignore[assignment]
     try:
         yield
     finally:
         warnings.showwarning = before
 
 
-# ---- what becomes of it
+# ---- Show and write a report
 
 
-def _tell(report: Report, said: BenchSettings) -> bool:
-    """Show it and write it; is anything slower than it was?"""
+def _show(report: Report, options: BenchCommandOptions) -> bool:
+    """Show it and write it. Returns whether --compare finds something slower."""
     from paceline.bench.results.comparing import compare, differences
     from paceline.bench.results.metrics import summarise
     from paceline.bench.results.tables import changed, short
@@ -242,55 +225,53 @@ def _tell(report: Report, said: BenchSettings) -> bool:
     summary = summarise(report)
     tables = list(short(report, summary))
     slower = nothing = False
-    if said.compare is not None:
-        old = _read(said.compare)
+    if options.compare is not None:
+        old = _read(options.compare)
         changes = compare(old, report)
         tables.append(changed(changes, differences(old, report)))
         slower = any(change.regression for change in changes)
         nothing = not any(change.ratio is not None for change in changes)
-    if said.json:
-        _copy_record(said)
+    if options.json:
+        _copy_record(options)
     else:
         for table in tables:
             show(table)
-    for note in report.notes if said.report is not None else ():
+    for note in report.notes if options.report is not None else ():
         info(note)
-    _write(report, summary, said)
-    if nothing and said.fail_on_regression:
-        raise InputError(f"The record '{said.compare}' has nothing in common with this one, so nothing was compared.")
+    _write(report, summary, options)
+    if nothing and options.fail_on_regression:
+        raise InputError(f"The record '{options.compare}' has nothing in common with this one; nothing was compared.")
     return slower
 
 
-def _copy_record(said: BenchSettings) -> None:
-    """To stdout, unless it has been written there already."""
-    path = said.report if said.report is not None else None if said.out is None else said.out / "bench.jsonl"
+def _copy_record(options: BenchCommandOptions) -> None:
+    """To stdout, unless it was written there."""
+    path = options.report or (None if options.out is None else options.out / "bench.jsonl")
     if path is not None:
         with path.open(encoding="utf-8") as file:
             shutil.copyfileobj(file, sys.stdout)
         sys.stdout.flush()
 
 
-def _write(report: Report, summary: Summary, said: BenchSettings) -> None:
+def _write(report: Report, summary: Summary, options: BenchCommandOptions) -> None:
     from paceline.bench.results.charts import HOW_TO_GET, can_draw, charts_of, write_png
     from paceline.bench.results.html_page import write_html
     from paceline.bench.results.records import save_csv
 
-    out = said.out
-    for path in (said.csv, out and out / "bench.csv"):
-        if path is not None:
-            save_csv(summary, path)
-    for path in (said.html, out and out / "report.html"):
-        if path is not None:
-            write_html(report, summary, path)
-    plots = [folder for folder in (said.png, out) if folder is not None]
-    if plots and not can_draw():
+    out = options.out
+    for path in filter(None, (options.csv, out and out / "bench.csv")):
+        save_csv(summary, path)
+    for path in filter(None, (options.html, out and out / "report.html")):
+        write_html(report, summary, path)
+    folders = list(filter(None, (options.png, out)))
+    if folders and not can_draw():
         info(HOW_TO_GET)
-        plots = []
-    for folder in plots:
+        folders = []
+    for folder in folders:
         write_png(charts_of(report, summary), folder)
-    if said.wandb:
+    if options.wandb:
         from paceline.bench.results.wandb_log import log
 
-        info(f"logged to {log(report, summary, said.wandb_project)}")
+        info(f"logged to {log(report, summary, options.wandb_project)}")
     if out is not None:
         info(f"everything is in {out}")

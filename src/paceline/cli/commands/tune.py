@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
-from paceline.cli.annotated_options import _config, _flag, _value, check_tune, show_config, takes
+from paceline.bench.bench_options import TargetOptions, TuneOptions
 from paceline.cli.result_lines import dump, versions
-from paceline.cli.settings import source
-from paceline.cli.terminal import info, plain_warnings, preparing
+from paceline.cli.settings import command_from
+from paceline.cli.terminal import info, preparing
 from paceline.common.errors import InputError
 from paceline.common.interrupts import interruptible
+from paceline.common.options import option
 
 if TYPE_CHECKING:
     from paceline.bench.tune.tune_result import Trial, Tuning
-    from paceline.bench.tune.tuning import TuneOptions
 
-_MODELS, _WHO, _TEXTS, _MEASURE = "Models", "Who is tried", "Texts", "Measuring"
-_SHOW, _SETTINGS = "Output", "Settings"
+_TEXTS, _SHOW = "Texts", "Output"
 _INTERRUPTED = 130
 
 EPILOG = """
@@ -35,144 +34,80 @@ paceline tune --target ./big --candidate ./small --candidate ngram:order=3 --pro
 
 
 @dataclass(frozen=True)
-class TuneSettings:
-    """What `paceline tune` was told."""
+class TuneCommandOptions(TuneOptions, TargetOptions):
+    """Every option of `paceline tune`."""
 
-    target: Annotated[str, _value(_MODELS, "MODEL", "Catalogue name, hub id, folder or .gguf file.")] = "smollm2-135m"
-    dtype: Annotated[str | None, _value(_MODELS, "TYPE", "float32, bfloat16, float16, float64 or auto.")] = None
-    device: Annotated[str | None, _value(_MODELS, "DEVICE", "cpu, cuda, cuda:1 …; CUDA where there is one.")] = None
-    runner: Annotated[str, _value(_MODELS, "NAME", "auto, eager (transformers), kernels or cuda_graph.")] = "auto"
-    quantize: Annotated[str | None, _value(_MODELS, "KIND", "The target in int8, int4 or bfloat16; exact to that.")] = (
-        None
-    )
-
-    candidate: Annotated[
-        list[str] | None,
-        _value(_WHO, "SPEC", "One more: a smaller model, or as ngram:order=3,gamma=8; repeatable."),
-    ] = None
-    only: Annotated[bool, _flag(_WHO, "--only", "Try the given candidates alone.")] = False
-    gammas: Annotated[str, _value(_WHO, "N,N", "How many tokens to draft in a row.")] = "3,5,8,12,16"
-    trees: Annotated[str, _value(_WHO, "N,N", "How many branches, of drafters that look things up.")] = "1,4"
-    rules: Annotated[str, _value(_WHO, "RULE,RULE", "What decides about a draft.")] = "match"
-
-    prompts: Annotated[
-        list[str] | None, _value(_TEXTS, "FILE", "Prompts: .jsonl, .csv or .txt, or builtin; repeatable.")
-    ] = None
-    limit: Annotated[int, _value(_TEXTS, "N", "Prompts of each category.")] = 1
-    tokens: Annotated[int, _value(_TEXTS, "N", "Tokens to write for each of them.")] = 64
-    temperature: Annotated[float, _value(_TEXTS, "X", "0 is greedy.")] = 0.0
-    seed: Annotated[int, _value(_TEXTS, "N", "Of sampled texts.")] = 0
-
-    repeats: Annotated[int, _value(_MEASURE, "N", "Runs of each that is measured.")] = 3
-    finalists: Annotated[int, _value(_MEASURE, "N", "Candidates to measure, the best by prediction.")] = 4
-
-    out: Annotated[Path | None, _value(_SHOW, "FILE", "Write the choice as TOML: the --config of every command.")] = (
-        None
-    )
-    json: Annotated[bool, _flag(_SHOW, "--json", "One JSON object on stdout and nothing else.")] = False
-
-    config: Annotated[Path | None, _config("tune")] = None
-    print_config: Annotated[
-        bool, _flag(_SETTINGS, "--print-config", "Show all settings and where they come from, and stop.")
-    ] = False
-    debug: Annotated[bool, _flag(_SETTINGS, "--debug", "Show the traceback of an error.")] = False
+    prompts: tuple[str, ...] = option(("builtin",), "Prompts: .jsonl, .csv or .txt, or builtin; repeatable.", _TEXTS,
+                                      metavar="FILE")  # fmt: skip
+    limit: int = option(1, "Prompts of each category.", _TEXTS, metavar="N", least=1)
+    temperature: float = option(0.0, "0 is greedy.", _TEXTS, metavar="X")
+    out: Path | None = option(None, "Write the choice as TOML: the --config of every command.", _SHOW, metavar="FILE")
+    json: bool = option(False, "One JSON object on stdout and nothing else.", _SHOW)
 
 
-@takes(TuneSettings)
-def tune(ctx: typer.Context, said: TuneSettings) -> None:
+@command_from(TuneCommandOptions)
+def tune(ctx: typer.Context, options: TuneCommandOptions) -> None:
     """Try drafters, lengths, trees and rules on a target: a ranking, and a config that every command takes."""
-    if said.print_config:
-        values = asdict(said)
-        typer.echo(show_config("tune", values, {name: source(ctx, name) for name in values}, {}))
-        return
-    check_tune(said)
-    with plain_warnings(said.debug):
-        found = _run(said)
-        _tell(found, said)
-    if not found.complete:
+    tuning = _run(options)
+    _show(tuning, options)
+    if not tuning.complete:
         raise typer.Exit(_INTERRUPTED)
 
 
-def _run(said: TuneSettings) -> Tuning:
-    if said.limit < 1:
-        raise InputError(f"--limit must be at least 1, got {said.limit}.")
-    if said.out is not None and (said.out.is_dir() or not said.out.parent.is_dir()):
-        raise InputError(f"The config '{said.out}' cannot be written: it is a folder, or its folder is not there.")
+def _run(options: TuneCommandOptions) -> Tuning:
+    if options.out is not None and (options.out.is_dir() or not options.out.parent.is_dir()):
+        raise InputError(f"The config '{options.out}' cannot be written: it is a folder, or its folder does not exist.")
     with preparing("reading prompts"):
         from paceline.bench.data.prompt_sets import read_all
         from paceline.bench.results.records import check_writable
         from paceline.bench.tune.tuning import ONE_REPEAT, candidates
         from paceline.bench.tune.tuning import tune as run
 
-        if said.out is not None:
-            check_writable(said.out, "The config")
-        options = _options(said)
-        list(candidates(options))  # whatever is wrong with them is said before a model is read
-        prompts = read_all(said.prompts or ("builtin",), limit=said.limit)
-    if said.repeats < 2:
+        if options.out is not None:
+            check_writable(options.out, "The config")
+        values = {field.name: getattr(options, field.name) for field in fields(TuneOptions)}
+        sampling = {"temperature": options.temperature} if options.temperature else {}
+        tried = TuneOptions(**{**values, "sampling": sampling})
+        list(candidates(tried))  # refuses wrong candidates before a model is loaded
+        prompts = read_all(options.prompts, limit=options.limit)
+    if options.repeats < 2:
         info(ONE_REPEAT, "yellow")  # before minutes of measuring
-    with preparing(f"loading {said.target}") as progress:
+    with preparing(f"loading {options.target}") as progress:
         from paceline.models import load
         from paceline.models.runtime import prepare
 
-        how = {name: getattr(said, name) for name in ("dtype", "device", "runner", "quantize")}
-        target = load(said.target, progress=progress, **how)
+        how = {name: getattr(options, name) for name in ("dtype", "device", "runner", "quantize")}
+        target = load(options.target, progress=progress, **how)
         prepare(target, progress)
-    said_so = {name: value for name, value in how.items() if value not in (None, "auto")}
+    given = {name: value for name, value in how.items() if value not in (None, "auto")}
     with interruptible() as cancel, preparing("measuring") as progress:
-        return run(
-            target, prompts, options, target={"target": said.target, **said_so}, progress=progress, cancel=cancel
-        )
+        return run(target, prompts, tried, target={"target": options.target, **given}, progress=progress, cancel=cancel)
 
 
-def _options(said: TuneSettings) -> TuneOptions:
-    from paceline.bench.tune.tuning import TuneOptions
-
-    return TuneOptions(
-        candidates=tuple(said.candidate or ()),
-        only=said.only,
-        gammas=_numbers("gammas", said.gammas),
-        trees=_numbers("trees", said.trees),
-        rules=tuple(each.strip() for each in said.rules.split(",") if each.strip()),
-        finalists=said.finalists,
-        tokens=said.tokens,
-        repeats=said.repeats,
-        sampling={"temperature": said.temperature} if said.temperature else {},
-        seed=said.seed,
-    )
+# ---- Show the result
 
 
-def _numbers(name: str, text: str) -> tuple[int, ...]:
-    try:
-        return tuple(int(each) for each in text.split(",") if each.strip())
-    except ValueError:
-        raise InputError(f"--{name} must be whole numbers with commas between them, got '{text}'.") from None
-
-
-# ---- showing
-
-
-def _tell(found: Tuning, said: TuneSettings) -> None:
+def _show(tuning: Tuning, options: TuneCommandOptions) -> None:
     from paceline.bench.tune.tuning import ONE_REPEAT
 
-    if said.json:
-        print(dump({**found.as_dict(), "toml": found.toml(), "versions": versions()}), flush=True)
+    if options.json:
+        print(dump({**tuning.as_dict(), "toml": tuning.toml(), "versions": versions()}), flush=True)
     else:
-        _table(found)
-    for note in found.notes:
+        _table(tuning)
+    for note in tuning.notes:
         if note != ONE_REPEAT:
             info(note, "yellow")
-    if not found.complete:
-        info("stopped; this is what is known so far", "yellow")
-    if said.out is not None:
+    if not tuning.complete:
+        info("interrupted; these are the results until then", "yellow")
+    if options.out is not None:
         try:
-            said.out.write_text(found.toml(), "utf-8")
+            options.out.write_text(tuning.toml(), "utf-8")
         except OSError as error:
-            raise InputError(f"The config '{said.out}' cannot be written: {error.strerror or error}.") from error
-        info(f"the config is in {said.out}")
+            raise InputError(f"The config '{options.out}' cannot be written: {error.strerror or error}.") from error
+        info(f"the config is in {options.out}")
 
 
-def _table(found: Tuning) -> None:
+def _table(tuning: Tuning) -> None:
     from rich.console import Console
     from rich.markup import escape
     from rich.table import Table
@@ -180,32 +115,32 @@ def _table(found: Tuning) -> None:
     console = Console(highlight=False)
     if not console.is_terminal:
         console.width = 120  # a file has no edge
-    speed = "" if found.plain is None else f", plain decoding {found.plain:.1f} tokens/s"
-    table = Table(title=f"{escape(found.model)}: {found.prompts} prompts, {found.tokens} tokens each{speed}")
+    speed = "" if tuning.plain is None else f", plain decoding {tuning.plain:.1f} tokens/s"
+    table = Table(title=f"{escape(tuning.model)}: {tuning.prompts} prompts, {tuning.tokens} tokens each{speed}")
     table.add_column("candidate", overflow="fold")
     for name in ("predicted", "measured", "τ", "acceptance", "same text"):
         table.add_column(name, justify="right")
-    chosen, shown = found.chosen, _worth_showing(found)
+    chosen, shown = tuning.chosen, _worth_showing(tuning)
     for trial in shown:
         style = "green" if trial is chosen else "dim" if trial.measured is None else ""
         table.add_row(*(escape(cell) for cell in _cells(trial)), style=style)
     table.add_row("plain decoding", "1.00×", "1.00×", "1.00", "", "", style="green" if chosen is None else "")
     console.print(table)
-    refused = [trial for trial in found.trials if trial.note]
+    refused = [trial for trial in tuning.trials if trial.note]
     for trial in refused:
         console.print(f"{escape(trial.entry.name)}: {escape(trial.note)}", style="dim")
-    if len(found.trials) > len(shown) + len(refused):
-        more = len(found.trials) - len(shown) - len(refused)
+    if len(tuning.trials) > len(shown) + len(refused):
+        more = len(tuning.trials) - len(shown) - len(refused)
         console.print(
             f"{more} more settings of these drafters were predicted to be slower (--json has all).", style="dim"
         )
-    console.print(found.verdict)
+    console.print(tuning.verdict)
 
 
-def _worth_showing(found: Tuning) -> list[Trial]:
+def _worth_showing(tuning: Tuning) -> list[Trial]:
     """What was measured, and the best setting of every other drafter."""
     shown: list[Trial] = []
-    for trial in found.trials:  # the best first
+    for trial in tuning.trials:  # the best first
         seen = any(each.entry.draft == trial.entry.draft for each in shown)
         if not trial.note and (trial.measured is not None or not seen):
             shown.append(trial)

@@ -189,7 +189,7 @@ def test_greedy_is_a_point_mass_on_the_greatest() -> None:
 
 
 def test_presence_and_frequency_count_the_new_text_and_repetition_all_of_it() -> None:
-    scores, prompt = logits(5), 3
+    scores, prompt = logits(5), 1  # of the new text one token occurs twice
     got = law_of([Sampling(temperature=1.0, presence_penalty=0.8, frequency_penalty=0.3)], scores,
                  prefix_of([TEXT], [prompt]))[0]  # fmt: skip
     by_hand = scores[0, 0].clone()

@@ -58,3 +58,11 @@ def test_as_dict_has_exactly_the_words_of_the_documents() -> None:
         "rounds", "drafted", "accepted", "recovered", "bonus", "emitted", "acceptance_rate", "mean_accepted_length",
         "seconds", "tokens_per_second", "rule", "lossy",
     }  # fmt: skip
+
+
+def test_the_numbers_of_a_generation_by_hand() -> None:
+    stats = Stats(rounds=4, drafted=10, accepted=5, recovered=2, bonus=1, seconds=2.0)
+    assert stats.emitted == 8
+    assert stats.mean_accepted_length == 2.0
+    assert stats.acceptance_rate == 0.5
+    assert stats.tokens_per_second == 4.0

@@ -37,7 +37,7 @@ MUTANTS = [
         "core/law.py",
         "torch.where(prefix.seen > 0, pushed, scores)",
         "torch.where(prefix.counts > 0, pushed, scores)",
-        LAW + "presence_and_frequency_count_the_new_text_and_repetition_all_of_it",
+        EDGES + "processed_logprobs_of_greedy_rows_are_those_of_the_edited_logits",
     ),
     Mutant(
         "presence penalty counts",
@@ -99,13 +99,6 @@ MUTANTS = [
     Mutant(
         "two purposes share a number",
         "core/noise.py",
-        "FINAL = 4",
-        "FINAL = 3",
-        EDGES + "purposes_have_a_number_each",
-    ),
-    Mutant(
-        "two purposes share a number without unique",
-        "core/noise.py",
         "@unique\nclass Purpose(IntEnum):",
         "class Purpose(IntEnum):\n    OTHER = 1",
         EDGES + "purposes_have_a_number_each",
@@ -144,8 +137,7 @@ MUTANTS = [
         "core/choice.py",
         "exponential(self.batch.key(purpose), self.at_depth(self.table.own), lanes)",
         "exponential(self.batch.key(Purpose.TARGET), self.at_depth(self.table.position), lanes)",
-        "tests/conformance/test_chi_square.py::test_tables[traversal-draft-model-"
-        "{'tree': 'chain', 'width': 1}-adverse-5000]",
+        NOISE + "the_noise_of_a_draft_is_used_once",
     ),
     Mutant(
         "siblings are not as sure as they are probable",
@@ -163,10 +155,10 @@ MUTANTS = [
         "tests/conformance/test_bad_drafters.py::test_nonsense_is_refused_once",
     ),
     Mutant(
-        "a parent may be the node itself",
+        "an id past the vocabulary is allowed",
         "core/tree.py",
-        "if not -1 <= parent < node:",
-        "if not -1 <= parent <= node:",
+        "max(tokens) < vocabulary)",
+        "max(tokens) <= vocabulary)",
         "tests/conformance/test_bad_drafters.py::test_nonsense_is_refused_once",
     ),
     Mutant(
@@ -203,7 +195,7 @@ MUTANTS = [
         "core/trace.py",
         "self.emitted / self.rounds if",
         "self.emitted / (self.rounds + 1) if",
-        TRACE + "as_dict_has_exactly_the_words_of_the_documents",
+        TRACE + "the_numbers_of_a_generation_by_hand",
     ),
     Mutant(
         "acceptance by position is conditional",
@@ -224,7 +216,7 @@ MUTANTS = [
         "core/costs.py",
         "return self.overhead / self.seconds(1, rows)",
         "return 0.0",
-        "tests/core/test_worth.py::test_the_bound_is_that_of_the_words",
+        "tests/drafters/test_draft_value.py::test_the_bound_follows_the_formula",
     ),
     # ---- tree_growth.py
     Mutant(

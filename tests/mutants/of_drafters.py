@@ -96,8 +96,8 @@ MUTANTS = [
     Mutant(
         "auto's prices without overhead",
         "drafters/adaptive/auto.py",
-        "extra, plain = self._costs.overhead,",
-        "extra, plain = 0.0,",
+        "overhead, plain = self._costs.overhead,",
+        "overhead, plain = 0.0,",
         "tests/drafters/test_auto.py::test_the_overhead_of_a_round_is_part_of_its_price",
     ),
 ]

@@ -21,8 +21,8 @@ MUTANTS = [
     Mutant(
         "match accepts nodes that are not in use",
         "core/device_ops.py",
-        "    agree = tree.tokens == picks[:, :-1]\n    if tree.count is not None and tree.in_use is not None:",
-        "    agree = tree.tokens == picks[:, :-1]\n    if False:",
+        "agree = tree.tokens == picks[:, :-1]\n        if tree.count is not None and tree.in_use is not None:",
+        "agree = tree.tokens == picks[:, :-1]\n        if False:",
         UNUSED + "[match-certain-[-1]]",
     ),
     Mutant(

@@ -227,10 +227,10 @@ def test_a_loop_knows_that_another_has_opened_its_drafter(outer: str) -> None:
         return Loop(target(), draft, Match(), 3, 8)
 
     alone = loop(drafter)
-    assert alone.at_home
+    assert alone.owns_drafter
     inside = loop(OUTER[outer](drafter))
-    assert inside.at_home
-    assert not alone.at_home
+    assert inside.owns_drafter
+    assert not alone.owns_drafter
     again = loop(drafter)
-    assert again.at_home
-    assert not inside.at_home
+    assert again.owns_drafter
+    assert not inside.owns_drafter

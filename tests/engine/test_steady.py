@@ -196,6 +196,6 @@ def test_longer_texts_seldom_move_what_programs_use(monkeypatch: pytest.MonkeyPa
     assert len(forgotten) == 1  # the first
     decoder.generate([1, 2, 3] * 400, max_new_tokens=8, ignore_eos=True)
     assert len(forgotten) == 2
-    hangar = flight.RoundGraphs(lm, decoder.rule)
+    capacity = flight.Capacity(captured=True)
     wanted = [(200, 1), (1025, 8), (3000, 1), (5000, 1), (200, 16), (700, 64)]
-    assert [hangar.ample(*each) for each in wanted] == [1024, 2048, 4096, 8192, 256, 768]
+    assert [capacity.slots(*each) for each in wanted] == [1024, 2048, 4096, 8192, 256, 768]

@@ -68,7 +68,7 @@ def check_falls_back(drafter: Drafter, said: str) -> None:
     assert [out.tokens for out in outs] == wanted()
     assert len(told) == 1
     assert "Drafter 'odd' failed" in str(told[0].message)
-    assert "plain decoding goes on" in str(told[0].message)
+    assert "plain decoding for 16 rounds" in str(told[0].message)
 
 
 @pytest.mark.parametrize("hook", ["open", "admit", "propose", "keep", "release"])

@@ -355,7 +355,7 @@ def test_memory_follows_the_rows(case: str, tree: str) -> None:
                 assert torch.allclose(said[row], fresh, atol=CASES[case].tolerance)
     assert storage_version > 0
     assert decoder.drafter is loop.drafter  # it did not fail
-    budget = loop.budget()
+    budget = loop.limits.budget(loop.rows)
     with torch.inference_mode():
         loop.rows.begin_round(budget.depth)
         tokens = loop.drafter.propose(loop.rows, budget).tokens[:, 0].tolist()

@@ -212,7 +212,7 @@ class SpeculativeDecoder:
         fresh = self.drafter.reset_copy()
         if fresh is not None and fresh is not self.drafter:
             fresh.check(self.target)
-            if self._loop is not None and not self._loop.adopt(fresh):
+            if self._loop is not None and not self._loop.swap_drafter(fresh):
                 self._loop = None
             self.drafter = fresh
         return fresh is not None
@@ -373,7 +373,7 @@ class SpeculativeDecoder:
     ) -> Iterator[Event]:
         """At most `self.rows` rows at once, but at least one party of them; latecomers are admitted as others end."""
         loop, self._loop = self._loop, None
-        if loop is None or (loop.drafter, loop.rule) != (drafter, rule) or not loop.at_home:
+        if loop is None or (loop.drafter, loop.rule) != (drafter, rule) or not loop.owns_drafter:
             loop = Loop(self.target, drafter, rule, self.gamma, self.nodes, self.first_target)
         try:
             while waiting or loop.rows.count:
@@ -381,7 +381,7 @@ class SpeculativeDecoder:
                     break
                 new: list[Row] = []
                 while waiting:
-                    there = loop.taken + len(new)
+                    there = loop.slots.taken + len(new)
                     if there and there + len(waiting[0]) > self.rows:
                         break
                     new += waiting.pop(0)

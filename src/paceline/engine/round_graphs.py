@@ -1,226 +1,221 @@
-"""Rounds that are captured once and replayed: which ones can be, and what the host still has to do for them.
+"""Rounds in CUDA graphs: captured once, then replayed.
 
-A drafter that is steady (`Drafter.graphable`) drafts inside the captured program, and a whole round is one replay; the
-next may begin before the host has read this one. For other drafters the draft is made as ever and put into tensors that
-stay; reading it and judging it is one replay.
+A `Graphable` drafter drafts inside the graph. A whole round is then one replay, and the next round may start before the
+host has read this one. Other drafters draft eagerly, into tensors with fixed addresses; a graph runs the target over
+the draft and verifies it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Hashable
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from paceline.core.choice import Choice
-from paceline.core.contracts import Budget, Reading, Rule
+from paceline.common.errors import UnsupportedError
+from paceline.core.contracts import Budget, Reader, Reading, Rule
 from paceline.core.protocols import Graphable, graphable, on_replay, speculates, storage_version
 from paceline.core.tree import TokenTree
 from paceline.core.verdict import Verdict
-from paceline.engine.request import TokenLogprob
+from paceline.engine.drafter_calls import DrafterCalls, RoundLimits
+from paceline.engine.eager_rounds import PendingRound, RoundOutput, forward_and_verify, keep_and_write
 from paceline.engine.static_rows import IDLE, StaticRows
 from paceline.models.language_model import LanguageModel
-from paceline.models.runners.cuda_graph import HostCopy, programs_for
+from paceline.models.runners.cuda_graph import ProgramRunner, programs_for
 
 if TYPE_CHECKING:
-    from paceline.engine.loop import Loop
+    from paceline.engine.rows import Rows
 
-_SHORTEST = 256  # slots a program is made for at least
-_ROOMY, _FEW = 1024, 8  # slots that rows have room for at least, where they are no more than so few
-_LONG = 4096  # beyond, these have it made in pieces like this, and before by doubling
-_WIDTHS = (0, 1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # nodes it is made for
+_SHORTEST = 256  # the fewest slots of a graph
+_ROOMY, _FEW = 1024, 8  # the fewest KV slots of each row in a batch of up to so many rows
+_LONG = 4096  # up to here the slots double; beyond, they grow by this number
+_WIDTHS = (0, 1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # nodes of a draft that a graph verifies
+
+
+def graphs_of(target: LanguageModel, rule: Rule) -> ProgramRunner | None:
+    """Return what captures and replays the rounds of this target. None: rounds run eagerly."""
+    return programs_for(target) if rule.on_device else None
 
 
 @dataclass(frozen=True)
-class RoundOutput:
-    """What a round came to, on the device."""
+class Capacity:
+    """How large the tensors of a batch are. Graphs need few sizes: each growth captures every graph again."""
 
-    tree: TokenTree
-    verdict: Verdict
-    reading: Reading
-    choice: Choice
-    follows: bool = True  # the drafter has gone along with rows that changed places
+    captured: bool
 
-    def of(self, tree: TokenTree) -> RoundOutput:
-        """The same of the draft without its padding."""
-        R, N, D, verdict = tree.rows, tree.nodes, tree.reach, self.verdict
-        path = None if verdict.path is None or tree.parents is None else verdict.path[:R, :D]
-        return RoundOutput(
-            tree,
-            Verdict(verdict.emitted[:R, : D + 1], verdict.accepted[:R], path),
-            Reading(self.reading.logits[:R, : N + 1], tuple(tap[:R, : N + 1] for tap in self.reading.taps)),
-            self.choice,
-        )
+    def rows(self, count: int) -> int:
+        """Return for how many rows there is room: a power of two for graphs."""
+        return 1 << max(0, count - 1).bit_length() if self.captured else count
 
-
-@dataclass
-class PendingRound:
-    """A round that the device may still be at."""
-
-    decided: RoundOutput
-    lines: Tensor | HostCopy
-    reasons: Sequence[str] = ()
-    asked: float = 0.0
-    logprobs: list[list[TokenLogprob]] | None = field(default=None, kw_only=True)
-
-    def read(self) -> list[list[int]]:
-        """The one read of a round."""
-        if isinstance(self.lines, Tensor):
-            lines: list[list[int]] = self.lines.tolist()
-            return lines
-        return self.lines.read()
-
-
-class RoundGraphs:
-    """The captured rounds of one loop."""
-
-    def __init__(self, target: LanguageModel, rule: Rule) -> None:
-        self._programs = programs_for(target) if rule.on_device else None
-        self._rows: dict[Hashable, StaticRows] = {}
-        self._drafts: dict[Hashable, TokenTree] = {}
-        self._stamp: tuple[int, ...] = ()
-
-    @property
-    def captures(self) -> bool:
-        return self._programs is not None
-
-    def spare(self, count: int) -> int:
-        """Rows to have room for: captured programs come in powers of two."""
-        return count if self._programs is None else 1 << max(0, count - 1).bit_length()
-
-    def ample(self, room: int, rows: int) -> int:
-        """Slots to have room for: a text that is longer than those before it must seldom move them, for then every
-        program is captured again."""
-        if self._programs is None:
+    def slots(self, room: int, rows: int) -> int:
+        """Return how many slots each of `rows` rows has, if it needs `room`."""
+        if not self.captured:
             return room
         if rows <= _FEW and room <= _LONG:
             return max(_ROOMY, 1 << (room - 1).bit_length())
         step = _LONG if rows <= _FEW else _SHORTEST
         return -(-room // step) * step
 
-    def rows_for(self, loop: Loop) -> StaticRows | None:
-        """The rows as the program of the next round sees them; None: no program can run it."""
-        rows = loop.rows
-        if self._programs is None or loop.width != 1 or not loop.reader.capturable:
-            return None
-        if not rows.count or min(rows.lengths) < IDLE:
-            return None
-        if any(loop.waits_for_first(row) for row in rows.live):  # programs draft for every row
-            return None
-        if "processors" in rows.batch.used or any(row.request.logprobs is not None for row in rows.live):
-            return None
-        stamp = (rows.storage_version, loop.reader.storage_version, storage_version(loop.drafter))
-        if stamp != self._stamp:
-            self._programs.forget()
-            self._rows.clear()
+
+class GraphRounds:
+    """Runs rounds in CUDA graphs. Call `can_run` before each step: it prepares the rows as the graph sees them."""
+
+    def __init__(self, graphs: ProgramRunner, reader: Reader, drafter: DrafterCalls, limits: RoundLimits) -> None:
+        self._graphs, self._reader, self._drafter, self._limits = graphs, reader, drafter, limits
+        self._rows: StaticRows | None = None  # of this step
+        self._known: dict[Hashable, StaticRows] = {}
+        self._drafts: dict[Hashable, TokenTree] = {}
+        self._stamp: tuple[int, ...] = ()
+
+    # ---- what a graph can run
+
+    def can_run(self, rows: Rows) -> bool:
+        """Return whether a graph can run the next round."""
+        self._rows = self._static(rows) if self._fits(rows) else None
+        return self._rows is not None
+
+    def _fits(self, rows: Rows) -> bool:
+        if rows.to_read != 1 or not self._reader.capturable or not rows.count or min(rows.lengths) < IDLE:
+            return False
+        if any(self._limits.waits_for_first(row) for row in rows.live):  # a graph drafts for every row
+            return False
+        return "processors" not in rows.batch.used and all(row.request.logprobs is None for row in rows.live)
+
+    def _static(self, rows: Rows) -> StaticRows:
+        drafter, gamma, drafted = self._drafter, self._limits.gamma, self._limits.nodes + 1
+        versions = (rows.storage_version, self._reader.storage_version, storage_version(drafter.active))
+        if (*versions, drafter.retries) != self._stamp:
+            self._graphs.forget()
+            self._known.clear()
             self._drafts.clear()
-            self._stamp = stamp
-        longest, drafted = max(rows.lengths) + len(loop.pending) * (loop.gamma + 1), loop.nodes + 1
-        slots = max(_SHORTEST, 1 << (longest + loop.gamma + drafted).bit_length())  # with the draft: whole spans
+            self._stamp = (*versions, drafter.retries)
+        longest = max(rows.lengths) + rows.in_flight * (gamma + 1)
+        slots = max(_SHORTEST, 1 << (longest + gamma + drafted).bit_length())  # with the draft
         bound = min(slots, rows.room) - drafted
         key = (rows.capacity, bound, rows.batch.kind)
-        found = self._rows.get(key)
-        if found is None:
-            found = self._rows[key] = StaticRows(rows, rows.capacity, bound)
-        found.seat(rows)
-        return found
+        static = self._known.get(key)
+        if static is None:
+            static = self._known[key] = StaticRows(rows, rows.capacity, bound)
+        static.seat(rows)
+        return static
 
-    def may_hurry(self, loop: Loop) -> bool:
-        """May the next round begin before this one is read? Not where it could be the last of every row."""
-        return self.drafts(loop) and max(row.remaining for row in loop.rows.live) > len(loop.pending) * (loop.gamma + 1)
+    def drafts(self, rows: Rows) -> bool:
+        """Return whether the graph of the next round contains the draft."""
+        deepest = max(rows.lengths) + (rows.in_flight + 1) * (self._limits.gamma + 1)
+        return graphable(self._drafter.active, deepest)
 
-    def drafts(self, loop: Loop) -> bool:
-        """Are drafts captured too, with all of the round?"""
-        deepest = max(loop.rows.lengths) + (len(loop.pending) + 1) * (loop.gamma + 1)
-        return graphable(loop.drafter, deepest)
+    def may_overlap(self, rows: Rows) -> bool:
+        """Return whether a second round may start now: not if the one in flight may be the last of every row."""
+        if rows.in_flight != 1 or not self.drafts(rows):
+            return False
+        return max(row.remaining for row in rows.live) > self._limits.gamma + 1
 
-    def fly(self, loop: Loop, rows: StaticRows) -> PendingRound:
-        """One round by a captured program."""
-        return self._round(loop, rows) if self.drafts(loop) else self._judged(loop, rows)
+    # ---- a round
 
-    def _round(self, loop: Loop, rows: StaticRows) -> PendingRound:
-        """All of it: drafting, reading, judging, committing."""
-        assert self._programs is not None
+    def run(self, rows: Rows) -> PendingRound:
+        """Launch a round. If the drafter fails, nothing is committed, and the round runs again without a draft."""
+        drafter = self._drafter
+        try:
+            return self._whole_round(self._static_rows) if self.drafts(rows) else self._verify_in_graph(rows)
+        except UnsupportedError:
+            raise
+        except Exception as error:
+            if not speculates(drafter.active):
+                raise
+            drafter.fail(error)
+            return self._whole_round(self._static_rows)
 
-        def program() -> tuple[RoundOutput, Tensor]:
-            loop.reader.keep(rows, None)  # where capturing has failed, half a round may be left
-            decided = loop.decide(rows, self._draft(loop, rows), 1)
-            loop.drafter.keep(rows, decided.verdict, decided.reading)
-            return decided, rows.write(decided.verdict, decided.tree)
+    @property
+    def _static_rows(self) -> StaticRows:
+        assert self._rows is not None, "call can_run first"
+        return self._rows
 
-        decided, lines = self._programs.run(("round", *self._drafting(loop), *self._name(rows)), program)
-        on_replay(loop.drafter)
-        return PendingRound(decided, self._programs.host_copy(lines))
+    def _whole_round(self, rows: StaticRows) -> PendingRound:
+        """Draft, run the target, verify and write: all of it is one graph."""
+        drafter = self._drafter.active
 
-    def _draft(self, loop: Loop, rows: StaticRows) -> TokenTree:
-        depth = min(loop.gamma, loop.nodes) if speculates(loop.drafter) else 0
+        def graph() -> tuple[RoundOutput, Tensor]:
+            self._reader.keep(rows, None)  # a capture that failed may have left half a round
+            output = self._forward(rows, self._draft(rows))
+            drafter.keep(rows, output.verdict, output.reading)
+            return output, rows.write(output.verdict, output.tree)
+
+        output, lines = self._graphs.run(("round", *self._drafter_key(), *self._rows_key(rows)), graph)
+        on_replay(drafter)
+        return PendingRound(output, self._graphs.host_copy(lines))
+
+    def _verify_in_graph(self, rows: Rows) -> PendingRound:
+        """Draft eagerly; run the target and verify in a graph; keep and write eagerly."""
+        budget, static = self._limits.budget(rows), self._static_rows
+        rows.begin_round(budget.depth)
+        tree = self._drafter.propose(rows, budget, self._limits)
+        if tree.laws is not None:
+            return keep_and_write(self._drafter, rows, self._forward(rows, tree), budget)
+        draft = self._placed(tree, static)
+
+        def graph() -> RoundOutput:
+            self._reader.keep(static, None)
+            static.begin_round(draft.nodes if draft.is_chain else self._limits.gamma)
+            return self._forward(static, replace(draft))  # a copy has no cached depths, which are of the last draft
+
+        shape = (draft.nodes, draft.is_chain, draft.drawn)
+        output = self._graphs.run(("judge", *shape, *self._rows_key(static)), graph).of(tree)
+        return keep_and_write(self._drafter, rows, output, budget, self._graphs.host_copy)
+
+    def _forward(self, rows: Rows | StaticRows, tree: TokenTree) -> RoundOutput:
+        return forward_and_verify(self._reader, self._limits.rule, rows, tree, 1, self._drafter)
+
+    def _draft(self, rows: StaticRows) -> TokenTree:
+        """Draft inside a graph."""
+        limits, drafter = self._limits, self._drafter.active
+        depth = min(limits.gamma, limits.nodes) if speculates(drafter) else 0
         rows.begin_round(depth)
         if not depth:
             return TokenTree.empty(rows.count, rows.device)
-        budget = Budget(depth, loop.nodes, (depth,) * rows.count, loop.rule.draw, loop.branches)
-        tree = loop.drafter.propose(rows, budget)
-        loop.refuse_unfit(tree)
+        budget = Budget(depth, limits.nodes, (depth,) * rows.count, limits.rule.draw, limits.branches)
+        tree = drafter.propose(rows, budget)
+        limits.check(tree, drafter.name)
         return rows.limited(tree)
 
-    def try_draft(self, loop: Loop, rows: StaticRows) -> None:
-        """Make a draft and forget it: to see how long that takes."""
-        assert self._programs is not None
+    def try_draft(self) -> None:
+        """Draft in a graph and discard the draft: to measure how long a draft takes."""
+        rows, drafter = self._static_rows, self._drafter.active
 
-        def program() -> TokenTree:
-            tree = self._draft(loop, rows)
+        def graph() -> TokenTree:
+            tree = self._draft(rows)
             nothing = torch.zeros(rows.count, 1, dtype=torch.int64, device=rows.device)
-            loop.drafter.keep(rows, Verdict(nothing, nothing), Reading(nothing))
+            drafter.keep(rows, Verdict(nothing, nothing), Reading(nothing))
             return tree
 
-        self._programs.run(("draft", *self._drafting(loop), *self._name(rows)), program)
-        on_replay(loop.drafter)
+        self._graphs.run(("draft", *self._drafter_key(), *self._rows_key(rows)), graph)
+        on_replay(drafter)
 
-    def _judged(self, loop: Loop, rows: StaticRows) -> PendingRound:
-        """A draft that was made as ever is read and judged by a program; the rest is done as ever, too."""
-        assert self._programs is not None
-        exact, budget = loop.rows, loop.budget()
-        exact.begin_round(budget.depth)
-        tree = loop.propose(exact, budget)
-        if tree.laws is not None:
-            return loop.finish(exact, loop.decide(exact, tree, 1), budget)
-        draft = self._placed(tree, rows, loop.gamma)
-
-        def program() -> RoundOutput:
-            loop.reader.keep(rows, None)
-            rows.begin_round(draft.nodes if draft.is_chain else loop.gamma)
-            # what is known of a tree is worked out anew for every draft: also when this is captured, after it was run
-            return loop.decide(rows, replace(draft), 1)
-
-        shape = (draft.nodes, draft.is_chain, draft.drawn)
-        decided = self._programs.run(("judge", *shape, *self._name(rows)), program).of(tree)
-        return loop.finish(exact, decided, budget, self._programs.host_copy)
-
-    def _drafting(self, loop: Loop) -> tuple[Hashable, ...]:
-        drafter = loop.drafter
+    def _drafter_key(self) -> tuple[Hashable, ...]:
+        drafter = self._drafter.active
         return (drafter.name, drafter.graph_key if isinstance(drafter, Graphable) else 0)
 
-    def _name(self, rows: StaticRows) -> tuple[Hashable, ...]:
+    def _rows_key(self, rows: StaticRows) -> tuple[Hashable, ...]:
         return (rows.count, rows.bound, rows.batch.kind)
 
-    def _placed(self, tree: TokenTree, rows: StaticRows, gamma: int) -> TokenTree:
-        """The draft in tensors that stay, padded to a shape that there is a program for."""
+    def _placed(self, tree: TokenTree, rows: StaticRows) -> TokenTree:
+        """Return the draft in tensors with fixed addresses, padded to a shape that there is a graph for."""
         nodes = next((width for width in _WIDTHS if width >= tree.nodes), tree.nodes)
         key = (rows.count, nodes, tree.is_chain, tree.drawn)
-        place = self._drafts.get(key)
-        if place is None:
+        placed = self._drafts.get(key)
+        if placed is None:
             tokens = torch.zeros(rows.count, nodes, dtype=torch.int64, device=rows.device)
             count = torch.zeros(rows.count, dtype=torch.int64, device=rows.device)
             parents = None if tree.is_chain else torch.full_like(tokens, -1)
-            deepest = None if tree.is_chain else min(gamma, nodes)
-            place = self._drafts[key] = TokenTree(tokens, parents, count, tree.drawn, deepest=deepest)
-        assert place.count is not None
-        place.count.zero_()
+            deepest = None if tree.is_chain else min(self._limits.gamma, nodes)
+            placed = self._drafts[key] = TokenTree(tokens, parents, count, tree.drawn, deepest=deepest)
+        assert placed.count is not None
+        placed.count.zero_()
         if tree.nodes:
-            place.tokens[: tree.rows, : tree.nodes] = tree.tokens
-            if place.parents is not None and tree.parents is not None:
-                place.parents.fill_(-1)
-                place.parents[: tree.rows, : tree.nodes] = tree.parents
-            place.count[: tree.rows] = tree.nodes if tree.count is None else tree.count
-        return place
+            placed.tokens[: tree.rows, : tree.nodes] = tree.tokens
+            if placed.parents is not None and tree.parents is not None:
+                placed.parents.fill_(-1)
+                placed.parents[: tree.rows, : tree.nodes] = tree.parents
+            placed.count[: tree.rows] = tree.nodes if tree.count is None else tree.count
+        return placed

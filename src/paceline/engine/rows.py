@@ -94,6 +94,8 @@ class Rows(RowTensors):
     """See `core.contracts.RowsView`. Tensors have room for more rows than are live: `spare` says up to which number."""
 
     bound: int | None = None  # the lengths on the host are those of the texts
+    to_read = 1  # committed tokens that the next forward pass reads
+    in_flight = 0  # rounds that were launched and are not committed yet
 
     def __init__(
         self,

@@ -295,16 +295,16 @@ def test_how_much_a_round_asks_for(heat: float, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(flight, "programs_for", lambda lm: Rehearsal())
     asked: list[str] = []
     monkeypatch.setattr(LanguageModel, "ops", counting(asked))
-    whole = flight.RoundGraphs._round
+    whole = flight.GraphRounds._whole_round
     spent = []
 
-    def counted(self: Any, loop: Any, rows: Any) -> Any:
+    def counted(self: Any, rows: Any) -> Any:
         asked.clear()
-        flown = whole(self, loop, rows)
+        launched = whole(self, rows)
         spent.append({name: asked.count(name) for name in asked})
-        return flown
+        return launched
 
-    monkeypatch.setattr(flight.RoundGraphs, "_round", counted)
+    monkeypatch.setattr(flight.GraphRounds, "_whole_round", counted)
     target, small = (paceline.LanguageModel(llama(seed, num_hidden_layers=2 - seed).float()) for seed in (0, 1))
     decoder = paceline.SpeculativeDecoder(target, small, gamma=3)
     decoder.generate([1, 2, 3], max_new_tokens=12, temperature=heat, seed=1)

@@ -1,0 +1,76 @@
+"""The slots of a batch: rows come, end, keep an idle slot for a while, and leave."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from paceline.core.contracts import Reader
+from paceline.core.protocols import speculates
+from paceline.engine.drafter_calls import DrafterCalls
+from paceline.engine.round_graphs import Capacity
+from paceline.engine.rows import Row, Rows
+
+
+class BatchSlots:
+    """Assigns rows to slots 0..R-1, and tells the reader and the drafter.
+
+    In a CUDA graph without a drafter, a row that ended keeps its slot, idle, while a smaller graph would not do.
+    """
+
+    def __init__(self, rows: Rows, reader: Reader, drafter: DrafterCalls, capacity: Capacity) -> None:
+        self.rows, self._reader, self._drafter, self._capacity = rows, reader, drafter, capacity
+        self._may_be_idle = capacity.captured and not speculates(drafter.drafter)
+        self._idle: set[int] = set()
+
+    @property
+    def taken(self) -> int:
+        """Return how many slots live rows have."""
+        return self.rows.count - len(self._idle)
+
+    def admit(self, new: Sequence[Row], nodes: int) -> None:
+        """Give slots to new rows and prefill their prompts. A round adds at most `nodes` tokens and one."""
+        self.compact()
+        first = self.rows.admit(new, nodes)
+        self.rows.to_read = self._reader.begin(self.rows, first, self.rows.room)
+        self._drafter.admit(first, self._reader.prompt_taps)
+
+    def keep_idle(self, ended: Sequence[int]) -> bool:
+        """Let rows that ended keep their slots. Return False if they must leave now, because fewer rows fit a smaller
+        graph or because the drafter would have to know."""
+        rows = self.rows
+        if not self._may_be_idle or not self._reader.capturable or len(ended) == rows.count:
+            return False
+        if self._capacity.rows(rows.count - len(ended)) != rows.capacity:
+            return False
+        rows.retire([index for index in ended if index not in self._idle])
+        self._idle.update(ended)
+        return True
+
+    def free(self, ended: Sequence[int]) -> None:
+        """Rows that ended leave, the last index first. The last live row takes each slot."""
+        if self._idle:
+            self._idle.update(ended)
+            self.compact()
+            return
+        for index in sorted(ended, reverse=True):
+            last = self.rows.count - 1
+            length = self.rows.lengths[last]
+            self._reader.release(index, last, length)
+            self._drafter.release(index, last, length)
+            self.rows.release(index)
+        self.rows.refresh()
+
+    def compact(self) -> None:
+        """All idle slots leave at once. No round may be in flight."""
+        if not self._idle:
+            return
+        rows, left = self.rows, self.taken
+        free = sorted(index for index in self._idle if index < left)
+        movers = [index for index in range(left, rows.count) if index not in self._idle]
+        source = list(range(rows.count))
+        for slot, mover in zip(free, movers, strict=True):
+            source[slot] = mover
+            rows.lengths[slot] = rows.lengths[mover]
+        self._reader.reorder(rows, source)
+        rows.close_up(free, movers, left)
+        self._idle.clear()

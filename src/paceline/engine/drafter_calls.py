@@ -1,0 +1,197 @@
+"""The drafter of a batch: what it may draft, how it is called, and what happens when it fails."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+
+from paceline.common.errors import DrafterWarning, UnsupportedError
+from paceline.core.contracts import Budget, Drafter, PromptTaps, Reader, Reading, RowsView, Rule
+from paceline.core.ownership import mark_opened, opened_last_by
+from paceline.core.protocols import Adaptive, DraftsOnDevice, NeedsHiddenStates, SharesReader, reorder, restart
+from paceline.core.tree import TokenTree
+from paceline.core.verdict import Verdict
+from paceline.drafters.none import NoDraft
+
+if TYPE_CHECKING:
+    from paceline.engine.rows import Row, Rows
+
+T = TypeVar("T")
+FIRST_PAUSE, LONGEST_PAUSE = 16, 512  # rounds without drafts after a failure: the first pause, and the longest
+
+
+@dataclass(frozen=True)
+class RoundLimits:
+    """What a round may draft, by the arguments of the decoder, the rule and the reader."""
+
+    rule: Rule
+    gamma: int
+    nodes: int
+    branches: bool  # whether drafts may be trees
+    first_target: bool  # whether the first token of a sequence comes from a round without a draft
+
+    def budget(self, rows: Rows) -> Budget:
+        """Return the budget of the next round. The last token of a row, and of the context, is the target's own."""
+        limits = tuple(0 if self.waits_for_first(row) else row.remaining - 1 for row in rows.live)
+        depth = max(0, min(self.gamma, self.nodes, max(limits)))
+        return Budget(depth, self.nodes, limits, self.rule.draw, self.branches)
+
+    def waits_for_first(self, row: Row) -> bool:
+        """Return whether the target decides the next token of this row alone."""
+        return self.first_target and not row.tokens
+
+    def check(self, tree: TokenTree, name: str) -> None:
+        """Raise `UnsupportedError` for a draft of drafter `name` that the rule cannot verify exactly."""
+        if tree.drawn not in self.rule.judges and tree.nodes:
+            raise UnsupportedError(
+                f"Rule '{self.rule.name}' cannot judge a draft of '{name}' drawn '{tree.drawn}' exactly; "
+                "use rule 'match' or 'auto'."
+            )
+        if not self.branches and not tree.is_chain:
+            judge, other = f"Rule '{self.rule.name}' judges", "use rule 'traversal', or draft a chain"
+            if self.rule.branches:
+                judge, other = "A strict text is written from", "draft a chain, or do without strict"
+            raise UnsupportedError(f"{judge} chains, and '{name}' drafted a tree; {other}.")
+
+
+class DrafterCalls:
+    """Calls the drafter of a loop. A drafter that fails costs speed, never the text.
+
+    After a failure the batch decodes without drafts for a pause. Then the drafter is opened again, with the rows that
+    are live by then. Each pause is twice as long as the one before.
+    """
+
+    def __init__(self, drafter: Drafter, target: Any, rows: Rows) -> None:
+        self.drafter, self._target, self._rows = drafter, target, rows
+        self.active: Drafter = drafter  # the drafter, or `NoDraft` during a pause
+        self.retries = 0
+        self._mark = object()
+        self._pause = self._waited = 0  # rounds
+
+    @property
+    def is_paused(self) -> bool:
+        return self.active is not self.drafter
+
+    @property
+    def is_due(self) -> bool:
+        """Return whether a pause is over."""
+        return self.is_paused and self._waited >= self._pause
+
+    @property
+    def is_owned(self) -> bool:
+        """Return whether no other loop has opened the drafter, or one inside it, since."""
+        return opened_last_by(self.drafter, self._mark)
+
+    # ---- batches and rows
+
+    def open(self, drafter: Drafter) -> None:
+        """Begin a batch with this drafter."""
+        self.active = self.drafter = drafter
+        self._try(drafter.open, self._target, self._rows)
+        mark_opened(drafter, self._mark)
+
+    def reader(self) -> Reader | None:
+        """Return the reader that the drafter shares with the loop, if any."""
+        return self._try(self.active.reader, self._target) if isinstance(self.active, SharesReader) else None
+
+    def retry(self) -> None:
+        """Open the drafter again after a pause, and admit all live rows."""
+        self.retries += 1
+        self.open(self.drafter)
+        self._try(self.active.admit, self._rows, 0)
+
+    def admit(self, first: int, prompt_taps: Sequence[PromptTaps]) -> None:
+        drafter = self.active
+        if isinstance(drafter, NeedsHiddenStates):
+            for taps_piece in prompt_taps:
+                if self.active is drafter:
+                    self._try(drafter.observe_prompt, self._rows, taps_piece)
+        self._try(self.active.admit, self._rows, first)
+
+    def release(self, row: int, last: int, length: int) -> None:
+        self._try(self.active.release, row, last, length)
+
+    def reorder(self, source: Sequence[int]) -> bool:
+        """Return whether the drafter follows rows that change places."""
+        return bool(self._try(reorder, self.active, self._rows, source))
+
+    def restart(self) -> None:
+        self._try(restart, self.active, self._rows, self._rows.count)
+
+    # ---- a round
+
+    def propose(self, rows: RowsView, budget: Budget, limits: RoundLimits) -> TokenTree:
+        """Return the draft of a round; no nodes if there is none."""
+        tree = self._try(self._checked, rows, budget, limits) if budget.depth else None
+        return TokenTree.empty(rows.count, self._rows.device) if tree is None else tree
+
+    def _checked(self, rows: RowsView, budget: Budget, limits: RoundLimits) -> TokenTree:
+        """Draft. A tree that was made on the host is checked, and no row drafts past its own limit."""
+        tree = self.active.propose(rows, budget)
+        limits.check(tree, self.active.name)
+        if not isinstance(self.active, DraftsOnDevice):
+            tree.validate(self._target.vocabulary, budget.nodes, budget.depth, rows.count)
+            tree = tree.clean()
+        if tree.is_chain and tree.count is None and min(budget.limits) < tree.nodes:
+            most = torch.tensor(budget.limits, device=tree.tokens.device)
+            tree = replace(tree, count=most.clamp(min=0, max=tree.nodes))
+        elif tree.nodes and min(budget.limits) <= 0:
+            used = tree.nodes if tree.count is None else tree.count
+            drafts = torch.tensor([limit > 0 for limit in budget.limits], device=tree.tokens.device)
+            tree = replace(tree, count=drafts * used)
+        return tree.to(self._rows.device)
+
+    def keep(self, rows: RowsView, verdict: Verdict, reading: Reading) -> None:
+        self._try(self.active.keep, rows, verdict, reading)
+
+    def round_read(self, tokens: Sequence[int], away: float) -> None:
+        """The host has read a round, with so many tokens per row; `away` is the time of the caller before it."""
+        self._waited += 1
+        if isinstance(self.active, Adaptive):
+            self._try(self.active.on_round_read, tokens, away)
+
+    # ---- failures
+
+    def _try(self, call: Callable[..., T], *arguments: Any) -> T | None:
+        try:
+            return call(*arguments)
+        except UnsupportedError:
+            raise
+        except Exception as error:
+            self.fail(error)
+            return None
+
+    def fail(self, error: Exception) -> None:
+        """Pause the drafter. Warn, unless the pause is as long as the last one."""
+        before, self._pause = self._pause, min(2 * self._pause, LONGEST_PAUSE) or FIRST_PAUSE
+        self.active, self._waited = NoDraft(), 0
+        if self._pause > before:
+            warnings.warn(
+                f"Drafter '{self.drafter.name}' failed ({type(error).__name__}: {error}). The text stays right: plain "
+                f"decoding for {self._pause} rounds, then another attempt.",
+                DrafterWarning,
+                stacklevel=5,
+            )
+
+
+class RoundClock:
+    """Measures the time that the caller takes between two steps of a loop."""
+
+    def __init__(self) -> None:
+        self._paused_at = self._away = 0.0
+
+    def resume(self) -> None:
+        self._away += time.perf_counter() - self._paused_at
+
+    def pause(self) -> None:
+        self._paused_at = time.perf_counter()
+
+    def take(self) -> float:
+        """Return the seconds of the caller since the last call."""
+        away, self._away = self._away, 0.0
+        return away

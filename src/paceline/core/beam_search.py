@@ -33,7 +33,7 @@ class BeamSettings:
 
     @property
     def candidates(self) -> int:
-        """So many that `width` of them go on even if every other one is an end of text."""
+        """Candidates per step: `width` of them go on even if every other one is an end of text."""
         return max(2, 1 + len(self.eos)) * self.width
 
     def penalised(self, scores: Tensor, length: int) -> Tensor:
@@ -117,7 +117,7 @@ class BeamState:
             for at, token, score in zip(picked.tolist(), tokens[picked].tolist(), scores.tolist(), strict=True)
         ]
         hits = [self._is_at_end(text.tokens) for text in texts]
-        running = scores + torch.tensor(hits) * _NEVER  # who ended runs on only where nobody else is left
+        running = scores + torch.tensor(hits) * _NEVER  # a beam that ended runs on only where no other is left
         order = running.sort(descending=True, stable=True)
         beams = tuple(
             replace(texts[at], score=score)

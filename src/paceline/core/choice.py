@@ -34,7 +34,7 @@ class NoiseTable:
     """
 
     def __init__(self, batch: SamplingBatch, length: Tensor, depths: int, position: Tensor | None = None) -> None:
-        """position [R,D]: the next positions of every row, where somebody knows them already."""
+        """position [R,D]: the next positions of every row, where they are known already."""
         self.batch = batch
         self.length, self._depths = length, depths
         if position is not None:

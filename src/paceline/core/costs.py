@@ -22,7 +22,7 @@ class Costs:
 
     def seconds(self, fed: int, rows: int = 1) -> float:
         """Of one pass. Between two numbers of rows that were measured, linearly; the same for tokens. Of more rows than
-        were ever measured by the number of tokens: weights are read once, whoever the tokens belong to."""
+        were ever measured by the number of tokens: weights are read once for the tokens of all rows."""
         known = sorted(self.passes)
         if rows > known[-1]:
             return self._along(known[-1], max(1, round(rows * fed / known[-1])))

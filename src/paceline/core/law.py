@@ -46,7 +46,7 @@ class Law:
 class LazyLaws(Tensor):
     """Laws [R,Q,V] that are not written down: the logits they come from, and the settings of the rows.
 
-    Put side by side they stay so. To everybody else they are a tensor of probabilities: written whenever one looks."""
+    Put side by side they stay so. For other code they are a tensor of probabilities, written when it is read."""
 
     @staticmethod
     def __new__(cls, logits: Tensor, batch: SamplingBatch) -> LazyLaws:
@@ -239,8 +239,8 @@ class SamplingBatch:
             return self._apart(scores, position)
         some_greedy = self.all_greedy or self.mixed
         greedy = self.column("temperature", scores.dtype) == 0 if some_greedy else None  # [R,1,1]
-        heat = self._temperature(scores)
-        scores = scores / (heat if greedy is None else torch.where(greedy, 1.0, heat))
+        temperature = self._temperature(scores)
+        scores = scores / (temperature if greedy is None else torch.where(greedy, 1.0, temperature))
         few = "top_p" in self.used and self.used.isdisjoint(_BESIDE_TOP_P)
         if few and scores.dtype == torch.float32 and on_host(scores):
             return Law(*nucleus(scores, [row.top_p for row in self.rows], [row.greedy for row in self.rows]))

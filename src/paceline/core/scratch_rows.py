@@ -1,4 +1,4 @@
-"""Texts of one's own, seen as rows: for whoever reads or writes other texts beside those that are being decoded."""
+"""Rows of other sequences than those that are decoded, for code that reads or writes some beside them."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ class ScratchRows:
         return self._below is not None and self._below[0].needs_path
 
     def choice(self, depth: Tensor | slice | TokenTree, path: tuple[Tensor, Tensor] | None = None) -> Choice:
-        """The same places of the rows below. Past their depth every place is the last one: nobody wants those."""
+        """The same places of the rows below. Past their depth every position is the last one: it is not used."""
         assert self._below is not None, "texts that follow no rows have no places to choose"
         below, deepest = self._below
         depth = self.ops.depths(depth) if isinstance(depth, TokenTree) else depth
@@ -142,7 +142,7 @@ class ScratchRows:
     def _path(
         self, tails: Tensor, longest: int, Q: int, below: RowsView, path: tuple[Tensor, Tensor] | None
     ) -> tuple[Tensor, Tensor]:
-        """The tail precedes every place, and then whatever was said to."""
+        """The tail precedes every position, and then come the tokens of `path`."""
         steps = torch.arange(longest, device=self.device)
         tokens = self.text.gather(1, (below.length + steps).clamp(max=self.text.shape[1] - 1))
         member = (steps < tails).unsqueeze(1).expand(-1, Q, -1)

@@ -179,7 +179,7 @@ class TokenTree:
 
 
 def chain_parents(length: int) -> list[int]:
-    """Of a chain: everybody follows the one before."""
+    """Of a chain: each node follows the one before."""
     return list(range(-1, length - 1))
 
 

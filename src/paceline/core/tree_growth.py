@@ -31,7 +31,7 @@ _FIRST_LOOK = 16  # rounds before the shape is first fitted to what was measured
 class RankMeter:
     """How often the child of each rank was the accepted one. Counted on the device, read at every doubling."""
 
-    _MOST = 64  # ranks that are told apart
+    _MOST = 64  # ranks that are counted
 
     def __init__(self) -> None:
         self._rounds, self._next = 0, _FIRST_LOOK
@@ -65,7 +65,7 @@ class RankMeter:
         found: list[float] = []
         for hits, tries in zip(self._hits[:ranks].tolist(), self._tries[:ranks].tolist(), strict=True):
             before = found[-1] if found else 1.0
-            # half a hit in advance: nobody is written off for bad luck, and no share is 0
+            # half a hit in advance: a few misses decide nothing, and no share is 0
             found.append(min(before, (hits + 0.5) / (tries + 1)) if tries else before / 2)
         return found
 
@@ -73,7 +73,7 @@ class RankMeter:
 # ---- Growing a draft: what every drafter that has logits shares. It says what follows a node; here it becomes a tree
 
 Expand = Callable[[Tensor | None, Tensor | None], Tensor]
-Chain = Callable[[int], Tensor | None]  # so many steps -> tokens [R,steps]; None: it cannot
+Chain = Callable[[int], Tensor | None]  # number of steps -> tokens [R,steps]; None: it cannot
 _NEVER = float("-inf")
 
 
@@ -120,7 +120,7 @@ class Grower:
 
     def kept(self, verdict: Verdict) -> Tensor | None:
         """The accepted path as numbers of what `expand` was asked for: what a reader has to keep. An accepted leaf that
-        was never asked for is given as 0, and must be read anew."""
+        was never expanded is given as 0, and must be read again."""
         path, slots = verdict.path, self.slots
         self.judged(verdict)
         if path is None or slots is None or path.shape[1] == 0:
@@ -135,7 +135,7 @@ class Grower:
             self._last.rank, self._last.parents = self._last.rank[some], self._last.parents[some]
 
     def _likeliest(self, rows: RowsView, budget: Budget, chain: Chain | None) -> TokenTree | None:
-        """The same as `_chain`, where somebody has it at once and nothing is asked for but the likeliest tokens."""
+        """The same as `_chain` in one step, where only the likeliest tokens are wanted."""
         if chain is None or rows.needs_path or not rows.choice(slice(0, 1)).greedy(budget.draw):
             return None
         tokens = chain(budget.depth)
@@ -274,7 +274,7 @@ class TorchTree:
             laws = law.unsqueeze(2).expand(R, W, k, -1) if self.draw == "iid" else _sibling_laws(law, tokens)
             self.laws.append(_flat(laws, some))
         base = self.score.gather(1, known) if self.nodes else torch.zeros(R, W, dtype=torch.float64, device=self.device)
-        score = base.unsqueeze(-1) + sure.where(sure == sure, _NEVER)  # NaN: nothing can be said there
+        score = base.unsqueeze(-1) + sure.where(sure == sure, _NEVER)  # NaN: no token can follow
         parents = _flat(chosen.unsqueeze(-1).expand(R, W, k), some)
         self._grow_ancestors(parents)
         self.tokens = torch.cat([self.tokens, _flat(tokens, some)], 1)

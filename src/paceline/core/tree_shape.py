@@ -18,7 +18,7 @@ from paceline.common.limits import NODES_LIMIT
 _READABLE = (torch.float32, torch.float64)
 _NEVER = float("-inf")
 _DOUBT = 4e-10  # of probability, per token of the vocabulary: so far rounding may move the edge of a nucleus
-_BLOCK = 64  # laws are normalised in blocks of so many: sums have an order, and zeros at the end do not change it
+_BLOCK = 64  # laws are normalised in blocks of this size: sums have an order, and zeros at the end do not change it
 
 
 def on_host(scores: Tensor) -> bool:
@@ -164,7 +164,7 @@ def _normalised(line: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
 class Shape:
     """Nodes by the ranks on the way to them: (0,) is the surest first token, (0, 1) the second surest after it.
 
-    Parents come before children, and whoever has a second child has a first.
+    Parents come before children, and a node with a second child has a first.
     """
 
     paths: tuple[tuple[int, ...], ...]

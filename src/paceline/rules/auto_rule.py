@@ -1,4 +1,4 @@
-"""Choose the rule from what the draft says about itself."""
+"""Choose the rule by how the draft was drawn."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from paceline.kernels.cpu.vectors import F32, FLOAT, I64, LANES, LONG, ZEROS, Em
 
 _BYTES = 4 * LANES
 _LINE = 64  # bytes that memory is read by
-_AHEAD = 32  # keys and values are asked for so many before they are due
+_AHEAD = 32  # keys and values are prefetched this many before they are used
 TOGETHER = 3  # heads: with four keys, or four vectors of values, their sums fill the registers
 
 
@@ -63,7 +63,7 @@ def _scores(heads: int) -> Any:
 
 
 def _mixed(heads: int, vectors: int) -> Any:
-    """out[h] += Σ weights[h][j] · values[j], for so many vectors of the values."""
+    """out[h] += Σ weights[h][j] · values[j], for several vectors of the values."""
 
     @piece(I64, I64, I64, I64, I64, I64, I64)
     def mixed(

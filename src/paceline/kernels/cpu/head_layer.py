@@ -73,7 +73,7 @@ def run_norm(x, weight, y, rows, width, eps):
         _normed(x + 4 * r * width, weight, y + 4 * r * width, width, eps)
 
 
-# ---- a layer. What its attention looks at is given, not normed here, and who sees whom is a mask
+# ---- a layer. The input of its attention is given, not normed here, and a mask says which slots each token sees
 
 STEP = ("seen", "inputs", "first", "Q", "slots", "places", "places_step", "mask", "mask_row", "mask_query", "visible")
 (S_SEEN, S_INPUTS, S_FIRST, S_Q, S_SLOTS, S_PLACES, S_PLACES_STEP, S_MASK, S_MASK_ROW, S_MASK_QUERY,
@@ -84,7 +84,7 @@ MEETINGS = 7  # of all threads, in a layer
 
 @njit(nogil=True, cache=True)
 def _spell_out(c):
-    """The lists that a pass is told: of every token its row, slot and position, and the slots it sees: up to the first
+    """The lists of a pass: of every token its row, slot and position, and the slots it sees: up to the first
     that it does not, and those after it."""
     n, Q, visible = c[C_N], c[S_Q], c[S_VISIBLE]
     row, slot = carray(longs_at(c[C_ROW]), (n,)), carray(longs_at(c[C_SLOT]), (n,))
@@ -105,7 +105,7 @@ def _spell_out(c):
             if seen[other] != 0:
                 extras[count] = other
                 count += 1
-        if reach == 0 and count == extra[i]:  # nobody sees nothing
+        if reach == 0 and count == extra[i]:  # every token sees a slot
             extras[count] = slot[i]
             count += 1
     extra[n] = count
@@ -113,8 +113,8 @@ def _spell_out(c):
 
 @njit(nogil=True, cache=True)
 def one_layer(m, c, f, counter, met, me):
-    """The layer over what is `seen`, once all know who sees whom but the positions, which must be told before they meet
-    for the first time: after `met` have come. They meet seven times."""
+    """The layer over what is `seen`, once the visible slots are known. The positions must be known before
+    the threads meet for the first time: after `met` have come. They meet seven times."""
     threads, n, K, barrier = c[C_THREADS], c[C_N], c[S_INPUTS], c[C_BARRIER]
     heads, kv, width, hidden = m[M_HEADS], m[M_KV], m[M_WIDTH], m[M_HIDDEN]
     every, w = heads + 2 * kv, m[len(MODEL) : len(MODEL) + PER_LAYER]

@@ -1,5 +1,5 @@
-"""A head that writes ahead in features: from tokens to what is said of them, one step or a chain of the likeliest, as
-one job; and what the target thought, as the head remembers it."""
+"""A head that drafts from features: from tokens to scores, one step or a chain of the likeliest tokens, as one job; and
+the target's hidden states in the form that the head keeps."""
 
 from __future__ import annotations
 
@@ -41,19 +41,19 @@ _LIST = types.Array(types.int64, 1, "C")
 _FLOATS = types.Array(types.float32, 1, "C")
 
 # ---- steps. Behind MODEL and LAYER: norms of both parts of what is seen, the width of the first, how many tokens are
-# known, is the stream normed too?, and of what is said the bias, the ids in the vocabulary (0: as they are), how many
+# known, is the stream normed too?, and of the scores the bias, the ids in the vocabulary (0: as they are), how many
 
 HEAD = ("token_norm", "feature_norm", "wide", "known", "normed", "bias", "ids", "says")
 H_TOKEN_NORM, H_FEATURE_NORM, H_WIDE, H_KNOWN, H_NORMED, H_BIAS, H_IDS, H_SAYS = range(
     len(MODEL) + len(LAYER), len(MODEL) + len(LAYER) + len(HEAD)
 )
 # Behind CALL: tokens of a row, its entries [R] and slots past them; drafted tokens [R] with the features `above` [R,D],
-# or (0) texts with their states, to be read at less than so many `places`; slots there are. What comes out: features
-# [R,D], scores `said` [R,says], and of so many `steps` (0: one, with logits instead) the tokens [steps,R]
+# or (0) texts with their states, to be read before `places`; slots there are. What comes out: features
+# [R,D], `token_scores` [R,says], and of `steps` (0: one, with logits instead) the tokens [steps,R]
 DRAFT = (*STEP[:2], "Q", "entries", "past", "tokens", "above", "text", "text_step", "states", "states_step", "places",
-         "room", "made", "said", "steps", "picked")  # fmt: skip
+         "room", "made", "token_scores", "steps", "picked")  # fmt: skip
 (D_SEEN, D_INPUTS, D_Q, D_ENTRIES, D_PAST, D_TOKENS, D_ABOVE, D_TEXT, D_TEXT_STEP, D_STATES, D_STATES_STEP, D_PLACES,
- D_ROOM, D_MADE, D_SAID, D_STEPS, D_PICKED) = range(len(CALL), len(CALL) + len(DRAFT))  # fmt: skip
+ D_ROOM, D_MADE, D_SCORES, D_STEPS, D_PICKED) = range(len(CALL), len(CALL) + len(DRAFT))  # fmt: skip
 PER_STEP = COUNTERS + 1  # counters
 
 
@@ -83,7 +83,7 @@ def _begin(m, c, eps, me):
 
 @njit(nogil=True, cache=True)
 def _say(m, c, eps, counter, met, me):
-    """The features at the last place of every row, and the scores of all that can be said there. They meet twice."""
+    """The features at the last place of every row, and the scores of the tokens after it. Threads meet twice."""
     Q, hidden, says, threads = c[D_Q], m[M_HIDDEN], m[H_SAYS], c[C_THREADS]
     rows = c[C_N] // Q
     for r in range(me, rows, threads):
@@ -94,7 +94,7 @@ def _say(m, c, eps, counter, met, me):
         many = rows * c[C_VOCABULARY]
         carray(floats_at(c[C_LOGITS]), (many,))[me * many // threads : (me + 1) * many // threads] = -np.inf
     meet(c[C_BARRIER], met)
-    _product(m, M_HEAD, counter, c[C_H], hidden, rows, m[H_BIAS], says, c[D_SAID], 4 * says, 0)
+    _product(m, M_HEAD, counter, c[C_H], hidden, rows, m[H_BIAS], says, c[D_SCORES], 4 * says, 0)
     meet(c[C_BARRIER], met + threads)
 
 
@@ -102,11 +102,11 @@ def _say(m, c, eps, counter, met, me):
 def _spread(m, c, me):
     """This thread's share of the scores, where they belong in the vocabulary."""
     says, threads, V, rows = m[H_SAYS], c[C_THREADS], c[C_VOCABULARY], c[C_N] // c[D_Q]
-    ids, said = carray(longs_at(m[H_IDS]), (says,)), carray(floats_at(c[D_SAID]), (rows, says))
+    ids, token_scores = carray(longs_at(m[H_IDS]), (says,)), carray(floats_at(c[D_SCORES]), (rows, says))
     logits = carray(floats_at(c[C_LOGITS]), (rows, V))
     for r in range(rows):
         for i in range(me * says // threads, (me + 1) * says // threads):
-            logits[r, ids[i]] = said[r, i]
+            logits[r, ids[i]] = token_scores[r, i]
 
 
 @njit(nogil=True, cache=True)
@@ -115,7 +115,7 @@ def _pick(m, c, picked, tops, me):
     says, rows, ids = m[H_SAYS], c[C_N] // c[D_Q], m[H_IDS]
     token, value = np.empty(1, np.int64), np.empty(1, np.float64)
     for r in range(me, rows, c[C_THREADS]):
-        line = c[D_SAID] + 4 * r * says
+        line = c[D_SCORES] + 4 * r * says
         largest(line, says, tops)
         best(line, says, tops, token, value)
         carray(longs_at(picked), (rows,))[r] = token[0] if ids == 0 else carray(longs_at(ids), (says,))[token[0]]
@@ -144,7 +144,7 @@ def run_draft(m, call, f, me):
     meet(c[C_BARRIER], met)
 
 
-# ---- what the target thought at the last places of texts: some of its states side by side, through one map. Behind the
+# ---- the target's hidden states at the last positions: some of them side by side, through one linear layer. Behind the
 # list, of each tap its address, and bytes from row to row and from place to place
 
 NOTE = (*MAP, "threads", "rows", "Q", "taps", "width", "path", "entries", "states", "states_step", "joined", "fused")

@@ -32,7 +32,7 @@ def missing() -> str | None:
 
 
 def features() -> set[str]:
-    """What numba compiles for: the processor's abilities, less those somebody switched off (NUMBA_ENABLE_AVX,
+    """What numba compiles for: the processor's abilities, less those switched off by the user (NUMBA_ENABLE_AVX,
     NUMBA_CPU_FEATURES). A fused multiplication that is not among them would be a call of a library, a float each."""
     from llvmlite import binding
     from numba import config

@@ -84,7 +84,7 @@ class _Worker:
             kernel(*arguments)
             worked = time.thread_time() - worked
             self.lost = time.perf_counter() - began - worked
-            del kernel, arguments  # nothing is kept alive by somebody asleep
+            del kernel, arguments  # a sleeping thread keeps nothing alive
 
 
 class Team:
@@ -125,7 +125,7 @@ class Team:
             return Spent(seconds, min(lost, seconds))
 
     def close(self) -> None:
-        """At the end of the interpreter: nobody is in a job, and nobody begins one.
+        """At the end of the interpreter: no thread is in a job, and none begins one.
 
         A thread that comes back from compiled code into an interpreter that has ended is torn out of that code, and the
         C++ runtime may answer by aborting the process.

@@ -122,7 +122,7 @@ def _all_of_it(line, V, tops, top):
 @njit(types.void(*[I64] * 12), nogil=True, cache=True)
 def run_add(logits, row_step, place_step, W, V, k, nodes, scores, asked, R, size, old):
     """k children for each of the nodes `asked` [R,W] (-1: the text), behind `old` nodes. logits: [R,W,V] float32, rows
-    and places so many bytes apart."""
+    and places these bytes apart."""
     nodes, scores = carray(longs_at(nodes), (3, R, size)), carray(doubles_at(scores), (R, size))
     asked, tops = carray(longs_at(asked), (R, W)), np.empty(-(-V // SPAN), np.float32)
     for r in range(R):
@@ -135,7 +135,7 @@ def run_add(logits, row_step, place_step, W, V, k, nodes, scores, asked, R, size
             above = scores[r, parent] if parent >= 0 else 0.0
             for i in range(k):
                 share = sure[i] - everything
-                sure[i] = above + share if share == share else _NEVER  # nothing can be said there
+                sure[i] = above + share if share == share else _NEVER  # no token can follow
                 nodes[PARENT, r, first + i] = parent
                 nodes[ASKED, r, first + i] = -1
 
@@ -145,7 +145,7 @@ def run_add(logits, row_step, place_step, W, V, k, nodes, scores, asked, R, size
 
 @njit(types.void(*[I64] * 9), nogil=True, cache=True)
 def run_ask(nodes, scores, R, size, first, count, spread, fed, out):
-    """Of the nodes first..count-1 that nobody asked about, the surest: of equals the elder. out [3,R,spread]: who they
+    """Of the nodes first..count-1 not expanded yet, the surest: of equals the elder. out [3,R,spread]: who they
     are, in their order, their tokens, and the numbers of their parents among the `fed` that were asked about."""
     nodes, scores = carray(longs_at(nodes), (3, R, size)), carray(doubles_at(scores), (R, size))
     out = carray(longs_at(out), (3, R, spread))
@@ -169,8 +169,8 @@ def run_ask(nodes, scores, R, size, first, count, spread, fed, out):
 
 @njit(types.void(*[I64] * 7), nogil=True, cache=True)
 def run_prune(nodes, scores, R, size, count, most, out):
-    """The surest `most` of `count` nodes, in their order. Nobody is surer than its parent, so ancestors stay; of equals
-    the elder. out [3,R,most]: as nodes."""
+    """The surest `most` of `count` nodes, in their order. No node is surer than its parent, so ancestors stay; of
+    equals the elder. out [3,R,most]: as nodes."""
     nodes, scores = carray(longs_at(nodes), (3, R, size)), carray(doubles_at(scores), (R, size))
     out = carray(longs_at(out), (3, R, most))
     where = np.empty(count, np.int64)

@@ -52,21 +52,21 @@ def run_follow_tree(tokens, parents, count, picks, emitted, accepted, path, R, N
     """What rule `match` emits [R,1+reach] and accepts [R] of trees [R,N], of which the first `count` [R] nodes are in
     use (0: all), and the path [R,reach]; picks: [R,1+N]. Parents come before their children, so one look will do."""
     drafted, above = carray(longs_at(tokens), (R, N)), carray(longs_at(parents), (R, N))
-    chosen, said = carray(longs_at(picks), (R, N + 1)), carray(longs_at(emitted), (R, reach + 1))
+    chosen, written = carray(longs_at(picks), (R, N + 1)), carray(longs_at(emitted), (R, reach + 1))
     many, way = carray(longs_at(accepted), (R,)), carray(longs_at(path), (R, reach))
     for r in range(R):
         used = N if count == 0 else min(carray(longs_at(count), (R,))[r], N)
         at, kept, pick = -1, 0, chosen[r, 0]
-        said[r, 0] = pick
+        written[r, 0] = pick
         for node in range(used):
             if kept < reach and above[r, node] == at and drafted[r, node] == pick:
                 at, pick = node, chosen[r, node + 1]
                 way[r, kept] = node
                 kept += 1
-                said[r, kept] = pick
+                written[r, kept] = pick
         many[r] = kept
         for step in range(kept, reach):
-            way[r, step], said[r, step + 1] = 0, _NOTHING
+            way[r, step], written[r, step + 1] = 0, _NOTHING
 
 
 @njit(types.boolean(*[I64] * 10), nogil=True, cache=True)

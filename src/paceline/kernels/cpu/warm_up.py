@@ -95,13 +95,13 @@ def _counting(told: Told | None) -> Iterator[set[str]]:
     class Count(event.Listener):  # type: ignore[misc]
         started = False
 
-        def on_start(self, said: Any) -> None:
+        def on_start(self, compiling: Any) -> None:
             if told is not None and not self.started:
                 self.started = True
                 told(0, many)
 
-        def on_end(self, said: Any) -> None:
-            made = said.data["dispatcher"].py_func
+        def on_end(self, compiled: Any) -> None:
+            made = compiled.data["dispatcher"].py_func
             if made.__module__.startswith(_ROOM):
                 found.add(f"{made.__module__}.{made.__qualname__}")
                 if told is not None:
@@ -112,7 +112,7 @@ def _counting(told: Told | None) -> Iterator[set[str]]:
 
 
 def _settings() -> Any:
-    """numba's. It reads the environment anew when it compiles and something has changed there; better now."""
+    """numba's. It reads the environment again when something changed there, at the next compilation; better now."""
     from numba import config
 
     config.reload_config()

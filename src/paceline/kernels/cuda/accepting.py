@@ -20,7 +20,7 @@ _BROKEN = tl.constexpr(-2)  # no token could be chosen
 
 
 @triton.jit(do_not_specialize=["Q", "V", "places", "chunks"])
-def _weigh(logits, drafts, heat, tops, sums, where, Q, V, step, draft_step, places, chunks,
+def _weigh(logits, drafts, temperature, tops, sums, where, Q, V, step, draft_step, places, chunks,
            CHUNK: tl.constexpr, OVERLAP: tl.constexpr):  # fmt: skip
     """Of one chunk of one place (the target's, then the draft's): its largest score, where that is, and the sum of
     exp(score - largest)."""
@@ -37,7 +37,7 @@ def _weigh(logits, drafts, heat, tops, sums, where, Q, V, step, draft_step, plac
         row = drafted // (Q - 1)
         score = tl.load(drafts + drafted.to(tl.int64) * draft_step + token, mask=inside, other=float("-inf"))
         score = score.to(tl.float32)
-    score = warmed(score, tl.load(heat + row))
+    score = warmed(score, tl.load(temperature + row))
     top, first = tl.max(score, 0, return_indices=True)
     base = tl.where(top - top == 0, top, 0.0).to(tl.float64)
     tl.store(tops + place * chunks + chunk, top)
@@ -74,7 +74,7 @@ def _of(values, this):
 
 
 @triton.jit(do_not_specialize=["N", "V", "places", "chunks"])
-def _accept(logits, drafts, tokens, count, heat, key, length, tops, sums, where, accepted, settled, facts,
+def _accept(logits, drafts, tokens, count, temperature, key, length, tops, sums, where, accepted, settled, facts,
             N, V, step, draft_step, places, chunks,
             NODES: tl.constexpr, CHUNKS: tl.constexpr, CERTAIN: tl.constexpr, ALL: tl.constexpr,
             OVERLAP: tl.constexpr):  # fmt: skip
@@ -86,7 +86,7 @@ def _accept(logits, drafts, tokens, count, heat, key, length, tops, sums, where,
     after(OVERLAP)
     row = tl.program_id(0)
     node = tl.arange(0, NODES)
-    warmth = tl.load(heat + row)
+    warmth = tl.load(temperature + row)
     used = N if ALL else tl.minimum(tl.load(count + row), N).to(tl.int32)
     token = tl.load(tokens + row * N + node, mask=node < N, other=-1)
     known = (token >= 0) & (token < V) & (node < used)
@@ -121,8 +121,8 @@ def _accept(logits, drafts, tokens, count, heat, key, length, tops, sums, where,
 
 
 @triton.jit(do_not_specialize=["N", "V", "chunks"])
-def _contend(logits, drafts, tokens, heat, key, length, accepted, facts, best, where, N, V, step, draft_step, chunks,
-             CHUNK: tl.constexpr, CERTAIN: tl.constexpr, OVERLAP: tl.constexpr):  # fmt: skip
+def _contend(logits, drafts, tokens, temperature, key, length, accepted, facts, best, where, N, V, step, draft_step,
+             chunks, CHUNK: tl.constexpr, CERTAIN: tl.constexpr, OVERLAP: tl.constexpr):  # fmt: skip
     """Of one chunk of the place after a row's accepted tokens: who wins the race of what the draft left over, and who
     that of the law itself, for where nothing is left."""
     after(OVERLAP)
@@ -130,7 +130,7 @@ def _contend(logits, drafts, tokens, heat, key, length, accepted, facts, best, w
     chunk = tl.program_id(1)
     token = chunk * CHUNK + tl.arange(0, CHUNK)
     inside = token < V
-    warmth = tl.load(heat + row)
+    warmth = tl.load(temperature + row)
     stop = tl.load(accepted + row)
     rejected = tl.load(facts + row * 5 + 4) > 0
     score = tl.load(logits + (row * (N + 1) + stop) * step + token, mask=inside, other=float("-inf"))
@@ -174,7 +174,7 @@ def _close(tokens, accepted, settled, best, where, emitted, N, chunks,
     tl.store(emitted + row * (N + 1) + node, line, mask=node <= N)
 
 
-def weigh(logits: Tensor, drafts: Tensor | None, heat: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def weigh(logits: Tensor, drafts: Tensor | None, temperature: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """[P,chunks] each, of the target's places and then of the draft's: the largest scores, the sums of
     exp(score - largest), and where the largest are."""
     (R, Q, V), device = logits.shape, logits.device
@@ -184,7 +184,7 @@ def weigh(logits: Tensor, drafts: Tensor | None, heat: Tensor) -> tuple[Tensor, 
     where = torch.empty(places, chunks, dtype=torch.int32, device=device)
     own = logits if drafts is None else drafts
     _weigh[(places, chunks)](
-        logits, own, heat, tops, sums, where, Q, V, logits.stride(1), own.stride(1), R * Q, chunks,
+        logits, own, temperature, tops, sums, where, Q, V, logits.stride(1), own.stride(1), R * Q, chunks,
         CHUNK=_CHUNK, num_warps=4, **overlapping(device))  # fmt: skip
     return tops, sums, where
 
@@ -194,17 +194,18 @@ def judge(
     tokens: Tensor,
     drafts: Tensor | None,
     count: Tensor | None,
-    heat: Tensor,
+    temperature: Tensor,
     keys: tuple[Tensor, Tensor],
     length: Tensor,
 ) -> tuple[Tensor, Tensor]:
     """What rule `ratio` emits [R,N+1] and accepts [R,1] of the chains `tokens` [R,N], whose first `count` [R] are in
     use, under the target's logits [R,1+N,V]. The draft's logits [R,N,V] (None: point masses) and the target's are of
-    one heat [R]; 0 is greedy. `keys` are those of coins and of final tokens, [R] each, `length` [R] that of the text.
+    one temperature [R]; 0 is greedy. `keys` are those of coins and of final tokens, [R] each, `length` [R] is that of
+    the text.
     """
     (R, N), V, device = tokens.shape, logits.shape[-1], logits.device
     logits, drafts = in_steps(logits), None if drafts is None else in_steps(drafts)
-    weighed = weigh(logits, drafts, heat)
+    weighed = weigh(logits, drafts, temperature)
     chunks, own, certain = weighed[0].shape[1], logits if drafts is None else drafts, drafts is None
     tokens, length = tokens.contiguous(), length.contiguous()
     accepted = torch.empty(R, 1, dtype=torch.int64, device=device)
@@ -216,11 +217,11 @@ def judge(
     more, sizes = overlapping(device), (N, V, logits.stride(1), own.stride(1))
     wide = {"NODES": triton.next_power_of_2(N + 1), "CHUNKS": triton.next_power_of_2(chunks)}
     _accept[(R,)](
-        logits, own, tokens, tokens if count is None else count.contiguous(), heat, keys[0], length, *weighed, accepted,
-        settled, facts, *sizes, R * (N + 1), chunks, CERTAIN=certain, ALL=count is None,
+        logits, own, tokens, tokens if count is None else count.contiguous(), temperature, keys[0], length, *weighed,
+        accepted, settled, facts, *sizes, R * (N + 1), chunks, CERTAIN=certain, ALL=count is None,
         num_warps=4 if wide["NODES"] * wide["CHUNKS"] <= 4096 else 8, **wide, **more)  # fmt: skip
     _contend[(R, chunks)](
-        logits, own, tokens, heat, keys[1], length, accepted, facts, best, winner, *sizes, chunks,
+        logits, own, tokens, temperature, keys[1], length, accepted, facts, best, winner, *sizes, chunks,
         CHUNK=_CHUNK, CERTAIN=certain, num_warps=4, **more)  # fmt: skip
     _close[(R,)](tokens, accepted, settled, best, winner, emitted, N, chunks, num_warps=1, **wide, **more)
     return emitted, accepted

@@ -31,27 +31,27 @@ def uniform(key, position, lane):
 
 @triton.jit
 def warmed(score, warmth):
-    """A score by the heat of its row, rounded as torch rounds it; NaN is met as infinity, not passed by."""
+    """A score by the temperature of its row, rounded as torch rounds it; NaN is met as infinity, not passed by."""
     score = tl.div_rn(score, tl.where(warmth > 0, warmth, 1.0))
     return tl.where(score == score, score, float("inf"))
 
 
 @triton.jit(do_not_specialize=["Q", "place_row", "out_row", "out_step", "chunks", "broken"],
             do_not_specialize_on_alignment=["position", "out"])  # fmt: skip
-def _race(logits, heat, key, position, best, where, done, out, Q, V, step, place_row, out_row, out_step, chunks, broken,
-          CHUNK: tl.constexpr, CHUNKS: tl.constexpr, SAMPLED: tl.constexpr, OVERLAP: tl.constexpr):  # fmt: skip
-    """Of one chunk of one place's logits: the largest score and where it is; with noise, where a row has a heat. The
-    last program of a place finds the best of all its chunks."""
+def _race(logits, temperature, key, position, best, where, done, out, Q, V, step, place_row, out_row, out_step, chunks,
+          broken, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, SAMPLED: tl.constexpr, OVERLAP: tl.constexpr):  # fmt: skip
+    """Of one chunk of one place's logits: the largest score and where it is; with noise, where a row has a temperature.
+    The last program of a place finds the best of all its chunks."""
     after(OVERLAP)
     place = tl.program_id(0)
     chunk = tl.program_id(1)
     row = place // Q
     token = chunk * CHUNK + tl.arange(0, CHUNK)
     inside = token < V
-    said = logits + place.to(tl.int64) * step
-    score = tl.load(said + token, mask=inside, other=float("-inf")).to(tl.float32)
+    line = logits + place.to(tl.int64) * step
+    score = tl.load(line + token, mask=inside, other=float("-inf")).to(tl.float32)
     if SAMPLED:
-        warmth = tl.load(heat + row)
+        warmth = tl.load(temperature + row)
         score = warmed(score, warmth).to(tl.float64)
         noise = tl.log(-tl.log(uniform(tl.load(key + row), tl.load(position + row * place_row + place % Q), token)))
         raced = tl.where(warmth > 0, score - noise, score)
@@ -64,19 +64,19 @@ def _race(logits, heat, key, position, best, where, done, out, Q, V, step, place
     tl.store(where + place * chunks + chunk, chunk * CHUNK + first)
     tl.debug_barrier()
     if tl.atomic_add(done + place, 1, sem="acq_rel") == chunks - 1:
-        won = _winner(said, best + place * chunks, where + place * chunks, chunks, broken, CHUNKS)
+        won = _winner(line, best + place * chunks, where + place * chunks, chunks, broken, CHUNKS)
         tl.store(out + row.to(tl.int64) * out_row + place % Q * out_step, won)
         tl.store(done + place, 0)
 
 
 @triton.jit
-def _winner(said, best, where, chunks, broken, CHUNKS: tl.constexpr):
+def _winner(line, best, where, chunks, broken, CHUNKS: tl.constexpr):
     """The best of all chunks; `broken` where even that is no number."""
     chunk = tl.arange(0, CHUNKS)
     scores = tl.load(best + chunk, mask=chunk < chunks, other=float("-inf"))
     _, first = tl.max(scores, 0, return_indices=True)
     token = tl.load(where + first).to(tl.int64)
-    score = tl.load(said + token).to(tl.float32)
+    score = tl.load(line + token).to(tl.float32)
     return tl.where(score - score == 0, token, broken.to(tl.int64))
 
 
@@ -97,16 +97,16 @@ def _chunk(places: int, V: int) -> int:
 
 def race(
     logits: Tensor,
-    heat: Tensor | None,
+    temperature: Tensor | None,
     key: Tensor | None,
     position: Tensor | None,
     broken: int,
     into: Tensor | None = None,
     done: Tensor | None = None,
 ) -> Tensor:
-    """[R,Q]: the token of each place of logits [R,Q,V]: the best, or (heat [R], key [R], position [R,Q]) the winner of
-    score / heat + Gumbel noise where a row's heat is not 0. `broken` where no token can be chosen. It is written to
-    `into` [R,Q], if that is given; done: zeros to count with, R*Q at least, which are zeros again when it is over."""
+    """[R,Q]: the token of each place of logits [R,Q,V]: the best, or (temperature [R], key [R], position [R,Q]) the
+    Gumbel argmax of score / temperature where a row's temperature is not 0. `broken` where no token can be chosen. It
+    is written to `into` [R,Q], if given. done: at least R*Q zeros to count with, which are zeros again at the end."""
     R, Q, V = logits.shape
     logits, device, places = in_steps(logits), logits.device, R * Q
     size = _chunk(places, V)
@@ -118,8 +118,9 @@ def race(
     if position is not None and Q > 1 and position.stride(1) != 1:
         position = position.contiguous()
     _race[(places, chunks)](
-        logits, out if heat is None else heat, out if key is None else key, out if position is None else position,
-        best, where, done, out, Q, V, logits.stride(1), 0 if position is None else position.stride(0), out.stride(0),
-        out.stride(1), chunks, broken, CHUNK=size, CHUNKS=triton.next_power_of_2(chunks), SAMPLED=heat is not None,
-        num_warps=4, **overlapping(device))  # fmt: skip
+        logits, out if temperature is None else temperature, out if key is None else key,
+        out if position is None else position, best, where, done, out, Q, V, logits.stride(1),
+        0 if position is None else position.stride(0), out.stride(0), out.stride(1), chunks, broken, CHUNK=size,
+        CHUNKS=triton.next_power_of_2(chunks), SAMPLED=temperature is not None, num_warps=4,
+        **overlapping(device))  # fmt: skip
     return out

@@ -72,8 +72,8 @@ def _spans(q, keys, values, prefix, branch, deep, length, leaf, peaks, sums, mix
         if not ALL and not TREE:
             whole = most <= (low + 1) * PLACES
         if whole:
-            said = gathered / total[:, None]
-            tl.store(out + asked[:, None] * WIDTH + column[None, :], said.to(out.dtype.element_ty), mask=there)
+            result = gathered / total[:, None]
+            tl.store(out + asked[:, None] * WIDTH + column[None, :], result.to(out.dtype.element_ty), mask=there)
         else:
             at = asked * SPANS + span
             tl.store(peaks + at, peak, mask=ours)
@@ -182,8 +182,8 @@ def _join_pairs(peaks, sums, mixed, out, pair, SPANS, seen, there, low, most, wi
         part = tl.load(mixed + (base + span)[:, None] * WIDTH + column[None, :], mask=there & mine[:, None], other=0.0)
         gathered += share[:, None] * part
         span += 1
-    said = gathered / total[:, None]
-    tl.store(out + pair[:, None] * WIDTH + column[None, :], said.to(out.dtype.element_ty), mask=there)
+    result = gathered / total[:, None]
+    tl.store(out + pair[:, None] * WIDTH + column[None, :], result.to(out.dtype.element_ty), mask=there)
 
 
 @triton.jit(do_not_specialize=["SPANS", "window"])
@@ -217,8 +217,8 @@ def _join(peaks, sums, mixed, prefix, deep, out, SPANS, window, WIDTH: tl.conste
         total += share * tl.load(sums + base + span)
         gathered += share * tl.load(mixed + (base + span) * WIDTH + column, mask=wide, other=0.0)
         span += 1
-    said = gathered / total
-    tl.store(out + (token.to(tl.int64) * heads + head) * WIDTH + column, said.to(out.dtype.element_ty), mask=wide)
+    result = gathered / total
+    tl.store(out + (token.to(tl.int64) * heads + head) * WIDTH + column, result.to(out.dtype.element_ty), mask=wide)
 
 
 def attend(
@@ -231,7 +231,7 @@ def attend(
     which are zeros again when it is over. tree = (branch [M,D], deep [M], length [R], leaf [M]): it then sees the slots
     branch[m,:deep[m]] as those places that follow; the text itself ends at `length`, and the last of the D slots after
     it is that of the last token; leaf: no other token has it in its branch.
-    window: only the last so many places, its own included (0: all).
+    window: how many positions a token sees, its own included (0: all).
     """
     M, heads, width = q.shape
     keys, values = memory

@@ -86,7 +86,7 @@ def _note(parts, bias, length, states, M, Q, P, D, row_step, place_step, largest
         total += tl.load(parts + (part * M + token).to(tl.int64) * D + column, mask=inside, other=0.0).to(tl.float32)
     if BIAS:
         total += tl.load(bias + column, mask=inside, other=0.0).to(tl.float32)
-    total = tl.where(total == total, total, 0.0)  # places that nobody has read are NaN; a memory keeps none
+    total = tl.where(total == total, total, 0.0)  # positions that were not read are NaN; the store keeps none
     total = tl.minimum(tl.maximum(total, -largest), largest)
     place = tl.load(length + row) - 1 + token % Q
     into = states + row * row_step + place * place_step + column
@@ -136,7 +136,7 @@ class Pair:
 
 def spread(parts: Tensor, where: Tensor | None, vocabulary: int) -> Tensor:
     """[M,V] in float32: the sum of logits [parts,M,N], of every token that which `where` [V] names (-1: it cannot be
-    said, and is impossible); None: they are in their places."""
+    drafted, and is impossible); None: they are in their places."""
     P, M, N = parts.shape
     if where is None and P == 1:
         return parts[0]

@@ -41,9 +41,9 @@ def _add_norm(parts, stream, weight, bias, out, M, D, eps, take, skip,
         values = (values + added.to(kind).to(tl.float32)).to(kind).to(tl.float32)
         tl.store(stream + token.to(tl.int64) * D + column, values.to(kind), mask=inside)
     if NORM:
-        said = normalised(values, weight + column, inside, eps, D, kind)
+        result = normalised(values, weight + column, inside, eps, D, kind)
         asked = token % (take + skip) >= skip
-        tl.store(out + index.to(tl.int64) * D + column, said, mask=inside & asked)
+        tl.store(out + index.to(tl.int64) * D + column, result, mask=inside & asked)
 
 
 @triton.jit(do_not_specialize_on_alignment=["ids"])
@@ -55,8 +55,8 @@ def _embed_norm(ids, table, stream, weight, out, D, eps, BLOCK: tl.constexpr, OV
     word = tl.load(ids + token).to(tl.int64)
     values = tl.load(table + word * D + column, mask=inside, other=0.0)
     tl.store(stream + token.to(tl.int64) * D + column, values, mask=inside)
-    said = normalised(values.to(tl.float32), weight + column, inside, eps, D, stream.dtype.element_ty)
-    tl.store(out + token.to(tl.int64) * D + column, said, mask=inside)
+    result = normalised(values.to(tl.float32), weight + column, inside, eps, D, stream.dtype.element_ty)
+    tl.store(out + token.to(tl.int64) * D + column, result, mask=inside)
 
 
 @triton.jit(do_not_specialize=["M", "Q"], do_not_specialize_on_alignment=["position", "slots"])
@@ -120,8 +120,8 @@ def _silu_times(gate, up, count, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):
     kind = gate.dtype.element_ty
     gates = tl.load(gate + at, mask=inside, other=0.0).to(tl.float32)
     ups = tl.load(up + at, mask=inside, other=0.0).to(tl.float32)
-    said = (gates / (1 + tl.exp(-gates))).to(kind).to(tl.float32) * ups
-    tl.store(gate + at, said.to(kind), mask=inside)
+    result = (gates / (1 + tl.exp(-gates))).to(kind).to(tl.float32) * ups
+    tl.store(gate + at, result.to(kind), mask=inside)
 
 
 def silu_times(gate: Tensor, up: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """The skinny product: a few tokens times a large matrix, each weight read once.
 
 The matrix is cut into tiles of outputs and, where those are too few to keep the device busy, into parts of the inner
-dimension; parts are summed by whoever reads the result, in their order. How a matrix is cut depends on its shape alone.
+dimension; the reader of the result sums the parts, in their order. How a matrix is cut depends on its shape alone.
 """
 
 from __future__ import annotations
@@ -95,9 +95,9 @@ def _gated(x, gate, up, out, M, N, K,
     kind = out.dtype.element_ty
     gates, ups = gates.to(kind).to(tl.float32), ups.to(kind).to(tl.float32)
     sigmoid = 1 / (1 + tl.exp(-gates))
-    said = ((gates * sigmoid).to(kind).to(tl.float32) * ups).to(kind)
+    result = ((gates * sigmoid).to(kind).to(tl.float32) * ups).to(kind)
     outputs = tile * BN + tl.arange(0, BN)
-    tl.store(out + tokens[None, :].to(tl.int64) * N + outputs[:, None], said, mask=there & (outputs < N)[:, None])
+    tl.store(out + tokens[None, :].to(tl.int64) * N + outputs[:, None], result, mask=there & (outputs < N)[:, None])
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ class Cut:
         return -(-K // (self.inner * self.parts))
 
     def pipeline(self, tokens: int, size: int, K: int) -> dict[str, int | bool]:
-        """How a tile with so many tokens, in numbers of `size` bytes, is gone through: in steps that fit the fast
+        """How a tile with these tokens, in numbers of `size` bytes, is gone through: in steps that fit the fast
         memory. The order of summation is the same however long a step is."""
         inner = self.inner if tokens < _MANY else min(self.inner, 64)
         stages = max(1, min(self.stages, _FAST // ((self.outputs + tokens) * inner * size)))

@@ -102,13 +102,13 @@ def _write(text, length, end, emitted, accepted, tokens, path, parents, count, l
     place = tl.arange(0, BLOCK)
     long = tl.load(length + row)
     grown = tl.minimum(tl.load(accepted + row) + 1, tl.load(end + row) - long)
-    said = tl.load(emitted + row * S + place, mask=place < S, other=_NOTHING)
+    token = tl.load(emitted + row * S + place, mask=place < S, other=_NOTHING)
     drafted = tl.load(tokens + row * token_row + place * token_step, mask=place < N, other=0)
     wide = S + N
     if BRANCH:
         wide += D + N
     line = lines + row * (wide + COUNT) + place
-    tl.store(line, said, mask=place < S)
+    tl.store(line, token, mask=place < S)
     tl.store(line + S, drafted, mask=place < N)
     if BRANCH:
         tl.store(line + S + N, tl.load(path + row * D + place, mask=place < D, other=0), mask=place < D)
@@ -116,14 +116,14 @@ def _write(text, length, end, emitted, accepted, tokens, path, parents, count, l
         tl.store(line + S + N + D, above, mask=place < N)
     if COUNT:
         tl.store(lines + row * (wide + 1) + wide, tl.load(count + row))
-    tl.store(text + row * text_step + long + place, said, mask=place < S)
-    tl.debug_barrier()  # everybody knows the old length
+    tl.store(text + row * text_step + long + place, token, mask=place < S)
+    tl.debug_barrier()  # all threads have read the old length
     tl.store(length + row, long + grown)
 
 
 @triton.jit(do_not_specialize=["K", "Q", "D", "logit_row", "logit_step", "id_row", "id_step", "place_row"],
             do_not_specialize_on_alignment=["ids", "position"])  # fmt: skip
-def _say(logits, said, ids, position, length, K, Q, D, logit_row, logit_step, id_row, id_step, place_row, loud,
+def _say(logits, script, ids, position, length, K, Q, D, logit_row, logit_step, id_row, id_step, place_row, loud,
          STEPS: tl.constexpr, OVERLAP: tl.constexpr):  # fmt: skip
     after(OVERLAP)
     row = (tl.program_id(0) // K).to(tl.int64)
@@ -133,7 +133,7 @@ def _say(logits, said, ids, position, length, K, Q, D, logit_row, logit_step, id
     if STEPS:
         step = tl.load(position + row * place_row + Q - K + kept) + 1 - tl.load(length + row)
         at += tl.minimum(tl.maximum(step, 0), D - 1)
-    tl.store(logits + row * logit_row + kept * logit_step + tl.load(said + at), loud)
+    tl.store(logits + row * logit_row + kept * logit_step + tl.load(script + at), loud)
 
 
 def begin(length: Tensor, end: Tensor, depth: int) -> tuple[Tensor, Tensor]:
@@ -208,10 +208,10 @@ def write(
     return lines
 
 
-def say(logits: Tensor, said: Tensor, ids: Tensor, position: Tensor, length: Tensor, loud: float) -> None:
-    """Of logits [R,K,V], the last K of each row's Q places, one per place becomes `loud`: that of said [V,D] after its
-    token of `ids` [R,Q], D by how far its `position` [R,Q] is past a text of `length` [R,1]."""
-    (R, K, _), Q, D = logits.shape, ids.shape[1], said.shape[1]
+def say(logits: Tensor, script: Tensor, ids: Tensor, position: Tensor, length: Tensor, loud: float) -> None:
+    """Of logits [R,K,V], the last K of each row's Q places, one per place becomes `loud`: that of script [V,D] after
+    its token of `ids` [R,Q], D by how far its `position` [R,Q] is past a text of `length` [R,1]."""
+    (R, K, _), Q, D = logits.shape, ids.shape[1], script.shape[1]
     position = position if position.stride(1) == 1 or Q == 1 else position.contiguous()
-    _say[(R * K,)](logits, said, ids, position, length, K, Q, D, logits.stride(0), logits.stride(1), *ids.stride(),
+    _say[(R * K,)](logits, script, ids, position, length, K, Q, D, logits.stride(0), logits.stride(1), *ids.stride(),
                    position.stride(0), loud, STEPS=D > 1, num_warps=1, **overlapping(logits.device))  # fmt: skip

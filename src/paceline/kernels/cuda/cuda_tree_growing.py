@@ -37,11 +37,11 @@ def _log_sum(values):
 
 
 @triton.jit(do_not_specialize=["Q", "place_row", "chunks"], do_not_specialize_on_alignment=["position"])
-def _siblings(logits, heat, key, position, best, where, sums, done, tokens, sure, Q, V, step, place_row, chunks,
+def _siblings(logits, temperature, key, position, best, where, sums, done, tokens, sure, Q, V, step, place_row, chunks,
               K: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, FOUND: tl.constexpr, SAMPLED: tl.constexpr,
               OVERLAP: tl.constexpr):  # fmt: skip
-    """Of one chunk of one place's logits the K best, with noise where a row has a heat, and the sum of all. The last
-    program of a place finds the K best of all its chunks, and how sure of each the draft is."""
+    """Of one chunk of one place's logits the K best, with noise where a row has a temperature, and the sum of all. The
+    last program of a place finds the K best of all its chunks, and how sure of each the draft is."""
     after(OVERLAP)
     place = tl.program_id(0)
     chunk = tl.program_id(1)
@@ -50,7 +50,7 @@ def _siblings(logits, heat, key, position, best, where, sums, done, tokens, sure
     open_ = token < V
     score = tl.load(logits + place.to(tl.int64) * step + token, mask=open_, other=_NEVER).to(tl.float32)
     if SAMPLED:
-        warmth = tl.load(heat + row)
+        warmth = tl.load(temperature + row)
         warm = warmed(score, warmth).to(tl.float64)
         noise = tl.log(-tl.log(uniform(tl.load(key + row), tl.load(position + row * place_row + place % Q), token)))
         score = tl.where(warmth > 0, warm - noise, warm)
@@ -86,7 +86,7 @@ def _choose(best, where, sums, tokens, sure, chunks, V, K: tl.constexpr, CHUNKS:
         open_ = open_ & (found != first)
         tl.store(tokens + k, tl.load(where + first).to(tl.int64))
         share = top - total
-        tl.store(sure + k, tl.where((share == share) & (total != _NEVER), share, _NEVER))  # else: nothing can be said
+        tl.store(sure + k, tl.where((share == share) & (total != _NEVER), share, _NEVER))  # else: no token can follow
 
 
 @triton.jit
@@ -157,14 +157,14 @@ def _grow(nodes, scores, chosen, tokens, sure, length, ask, size, old, new, spre
 @triton.jit(do_not_specialize=["size", "old", "new", "most"])
 def _prune(nodes, scores, chosen, tokens, sure, places, out, size, old, new, most, K: tl.constexpr, ROOT: tl.constexpr,
            BLOCK: tl.constexpr, TILE: tl.constexpr, OVERLAP: tl.constexpr):  # fmt: skip
-    """Children are added, and only the surest `most` nodes stay, in their order. Nobody is surer than its parent, so
+    """Children are added, and only the surest `most` nodes stay, in their order. No node is surer than its parent, so
     ancestors stay; of equals the elder. out [3,R,most]: tokens, parents, and their numbers among what was asked for."""
     after(OVERLAP)
     row, rows = tl.program_id(0).to(tl.int64), tl.num_programs(0)
     nodes, scores, places = nodes + row * 4 * size, scores + row * size, places + row * size
     token, parent, _, slot, score = _added(nodes, scores, chosen + row * (new // K), tokens + row * new,
                                            sure + row * new, old, new, size, K, ROOT, BLOCK)  # fmt: skip
-    tl.debug_barrier()  # everybody's score is written
+    tl.debug_barrier()  # all scores are written
     node = tl.arange(0, BLOCK)
     score = tl.maximum(score, _LEAST)
     rank = tl.zeros([BLOCK], tl.int32)
@@ -191,9 +191,9 @@ def _prune(nodes, scores, chosen, tokens, sure, places, out, size, old, new, mos
 def siblings(
     logits: Tensor, k: int, noise: tuple[Tensor, Tensor] | None, position: Tensor, done: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The k best tokens of each place of logits [R,Q,V], and the logarithms of their shares, [R,Q,k]. noise: heat [R]
-    and key [R]; rows with a heat take those that win score / heat + Gumbel noise at `position` [R,Q]. done: zeros to
-    count with, R*Q at least, which are zeros again when it is over."""
+    """The k best tokens of each place of logits [R,Q,V], and the logarithms of their shares, [R,Q,k]. noise:
+    temperature [R] and key [R]; rows with a temperature take those that win score / temperature + Gumbel noise at
+    `position` [R,Q]. done: at least R*Q zeros to count with, which are zeros again at the end."""
     (R, Q, V), device = logits.shape, logits.device
     chunk = min(max(triton.next_power_of_2(-(-V * k // _FOUND)), _WARP), 8 * _WARP)
     logits, places, chunks = in_steps(logits), R * Q, -(-V // chunk)
@@ -202,13 +202,14 @@ def siblings(
     best = torch.empty(places, chunks, k, dtype=torch.float64, device=device)
     where = torch.empty(places, chunks, k, dtype=torch.int32, device=device)
     sums = torch.empty(places, chunks, dtype=torch.float64, device=device)
-    heat, key = (sure, sure) if noise is None else noise
+    temperature, key = (sure, sure) if noise is None else noise
     if Q > 1 and position.stride(1) != 1:
         position = position.contiguous()
     _siblings[(places, chunks)](
-        logits, heat, key, position, best, where, sums, done, tokens, sure, Q, V, logits.stride(1), position.stride(0),
-        chunks, K=k, CHUNK=chunk, CHUNKS=triton.next_power_of_2(chunks), FOUND=triton.next_power_of_2(chunks * k),
-        SAMPLED=noise is not None, num_warps=chunk // _WARP, **overlapping(device))  # fmt: skip
+        logits, temperature, key, position, best, where, sums, done, tokens, sure, Q, V, logits.stride(1),
+        position.stride(0), chunks, K=k, CHUNK=chunk, CHUNKS=triton.next_power_of_2(chunks),
+        FOUND=triton.next_power_of_2(chunks * k), SAMPLED=noise is not None, num_warps=chunk // _WARP,
+        **overlapping(device))  # fmt: skip
     return tokens, sure
 
 

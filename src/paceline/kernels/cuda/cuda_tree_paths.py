@@ -46,20 +46,20 @@ def _follow_tree(tokens, parents, count, picks, emitted, accepted, path, N, reac
     if not ALL:
         used = tl.minimum(tl.load(count + row), N).to(tl.int32)
     drafted = tl.load(tokens + row * token_row + node * token_step, mask=node < used, other=0)
-    above = tl.load(parents + row * parent_row + node * parent_step, mask=node < used, other=NODES)  # of nobody
+    above = tl.load(parents + row * parent_row + node * parent_step, mask=node < used, other=NODES)  # of no node
     pick = tl.load(picks + row * (N + 1))
-    said = emitted + row * (reach + 1)
-    tl.store(said, pick)
+    line = emitted + row * (reach + 1)
+    tl.store(line, pick)
     kept = tl.max(node, 0) * 0
     found = tl.min(tl.where((above == _TEXT) & (drafted == pick), node, NODES), 0)
     while (found < NODES) & (kept < reach):
         tl.store(path + row * reach + kept, found.to(tl.int64))
         pick = tl.load(picks + row * (N + 1) + found + 1)
         kept += 1
-        tl.store(said + kept, pick)
+        tl.store(line + kept, pick)
         found = tl.min(tl.where((above == found) & (drafted == pick), node, NODES), 0)
     tl.store(path + row * reach + node, (node * 0).to(tl.int64), mask=(node >= kept) & (node < reach))
-    tl.store(said + node + 1, (node * 0 + _NOTHING).to(tl.int64), mask=(node >= kept) & (node < reach))
+    tl.store(line + node + 1, (node * 0 + _NOTHING).to(tl.int64), mask=(node >= kept) & (node < reach))
     tl.store(accepted + row, kept.to(tl.int64))
 
 

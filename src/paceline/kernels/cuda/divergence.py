@@ -33,8 +33,8 @@ def _log_sum(logits, sums, V, step, BLOCK: tl.constexpr):
     tl.store(sums + row, top + tl.log(tl.sum(totals, 0)))
 
 
-@triton.jit(do_not_specialize=["V", "said_step", "wanted_step"])
-def _far(said, wanted, own, sums, losses, slopes, V, said_step, wanted_step, VARIATION: tl.constexpr,
+@triton.jit(do_not_specialize=["V", "student_step", "wanted_step"])
+def _far(student, wanted, own, sums, losses, slopes, V, student_step, wanted_step, VARIATION: tl.constexpr,
          BLOCK: tl.constexpr):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     some = tl.arange(0, BLOCK)
@@ -44,7 +44,7 @@ def _far(said, wanted, own, sums, losses, slopes, V, said_step, wanted_step, VAR
     at = V * 0
     while at < V:
         known = at + some < V
-        log_q = tl.load(said + row * said_step + at + some, mask=known, other=float("-inf")).to(tl.float32) - mine
+        log_q = tl.load(student + row * student_step + at + some, mask=known, other=float("-inf")).to(tl.float32) - mine
         log_p = tl.load(wanted + row * wanted_step + at + some, mask=known, other=float("-inf")).to(tl.float32) - theirs
         q, p = tl.exp(log_q), tl.exp(log_p)
         if VARIATION:
@@ -54,13 +54,13 @@ def _far(said, wanted, own, sums, losses, slopes, V, said_step, wanted_step, VAR
             totals += tl.where(p > 0, p * (log_p - log_q), 0.0)
             parts += p
         at += BLOCK
-    # of the variation: by how much more is said too often than too rarely; else the teacher's mass of what can be said
+    # of the variation: how far the student is above the teacher; else the teacher's mass of the student's tokens
     part = tl.sum(parts, 0)
     tl.store(losses + row, tl.sum(totals, 0))
     at = V * 0
     while at < V:
         known = at + some < V
-        log_q = tl.load(said + row * said_step + at + some, mask=known, other=float("-inf")).to(tl.float32) - mine
+        log_q = tl.load(student + row * student_step + at + some, mask=known, other=float("-inf")).to(tl.float32) - mine
         log_p = tl.load(wanted + row * wanted_step + at + some, mask=known, other=float("-inf")).to(tl.float32) - theirs
         q, p = tl.exp(log_q), tl.exp(log_p)
         if VARIATION:
@@ -79,13 +79,13 @@ def log_sums(logits: Tensor) -> Tensor:
     return sums
 
 
-def far(name: str, said: Tensor, wanted: Tensor, sums: Tensor) -> tuple[Tensor, Tensor]:
-    """[P] in float32: how far the law of logits `said` [P,V] is from that of `wanted` [P,V], whose log-sums are `sums`
-    [P] (over more tokens, maybe), by "kl" or "tv"; and its slope at `said`, in the same numbers."""
-    said, wanted = (each if each.stride(1) == 1 else each.contiguous() for each in (said, wanted))
-    P, V = said.shape
-    losses = torch.empty(P, dtype=torch.float32, device=said.device)
-    slopes = torch.empty(P, V, dtype=said.dtype, device=said.device)
-    _far[(P,)](said, wanted, log_sums(said), sums, losses, slopes, V, said.stride(0), wanted.stride(0), name == "tv",
-               BLOCK=min(_BLOCK, triton.next_power_of_2(V)), num_warps=8)  # fmt: skip
+def far(name: str, student: Tensor, wanted: Tensor, sums: Tensor) -> tuple[Tensor, Tensor]:
+    """[P] in float32: how far the law of logits `student` [P,V] is from that of `wanted` [P,V], whose log-sums are
+    `sums` [P] (over more tokens, maybe), by "kl" or "tv"; and its slope at `student`, in the same numbers."""
+    student, wanted = (each if each.stride(1) == 1 else each.contiguous() for each in (student, wanted))
+    P, V = student.shape
+    losses = torch.empty(P, dtype=torch.float32, device=student.device)
+    slopes = torch.empty(P, V, dtype=student.dtype, device=student.device)
+    _far[(P,)](student, wanted, log_sums(student), sums, losses, slopes, V, student.stride(0), wanted.stride(0),
+               name == "tv", BLOCK=min(_BLOCK, triton.next_power_of_2(V)), num_warps=8)  # fmt: skip
     return losses, slopes

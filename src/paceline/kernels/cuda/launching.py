@@ -1,6 +1,6 @@
 """How kernels follow each other: each may start before the one before it has ended, and waits for it to end.
 
-A kernel is compiled anew where a number or an address becomes a multiple of 16, or no longer is one. Those that differ
+A kernel is compiled again where a number or an address becomes a multiple of 16, or no longer is one. Those that differ
 from token to token are left out of that by name: a draft's second token must not need kernels of its own.
 """
 
@@ -18,7 +18,7 @@ INTERPRETED = bool(knobs.runtime.interpret)  # TRITON_INTERPRET=1: kernels run i
 
 @triton.jit
 def after(OVERLAP: tl.constexpr):
-    """Wait for what came before; whoever comes next may already take its place on the device."""
+    """Wait for the launch before; the next one may already take its place on the device."""
     if OVERLAP:
         gdc_wait()
         gdc_launch_dependents()

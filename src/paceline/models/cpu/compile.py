@@ -1,4 +1,5 @@
-"""Kernels are compiled at their first use on a machine and kept beside the weights; here is where, and by whom.
+"""Kernels are compiled at their first use on a machine and kept beside the weights. This file decides where, and which
+process compiles.
 
 Two processes may begin at once: one compiles and the other waits for it, for numba numbers its files as if it were
 alone. A folder that holds all kernels is read, and may be read-only. Where kernels are missing and nothing can be
@@ -126,7 +127,7 @@ def _writable(place: Path) -> bool:
 
 
 def _sweep(place: Path) -> None:
-    """Kernels of sources that nobody has compiled for two months are of versions that are gone."""
+    """Remove kernels of other sources that were compiled over two months ago."""
     for other in place.parent.iterdir():
         with suppress(OSError):
             if other != place and other.is_dir() and time.time() - other.stat().st_mtime > _OLD:

@@ -22,7 +22,7 @@ from paceline.core.contracts import Reading
 from paceline.core.device_ops import TORCH, DeviceOps
 from paceline.models.cpu.cpu_ops import CpuOps, climb
 from paceline.models.cpu.cpu_plan import Plan, no_family, plan_of
-from paceline.models.cpu.threads import CROWD
+from paceline.models.cpu.threads import GOVERNOR
 from paceline.models.slot_cache import SlotCache
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ class CpuForward:
         return position, AttentionSpan(prefix, lists)
 
     def together(self, lengths: Sequence[int]) -> bool:
-        """Is one pass over so many tokens of each row, padded to the longest, cheaper than a pass for each row?"""
+        """Is one pass over these many tokens of each row, padded to the longest, cheaper than a pass for each row?"""
         passes = sum(length > 0 for length in lengths)
         padded = len(lengths) * max(lengths)
         return passes > 1 and padded <= min(self.piece, sum(lengths) + _EXTRA * (passes - 1))
@@ -115,7 +115,7 @@ class CpuForward:
         part: LayerRange | None = None,
         place: _Place | None = None,
     ) -> tuple[Reading, Tensor]:
-        """Logits and taps of the last `keep` tokens of every row, and what the last layer said of all of them (until
+        """Logits and taps of the last `keep` tokens of every row, and the hidden states of all of them (until
         the next pass).
 
         ids, position, slots: [R,Q]; vocabulary: how many logits; place: of a prompt (else the first rows).
@@ -129,7 +129,7 @@ class CpuForward:
         self._make_room(n, visible + 16)
         cos, sin = plan.turned(visible)  # a token's position is not beyond its slot
         shape, most = place or (self._shape(R, Q, keep), self.threads)
-        starts, extras = sight.lists or shape.nobody
+        starts, extras = sight.lists or shape.unseen
         logits = _floats(R, keep, vocabulary if part.head else 0)
         seen = {layer: _floats(R, keep if layer == plan.layers else Q, plan.hidden) for layer in taps}
         tapped = np.zeros(plan.layers + 1, np.int64)
@@ -140,9 +140,9 @@ class CpuForward:
         held = [t.to(torch.int64).contiguous() for t in (ids, position, slots, prefix, starts, extras)]
         given = None if part.given is None else part.given.contiguous()
         _check(held[0], plan.vocabulary, cache.keys[0], shape.rows, visible)
-        assert vocabulary <= plan.said
+        assert vocabulary <= plan.outputs
         keys, stores = cache.keys[0], cache.addresses()
-        threads = team.TEAM.gather(CROWD.threads(most))
+        threads = team.TEAM.gather(GOVERNOR.threads(most))
         self._counters[:] = 0
         call = self._call({
             **self._own, **shape.addresses,
@@ -154,13 +154,13 @@ class CpuForward:
             "given": 0 if given is None else given.data_ptr(),
         })  # fmt: skip
         spent = team.TEAM.run(threads, self._run, plan.numbers, call, plan.floats)
-        CROWD.see(threads, *spent)
-        said = self._buffers["x"][: n * plan.hidden].view(R, Q, plan.hidden)
-        return Reading(logits, tuple(seen[layer][:, -keep:] for layer in taps)), said
+        GOVERNOR.see(threads, *spent)
+        hidden = self._buffers["x"][: n * plan.hidden].view(R, Q, plan.hidden)
+        return Reading(logits, tuple(seen[layer][:, -keep:] for layer in taps)), hidden
 
     def _call(self, named: dict[str, int]) -> np.ndarray:
         """The numbers of a call in their order and, behind them, a cache line that is the barrier of this call alone:
-        whoever still looks at it when the call is over must find it as it was, and there."""
+        a thread that still reads it when the call is over must find it as it was."""
         count = len(self._names)
         call = np.zeros(count + 2 * self._line, np.int64)
         line = 8 * self._line
@@ -198,7 +198,7 @@ class _Shape:
         self.rows = first + R
         self._row = torch.arange(first, first + R, device="cpu").repeat_interleave(Q)
         self._kept = torch.arange(R * Q, device="cpu").view(R, Q)[:, Q - keep :].contiguous()
-        self.nobody = (self._row.new_zeros(R * Q + 1), self._row.new_zeros(1))
+        self.unseen = (self._row.new_zeros(R * Q + 1), self._row.new_zeros(1))
         self.addresses = {"n": R * Q, "keep": R * keep, "row": self._row.data_ptr(), "kept": self._kept.data_ptr()}
 
 
@@ -210,7 +210,7 @@ class _Place(NamedTuple):
 
 
 def _floats(*shape: int) -> Tensor:
-    """Memory of the kind kernels write, whatever kind torch was told to make where nobody says."""
+    """Memory that kernels write: float32 on the CPU, whatever torch's defaults are."""
     return torch.empty(shape, dtype=torch.float32, device="cpu")
 
 
@@ -226,8 +226,8 @@ def _check(ids: Tensor, known: int, keys: Tensor, rows: int, visible: int) -> No
 
 
 def kernel_pass(lm: LanguageModel, model: Any) -> CpuForward | CudaForward | None:
-    """Kernels for a reader of this model, where there are some. The plan is made anew each time: somebody may have
-    cast the model, or hung hooks on it, since the last. Nothing is compiled for a model that has none."""
+    """Kernels for a reader of this model, where there are some. The plan is made each time: the model may
+    have another dtype or hooks since the last. Nothing is compiled for a model that has none."""
     if lm.runner not in _KERNELS:
         return None
     about = (model, lm.architecture.kinds, lm.architecture.window, lm.logits)

@@ -48,7 +48,7 @@ class CpuHead:
         self._names = (*llama.CALL, *drafting.DRAFT)
         self._line, self._together, self._per_step = llama.COUNTER, llama.TOGETHER, drafting.PER_STEP
         self._inputs = table.shape[1] + self._D
-        self._sizes = job.sizes | {"x": self._D, "seen": self._inputs, "made": self._D, "said": self._says,
+        self._sizes = job.sizes | {"x": self._D, "seen": self._inputs, "made": self._D, "token_scores": self._says,
                                     "joined": fuse.numbers[-2], "fused": self._D}  # fmt: skip
         self._work = job.weights + self._says * self._D
         self._fuse = fuse.numbers
@@ -80,10 +80,10 @@ class CpuHead:
         return cls(light, table.detach(), vocabulary)
 
     def takes(self, tokens: int, branches: bool = False) -> bool:
-        """So many tokens in one step? Branches are left to the modules."""
+        """Can one step read this number of tokens? Branches are left to the modules."""
         return tokens <= MOST and not branches
 
-    # ---- steps: features [R,1,D] and what is said of them [R,1,V]
+    # ---- steps: features [R,1,D] and logits [R,1,V]
 
     def caught_up(
         self, text: Tensor, entries: Tensor, states: Tensor, width: int, cache: SlotCache, visible: int
@@ -133,7 +133,7 @@ class CpuHead:
         logits = torch.empty(R, 1, self._vocabulary, dtype=torch.float32, device="cpu")
         named |= {"made": made.data_ptr(), "logits": logits.data_ptr()}
         if self._ids is None:
-            named["said"] = named["logits"]
+            named["token_scores"] = named["logits"]
         self._run(named, entries, Q, cache, visible, 1)
         return made, logits
 
@@ -178,7 +178,7 @@ class CpuHead:
         self._memory, self._room = list(made.values()), (n, visible, threads)
         self._own = {name: tensor.data_ptr() for name, tensor in made.items()} | {"scores_step": 4 * span}
 
-    # ---- what the target thought
+    # ---- hidden states of the target
 
     def note(self, taps: tuple[Tensor, ...], path: Tensor | None, length: Tensor, states: Tensor) -> bool:
         """Taps [R,Q,H] of the last place of texts of `length` [R,1] and those that follow (of a tree: along the path
@@ -206,7 +206,7 @@ class CpuHead:
 
 
 def _checked(path: Tensor, rows: int, nodes: int) -> Tensor:
-    """[R,M]: nodes of a tree of so many. Kernels follow them wherever they lead."""
+    """[R,M]: nodes of a tree of `nodes`. Kernels follow them wherever they lead."""
     assert path.dtype is torch.int64
     assert path.shape[0] == rows
     if path.numel() and not 0 <= int(path.min()) <= int(path.max()) < nodes:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from paceline.common.fork_lock import ForkLock
 from paceline.models.cpu import threads as openmp
 from paceline.models.cpu.cpu_forward import kernels_missing
-from paceline.models.cpu.threads import CROWD
+from paceline.models.cpu.threads import GOVERNOR
 from paceline.models.module_views import map_modules
 from paceline.models.quantization.packed_linear import Int8Linear, PackedLinear
 from paceline.models.runtime import cores_here
@@ -110,12 +110,12 @@ def plain(x: Tensor) -> bool:
 
 
 def threads_for(work: int) -> int:
-    """How many for a job of so many weights, times rows and one: as many as there are, once that is worth it."""
+    """How many threads for a job of `weights`, times rows and one: all, once that is worth it."""
     if work <= _ALONE:
         return 1
     from paceline.kernels.cpu import team
 
-    return team.TEAM.gather(CROWD.threads(min(openmp.usual_threads(), _cores())))
+    return team.TEAM.gather(GOVERNOR.threads(min(openmp.usual_threads(), _cores())))
 
 
 def _kernel(kind: str) -> Any:
@@ -185,5 +185,5 @@ def _exchanged(module: nn.Module) -> nn.Module | None:
 
 
 def listened(module: nn.Module) -> bool:
-    """Does somebody want to know when it is called?"""
+    """Has it hooks?"""
     return bool(module._forward_hooks or module._forward_pre_hooks or "forward" in module.__dict__)

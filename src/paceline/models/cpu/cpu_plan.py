@@ -38,7 +38,7 @@ class Plan:
     width: int  # of a head
     kv_heads: int
     vocabulary: int  # tokens it can read, and
-    said: int  # those it has logits of: fewer, where its head was cut (`subset_head`)
+    outputs: int  # those it has logits of: fewer, where its head was cut (`subset_head`)
     sizes: dict[str, int]  # floats per token in each buffer
     angles: tuple[Tensor, Tensor] = field(default_factory=lambda: (torch.empty(0, 0), torch.empty(0, 0)))
 
@@ -52,7 +52,7 @@ class Plan:
         return np.array(numbers, np.int64)
 
     def turned(self, positions: int) -> tuple[Tensor, Tensor]:
-        """cos and sin [P,width] of so many positions at least, as the model's own code makes them."""
+        """cos and sin [P,width] of at least this number of positions, as the model's own code makes them."""
         if self.angles[0].shape[0] < positions:
             many = max(512, 1 << (positions - 1).bit_length())
             positions_of = torch.arange(many, device="cpu")[None]
@@ -99,7 +99,7 @@ class _Gathered:
 def plan_of(model: Any, kinds: tuple[str, ...], window: int | None, logits: int | None = None) -> Plan | str:
     """The plan of a model, or in a few words why it has none. Nothing is compiled for it.
 
-    logits: how many a pass will ask for at most (its vocabulary, if not said); a head with fewer rows is refused.
+    logits: how many a pass will ask for at most (None: its vocabulary); a head with fewer rows is refused.
     """
     problem = misfit(model, kinds)
     if problem is None and (model.dtype != torch.float32 or model.device.type != "cpu"):
@@ -111,18 +111,18 @@ def plan_of(model: Any, kinds: tuple[str, ...], window: int | None, logits: int 
     except _UnfitError as unfit:
         return str(unfit)
     wanted = made.vocabulary if logits is None else logits
-    return f"its output head says {made.said} tokens of {wanted}" if made.said < wanted else made
+    return f"its output layer has {made.outputs} rows of {wanted}" if made.outputs < wanted else made
 
 
 def _planned(model: Any, kinds: tuple[str, ...], window: int | None) -> Plan:
     config = model.config
     base, at = model.model, _Gathered()
     heads, kv, vocabulary = config.num_attention_heads, config.num_key_value_heads, config.vocab_size
-    width, said = base.layers[0].self_attn.head_dim, getattr(model.lm_head, "out_features", vocabulary)
+    width, head_rows = base.layers[0].self_attn.head_dim, getattr(model.lm_head, "out_features", vocabulary)
     hidden, inner, mixed = config.hidden_size, config.intermediate_size, heads * width
     numbers: list[int | str] = [
         hidden, heads, kv, width, inner, vocabulary, at(base.embed_tokens.weight, vocabulary, hidden),
-        at(base.norm.weight, hidden), *at.matrix(model.lm_head, said, hidden), len(base.layers)]  # fmt: skip
+        at(base.norm.weight, hidden), *at.matrix(model.lm_head, head_rows, hidden), len(base.layers)]  # fmt: skip
     for layer, kind in zip(base.layers, kinds, strict=True):
         a, f = layer.self_attn, layer.mlp
         numbers.append(at(layer.input_layernorm.weight, hidden))
@@ -137,8 +137,8 @@ def _planned(model: Any, kinds: tuple[str, ...], window: int | None) -> Plan:
     sizes = {"x": hidden, "h": max(hidden, mixed), "qkv": mixed + 2 * kv * width, "mixed": mixed, "gate": inner,
              "up": inner}  # fmt: skip
     floats = np.array([base.norm.variance_epsilon, base.layers[0].self_attn.scaling], np.float32)
-    return Plan(numbers, floats, at.tensors, base.rotary_emb, len(base.layers), hidden, width, kv, vocabulary, said,
-                sizes)  # fmt: skip
+    return Plan(numbers, floats, at.tensors, base.rotary_emb, len(base.layers), hidden, width, kv, vocabulary,
+                head_rows, sizes)  # fmt: skip
 
 
 def misfit(model: Any, kinds: tuple[str, ...]) -> str | None:

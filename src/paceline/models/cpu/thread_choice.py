@@ -17,7 +17,7 @@ from weakref import WeakKeyDictionary
 from torch import nn
 
 from paceline.common.fork_lock import ForkLock
-from paceline.models.cpu.threads import CROWD, usual_threads
+from paceline.models.cpu.threads import GOVERNOR, usual_threads
 from paceline.models.language_model import LanguageModel
 from paceline.models.loading.disk_cache import read_json
 from paceline.models.pass_timing import PassTimer, keep, kept_file, machine_key
@@ -77,7 +77,7 @@ def measured_threads(
 ) -> int | None:
     """The fewest that are as fast as the best; None: others were using the machine. The fastest of a few passes counts,
     in turns: what slows a pass down is the machine's, not the kernels'. working: the time this thread had a core."""
-    with CROWD.ignored():
+    with GOVERNOR.ignored():
         return _measured(lm, limit, clock, working)
 
 
@@ -104,7 +104,7 @@ def _measured(lm: LanguageModel, limit: int, clock: Clock, working: Clock) -> in
 
 @contextmanager
 def _trying(threads: int) -> Iterator[None]:
-    """Readers that are made here run on so many."""
+    """Readers that are made inside run on this number of threads."""
     _TRYING.threads = threads
     try:
         yield

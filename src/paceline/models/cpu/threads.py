@@ -1,7 +1,7 @@
 """Fewer threads while others use the machine.
 
 Threads that meet a few hundred times per pass all wait for one that has lost its core; such a pass can take as long as
-ten. A single thread waits for nobody, and reads memory at more than half of what the bus gives. So when cores are taken
+ten. A single thread never waits, and reads memory at more than half of what the bus gives. So when cores are taken
 away from a pass, passes go on with half the threads, and all are tried again after a pause that grows while it does not
 help. What is computed does not depend on the number of threads.
 """
@@ -62,7 +62,7 @@ def one_thread() -> Iterator[None]:
 
 
 def rest() -> None:
-    """Kernels are about to run: torch's threads are not to be woken until somebody needs them."""
+    """Kernels are about to run: torch's threads sleep until `work`."""
     if _MINE.usual > 1:
         found().omp_set_num_threads(1)  # type: ignore[union-attr]
 
@@ -120,7 +120,7 @@ class ThreadGovernor:
 
     @contextmanager
     def ignored(self) -> Iterator[None]:
-        """Passes in here run on the threads they were given: somebody measures what those are worth."""
+        """Passes inside run on the threads that they were given, to be measured."""
         before, self._ignored = self._ignored, True
         try:
             yield
@@ -132,7 +132,7 @@ class ThreadGovernor:
         return most if self._ignored else max(1, most >> self.halved)
 
     def see(self, threads: int, seconds: float, lost: float) -> None:
-        """A pass is over: it ran on so many threads, so long, and was without one of its cores for `lost` seconds."""
+        """A pass is over: it ran on these threads for `seconds`, `lost` of them without one of its cores."""
         if self._ignored:
             return
         self._left -= 1
@@ -159,4 +159,4 @@ class ThreadGovernor:
         self._pause = min(2 * self._pause, _PAUSE[1])
 
 
-CROWD = ThreadGovernor()
+GOVERNOR = ThreadGovernor()

@@ -56,7 +56,7 @@ class CudaPlan:
     angles: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # captured passes still read the shorter ones
 
     def turned(self, positions: int) -> tuple[Tensor, Tensor]:
-        """cos and sin [P,width] in float32 of so many positions at least."""
+        """cos and sin [P,width] in float32 of at least this number of positions."""
         if not self.angles or self.angles[-1][0].shape[0] < positions:
             many = max(4096, 1 << (positions - 1).bit_length())
             places = torch.arange(many, device=self.table.device)[None]
@@ -73,11 +73,11 @@ class CudaForward:
     def read(
         self, cache: SlotCache, first: int, ids: Tensor, position: Tensor, taps: Sequence[int]
     ) -> tuple[Tensor, ...]:
-        """Read a piece of the prompts of the rows `first`...: ids and positions [R,Q]; nobody asks what comes next.
+        """Read a piece of the prompts of the rows `first`...: ids and positions [R,Q]; without logits.
         Returns what was tapped, [R,Q,D] each."""
         layers, Q = len(self.plan.layers), ids.shape[1]
         strict: bool = self.strict
-        self._first, self.strict = first, False  # a prompt is read once, and alike for everybody
+        self._first, self.strict = first, False  # a prompt is read once, and with the same bits in every batch
         try:
             part = LayerRange(0, layers, head=False)
             reading, _ = self(cache, ids, position, position, AttentionSpan(None), Q, taps, vocabulary=0, part=part)
@@ -143,11 +143,11 @@ class CudaForward:
         if not part.head and len(plan.layers) not in taps:
             add_norm(added, stream, None)
         else:
-            said = torch.empty(R * keep, D, dtype=kind, device=device)
-            add_norm(added, stream, said, weight=plan.norm, eps=plan.eps, of=(keep, Q - keep))
-            tapped[len(plan.layers)] = said.view(R, keep, D)
+            normed = torch.empty(R * keep, D, dtype=kind, device=device)
+            add_norm(added, stream, normed, weight=plan.norm, eps=plan.eps, of=(keep, Q - keep))
+            tapped[len(plan.layers)] = normed.view(R, keep, D)
         if part.head:
-            parts = product(said, [plan.head], self.strict)
+            parts = product(normed, [plan.head], self.strict)
             logits = parts[0]
             for more in parts[1:]:
                 logits = logits + more
@@ -224,7 +224,7 @@ def cuda_plan(model: Any, kinds: tuple[str, ...], window: int | None, logits: in
         return problem
     base, a = model.model, model.model.layers[0].self_attn
     if (logits or 0) > model.lm_head.weight.shape[0]:
-        return f"its output head says {model.lm_head.weight.shape[0]} tokens of {logits}"
+        return f"its output layer has {model.lm_head.weight.shape[0]} tokens of {logits}"
     layers = [
         _layer_of(layer, (window or 0) if kind == "sliding_attention" else 0)
         for layer, kind in zip(base.layers, kinds, strict=True)

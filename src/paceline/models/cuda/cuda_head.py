@@ -1,7 +1,7 @@
 """Heads that write ahead in features, through kernels of our own on a CUDA device (`paceline.kernels.cuda`).
 
 The weights stay where they are. A step of a draft is a dozen launches: what the layer looks at, the layer as a model's
-own layers are run (`cuda_pass`), what the features say. No mask is made, nothing is read to the host, and nothing is
+own layers are run (`cuda_pass`), the output layer. No mask is made, nothing is read to the host, and nothing is
 kept but constants, so a draft can be captured. Numbers are not the modules' to the bit: those of a draft need not be.
 """
 
@@ -83,13 +83,13 @@ class CudaHead:
         return cls(head, table.detach())
 
     def takes(self, tokens: int, branches: bool = False) -> bool:
-        """So many tokens in one step? Whether they branch does not matter."""
+        """Can one step read this number of tokens? Whether they branch does not matter."""
         return tokens <= _MOST
 
     def chain(self, *_: Any) -> None:
         """There are no programs of whole chains."""
 
-    # ---- steps: features [R,K,D] and what is said of them [R,K,V]
+    # ---- steps: features [R,K,D] and logits [R,K,V]
 
     def caught_up(
         self, text: Tensor, length: Tensor, states: Tensor, width: int, cache: SlotCache, visible: int
@@ -141,7 +141,7 @@ class CudaHead:
             return logits if self._d2t is None else spread(logits, self._d2t, self._vocabulary)
         return drafting.spread(product.product(normed, [self._output]), self._where, self._vocabulary)
 
-    # ---- what the target thought
+    # ---- hidden states of the target
 
     def note(self, taps: tuple[Tensor, ...], path: Tensor | None, length: Tensor, states: Tensor) -> bool:
         """Taps [R,Q,H] of the last place of texts of `length` [R,1] and those that follow (of a tree: along the path

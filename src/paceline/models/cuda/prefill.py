@@ -20,7 +20,7 @@ _LENGTHS = (16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 
 
 def padded(length: int) -> int:
-    """The length that so many tokens are read as."""
+    """The length that this number of tokens is read as."""
     return next((known for known in _LENGTHS if known >= length), length)
 
 

@@ -168,7 +168,7 @@ class LightLayer(DecoderLayer):
         return self.job.run(seen, stream, position, mask, remember.cache, remember.layer, turns)
 
     def turns(self, places: int) -> tuple[Tensor, Tensor]:
-        """cos and sin [P,W] of so many positions at least."""
+        """cos and sin [P,W] of at least this number of positions."""
         if self._turns[0].shape[0] < places:
             self._turns = _all_angles(places, self.head_width, self.config)
         return self._turns
@@ -181,7 +181,7 @@ class LightLayer(DecoderLayer):
 
 
 def _all_angles(places: int, width: int, config: LayerConfig) -> tuple[Tensor, Tensor]:
-    """cos and sin [P,W] of so many positions at least, for those that look them up; no position is past its slot."""
+    """cos and sin [P,W] of at least this number of positions, as a table; no position is past its slot."""
     cos, sin = angles_at(torch.arange(max(512, 1 << places.bit_length()), device="cpu")[None], width, config)
     return cos[0], sin[0]
 
@@ -243,7 +243,7 @@ class Scratch:
         return self._longest + self.fed
 
     def more(self, fed: int, parents: Tensor | None) -> None:
-        """So many tokens come next, with `parents` [R,fed] (-1: the text, None: a chain)."""
+        """`fed` tokens come next, with `parents` [R,fed] (-1: the text, None: a chain)."""
         self.before, self.fed = self.fed, self.fed + fed
         if parents is None:
             assert self.parents is None

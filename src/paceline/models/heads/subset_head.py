@@ -1,7 +1,7 @@
 """A model that says only some of its tokens: most of a small draft model is its output head.
 
 The head becomes a copy of some of its rows, [N,D] instead of [V,D]; everything else, the tokens it can read among them,
-is the model's own. Tokens keep the ids they have everywhere: `spread` puts what was said back where it belongs.
+is the model's own. Tokens keep the ids they have everywhere: `spread` puts the logits at those ids.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from paceline.models.language_model import LanguageModel
 from paceline.models.module_views import shell
 from paceline.models.quantization.packed_linear import kernel_rows
 
-_SHARE = 4  # of the rows one in so many is kept for the tokens of the texts at hand
+_SHARE = 4  # one row of this number is kept for the tokens of the texts at hand
 _SPACES = str.maketrans("", "", "\u2581\u0120")  # how tokenizers write a space before a word
 
 
 def spread(logits: Tensor, ids: Tensor, vocabulary: int) -> Tensor:
-    """Logits [...,N] of the tokens `ids` [N] over the whole vocabulary [...,V]; what cannot be said is impossible."""
+    """Logits [...,N] of the tokens `ids` [N] over the whole vocabulary [...,V]; tokens without a row are impossible."""
     everything = logits.new_full((*logits.shape[:-1], vocabulary), float("-inf"))
     return everything.index_copy_(-1, ids, logits)
 
@@ -40,7 +40,7 @@ def usual_tokens(lm: LanguageModel, always: Iterable[int]) -> list[int]:
 
 class SubsetHead:
     """`lm`: a view of a model that says N tokens, `ids` [N] of the model's own. Some rows change with the texts at
-    hand: what was said in them may be said again."""
+    hand: their tokens may come again."""
 
     def __init__(self, lm: LanguageModel, count: int, always: Iterable[int] = ()) -> None:
         name, self._whole = _head_of(lm)

@@ -74,7 +74,7 @@ def _numbers(device: torch.device, dtype: torch.dtype) -> torch.dtype:
 
 
 def _behind(states: Tensor, many: int) -> Tensor:
-    """[R,H,T,W]: what stood so many places before, nothing at the first ones."""
+    """[R,H,T,W]: what stood some places before; zeros at the first ones."""
     return F.pad(states, (0, 0, many, 0))[:, :, : states.shape[2]] if many else states
 
 

@@ -17,7 +17,7 @@ from paceline.models.tensor_parallel import is_sharded
 if TYPE_CHECKING:
     from paceline.models.language_model import LanguageModel
 
-# ---- Programs on a CUDA device: what was run once as it is, is captured and replayed ever after
+# ---- Programs on a CUDA device: code runs once as it is, then it is captured and replayed
 
 T = TypeVar("T")
 MOST = 128  # programs of one loop: the one that was not used for longest makes room
@@ -31,7 +31,7 @@ class _Program(Generic[T]):
 
 
 class Programs:
-    """Captured programs that share their memory. They run one after the other, on the stream of whoever asks.
+    """Captured programs that share their memory. They run one after the other, on the stream of the caller.
 
     A program is a function of tensors that stay where they are. The first time it is run as it is, which compiles what
     it needs and makes the constants it uses; then it is captured, and replayed from the second time on. Where that
@@ -40,7 +40,7 @@ class Programs:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.captured = 0  # so often, in all
+        self.captured = 0  # number of captures
         self._pool: Any = None
         self._made: dict[Hashable, _Program[Any]] = {}
         self._broken = False
@@ -169,7 +169,7 @@ def captures(lm: LanguageModel) -> bool:
 
 
 def programs_for(lm: LanguageModel) -> ProgramRunner | None:
-    """Captured programs on a CUDA device, unless somebody asked for none or a pass is shared with others; else None."""
+    """Captured programs on a CUDA device. None where the runner asks for none, or a pass is shared with others."""
     if not captures(lm):
         return None
     return Programs(lm.device)

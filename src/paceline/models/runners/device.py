@@ -36,7 +36,7 @@ def _processor() -> str:
 
 @contextmanager
 def without_planned_attention() -> Iterator[None]:
-    """cuDNN plans its attention anew for every length of a text, which takes several passes' time for each token that
+    """cuDNN plans its attention again for every length of a text, which takes several passes' time for each token that
     is the first of its length in a process (H200, torch 2.11: 98 instead of 24 ms); the other kernels do not."""
     allowed = torch.backends.cuda.cudnn_sdp_enabled()
     torch.backends.cuda.enable_cudnn_sdp(False)

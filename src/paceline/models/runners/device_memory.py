@@ -32,7 +32,7 @@ def memory_left() -> int | None:
 
 def give_back() -> None:
     """What was freed goes back to the system, where the C library can do that: loading a model leaves a few percent of
-    its size behind that nobody uses, and to whoever measures it the process never seems to shrink."""
+    its size behind unused, and the process never seems to shrink."""
     if not sys.platform.startswith("linux"):
         return
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)

@@ -1,4 +1,4 @@
-"""Paceline: faster generation by speculative decoding, without changing what is written."""
+"""Paceline: faster generation by speculative decoding, with the same text."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.2.0"
 
-# The module of each public name. It is imported at first use, so that `paceline --help` does not wait for torch.
+# The module of each public name. It is imported at first use, so `paceline --help` does not import torch.
 _NAMES_BY_MODULE = {
     "core.contracts": ("DRAFTERS", "RULES", "Budget", "Drafter", "Rule"),
     "common.errors": (

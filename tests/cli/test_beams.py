@@ -21,9 +21,9 @@ def searched(target: str, *arguments: str) -> dict:
 
 
 def test_the_rule_takes_the_settings_of_a_search(target: str) -> None:
-    for said in (("--n-best", "2"), ("--length-penalty", "2"), ("--early-stopping", "yes")):
-        by_rule = searched(target, "--rule", "beam", *said)
-        assert by_rule["beams"] == searched(target, "--beams", "4", *said)["beams"]
+    for flags in (("--n-best", "2"), ("--length-penalty", "2"), ("--early-stopping", "yes")):
+        by_rule = searched(target, "--rule", "beam", *flags)
+        assert by_rule["beams"] == searched(target, "--beams", "4", *flags)["beams"]
     assert len(searched(target, "--rule", "beam", "--n-best", "2")["beams"]) == 2
     asked = ("generate", PROMPT, "--target", target, "--rule", "beam", "--rule.num_beams", "2", "--n-best", "3")
     assert "num_return_sequences=3 is more than num_beams=2; ask for fewer texts (--n-best)" in refusal(*asked, code=2)

@@ -348,8 +348,8 @@ def test_the_live_table_is_drawn_between_runs_and_not_too_often() -> None:
     assert len(drawn) <= 2 + len(report.results) * 0.1 / 0.5 + 1
     text = file.getvalue()
     assert "warning: [bold]something" in text
-    for said in ("suffix", "× hf", "2.29×", "36/36", "4/4", "2/4"):
-        assert said in text
+    for cell in ("suffix", "× hf", "2.29×", "36/36", "4/4", "2/4"):
+        assert cell in text
 
 
 class _Who:

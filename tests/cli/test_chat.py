@@ -148,7 +148,7 @@ def test_the_store_is_reset_saved_and_loaded(target: str, tmp_path: Path) -> Non
         ("/top-p 7", "top_p"),
         ("/gamma", "needs one value"),
         ("/speculative maybe", "on or off"),
-        ("/speculative off", "Something has to answer"),
+        ("/speculative off", "One mode must be on"),
         ("/save", "name of a file"),
         ("/save /nowhere/at/all.json", "cannot be written"),
         ("/again", "no message yet"),

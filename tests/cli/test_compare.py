@@ -9,7 +9,7 @@ import pytest
 
 import paceline
 from paceline import LanguageModel, SpeculativeDecoder
-from paceline.cli.compare import Side, _divergence, _race
+from paceline.cli.compare import Side, _divergence, _in_turns
 from paceline.core.costs import Costs
 from tests.toys import llama
 
@@ -44,7 +44,9 @@ def test_a_drafter_that_remembers_has_not_seen_the_text_before() -> None:
     decoder = SpeculativeDecoder(MODEL, "suffix")
     again = decoder.generate(PROMPT, **SETTINGS), decoder.generate(PROMPT, **SETTINGS)
     assert again[1].stats.rounds < first.stats.rounds  # it does remember
-    sides = _race({"plain": SpeculativeDecoder(MODEL, draft=None), "it": decoder}, PROMPT, SETTINGS, 2, lambda: False)
+    sides = _in_turns(
+        {"plain": SpeculativeDecoder(MODEL, draft=None), "it": decoder}, PROMPT, SETTINGS, 2, lambda: False
+    )
     assert sides is not None
     assert sides[1].result.stats.rounds == first.stats.rounds
     assert sides[1].result.tokens == first.tokens == sides[0].result.tokens
@@ -58,6 +60,8 @@ def test_auto_forgets_before_every_run(monkeypatch: pytest.MonkeyPatch) -> None:
         call = getattr(decoder, name)
         monkeypatch.setattr(decoder, name, lambda *a, _n=name, _c=call, **k: (calls.append(_n), _c(*a, **k))[1])
     before = decoder.drafter
-    assert _race({"plain": SpeculativeDecoder(MODEL, draft=None), "auto": decoder}, PROMPT, SETTINGS, 2, lambda: False)
+    assert _in_turns(
+        {"plain": SpeculativeDecoder(MODEL, draft=None), "auto": decoder}, PROMPT, SETTINGS, 2, lambda: False
+    )
     assert decoder.drafter is not before
     assert calls == ["generate", "forget", "generate", "forget", "generate"]  # the first one is the warm-up

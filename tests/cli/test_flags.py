@@ -29,7 +29,7 @@ COMMANDS: dict[str, Any] = typer.main.get_command(app).commands  # type: ignore[
 SETTINGS: dict[str, type] = {"generate": GenerateOptions, "chat": ChatOptions, "audit": AuditOptions,
                              "bench": BenchCommandOptions, "tune": TuneCommandOptions,
                              "train": TrainSettings}  # fmt: skip
-EXAMPLES = {int: ("3", "3"), float: ("0.25", "0.25")}  # a type: as said, as shown
+EXAMPLES = {int: ("3", "3"), float: ("0.25", "0.25")}  # a type: in a call, in the output
 WORDS = {"gamma": ("7", "7"), "draft": ("suffix", '"suffix"'), "rule": ("match", '"match"')}  # what is not any text
 NOT_SETTINGS = {"config", "print_config", "debug", "help", "speculative_config"}  # the last is shown as what it means
 APART = ("compare", "trace")  # of `generate`: one goes without the other
@@ -46,7 +46,7 @@ def flags(command: str) -> list[str]:
 
 
 def example(command: str, name: str) -> tuple[str, str]:
-    """A value for a setting, as it is said and as `--print-config` shows it."""
+    """A value for a setting, as a call gives it and as `--print-config` shows it."""
     if command == "train":
         hint = str(get_type_hints(SETTINGS[command])[name])
         return WORDS.get(name) or next((each for kind, each in EXAMPLES.items() if kind.__name__ in hint), ("w", '"w"'))
@@ -76,8 +76,8 @@ def test_flags_become_settings(command: str) -> None:
             if option.is_flag:
                 given, shown = [*given, flag], str(yes).lower()
             else:
-                said, shown = example(command, option.name)
-                given, shown = [*given, flag, said], f"[{shown}]" if option.multiple else shown
+                word, shown = example(command, option.name)
+                given, shown = [*given, flag, word], f"[{shown}]" if option.multiple else shown
             wanted.append(f"{option.name.replace('_', '-')} = {shown}  # flag")
         result = run(command, *given, "--print-config")
         assert result.exit_code == 0, result.output
@@ -131,12 +131,12 @@ _LEARNING = """{"kind": "medusa", "option": "heads=1", "tokens": 600, "question"
 
 
 def test_what_train_is_told_arrives(target: str, tmp_path: Path) -> None:
-    said = {**json.loads(_LEARNING), "target": target, "out": str(tmp_path / "out")}
-    given = [word for name, value in said.items() for word in (f"--{name}", str(value))]
+    values = {**json.loads(_LEARNING), "target": target, "out": str(tmp_path / "out")}
+    given = [word for name, value in values.items() for word in (f"--{name}", str(value))]
     result = run("train", *given, "--join", "--no-predict", "--texts", str(tmp_path / "texts"))
     assert result.exit_code == 0, result.output
     about = json.loads((tmp_path / "out" / "provenance.json").read_text())
-    for name, value in said.items():
+    for name, value in values.items():
         key = {"option": "options"}.get(name, name.replace("-", "_"))
         assert about["arguments"][key] == ([value] if name == "option" else value)
     assert about["arguments"]["join"] is True

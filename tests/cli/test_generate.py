@@ -200,18 +200,18 @@ def test_compare_shows_where_texts_part(target: str, draft: str) -> None:
     shown = run("generate", *arguments).stdout
     assert f"the texts differ from new token {at + 1} on" in shown
     assert "two best logits are" in shown
-    assert "rule 'ratio' keeps the law of the text, not the text" in shown
+    assert "rule 'ratio' keeps the distribution of the text, not the text" in shown
 
 
 def test_a_prediction_is_drafted(
     target: str, plain: paceline.Generation, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As text or from a file; without --draft it is the drafter, and with one that cannot use it, that is said."""
+    """As text or from a file; without --draft it is the drafter, and a drafter that cannot use it is refused."""
     monkeypatch.delenv("PACELINE_DRAFT")  # where none is asked for, the prediction is drafter enough
     shared = (PROMPT, "--target", target, "--max-new-tokens", "24", "--ignore-eos")
     (tmp_path / "guess.txt").write_text(plain.text)
-    for said in (plain.text, f"@{tmp_path / 'guess.txt'}"):
-        out = generated(*shared, f"--prediction={said}")
+    for text in (plain.text, f"@{tmp_path / 'guess.txt'}"):
+        out = generated(*shared, f"--prediction={text}")
         assert out["tokens"] == plain.tokens
         assert out["settings"]["draft"] == "prediction"
         assert out["stats"]["accepted_prediction_tokens"] == out["stats"]["accepted"] > 15

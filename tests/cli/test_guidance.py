@@ -36,13 +36,13 @@ def test_the_branches_are_those_of_the_library(target: str, draft: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "words"),
     [
         (["--negative-prompt", "x"], "is for --guidance-scale"),
         (["--guidance-scale", "2", "--amateur", "smollm2-135m"], "use one of them"),
     ],
 )
-def test_what_does_not_go_together(arguments: list[str], said: str) -> None:
+def test_what_does_not_go_together(arguments: list[str], words: str) -> None:
     result = run("generate", PROMPT, "--target", "nowhere/at-all", *arguments)
     assert result.exit_code == 2
-    assert said in result.output
+    assert words in result.output

@@ -1,4 +1,4 @@
-"""`--runner` and `--quantize`: the same words for every command, and what is said about them."""
+"""`--runner` and `--quantize`: the same words for every command, and and the lines about them."""
 
 from __future__ import annotations
 

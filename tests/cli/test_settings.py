@@ -159,7 +159,7 @@ def test_options_get_the_types_of_their_fields() -> None:
 
 
 def test_a_list_in_json_may_have_commas_of_its_own(tmp_path: Path) -> None:
-    """The drafters of a portfolio have options; cut at every comma they could not be said."""
+    """The drafters of a portfolio have options; cut at every comma they could not be shown."""
     suffix = {"name": "suffix", "branches": 2}
     for text, wanted in (
         ('{"name": "suffix", "branches": 2}', (suffix,)),
@@ -172,8 +172,8 @@ def test_a_list_in_json_may_have_commas_of_its_own(tmp_path: Path) -> None:
     file.write_text(
         '[generate]\ndraft = "portfolio"\n[generate.drafter]\ndrafters = [{name = "suffix", branches = 2}, "ngram"]\n'
     )
-    said = json.loads(config("--config", str(file))["drafters"])
-    assert json.loads(said) == [suffix, "ngram"]
+    shown = json.loads(config("--config", str(file))["drafters"])
+    assert json.loads(shown) == [suffix, "ngram"]
 
 
 def test_the_drafter_has_two_names_in_the_environment_too(monkeypatch: pytest.MonkeyPatch) -> None:

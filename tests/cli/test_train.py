@@ -21,9 +21,9 @@ def data(tmp_path: Path) -> Path:
 
 
 def arguments(target: str, data: Path, out: Path) -> list[str]:
-    said = {"target": target, "data": data, "out": out, "kind": "medusa", "steps": 3, "length": 64, "batch": 256,
+    values = {"target": target, "data": data, "out": out, "kind": "medusa", "steps": 3, "length": 64, "batch": 256,
             "held-out": 2, "measure": 1, "option": "heads=2", "device": "cpu"}  # fmt: skip
-    return ["train", "--no-predict", *(word for name, value in said.items() for word in (f"--{name}", str(value)))]
+    return ["train", "--no-predict", *(word for name, value in values.items() for word in (f"--{name}", str(value)))]
 
 
 def test_a_drafter_comes_out(target: str, data: Path, tmp_path: Path) -> None:
@@ -43,8 +43,8 @@ def test_it_learns_on(target: str, data: Path, tmp_path: Path) -> None:
     assert "step 0: held out: loss" in result.output
     about = json.loads((tmp_path / "on" / "provenance.json").read_text())
     assert about["from"]["folder"] == str(tmp_path / "out")
-    said = arguments(target, data, tmp_path / "no")
-    told = refusal(*said, "--from", str(tmp_path / "out"), "--kind", "eagle", code=4)
+    values = arguments(target, data, tmp_path / "no")
+    told = refusal(*values, "--from", str(tmp_path / "out"), "--kind", "eagle", code=4)
     assert "holds a head of kind 'medusa', not 'eagle'" in told
 
 
@@ -100,9 +100,9 @@ SIZES = {"pair": ["vocabulary=300", "width=64", "layers=1", "draft_width=32", "d
 @pytest.mark.parametrize("kind", SIZES)
 def test_the_hint_at_the_end_works(kind: str, target: str, data: Path, tmp_path: Path) -> None:
     out = tmp_path / "my drafter"  # a shell would part it
-    said = [*TINY.items(), ("target", target), ("kind", kind), ("out", out), ("data", data)]
-    said += [("option", each) for each in SIZES[kind]]
-    result = run("train", "--no-predict", *(word for name, value in said for word in (f"--{name}", str(value))))
+    values = [*TINY.items(), ("target", target), ("kind", kind), ("out", out), ("data", data)]
+    values += [("option", each) for each in SIZES[kind]]
+    result = run("train", "--no-predict", *(word for name, value in values for word in (f"--{name}", str(value))))
     assert result.exit_code == 0, result.output
     tried = run(*hint(result.output), "--max-new-tokens", "2")
     assert tried.exit_code == 0, tried.output
@@ -114,8 +114,8 @@ def test_the_hint_at_the_end_works(kind: str, target: str, data: Path, tmp_path:
 
 
 def sharing(target: str, out: Path, texts: Path, *more: str) -> Any:
-    said = {"target": target, "kind": "trigram", "out": out, "texts": texts, "rows": 8, "device": "cpu"}
-    return run("train", *(word for name, value in said.items() for word in (f"--{name}", str(value))), *more)
+    values = {"target": target, "kind": "trigram", "out": out, "texts": texts, "rows": 8, "device": "cpu"}
+    return run("train", *(word for name, value in values.items() for word in (f"--{name}", str(value))), *more)
 
 
 def test_a_second_kind_takes_the_texts_as_they_are(target: str, tmp_path: Path) -> None:

@@ -40,9 +40,9 @@ def test_a_ranking_a_verdict_and_a_file(target: str, prompts: str, tmp_path: Pat
     for words in ("candidate", "predicted", "measured", "suffix:gamma=3", "plain decoding", "2 prompts, 8 tokens"):
         assert words in result.stdout
     assert f"the config is in {out}" in result.stderr
-    said = read_toml(out)["decoder"]
-    assert said["target"] == target
-    assert said["draft"] in ("none", "suffix")
+    table = read_toml(out)["decoder"]
+    assert table["target"] == target
+    assert table["draft"] in ("none", "suffix")
     SpeculativeDecoder.from_config(out)
     assert run("generate", "abc", "--config", str(out), "--max-new-tokens", "3").exit_code == 0
 

@@ -30,11 +30,11 @@ class Command:
 COMMANDS: dict[str, Command] = {}
 
 
-class Leave(Exception):  # noqa: N818  not an error: the user wants to go
+class Leave(Exception):  # noqa: N818  not an error: the user leaves
     """/quit"""
 
 
-class Again(Exception):  # noqa: N818  not an error: the user wants the last message answered anew
+class Again(Exception):  # noqa: N818  not an error: answer the last message again
     """/again"""
 
 
@@ -70,7 +70,7 @@ def execute(line: str, state: ChatState, terminal: Terminal) -> None:
 
 
 def words_to_complete() -> dict[str, tuple[str, ...]]:
-    """Every command and what may follow it."""
+    """Every command and the words that can follow it."""
     found = {f"/{name}": entry.values for name, entry in COMMANDS.items()}
     found.update({f"/{name}": ("on", "off") for name in (*MODES, *SWITCHES)})
     found.update({f"/{_key(name)}": () for name in NUMBERS})
@@ -84,7 +84,7 @@ def _toggle(state: ChatState, name: str, words: list[str], terminal: Terminal) -
     table[name] = words[0] == "on" if words else not table[name]
     if name in MODES and not any(state.modes.values()):
         table[name] = True
-        raise InputError(f"Something has to answer: switch another of {', '.join(MODES)} on first.")
+        raise InputError(f"One mode must be on: switch another of {', '.join(MODES)} on first.")
     terminal.write(f"{name} is {'on' if table[name] else 'off'}\n")
 
 
@@ -93,11 +93,11 @@ def _toggle(state: ChatState, name: str, words: list[str], terminal: Terminal) -
 
 @command("help", "/help", "this list, with every current value")
 def _help(state: ChatState, words: list[str], terminal: Terminal) -> None:
-    lines = ["what runs for each message (toggle by name):"]
+    lines = ["what runs for each message (a name switches it on or off):"]
     lines += [f"  /{name:18} {_on(state.modes[name]):28} {text}" for name, text in MODES.items()]
     lines.append("switches:")
     lines += [f"  /{name:18} {_on(state.switches[name]):28} {text}" for name, text in SWITCHES.items()]
-    lines.append("settings (/name value; off gives it back to the library):")
+    lines.append("settings (/name value; off restores the default):")
     lines += [f"  /{_key(name):18} {_shown(state, name)}" for name in NUMBERS]
     lines.append("commands:")
     lines += [f"  {entry.usage:40} {entry.help}" for entry in COMMANDS.values()]
@@ -121,7 +121,7 @@ def _example(name: str) -> str:
     return "64" if NUMBERS[name] is int else "0.8"
 
 
-@command("settings", "/settings", "what speculates with what, and every setting that is not the default")
+@command("settings", "/settings", "models, drafter, rule, and every setting that is not the default")
 def _settings(state: ChatState, words: list[str], terminal: Terminal) -> None:
     options = state.options
     named = {f"draft {options.draft}": options.options, f"rule {options.rule}": options.rule_options}
@@ -131,12 +131,12 @@ def _settings(state: ChatState, words: list[str], terminal: Terminal) -> None:
     terminal.write(", ".join(f"{_key(name)} {value}" for name, value in numbers.items() if value != "default") + "\n")
 
 
-@command("cache", "/cache", "whether texts are remembered as keys and values")
+@command("cache", "/cache", "whether the KV cache is used")
 def _cache(state: ChatState, words: list[str], terminal: Terminal) -> None:
-    terminal.write("the cache is always on: rejecting a draft costs nothing, so there is nothing to gain without it\n")
+    terminal.write("the KV cache is always on: to discard a rejected draft costs nothing\n")
 
 
-# ---- what decides
+# ---- sampler, drafter and rule
 
 
 @command("sampler", "/sampler NAME", f"{', '.join(SAMPLERS)}", tuple(SAMPLERS))
@@ -155,7 +155,7 @@ def _draft(state: ChatState, words: list[str], terminal: Terminal) -> None:
     terminal.write(_begun(state) + "\n")
 
 
-@command("rule", "/rule NAME [option=value …]", "what decides about a draft")
+@command("rule", "/rule NAME [option=value …]", "the rule that verifies a draft")
 def _rule(state: ChatState, words: list[str], terminal: Terminal) -> None:
     from paceline.core.contracts import RULES
 
@@ -184,7 +184,7 @@ def _system(state: ChatState, words: list[str], terminal: Terminal) -> None:
     terminal.write("a new conversation begins\n")
 
 
-@command("store", "/store reset|save FILE|load FILE", "what the n-gram store has learned", ("reset", "save", "load"))
+@command("store", "/store reset|save FILE|load FILE", "reset, save or load the n-gram store", ("reset", "save", "load"))
 def _store(state: ChatState, words: list[str], terminal: Terminal) -> None:
     if words == ["reset"]:
         state.learn_from(None)
@@ -201,7 +201,11 @@ def _store(state: ChatState, words: list[str], terminal: Terminal) -> None:
 # ---- the conversation
 
 
-@command("again", "/again", "answer the last message again, with the settings of now; drafters forget first")
+@command(
+    "again",
+    "/again",
+    "answer the last message again with the current settings",
+)
 def _again(state: ChatState, words: list[str], terminal: Terminal) -> None:
     if state.asked is None:
         raise InputError("There is no message yet to answer again.")
@@ -214,7 +218,7 @@ def _history(state: ChatState, words: list[str], terminal: Terminal) -> None:
         terminal.write(f"{message['role']}: {message['content']}\n")
 
 
-@command("clear", "/clear", "forget the conversation")
+@command("clear", "/clear", "remove the conversation")
 def _clear(state: ChatState, words: list[str], terminal: Terminal) -> None:
     state.forget()
     terminal.write("a new conversation begins\n")
@@ -228,12 +232,12 @@ def _save(state: ChatState, words: list[str], terminal: Terminal) -> None:
     tokenizer = state.target.tokenizer
     answers = [{"mode": each.mode, **result_as_dict(each.result, tokenizer)} for each in state.answers]
     settings = settings_of(state.decoder("speculative"), {name: _shown(state, name) for name in NUMBERS})
-    told = {"messages": state.messages, "asked": state.asked, "answers": answers, "settings": settings}
-    _write("/save", words[0], dump(told) + "\n", force)
+    content = {"messages": state.messages, "asked": state.asked, "answers": answers, "settings": settings}
+    _write("/save", words[0], dump(content) + "\n", force)
     terminal.write(f"saved to {words[0]}\n")
 
 
-@command("trace", "/trace [FILE [--force]]", "the rounds of the last answers, shown or as JSON lines")
+@command("trace", "/trace [FILE [--force]]", "the rounds of the last answers, here or in a file as JSON lines")
 def _trace(state: ChatState, words: list[str], terminal: Terminal) -> None:
     words, force = _without_force(words)
     if not state.answers:
@@ -260,7 +264,7 @@ def _trace(state: ChatState, words: list[str], terminal: Terminal) -> None:
 
 
 def show_rounds(result: Any, tokenizer: Any, terminal: Terminal) -> None:
-    """One line per round: what was accepted, the target's own token, what was drafted in vain."""
+    """One line per round: accepted tokens, the token of the target, rejected tokens."""
     for number, entry in enumerate(result.trace.rounds, 1):
         terminal.write(f"{number:4} ")
         for node in entry.path:
@@ -277,7 +281,7 @@ def _quoted(token: int, tokenizer: Any) -> str:
 
 
 def _without_force(words: list[str]) -> tuple[list[str], bool]:
-    """The words without --force, and whether it was among them."""
+    """The words without --force, and whether --force was among them."""
     return [word for word in words if word != "--force"], "--force" in words
 
 
@@ -293,6 +297,6 @@ def _write(command: str, name: str, content: str, force: bool) -> None:
         raise InputError(f"'{name}' cannot be written: {error.strerror or error}.") from error
 
 
-@command("quit", "/quit", "leave; so does Ctrl-D")
+@command("quit", "/quit", "leave the chat; Ctrl-D does the same")
 def _quit(state: ChatState, words: list[str], terminal: Terminal) -> None:
     raise Leave

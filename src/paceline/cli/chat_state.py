@@ -1,4 +1,4 @@
-"""What a chat remembers: its settings, what runs for each message, the conversation, the last results."""
+"""The state of a chat: settings, modes, conversation, and the last results."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from paceline.engine.request import Generation
     from paceline.models import LanguageModel
 
-# what can run for a message, in this order; the first is what the others are compared with
+# what can run for a message, in this order; the others are compared with the first
 MODES = {
     "target": "the target alone",
     "speculative": "the target with the drafter of /draft",
@@ -31,7 +31,7 @@ MODES = {
     "drafter": "the draft model alone, if the drafter has one",
 }
 SWITCHES = {
-    "chat": "apply the chat template and remember the conversation",
+    "chat": "apply the chat template and keep the conversation",
     "drafts": "show rejected drafts",
     "debug": "show tracebacks and the rounds of every answer",
 }
@@ -41,7 +41,7 @@ NUMBERS: dict[str, type] = {
     "presence_penalty": float, "frequency_penalty": float, "seed": int,
 }  # fmt: skip
 SHORT = {"length": "max_new_tokens", "temp": "temperature", "topk": "top_k", "topp": "top_p"}
-# the samplers people know by name; what one does not use is switched off
+# samplers with a name; a sampler switches off the controls that it does not use
 SAMPLERS: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},
     "multinomial": {"temperature": 1.0},
@@ -58,7 +58,7 @@ _SAMPLER_FIELDS = ("temperature", "top_k", "top_p", "min_p", "typical_p", "noise
 
 @dataclass
 class Answer:
-    """What one mode wrote for one message."""
+    """The answer of one mode to one message."""
 
     mode: str
     result: Generation
@@ -156,8 +156,8 @@ class ChatState:
         return plain_decoder(lm, rule)
 
     def unlearn(self) -> list[str]:
-        """Drafters forget what texts have taught them, for a drafter that has seen an answer copies it. Returns the
-        modes whose drafter cannot forget."""
+        """Make drafters discard what they learned, because a drafter that has seen an answer copies it. Returns the
+        modes whose drafter cannot do that."""
         kept = []
         for mode in [mode for mode, wanted in self.modes.items() if wanted]:
             decoder = self.decoder(mode)
@@ -169,7 +169,7 @@ class ChatState:
         return kept
 
     def take_back(self) -> None:
-        """The last message was not asked."""
+        """Remove the last message and its answer from the conversation."""
         if self.messages and self.answers:
             del self.messages[-2:]
 

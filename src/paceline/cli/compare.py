@@ -1,4 +1,4 @@
-"""`paceline generate --compare`: the same prompt and seed, plainly and speculatively, in turns and in one process."""
+"""`paceline generate --compare`: plain and speculative decoding of the same prompt and seed, in turns."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from paceline.core.noise import fresh_seed
 from paceline.engine.decoder import SpeculativeDecoder
 from paceline.engine.request import Generation
 
-_WARM_UP = 16  # tokens: enough for the first passes of either kind, which are slower
+_WARM_UP = 16  # tokens; the first forward passes are slower
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Side:
 
 @dataclass(frozen=True)
 class Divergence:
-    """Where two texts part: the place, what each has there, and how close the target's two best logits were."""
+    """The first difference of two texts, and the gap of the two best logits of the target there."""
 
     position: int
     plain: int | None
@@ -53,27 +53,27 @@ def compare(decoder: SpeculativeDecoder, prompt: Any, settings: dict[str, Any], 
     settings = {"seed": fresh_seed(), **settings}
     plain = plain_decoder(decoder.target, decoder.rule)
     with interruptible() as cancelled:
-        sides = _race({"plain": plain, decoder.drafter.name: decoder}, prompt, settings, options.repeats, cancelled)
+        sides = _in_turns({"plain": plain, decoder.drafter.name: decoder}, prompt, settings, options.repeats, cancelled)
     if sides is None:
         info("cancelled before the comparison was complete")
         raise typer.Exit(130)
-    parted = _divergence(*sides, plain)
+    divergence = _divergence(*sides, plain)
     if options.json:
-        told = _as_dict(*sides, parted, decoder.target.tokenizer)
-        print(dump({**told, "settings": settings_of(decoder, settings), "versions": versions()}), flush=True)
+        content = _as_dict(*sides, divergence, decoder.target.tokenizer)
+        print(dump({**content, "settings": settings_of(decoder, settings), "versions": versions()}), flush=True)
     else:
-        _print(*sides, parted, decoder, options.repeats)
+        _print(*sides, divergence, decoder, options.repeats)
 
 
-def _race(
+def _in_turns(
     decoders: dict[str, SpeculativeDecoder],
     prompt: Any,
     settings: dict[str, Any],
     repeats: int,
     cancelled: Callable[[], bool],
 ) -> tuple[Side, Side] | None:
-    """A warm-up of each, then in turns, so that whatever slows the machine down slows both; a drafter that learns from
-    texts has not seen this one before. None: cancelled."""
+    """A warm-up of each, then runs in turns, so that a busy machine slows both. A drafter that learns from texts
+    discards this one before each run. None: cancelled."""
     short = {**settings, "max_new_tokens": min(_WARM_UP, settings["max_new_tokens"]), "min_new_tokens": 0}
     for decoder in decoders.values():
         decoder.generate(prompt, cancel=cancelled, **fitting(decoder, short))
@@ -95,49 +95,49 @@ def _divergence(plain: Side, speculative: Side, decoder: SpeculativeDecoder) -> 
     if ours == theirs:
         return None
     at = next((i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), min(len(ours), len(theirs)))
-    # the logits themselves, without any control
+    # raw logits, without controls
     logits = logits_after(decoder, plain.result.prompt_tokens, ours[:at])
     best = logits.topk(min(2, len(logits))).values.tolist()
     gap = best[0] - best[1] if len(best) > 1 else None
     return Divergence(at, ours[at] if at < len(ours) else None, theirs[at] if at < len(theirs) else None, gap)
 
 
-def _as_dict(plain: Side, speculative: Side, parted: Divergence | None, tokenizer: Any) -> dict[str, Any]:
-    def told(side: Side) -> dict[str, Any]:
+def _as_dict(plain: Side, speculative: Side, divergence: Divergence | None, tokenizer: Any) -> dict[str, Any]:
+    def side_as_dict(side: Side) -> dict[str, Any]:
         speeds = {"tokens_per_second": side.speed, "runs": side.speeds}
         return {**result_as_dict(side.result, tokenizer), **speeds}
 
     return {
-        "plain": told(plain),
-        "speculative": told(speculative),
-        "identical": parted is None,
-        "divergence": None if parted is None else vars(parted),
+        "plain": side_as_dict(plain),
+        "speculative": side_as_dict(speculative),
+        "identical": divergence is None,
+        "divergence": None if divergence is None else vars(divergence),
         "speed_up": speculative.speed / plain.speed if plain.speed else None,
     }
 
 
-# ---- for people
+# ---- output
 
 
 def _print(
-    plain: Side, speculative: Side, parted: Divergence | None, decoder: SpeculativeDecoder, repeats: int
+    plain: Side, speculative: Side, divergence: Divergence | None, decoder: SpeculativeDecoder, repeats: int
 ) -> None:
     terminal = Terminal()
     tokenizer = decoder.target.tokenizer
-    if parted is None:
+    if divergence is None:
         _text(terminal, speculative.result, tokenizer)
         terminal.write("\nidentical text\n")
     else:
         for side in (plain, speculative):
             terminal.write(f"[{side.name}]\n")
             _text(terminal, side.result, tokenizer)
-        terminal.write(f"\nthe texts differ {_explain(parted, decoder)}\n")
+        terminal.write(f"\nthe texts differ {_explain(divergence, decoder)}\n")
     terminal.write("\n" + _table(plain, speculative))
     terminal.write(f"\n{_verdict(plain, speculative, repeats)}\n")
 
 
 def _text(terminal: Terminal, result: Generation, tokenizer: Any) -> None:
-    """The text in the colours of its tokens, decoded as a stream decodes it."""
+    """The text in the colours of its tokens, decoded like a stream."""
     if tokenizer is None:
         terminal.write(" ".join(str(token) for token in result.tokens))
     else:
@@ -181,13 +181,12 @@ def _span(side: Side) -> str:
     return low if low == high else f"{low}–{high}"
 
 
-def _explain(parted: Divergence, decoder: SpeculativeDecoder) -> str:
+def _explain(divergence: Divergence, decoder: SpeculativeDecoder) -> str:
     def shown(token: int | None) -> str:
         return "nothing" if token is None else f"{token_text(token, decoder.target.tokenizer)!r} (id {token})"
 
-    gap = "" if parted.gap is None else f"; the target's two best logits are {parted.gap:.3g} apart there"
-    where = (
-        f"from new token {parted.position + 1} on: plain {shown(parted.plain)}, speculative {shown(parted.speculative)}"
-    )
-    keeps = {"law": "keeps the law of the text, not the text", "": "is lossy"}.get(decoder.rule.exact)
+    gap = "" if divergence.gap is None else f"; the target's two best logits are {divergence.gap:.3g} apart there"
+    plain, speculative = shown(divergence.plain), shown(divergence.speculative)
+    where = f"from new token {divergence.position + 1} on: plain {plain}, speculative {speculative}"
+    keeps = {"law": "keeps the distribution of the text, not the text", "": "is lossy"}.get(decoder.rule.exact)
     return f"{where}{gap}{'' if keeps is None else f'; rule {decoder.rule.name!r} {keeps}'}"

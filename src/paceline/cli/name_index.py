@@ -1,4 +1,4 @@
-"""`python -m paceline.cli.name_index`: write the index of names (`core/names.json`) from what is registered."""
+"""`python -m paceline.cli.name_index`: write the index of names (`common/names.json`) from the registries."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from paceline.common.names import FILE
 
 
 def build() -> dict[str, dict[str, list[str]]]:
-    """kind -> name -> options, of what Paceline itself brings."""
+    """kind -> name -> options, of Paceline itself."""
     from paceline.bench.bench_options import PRESETS
     from paceline.bench.peers.peer_names import _PEERS
     from paceline.core.contracts import DRAFTERS, RULES
@@ -45,7 +45,7 @@ def build() -> dict[str, dict[str, list[str]]]:
 
 
 def _ours(registry: Any) -> dict[str, list[str]]:
-    """Without what other packages, or tests, have registered."""
+    """The registered classes of Paceline, without those of other packages and tests."""
     return {name: _fields(registry[name].Options) for name in registry if _is_ours(registry[name])}
 
 

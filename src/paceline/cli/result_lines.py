@@ -1,4 +1,4 @@
-"""`--trace FILE`: a text that is written is recorded with its rounds, for `paceline bench --replay`."""
+"""A result as lines for people, as JSON for programs, and as a trace (`--trace FILE`)."""
 
 from __future__ import annotations
 
@@ -16,11 +16,9 @@ if TYPE_CHECKING:
     from paceline.engine.decoder import SpeculativeDecoder
     from paceline.engine.request import BeamResult, Generation, TokenLogprob
 
-# ---- What is told about a result: one line for people, one object for programs
-
 
 def versions() -> dict[str, str]:
-    """Without importing anything heavy."""
+    """The versions of the main packages, without importing them."""
     from importlib.metadata import version
 
     from paceline import __version__
@@ -30,14 +28,14 @@ def versions() -> dict[str, str]:
 
 
 def beginning(decoder: SpeculativeDecoder, settings: dict[str, Any]) -> str:
-    """The first line: what speculates with what, and which rule will decide about these settings."""
-    told, beams = decoder.describe(), settings.get("num_beams", decoder.rule.num_beams)
+    """The first line: the target, the drafter, and the rule for these settings."""
+    text, beams = decoder.describe(), settings.get("num_beams", decoder.rule.num_beams)
     searches = decoder.rule.exact == "beam"
     if beams == 1 and not searches:
-        return told
+        return text
     if decoder.speculates:
-        told = told.rpartition(", rule ")[0] + f", rule {'beam' if beams > 1 else 'match'}"
-    return f"{told}, {beams} beams" if beams > 1 else told
+        text = text.rpartition(", rule ")[0] + f", rule {'beam' if beams > 1 else 'match'}"
+    return f"{text}, {beams} beams" if beams > 1 else text
 
 
 def summary(result: Generation, speculates: bool) -> str:
@@ -62,14 +60,14 @@ def ending(result: Generation) -> str:
 
 
 def settings_of(decoder: SpeculativeDecoder, settings: dict[str, Any]) -> dict[str, Any]:
-    """Everything that decided about this text, and about its speed."""
+    """Everything that affects this text and its speed."""
     from paceline.audit.audit_inputs import subject_of
 
     return {**subject_of(decoder), **settings}
 
 
 def result_as_dict(result: Generation, tokenizer: Any) -> dict[str, Any]:
-    told: dict[str, Any] = {
+    content: dict[str, Any] = {
         "text": result.text,
         "tokens": result.tokens,
         "finish_reason": result.finish_reason,
@@ -80,15 +78,15 @@ def result_as_dict(result: Generation, tokenizer: Any) -> dict[str, Any]:
         "stats": result.stats.as_dict(),
     }
     if result.beams is not None:
-        told["beams"] = [_beam_as_dict(beam, tokenizer) for beam in result.beams]
+        content["beams"] = [_beam_as_dict(beam, tokenizer) for beam in result.beams]
     if result.logprobs is not None:
-        told["logprobs"] = _logprobs_as_dicts(result.logprobs, tokenizer)
-    return told
+        content["logprobs"] = _logprobs_as_dicts(result.logprobs, tokenizer)
+    return content
 
 
 def _beam_as_dict(beam: BeamResult, tokenizer: Any) -> dict[str, Any]:
-    told = {name: value for name, value in vars(beam).items() if name != "logprobs"}
-    return told if beam.logprobs is None else {**told, "logprobs": _logprobs_as_dicts(beam.logprobs, tokenizer)}
+    content = {name: value for name, value in vars(beam).items() if name != "logprobs"}
+    return content if beam.logprobs is None else {**content, "logprobs": _logprobs_as_dicts(beam.logprobs, tokenizer)}
 
 
 def _logprobs_as_dicts(logprobs: list[TokenLogprob], tokenizer: Any) -> list[dict[str, Any]]:
@@ -114,7 +112,7 @@ def token_text(token: int, tokenizer: Any) -> str:
 
 
 def dump(content: dict[str, Any]) -> str:
-    """JSON proper: it has no infinity, so what can never be written has the log-probability null."""
+    """Strict JSON. It has no infinity, so the log-probability of a banned token is null."""
     return json.dumps(_finite(content), ensure_ascii=False, allow_nan=False)
 
 
@@ -129,13 +127,13 @@ def _finite(value: Any) -> Any:
 
 
 def beam_lines(result: Generation) -> list[str]:
-    """The texts of a search with their scores, best first; the first without its text, which is shown in colour."""
-    lines = [f"[{place}, score {beam.score:.3f}] {beam.text}" for place, beam in enumerate(result.beams or (), 1)]
+    """The texts of a beam search with their scores, best first. The first lacks its text, which is shown in colour."""
+    lines = [f"[{rank}, score {beam.score:.3f}] {beam.text}" for rank, beam in enumerate(result.beams or (), 1)]
     return [lines[0].removesuffix(result.text), *lines[1:]] if lines else [""]
 
 
 def logprob_lines(result: Generation, tokenizer: Any) -> list[str]:
-    """One line per token: its log-probability as sampled, and the likeliest alternatives."""
+    """One line per token: its log-probability, and the most likely alternatives."""
     lines = []
     for entry in result.logprobs or ():
         others = "  ".join(f"{token_text(t, tokenizer)!r} {value:.3f}" for t, value in entry.top_processed)
@@ -144,7 +142,7 @@ def logprob_lines(result: Generation, tokenizer: Any) -> list[str]:
     return lines
 
 
-# ---- `--trace FILE`: a text that is written is recorded with its rounds, for `paceline bench --replay`
+# ---- --trace
 
 
 class Recording:

@@ -1,4 +1,4 @@
-"""The tokens of an answer on their way to the screen: accepted green, the target's own blue, rejected red."""
+"""Output: lines on stderr, progress, and the tokens of a text in colour on stdout."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ if TYPE_CHECKING:
     from paceline.engine.request import Generation, Piece
     from paceline.engine.stream import Stream
 
-# ---- Lines that break between words while a text arrives in pieces: a terminal alone would break them inside words
+# ---- lines that break between words; a terminal alone breaks inside words
 
 _TAB = 8  # columns from one tab stop to the next
 
 
 class WordWrap:
-    """Writes words when they are complete, each on the line where it fits.
+    """Writes each word when it is complete, on the line where it fits.
 
     `write` takes a text and its style; `width` gives the columns of the terminal now. A word is complete when a space
     follows or when it fills a line. Wide characters (Chinese, Japanese, Korean) are words by themselves.
@@ -42,8 +42,8 @@ class WordWrap:
     def __init__(self, write: Callable[[str, Style | None], None], width: Callable[[], int]) -> None:
         self._write, self._width = write, width
         self._column = 0
-        self._space: list[tuple[str, Style | None]] = []  # between the last word written and the one that is held
-        self._word: list[tuple[str, Style | None]] = []  # characters of the word that is not complete yet
+        self._space: list[tuple[str, Style | None]] = []  # after the last written word
+        self._word: list[tuple[str, Style | None]] = []  # characters of the incomplete word
 
     def feed(self, text: str, style: Style | None) -> None:
         for letter in text:
@@ -64,7 +64,7 @@ class WordWrap:
                     self._put_word()
 
     def flush(self) -> None:
-        """Write the word that is held: nothing follows it."""
+        """Write the last word: nothing follows it."""
         self._put_word()
         self._space.clear()
 
@@ -100,14 +100,14 @@ class WordWrap:
         return cell_len("".join(letter for letter, _ in letters))
 
 
-# ---- What a person sees: tokens in colour on stdout; everything else, one line at a time, on stderr
+# ---- tokens in colour on stdout, other lines on stderr
 
 ACCEPTED, OWN, REJECTED = Style(color="green"), Style(color="blue"), Style(color="red", strike=True)
-# a model may write any character, also those that move the cursor or set the title of the window
+# a model can write characters that move the cursor or set the title of the window
 _CONTROLS = {code: f"\\x{code:02x}" for code in (*range(32), 127, *range(128, 160)) if chr(code) not in "\n\t"}
 
 T = TypeVar("T")
-_FEW = 100_000  # what is counted below this are tensors, not bytes
+_FEW = 100_000  # a smaller total counts tensors, not bytes
 
 
 def info(text: str, style: str = "dim") -> None:
@@ -125,7 +125,7 @@ def error(message: str) -> None:
 
 
 class Terminal:
-    """Writes text to stdout: plain bytes into a pipe or a file, colours on a terminal that wants them."""
+    """Writes text to stdout: in colour on a terminal that has colours, plain elsewhere."""
 
     def __init__(self) -> None:
         console = Console()
@@ -136,14 +136,14 @@ class Terminal:
         self._wrap = WordWrap(self._put, lambda: console.width) if self.is_terminal else None
 
     def write(self, text: str, style: Style | None = None) -> None:
-        """Lines as they are."""
+        """Write whole lines."""
         if self._wrap is not None:
             self._wrap.flush()
             self._wrap.reset()
         self._put(text, style)
 
     def flow(self, text: str, style: Style | None = None) -> None:
-        """A text that arrives in pieces: on a terminal its lines break between words."""
+        """Write a piece of a text. On a terminal, lines break between words."""
         if self._wrap is None:
             self._put(text, style)
             return
@@ -162,13 +162,13 @@ class Terminal:
         sys.stdout.flush()
 
     def rejected(self, text: str) -> None:
-        """Struck through in colour; without colour between the marks of wdiff."""
-        text = text.replace("\n", "↵")  # a line that was never written should not break the one that was
+        """Write a rejected draft: struck through in colour, or between the marks of wdiff."""
+        text = text.replace("\n", "↵")  # keep the line
         if text:
             self.flow(text if self.coloured else f"[-{text}-]", REJECTED)
 
     def end(self) -> None:
-        """A prompt of the shell must not stick to the text."""
+        """End the line, so that the prompt of the shell starts a new one."""
         if self._wrap is not None:
             self._wrap.flush()
             self._wrap.reset()
@@ -178,7 +178,7 @@ class Terminal:
 
 @contextmanager
 def silent_keys() -> Iterator[None]:
-    """No key shows on the terminal meanwhile: neither ^C nor what is typed for later gets into a text."""
+    """Typed keys, such as ^C, do not show on the terminal inside."""
     before = _set_echo(None)
     try:
         yield
@@ -188,8 +188,8 @@ def silent_keys() -> Iterator[None]:
 
 
 def _set_echo(state: list[Any] | None) -> list[Any] | None:
-    """Give the keyboard this state, or with None its own without echo. Returns the state before; None where nothing was
-    done: there is no terminal, or this is a background job, which a change would stop."""
+    """Set the state of the keyboard; None switches the echo off. Returns the state before, or None if nothing was done:
+    there is no terminal, or this is a background job, which a change would stop."""
     try:
         import termios
     except ImportError:  # another system
@@ -208,7 +208,7 @@ def _set_echo(state: list[Any] | None) -> list[Any] | None:
 
 @contextmanager
 def plain_warnings(debug: bool) -> Iterator[None]:
-    """Our warnings as one line each; those of other libraries only with --debug."""
+    """Show the warnings of Paceline as one line each, and those of other libraries only with --debug."""
 
     def show(message: Warning | str, *where: Any, **more: Any) -> None:
         info(f"warning: {' '.join(str(message).split())}", "yellow")
@@ -222,8 +222,7 @@ def plain_warnings(debug: bool) -> Iterator[None]:
 
 @contextmanager
 def preparing(what: str, announce: bool = True) -> Iterator[Callable[[str, int, int | None], None]]:
-    """A bar on stderr while a model is fetched, converted or read; without a terminal a line per step, and one at least
-    every ten seconds. announce: without it, only the latter."""
+    """A progress bar on stderr. Without a terminal: a line per step (`announce`) and at least every ten seconds."""
     console = Console(stderr=True)
     if not console.is_terminal:
         with shown_already(), progress_lines(what, announce) as lines:
@@ -240,7 +239,7 @@ def preparing(what: str, announce: bool = True) -> Iterator[Callable[[str, int, 
 
 
 def counted(pieces: Iterable[T], what: str, live: bool) -> Iterator[T]:
-    """The same pieces. Where none is shown and there is no terminal, a line every ten seconds says how many came."""
+    """The same pieces. If they are not shown and there is no terminal, a line every ten seconds counts them."""
     if live or Console(stderr=True).is_terminal:
         yield from pieces
         return
@@ -251,14 +250,14 @@ def counted(pieces: Iterable[T], what: str, live: bool) -> Iterator[T]:
 
 
 class _Bar(BarColumn):
-    """A bar, once there is an end to it."""
+    """A bar if the total is known."""
 
     def render(self, task: Any) -> Any:
         return Text("") if task.total is None else super().render(task)
 
 
 class _Amount(DownloadColumn):
-    """Megabytes, or pieces where there are only a few of them, once their number is known."""
+    """Megabytes, or a count of pieces for a small total."""
 
     def render(self, task: Any) -> Text:
         if task.total is None:
@@ -267,17 +266,17 @@ class _Amount(DownloadColumn):
 
 
 def progress_lines(what: str = "", announce: bool = True) -> ProgressLines:
-    """Lines on stderr. what: is being done until something is reported."""
+    """Progress as lines on stderr. `what`: the label before the first report."""
     lines = ProgressLines(lambda line: print(line, file=sys.stderr, flush=True), announce=announce)
     lines.begin(what)
     return lines
 
 
-# ---- The tokens of an answer on their way to the screen: accepted green, the target's own blue, rejected red
+# ---- tokens: accepted ones are green, the target's own blue, rejected ones red
 
 
 class TokenPrinter:
-    """The pieces of a stream on their way to stdout: at once where there is terminal, else kept until the end."""
+    """Writes the pieces of a stream: at once on `terminal`, or all at the end without it."""
 
     def __init__(self, stream: Stream, terminal: Terminal | None, tokenizer: Any, drafts: bool) -> None:
         self._stream, self._ink, self._tokenizer, self._drafts = stream, terminal, tokenizer, drafts
@@ -287,7 +286,7 @@ class TokenPrinter:
 
     def add(self, piece: Piece) -> None:
         rejected = self._rejected() if self._drafts and not piece.from_draft else ""
-        text = piece.text if self._tokenizer is not None else f"{piece.token} "  # ids where there are no words
+        text = piece.text if self._tokenizer is not None else f"{piece.token} "  # ids without a tokenizer
         self._tokens.append(piece.token)
         self._length += len(piece.text)
         self._waiting.append((rejected, text, ACCEPTED if piece.from_draft else OWN))
@@ -295,7 +294,7 @@ class TokenPrinter:
             self._empty(self._ink)
 
     def finish(self, terminal: Terminal, result: Generation) -> None:
-        """What is left, and what was held back because it might have become a stop string or a character."""
+        """Write the rest, with the text that was held back as a possible stop string or character."""
         self._empty(terminal)
         terminal.flow(result.text[self._length :], OWN)
         terminal.end()
@@ -307,7 +306,7 @@ class TokenPrinter:
         self._waiting.clear()
 
     def _rejected(self) -> str:
-        """What this round drafted in vain, as it would have read after the text; branches are set apart by bars."""
+        """The rejected draft of this round as text; bars separate branches."""
         last = self._stream.traces[0].rounds[-1]
         if self._tokenizer is None:
             return " ".join(str(token) for token in last.rejected)

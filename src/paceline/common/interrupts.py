@@ -1,4 +1,4 @@
-"""Ctrl-C as a question: stop when it does no harm."""
+"""Ctrl-C as a request to stop at a safe point."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 @contextmanager
 def interruptible() -> Iterator[Callable[[], bool]]:
-    """The first Ctrl-C asks to stop after this round, so that nothing is half written; the second one insists."""
+    """The first Ctrl-C requests a stop after this round. The second one raises KeyboardInterrupt."""
     asked = False
 
     def ask(number: int, frame: Any) -> None:
@@ -22,7 +22,7 @@ def interruptible() -> Iterator[Callable[[], bool]]:
 
     before = signal.getsignal(signal.SIGINT)
     ours = threading.current_thread() is threading.main_thread() and before is not signal.SIG_IGN
-    if not ours:  # another thread's, or a background job's, which Ctrl-C is not meant for
+    if not ours:  # another thread, or a background job
         yield lambda: False
         return
     signal.signal(signal.SIGINT, ask)

@@ -1,4 +1,4 @@
-"""JSON of files and flags: whatever is wrong with a text is a ValueError."""
+"""JSON of files and flags. Every mistake in a text is a ValueError."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 def parse_json(text: str | bytes) -> Any:
-    """The value of a JSON text. A text that is nested too deep is a ValueError too: Python raises a RecursionError."""
+    """The value of a JSON text."""
     try:
         return json.loads(text)
     except (json.JSONDecodeError, UnicodeDecodeError):
@@ -20,8 +20,7 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def read_json(path: Path, most: int) -> Any:
-    """The value in a JSON file of at most `most` bytes: a ValueError says what is wrong, an OSError why it cannot be
-    read."""
+    """The value in a JSON file of at most `most` bytes. Raises ValueError or OSError."""
     size = path.stat().st_size
     if size > most:
         raise ValueError(f"it has {size:,} bytes, and {most:,} is the most")

@@ -1,4 +1,4 @@
-"""Declared limits of options: one way to say which values a field takes, and one check with one kind of message.
+"""Declared limits of options: the values that a field takes, and one check with one kind of message.
 
     order: int = limited(4, 2, 64)  # from 2 to 64
 
@@ -62,7 +62,7 @@ def limited(
 
 
 def check_number(name: str, value: Any, least: int, most: int, more: str = "") -> None:
-    """Refuse what is not a whole number from `least` to `most`. `more` names what else the option takes."""
+    """Refuse a value that is not a whole number from `least` to `most`. `more`: other values, for the message."""
     if not TYPES["int"][0](value):
         raise InputError(f"{name} must be a whole number of at least {least}{more}, got {shown(value)}.")
     if value < least:

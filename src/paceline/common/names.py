@@ -1,4 +1,4 @@
-"""The names that users may write, known without torch: a misspelt one is refused before anything heavy is imported.
+"""The names that users can write, without torch: a misspelt name is refused before anything heavy is imported.
 
 `names.json` holds them. `python -m paceline.cli.name_index` writes it from the registries, and a test compares the two.
 Names that other packages add (entry points), and those of a new file that the index lacks, are found as well.
@@ -41,35 +41,35 @@ def names(kind: str) -> list[str]:
 
 
 def is_known(kind: str, name: str) -> bool:
-    """The index is looked at first: the rest costs some hundredths of a second."""
+    """Whether this is a name of the kind. The index is the fastest of the three sources."""
     return name in index()[kind] or name in _added(kind) or _in_sources(kind, name)
 
 
-def check_name(kind: str, name: str | None, said: str | None = None) -> None:
-    """Refuse a name that is not of this kind. None is no name. said: what messages call the kind."""
+def check_name(kind: str, name: str | None, title: str | None = None) -> None:
+    """Refuse a name that is not of this kind. None is no name. title: the kind in messages."""
     if name is not None and not is_known(kind, name):
-        raise UnknownNameError(said or kind, name, names(kind))
+        raise UnknownNameError(title or kind, name, names(kind))
 
 
-def check_options(kind: str, name: str, options: Iterable[str], said: str | None = None) -> None:
-    """Refuse an option that `name` does not have. The options of what other packages add are not known here."""
+def check_options(kind: str, name: str, options: Iterable[str]) -> None:
+    """Refuse an option that `name` does not have. Options of other packages are not known here."""
     if name not in index()[kind]:
         return
     known = index()[kind][name]
     for option in options:
         if option not in known:
-            raise UnknownNameError(said or f"option of {kind} '{name}'", option, known)
+            raise UnknownNameError(f"option of {kind} '{name}'", option, known)
 
 
 def is_catalogued(source: str) -> bool:
-    """Is this a model of the catalogue, by its name or another name of it?"""
+    """Whether this is a name of a model of the catalogue."""
     wanted = source.lower()
     return any(wanted == name or wanted in others for name, others in index()["model"].items())
 
 
 def check_model(source: str | None, paths: bool = True) -> None:
-    """Refuse what names no model: no catalogue name, no hub id, and no file or folder here. paths: false leaves those
-    that are not there to whoever reads them."""
+    """Refuse a text that is no catalogue name, no hub id, and no existing file or folder. paths: false accepts a path
+    that does not exist."""
     if source is None or is_catalogued(source) or os.path.exists(os.path.expanduser(source)):
         return
     if not paths and ("/" in source or os.sep in source or source.lower().endswith(".gguf")):
@@ -84,26 +84,26 @@ def check_model(source: str | None, paths: bool = True) -> None:
 
 
 def check_dtype(dtype: str | None) -> None:
-    """Refuse what is no type of floating-point numbers; torch may have more small ones than the index."""
+    """Refuse a text that is no floating-point dtype. torch may have more small dtypes than the index."""
     plain = (dtype or "auto").removeprefix("torch.")
     if plain not in index()["dtype"] and not plain.startswith(("float8_", "float4_")):
         raise InputError(f"Unknown dtype {dtype!r}: use float32, bfloat16, float16, float64 or auto.")
 
 
-def check_draft(draft: str, options: Iterable[str] = (), said: str | None = None) -> None:
-    """Refuse what names neither a drafter nor a model, and options that a named drafter does not have."""
+def check_draft(draft: str, options: Iterable[str] = ()) -> None:
+    """Refuse a text that names neither a drafter nor a model, and options that the drafter does not have."""
     if draft.lstrip().startswith("{"):
         inside = _mapping(draft)
         if inside is None or not isinstance(inside.get("name"), str):
-            return  # whoever reads it says what is wrong
+            return  # `drafters.resolve` says what is wrong
         draft, options = inside["name"], [*(key for key in inside if key != "name"), *options]
     if is_known("drafter", draft):
-        check_options("drafter", draft, options, said)
+        check_options("drafter", draft, options)
     elif not os.path.exists(os.path.expanduser(draft)):
         if not (is_catalogued(draft) or "/" in draft or draft.endswith(".gguf")):
             raise UnknownNameError("drafter or model", draft, [*names("drafter"), *names("model")])
         check_model(draft)
-        check_options("drafter", "draft-model", options, said)
+        check_options("drafter", "draft-model", options)
 
 
 def _mapping(text: str) -> Mapping[str, Any] | None:
@@ -137,11 +137,11 @@ def split_spec(text: str) -> tuple[str, dict[str, str]]:
     return name.strip(), options
 
 
-# ---- what the index does not hold
+# ---- names that are not in the index
 
 
 def _added(kind: str) -> list[str]:
-    """By other packages, or in this process."""
+    """The names of other packages and of this process."""
     if kind not in _OPEN:
         return []
     group, (module, registry) = _OPEN[kind]
@@ -155,7 +155,7 @@ def _points(group: str) -> tuple[Any, ...]:
 
 
 def _in_sources(kind: str, name: str) -> bool:
-    """Is it registered in a file of ours? A new file works before the index is written."""
+    """Whether a source file of Paceline registers it. A new file works before the index is written."""
     if kind not in _OPEN:
         return False
     group, (_, registry) = _OPEN[kind]

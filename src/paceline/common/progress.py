@@ -1,7 +1,7 @@
-"""How far long work is, as lines: one mechanism for all commands and for the library.
+"""Progress of long work as lines: one mechanism for all commands and for the library.
 
-A line is written when something new begins and at least every ten seconds, whether or not the work reports: a log file
-shows that the process is alive. On a terminal the library rewrites one line; the command line has bars of its own.
+A line is written for a new label and at least every ten seconds, also if the work does not report: a log file shows
+that the process is alive. On a terminal the library rewrites one line; the command line has its own bars.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from contextvars import ContextVar
 from typing import Any, TextIO
 
 EVERY = 10.0  # seconds between two lines, at most
-_PATIENCE = 1.0  # seconds of work that the library does in silence
+_PATIENCE = 1.0  # seconds of work without a line
 _LIVE = 0.2  # seconds between two states of a line on a terminal
-_FEW = 100_000  # what is counted below this are pieces, not bytes
+_FEW = 100_000  # a smaller total counts pieces, not bytes
 _CLEAR = "\r\x1b[2K"
 
 Progress = Callable[[str, int, "int | None"], None]
-"""Called with a label, how much is done, and how much there is (None where it is not known)."""
+"""Called with a label, the amount done, and the total (None if unknown)."""
 
 
 class ProgressLines:
-    """Takes what a `Progress` takes and writes lines. Inside `with`, a thread writes where the work itself is silent.
+    """A `Progress` that writes lines. Inside `with`, a thread writes lines while the work does not report.
 
     every: seconds between two lines, at most. announce: a new label is a line of its own. patience: seconds at the
     beginning without any line.
@@ -49,7 +49,7 @@ class ProgressLines:
         self._end = threading.Event()
 
     def __call__(self, label: str, done: int, total: int | None, more: str = "") -> None:
-        """more: what else the line says, such as a loss."""
+        """more: other text of the line, such as a loss."""
         with self._lock:
             if label != self._state[0]:
                 self._began = self._clock()
@@ -62,23 +62,23 @@ class ProgressLines:
             self._if_due()
 
     def begin(self, label: str) -> None:
-        """What is being done, without a line of its own."""
+        """Set the label without a line."""
         with self._lock:
             self._began, self._state = self._clock(), (label, 0, None, "")
 
     def reached(self, label: str, done: int, total: int | None, more: str = "") -> None:
-        """The same without a line for a new label: a caller that announces things itself."""
+        """Report without a line for a new label."""
         with self._lock:
             self._seen.add(label)
         self(label, done, total, more)
 
     def note(self, sentence: str) -> None:
-        """A line now."""
+        """Write a line now."""
         with self._lock:
             self._say(sentence)
 
     def tick(self) -> float:
-        """Write a line if the last one is old; returns the seconds until the next one is due."""
+        """Write a line if it is due. Returns the seconds until the next one is due."""
         with self._lock:
             if not self._end.is_set():
                 self._if_due()
@@ -120,12 +120,12 @@ def described(label: str, done: int, total: int | None, more: str, seconds: floa
 # ---- for the library
 
 
-_SHOWN: ContextVar[bool] = ContextVar("shown", default=False)  # does a caller show progress already?
+_SHOWN: ContextVar[bool] = ContextVar("shown", default=False)  # whether a caller shows progress
 
 
 @contextmanager
 def shown_already() -> Iterator[None]:
-    """Inside, the library is silent: a command shows how far it is."""
+    """The library shows no progress inside, because a command does."""
     before = _SHOWN.set(True)
     try:
         yield
@@ -135,7 +135,7 @@ def shown_already() -> Iterator[None]:
 
 @contextmanager
 def reporting(progress: Progress | None, what: str, stream: TextIO | None = None) -> Iterator[Progress]:
-    """The given progress; where there is none, lines on stderr if the work takes more than a second."""
+    """The given progress, or lines on stderr if the work takes more than a second."""
     if progress is not None:
         yield progress
         return

@@ -1,4 +1,4 @@
-"""Config files: reading TOML with errors a person can act on, and writing the little of it that we write."""
+"""Config files: read TOML with clear errors, and write values as TOML."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def read_toml(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def toml_value(value: Any) -> str:
-    """Texts, paths, numbers, true and false, lists of them, and mappings as inline tables."""
+    """A value as TOML: text, path, number, true or false, a list of them, or a mapping as an inline table."""
     if isinstance(value, Mapping):
         return f"{{{', '.join(f'{json.dumps(str(name))} = {toml_value(each)}' for name, each in value.items())}}}"
     if isinstance(value, (list, tuple)):

@@ -22,6 +22,7 @@ from paceline.common.errors import PacelineWarning, UnsupportedError
 from paceline.core.choice import Choice
 from paceline.core.contracts import DRAFTERS, NODES, Drafter, PromptTaps, Reading, RowsView, Rule
 from paceline.core.costs import Costs
+from paceline.core.device_ops import TORCH
 from paceline.core.protocols import reads_verdicts, replay_needs_of, takes_prediction
 from paceline.core.registry import build_options
 from paceline.core.trace import Round, Trace
@@ -328,7 +329,7 @@ class _RecordedTarget:
     """Stands for the target, as far as a drafter that needs the text alone looks at it."""
 
     device = torch.device("cpu")
-    runner, strict = "eager", False
+    runner, strict, ops = "eager", False, TORCH
 
     def __init__(self, header: TraceHeader) -> None:
         self.name, self.vocabulary, self.eos = header.model, header.vocabulary, header.eos
@@ -384,14 +385,14 @@ class _RecordedRule(Rule):
         depths = [0, *(tree.depth[0] + 1).tolist()]
         # past a stop any token will do: the engine discards it
         picks = [self._tokens[min(start + depth, last)] for depth in depths]
-        return self._match.verify(tree, logits, _RecordedChoice(torch.tensor([picks])))
+        return self._match.verify(tree, logits, _RecordedChoice(torch.tensor([picks]), choice))
 
 
 class _RecordedChoice(Choice):
     """The recorded token at each position."""
 
-    def __init__(self, picks: Tensor) -> None:
-        self._picks = picks
+    def __init__(self, picks: Tensor, choice: Choice) -> None:
+        self._picks, self.batch = picks, choice.batch
 
     def pick(self, logits: Tensor) -> Tensor:
         return self._picks

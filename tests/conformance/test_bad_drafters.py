@@ -1,6 +1,6 @@
 """A drafter costs speed at worst: perfect, random or adversarial, broken or lying, the text is the target's.
 
-One that breaks its contract is named in exactly one DrafterWarning, and plain decoding goes on.
+A drafter that breaks its contract is named in a DrafterWarning. Plain decoding follows, and later another attempt.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import torch
 
 from paceline import Budget, Drafter, SpeculativeDecoder, TokenTree
 from paceline.common.errors import DrafterWarning
+from paceline.engine.drafter_calls import FIRST_PAUSE
 
 from .models import VOCABULARY, target
 from .test_identity import NEW, PROMPTS, SEEDS, plain
@@ -173,12 +174,22 @@ BROKEN: dict[str, Propose] = {
 }
 
 
-def warned_once(run: Callable[[], list[Any]]) -> list[Any]:
+def warned(run: Callable[[], list[Any]]) -> tuple[list[Any], list[str]]:
+    """The results, and the warnings: one for each failure, with pauses that double."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         outs = run()
-    assert [warning.category for warning in caught] == [DrafterWarning]
-    assert "scripted" in str(caught[0].message)
+    messages = [str(warning.message) for warning in caught]
+    assert {warning.category for warning in caught} == {DrafterWarning}
+    assert all("scripted" in message for message in messages)
+    pauses = [int(message.split("plain decoding for ")[1].split()[0]) for message in messages]
+    assert pauses == [FIRST_PAUSE << number for number in range(len(pauses))]
+    return outs, messages
+
+
+def warned_once(run: Callable[[], list[Any]]) -> list[Any]:
+    outs, messages = warned(run)
+    assert len(messages) == 1
     return outs
 
 
@@ -191,9 +202,11 @@ def test_nonsense_is_refused_once(what: str, sampled: bool) -> None:
 
 
 @pytest.mark.parametrize("where", ["open", "admit", "propose", "keep", "release"])
-def test_a_failure_anywhere_is_told_once(where: str) -> None:
-    outs = warned_once(lambda: text(False, Scripted(nothing, where), rows=2))
+def test_a_failure_anywhere_costs_few_attempts(where: str) -> None:
+    drafter = Scripted(nothing, where)
+    outs, messages = warned(lambda: text(False, drafter, rows=2))
     assert tokens(outs) == plain(CASE, False)
+    assert len(messages) <= 3, "over all rounds of all prompts"
 
 
 def test_nonsense_in_the_middle_of_a_text() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,7 @@ from tests.toys import llama
 
 from paceline import InputError, LanguageModel, SpeculativeDecoder
 from paceline.common.errors import UnknownNameError
+from paceline.engine.decoder_config import DecoderOptions
 
 TUNED = """# measured somewhere
 [decoder]
@@ -102,3 +105,11 @@ def test_refusals(said: Any, words: str) -> None:
 def test_unknown_overrides(lm: LanguageModel) -> None:
     with pytest.raises(UnknownNameError, match="Did you mean 'gamma'"):
         SpeculativeDecoder.from_config({}, lm, gama=3)
+
+
+def test_the_options_of_a_decoder_are_its_arguments() -> None:
+    """`DecoderOptions` and the constructor have the same names and defaults."""
+    arguments = inspect.signature(SpeculativeDecoder.__init__).parameters
+    found = {name: each.default for name, each in arguments.items() if name not in ("self", "aliases")}
+    found["target"] = MISSING
+    assert found == {field.name: field.default for field in fields(DecoderOptions)}

@@ -64,7 +64,7 @@ def test_two_processes_write_what_one_writes(tmp_path: Path) -> None:
         for texts in first["texts"][index :: len(SETTINGS)]:
             assert texts == wanted
     clock, pieces, prompts = first["errors"]
-    assert "goes by the clock" in clock
+    assert "decides by measured times" in clock
     assert "shared out over processes" in pieces
     assert "different prompts" in prompts
 

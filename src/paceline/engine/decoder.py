@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeAlias, Union, overload
 
@@ -13,7 +13,6 @@ from torch import nn
 from typing_extensions import Unpack
 
 from paceline.common.errors import InputError, UnknownNameError, UnsupportedError, shown
-from paceline.common.limits import GAMMA_LIMIT, NODES_LIMIT, ROWS_LIMIT, check_number
 from paceline.core.contracts import RULES, Drafter, Rule
 from paceline.core.ownership import claimed
 from paceline.core.protocols import (
@@ -28,7 +27,7 @@ from paceline.core.protocols import (
 from paceline.core.registry import build_options
 from paceline.drafters.resolve import make_drafter
 from paceline.engine.beam_rows import BeamGroup
-from paceline.engine.decoder_config import decoder_settings
+from paceline.engine.decoder_config import DEFAULT_DRAFT, KEYS, DecoderOptions, decoder_settings
 from paceline.engine.loop import Loop
 from paceline.engine.prompts import encode_all, encode_prediction
 from paceline.engine.request import Array, Batch, Generation, OnePrompt, Request, Settings, build_requests
@@ -43,7 +42,6 @@ from paceline.models.tensor_parallel import check_alike, is_sharded, of_the_firs
 
 # ---- The arguments of a decoder: their types, transformers' names for them, counts, and the rule
 
-DEFAULT_DRAFT = "auto"
 Question: TypeAlias = Callable[[], bool]
 Cancel: TypeAlias = Question | threading.Event
 Target: TypeAlias = Union[str, "os.PathLike[str]", LanguageModel, nn.Module]
@@ -51,23 +49,12 @@ Draft: TypeAlias = Union[
     str, "os.PathLike[str]", Drafter, LanguageModel, nn.Module, "Mapping[str, Any]", "tuple[Any, Mapping[str, Any]]"
 ]
 
-_NAMES = ("target", "draft", "gamma", "rule", "options", "rule_options", "nodes", "rows", "allow_lossy", "runner",
-          "quantize", "strict", "first_target")  # fmt: skip
 _ALIASES = ("assistant_model", "num_assistant_tokens", "prompt_lookup_num_tokens", "max_matching_ngram_size")
 
 
 def is_chosen(draft: Any) -> bool:
     """Did the caller choose a drafter? Where not, a prediction is the draft."""
     return draft is not None and not (isinstance(draft, str) and draft == DEFAULT_DRAFT)
-
-
-def check_counts(gamma: Any, nodes: Any, rows: Any) -> None:
-    """Refuse counts outside their limits; None is the default."""
-    if gamma is not None and gamma != "auto":
-        check_number("gamma", gamma, 1, GAMMA_LIMIT, ", or 'auto'")
-    if nodes is not None:
-        check_number("nodes", nodes, 1, NODES_LIMIT)
-    check_number("rows", rows, 1, ROWS_LIMIT)
 
 
 def question_of(cancel: Any) -> Question | None:
@@ -94,7 +81,7 @@ def translate(
         elif name == "max_matching_ngram_size":
             options = {**options, "longest": value}
         else:
-            raise UnknownNameError("argument", name, [*_NAMES, *_ALIASES])
+            raise UnknownNameError("argument", name, [*KEYS, *_ALIASES])
     return draft, gamma, options
 
 
@@ -116,9 +103,56 @@ def check_lossless(rule: Rule, allow_lossy: bool) -> None:
         )
 
 
-# ---- `SpeculativeDecoder`: what people hold in their hands
+# ---- What the options of a decoder come to
 
-_USUAL, _DEEPEST = 5, 16  # tokens drafted in a row, if nothing is said
+_USUAL, _DEEPEST = 5, 16  # gamma if the caller gives none: of most drafters, and of those that choose the length
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a decoder uses: a target that is loaded, a drafter that was checked for it, the rule, and the limits."""
+
+    target: LanguageModel
+    drafter: Drafter
+    rule: Rule
+    gamma: int
+    nodes: int
+
+
+def resolve(options: DecoderOptions) -> Plan:
+    """Load the target, make the rule and the drafter, and refuse what does not fit together."""
+    target = load(options.target, runner=options.runner, quantize=options.quantize)
+    target = with_strict(target) if options.strict else target
+    rule = make_rule(options.rule, options.rule_options or {})
+    check_lossless(rule, options.allow_lossy)
+    drafter = _drafter_for(target, rule, options)
+    for lm in (target, getattr(drafter, "lm", None)):
+        if isinstance(lm, LanguageModel):
+            prepare(lm)
+    gamma = _gamma_of(drafter, options.gamma)
+    return Plan(target, drafter, rule, gamma, options.nodes or usual_nodes(target, uses_all_nodes(drafter), gamma))
+
+
+def _drafter_for(target: LanguageModel, rule: Rule, options: DecoderOptions) -> Drafter:
+    drafter = make_drafter(options.draft, options.options, target.device, parts(target)[0].runner)
+    if options.gamma == "auto" and speculates(drafter) and not chooses_length(drafter):
+        drafter = make_drafter(("auto", {"drafters": (drafter,)}))
+    if is_sharded(target) and isinstance(drafter, Adaptive):
+        raise UnsupportedError(
+            f"Drafter '{drafter.name}' decides by measured times, which differ between the processes of a sharded "
+            "target (tp_plan); name another drafter, such as 'suffix' or a smaller model, or draft=None."
+        )
+    drafter.check(target)
+    return drafter.resolve_for(target, rule) if isinstance(drafter, Resolvable) else drafter
+
+
+def _gamma_of(drafter: Drafter, gamma: int | str | None) -> int:
+    if isinstance(gamma, int):
+        return gamma
+    return (drafter.depth or _DEEPEST) if isinstance(drafter, ChoosesLength) else _USUAL
+
+
+# ---- `SpeculativeDecoder`
 
 
 class SpeculativeDecoder:
@@ -157,34 +191,28 @@ class SpeculativeDecoder:
         **aliases: Any,
     ) -> None:
         draft, gamma, options = translate(aliases, draft, gamma, options or {})
-        if not isinstance(first_target, bool):
-            raise InputError(f"first_target must be True or False, got {shown(first_target)}.")
-        check_counts(gamma, nodes, rows)
-        self.target = load(target, runner=runner, quantize=quantize)
-        if strict:
-            self.target = with_strict(self.target)
-        self.rule = make_rule(rule, rule_options or {})
-        check_lossless(self.rule, allow_lossy)
-        self.drafter = make_drafter(draft, options, self.target.device, parts(self.target)[0].runner)
-        if gamma == "auto" and speculates(self.drafter) and not chooses_length(self.drafter):
-            self.drafter = make_drafter(("auto", {"drafters": (self.drafter,)}))
-        self._shared_out = is_sharded(self.target)
-        if self._shared_out and isinstance(self.drafter, Adaptive):
-            raise UnsupportedError(
-                f"Drafter '{self.drafter.name}' goes by the clock, and the processes of a shared-out target (tp_plan) "
-                "have one each; name a drafter that does not, such as 'suffix' or a smaller model, or draft=None."
+        plan = resolve(
+            DecoderOptions(
+                target,
+                draft,
+                gamma,
+                nodes,
+                rule,
+                rule_options,
+                options,
+                rows,
+                allow_lossy,
+                strict,
+                runner,
+                quantize,
+                first_target,
             )
-        self.drafter.check(self.target)
-        if isinstance(self.drafter, Resolvable):
-            self.drafter = self.drafter.resolve_for(self.target, self.rule)
-        for lm in (self.target, getattr(self.drafter, "lm", None)):
-            if isinstance(lm, LanguageModel):
-                prepare(lm)
-        self._chosen = is_chosen(draft)  # where not, a prediction is the draft
-        self.gamma, self.rows = self._depth(gamma), rows
-        self.first_target = first_target
-        self.nodes = nodes or usual_nodes(self.target, uses_all_nodes(self.drafter), self.gamma)
-        self._loop: Loop | None = None  # of the last batch, where its captured rounds are worth keeping
+        )
+        self.target, self.drafter, self.rule = plan.target, plan.drafter, plan.rule
+        self.gamma, self.nodes, self.rows, self.first_target = plan.gamma, plan.nodes, rows, first_target
+        self._chosen = is_chosen(draft)  # if not, a prediction is the draft
+        self._sharded = is_sharded(plan.target)
+        self._loop: Loop | None = None  # of the last batch, if its CUDA graphs can be used again
         self._busy = threading.Lock()
         self._owner: int | None = None
 
@@ -232,12 +260,6 @@ class SpeculativeDecoder:
     def __repr__(self) -> str:
         return f"SpeculativeDecoder({self.describe()})"
 
-    def _depth(self, gamma: int | str | None) -> int:
-        """A drafter that chooses by itself is hardly limited."""
-        if isinstance(gamma, int):
-            return gamma
-        return (self.drafter.depth or _DEEPEST) if isinstance(self.drafter, ChoosesLength) else _USUAL
-
     # ---- the two ways to use it
 
     @overload
@@ -284,7 +306,7 @@ class SpeculativeDecoder:
     # ---- inside
 
     def _rows(self, prompts: list[list[int]], requests: list[Request]) -> list[Row]:
-        if self._shared_out:
+        if self._sharded:
             check_alike(prompts, "prompts")
         rows = []
         for index, (prompt, request) in enumerate(zip(prompts, requests, strict=True)):
@@ -333,7 +355,7 @@ class SpeculativeDecoder:
         if settings.get("num_beams") is None and self.rule.num_beams > 1:
             settings = {**settings, "num_beams": self.rule.num_beams}
         requests = build_requests(count, settings)
-        if not self._shared_out:
+        if not self._sharded:
             return requests
         seeds = of_the_first([request.sampling.seed for request in requests])
         return [

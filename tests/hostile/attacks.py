@@ -1,4 +1,4 @@
-"""Folders that somebody made to do harm: what they do to a sound folder, by name. All of them are refused."""
+"""Hostile changes of a valid folder, by name. All of them are refused."""
 
 from __future__ import annotations
 

@@ -25,14 +25,14 @@ def written(messages: Any, template: str = PLAIN) -> str:
     return str(tokenizer.decode(ids[0]))
 
 
-def said(role: Any, content: Any, **more: Any) -> list[dict[str, Any]]:
+def turn(role: Any, content: Any, **more: Any) -> list[dict[str, Any]]:
     return [{"role": role, "content": content, **more}]
 
 
 def test_text_parts_are_joined_unless_the_template_reads_parts() -> None:
     parts = [{"type": "text", "text": "ab"}, {"type": "text", "text": "c"}]
-    assert written(said("user", parts)) == "u abc."
-    assert written(said("user", parts), PARTS) == "ab!c!."
+    assert written(turn("user", parts)) == "u abc."
+    assert written(turn("user", parts), PARTS) == "ab!c!."
 
 
 @pytest.mark.parametrize("message", [{"content": None}, {}], ids=["None", "no content"])
@@ -46,23 +46,26 @@ def test_an_assistant_that_calls_tools_needs_no_content(message: dict[str, Any])
 @pytest.mark.parametrize(
     ("messages", "told"),
     [
-        (said("usr", "a"), "Unknown role 'usr'. Did you mean 'user'? Available: assistant, developer, function,"),
-        (said("User", "a"), "Unknown role 'User'. Did you mean 'user'?"),
-        (said("", "a"), "Unknown role ''. Available"),
-        (said(5, "a"), "Unknown role 5. Available"),
-        (said(None, "a"), "Unknown role None. Available"),
-        (said(["user"], "a"), "Unknown role ['user']. Available"),
-        (said("x" * 10**6, "a"), "Unknown role 'xxxxxxx"),
-        (said("user", None), "Message 0 of the conversation must have a text as its content, got None."),
-        (said("user", 5), "Message 0 of the conversation must have a text as its content, got 5."),
-        (said("user", []), "Message 0 of the conversation must have a text as its content, got []."),
-        (said("user", {"text": "a"}), "Message 0 of the conversation must have a text as its content, got {'text'"),
-        (said("user", [{"type": "image", "url": "x"}]), "Message 0 of the conversation has the part {'type': 'image'"),
-        (said("user", ["a"]), "Message 0 of the conversation has the part 'a'; only parts like"),
-        (said("user", [{"type": "text"}]), "Message 0 of the conversation has the part {'type': 'text'}; only parts"),
+        (turn("usr", "a"), "Unknown role 'usr'. Did you mean 'user'? Available: assistant, developer, function,"),
+        (turn("User", "a"), "Unknown role 'User'. Did you mean 'user'?"),
+        (turn("", "a"), "Unknown role ''. Available"),
+        (turn(5, "a"), "Unknown role 5. Available"),
+        (turn(None, "a"), "Unknown role None. Available"),
+        (turn(["user"], "a"), "Unknown role ['user']. Available"),
+        (turn("x" * 10**6, "a"), "Unknown role 'xxxxxxx"),
+        (turn("user", None), "Message 0 of the conversation must have a text as its content, got None."),
+        (turn("user", 5), "Message 0 of the conversation must have a text as its content, got 5."),
+        (turn("user", []), "Message 0 of the conversation must have a text as its content, got []."),
+        (turn("user", {"text": "a"}), "Message 0 of the conversation must have a text as its content, got {'text'"),
+        (
+            turn("user", [{"type": "image", "url": "x"}]),
+            "Message 0 of the conversation has the part {'type': 'image'",
+        ),
+        (turn("user", ["a"]), "Message 0 of the conversation has the part 'a'; only parts like"),
+        (turn("user", [{"type": "text"}]), "Message 0 of the conversation has the part {'type': 'text'}; only parts"),
         ([{"content": "a"}], "Message 0 of the conversation has no role; give {'role': 'user', 'content': '...'}, got"),
-        ([*said("user", "a"), {"content": "a"}], "Message 1 of the conversation has no role"),
-        (said("user", "a\ud800b"), "Character 3 of the prompt is '\\ud800', half of a UTF-16 pair"),
+        ([*turn("user", "a"), {"content": "a"}], "Message 1 of the conversation has no role"),
+        (turn("user", "a\ud800b"), "Character 3 of the prompt is '\\ud800', half of a UTF-16 pair"),
     ],
     ids=lambda value: str(value)[:40],
 )
@@ -75,23 +78,23 @@ def test_what_is_no_message(messages: Any, told: str) -> None:
 
 def test_a_template_may_refuse_in_its_own_words() -> None:
     with pytest.raises(InputError) as error:
-        written(said("system", "a"), PICKY)
+        written(turn("system", "a"), PICKY)
     wanted = "The chat template of toy cannot write this conversation: The first one must be the user's."
     assert str(error.value) == wanted
 
 
 def test_an_error_inside_a_template_is_not_quoted() -> None:
     with pytest.raises(InputError) as error:
-        written(said("user", "a"), "{{ messages[0].content + 5 }}")
+        written(turn("user", "a"), "{{ messages[0].content + 5 }}")
     assert str(error.value) == "The chat template of toy cannot write this conversation; check its roles and contents."
 
 
 def test_roles_are_those_of_templates() -> None:
     for role in ROLES:
-        assert written(said(role, "ab")) == f"{role[0]} ab."
-    assert written(said("observation", "a"), OWN) == "oa"  # the template names it
+        assert written(turn(role, "ab")) == f"{role[0]} ab."
+    assert written(turn("observation", "a"), OWN) == "oa"  # the template names it
     with pytest.raises(InputError, match="Unknown role 'observation'"):
-        written(said("observation", "a"))
+        written(turn("observation", "a"))
 
 
 @pytest.mark.parametrize("prompt", ["\ud800", ["a", "b\udfff"]], ids=ascii)

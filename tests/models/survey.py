@@ -273,8 +273,8 @@ def _page(found: dict[Subject, Outcome]) -> str:
 
 def _why(outcome: Outcome) -> str:
     """The reason without the name of the class, which stands beside it."""
-    said = re.sub(r"^(A small copy of )?\w+ \([\w-]+\) ", lambda m: "a small copy " if m[1] else "", outcome.reason)
-    return said.replace("; it is refused because its text could come out wrong", "").replace("|", "\\|").rstrip(".")
+    output = re.sub(r"^(A small copy of )?\w+ \([\w-]+\) ", lambda m: "a small copy " if m[1] else "", outcome.reason)
+    return output.replace("; it is refused because its text could come out wrong", "").replace("|", "\\|").rstrip(".")
 
 
 if __name__ == "__main__":

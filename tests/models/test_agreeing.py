@@ -52,7 +52,7 @@ def test_transformers_can_decode_the_pair() -> None:
     hook = target.model.register_forward_hook(lambda *_: passes.append(1))
     assert torch.equal(target.model.generate(ids, assistant_model=draft.model, **settings), plain)
     hook.remove()
-    assert len(passes) == 1  # all in one draft; whoever counts the target's passes does not count the draft's
+    assert len(passes) == 1  # all in one draft: a count of the target's passes does not count the draft's
 
 
 def test_an_eps_is_found_for_an_acceptance() -> None:

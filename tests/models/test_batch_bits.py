@@ -76,13 +76,13 @@ def drafters() -> dict[str, dict[str, Any]]:
 @pytest.mark.parametrize("kind", FORMATS)
 def test_a_batch_by_cpu_kernels_has_the_bits_of_each_alone(kind: str | None, settings: str, threads: int) -> None:
     """Also where a sequence joins a batch that runs (rows=3), and with every kind of draft."""
-    said = {"max_new_tokens": NEW, "logprobs": 3, "ignore_eos": True, **SETTINGS[settings]}
+    output = {"max_new_tokens": NEW, "logprobs": 3, "ignore_eos": True, **SETTINGS[settings]}
     target = quantize_as(llama(), kind)
-    wanted = each_alone(SpeculativeDecoder(target, None), texts(), **said)
+    wanted = each_alone(SpeculativeDecoder(target, None), texts(), **output)
     assert target.reader().kernels is not None, "this is to test kernels"
     for name, how in drafters().items():
         decoder = SpeculativeDecoder(target, rows=3 if name == "prompt-lookup" else 8, **how)
-        assert [written(out) for out in decoder.generate(texts(), **said)] == wanted, name
+        assert [written(out) for out in decoder.generate(texts(), **output)] == wanted, name
 
 
 MIXED: dict[str, list[Any]] = {
@@ -102,12 +102,12 @@ MIXED: dict[str, list[Any]] = {
 @with_kernels
 def test_the_settings_of_other_rows_change_no_bits() -> None:
     decoder = SpeculativeDecoder(llama(), "prompt-lookup", gamma=4)
-    said = {"max_new_tokens": NEW, "ignore_eos": True}
+    output = {"max_new_tokens": NEW, "ignore_eos": True}
     wanted = [
-        written(decoder.generate(prompt, **said, **{name: values[row] for name, values in MIXED.items()}))
+        written(decoder.generate(prompt, **output, **{name: values[row] for name, values in MIXED.items()}))
         for row, prompt in enumerate(texts())
     ]
-    assert [written(out) for out in decoder.generate(texts(), **said, **MIXED)] == wanted
+    assert [written(out) for out in decoder.generate(texts(), **output, **MIXED)] == wanted
 
 
 def memory(reader: Any, row: int, end: int) -> list[torch.Tensor]:
@@ -136,8 +136,8 @@ def check_reading(lm: LanguageModel, prompts: list[list[int]]) -> None:
     """Keys, values, hidden states and logits: of all prompts together, and of each alone."""
     together, _, logits = read(lm, prompts, 200)
     for row, prompt in enumerate(prompts):
-        alone, _, said = read(lm, [prompt], len(prompt) + 9)
-        assert torch.equal(logits[row], said[0])
+        alone, _, output = read(lm, [prompt], len(prompt) + 9)
+        assert torch.equal(logits[row], output[0])
         here, there = memory(together, row, len(prompt)), memory(alone, 0, len(prompt))
         assert all(torch.equal(one, other) for one, other in zip(here, there, strict=True))
         if len(prompt) > 1:
@@ -196,11 +196,11 @@ def test_strict_reading_of_a_wide_model(dtype: torch.dtype, threads: int) -> Non
 @DTYPES
 @pytest.mark.parametrize("settings", SETTINGS)
 def test_a_strict_batch_has_the_bits_of_each_alone(dtype: torch.dtype, settings: str) -> None:
-    said = {"max_new_tokens": NEW, "logprobs": 3, "ignore_eos": True, **SETTINGS[settings]}
+    output = {"max_new_tokens": NEW, "logprobs": 3, "ignore_eos": True, **SETTINGS[settings]}
     model = wide(dtype)
-    wanted = each_alone(SpeculativeDecoder(model, None, runner="eager", strict=True), texts(), **said)
+    wanted = each_alone(SpeculativeDecoder(model, None, runner="eager", strict=True), texts(), **output)
     decoder = SpeculativeDecoder(model, "prompt-lookup", runner="eager", strict=True, rows=5, gamma=4)
-    assert [written(out) for out in decoder.generate(texts(), **said)] == wanted
+    assert [written(out) for out in decoder.generate(texts(), **output)] == wanted
 
 
 @torch.inference_mode()

@@ -189,14 +189,14 @@ def test_two_processes_make_it_once(tmp_path: Path) -> None:
                 time.sleep(0.01)
             (folder / "config.json").write_text("{}")
 
-        said = []
+        output = []
 
         def progress(label, done, total):
-            said.append(label)
+            output.append(label)
             (root / f"waits-{me}").touch()
 
         entry = WeightCache(root / "cache").obtain("a", make, progress=progress)
-        print(entry, sorted(path.name for path in entry.glob("*.*")), len(said))
+        print(entry, sorted(path.name for path in entry.glob("*.*")), len(output))
     """)
     runs = [
         subprocess.Popen([sys.executable, "-c", script, str(tmp_path), me], stdout=subprocess.PIPE, text=True)
@@ -206,7 +206,7 @@ def test_two_processes_make_it_once(tmp_path: Path) -> None:
     assert [run.returncode for run in runs] == [0, 0]
     assert len(list(tmp_path.glob("made-by-*"))) == 1
     assert all("config.json" in line and "model.safetensors" in line for line in printed)
-    assert sorted(line[-1] for line in printed) == ["0", "1"]  # one of them was told that it waits
+    assert sorted(line[-1] for line in printed) == ["0", "1"]  # one of them reported that it waits
 
 
 def test_times_of_an_image_layer_are_as_good(cache: WeightCache, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""A model read in two parts says what it says in one, whatever its architecture, and no layer reads a token twice."""
+"""A model that is read in two parts has the same logits, and no layer reads a token twice."""
 
 from __future__ import annotations
 

@@ -267,7 +267,7 @@ def test_the_splitter_is_the_one_the_file_names(pre: str, pieces: list[str]) -> 
 
 
 def test_bos_follows_the_file(tmp_path: Path) -> None:
-    """Said by the file, or by the family where the file is silent; never by transformers' habits."""
+    """Taken from the file, or from the family if the file has no value; never from transformers' defaults."""
     silent = {name: value for name, value in byte_level_vocabulary("llama-bpe").items() if name != "add_bos_token"}
     assert build_tokenizer(metadata(silent))("hello").input_ids[0] == 1
     assert build_tokenizer(metadata({**silent, "pre": "smollm"}))("hello").input_ids[0] != 1

@@ -1,4 +1,4 @@
-"""Targets made of two branches: what they write is what the formula says, with and without speculation."""
+"""Targets of two branches write what the formula gives, with and without speculation."""
 
 from __future__ import annotations
 

@@ -383,12 +383,12 @@ def test_no_network_is_one_sentence_that_says_what_to_do() -> None:
 
 def test_no_network_for_a_hub_id(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(LoadError, match="HF_HUB_OFFLINE is set") as caught:
-        load_checkpoint("somebody/something")
+        load_checkpoint("owner/something")
     sentence(caught)
     monkeypatch.delenv("HF_HUB_OFFLINE")
     monkeypatch.setattr(hub, "HfApi", lambda: RealApi(endpoint=NOWHERE))
     with pytest.raises(LoadError, match="hub does not answer") as caught:
-        load_checkpoint("somebody/something")
+        load_checkpoint("owner/something")
     sentence(caught)
 
 
@@ -483,7 +483,7 @@ def entry(gguf_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> c
     made = catalogue.CatalogueEntry(
         name="tiny-test",
         aliases=("tiny",),
-        hub_id="nobody/tiny-test",
+        hub_id="owner/tiny-test",
         wheels=tuple(catalogue.Wheel(f"tiny-part{part}", "1.0", f"tiny/part{part}") for part in (1, 2)),
         gguf="tiny.gguf",
         sha256=file_sha256(gguf_file),

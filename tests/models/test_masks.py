@@ -1,4 +1,4 @@
-"""Masks against the same thing written as loops over who may see whom."""
+"""Masks against loops over queries and keys."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ from paceline.models.pass_timing import Usage, costs_for, costs_key, measured_co
 
 
 class FakeModel:
-    """A target whose passes take what they are told to, on a clock of its own."""
+    """A target whose passes take given times, on a clock of its own."""
 
     device, vocabulary, context = torch.device("cpu"), 40, 2048
     capturable = False
@@ -92,11 +92,11 @@ def measure(fake: FakeModel, **how: Any) -> Any:
 
 def test_widths_are_interleaved_and_the_first_sweep_does_not_count() -> None:
     fake = FakeModel(lambda rows, fed, number: 100.0 if number < 4 else 0.1 * fed)
-    fake.time, said = 0.0, []
-    costs = measure(fake, fed=(4, 1, 2), repeats=4, progress=lambda *each: said.append(each))
+    fake.time, output = 0.0, []
+    costs = measure(fake, fed=(4, 1, 2), repeats=4, progress=lambda *each: output.append(each))
     assert [fed for _, fed in fake.passes] == [1, *[1, 2, 4] * 4]  # the text, a sweep to warm up, three at least
     assert costs.passes[1] == pytest.approx({1: 0.1, 2: 0.2, 4: 0.4})
-    assert said[-1] == ("measuring passes", 3, 3)
+    assert output[-1] == ("measuring passes", 3, 3)
 
 
 def test_as_many_sweeps_as_asked_for_where_they_are_short() -> None:

@@ -1,4 +1,4 @@
-"""An architecture nobody tested is tried out when it is loaded: read rightly, or refused."""
+"""An untested architecture is probed when it is loaded: read correctly, or refused."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ class ForgetfulConfig(ToyConfig):
 
 
 class Forgetful(Toy):
-    """Reads no more than so many slots of its cache: a window under a name that is not known."""
+    """Reads only some slots of its cache: a window under an unknown name."""
 
     config_class = ForgetfulConfig
 

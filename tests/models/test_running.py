@@ -1,4 +1,4 @@
-"""How passes run: the names people use, what becomes of them, and what is said where something cannot be."""
+"""How passes run: the names of runners, what they select, and the messages if one cannot run."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_a_runner_is_another_view(lm: LanguageModel) -> None:
     assert other.model is lm.model
     assert with_runner(lm, None) is lm
     assert with_runner(lm, "auto") is lm
-    assert with_runner(other, None).runner == "eager"  # what was said of a model holds
+    assert with_runner(other, None).runner == "eager"  # the runner of the given model stays
 
 
 def test_both_branches_of_a_target_change(lm: LanguageModel) -> None:
@@ -72,7 +72,7 @@ def test_both_branches_of_a_target_change(lm: LanguageModel) -> None:
     assert SpeculativeDecoder(other, draft=None).generate(PROMPT, max_new_tokens=8).tokens == text
 
 
-# ---- what is said
+# ---- messages
 
 
 def test_kernels_are_said(lm: LanguageModel, kernels: None) -> None:

@@ -173,11 +173,11 @@ def test_the_models_stay_as_they_are_and_share_their_weights() -> None:
     script = Script.written(512)
     lm = random_model("tiny")
     text = torch.tensor([[1, 2, 3]])
-    before, said = fingerprint(lm.model), lm.model(input_ids=text).logits
+    before, output = fingerprint(lm.model), lm.model(input_ids=text).logits
     told = ScriptedModel(lm, script, [0.5, 0.4])
     SpeculativeDecoder(told, told, gamma=3).generate([1, 2], max_new_tokens=9)
     assert fingerprint(lm.model) == before
-    assert torch.equal(lm.model(input_ids=text).logits, said)
+    assert torch.equal(lm.model(input_ids=text).logits, output)
     assert type(lm.model).__name__ == "LlamaForCausalLM"
     pairs = zip(lm.model.parameters(), told.model.parameters(), strict=True)
     assert all(one is two for one, two in pairs)
@@ -189,8 +189,8 @@ def test_only_one_logit_differs_from_what_the_model_says() -> None:
     script = Script.written(512)
     lm = random_model("tiny")
     text = torch.tensor([[1, 2, 3]])
-    said, plain = ScriptedModel(lm, script).model(input_ids=text).logits, lm.model(input_ids=text).logits
-    differ = (said != plain).nonzero()
+    output, plain = ScriptedModel(lm, script).model(input_ids=text).logits, lm.model(input_ids=text).logits
+    differ = (output != plain).nonzero()
     assert differ.tolist() == [[0, place, int(script.after[token])] for place, token in enumerate((1, 2, 3))]
 
 
@@ -204,10 +204,10 @@ def test_a_part_of_a_scripted_target_does_not_draft() -> None:
 
 
 def test_another_view_of_the_whole_of_it_says_the_script_too() -> None:
-    """Whoever measures transformers does it on a shell with hooks of its own."""
+    """Transformers is measured on a shell with hooks of its own."""
     target, _, script = pair(0.5)
-    said = shell(target.model)(input_ids=torch.tensor([[7]])).logits
-    assert int(said[0, 0].argmax()) == int(script.after[7])
+    output = shell(target.model)(input_ids=torch.tensor([[7]])).logits
+    assert int(output[0, 0].argmax()) == int(script.after[7])
 
 
 def test_what_takes_no_script_is_refused() -> None:

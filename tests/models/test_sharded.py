@@ -57,7 +57,7 @@ def test_two_processes_write_what_one_writes(tmp_path: Path) -> None:
     done = subprocess.run([*run, given], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     first, second = (json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in (0, 1))
-    assert first == second, "also where nobody gave a seed"
+    assert first == second, "also without a seed"
     plain = paceline.SpeculativeDecoder(llama(0), draft=None)
     for index, settings in enumerate(SETTINGS[:2]):
         wanted = [text.tokens for text in plain.generate(PROMPTS, max_new_tokens=16, **settings)]

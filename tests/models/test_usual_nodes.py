@@ -1,4 +1,4 @@
-"""How large trees are where nobody says so."""
+"""The default size of trees."""
 
 from __future__ import annotations
 

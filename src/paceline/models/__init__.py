@@ -32,10 +32,10 @@ def load(
 ) -> LanguageModel:
     """A model to decode with: a catalogue name, a hub id, a folder, a .gguf file, or a loaded transformers model.
 
-    runner: how its passes run, "auto", "eager" or "kernels" (see `running`); quantize: its linear maps in "int8",
-    "int4" or "bfloat16". Neither changes a model that is given: it is seen in another way. tp_plan: "auto" shares it
-    out over the processes of torchrun. progress: called with (label, done, total); without it, what takes more than a
-    second is shown on stderr.
+    runner: how its passes run, "auto", "eager" or "kernels" (see `runtime.RUNNERS`). quantize: the format of its linear
+    layers, "int8", "int4" or "bfloat16". Neither changes a model object that is given: the result is another view of
+    it. tp_plan: "auto" shares it over the processes of torchrun. progress: called with (label, done, total); without
+    it, steps of more than a second are shown on stderr.
     """
     from paceline.models.runtime import check_quantization, check_runner, quantize_as, with_runner
     from paceline.models.tensor_parallel import check_plan
@@ -49,7 +49,7 @@ def load(
         }  # fmt: skip
         for name, value in changes.items():
             if value is not None:
-                raise InputError(f"The model is loaded already; leave {name}={value!r} out, or load it anew.")
+                raise InputError(f"The model is loaded already; leave {name}={value!r} out, or load it again.")
         return quantize_as(with_runner(source, runner), quantize)
     from paceline.models.loading.checkpoint import load_checkpoint
 
@@ -76,14 +76,14 @@ def catalogue_names() -> list[str]:
 
 
 def is_model(text: str) -> bool:
-    """Could this string name a model rather than a drafter: a catalogue name, a hub id, a folder, a file?"""
+    """True if this string can name a model and not a drafter: a catalogue name, a hub id, a folder or a file."""
     from paceline.models.loading.catalogue import find_entry
 
     return find_entry(text) is not None or "/" in text or text.endswith(".gguf") or os.path.exists(text)
 
 
 def generate_output(sequences: Any) -> Any:
-    """What transformers' `generate` returns with `return_dict_in_generate`."""
+    """The object that transformers' `generate` returns with `return_dict_in_generate`."""
     from transformers.generation import GenerateDecoderOnlyOutput
 
     return GenerateDecoderOnlyOutput(sequences=sequences)

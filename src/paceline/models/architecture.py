@@ -1,4 +1,4 @@
-"""What one architecture needs from us: which masks, which call, how long a context; or why it is refused."""
+"""What an architecture needs: its masks, its call, its context length; or why it is refused."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class Architecture:
 
     @property
     def capturable(self) -> bool:
-        """Does a pass do the same whatever the tokens are? Where experts are chosen, shapes depend on the choice."""
+        """False if the shapes of a pass depend on the tokens (mixture of experts), so that it cannot be captured."""
         return not self.alibi and "moe" not in self.name and self.name != "mixtral"
 
     @property
@@ -72,7 +72,7 @@ class Architecture:
 
 
 def study(model: PreTrainedModel) -> Architecture:
-    """Look a model over; raise `UnsupportedError`, naming it and the reason, where it could only be run wrongly."""
+    """Study a model. Raise `UnsupportedError` with the reason if its text could come out wrong."""
     config = _text_config(model)
     name = config.model_type
     kinds = _layer_kinds(config)
@@ -92,7 +92,7 @@ def study(model: PreTrainedModel) -> Architecture:
 
 
 def is_tested(model: PreTrainedModel) -> bool:
-    """Is this a class of the conformance suite, made of modules of transformers, torch and Paceline only?"""
+    """True if the conformance suite has this class, and all its modules are of transformers, torch or Paceline."""
     kind, config = type(model), model.config
     return (
         TESTED.get(config.model_type) == kind.__name__
@@ -110,7 +110,7 @@ def _text_config(model: PreTrainedModel) -> Any:
 
 
 def _takes(model: PreTrainedModel) -> frozenset[str]:
-    """What `forward` accepts. One that takes any keyword is given positions: the probe finds out what it does."""
+    """The parameters of `forward`. One that takes any keyword gets positions: the probe checks the result."""
     found = inspect.signature(model.forward).parameters
     anything = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in found.values())
     return frozenset(found) | ({"position_ids"} if anything else set())
@@ -154,7 +154,7 @@ def _refuse(model: PreTrainedModel, config: Any, name: str, kinds: tuple[str, ..
 
 
 def _refuse_attention(model: PreTrainedModel, what: str, name: str) -> None:
-    """Layers of a plain decoder that were changed so that a KV cache cannot serve them."""
+    """Refuse a plain decoder whose attention was changed so that a KV cache cannot serve it."""
     attention = [(key, m) for key, m in model.named_modules(remove_duplicate=False) if hasattr(m, "is_causal")]
     for key, module in attention:
         if not module.is_causal:
@@ -168,7 +168,7 @@ def _refuse_attention(model: PreTrainedModel, what: str, name: str) -> None:
 
 
 def refuse_dropout(model: PreTrainedModel) -> None:
-    """A model in training mode writes at random. Asked again for every batch: `model.train()` may have come later."""
+    """Refuse active dropout, which makes text random. Checked for every batch: `model.train()` may come later."""
     active = any(
         m.training and ((isinstance(m, nn.Dropout) and m.p > 0) or getattr(m, "attention_dropout", 0))
         for m in model.modules()
@@ -183,8 +183,8 @@ def refuse_dropout(model: PreTrainedModel) -> None:
 
 
 def _context(config: Any) -> int:
-    """The longest text. Long RoPE changes all angles once any row of a pass is past its first length; a row would then
-    depend on its batch-mates and on the draft, so texts end there."""
+    """The longest sequence. Long RoPE changes all angles when any row of a pass exceeds its first length; a row would
+    then depend on the other rows and on the draft, so sequences end there."""
     name = "original_max_position_embeddings"
     firsts = [
         rope.get(name) or getattr(config, name, None) for rope in _ropes(config) if rope.get("rope_type") == "longrope"

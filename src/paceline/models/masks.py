@@ -1,4 +1,4 @@
-"""Who sees whom: 4-D attention masks for ragged rows and trees, full and sliding-window."""
+"""4-D attention masks for rows of different lengths and for trees, full and sliding-window."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ if TYPE_CHECKING:
 
 
 def chain_mask(position: Tensor, visible: int) -> Tensor:
-    """[R,1,Q,S] bool for text and chains: slot = position, and a token sees every slot up to its own."""
+    """[R,1,Q,S] bool of a chain: a slot is a position, and a token sees every slot up to its own."""
     return arange(0, visible, position.device) <= position[:, None, :, None]
 
 
 def tree_mask(position: Tensor, length: Tensor, ancestors: Tensor, visible: int) -> Tensor:
-    """[R,1,Q,S] bool. The last queries are scratch nodes with `ancestors` [R,N,M] among M scratch slots that follow the
-    committed text of `length` [R,1]; the queries before them are committed tokens, causal as ever."""
+    """[R,1,Q,S] bool. The last N queries are nodes with `ancestors` [R,N,M] among the M scratch slots that follow the
+    committed sequence of `length` [R,1]. The queries before them are committed tokens: causal."""
     R, N, M = ancestors.shape
     slots = arange(0, visible, position.device)
     offset = slots - length  # [R,S]: which scratch slot a slot is
@@ -33,7 +33,7 @@ def tree_mask(position: Tensor, length: Tensor, ancestors: Tensor, visible: int)
 
 
 def key_positions(length: Tensor, depth: Tensor | None, visible: int) -> Tensor:
-    """[R,S]: the text position each slot stands for; scratch slots stand for length + depth [R,M] of their node."""
+    """[R,S]: the position of each slot. The position of a scratch slot is length + depth [R,M] of its node."""
     slots = arange(0, visible, length.device)
     if depth is None:
         return slots.expand(length.shape[0], visible)
@@ -43,17 +43,17 @@ def key_positions(length: Tensor, depth: Tensor | None, visible: int) -> Tensor:
 
 
 def within(mask: Tensor, position: Tensor, keys: Tensor, window: int) -> Tensor:
-    """The same mask for a layer that sees only the last `window` positions, its own included."""
+    """The mask for a layer that sees only the last `window` positions, its own included."""
     return mask & (keys[:, None, None, :] > position[:, None, :, None] - window)
 
 
 def additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """0 where a key may be seen, the lowest number of the dtype where not: what eager attention adds to its scores."""
+    """The mask that eager attention adds to its scores: 0, or the lowest number of the dtype for a hidden key."""
     return torch.zeros((), dtype=dtype, device=mask.device).where(mask, torch.finfo(dtype).min)
 
 
 def of_layers(lm: LanguageModel, allowed: Tensor | None, position: Tensor, keys: Tensor | None) -> Any:
-    """One mask, or one per kind of layer."""
+    """The mask of the model, or a dict with one per kind of layer."""
     if allowed is None:
         return None
     shape = lm.architecture

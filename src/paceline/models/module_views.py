@@ -1,7 +1,7 @@
-"""Another view of a model's weights: shallow copies of its modules with some children exchanged. Nothing is edited.
+"""Views of a model: shallow copies of its modules with some children replaced. Nothing is edited.
 
-A shell is a new module object that shares parameters, buffers and all other children with the one it was made of. So a
-model can run with fewer layers, or with other linear maps, while the user's model and its config stay as they are.
+A shell is a new module object that shares parameters, buffers and children with the original. So a model can run with
+fewer layers, or with other linear layers, while the user's model and its config do not change.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ if TYPE_CHECKING:
 
 
 def shell(module: nn.Module) -> Any:
-    """A copy of the module object alone; its children can be exchanged without the original noticing."""
+    """A copy of the module object alone. To replace its children does not change the original."""
     fresh = copy.copy(module)
     fresh.__dict__["_modules"] = dict(module._modules)
     return fresh
 
 
 def detach_hooks(fresh: Any) -> Any:
-    """The same shell, with hooks and generation settings of its own: for one that others call as a model of its own,
-    and may count the passes of, or leave notes in."""
+    """Give a shell hooks and generation settings of its own. Other code calls it as a model, hooks it and changes its
+    settings."""
     hooks = {name: copy.copy(value) for name, value in fresh.__dict__.items() if "_hooks" in name}
     fresh.__dict__.update(hooks)
     if getattr(fresh, "generation_config", None) is not None:
@@ -36,7 +36,7 @@ def detach_hooks(fresh: Any) -> Any:
 
 
 def map_modules(module: nn.Module, exchange: Callable[[nn.Module], nn.Module | None]) -> Any:
-    """The same tree with every module for which `exchange` has another; what has none below it is shared as it is."""
+    """A view of a module tree in which `exchange` replaces modules; None keeps one. Unchanged subtrees are shared."""
     other = exchange(module)
     if other is not None:
         return other
@@ -54,21 +54,21 @@ def layers_of(lm: LanguageModel) -> list[nn.Module]:
 
 
 def with_layers(lm: LanguageModel, layers: Sequence[nn.Module], kinds: Sequence[str], head: nn.Module | None) -> Any:
-    """The model made of these layers, which are of these attention kinds, and with another output head if one is given.
-    What comes before and after the layers is the model's own."""
+    """The model with these layers, of these attention kinds, and with `head` as its output layer if one is given. What
+    comes before and after the layers is the model's own."""
     short = _shorter(lm.model.config.get_text_config(decoder=True), len(layers), kinds)
     fresh = _replace_layers(lm, lm.model, _path(lm), nn.ModuleList(layers), short)
     if head is not None:
         own = lm.model.get_output_embeddings()
         names = [name for name, child in fresh._modules.items() if child is own and own is not None]
         if not names:
-            raise UnsupportedError(f"{_title(lm)} has no output head of its own that could be exchanged.")
+            raise UnsupportedError(f"{_title(lm)} has no output layer of its own that can be replaced.")
         fresh._modules[names[0]] = head
     return fresh
 
 
 def without_layers(lm: LanguageModel, skip: Sequence[int]) -> Any:
-    """The model without some of its layers. Those that stay are renumbered, so that its cache has no gaps."""
+    """The model without the layers `skip`. The others are renumbered, so that the KV cache has no gaps."""
     kept = [layer for layer in range(lm.layers) if layer not in skip]
     every = layers_of(lm)
     layers = [renumbered(every[layer], index) for index, layer in enumerate(kept)]
@@ -76,7 +76,7 @@ def without_layers(lm: LanguageModel, skip: Sequence[int]) -> Any:
 
 
 def _path(lm: LanguageModel) -> list[str]:
-    """The names on the way to the list of layers: of the lists as long as the model is deep, the outermost."""
+    """The names on the path to the list of layers: the outermost list with one module per layer."""
     found = [
         name.split(".")
         for name, module in lm.model.named_modules()
@@ -102,7 +102,7 @@ def _replace_layers(lm: LanguageModel, module: nn.Module, path: list[str], layer
 
 
 def _in_place(whole: Any, part: Any, other: Any) -> Any:
-    """The config `whole`, with `other` where it is, or holds, `part`."""
+    """The config `whole` with `part` replaced by `other`, whether it is `part` or contains it."""
     if whole is part:
         return other
     fresh = copy.copy(whole)
@@ -119,7 +119,7 @@ def _shorter(config: Any, layers: int, kinds: Sequence[str]) -> Any:
 
 
 def renumbered(module: nn.Module, index: int) -> Any:
-    """The layer under another number, by which it calls its memory."""
+    """The layer under another number, which is its index in the KV cache."""
     fresh = shell(module)
     if "layer_idx" in fresh.__dict__:
         fresh.__dict__["layer_idx"] = index

@@ -1,4 +1,4 @@
-"""How long passes of a model take here: v(n), measured in seconds once per model and machine, and kept on disk."""
+"""v(n): the seconds of a pass over n tokens, measured once per model and machine, and kept on disk."""
 
 from __future__ import annotations
 
@@ -89,13 +89,13 @@ class Neighbours:
         return None if share is None else share > self._limit
 
 
-# ---- How long passes of a model take here: v(n), measured in seconds once per model and machine, and kept on disk
+# ---- v(n): the seconds of a pass over n tokens
 
 FED = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 BUDGET = 6.0  # seconds that measuring one number of rows should take
-_SWEEPS = 3  # but so often at least
-_NARROW = 4  # and so many widths, however slow the model is
-_REPLAYS = 4  # passes that are timed together where the device runs them by itself
+_SWEEPS = 3  # but at least this many times
+_NARROW = 4  # widths that are measured however slow the model is
+_REPLAYS = 4  # CUDA graphs that are timed together
 _RAGGED = 4  # rows differ in length by up to this, as those of a real batch soon do
 
 Clock = Callable[[], float]
@@ -116,11 +116,10 @@ def measured_costs(
 ) -> Costs:
     """Time passes of `fed` tokens after texts of `context` tokens, for each number of `rows`.
 
-    The widths are gone through one after the other, again and again, so that a slow moment of the machine hits all
-    alike; a width counts as the median of its ratios to the one-token pass of the same sweep. The first sweep is not
-    counted. There are `repeats` sweeps, or as many as fit into a few seconds (3 at least); of a model so slow that even
-    the first sweep takes longer, only the narrow passes are measured. In the result a wider
-    pass never costs less than a narrower one: widths that say so share the mean of what was measured.
+    Every sweep goes through all widths, so that a slow moment of the machine affects all of them. The cost of a width
+    is the median of its ratios to the one-token pass of the same sweep. The first sweep is not counted. There are
+    `repeats` sweeps, or as many as fit into a few seconds (at least 3). If the first sweep takes longer, only the
+    narrow passes are measured. In the result a wider pass never costs less than a narrower one (`rising`).
     """
     widths = sorted({1, *fed})
     room = max(1, lm.context - 1)
@@ -134,7 +133,7 @@ def measured_costs(
 
 
 class PassTimer:
-    """Texts that a model has read, and passes over drafts after them, each forgotten again."""
+    """Times passes over drafts after sequences that a model has read. Each draft is discarded."""
 
     def __init__(self, lm: LanguageModel, count: int, length: int, widest: int, clock: Clock) -> None:
         self._lm, self._clock = lm, clock
@@ -144,7 +143,7 @@ class PassTimer:
         draft = [_text(max(1, widest - 1), lm.vocabulary, count + row) for row in range(count)]
         self._draft = torch.tensor(draft, device=lm.device)
         self._reader: Reader = lm.reader()
-        self._known: set[int] = set()  # widths that were tried, and captured where that is how passes run
+        self._known: set[int] = set()  # widths that were tried (and captured on CUDA)
         with torch.inference_mode():
             width = self._reader.begin(self._rows, 0, length + widest)
             self._reader.extend(self._rows, width)
@@ -187,7 +186,7 @@ class PassTimer:
 
 
 def _text(length: int, vocabulary: int, salt: int) -> list[int]:
-    """Tokens all over the vocabulary: what a pass costs may depend on them where experts are chosen."""
+    """Tokens from the whole vocabulary: the cost of a pass can depend on them (mixture of experts)."""
     return [(7919 * (i + 1) + 104729 * salt) % vocabulary for i in range(length)]
 
 
@@ -240,7 +239,7 @@ def costs_for(
     clock: Clock = time.perf_counter,
     progress: Progress | None = None,
 ) -> Costs:
-    """What passes of this model cost on this machine: known already, read from the cache, or measured now (seconds).
+    """The costs of passes of this model on this machine: known, read from the disk, or measured now (seconds).
 
     There is a table for every power of two up to the first that holds `rows`. `fresh` measures again.
     Costs of a busy machine are kept with a mark. They hold while the machine is busy; a process that starts on a quiet
@@ -265,7 +264,7 @@ def costs_for(
 
 
 def known_costs(lm: LanguageModel) -> Costs | None:
-    """What was measured of this model on this machine, if that still holds; nothing is measured now."""
+    """The costs that were measured for this model on this machine, if they still hold. Nothing is measured now."""
     key = costs_key(lm)
     return lm.record.costs.get(key) or _usable(lm, key)
 
@@ -281,7 +280,7 @@ def _write(lm: LanguageModel, key: str, costs: Costs, busy: bool) -> None:
 
 
 def _usable(lm: LanguageModel, key: str) -> Costs | None:
-    """The costs on disk. None: there are none, or they are of a busy machine and this one is quiet now."""
+    """The costs on disk. None if there are none, or if they are of a busy machine and this one is quiet now."""
     found = _stored(key)
     if found is None or not _marked(key):
         return found
@@ -309,8 +308,8 @@ def remember(
     drafters: Mapping[str, float] | None = None,
     busy: bool = False,
 ) -> Costs:
-    """Write beside the passes of a model what a round costs outside them (o), and draft steps by name (c). busy: other
-    processes used the machine while these were measured."""
+    """Store the costs of a round outside the passes (o) and of draft steps by name (c). busy: other processes used the
+    machine during the measurement."""
     known = costs_for(lm)
     if overhead is not None:
         known = replace(known, overhead=overhead)
@@ -323,14 +322,14 @@ def remember(
 
 
 def costs_key(lm: LanguageModel) -> str:
-    """Equal for equal costs: what `machine_key` says, and how passes run."""
+    """A key of what the costs depend on: `machine_key`, and how passes run."""
     how = [[run.by, run.threads, run.kind] for run in map(running, parts(lm))]
     return _hashed({"machine": machine_key(lm), "running": how})
 
 
 def machine_key(lm: LanguageModel) -> str:
-    """Equal for equal models on equal machines: architecture and shapes, types of numbers, device, how many threads
-    there may be, versions, and the sources of the kernels."""
+    """A key of the model and the machine: architecture, shapes, dtypes, device, number of threads, versions, and the
+    sources of the kernels."""
     return _hashed(
         {
             "models": [_shape_of(part.model) for part in parts(lm)],
@@ -366,7 +365,7 @@ def _version(package: str) -> str:
 
 
 def kept_file(key: str, what: str = "") -> Path:
-    """Where something that was measured is kept."""
+    """The file where a measurement is kept."""
     return cache_folder() / "costs" / f"{key}{what}.json"
 
 

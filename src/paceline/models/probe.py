@@ -1,6 +1,6 @@
-"""Can this model be read in pieces, in branches and after a rollback? The probe tries it when the model is loaded.
+"""The probe: it tries whether a model can be read in pieces, in branches and after a rollback, when it is loaded.
 
-The given model reads short texts. A small copy of it with windows of a few tokens (`twin.py`) reads texts that are
+The given model reads short texts. A small copy of it with windows of a few tokens reads texts that are
 longer than each window.
 """
 
@@ -50,7 +50,7 @@ _MOST = {"groups": 2, "chosen": 2, "experts": 8, "heads": 4, "inner width": 64}
 
 
 def meaning_of(name: str) -> str:
-    """What a number of a config means, by its name."""
+    """The meaning of a number of a config, by its name."""
     return next((kind for kind, pattern in _KINDS.items() if re.search(pattern, name)), "unknown")
 
 
@@ -82,8 +82,8 @@ def small_config(config: Any, window: int, heads: int = 2, every_layer: bool = F
 
 
 def randomize(model: PreTrainedModel, seed: int = 0) -> None:
-    """Give a model random weights with which every token before matters: wide maps, and embeddings that are small
-    beside what the layers add. (With the usual ones a random model hardly attends, or repeats its last token.)"""
+    """Give a model random weights with which every earlier token matters: large linear weights and small embeddings.
+    (With the usual ones a random model hardly attends, or repeats its last token.)"""
     generator = torch.Generator().manual_seed(seed)
     embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     with torch.no_grad():
@@ -222,7 +222,7 @@ _LONGER, _SHORTER = [0, 2, 4], [1, 3]
 
 
 class ProbeText:
-    """Rows of text, as a reader sees them."""
+    """Sequences as a reader sees them."""
 
     def __init__(self, tokens: Tensor, lengths: list[int]) -> None:
         self.text = tokens
@@ -234,7 +234,7 @@ class ProbeText:
 
 
 class _DifferenceError(Exception):
-    """Two logits that should be equal are not; says which."""
+    """Two logits that must be equal differ. The message says which."""
 
 
 @torch.inference_mode()
@@ -342,7 +342,7 @@ def _tokens(lm: LanguageModel, rows: int) -> Tensor:
 
 
 def _alone(lm: LanguageModel, text: Tensor) -> Tensor:
-    """The logits of a text [T] by the model itself, without mask and cache."""
+    """The logits of a sequence [T] by the model itself, without mask and KV cache."""
     return lm.model(input_ids=text[None], use_cache=False).logits[0, :, : lm.logits].float()
 
 

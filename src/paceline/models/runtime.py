@@ -1,4 +1,4 @@
-"""How passes of a model run: by what, on how many threads, in which numbers; as people ask for it, and as it is."""
+"""How passes of a model run: by transformers or by our kernels, on how many threads, with which weights."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from paceline.models.loading.disk_cache import Progress
 from paceline.models.quantization.quantize import KINDS, quantized
 
 RUNNERS = {
-    "auto": "kernels of our own where they can run, else transformers; on CUDA, rounds are captured",
+    "auto": "our kernels where they can run, else transformers; on CUDA, rounds are captured",
     "eager": "transformers' own forward, nothing captured",
     "cuda_graph": "transformers' own forward; on CUDA, rounds are captured",
-    "kernels": "kernels of our own, or an error; on CUDA, rounds are captured",
+    "kernels": "our kernels, or an error; on CUDA, rounds are captured",
 }
-_PLAIN = ("eager", "cuda_graph")  # no kernels of ours
-_BRANCHES = ("first", "second")  # of a target that is made of two models (see `guided`)
+_PLAIN = ("eager", "cuda_graph")  # runners without our kernels
+_BRANCHES = ("first", "second")  # the models of a target that combines two (see `guided`)
 
-# ---- as people ask for it
+# ---- what the caller asks for
 
 
 def check_runner(name: object) -> None:
@@ -42,7 +42,7 @@ def check_quantization(name: object) -> None:
 
 
 def with_runner(lm: LanguageModel, runner: str | None) -> LanguageModel:
-    """The same weights, read by another runner; the model that was given stays as it is. None: as it is."""
+    """The same weights with another runner; the given model does not change. None: the model as it is."""
     check_runner(runner)
 
     def change(one: LanguageModel) -> LanguageModel:
@@ -56,7 +56,7 @@ def with_runner(lm: LanguageModel, runner: str | None) -> LanguageModel:
 
 
 def with_strict(lm: LanguageModel) -> LanguageModel:
-    """The same weights, read so that a token has the same bits in every pass."""
+    """The same weights, read so that a token has the same bits in every pass (`strict`)."""
 
     def change(one: LanguageModel) -> LanguageModel:
         other = copy.copy(one)
@@ -67,7 +67,7 @@ def with_strict(lm: LanguageModel) -> LanguageModel:
 
 
 def quantize_as(lm: LanguageModel, kind: str | None) -> LanguageModel:
-    """The model with its linear maps quantised, read by the same runner; made once for a model. None: as it is."""
+    """The model with quantized linear layers and the same runner; made once per model. None: the model as it is."""
     check_quantization(kind)
     if kind is None:
         return lm
@@ -80,7 +80,7 @@ def quantize_as(lm: LanguageModel, kind: str | None) -> LanguageModel:
 
 
 def quantization_of(lm: LanguageModel) -> str | None:
-    """The numbers that most of its linear maps are in, where it was quantised; else None."""
+    """The format of most of its linear layers, if it was quantized; else None."""
     model = getattr(parts(lm)[0], "model", None)
     packed = {cls: name for name, cls in KINDS.items()}
     found = Counter(packed[type(m)] for m in (model.modules() if model is not None else ()) if type(m) in packed)
@@ -88,7 +88,7 @@ def quantization_of(lm: LanguageModel) -> str | None:
 
 
 def parts(lm: LanguageModel) -> list[LanguageModel]:
-    """The models that a pass runs: two, where a target has two branches."""
+    """The models that a pass runs: two for a target with two branches, else one."""
     return [each for name in _branches(lm) for each in parts(getattr(lm, name))] or [lm]
 
 
@@ -97,7 +97,7 @@ def _branches(lm: LanguageModel) -> list[str]:
 
 
 def _each(lm: LanguageModel, change: Callable[[LanguageModel], LanguageModel]) -> LanguageModel:
-    """The target with every branch changed; one that has no branches as it is."""
+    """The target with every branch changed. A target without branches does not change."""
     if not _branches(lm):
         return lm
     other = copy.copy(lm)
@@ -108,23 +108,23 @@ def _each(lm: LanguageModel, change: Callable[[LanguageModel], LanguageModel]) -
     return other
 
 
-# ---- as it is
+# ---- what happens
 
 
 @dataclass(frozen=True)
 class Running:
-    """By what passes run (`by`: "kernels" or "eager"), and why not by kernels where they do not."""
+    """What runs the passes (`by`: "kernels" or "eager"), and why it is not the kernels."""
 
     by: str
     why: str = ""
     threads: int = 1  # on a CPU
     kind: str | None = None
-    captured: bool = False  # rounds are replayed (CUDA)
+    captured: bool = False  # rounds are CUDA graphs
     strict: bool = False
-    bits: str = ""  # what the bits of a token depend on beside the text before it (docs/exactness.md)
+    bits: str = ""  # what the bits of a token depend on besides the tokens before it (docs/exactness.md)
 
     def describe(self) -> str:
-        """A few words for the line that says what decodes."""
+        """A phrase for the status line."""
         captured = ", captured" if self.captured else ""
         strict = ", strict" if self.strict else ""
         bits = f"; ties can depend on {self.bits}" if self.bits else ""
@@ -136,7 +136,7 @@ class Running:
 
 
 def running(lm: LanguageModel) -> Running:
-    """How passes of this model run here. Where that is by kernels, they are compiled now if they never were."""
+    """How passes of this model run here. If kernels run them, they are compiled now."""
     first = parts(lm)[0]
     kind, device = quantization_of(first), first.device.type
     captured = device == "cuda" and first.runner != "eager"
@@ -153,32 +153,32 @@ def running(lm: LanguageModel) -> Running:
 
 
 def _bits(lm: LanguageModel, captured: bool) -> str:
-    """What the bits of a token depend on in passes of transformers, beside the text before it."""
+    """What the bits of a token depend on in passes of transformers, besides the tokens before it."""
     if not lm.strict:
         return "the batch and the draft"
     if any("experts" in name for name, _ in lm.model.named_modules()):
-        return "the draft"  # an expert multiplies as many tokens as the pass sends to it
-    return "the room that a batch needs" if captured else ""
+        return "the draft"  # the size of an expert's product depends on the tokens of the pass
+    return "the size of the KV cache" if captured else ""
 
 
 def by_kernels(lm: LanguageModel) -> bool:
-    """Do passes run by kernels of our own?"""
+    """True if our kernels run the passes."""
     return running(lm).by == "kernels"
 
 
-# nodes on a CPU: up to here a pass costs about what it costs with the first of them
+# nodes of a tree on a CPU: up to here, a pass costs about as much as with one node
 _COMFORTABLE = {"kernels": 7, "eager": 15}
 
 
 def usual_nodes(lm: LanguageModel, uses_all_nodes: bool, gamma: int) -> int:
-    """How large a tree may be where nobody says so. fills: the drafter makes use of any number. Where reading weights
-    is what takes time, further nodes are free; on a CPU they are soon dearer than what they bring."""
+    """The default number of nodes of a tree. uses_all_nodes: the drafter can use any number. On a GPU more nodes are
+    nearly free, because reading the weights takes the time; on a CPU they soon cost more than they bring."""
     most = NODES if not uses_all_nodes or lm.device.type != "cpu" else _COMFORTABLE[running(lm).by]
     return max(gamma, most)
 
 
 def prepare(lm: LanguageModel, progress: Progress | None = None) -> None:
-    """Have the kernels ready that this model will run by; refuse a runner that it cannot have."""
+    """Compile the kernels that this model runs by. Refuse a runner that it cannot have."""
     for one in parts(lm):
         if one.runner in _PLAIN:
             continue
@@ -199,19 +199,19 @@ def _compile(progress: Progress | None) -> None:
     from paceline.models.cpu.compile import kernels_ready
 
     if machine.missing() is None:
-        with suppress(Exception):  # `kernels_missing` tries again, and says what is wrong
+        with suppress(Exception):  # `kernels_missing` tries again, and reports the error
             kernels_ready(progress)
 
 
 def cores_here() -> int:
-    """Those this process may use."""
+    """The number of cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 def _unfit(lm: LanguageModel) -> str | None:
-    """Why kernels cannot run this model, wherever it is; None if they can."""
+    """Why our kernels cannot run this model on its device; None if they can."""
     if not hasattr(lm, "model"):
         return "it is no transformers model"
     if lm.device.type not in ("cpu", "cuda"):
@@ -222,7 +222,7 @@ def _unfit(lm: LanguageModel) -> str | None:
 
 
 def _is_altered(lm: LanguageModel, why: str) -> bool:
-    """Is this why: an altered part of a model that looks as if it had kernels?"""
+    """True if the reason is an altered part of a model that otherwise has kernels."""
     if not hasattr(lm, "model") or no_family(lm.core) is not None:
         return False
     return why == altered(lm.core, lm.architecture.kinds)

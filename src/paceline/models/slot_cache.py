@@ -1,7 +1,7 @@
-"""Keys and values by slot: a token is written to the slot of its position, and forgetting is overwriting.
+"""A KV cache by slot: a token is written to the slot of its position, and a discarded token is overwritten later.
 
-Transformers calls `update()` from inside every attention layer; before each pass the reader says which rows and slots
-that call means. Nothing is ever concatenated or cropped.
+Transformers calls `update()` inside every attention layer; before each pass, the reader sets the rows and slots of
+those calls. Nothing is concatenated or cropped.
 """
 
 from __future__ import annotations
@@ -43,15 +43,15 @@ class SlotCache(Cache):
         self._rows = self._slots = 0  # what is allocated, or will be at the first update
         # rows, slots and visible slots of the next pass: transformers calls `update` without them
         self._next_write: tuple[slice, int | Tensor, int] = (slice(0, 0), 0, 0)
-        self.past = 0  # committed tokens before this pass, for the parts of transformers that ask
-        self._addresses: np.ndarray | None = None  # of the stores, until one of them is replaced
-        self._tables: list[Tensor] = []  # the same on the device; captured programs still read those of fewer layers
-        self.storage_version = next(CHANGES)  # another number whenever they are others
+        self.past = 0  # committed tokens before this pass, for `get_seq_length`
+        self._addresses: np.ndarray | None = None  # of the stores; None after one of them was replaced
+        self._tables: list[Tensor] = []  # the same on the device; CUDA graphs still read those of fewer layers
+        self.storage_version = next(CHANGES)  # changes when the stores are replaced
 
     # ---- before a pass
 
     def reserve(self, rows: int, slots: int) -> None:
-        """Make room; what is already stored moves to the new store."""
+        """Make room for these numbers of rows and slots. What is stored moves to the new store."""
         if rows <= self._rows and slots <= self._slots:
             return
         rows = max(rows, self._rows)
@@ -89,7 +89,7 @@ class SlotCache(Cache):
         return keys[:, :, :visible], values[:, :, :visible]
 
     def of_layer(self, layer: int) -> tuple[Tensor, Tensor, Tensor, int]:
-        """Keys and values of the rows of the next pass, the slots [R,Q] it writes to, and how many it sees."""
+        """Keys and values of the rows of the next pass, the slots [R,Q] that it writes, and the number that it sees."""
         rows, slots, visible = self._next_write
         assert isinstance(slots, Tensor)
         return self.keys[layer][rows], self.values[layer][rows], slots, visible
@@ -97,14 +97,14 @@ class SlotCache(Cache):
     def allocate(
         self, layers: int, heads: int, width: int, dtype: torch.dtype, device: torch.device | str = "cpu"
     ) -> None:
-        """The stores of all layers, for those that write to them by themselves: kernels."""
+        """Make the stores of all layers, for kernels, which do not call `update`."""
         while len(self.keys) < layers:
             for store in (self.keys, self.values):
                 store.append(torch.zeros(self._rows, heads, self._slots, width, dtype=dtype, device=device))
             self._addresses = None
 
     def addresses(self) -> np.ndarray:
-        """Where the stores are: keys, values of the first layer, then of the next. They stay until the cache grows."""
+        """The addresses of the stores: keys and values of the first layer, then of the next. Growth changes them."""
         if self._addresses is None:
             pairs = zip(self.keys, self.values, strict=True)
             self._addresses = np.array([store.data_ptr() for pair in pairs for store in pair], np.int64)
@@ -143,8 +143,8 @@ class SlotCache(Cache):
         self._ops.move(stores, lambda: self._table(source.device), length, source, target)
 
     def _table(self, device: torch.device) -> Tensor | None:
-        """`addresses` on the device, where all stores are there and alike. Made by the first to ask: a program is run
-        once before it is captured, and forgotten when the stores have moved."""
+        """`addresses` on the device, if all stores are on it and of one shape. It is made in the first pass, which runs
+        before a CUDA graph is captured; graphs are discarded when the stores move."""
         if not self._tables or len(self._tables[-1]) != 2 * len(self):
             kinds = {(each.device, each.dtype, each.shape) for each in (*self.keys, *self.values)}
             if len(kinds) != 1 or self.keys[0].device != device:
@@ -153,13 +153,13 @@ class SlotCache(Cache):
         return self._tables[-1]
 
     def copy_rows(self, source: list[int], target: list[int], start: int, stop: int) -> None:
-        """The slots start..stop-1 of the rows `source` go to the rows `target`; all are read before one is written."""
+        """Copy the slots start..stop-1 of the rows `source` to the rows `target`; all reads come before the writes."""
         for store in (self.keys, self.values):
             for layer in store:
                 layer[target, :, start:stop] = layer[source, :, start:stop]
 
     def move_row(self, source: int, target: int, length: int) -> None:
-        """Row `source` (its first `length` slots) takes the place of row `target`."""
+        """Copy the first `length` slots of row `source` to row `target`."""
         for store in (self.keys, self.values):
             for layer in store:
                 layer[target, :, :length] = layer[source, :, :length]

@@ -1,7 +1,7 @@
-"""A target that is shared out over several processes: transformers' tensor parallelism, under torchrun.
+"""A target that is sharded over several processes: transformers' tensor parallelism, under torchrun.
 
-Every process runs the same loop over its piece of every layer. Logits are the same everywhere, and so are all random
-numbers, for they follow from seed and position; what remains is that the processes are asked the same thing.
+Every process runs the same loop over its shard of every layer. Logits are equal in all processes, and so are the random
+numbers, which follow from seed and position. So the processes only need the same requests.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _LETS_GO = 1.0  # seconds, for threads that want a moment of one core: ample on 
 
 
 def check_plan(plan: str | None) -> None:
-    """Refuse a plan where there is nobody to share with."""
+    """Refuse a plan in a single process."""
     if plan is None:
         return
     if plan != "auto":
@@ -38,10 +38,9 @@ def check_plan(plan: str | None) -> None:
 def leave_in_order() -> None:
     """Take the processes' connections down while Python still runs.
 
-    A thread of gloo lets go of a collective's tensors after it has told everybody that it is done, and needs Python's
-    lock for it. If Python ends first, the thread is torn out of a C++ destructor, and that aborts the process. Nothing
-    of torch's waits for it while a group is still referred to (and a model that is shared out refers to its own), so
-    we do.
+    A thread of gloo releases the tensors of a collective after the collective is done, and needs Python's lock for it.
+    If Python ends first, the thread is stopped inside a C++ destructor, which aborts the process. torch does not wait
+    for it while a group is referenced (and a sharded model references its own), so this does.
     """
     atexit.unregister(_leave)  # so that it runs once
     atexit.register(_leave)
@@ -55,7 +54,7 @@ def _leave() -> None:
 
 
 def is_sharded(lm: LanguageModel) -> bool:
-    """Does this process hold a piece of the model only?"""
+    """True if this process holds only a shard of the model."""
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return False
     from torch.distributed.tensor import DTensor
@@ -65,20 +64,20 @@ def is_sharded(lm: LanguageModel) -> bool:
 
 
 def refuse_pieces(lm: LanguageModel, what: str) -> None:
-    """For whatever looks into the weights of a model."""
+    """Refuse a sharded model, for code that reads its weights. what: what is not possible then."""
     if is_sharded(lm):
         raise UnsupportedError(f"{lm.name} is shared out over processes (tp_plan), so {what}; load it in one process.")
 
 
 def of_the_first(value: T) -> T:
-    """What the first process has, in all of them."""
+    """The value of the first process, in all processes."""
     box = [value]
     torch.distributed.broadcast_object_list(box, src=0)
     return box[0]
 
 
 def check_alike(value: Any, what: str) -> None:
-    """Processes that are asked different things would wait for each other for ever."""
+    """Refuse different values in different processes: those would wait for each other for ever."""
     everywhere: list[Any] = [None] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(everywhere, value)
     if any(other != everywhere[0] for other in everywhere):

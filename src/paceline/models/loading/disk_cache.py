@@ -1,8 +1,8 @@
-"""The folder on disk where converted weights are kept, so that fetching and converting happen once per machine.
+"""The folder on disk where converted weights are kept, so that they are fetched and converted once per machine.
 
-An entry is a folder that appears whole or not at all: it is made under another name, sealed with a manifest (the sha256
-of every file) and renamed. A lock per entry keeps two processes from making it twice. Reading needs no lock and no
-permission to write.
+An entry is a folder that appears complete or not at all: it is made under another name, gets a manifest (the sha256 of
+every file) and is renamed. A lock per entry prevents that two processes make it. Reading needs no lock and no write
+permission.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class WeightCache:
         self.entries = self.root / "models"
 
     def find(self, key: str) -> Path | None:
-        """The entry if it is there and sound. A damaged one is removed, with a warning, so that it can be made anew."""
+        """The entry if it exists and is valid. A damaged one is removed with a warning and can be made again."""
         entry = self.entries / key
         if not entry.is_dir():
             return None
@@ -72,7 +72,7 @@ class WeightCache:
             return self._sound_or_removed(key)
 
     def obtain(self, key: str, make: Callable[[Path], None], *, progress: Progress | None = None) -> Path:
-        """The entry, made by `make` (which fills the empty folder it is given) if it is not there yet."""
+        """The entry. If it does not exist, `make` fills an empty folder for it."""
         found = self.find(key)
         if found is not None:
             return found
@@ -80,7 +80,7 @@ class WeightCache:
             return self._sound_or_removed(key) or self._build(key, make)
 
     def source_sha256(self, path: Path, *, progress: Progress | None = None) -> str:
-        """The sha256 of a file outside the cache, remembered for as long as its size and time stay the same."""
+        """The sha256 of a file outside the cache, stored for as long as its size and time do not change."""
         path = path.resolve()
         state = path.stat()
         stamp = {"path": str(path), "size": state.st_size, "mtime_ns": state.st_mtime_ns}
@@ -96,7 +96,7 @@ class WeightCache:
 
     @contextmanager
     def _writable(self) -> Iterator[None]:
-        """Turns a cache that cannot be written into a sentence that says what to do."""
+        """Raise a LoadError that says what to do if the cache cannot be written."""
         try:
             yield
         except OSError as error:
@@ -131,7 +131,7 @@ class WeightCache:
         if damage is None:
             return entry
         warnings.warn(
-            f"The cached weights in '{entry}' are damaged ({damage}); they are made anew.",
+            f"The cached weights in '{entry}' are damaged ({damage}); they are made again.",
             PacelineWarning,
             stacklevel=2,
         )
@@ -142,7 +142,7 @@ class WeightCache:
         return None
 
     def _build(self, key: str, make: Callable[[Path], None]) -> Path:
-        """Call with the lock held: whatever an earlier process left half made is then nobody's, and is swept."""
+        """Call with the lock held: what an earlier process left incomplete is removed."""
         for left_behind in [*self.entries.glob(f".building-{key}-*"), *self.entries.glob(f".trash-{key}-*")]:
             shutil.rmtree(left_behind, ignore_errors=True)
         building = self.entries / f".building-{key}-{uuid.uuid4().hex[:8]}"
@@ -152,7 +152,7 @@ class WeightCache:
                 make(building)
                 _seal(building)
                 os.replace(building, self.entries / key)
-        except BaseException:  # Ctrl-C too: no half entry stays behind
+        except BaseException:  # also after Ctrl-C: no incomplete entry remains
             shutil.rmtree(building, ignore_errors=True)
             raise
         return self.entries / key
@@ -165,7 +165,7 @@ def _seal(folder: Path) -> None:
 
 
 def _damage(entry: Path) -> str | None:
-    """What is wrong with an entry. Files are hashed the first time and whenever their time of change is a new one."""
+    """What is wrong with an entry. Files are hashed the first time and when their modification time changes."""
     manifest = read_json(entry / MANIFEST)
     if manifest is None or not isinstance(manifest.get("files"), dict):
         return "its manifest cannot be read"
@@ -184,20 +184,20 @@ def _damage(entry: Path) -> str | None:
             return "its manifest cannot be read"
         times[name] = state.st_mtime_ns
     if times != known:
-        with suppress(OSError):  # a cache one may only read is as good; the files are then hashed at every load
+        with suppress(OSError):  # in a read-only cache the files are hashed at every load
             write_json(entry / VERIFIED, times)
     return None
 
 
 def _unchanged(known: object, found: int) -> bool:
-    """Is this the time that was noted? Layers of a container image keep whole seconds only."""
+    """True if this is the stored time. Layers of a container image keep whole seconds only."""
     if not isinstance(known, int):
         return False
     return known == found or (found % _SECOND == 0 and known // _SECOND == found // _SECOND)
 
 
 def read_json(path: Path) -> dict | None:
-    """A JSON object from a file that may be absent or damaged; the caller knows what absence means."""
+    """The JSON object in a file; None if it is absent or damaged."""
     try:
         content = parse_json(path.read_text("utf-8"))
     except (OSError, ValueError):
@@ -206,7 +206,7 @@ def read_json(path: Path) -> dict | None:
 
 
 def write_json(path: Path, content: dict) -> None:
-    """Write beside, then rename: a reader sees the old file or the new one, never half of it."""
+    """Write another file, then rename it: a reader never sees an incomplete file."""
     beside = path.with_name(f"{path.name}.{uuid.uuid4().hex[:8]}")
     beside.write_text(json.dumps(content, indent=1), "utf-8")
     os.replace(beside, path)

@@ -1,7 +1,7 @@
-"""Reading a GGUF file: its header first, cheaply and with every length checked, then its weights through transformers.
+"""Reading a GGUF file: first its header, with every length checked, then its weights by transformers.
 
-The header check comes before anything slow, because a download that was cut short is the usual defect and transformers
-would only stumble over it after half a minute, with a traceback or with a wrong tensor.
+The header check comes first because the usual defect is an incomplete download, which transformers would notice only
+after half a minute, with a traceback or with a wrong tensor.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class _DamageError(Exception):
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """One tensor as the file announces it, shape in torch's order."""
+    """One tensor of the header, with its shape in torch's order."""
 
     name: str
     shape: tuple[int, ...]
@@ -61,7 +61,7 @@ class TensorInfo:
 
 @dataclass(frozen=True)
 class GGUFHeader:
-    """Everything in a GGUF file but the weights."""
+    """The metadata and the tensor table of a GGUF file."""
 
     path: Path
     metadata: dict[str, Any]
@@ -73,16 +73,16 @@ class GGUFHeader:
 
 
 class _Cursor:
-    """Reads forward through the bytes and never past their end, whatever the file claims about its own lengths."""
+    """Reads forward through the bytes and never past their end, whatever lengths the file claims."""
 
     def __init__(self, data: mmap.mmap) -> None:
         self.data = data
         self.size = len(data)
         self.at = 0
-        self.propose_lists = 0  # values in arrays so far
+        self.listed = 0  # values in arrays so far
 
     def skip(self, length: int) -> int:
-        """Move on by `length` bytes and return where they began."""
+        """Skip `length` bytes and return where they begin."""
         start = self.at
         if length > self.size - start:
             raise _DamageError(f"it ends in the middle of its header, at byte {self.size}")
@@ -107,8 +107,8 @@ class _Cursor:
         if kind != _ARRAY:
             raise _DamageError(f"a value at byte {self.at} has the unknown type {kind}")
         element, count = int(self.number("I")), int(self.number("Q"))
-        self.propose_lists += count
-        if self.propose_lists > _MOST_LISTED:  # readers make an object of each
+        self.listed += count
+        if self.listed > _MOST_LISTED:  # readers make an object of each
             raise _DamageError(f"its arrays hold more than {_MOST_LISTED:,} values")
         if element in _NUMBERS:
             code = _NUMBERS[element]
@@ -142,7 +142,7 @@ def _parse(path: Path, cursor: _Cursor) -> GGUFHeader:
     if version not in (2, 3):
         raise _DamageError(f"its version is {version}, and only 2 and 3 can be read")
     tensor_count, value_count = int(cursor.number("Q")), int(cursor.number("Q"))
-    if 12 * value_count + 24 * tensor_count > cursor.size:  # the least that so many entries need
+    if 12 * value_count + 24 * tensor_count > cursor.size:  # the least bytes of these entries
         raise _DamageError(f"it announces {value_count} values and {tensor_count} tensors in {cursor.size} bytes")
     metadata: dict[str, Any] = {}
     for _ in range(value_count):
@@ -268,7 +268,7 @@ def tokenizer_refused(name: object, problem: str) -> str:
 
 
 def _read_model(header: GGUFHeader, progress: Progress | None) -> PreTrainedModel:
-    """Through transformers' own tensor names and permutations, one level below `from_pretrained(gguf_file=...)`.
+    """Read the model with transformers' tensor names and permutations, below `from_pretrained(gguf_file=...)`.
 
     That level needs no accelerate package, no second copy in memory, and leaves no `quantization_config` behind that
     would forbid saving.
@@ -315,7 +315,7 @@ def _stored_dtype(header: GGUFHeader) -> torch.dtype:
 
 
 def _remarks(header: GGUFHeader, model: PreTrainedModel) -> list[str]:
-    """What transformers' reader leaves out of the file although it changes the model."""
+    """What transformers' reader ignores in the file although it changes the model."""
     scaling = header.metadata.get(f"{header.architecture}.rope.scaling.type", "none")
     stretched = scaling != "none" or any(tensor.name.startswith("rope_f") for tensor in header.tensors)
     kept = (getattr(model.config, "rope_parameters", None) or {}).get("rope_type", "default") != "default"
@@ -326,7 +326,7 @@ def _remarks(header: GGUFHeader, model: PreTrainedModel) -> list[str]:
 
 @contextmanager
 def _reported(label: str, progress: Progress | None) -> Iterator[None]:
-    """For a moment, transformers' own bar over the tensors is ours: it has no switch of its own."""
+    """Inside, report transformers' progress over the tensors: its bar has no other interface."""
 
     def counted(tensors: Iterable[Any], **_bar: Any) -> Iterator[Any]:
         items = list(tensors)

@@ -1,9 +1,9 @@
-"""The tokenizer a GGUF file describes, built from the file's own words and nothing else.
+"""The tokenizer of a GGUF file, built from its metadata only.
 
-transformers builds one too, and gets it wrong in ways that change from version to version: it drops SmolLM2's splitting
-of digits, reads TinyLlama's end of text as `<s>`, cuts Gemma into characters. A GGUF names its text splitter
-(`tokenizer.ggml.pre`), its special ids and whether a text begins with BOS, so all of that is taken from there. A file
-whose splitter is not known here is refused rather than guessed: a tokenizer nearly right makes text nearly right.
+transformers builds one too, with errors that change from version to version: it drops SmolLM2's splitting of digits,
+reads TinyLlama's end of text as `<s>`, cuts Gemma into characters. A GGUF names its text splitter
+(`tokenizer.ggml.pre`), its special ids and whether a text begins with BOS, so this module uses those. A file with an
+unknown splitter is refused: a tokenizer that is nearly right makes text that is nearly right.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class TokenizerError(Exception):
 
 @dataclass(frozen=True)
 class _Splitter:
-    """How one family cuts text before merging: a pattern, or GPT-2's own, with digits apart where it says so."""
+    """How a family splits text before merging: by a pattern, or as GPT-2, with single digits if it says so."""
 
     pattern: str | None = None
     single_digits: bool = False
@@ -88,7 +88,7 @@ _SPLITTERS = {name: splitter for splitter, names in _FAMILIES for name in names}
 
 @dataclass(frozen=True)
 class _Vocabulary:
-    """The token table of a file and the few facts about it that both kinds of tokenizer need."""
+    """The token table of a file, and what both kinds of tokenizer need to know."""
 
     tokens: list[str]
     kinds: list[int]
@@ -105,13 +105,13 @@ class _Vocabulary:
 
 
 def build_tokenizer(metadata: dict[str, Any]) -> PreTrainedTokenizerFast | None:
-    """The tokenizer these metadata describe, or None for a model that has none (its tokens are not text)."""
+    """The tokenizer of these metadata; None for a model without one (its tokens are not text)."""
     _check_types(metadata)
     try:
         return _built(metadata)
     except TokenizerError:
         raise
-    except Exception as error:  # tokenizers and transformers raise every kind of error over words they cannot use
+    except Exception as error:  # tokenizers and transformers raise every kind of error
         raise TokenizerError(f"its tokenizer cannot be built: {in_one_line(error, 120)}") from error
 
 
@@ -147,7 +147,7 @@ def _built(metadata: dict[str, Any]) -> PreTrainedTokenizerFast | None:
 
 
 def _check_types(metadata: dict[str, Any]) -> None:
-    """Every value has the type that it has in sound files."""
+    """Refuse a value of a wrong type."""
     for name, (wanted, inner) in _TYPES.items():
         value = metadata.get(name)
         if value is None:
@@ -191,7 +191,7 @@ def _read_vocabulary(
 
 
 def _respelled(token: str) -> str:
-    """Some files hold runs of blanks as real spaces, while text is looked up with every space written as a blank."""
+    """Some files hold runs of blanks as real spaces, but text is looked up with "▁" for every space."""
     return _BLANK * len(token) if token and not token.strip(" ") else token
 
 
@@ -226,7 +226,7 @@ def _byte_level(vocabulary: _Vocabulary, metadata: dict[str, Any], splitter: _Sp
 
 
 def _sentencepiece(vocabulary: _Vocabulary, *, prefix: bool) -> Tokenizer:
-    """Merges over characters with bytes as the way out (Llama 2, Gemma): the merges follow from tokens and scores."""
+    """Merges over characters, with bytes for unknown ones (Llama 2, Gemma). Tokens and scores give the merges."""
     numbers = _numbered(vocabulary.tokens)
     model = models.BPE(
         numbers,
@@ -246,7 +246,7 @@ def _sentencepiece(vocabulary: _Vocabulary, *, prefix: bool) -> Tokenizer:
 
 
 def _merges_by_score(vocabulary: _Vocabulary, numbers: dict[str, int]) -> list[tuple[str, str]]:
-    """Every way to make a token from two others, best score first, as sentencepiece would choose."""
+    """All pairs of tokens that make a token, best score first, as sentencepiece chooses."""
     ranked: list[tuple[float, int, int, str, str]] = []
     for token, kind, score in zip(vocabulary.tokens, vocabulary.kinds, vocabulary.scores, strict=True):
         if kind not in (_NORMAL, _USER_DEFINED):

@@ -1,4 +1,4 @@
-"""Weights from the Hugging Face hub: only the files that are needed, never a pickle, a quick answer when offline."""
+"""Weights from the Hugging Face hub: only the files that are needed, never a pickle, a fast answer when offline."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from paceline.common.errors import in_one_line
 from paceline.models.loading.disk_cache import Progress
 from paceline.models.loading.weight_check import INDEX, link_problem, shards_of
 
-_PATIENCE = 5.0  # seconds for the first answer; a network that swallows packets should not look like a hang
+_PATIENCE = 5.0  # seconds for the first answer: a network that drops packets must not look like a hang
 _TEXT_FILES = ["*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken"]
 _WEIGHT_FILES = ["model.safetensors", "model-*.safetensors", "medusa_lm_head.safetensors"]
 _PICKLES = ("pytorch_model*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
@@ -46,7 +46,7 @@ def quiet() -> Iterator[None]:
 
 
 class HubError(Exception):
-    """Why the hub gave nothing, as the middle of a sentence."""
+    """Why the hub gave no files, as the middle of a sentence."""
 
 
 def fetch(
@@ -57,7 +57,7 @@ def fetch(
     code: bool = False,
     progress: Progress | None = None,
 ) -> Path:
-    """The folder with the repository's files in the hub's own cache (HF_HOME), downloaded where they are missing."""
+    """The folder with the repository's files in the hub's cache (HF_HOME). Missing files are downloaded."""
     patterns = _TEXT_FILES + (_WEIGHT_FILES if weights else []) + (["*.py"] if code else [])
     try:
         if _offline():
@@ -71,7 +71,7 @@ def fetch(
                     allow_patterns=patterns,
                     tqdm_class=_reporting_bar(f"downloading {repository}", progress),
                 )
-            except Exception as error:  # the hub's client raises the errors of whichever HTTP library it stands on
+            except Exception as error:  # the hub's client raises the errors of its HTTP library
                 raise HubError(_reason(repository, error)) from error
         return Path(folder)
     except HubError:
@@ -82,7 +82,7 @@ def fetch(
 
 
 def cached(repository: str) -> Path | None:
-    """The repository as downloaded earlier, by us or by anybody, if it is complete; the network is not touched."""
+    """The repository in the hub's cache, if it is complete. Does not use the network."""
     folder = _snapshot(repository, None, _TEXT_FILES + _WEIGHT_FILES)
     return None if folder is None or weights_problem(folder) is not None else folder
 
@@ -121,7 +121,7 @@ def _shards_problem(folder: Path) -> str | None:
 
 
 def _offline() -> bool:
-    """Asked of the environment too: the hub's client reads it only once, when it is imported."""
+    """Reads the environment too: the hub's client reads it only when it is imported."""
     return constants.HF_HUB_OFFLINE or os.environ.get("HF_HUB_OFFLINE", "").upper() in {"1", "ON", "YES", "TRUE"}
 
 
@@ -143,7 +143,7 @@ def _reason(repository: str, error: Exception) -> str:
 
 
 def _reporting_bar(label: str, progress: Progress | None) -> type:
-    """The hub's client shows bytes only through a class of bars, so ours draws nothing and passes the numbers on."""
+    """A progress bar class that draws nothing and reports the bytes: the hub's client has no other interface."""
     most = 0
 
     class Bar(tqdm):

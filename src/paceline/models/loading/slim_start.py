@@ -1,9 +1,8 @@
-"""A quicker start of the command line: what transformers imports and a single process does not use is put off.
+"""A faster start of the command line: imports of transformers that a single process does not use are delayed.
 
-Its modules import torch's compiler (for decorators) and torch's distributed tensors: together a quarter of the start.
-Here the compiler is imported when it is first used, and transformers is told that torch has no distributed tensors,
-which it supports. Only the command line does this, in short commands of one process (`core.startup`): in other
-programs the packages stay as they are.
+transformers imports torch's compiler (for decorators) and torch's distributed tensors: a quarter of the start. Here the
+compiler is imported when it is first used, and transformers sees no distributed tensors, which it supports. Only short
+commands of one process do this (`common.startup`); in other programs nothing changes.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ _MARKS = ("allow_in_graph", "assume_constant_result")  # decorators that return 
 
 
 class LazyPackage(ModuleType):
-    """A package whose code runs when something of it is first used; its parts can be imported before."""
+    """A package whose code runs when it is first used. Its submodules can be imported before."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -39,7 +38,7 @@ class LazyPackage(ModuleType):
 
 
 def _loaded(package: ModuleType) -> ModuleType:
-    """Run the code of the package, and apply the decorators that were put off."""
+    """Run the code of the package, and apply the delayed decorators."""
     with package.__dict__["__lock__"]:
         if type(package) is LazyPackage:
             waiting = package.__dict__.pop("__waiting__")
@@ -59,7 +58,7 @@ def _marked(waiting: list[tuple[str, Callable[..., Any]]], name: str, function: 
 
 
 def _disabled(function: Any = None, recursive: bool = True, **more: Any) -> Any:
-    """`torch.compiler.disable`, applied once there is a compiler: before that nothing can be compiled."""
+    """`torch.compiler.disable`, applied when the compiler is imported: before that nothing can be compiled."""
     if function is None:
         return partial(_disabled, recursive=recursive, **more)
     made: list[Callable[..., Any]] = []
@@ -77,7 +76,7 @@ def _disabled(function: Any = None, recursive: bool = True, **more: Any) -> Any:
 
 
 def put_off(name: str) -> None:
-    """Import a package of a package when it is first used; nothing changes if it is there already."""
+    """Delay the import of a subpackage until it is first used. Does nothing if it is imported already."""
     if name in sys.modules:
         return
     spec = importlib.util.find_spec(name)
@@ -93,12 +92,12 @@ def put_off(name: str) -> None:
 
 
 def may_put_off(version: str, cuda: str | None) -> bool:
-    """Was it tried with this torch? Any other torch imports its compiler as usual, and starts later."""
+    """True if this torch was tested. Any other torch imports its compiler as usual, and starts more slowly."""
     return version.startswith(_TRIED) and cuda is None
 
 
 def slim_transformers() -> None:
-    """Before anything of transformers is imported."""
+    """Call this before transformers is imported."""
     import torch
 
     if may_put_off(torch.__version__, torch.version.cuda):

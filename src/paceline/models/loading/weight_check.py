@@ -1,4 +1,4 @@
-"""Checks of weight files before a model is built from them: a false number in a config costs a sentence, not memory.
+"""Checks of weight files before a model is built: a wrong number in a config must not allocate memory.
 
 The headers of the files say how many tensors and numbers there are. A config that describes a much larger model is
 refused while the model is built, on torch's meta device, before anything is allocated.
@@ -40,7 +40,7 @@ _BITS = {"BOOL": 8, "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6, "U8": 8, "I8": 8, "F8_E
 # what configs call their number of layers
 _LAYERS = frozenset(["num_hidden_layers", "num_layers", "n_layer", "n_layers", "depth", "attention_types",
                      "decoder_layers", "encoder_layers", "num_decoder_layers", "num_encoder_layers"])  # fmt: skip
-_FEW_LAYERS = 1024  # building so many takes seconds
+_FEW_LAYERS = 1024  # more take seconds to build
 _COPIES = 2  # weights that are tied are in the file once
 _PARTS = 4  # tensors of a model for one in a file: some files hold several joined
 _PACKED = 16  # numbers in one of a file in few bits
@@ -51,7 +51,7 @@ _BUFFERS = 1 << 24  # tables that a model computes, such as masks
 
 @dataclass(frozen=True)
 class Table:
-    """What the headers of weight files say: how many tensors there are, and how many numbers in all."""
+    """The number of tensors in weight files, and of numbers in all of them."""
 
     tensors: int
     numbers: int
@@ -59,7 +59,7 @@ class Table:
 
 @contextmanager
 def reading(what: str, path: object) -> Iterator[None]:
-    """Whatever goes wrong inside, in a file of another's making, is a LoadError of one sentence."""
+    """Turn any error inside, while a file is read, into a LoadError of one sentence."""
     try:
         yield
     except PacelineError:
@@ -75,7 +75,7 @@ def reading(what: str, path: object) -> Iterator[None]:
 
 
 def place_of(where: str | os.PathLike[str]) -> Path:
-    """The path that a user names, with ~ as the home folder; a name that no file can have is refused."""
+    """The path that a user names, with ~ as the home folder. Refuse a name that no file can have."""
     text = os.path.expanduser(os.fspath(where))
     try:
         longest = max(map(len, os.fsencode(text).split(os.sep.encode())))
@@ -96,7 +96,7 @@ def shards_of(folder: Path) -> list[str]:
 
 
 def _file_name(name: Any) -> str:
-    """A file beside the index: an index from elsewhere must not name other places of this machine."""
+    """The name of a file beside the index: an index must not name other files of this machine."""
     if not isinstance(name, str) or not name.endswith(".safetensors") or len(name) > _LONGEST_NAME:
         raise ValueError(f"it names {shown(name)}, which is no .safetensors file")
     if Path(name).name != name or "\\" in name or "\0" in name:
@@ -127,7 +127,7 @@ def check_link(path: Path) -> None:
 
 
 def header_of(path: Path) -> dict[str, Any]:
-    """The tensors that a safetensors file announces, after checking them against its length."""
+    """The tensors in the header of a safetensors file, checked against its length."""
     check_link(path)
     try:
         size = path.stat().st_size
@@ -194,7 +194,7 @@ def check_folder(folder: Path, name: str) -> Table:
 
 
 def _check_layers(config: Any, table: Table, name: str, key: str = "") -> None:
-    """Some classes of configs make lists with an entry per layer: this comes before they are made."""
+    """Refuse a wrong number of layers before config classes make lists with one entry per layer."""
     if isinstance(config, dict):
         for inner, value in config.items():
             _check_layers(value, table, name, str(inner))

@@ -1,7 +1,6 @@
-"""Linear maps whose weights are smaller than the numbers they are multiplied with.
+"""Linear layers with quantized weights.
 
-The forward of a map unpacks its weights, for prompts and wherever there are no kernels; where there are some
-(`kernels.packed`), passes over a few tokens read the weights as they lie in memory.
+`forward` unpacks the weights. Our kernels (`kernels.packed`) read them packed, in passes over a few tokens.
 """
 
 from __future__ import annotations
@@ -18,9 +17,9 @@ from paceline.models.cpu.threads import one_thread
 BLOCK = 32  # weights that share a scale and a least value in `Int4Linear`
 _HEAD = 4  # bytes of those two
 _SIZE = _HEAD + BLOCK // 2
-_AT_ONCE = 1 << 20  # weights that are unpacked at a time: the memory they take is small beside the model's
+_AT_ONCE = 1 << 20  # weights that are unpacked at a time: few, to save memory
 
-_PACKED_AT_ONCE = 1 << 15  # weights that are packed at a time: so little that allocators leave no holes behind
+_PACKED_AT_ONCE = 1 << 15  # weights that are packed at a time: few, so that the heap does not fragment
 
 _KERNEL_STEP = 32  # the kernel reads past the end of rows of another length (bfloat16, torch 2.13: it crashes)
 # Rows the kernel is tried out with: kernels go by tiles, and one that is right for few rows may be wrong for more. For
@@ -33,7 +32,7 @@ _CLOSE = 0.02  # of the largest number: rounding in bfloat16 stays below it, a w
 
 
 class PackedLinear(nn.Module):
-    """A linear map with weights [out, in] in a format of `kernels.packed`, and the bias of the map it was made of."""
+    """A linear layer with weights [out, in] in a format of `kernels.packed`, and the bias of the original layer."""
 
     format: ClassVar[str]
 
@@ -44,17 +43,17 @@ class PackedLinear(nn.Module):
 
     @property
     def packed(self) -> Tensor:
-        """The weights as they lie in memory, a row per output."""
+        """The packed weights, one row per output."""
         raise NotImplementedError
 
     @property
     def scales(self) -> Tensor | None:
-        """One per output, where the format has them apart from the weights."""
+        """One per output, if the format stores them separately."""
         return None
 
     @property
     def bytes(self) -> int:
-        """What it holds besides the model's own weights."""
+        """The bytes of its buffers."""
         return sum(buffer.numel() * buffer.element_size() for buffer in self.buffers())
 
     def unpacked(self, outputs: slice, dtype: torch.dtype) -> Tensor:
@@ -74,8 +73,8 @@ class PackedLinear(nn.Module):
 class Int8Linear(PackedLinear):
     """Weights in int8, rounded to the nearest, and one scale per output.
 
-    Where torch has a kernel for it (`_weight_int8pack_mm`) that is found to multiply rightly on this device, in this
-    dtype and for so many rows, they are read as int8 and never unpacked.
+    If torch's kernel (`_weight_int8pack_mm`) is correct on this device, in this dtype and for this number of rows, it
+    reads them as int8 without unpacking.
     """
 
     format = "int8"
@@ -145,7 +144,7 @@ class Int4Linear(PackedLinear):
 
 
 def _in_blocks(weight: Tensor) -> Tensor:
-    """Rows of weights as bytes: between the least and the largest of a block, in 15 equal steps."""
+    """Rows of weights as bytes: 15 equal steps from the least to the largest of a block."""
     exact = weight.to(torch.promote_types(weight.dtype, torch.float32)).unflatten(1, (-1, BLOCK))
     least, most = exact.amin(-1, keepdim=True), exact.amax(-1, keepdim=True)  # aminmax is many times slower
     m = least.to(torch.float16)
@@ -160,7 +159,7 @@ def _in_blocks(weight: Tensor) -> Tensor:
 
 
 class BFloat16Linear(PackedLinear):
-    """Weights in bfloat16: half the bytes of float32, and the same weights where the checkpoint was in bfloat16."""
+    """Weights in bfloat16: half the bytes of float32, and equal if the checkpoint was in bfloat16."""
 
     format = "bfloat16"
     short: Tensor
@@ -177,12 +176,12 @@ class BFloat16Linear(PackedLinear):
         return self.short[outputs].to(dtype)
 
 
-@cache
+@cache  # a property of the machine: measured once
 def kernel_rows(device: torch.device, dtype: torch.dtype, width: int, odd: int = 0) -> int:
-    """Up to how many rows torch multiplies int8 weights rightly here, and faster than it unpacks them; 0: never.
-    Measured, against the unpacked product.
+    """The largest number of rows for which torch's int8 kernel is correct here and faster than unpacking; 0: none.
+    Measured against the unpacked product.
 
-    width: of the input; odd: how many outputs are left over when they are taken by 32.
+    width: of the input; odd: the number of outputs modulo 32.
     """
     most = _WORTH_IT.get(dtype, 0) if device.type == "cpu" else _TRIED[-1]
     if width % _KERNEL_STEP or not most:

@@ -1,5 +1,5 @@
-"""A second view of a model with its linear maps in fewer bytes. Embeddings, norms, biases and fused experts are shared
-with the model, which is not edited."""
+"""A view of a model with quantized linear layers. It shares embeddings, norms, biases and fused experts with the model.
+The model is not edited."""
 
 from __future__ import annotations
 
@@ -27,16 +27,15 @@ KINDS: dict[str, type[PackedLinear]] = {"int8": Int8Linear, "int4": Int4Linear, 
 
 
 def quantized(lm: LanguageModel, kind: str = "int8", head: bool = True) -> LanguageModel:
-    """The model with every linear map in another kind of numbers, under a name that says so ("SmolLM2 in int8").
+    """The model with all linear layers quantized, and the format in its name ("SmolLM2 in int8").
 
     kind: "int8" (a byte per weight, one scale per output), "int4" (5 bits per weight: blocks of 32, each with a scale
-    and a least value; a map whose rows are no multiple of 32 is in int8), or "bfloat16" (the same weights where the
-    checkpoint was in bfloat16, at half the bytes of float32). head: the output head too; false leaves it as it is.
+    and a least value; a layer whose rows are no multiple of 32 is in int8), or "bfloat16" (the same weights if the
+    checkpoint was in bfloat16, at half the bytes of float32). head: quantize the output layer too.
 
-    The result is a model of its own: what is exact with respect to it need not be what the given one would write. Its
-    activations keep their dtype. On a CPU, in float32 and where the architecture has kernels, passes after the prompt
-    read the small weights themselves; everywhere else they are unpacked for every pass, which is as right and not
-    faster. An embedding that was tied to the head stays as it is, and the head becomes a small copy.
+    The result is a model of its own: its text may differ from that of the given model. Its activations keep their
+    dtype. Our CPU kernels for float32 read the small weights; everywhere else they are unpacked in every pass, which
+    is not faster. An embedding that is tied to the output layer does not change; the output layer becomes a copy.
     """
     if kind not in KINDS:
         raise UnknownNameError("kind of quantization", kind, KINDS)
@@ -60,18 +59,18 @@ def quantized(lm: LanguageModel, kind: str = "int8", head: bool = True) -> Langu
         model = map_modules(lm.model, exchange)
     give_back()
     if not known:
-        raise UnsupportedError(f"{type(lm.model).__name__} ({lm.architecture.name}) has no linear map to quantize.")
+        raise UnsupportedError(f"{type(lm.model).__name__} ({lm.architecture.name}) has no linear layer to quantize.")
     small = LanguageModel(model, lm.tokenizer, f"{lm.name} in {kind}")
     small.weights = lm.weights
     return small
 
 
 def extra_bytes(lm: LanguageModel) -> int:
-    """What the small weights of a model take besides those it shares."""
+    """The bytes of the quantized weights."""
     return sum(module.bytes for module in lm.model.modules() if isinstance(module, PackedLinear))
 
 
 def _is_linear(module: nn.Module) -> bool:
-    """Somebody else's subclass may compute something else, for instance from weights that are quantized already."""
+    """A subclass of another library may compute something else, for example from quantized weights."""
     known = type(module).__module__.startswith(("torch.nn.modules.", "transformers.models."))
     return isinstance(module, Conv1D) or (isinstance(module, nn.Linear) and known)

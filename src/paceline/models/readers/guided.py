@@ -1,7 +1,7 @@
 """Targets made of two branches: classifier-free guidance and contrastive decoding.
 
-To the engine such a target is a LanguageModel like any other: its reader runs two readers, the second on texts of its
-own, and says what both together say. Whatever drafts for it and whatever judges the draft needs to know nothing of it.
+To the engine such a target is a LanguageModel like any other. Its reader runs two readers, the second on sequences of
+its own, and combines their logits. Drafters and rules need no special code for it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from paceline.models.tokenizers.translation import check_same_vocabulary
 
 
 class TwoBranches(LanguageModel):
-    """A model whose logits are made of the logits of two. Tokenizer, ends of text and hidden states are the first's."""
+    """A model whose logits combine those of two. Tokenizer, end tokens and hidden states are the first's."""
 
     def __init__(self, first: LanguageModel, second: LanguageModel, name: str, context: int) -> None:
         self.first, self.second, self.record = first, second, ModelRecord()
@@ -34,7 +34,7 @@ class TwoBranches(LanguageModel):
 
     @abstractmethod
     def other_prompt(self, prompt: list[int]) -> list[int]:
-        """What the second branch reads instead of a prompt; the new tokens are the same for both."""
+        """The prompt of the second branch. The new tokens are the same for both."""
 
     @abstractmethod
     def combine(self, first: Tensor, second: Tensor) -> Tensor:
@@ -48,7 +48,7 @@ class TwoBranches(LanguageModel):
 
 
 class BranchReader:
-    """Two readers of one text; the second has a prompt of its own."""
+    """Two readers of one sequence; the second has a prompt of its own."""
 
     def __init__(self, lm: TwoBranches, first: Any, second: SlotReader) -> None:
         self.lm = lm
@@ -68,7 +68,7 @@ class BranchReader:
 
     # ---- reading
 
-    capturable = False  # the second text is kept on the host
+    capturable = False  # the second sequence is kept on the host
 
     @property
     def branches(self) -> bool:
@@ -102,19 +102,19 @@ class BranchReader:
         self._follow(rows)
         if width <= min(self._rows.lengths):
             return width
-        # another prompt may be shorter than what is to be caught up with
+        # the other prompt may be shorter than the tokens that are new
         self._second.prefill(self._rows, 0, [length - 1 for length in self._rows.lengths])
         return 1
 
     def prefill(self, rows: RowsView, first: int, upto: Sequence[int]) -> None:
-        """For whoever drafts with such a model: see `SlotReader.prefill`."""
+        """See `SlotReader.prefill`. For drafters with such a model."""
         self._first.prefill(rows, first, upto)
         self._follow(rows)
         ends = zip(upto, self._prompts[first:], strict=True)
         self._second.prefill(self._rows, first, [end + other - length for end, (length, other) in ends])
 
     def _follow(self, rows: RowsView) -> None:
-        """The other texts: other prompts, and then the same tokens."""
+        """Update the second sequences: other prompts, then the same tokens."""
         starts, tails = [], []
         for text, mine, (length, other) in zip(rows.histories, self._rows.histories, self._prompts, strict=False):
             known = mine[other:]
@@ -130,7 +130,7 @@ class BranchReader:
         logs = [each[..., :V].to(wide).log_softmax(-1) for each in (first, second)]
         return self.lm.combine(*logs)
 
-    # ---- forgetting
+    # ---- keeping and discarding
 
     def keep(self, rows: RowsView, path: Tensor | None) -> None:
         self._first.keep(rows, path)
@@ -152,10 +152,10 @@ class BranchReader:
 
 
 class Guided(TwoBranches):
-    """Classifier-free guidance: away from what the model would write without the prompt, or after another one."""
+    """Classifier-free guidance: away from the logits without the prompt, or after a negative one."""
 
     def __init__(self, lm: LanguageModel, scale: float, negative: list[int]) -> None:
-        context = lm.context - max(0, len(negative) - 1)  # so many tokens longer may the other text be
+        context = lm.context - max(0, len(negative) - 1)  # the second sequence may be longer by this
         super().__init__(lm, lm, f"{lm.name} guided by {scale:g}", context)
         self.scale, self.negative = scale, negative
 
@@ -164,11 +164,11 @@ class Guided(TwoBranches):
 
     def combine(self, first: Tensor, second: Tensor) -> Tensor:
         mixed = self.scale * (first - second) + second
-        return mixed.masked_fill(first == -math.inf, -math.inf)  # a branch that forbids a token says NaN of it
+        return mixed.masked_fill(first == -math.inf, -math.inf)  # -inf minus -inf is NaN
 
 
 class Contrast(TwoBranches):
-    """Contrastive decoding: what an expert finds plausible, and an amateur less so."""
+    """Contrastive decoding: tokens that an expert finds plausible, and an amateur less plausible."""
 
     def __init__(self, expert: LanguageModel, amateur: LanguageModel, alpha: float, beta: float | None) -> None:
         name = f"{expert.name} against {amateur.name}"
@@ -202,8 +202,9 @@ def guided(model: Any, scale: float = 1.5, negative_prompt: str | Sequence[int] 
         try:
             negative = [operator.index(token) for token in negative_prompt]
         except TypeError:
-            said = f"The negative prompt must be a text or a list of token ids, got {negative_prompt!r}."
-            raise InputError(said) from None
+            raise InputError(
+                f"The negative prompt must be a text or a list of token ids, got {negative_prompt!r}."
+            ) from None
     for token in negative:
         if not 0 <= token < lm.vocabulary:
             raise InputError(f"The negative prompt has token id {token}, outside the vocabulary of {lm.vocabulary}.")

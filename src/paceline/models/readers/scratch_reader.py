@@ -1,4 +1,4 @@
-"""A model reading texts of a drafter's own: whatever is written anew, what it has read of the rest stays read."""
+"""A reader of sequences that a drafter writes itself. When they change, what did not change is not read again."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from paceline.models.reader import CHUNK
 
 
 class ScratchReader:
-    """Texts (`rows`) and a reader of them; `read` says how many tokens of each the reader's memory holds."""
+    """Sequences (`rows`) and their reader; `read`: per row, the number of tokens in the KV cache."""
 
     def __init__(self, reader: Reader, rows: ScratchRows) -> None:
         self.rows = rows
@@ -22,7 +22,7 @@ class ScratchReader:
         self.read: list[int] = []
 
     def admit(self, texts: Sequence[Sequence[int]]) -> int:
-        """New texts at the end, read but for a last piece; returns the index of the first."""
+        """Add sequences, and read all but their last tokens. Returns the index of the first."""
         first = self.rows.admit(texts)
         rest = self.reader.begin(self.rows, first, max(self.rows.lengths))
         self.read += [length - rest for length in self.rows.lengths[first:]]
@@ -35,13 +35,13 @@ class ScratchReader:
         del self.read[last]
 
     def reorder(self, source: Sequence[int]) -> None:
-        """Row r goes on as a copy of row source[r]; a memory put together from two reaches as far as both did."""
+        """Row r becomes a copy of row source[r]. Its KV cache is valid as far as that of both rows was."""
         self.reader.reorder(self.rows, source)
         self.rows.reorder(source)
         self.read = [min(self.read[row], self.read[other]) for row, other in enumerate(source)]
 
     def rewrite(self, texts: Sequence[Sequence[int]], since: Sequence[int]) -> list[int]:
-        """The texts become these, which are as they were up to `since`; returns how much of each is as it was."""
+        """Replace the sequences by `texts`, which are equal up to `since`. Returns the equal length of each."""
         kept = [
             common_prefix(old, new, start) for old, new, start in zip(self.rows.histories, texts, since, strict=True)
         ]
@@ -52,16 +52,16 @@ class ScratchReader:
         return kept
 
     def extend(self, tokens: Tensor | None = None, parents: Tensor | None = None) -> Reading:
-        """Catch up with the texts, and read `tokens` [R,Q] after them: the first pass after the texts have changed."""
+        """Read what is new in the sequences, and `tokens` [R,Q] after them."""
         width = max(length - read for length, read in zip(self.rows.lengths, self.read, strict=True))
         if width > min(*self.rows.lengths, CHUNK):
-            # one row has more to catch up than another is long, or it is too much for one pass: all anew
+            # a row has more new tokens than another has tokens, or more than one pass reads: read all again
             width = self.reader.begin(self.rows, 0, max(self.rows.lengths))
         self.read = [length - 1 for length in self.rows.lengths]
         return self.reader.extend(self.rows, width, tokens, parents)
 
     def add(self, tails: Sequence[Sequence[int]], read: int) -> None:
-        """What was read in a chain after an `extend` becomes part of the texts, as far as `read` of it in memory."""
+        """Append `tails`, a chain that was read after an `extend`; `read` of its tokens are in the KV cache."""
         self.reader.keep(self.rows, None)
         before = self.rows.lengths
         self.rows.rewrite(before, tails)
@@ -71,7 +71,7 @@ class ScratchReader:
         ]
 
     def commit(self, verdict: Verdict) -> list[list[int]]:
-        """What was decided after an `extend` becomes part of the texts; it is read to the host and returned."""
+        """Append the tokens of a verdict, and return them (a host read)."""
         self.reader.keep(self.rows, verdict.path)
         lines: list[list[int]] = verdict.emitted.tolist()
         emitted = [line[: line.index(NOTHING)] if NOTHING in line else line for line in lines]

@@ -1,4 +1,4 @@
-"""Random models of well-known shapes: for timing, where only the sizes of the weights matter and not what they say."""
+"""Random models of well-known shapes, for timing: there only the sizes of the weights matter."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from paceline.models.loading.checkpoint import _device, _dtype
 from paceline.models.module_views import detach_hooks, layers_of, without_layers
 from paceline.models.readers.split import check_depth
 
-# ---- A tokenizer and Llama-shaped models that know nothing yet
+# ---- a new tokenizer and untrained Llama models
 
 END = "<|end|>"
 
 
 def new_tokenizer(texts: Iterable[str], size: int) -> PreTrainedTokenizerFast:
-    """A byte-level BPE of at most `size` tokens, learnt from texts; every text can be written with it."""
+    """A byte-level BPE of at most `size` tokens, trained on texts. It can encode every text."""
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     if size <= len(alphabet) + 1:
         raise InputError(f"A tokenizer of bytes has at least {len(alphabet) + 2} tokens, got {size}.")
@@ -69,9 +69,9 @@ def new_llama(
     return LanguageModel(model, tokenizer, name)
 
 
-# ---- Random models of well-known shapes: for timing, where only the sizes of the weights matter and not what they say
+# ---- random models of well-known shapes
 
-_SPREAD = 0.02  # of the weights, as most models are begun
+_SPREAD = 0.02  # standard deviation of the weights, as usual at initialization
 _CHANGES = ("layers", "vocab")
 _MOST_LAYERS, _MOST = 1024, 2**24
 
@@ -178,12 +178,12 @@ def _draw(model: torch.nn.Module, generator: torch.Generator) -> None:
         weight.requires_grad_(False)
         if weight.dim() > 1:
             weight.normal_(0.0, _SPREAD, generator=generator)
-        else:  # norms begin as nothing but a norm
+        else:  # norms start without effect
             weight.fill_(0.0 if name.endswith("bias") else 1.0)
 
 
 def _config(shape: Shape) -> PretrainedConfig:
-    """Nothing ends a text: everybody writes as much as was planned."""
+    """No token ends a sequence, so every run writes the planned number of tokens."""
     ends: dict[str, Any] = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
     if shape.family == "gpt2":
         return GPT2Config(

@@ -1,13 +1,12 @@
-"""Synthetic acceptance: a script decides what a model says, while its passes are run in full.
+"""Synthetic acceptance: a script decides the tokens of a model, while its passes run in full.
 
-Whoever wants to time speculation needs a target and a draft that agree, and trained pairs are rare. Here the weights
-may be anything: a model reads whatever it is given, all its layers and its output head run, and then one logit per
-position is made so large that the script's token wins. That is one lookup and one write per position, whatever the
-vocabulary; nothing is read to the host, and the pass itself is not touched.
+To time speculation one needs a target and a draft model that agree, and trained pairs are rare. Here the weights may be
+random: all layers and the output layer run, and then one logit per position is raised so that the script's token wins.
+That is one lookup and one write per position, without a host read.
 
-The script is a function of the last token alone: a walk through the whole vocabulary, every token once. So it does not
-depend on positions, batches or caches; a text repeats nothing until it is as long as the vocabulary; and texts that
-begin differently go on differently, so rows of a batch do not accept in step.
+The script is a function of the last token: a walk through the whole vocabulary, every token once. So it does not depend
+on positions, batches or caches. A sequence repeats nothing until it is as long as the vocabulary, and sequences that
+start differently continue differently, so rows of a batch do not accept in step.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ LOUD = 1e4  # a logit that wins over all others at any temperature, and that eve
 
 @dataclass(frozen=True)
 class Script:
-    """Per token of the vocabulary: what follows it, what a wrong draft says instead, and a coin from 0 to 1."""
+    """Per token of the vocabulary: the next token, the token of a wrong draft, and a random number from 0 to 1."""
 
     after: Tensor  # [V]
     wrong: Tensor  # [V]
@@ -41,7 +40,7 @@ class Script:
 
     @staticmethod
     def written(vocabulary: int, avoid: Iterable[int] = (), seed: int = 0) -> Script:
-        """A random walk through all tokens but those to `avoid` (that end a text, or are none)."""
+        """A random walk through all tokens but those to `avoid` (which end a sequence, or have no text)."""
         generator = torch.Generator().manual_seed(seed)
         walk = torch.randperm(vocabulary, generator=generator)
         walk = walk[~torch.isin(walk, torch.tensor(sorted(set(avoid)), dtype=torch.int64))]
@@ -57,7 +56,7 @@ class Script:
         return torch.where(right, self.after.unsqueeze(1), self.wrong.unsqueeze(1))
 
     def text(self, last: int, count: int) -> list[int]:
-        """What the target writes after a text that ends with `last`."""
+        """The `count` tokens that the target writes after the token `last`."""
         tokens = [last]
         for _ in range(count):
             tokens.append(int(self.after[tokens[-1]]))
@@ -79,7 +78,7 @@ def even_rate(rates: Sequence[float], gamma: int) -> float:
 
 
 class ScriptedModel(LanguageModel):
-    """A model that says what a script says: always, or, as a draft, as often as its rates say.
+    """A model that writes a script: always, or, as a draft model, as often as its rates say.
 
     `rates[i]` is for the i-th token of a draft, given that those before it are right; the last one holds for all that
     follow. `model` is a transformers model, so other libraries' loops meet the same script; they do not tell it where a
@@ -144,7 +143,7 @@ def _module(model: Any, script: Tensor) -> Any:
 
 @functools.cache
 def _class(cls: Any) -> Any:
-    """It passes for its parent: the same module, the same signature."""
+    """A subclass with the module and the signature of its parent."""
 
     @functools.wraps(cls.forward)
     def forward(self: Any, *args: Any, **named: Any) -> Any:

@@ -1,4 +1,4 @@
-"""What the tokens of a tokenizer are made of: bytes, or the name of something that is no text."""
+"""The bytes of the tokens of a tokenizer, or the names of those that are no text."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Pieces:
 
     @cached_property
     def lead(self) -> list[int]:
-        """What the tokenizer puts before a text."""
+        """The tokens that the tokenizer puts before a text."""
         whole, bare = list(self.tokenizer.encode("a")), self._encode("a")
         for start in range(len(whole) - len(bare) + 1):
             if whole[start : start + len(bare)] == bare:
@@ -63,7 +63,7 @@ class Pieces:
         return []
 
     def could_grow(self, token: int) -> bool:
-        """Is there a longer token that begins with this one?"""
+        """True if a longer token begins with this one."""
         piece = self.of.get(token)
         if not piece:
             return False
@@ -74,7 +74,7 @@ class Pieces:
         return b"".join(self.of.get(token, b"") for token in tokens)
 
     def encode(self, text: str) -> list[int]:
-        """Tokens of a piece of text that stands in the middle of another: nothing is put before it."""
+        """The tokens of a text in the middle of another: nothing is put before it."""
         if not text or not self._adds_space:
             return self._encode(text)
         if text[0] == " ":
@@ -97,7 +97,7 @@ class Pieces:
         return len(tokens) if at == offset else None
 
     def agreeing(self, tokens: Sequence[int], data: bytes) -> list[int]:
-        """As many of the tokens as really spell the data: a tokenizer may not know all of it."""
+        """The first of the tokens that really spell the data: a tokenizer may not know all of it."""
         at = 0
         for index, token in enumerate(tokens):
             piece = self.of.get(token)

@@ -1,4 +1,4 @@
-"""Between two tokenizers: which tokens are the same, and a text of one in the tokens of the other."""
+"""Between two tokenizers: which tokens are equal, and a text of one in the tokens of the other."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ class Translation:
         self.known[self.to_draft[self.common]] = True
 
     def logits(self, logits: Tensor) -> Tensor:
-        """The draft's logits in the target's ids; what only one of them knows is impossible."""
+        """The draft's logits by the target's ids; a token that only one of them knows is impossible."""
         return logits[..., self.to_draft].masked_fill(~self.common, float("-inf"))
 
     # ---- the target's text in the draft's tokens
 
     def encode(self, tokens: Sequence[int]) -> tuple[list[int], bool]:
-        """The draft's tokens, and whether they say it all: a character may be unfinished at the end."""
+        """The draft's tokens, and whether they are the whole text: a character may be incomplete at the end."""
         if self.pieces is None:
             return list(tokens), True
         ours, theirs = self.pieces
@@ -131,16 +131,16 @@ class Translation:
 
 
 class Transcript:
-    """One text of the target in the tokens of the draft, kept up to date as it grows: only its end is encoded anew."""
+    """One text of the target in the tokens of the draft. As it grows, only its end is encoded again."""
 
     def __init__(self, translation: Translation, filler: int) -> None:
         self._translation, self._filler = translation, filler
         self._anchors = [(0, 0)]  # (target tokens, draft tokens): places where a word begins in both
         self.ids: list[int] = []
-        self.complete = True  # does it say the whole text?
+        self.complete = True  # the ids are the whole text
 
     def follow(self, text: list[int]) -> int:
-        """The text is this now, as it was up to the last `rewind`; returns how many ids are as they were."""
+        """Update the text, which is unchanged up to the last `rewind`. Returns how many ids are unchanged."""
         start, kept = self._anchors[-1]
         window = text[start:]
         del self.ids[kept:]
@@ -165,7 +165,7 @@ class Transcript:
 
 
 def _same(target: LanguageModel, draft: LanguageModel) -> bool:
-    """Are the ids themselves the same tokens? Without tokenizers there is nothing else to go by."""
+    """True if equal ids are equal tokens. Without tokenizers, equal vocabulary sizes must do."""
     if target.tokenizer is None or draft.tokenizer is None:
         if target.vocabulary != draft.vocabulary:
             raise UnsupportedError(

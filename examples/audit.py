@@ -1,4 +1,4 @@
-"""Is this pair lossless on this machine? The exit code says it, for CI.
+"""Test whether a decoder is lossless on this machine. The exit code is for CI: 0 is lossless.
 
 python examples/audit.py [MODEL]
 """

@@ -1,4 +1,4 @@
-"""Several prompts at once, each with its own settings.
+"""Decode several prompts in one batch, each with its own settings.
 
 python examples/batch.py [MODEL]
 """
@@ -8,7 +8,7 @@ import sys
 import paceline
 
 model = sys.argv[1] if len(sys.argv) > 1 else "smollm2-135m"
-decoder = paceline.SpeculativeDecoder(model, draft="suffix", rows=8)  # eight prompts are decoded together
+decoder = paceline.SpeculativeDecoder(model, draft="suffix", rows=8)  # at most eight prompts in a batch
 prompts = ["The capital of France is", "One, two, three, one, two, three,", "def add(a, b):"]
 
 results = decoder.generate(

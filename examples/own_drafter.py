@@ -1,4 +1,4 @@
-"""A drafter of your own in a few lines. Whatever it proposes, the text stays the model's.
+"""Write a drafter in a few lines. A drafter changes the speed and never the text.
 
 python examples/own_drafter.py [MODEL]
 """
@@ -11,7 +11,7 @@ import paceline
 
 @paceline.DRAFTERS.register("repeat-last")
 class RepeatLast(paceline.Drafter):
-    """Propose the last few tokens of the text once more."""
+    """Propose the last tokens of the text again."""
 
     @dataclass(frozen=True)
     class Options:
@@ -28,8 +28,8 @@ class RepeatLast(paceline.Drafter):
 
 model = sys.argv[1] if len(sys.argv) > 1 else "smollm2-135m"
 lm = paceline.load(model)
-mine = paceline.SpeculativeDecoder(lm, "repeat-last", options={"size": 3})
+decoder = paceline.SpeculativeDecoder(lm, "repeat-last", options={"size": 3})
 plain = paceline.SpeculativeDecoder(lm, draft=None)
-out = mine.generate("ha ha ha ha ha ha", max_new_tokens=24)
+out = decoder.generate("ha ha ha ha ha ha", max_new_tokens=24)
 print(repr(out))
 assert out.tokens == plain.generate("ha ha ha ha ha ha", max_new_tokens=24).tokens

@@ -1,4 +1,4 @@
-"""Generate with drafts and without: the same text, in fewer passes of the model.
+"""Generate with drafts and without: the same text in fewer forward passes of the model.
 
 python examples/quick_start.py [MODEL]
 """
@@ -12,12 +12,12 @@ prompt = "Repeat after me, twice: She sells sea shells by the sea shore."
 settings = {"max_new_tokens": 48, "temperature": 0.8, "top_p": 0.95, "seed": 7}
 
 lm = paceline.load(model)
-fast = paceline.SpeculativeDecoder(lm)  # drafts with "auto": what pays on this machine
+fast = paceline.SpeculativeDecoder(lm)  # the drafter "auto" chooses the fastest drafts here
 plain = paceline.SpeculativeDecoder(lm, draft=None)  # no drafts
 print(fast)
 
 out = fast.generate([{"role": "user", "content": prompt}], **settings)
 same = plain.generate([{"role": "user", "content": prompt}], **settings)
 print(out)
-print(f"{out.stats.emitted} tokens in {out.stats.rounds} passes; plain decoding needs {same.stats.rounds}")
+print(f"{out.stats.emitted} tokens in {out.stats.rounds} forward passes; plain decoding needs {same.stats.rounds}")
 assert out.tokens == same.tokens

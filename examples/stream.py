@@ -1,4 +1,4 @@
-"""Tokens in colour while they are written: accepted drafts green, the model's own tokens blue.
+"""Stream tokens in colour: accepted drafts are green, the model's own tokens are blue.
 
 python examples/stream.py [MODEL]
 """

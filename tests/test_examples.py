@@ -55,10 +55,10 @@ def test_the_notebook_runs(model: str, monkeypatch: pytest.MonkeyPatch, capsys: 
     monkeypatch.setenv("PACELINE_TOUR_MODEL", model)
     monkeypatch.setenv("MPLBACKEND", "Agg")
     space: dict[str, Any] = {"__name__": "__main__"}
-    for cell in (each for each in NOTEBOOK["cells"] if each["cell_type"] == "code"):
+    for cell in (item for item in NOTEBOOK["cells"] if item["cell_type"] == "code"):
         exec(compile("".join(cell["source"]), f"tour.ipynb, {cell['id']}", "exec"), space)
     assert space["out"].tokens == space["same"].tokens
-    assert "passes instead of" in capsys.readouterr().out
+    assert "forward passes instead of" in capsys.readouterr().out
     space["plt"].close("all")
 
 

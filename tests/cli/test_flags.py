@@ -17,10 +17,10 @@ from paceline.bench.measure import machine_state as machine
 from paceline.bench.peers.peer_names import _PEERS
 from paceline.cli.bench_command_options import BenchCommandOptions
 from paceline.cli.command_options import AuditOptions, ChatOptions, GenerateOptions
-from paceline.cli.commands.train import TrainSettings
 from paceline.cli.commands.tune import TuneCommandOptions
 from paceline.cli.main import app
 from paceline.common.options import declared
+from paceline.training.train_options import TrainOptions
 from tests.bench.made_reports import COSTS
 from tests.cli.conftest import refusal, run
 
@@ -28,7 +28,7 @@ ROOT = Path(__file__).parents[2]
 COMMANDS: dict[str, Any] = typer.main.get_command(app).commands  # type: ignore[attr-defined]
 SETTINGS: dict[str, type] = {"generate": GenerateOptions, "chat": ChatOptions, "audit": AuditOptions,
                              "bench": BenchCommandOptions, "tune": TuneCommandOptions,
-                             "train": TrainSettings}  # fmt: skip
+                             "train": TrainOptions}  # fmt: skip
 EXAMPLES = {int: ("3", "3"), float: ("0.25", "0.25")}  # a type: in a call, in the output
 WORDS = {"gamma": ("7", "7"), "draft": ("suffix", '"suffix"'), "rule": ("match", '"match"')}  # what is not any text
 NOT_SETTINGS = {"config", "print_config", "debug", "help", "speculative_config"}  # the last is shown as what it means
@@ -47,9 +47,6 @@ def flags(command: str) -> list[str]:
 
 def example(command: str, name: str) -> tuple[str, str]:
     """A value for a setting, as a call gives it and as `--print-config` shows it."""
-    if command == "train":
-        hint = str(get_type_hints(SETTINGS[command])[name])
-        return WORDS.get(name) or next((each for kind, each in EXAMPLES.items() if kind.__name__ in hint), ("w", '"w"'))
     field = next(field for field in declared(SETTINGS[command]) if field.name == name)
     if field.about.names == "rule":
         return WORDS["rule"]

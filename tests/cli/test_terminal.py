@@ -12,11 +12,10 @@ import pytest
 
 from paceline import PacelineWarning
 from paceline.cli.bench_table import Lines, watching
+from paceline.cli.commands.train import LineReporter, lines_on_stdout
 from paceline.cli.terminal import ACCEPTED, Terminal, counted, error, plain_warnings, preparing
 from paceline.common.interrupts import interruptible
 from paceline.common.progress import ProgressLines
-from paceline.training.__main__ import Lines as TrainingLines
-from paceline.training.__main__ import lines_on_stdout
 from tests.bench.made_reports import made_report
 
 
@@ -135,13 +134,13 @@ class Who:
 
 def test_training_says_how_far_it_is() -> None:
     clock, told = Clock(), list[str]()
-    lines = TrainingLines(ProgressLines(told.append, clock=clock))
+    lines = LineReporter(ProgressLines(told.append, clock=clock))
     lines.loading("loading x", 1, 2)
     lines.writing("writing texts", 100, 400)
-    lines.stepped(1, 90, 2.0, 1000.0)
+    lines.step(1, 90, 2.0, 1000.0)
     clock.now += 10
-    lines.stepped(9, 90, 1.5, 1000.0)
-    lines.noted("half of it")
+    lines.step(9, 90, 1.5, 1000.0)
+    lines.note("half of it")
     assert told == ["loading x …", "writing texts …", "training …",
                     "training: 10 % (9 of 90), loss 1.5000, 1,000 tokens/s, 10 s", "half of it"]  # fmt: skip
     clock.now += 10

@@ -34,7 +34,7 @@ from paceline.drafters.models.early_exit import ExitHead
 from paceline.models.loading import catalogue, hub
 from paceline.models.loading.disk_cache import WeightCache, file_sha256
 from paceline.models.loading.gguf import convert, read_header
-from paceline.training.trigram_training import save_table
+from paceline.training.train_run import save_table
 
 KINDS = ("eagle", "draft-lm", "early-exit", "medusa", "prophet", "trigram")
 SURE = ("draft-lm", "trigram")  # the heads of the tiny catalogue that are right now and then; the others are random

@@ -23,7 +23,7 @@ from paceline.drafters.models.draft_lm import DraftLayers
 from paceline.drafters.models.early_exit import ExitHead
 from paceline.drafters.shipped import best_for, shipped
 from paceline.models.language_model import LanguageModel
-from paceline.training.trigram_training import save_table
+from paceline.training.train_run import save_table
 
 FREE = Costs({1: {1: 1.0, 64: 1.01}})
 

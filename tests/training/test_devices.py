@@ -14,8 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
 from paceline.training.data.corpus import Corpus
-from paceline.training.losses import LOSSES
-from tests.training.toys import KINDS, course_of, in_sixteen_bits, own_texts, target
+from paceline.training.distillation import LOSSES
+from tests.training.toys import KINDS, in_sixteen_bits, own_texts, recipe_of, target
 
 _READS = ("_local_scalar_dense", "nonzero", "masked_select", "is_nonzero", "unique")
 
@@ -57,13 +57,13 @@ def test_what_is_made_elsewhere_is_found() -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("loss", LOSSES)
 def test_nothing_is_made_elsewhere(kind: str, loss: str) -> None:
-    course, corpus = in_sixteen_bits(kind, loss)
+    recipe, corpus = in_sixteen_bits(kind, loss)
     batch = corpus.batch(0)
     with torch.device("meta"), Elsewhere(), torch.autocast("cpu", torch.bfloat16):
-        lesson = course.teacher.read(batch, course.taps)
-        said = course(lesson)
-        guesses = course.guesses(lesson)
-    assert said.device == guesses.device == lesson.last.device == torch.device("cpu")
+        batch = recipe.teacher.read(batch, recipe.taps)
+        said = recipe(batch)
+        predictions = recipe.predictions(batch)
+    assert said.device == predictions.device == batch.last.device == torch.device("cpu")
     said.backward()
 
 
@@ -72,13 +72,13 @@ def test_nothing_is_made_elsewhere(kind: str, loss: str) -> None:
 def test_the_host_reads_little(kind: str, loss: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """However many chunks there are: transformers' look at positions, the places to learn from (of a medusa once per
     head), where to begin (prophet), the largest token (of a loss of tokens); nothing in the backward pass."""
-    monkeypatch.setattr("paceline.training.losses._CHUNK", 16)
+    monkeypatch.setattr("paceline.training.distillation._CHUNK", 16)
     lm = target()
     corpus = Corpus(own_texts(lm, 12), 64, 256, seed=1)
-    course = course_of(kind, lm, corpus, loss)
+    recipe = recipe_of(kind, lm, corpus, loss)
     with Reads() as forward:
-        said = course(course.teacher.read(corpus.batch(0), course.taps))
+        said = recipe(recipe.teacher.read(corpus.batch(0), recipe.taps))
     with Reads() as backward:
         said.backward()
-    assert len(forward.seen) <= (4 if kind == "medusa" else 3) + (course.depth if loss == "ce" else 0), forward.seen
+    assert len(forward.seen) <= (4 if kind == "medusa" else 3) + (recipe.depth if loss == "ce" else 0), forward.seen
     assert not backward.seen

@@ -1,4 +1,4 @@
-"""Several texts in one row of a batch: every token once, nothing of what was given or held out is learnt."""
+"""SeveralProcesses texts in one row of a batch: every token once, nothing of what was given or held out is learnt."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ import pytest
 import torch
 
 from paceline.common.errors import InputError
-from paceline.training.data.corpus import Batch, Corpus, Text, gathered
-from paceline.training.offline_eval import follow
-from paceline.training.teacher import Lesson
+from paceline.training.data.corpus import Corpus, Text, TokenBatch, collate
+from paceline.training.distillation import Batch
+from paceline.training.evaluation import walk
 from paceline.training.train_options import TrainOptions
 from paceline.training.train_run import train
 from tests.toys import letters, llama
-from tests.training.toys import KINDS, course_of, own_texts, target, trained
+from tests.training.toys import KINDS, own_texts, recipe_of, target, trained
 
 LENGTH, TOKENS = 40, 160
 TEXTS = [Text(list(range(1000 * i, 1000 * i + 9 + i * 5 % 24)), 1 + i % 6) for i in range(200)]
 LONG = [Text(list(range(500_000 + 1000 * i, 500_000 + 1000 * i + 96)), 3) for i in range(8)]  # 40, 40 and 16 tokens
 
 
-def epoch(corpus: Corpus, number: int = 0) -> list[Batch]:
+def epoch(corpus: Corpus, number: int = 0) -> list[TokenBatch]:
     """The batches of an epoch."""
     before = sum(len(corpus._epoch(each)) for each in range(number))
     return [corpus.batch(before + index) for index in range(len(corpus._epoch(number)))]
 
 
-def learnt(batches: list[Batch]) -> Counter[int]:
+def learnt(batches: list[TokenBatch]) -> Counter[int]:
     return Counter(int(token) for batch in batches for token in batch.ids[batch.learn])
 
 
@@ -81,7 +81,7 @@ def test_joined_the_same_way_again_and_another_way_in_the_next_epoch() -> None:
 
 
 def test_masks_are_those_of_the_texts() -> None:
-    batch = gathered([[Text([1, 2, 3], 1), Text([4, 5, 6, 7], 2), Text([8, 9])], [Text([1, 2, 3, 4])]])
+    batch = collate([[Text([1, 2, 3], 1), Text([4, 5, 6, 7], 2), Text([8, 9])], [Text([1, 2, 3, 4])]])
     assert batch.ids.tolist() == [[1, 2, 3, 4, 5, 6, 7, 8, 9], [1, 2, 3, 4, 0, 0, 0, 0, 0]]
     assert batch.learn.int().tolist() == [[0, 1, 1, 0, 0, 1, 1, 0, 1], [1, 1, 1, 1, 0, 0, 0, 0, 0]]
 
@@ -89,17 +89,17 @@ def test_masks_are_those_of_the_texts() -> None:
 def test_a_draft_is_followed_to_the_end_of_its_text() -> None:
     """Guesses that are always right: what was given within a row is neither tried nor stepped over."""
     lm = target()
-    course = course_of("draft-lm", lm, Corpus(own_texts(lm), 64, 512, seed=1))
-    batch = gathered([[Text(list(range(1, 9)), 2), Text(list(range(11, 19)), 3)]])
-    read = course.teacher.read(batch, course.taps)
-    wanted = course.teacher.logits(read.last[0]).argmax(-1)
+    recipe = recipe_of("draft-lm", lm, Corpus(own_texts(lm), 64, 512, seed=1))
+    batch = collate([[Text(list(range(1, 9)), 2), Text(list(range(11, 19)), 3)]])
+    read = recipe.teacher.read(batch, recipe.taps)
+    wanted = recipe.teacher.logits(read.last[0]).argmax(-1)
     ids = read.ids.clone()
-    ids[0, 1:] = wanted[:-1]  # a text that never left the target, as far as `follow` looks
-    lesson = Lesson(ids, read.learn, read.taps, read.last)
+    ids[0, 1:] = wanted[:-1]  # a text that never left the target, as far as `walk` looks
+    batch = Batch(ids, read.learn, read.taps, read.last)
     perfect = torch.full((3, 1, 16), -1)
     for step in range(3):
         perfect[step, 0, : 14 - step] = wanted[1 + step : 15]
-    tried, right = (each[-1] for each in follow(perfect, lesson, course.teacher))
+    tried, right = (each[-1] for each in walk(perfect, batch, recipe.teacher))
     assert tried.tolist() == [2 + 2, 2 + 1, 1 + 1], "rounds of 4 and 2 tokens, and of 4 and 1"
     assert right.tolist() == tried.tolist()
 
@@ -109,7 +109,7 @@ def test_every_kind_learns_from_joined_texts(kind: str) -> None:
     lm = target()
     texts = own_texts(lm, length=20)
     corpus = Corpus(texts, 90, 512, seed=1, join=True)
-    losses = trained(course_of(kind, lm, corpus), corpus, 20)
+    losses = trained(recipe_of(kind, lm, corpus), corpus, 20)
     assert losses[-1] < losses[0]
 
 
@@ -131,5 +131,5 @@ def test_trained_from_a_file(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="reads 96 tokens at most, so texts cannot be joined to 97"):
         train(TrainOptions(**{**said, "length": 97}, join=True))
     assert (train(TrainOptions(**said, join=True)) / "model.safetensors").exists()
-    with pytest.raises(InputError, match="There are 1 texts of 8 or more tokens, and learning needs 2"):
+    with pytest.raises(InputError, match="There are 1 texts of 8 or more tokens, and training needs 2"):
         Corpus([Text(list(range(500)))], 50, 100, 0, join=True)

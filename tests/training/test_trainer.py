@@ -22,10 +22,10 @@ from paceline.training import train_run as run
 from paceline.training.checkpoints import LOG_NAME as LOG
 from paceline.training.checkpoints import NAME
 from paceline.training.data.corpus import Corpus, Shards, Text
-from paceline.training.offline_eval import Outlook
+from paceline.training.evaluation import Evaluation
 from paceline.training.train_options import TrainOptions
-from paceline.training.train_run import Onlooker, train
-from paceline.training.trainer import ENOUGH, TrainingError, learning_rate
+from paceline.training.train_run import train
+from paceline.training.trainer import STOP_FILE, NullReporter, TrainingError, learning_rate
 from tests.toys import llama
 from tests.training.toys import SMALL, Stop, options, weights
 
@@ -50,7 +50,7 @@ def test_interrupted_anywhere_it_ends_the_same(place: Path, tmp_path: Path) -> N
 
 KILLED = """
 import sys, time
-from paceline.training.__main__ import main
+from paceline.cli.main import main
 from paceline.training import trainer
 step = trainer.Trainer._step
 def slow(self, number):
@@ -58,7 +58,7 @@ def slow(self, number):
     print("step", number, flush=True)
     time.sleep(0.05)
 trainer.Trainer._step = slow
-sys.exit(main(sys.argv[1:]))
+sys.exit(main())
 """
 
 
@@ -69,8 +69,9 @@ def test_killed_without_a_word_it_ends_the_same(place: Path, tmp_path: Path) -> 
     for name, value in SMALL.items():
         for each in value if isinstance(value, tuple) else [value]:
             if name != "predict":
-                said += [f"--{name.replace('_', '-')}", str(each)]
-    with subprocess.Popen([sys.executable, "-c", KILLED, *said], stdout=subprocess.PIPE, text=True) as process:
+                flag = "option" if name == "options" else name.replace("_", "-")
+                said += [f"--{flag}", str(each)]
+    with subprocess.Popen([sys.executable, "-c", KILLED, "train", *said], stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         for line in process.stdout:
             if line.startswith("step 13"):
@@ -112,7 +113,7 @@ def test_a_loss_that_is_no_number_says_where(place: Path, tmp_path: Path, monkey
     def broken(self: Any, step: int) -> None:
         real(self, step)
         if step == 13:
-            self._losses[-1] = self._losses[-1] * float("nan")
+            self._losses.losses[-1] = self._losses.losses[-1] * float("nan")
 
     monkeypatch.setattr(trainer.Trainer, "_step", broken)
     with pytest.raises(TrainingError, match=r"The loss is nan at step 14; lower --learning-rate .*checkpoint"):
@@ -150,7 +151,7 @@ def test_bad_data(place: Path, tmp_path: Path) -> None:
         with pytest.raises(InputError, match=message):
             train(options(place, tmp_path / "it", data=str(data)))
     (tmp_path / "short.txt").write_text("abcdefghij")
-    with pytest.raises(InputError, match="There are 1 texts of 8 or more tokens, and learning needs 2"):
+    with pytest.raises(InputError, match="There are 1 texts of 8 or more tokens, and training needs 2"):
         train(options(place, tmp_path / "other", data=str(tmp_path / "short.txt")))
 
 
@@ -175,15 +176,15 @@ def test_it_stops_where_nothing_gets_better(place: Path, tmp_path: Path) -> None
 
 
 def test_a_file_says_that_it_is_enough(place: Path, tmp_path: Path) -> None:
-    class Impatient(Onlooker):
-        def looked(self, step: int, outlook: Outlook) -> None:
-            (tmp_path / "it" / ENOUGH).touch()
+    class Impatient(NullReporter):
+        def evaluation(self, step: int, evaluation: Evaluation) -> None:
+            (tmp_path / "it" / STOP_FILE).touch()
 
     train(options(place, tmp_path / "it", steps=400, evaluate=3), Impatient())
     lines = [json.loads(line) for line in (tmp_path / "it" / LOG).read_text().splitlines()]
     assert max(line["step"] for line in lines) == 3
     assert (tmp_path / "it" / "model.safetensors").exists()
-    assert not (tmp_path / "it" / ENOUGH).exists(), "the next training is not over at once"
+    assert not (tmp_path / "it" / STOP_FILE).exists(), "the next training is not over at once"
 
 
 def test_what_it_was_worth_in_the_end_is_what_is_told(
@@ -194,10 +195,10 @@ def test_what_it_was_worth_in_the_end_is_what_is_told(
 
     def after_seven() -> bool:
         if next(asked) == 7:  # once before the first step
-            (tmp_path / "it" / ENOUGH).touch()
+            (tmp_path / "it" / STOP_FILE).touch()
         return False
 
-    monkeypatch.setattr(trainer, "look_ahead", lambda *_: Outlook(1.0, (0.5,), next(worth)))
+    monkeypatch.setattr(trainer, "evaluate", lambda *_: Evaluation(1.0, (0.5,), next(worth)))
     train(options(place, tmp_path / "it", steps=400, evaluate=3), cancel=after_seven)
     assert json.loads((tmp_path / "it" / LOG).read_text().splitlines()[-1])["step"] == 7
     assert json.loads((tmp_path / "it" / "provenance.json").read_text())["held_out"]["tau"] == 1.7
@@ -240,8 +241,8 @@ def test_by_the_clock(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(
         clock, "monotonic", lambda: clock.now + 100.0 * bool(list((tmp_path / "other").glob("texts/s*")))
     )
-    eye, notes = run.Onlooker(), []
-    monkeypatch.setattr(eye, "noted", notes.append)
+    eye, notes = NullReporter(), []
+    monkeypatch.setattr(eye, "note", notes.append)
     train(options(place, tmp_path / "other", steps=None, evaluate=None, minutes=2.0), eye)
     last = (tmp_path / "other" / LOG).read_text().splitlines()[-1]
     assert json.loads(last)["step"] == 20, "texts took 100 s of the two minutes"
@@ -250,13 +251,13 @@ def test_by_the_clock(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 def test_looks_that_take_long_are_few(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock(monkeypatch)
-    real = trainer.Trainer._outlook
+    real = trainer.Trainer._evaluate
 
     def slow(it: Any) -> Any:
         clock.now += 10.0
         return real(it)
 
-    monkeypatch.setattr(trainer.Trainer, "_outlook", slow)
+    monkeypatch.setattr(trainer.Trainer, "_evaluate", slow)
     train(options(place, tmp_path / "it", steps=None, evaluate=None, minutes=2.0))
     lines = [json.loads(line) for line in (tmp_path / "it" / LOG).read_text().splitlines()]
     assert sum("held_out" in line for line in lines) <= 4, "a look of 10 s at most every 50"
@@ -285,7 +286,7 @@ def test_by_the_clock_the_learning_rate_is_never_higher_than_said() -> None:
         ({"kind": "eagl"}, "Did you mean 'eagle'"),
         ({"loss": "kll"}, "Did you mean 'kl'"),
         ({"learning_rate": 0.0}, "learning_rate must be more than 0"),
-        ({"numbers": "int3"}, "numbers must be one of"),
+        ({"numbers": "int3"}, "numbers must be bfloat16, float32 or int8"),
         ({"steps": 0}, "steps must be at least 1"),
         ({"minutes": 0.0}, "minutes must be more than 0"),
         ({"minutes": 1.0, "steps": 5}, "minutes .* go neither with steps"),
@@ -298,10 +299,10 @@ def test_bad_options(changes: dict[str, Any], message: str) -> None:
 
 
 def test_options_of_a_kind() -> None:
-    assert TrainOptions(out="x", kind="medusa", options=("heads=2", "own-output=yes")).of_kind().own_output is True
+    assert TrainOptions(out="x", kind="medusa", options=("heads=2", "own-output=yes")).kind_options().own_output is True
     for wrong, message in (("head=2", "Did you mean 'heads'"), ("heads", "name=value"), ("heads=9", "1 to 5 heads")):
         with pytest.raises(InputError, match=message):
-            TrainOptions(out="x", kind="medusa", options=(wrong,)).of_kind()
+            TrainOptions(out="x", kind="medusa", options=(wrong,)).kind_options()
 
 
 def test_shards_never_mix(tmp_path: Path) -> None:

@@ -10,9 +10,10 @@ import pytest
 
 from paceline.common.errors import InputError
 from paceline.models.language_model import LanguageModel
-from paceline.training.data.corpus import ENOUGH, Shards, Text
+from paceline.training.data.corpus import STOP_FILE, Shards, Text
 from paceline.training.data.sources import read_data
-from paceline.training.data.writing import Writer, WritingPlan, first_words, frame_of
+from paceline.training.data.writing import Writer, chat_frame, first_words
+from paceline.training.train_options import WritingPlan
 from tests.toys import letters, llama
 
 TEMPLATE = (
@@ -38,14 +39,14 @@ def written(folder: Path, plan: WritingPlan, cancel: Any = None) -> list[Text]:
 
 
 def test_the_frame_of_a_template() -> None:
-    frame = frame_of(target())
+    frame = chat_frame(target())
     assert frame.opening == [USER, START]
     assert frame.answer == [END, ASSISTANT, START]
     assert frame.again == [END, USER, START]
     with pytest.raises(InputError, match="toy has no chat template"):
-        frame_of(target(None))
+        chat_frame(target(None))
     with pytest.raises(InputError, match="does not say where an answer begins"):
-        frame_of(target("{% for m in messages %}nothing{% endfor %}"))
+        chat_frame(target("{% for m in messages %}nothing{% endfor %}"))
 
 
 def test_conversations_are_what_the_template_would_write(tmp_path: Path) -> None:
@@ -71,7 +72,7 @@ def test_a_stop_changes_nothing(tmp_path: Path) -> None:
 def test_enough_is_enough_for_everybody(tmp_path: Path) -> None:
     """Whoever shares the texts takes them as complete too, and so does whoever finds as many as asked for."""
     shards = Shards(tmp_path / "a", {})
-    word = tmp_path / "a" / ENOUGH
+    word = tmp_path / "a" / STOP_FILE
     Writer(target(), PLAN).fill(shards, lambda *_: word.touch())
     assert len(shards) == 1
     assert len(written(tmp_path / "a", PLAN)) == len(list(shards.texts()))

@@ -1,4 +1,4 @@
-"""A tiny target, texts of its own, courses on them, and whole trainings."""
+"""A tiny target, texts of its own, recipes on them, and whole trainings."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from safetensors.torch import load_file
 from paceline.engine.decoder import SpeculativeDecoder
 from paceline.models.language_model import LanguageModel
 from paceline.training.data.corpus import Corpus, Text
-from paceline.training.recipes.base import RECIPES, Recipe, make_course
-from paceline.training.teacher import Teacher
+from paceline.training.distillation import Teacher
+from paceline.training.recipes.base import RECIPES, Recipe, make_recipe
 from paceline.training.train_options import TrainOptions
 from tests.toys import llama
 
@@ -66,9 +66,9 @@ def own_texts(lm: LanguageModel, count: int = 48, length: int = 40, temperature:
     ]
 
 
-def course_of(kind: str, lm: LanguageModel, corpus: Corpus, loss: str = "kl", seed: int = 0, **more: Any) -> Recipe:
+def recipe_of(kind: str, lm: LanguageModel, corpus: Corpus, loss: str = "kl", seed: int = 0, **more: Any) -> Recipe:
     options = RECIPES[kind].Options(**KINDS[kind], **more)
-    return make_course(kind, Teacher(lm), corpus, loss, options, seed)
+    return make_recipe(kind, Teacher(lm), corpus, loss, options, seed)
 
 
 def in_sixteen_bits(kind: str, loss: str = "kl") -> tuple[Recipe, Corpus]:
@@ -76,16 +76,16 @@ def in_sixteen_bits(kind: str, loss: str = "kl") -> tuple[Recipe, Corpus]:
     lm = target()
     lm.model.bfloat16()
     corpus = Corpus(own_texts(lm, 12), 64, 256, seed=1)
-    return course_of(kind, lm, corpus, loss), corpus
+    return recipe_of(kind, lm, corpus, loss), corpus
 
 
-def trained(course: Recipe, corpus: Corpus, steps: int = 150, rate: float = 1e-2) -> list[float]:
+def trained(recipe: Recipe, corpus: Corpus, steps: int = 150, rate: float = 1e-2) -> list[float]:
     """Losses on the way; a few steps of plain Adam."""
-    weights = [weight for weight in course.parameters() if weight.requires_grad]
+    weights = [weight for weight in recipe.parameters() if weight.requires_grad]
     optimizer = torch.optim.Adam(weights, rate)
     losses = []
     for step in range(steps):
-        loss = course(course.teacher.read(corpus.batch(step), course.taps))
+        loss = recipe(recipe.teacher.read(corpus.batch(step), recipe.taps))
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()

@@ -1,6 +1,5 @@
-"""Is speculation lossless here? A rule by enumeration, a decoder by agreement and by statistics, and a verdict."""
+"""Tests whether speculation is lossless: a rule by enumeration, a decoder by equal texts and by statistics."""
 
-from paceline.audit.audit_run import audit, audit_only_rule
-from paceline.audit.audit_verdict import Report
+from paceline.audit.audit_run import Report, audit, audit_only_rule
 
 __all__ = ["Report", "audit", "audit_only_rule"]

@@ -1,4 +1,4 @@
-"""Is the text of a decoder that of plain decoding? Where it is not: is that a tie of the number format, or a bug?"""
+"""Compares texts with those of plain decoding. A difference is a tie of the dtype, or a bug."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ from paceline.core.sampling import Sampling
 from paceline.engine.decoder import SpeculativeDecoder
 from paceline.engine.request import Generation
 
-# Two scores are a tie when they differ by less than so many times the rounding unit at the size of the logits: a pass
-# over several tokens sums in another order than a pass over one.
+# Two scores are a tie if they differ by at most this many rounding units at the size of the logits. A forward pass over
+# several tokens sums in another order than a forward pass over one.
 TIE = 4.0
 Cancel = Callable[[], bool]
 Progress = Callable[[str, int, int | None], None]
 
 
 class AuditCancelledError(PacelineError):
-    """Somebody pressed Ctrl-C."""
+    """The user cancelled the audit."""
 
     exit_code = 130
 
 
 @dataclass(frozen=True)
 class Divergence:
-    """Where a text leaves that of plain decoding: what each has there, and how far apart the target's scores are."""
+    """The first difference of two texts: the token of each, and the distance of the target's scores."""
 
     prompt: int
     position: int  # new tokens before it
-    plain: int | None  # None: that text has ended
+    plain: int | None  # None: this text has ended
     speculative: int | None
     gap: float | None
     top_gap: float | None  # between the two best scores
@@ -50,7 +50,7 @@ class Divergence:
 
 @dataclass(frozen=True)
 class Agreement:
-    """How many of the texts are the same, token for token."""
+    """How many texts are equal, token for token."""
 
     temperature: float
     texts: int
@@ -61,11 +61,11 @@ class Agreement:
 
     @property
     def ties(self) -> list[Divergence]:
-        return [each for each in self.divergences if each.tie]
+        return [item for item in self.divergences if item.tie]
 
     @property
     def bugs(self) -> list[Divergence]:
-        return [each for each in self.divergences if not each.tie]
+        return [item for item in self.divergences if not item.tie]
 
 
 def agreement(
@@ -75,28 +75,29 @@ def agreement(
     progress: Progress,
     cancel: Cancel,
 ) -> tuple[Agreement, list[list[int]]]:
-    """Decode all prompts together with `decoder` and one by one plainly; also returns the plain texts.
+    """Decode all prompts in one batch with `decoder`, and one by one plainly; returns the plain texts too.
 
-    settings: max_new_tokens, temperature and seed, which is that of the first prompt; every further one has the next.
+    settings: max_new_tokens, temperature and the seed of the first prompt. Each next prompt has the next seed.
     """
     seeds = [settings["seed"] + row for row in range(len(prompts))]
     label = "greedy text" if settings["temperature"] == 0 else "same-seed text"
     progress(f"{label}, speculatively", 0, None)
-    theirs: list[Generation] = decoder.generate(list(prompts), cancel=cancel, **{**settings, "seed": seeds})
+    drafted: list[Generation] = decoder.generate(list(prompts), cancel=cancel, **{**settings, "seed": seeds})
     stop_if(cancel)
-    plain, ours = SpeculativeDecoder(decoder.target, draft=None), []
-    found = []
+    plain_decoder, plain = SpeculativeDecoder(decoder.target, draft=None), []
+    divergences = []
     for row, prompt in enumerate(prompts):
         progress(f"{label}, plainly", row, len(prompts))
-        ours.append(plain.generate(prompt, cancel=cancel, **{**settings, "seed": seeds[row]}).tokens)
+        plain.append(plain_decoder.generate(prompt, cancel=cancel, **{**settings, "seed": seeds[row]}).tokens)
         stop_if(cancel)
-        if ours[row] != theirs[row].tokens:
+        if plain[row] != drafted[row].tokens:
             sampling = Sampling(temperature=settings["temperature"], seed=seeds[row])
-            found.append(_divergence(decoder, row, prompt, (ours[row], theirs[row].tokens), sampling))
-    stats = [out.stats for out in theirs]
-    drafted, accepted = sum(s.drafted for s in stats), sum(s.accepted for s in stats)
-    total = sum(s.emitted for s in stats)
-    return Agreement(settings["temperature"], len(prompts), total, drafted, accepted, tuple(found)), ours
+            divergences.append(_divergence(decoder, row, prompt, (plain[row], drafted[row].tokens), sampling))
+    stats = [result.stats for result in drafted]
+    emitted, proposed, accepted = (
+        sum(getattr(stat, name) for stat in stats) for name in ("emitted", "drafted", "accepted")
+    )
+    return Agreement(settings["temperature"], len(prompts), emitted, proposed, accepted, tuple(divergences)), plain
 
 
 def stop_if(cancel: Cancel) -> None:
@@ -107,35 +108,36 @@ def stop_if(cancel: Cancel) -> None:
 def _divergence(
     decoder: SpeculativeDecoder, row: int, prompt: list[int], texts: tuple[list[int], list[int]], sampling: Sampling
 ) -> Divergence:
-    ours, theirs = texts
-    at = next((i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), min(len(ours), len(theirs)))
-    if at == min(len(ours), len(theirs)):  # one of them ended, and no rounding does that
-        left = (ours[at] if at < len(ours) else None, theirs[at] if at < len(theirs) else None)
-        return Divergence(row, at, *left, None, None, None)
-    logits = logits_after(decoder, prompt, ours[:at])
+    plain, drafted = texts
+    shorter = min(len(plain), len(drafted))
+    at = next((i for i, (one, other) in enumerate(zip(plain, drafted, strict=False)) if one != other), shorter)
+    if at == shorter:  # one of them ended, which is never a tie
+        next_plain, next_drafted = (text[at] if at < len(text) else None for text in texts)
+        return Divergence(row, at, next_plain, next_drafted, None, None, None)
+    logits = logits_after(decoder, prompt, plain[:at])
     scores = _scores(logits, sampling, len(prompt) + at)
     best = scores.topk(2).values
-    gap = float((scores[ours[at]] - scores[theirs[at]]).abs())
+    gap = float((scores[plain[at]] - scores[drafted[at]]).abs())
     return Divergence(
-        row, at, ours[at], theirs[at], gap, float(best[0] - best[1]), tolerance(logits, decoder.target.dtype)
+        row, at, plain[at], drafted[at], gap, float(best[0] - best[1]), tolerance(logits, decoder.target.dtype)
     )
 
 
 def tolerance(logits: Tensor, dtype: torch.dtype) -> float:
-    """What two scores may differ by and still be equal in this format. Never finer than float32: softmax and norms run
-    in it whatever the weights are."""
+    """The largest difference of two scores that counts as a tie. The unit is never finer than that of float32, the
+    dtype of softmax and norms."""
     unit = max(torch.finfo(dtype).eps, torch.finfo(torch.float32).eps)
     return TIE * unit * float(logits[logits.isfinite()].abs().max())
 
 
 def logits_after(decoder: SpeculativeDecoder, prompt: Sequence[int], written: Sequence[int] = ()) -> Tensor:
-    """[V]: the target's logits after prompt + written, from plain passes.
+    """[V]: the target's logits after prompt + written, from plain decoding.
 
-    The two are given apart because a target of two branches reads another prompt in the second, then what was written.
+    The two are separate arguments because a guided target reads another prompt in its second branch.
     """
     seen: list[Tensor] = []
 
-    def look(prefix: Tensor, logits: Tensor) -> Tensor:
+    def record(prefix: Tensor, logits: Tensor) -> Tensor:
         at = len(prefix) - len(prompt)
         if at < len(written):
             forced = torch.full_like(logits, -math.inf)
@@ -144,14 +146,14 @@ def logits_after(decoder: SpeculativeDecoder, prompt: Sequence[int], written: Se
         seen.append(logits.detach().to("cpu", torch.float64, copy=True))
         return logits
 
-    settings: dict[str, Any] = {"max_new_tokens": len(written) + 1, "ignore_eos": True, "processors": [look]}
+    settings: dict[str, Any] = {"max_new_tokens": len(written) + 1, "ignore_eos": True, "processors": [record]}
     SpeculativeDecoder(decoder.target, draft=None).generate([list(prompt)], **settings)
     return seen[0]
 
 
 def _scores(logits: Tensor, sampling: Sampling, length: int) -> Tensor:
-    """[V]: what the token at this place is the best of, in units of a logit: the logits, or with them the noise of the
-    seed."""
+    """[V]: the scores whose argmax is the token at this position, in units of a logit: the logits, plus the noise of
+    the seed if the text is sampled."""
     if sampling.greedy:
         return logits
     batch = SamplingBatch([sampling], [()], "cpu")

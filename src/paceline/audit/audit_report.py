@@ -1,4 +1,4 @@
-"""A report to read: the same sections as plain text, as Markdown, and as one HTML page that needs nothing else."""
+"""A report as plain text, as Markdown and as one HTML page, all with the same sections."""
 
 from __future__ import annotations
 
@@ -8,28 +8,28 @@ from html import escape
 from pathlib import Path
 
 from paceline.audit.agreement import Agreement, Divergence
-from paceline.audit.audit_verdict import Report
+from paceline.audit.audit_run import Report
 from paceline.audit.statistics import KEPT, LawAudit
 from paceline.audit.toy_worlds import BOUND, RuleAudit
 from paceline.common.errors import InputError
 
-Say = Callable[[int], str]  # the text of a token
-Table = list[tuple[str, ...]]  # the header first
+TokenText = Callable[[int], str]  # the text of a token
+Table = list[tuple[str, ...]]  # the first row is the header
 
 
 @dataclass(frozen=True)
 class Section:
-    """One part of a report: sentences, and maybe a table."""
+    """One part of a report: sentences and an optional table."""
 
     title: str
     lines: list[str]
     table: Table = field(default_factory=list)
 
 
-def write_report(report: Report, path: Path, say: Say) -> None:
-    """By the ending of the name."""
+def write_report(report: Report, path: Path, token_text: TokenText) -> None:
+    """Write HTML or Markdown, by the suffix of the path."""
     check_path(path)
-    content = as_html(report, say) if path.suffix == ".html" else as_markdown(report, say)
+    content = as_html(report, token_text) if path.suffix == ".html" else as_markdown(report, token_text)
     try:
         path.write_text(content, "utf-8")
     except OSError as error:
@@ -43,46 +43,46 @@ def check_path(path: Path) -> None:
         raise InputError(f"The folder of the report '{path}' does not exist; make it first.")
 
 
-# ---- what there is to say
+# ---- the sections
 
 
-def sections(report: Report, say: Say) -> Iterator[Section]:
+def sections(report: Report, token_text: TokenText) -> Iterator[Section]:
     about = {name: value for name, value in report.subject.items() if value not in ({}, None)}
     yield Section("What was audited", [f"{name.replace('_', ' ')}: {_shown(value)}" for name, value in about.items()])
     yield _rule(report.rule)
     if report.greedy is not None:
-        yield _texts("Greedy text", report.greedy, report, say)
+        yield _texts("Greedy text", report.greedy, report, token_text)
     if report.seeded is not None:
-        yield _texts("Text of the same seed", report.seeded, report, say)
+        yield _texts("Text of the same seed", report.seeded, report, token_text)
     if report.law is not None:
         yield _law(report.law)
 
 
 def _shown(value: object) -> str:
     if isinstance(value, dict):
-        return ", ".join(f"{name} {each}" for name, each in value.items())
+        return ", ".join(f"{name} {item}" for name, item in value.items())
     return str(value)
 
 
 def _rule(rule: RuleAudit) -> Section:
-    keeps = f"says that it keeps the {rule.keeps}" if rule.keeps else "is lossy"
+    keeps = f"claims to keep the {rule.keeps}" if rule.keeps else "is lossy"
     lines = [
-        f"Rule {rule.rule} {keeps}; {len(rule.judged)} kinds of draft were enumerated on toy laws.",
+        f"Rule {rule.rule} {keeps}; {len(rule.judged)} kinds of draft were enumerated on toy distributions.",
         f"The largest total variation is {rule.largest:.2g}; below {BOUND:g} it is rounding.",
     ]
     for drawn, (mean, largest) in rule.by_drawn.items() if not rule.keeps else ():
         of = " (of each point mass the worst)" if drawn == "certain" else ""
-        lines.append(f"Drawn {drawn}{of}: {mean:.3f} on average over random laws, {largest:.3f} at most.")
-    lines += [f"It fails on {each.case}: {each.failure}" for each in rule.measured if each.failure is not None]
+        lines.append(f"Drawn {drawn}{of}: {mean:.3f} on average over random distributions, {largest:.3f} at most.")
+    lines += [f"It fails on {item.case}: {item.failure}" for item in rule.measured if item.failure is not None]
     table: Table = [("drawn", "shape", "temperature", "mean", "largest")]
-    for each in rule.judged:
-        case = each.case
+    for item in rule.judged:
+        case = item.case
         shape = f"chain of {len(case.parents)}" if case.chain else f"tree {list(case.parents)}"
-        table.append((case.drawn, shape, f"{case.temperature:g}", f"{each.mean:.2g}", f"{each.largest:.2g}"))
-    return Section("The rule on toy laws", lines, table)
+        table.append((case.drawn, shape, f"{case.temperature:g}", f"{item.mean:.2g}", f"{item.largest:.2g}"))
+    return Section("The rule on toy distributions", lines, table)
 
 
-def _texts(title: str, part: Agreement, report: Report, say: Say) -> Section:
+def _texts(title: str, part: Agreement, report: Report, token_text: TokenText) -> Section:
     same = part.texts - len(part.divergences)
     share = f"{part.drafted} tokens were drafted, {part.accepted} accepted"
     lines = [
@@ -92,23 +92,23 @@ def _texts(title: str, part: Agreement, report: Report, say: Say) -> Section:
         return Section(title, lines)
     dtype = report.subject["dtype"]
     if part.ties:
-        lines.append(f"{len(part.ties)} part at a tie of {dtype}: the scores are closer than its rounding.")
+        lines.append(f"{len(part.ties)} differ at a tie of {dtype}: the scores are closer than its rounding.")
     if part.bugs:
-        lines.append(f"{len(part.bugs)} part where there is no tie: that is no rounding.")
+        lines.append(f"{len(part.bugs)} differ without a tie: rounding cannot explain this.")
     table: Table = [("prompt", "new token", "plain", "speculative", "gap", "top-2 gap", "a tie is below", "tie")]
-    return Section(title, lines, [*table, *(_row(each, say) for each in part.divergences)])
+    return Section(title, lines, [*table, *(_row(item, token_text) for item in part.divergences)])
 
 
-def _row(each: Divergence, say: Say) -> tuple[str, ...]:
-    def token(found: int | None) -> str:
-        return "the end" if found is None else f"{found} {say(found)}".strip()
+def _row(item: Divergence, token_text: TokenText) -> tuple[str, ...]:
+    def token(value: int | None) -> str:
+        return "the end" if value is None else f"{value} {token_text(value)}".strip()
 
-    def number(found: float | None) -> str:
-        return "–" if found is None else f"{found:.3g}"
+    def number(value: float | None) -> str:
+        return "–" if value is None else f"{value:.3g}"
 
     return (
-        str(each.prompt + 1), str(each.position + 1), token(each.plain), token(each.speculative), number(each.gap),
-        number(each.top_gap), number(each.tolerance), "yes" if each.tie else "no",
+        str(item.prompt + 1), str(item.position + 1), token(item.plain), token(item.speculative), number(item.gap),
+        number(item.top_gap), number(item.tolerance), "yes" if item.tie else "no",
     )  # fmt: skip
 
 
@@ -116,9 +116,9 @@ def _law(law: LawAudit) -> Section:
     plan = law.plan
     lines = [
         f"{plan.samples} samples of the next two tokens at each of {len(law.tests)} positions, temperature "
-        f"{plan.temperature:g} and top-k {KEPT}, against the target's own law (chi-square).",
+        f"{plan.temperature:g} and top-k {KEPT}, against the target's distribution (chi-square).",
         f"An exact decoder fails any of them with probability {plan.false_alarm:g} (each at {law.level:g}).",
-        "Smaller differences than the last column would go unseen.",
+        "The test does not see smaller differences than the last column.",
     ]
     table: Table = [("prompt", "tokens before", "cells", "drafted", "accepted", "p", "distance", "seen from")]
     for test in law.tests:
@@ -128,16 +128,16 @@ def _law(law: LawAudit) -> Section:
                 f"{test.p:.2g}", f"{test.distance:.3f}", f"{test.detectable:.3f}",
             )
         )  # fmt: skip
-    return Section("The law of the next two tokens", lines, table)
+    return Section("The distribution of the next two tokens", lines, table)
 
 
-# ---- three ways to write it down
+# ---- text, Markdown, HTML
 
 
-def as_text(report: Report, say: Say) -> str:
-    """For a terminal: the sentences, and the tables that show something wrong or are short."""
+def as_text(report: Report, token_text: TokenText) -> str:
+    """For a terminal: the sentences, and the tables that are short or show a failure."""
     parts = []
-    for section in sections(report, say):
+    for section in sections(report, token_text):
         shown = section.table if len(section.table) <= 12 or report.rule.worst is not None else []
         parts.append("\n".join([section.title, *(f"  {line}" for line in section.lines), *_columns(shown)]))
     return "\n\n".join(parts) + f"\n\nverdict: {report.verdict}\n"
@@ -148,9 +148,9 @@ def _columns(table: Table) -> list[str]:
     return ["  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in table]
 
 
-def as_markdown(report: Report, say: Say) -> str:
+def as_markdown(report: Report, token_text: TokenText) -> str:
     parts = [f"# Audit of speculative decoding\n\n**Verdict: {report.verdict}**\n"]
-    for section in sections(report, say):
+    for section in sections(report, token_text):
         parts.append(f"## {section.title}\n\n" + "\n".join(f"- {line}" for line in section.lines) + "\n")
         if section.table:
             head, *rows = [[cell.replace("|", "\\|").replace("\n", "↵") for cell in row] for row in section.table]
@@ -174,9 +174,9 @@ tr + tr {{ border-top: 1px solid #ddd; }}
 """
 
 
-def as_html(report: Report, say: Say) -> str:
+def as_html(report: Report, token_text: TokenText) -> str:
     parts = []
-    for section in sections(report, say):
+    for section in sections(report, token_text):
         parts.append(f"<h2>{escape(section.title)}</h2>")
         parts.append("<ul>" + "".join(f"<li>{escape(line)}</li>" for line in section.lines) + "</ul>")
         for number, row in enumerate(section.table):

@@ -1,8 +1,8 @@
-"""Exact laws of acceptance rules, by following every random branch with its probability.
+"""The exact distribution (law) of the tokens that a rule emits, by enumeration of every random branch.
 
-A `World` is a target and a draft model given as tables. A rule sees them through a `Choice` whose coins and draws are
-not drawn: every row of a large batch is told other outcomes, and its weight is multiplied by their probability. What is
-emitted, continued with the target's own law to a fixed horizon, must be its joint law.
+A `World` is a target and a draft model as tables. A rule reads them through a `Choice` whose coins and draws are not
+random: each row of a large batch gets other outcomes, and its weight is multiplied by their probability. The emitted
+tokens, continued with the target's law to a fixed horizon, must have the target's joint law.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Table = list[Tensor]  # [k]: the laws after k tokens, [V, ..., V] with k+1 axes
 
 
 def path_to(node: int, parents: list[int]) -> list[int]:
-    """The nodes from the text to `node`, itself included."""
+    """The nodes from the root to `node`, with `node`."""
     path = []
     while node >= 0:
         path.append(node)
@@ -36,7 +36,7 @@ def path_to(node: int, parents: list[int]) -> list[int]:
 
 @dataclass(frozen=True)
 class World:
-    """Laws of a target and of a draft after every text shorter than `horizon`."""
+    """The laws of a target and of a draft after every text shorter than `horizon`."""
 
     vocabulary: int
     horizon: int
@@ -99,7 +99,7 @@ def iid(law: Tensor, elders: list[int]) -> Tensor:
 
 
 def without_replacement(law: Tensor, elders: list[int]) -> Tensor:
-    """What is left of a law once the elder siblings are out; where nothing is left, the first token not yet taken."""
+    """The law without the elder siblings; if no mass is left, the first free token."""
     law = law.clone()
     law[elders] = 0.0
     if law.sum() > 0:
@@ -111,7 +111,7 @@ def without_replacement(law: Tensor, elders: list[int]) -> Tensor:
 def enumerate_drafts(
     world: World, parents: list[int], drawn: Drawn, draw: Law, declare: Law | None = None, chain: bool = False
 ) -> Drafts:
-    """Every draft that `draw` makes, with the laws that `declare` says it was drawn from (None: the truth)."""
+    """Every draft that `draw` can make. declare: the laws that the tree claims; None takes those of `draw`."""
     rows: list[tuple[list[int], float, list[Tensor]]] = [([], 1.0, [])]
     for node, parent in enumerate(parents):
         longer = []
@@ -120,9 +120,9 @@ def enumerate_drafts(
             text = torch.tensor([[tokens[n] for n in path_to(parent, parents)]], dtype=torch.int64)
             base = law_after(world.draft, text)[0]
             law = draw(base, elders)
-            said = law if declare is None else declare(base, elders)
+            declared = law if declare is None else declare(base, elders)
             for token in law.nonzero().flatten().tolist():
-                longer.append(([*tokens, token], weight * float(law[token]), [*laws, said]))
+                longer.append(([*tokens, token], weight * float(law[token]), [*laws, declared]))
         rows = longer
     tree = TokenTree(
         torch.tensor([tokens for tokens, _, _ in rows]).view(len(rows), len(parents)),
@@ -137,15 +137,15 @@ def enumerate_drafts(
 
 
 class Dice:
-    """Many branches at once: row i of the batch takes the outcomes that are the digits of the number `branch[i]`."""
+    """Many branches at once: the digits of `branch[i]` are the outcomes of row i."""
 
     def __init__(self, branch: Tensor, weight: Tensor) -> None:
         self.weight = weight  # [R]: the probability of each row's branch so far
-        self.outcomes: list[int] = []  # how many each decision had
+        self.outcomes: list[int] = []  # the number of outcomes of each decision
         self._rest = branch
 
     def decide(self, law: Tensor) -> Tensor:
-        """[R]: the outcome in every row, whose probabilities are `law` [R,M]."""
+        """[R]: the outcome of every row. law [R,M]: the probabilities of the outcomes."""
         which = self._rest % law.shape[1]
         self._rest = self._rest // law.shape[1]
         self.outcomes.append(law.shape[1])
@@ -154,7 +154,7 @@ class Dice:
 
 
 class Enumerated(Choice):
-    """A choice whose random steps are decided by dice."""
+    """A choice whose random decisions come from `Dice`."""
 
     dice: Dice
 
@@ -177,9 +177,9 @@ class Enumerated(Choice):
         return self.dice.decide((weights / total).where(real[:, None], 0.0))
 
     def pick(self, logits: Tensor) -> Tensor:
-        """The target's own token at every place, each on its own."""
+        """The target's token at every position, each with an independent decision."""
         law = self.law(logits).dense(logits.shape[-1])
-        return torch.stack([self.dice.decide(law[:, place]) for place in range(logits.shape[1])], 1)
+        return torch.stack([self.dice.decide(law[:, position]) for position in range(logits.shape[1])], 1)
 
 
 _AT_ONCE = 40_000  # rows of one call of a rule
@@ -188,31 +188,33 @@ _AT_ONCE = 40_000  # rows of one call of a rule
 def every_branch(
     rule: Rule, world: World, drafts: Drafts, temperature: float, see: Callable[[Tensor, Tensor, Verdict], None]
 ) -> None:
-    """Every outcome of every decision: `see(row, probability of the branch, verdict)`, for many rows [B] of the drafts
-    at once. A rule reads nothing to the host, so what it asks for does not depend on what it is told."""
+    """Call `see(row, probability of the branch, verdict)` with every outcome of every decision, for many rows [B] of
+    the drafts at once. A rule reads nothing on the host, so its decisions do not depend on earlier outcomes."""
     tree = drafts.tree
     after = [law_after(world.target, tree.tokens[:, :0])]
     parents = list(range(-1, tree.nodes - 1)) if tree.parents is None else tree.parents[0].tolist()
     after += [law_after(world.target, tree.tokens[:, path_to(node, parents)]) for node in range(tree.nodes)]
-    logits = torch.stack(after, 1).log()  # what the model says; the temperature is the rule's business
-    batch = SamplingBatch([Sampling(temperature=temperature)], [()], "cpu")  # one row of settings stands for all
+    logits = torch.stack(after, 1).log()  # before the temperature, which the rule applies
+    batch = SamplingBatch([Sampling(temperature=temperature)], [()], "cpu")  # one row of settings for all rows
 
     def run(row: Tensor, branch: Tensor) -> tuple[Dice, Verdict]:
-        some = _rows_of(tree, row)
-        table = NoiseTable(batch, torch.zeros(some.rows, 1, dtype=torch.int64), tree.nodes + 1)
-        choice = Enumerated(batch, table, torch.nn.functional.pad(some.depth + 1, (1, 0)))
-        choice.dice = Dice(branch, torch.ones(some.rows, dtype=torch.float64))
-        verdict = rule.verify(some, logits[row], choice)
-        _check_path(some, verdict, choice.dice.weight > 0)
+        part = _rows_of(tree, row)
+        table = NoiseTable(batch, torch.zeros(part.rows, 1, dtype=torch.int64), tree.nodes + 1)
+        choice = Enumerated(batch, table, torch.nn.functional.pad(part.depth + 1, (1, 0)))
+        choice.dice = Dice(branch, torch.ones(part.rows, dtype=torch.float64))
+        verdict = rule.verify(part, logits[row], choice)
+        _check_path(part, verdict, choice.dice.weight > 0)
         return choice.dice, verdict
 
-    outcomes = run(torch.arange(1), torch.zeros(1, dtype=torch.int64))[0].outcomes  # which decisions there are
+    outcomes = run(torch.arange(1), torch.zeros(1, dtype=torch.int64))[0].outcomes  # the decisions of the rule
     total = tree.rows * math.prod(outcomes)
     for start in range(0, total, _AT_ONCE):
         number = torch.arange(start, min(start + _AT_ONCE, total))
         row = number % tree.rows
         dice, verdict = run(row, number // tree.rows)
-        assert dice.outcomes == outcomes, "what a rule asks for depends on what it was told: it read something"
+        assert dice.outcomes == outcomes, (
+            "the decisions of the rule depend on earlier outcomes: it reads values on the host"
+        )
         see(row, dice.weight, verdict)
 
 
@@ -222,7 +224,7 @@ def _rows_of(tree: TokenTree, row: Tensor) -> TokenTree:
 
 
 def _check_path(tree: TokenTree, verdict: Verdict, real: Tensor) -> None:
-    """The accepted nodes hang together, are in use, and are what was emitted."""
+    """The accepted nodes must be a path of nodes in use, and equal to the emitted tokens."""
     path = torch.arange(tree.nodes).expand(tree.rows, -1) if verdict.path is None else verdict.path
     inside = (torch.arange(path.shape[1]) < verdict.accepted) & real[:, None]
     above = torch.nn.functional.pad(path[:, :-1], (1, 0), value=-1)[:, : path.shape[1]]
@@ -233,12 +235,12 @@ def _check_path(tree: TokenTree, verdict: Verdict, real: Tensor) -> None:
     assert bool(fine[inside].all()), "an accepted path is no path of the draft"
 
 
-# ---- the check itself
+# ---- the check
 
 
 def emitted_law(rule: Rule, world: World, drafts: Drafts, temperature: float, apart: bool = False) -> Tensor:
-    """[1 or R, V, ..., V]: the joint law of `horizon` tokens when `rule` judges these drafts; `apart`: a law for each
-    draft, else of their mixture."""
+    """[1 or R, V, ..., V]: the joint law of `horizon` tokens if `rule` verifies these drafts. apart: one law for each
+    draft instead of one for their mixture."""
     V, H = world.vocabulary, world.horizon
     texts = (V + 1) ** H
     found = torch.zeros((drafts.tree.rows if apart else 1) * texts, dtype=torch.float64)
@@ -256,10 +258,10 @@ def emitted_law(rule: Rule, world: World, drafts: Drafts, temperature: float, ap
 
 
 def _continued(found: Tensor, world: World) -> Tensor:
-    """From the law of what was emitted to the law of `horizon` tokens."""
+    """The law of `horizon` tokens: the emitted tokens, continued with the target's law."""
     V, H = world.vocabulary, world.horizon
     joint = found.view(-1, *[V + 1] * H)
-    # text so far of k tokens: the axes beyond k are "nothing" (0), and the target goes on from there
+    # k emitted tokens: the axes after k are NOTHING (index 0), and the target continues
     total = torch.zeros(found.shape[0], *[V] * H, dtype=torch.float64)
     for k in range(1, H + 1):
         where: list[slice | int] = [slice(None), *[slice(1, None)] * k, *[0] * (H - k)]
@@ -271,7 +273,7 @@ def _continued(found: Tensor, world: World) -> Tensor:
 
 
 def total_variation(rule: Rule, world: World, drafts: Drafts, temperature: float = 1.0, apart: bool = False) -> float:
-    """The largest distance between what is emitted and the target's joint law."""
+    """The largest total variation between the emitted tokens and the target's joint law."""
     law = emitted_law(rule, world, drafts, temperature, apart)
-    wanted = (world if temperature > 0 else world.greedy()).joint()
-    return float((law - wanted).abs().flatten(1).sum(1).max() / 2)
+    target = (world if temperature > 0 else world.greedy()).joint()
+    return float((law - target).abs().flatten(1).sum(1).max() / 2)

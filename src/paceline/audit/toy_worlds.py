@@ -1,4 +1,4 @@
-"""A rule on toy worlds, where every random branch can be followed: how far is what it emits from the target's law?"""
+"""Enumerates a rule on toy models: the total variation between the emitted tokens and the target's distribution."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from paceline.common.errors import UnsupportedError
 from paceline.core.contracts import Rule
 from paceline.core.tree import Drawn
 
-BOUND = 1e-9  # the largest total variation that is rounding
-# A coupled draft has no law of its own to be enumerated; that it changes nothing is what same-seed identity shows.
+BOUND = 1e-9  # a smaller total variation is rounding
+# A coupled draft has no distribution of its own; the comparison of texts with the same seed tests it.
 HOW: dict[Drawn, Law] = {"certain": without_replacement, "iid": iid, "without_replacement": without_replacement}
 CHAINS = ([-1], [-1, 0], [-1, 0, 1])
 TREES = ([-1, -1], [-1, -1, 0, 0], [-1, 0, 0, -1])
@@ -24,7 +24,7 @@ Progress = Callable[[str, int, int | None], None]
 
 @dataclass(frozen=True)
 class Case:
-    """What kind of draft is judged, and at which temperature; `parents` as in a TokenTree."""
+    """A kind of draft and a temperature. parents: as in a TokenTree."""
 
     drawn: Drawn
     parents: tuple[int, ...]
@@ -38,12 +38,12 @@ class Case:
 
 @dataclass(frozen=True)
 class Measured:
-    """The total variation of a case: in the worlds at random, and in the worst of all. None: the rule refused it."""
+    """The total variation of a case: its mean over random worlds and its maximum over all. None: the rule refused."""
 
     case: Case
     mean: float | None = None
     largest: float | None = None
-    failure: str | None = None  # it raised, or asked for a coin that is no probability
+    failure: str | None = None  # the rule raised an error
 
 
 @dataclass(frozen=True)
@@ -56,34 +56,34 @@ class RuleAudit:
 
     @property
     def judged(self) -> list[Measured]:
-        return [each for each in self.measured if each.largest is not None]
+        return [item for item in self.measured if item.largest is not None]
 
     @property
     def largest(self) -> float:
-        return max((each.largest or 0.0 for each in self.measured), default=0.0)
+        return max((item.largest or 0.0 for item in self.measured), default=0.0)
 
     @property
     def by_drawn(self) -> dict[str, tuple[float, float]]:
-        """Per way of drawing: the mean over the worlds at random, and the largest of all; sampled, not greedy."""
-        found: dict[str, tuple[float, float]] = {}
+        """Of the sampled cases, per way of drawing: the mean over random worlds and the maximum over all."""
+        result: dict[str, tuple[float, float]] = {}
         for drawn in HOW:
-            some = [each for each in self.judged if each.case.drawn == drawn and each.case.temperature > 0]
-            if some:
-                found[drawn] = fmean(each.mean or 0.0 for each in some), max(each.largest or 0.0 for each in some)
-        return found
+            items = [item for item in self.judged if item.case.drawn == drawn and item.case.temperature > 0]
+            if items:
+                result[drawn] = fmean(item.mean or 0.0 for item in items), max(item.largest or 0.0 for item in items)
+        return result
 
     @property
     def worst(self) -> Measured | None:
         """The case that shows that the rule is not exact."""
-        for each in self.measured:
-            if each.failure is not None:
-                return each
-        over = [each for each in self.judged if (each.largest or 0.0) >= BOUND]
-        return max(over, key=lambda each: each.largest or 0.0, default=None)
+        for item in self.measured:
+            if item.failure is not None:
+                return item
+        over = [item for item in self.judged if (item.largest or 0.0) >= BOUND]
+        return max(over, key=lambda item: item.largest or 0.0, default=None)
 
 
 def cases(rule: Rule) -> Iterator[Case]:
-    """Every kind of draft the rule says it judges: chains and trees, sampled and greedy."""
+    """Every kind of draft that the rule declares in `judges`: chains and trees, sampled and greedy."""
     for drawn in HOW:
         if drawn not in rule.judges:
             continue
@@ -95,7 +95,7 @@ def cases(rule: Rule) -> Iterator[Case]:
 
 
 def worlds(horizon: int) -> tuple[list[World], list[World]]:
-    """Worlds at random, more and less alike; and hard ones: impossible tokens, identical laws, laws without overlap."""
+    """Random worlds, and hard worlds: impossible tokens, equal distributions, distributions without overlap."""
     apart = World.random(3, horizon, 6)
     left = [torch.zeros_like(p).index_fill_(-1, torch.tensor([0]), 1.0) for p in apart.target]
     right = [torch.zeros_like(p).index_fill_(-1, torch.tensor([1, 2]), 0.5) for p in apart.target]
@@ -127,18 +127,18 @@ def _measure(rule: Rule, case: Case) -> Measured:
     parents = list(case.parents)
     deepest = max(len(path_to(node, parents)) for node in range(len(parents)))
     random, hard = worlds(deepest + 1)
-    if rule.exact == "text":  # it follows the target's own picks and looks at no law: a few worlds say as much
+    if rule.exact == "text":  # the rule reads only the target's tokens and no law, so a few worlds are enough
         random, hard = random[::3], hard[::2]
     try:
         distances = [_distance(rule, case, world) for world in [*random, *hard]]
     except UnsupportedError:
         return Measured(case)
-    except Exception as error:  # whatever a rule does wrong is a finding
+    except Exception as error:  # an error of a rule is a finding
         return Measured(case, failure=" ".join(f"{type(error).__name__}: {error}".split())[:200])
     return Measured(case, fmean(distances[: len(random)]), max(distances))
 
 
 def _distance(rule: Rule, case: Case, world: World) -> float:
     drafts = enumerate_drafts(world, list(case.parents), case.drawn, HOW[case.drawn], chain=case.chain)
-    # a draft that calls itself certain is a point mass, so every single one of them must be judged exactly
+    # a certain draft is a point mass, so the rule must be exact for each draft and not only on average
     return total_variation(rule, world, drafts, case.temperature, apart=case.drawn == "certain")

@@ -20,11 +20,10 @@ def build() -> dict[str, dict[str, list[str]]]:
     from paceline.models.quantization.quantize import KINDS
     from paceline.models.runtime import RUNNERS
     from paceline.models.synthetic.random_models import SHAPES
-    from paceline.training.losses import LOSSES
+    from paceline.training.distillation import LOSSES
     from paceline.training.pair_training import PairSizes
     from paceline.training.recipes.base import RECIPES
-    from paceline.training.train_options import PAIR
-    from paceline.training.trigram_training import CountingOptions
+    from paceline.training.train_options import PAIR, CountingOptions
 
     kinds = {**_ours(RECIPES), PAIR: _fields(PairSizes), "trigram": _fields(CountingOptions)}
     found = {

@@ -61,7 +61,7 @@ def ending(result: Generation) -> str:
 
 def settings_of(decoder: SpeculativeDecoder, settings: dict[str, Any]) -> dict[str, Any]:
     """Everything that affects this text and its speed."""
-    from paceline.audit.audit_inputs import subject_of
+    from paceline.audit.audit_run import subject_of
 
     return {**subject_of(decoder), **settings}
 

@@ -1,6 +1,7 @@
-"""Where training stands, in one file that is whole or not there: weights, the optimiser's memory, and the step.
+"""The log and the checkpoint of a training.
 
-Only safetensors; nothing is ever unpickled. The file that was there stays until the new one is complete.
+A checkpoint is one safetensors file with the weights, the state of the optimizer and the step. Nothing is unpickled.
+The old file stays until the new one is complete.
 """
 
 from __future__ import annotations
@@ -24,13 +25,13 @@ from paceline.integrations.weights_and_biases import start
 from paceline.models.loading.weight_check import reading
 from paceline.training.train_options import TrainOptions
 
-# ---- The log of training: a line of JSON at a time, and Weights & Biases where somebody asks for it
+# ---- The log: lines of JSON, and Weights & Biases on request
 
 LOG_NAME = "training.jsonl"
 
 
 class Log:
-    """Appends to training.jsonl in the folder of training; `quiet`: another process writes it."""
+    """Appends to training.jsonl in the folder of the training. quiet: another process writes it."""
 
     def __init__(self, folder: Path, options: TrainOptions, quiet: bool = False) -> None:
         self._path, self._quiet = folder / LOG_NAME, quiet
@@ -47,7 +48,7 @@ class Log:
             self._run.log(dict(_flat(line)), step=int(line.get("step", 0)))
 
     def cut(self, step: int) -> None:
-        """Forget what was logged after `step`: it is done again."""
+        """Remove the lines after `step`: those steps run again."""
         if self._quiet or not self._path.exists():
             return
         lines = self._path.read_text("utf-8").splitlines()
@@ -60,33 +61,34 @@ class Log:
 
 
 def _step(line: str) -> int:
-    """A line that was being written when the process was killed belongs to nothing."""
+    """The step of a line. An incomplete line, which a killed process leaves, belongs to no step."""
     try:
         return int(parse_json(line).get("step", 0))
     except (AttributeError, TypeError, ValueError):
         return 1 << 62
 
 
-def _flat(line: Mapping[str, Any], before: str = "") -> list[tuple[str, Any]]:
-    found: list[tuple[str, Any]] = []
+def _flat(line: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
+    """Nested values under names with slashes."""
+    values: list[tuple[str, Any]] = []
     for name, value in line.items():
         if isinstance(value, Mapping):
-            found += _flat(value, f"{before}{name}/")
+            values += _flat(value, f"{prefix}{name}/")
         elif isinstance(value, (list, tuple)):
-            found += [(f"{before}{name}/{index}", each) for index, each in enumerate(value)]
+            values += [(f"{prefix}{name}/{index}", item) for index, item in enumerate(value)]
         elif value is not None:
-            found.append((f"{before}{name}", value))
-    return found
+            values.append((f"{prefix}{name}", value))
+    return values
 
 
-# ---- Where training stands, in one file that is whole or not there: weights, the optimiser's memory, and the step
+# ---- The checkpoint
 
 NAME = "checkpoint.safetensors"
 _BEST = "best/"
 
 
 class Checkpoint:
-    """The file in a folder of training. `plan` must be the same whenever it is opened."""
+    """The file in the folder of a training. `plan` must be equal whenever it is opened."""
 
     def __init__(self, folder: Path, plan: Mapping[str, Any]) -> None:
         self.path = folder / NAME
@@ -95,29 +97,29 @@ class Checkpoint:
     def save(
         self, module: nn.Module, optimizer: torch.optim.Optimizer, state: Mapping[str, Any], best: Mapping[str, Tensor]
     ) -> None:
-        """`state`: step and whatever else is plain values; `best`: the weights that were best so far."""
-        tensors = {f"weights/{name}": weight for name, weight in trained(module).items()}
+        """state: the step and other plain values. best: the best weights so far."""
+        tensors = {f"weights/{name}": weight for name, weight in trained_tensors(module).items()}
         tensors |= {f"{_BEST}{name}": weight for name, weight in best.items()}
-        for index, memory in optimizer.state_dict()["state"].items():
-            tensors |= {f"optimizer/{index}/{name}": value for name, value in memory.items()}
-        whole = {name: tensor.detach().to("cpu").contiguous().clone() for name, tensor in tensors.items()}
+        for index, values in optimizer.state_dict()["state"].items():
+            tensors |= {f"optimizer/{index}/{name}": value for name, value in values.items()}
+        on_cpu = {name: tensor.detach().to("cpu").contiguous().clone() for name, tensor in tensors.items()}
         about = {"state": json.dumps(dict(state)), "plan": json.dumps(self._plan)}
-        beside = self.path.with_suffix(".part")
+        part = self.path.with_suffix(".part")
         try:
-            save_file(whole, beside, about)
-            with beside.open("rb") as file:
+            save_file(on_cpu, part, about)
+            with part.open("rb") as file:
                 os.fsync(file.fileno())
-            beside.replace(self.path)
+            part.replace(self.path)
         except (OSError, SafetensorError) as error:
             with suppress(OSError):
-                beside.unlink()
+                part.unlink()
             before = "the checkpoint before it is intact" if self.path.exists() else "there is none before it"
             raise LoadError(f"The checkpoint '{self.path}' cannot be written: {error}; {before}.") from error
 
     def load(
         self, module: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device
     ) -> tuple[dict[str, Any], dict[str, Tensor]] | None:
-        """Puts weights and the optimiser's memory where they were; gives the state and the best weights, or None."""
+        """Load the weights and the optimizer; returns the state and the best weights. None if there is no file."""
         if not self.path.exists():
             return None
         try:
@@ -129,21 +131,21 @@ class Checkpoint:
                 raise ValueError("its plan and its state are no JSON objects")
         except (OSError, SafetensorError, KeyError, ValueError, TypeError) as error:
             raise LoadError(
-                f"The checkpoint '{self.path}' cannot be read: {error}; remove it to start anew."
+                f"The checkpoint '{self.path}' cannot be read: {error}; remove it to start from the beginning."
             ) from error
         self._check(plan)
-        weights = trained(module)
-        memory: dict[int, dict[str, Tensor]] = {}
+        optimizer_state: dict[int, dict[str, Tensor]] = {}
         with reading("The checkpoint", self.path):
             with torch.no_grad():
-                for name, weight in weights.items():
+                for name, weight in trained_tensors(module).items():
                     weight.copy_(tensors[f"weights/{name}"])
             for name, tensor in tensors.items():
                 if name.startswith("optimizer/"):
-                    _, index, what = name.split("/")
-                    memory.setdefault(int(index), {})[what] = tensor.cpu() if what == "step" else tensor
-            if memory:
-                optimizer.load_state_dict({"state": memory, "param_groups": optimizer.state_dict()["param_groups"]})
+                    _, index, key = name.split("/")
+                    optimizer_state.setdefault(int(index), {})[key] = tensor.cpu() if key == "step" else tensor
+            if optimizer_state:
+                groups = optimizer.state_dict()["param_groups"]
+                optimizer.load_state_dict({"state": optimizer_state, "param_groups": groups})
         best = {name[len(_BEST) :]: tensor for name, tensor in tensors.items() if name.startswith(_BEST)}
         return state, best
 
@@ -152,7 +154,7 @@ class Checkpoint:
             if plan.get(name) != value:
                 raise InputError(
                     f"'{self.path.parent}' holds training with {name} = {plan.get(name)!r}, not {value!r}; give the "
-                    "same to go on with it, or another --out to start anew."
+                    "same to go on with it, or another --out to start from the beginning."
                 )
 
     def remove(self) -> None:
@@ -160,7 +162,7 @@ class Checkpoint:
             self.path.unlink()
 
 
-def trained(module: nn.Module) -> dict[str, Tensor]:
-    """The weights that learn, by name, and the buffers that belong to them."""
+def trained_tensors(module: nn.Module) -> dict[str, Tensor]:
+    """The weights with gradients and the buffers, by name."""
     weights: dict[str, Tensor] = {name: weight for name, weight in module.named_parameters() if weight.requires_grad}
     return {**weights, **dict(module.named_buffers())}

@@ -1,81 +1,138 @@
-"""What `paceline train` is told, as plain values; whatever cannot be is refused before anything is read."""
+"""The options of training, as plain values. They are checked before anything is loaded."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from paceline.common.errors import InputError, UnknownNameError, shown
 from paceline.common.limits import ROWS_LIMIT, Limited, limited
-from paceline.common.options import convert_options
-from paceline.drafters.heads.head_files import NUMBERS
-from paceline.training.data.writing import WritingPlan
-from paceline.training.losses import parsed
-from paceline.training.recipes.base import RECIPES
-from paceline.training.trigram_training import CountingOptions
+from paceline.common.options import convert_options, option
 
-COUNTED = ("trigram",)  # learnt by counting, without a gradient
+if TYPE_CHECKING:
+    from paceline.models.language_model import LanguageModel
+
+COUNTED = ("trigram",)  # kinds that are counted, without a gradient
 PAIR = "pair"  # two models from scratch
+_WHAT, _TEXTS, _TRAINING, _EVALUATION, _OUTPUT = "What", "Texts", "Training", "Evaluation", "Output"
+
+
+@dataclass(frozen=True)
+class WritingPlan(Limited):
+    """Which texts the target writes."""
+
+    tokens: int = limited(1_000_000, most=10**12)  # in all, with the questions
+    style: str = "auto"  # chat, text, or auto: chat if the target has a chat template
+    temperatures: tuple[float, ...] = (0.0, 0.7, 0.0, 1.0)  # of the answers; each text draws one
+    asking: float = limited(0.9, 0, 100)  # temperature of the questions
+    question: int = limited(192, 1, 2**24)  # tokens at most
+    answer: int = limited(320, 1, 2**24)  # tokens at most
+    twice: float = limited(0.25, 0, 1)  # share of conversations with a second turn
+    led: float = limited(0.7, 0, 1)  # share of texts that start with given first words
+    seed: int = limited(0, -(2**63), 2**63 - 1)
+    rows: int = limited(64, 1, ROWS_LIMIT)
+    shard: int = limited(256, 1, 2**24)  # texts of a shard, with duplicates
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.style not in ("auto", "chat", "text"):
+            raise InputError(f"style must be auto, chat or text, got {shown(self.style)}.")
+        if self.tokens < 1 or not self.temperatures or min(self.temperatures) < 0:
+            raise InputError(
+                f"The target writes at least 1 token, at temperatures of 0 or more; got tokens={self.tokens} and "
+                f"temperatures={list(self.temperatures)}."
+            )
+
+    def resolve_style(self, lm: LanguageModel) -> WritingPlan:
+        """The plan with the style that "auto" means for this model."""
+        is_chat = lm.tokenizer is not None and bool(getattr(lm.tokenizer, "chat_template", None))
+        return replace(self, style="chat" if is_chat else "text") if self.style == "auto" else self
+
+
+@dataclass(frozen=True)
+class CountingOptions(Limited):
+    """least: pairs and triples of tokens with a smaller count are left out of the table."""
+
+    least: int = limited(1, 1)
 
 
 @dataclass(frozen=True)
 class TrainOptions(Limited):
-    """target, kind, out: a drafter of this kind for this target, into this folder. options: of the kind, as
-    name=value. start (--from): the folder of a drafter whose weights it begins with, instead of fresh ones. data: a
-    file instead of what the target writes; texts: the folder of token shards (out/texts), which several kinds may
-    share; tokens ... rows: see `WritingPlan`; writers: processes that write, beside each other."""
+    """The options of `paceline train` and of `train`."""
 
-    target: str = "smollm2-135m"
-    kind: str = "eagle"
-    out: str = ""
-    options: tuple[str, ...] = ()
-    start: str | None = field(default=None, metadata={"flag": "from"})
-    data: str | None = None
-    texts: str | None = None
-    tokens: int = limited(1_000_000, most=10**12)
-    style: str = "auto"
-    temperatures: tuple[float, ...] = WritingPlan.temperatures
-    question: int = limited(WritingPlan.question, 1, 2**24)
-    answer: int = limited(WritingPlan.answer, 1, 2**24)
-    rows: int = limited(WritingPlan.rows, 1, ROWS_LIMIT)
-    shard: int = limited(WritingPlan.shard, 1, 2**24)
-    writers: int = limited(1, 1, 1024)
-    length: int = limited(512, 1, 2**24)  # tokens of a piece of text
-    join: bool = False  # several texts in a piece, while they fit
-    batch: int = limited(16384, 1, 2**31 - 1)  # tokens of a step, padding included
-    accumulate: int = limited(1, 1, 2**20)  # batches of a step
-    steps: int | None = limited(None, 1)  # in all; or
-    epochs: float = limited(2.0, above=0)
-    # or: the whole of it, texts included; the learning rate falls by the clock then
-    minutes: float | None = limited(None, most=10**7)
-    learning_rate: float = limited(5e-4, most=1000, above=0)
-    warm_up: float = 0.03  # the share of the steps in which it rises
-    weight_decay: float = limited(0.0, 0, 1000)
-    clip: float = limited(1.0, above=0)  # the largest norm of a gradient
-    loss: str = "kl"
-    seed: int = limited(0, -(2**63), 2**63 - 1)
-    dtype: str | None = None
-    device: str | None = None
-    evaluate: int | None = limited(None, 1)  # every so many steps; 20 times in all if not said
-    held_out: int = limited(128, 1, 2**24)  # pieces of text that are looked at then
-    patience: int | None = limited(None, 1)  # looks without a better τ after which it stops
-    numbers: str = "bfloat16"  # how the weights are saved
-    predict: bool = True  # measure what passes and drafts cost here, to predict the speed-up
-    measure: int = limited(8, 0, 2**16)  # held-out prompts that the finished drafter is tried on
-    accelerate: bool = False
-    wandb: bool = False
+    target: str = option("smollm2-135m", "Catalogue name, hub id, folder or .gguf file.", _WHAT, metavar="MODEL",
+                         names="model path")  # fmt: skip
+    kind: str = option("eagle", "eagle, medusa, draft-lm, early-exit, prophet, trigram, pair.", _WHAT, metavar="KIND",
+                       names="kind")  # fmt: skip
+    out: str = option("", "The folder of the drafter; the same folder continues after a stop.", _WHAT, metavar="FOLDER")
+    options: tuple[str, ...] = option((), "Option of the kind, such as layers=2; repeatable.", _WHAT,
+                                      metavar="NAME=VALUE", flags=("--option",), of="kind")  # fmt: skip
+    start: str | None = option(None, "Start from the weights of this drafter of the same kind.", _WHAT,
+                               metavar="FOLDER", flags=("--from",))  # fmt: skip
+    dtype: str | None = option(None, "Of the target: float32, bfloat16 or auto.", _WHAT, metavar="TYPE", names="dtype")
+    device: str | None = option(None, "cpu, cuda, cuda:1 …; CUDA if there is a device.", _WHAT, metavar="DEVICE")
+
+    data: str | None = option(None, "Text, jsonl or chat jsonl, instead of texts of the target.", _TEXTS,
+                              metavar="FILE")  # fmt: skip
+    texts: str | None = option(None, "Token shards, which several trainings may share.", _TEXTS, metavar="FOLDER")
+    tokens: int = option(1_000_000, "Tokens that the target writes.", _TEXTS, metavar="N", most=10**12)
+    style: Literal["auto", "chat", "text"] = option("auto", "chat, text, or auto: chat if the target has a template.",
+                                                    _TEXTS, metavar="STYLE")  # fmt: skip
+    temperatures: tuple[float, ...] = option(WritingPlan.temperatures, "Of the answers; each text draws one.", _TEXTS,
+                                             metavar="X,X")  # fmt: skip
+    question: int = option(WritingPlan.question, "Tokens of a question at most.", _TEXTS, metavar="N", least=1,
+                           most=2**24)  # fmt: skip
+    answer: int = option(WritingPlan.answer, "Tokens of an answer at most.", _TEXTS, metavar="N", least=1, most=2**24)
+    rows: int = option(WritingPlan.rows, "Texts that are written at once.", _TEXTS, metavar="N", least=1,
+                       most=ROWS_LIMIT)  # fmt: skip
+    shard: int = option(WritingPlan.shard, "Texts of a shard; a killed run loses at most one.", _TEXTS, metavar="N",
+                        least=1, most=2**24)  # fmt: skip
+    writers: int = option(1, "Processes that write texts on one device.", _TEXTS, metavar="N", least=1, most=1024)
+
+    length: int = option(512, "Tokens of a piece of text.", _TRAINING, metavar="N", least=1, most=2**24)
+    join: bool = option(False, "Join several texts in a piece, while they fit.", _TRAINING)
+    batch: int = option(16384, "Tokens of a batch, with padding.", _TRAINING, metavar="N", least=1, most=2**31 - 1)
+    accumulate: int = option(1, "Batches of a step.", _TRAINING, metavar="N", least=1, most=2**20)
+    steps: int | None = option(None, "Steps in all, instead of epochs.", _TRAINING, metavar="N", least=1)
+    epochs: float = option(2.0, "How often training goes through the texts.", _TRAINING, metavar="X", above=0)
+    minutes: float | None = option(None, "Minutes in all, with the texts, instead of epochs.", _TRAINING, metavar="X",
+                                   most=10**7)  # fmt: skip
+    learning_rate: float = option(5e-4, "The highest learning rate.", _TRAINING, metavar="X", most=1000, above=0)
+    warm_up: float = option(0.03, "Share of the steps in which the learning rate rises.", _TRAINING, metavar="X")
+    weight_decay: float = option(0.0, "Of AdamW.", _TRAINING, metavar="X", least=0, most=1000)
+    clip: float = option(1.0, "The largest norm of a gradient.", _TRAINING, metavar="X", above=0)
+    loss: str = option("kl", "kl, reverse-kl, tv or ce; tv@0.8 compares at a temperature.", _TRAINING, metavar="LOSS",
+                       names="loss")  # fmt: skip
+    seed: int = option(0, "Of texts, weights and order.", _TRAINING, metavar="N", least=-(2**63), most=2**63 - 1)
+    accelerate: bool = option(False, "Several processes, by Hugging Face Accelerate.", _TRAINING)
+
+    evaluate: int | None = option(None, "Steps between two evaluations; else 20 evaluations in all.", _EVALUATION,
+                                  metavar="N", least=1)  # fmt: skip
+    held_out: int = option(128, "Pieces of held-out text of an evaluation.", _EVALUATION, metavar="N", least=1,
+                           most=2**24)  # fmt: skip
+    patience: int | None = option(None, "Stop after N evaluations without a better τ.", _EVALUATION, metavar="N",
+                                  least=1)  # fmt: skip
+    predict: bool = option(True, "Measure the costs here, to predict the speed-up.", _EVALUATION)
+    measure: int = option(8, "Held-out prompts that the finished drafter decodes.", _EVALUATION, metavar="N", least=0,
+                          most=2**16)  # fmt: skip
+
+    numbers: Literal["bfloat16", "float32", "int8"] = option(
+        "bfloat16", "The dtype of the saved weights: bfloat16, float32 or int8.", _OUTPUT, metavar="TYPE"
+    )
+    wandb: bool = option(False, "Log to Weights & Biases; offline without a key.", _OUTPUT)
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        from paceline.training.distillation import parse_loss  # these import torch
+        from paceline.training.recipes.base import RECIPES
+
         if self.kind not in (known := (*COUNTED, PAIR, *RECIPES)):
             raise UnknownNameError("kind", self.kind, known)
         if not self.out:
             raise InputError("Training needs a folder for what it makes; give --out FOLDER.")
         self._check_start()
-        parsed(self.loss)
-        if self.numbers not in NUMBERS:
-            raise InputError(f"numbers must be one of {', '.join(NUMBERS)}, got {shown(self.numbers)}.")
+        parse_loss(self.loss)
         if self.minutes is not None and (self.minutes <= 0 or self.steps is not None or self.accelerate):
             raise InputError(
                 f"minutes must be more than 0, and go neither with steps nor with accelerate; got {self.minutes:g}."
@@ -87,29 +144,31 @@ class TrainOptions(Limited):
         if self.start is None:
             return
         if self.kind in (*COUNTED, PAIR):
-            raise InputError(f"A {self.kind} always begins anew, not with '{self.start}'; leave out --from.")
+            raise InputError(f"A {self.kind} cannot start from '{self.start}'; leave out --from.")
         if Path(self.start).resolve() == Path(self.out).resolve():
-            raise InputError(f"--from and --out are both '{self.out}'; give what learns on a folder of its own.")
+            raise InputError(f"--from and --out are both '{self.out}'; give --out another folder.")
 
     @property
     def folder(self) -> Path:
         return Path(self.out)
 
-    def said(self) -> dict[str, str]:
-        """The options of the kind, as they were said."""
-        given: dict[str, str] = {}
-        for each in self.options:
-            name, equals, value = each.partition("=")
+    def kind_options_as_text(self) -> dict[str, str]:
+        """The options of the kind, as texts by name."""
+        texts: dict[str, str] = {}
+        for text in self.options:
+            name, equals, value = text.partition("=")
             if not equals:
-                raise InputError(f"An option of a kind is given as name=value, such as steps=5, got '{each}'.")
-            given[name.strip().replace("-", "_")] = value.strip()
-        return given
+                raise InputError(f"An option of a kind is given as name=value, such as steps=5, got '{text}'.")
+            texts[name.strip().replace("-", "_")] = value.strip()
+        return texts
 
-    def of_kind(self) -> Any:
-        """The same, with their types."""
+    def kind_options(self) -> Any:
+        """The options of the kind as its dataclass."""
+        from paceline.training.recipes.base import RECIPES
+
         cls = CountingOptions if self.kind in COUNTED else RECIPES[self.kind].Options
-        return cls(**convert_options(self.said(), cls, "kind", self.kind, prefix=""))
+        return cls(**convert_options(self.kind_options_as_text(), cls, "kind", self.kind, prefix=""))
 
-    def plan(self) -> WritingPlan:
-        named = {each.name for each in fields(WritingPlan)} & {each.name for each in fields(self)}
-        return WritingPlan(**{name: getattr(self, name) for name in named})
+    def writing_plan(self) -> WritingPlan:
+        names = {field.name for field in fields(WritingPlan)} & {field.name for field in fields(self)}
+        return WritingPlan(**{name: getattr(self, name) for name in names})

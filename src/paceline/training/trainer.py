@@ -1,12 +1,12 @@
-"""The loop of training: read, learn, now and then look how far it has come, and never lose more than a little of it."""
+"""The training loop: read a batch, take a step, evaluate at intervals, and keep a checkpoint."""
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from typing import Any, Protocol
 
@@ -17,17 +17,23 @@ from paceline.common.errors import PacelineError, UnsupportedError
 from paceline.core.costs import Costs
 from paceline.models.runners.device import without_planned_attention
 from paceline.models.tensor_parallel import leave_in_order
-from paceline.training.checkpoints import Checkpoint, Log, trained
-from paceline.training.data.corpus import Corpus
-from paceline.training.offline_eval import Outlook, look_ahead
+from paceline.training.checkpoints import Checkpoint, Log, trained_tensors
+from paceline.training.data.corpus import STOP_FILE, Corpus
+from paceline.training.evaluation import Evaluation, evaluate
 from paceline.training.recipes.base import Recipe
-from paceline.training.teacher import Teacher
 from paceline.training.train_options import TrainOptions
 
-# ---- One process, or several through Hugging Face Accelerate: the few things a loop of training must ask for
+
+class TrainingError(PacelineError):
+    """Training that cannot continue."""
+
+    exit_code = 6
 
 
-class Alone:
+# ---- One process, or several through Hugging Face Accelerate
+
+
+class SingleProcess:
     """One process."""
 
     rank, world = 0, 1
@@ -38,22 +44,19 @@ class Alone:
     def backward(self, loss: Tensor) -> None:
         loss.backward()  # type: ignore[no-untyped-call]
 
-    def clip(self, weights: Iterable[Tensor], most: float) -> None:
-        nn.utils.clip_grad_norm_(list(weights), most)
-
-    def alone_until(self, last: bool, module: nn.Module) -> AbstractContextManager[Any]:
-        """Gradients are summed over processes with the last batch of a step only."""
+    def no_sync_until(self, last: bool, module: nn.Module) -> AbstractContextManager[Any]:
+        """The processes sum their gradients only with the last batch of a step."""
         return nullcontext()
 
     def mean(self, value: Tensor) -> Tensor:
         return value
 
     def wait(self) -> None:
-        """Until all processes are here."""
+        """Wait for all processes."""
 
 
-class Several(Alone):
-    """As many as `accelerate launch` or torchrun started: each reads other batches, all take the same step."""
+class SeveralProcesses(SingleProcess):
+    """The processes of `accelerate launch` or torchrun. Each reads other batches; all take the same step."""
 
     def __init__(self) -> None:
         if find_spec("accelerate") is None:
@@ -70,286 +73,363 @@ class Several(Alone):
     def backward(self, loss: Tensor) -> None:
         self._inner.backward(loss)
 
-    def alone_until(self, last: bool, module: nn.Module) -> AbstractContextManager[Any]:
-        quiet: AbstractContextManager[Any] = self._inner.no_sync(module)
-        return nullcontext() if last else quiet
+    def no_sync_until(self, last: bool, module: nn.Module) -> AbstractContextManager[Any]:
+        no_sync: AbstractContextManager[Any] = self._inner.no_sync(module)
+        return nullcontext() if last else no_sync
 
     def mean(self, value: Tensor) -> Tensor:
-        summed: Tensor = self._inner.reduce(value, "mean")
-        return summed
+        mean: Tensor = self._inner.reduce(value, "mean")
+        return mean
 
     def wait(self) -> None:
         self._inner.wait_for_everyone()
 
 
-# ---- The loop of training: read, learn, now and then look how far it has come, and never lose more than a little of it
+# ---- When training ends, when it evaluates, and with which learning rate
 
-_LOOKS = 20  # in all, if nothing is said
-_LOG = 10  # steps between two lines of the log: what is on the device is read then
-_LOWEST = 0.1  # of the learning rate, at the end
-_SHORT = 0.5  # of the time: with less of it left to learn in, the texts were too many
-_APART = 4.0  # times as long as a look takes, at least, until the next one by the clock
-_RISE = 50  # steps in which it rises at least, where the clock says how far it is: the first ones compile
-ENOUGH = "enough"  # a file of this name in its folder ends training: the best so far is what is kept
+_EVALUATIONS = 20  # in all, without `evaluate`
+_FINAL_RATE = 0.1  # of the learning rate, at the end
+_SHORT = 0.5  # of `minutes`: if less is left for training, there are too many texts
+_SPACING = 4.0  # time between two evaluations by the clock, at least, as a multiple of the time of one
+_RISE = 50  # steps in which the learning rate rises by the clock, at least: the first steps compile
 
 
-class TrainingError(PacelineError):
-    """Training that cannot go on."""
+def learning_rate(done: float, total: float, options: TrainOptions) -> float:
+    """After `done` of `total` steps, or seconds. It rises linearly, then falls to a tenth as half a cosine."""
+    rise = max(1, round(options.warm_up * total))
+    if done < rise:
+        return options.learning_rate * min(1.0, (done + 1) / rise)
+    share = (done - rise) / max(1, total - rise)
+    return options.learning_rate * (_FINAL_RATE + (1 - _FINAL_RATE) * 0.5 * (1 + math.cos(math.pi * share)))
 
-    exit_code = 6
+
+class StepSchedule:
+    """Training of a known number of steps."""
+
+    def __init__(self, options: TrainOptions, steps: int) -> None:
+        self.options, self.steps = options, steps
+        self._interval = options.evaluate or max(1, math.ceil(steps / _EVALUATIONS))
+
+    def start(self, began: float | None) -> str:
+        """Begin to count the time, if the schedule needs it; returns a note for the user."""
+        return ""
+
+    def resume(self, state: dict[str, Any]) -> None:
+        """Continue from the state of a checkpoint."""
+
+    def state(self) -> dict[str, float]:
+        """What a checkpoint keeps."""
+        return {"whole": 0.0, "spent": 0.0, "looked": 0.0}
+
+    def tick(self, step: int) -> None:
+        """Note the time, after `step` steps."""
+
+    def is_over(self, step: int) -> bool:
+        return step >= self.steps
+
+    def is_evaluation_due(self, step: int) -> bool:
+        return step % self._interval == 0 or step == self.steps
+
+    def evaluated(self, seconds: float) -> None:
+        """An evaluation took `seconds`."""
+
+    def rate(self, step: int) -> float:
+        return learning_rate(step, self.steps, self.options)
 
 
-class Watcher(Protocol):
-    """Who looks on."""
+class TimeSchedule(StepSchedule):
+    """Training of `minutes`; `steps` is an estimate."""
 
-    def stepped(self, step: int, steps: int, loss: float, rate: float) -> None: ...
-    def looked(self, step: int, outlook: Outlook) -> None: ...
-    def noted(self, sentence: str) -> None: ...
+    def __init__(self, options: TrainOptions, steps: int) -> None:
+        super().__init__(options, steps)
+        self._budget = self._spent = self._evaluated_at = 0.0  # seconds
+        self._evaluation_time = 0.0
+        self._clock = time.monotonic()
+
+    def start(self, began: float | None) -> str:
+        minutes = self.options.minutes or 0.0
+        self._clock = time.monotonic()
+        self._budget = max(1.0, 60 * minutes - (self._clock - (self._clock if began is None else began)))
+        left = f"{self._budget:.0f} s of {minutes:g} minutes are left to learn in"
+        return left + ("; fewer --tokens of text would leave more" if self._budget < _SHORT * 60 * minutes else "")
+
+    def resume(self, state: dict[str, Any]) -> None:
+        self._clock = time.monotonic()
+        self._budget, self._spent, self._evaluated_at = (state[name] for name in ("whole", "spent", "looked"))
+
+    def state(self) -> dict[str, float]:
+        return {"whole": self._budget, "spent": self._spent, "looked": self._evaluated_at}
+
+    def tick(self, step: int) -> None:
+        now = time.monotonic()
+        self._spent += now - self._clock
+        self._clock = now
+        if step:
+            self.steps = max(step, round(step * self._budget / max(1e-9, self._spent)))
+
+    def is_over(self, step: int) -> bool:
+        return step > 0 and self._spent >= self._budget
+
+    def is_evaluation_due(self, step: int) -> bool:
+        if self.options.evaluate is not None:
+            return step % self.options.evaluate == 0
+        wait = max(self._budget / _EVALUATIONS, _SPACING * self._evaluation_time)
+        return self._spent - self._evaluated_at >= wait
+
+    def evaluated(self, seconds: float) -> None:
+        self._evaluation_time, self._evaluated_at = seconds, self._spent
+
+    def rate(self, step: int) -> float:
+        by_time = learning_rate(self._spent, self._budget, self.options)
+        return by_time * min(1.0, (step + 1) / _RISE)
+
+
+# ---- The loop
+
+_LOG_INTERVAL = 10  # steps between two lines of the log; the losses are read from the device then
+
+
+class Reporter(Protocol):
+    """Shows the progress of a training."""
+
+    def loading(self, label: str, done: int, total: int | None) -> None: ...
+    def writing(self, label: str, done: int, total: int | None) -> None: ...
+    def step(self, step: int, steps: int, loss: float, tokens_per_second: float) -> None: ...
+    def evaluation(self, step: int, evaluation: Evaluation) -> None: ...
+    def note(self, sentence: str) -> None: ...
+
+
+class NullReporter:
+    """Shows nothing."""
+
+    def loading(self, label: str, done: int, total: int | None) -> None: ...
+    def writing(self, label: str, done: int, total: int | None) -> None: ...
+    def step(self, step: int, steps: int, loss: float, tokens_per_second: float) -> None: ...
+    def evaluation(self, step: int, evaluation: Evaluation) -> None: ...
+    def note(self, sentence: str) -> None: ...
 
 
 @dataclass
 class Progress:
-    """Where it stands: what a checkpoint holds beside weights."""
+    """The counters of a training. A checkpoint keeps them under these names."""
 
     step: int = 0
-    best: float = 0.0  # τ, or less than 0 where only the loss counts
+    best: float = 0.0  # the best score: τ, or the negative loss
     best_step: int = 0
-    bad: int = 0  # looks since then
+    bad: int = 0  # evaluations since the best one
     tokens: int = 0
-    whole: float = 0.0  # seconds that learning may take; 0 where steps are counted
-    spent: float = 0.0  # of them
-    looked: float = 0.0  # the same, at the last look
-
-    def as_dict(self) -> dict[str, Any]:
-        return dict(vars(self))
 
 
-def learning_rate(step: float, steps: float, options: TrainOptions) -> float:
-    """It rises, and falls like half a cosine to a tenth. Of seconds as of steps."""
-    rise = max(1, round(options.warm_up * steps))
-    if step < rise:
-        return options.learning_rate * min(1.0, (step + 1) / rise)
-    share = (step - rise) / max(1, steps - rise)
-    return options.learning_rate * (_LOWEST + (1 - _LOWEST) * 0.5 * (1 + math.cos(math.pi * share)))
+class _Losses:
+    """The losses and the tokens of the steps since the last line of the log."""
+
+    def __init__(self) -> None:
+        self.losses: list[Tensor] = []
+        self.tokens = 0
+        self.restart()
+
+    def restart(self) -> None:
+        """Count the time from now on."""
+        self.since = time.monotonic()
+
+    def clear(self) -> None:
+        self.losses, self.tokens = [], 0
+        self.restart()
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.tokens / max(1e-9, time.monotonic() - self.since)
 
 
 class Trainer:
-    """Trains one course to its end, or from where it was interrupted. After `run` the course holds its best weights."""
+    """Trains a recipe to its end, or continues from a checkpoint. After `run` the recipe has its best weights."""
 
     def __init__(
         self,
-        course: Recipe,
+        recipe: Recipe,
         corpus: Corpus,
         options: TrainOptions,
         plan: dict[str, Any],
         *,
         costs: Costs | None = None,
-        hardware: Alone | None = None,
-        watcher: Watcher | None = None,
+        processes: SingleProcess | None = None,
+        reporter: Reporter | None = None,
         cancel: Callable[[], bool] | None = None,
         began: float | None = None,
     ) -> None:
-        """began: the monotonic time from which `minutes` count, if not from now."""
-        self.course, self.corpus, self.options = course, corpus, options
-        self.teacher: Teacher = course.teacher
-        self.hardware = hardware or Alone()
-        self._costs, self._watcher, self._cancel = costs, watcher, cancel or (lambda: False)
-        batches = max(1, math.ceil(options.epochs * corpus.batches / (options.accumulate * self.hardware.world)))
-        self.steps = options.steps or batches
-        self.every = options.evaluate or max(1, math.ceil(self.steps / _LOOKS))
-        self._weights = [weight for weight in course.parameters() if weight.requires_grad]
-        fused = self.teacher.lm.device.type == "cuda"
+        """plan: what must be equal when a checkpoint is loaded. began: the monotonic time from which `minutes` count;
+        None counts from the start of `run`."""
+        self.recipe, self.corpus, self.options, self.teacher = recipe, corpus, options, recipe.teacher
+        self.processes, self.reporter = processes or SingleProcess(), reporter or NullReporter()
+        self._costs, self._cancel, self._began = costs, cancel or (lambda: False), began
+        batches = math.ceil(options.epochs * corpus.batches / (options.accumulate * self.processes.world))
+        steps = options.steps or max(1, batches)
+        self.schedule = TimeSchedule(options, steps) if options.minutes else StepSchedule(options, steps)
+        self._weights = [weight for weight in recipe.parameters() if weight.requires_grad]
         self._optimizer: torch.optim.Optimizer = torch.optim.AdamW(
-            self._weights, options.learning_rate, (0.9, 0.95), weight_decay=options.weight_decay, fused=fused
-        )
-        self._module, self._optimizer = self.hardware.prepare(course, self._optimizer)
-        self.progress = Progress()
-        self._best: dict[str, Tensor] = {}
-        self._last: tuple[int, Outlook] | None = None  # the last look, and its step
-        self._checkpoint = Checkpoint(options.folder, {**plan, "steps": None if options.minutes else self.steps})
-        self.log = Log(options.folder, options, quiet=self.hardware.rank > 0)
+            self._weights, options.learning_rate, (0.9, 0.95), weight_decay=options.weight_decay,
+            fused=self.teacher.lm.device.type == "cuda",
+        )  # fmt: skip
+        self._module, self._optimizer = self.processes.prepare(recipe, self._optimizer)
+        self._checkpoint = Checkpoint(options.folder, {**plan, "steps": None if options.minutes else steps})
+        self.log = Log(options.folder, options, quiet=self.processes.rank > 0)
         self._held_out = corpus.held_out_batches(options.held_out)
-        self._losses: list[Tensor] = []
-        self._since = self._clock = time.monotonic()
-        self._began = self._since if began is None else began
-        self._seen = 0
-        self._looking = 0.0  # seconds that the last look took
+        self.progress, self._losses = Progress(), _Losses()
+        self._best_weights: dict[str, Tensor] = {}
+        self._last: tuple[int, Evaluation] | None = None  # the last evaluation and its step
 
-    def run(self) -> Outlook:
-        """To the end; a checkpoint stays until somebody calls `done`."""
-        with without_planned_attention():  # batches are of many lengths
-            return self._run()
+    def run(self) -> Evaluation:
+        """Train to the end. The checkpoint stays until `finish`."""
+        with without_planned_attention():  # batches have many lengths
+            self._start()
+            while not self._is_over():
+                self._step(self.progress.step)
+                self.progress.step += 1
+                step = self.progress.step
+                if step % _LOG_INTERVAL == 0 or step == self.schedule.steps:
+                    self._read_losses()
+                if self.schedule.is_evaluation_due(step):
+                    self._evaluate_and_save()
+                if self._cancel():
+                    self._read_losses()
+                    self._save()
+                    raise KeyboardInterrupt
+            if self._last is not None and self.progress.best_step == self.progress.step:
+                return self._last[1]
+            self._restore_best()
+            return self._evaluate()
 
-    def _run(self) -> Outlook:
-        found = self._checkpoint.load(self.course, self._optimizer, self.teacher.lm.device)
-        self._since = self._clock = time.monotonic()
-        if found is not None:
-            self.progress, self._best = Progress(**found[0]), found[1]
+    def _start(self) -> None:
+        """Load the checkpoint, if there is one. Evaluate first if the weights come from another drafter: they may be
+        the best ones."""
+        loaded = self._checkpoint.load(self.recipe, self._optimizer, self.teacher.lm.device)
+        self._losses.restart()
+        if loaded is not None:
+            state, self._best_weights = loaded
+            self.progress = Progress(**{name: state[name] for name in asdict(self.progress)})
+            self.schedule.resume(state)
             self.log.cut(self.progress.step)
-            self._tick()
-            self._note(f"going on from step {self.progress.step} of {self.steps}")
-        elif self.options.minutes:
-            self.progress.whole = max(1.0, 60 * self.options.minutes - (self._clock - self._began))
-            left = f"{self.progress.whole:.0f} s of {self.options.minutes:g} minutes are left to learn in"
-            short = self.progress.whole < _SHORT * 60 * self.options.minutes
-            self._note(left + ("; fewer --tokens of text would leave more" if short else ""))
-        if found is None and self.options.start is not None:
-            self._look()  # what it begins with may be the best there will be
-        while not self._over():
-            self._step(self.progress.step)
-            self.progress.step += 1
-            step = self.progress.step
-            if step % _LOG == 0 or step == self.steps:
-                self._read_losses()
-            if self._due():
-                self._look()
-            if self._cancel():
-                self._read_losses()
-                self._save()
-                raise KeyboardInterrupt
-        if self._last is None or self.progress.best_step != self.progress.step:
-            self._restore()
-            return self._outlook()
-        return self._last[1]
+            self.schedule.tick(self.progress.step)
+            self.reporter.note(f"going on from step {self.progress.step} of {self.schedule.steps}")
+            return
+        if note := self.schedule.start(self._began):
+            self.reporter.note(note)
+        if self.options.start is not None:
+            self._evaluate_and_save()
 
-    def _tick(self) -> None:
-        """Time passes; by the clock, how many steps there will be is a guess."""
-        at, now = self.progress, time.monotonic()
-        at.spent += now - self._clock
-        self._clock = now
-        if at.whole and at.step:
-            self.steps = max(at.step, round(at.step * at.whole / max(1e-9, at.spent)))
-
-    def _due(self) -> bool:
-        """Is it time to look how far it has come?"""
-        at = self.progress
-        if at.whole and self.options.evaluate is None:
-            return at.spent - at.looked >= max(at.whole / _LOOKS, _APART * self._looking)
-        return at.step % self.every == 0 or (at.step == self.steps and not at.whole)
-
-    def _over(self) -> bool:
-        self._tick()
-        at = self.progress
-        if at.whole and at.step and at.spent >= at.whole:
-            self._note(f"the time is over: it ends with step {at.step}")
-            return self._looked_last()
-        if not at.whole and at.step >= self.steps:
+    def _is_over(self) -> bool:
+        at, options = self.progress, self.options
+        self.schedule.tick(at.step)
+        if self.schedule.is_over(at.step):
+            if options.minutes:
+                self.reporter.note(f"the time is over: it ends with step {at.step}")
+                self._evaluate_last()
             return True
-        if at.step and self.hardware.world == 1 and (self.options.folder / ENOUGH).exists():
-            self._note(f"'{ENOUGH}' was found in '{self.options.folder}': it ends with step {at.step}")
-            return self._looked_last()
-        patience = self.options.patience
-        if patience is None or at.bad < patience:
+        if at.step and self.processes.world == 1 and (options.folder / STOP_FILE).exists():
+            self.reporter.note(f"'{STOP_FILE}' was found in '{options.folder}': it ends with step {at.step}")
+            self._evaluate_last()
+            return True
+        if options.patience is None or at.bad < options.patience:
             return False
-        self._note(f"no better τ since step {at.best_step}: it stops here")
+        self.reporter.note(f"no better τ since step {at.best_step}: it stops here")
         return True
 
-    def _looked_last(self) -> bool:
-        """True; the last step was looked at."""
+    def _evaluate_last(self) -> None:
+        """Evaluate the last step, unless this was done."""
         if self._last is None or self._last[0] != self.progress.step:
-            self._look()
-        return True
-
-    def _rate(self, step: int) -> float:
-        if self.progress.whole:
-            by_clock = learning_rate(self.progress.spent, self.progress.whole, self.options)
-            return by_clock * min(1.0, (step + 1) / _RISE)
-        return learning_rate(step, self.steps, self.options)
+            self._evaluate_and_save()
 
     def _step(self, step: int) -> None:
-        rate = self._rate(step)
+        rate = self.schedule.rate(step)
         for group in self._optimizer.param_groups:
             group["lr"] = rate
-        many, hardware = self.options.accumulate, self.hardware
+        count, processes = self.options.accumulate, self.processes
         total = torch.zeros((), device=self.teacher.lm.device)
-        for micro in range(many):
-            number = (step * many + micro) * hardware.world + hardware.rank
-            lesson = self.teacher.read(self.corpus.batch(number), self.course.taps)
-            with hardware.alone_until(micro == many - 1, self._module):
-                with self._mixed():
-                    loss = self._module(lesson) / many
-                hardware.backward(loss)
+        for micro in range(count):
+            number = (step * count + micro) * processes.world + processes.rank
+            batch = self.teacher.read(self.corpus.batch(number), self.recipe.taps)
+            with processes.no_sync_until(micro == count - 1, self._module):
+                with self._autocast():
+                    loss = self._module(batch) / count
+                processes.backward(loss)
             total += loss.detach()
-            self._seen += lesson.ids.numel() * hardware.world
-        hardware.clip(self._weights, self.options.clip)
+            self._losses.tokens += batch.ids.numel() * processes.world
+        nn.utils.clip_grad_norm_(self._weights, self.options.clip)
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
-        self._losses.append(total)
+        self._losses.losses.append(total)
 
-    def _mixed(self) -> AbstractContextManager[Any]:
-        """Products in the target's own 16 bits, where it has such; sums and weights in 32."""
+    def _autocast(self) -> AbstractContextManager[Any]:
+        """Matrix products in the target's 16-bit dtype, if it has one; sums and weights in float32."""
         dtype, device = self.teacher.lm.dtype, self.teacher.lm.device
         if dtype not in (torch.bfloat16, torch.float16):
             return nullcontext()
         return torch.autocast(device.type, dtype)
 
     def _read_losses(self) -> None:
-        """One read for many steps. A loss that is no number ends training before anything of it is kept."""
-        if not self._losses:
+        """Read the losses of several steps at once. A loss that is not finite ends the training before a checkpoint is
+        written."""
+        if not self._losses.losses:
             return
-        losses = self.hardware.mean(torch.stack(self._losses)).tolist()
-        first, self._losses = self.progress.step - len(losses), []
-        for index, loss in enumerate(losses):
+        at = self.progress
+        losses = self.processes.mean(torch.stack(self._losses.losses)).tolist()
+        for step, loss in enumerate(losses, at.step - len(losses) + 1):
             if not math.isfinite(loss):
-                kept = self._checkpoint.path.exists()
                 raise TrainingError(
-                    f"The loss is {loss} at step {first + index + 1}; lower --learning-rate (now "
-                    f"{self.options.learning_rate:g}) and start "
-                    + (f"again, or go on from the checkpoint in '{self.options.folder}'." if kept else "again.")
-                )
-        seconds = max(1e-9, time.monotonic() - self._since)
-        rate = self._rate(self.progress.step - 1)
-        self.progress.tokens += self._seen
+                    f"The loss is {loss} at step {step}; lower --learning-rate (now {self.options.learning_rate:g}) "
+                    "and start again" + (f", or go on from the checkpoint in '{self.options.folder}'."
+                                         if self._checkpoint.path.exists() else ".")
+                )  # fmt: skip
+        mean, speed = sum(losses) / len(losses), self._losses.tokens_per_second
+        at.tokens += self._losses.tokens
         self.log.write({
-            "step": self.progress.step, "loss": sum(losses) / len(losses), "learning_rate": rate,
-            "tokens": self.progress.tokens, "tokens_per_second": round(self._seen / seconds),
+            "step": at.step, "loss": mean, "learning_rate": self.schedule.rate(at.step - 1), "tokens": at.tokens,
+            "tokens_per_second": round(speed),
         })  # fmt: skip
-        if self._watcher is not None:
-            self._watcher.stepped(self.progress.step, self.steps, sum(losses) / len(losses), self._seen / seconds)
-        self._seen, self._since = 0, time.monotonic()
+        self.reporter.step(at.step, self.schedule.steps, mean, speed)
+        self._losses.clear()
 
-    def _look(self) -> None:
-        """See how far it has come; keep the best weights, and a checkpoint."""
+    def _evaluate_and_save(self) -> None:
+        """Evaluate, keep the best weights, and write a checkpoint."""
         self._read_losses()
-        began = time.monotonic()
-        outlook = self._outlook()
-        self._looking = time.monotonic() - began
-        if outlook.score > self.progress.best or not self._best:
-            self.progress.best, self.progress.best_step, self.progress.bad = outlook.score, self.progress.step, 0
-            self._best = {name: weight.detach().clone() for name, weight in trained(self.course).items()}
+        at, began = self.progress, time.monotonic()
+        evaluation = self._evaluate()
+        seconds = time.monotonic() - began
+        if evaluation.score > at.best or not self._best_weights:
+            at.best, at.best_step, at.bad = evaluation.score, at.step, 0
+            self._best_weights = {
+                name: tensor.detach().clone() for name, tensor in trained_tensors(self.recipe).items()
+            }
         else:
-            self.progress.bad += 1
-        self.log.write({"step": self.progress.step, "held_out": outlook.as_dict()})
-        if self._watcher is not None:
-            self._watcher.looked(self.progress.step, outlook)
-        self._tick()
-        self.progress.looked, self._last = self.progress.spent, (self.progress.step, outlook)
+            at.bad += 1
+        self.log.write({"step": at.step, "held_out": evaluation.as_dict()})
+        self.reporter.evaluation(at.step, evaluation)
+        self.schedule.tick(at.step)
+        self.schedule.evaluated(seconds)
+        self._last = (at.step, evaluation)
         self._save()
-        self._since = time.monotonic()
+        self._losses.restart()
 
-    def _outlook(self) -> Outlook:
-        lessons = (self.teacher.read(batch, self.course.taps) for batch in self._held_out)
-        with self._mixed():
-            return look_ahead(self.course, lessons, self._costs, self.course.name)
+    def _evaluate(self) -> Evaluation:
+        batches = (self.teacher.read(tokens, self.recipe.taps) for tokens in self._held_out)
+        with self._autocast():
+            return evaluate(self.recipe, batches, self._costs, self.recipe.name)
 
     def _save(self) -> None:
-        self._tick()
-        if self.hardware.rank == 0:
-            self._checkpoint.save(self.course, self._optimizer, self.progress.as_dict(), self._best)
-        self.hardware.wait()
+        self.schedule.tick(self.progress.step)
+        if self.processes.rank == 0:
+            state = {**asdict(self.progress), **self.schedule.state()}
+            self._checkpoint.save(self.recipe, self._optimizer, state, self._best_weights)
+        self.processes.wait()
 
-    def _restore(self) -> None:
+    def _restore_best(self) -> None:
         with torch.no_grad():
-            for name, weight in trained(self.course).items():
-                if name in self._best:
-                    weight.copy_(self._best[name])
+            for name, tensor in trained_tensors(self.recipe).items():
+                if name in self._best_weights:
+                    tensor.copy_(self._best_weights[name])
 
-    def done(self) -> None:
-        """What was trained is saved elsewhere: nothing is to be gone on with."""
+    def finish(self) -> None:
+        """Remove the checkpoint: the weights are saved elsewhere."""
         self._checkpoint.remove()
-        (self.options.folder / ENOUGH).unlink(missing_ok=True)
+        (self.options.folder / STOP_FILE).unlink(missing_ok=True)
         self.log.close()
-
-    def _note(self, sentence: str) -> None:
-        if self._watcher is not None:
-            self._watcher.noted(sentence)

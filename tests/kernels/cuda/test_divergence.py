@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from paceline.training import losses
-from paceline.training.losses import Distance, distance
+from paceline.training import distillation
+from paceline.training.distillation import DistillationLoss
 
 pytest.importorskip("triton")
 
@@ -37,7 +37,7 @@ def test_distances_and_slopes_are_those_of_torch(name: str, V: int, more: int) -
     whole[0, 3] = float("-inf")
     wanted = whole[:, :V]
     wanted_law = whole.softmax(-1)[:, :V]
-    far = distance(name, said, wanted_law, torch.zeros(4, dtype=torch.int64))
+    far = distillation.divergence(name, said, wanted_law, torch.zeros(4, dtype=torch.int64))
     found, slope = divergence.far(name, said.detach(), wanted, divergence.log_sums(whole))
     assert torch.allclose(found, far, rtol=1e-5, atol=1e-5)
     assert torch.allclose(slope, torch.autograd.grad(far.sum(), said)[0], rtol=1e-4, atol=1e-6)
@@ -49,12 +49,12 @@ def test_what_learns_by_them_learns_the_same(name: str, some: bool, monkeypatch:
     ids = torch.tensor([0, 3, 4, 9]) if some else None
     weight, states, last = draw(11, 6).requires_grad_(), draw(8, 6, seed=1).requires_grad_(), draw(8, 6, seed=2)
     teacher = draw(11, 6, seed=3)
-    monkeypatch.setattr(losses, "_CHUNK", 3)
+    monkeypatch.setattr(distillation, "_CHUNK", 3)
     found = []
     for kernels in (None, divergence):
-        monkeypatch.setattr(losses, "_kernels", lambda device, kernels=kernels: kernels)
-        measure = Distance(name, lambda each: each @ teacher.T, ids)
-        for laws in (None, measure.wanted(last)):
+        monkeypatch.setattr(distillation, "_kernels", lambda device, kernels=kernels: kernels)
+        measure = DistillationLoss(name, lambda each: each @ teacher.T, ids)
+        for laws in (None, measure.teacher_logits(last)):
             say = lambda each: each @ (weight if ids is None else weight[ids]).T  # noqa: E731
             loss = measure(say, states, last, torch.zeros(8, dtype=torch.int64), laws, (weight,))
             found.append((loss.detach(), *torch.autograd.grad(loss, (weight, states))))

@@ -45,9 +45,8 @@ def audit(ctx: typer.Context, options: AuditOptions) -> None:
 def _run(options: AuditOptions) -> tuple[Report, SpeculativeDecoder | None]:
     from paceline.audit import audit as audit_pair
     from paceline.audit import audit_only_rule
-    from paceline.audit.audit_inputs import PROMPTS, read_prompts
     from paceline.audit.audit_report import check_path
-    from paceline.audit.audit_run import check_plan
+    from paceline.audit.audit_run import PROMPTS, check_plan, read_prompts
 
     plan = {name: getattr(options, name) for name in ("tokens", "positions", "samples", "temperature", "false_alarm")}
     check_plan(**plan)

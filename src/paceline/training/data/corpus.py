@@ -1,7 +1,7 @@
-"""What is learnt from: pieces of texts in batches, the same for the same seed and step; some are held out.
+"""Training data: texts on disk as shards of token ids, and batches of pieces of them.
 
-Texts are mostly short, and prompts of real use are not. So pieces of several texts can be joined, one after the other
-in one row of a batch, in another way in every epoch: then what is learnt is learnt far from a row's beginning too.
+The batches follow from the seed and the step. A part of the texts is held out. Several pieces can be joined in one row
+of a batch, in another order in every epoch: most texts are short, and prompts of real use are long.
 """
 
 from __future__ import annotations
@@ -24,75 +24,74 @@ from paceline.common.errors import InputError, LoadError
 from paceline.common.json_text import parse_json
 from paceline.models.loading.weight_check import reading
 
-# ---- Texts as token ids, on disk: a folder of shards (safetensors) that grows whole shard by whole shard
+# ---- Texts on disk: a folder of shards (safetensors) that grows by whole shards
 
 FORMAT = 1
-ENOUGH = "enough"
-WANTED = "tokens"  # in the manifest: how many tokens there are to be
+STOP_FILE = "enough"  # a file of this name ends the writing of texts, or the training in its folder
+WANTED = "tokens"  # in the manifest: the number of tokens that the folder shall have
 _MANIFEST = "manifest.json"
 
 
 @dataclass(frozen=True)
 class Text:
-    """Token ids; the first `prompt` of them were given, the others were written by the target."""
+    """Token ids. The first `prompt` of them were given; the target wrote the others."""
 
     tokens: list[int]
     prompt: int = 0
 
 
-def about_texts(folder: str | os.PathLike[str]) -> dict[str, Any]:
-    """What the manifest of a folder says of its texts; nothing where there is none."""
+def read_manifest(folder: str | os.PathLike[str]) -> dict[str, Any]:
+    """The manifest of a folder of texts; {} if there is none."""
     path = Path(folder) / _MANIFEST
     if not path.exists():
         return {}
     with reading("The manifest", path):
-        found = parse_json(path.read_text("utf-8"))
-        if not isinstance(found, dict):
+        manifest = parse_json(path.read_text("utf-8"))
+        if not isinstance(manifest, dict):
             raise ValueError("it is no JSON object")
-    return found
+    return manifest
 
 
 class Shards:
-    """A folder of texts. `about` must be the same whenever it is opened: texts of two targets never mix."""
+    """A folder of texts. `about` must be equal whenever the folder is opened, so texts of two targets never mix."""
 
     def __init__(self, folder: str | os.PathLike[str], about: Mapping[str, Any], wanted: int | None = None) -> None:
-        """wanted: how many tokens there are to be; it is noted for those who share the texts."""
+        """wanted: the number of tokens to write. The manifest keeps it for other trainings that share the texts."""
         self.folder = Path(folder)
         plain = json.loads(json.dumps({"format": FORMAT, **about}))
-        path = self.folder / _MANIFEST
-        if not path.exists():
+        if not (self.folder / _MANIFEST).exists():
             self.folder.mkdir(parents=True, exist_ok=True)
-            self._note({**plain, **({} if wanted is None else {WANTED: wanted})})
-        found = about_texts(self.folder)
+            self._write_manifest({**plain, **({} if wanted is None else {WANTED: wanted})})
+        manifest = read_manifest(self.folder)
         for name, value in plain.items():
-            if found.get(name) != value:
+            if manifest.get(name) != value:
                 raise InputError(
-                    f"The texts in '{self.folder}' were made with {name} = {found.get(name)!r}, not {value!r}; "
+                    f"The texts in '{self.folder}' were made with {name} = {manifest.get(name)!r}, not {value!r}; "
                     "take another folder, or remove this one."
                 )
-        if wanted is not None and found.get(WANTED) != wanted:
-            self._note({**found, WANTED: wanted})
+        if wanted is not None and manifest.get(WANTED) != wanted:
+            self._write_manifest({**manifest, WANTED: wanted})
 
-    def _note(self, found: Mapping[str, Any]) -> None:
-        write_whole(self.folder / _MANIFEST, (json.dumps(found, indent=2, sort_keys=True) + "\n").encode())
+    def _write_manifest(self, manifest: Mapping[str, Any]) -> None:
+        write_whole(self.folder / _MANIFEST, (json.dumps(manifest, indent=2, sort_keys=True) + "\n").encode())
 
     def __len__(self) -> int:
-        """How many shards there are; the next one gets this number."""
+        """The number of shards, which is also the number of the next one."""
         count = 0
         while self._path(count).exists():
             count += 1
         return count
 
     @property
-    def enough(self) -> bool:
-        """Did somebody say that no more are wanted?"""
-        return (self.folder / ENOUGH).exists()
+    def stop_requested(self) -> bool:
+        """Did the user ask to stop the writing with a file?"""
+        return (self.folder / STOP_FILE).exists()
 
     def _path(self, number: int) -> Path:
         return self.folder / f"shard-{number:05}.safetensors"
 
     def append(self, texts: Sequence[Text]) -> None:
-        """One more shard."""
+        """Write one more shard."""
         starts = [0]
         for text in texts:
             starts.append(starts[-1] + len(text.tokens))
@@ -102,31 +101,31 @@ class Shards:
             "prompts": torch.tensor([text.prompt for text in texts], dtype=torch.int32),
         }
         number = len(self)
-        beside = self._path(number).with_suffix(".part")
+        part = self._path(number).with_suffix(".part")
         try:
-            save_file(tensors, beside)
-            beside.replace(self._path(number))
+            save_file(tensors, part)
+            part.replace(self._path(number))
         except (OSError, SafetensorError) as error:
             with suppress(OSError):
-                beside.unlink()
+                part.unlink()
             raise LoadError(f"The texts of shard {number} cannot be written to '{self.folder}': {error}.") from error
 
     def texts(self) -> Iterator[Text]:
-        """All texts, in the order in which they were written."""
+        """All texts, in the order of writing."""
         for number in range(len(self)):
             with reading("The texts in", self._path(number)):
                 with safe_open(self._path(number), "pt") as file:
                     tokens, starts, prompts = (file.get_tensor(name) for name in ("tokens", "starts", "prompts"))
                 _check(tokens, starts, prompts)
-            every, edges = tokens.tolist(), starts.tolist()
+            ids, edges = tokens.tolist(), starts.tolist()
             for start, stop, prompt in zip(edges, edges[1:], prompts.tolist(), strict=False):
-                yield Text(every[start:stop], prompt)
+                yield Text(ids[start:stop], prompt)
 
 
-def _check(tokens: torch.Tensor, starts: torch.Tensor, prompts: torch.Tensor) -> None:
-    """Texts lie one after the other, and a prompt is a part of its text. A ValueError says what is wrong."""
-    for name, each in (("tokens", tokens), ("starts", starts), ("prompts", prompts)):
-        if each.ndim != 1 or each.is_floating_point() or (each < 0).any():
+def _check(tokens: Tensor, starts: Tensor, prompts: Tensor) -> None:
+    """Raise ValueError unless the texts follow each other without gaps and no prompt is longer than its text."""
+    for name, tensor in (("tokens", tokens), ("starts", starts), ("prompts", prompts)):
+        if tensor.ndim != 1 or tensor.is_floating_point() or (tensor < 0).any():
             raise ValueError(f"its '{name}' are no list of whole numbers")
     lengths = starts.diff()
     if len(starts) != len(prompts) + 1 or starts[0] != 0 or starts[-1] != len(tokens) or (lengths < prompts).any():
@@ -134,57 +133,57 @@ def _check(tokens: torch.Tensor, starts: torch.Tensor, prompts: torch.Tensor) ->
 
 
 def write_whole(path: Path, content: bytes) -> None:
-    """A file that is there whole or not at all; whatever was there before stays if it cannot be written."""
-    beside = path.with_name(f".{path.name}.part")
+    """Write a file completely or not at all. If it cannot be written, the old file stays."""
+    part = path.with_name(f".{path.name}.part")
     try:
-        with beside.open("wb") as file:
+        with part.open("wb") as file:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
-        beside.replace(path)
+        part.replace(path)
     except OSError as error:
         with suppress(OSError):
-            beside.unlink()
+            part.unlink()
         raise LoadError(
             f"'{path}' cannot be written: {error.strerror or error}; what was there is untouched."
         ) from error
 
 
-# ---- What is learnt from: pieces of texts in batches, the same for the same seed and step; some are held out
+# ---- Batches of pieces of texts
 
-Row = tuple[int, ...]  # pieces, by number, that follow each other in a row of a batch
-_SHORTEST = 8  # tokens; less teaches nothing about what comes next but one
-_OPEN = 16  # rows that pieces may still be joined to
-_POOL = 64  # batches whose pieces are sorted by length together, so that little is padding
+Row = tuple[int, ...]  # the numbers of pieces that follow each other in a row of a batch
+_SHORTEST = 8  # tokens of a piece: a shorter one has too little context
+_OPEN_ROWS = 16  # rows to which a piece may still be joined
+_POOL = 64  # batches whose pieces are sorted by length together, so that there is little padding
 
 
 @dataclass(frozen=True)
-class Batch:
-    """ids [R,T], padded at the end; learn [R,T]: the tokens that the target wrote, and not the padding."""
+class TokenBatch:
+    """ids [R,T], padded at the end. learn [R,T]: True at tokens that the target wrote."""
 
     ids: Tensor
     learn: Tensor
 
-    def to(self, device: torch.device) -> Batch:
-        return Batch(self.ids.to(device, non_blocking=True), self.learn.to(device, non_blocking=True))
+    def to(self, device: torch.device) -> TokenBatch:
+        return TokenBatch(self.ids.to(device, non_blocking=True), self.learn.to(device, non_blocking=True))
 
 
 class Corpus:
-    """Pieces of at most `length` tokens. One in `held` is held out: of those nothing is ever learnt."""
+    """Pieces of at most `length` tokens. One in `held` is held out and never trained on."""
 
     def __init__(
         self, texts: Iterable[Text], length: int, tokens: int, seed: int, held: int = 50, join: bool = False
     ) -> None:
-        """tokens: in a batch, padding included. join: several pieces in a row of a batch, while they fit in `length`;
-        then whole texts are held out, not pieces of them."""
+        """tokens: of a batch, with its padding. join: put several pieces in a row of a batch while they fit in
+        `length`; then whole texts are held out, not pieces."""
         self.length, self.seed, self.join = length, seed, join
-        self._room = max(1, tokens // length)  # pieces of full length in a batch
-        cut = [pieces for text in texts if (pieces := _cut(text, length))]
+        self._rows_of_full_length = max(1, tokens // length)  # in a batch
+        cut = [pieces for text in texts if (pieces := _pieces(text, length))]
         groups = cut if join else [[piece] for pieces in cut for piece in pieces]
         if len(groups) < 2:
             raise InputError(
-                f"There are {len(groups)} texts of {_SHORTEST} or more tokens, and learning needs 2: some to learn "
-                "from, and one to see what was learnt; give more data."
+                f"There are {len(groups)} texts of {_SHORTEST} or more tokens, and training needs 2: one to train on "
+                "and one to evaluate on; give more data."
             )
         every = max(2, min(held, len(groups) // 4))
         self.held_out = [piece for index, group in enumerate(groups) if index % every == every - 1 for piece in group]
@@ -194,60 +193,60 @@ class Corpus:
 
     @property
     def size(self) -> int:
-        """Tokens to learn from in one epoch."""
+        """Tokens to train on in one epoch."""
         return sum(len(piece.tokens) - piece.prompt for piece in self.pieces)
 
     @property
     def batches(self) -> int:
-        """Of one epoch; epochs differ by a few."""
+        """Of the first epoch; other epochs have a few more or less."""
         return len(self._epoch(0))
 
-    def batch(self, number: int) -> Batch:
+    def batch(self, number: int) -> TokenBatch:
         """Batch `number`, counted through all epochs."""
         epoch = 0
         while number >= len(self._epoch(epoch)):
             number -= len(self._epoch(epoch))
             epoch += 1
-        return gathered([[self.pieces[index] for index in row] for row in self._epoch(epoch)[number]])
+        return collate([[self.pieces[index] for index in row] for row in self._epoch(epoch)[number]])
 
     def _epoch(self, epoch: int) -> list[list[Row]]:
         if epoch not in self._epochs:
             for old in [known for known in self._epochs if 0 < known < epoch - 1]:
                 del self._epochs[old]
-            self._epochs[epoch] = self._arranged(epoch)
+            self._epochs[epoch] = self._arrange(epoch)
         return self._epochs[epoch]
 
-    def _arranged(self, epoch: int) -> list[list[Row]]:
-        """All pieces in an order of this epoch's own: shuffled, sorted by length a pool at a time, shuffled again."""
+    def _arrange(self, epoch: int) -> list[list[Row]]:
+        """Batches of all pieces: shuffle the pieces, sort pools of them by length, shuffle the batches."""
         generator = torch.Generator().manual_seed(self.seed * 1_000_003 + epoch)
         order = torch.randperm(len(self.pieces), generator=generator).tolist()
         lengths = [len(piece.tokens) for piece in self.pieces]
         rows = self._rows(order, lengths)
         sizes = {row: sum(lengths[index] for index in row) for row in rows}
-        pool = _POOL * self._room
+        pool = _POOL * self._rows_of_full_length
         batches: list[list[Row]] = []
         for start in range(0, len(rows), pool):
-            batches += self._filled(sorted(rows[start : start + pool], key=sizes.__getitem__), sizes)
+            batches += self._fill(sorted(rows[start : start + pool], key=sizes.__getitem__), sizes)
         return [batches[index] for index in torch.randperm(len(batches), generator=generator).tolist()]
 
     def _rows(self, order: Sequence[int], lengths: Sequence[int]) -> list[Row]:
-        """Each piece alone, or as many after each other as fit."""
+        """One piece per row, or with `join` as many as fit."""
         if not self.join:
             return [(index,) for index in order]
         rows: list[list[int]] = []
-        rooms: list[int] = []
+        free: list[int] = []
         for index in order:
-            begun = range(max(0, len(rows) - _OPEN), len(rows))
-            fits = next((row for row in begun if rooms[row] >= lengths[index]), len(rows))
-            if fits == len(rows):
+            open_rows = range(max(0, len(rows) - _OPEN_ROWS), len(rows))
+            row = next((row for row in open_rows if free[row] >= lengths[index]), len(rows))
+            if row == len(rows):
                 rows.append([])
-                rooms.append(self.length)
-            rows[fits].append(index)
-            rooms[fits] -= lengths[index]
+                free.append(self.length)
+            rows[row].append(index)
+            free[row] -= lengths[index]
         return [tuple(row) for row in rows]
 
-    def _filled(self, sorted_rows: Sequence[Row], sizes: Mapping[Row, int]) -> list[list[Row]]:
-        """Batches of so many rows that with their padding they are as many tokens as asked for."""
+    def _fill(self, sorted_rows: Sequence[Row], sizes: Mapping[Row, int]) -> list[list[Row]]:
+        """Batches that have at most `tokens` tokens with their padding."""
         batches: list[list[Row]] = [[]]
         for row in sorted_rows:
             if batches[-1] and (len(batches[-1]) + 1) * sizes[row] > self._tokens:
@@ -255,26 +254,27 @@ class Corpus:
             batches[-1].append(row)
         return batches
 
-    def held_out_batches(self, most: int) -> list[Batch]:
-        """What is held out, or the first `most` pieces of it."""
+    def held_out_batches(self, most: int) -> list[TokenBatch]:
+        """The first `most` held-out pieces."""
         pieces = self.held_out[:most]
         lengths = [len(piece.tokens) for piece in pieces]
         rows = self._rows(range(len(pieces)), lengths)
         rows.sort(key=lambda row: sum(lengths[index] for index in row))
         texts = [[pieces[index] for index in row] for row in rows]
-        return [gathered(texts[at : at + self._room]) for at in range(0, len(texts), self._room)]
+        count = self._rows_of_full_length
+        return [collate(texts[start : start + count]) for start in range(0, len(texts), count)]
 
     def frequent(self, count: int, always: Iterable[int] = ()) -> list[int]:
-        """The `count` most frequent tokens of what the target wrote, sorted by id; those in `always` among them."""
-        seen: Counter[int] = Counter()
+        """The `count` most frequent tokens that the target wrote, sorted by id, with those in `always` among them."""
+        counts: Counter[int] = Counter()
         for piece in self.pieces:
-            seen.update(piece.tokens[piece.prompt :])
-        first = list(dict.fromkeys([*always, *(token for token, _ in seen.most_common())]))
+            counts.update(piece.tokens[piece.prompt :])
+        first = list(dict.fromkeys([*always, *(token for token, _ in counts.most_common())]))
         return sorted(first[:count])
 
 
-def _cut(text: Text, length: int) -> list[Text]:
-    """Pieces of a text; the last one may be shorter, and what is too short is left out."""
+def _pieces(text: Text, length: int) -> list[Text]:
+    """Pieces of a text. The last one may be shorter than `length`; a piece that is too short is left out."""
     pieces = []
     for start in range(0, len(text.tokens), length):
         tokens = text.tokens[start : start + length]
@@ -284,16 +284,17 @@ def _cut(text: Text, length: int) -> list[Text]:
     return pieces
 
 
-def gathered(rows: Sequence[Sequence[Text]]) -> Batch:
-    """Rows of texts, one after the other. How a text begins after another nobody can know: that is not learnt."""
+def collate(rows: Sequence[Sequence[Text]]) -> TokenBatch:
+    """Each row holds its texts one after the other. The first token of a later text does not follow from the text
+    before it, so it is not learned."""
     longest = max(sum(len(text.tokens) for text in row) for row in rows)
     ids = torch.zeros(len(rows), longest, dtype=torch.int64)
     learn = torch.zeros(len(rows), longest, dtype=torch.bool)
     for index, row in enumerate(rows):
-        at = 0
+        start = 0
         for text in row:
-            end = at + len(text.tokens)
-            ids[index, at:end] = torch.tensor(text.tokens)
-            learn[index, at + max(text.prompt, int(at > 0)) : end] = True
-            at = end
-    return Batch(ids, learn)
+            end = start + len(text.tokens)
+            ids[index, start:end] = torch.tensor(text.tokens)
+            learn[index, start + max(text.prompt, int(start > 0)) : end] = True
+            start = end
+    return TokenBatch(ids, learn)

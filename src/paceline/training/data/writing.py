@@ -1,8 +1,8 @@
-"""Texts that the target writes itself, to be learnt from: the user's turns too, so that no data set is needed.
+"""Texts that the target writes itself, so that training needs no data set.
 
-A chat model is started where the user speaks (with the first words of a question, or with none), writes a question, and
-then answers it (Magpie, arXiv 2406.08464). A base model goes on from its first token, or from first words. Everything
-about text i follows from the seed and i, so a run that was killed goes on as if nothing had been.
+A chat model starts where the user speaks, with the first words of a question or with none. It writes a question and
+then the answer (Magpie, arXiv 2406.08464). A base model continues from its first token or from first words. Text i of
+a shard follows from the seed, the shard and i, so an interrupted run continues with the same texts.
 """
 
 from __future__ import annotations
@@ -10,29 +10,40 @@ from __future__ import annotations
 import copy
 import json
 import math
+import multiprocessing
+import os
 import random
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache, partial
 from importlib.resources import files
 from typing import Any
 
-from paceline.common.errors import InputError, shown
-from paceline.common.limits import ROWS_LIMIT, Limited, limited
+import torch
+
+from paceline.common.errors import InputError, in_one_line
 from paceline.engine.decoder import SpeculativeDecoder
+from paceline.models import load
 from paceline.models.language_model import LanguageModel
 from paceline.models.loading.disk_cache import Progress
 from paceline.training.data.corpus import Shards, Text
+from paceline.training.train_options import WritingPlan
 
-# ---- How a model writes conversations down: what stands before, between and after the turns, as token ids
+# ---- The chat template as token ids
 
-_WORDS = ("qzxuone", "qzxatwo", "qzxuthree")  # stand for turns; no template says such things by itself
+_TURNS = ("qzxuone", "qzxatwo", "qzxuthree")  # stand for turns; no template contains these words
 
 
 @dataclass(frozen=True)
-class Frame:
-    """opening: up to where the user speaks. answer: from the end of the user's words to where the model speaks. again:
-    from the end of its answer to where the user speaks again; empty, where the template has no second turn."""
+class ChatFrame:
+    """opening: up to the user's words. answer: from the end of the user's words to the start of the answer. again: from
+    the end of the answer to the user's next words; [] if the template has no second turn."""
 
     opening: list[int]
     answer: list[int]
@@ -40,34 +51,33 @@ class Frame:
 
     @property
     def user_end(self) -> int:
-        """The token by which a user's turn is over."""
+        """The token that ends a user's turn."""
         return self.answer[0]
 
 
-def frame_of(lm: LanguageModel) -> Frame:
-    """From the model's own chat template, by looking at what it writes around three turns."""
+def chat_frame(lm: LanguageModel) -> ChatFrame:
+    """The parts of the model's chat template, found by rendering three turns."""
     tokenizer = lm.tokenizer
     if tokenizer is None or not getattr(tokenizer, "chat_template", None):
         raise InputError(
             f"{lm.name} has no chat template, so it cannot write conversations; use --style text, or give --data."
         )
-    first, second, third = _WORDS
-    once = _written(tokenizer, lm.name, [("user", first)])
-    opening, _, answer = once.partition(first)
+    first, second, third = _TURNS
+    opening, _, answer = _render(tokenizer, lm.name, [("user", first)]).partition(first)
     again = ""
     if answer:
-        thrice = _written(tokenizer, lm.name, [("user", first), ("assistant", second), ("user", third)], strict=False)
+        thrice = _render(tokenizer, lm.name, [("user", first), ("assistant", second), ("user", third)], strict=False)
         if thrice.startswith(opening + first + answer) and third in thrice:
             again = thrice.partition(second)[2].partition(third)[0]
-    if not answer:
+    else:
         raise InputError(
             f"The chat template of {lm.name} does not say where an answer begins; use --style text, or give --data."
         )
-    return Frame(*(list(tokenizer.encode(text, add_special_tokens=False)) for text in (opening, answer, again)))
+    return ChatFrame(*(list(tokenizer.encode(text, add_special_tokens=False)) for text in (opening, answer, again)))
 
 
-def _written(tokenizer: Any, name: str, turns: list[tuple[str, str]], strict: bool = True) -> str:
-    messages = [{"role": role, "content": words} for role, words in turns]
+def _render(tokenizer: Any, name: str, turns: list[tuple[str, str]], strict: bool = True) -> str:
+    messages = [{"role": role, "content": content} for role, content in turns]
     try:
         return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
     except Exception as error:  # templates are programs and fail in their own ways
@@ -76,91 +86,58 @@ def _written(tokenizer: Any, name: str, turns: list[tuple[str, str]], strict: bo
         raise InputError(f"The chat template of {name} cannot write a conversation: {error}.") from error
 
 
-# ---- Texts that the target writes itself, to be learnt from: the user's turns too, so that no data set is needed
+# ---- One process writes
 
-# The texts of a shard by its number, doubles included; None where it was asked to stop. Also told: how many shards are
-# likely to be wanted from this one on, where that is known.
-Shard = Callable[[int, "int | None"], "list[Text] | None"]
-_KEY = 48  # tokens of a question by which it is known as one that was asked before
-_LEAST = 3  # tokens that a question has
-_TRIES = 3  # shards in a row without anything new: then it has said what it has to say
-
-
-@dataclass(frozen=True)
-class WritingPlan(Limited):
-    """tokens: to write in all, questions included. temperatures: of the answers, in turn; questions are asked at
-    `asking`. question, answer: their lengths at most. twice: the share of conversations with a second turn. led: the
-    share of texts that begin with given first words."""
-
-    tokens: int = limited(1_000_000, most=10**12)
-    style: str = "auto"  # chat, text, or auto: chat where there is a template
-    temperatures: tuple[float, ...] = (0.0, 0.7, 0.0, 1.0)
-    asking: float = limited(0.9, 0, 100)
-    question: int = limited(192, 1, 2**24)
-    answer: int = limited(320, 1, 2**24)
-    twice: float = limited(0.25, 0, 1)
-    led: float = limited(0.7, 0, 1)
-    seed: int = limited(0, -(2**63), 2**63 - 1)
-    rows: int = limited(64, 1, ROWS_LIMIT)
-    shard: int = limited(256, 1, 2**24)  # texts of a shard, before doubles are left out
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.style not in ("auto", "chat", "text"):
-            raise InputError(f"style must be auto, chat or text, got {shown(self.style)}.")
-        if self.tokens < 1 or not self.temperatures or min(self.temperatures) < 0:
-            raise InputError(
-                f"The target writes at least 1 token, at temperatures of 0 or more; got tokens={self.tokens} and "
-                f"temperatures={list(self.temperatures)}."
-            )
-
-    def settled(self, lm: LanguageModel) -> WritingPlan:
-        """With the style that "auto" means for this model."""
-        chats = lm.tokenizer is not None and bool(getattr(lm.tokenizer, "chat_template", None))
-        return replace(self, style="chat" if chats else "text") if self.style == "auto" else self
+# The texts of shard `number` with duplicates, or None to stop. The second argument estimates how many shards are still
+# needed, if that is known.
+WriteShard = Callable[[int, "int | None"], "list[Text] | None"]
+_KEY = 48  # tokens of a question that identify it
+_MIN_QUESTION = 3  # tokens
+_TRIES = 3  # shards in a row without a new text, after which the target has nothing new to write
+_BASE_START = 16  # tokens of a base model's text that are sampled, so that greedy texts differ
 
 
 def first_words() -> list[str]:
-    """Beginnings of questions of many kinds, of our own writing."""
-    found: list[str] = json.loads((files("paceline.training.data") / "openings.json").read_text("utf-8"))
-    return found
+    """Beginnings of questions of many kinds."""
+    beginnings: list[str] = json.loads((files("paceline.training.data") / "openings.json").read_text("utf-8"))
+    return beginnings
 
 
 class Writer:
-    """Writes shards of texts until there are enough."""
+    """Writes shards of texts until there are enough tokens."""
 
     def __init__(self, lm: LanguageModel, plan: WritingPlan, beginnings: Sequence[str] | None = None) -> None:
-        self.plan = plan.settled(lm)
-        self._frame: Frame | None = frame_of(lm) if self.plan.style == "chat" else None
-        silent = copy.copy(lm)
-        silent.tokenizer = None  # tokens are wanted here, and nobody reads along
-        self._decoder = SpeculativeDecoder(silent, draft=None, rows=self.plan.rows)
+        self.plan = plan.resolve_style(lm)
+        self._frame: ChatFrame | None = chat_frame(lm) if self.plan.style == "chat" else None
+        without_tokenizer = copy.copy(lm)
+        without_tokenizer.tokenizer = None  # only tokens are needed, so nothing is detokenized
+        self._decoder = SpeculativeDecoder(without_tokenizer, draft=None, rows=self.plan.rows)
         self._lm = lm
-        self._beginnings = self._encoded(first_words() if beginnings is None else beginnings)
+        self._beginnings = self._encode(first_words() if beginnings is None else beginnings)
         self._known: set[int] = set()
 
-    def _encoded(self, words: Sequence[str]) -> list[list[int]]:
+    def _encode(self, texts: Sequence[str]) -> list[list[int]]:
         if self._lm.tokenizer is None:
             return []
-        return [list(self._lm.tokenizer.encode(each, add_special_tokens=False)) for each in words]
+        return [list(self._lm.tokenizer.encode(text, add_special_tokens=False)) for text in texts]
 
     def fill(
         self,
         shards: Shards,
         progress: Progress | None = None,
         cancel: Callable[[], bool] | None = None,
-        by: Shard | None = None,
+        write_shard: WriteShard | None = None,
     ) -> int:
-        """Go on where the shards end, until there are enough; returns how many tokens there are. by: who writes them
-        (itself, if not said)."""
+        """Append shards until there are enough tokens; returns their number. `write_shard` replaces the writing in this
+        process."""
         done, number = 0, len(shards)
         for text in shards.texts():
             done += len(text.tokens)
             self._is_new(text)
-        shard, idle = by or partial(self._alone, cancel), 0
-        while done < self.plan.tokens and idle < _TRIES and not (done and shards.enough):
+        write, idle = write_shard or partial(self._write_unless, cancel), 0
+        while done < self.plan.tokens and idle < _TRIES and not (done and shards.stop_requested):
             mean = done / number if done else None
-            raw = shard(number, None if mean is None else math.ceil((self.plan.tokens - done) / mean))
+            raw = write(number, None if mean is None else math.ceil((self.plan.tokens - done) / mean))
             if raw is None:
                 break
             texts = [text for text in raw if self._is_new(text)]
@@ -177,11 +154,11 @@ class Writer:
             )
         return done
 
-    def _alone(self, cancel: Callable[[], bool] | None, number: int, likely: int | None) -> list[Text] | None:
-        return None if cancel is not None and cancel() else self.written(number)
+    def _write_unless(self, cancel: Callable[[], bool] | None, number: int, needed: int | None) -> list[Text] | None:
+        return None if cancel is not None and cancel() else self.write(number)
 
     def _is_new(self, text: Text) -> bool:
-        """Has nobody asked this before? Base models are told by how they begin."""
+        """Remember the question of a text, or the start of a base model's text; False if it was known."""
         skip = 0 if self._frame is None else len(self._frame.opening)
         stop = text.prompt if self._frame is not None else len(text.tokens)
         key = hash(tuple(text.tokens[skip : min(stop, skip + _KEY)]))
@@ -190,84 +167,264 @@ class Writer:
         self._known.add(key)
         return True
 
-    def written(self, number: int) -> list[Text]:
-        """The texts of shard `number`, doubles included: they follow from the plan and the number alone."""
-        chances = [random.Random(f"{self.plan.seed}/{number}/{i}") for i in range(self.plan.shard)]
-        led = [self._beginning(chance) for chance in chances]
-        heats = [chance.choice(self.plan.temperatures) for chance in chances]
+    def write(self, number: int) -> list[Text]:
+        """The texts of shard `number`, with duplicates. They follow from the plan and the number."""
+        rngs = [random.Random(f"{self.plan.seed}/{number}/{i}") for i in range(self.plan.shard)]
+        beginnings = [self._beginning(rng) for rng in rngs]
+        temperatures = [rng.choice(self.plan.temperatures) for rng in rngs]
         if self._frame is None:
-            return self._texts(led, heats, chances)
+            return self._continue_texts(beginnings, temperatures, rngs)
         frame = self._frame
-        texts = [frame.opening + words for words in led]
-        texts = self._turn(texts, chances, self.plan.question, [self.plan.asking] * len(texts), (frame.user_end,))
-        asked = [i for i, text in enumerate(texts) if len(text) >= len(frame.opening) + _LEAST]
-        chances, heats = [chances[i] for i in asked], [heats[i] for i in asked]
+        texts = [frame.opening + beginning for beginning in beginnings]
+        texts = self._turn(texts, rngs, self.plan.question, [self.plan.asking] * len(texts), (frame.user_end,))
+        asked = [i for i, text in enumerate(texts) if len(text) >= len(frame.opening) + _MIN_QUESTION]
+        rngs, temperatures = [rngs[i] for i in asked], [temperatures[i] for i in asked]
         texts = [texts[i] + frame.answer for i in asked]
         prompts = [len(text) for text in texts]
-        texts = self._turn(texts, chances, self.plan.answer, heats, self._lm.eos, keep_end=True)
-        more = [i for i, chance in enumerate(chances) if chance.random() < self.plan.twice and frame.again]
-        for i, text in zip(more, self._second([texts[i] for i in more], chances, heats, more), strict=True):
+        texts = self._turn(texts, rngs, self.plan.answer, temperatures, self._lm.eos, keep_end=True)
+        again = [i for i, rng in enumerate(rngs) if rng.random() < self.plan.twice and frame.again]
+        seconds = self._second_turn([texts[i] for i in again], [rngs[i] for i in again],
+                                    [temperatures[i] for i in again])  # fmt: skip
+        for i, text in zip(again, seconds, strict=True):
             texts[i] = text
         return [Text(text, prompt) for text, prompt in zip(texts, prompts, strict=True)]
 
-    def _second(
-        self, texts: list[list[int]], chances: list[random.Random], heats: list[float], which: list[int]
+    def _second_turn(
+        self, texts: list[list[int]], rngs: list[random.Random], temperatures: list[float]
     ) -> list[list[int]]:
         """One more question and its answer."""
         assert self._frame is not None
-        frame, mine = self._frame, [chances[i] for i in which]
-        ended = [text[:-1] if text[-1] in self._lm.eos else text for text in texts]
-        texts = [text + frame.again for text in ended]
-        texts = self._turn(texts, mine, self.plan.question, [self.plan.asking] * len(texts), (frame.user_end,))
+        frame = self._frame
+        texts = [(text[:-1] if text[-1] in self._lm.eos else text) + frame.again for text in texts]
+        texts = self._turn(texts, rngs, self.plan.question, [self.plan.asking] * len(texts), (frame.user_end,))
         texts = [text + frame.answer for text in texts]
-        return self._turn(texts, mine, self.plan.answer, [heats[i] for i in which], self._lm.eos, keep_end=True)
+        return self._turn(texts, rngs, self.plan.answer, temperatures, self._lm.eos, keep_end=True)
 
-    def _texts(self, led: list[list[int]], heats: list[float], chances: list[random.Random]) -> list[Text]:
-        """Of a base model. A greedy one would always say the same after the same words, so it begins with some heat."""
+    def _continue_texts(
+        self, beginnings: list[list[int]], temperatures: list[float], rngs: list[random.Random]
+    ) -> list[Text]:
+        """Texts of a base model. The first tokens are sampled: greedy texts after the same beginning would be equal."""
         start = [self._first_token()]
-        texts = [words or start for words in led]
+        texts = [beginning or start for beginning in beginnings]
         prompts = [len(text) for text in texts]
-        texts = self._turn(texts, chances, 16, [self.plan.asking] * len(texts), ())
-        texts = self._turn(texts, chances, self.plan.answer, heats, self._lm.eos, keep_end=True)
+        texts = self._turn(texts, rngs, _BASE_START, [self.plan.asking] * len(texts), ())
+        texts = self._turn(texts, rngs, self.plan.answer, temperatures, self._lm.eos, keep_end=True)
         return [Text(text, prompt) for text, prompt in zip(texts, prompts, strict=True)]
 
     def _first_token(self) -> int:
-        tokenizer, config = self._lm.tokenizer, self._lm.model.config
-        for source in (tokenizer, config):
+        for source in (self._lm.tokenizer, self._lm.model.config):
             token = getattr(source, "bos_token_id", None)
             if token is not None:
                 return int(token)
         return self._lm.eos[0] if self._lm.eos else 0
 
-    def _beginning(self, chance: random.Random) -> list[int]:
-        if not self._beginnings or chance.random() >= self.plan.led:
+    def _beginning(self, rng: random.Random) -> list[int]:
+        if not self._beginnings or rng.random() >= self.plan.led:
             return []
-        return chance.choice(self._beginnings)
+        return rng.choice(self._beginnings)
 
     def _turn(
-        self,
-        texts: list[list[int]],
-        chances: list[random.Random],
-        most: int,
-        heats: list[float],
-        ends: tuple[int, ...],
-        keep_end: bool = False,
-    ) -> list[list[int]]:
-        """Let the target write on, `most` tokens or until one of `ends`; a text that leaves no room stays as it is."""
-        seeds = [chance.getrandbits(32) for chance in chances]
-        able = [i for i, text in enumerate(texts) if len(text) < self._lm.context - 1]
-        if not able:
+        self, texts: list[list[int]], rngs: list[random.Random], most: int, temperatures: list[float],
+        ends: tuple[int, ...], keep_end: bool = False,
+    ) -> list[list[int]]:  # fmt: skip
+        """The texts, continued by at most `most` tokens or up to one of `ends`. A text that fills the context stays."""
+        seeds = [rng.getrandbits(32) for rng in rngs]
+        open_texts = [i for i, text in enumerate(texts) if len(text) < self._lm.context - 1]
+        if not open_texts:
             return texts
         settings: dict[str, Any] = {
             "max_new_tokens": most,
-            "temperature": [heats[i] for i in able],
-            "seed": [seeds[i] for i in able],
+            "temperature": [temperatures[i] for i in open_texts],
+            "seed": [seeds[i] for i in open_texts],
             **({"eos_token_ids": ends} if ends else {"ignore_eos": True}),
         }
         longer = list(texts)
-        for i, written in zip(able, self._decoder.generate([texts[i] for i in able], **settings), strict=True):
-            tokens = written.tokens
+        results = self._decoder.generate([texts[i] for i in open_texts], **settings)
+        for i, result in zip(open_texts, results, strict=True):
+            tokens = result.tokens
             if tokens and tokens[-1] in ends and not keep_end:
                 tokens = tokens[:-1]
             longer[i] = texts[i] + tokens
         return longer
+
+
+# ---- Several processes write: on a GPU one host process is the limit, so several are faster
+
+_AHEAD = 4  # shards per process that may be finished before an earlier one
+_QUEUED = 2  # shards that a worker has: one in work, and one to start with at once
+_POLL = 0.1  # seconds between two looks at `cancel`
+_LAUNCHERS = ("RANK", "LOCAL_", "WORLD_SIZE", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_", "ACCELERATE_")
+
+
+@dataclass(frozen=True)
+class WriterJob:
+    """What a worker loads: the same target in the same way, and the same plan."""
+
+    target: str
+    dtype: str | None
+    device: str
+    threads: int
+    plan: WritingPlan
+
+    @classmethod
+    def of(cls, target: Any, dtype: str | None, lm: LanguageModel, plan: WritingPlan) -> WriterJob:
+        if not isinstance(target, (str, os.PathLike)):
+            raise InputError(
+                "Several writers load the target by its name each, and this one is in memory; give a name or a folder, "
+                "or writers=1."
+            )
+        return cls(os.fspath(target), dtype, str(lm.device), torch.get_num_threads(), plan)
+
+
+class _Worker:
+    """One process, in an executor of its own: if it dies, the other workers are not affected."""
+
+    def __init__(self) -> None:
+        before = set(multiprocessing.active_children())
+        spawn = multiprocessing.get_context("spawn")
+        self._executor = ProcessPoolExecutor(1, mp_context=spawn, initializer=_prepare_worker)
+        self.numbers: dict[Future[list[Text]], int] = {}  # the shards that it has
+        with _clean_start():
+            self._executor.submit(int)  # starts the process
+        (self.process,) = set(multiprocessing.active_children()) - before
+
+    def submit(self, job: WriterJob, number: int) -> None:
+        self.numbers[self._executor.submit(_write_shard, job, number)] = number
+
+    def why_ended(self, error: BaseException) -> str:
+        if not isinstance(error, BrokenProcessPool):
+            return in_one_line(error, 200)  # type: ignore[arg-type]
+        self._executor.shutdown()  # waits for the process
+        code = self.process.exitcode or 0
+        return f"it was killed by signal {-code}" if code < 0 else f"it ended with code {code}"
+
+    def kill(self) -> None:
+        self.process.kill()
+        self._executor.shutdown(cancel_futures=True)
+
+
+class WriterPool:
+    """This process and `count` workers write shards. A shard follows from its number, so the shards do not depend on
+    the workers. They start with the first shard and end with the context. If one fails, `note` gets a sentence and the
+    others write its shards."""
+
+    def __init__(
+        self,
+        write: Callable[[int], list[Text]],
+        job: WriterJob,
+        count: int,
+        note: Callable[[str], None] = lambda sentence: None,
+        cancel: Callable[[], bool] | None = None,
+    ) -> None:
+        """write: how this process writes a shard. job: how the workers do."""
+        self._write, self._job, self._count, self._note = write, job, count, note
+        self._cancel = cancel or (lambda: False)
+        self.workers: list[_Worker] = []
+        self._texts: dict[int, list[Text]] = {}  # finished before an earlier shard
+        self._open: list[int] | None = None  # numbers to write again, and the next number at the end
+
+    def __enter__(self) -> WriterPool:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Shards that are in work are not needed any more."""
+        for worker in self.workers:
+            worker.kill()
+
+    def shard(self, number: int, needed: int | None = None) -> list[Text] | None:
+        """The texts of shard `number`; callers ask in order. None if `cancel` says so."""
+        if self._open is None:
+            self._open = [number]
+            self._start()
+        most = _AHEAD * (len(self.workers) + 1)
+        limit = number + max(1, min(most, most if needed is None else needed))
+        while True:
+            self._collect()
+            if number in self._texts:
+                return self._texts.pop(number)
+            if self._cancel():
+                return None
+            for _ in range(_QUEUED):
+                for worker in self.workers:
+                    if len(worker.numbers) < _QUEUED and (other := self._take(limit)) is not None:
+                        worker.submit(self._job, other)
+            if (own := self._take(limit)) is not None:
+                self._texts[own] = self._write(own)
+            else:
+                wait([future for worker in self.workers for future in worker.numbers], _POLL, FIRST_COMPLETED)
+
+    def _start(self) -> None:
+        for _ in range(self._count):
+            try:
+                self.workers.append(_Worker())
+            except OSError as error:
+                self._note(f"one writer less: it cannot be started ({error.strerror or error}); the others go on")
+
+    def _take(self, limit: int) -> int | None:
+        """The lowest number that is not taken; None from `limit` on."""
+        assert self._open is not None
+        if self._open[0] >= limit:
+            return None
+        number = self._open.pop(0)
+        if not self._open:
+            self._open = [number + 1]
+        return number
+
+    def _collect(self) -> None:
+        """Take what the workers have finished; part with those that failed."""
+        assert self._open is not None
+        for worker in list(self.workers):
+            for future in [future for future in worker.numbers if future.done()]:
+                if (error := future.exception()) is None:
+                    self._texts[worker.numbers.pop(future)] = future.result()
+                    continue
+                self._note(f"one writer less: {worker.why_ended(error)}; the others go on")
+                worker.kill()
+                self.workers.remove(worker)
+                self._open = sorted({*self._open, *worker.numbers.values()})
+                break
+
+
+@contextmanager
+def _clean_start() -> Iterator[None]:
+    """A process that starts here ignores Ctrl-C, which this process handles, and does not import the user's script."""
+    main: Any = sys.modules["__main__"]
+    file, spec = main.__dict__.pop("__file__", None), main.__spec__
+    main.__spec__ = None
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT}) if hasattr(signal, "pthread_sigmask") else None
+    try:
+        yield
+    finally:
+        if blocked is not None:
+            signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+        main.__spec__ = spec
+        if file is not None:
+            main.__file__ = file
+
+
+def _prepare_worker() -> None:
+    """Run first in a worker. It prints nothing, belongs to no launcher, and ends with the process that started it."""
+    for name in [name for name in os.environ if name.startswith(_LAUNCHERS)]:
+        del os.environ[name]
+    sink = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(sink, 1)
+    os.dup2(sink, 2)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+    os._exit(0)
+
+
+def _write_shard(job: WriterJob, number: int) -> list[Text]:
+    return _writer(job).write(number)
+
+
+@cache
+def _writer(job: WriterJob) -> Writer:
+    """The writer of a worker; it is loaded once."""
+    torch.set_num_threads(job.threads)  # another order of sums would give other bits
+    return Writer(load(job.target, dtype=job.dtype, device=job.device), job.plan)

@@ -1,4 +1,4 @@
-"""How each kind of drafter learns: one file per kind. Importing this room registers every file in it."""
+"""How each kind of drafter learns, one file per kind. Importing this package registers every kind."""
 
 from importlib import import_module
 from pkgutil import iter_modules

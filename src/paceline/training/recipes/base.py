@@ -1,11 +1,12 @@
-"""The contract of a course: how one kind of drafter learns from a teacher, and what it would have drafted."""
+"""The contract of a recipe: how one kind of drafter learns from a teacher, and what it predicts."""
 
 from __future__ import annotations
 
+import copy
 import os
 from abc import abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -15,81 +16,96 @@ from paceline.common.limits import Limited
 from paceline.core.contracts import Drafter
 from paceline.core.registry import Registry
 from paceline.training.data.corpus import Corpus
-from paceline.training.losses import Distance
-from paceline.training.teacher import Lesson, Teacher
+from paceline.training.distillation import Batch, DistillationLoss, Teacher
 
 
 class Recipe(nn.Module):
-    """What is trained is its parameters that want a gradient; the teacher is not part of it.
+    """Trains its parameters that require a gradient; the teacher is not one of its modules.
 
-    Places are counted as in a round of decoding: what is drafted at place t follows a text whose last token, t+1, the
-    target has not read. Guess s is for token t+2+s.
+    Positions are counted as in a round of decoding: the draft at position t follows token t+1, which the target has not
+    read. Prediction s is for token t+2+s.
     """
 
     name: ClassVar[str]
     Options: ClassVar[type]
-    implied: ClassVar[Mapping[str, Any]] = {}  # what a folder of before means where it does not name a size
-    taps: tuple[float, ...] = ()  # the depths at which it looks into the target
-    depth: int = 5  # tokens that it guesses in a row when it is tried out
+    default_sizes: ClassVar[Mapping[str, Any]] = {}  # the meaning of sizes that an old config.json does not have
+    taps: tuple[float, ...] = ()  # depths of the hidden states it needs, as shares of the layers
+    depth: int = 5  # tokens that it predicts in a row in an evaluation
 
     def __init__(self, teacher: Teacher, corpus: Corpus, loss: str, options: Any) -> None:
         super().__init__()
         self.options = options
-        self.teacher = teacher  # no module, and so no part: its weights are neither trained nor saved
-        self.distance = Distance(loss, teacher.logits)
+        self.teacher = teacher  # not a module: its weights are neither trained nor saved
+        self.loss = DistillationLoss(loss, teacher.logits)
 
     @abstractmethod
-    def forward(self, lesson: Lesson) -> Tensor:
-        """The loss: a number."""
+    def forward(self, batch: Batch) -> Tensor:
+        """The loss, a scalar."""
 
     @abstractmethod
-    def guesses(self, lesson: Lesson) -> Tensor:
-        """[S,R,T]: the tokens it would draft one after the other, had all before been right; -1 where there is none."""
+    def predictions(self, batch: Batch) -> Tensor:
+        """[S,R,T]: the drafted tokens of a chain whose earlier tokens are all accepted; -1 where there is none."""
 
     @abstractmethod
     def save(self, folder: str | os.PathLike[str], numbers: str) -> None:
-        """As `paceline.load_drafter` reads it; numbers: float32, bfloat16 or int8."""
+        """Write what `paceline.load_drafter` reads. numbers: float32, bfloat16 or int8."""
 
-    def own(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """Its sizes and its weights, under the names that `save` writes. Who writes into the weights says `given`."""
+    def sizes_and_weights(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """The sizes and the weights, under the names of `save`. A caller that writes the weights calls `after_load`."""
         raise NotImplementedError
 
-    def given(self) -> None:
-        """Its own weights are others now: what was made of them is made anew."""
+    def after_load(self) -> None:
+        """Update what depends on the weights."""
 
     @abstractmethod
     def drafter(self, **options: Any) -> Drafter:
-        """A drafter with a copy of the weights as they are now: one that drafts takes the target's numbers."""
+        """A drafter with a copy of the current weights: a drafter converts them to the target's dtype."""
+
+
+class HeadRecipe(Recipe):
+    """A recipe for the head of a drafter with the option `head`."""
+
+    drafter_class: ClassVar[Any]
+    head: Any
+
+    def save(self, folder: str | os.PathLike[str], numbers: str) -> None:
+        self.head.save(folder, numbers)
+
+    def sizes_and_weights(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        return asdict(self.head.config), self.head.own_weights()
+
+    def drafter(self, **options: Any) -> Drafter:
+        drafter: Drafter = self.drafter_class(self.drafter_class.Options(head=copy.deepcopy(self.head), **options))
+        return drafter
 
 
 @dataclass(frozen=True)
 class Sizes(Limited):
-    """Options of a course; kinds add their own."""
+    """Options of a recipe; each kind adds its own."""
 
 
 RECIPES: Registry[Recipe] = Registry("kind", "paceline.training.recipes")
 
 
-def make_course(kind: str, teacher: Teacher, corpus: Corpus, loss: str, options: Any, seed: int) -> Recipe:
-    """Untrained, or as the target's own weights begin it; the same for the same seed."""
+def make_recipe(kind: str, teacher: Teacher, corpus: Corpus, loss: str, options: Any, seed: int) -> Recipe:
+    """A recipe with initial weights, which follow from the seed."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        course = RECIPES[kind](teacher, corpus, loss, options)
-    return course.to(teacher.lm.device)
+        recipe = RECIPES[kind](teacher, corpus, loss, options)
+    return recipe.to(teacher.lm.device)
 
 
-def chosen(lesson: Lesson, ahead: int) -> tuple[Tensor, Tensor]:
-    """[P] rows and [P] places t for which token t+`ahead` is one to learn from."""
-    T = lesson.ids.shape[1]
-    if ahead >= T:
-        empty = torch.zeros(0, dtype=torch.int64, device=lesson.ids.device)
+def learned_positions(batch: Batch, ahead: int) -> tuple[Tensor, Tensor]:
+    """[P] rows and [P] positions t whose token t+`ahead` is learned."""
+    if ahead >= batch.ids.shape[1]:
+        empty = torch.zeros(0, dtype=torch.int64, device=batch.ids.device)
         return empty, empty
-    rows, places = lesson.learn[:, ahead:].nonzero(as_tuple=True)
-    return rows, places
+    rows, positions = batch.learn[:, ahead:].nonzero(as_tuple=True)
+    return rows, positions
 
 
-def later(guesses: Tensor, steps: int, fill: int = -1) -> Tensor:
-    """[R,T] -> the same, `steps` places earlier: entry t is what stood at t+steps, `fill` past the end."""
+def shift_left(values: Tensor, steps: int, fill: int = -1) -> Tensor:
+    """[R,T] -> [R,T]: entry t is the entry t+steps, `fill` past the end."""
     if steps == 0:
-        return guesses
-    return torch.nn.functional.pad(guesses[:, steps:], (0, min(steps, guesses.shape[1])), value=fill)
+        return values
+    return torch.nn.functional.pad(values[:, steps:], (0, min(steps, values.shape[1])), value=fill)

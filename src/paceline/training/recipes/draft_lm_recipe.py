@@ -1,4 +1,4 @@
-"""A draft model out of copies of some of the target's layers, distilled on the target's laws."""
+"""A draft model of copies of some of the target's layers, distilled on the target's distributions."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from paceline.common.limits import limited
 from paceline.core.contracts import Drafter
 from paceline.drafters.models.draft_lm import DraftLayers, DraftLm
 from paceline.training.data.corpus import Corpus
-from paceline.training.recipes.base import RECIPES, Recipe, Sizes, chosen, later
-from paceline.training.teacher import Lesson, Teacher
+from paceline.training.distillation import Batch, Teacher
+from paceline.training.recipes.base import RECIPES, Recipe, Sizes, learned_positions, shift_left
 
 
 @RECIPES.register("draft-lm")
-class DraftLmCourse(Recipe):
+class DraftLmRecipe(Recipe):
     """Train a small model of the target's kind that reuses its embedding and its output head."""
 
     @dataclass(frozen=True)
     class Options(Sizes):
         layers: int = limited(2, most=1024)
-        # the target's first layers, before those, as they are: nothing to store, and nothing to learn
+        # the target's first layers, unchanged, before the trained ones; they are not saved
         kept: int = limited(0, most=1024)
-        sources: tuple[int, ...] = ()  # the target's layers it begins as; (): its first ones after those, and its last
+        sources: tuple[int, ...] = ()  # the target's layers to copy; (): the first ones after `kept`, and the last
 
         def __post_init__(self) -> None:
             super().__post_init__()
@@ -38,35 +38,35 @@ class DraftLmCourse(Recipe):
             if self.kept < 0:
                 raise InputError(f"A draft-lm keeps 0 or more of the target's first layers, got {self.kept}.")
 
-    implied: ClassVar[Mapping[str, Any]] = {"kept": 0}
-    model: Any  # the small model: not a part, for most of it is the target's
+    default_sizes: ClassVar[Mapping[str, Any]] = {"kept": 0}
+    model: Any  # the small model: not a module, because most of it belongs to the target
 
     def __init__(self, teacher: Teacher, corpus: Corpus, loss: str, options: Options) -> None:
         super().__init__(teacher, corpus, loss, options)
         first, last = options.kept, teacher.lm.layers - 1
         if not options.sources and first + options.layers > last + 1:
             raise InputError(
-                f"A draft-lm of {teacher.lm.name} has {last + 1} layers at most, those that it keeps included; got "
+                f"A draft-lm of {teacher.lm.name} has {last + 1} layers at most, including the kept ones; got "
                 f"layers={options.layers} and kept={first}."
             )
-        usual = (*range(first, first + options.layers - 1), last) if options.layers > 1 else (first,)
-        self.layers = DraftLayers(teacher.lm, options.sources or usual, first).to(teacher.numbers)
+        default = (*range(first, first + options.layers - 1), last) if options.layers > 1 else (first,)
+        self.layers = DraftLayers(teacher.lm, options.sources or default, first).to(teacher.dtype)
         self.__dict__["model"] = self.layers.model(teacher.lm)
 
-    def forward(self, lesson: Lesson) -> Tensor:
-        rows, places = chosen(lesson, 1)
-        states = self.teacher.last_of(self.model, lesson.ids)[rows, places]
-        return self.distance(self.teacher.logits, states, lesson.last[rows, places], lesson.ids[rows, places + 1])
+    def forward(self, batch: Batch) -> Tensor:
+        rows, positions = learned_positions(batch, 1)
+        states = self.teacher.last_of(self.model, batch.ids)[rows, positions]
+        return self.loss(self.teacher.logits, states, batch.last[rows, positions], batch.ids[rows, positions + 1])
 
-    def guesses(self, lesson: Lesson) -> Tensor:
-        states = self.teacher.last_of(self.model, lesson.ids)
+    def predictions(self, batch: Batch) -> Tensor:
+        states = self.teacher.last_of(self.model, batch.ids)
         best = torch.stack([self.teacher.logits(row).argmax(-1) for row in states])
-        return torch.stack([later(best, step + 1) for step in range(self.depth)])
+        return torch.stack([shift_left(best, step + 1) for step in range(self.depth)])
 
     def save(self, folder: str | os.PathLike[str], numbers: str) -> None:
         self.layers.save(folder, numbers)
 
-    def own(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    def sizes_and_weights(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
         return {"sources": self.layers.sources, "kept": self.layers.kept}, dict(self.layers.state_dict())
 
     def drafter(self, **options: Any) -> Drafter:

@@ -1,10 +1,8 @@
-"""EAGLE: one layer learns to go on from the target's features, and from its own (training-time test)."""
+"""EAGLE: one layer learns to predict from the target's hidden states, and from its own (training-time test)."""
 
 from __future__ import annotations
 
-import copy
-import os
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -13,29 +11,29 @@ from torch.nn import functional as F
 
 from paceline.common.errors import InputError
 from paceline.common.limits import limited
-from paceline.core.contracts import Drafter
 from paceline.drafters.heads.eagle import Eagle, EagleHead
 from paceline.training.data.corpus import Corpus
-from paceline.training.losses import Distance
-from paceline.training.recipes.base import RECIPES, Recipe, Sizes, chosen, later
-from paceline.training.teacher import Lesson, Teacher
+from paceline.training.distillation import Batch, DistillationLoss, Teacher
+from paceline.training.recipes.base import RECIPES, HeadRecipe, Sizes, learned_positions, shift_left
 
 
 @RECIPES.register("eagle")
-class EagleCourse(Recipe):
-    """Train one layer that writes ahead in the target's own hidden states (EAGLE-3)."""
+class EagleRecipe(HeadRecipe):
+    """Train one layer that continues the target's hidden states (EAGLE-3)."""
+
+    drafter_class = Eagle
 
     @dataclass(frozen=True)
     class Options(Sizes):
-        # tokens that it can say, the most frequent of the data (None: all)
+        # tokens of its vocabulary, the most frequent ones of the data (None: all)
         vocabulary: int | None = limited(8192, most=2**24)
-        own_output: bool = True  # it learns how to say them; else the target's own rows say them, and are not stored
-        steps: int = limited(5, most=256)  # places it learns to go on by itself
-        heads: int = limited(0, 0, 4096)  # of attention; 0: as many as fit 64 numbers each
+        own_output: bool = True  # a trained output layer; else rows of the target's output layer, which are not saved
+        steps: int = limited(5, most=256)  # tokens that it learns to draft in a row
+        heads: int = limited(0, 0, 4096)  # of attention; 0: as many as fit with a width of 64
         kv_heads: int = limited(0, 0, 4096)  # 0: as many as heads
-        inner: int = limited(0, 0, 2**20)  # of the feed-forward part; 0: three times the width
-        fade: float = limited(0.9, 0, 1)  # how much less each further step counts
-        regression: float = limited(0.0, 0)  # weight of how far its features are from the target's
+        inner: int = limited(0, 0, 2**20)  # width of the feed-forward part; 0: three times the width
+        fade: float = limited(0.9, 0, 1)  # weight of a step relative to the step before
+        regression: float = limited(0.0, 0)  # weight of the distance between its features and the target's
 
         def __post_init__(self) -> None:
             super().__post_init__()
@@ -49,99 +47,90 @@ class EagleCourse(Recipe):
         lm = teacher.lm
         sizes = EagleHead.sizes(lm)
         heads = options.heads or sizes.heads
-        said = None if options.vocabulary is None or options.vocabulary >= lm.vocabulary else options.vocabulary
+        vocabulary = None if options.vocabulary is None or options.vocabulary >= lm.vocabulary else options.vocabulary
         sizes = replace(sizes, heads=heads, kv_heads=options.kv_heads or heads, inner=options.inner or sizes.inner,
-                        draft_vocabulary=said, own_output=options.own_output, rope_theta=_theta(lm))  # fmt: skip
-        self.head = EagleHead.random(lm, int(torch.initial_seed() % 2**31), sizes).to(teacher.numbers)
+                        draft_vocabulary=vocabulary, own_output=options.own_output, rope_theta=_theta(lm))  # fmt: skip
+        self.head = EagleHead.random(lm, int(torch.initial_seed() % 2**31), sizes).to(teacher.dtype)
         self.taps, self.depth = sizes.taps, options.steps
-        self._begin(corpus, said)
+        self._init_output(corpus, vocabulary)
 
-    def _begin(self, corpus: Corpus, said: int | None) -> None:
-        """Its output begins as the target's own, for the tokens it can say."""
-        output = self.teacher.lm.model.get_output_embeddings().weight.detach().to(self.teacher.numbers)
-        if said is not None:
-            ids = torch.tensor(corpus.frequent(said, self.teacher.lm.eos))
-            if len(ids) < said:  # the data have fewer different tokens: those that come first are filled up with
+    def _init_output(self, corpus: Corpus, vocabulary: int | None) -> None:
+        """Choose the tokens of the vocabulary, and start from the target's rows of the output layer."""
+        output = self.teacher.lm.model.get_output_embeddings().weight.detach().to(self.teacher.dtype)
+        if vocabulary is not None:
+            ids = torch.tensor(corpus.frequent(vocabulary, self.teacher.lm.eos))
+            if len(ids) < vocabulary:  # the data have fewer different tokens, so the lowest other ids are added
                 rest = torch.ones(self.teacher.lm.vocabulary, dtype=torch.bool).index_fill(0, ids, False).nonzero()
-                ids = torch.cat([ids, rest.squeeze(1)[: said - len(ids)]]).sort().values
+                ids = torch.cat([ids, rest.squeeze(1)[: vocabulary - len(ids)]]).sort().values
             assert self.head.d2t is not None
             self.head.d2t.copy_(ids)
             output = output[self.head.d2t]
-        self.given()
+        self.after_load()
         if self.options.own_output and output.shape == self.head.output.weight.shape:
             with torch.no_grad():
                 self.head.output.weight.copy_(output)
 
-    def given(self) -> None:
-        """The tokens it can say may be others: its distance knows them, and rows of the target's that say them."""
+    def after_load(self) -> None:
+        """Update the loss and the rows of the target's output layer: the vocabulary may be another one."""
         if not self.head.config.own_output:
             self.head.output = None
             self.head.borrow(self.teacher.lm)
-        self._tell()
+        self._update_loss()
 
-    def _tell(self) -> None:
+    def _update_loss(self) -> None:
         if self.head.d2t is not None:
-            self.distance = Distance(self.distance.name, self.teacher.logits, self.head.d2t)
+            self.loss = DistillationLoss(self.loss.name, self.teacher.logits, self.head.d2t)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        """Where it moves, the ids that its distance knows move along."""
+        """The ids of the loss move to the device of the module."""
         module = super()._apply(fn, recurse)
-        self._tell()
+        self._update_loss()
         return module
 
-    def forward(self, lesson: Lesson) -> Tensor:
-        embedded, taps = self._seen(lesson)
-        rows, places = chosen(lesson, 2)
-        last, tokens = lesson.last[rows, places + 1], lesson.ids[rows, places + 2]
-        laws = self.distance.wanted(last)
-        total = torch.zeros((), device=lesson.ids.device)
+    def forward(self, batch: Batch) -> Tensor:
+        embedded, taps = self._inputs(batch)
+        rows, positions = learned_positions(batch, 2)
+        last, tokens = batch.last[rows, positions + 1], batch.ids[rows, positions + 2]
+        teacher = self.loss.teacher_logits(last)
+        total = torch.zeros((), device=batch.ids.device)
         fused = self.head.fuse(torch.cat(taps, -1)).detach() if self.options.regression else None
         weights = (self.head.norm.weight, self.head.output.weight)
         for step, features in enumerate(self.head.unrolled(embedded, taps, self.options.steps)):
-            mine = features[rows, places]
-            loss = self.distance(self._say, mine, last, tokens, laws, weights)
+            own = features[rows, positions]
+            loss = self.loss(self._logits, own, last, tokens, teacher, weights)
             if fused is not None:
-                true = later_states(fused)[rows, places]
-                loss = loss + self.options.regression * F.smooth_l1_loss(mine, true)
+                target = next_states(fused)[rows, positions]
+                loss = loss + self.options.regression * F.smooth_l1_loss(own, target)
             total = total + self.options.fade**step * loss
         return total
 
-    def _seen(self, lesson: Lesson) -> tuple[Tensor, list[Tensor]]:
-        """Entry t is made of the state at t and the token after it; the last place has no such token."""
-        return self.teacher.embed(lesson.ids[:, 1:]), [tap[:, :-1] for tap in lesson.taps]
+    def _inputs(self, batch: Batch) -> tuple[Tensor, list[Tensor]]:
+        """Entry t is made of the state at t and the token t+1. The last position has no next token."""
+        return self.teacher.embed(batch.ids[:, 1:]), [tap[:, :-1] for tap in batch.taps]
 
-    def _say(self, features: Tensor) -> Tensor:
+    def _logits(self, features: Tensor) -> Tensor:
         logits: Tensor = self.head.output(self.head.norm(features))
         return logits if self.head.d2t is not None else logits[..., : self.teacher.lm.vocabulary]
 
-    def guesses(self, lesson: Lesson) -> Tensor:
-        embedded, taps = self._seen(lesson)
-        found = []
+    def predictions(self, batch: Batch) -> Tensor:
+        embedded, taps = self._inputs(batch)
+        predictions = []
         for step, features in enumerate(self.head.unrolled(embedded, taps, self.options.steps)):
-            best = torch.stack([self._say(row).argmax(-1) for row in features])
+            best = torch.stack([self._logits(row).argmax(-1) for row in features])
             if self.head.d2t is not None:
                 best = self.head.d2t[best]
-            found.append(later(F.pad(best, (0, 1), value=-1), step))
-        return torch.stack(found)
-
-    def save(self, folder: str | os.PathLike[str], numbers: str) -> None:
-        self.head.save(folder, numbers)
-
-    def own(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        return asdict(self.head.config), self.head.own_weights()
-
-    def drafter(self, **options: Any) -> Drafter:
-        return Eagle(Eagle.Options(head=copy.deepcopy(self.head), **options))
+            predictions.append(shift_left(F.pad(best, (0, 1), value=-1), step))
+        return torch.stack(predictions)
 
 
-def later_states(states: Tensor) -> Tensor:
-    """[R,T,D]: entry t is what stood at t+1; the last stays as it is."""
+def next_states(states: Tensor) -> Tensor:
+    """[R,T,D]: entry t is the entry t+1; the last one stays."""
     return torch.cat([states[:, 1:], states[:, -1:]], 1)
 
 
 def _theta(lm: Any) -> float:
-    """The target's own base of rotary positions, where it has one."""
+    """The base of the target's rotary embedding, or the usual one."""
     config = lm.model.config.get_text_config(decoder=True)
     rope = getattr(config, "rope_parameters", None) or {}
-    found = rope.get("rope_theta") if isinstance(rope, dict) else None
-    return float(found or getattr(config, "rope_theta", None) or 10000.0)
+    theta = rope.get("rope_theta") if isinstance(rope, dict) else None
+    return float(theta or getattr(config, "rope_theta", None) or 10000.0)

@@ -1,4 +1,4 @@
-"""Several processes that write: the same shards, however many there are and whatever happens to them."""
+"""SeveralProcesses processes that write: the same shards, however many there are and whatever happens to them."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ import paceline
 from paceline.common.errors import InputError
 from paceline.models.language_model import LanguageModel
 from paceline.training.data.corpus import Shards
-from paceline.training.data.writers import WriterPool, job
-from paceline.training.data.writing import Writer, WritingPlan
-from paceline.training.train_options import TrainOptions
-from paceline.training.train_run import Onlooker, train
+from paceline.training.data.writing import Writer, WriterJob, WriterPool
+from paceline.training.train_options import TrainOptions, WritingPlan
+from paceline.training.train_run import train
+from paceline.training.trainer import NullReporter
 from tests.toys import letters, llama
 
 HANGS = 600  # seconds: no measure of speed, only the end of a test that would never end
@@ -52,7 +52,7 @@ class Run:
         plan: WritingPlan = PLAN,
     ) -> None:
         lm = paceline.load(str(place), device="cpu")
-        self.writer, self.said = Writer(lm, plan), job(str(place), None, lm, plan)
+        self.writer, self.job = Writer(lm, plan), WriterJob.of(str(place), None, lm, plan)
         self.notes: list[str] = []
         self.own: list[int] = []
         self.count, self.first = count, first
@@ -63,12 +63,12 @@ class Run:
             assert self.fellows is not None
             self.first(self.fellows)
         self.own.append(number)
-        return self.writer.written(number)
+        return self.writer.write(number)
 
     def fill(self, folder: Path, cancel: Callable[[], bool] | None = None) -> WriterPool:
-        with WriterPool(self.write, self.said, self.count, self.notes.append, cancel) as self.fellows:
-            self.writer.fill(Shards(folder, {}), by=self.fellows.shard)
-        assert all(process.returncode is not None for process in self.fellows.processes), "nobody is left"
+        with WriterPool(self.write, self.job, self.count, self.notes.append, cancel) as self.fellows:
+            self.writer.fill(Shards(folder, {}), write_shard=self.fellows.shard)
+        assert not any(worker.process.is_alive() for worker in self.fellows.workers)
         return self.fellows
 
 
@@ -81,12 +81,12 @@ def wait_for(what: Callable[[], object]) -> None:
 
 
 def heard(fellows: WriterPool) -> None:
-    """Wait until the others have written something, or said that they cannot."""
-    wait_for(lambda: fellows._texts or fellows._sentences)
+    """Wait until a worker has written something, or has failed."""
+    wait_for(lambda: any(future.done() for worker in fellows.workers for future in worker.numbers))
 
 
 def killed(fellows: WriterPool) -> None:
-    os.kill(fellows.processes[0].pid, signal.SIGKILL)
+    os.kill(fellows.workers[0].process.pid, signal.SIGKILL)
 
 
 def killed_while_it_writes(fellows: WriterPool) -> None:
@@ -105,7 +105,7 @@ def test_the_same_shards_by_three(place: Path, tmp_path: Path) -> None:
     run = Run(place, 2, heard)
     fellows = run.fill(tmp_path / "three")
     assert files(tmp_path / "three") == wanted
-    assert len(fellows.processes) == 2
+    assert len(fellows.workers) == 2
     assert len(run.own) < len(wanted) - 1, "the others wrote some of them"
     assert not run.notes
 
@@ -123,7 +123,7 @@ def test_who_is_killed_is_told_of_and_the_rest_is_written(
 
 def test_who_cannot_even_load_is_told_of(place: Path, tmp_path: Path) -> None:
     run = Run(place, 1, heard)
-    run.said["target"] = str(tmp_path / "none" / "here")
+    run.job = replace(run.job, target=str(tmp_path / "none" / "here"))
     run.fill(tmp_path / "it")
     assert files(tmp_path / "it") == alone(place, tmp_path / "alone")
     assert len(run.notes) == 1
@@ -144,7 +144,7 @@ def test_a_stop_keeps_what_is_written_and_going_on_ends_the_same(place: Path, tm
 
 def test_nobody_is_started_where_nothing_is_wanted(place: Path, tmp_path: Path) -> None:
     Run(place, 0).fill(tmp_path / "it")
-    assert not Run(place, 3).fill(tmp_path / "it").processes
+    assert not Run(place, 3).fill(tmp_path / "it").workers
 
 
 def options(place: Path, out: Path, **changes: Any) -> TrainOptions:
@@ -157,12 +157,12 @@ def options(place: Path, out: Path, **changes: Any) -> TrainOptions:
 
 def test_from_the_options(place: Path, tmp_path: Path) -> None:
     one = train(options(place, tmp_path / "one"))
-    two = train(options(place, tmp_path / "two", writers=2), Onlooker())
+    two = train(options(place, tmp_path / "two", writers=2), NullReporter())
     assert files(one / "texts") == files(two / "texts")
     train(options(place, tmp_path / "one", writers=2, tokens=1000))  # however many wrote the first ones
     lm = LanguageModel(llama(0).float(), letters(), "toy")
     with pytest.raises(InputError, match="give a name or a folder, or writers=1"):
-        job(lm, None, lm, PLAN)
+        WriterJob.of(lm, None, lm, PLAN)
     with pytest.raises(InputError, match="writers must be at least 1, got 0"):
         options(place, tmp_path / "none", writers=0)
 
@@ -193,11 +193,11 @@ def test_no_orphans(how: signal.Signals, place: Path, tmp_path: Path) -> None:
     said = ["--target", str(place), "--kind", "trigram", "--out", str(tmp_path / "it"), "--tokens", "10000000",
             "--style", "text", "--answer", "10", "--rows", "4", "--shard", "8", "--device", "cpu", "--seed", "5",
             "--writers", "3", "--temperatures", "0,1"]  # fmt: skip
-    command = [sys.executable, "-m", "paceline.training", *said]
+    command = [sys.executable, "-m", "paceline", "train", *said]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         wait_for(lambda: process.poll() is not None or len(list((tmp_path / "it").glob("texts/shard-*"))) >= 3)
         pids = below(process.pid)
-        assert len(pids) == 2
+        assert len(pids) == 3, "two writers and the resource tracker of multiprocessing"
         process.send_signal(how)
         _, told = process.communicate(timeout=HANGS)
     assert process.returncode == (-signal.SIGKILL if how == signal.SIGKILL else 130), told

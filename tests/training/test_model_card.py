@@ -14,8 +14,8 @@ import paceline
 from paceline.drafters.heads.eagle import EagleHead
 from paceline.drafters.lookup.trigram import train_trigram
 from paceline.integrations.provenance import provenance
-from paceline.training.model_card import write_card
-from paceline.training.trigram_training import save_table
+from paceline.training.evaluation import write_card
+from paceline.training.train_run import save_table
 from tests.training.toys import options
 
 

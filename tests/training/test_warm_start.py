@@ -13,16 +13,16 @@ import torch
 from paceline.common.errors import InputError, LoadError, PacelineError, PacelineWarning, UnsupportedError
 from paceline.drafters.heads.head_files import NUMBERS, unpacked
 from paceline.models.language_model import LanguageModel
-from paceline.training.__main__ import main
 from paceline.training.checkpoints import LOG_NAME as LOG
 from paceline.training.checkpoints import NAME
-from paceline.training.data.corpus import Corpus, Text, gathered
-from paceline.training.recipes.base import RECIPES, make_course
-from paceline.training.teacher import Teacher
+from paceline.training.data.corpus import Corpus, Text, collate
+from paceline.training.distillation import Teacher
+from paceline.training.recipes.base import RECIPES, make_recipe
 from paceline.training.train_options import TrainOptions
 from paceline.training.train_run import WarmStart, train
+from tests.cli.conftest import run
 from tests.toys import llama
-from tests.training.toys import KINDS, Stop, course_of, options, own_texts, target, trained, weights
+from tests.training.toys import KINDS, Stop, options, own_texts, recipe_of, target, trained, weights
 
 SAID = {
     "draft-lm": ("layers=1",), "eagle": ("vocabulary=20", "steps=2"), "early-exit": ("layers=1",), "medusa": (),
@@ -83,23 +83,23 @@ def test_it_begins_with_what_was_saved(
 
 
 def test_an_eagle_keeps_its_words(tmp_path: Path) -> None:
-    """Also where the target's rows say them: the same guesses and the same loss, after other texts were counted."""
+    """Also where the target's rows say them: the same predictions and the same loss, after other texts were counted."""
     lm = target()
     texts = own_texts(lm, 16)
     few = [Text([token % 12 for token in text.tokens], text.prompt) for text in texts]
     one, other = Corpus(texts, 64, 512, seed=1), Corpus(few, 64, 512, seed=1)
     said = RECIPES["eagle"].Options(vocabulary=20, steps=3, own_output=False)
-    first = make_course("eagle", Teacher(lm), one, "ce", said, 0)
+    first = make_recipe("eagle", Teacher(lm), one, "ce", said, 0)
     trained(first, one, 5)
     first.save(tmp_path / "it", "float32")
-    second = make_course("eagle", Teacher(lm), other, "ce", said, 1)
-    words = [course.own()[1]["d2t"].clone() for course in (first, second)]
+    second = make_recipe("eagle", Teacher(lm), other, "ce", said, 1)
+    words = [recipe.sizes_and_weights()[1]["d2t"].clone() for recipe in (first, second)]
     assert not torch.equal(*words)
-    WarmStart.read(str(tmp_path / "it"), "eagle", lm).give(second)
-    assert torch.equal(second.own()[1]["d2t"], words[0])
-    lesson = first.teacher.read(gathered([texts[:1], texts[1:2]]), first.taps)
-    assert torch.equal(first.guesses(lesson), second.guesses(lesson))
-    assert torch.allclose(first(lesson), second(lesson), rtol=1e-5)  # in 32 bits on disk
+    WarmStart.read(str(tmp_path / "it"), "eagle", lm).load_into(second)
+    assert torch.equal(second.sizes_and_weights()[1]["d2t"], words[0])
+    batch = first.teacher.read(collate([texts[:1], texts[1:2]]), first.taps)
+    assert torch.equal(first.predictions(batch), second.predictions(batch))
+    assert torch.allclose(first(batch), second(batch), rtol=1e-5)  # in 32 bits on disk
 
 
 @pytest.mark.parametrize("kind", SAID)
@@ -113,27 +113,27 @@ def test_what_old_folders_do_not_name_is_known(tmp_path: Path) -> None:
     """Once every draft-lm had its own layers alone."""
     lm = target()
     corpus = Corpus(own_texts(lm, 12), 64, 256, seed=1)
-    course_of("draft-lm", lm, corpus, sources=(0,)).save(tmp_path / "it", "float32")
+    recipe_of("draft-lm", lm, corpus, sources=(0,)).save(tmp_path / "it", "float32")
     config = json.loads((tmp_path / "it" / "config.json").read_text())
     assert config.pop("kept") == 0
     (tmp_path / "it" / "config.json").write_text(json.dumps(config))
     found = WarmStart.read(str(tmp_path / "it"), "draft-lm", lm)
-    found.give(course_of("draft-lm", lm, corpus, sources=(0,)))
-    with pytest.raises(InputError, match="has kept = 0, and by the options said here it would be 2"):
-        found.give(course_of("draft-lm", lm, corpus, sources=(0,), kept=2))
+    found.load_into(recipe_of("draft-lm", lm, corpus, sources=(0,)))
+    with pytest.raises(InputError, match="has kept = 0, and the options given here make it 2"):
+        found.load_into(recipe_of("draft-lm", lm, corpus, sources=(0,), kept=2))
 
 
 def test_tensors_that_do_not_fit_are_named(tmp_path: Path) -> None:
     lm = target()
-    course = course_of("medusa", lm, Corpus(own_texts(lm, 12), 64, 256, seed=1))
-    course.save(tmp_path / "it", "float32")
+    recipe = recipe_of("medusa", lm, Corpus(own_texts(lm, 12), 64, 256, seed=1))
+    recipe.save(tmp_path / "it", "float32")
     found = WarmStart.read(str(tmp_path / "it"), "medusa", lm)
     found.tensors["biases"] = found.tensors["biases"][:, :2]
-    with pytest.raises(InputError, match=r"has biases = \(1, 2, 1, \d+\), and .* it would be \(1, 3, 1, \d+\)"):
-        found.give(course)
+    with pytest.raises(InputError, match=r"has biases = \(1, 2, 1, \d+\), and .* make it \(1, 3, 1, \d+\)"):
+        found.load_into(recipe)
     del found.tensors["biases"]
     with pytest.raises(InputError, match="has biases = None"):
-        found.give(course)
+        found.load_into(recipe)
 
 
 def test_another_kind_another_target_or_nothing_at_all(place: Path, before: dict[str, Path], tmp_path: Path) -> None:
@@ -152,8 +152,8 @@ def test_another_kind_another_target_or_nothing_at_all(place: Path, before: dict
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"kind": "trigram"}, "A trigram always begins anew, not with 'old'; leave out --from"),
-        ({"kind": "pair"}, "A pair always begins anew"),
+        ({"kind": "trigram"}, "A trigram cannot start from 'old'; leave out --from"),
+        ({"kind": "pair"}, "A pair cannot start from"),
         ({"start": "./x"}, "--from and --out are both 'x'"),
     ],
 )
@@ -184,6 +184,7 @@ def test_as_a_flag(place: Path, before: dict[str, Path], tmp_path: Path) -> None
     said = ["--target", str(place / "target"), "--data", str(place / "data.jsonl"), "--kind", "medusa", "--steps", "1",
             "--length", "48", "--batch", "256", "--no-predict", "--measure", "0", "--device", "cpu",
             "--from", str(before["medusa"])]  # fmt: skip
-    assert main([*said, "--out", str(tmp_path / "it")]) == 0
+    result = run("train", *said, "--out", str(tmp_path / "it"))
+    assert result.exit_code == 0, result.output
     about = json.loads((tmp_path / "it" / "provenance.json").read_text())
     assert about["from"]["folder"] == about["arguments"]["start"] == str(before["medusa"])

@@ -69,8 +69,8 @@ MUTANTS = [
     Mutant(
         "a text that ends early is a tie",
         "audit/agreement.py",
-        "return Divergence(row, at, *left, None, None, None)",
-        "return Divergence(row, at, *left, 0.0, 0.0, 1.0)",
+        "return Divergence(row, at, next_plain, next_drafted, None, None, None)",
+        "return Divergence(row, at, next_plain, next_drafted, 0.0, 0.0, 1.0)",
         AUDIT + "a_text_that_ends_early_is_no_tie",
     ),
     Mutant(

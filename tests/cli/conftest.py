@@ -1,4 +1,4 @@
-"""Model folders of a few kilobytes: a random Llama over printable ASCII, saved as anybody would save it."""
+"""Model folders of a few kilobytes: a random Llama over printable ASCII, saved by transformers."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ QUICK = ("--max-new-tokens", "6", "--repeats", "2", "--warm-up", "0", "--threads
 @pytest.fixture(autouse=True)
 def _quickly(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """What takes seconds is done by one test only: measuring costs, looking at the machine, plotting."""
-    monkeypatch.setenv("PACELINE_CACHE", str(tmp_path / "cache"))  # costs are not kept beside those of whoever runs it
+    monkeypatch.setenv("PACELINE_CACHE", str(tmp_path / "cache"))  # keeps the user's costs unchanged
     if "as_in_life" not in request.fixturenames:
         monkeypatch.setattr("paceline.bench.measure.bench_session.costs_of", lambda *_: (COSTS, []))
         monkeypatch.setattr("paceline.bench.measure.bench_session.how_busy", lambda *_: machine.Busy(0.0))
@@ -155,7 +155,7 @@ def test_ctrl_c_keeps_what_there_is(target: str, prompts: str, tmp_path: Path, m
 
 
 class _Pressed:
-    """`interruptible`, where somebody presses Ctrl-C after so many runs."""
+    """`interruptible` with Ctrl-C after a number of runs."""
 
     def __init__(self, done: list[str], after: int) -> None:
         self._done, self._after = done, after

@@ -47,7 +47,7 @@ def test_the_conversation_is_remembered_and_cleared(target: str) -> None:
 
 def test_modes_run_side_by_side_with_one_seed(target: str, draft: str) -> None:
     result = talk(target, "/target on", "/ngram on", "/temperature 0.9", "abcabc", more=("--draft", draft))
-    # nobody gave a seed, so the text may be anything, a bracket too
+    # no seed is given, so the text can be anything, also a bracket
     parts = re.split(r"\[(target|speculative|ngram)\]\n", result.stdout)[1:]
     texts = dict(zip(parts[::2], parts[1::2], strict=True))
     assert list(texts) == ["target", "speculative", "ngram"]

@@ -117,8 +117,8 @@ def test_gguf_files_that_are_no_good(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 def test_no_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    line = refusal("generate", "Hello", "--target", "nobody/nothing", code=4)
-    assert "'nobody/nothing' is no folder here and could not be fetched" in line
+    line = refusal("generate", "Hello", "--target", "no-such-owner/nothing", code=4)
+    assert "'no-such-owner/nothing' is no folder here and could not be fetched" in line
     monkeypatch.setenv("PACELINE_CACHE", str(tmp_path))
     monkeypatch.setenv("HF_HOME", str(tmp_path))
     monkeypatch.setenv("PIP_INDEX_URL", "http://127.0.0.1:9/simple")
@@ -130,7 +130,7 @@ def test_no_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "Traceback" not in result.stderr
 
 
-# ---- --debug, and what nobody foresaw
+# ---- --debug, and unexpected errors
 
 
 def test_debug_shows_where_it_arose() -> None:

@@ -1,4 +1,4 @@
-"""Every flag of every command: it is parsed, it is in a test, and what it says arrives."""
+"""Every flag of every command: it is parsed, it is in a test, and its value arrives."""
 
 from __future__ import annotations
 

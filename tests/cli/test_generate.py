@@ -1,4 +1,4 @@
-"""`paceline generate`: the text, the ways to say what is wanted, and what is told about it."""
+"""`paceline generate`: the text, its settings, and the lines about it."""
 
 from __future__ import annotations
 

@@ -67,11 +67,11 @@ def test_steps_are_a_bar_on_a_terminal(monkeypatch: pytest.MonkeyPatch, capsys: 
 def test_only_our_warnings_are_told(capsys: pytest.CaptureFixture[str]) -> None:
     with plain_warnings(debug=False):
         warnings.warn("two\nlines", PacelineWarning, stacklevel=1)
-        warnings.warn("a user else's", FutureWarning, stacklevel=1)
+        warnings.warn("another library's", FutureWarning, stacklevel=1)
     assert capsys.readouterr().err == "warning: two lines\n"
     with plain_warnings(debug=True):
-        warnings.warn("a user else's", FutureWarning, stacklevel=1)
-    assert capsys.readouterr().err == "warning: a user else's\n"
+        warnings.warn("another library's", FutureWarning, stacklevel=1)
+    assert capsys.readouterr().err == "warning: another library's\n"
 
 
 def test_an_error_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:

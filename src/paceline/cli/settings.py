@@ -99,6 +99,8 @@ def _parameter(field: Declared) -> inspect.Parameter:
     if about.environment is not None:
         more["envvar"] = list(about.environment) or None
         more["allow_from_autoenv"] = False
+    if about.metavar is None and field.choices:
+        more["metavar"] = "|".join(field.choices)
     more["autocompletion"] = completion_of(about.names, field.choices)
     default = inspect.Parameter.empty if field.default is dataclasses.MISSING else _as_text(field.default)
     if about.argument:
@@ -113,8 +115,6 @@ def _parameter(field: Declared) -> inspect.Parameter:
     if field.is_table:
         more["allow_from_autoenv"] = False
     kind: Any = list[str] if field.is_table or field.is_list else str
-    if more["metavar"] is None and field.choices:
-        more["metavar"] = "|".join(field.choices)
     return _keyword(field.name, kind if default else kind | None, default or None, typer.Option(*flags, **more))
 
 

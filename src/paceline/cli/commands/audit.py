@@ -28,8 +28,8 @@ paceline audit --prompts mine.jsonl --limit 20 --json > audit.json
 
 paceline audit --rule typical --allow-lossy --only-rule
 
-[bold]Exit code[/bold] 0: exact, or exact up to ties of the number format; 1: not lossless; 2: a mistake in the call;
-3: models or rules that do not go together, or cannot be audited; 4: weights that cannot be read; 5: NaN from a model;
+[bold]Exit code[/bold] 0: exact, or exact up to ties of the number format; 1: not lossless; 2: a mistake in the call; \
+3: models or rules that do not go together, or cannot be audited; 4: weights that cannot be read; 5: NaN from a model; \
 70: an unforeseen error; 130: cancelled.
 """
 

@@ -26,7 +26,7 @@ def test_what_cannot_be_exported_is_said_in_a_line(target: str, tmp_path: Path) 
     arguments = ["--target", target, "--out", str(tmp_path / "out"), "--to"]
     assert "export it to speculators" in refusal("export", str(tmp_path / "head"), *arguments, "medusa", code=3)
     line = refusal("export", str(tmp_path / "head"), *arguments, "speculators", code=3)
-    assert "looks at the hidden states 0, 1, 2" in line  # two layers are few
+    assert "reads the hidden states 0, 1, 2" in line  # two layers are few
     assert "holds no head" in refusal("export", target, *arguments, "medusa", code=4)
     assert "holds no head" in refusal("export", str(tmp_path / "nowhere"), *arguments, "medusa", code=4)
     assert "--to" in refusal("export", str(tmp_path / "head"), "--target", target, "--out", "x", code=2)

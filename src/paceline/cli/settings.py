@@ -31,8 +31,6 @@ _COMMON = {"config", "print_config", "debug", "help"}  # options that no config 
 _DOTTED = ("--drafter.", "--rule.")
 _WORDS = {("--memory", "lines"): ("--memory", "--memory-lines"), ("--memory", "peak"): ("--memory",)}
 _DECODER = "decoder"  # the table that `paceline tune` writes and `SpeculativeDecoder.from_config` reads too
-_DECODER_FIELDS = ("target", "dtype", "device", "draft", "drafter", "gamma", "nodes", "rule", "rule_options",
-                   "rows", "allow_lossy", "runner", "quantize", "strict", "first_target")  # fmt: skip
 
 
 @dataclasses.dataclass
@@ -279,17 +277,11 @@ def _defaults(ctx: typer.Context, path: Path, content: dict[str, Any]) -> dict[s
 
 
 def decoder_table(path: Path, table: dict[str, Any]) -> dict[str, Any]:
-    """The settings of a table [decoder]. A command ignores those that it has no option for; an unknown name is
-    refused."""
-    settings = {}
-    for key, value in table.items():
-        name = {"options": "drafter"}.get(key, key.replace("-", "_"))
-        if name not in _DECODER_FIELDS:
-            raise UnknownNameError(
-                f"setting of [{_DECODER}] in '{path}'", key, [_key(field) for field in _DECODER_FIELDS]
-            )
-        settings[name] = value
-    return settings
+    """The settings of a table [decoder], by the names of flags. A command ignores those that it has no option for."""
+    from paceline.engine.decoder_config import TABLE, read_table
+
+    settings = read_table(table, f"setting of [{TABLE}] in '{path}'")
+    return {"drafter" if name == "options" else name: value for name, value in settings.items()}
 
 
 def _texts(value: Any) -> list[Any]:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
 from paceline.common.errors import InputError, UnknownNameError, shown
 from paceline.common.limits import GAMMA_LIMIT, NODES_LIMIT, ROWS_LIMIT, check_number
 from paceline.common.toml_files import read_toml
-from paceline.models import load
 
 TABLE = "decoder"
 DEFAULT_DRAFT = "auto"
@@ -67,6 +66,8 @@ def decoder_settings(
     if target is not None:  # the caller decides how it is loaded, too
         settings["target"] = target
     elif load_args:
+        from paceline.models import load  # this module is imported without torch
+
         settings["target"] = load(settings["target"], **load_args)
     return {**settings, **overrides}
 
@@ -87,12 +88,17 @@ def _read(source: str | os.PathLike[str] | Mapping[str, Any]) -> dict[str, Any]:
         loose = [name for name, value in content.items() if not isinstance(value, Mapping)]
         if loose:  # other tables belong to commands
             raise InputError(f"'{loose[0]}' stands outside of [{TABLE}] in {where}; move it there.")
+    return read_table(table, f"setting in {where}", [TABLE] if table is content else [])
+
+
+def read_table(table: Mapping[str, Any], kind: str, others: Iterable[str] = ()) -> dict[str, Any]:
+    """Return the settings of a table [decoder] by the names of the arguments. An unknown key is refused as `kind`; the
+    message lists `others` too."""
     settings: dict[str, Any] = {}
     for key, value in table.items():
         name = _AS_FLAGS.get(key, str(key).replace("-", "_"))
         if name not in (*KEYS, *_LOADING):
-            known = [*KEYS, *_LOADING, *([] if table is not content else [TABLE])]
-            raise UnknownNameError(f"setting in {where}", key, known)
+            raise UnknownNameError(kind, key, [*KEYS, *_LOADING, *others])
         settings[name] = _plain(value)
     return settings
 

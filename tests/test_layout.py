@@ -104,6 +104,33 @@ def unpickling(source: str) -> Iterator[tuple[int, str]]:
                 yield node.lineno, "allow_pickle"
 
 
+# Objects of a whole process that functions change, each with its reason. `tools/process_state.py` finds them.
+PROCESS_STATE = {
+    "core.constants": "tensors that never change; CUDA graphs go on reading them",
+    "core.contracts": "the registries of drafters and rules, filled when their files are imported",
+    "training.recipes.base": "the registry of recipes, filled when their files are imported",
+    "cli.chat_commands": "the table of chat commands, filled when the file is imported",
+    "kernels.cpu.team": "the threads of the CPU kernels: a process has one set of cores",
+    "models.cpu.threads": "how many threads to use: a process has one set of cores",
+    "kernels.cpu.keeping": "numba's own settings, changed while kernels compile",
+    "common.fork_lock": "locks that a forked child must open again",
+    "common.startup": "whether the command line wants a light import of transformers",
+    "drafters.heads.head_files": "warnings that were given, by model",
+    "models.cpu.cpu_linear": "heads as kernels read them, by head",
+    "models.slot_cache": "a number for each storage of a KV cache, and the caches that are in use (for bench)",
+}
+
+
+def test_only_these_objects_of_a_process_change() -> None:
+    spec = importlib.util.spec_from_file_location("process_state", ROOT / "tools" / "process_state.py")
+    assert spec is not None
+    assert spec.loader is not None
+    tool = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(tool)
+    found = {state.name.partition(":")[0] for state in tool.states()}
+    assert found == PROCESS_STATE.keys()
+
+
 def test_imports_point_down_only() -> None:
     code = "from importlinter.cli import lint_imports_command; lint_imports_command()"
     run = subprocess.run(

@@ -32,7 +32,9 @@ class State:
 
 def states(folder: Path = PACKAGE) -> list[State]:
     trees = {_module(path, folder): ast.parse(path.read_text("utf-8")) for path in sorted(folder.rglob("*.py"))}
-    changing = {cls.name for tree in trees.values() for cls in ast.walk(tree) if _changes_itself(cls)}
+    classes = [node for tree in trees.values() for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+    changing = {cls.name for cls in classes if _changes_itself(cls)}
+    changing |= {cls.name for cls in classes if _makes(cls) & (changing | ALWAYS | _local_classes(classes))}
     return [State(f"{module}:{name}", why) for module, tree in trees.items() for name, why in _of(tree, changing)]
 
 
@@ -89,10 +91,25 @@ def _changed(function: ast.AST) -> Iterator[tuple[str, str]]:
             yield changed.id, why
 
 
-def _changes_itself(node: ast.AST) -> bool:
-    """Is it a class with a method that changes `self` after the object is made?"""
-    if not isinstance(node, ast.ClassDef):
-        return False
+def _makes(cls: ast.ClassDef) -> set[str | None]:
+    """The names of the classes and functions that it calls for an attribute of its objects."""
+    found: set[str | None] = set()
+    for node in ast.walk(cls):
+        targets = (
+            node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
+        )
+        if any(isinstance(target, ast.Attribute) for target in targets):
+            found.add(_called(node.value))  # type: ignore[attr-defined]
+    return found
+
+
+def _local_classes(classes: list[ast.ClassDef]) -> set[str]:
+    """Classes whose objects are different in every thread."""
+    return {cls.name for cls in classes for base in cls.bases if getattr(base, "attr", None) == "local"}
+
+
+def _changes_itself(node: ast.ClassDef) -> bool:
+    """Has it a method that changes `self` after the object is made?"""
     methods = [each for each in node.body if isinstance(each, ast.FunctionDef) and each.name != "__init__"]
     return any(_changes_self(method) for method in methods)
 

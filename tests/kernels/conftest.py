@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from paceline.kernels.cpu import machine
-from paceline.models.cpu.threads import GOVERNOR
+from paceline.models.cpu.threads import THREADS
 
 _ANYWHERE = {"test_machine.py"}
 _KERNELS = sorted({path.name for path in Path(__file__).parent.glob("test_*.py")} - _ANYWHERE)
@@ -18,5 +18,5 @@ collect_ignore = [] if machine.missing() is None else _KERNELS
 @pytest.fixture(autouse=True)
 def all_threads() -> Iterator[None]:
     """However busy the machine is, passes run on the threads that a test gives them."""
-    with GOVERNOR.ignored():
+    with THREADS.governor.ignored():
         yield

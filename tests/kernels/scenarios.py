@@ -154,7 +154,7 @@ def leaving() -> None:
 def main(name: str) -> None:
     torch.set_num_threads(1)  # OpenMP itself does not survive a fork with more
     kernel_pass.threads_here = lambda lm: 3
-    kernel_pass.GOVERNOR.threads = lambda most: most  # type: ignore[method-assign]
+    kernel_pass.THREADS.governor.threads = lambda most: most  # type: ignore[method-assign]
     act: dict[str, Any] = {each.__name__: each for each in (interrupts, interrupts_of_a_job, forks, leaving)}
     if name == "forks":
         other.extend(text(decoder("qwen3")))

@@ -25,7 +25,7 @@ from paceline.models.cpu import cpu_head as kernel_draft
 from paceline.models.cpu import cpu_linear as kernel_linear
 from paceline.models.cpu.cpu_head import CpuHead
 from paceline.models.cpu.cpu_linear import drafting
-from paceline.models.cpu.threads import GOVERNOR
+from paceline.models.cpu.threads import THREADS
 
 pytestmark = pytest.mark.skipif(machine.missing() is not None, reason="no kernels here")
 KINDS: dict[str, dict[str, Any]] = {
@@ -39,7 +39,7 @@ KINDS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(autouse=True)
 def all_threads() -> Iterator[None]:
-    with GOVERNOR.ignored(), torch.inference_mode():
+    with THREADS.governor.ignored(), torch.inference_mode():
         yield
 
 

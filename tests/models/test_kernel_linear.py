@@ -24,7 +24,7 @@ from paceline.kernels.cpu import machine
 from paceline.models.cpu import cpu_linear as kernel_linear
 from paceline.models.cpu.cpu_layer import KernelNorm
 from paceline.models.cpu.cpu_linear import CpuLinear, drafting
-from paceline.models.cpu.threads import GOVERNOR
+from paceline.models.cpu.threads import THREADS
 from paceline.models.heads.head_layers import DecoderLayer, LayerConfig, Norm, Scratch, by_slot
 from paceline.models.quantization.packed_linear import BFloat16Linear, Int4Linear, Int8Linear
 from paceline.models.quantization.quantize import quantized
@@ -42,7 +42,7 @@ def drawn(*shape: int, seed: int = 0) -> Tensor:
 @pytest.fixture(autouse=True)
 def all_threads() -> Iterator[None]:
     """However busy the machine is, jobs run on the threads that a test gives them."""
-    with GOVERNOR.ignored():
+    with THREADS.governor.ignored():
         yield
 
 

@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import pytest
 import torch
@@ -109,13 +110,13 @@ def test_measured_once_and_kept(
     assert threads_for(lm) == 2
     many = len(passes)
     assert threads_for(lm) == 2
-    monkeypatch.setattr(thread_choice, "_CHOSEN", type(thread_choice._CHOSEN)())  # another process
+    monkeypatch.setattr(thread_choice.THREADS, "chosen", WeakKeyDictionary())  # another process
     assert threads_for(lm) == 2
     assert len(passes) == many
     (kept,) = (tmp_path / "costs").glob("*-threads.json")
     assert json.loads(kept.read_text()) == {"threads": 2}
     kept.write_text('{"threads": 64}')  # more than there are
-    monkeypatch.setattr(thread_choice, "_CHOSEN", type(thread_choice._CHOSEN)())
+    monkeypatch.setattr(thread_choice.THREADS, "chosen", WeakKeyDictionary())
     assert threads_for(lm) == 2
     assert len(passes) > many
 

@@ -11,7 +11,7 @@ import os
 import re
 import sys
 from collections.abc import Iterable, Mapping
-from functools import cache
+from functools import cache, lru_cache
 from importlib.metadata import entry_points
 from importlib.util import find_spec
 from pathlib import Path
@@ -149,7 +149,7 @@ def _added(kind: str) -> list[str]:
     return [*(point.name for point in _points(group)), *(here.registered() if here is not None else ())]
 
 
-@cache
+@lru_cache(256)
 def _points(group: str) -> tuple[Any, ...]:
     return tuple(entry_points(group=group))
 

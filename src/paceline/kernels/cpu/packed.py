@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 from numba import cfunc
@@ -47,7 +48,6 @@ _MAKERS = {
     "q4_1": _make_q4_1,
 }
 KINDS = tuple(_MAKERS)
-_MADE: dict[str, Any] = {}
 _ONE = ForkLock()
 
 
@@ -55,7 +55,10 @@ def compiled(kind: str) -> Any:
     """The product of a format, compiled or read from where the other kernels are kept: about a second, or none. Its
     `address` is what a plan holds."""
     with _ONE:
-        if kind not in _MADE:
-            with kept_in(ByContent.last):
-                _MADE[kind] = _MAKERS[kind]()
-        return _MADE[kind]
+        return _made(kind)
+
+
+@lru_cache(256)
+def _made(kind: str) -> Any:
+    with kept_in(ByContent.last):
+        return _MAKERS[kind]()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import lru_cache
 
 import torch
 import triton
@@ -124,7 +124,7 @@ class Cut:
         return K % (self.inner * self.parts) == 0
 
 
-@cache
+@lru_cache(256)
 def cut(N: int, K: int, align: int = 64) -> Cut:
     """`align`: the rows at which another matrix begins are multiples of it."""
     large = N * K >= _LARGE
@@ -140,7 +140,7 @@ def cut(N: int, K: int, align: int = 64) -> Cut:
     return Cut(outputs, inner, 1, stages, warps)
 
 
-@cache
+@lru_cache(256)
 def _cut_of(shapes: tuple[int, ...], K: int) -> Cut:
     align = 0
     for rows in shapes[:-1]:

@@ -6,7 +6,7 @@ from token to token are left out of that by name: a draft's second token must no
 
 from __future__ import annotations
 
-from functools import cache
+from functools import lru_cache
 
 import triton
 import triton.language as tl
@@ -29,7 +29,7 @@ def overlapping(device: object) -> dict[str, bool]:
     return {"OVERLAP": True, "launch_pdl": True} if _hopper(str(device)) else {"OVERLAP": False}
 
 
-@cache
+@lru_cache(256)
 def _hopper(device: str) -> bool:
     if INTERPRETED or not device.startswith("cuda"):
         return False

@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache as once
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -22,7 +23,7 @@ from paceline.core.contracts import Reading
 from paceline.core.device_ops import TORCH, DeviceOps
 from paceline.models.cpu.cpu_ops import CpuOps, climb
 from paceline.models.cpu.cpu_plan import Plan, no_family, plan_of
-from paceline.models.cpu.threads import GOVERNOR
+from paceline.models.cpu.threads import THREADS
 from paceline.models.slot_cache import SlotCache
 
 if TYPE_CHECKING:
@@ -142,7 +143,7 @@ class CpuForward:
         _check(held[0], plan.vocabulary, cache.keys[0], shape.rows, visible)
         assert vocabulary <= plan.outputs
         keys, stores = cache.keys[0], cache.addresses()
-        threads = team.TEAM.gather(GOVERNOR.threads(most))
+        threads = team.TEAM.gather(THREADS.governor.threads(most))
         self._counters[:] = 0
         call = self._call({
             **self._own, **shape.addresses,
@@ -154,7 +155,7 @@ class CpuForward:
             "given": 0 if given is None else given.data_ptr(),
         })  # fmt: skip
         spent = team.TEAM.run(threads, self._run, plan.numbers, call, plan.floats)
-        GOVERNOR.see(threads, *spent)
+        THREADS.governor.see(threads, *spent)
         hidden = self._buffers["x"][: n * plan.hidden].view(R, Q, plan.hidden)
         return Reading(logits, tuple(seen[layer][:, -keep:] for layer in taps)), hidden
 
@@ -312,6 +313,6 @@ def _cannot(error: Exception) -> str:
     return f"the kernels could not be compiled here ({type(error).__name__}: {' '.join(str(error).split())[:200]})"
 
 
-@once
+@lru_cache(256)
 def tell_why(reason: str) -> None:
     warnings.warn(f"Passes run through transformers, more slowly: {reason}.", PacelineWarning, stacklevel=3)

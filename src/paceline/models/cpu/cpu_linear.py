@@ -7,6 +7,7 @@ quarter of the memory to read, at nearly three times torch's speed. What is roun
 from __future__ import annotations
 
 from functools import cache as once
+from functools import lru_cache
 from typing import Any, TypeVar, cast
 from weakref import WeakKeyDictionary
 
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 from paceline.common.fork_lock import ForkLock
 from paceline.models.cpu import threads as openmp
 from paceline.models.cpu.cpu_forward import kernels_missing
-from paceline.models.cpu.threads import GOVERNOR
+from paceline.models.cpu.threads import THREADS
 from paceline.models.module_views import map_modules
 from paceline.models.quantization.packed_linear import Int8Linear, PackedLinear
 from paceline.models.runtime import cores_here
@@ -115,7 +116,7 @@ def threads_for(work: int) -> int:
         return 1
     from paceline.kernels.cpu import team
 
-    return team.TEAM.gather(GOVERNOR.threads(min(openmp.usual_threads(), _cores())))
+    return team.TEAM.gather(THREADS.governor.threads(min(openmp.usual_threads(), _cores())))
 
 
 def _kernel(kind: str) -> Any:
@@ -128,7 +129,7 @@ def _kernel(kind: str) -> Any:
     return team.direct(heads.run_linear)
 
 
-@once
+@lru_cache(256)
 def address(kind: str) -> int:
     """Of the product of a format; 0 where there are no kernels."""
     if kernels_missing() is not None:

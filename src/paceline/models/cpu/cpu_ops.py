@@ -7,7 +7,7 @@ candidates takes a twentieth of a forward pass of a small model.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cache as once
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -52,7 +52,7 @@ class CpuOps(DeviceOps):
         return move(table[: len(stores)], stores[0], length, source, target)
 
 
-@once
+@lru_cache(256)
 def _kernel(name: str) -> Any:
     from paceline.kernels.cpu import team
     from paceline.kernels.cpu import tree_growing as growing

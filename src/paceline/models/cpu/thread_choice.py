@@ -8,16 +8,12 @@ measures.
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from weakref import WeakKeyDictionary
-
-from torch import nn
 
 from paceline.common.fork_lock import ForkLock
-from paceline.models.cpu.threads import GOVERNOR, usual_threads
+from paceline.models.cpu.threads import THREADS, usual_threads
 from paceline.models.language_model import LanguageModel
 from paceline.models.loading.disk_cache import read_json
 from paceline.models.pass_timing import PassTimer, keep, kept_file, machine_key
@@ -30,21 +26,18 @@ _AS_GOOD = 1.03  # times the best: then fewer threads are better
 _OURS = 0.9  # of the time of a pass our thread had a core, on a machine that is quiet: it never sleeps in a pass
 
 Clock = Callable[[], float]
-_CHOSEN: WeakKeyDictionary[nn.Module, dict[int, int]] = WeakKeyDictionary()  # by the limit
 _ONE = ForkLock()  # two measurements at once would measure each other
-_TRYING = threading.local()
 
 
 def threads_for(lm: LanguageModel) -> int:
     """How many threads for passes of this model: known already, read from the cache, or measured now."""
-    trying: int | None = getattr(_TRYING, "threads", None)
-    if trying is not None:
-        return trying
+    if THREADS.here.tried is not None:
+        return THREADS.here.tried
     most = limit()
     if most == 1:
         return 1
     with _ONE:
-        known = _CHOSEN.setdefault(lm.model, {})
+        known = THREADS.chosen.setdefault(lm.model, {})
         if most not in known:
             known[most] = _read(lm, most)
         return known[most]
@@ -77,7 +70,7 @@ def measured_threads(
 ) -> int | None:
     """The fewest that are as fast as the best; None: others were using the machine. The fastest of a few passes counts,
     in turns: what slows a pass down is the machine's, not the kernels'. working: the time this thread had a core."""
-    with GOVERNOR.ignored():
+    with THREADS.governor.ignored():
         return _measured(lm, limit, clock, working)
 
 
@@ -105,8 +98,8 @@ def _measured(lm: LanguageModel, limit: int, clock: Clock, working: Clock) -> in
 @contextmanager
 def _trying(threads: int) -> Iterator[None]:
     """Readers that are made inside run on this number of threads."""
-    _TRYING.threads = threads
+    THREADS.here.tried = threads
     try:
         yield
     finally:
-        _TRYING.threads = None
+        THREADS.here.tried = None

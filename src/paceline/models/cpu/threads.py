@@ -18,32 +18,34 @@ from functools import cache
 from itertools import chain
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
+from torch import nn
 
 # ---- Torch's threads rest while kernels of our own run
 
 
-class _Mine(threading.local):
+class _ThisThread(threading.local):
+    """What one thread of the program is doing."""
+
     usual = 0  # threads torch may use, as it was when the round began; 0: not in a round
-
-
-_MINE = _Mine()
+    tried: int | None = None  # threads of the readers that it makes, while they are measured
 
 
 @contextmanager
 def own_threads() -> Iterator[None]:
     """A round: what passes set inside is undone at its end."""
     openmp = found()
-    if openmp is None or _MINE.usual:
+    if openmp is None or THREADS.here.usual:
         yield
         return
-    _MINE.usual = openmp.omp_get_max_threads()
+    THREADS.here.usual = openmp.omp_get_max_threads()
     try:
         yield
     finally:
-        openmp.omp_set_num_threads(_MINE.usual)
-        _MINE.usual = 0
+        openmp.omp_set_num_threads(THREADS.here.usual)
+        THREADS.here.usual = 0
 
 
 @contextmanager
@@ -63,19 +65,19 @@ def one_thread() -> Iterator[None]:
 
 def rest() -> None:
     """Kernels are about to run: torch's threads sleep until `work`."""
-    if _MINE.usual > 1:
+    if THREADS.here.usual > 1:
         found().omp_set_num_threads(1)  # type: ignore[union-attr]
 
 
 def work() -> None:
     """Torch is about to do something large."""
-    if _MINE.usual > 1:
-        found().omp_set_num_threads(_MINE.usual)  # type: ignore[union-attr]
+    if THREADS.here.usual > 1:
+        found().omp_set_num_threads(THREADS.here.usual)  # type: ignore[union-attr]
 
 
 def usual_threads() -> int:
     """How many threads torch may use, rounds aside."""
-    return _MINE.usual or torch.get_num_threads()
+    return THREADS.here.usual or torch.get_num_threads()
 
 
 @cache
@@ -159,4 +161,13 @@ class ThreadGovernor:
         self._pause = min(2 * self._pause, _PAUSE[1])
 
 
-GOVERNOR = ThreadGovernor()
+class ThreadPolicy:
+    """How many threads this process uses. Other processes use the same cores, so it is one object."""
+
+    def __init__(self) -> None:
+        self.governor = ThreadGovernor()
+        self.here = _ThisThread()
+        self.chosen: WeakKeyDictionary[nn.Module, dict[int, int]] = WeakKeyDictionary()  # by model and limit
+
+
+THREADS = ThreadPolicy()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cache
+from functools import lru_cache
 
 import torch
 from torch import Tensor, nn
@@ -205,7 +205,7 @@ def _angles(position: Tensor, width: int, config: LayerConfig, dtype: torch.dtyp
     return turns.cos().to(dtype), turns.sin().to(dtype)
 
 
-@cache
+@lru_cache(256)
 def _rates(
     width: int, theta: float, scaling: tuple[float, ...] | None, dtype: torch.dtype, device: torch.device
 ) -> tuple[Tensor, Tensor | None]:

@@ -8,7 +8,7 @@ backward pass as if it were its own.
 
 from __future__ import annotations
 
-from functools import cache
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -61,7 +61,7 @@ def _takes(queries: Tensor) -> bool:
     return queries.device.type == "cpu"
 
 
-@cache
+@lru_cache(256)
 def _has_flash(device: torch.device) -> bool:
     """It came with the Ampere generation, and not to every build of torch."""
     able: bool = torch.backends.cuda.is_flash_attention_available()

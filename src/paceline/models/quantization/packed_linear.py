@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from functools import cache
+from functools import lru_cache
 from typing import ClassVar
 
 import torch
@@ -176,7 +176,7 @@ class BFloat16Linear(PackedLinear):
         return self.short[outputs].to(dtype)
 
 
-@cache  # a property of the machine: measured once
+@lru_cache(256)  # a property of the machine: measured once
 def kernel_rows(device: torch.device, dtype: torch.dtype, width: int, odd: int = 0) -> int:
     """The largest number of rows for which torch's int8 kernel is correct here and faster than unpacking; 0: none.
     Measured against the unpacked product.

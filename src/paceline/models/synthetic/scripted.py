@@ -141,7 +141,7 @@ def _module(model: Any, script: Tensor) -> Any:
     return fresh
 
 
-@functools.cache
+@functools.lru_cache(256)
 def _class(cls: Any) -> Any:
     """A subclass with the module and the signature of its parent."""
 

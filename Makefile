@@ -15,6 +15,9 @@ PIP     := $(PY) -m pip install --quiet --disable-pip-version-check -c constrain
 # Two pytest workers share two cores, so each gets one thread.
 ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 
+# The folders of `make check`.
+QUICK   := $(addprefix tests/,core rules conformance engine drafters models mutants)
+
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .PHONY: help demo install docs weights test check nightly lint format types layers unit coverage quick real mutants models clean FORCE
@@ -60,8 +63,9 @@ unit: $(DEV)  ## every test that needs no weights
 coverage: $(DEV)  ## the same, showing what no test touches
 	$(ONE_THREAD) $(PY) -m pytest -q -n $(WORKERS) -m "not real and not nightly" --cov --cov-report=term
 
-quick: $(DEV)  ## the tests of `make check`
-	$(ONE_THREAD) $(PY) -m pytest -q -n $(WORKERS) -m "not slow and not real and not nightly"
+
+quick: $(DEV)  ## the tests of `make check`: of every test the first case
+	$(ONE_THREAD) $(PY) -m pytest -q -n $(WORKERS) --quick $(QUICK)
 
 real: $(DEV) weights  ## the tests on SmolLM2, alone and with all threads
 	$(PY) -m pytest -m real --durations=5 --durations-min=2

@@ -19,6 +19,44 @@ from paceline.models.loading.disk_cache import cache_folder
 os.environ.setdefault("NUMBA_CACHE_DIR", str(cache_folder() / "kernels"))
 
 
+# These train, fit heads, wait for processes or run kernels in an interpreter: not for `--quick`.
+_NOT_QUICK = (
+    "drafters/test_auto_captured.py",
+    "drafters/test_cross_vocabulary.py",
+    "drafters/test_heads.py",
+    "drafters/formats/",
+    "engine/test_replays.py",
+    "models/test_cache.py",
+    "models/test_first_use.py",
+    "models/test_scripted.py",
+    "models/test_sharded.py",
+    "models/test_slim.py",
+    "models/test_subset_head.py",
+    "models/test_survey.py",
+    "conformance/test_chi_square.py",
+)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--quick", action="store_true", help="of every test the first case that is not slow")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not config.getoption("quick"):
+        return
+    first: dict[str, pytest.Item] = {}
+    left_out = []
+    for item in items:
+        name = item.nodeid.partition("[")[0]
+        heavy = any(mark in item.keywords for mark in ("slow", "nightly", "real"))
+        if heavy or any(part in name for part in _NOT_QUICK) or name in first:
+            left_out.append(item)
+        else:
+            first[name] = item
+    items[:] = first.values()
+    config.hook.pytest_deselected(items=left_out)
+
+
 @pytest.fixture(autouse=True, scope="session")
 def costs_not_kept(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Costs that are measured during tests are neither kept nor read."""

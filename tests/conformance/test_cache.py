@@ -16,7 +16,6 @@ from torch import Tensor
 from paceline import LanguageModel
 from paceline.models import reader as model_reader
 
-from .drafters import some_slow
 from .models import CASES, CONTEXT, VOCABULARY, Case, target
 from .trees import depths_of, paths_of, random_parents
 
@@ -168,7 +167,9 @@ class Journey:
 
 
 @pytest.mark.parametrize("chunk", [1024, 3], ids=["whole-prompts", "prompts-in-chunks"])
-@pytest.mark.parametrize("seed", some_slow(range(3), lambda seed: seed > 0))
+@pytest.mark.parametrize(
+    "seed", [0, pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.nightly)]
+)
 @pytest.mark.parametrize("name", CASES)
 @torch.inference_mode()
 def test_a_reader_says_what_the_model_says(name: str, seed: int, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:

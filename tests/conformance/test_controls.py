@@ -174,14 +174,14 @@ def test_every_variant_with_controls_together(variant: Variant) -> None:
 
 
 def law_pairs() -> list[Any]:
-    """The ways to draft and the rules that keep the law, each once however many names it has: two rules for every
-    variant, one of them slow, spread so that every rule has its share."""
+    """The ways to draft and the rules that keep the law, each once however many names it has: one rule for every
+    variant, a second one nightly, spread so that every rule has its share."""
     rules = list({RULES[rule.name].verify: rule for rule in law_rules()}.values())
     return [
-        pytest.param(rule, variant, id=f"{rule}-{variant}", marks=[pytest.mark.slow] * turn)
+        pytest.param(rule, variant, id=f"{rule}-{variant}", marks=[pytest.mark.nightly] * turn)
         for j, variant in enumerate(some_variants())
         for i, rule in enumerate(rules)
-        if (turn := (i + j) % len(rules)) < 2
+        if (turn := (i + j) % len(rules)) < 2  # the second one nightly
     ]
 
 

@@ -38,13 +38,6 @@ MUTANTS = [
         SUFFIX + "every_token_that_may_be_taken_back_is_part_of_the_match",
     ),
     Mutant(
-        "suffix learns what may be taken back",
-        "drafters/lookup/suffix.py",
-        "rows.histories[row][max(0, state.prompt - _LEAD_IN) : rows.settled[row]]",
-        "rows.histories[row][max(0, state.prompt - _LEAD_IN) :]",
-        SUFFIX + "only_what_will_stay_is_learnt",
-    ),
-    Mutant(
         "a suffix automaton counts a split state anew",
         "drafters/lookup/suffix.py",
         "self._length[at] + 1, self._count[there])",

@@ -16,7 +16,7 @@ MUTANTS = [
         "core/device_ops.py",
         "accepted = agree.cumprod(1).sum(1, keepdim=True)",
         "accepted = agree.sum(1, keepdim=True)",
-        "tests/conformance/test_bad_drafters.py::test_a_drafter_that_guesses",
+        CHAINS + "[match-certain-[-1, 0]]",
     ),
     Mutant(
         "match accepts nodes that are not in use",

@@ -361,6 +361,7 @@ def test_a_smaller_trigram(place: Path, tmp_path: Path) -> None:
         train(options(place, tmp_path / "none", kind="trigram", options=("least=0",)))
 
 
+@pytest.mark.nightly
 def test_a_pair_from_a_text_file(tmp_path: Path) -> None:
     (tmp_path / "data.txt").write_text("the cat sat on the mat. the dog sat on the log. a frog is in the bog.\n" * 80)
     said = TrainOptions(

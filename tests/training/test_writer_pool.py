@@ -99,6 +99,7 @@ def alone(place: Path, folder: Path, plan: WritingPlan = PLAN) -> dict[str, byte
     return files(folder)
 
 
+@pytest.mark.nightly
 def test_the_same_shards_by_three(place: Path, tmp_path: Path) -> None:
     wanted = alone(place, tmp_path / "one")
     assert len(wanted) > 6
@@ -110,7 +111,7 @@ def test_the_same_shards_by_three(place: Path, tmp_path: Path) -> None:
     assert not run.notes
 
 
-@pytest.mark.parametrize("how", [killed, killed_while_it_writes])
+@pytest.mark.parametrize("how", [pytest.param(killed, marks=pytest.mark.nightly), killed_while_it_writes])
 def test_who_is_killed_is_told_of_and_the_rest_is_written(
     how: Callable[[WriterPool], None], place: Path, tmp_path: Path
 ) -> None:
@@ -121,6 +122,7 @@ def test_who_is_killed_is_told_of_and_the_rest_is_written(
     assert run.notes == ["one writer less: it was killed by signal 9; the others go on"]
 
 
+@pytest.mark.nightly
 def test_who_cannot_even_load_is_told_of(place: Path, tmp_path: Path) -> None:
     run = Run(place, 1, heard)
     run.job = replace(run.job, target=str(tmp_path / "none" / "here"))
@@ -188,7 +190,7 @@ def _runs(pid: int) -> bool:
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="looks into /proc")
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
+@pytest.mark.parametrize("how", [signal.SIGKILL, pytest.param(signal.SIGINT, marks=pytest.mark.nightly)])
 def test_no_orphans(how: signal.Signals, place: Path, tmp_path: Path) -> None:
     said = ["--target", str(place), "--kind", "trigram", "--out", str(tmp_path / "it"), "--tokens", "10000000",
             "--style", "text", "--answer", "10", "--rows", "4", "--shard", "8", "--device", "cpu", "--seed", "5",

@@ -173,7 +173,7 @@ def model(name: str) -> LanguageModel:
 
 
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
-@pytest.mark.parametrize("name", [*list(MODELS)[1:4], *nightly(["llama", "llama of odd heads"])])
+@pytest.mark.parametrize("name", ["qwen3 with norms", *nightly(set(MODELS) - {"qwen3 with norms"})])
 @torch.inference_mode()
 def test_a_pass_says_what_transformers_says(name: str) -> None:
     """A prompt of ragged rows, a tree, a chain after it, and the rows that were kept."""

@@ -312,9 +312,10 @@ def test_how_much_a_round_asks_for(heat: float, monkeypatch: pytest.MonkeyPatch)
     assert all(each == {"begin": 1, "slots": 2, "race": 4, "match": 1, "commit": 1} for each in spent)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("rows", "settings"),
-    [(1, {}), pytest.param(2, {"temperature": 0.9, "seed": [3, 4]}, marks=pytest.mark.nightly)],
+    [(1, {}), pytest.param(2, {"temperature": 0.9, "seed": [3, 4]})],
     ids=str,
 )
 def test_rounds_by_kernels_alone(rows: int, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:

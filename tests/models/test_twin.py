@@ -6,7 +6,8 @@ import pytest
 import torch
 from transformers import Cohere2Config, DogeConfig, LlamaConfig, LlamaForCausalLM, MllamaConfig
 
-from paceline.models.probe import VOCABULARY, quantization_of, small_config, small_models, windows
+from paceline.models.probe import VOCABULARY, small_config, small_models, windows
+from paceline.models.runtime import quantization_of
 
 NAMES = {
     "sliding_window": "window",

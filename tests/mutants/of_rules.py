@@ -96,13 +96,6 @@ MUTANTS = [
         TREES + "[traversal-iid-[-1, -1]]",
     ),
     Mutant(
-        "traversal leaves the share of a parent as it was",
-        "rules/traversal.py",
-        "share.scatter_(1, above, less[:, None])",
-        "share.scatter_(1, above, a[:, None])",
-        TREES + "[traversal-iid-[-1, -1]]",
-    ),
-    Mutant(
         "k-seq takes the upper end of rho",
         "rules/k_seq.py",
         "return high",

@@ -22,8 +22,7 @@ from paceline.bench.results.charts import (
     figure_of,
     write_png,
 )
-from paceline.bench.results.comparing import compare, differences
-from paceline.bench.results.metrics import Ratio, summarise
+from paceline.bench.results.metrics import Ratio, compare, differences, summarise
 from paceline.bench.results.tables import (
     by_category,
     changed,

@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 from paceline.bench.results.bench_report import Report
-from paceline.bench.results.comparing import compare, differences, same_machine
-from paceline.bench.results.metrics import ALL
+from paceline.bench.results.metrics import ALL, compare, differences, same_machine
 from paceline.bench.results.records import Recorder
 
 from .acting import Actor, act, chats

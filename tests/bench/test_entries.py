@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from paceline.bench.candidates.candidate import RunSpec
-from paceline.bench.candidates.run_spec import parse_run_spec, parse_run_specs
+from paceline.bench.candidates.candidate import RunSpec, parse_run_spec, parse_run_specs
 from paceline.common.errors import InputError, UnknownNameError
 
 

@@ -15,9 +15,9 @@ from paceline.bench.candidates.candidate import Watcher
 from paceline.bench.measure import bench_session
 from paceline.bench.measure.bench_session import BenchSession
 from paceline.bench.measure.machine_state import Busy
-from paceline.bench.replay.trace_files import read_trace
 from paceline.bench.results.metrics import summarise
 from paceline.bench.results.records import read_records
+from paceline.bench.trace_files import read_trace
 from paceline.common.errors import InputError
 from paceline.core.costs import Costs
 from paceline.models.language_model import LanguageModel

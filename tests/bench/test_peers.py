@@ -12,9 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from paceline.bench.candidates.candidate import Candidate, Plan, Task
+from paceline.bench.candidates.candidate import Candidate, Plan, Task, parse_run_spec
 from paceline.bench.candidates.paceline_run import PacelineRun
-from paceline.bench.candidates.run_spec import parse_run_spec
 from paceline.bench.peers import gguf_export as gguf_file
 from paceline.bench.peers.openvino_peer import OpenVino
 from paceline.bench.peers.peer_names import draft_model_of, open_peers

@@ -12,8 +12,8 @@ import torch
 
 import paceline
 from paceline.bench.candidates.candidate import RunSpec
-from paceline.bench.replay.replay import Replayed, lines, replay, replay_all, rerun
-from paceline.bench.replay.trace_files import TraceFile, TraceText, header_of
+from paceline.bench.replay import Replayed, lines, replay, replay_all, rerun
+from paceline.bench.trace_files import TraceFile, TraceText, header_of
 from paceline.common.errors import UnknownNameError, UnsupportedError
 from paceline.core.contracts import DRAFTERS, Budget, RowsView
 from paceline.core.costs import Costs

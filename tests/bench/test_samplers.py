@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from paceline.bench.bench_options import BenchOptions
-from paceline.bench.data.samplers import SAMPLERS, parse_samplers
+from paceline.bench.data.tasks import SAMPLERS, parse_samplers
 from paceline.bench.measure import bench_session
 from paceline.bench.measure.bench_session import BenchSession
 from paceline.bench.measure.machine_state import Busy

@@ -11,7 +11,7 @@ import pytest
 
 import paceline
 from paceline.bench.candidates.candidate import RunSpec
-from paceline.bench.replay.trace_files import (
+from paceline.bench.trace_files import (
     TraceHeader,
     TraceText,
     TraceWriter,

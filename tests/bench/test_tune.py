@@ -10,16 +10,18 @@ import pytest
 import torch
 
 from paceline import InputError, LanguageModel, SpeculativeDecoder
+from paceline.bench import tuning as room
 from paceline.bench.candidates import paceline_run as ours
 from paceline.bench.candidates.candidate import Prompt, Run, RunSpec
 from paceline.bench.measure.machine_state import Busy
-from paceline.bench.tune import tuning as room
-from paceline.bench.tune.tune_result import Trial, Tuning, ranked
-from paceline.bench.tune.tuning import (
+from paceline.bench.tuning import (
     ONE_REPEAT,
+    Trial,
     TuneOptions,
+    Tuning,
     candidates,
     forecast,
+    ranked,
     rounds_of,
     shortened,
     steps_of,

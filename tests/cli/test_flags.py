@@ -12,7 +12,7 @@ import typer
 from safetensors import safe_open
 
 from paceline.bench.bench_options import PRESETS
-from paceline.bench.data.samplers import SAMPLERS
+from paceline.bench.data.tasks import SAMPLERS
 from paceline.bench.measure import machine_state as machine
 from paceline.bench.peers.peer_names import _PEERS
 from paceline.cli.bench_command_options import BenchCommandOptions
@@ -214,7 +214,7 @@ def test_two_turns_plots_and_a_project(
 
 
 def test_so_many_finalists_are_measured(target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from paceline.bench.tune import tuning as tune
+    from paceline.bench import tuning as tune
 
     told: list[Any] = []
 

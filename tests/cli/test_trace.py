@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from paceline.bench.candidates.candidate import RunSpec
-from paceline.bench.replay.replay import replay
-from paceline.bench.replay.trace_files import read_trace
+from paceline.bench.replay import replay
+from paceline.bench.trace_files import read_trace
 from tests.cli.conftest import run
 
 pytestmark = pytest.mark.usefixtures("looks_up")

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from paceline import SpeculativeDecoder
+from paceline.bench import tuning as tune
 from paceline.bench.candidates import paceline_run as ours
 from paceline.bench.measure.machine_state import Busy
-from paceline.bench.tune import tuning as tune
 from paceline.common.errors import InputError
 from paceline.common.toml_files import read_toml
 from tests.cli.conftest import refusal, run

@@ -12,7 +12,7 @@ from paceline.common.errors import InputError
 from paceline.common.options import convert_options
 
 if TYPE_CHECKING:
-    from paceline.bench.replay.trace_files import TraceWriter
+    from paceline.bench.trace_files import TraceWriter
     from paceline.engine.decoder import SpeculativeDecoder
     from paceline.engine.request import BeamResult, Generation, TokenLogprob
 
@@ -150,7 +150,7 @@ class Recording:
 
     def __init__(self, options: GenerateOptions, decoder: SpeculativeDecoder, settings: dict[str, Any]) -> None:
         from paceline.bench.candidates.candidate import RunSpec
-        from paceline.bench.replay.trace_files import header_of
+        from paceline.bench.trace_files import header_of
         from paceline.core.contracts import RULES
         from paceline.core.protocols import chooses_length
         from paceline.drafters.resolve import resolve_draft
@@ -169,7 +169,7 @@ class Recording:
         self._open().close()
 
     def _open(self) -> TraceWriter:
-        from paceline.bench.replay.trace_files import TraceWriter
+        from paceline.bench.trace_files import TraceWriter
 
         return TraceWriter(self._path, self._header, append=True)
 

@@ -8,8 +8,7 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any
 
-from paceline.bench.candidates.candidate import Cancel, Plan, Run, RunSpec, Task
-from paceline.bench.candidates.run_spec import PLAIN
+from paceline.bench.candidates.candidate import PLAIN, Cancel, Plan, Run, RunSpec, Task
 from paceline.bench.data.tasks import counted, cut_short, too_long
 from paceline.bench.measure.memory_use import cache_bytes
 from paceline.common.errors import DrafterError, DrafterWarning

@@ -26,9 +26,9 @@ from paceline.bench.measure.bench_setup import (
 )
 from paceline.bench.measure.machine_state import Neighbours, check_quiet, how_busy, wanted_device
 from paceline.bench.measure.memory_use import peak_while
-from paceline.bench.replay.trace_files import Tracing
 from paceline.bench.results.bench_report import LeftOut, Member, Report, Result, Tally, busy_machine
 from paceline.bench.results.records import Recorder, Sink
+from paceline.bench.trace_files import Tracing
 from paceline.common.errors import InputError, PacelineError
 from paceline.integrations.provenance import provenance
 from paceline.models.loading.disk_cache import Progress

@@ -9,14 +9,20 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from paceline.bench.bench_options import BenchOptions, is_synthetic
-from paceline.bench.candidates.candidate import Cancel, Candidate, Plan, Prompt, Task
+from paceline.bench.candidates.candidate import Cancel, Candidate, Plan, Prompt, Task, parse_run_specs
 from paceline.bench.candidates.paceline_run import PacelineRun
-from paceline.bench.candidates.run_spec import parse_run_specs
 from paceline.bench.candidates.synthetic_pairs import SyntheticPair, synthetic_pair
 from paceline.bench.data.prompt_sets import read_all
 from paceline.bench.data.quality import Quality, judge
-from paceline.bench.data.samplers import SampledConversation, Sampler, parse_samplers
-from paceline.bench.data.tasks import Conversation, Skipped, conversations, text_of
+from paceline.bench.data.tasks import (
+    Conversation,
+    SampledConversation,
+    Sampler,
+    Skipped,
+    conversations,
+    parse_samplers,
+    text_of,
+)
 from paceline.bench.measure.memory_use import layer_table, lines_while
 from paceline.bench.peers.peer_names import check_peers, draft_model_of, open_peers
 from paceline.bench.results.bench_report import LeftOut, Report

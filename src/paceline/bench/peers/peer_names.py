@@ -6,8 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from paceline.bench.candidates.candidate import Candidate
-from paceline.bench.candidates.run_spec import whole_number
+from paceline.bench.candidates.candidate import Candidate, whole_number
 from paceline.bench.peers.gguf_export import FORMATS, gguf_of, in_floats, numbered, written
 from paceline.bench.peers.llama_cpp_peer import BEST, KINDS, LlamaCpp, Speculation, xllamacpp
 from paceline.bench.peers.openvino_peer import OpenVino

@@ -8,8 +8,7 @@ from typing import Any, Literal
 
 from paceline.bench.measure.memory_use import NOTES
 from paceline.bench.results.bench_report import Report
-from paceline.bench.results.comparing import Change
-from paceline.bench.results.metrics import ALL, Line, Ratio, Summary
+from paceline.bench.results.metrics import ALL, Change, Line, Ratio, Summary
 
 # ---- Numbers as people read them
 

@@ -144,7 +144,7 @@ def _measured(ctx: typer.Context, options: BenchCommandOptions) -> BenchOptions:
 
 
 def _measure(ctx: typer.Context, options: BenchCommandOptions) -> Report:
-    from paceline.bench.candidates.run_spec import PLAIN, parse_run_specs
+    from paceline.bench.candidates.candidate import PLAIN, parse_run_specs
     from paceline.bench.measure.bench_session import BenchSession
     from paceline.cli.bench_table import watching
 
@@ -162,10 +162,9 @@ def _measure(ctx: typer.Context, options: BenchCommandOptions) -> Report:
 
 def _replay(ctx: typer.Context, options: BenchCommandOptions, path: Path) -> None:
     """Each --run on the texts of a trace. Without --run, the recorded drafters with other gammas."""
-    from paceline.bench.candidates.candidate import RunSpec
-    from paceline.bench.candidates.run_spec import parse_run_specs
-    from paceline.bench.replay.replay import lines, replay_all
-    from paceline.bench.replay.trace_files import read_traces
+    from paceline.bench.candidates.candidate import RunSpec, parse_run_specs
+    from paceline.bench.replay import lines, replay_all
+    from paceline.bench.trace_files import read_traces
 
     measured, traces = bench_options(options, ctx.params.get("config")), read_traces(path)
     specs = parse_run_specs(measured.runs, measured.gamma)
@@ -217,8 +216,7 @@ def _warnings_in(watcher: LiveTable | Lines) -> Iterator[None]:
 
 def _show(report: Report, options: BenchCommandOptions) -> bool:
     """Show it and write it. Returns whether --compare finds something slower."""
-    from paceline.bench.results.comparing import compare, differences
-    from paceline.bench.results.metrics import summarise
+    from paceline.bench.results.metrics import compare, differences, summarise
     from paceline.bench.results.tables import changed, short
     from paceline.cli.bench_table import show
 

@@ -17,7 +17,7 @@ from paceline.common.interrupts import interruptible
 from paceline.common.options import option
 
 if TYPE_CHECKING:
-    from paceline.bench.tune.tune_result import Trial, Tuning
+    from paceline.bench.tuning import Trial, Tuning
 
 _TEXTS, _SHOW = "Texts", "Output"
 _INTERRUPTED = 130
@@ -60,8 +60,8 @@ def _run(options: TuneCommandOptions) -> Tuning:
     with preparing("reading prompts"):
         from paceline.bench.data.prompt_sets import read_all
         from paceline.bench.results.records import check_writable
-        from paceline.bench.tune.tuning import ONE_REPEAT, candidates
-        from paceline.bench.tune.tuning import tune as run
+        from paceline.bench.tuning import ONE_REPEAT, candidates
+        from paceline.bench.tuning import tune as run
 
         if options.out is not None:
             check_writable(options.out, "The config")
@@ -88,7 +88,7 @@ def _run(options: TuneCommandOptions) -> Tuning:
 
 
 def _show(tuning: Tuning, options: TuneCommandOptions) -> None:
-    from paceline.bench.tune.tuning import ONE_REPEAT
+    from paceline.bench.tuning import ONE_REPEAT
 
     if options.json:
         print(dump({**tuning.as_dict(), "toml": tuning.toml(), "versions": versions()}), flush=True)

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from paceline.bench.candidates.candidate import RunSpec
-from paceline.bench.replay.trace_files import TraceFile, TraceHeader, TraceText, plain, sampling_of
 from paceline.bench.results.tables import NOTHING, number, share, times
+from paceline.bench.trace_files import TraceFile, TraceHeader, TraceText, plain, sampling_of
 from paceline.common.errors import PacelineWarning, UnsupportedError
 from paceline.core.choice import Choice
 from paceline.core.contracts import DRAFTERS, NODES, Drafter, PromptTaps, Reading, RowsView, Rule

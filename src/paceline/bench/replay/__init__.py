@@ -1,1 +1,0 @@
-"""Recorded rounds on disk, and what other settings would have given."""

@@ -1,1 +1,0 @@
-"""Finds the fastest drafter, gamma and tree for a target."""

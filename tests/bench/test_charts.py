@@ -95,10 +95,10 @@ def test_more_than_the_bound_is_explained_where_it_is_shown(busy: bool) -> None:
     summary = summarise(report)
     note = next(each.note for each in charts_of(report, summary) if each.name == "bound")
     table = next(table for table in tables_of(report, summary) if table.title == "Rounds")
-    for said in (note, table.note):
-        assert "Above S: suffix." in said
-        assert "measured apart" in said
-        assert ("The machine was busy" in said) is busy
+    for words in (note, table.note):
+        assert "Above S: suffix." in words
+        assert "measured apart" in words
+        assert ("The machine was busy" in words) is busy
 
 
 def test_two_contestants_in_one_chart() -> None:

@@ -20,7 +20,7 @@ MACHINE = {"cpu": "a", "cores": 2, "versions": {"torch": "1"}, "arguments": {"ta
 def report(
     *names: str, slower: float = 1.0, plain: float = 1.0, seed: int = 0, repeats: int = 5, **told: Any
 ) -> Report:
-    """Everybody is twice as fast as plain decoding; noise of 1 % on every run."""
+    """Every candidate is twice as fast as plain decoding; noise of 1 % on every run."""
     random = np.random.default_rng(seed)
 
     def seconds(mean: float) -> Any:

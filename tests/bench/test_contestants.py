@@ -82,7 +82,7 @@ def test_everyone_writes_what_plain_decoding_writes_and_as_much(lm: LanguageMode
 def test_rounds_are_captured_once_for_all_runs(
     lm: LanguageModel, name: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A drafter that has learned is made anew; what was captured around it stays."""
+    """A drafter that has learned is replaced by a fresh one; the captured graphs stay."""
     made: list[Rehearsal] = []
 
     def programs(_: LanguageModel) -> Rehearsal:
@@ -105,7 +105,7 @@ def test_rounds_are_captured_once_for_all_runs(
 def test_a_reader_that_was_borrowed_goes_with_its_drafter(
     lm: LanguageModel, drafters: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whoever comes after it brings one along, too, and with it the rounds are others."""
+    """The next drafter brings one too, and then the rounds differ."""
     made: list[Rehearsal] = []
     monkeypatch.setattr(flight, "programs_for", lambda lm: made.append(Rehearsal()) or made[-1])  # type: ignore[func-returns-value]
     ours = PacelineRun(lm, RunSpec("several", "portfolio", {"drafters": drafters}, gamma=3, nodes=8))

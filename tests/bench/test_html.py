@@ -60,9 +60,9 @@ def test_the_page_needs_nothing_else() -> None:
 def test_everything_is_on_the_page() -> None:
     text = page(made_report())
     assert text.count("<svg") == 5
-    for said in ("Speed-up by category", "Slower than plain decoding", "Left out", "Provenance", "A note.", "a CPU",
+    for words in ("Speed-up by category", "Slower than plain decoding", "Left out", "Provenance", "A note.", "a CPU",
                  "chat-2", "hf-lookup", "not here.", 'class="bad"', 'class="good"', "versions.torch"):  # fmt: skip
-        assert said in text
+        assert words in text
 
 
 def test_one_is_not_a_plural() -> None:

@@ -238,9 +238,9 @@ def test_it_is_asked_for_the_same_ids_and_as_many(llama_cpp: SimpleNamespace) ->
 def test_sizes_that_are_not_said_are_its_own(llama_cpp: SimpleNamespace) -> None:
     lm = in_float32(llama())
     assert opened("llama-cpp-ngram", lm).gamma == 48
-    said = opened("llama-cpp-ngram:type=ngram-map-k,gamma=10,match=2", lm)
-    assert (said.speculates, said.gamma) == (True, 10)
-    said.run(ONE, Plan(3), 0, never)
+    peer = opened("llama-cpp-ngram:type=ngram-map-k,gamma=10,match=2", lm)
+    assert (peer.speculates, peer.gamma) == (True, 10)
+    peer.run(ONE, Plan(3), 0, never)
     drafting = llama_cpp.params[-1].speculative
     assert drafting.types == ["ngram-map-k"]
     assert (drafting.ngram_map_k.size_n, drafting.ngram_map_k.size_m) == (2, 10)

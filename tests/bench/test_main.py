@@ -31,7 +31,7 @@ MADE_UP = BenchOptions(
 
 @pytest.fixture(autouse=True)
 def _quiet_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody else is there, and what passes cost is known: measuring it takes seconds."""
+    """The machine is idle and the costs are known: measuring them takes seconds."""
     monkeypatch.setattr(bench_session, "how_busy", lambda device: Busy(0.01))
     costs = Costs({1: {1: 0.001, 8: 0.002}, 2: {1: 0.001, 8: 0.002}})
     monkeypatch.setattr("paceline.bench.measure.bench_setup.measured_costs", lambda *_, **__: costs)

@@ -23,7 +23,7 @@ PLAIN = {"1": (2.0, 2.2, 1.8), "2": (4.0, 4.0, 5.0), "3": (3.0, 3.0, 3.0)}
 
 
 def measured(costs: Costs | None = COSTS) -> Report:
-    """Plain decoding, a drafter of four of whom two are accepted, and a peer of half the speed."""
+    """Plain decoding, a drafter with two of four tokens accepted, and a peer of half the speed."""
     recorder = Recorder()
     plain = Actor("plain", seconds=lambda task, repeat: PLAIN[task][repeat])
     toy = Actor(
@@ -141,9 +141,9 @@ def test_one_repeat_has_no_spread_and_the_same_runs_have_none_either() -> None:
     assert spread(once, once, ["1", "2"]) is None
     half = {task: {repeat: s / 2 for repeat, s in found.items()} for task, found in base.items()}
     assert spread(base, half, ["1", "2"]) == pytest.approx(0)  # a slow moment hits both: paired, nothing is left
-    urn = noise(base, half)
-    assert urn is not None
-    assert (urn.pairs.shape, urn.free) == ((6, 2), 4)
+    pool = noise(base, half)
+    assert pool is not None
+    assert (pool.pairs.shape, pool.free) == ((6, 2), 4)
 
 
 def _session(random: Any, tasks: int, repeats: int) -> dict[str, dict[int, float]]:

@@ -36,7 +36,7 @@ def never() -> bool:
 
 @pytest.fixture(scope="module")
 def lm() -> LanguageModel:
-    """Its first token ends a text, and its own config would sample and punish: nobody may follow that."""
+    """Its first token ends a text, and its own config samples and penalizes: no run may follow that."""
     model = llama(eos_token_id=25, num_hidden_layers=3)
     model.generation_config.update(do_sample=True, temperature=0.6, repetition_penalty=3.0, top_k=5, max_length=9)
     return LanguageModel(model)
@@ -76,7 +76,7 @@ def test_hugging_face_writes_what_our_plain_decoding_writes(name: str, lm: Langu
 
 
 def test_a_perfect_draft_is_accepted_whole(lm: LanguageModel) -> None:
-    """So γ is what was said: 20 tokens in rounds of 5 and 4 tokens, the first of them with the prompt."""
+    """γ is as given: 20 tokens in rounds of 5 and 4 tokens, the first of them with the prompt."""
     run = opened("hf-assisted:gamma=4", lm, lm).run(ONE, PLAN, 0, never)
     assert run.passes == 4
 

@@ -23,7 +23,7 @@ def test_default_has_every_drafter_that_needs_nothing() -> None:
     assert {"suffix", "ngram", "prompt-lookup", "recycling", "lookahead", "trigram", "portfolio"} <= set(made.runs)
     assert not {"none", "draft-model", "staged", "cross-vocabulary"} & set(made.runs)
     assert set(made.runs) & {"medusa", "eagle", "prophet"} <= set(kinds_of("smollm2-135m"))
-    assert "prediction" not in made.runs  # nobody says what to expect
+    assert "prediction" not in made.runs  # there is no prediction
     assert ("auto" in made.runs) == ("auto" in DRAFTERS)
     assert made.peers == ("hf", "hf-lookup")
     assert made.preset == "default"  # for the provenance

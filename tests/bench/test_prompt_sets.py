@@ -142,7 +142,7 @@ def test_an_unknown_category(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("line", "said"),
+    ("line", "message"),
     [
         ('{"prompt": "a"', "Not valid JSON in line 3 of"),
         ('{"prompt": NULL}', "Not valid JSON in line 3 of"),
@@ -168,9 +168,9 @@ def test_an_unknown_category(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_a_broken_line_is_named(tmp_path: Path, line: str, said: str) -> None:
+def test_a_broken_line_is_named(tmp_path: Path, line: str, message: str) -> None:
     source = written(tmp_path, "question.jsonl", '{"prompt": "fine"}\n\n' + line + '\n{"prompt": "fine"}\n')
-    with pytest.raises(InputError, match=said):
+    with pytest.raises(InputError, match=message):
         read_prompts(source)
 
 
@@ -180,7 +180,7 @@ def test_an_id_that_is_there_twice(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("prompt,answer\na,b\n", "The header of '.*qa.csv' has no column 'question'; found 'prompt', 'answer'"),
         ("question,answer,question\na,b,c\n", "The header of '.*qa.csv' has 2 columns 'question'"),
@@ -192,8 +192,8 @@ def test_an_id_that_is_there_twice(tmp_path: Path) -> None:
         ("", "has no prompts"),
     ],
 )
-def test_a_broken_csv(tmp_path: Path, text: str, said: str) -> None:
-    with pytest.raises(InputError, match=said):
+def test_a_broken_csv(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(InputError, match=message):
         read_prompts(written(tmp_path, "qa.csv", text))
 
 

@@ -1,4 +1,4 @@
-"""Replaying a trace: what it says is what the engine does, round for round; and what cannot be known is not said."""
+"""A replay has the rounds of the engine, or gives a reason why they are unknown."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def draft() -> LanguageModel:
 
 @pytest.fixture(scope="module")
 def plain(target: LanguageModel) -> dict[str, TraceFile]:
-    """What plain decoding writes: from this everything else is told."""
+    """What plain decoding writes: all replays start from it."""
     return {name: record(target, settings=settings) for name, settings in SETTINGS.items()}
 
 
@@ -236,7 +236,7 @@ def test_what_was_recorded_is_known_of_any_drafter(target: LanguageModel) -> Non
         (RunSpec("c", "portfolio"), "drafter 'portfolio' needs a model's logits, for a member"),
         (
             RunSpec("d", "portfolio", {"drafters": ["suffix", "ngram"]}),
-            "drafter 'portfolio' needs a clock, to know whom to ask (option cost; cost=nodes needs none)",
+            "drafter 'portfolio' needs a clock, to choose the members (option cost; cost=nodes needs none)",
         ),
         (RunSpec("e", "smollm2-135m"), "drafter 'draft-model' needs a model's logits"),
         (

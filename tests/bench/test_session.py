@@ -1,4 +1,4 @@
-"""The run: who goes when, what counts, and what happens when somebody fails or everything is stopped."""
+"""The measurement: the order, what counts, failures and interruption."""
 
 from __future__ import annotations
 

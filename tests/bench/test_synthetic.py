@@ -122,7 +122,7 @@ def test_tasks_are_random_texts_that_end_differently() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         ({"construction": 0.1, "synthetic_acceptance": (0.8,)}, "not both"),
         ({"construction": 0.1, "shape": None}, "needs a random target"),
@@ -131,6 +131,6 @@ def test_tasks_are_random_texts_that_end_differently() -> None:
         ({"prompt_tokens": 0}, "prompt_tokens must be at least 1"),
     ],
 )
-def test_what_cannot_be_made_is_refused(changes: dict[str, Any], said: str) -> None:
-    with pytest.raises(InputError, match=said):
+def test_what_cannot_be_made_is_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError, match=message):
         synthetic_pair(options(**changes))

@@ -62,7 +62,7 @@ def test_the_next_turn_of_a_conversation() -> None:
     assert talk.turns == 3
     assert talk.task == Task("81", "a", (ids("uhi!."),), (("x",),))
     second = Task("81/2", "a", (ids("uhi!aabc!uand!."),), (("y", "z"),))
-    assert talk.next_task([ids("abc,de,f")]) == second  # what is written after the end is not said
+    assert talk.next_task([ids("abc,de,f")]) == second  # tokens after the end of text are dropped
     assert talk.task == second
     third = talk.next_task([ids(",aaaaaaa")])
     assert third == Task("81/3", "a", (ids("uhi!aabc!uand!a!uso!."),), ((),))

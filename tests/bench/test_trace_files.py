@@ -1,4 +1,4 @@
-"""Trace files: what is written is read again, and what is wrong with a file is said with its line."""
+"""Trace files: they are read as written, and an error names its line."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ def changed(values: dict[str, Any], **changes: Any) -> str:
         ({"draft": "gone"}, "line 1: draft is missing."),
         ({"gamma": 0}, "line 1: gamma must be at least 1, got 0."),
         ({"sampling": {"temperature": -1}}, "line 1: temperature must be in"),
-        ({"sampling": {"heat": 1}}, "line 1: sampling has 'heat', which is no control."),
+        ({"sampling": {"warmth": 1}}, "line 1: sampling has 'warmth', which is no control."),
         ({"costs": {"passes": 3}}, "line 1: costs are not as"),
     ],
 )

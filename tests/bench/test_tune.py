@@ -76,8 +76,8 @@ def cyclic() -> LanguageModel:
 
 
 def tuned(lm: LanguageModel, clock: WorkClock, *candidate: str, **how: Any) -> Tuning:
-    said = {"candidates": candidate, "only": bool(candidate), "tokens": 30, "repeats": 2, **how}
-    return tune(lm, PROMPTS, TuneOptions(**said), costs=clock.costs, clock=clock)
+    options = {"candidates": candidate, "only": bool(candidate), "tokens": 30, "repeats": 2, **how}
+    return tune(lm, PROMPTS, TuneOptions(**options), costs=clock.costs, clock=clock)
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""The rounds of our own contestants, written beside a benchmark for `--replay`."""
+"""Traces on disk, for `--replay`: JSON lines with a header and one line per sequence with its rounds."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _OWN = ("costs", "provenance", "seed")  # texts that differ in these may be of o
 
 
 def plain(value: Any) -> Any:
-    """As JSON has it; what it has no words for is told by its name."""
+    """The value as JSON has it. An object becomes its name."""
     if value is None or isinstance(value, (str, int, float, bool)):
         return value
     if isinstance(value, Mapping):
@@ -46,12 +46,12 @@ class Fields:
     def __init__(self, found: Mapping[str, Any]) -> None:
         self._found = found
 
-    def _get(self, name: str, wanted: type, said: str) -> Any:
+    def _get(self, name: str, wanted: type, what: str) -> Any:
         if name not in self._found:
             raise InputError(f"{name} is missing")
         value = self._found[name]
         if not isinstance(value, wanted) or isinstance(value, bool):
-            raise InputError(f"{name} must be {said}, got {value!r}")
+            raise InputError(f"{name} must be {what}, got {value!r}")
         return value
 
     def words(self, name: str) -> str:
@@ -282,7 +282,7 @@ class TraceFile:
 
 
 def _nodes(lm: Any, entry: RunSpec) -> int | None:
-    """As said; where the drafter takes as many as there are, what that is here."""
+    """The given nodes. For a drafter that uses all nodes of the budget, their number here."""
     if (
         entry.nodes is None
         and isinstance(entry.gamma, int)
@@ -306,8 +306,8 @@ def header_of(
     `run`: a name, if the file is to hold several runs."""
     request = build_requests(1, settings)[0]
     standard = Sampling()
-    said = {each.name: getattr(request.sampling, each.name) for each in fields(Sampling)}
-    other = {name: value for name, value in said.items() if value != getattr(standard, name)}
+    values = {each.name: getattr(request.sampling, each.name) for each in fields(Sampling)}
+    other = {name: value for name, value in values.items() if value != getattr(standard, name)}
     return TraceHeader(
         lm.name,
         lm.vocabulary,
@@ -478,17 +478,17 @@ def read_traces(path: str | os.PathLike[str]) -> list[TraceFile]:
     return [TraceFile(header, tuple(texts[run]), notes) for run, header in headers.items()]
 
 
-# ---- The rounds of our own contestants, written beside a benchmark for `--replay`
+# ---- The rounds of the Paceline runs of a benchmark
 
 
 class Tracing:
-    """One file, in which each of ours is a run of its own. Of every task the first repeat is written: every repeat
-    begins in the same state, so the others have the same rounds."""
+    """One file with every Paceline run. The first repeat of each task is written; the others have the same rounds,
+    because every repeat starts in the same state."""
 
     def __init__(
-        self, path: Path, ours: Sequence[PacelineRun], plan: Plan, costs: Costs | None, provenance: Mapping[str, Any]
+        self, path: Path, runs: Sequence[PacelineRun], plan: Plan, costs: Costs | None, provenance: Mapping[str, Any]
     ) -> None:
-        self._plan, self._names = plan, {each.name for each in ours}
+        self._plan, self._names = plan, {each.name for each in runs}
         settings = {**plan.sampling, "max_new_tokens": plan.tokens, "ignore_eos": True, "seed": plan.seed}
         first, *others = (
             header_of(
@@ -499,7 +499,7 @@ class Tracing:
                 provenance=provenance,
                 run=each.name,
             )
-            for each in ours
+            for each in runs
         )
         self._writer = TraceWriter(path, first)
         for header in others:

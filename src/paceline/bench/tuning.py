@@ -66,11 +66,11 @@ class Trial:
 
 @dataclass(frozen=True)
 class Tuning:
-    """Trials, the best first. `complete`: nobody stopped it before the end."""
+    """Trials, the best first. complete: it was not interrupted."""
 
     trials: tuple[Trial, ...]
     machine: Mapping[str, Any]  # provenance
-    target: Mapping[str, str]  # how to load it: target, and dtype and device where they were said
+    target: Mapping[str, str]  # how to load it: target, and dtype and device if they were given
     model: str  # in words
     date: str
     prompts: int
@@ -154,9 +154,9 @@ _MOST_STEPS = 8  # longest gamma for a drafter that runs a model: each token cos
 
 def candidates(options: TuneOptions) -> Iterator[RunSpec]:
     """Every drafter that needs nothing, and those that were named; each with every γ and every tree it may have."""
-    said = [] if options.only else [name for name in DRAFTERS if needs_nothing(name)]
+    specs = [] if options.only else [name for name in DRAFTERS if needs_nothing(name)]
     seen = set()
-    for spec in [*said, *options.candidates]:
+    for spec in [*specs, *options.candidates]:
         for entry in _variants(spec, options):
             if entry.name not in seen:
                 seen.add(entry.name)
@@ -182,11 +182,11 @@ def _variants(spec: str, options: TuneOptions) -> Iterator[RunSpec]:
             yield replace(entry, name=name, gamma=gamma, options={**entry.options, **more})
 
 
-def spelled(spec: str, *said: dict[str, Any]) -> str:
-    """As the command line would say it."""
+def spelled(spec: str, *settings: dict[str, Any]) -> str:
+    """As the command line writes it."""
     if spec.lstrip().startswith("{"):
-        return " ".join([spec, *(f"{key}={value}" for each in said for key, value in each.items())])
-    more = [f"{key}={value}" for each in said for key, value in each.items()]
+        return " ".join([spec, *(f"{key}={value}" for each in settings for key, value in each.items())])
+    more = [f"{key}={value}" for each in settings for key, value in each.items()]
     return spec if not more else f"{spec}{',' if ':' in spec else ':'}{','.join(more)}"
 
 
@@ -308,7 +308,7 @@ def tune(
 
 
 class _Stopped(Exception):  # noqa: N818  nothing went wrong
-    """The caller's `cancel` said so."""
+    """The caller cancelled."""
 
 
 class _Tuner:

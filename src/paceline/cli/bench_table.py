@@ -1,4 +1,4 @@
-"""A benchmark as it happens: a table on a terminal, lines elsewhere. Nothing is drawn while somebody is timed."""
+"""A benchmark as it happens: a table on a terminal, lines elsewhere. Nothing is drawn during a timed run."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _PAUSE = 0.5  # seconds between two drawings, at least
 
 @dataclass
 class Standing:
-    """One contestant so far."""
+    """One candidate so far."""
 
     name: str
     library: str
@@ -65,7 +65,7 @@ class Standing:
 
 
 class Standings:
-    """Everybody so far; the first is plain decoding."""
+    """All candidates so far; the first is plain decoding."""
 
     def __init__(self, candidates: Sequence[Candidate], runs: int) -> None:
         self.runs, self.done = runs, 0
@@ -78,7 +78,7 @@ class Standings:
 
     @property
     def left(self) -> str:
-        """What is left takes as long as what was done; whoever failed or refused makes it less."""
+        """An estimate from the runs so far. Failed candidates make it shorter."""
         if not self.done:
             return ""
         rest = (time.monotonic() - self._began) / self.done * max(0, self.runs - self.done)
@@ -91,9 +91,9 @@ class Standings:
         return next(iter(self.rows.values()))
 
     def cells(self) -> tuple[list[str], list[list[str]]]:
-        """The header and a row per contestant."""
+        """The header and a row per candidate."""
         peers = [each for each in self.rows.values() if each.library != "paceline"]
-        header = ["contestant", "tokens/s", "speed-up", "τ", "acceptance", *(f"× {peer.name}" for peer in peers)]
+        header = ["candidate", "tokens/s", "speed-up", "τ", "acceptance", *(f"× {peer.name}" for peer in peers)]
         rows = []
         for row in self.rows.values():
             ratios = [NOTHING if peer is row else times(row.faster_than(peer)) for peer in peers]
@@ -110,8 +110,7 @@ class Standings:
 
 
 class LiveTable(Watcher):
-    """A table with a bar below it. It is drawn between runs only: a thread that draws would take time from whoever is
-    being timed, so there is none."""
+    """A table with a bar below it. It is drawn between runs only, because drawing takes time from a timed run."""
 
     def __init__(self, live: Live, clock: Callable[[], float] = time.monotonic) -> None:
         self._live, self._clock = live, clock
@@ -139,13 +138,13 @@ class LiveTable(Watcher):
             self.draw()
 
     def progress(self, label: str, done: int, total: int | None) -> None:
-        """While models are read and passes are timed, before anybody runs: a new label only."""
+        """Before the first run, while models are loaded and forward passes are timed: a new label only."""
         if label and label != self._bar.tasks[0].description:
             self._bar.update(self._task, description=label)
             self.draw()
 
     def noted(self, sentence: str) -> None:
-        """Said with the next drawing."""
+        """Shown with the next drawing."""
         self._sentences.append(sentence)
 
     def draw(self) -> None:
@@ -166,7 +165,7 @@ class LiveTable(Watcher):
 
 
 class Lines(Watcher):
-    """Without a terminal: a line when everybody has done a task, and at least every ten seconds."""
+    """Without a terminal: a line when all candidates have done a task, and at least every ten seconds."""
 
     def __init__(self, write: Callable[[str], None] | ProgressLines) -> None:
         self._lines = write if isinstance(write, ProgressLines) else ProgressLines(write)

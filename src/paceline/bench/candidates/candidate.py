@@ -129,11 +129,11 @@ class Watcher:
         pass
 
 
-# ---- Our own contestants as people name them: "suffix", "ngram:gamma=8,branches=4,rule=ratio", a model, or JSON
+# ---- A run as text: "suffix", "ngram:gamma=8,branches=4,rule=ratio", a model, or JSON
 
 
 def whole_number(owner: str, key: str, text: str, least: int = 1) -> int:
-    """A number that was said for `key`."""
+    """The whole number in `text`, the value of `key`."""
     try:
         number = int(text)
     except ValueError:
@@ -143,14 +143,14 @@ def whole_number(owner: str, key: str, text: str, least: int = 1) -> int:
     return number
 
 
-# ---- Our own contestants as people name them: "suffix", "ngram:gamma=8,branches=4,rule=ratio", a model, or JSON
+# ---- A run as text: "suffix", "ngram:gamma=8,branches=4,rule=ratio", a model, or JSON
 
 PLAIN = "plain"  # the name of plain decoding, which always takes part
-_OURS = ("gamma", "nodes", "rule", "label")
+_RUN_KEYS = ("gamma", "nodes", "rule", "label")
 
 
 def parse_run_specs(given: Iterable[str | Mapping[str, Any]], gamma: int | str = 5) -> list[RunSpec]:
-    """All of them; names are unique. `gamma` is for those that do not say, unless they choose by themselves."""
+    """All runs; names are unique. `gamma` is the default, except for drafters that choose the length themselves."""
     entries = [parse_run_spec(each, gamma) for each in given]
     names = [PLAIN]
     for entry in entries:
@@ -163,59 +163,59 @@ def parse_run_specs(given: Iterable[str | Mapping[str, Any]], gamma: int | str =
 
 
 def parse_run_spec(given: str | Mapping[str, Any], gamma: int | str = 5) -> RunSpec:
-    """One of them. gamma, nodes, rule and label are ours, rule.X is the rule's, and everything else the drafter's, also
-    as drafter.X (where it has an option of the same name as one of ours)."""
+    """One run. gamma, nodes, rule and label belong to the run, rule.X to the rule, and the other keys to the drafter.
+    If the drafter has an option with one of the run's names, write drafter.X."""
     if isinstance(given, str) and given.lstrip().startswith("{"):
         try:
             found = parse_json(given)
         except ValueError as error:
             raise InputError(f"A run given as JSON must be valid JSON: {error}; got '{given}'.") from None
-        return _entry(given, found, gamma)
+        return _run_spec(given, found, gamma)
     if not isinstance(given, str):
-        return _entry(json.dumps(dict(given), default=repr), given, gamma)
+        return _run_spec(json.dumps(dict(given), default=repr), given, gamma)
     if os.path.exists(given):  # a folder may have a colon in its name
-        return _entry(given, {"name": given}, gamma)
+        return _run_spec(given, {"name": given}, gamma)
     name, options = split_spec(given)
     if "" in options:
         raise InputError(f"'{options['']}' in '{given}' has no key; write {name}:key=value,key=value.")
-    return _entry(given, {"name": name, **options}, gamma)
+    return _run_spec(given, {"name": name, **options}, gamma)
 
 
-def _entry(text: str, said: Mapping[str, Any], gamma: int | str) -> RunSpec:
-    draft = said.get("name")
+def _run_spec(text: str, given: Mapping[str, Any], gamma: int | str) -> RunSpec:
+    draft = given.get("name")
     if not isinstance(draft, str):
         raise InputError(f'A run needs the name of a drafter or a model, such as {{"name": "suffix"}}, got {text}.')
-    own = {key.removeprefix("drafter."): value for key, value in said.items() if _is_drafters(key)}
+    own = {key.removeprefix("drafter."): value for key, value in given.items() if _is_drafter_option(key)}
     drafter, options, source = resolve_draft(draft, own, text_prefix="")
     if source is not None and drafter == "draft-model":
         del options["model"]  # a model has its own name in a record
     else:
         draft = drafter
     build_options(DRAFTERS[drafter].Options, options, f"drafter '{drafter}'")  # refuses wrong types and values
-    rule = said.get("rule", "match")
+    rule = given.get("rule", "match")
     if not isinstance(rule, str):
         raise InputError(f"rule of '{text}' must be the name of a rule, got {rule!r}.")
-    label = said.get("label", text)
+    label = given.get("label", text)
     if not isinstance(label, str) or not label:
         raise InputError(f"label of '{text}' must be a name, got {label!r}.")
-    its = {key.removeprefix("rule."): value for key, value in said.items() if key.startswith("rule.")}
+    its = {key.removeprefix("rule."): value for key, value in given.items() if key.startswith("rule.")}
     return RunSpec(
         name=label,
         draft=draft,
         options=options,
-        gamma=_gamma(text, said.get("gamma", "auto" if issubclass(DRAFTERS[drafter], ChoosesLength) else gamma)),
-        nodes=None if said.get("nodes") is None else _number(text, "nodes", said["nodes"]),
+        gamma=_gamma(text, given.get("gamma", "auto" if issubclass(DRAFTERS[drafter], ChoosesLength) else gamma)),
+        nodes=None if given.get("nodes") is None else _number(text, "nodes", given["nodes"]),
         rule=rule,
         rule_options=_typed(its, RULES[rule].Options, "rule", rule),
     )
 
 
-def _is_drafters(key: str) -> bool:
-    return key != "name" and key not in _OURS and not key.startswith("rule.")
+def _is_drafter_option(key: str) -> bool:
+    return key != "name" and key not in _RUN_KEYS and not key.startswith("rule.")
 
 
 def _typed(given: Mapping[str, Any], cls: type, owner: str, name: str) -> dict[str, Any]:
-    """Text becomes what the field's type says; what has a type already must have the right one."""
+    """Texts are converted to the types of the fields; other values must have them."""
     texts = {key: value for key, value in given.items() if isinstance(value, str)}
     typed = {**given, **convert_options(texts, cls, owner, name, prefix="")}
     build_options(cls, typed, f"{owner} '{name}'")  # refuses what is unknown, of another type, or out of range

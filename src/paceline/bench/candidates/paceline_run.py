@@ -1,4 +1,4 @@
-"""Our own decoder as a contestant: plain decoding, or a drafter and a rule."""
+"""A Paceline decoder as a candidate: plain decoding, or a drafter and a rule."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from paceline.models.slot_cache import live_caches
 
 
 class PacelineRun:
-    """One `SpeculativeDecoder`. Every run begins in the same state: decoder and drafter are made anew for it, before
-    the clock starts, while models, heads and tables are loaded or made once and handed on (`Drafter.reset_copy`).
+    """One `SpeculativeDecoder`. Every run starts in the same state, with a new decoder and drafter.
+    Models, heads and tables are loaded once and shared by the copies (`Drafter.reset_copy`).
 
-    A rule that is lossy may be named: the table shows that its text need not be the target's (`exact`). `sampled`: the
-    plan draws tokens, where a rule that keeps only the law writes another text than plain decoding.
+    exact: the text must be that of plain decoding. It is False for a lossy rule, and for a rule that keeps the
+    distribution only if tokens are sampled (`sampled`).
     """
 
     library = "paceline"
@@ -49,9 +49,9 @@ class PacelineRun:
         self.name = self.entry.name
         self._options = self._loaded(self.entry)
         self._next: Drafter | None = None
-        self._kept: SpeculativeDecoder | None = None  # with its captured rounds, where nothing else is kept in it
-        self._mine: set[int] = set()  # the memories it had in the last run
-        decoder = self.decoder(1)  # whatever is wrong with it is said before anything runs
+        self._kept: SpeculativeDecoder | None = None  # kept for its CUDA graphs
+        self._mine: set[int] = set()  # ids of its KV caches in the last run
+        decoder = self.decoder(1)  # refuses wrong options before anything runs
         self._next = decoder.drafter.reset_copy()
         drafter, rule = decoder.drafter, decoder.rule
         self.speculates = speculates(drafter)
@@ -63,7 +63,7 @@ class PacelineRun:
         self.draft_model: LanguageModel | None = found if isinstance(found, LanguageModel) else None
 
     def _loaded(self, entry: RunSpec) -> dict[str, Any]:
-        """The drafter's options with its model in memory: on the target's device, in its dtype, by its runner."""
+        """The drafter's options with its model loaded, with the device, dtype and runner of the target."""
         options = dict(entry.options)
         model = options.get("model") if entry.draft in DRAFTERS else entry.draft
         if isinstance(model, str):
@@ -71,7 +71,7 @@ class PacelineRun:
         return options
 
     def decoder(self, rows: int = 1) -> SpeculativeDecoder:
-        """As every run has it: its drafter remembers nothing yet."""
+        """A decoder whose drafter has no state yet."""
         entry = self.entry
         if self._kept is not None and self._kept.rows == rows:
             return self._kept
@@ -90,10 +90,8 @@ class PacelineRun:
             allow_lossy=True,
         )
 
-    # ---- taking part
-
     def shape_of(self, task: Task, plan: Plan) -> Hashable:
-        """Programs are captured for rows and for lengths in powers of two."""
+        """CUDA graphs are captured for rows and for lengths in powers of two."""
         longest = max(map(len, task.prompts))
         shape = (len(task.prompts), longest.bit_length(), (longest + plan.tokens).bit_length())
         return shape if captures(self.lm) else None
@@ -110,7 +108,7 @@ class PacelineRun:
                 timed = self._timed(decoder, task, plan, cancel, before)
             except DrafterWarning as failure:
                 raise DrafterError(f"'{self.name}' cannot be measured: {failure}") from failure
-            finally:  # also: the memory of this run is free before the next one begins
+            finally:  # the KV cache of this run is freed before the next run
                 known = decoder.forget()
                 self._next = decoder.drafter if known else None
                 self._kept = decoder if known and decoder.keeps_rounds else None
@@ -131,7 +129,7 @@ class PacelineRun:
         )
 
     def _timed(self, decoder: SpeculativeDecoder, task: Task, plan: Plan, cancel: Cancel, before: set[int]) -> _Timed:
-        """The clock stops with the last token; keys and values are weighed while the decoder still holds them."""
+        """The clock stops with the last token. The KV cache is measured while the decoder still holds it."""
         clock, rows = self._clock, len(task.prompts)
         settings = dict(plan.sampling) or {"temperature": 0.0}
         tokens: list[list[int]] = [[] for _ in range(rows)]
@@ -162,7 +160,7 @@ class PacelineRun:
         return _Timed(tokens, seconds, arrivals, stream.traces, sum(cache_bytes(cache) or 0 for cache in new))
 
     def close(self) -> None:
-        """Nothing outlives it but what it was given."""
+        """Drop the models that it loaded."""
         self._next = self._kept = None
         self._options = {}
 

@@ -105,7 +105,7 @@ class PromptConversation(Conversation):
 
 @dataclass(frozen=True)
 class _Row:
-    """One prompt on its way: the ids of the turn at hand, and the messages before its answer (none: plain text)."""
+    """One prompt: the ids of the current turn, and the messages before its answer (none: plain text)."""
 
     prompt: Prompt
     ids: tuple[int, ...]
@@ -115,11 +115,10 @@ class _Row:
 def conversations(
     prompts: Sequence[Prompt], lm: LanguageModel, batch: int, room: int, *, turns: int = 1, chat: bool = True
 ) -> tuple[list[Conversation], list[Skipped]]:
-    """`batch` prompts of one category each, in the order they stand in; the last of a category may have fewer.
+    """Groups of `batch` prompts of one category, in order; the last group of a category may have fewer.
 
-    room: tokens that will be written. A prompt that leaves less in the context is skipped. turns: at most, of each
-    prompt. chat: prompts that are meant for a conversation go through the model's chat template, where it has one;
-    otherwise the text as it is.
+    room: tokens that will be written. A prompt that leaves less of the context is skipped. turns: at most, of each
+    prompt. chat: use the model's chat template, if it has one.
     """
     by_category: dict[str, list[_Row]] = {}
     skipped = []
@@ -137,13 +136,13 @@ def conversations(
 def first_tasks(
     prompts: Sequence[Prompt], lm: LanguageModel, batch: int, room: int, *, chat: bool = True
 ) -> tuple[list[Task], list[Skipped]]:
-    """The same for those who need first turns only."""
+    """The first turns only."""
     begun, skipped = conversations(prompts, lm, batch, room, chat=chat)
     return [one.task for one in begun], skipped
 
 
 def text_of(tokens: Sequence[int], lm: LanguageModel) -> str:
-    """What was written, as people would see it: everybody writes equally much, so it ends where the model wanted to."""
+    """The text up to the end-of-text token. Runs have equal lengths, so tokens may follow it."""
     return str(lm.tokenizer.decode(_until_end(tokens, lm), skip_special_tokens=True))
 
 
@@ -155,13 +154,13 @@ def _begun(prompt: Prompt, lm: LanguageModel, chat: bool) -> _Row:
 
 
 def _continued(row: _Row, written: Sequence[int], turn: int, lm: LanguageModel) -> _Row:
-    """The row with the answer and the next thing the user says. Plain text goes on after an empty line."""
-    said = row.prompt.turns[turn]
+    """The row with the answer and the user's next message. Plain text continues after an empty line."""
+    message = row.prompt.turns[turn]
     if row.messages:
         answer = {"role": "assistant", "content": text_of(written, lm)}
-        messages = (*row.messages, answer, {"role": "user", "content": said})
+        messages = (*row.messages, answer, {"role": "user", "content": message})
         return _Row(row.prompt, tuple(encode(messages, lm)), messages)
-    added = lm.tokenizer.encode(f"\n\n{said}\n\n", add_special_tokens=False)
+    added = lm.tokenizer.encode(f"\n\n{message}\n\n", add_special_tokens=False)
     return _Row(row.prompt, (*row.ids, *_until_end(written, lm), *added))
 
 
@@ -209,7 +208,7 @@ class Sampler:
 
 @dataclass(frozen=True)
 class _Base:
-    """What the samplers have in common: the options of the call, where they are given."""
+    """The controls that several samplers share, from the options."""
 
     temperature: float
     top_k: int
@@ -249,11 +248,11 @@ def parse_samplers(options: BenchOptions) -> list[Sampler]:
 
 
 def _of(text: str, base: _Base, levels: Sequence[float]) -> Iterator[Sampler]:
-    name, said = split_spec(text)
+    name, controls = split_spec(text)
     if name not in SAMPLERS:
         raise UnknownNameError("sampler", name, [*SAMPLERS, ALL_SAMPLERS])
-    settings = {**SAMPLERS[name](base), **{key: _number(text, key, value) for key, value in said.items()}}
-    if name != _NOISY or "noise" in said:
+    settings = {**SAMPLERS[name](base), **{key: _number(text, key, value) for key, value in controls.items()}}
+    if name != _NOISY or "noise" in controls:
         yield _checked(Sampler(text, settings))
         return
     for level in levels:

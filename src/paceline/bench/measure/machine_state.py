@@ -1,4 +1,4 @@
-"""The machine that is measured on: are others using it?"""
+"""Do other processes use the machine?"""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _SAMPLE = 1.0  # seconds of looking
 
 @dataclass(frozen=True)
 class Busy:
-    """The share of the processors (and of the GPU) that others are using; None: unknown."""
+    """The share of the processors and of the GPU that other processes use; None: unknown."""
 
     share: float | None
     gpu: float | None = None
@@ -46,7 +46,7 @@ def how_busy(
     look: Callable[[], Usage | None] = read_usage,
     sleep: Callable[[float], None] = time.sleep,
 ) -> Busy:
-    """Look on for a moment. The load average is not asked: it remembers our own start of a minute ago."""
+    """Measure for a moment. The load average would include the start of this process."""
     before = look()
     sleep(sample)
     after = look()
@@ -59,7 +59,7 @@ def how_busy(
 
 
 def wanted_device(name: str | None) -> torch.device | None:
-    """Where a model will be, for looking at it beforehand; None where that cannot be said yet."""
+    """The device that a model will use, or None if that is not known yet."""
     if name is None:
         return torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     return torch.device(name) if re.fullmatch(r"cuda(:\d+)?", name) else None  # who loads it tells what is wrong

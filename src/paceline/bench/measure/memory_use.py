@@ -1,4 +1,6 @@
-"""Bytes per line of source, by a profiler that exists: memray where it is installed, else tracemalloc.
+"""Memory: bytes of tensors and KV caches, a table of layers, and bytes per source line.
+
+Source lines are profiled by memray if it is installed, else by tracemalloc.
 
 memray sees every allocation of the process on the host, tensors of torch included. tracemalloc (standard library) sees
 Python objects and numpy arrays only. Neither sees the memory of a GPU.
@@ -27,7 +29,7 @@ from paceline.models.language_model import LanguageModel
 from paceline.models.module_views import layers_of
 from paceline.models.readers.scratch_reader import ScratchReader
 from paceline.models.runners.device import finish
-from paceline.models.runners.device_memory import peak_while as peak_while  # for whoever weighs runs
+from paceline.models.runners.device_memory import peak_while as peak_while
 from paceline.models.slot_cache import SlotCache
 
 # ---- Bytes: at the peak of a run, of keys and values, of weights, and layer by layer

@@ -1,7 +1,7 @@
 """A target's own weights as a GGUF file, so that llama.cpp computes with the very same numbers.
 
-Tokens are called by their numbers ("17 "), and there is no end of text: prompts go in as ids, and what comes out as
-text is ids again. llama.cpp would ban an end of text it is told to ignore, while everybody else may write it and go on.
+The text of a token is its number ("17 "), and there is no end-of-text token. So prompts go in as ids, and the
+output text is ids again. llama.cpp bans an end-of-text token that it must ignore; other candidates may write it.
 """
 
 from __future__ import annotations
@@ -69,15 +69,14 @@ def _packaged(name: str) -> Path | None:
     return next((place for place in places if place.is_file()), None)
 
 
-# ---- What the libraries that read a GGUF file have in common as contestants
+# ---- The base of the peers that read a GGUF file
 
 
 class GgufPeer(ABC):
-    """One text at a time, with other sums or other weights than the target's: its text may differ, so it is compared,
-    never asked to agree."""
+    """Decodes one text at a time. Its sums or weights differ from the target's, so its text may differ."""
 
     library = ""
-    samplers: tuple[str, ...] = ()  # what it is told of how tokens are chosen
+    samplers: tuple[str, ...] = ()  # sampling controls that it supports
     drafter = ""
     exact = False
 
@@ -105,13 +104,13 @@ class GgufPeer(ABC):
             return f"{self.library} takes part with one text at a time"
         for name in plan.sampling:
             if name not in self.samplers:
-                return f"{self.library} is not told about {name} here"
+                return f"{self.library} has no {name} here"
         return too_long(task, plan, self._context)
 
 
 # ---- A target's own weights as a GGUF file, so that llama.cpp computes with the very same numbers
 
-VERSION = 1  # of what is written: another one makes every file anew
+VERSION = 1  # of the written file; another version writes every file again
 FORMATS = ("f32", "f16", "bf16", "q8_0")
 _OF_DTYPE = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
 
@@ -147,7 +146,7 @@ def written(lm: LanguageModel, kind: str | None = None) -> Path:
 
 
 def numbered(file: Path) -> Path:
-    """A GGUF file that somebody else wrote, with the same tensors bit for bit and numbers for tokens."""
+    """A copy of a given GGUF file: the same tensors, bit for bit, and numbers as tokens."""
     cache = _cache()
     key = f"{file.stem}-{cache.source_sha256(file)[:32]}-v{VERSION}"
     return _kept(key, lambda path: _renumber(file, path))
@@ -161,7 +160,7 @@ def _cache() -> WeightCache:
     return WeightCache(cache_folder() / "gguf")
 
 
-# ---- what can be said in a GGUF file
+# ---- What a GGUF file can describe
 
 
 def _family_of(lm: LanguageModel) -> _Family:
@@ -308,7 +307,7 @@ def _renumber(source: Path, path: Path) -> None:
 
 
 def _add_numbers(writer: Any, vocabulary: int) -> None:
-    """The only tokenizer of llama.cpp that has no end of text unless it is told of one; nothing is tokenized."""
+    """The only tokenizer of llama.cpp without a default end-of-text token. Nothing is tokenized."""
     writer.add_tokenizer_model("rwkv")
     writer.add_token_list([f"{token} " for token in range(vocabulary)])
 

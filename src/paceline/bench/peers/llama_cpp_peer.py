@@ -1,4 +1,4 @@
-"""llama.cpp as a contestant, through PyPI's `xllamacpp`: a llama.cpp server inside this process.
+"""llama.cpp as a candidate, through PyPI's `xllamacpp`: a llama.cpp server inside this process.
 
 It is asked by a function call, not over HTTP. In the files it is given tokens are called by their numbers
 (`gguf_writing`), so that the pieces of text it hands over one by one are ids. What is left beside its own work, by its
@@ -22,7 +22,7 @@ from paceline.bench.data.tasks import counted, cut_short
 from paceline.bench.peers.gguf_export import GgufPeer
 from paceline.common.errors import UnsupportedError
 
-_ROOM = 256  # contexts grow by so many tokens, so that a slightly longer prompt needs no new server
+_ROOM = 256  # contexts grow by this many tokens, so that a slightly longer prompt needs no new server
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ BEST = "ngram-map-k"  # of those, with llama.cpp's own sizes (docs/bench.md)
 
 @dataclass(frozen=True)
 class Speculation:
-    """What llama.cpp drafts by; a size that is not said is its own."""
+    """How llama.cpp drafts. A size that is not given is its default."""
 
     kind: str = BEST
     gamma: int | None = None
@@ -63,8 +63,8 @@ def xllamacpp() -> Any:
 
 
 class LlamaCpp(GgufPeer):
-    """Plain decoding, or one of llama.cpp's lookups of n-grams. Nothing is kept between requests: prompts are read anew
-    every time. Keys and values are in float16, its own choice."""
+    """Plain decoding, or llama.cpp's n-gram lookup. Every request reads its prompt again. The KV cache is float16, which
+    is llama.cpp's default."""
 
     library = "llama.cpp"
     samplers = ("temperature", "top_k", "top_p", "min_p")
@@ -110,7 +110,7 @@ class LlamaCpp(GgufPeer):
         return Run(self.name, task.id, task.category, repeat, written, seconds, arrivals[0], tuple(arrivals))
 
     def _serve(self, room: int) -> None:
-        """A server with room for so many tokens, on as many threads as torch uses."""
+        """A server with this context, on as many threads as torch uses."""
         if room <= self._room and not self._remembers:
             return
         self.close()
@@ -133,20 +133,20 @@ class LlamaCpp(GgufPeer):
     def _remembers(self) -> bool:
         return self._speculation is not None and KINDS[self._speculation.kind].remembers
 
-    def _drafting(self, params: Any, said: Speculation) -> int:
+    def _drafting(self, params: Any, speculation: Speculation) -> int:
         """Set what it drafts by; the most tokens that one draft has then."""
-        kind, types = KINDS[said.kind], self._module.common_speculative_type
-        wanted = f"COMMON_SPECULATIVE_TYPE_{said.kind.replace('-', '_').upper()}"
+        kind, types = KINDS[speculation.kind], self._module.common_speculative_type
+        wanted = f"COMMON_SPECULATIVE_TYPE_{speculation.kind.replace('-', '_').upper()}"
         if not hasattr(types, wanted):
-            raise UnsupportedError(f"this xllamacpp has no '{said.kind}'; pip install -U xllamacpp")
+            raise UnsupportedError(f"this xllamacpp has no '{speculation.kind}'; pip install -U xllamacpp")
         params.speculative.types = [getattr(types, wanted)]
         sizes = getattr(params.speculative, kind.field)
-        if said.match is not None:
-            setattr(sizes, kind.match, said.match)
-        if said.gamma is not None:
-            setattr(sizes, kind.gamma, said.gamma)
+        if speculation.match is not None:
+            setattr(sizes, kind.match, speculation.match)
+        if speculation.gamma is not None:
+            setattr(sizes, kind.gamma, speculation.gamma)
             if kind.least:
-                setattr(sizes, kind.least, min(said.gamma, getattr(sizes, kind.least)))
+                setattr(sizes, kind.least, min(speculation.gamma, getattr(sizes, kind.least)))
         return int(getattr(sizes, kind.gamma))
 
     def close(self) -> None:
@@ -154,11 +154,11 @@ class LlamaCpp(GgufPeer):
 
 
 class _Answer:
-    """What the server says while it writes. It is only kept and looked at later: nobody is timed reading JSON."""
+    """The messages of the server. They are stored, and parsed after the clock has stopped."""
 
     def __init__(self, clock: Callable[[], float], cancel: Cancel) -> None:
         self._clock, self._cancel = clock, cancel
-        self._said: list[tuple[float, str]] = []
+        self._messages: list[tuple[float, str]] = []
         self._error: BaseException | None = None
         self._started = 0.0
         self.stopped = False
@@ -182,7 +182,7 @@ class _Answer:
             try:
                 while True:
                     event = yield self.stopped or self._error is not None
-                    self._said.append((self._clock() - self._started, event))
+                    self._messages.append((self._clock() - self._started, event))
                     self.stopped = self._cancel()
             except (Exception, KeyboardInterrupt) as error:
                 self._error = error
@@ -190,7 +190,7 @@ class _Answer:
     @property
     def refused(self) -> str:
         """Its reason not to write, in one line."""
-        first = json.loads(self._said[0][1]) if self._said else {"message": "it said nothing"}
+        first = json.loads(self._messages[0][1]) if self._messages else {"message": "it sent nothing"}
         if "choices" in first:
             return ""
         told = first.get("error", first)
@@ -200,7 +200,7 @@ class _Answer:
         """The ids, and when each was there."""
         tokens: list[int] = []
         arrivals: list[float] = []
-        for moment, event in self._said:
+        for moment, event in self._messages:
             new = [int(number) for choice in json.loads(event)["choices"] for number in choice["text"].split()]
             tokens += new
             arrivals += [moment] * len(new)
@@ -208,7 +208,7 @@ class _Answer:
 
 
 def _sampling(plan: Plan) -> dict[str, Any]:
-    """What is not said is off: llama.cpp has tastes of its own."""
+    """A control that is not given is off; llama.cpp has other defaults."""
     if not plan.sampling or plan.sampling.get("temperature") == 0:
         return {"temperature": 0.0}
     samplers = ["top_k", "top_p", "min_p", "temperature"]

@@ -1,4 +1,4 @@
-"""Other libraries by name: "hf", "hf-assisted:gamma=7", "hf-lookup", "llama-cpp-ngram"; absentees are noted."""
+"""Peers by name: "hf", "hf-assisted:gamma=7", "hf-lookup", "llama-cpp-ngram". Missing libraries are noted."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from paceline.models import load
 from paceline.models.language_model import LanguageModel
 from paceline.models.tokenizers.translation import check_same_vocabulary
 
-_LOOKUP = 10  # tokens that prompt lookup drafts, where nobody says: transformers' own number
+_LOOKUP = 10  # tokens that prompt lookup drafts, by default, as in transformers
 
 
 @dataclass(frozen=True)
-class Circumstances:
-    """What peers are opened with: the target, the draft model of the run's own entries, γ, and is anything sampled?"""
+class PeerSetup:
+    """What a peer is opened with. sampled: tokens are drawn."""
 
     lm: LanguageModel
     draft: LanguageModel | None = None
@@ -30,7 +30,7 @@ class Circumstances:
     sampled: bool = False
 
 
-Said = dict[str, str]
+PeerOptions = dict[str, str]
 
 
 def open_peers(
@@ -43,7 +43,7 @@ def open_peers(
 ) -> tuple[list[Candidate], list[str]]:
     """The peers, and a line for each that cannot take part here. An unknown name or option is an error."""
     check_peers(names)
-    about = Circumstances(lm, draft, gamma, sampled)
+    about = PeerSetup(lm, draft, gamma, sampled)
     peers: list[Candidate] = []
     notes: list[str] = []
     for text in names:
@@ -58,7 +58,7 @@ def open_peers(
 
 
 def check_peers(names: Sequence[str]) -> None:
-    """Mistakes in the names and options of peers: told before a model is loaded."""
+    """Refuse unknown names and options of peers before a model is loaded."""
     for text in names:
         name, options = split_spec(text)
         if name not in _PEERS:
@@ -68,26 +68,26 @@ def check_peers(names: Sequence[str]) -> None:
         known = _PEERS[name].options
         for option in options:
             if option not in known:
-                said = option or options[option]
-                raise UnknownNameError(f"option of peer '{name}'", said, [each for each in known if each])
+                unknown = option or options[option]
+                raise UnknownNameError(f"option of peer '{name}'", unknown, [each for each in known if each])
 
 
-def draft_model_of(contestants: Sequence[Any]) -> LanguageModel | None:
-    """The draft model that one of our own contestants has already loaded."""
-    found = (getattr(contestant, "draft_model", None) for contestant in contestants)
+def draft_model_of(candidates: Sequence[Any]) -> LanguageModel | None:
+    """The draft model that a Paceline run has loaded."""
+    found = (getattr(candidate, "draft_model", None) for candidate in candidates)
     return next((model for model in found if model is not None), None)
 
 
 # ---- one function per kind
 
 
-def _plain(text: str, said: Said, about: Circumstances) -> Candidate:
+def _plain(text: str, options: PeerOptions, about: PeerSetup) -> Candidate:
     return HuggingFace(text, about.lm, sampled=about.sampled)
 
 
-def _assisted(text: str, said: Said, about: Circumstances) -> Candidate:
+def _assisted(text: str, options: PeerOptions, about: PeerSetup) -> Candidate:
     lm = about.lm
-    draft = load(said["draft"], dtype=lm.dtype, device=lm.device) if "draft" in said else about.draft
+    draft = load(options["draft"], dtype=lm.dtype, device=lm.device) if "draft" in options else about.draft
     if draft is None:
         raise UnsupportedError("no run has a draft model; name one, as in hf-assisted:draft=MODEL")
     check_same_vocabulary(lm, draft)
@@ -96,33 +96,33 @@ def _assisted(text: str, said: Said, about: Circumstances) -> Candidate:
         raise UnsupportedError(
             f"transformers wants equal vocabularies, and these have {sizes[0]} and {sizes[1]} tokens"
         )
-    gamma = _number(text, said, "gamma", about.gamma)
+    gamma = _number(text, options, "gamma", about.gamma)
     return HuggingFace(text, lm, gamma=gamma, draft=draft, sampled=about.sampled)
 
 
-def _lookup(text: str, said: Said, about: Circumstances) -> Candidate:
-    gamma = _number(text, said, "gamma", _LOOKUP)
-    settings = {"prompt_lookup_num_tokens": gamma, "max_matching_ngram_size": _number(text, said, "match", 2)}
+def _lookup(text: str, options: PeerOptions, about: PeerSetup) -> Candidate:
+    gamma = _number(text, options, "gamma", _LOOKUP)
+    settings = {"prompt_lookup_num_tokens": gamma, "max_matching_ngram_size": _number(text, options, "match", 2)}
     return HuggingFace(text, about.lm, gamma=gamma, settings=settings, sampled=about.sampled)
 
 
-def _early_exit(text: str, said: Said, about: Circumstances) -> Candidate:
-    layers = _number(text, said, "layers", max(1, round(about.lm.layers / 3)))  # as our own early exit
-    return early_exit(text, about.lm, layers, _number(text, said, "gamma", about.gamma), about.sampled)
+def _early_exit(text: str, options: PeerOptions, about: PeerSetup) -> Candidate:
+    layers = _number(text, options, "layers", max(1, round(about.lm.layers / 3)))  # as our own early exit
+    return early_exit(text, about.lm, layers, _number(text, options, "gamma", about.gamma), about.sampled)
 
 
-def _llama_cpp(drafts: bool = False, kind: str | None = None) -> Callable[[str, Said, Circumstances], Candidate]:
+def _llama_cpp(drafts: bool = False, kind: str | None = None) -> Callable[[str, PeerOptions, PeerSetup], Candidate]:
     """llama.cpp on the target's own weights, or on the GGUF file they came from. kind: the format of the weights, where
-    nobody says; None: the target's own."""
+    none is given; None: the target's own."""
 
-    def make(text: str, said: Said, about: Circumstances) -> Candidate:
+    def make(text: str, options: PeerOptions, about: PeerSetup) -> Candidate:
         _only_on_cpu(about)
-        lm, given, weights = about.lm, said.get("", said.get("file")), said.get("weights", kind)
+        lm, given, weights = about.lm, options.get("", options.get("file")), options.get("weights", kind)
         if weights is not None and weights not in FORMATS:
             raise UnknownNameError(f"format of weights of peer '{text}'", weights, FORMATS)
-        if given is not None and "weights" in said:
+        if given is not None and "weights" in options:
             raise InputError(f"'{text}' names a file and a format, and a file has its own; leave one out.")
-        speculation = _speculation(text, said) if drafts else None
+        speculation = _speculation(text, options) if drafts else None
         xllamacpp()  # is it installed? before gigabytes are written
         file = written(in_floats(lm), weights) if given is None else numbered(gguf_of(lm, given))
         return LlamaCpp(text, file, lm.context, speculation)
@@ -130,40 +130,40 @@ def _llama_cpp(drafts: bool = False, kind: str | None = None) -> Callable[[str, 
     return make
 
 
-def _speculation(text: str, said: Said) -> Speculation:
-    kind = said.get("type", BEST)
+def _speculation(text: str, options: PeerOptions) -> Speculation:
+    kind = options.get("type", BEST)
     if kind not in KINDS:
         raise UnknownNameError(f"type of peer '{text}'", kind, KINDS)
-    sizes = {key: whole_number(text, key, said[key]) for key in ("gamma", "match") if key in said}
+    sizes = {key: whole_number(text, key, options[key]) for key in ("gamma", "match") if key in options}
     return Speculation(kind, **sizes)
 
 
-def _openvino(lookup: bool) -> Callable[[str, Said, Circumstances], Candidate]:
+def _openvino(lookup: bool) -> Callable[[str, PeerOptions, PeerSetup], Candidate]:
     """OpenVINO on the GGUF file the target came from: of files with float32 weights it reads none."""
 
-    def make(text: str, said: Said, about: Circumstances) -> Candidate:
+    def make(text: str, options: PeerOptions, about: PeerSetup) -> Candidate:
         _only_on_cpu(about)
-        file = gguf_of(about.lm, said.get("", said.get("file")))
+        file = gguf_of(about.lm, options.get("", options.get("file")))
         if not lookup:
             return OpenVino(text, file, about.lm.context)
-        gamma, match = _number(text, said, "gamma", _LOOKUP), _number(text, said, "match", 2)
+        gamma, match = _number(text, options, "gamma", _LOOKUP), _number(text, options, "match", 2)
         return OpenVino(text, file, about.lm.context, gamma=gamma, match=match)
 
     return make
 
 
-def _only_on_cpu(about: Circumstances) -> None:
+def _only_on_cpu(about: PeerSetup) -> None:
     if about.lm.device.type != "cpu":
         raise UnsupportedError(f"it is measured on the CPU, and the target is on {about.lm.device}")
 
 
-def _number(text: str, said: Said, key: str, otherwise: int) -> int:
-    return whole_number(text, key, said[key]) if key in said else otherwise
+def _number(text: str, options: PeerOptions, key: str, otherwise: int) -> int:
+    return whole_number(text, key, options[key]) if key in options else otherwise
 
 
 @dataclass(frozen=True)
 class _Opening:
-    open: Callable[[str, Said, Circumstances], Candidate]
+    open: Callable[[str, PeerOptions, PeerSetup], Candidate]
     options: tuple[str, ...] = ()  # "": what stands after the colon without a key
 
 

@@ -1,10 +1,10 @@
-"""Hugging Face `generate` as a contestant: plain, assisted, prompt lookup and early exit, over the very same weights.
+"""Hugging Face `generate` as a candidate: plain, assisted, prompt lookup and early exit, over the very same weights.
 
 The user's model is never touched: `generate` runs on a shell of it (a module object of its own that shares everything
 below), which has its own generation config, hooks and, for early exit, its own model config. A config given to
 `generate` would not do: what is None in it is filled from the model's own, the end of text above all.
 
-Arrivals are told by a streamer: `generate` reads every new token to the host anyway, so that it costs one small copy a
+A streamer records the arrivals: `generate` reads every new token to the host anyway, so that it costs one small copy a
 step. Passes of the target are counted by a hook, which also holds the cache to be weighed when the clock has stopped.
 """
 
@@ -56,7 +56,7 @@ class HuggingFace:
             raise UnsupportedError(f"{lm.name} has no `generate`, so '{name}' cannot take part.")
         self.name, self.lm, self.gamma, self._clock = name, lm, gamma, clock
         self.speculates = gamma > 0
-        self.drafter = ""  # what its draft costs there is nobody's to say
+        self.drafter = ""  # the cost of its draft is unknown
         self.exact = not sampled
         self._settings = {"use_cache": True, "eos_token_id": None, "pad_token_id": _padding(lm), **(settings or {})}
         if gamma:
@@ -149,7 +149,7 @@ def early_exit(
 
 
 def _give_own_config(model: Any) -> None:
-    """One config, shared by the shell and the body inside it, and by nobody else."""
+    """One config, shared by the shell and the body inside it only."""
     prefix = model.base_model_prefix
     body = model._modules.get(prefix)
     config = copy.copy(model.config)
@@ -199,7 +199,7 @@ def _config(lm: LanguageModel, settings: dict[str, Any]) -> Any:
 
 
 def _constant(gamma: int) -> dict[str, Any]:
-    """So many drafted tokens a round, whatever the draft thinks of them."""
+    """A fixed number of drafted tokens in each round."""
     return {
         "num_assistant_tokens": gamma,
         "num_assistant_tokens_schedule": "constant",
@@ -215,7 +215,7 @@ def _padding(lm: LanguageModel) -> int:
 
 
 def _sampling(plan: Plan) -> dict[str, Any]:
-    """What is not said is off: transformers would keep the 50 likeliest tokens."""
+    """A control that is not given is off; transformers would keep the 50 likeliest tokens."""
     if plan.sampling.get("temperature") == 0 or not plan.sampling:
         return {"do_sample": False}
     return {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0, **plan.sampling}

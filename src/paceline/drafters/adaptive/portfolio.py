@@ -75,7 +75,7 @@ class Portfolio(DrafterGroup, FillsNodes, Replayable):
         if needs:
             return f"{needs[0]}, for a member"
         timed = options.mode == "merge" and options.cost == "time" and len(options.drafters) > 1
-        return "a clock, to know whom to ask (option cost; cost=nodes needs none)" if timed else None
+        return "a clock, to choose the members (option cost; cost=nodes needs none)" if timed else None
 
     # ---- which members are asked
 

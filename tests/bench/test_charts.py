@@ -202,10 +202,10 @@ def test_a_folder_that_cannot_be_made_is_one_sentence(tmp_path: Path) -> None:
 # ---- tables
 
 
-def test_the_table_of_everybody() -> None:
+def test_the_table_of_all_candidates() -> None:
     report = made_report()
     table = overall(report, summarise(report))
-    assert table.header[:6] == ("contestant", "tokens/s", "speed-up", "spread", "τ", "acceptance")
+    assert table.header[:6] == ("candidate", "tokens/s", "speed-up", "spread", "τ", "acceptance")
     rows = {row[0].text: dict(zip(table.header, row, strict=True)) for row in table.rows}
     assert rows["plain"]["speed-up"].text == "1.00×"
     assert rows["suffix"]["τ"].text == "2.50"
@@ -220,7 +220,7 @@ def test_the_table_of_everybody() -> None:
 def test_the_table_of_categories() -> None:
     report = made_report()
     table = by_category(report, summarise(report))
-    assert table.header == ("contestant", "chat", "code", "all")
+    assert table.header == ("candidate", "chat", "code", "all")
     rows = {row[0].text: row for row in table.rows}
     assert rows["plain"][1].text.endswith("tok/s")
     assert rows["suffix"][1].text.startswith("0.80× (")
@@ -251,7 +251,7 @@ def test_what_became_slower_stands_first() -> None:
     new = replace(old, results=slow, provenance={**old.provenance, "cpu": "another"})
     table = changed(compare(old, new), differences(old, new))
     first = {name: cell.text for name, cell in zip(table.header, table.rows[0], strict=True)}
-    assert (first["contestant"], first["verdict"], first["now/then"]) == ("suffix", "slower", "0.33×")
+    assert (first["candidate"], first["verdict"], first["now/then"]) == ("suffix", "slower", "0.33×")
     assert table.rows[0][-1].tone == "bad"
     assert "cpu: a CPU then, another now" in table.note
     assert table.note.startswith("3 of ")
@@ -265,7 +265,7 @@ def test_layers_have_bytes_and_times() -> None:
 
 def test_quality_has_a_column_per_measure() -> None:
     table = quality(made_report(quality={"plain": {"exact_match": 0.5}, "hf": {"exact_match": 0.25}}))
-    assert table.header == ("contestant", "exact match")
+    assert table.header == ("candidate", "exact match")
     assert [row[1].text for row in table.rows] == ["0.500", "0.250"]
 
 

@@ -1,4 +1,4 @@
-"""Records: what is written can be read again, wherever it breaks off."""
+"""Records: what is written can be read again, also if it is incomplete."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_half_a_last_line_is_left_out_and_said(written: tuple[Path, Report], tmp
     path, report = written
     whole = path.read_text()
     path.write_text(whole[: whole.rindex('"kind": "summary"') + 30])
-    with pytest.warns(PacelineWarning, match=r"Line \d+ of .* breaks off"):
+    with pytest.warns(PacelineWarning, match=r"Line \d+ of .* is incomplete"):
         found = read_records(path)
     assert len(found.results) == len(report.results)
     assert not found.complete

@@ -178,7 +178,7 @@ def test_what_was_cut_short_is_gone_on_with(tmp_path: Any) -> None:
     assert 0 < before < 12
     with path.open("a") as file:
         file.write('{"kind": "run", "contes')  # and killed in the middle of a line
-    with pytest.warns(PacelineWarning, match="breaks off"):
+    with pytest.warns(PacelineWarning, match="is incomplete"):
         file, earlier = open_record(path, resume=True)
     assert earlier is not None
     with file:

@@ -310,7 +310,7 @@ def rerun(
     expected = None if text.prediction is None else list(text.prediction)
     row = Row(0, list(text.prompt), request, header.eos, stopper, text.limit, written, expected)
     with warnings.catch_warnings():
-        # without this the engine warns and goes on without the drafter, which is no answer
+        # without this the engine warns and continues without the drafter, which is no answer
         warnings.simplefilter("error", PacelineWarning)
         try:
             drafter.check(target)

@@ -45,7 +45,7 @@ _ANSWER_COLUMN = re.compile(r"answers?[ _-]?\d*")
 
 @dataclass(frozen=True)
 class _Found:
-    """A prompt and where it stands, for those who have to mend it."""
+    """A prompt and its place in the file, for error messages."""
 
     prompt: Prompt
     where: str

@@ -62,7 +62,7 @@ def wanted_device(name: str | None) -> torch.device | None:
     """The device that a model will use, or None if that is not known yet."""
     if name is None:
         return torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    return torch.device(name) if re.fullmatch(r"cuda(:\d+)?", name) else None  # who loads it tells what is wrong
+    return torch.device(name) if re.fullmatch(r"cuda(:\d+)?", name) else None  # loading reports a wrong name
 
 
 def check_quiet(busy: Busy) -> None:

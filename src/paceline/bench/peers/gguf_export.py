@@ -50,7 +50,7 @@ def gguf_of(lm: LanguageModel, given: str | None) -> Path:
 
 
 def in_floats(lm: LanguageModel) -> LanguageModel:
-    """The target before it was quantised, read again: a peer rounds the weights it was made of, not ours."""
+    """The target before it was quantised, read again: a peer quantizes the original weights itself."""
     if quantization_of(lm) is None:
         return lm
     source = getattr(lm.model.config, "_name_or_path", "") or ""

@@ -63,8 +63,8 @@ def xllamacpp() -> Any:
 
 
 class LlamaCpp(GgufPeer):
-    """Plain decoding, or llama.cpp's n-gram lookup. Every request reads its prompt again. The KV cache is float16, which
-    is llama.cpp's default."""
+    """Plain decoding, or llama.cpp's n-gram lookup. Every request reads its prompt again. The KV cache is float16,
+    llama.cpp's default."""
 
     library = "llama.cpp"
     samplers = ("temperature", "top_k", "top_p", "min_p")

@@ -1,4 +1,4 @@
-"""OpenVINO GenAI as a contestant (PyPI `openvino-genai`), on the GGUF file itself and on the CPU.
+"""OpenVINO GenAI as a candidate (PyPI `openvino-genai`), on the GGUF file itself and on the CPU.
 
 It keeps keys and values in int8 and computes with the quantized weights, so its text may differ from the target's: it
 is compared, never asked to agree. Its memory of earlier prompts is off: with it, it would not read a prompt twice.

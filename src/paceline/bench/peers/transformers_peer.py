@@ -191,7 +191,7 @@ def _apart(model: Any) -> Any:
 
 
 def _config(lm: LanguageModel, settings: dict[str, Any]) -> Any:
-    """A generation config with these settings and nothing of the model's own, which ours does not follow either."""
+    """A generation config with these settings and nothing of the model's own, which Paceline ignores too."""
     made = type(lm.model.generation_config)()
     for name, value in settings.items():
         setattr(made, name, value)

@@ -1,4 +1,4 @@
-"""What a benchmark found, as values: everything that tables, charts and files are made from."""
+"""The results of a benchmark as values: tables, charts and files are made from them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Step = tuple[int, int, int]  # rows that were live, tokens fed to each, how deep
 
 @dataclass(frozen=True)
 class Member:
-    """A contestant, as plain values."""
+    """A candidate, as plain values."""
 
     name: str
     library: str = "paceline"
@@ -29,7 +29,7 @@ class Member:
     @staticmethod
     def of(contestant: Candidate) -> Member:
         each = contestant
-        lossy = bool(getattr(each, "lossy", False))  # only ours can be
+        lossy = bool(getattr(each, "lossy", False))  # of Paceline runs only
         return Member(each.name, each.library, each.speculates, each.gamma, each.drafter, each.exact, lossy)
 
 
@@ -50,7 +50,7 @@ class Tally:
     judged: int = 0
     by_position: tuple[tuple[int, int], ...] = ()  # (accepted, drafted), unconditional
     steps: Mapping[Step, int] = field(default_factory=dict)
-    asked: float = 0.0  # seconds of models that a drafter which decides by itself has asked, as it has measured them
+    asked: float = 0.0  # seconds of the models that a drafter called by its own choice
 
     @property
     def emitted(self) -> int:
@@ -58,7 +58,7 @@ class Tally:
 
     @staticmethod
     def of(traces: Sequence[Trace]) -> Tally | None:
-        """None without traces: other libraries do not say."""
+        """None without traces: peers have none."""
         if not traces:
             return None
         rounds = [entry for trace in traces for entry in trace.rounds]
@@ -131,7 +131,7 @@ def busy_machine(used: str | None) -> str:
 
 @dataclass(frozen=True)
 class LeftOut:
-    """What could not take part: a contestant, or a prompt ("" is the contestant then), how often, and why."""
+    """A candidate or prompts ("" is the candidate then) that could not take part, and why."""
 
     contestant: str
     why: str
@@ -140,7 +140,7 @@ class LeftOut:
 
 @dataclass(frozen=True)
 class Report:
-    """Everything. The first member is our own plain decoding. complete: nobody interrupted it."""
+    """All results. The first member is plain decoding. complete: it was not interrupted."""
 
     provenance: Mapping[str, Any]
     members: tuple[Member, ...]
@@ -148,12 +148,12 @@ class Report:
     costs: Costs | None = None
     skipped: tuple[LeftOut, ...] = ()
     notes: tuple[str, ...] = ()
-    quality: Mapping[str, Mapping[str, float]] = field(default_factory=dict)  # per contestant: measure -> value
+    quality: Mapping[str, Mapping[str, float]] = field(default_factory=dict)  # per candidate: measure -> value
     layers: tuple[Mapping[str, Any], ...] = ()  # per layer of the target: bytes and seconds
     complete: bool = True
-    evaluation: tuple[Mapping[str, Any], ...] = ()  # per sampler and contestant: controls, quality, speed
+    evaluation: tuple[Mapping[str, Any], ...] = ()  # per sampler and candidate: controls, quality, speed
     memory_lines: tuple[Mapping[str, Any], ...] = ()  # the lines of the source that allocated the most
-    versus: tuple[str, str] | None = None  # two contestants to be shown in one chart
+    versus: tuple[str, str] | None = None  # two candidates for one chart
 
     @property
     def plain(self) -> str:

@@ -1,4 +1,4 @@
-"""A report as one HTML page that needs nothing else: no script, no font, no picture from elsewhere."""
+"""A report as one HTML page without external scripts, fonts or images."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def _about(report: Report, summary: Summary) -> str:
     found = summary.of(report.plain, ALL) if report.members else None
     if found is None:
         return "No run of plain decoding was finished."
-    who = f"{counted(len(report.members), 'contestant')} on {counted(found.tasks, 'prompt')}"
+    who = f"{counted(len(report.members), 'candidate')} on {counted(found.tasks, 'prompt')}"
     often = f"{counted(found.runs, 'run')} of each"
     return f"{who}, {often}, in turns in one process. Medians; green and red are beyond the spread."
 

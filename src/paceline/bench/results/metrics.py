@@ -53,15 +53,15 @@ def shared(base: Seconds, other: Seconds, tasks: Sequence[str]) -> list[str]:
 
 
 @dataclass(frozen=True)
-class Urn:
-    """Pairs [M,2] of what log seconds of two contestants differ by from the mean of their task; `free` of them are
+class Pool:
+    """Pairs [M,2] of what log seconds of two candidates differ by from the mean of their task; `free` of them are
     independent (one per task is not)."""
 
     pairs: Floats
     free: int
 
 
-def noise(base: Seconds, other: Seconds) -> Urn | None:
+def noise(base: Seconds, other: Seconds) -> Pool | None:
     """Of all tasks that both did at least twice; None if there are none."""
     pairs: list[Floats] = []
     for task in shared(base, other, list(base)):
@@ -72,28 +72,28 @@ def noise(base: Seconds, other: Seconds) -> Urn | None:
         pairs.append((logs - np.mean(logs, axis=0)) * np.sqrt(len(repeats) / (len(repeats) - 1)))
     if not pairs:
         return None
-    return Urn(np.concatenate(pairs), sum(len(found) - 1 for found in pairs))
+    return Pool(np.concatenate(pairs), sum(len(found) - 1 for found in pairs))
 
 
-def spread(base: Seconds, other: Seconds, tasks: Sequence[str], urn: Urn | None = None) -> float | None:
-    """What log(total of base / total of other) may differ by when measured again; None without repeats. urn: the noise
+def spread(base: Seconds, other: Seconds, tasks: Sequence[str], pool: Pool | None = None) -> float | None:
+    """What log(total of base / total of other) may differ by when measured again; None without repeats. pool: the noise
     of both, where it is known already."""
-    urn = urn or noise(base, other)
+    pool = pool or noise(base, other)
     both = shared(base, other, tasks)
-    if urn is None or not both:
+    if pool is None or not both:
         return None
     seed = zlib.crc32("\n".join(both).encode())  # the same report always prints the same
     random = np.random.default_rng(seed)
     totals = np.zeros((2, 2 * TWINS))
     for task in both:
         count = min(len(base[task]), len(other[task]))
-        drawn = np.exp(urn.pairs[random.integers(len(urn.pairs), size=(2 * TWINS, count))])  # [twins, repeats, 2]
+        drawn = np.exp(pool.pairs[random.integers(len(pool.pairs), size=(2 * TWINS, count))])  # [twins, repeats, 2]
         middle = np.median(drawn, axis=1)
         totals[0] += np.median(list(base[task].values())) * middle[:, 0]
         totals[1] += np.median(list(other[task].values())) * middle[:, 1]
     ratios = np.log(totals[0] / totals[1])
     apart = np.quantile(np.abs(ratios[:TWINS] - ratios[TWINS:]), COVERED)
-    return float(apart) * _few(urn.free)
+    return float(apart) * _few(pool.free)
 
 
 def _few(free: int) -> float:
@@ -121,7 +121,7 @@ class Ratio:
 
 @dataclass(frozen=True)
 class Line:
-    """One contestant on one category, on everything (category "all"), or on one task. None: cannot be known."""
+    """One candidate on one category, on everything (category "all"), or on one task. None: cannot be known."""
 
     contestant: str
     category: str
@@ -159,7 +159,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Summary:
-    """The tables of a report, worked out once. `lines` are contestants × (categories, then "all")."""
+    """The tables of a report, worked out once. `lines` are candidates × (categories, then "all")."""
 
     lines: tuple[Line, ...]
     per_task: tuple[Line, ...] = field(default=(), repr=False)
@@ -185,7 +185,7 @@ def summarise(report: Report, per_task: bool = True) -> Summary:
 
 
 def seconds_of(results: Sequence[Result]) -> Seconds:
-    """Task -> repeat -> seconds, of one contestant."""
+    """Task -> repeat -> seconds, of one candidate."""
     found: dict[str, dict[int, float]] = {}
     for result in results:
         found.setdefault(result.run.task, {})[result.run.repeat] = result.run.seconds
@@ -227,7 +227,7 @@ class _View:
             name: seconds_of([result for found in tasks.values() for result in found])
             for name, tasks in self._results.items()
         }
-        self._urns: dict[tuple[str, str], Urn | None] = {}
+        self._pools: dict[tuple[str, str], Pool | None] = {}
 
     def tasks_of(self, category: str) -> list[str]:
         found = (r.run.task for r in self.report.results if category in (ALL, r.run.category))
@@ -241,9 +241,9 @@ class _View:
         value = total(above, both) / total(below, both)
         if base == other:
             return Ratio(1.0, 1.0, 1.0)
-        if (base, other) not in self._urns:
-            self._urns[base, other] = noise(above, below)
-        wide = spread(above, below, both, self._urns[base, other])
+        if (base, other) not in self._pools:
+            self._pools[base, other] = noise(above, below)
+        wide = spread(above, below, both, self._pools[base, other])
         return Ratio(value) if wide is None else Ratio(value, value * exp(-wide), value * exp(wide))
 
     def line(self, member: Member, category: str, tasks: Sequence[str]) -> Line | None:
@@ -380,7 +380,7 @@ _SUBJECT = (
 
 @dataclass(frozen=True)
 class Change:
-    """One contestant on one category, then and now. missing: it is not in the new report; added: not in the old one."""
+    """One candidate on one category, then and now. missing: it is not in the new report; added: not in the old one."""
 
     contestant: str
     category: str
@@ -403,7 +403,7 @@ class Change:
 
 
 def compare(old: Report, new: Report) -> list[Change]:
-    """Every contestant of either report, on every category that both have, and on everything."""
+    """Every candidate of either report, on every category that both have, and on everything."""
     both = {*old.tasks} & {*new.tasks}
     before, after = (summarise(_only(report, both), per_task=False) for report in (old, new))
     alike = same_machine(old, new) and not _changed_work(old, new)

@@ -1,4 +1,4 @@
-"""Files that are written: tried before anything is measured; an older record lives until there is a new one."""
+"""The record of a benchmark: JSON lines, written as it runs and read back into a `Report`; and the CSV table."""
 
 from __future__ import annotations
 
@@ -16,8 +16,6 @@ from paceline.bench.results.metrics import Line, Summary, summarise
 from paceline.common.errors import InputError, PacelineWarning
 from paceline.common.json_text import parse_json
 from paceline.core.costs import Costs
-
-# ---- What was measured, in a file: one JSON object per line, written as it happens, and read back into a `Report`
 
 _COUNTS = ("rounds", "drafted", "accepted", "recovered", "bonus", "judged")
 _KINDS = ("provenance", "contestants", "costs", "skipped", "note", "run", "quality", "evaluation", "layers",
@@ -55,13 +53,13 @@ class Recorder:
         self.tasks: dict[str, Task] = {}  # by id; the file does not have them
 
     def resume(self, earlier: Report) -> None:
-        """What was measured before is part of it, and stands in the file already."""
+        """Start with the results of an earlier record, which are in the file."""
         self._results = list(earlier.results)
         self._written = {result.run.task for result in earlier.results}
 
     @property
     def done(self) -> dict[tuple[str, str, int], Result]:
-        """The runs there are, by contestant, task and repeat."""
+        """The runs so far, by candidate, task and repeat."""
         return {(each.run.contestant, each.run.task, each.run.repeat): each for each in self._results}
 
     def provenance(self, found: Mapping[str, Any]) -> None:
@@ -77,7 +75,7 @@ class Recorder:
         self._write("costs", costs.as_dict())
 
     def skipped(self, left_out: LeftOut) -> None:
-        if left_out not in self._skipped:  # a record that was gone on with says it again
+        if left_out not in self._skipped:  # a resumed record repeats it
             self._skipped.append(left_out)
         self._write("skipped", asdict(left_out))
 
@@ -90,7 +88,7 @@ class Recorder:
         self.tasks[task.id] = task
 
     def listen(self, listener: Callable[[Run, Task], None]) -> None:
-        """Who else is told of every run: it has more in it than the file."""
+        """Also pass every run to `listener`; a run holds more than the file."""
         self._listener = listener
 
     def run(self, result: Result) -> None:
@@ -118,7 +116,7 @@ class Recorder:
         self._write("memory_lines", {"lines": list(found)})
 
     def report(self, complete: bool = False) -> Report:
-        """What there is so far."""
+        """The report so far."""
         return Report(
             self._provenance,
             self._members,
@@ -188,7 +186,7 @@ def read_records(path: str | Path) -> Report:
         except ValueError as error:
             if number == len(lines):  # nobody finished this line: no newline after it
                 warnings.warn(
-                    f"Line {number} of '{path}' breaks off; what stands before it is used.",
+                    f"Line {number} of '{path}' is incomplete; the lines before it are used.",
                     PacelineWarning,
                     stacklevel=2,
                 )
@@ -217,8 +215,8 @@ class _Reading:
         try:
             self._of_kind(kind, values)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            told = f"it lacks {error}" if isinstance(error, KeyError) else str(error)
-            raise InputError(f"{where}, a '{kind}', cannot be used: {told}.") from error
+            why = f"it lacks {error}" if isinstance(error, KeyError) else str(error)
+            raise InputError(f"{where}, a '{kind}', cannot be used: {why}.") from error
 
     def _of_kind(self, kind: str, values: dict[str, Any]) -> None:
         recorder = self.recorder
@@ -282,7 +280,7 @@ _COLUMNS = tuple(
 
 
 def write_csv(summary: Summary, file: TextIO) -> None:
-    """One row per contestant and category; what cannot be known is empty."""
+    """One row per candidate and category. Unknown values are empty."""
     peers = list(dict.fromkeys(peer for line in summary.lines for peer in line.ratios))
     writer = csv.writer(file)
     header = [*_COLUMNS, "speed_up", "speed_up_low", "speed_up_high"]
@@ -306,11 +304,11 @@ def save_csv(summary: Summary, path: str | Path) -> None:
         raise InputError(f"The table '{path}' cannot be written: {error.strerror or error}.") from error
 
 
-# ---- Files that are written: tried before anything is measured; an older record lives until there is a new one
+# ---- Files
 
 
 def check_writable(path: Path, what: str) -> None:
-    """Refuse now what would be refused after an hour of measuring. What is there stays as it is."""
+    """Refuse an unwritable path before anything is measured. An existing file stays as it is."""
     there = path.exists()
     try:
         path.open("a").close()
@@ -323,12 +321,12 @@ def check_writable(path: Path, what: str) -> None:
 
 
 class RecordFile:
-    """Lines on their way to a record. The file is begun with the first of them, so that a call which is refused before
-    anything was measured leaves an older record alone. go_on: after the last whole line of what is there."""
+    """A record that is written line by line. The file is opened with the first line, so a refused call keeps an older
+    record. resume: continue after the last whole line."""
 
-    def __init__(self, path: Path, go_on: bool = False) -> None:
+    def __init__(self, path: Path, resume: bool = False) -> None:
         check_writable(path, "The record")
-        self._path, self._go_on = path, go_on
+        self._path, self._resume = path, resume
         self._file: IO[str] | None = None
 
     def write(self, text: str) -> int:
@@ -341,7 +339,7 @@ class RecordFile:
             self._file.flush()
 
     def _begun(self) -> IO[str]:
-        if not self._go_on:
+        if not self._resume:
             return self._path.open("w", encoding="utf-8")
         with self._path.open("r+b") as file:
             file.truncate(file.read().rfind(b"\n") + 1)
@@ -356,6 +354,6 @@ class RecordFile:
 
 
 def open_record(path: Path, resume: bool) -> tuple[RecordFile, Report | None]:
-    """Where the lines of a record go, and what stands there already where that is gone on with."""
+    """The file of a record, and the earlier report in it if it is resumed."""
     earlier = read_records(path) if resume and path.exists() else None
-    return RecordFile(path, go_on=earlier is not None), earlier
+    return RecordFile(path, resume=earlier is not None), earlier

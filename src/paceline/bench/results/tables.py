@@ -82,13 +82,13 @@ def ratio(found: Ratio | None) -> Cell:
 
 
 def same(line: Line) -> Cell:
-    """Another text is no defect by itself (a tie of the number format, a law instead of a text): it has no tone."""
+    """Another text need not be a defect (a tie in bfloat16, a rule that keeps the distribution), so it has no tone."""
     where = "" if line.parted is None else f", from {line.parted + 1}"
     return Cell(f"{line.same}/{line.compared}{where}")
 
 
 def who(report: Report, line: Line) -> Cell:
-    """Its name; whoever changes the text for speed is called lossy where its speed is told."""
+    """Its name, marked if its rule is lossy."""
     lossy = any(member.lossy for member in report.members if member.name == line.contestant)
     return Cell(f"{line.contestant} (lossy)" if lossy else line.contestant)
 
@@ -139,7 +139,7 @@ def as_text(table: Table) -> str:
 def rounds(report: Report, summary: Summary) -> Table:
     """What happened in the rounds, and how much of the bound it is."""
     header = (
-        "contestant", "rounds", "drafted", "accepted", "τ", "α", "efficiency", "bound S", "reached", "predicted",
+        "candidate", "rounds", "drafted", "accepted", "τ", "α", "efficiency", "bound S", "reached", "predicted",
         "measured", "error",
     )  # fmt: skip
     rows = []
@@ -164,7 +164,7 @@ def rounds(report: Report, summary: Summary) -> Table:
 
 
 def latencies(report: Report, summary: Summary) -> Table:
-    header = ("contestant", "first token", "decode tokens/s", "p50", "p90", "p99")
+    header = ("candidate", "first token", "decode tokens/s", "p50", "p90", "p99")
     rows = []
     for line in overall_lines(report, summary):
         between = [NOTHING] * 3 if line.latency is None else [seconds(each) for each in line.latency]
@@ -188,7 +188,7 @@ def by_position(report: Report, summary: Summary) -> Table:
         for line in found
     )
     note = "Accepted/drafted, unconditional, with the counts behind it."
-    return Table("Acceptance by position", ("contestant", *map(str, range(1, longest + 1))), rows, note)
+    return Table("Acceptance by position", ("candidate", *map(str, range(1, longest + 1))), rows, note)
 
 
 def costs(report: Report) -> Table:
@@ -212,7 +212,7 @@ def quality(report: Report) -> Table:
         (Cell(name), *(Cell(number(found.get(measure), 0 if measure == "texts" else 3)) for measure in measures))
         for name, found in report.quality.items()
     )
-    return Table("Quality", ("contestant", *(name.replace("_", " ") for name in measures)), rows)
+    return Table("Quality", ("candidate", *(name.replace("_", " ") for name in measures)), rows)
 
 
 def evaluation(report: Report) -> Table:
@@ -264,14 +264,12 @@ def memory_lines(report: Report) -> Table:
         for each in report.memory_lines
     )  # fmt: skip
     note = " ".join(NOTES[name] for name in dict.fromkeys(each["profiler"] for each in report.memory_lines))
-    return Table("Memory by line", ("line", "contestant", "bytes", "blocks", "source"), rows, note)
+    return Table("Memory by line", ("line", "candidate", "bytes", "blocks", "source"), rows, note)
 
 
 def skipped(report: Report) -> Table:
-    rows = tuple(
-        (Cell(each.contestant or "everybody"), Cell(each.why), Cell(_tasks(each.tasks))) for each in report.skipped
-    )
-    return Table("Left out", ("who", "why", "prompts"), rows)
+    rows = tuple((Cell(each.contestant or "all"), Cell(each.why), Cell(_tasks(each.tasks))) for each in report.skipped)
+    return Table("Left out", ("candidate", "reason", "prompts"), rows)
 
 
 def provenance(report: Report) -> Table:
@@ -298,11 +296,11 @@ def _tasks(tasks: Sequence[str]) -> str:
 
 # ---- The tables of a report as values, for a terminal, a page, or a log. The words are those of docs/exactness.md
 
-_WORST = 10  # prompts shown of those where somebody is slower than plain decoding
+_WORST = 10  # slow prompts shown
 
 
 def tables_of(report: Report, summary: Summary) -> Iterator[Table]:
-    """Every table there is something in."""
+    """Every table that has rows."""
     made = (
         overall(report, summary),
         by_category(report, summary),
@@ -321,7 +319,7 @@ def tables_of(report: Report, summary: Summary) -> Iterator[Table]:
 
 
 def short(report: Report, summary: Summary) -> Iterator[Table]:
-    """Those for a terminal."""
+    """The tables for a terminal."""
     made = (
         overall(report, summary),
         by_category(report, summary),
@@ -336,11 +334,11 @@ def short(report: Report, summary: Summary) -> Iterator[Table]:
 
 
 def overall(report: Report, summary: Summary) -> Table:
-    """Everybody, over everything."""
+    """All candidates on all prompts."""
     peers = [peer for peer in report.peers if summary.of(peer) is not None]
     memory = any(line.peak is not None for line in summary.lines)
     header = (
-        "contestant", "tokens/s", "speed-up", "spread", "τ", "acceptance", *(f"× {peer}" for peer in peers),
+        "candidate", "tokens/s", "speed-up", "spread", "τ", "acceptance", *(f"× {peer}" for peer in peers),
         "same text", "first token", *(("peak", "KV") if memory else ()),
     )  # fmt: skip
     rows = []
@@ -355,32 +353,32 @@ def overall(report: Report, summary: Summary) -> Table:
             )
         )  # fmt: skip
     note = (
-        "Speed-up: over our own plain decoding, in the same run. Spread: what measuring all of it again could give. "
+        "Speed-up: over Paceline's plain decoding, in the same run. Spread: the range of another measurement. "
         "× NAME: times as fast as that peer."
     )
     return Table("All prompts", header, tuple(rows), " ".join([note, *_reservations(report, summary)]))
 
 
 def _reservations(report: Report, summary: Summary) -> Iterator[str]:
-    """What a reader must know before believing the numbers."""
+    """Limits of the numbers that a reader must know."""
     if report.mark is not None:
         yield report.mark
     disturbed = sum(line.disturbed for line in summary.lines if line.category == ALL)
     if disturbed:
-        yield f"{disturbed} runs were disturbed: others used the machine meanwhile."
+        yield f"{disturbed} runs were disturbed: other processes used the machine."
     lines = overall_lines(report, summary)
     most = max((line.tasks for line in lines), default=0)
     few = [f"{line.contestant} {line.tasks}" for line in lines if line.tasks < most]
     if few:
-        yield f"Not everybody did all of {most} tasks, and numbers are of those they did: {', '.join(few)}."
+        yield f"Not all candidates did all of {most} tasks; their numbers cover the tasks they did: {', '.join(few)}."
 
 
 def by_category(report: Report, summary: Summary) -> Table:
-    """Speed-ups only: categories × contestants, with plain decoding's tokens/s to see what they are of."""
+    """Speed-ups by category, and the tokens/s of plain decoding that they refer to."""
     categories = report.categories
     if len(categories) < 2:
         return Table("Speed-up by category", (), ())
-    header = ("contestant", *categories, ALL)
+    header = ("candidate", *categories, ALL)
     rows = []
     for member in report.members:
         found = [summary.of(member.name, category) for category in (*categories, ALL)]
@@ -394,7 +392,7 @@ def by_category(report: Report, summary: Summary) -> Table:
 
 
 def slower(report: Report, summary: Summary) -> Table:
-    """Where speculation lost: the prompts on which somebody of ours is slower than plain decoding, worst first."""
+    """The prompts on which a Paceline run is slower than plain decoding, worst first."""
     ours = {member.name for member in report.members if member.library == "paceline" and member.name != report.plain}
     found = [
         (line.speed_up.value, line)
@@ -410,16 +408,16 @@ def slower(report: Report, summary: Summary) -> Table:
     )  # fmt: skip
     beyond = sum(tone_of(line.speed_up) == "bad" for _, line in found)
     note = (
-        f"{len(found)} of {of} pairs of contestant and prompt are slower than plain decoding, {beyond} of them beyond "
+        f"{len(found)} of {of} pairs of candidate and prompt are slower than plain decoding, {beyond} of them beyond "
         f"the spread{f'; the {_WORST} slowest' if len(found) > _WORST else ''}."
     )
     return Table(
-        "Slower than plain decoding", ("contestant", "prompt", "speed-up", "spread", "τ", "acceptance"), rows, note
+        "Slower than plain decoding", ("candidate", "prompt", "speed-up", "spread", "τ", "acceptance"), rows, note
     )
 
 
 def changed(changes: Sequence[Change], different: Sequence[str]) -> Table:
-    """Then and now, what changed beyond the spread first; the note says what else is different."""
+    """Then and now, changes beyond the spread first. The note names other differences."""
     order = {"slower": 0, "missing": 1, "faster": 2, "added": 3, "same": 4}
     tones: dict[str, Tone] = {"slower": "bad", "missing": "bad", "faster": "good"}
     rows = tuple(
@@ -430,12 +428,12 @@ def changed(changes: Sequence[Change], different: Sequence[str]) -> Table:
         for each in sorted(changes, key=lambda each: order[each.verdict])
     )  # fmt: skip
     slow = sum(each.regression for each in changes)
-    said = f"{slow} of {len(changes)} are slower beyond both spreads."
+    summary = f"{slow} of {len(changes)} are slower beyond both spreads."
     if not any(each.ratio is not None for each in changes):
-        said = "The two have nothing in common, so nothing was compared."
+        summary = "The two have nothing in common, so nothing was compared."
     other = f" Also different: {'; '.join(different)}." if different else ""
-    header = ("contestant", "category", "measure", "then", "now", "now/then", "verdict")
-    return Table("Compared with before", header, rows, said + other)
+    header = ("candidate", "category", "measure", "then", "now", "now/then", "verdict")
+    return Table("Compared with before", header, rows, summary + other)
 
 
 def _value(found: Ratio | None) -> str:

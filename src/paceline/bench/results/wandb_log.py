@@ -1,4 +1,4 @@
-"""A report in Weights & Biases, where that is installed; without a key, or where it is told so, on disk (offline)."""
+"""Log a report to Weights & Biases; without a key, or in offline mode, to disk."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _MEASURES = (
 
 
 def log(report: Report, summary: Summary, project: str = "paceline", folder: str | None = None) -> str:
-    """A run with the provenance as its config, a value per contestant and measure, the tables, the points of the
+    """A run with the provenance as its config, a value per candidate and measure, the tables, the points of the
     charts, and the charts as pictures where matplotlib is there. Returns where it went."""
     run = start("bench", report.provenance, folder, project)
     import wandb

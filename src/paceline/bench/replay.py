@@ -385,14 +385,14 @@ class _RecordedRule(Rule):
         depths = [0, *(tree.depth[0] + 1).tolist()]
         # past a stop any token will do: the engine discards it
         picks = [self._tokens[min(start + depth, last)] for depth in depths]
-        return self._match.verify(tree, logits, _RecordedChoice(torch.tensor([picks]), choice))
+        return self._match.verify(tree, logits, _RecordedChoice(choice, torch.tensor([picks])))
 
 
 class _RecordedChoice(Choice):
     """The recorded token at each position."""
 
-    def __init__(self, picks: Tensor, choice: Choice) -> None:
-        self._picks, self.batch = picks, choice.batch
+    def __init__(self, choice: Choice, picks: Tensor) -> None:
+        self.batch, self._picks = choice.batch, picks
 
     def pick(self, logits: Tensor) -> Tensor:
         return self._picks

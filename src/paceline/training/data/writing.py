@@ -21,7 +21,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wai
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import lru_cache, partial
 from importlib.resources import files
 from typing import Any
 
@@ -423,7 +423,7 @@ def _write_shard(job: WriterJob, number: int) -> list[Text]:
     return _writer(job).write(number)
 
 
-@cache
+@lru_cache(1)
 def _writer(job: WriterJob) -> Writer:
     """The writer of a worker; it is loaded once."""
     torch.set_num_threads(job.threads)  # another order of sums would give other bits

@@ -26,7 +26,7 @@ import torch
 import paceline  # noqa: F401  fills the registries
 from paceline import LanguageModel, SpeculativeDecoder
 from paceline.core.contracts import DRAFTERS
-from paceline.core.protocols import Adaptive, HoldsDrafters, NeedsHiddenStates, SharesReader
+from paceline.core.protocols import Adaptive, BuiltFromTarget, HoldsDrafters, NeedsHiddenStates, SharesReader
 
 from .models import CASES, CLASSES, DRAFTS, draft, target
 
@@ -70,9 +70,8 @@ class Variant:
     def looks_inside(self) -> bool:
         """Whether it runs a model or layers like the target's. Then the architecture matters."""
         cls = DRAFTERS[self.drafter]
-        made_of_layers = any(entry.name == "head" for entry in dataclasses.fields(cls.Options))
-        looks = issubclass(cls, (NeedsHiddenStates, SharesReader)) and not issubclass(cls, HoldsDrafters)
-        return bool(self.draft) or looks or made_of_layers
+        looks = issubclass(cls, (BuiltFromTarget, NeedsHiddenStates, SharesReader))
+        return bool(self.draft) or (looks and not issubclass(cls, HoldsDrafters))
 
     def made_for(self, lm: LanguageModel, case: str) -> dict[str, Any]:
         options = {name: value(lm) if _makes(value) else value for name, value in self.options.items()}

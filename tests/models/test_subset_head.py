@@ -93,7 +93,7 @@ def test_what_was_written_can_be_drafted_from_then_on() -> None:
     target = model(2)
     decoder = SpeculativeDecoder(target, "draft-model", options={"model": target, "vocabulary": 24}, gamma=3)
     out = decoder.generate([0, 1], max_new_tokens=60, ignore_eos=True)
-    words = decoder.drafter._words  # type: ignore[attr-defined]
+    words = decoder.drafter._subset  # type: ignore[attr-defined]
     assert max(out.tokens[:-8]) >= 24
     assert set(out.tokens[-12:-8]) < set(words.ids.tolist())
 

@@ -45,6 +45,10 @@ class NeedsHiddenStates(Drafter):
         """
 
 
+class BuiltFromTarget(Drafter):
+    """Runs layers of the target, or layers like them. Its drafts depend on the architecture of the target."""
+
+
 class SharesReader(Drafter):
     """Drafts through a reader of the target that the loop uses too, such as one that stops after some layers."""
 

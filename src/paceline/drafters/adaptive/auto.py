@@ -10,6 +10,7 @@ from paceline.common.errors import InputError, shown
 from paceline.common.limits import Limited
 from paceline.core.contracts import DRAFTERS, Budget, Drafter, RowsView, Rule
 from paceline.core.costs import Costs
+from paceline.core.per_row import PerRow
 from paceline.core.protocols import ChoosesLength, Replayable, Resolvable
 from paceline.core.tree import TokenTree
 from paceline.drafters.adaptive.graphed_auto import graphed_auto
@@ -111,7 +112,7 @@ class Auto(DrafterGroup, ChoosesLength, Replayable, Resolvable):
         self._prices, self._node_price, self._plain = [1.0], 0.0, (0, 0.0)
         self._cheap = [member for member in self._members if not member.runs_model]
         self._models = [member for member in self._members if member.runs_model]
-        self._calibration: list[Calibration] = []  # per row
+        self._calibration = PerRow[Calibration]()
         self._promised: list[float] = []  # per row: the tokens that the merged draft promises; empty: none is read
 
     def admit(self, rows: RowsView, first: int) -> None:
@@ -120,8 +121,7 @@ class Auto(DrafterGroup, ChoosesLength, Replayable, Resolvable):
 
     def release(self, row: int, last: int, length: int) -> None:
         super().release(row, last, length)
-        self._calibration[row] = self._calibration[last]
-        del self._calibration[last]
+        self._calibration.release(row, last)
 
     # ---- prices, in plain passes
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from paceline.common.errors import PacelineWarning, UnsupportedError
 from paceline.core.contracts import Budget, Drafter, PromptTaps, Reader, Reading, RowsView
+from paceline.core.per_row import PerRow
 from paceline.core.protocols import (
     Adaptive,
     DraftsOnDevice,
@@ -161,7 +162,7 @@ class DrafterGroup(
             member.stats = MemberStats(AcceptanceStats(prior_acceptance=prior_acceptance(member.drafter)))
         self._rounds = 0
         self._emitted = Mean()
-        self._row_stats: list[list[AcceptanceStats]] = []  # per row and member
+        self._row_stats = PerRow[list[AcceptanceStats]]()  # per row and member
 
     def credits(self) -> dict[str, dict[str, float]]:
         """Per member: rounds it was asked, accepted tokens in a row, those that no other member had, and its cost."""
@@ -192,7 +193,7 @@ class DrafterGroup(
         if not self.options.persistent:
             self.reset()
         self._target = target
-        self._row_stats = []
+        self._row_stats = PerRow()
         self._asked: list[Proposal] = []
         self._tree: TokenTree | None = None  # the tree that is read
         for member in self._members:
@@ -234,8 +235,7 @@ class DrafterGroup(
         self._asked, self._tree = [], None
 
     def release(self, row: int, last: int, length: int) -> None:
-        self._row_stats[row] = self._row_stats[last]
-        del self._row_stats[last]
+        self._row_stats.release(row, last)
         for member in self._working():
             self._try(member, member.drafter.release, row, last, length)
 

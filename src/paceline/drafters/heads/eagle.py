@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from paceline.common.errors import InputError, UnsupportedError
 from paceline.core.contracts import DRAFTERS, Budget, Drafter, RowsView, arange
+from paceline.core.per_row import ReadCursor
 from paceline.core.protocols import Rewindable
 from paceline.core.tree import TokenTree
 from paceline.core.tree_growth import Expand
@@ -272,9 +273,8 @@ class Eagle(HeadDrafter, Rewindable):
         super().__init__(options)
         known = self.head is not None and self.head.config.tap_layers is None
         self.needs_taps = self.head.config.taps if known else ()  # else `check` says
-        self._read: list[int] = []  # per row, how many entries are in memory, made of true features
-        self._lag = 0  # entries that may be missing after captured rounds; 0: `_read` is right
-        self._behind = 0  # so many entries a captured draft reads first
+        self._read = ReadCursor()  # entries in the KV cache that were made from hidden states of the target
+        self._graph_width = 0  # entries that a draft inside a CUDA graph reads first
 
     def reset_copy(self) -> Drafter:
         fresh = super().reset_copy()
@@ -298,7 +298,7 @@ class Eagle(HeadDrafter, Rewindable):
             kernels = kernels or CpuHead.of(self.light, self._embedding, self.vocabulary)
         self._steps = Steps(self.light, self.embed, self.shared, self.places, kernels)
         self._cache = self._steps.cache
-        self._read, self._lag = [], 0
+        self._read.reset()
 
     def note(self, rows: RowsView, taps: tuple[Tensor, ...], path: Tensor | None = None) -> None:
         self._check_taps(taps)
@@ -320,7 +320,7 @@ class Eagle(HeadDrafter, Rewindable):
     def admit(self, rows: RowsView, first: int) -> None:
         """Read the prompts but for their last entry, which the first draft begins with."""
         super().admit(rows, first)
-        self._settle(rows.lengths[:first])
+        self._read.settle(rows.lengths[:first])
         entries = [length - 1 for length in rows.lengths[first:]]
         self._read[first:] = [max(0, count - 1) for count in entries]
         self._cache.reserve(rows.capacity, rows.room)
@@ -335,41 +335,34 @@ class Eagle(HeadDrafter, Rewindable):
         return super().storage_version + self._cache.storage_version
 
     def on_replay(self) -> None:
-        self._lag = self._behind
-
-    def _settle(self, lengths: list[int]) -> None:
-        if self._lag:
-            self._read = [max(0, length - 1 - self._lag) for length in lengths]
-        self._lag = 0
+        if self._graph_width:  # a sequence has one entry less than tokens
+            self._read.replayed(1 + self._graph_width)
 
     def rewind(self, lengths: list[int]) -> None:
-        self._settle(lengths)
-        self._read = [min(read, length - 1) for read, length in zip(self._read, lengths, strict=True)]
+        self._read.rewind(lengths)
 
     def reorder(self, rows: RowsView, source: Sequence[int]) -> bool:
         self._cache.copy_rows(list(source), list(range(len(source))), 0, max(rows.lengths))
-        self._read = [self._read[other] for other in source]
+        self._read.reorder(source)
         return super().reorder(rows, source)
 
     def release(self, row: int, last: int, length: int) -> None:
         super().release(row, last, length)
-        if last < len(self._read):
-            self._read[row] = self._read[last]
-            del self._read[last]
-            if row != last:
-                self._cache.move_row(last, row, length)
+        if last < len(self._read) and row != last:
+            self._cache.move_row(last, row, length)
+        self._read.release(row, last)
 
     # ---- drafting
 
     def propose(self, rows: RowsView, budget: Budget) -> TokenTree:
-        if rows.bound is not None:  # a round adds no more than this
-            self._behind = budget.depth + 1
-            return self._grower.run(rows, budget, self._expand(rows, self._behind))
-        self._settle(rows.lengths)
+        if rows.bound is not None:  # inside a CUDA graph: a round commits at most this many tokens
+            self._graph_width = budget.depth + 1
+            return self._grower.run(rows, budget, self._expand(rows, self._graph_width))
+        self._read.settle(rows.lengths)
         width = max(1, *(length - 1 - read for length, read in zip(rows.lengths, self._read, strict=True)))
         chain = partial(self._steps.chain, rows, width)
         tree = self._grower.run(rows, budget, self._expand(rows, width), chain)
-        self._read = [length - 1 for length in rows.lengths]
+        self._read[:] = [length - 1 for length in rows.lengths]
         return tree
 
     def _expand(self, rows: RowsView, width: int) -> Expand:

@@ -8,6 +8,7 @@ from heapq import heappop, heappush
 from typing import Generic, TypeVar
 
 from paceline.core.contracts import Budget, RowsView
+from paceline.core.per_row import PerRow
 from paceline.core.protocols import Reorderable
 from paceline.core.tree import TokenTree
 
@@ -21,11 +22,11 @@ RANKED = 8  # continuations of a context that are kept in order; nobody branches
 class HostDrafter(Reorderable, Generic[State]):
     """A drafter with one state per row, which comes and goes with it."""
 
-    _states: list[State]
+    _states: PerRow[State]
     _rows: RowsView | None = None
 
     def open(self, target: object, rows: RowsView) -> None:
-        self._states, self._rows = [], rows
+        self._states, self._rows = PerRow(), rows
 
     def admit(self, rows: RowsView, first: int) -> None:
         self._rows = rows
@@ -35,8 +36,7 @@ class HostDrafter(Reorderable, Generic[State]):
     def release(self, row: int, last: int, length: int) -> None:
         if self._rows is not None:
             self.end(self._states[row], self._rows, row)
-        self._states[row] = self._states[last]
-        del self._states[last]
+        self._states.release(row, last)
 
     def reorder(self, rows: RowsView, source: Sequence[int]) -> bool:
         return True  # states know only what is settled, and that is the same in all beams of a search

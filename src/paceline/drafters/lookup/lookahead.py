@@ -10,6 +10,7 @@ import torch
 
 from paceline.common.limits import Limited, limited
 from paceline.core.contracts import DRAFTERS, Budget, Reading, RowsView
+from paceline.core.per_row import PerRow
 from paceline.core.protocols import FillsNodes, Replayable
 from paceline.core.tree import TokenTree
 from paceline.core.verdict import Verdict
@@ -43,7 +44,7 @@ class Lookahead(FillsNodes, Replayable):
         self.uses_all_nodes = all(
             getattr(self.options, name) == getattr(usual, name) for name in ("window", "ngram", "candidates")
         )
-        self._states: list[_Row] = []
+        self._states = PerRow[_Row]()
         self._drafts: list[_Draft] = []
 
     @classmethod
@@ -51,15 +52,14 @@ class Lookahead(FillsNodes, Replayable):
         return "the target's logits (option window)" if options.window else None
 
     def open(self, target: object, rows: RowsView) -> None:
-        self._states, self._drafts = [], []
+        self._states, self._drafts = PerRow(), []
 
     def admit(self, rows: RowsView, first: int) -> None:
         del self._states[first:]
         self._states += [_Row(self.options) for _ in range(first, rows.count)]
 
     def release(self, row: int, last: int, length: int) -> None:
-        self._states[row] = self._states[last]
-        del self._states[last]
+        self._states.release(row, last)
 
     def propose(self, rows: RowsView, budget: Budget) -> TokenTree:
         self._drafts = []

@@ -16,6 +16,7 @@ from paceline.common.errors import InputError, LoadError, shown
 from paceline.common.json_text import parse_json
 from paceline.common.limits import Limited, limited
 from paceline.core.contracts import DRAFTERS, Budget, Reading, RowsView
+from paceline.core.per_row import PerRow
 from paceline.core.protocols import Replayable
 from paceline.core.tree import chain_parents
 from paceline.core.verdict import Verdict
@@ -197,7 +198,7 @@ class Ngram(Replayable, ListDrafter["_Row"]):
         lengths = range(self._longest, 0, -1) if options.levels == "all" else (self._longest,)
         self._lengths = (*lengths, 0) if not options.stop_if_unknown else tuple(lengths)
         self.store: NgramStore = as_store(options.store, self._longest, options.capacity)
-        self._states = []
+        self._states = PerRow()
 
     @classmethod
     def replay_needs(cls, options: Any) -> str | None:

@@ -8,6 +8,7 @@ from typing import Any
 from paceline.common.errors import InputError
 from paceline.common.limits import Limited, limited
 from paceline.core.contracts import DRAFTERS, Budget, RowsView
+from paceline.core.per_row import PerRow
 from paceline.core.protocols import Replayable
 from paceline.core.tree import chain_parents
 from paceline.drafters.lookup.base import RANKED, ListDraft, ListDrafter, grow
@@ -232,7 +233,7 @@ class Suffix(Replayable, ListDrafter["_Row"]):
     def __init__(self, options: Options | None = None) -> None:
         self.options = options = options or self.Options()
         self.store: SuffixStore = SuffixStore(options.capacity) if options.store is None else options.store
-        self._states = []
+        self._states = PerRow()
 
     def reset(self) -> None:
         """Forget the past answers of this namespace."""

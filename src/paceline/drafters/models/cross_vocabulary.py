@@ -13,6 +13,7 @@ from paceline.common.errors import UnsupportedError
 from paceline.common.limits import Limited
 from paceline.core.choice import Draw
 from paceline.core.contracts import DRAFTERS, Budget, RowsView
+from paceline.core.per_row import PerRow
 from paceline.core.scratch_rows import ScratchRows
 from paceline.core.tree import TokenTree
 from paceline.core.tree_growth import Grower, TreeOptions
@@ -67,7 +68,7 @@ class CrossVocabulary(ModelDrafter):
     def open(self, target: LanguageModel, rows: RowsView) -> None:
         self.words = self._translation(target)
         self.book = ScratchReader(self.lm.reader(), ScratchRows(self.lm.device))
-        self._transcripts: list[Transcript] = []
+        self._transcripts = PerRow[Transcript]()
 
     def admit(self, rows: RowsView, first: int) -> None:
         new = [Transcript(self.words, (*self.lm.eos, 0)[0]) for _ in range(first, rows.count)]
@@ -78,8 +79,7 @@ class CrossVocabulary(ModelDrafter):
 
     def release(self, row: int, last: int, length: int) -> None:
         self.book.release(row, last)
-        self._transcripts[row] = self._transcripts[last]
-        del self._transcripts[last]
+        self._transcripts.release(row, last)
 
     def rewind(self, lengths: list[int]) -> None:
         for transcript, length in zip(self._transcripts, lengths, strict=True):

@@ -1,4 +1,4 @@
-"""A smaller model writes ahead: a chain, or a tree grown where the draft itself is most sure."""
+"""A smaller model drafts a chain, or a tree that grows where its probabilities are highest."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from torch import Tensor
 from paceline.common.errors import InputError, PacelineWarning
 from paceline.common.limits import limited
 from paceline.core.contracts import DRAFTERS, Budget, Drafter, Reading, RowsView
+from paceline.core.per_row import PerRow, ReadCursor
 from paceline.core.protocols import DraftsOnDevice, Graphable, Reorderable, Rewindable, RunsModel
 from paceline.core.tree import TokenTree
 from paceline.core.tree_growth import Expand, Grower, TreeOptions
@@ -22,13 +23,12 @@ from paceline.models.language_model import LanguageModel
 from paceline.models.runtime import check_quantization, quantize_as
 from paceline.models.tokenizers.translation import check_same_vocabulary
 
-_TREE = -1
-_STEADY = -2
-_FEWEST = 8  # tokens that a draft model must be able to say
+_FEWEST = 8  # tokens that a draft model must have logits for
+_GRAPH_WIDTH = 2  # tokens that a draft inside a CUDA graph reads first: all others are in the KV cache
 
 
 class ModelDrafter(RunsModel, Rewindable):
-    """A drafter that runs a smaller model: what its kinds have in common."""
+    """Base of drafters that run a smaller model."""
 
     Options: ClassVar[type]
     prior_acceptance = 0.7
@@ -50,7 +50,7 @@ class ModelDrafter(RunsModel, Rewindable):
         check_same_vocabulary(target, self.lm)
 
     def outgrown(self, lengths: list[int], depth: int) -> bool:
-        """Is there no room left in the draft model's context, for any row? Said once."""
+        """Return whether no row has room left in the context of the draft model. Warns once."""
         if min(lengths) + depth <= self.lm.context:
             return False
         if not self._warned:
@@ -65,7 +65,7 @@ class ModelDrafter(RunsModel, Rewindable):
 
 
 def over_vocabulary(logits: Tensor, vocabulary: int) -> Tensor:
-    """Over the target's vocabulary: padded ids are impossible on both sides."""
+    """Cut or pad logits to the target's vocabulary. Padded ids get -inf."""
     extra = logits.shape[-1] - vocabulary
     if extra > 0:
         return logits[..., :vocabulary]
@@ -79,9 +79,9 @@ class DraftModel(ModelDrafter, DraftsOnDevice, Graphable, Reorderable):
     @dataclass(frozen=True)
     class Options(TreeOptions):
         model: Any = None  # a LanguageModel, or anything `paceline.load` takes
-        quantize: str | None = None  # the model in int8, int4 or bfloat16
+        quantize: str | None = None  # the dtype of its weights: int8, int4 or bfloat16
 
-        # tokens it can say: the usual ones and those of the texts at hand (None: all)
+        # size of its output vocabulary: the most frequent tokens and those of the texts (None: all)
         vocabulary: int | None = limited(None, most=2**24)
 
         def __post_init__(self) -> None:
@@ -97,21 +97,23 @@ class DraftModel(ModelDrafter, DraftsOnDevice, Graphable, Reorderable):
     def __init__(self, options: Options | None = None) -> None:
         super().__init__(options)
         self.lm = quantize_as(self.lm, self.options.quantize)
-        self._read: list[int] = []  # per row, how many committed tokens the draft's memory holds
-        self._drafted_at: list[int] = []  # per row, its length when the last draft was made
+        self._read = ReadCursor()  # committed tokens in the draft's KV cache
+        self._drafted_at = PerRow[int]()  # the length of the sequence when the last draft was made
+        self._drafted = False  # was there one since `_read` was right?
+        self._fed: int | None = None  # drafted tokens of a chain that it read; None: the draft is a tree
         self._grower = Grower(self.options)
-        self._words: SubsetHead | None = None  # where it can say some tokens only
-        self._heard: list[int] = []  # per row, the tokens that were looked at for new ones
+        self._subset: SubsetHead | None = None  # its output layer, if it has logits for some tokens only
+        self._learned = PerRow[int]()  # tokens of the text that the subset has learned
 
     def describe(self) -> str:
         shape = "" if self.options.tree == "chain" else f", tree {self.options.tree}"
-        some = "" if self.options.vocabulary is None else f", {self.options.vocabulary} tokens"
-        return f"draft-model {self.lm.name}{some}{shape}"
+        subset = "" if self.options.vocabulary is None else f", {self.options.vocabulary} tokens"
+        return f"draft-model {self.lm.name}{subset}{shape}"
 
     @property
     def learns(self) -> bool:
-        """From a text, for those that come after it."""
-        return self._words is not None or self.options.tree == "optimal"
+        """Does it learn from one text for the next?"""
+        return self._subset is not None or self.options.tree == "optimal"
 
     def reset_copy(self) -> Drafter:
         return type(self)(self.options) if self.learns else self
@@ -120,66 +122,59 @@ class DraftModel(ModelDrafter, DraftsOnDevice, Graphable, Reorderable):
 
     def open(self, target: LanguageModel, rows: RowsView) -> None:
         self.vocabulary = target.vocabulary
-        some = self.options.vocabulary
-        if self._words is not None:
-            self._words.forget()
-        elif some is not None and some < min(self.lm.vocabulary, target.vocabulary):
-            self._words = SubsetHead(self.lm, some, (token for token in target.eos if token < target.vocabulary))
-        self._reader = self.lm.reader() if self._words is None else self._words.lm.reader()
+        size = self.options.vocabulary
+        if self._subset is not None:
+            self._subset.forget()
+        elif size is not None and size < min(self.lm.vocabulary, target.vocabulary):
+            self._subset = SubsetHead(self.lm, size, (token for token in target.eos if token < target.vocabulary))
+        self._reader = self.lm.reader() if self._subset is None else self._subset.lm.reader()
         if self.lm.vocabulary < target.vocabulary:
             self._reader.max_token_id = self.lm.vocabulary - 1
-        self._read, self._drafted_at, self._heard = [], [], []
-        self._fed: int | None = None
+        self._read.reset()
+        self._drafted_at, self._learned, self._drafted = PerRow(), PerRow(), False
 
     def admit(self, rows: RowsView, first: int) -> None:
         self._settle(rows.lengths[:first])
-        self._heard[first:] = [0] * (rows.count - first)
+        self._learned[first:] = [0] * (rows.count - first)
         rest = self._reader.begin(rows, first, rows.room)
         self._read[first:] = [length - rest for length in rows.lengths[first:]]
 
     def release(self, row: int, last: int, length: int) -> None:
         self._reader.release(row, last, length)
-        for state in (self._read, self._drafted_at, self._heard):
-            if last < len(state):
-                state[row] = state[last]
-                del state[last]
+        for state in (self._read, self._drafted_at, self._learned):
+            state.release(row, last)
 
     def _settle(self, lengths: list[int]) -> None:
-        """Once the last round is known on the host: what was accepted is in memory, as far as the draft model read it.
-
-        `_fed` is the number of drafted tokens it read of a chain; of a tree it read all of a path but perhaps its leaf,
-        and in a captured program, tree or chain, all but the last two tokens at worst.
-        """
-        if self._fed == _STEADY:
-            self._read = [max(0, length - 2) for length in lengths]
-            self._fed = None
-        for row, length in enumerate(lengths if self._fed is not None else []):
+        """Update `_read` once the last round is known: accepted tokens are in the KV cache as far as the draft model
+        read them. Of the accepted path of a tree it read all tokens, except perhaps the last one."""
+        self._read.settle(lengths)
+        for row, length in enumerate(lengths if self._drafted else []):
             start = self._drafted_at[row]
-            in_place = length - 2 if self._fed == _TREE else start + self._fed  # type: ignore[operator]
-            self._read[row] = max(start, min(length - 1, in_place))
-        self._fed = None
+            read = length - 2 if self._fed is None else start + self._fed
+            self._read[row] = max(start, min(length - 1, read))
+        self._drafted = False
 
     def keep(self, rows: RowsView, verdict: Verdict, reading: Reading) -> None:
-        # an accepted leaf was never read: what is copied for it is read anew in the next round
+        # an accepted leaf may not have been read: the next round reads it again
         self._reader.keep(rows, self._grower.kept(verdict))
 
     def reorder(self, rows: RowsView, source: Sequence[int]) -> bool:
         self._reader.reorder(rows, source)
-        # a memory that is put together from two rows reaches as far as both of them did
-        self._read = [min(self._read[row], self._read[other]) for row, other in enumerate(source)]
-        if self._fed is not None:
-            self._drafted_at = [self._drafted_at[other] for other in source]
+        # a KV cache that is put together from two rows is right as far as both of them were
+        self._read[:] = [min(self._read[row], self._read[other]) for row, other in enumerate(source)]
+        if self._drafted:
+            self._drafted_at.reorder(source)
         self._grower.reorder(source)
         return True
 
     def rewind(self, lengths: list[int]) -> None:
         self._settle(lengths)
-        self._read = [min(read, length - 1) for read, length in zip(self._read, lengths, strict=True)]
+        self._read.rewind(lengths)
 
     # ---- drafting
 
     def graphable(self, longest: int) -> bool:
-        fixed = self._words is None and self.options.tree != "optimal"
+        fixed = self._subset is None and self.options.tree != "optimal"
         return fixed and self._reader.capturable and longest <= self.lm.context
 
     @property
@@ -187,40 +182,41 @@ class DraftModel(ModelDrafter, DraftsOnDevice, Graphable, Reorderable):
         return self._reader.storage_version
 
     def on_replay(self) -> None:
-        self._fed = _STEADY
+        self._read.replayed(_GRAPH_WIDTH)
+        self._drafted = False
 
     def propose(self, rows: RowsView, budget: Budget) -> TokenTree:
-        if rows.bound is not None:  # it has read all but the last two tokens, or more; of those it reads one again
-            self._reader.forget()  # where capturing has failed, half a round may be left
-            return self._grower.run(rows, budget, self._expand(rows, 2))
+        if rows.bound is not None:
+            self._reader.forget()  # a failed capture may leave half a round
+            return self._grower.run(rows, budget, self._expand(rows, _GRAPH_WIDTH))
         self._settle(rows.lengths)
         if self.outgrown(rows.lengths, budget.depth):
             return TokenTree.empty(rows.count, rows.text.device)
         width = max(length - read for length, read in zip(rows.lengths, self._read, strict=True))
-        if width > min(rows.lengths):  # a newcomer is shorter than what the others have to catch up
+        if width > min(rows.lengths):  # a new row is shorter than what the others must catch up
             self._reader.prefill(rows, 0, [length - 1 for length in rows.lengths])
             width = 1
-        self._drafted_at = list(rows.lengths)
-        self._hear(rows)
+        self._drafted_at[:] = rows.lengths
+        self._learn_tokens(rows)
         tree = self._grower.run(rows, budget, self._expand(rows, width))
-        self._fed = self._grower.fed if self._grower.slots is None else _TREE
+        self._drafted, self._fed = True, self._grower.fed if self._grower.slots is None else None
         return tree
 
-    def _hear(self, rows: RowsView) -> None:
-        """Where it can say some tokens only: those that have come up since are among them."""
-        if self._words is None:
+    def _learn_tokens(self, rows: RowsView) -> None:
+        """Add the new tokens of the texts to the subset of the vocabulary that it has logits for."""
+        if self._subset is None:
             return
         for row, (text, settled) in enumerate(zip(rows.histories, rows.settled, strict=True)):
-            self._words.learn([t for t in text[self._heard[row] : settled] if t < self.lm.vocabulary])
-            self._heard[row] = max(self._heard[row], settled)
+            self._subset.learn([t for t in text[self._learned[row] : settled] if t < self.lm.vocabulary])
+            self._learned[row] = max(self._learned[row], settled)
 
     def _expand(self, rows: RowsView, width: int) -> Expand:
-        """What the draft model says after the text, and then after drafted tokens."""
+        """The logits after the text, and then after drafted tokens. The last `width` tokens of the text are read."""
 
         def expand(tokens: Tensor | None, parents: Tensor | None) -> Tensor:
-            said = self._reader.extend(rows, width if tokens is None else 0, tokens, parents).logits
-            if self._words is not None:
-                return self._words.spread(said, self.vocabulary)
-            return over_vocabulary(said, self.vocabulary)
+            logits = self._reader.extend(rows, width if tokens is None else 0, tokens, parents).logits
+            if self._subset is not None:
+                return self._subset.spread(logits, self.vocabulary)
+            return over_vocabulary(logits, self.vocabulary)
 
         return expand

@@ -13,6 +13,7 @@ from paceline.common.limits import GAMMA_LIMIT, Limited, limited
 from paceline.core.choice import Choice, Draw
 from paceline.core.contracts import DRAFTERS, Budget, Reading, RowsView, choice_after
 from paceline.core.law import Law
+from paceline.core.per_row import PerRow
 from paceline.core.protocols import (
     DraftsOnDevice,
     NeedsHiddenStates,
@@ -67,7 +68,7 @@ class Staged(ModelDrafter, Reorderable, TakesPrediction):
         self.inner = make_drafter(made, device=self.lm.device)
         self.takes_prediction = takes_prediction(self.inner)
         self._speaks: tuple[LanguageModel, LanguageModel] | None = None
-        self._base: list[int] = []  # per row, how much of its text the notebook has taken over
+        self._base = PerRow[int]()  # committed tokens that the scratch reader has taken over
 
     def describe(self) -> str:
         return f"staged {self.lm.name} ({self.inner.describe()})"
@@ -97,7 +98,7 @@ class Staged(ModelDrafter, Reorderable, TakesPrediction):
         if self.lm.vocabulary < target.vocabulary:
             reader.max_token_id = self.lm.vocabulary - 1
         self.book = ScratchReader(reader, scratch)
-        self._base = []
+        self._base = PerRow()
 
     def admit(self, rows: RowsView, first: int) -> None:
         self._rows = rows
@@ -114,26 +115,25 @@ class Staged(ModelDrafter, Reorderable, TakesPrediction):
         self._take_over(self._rows, len(self._base))  # an inner store learns from what was written, not from the draft
         self.inner.release(row, last, self.book.rows.lengths[last])
         self.book.release(row, last)
-        self._base[row] = self._base[last]
-        del self._base[last]
+        self._base.release(row, last)
 
     def reorder(self, rows: RowsView, source: Sequence[int]) -> bool:
         follows = reorder(self.inner, self.book.rows, source)
         self.book.reorder(source)
-        self._base = [self._base[other] for other in source]
+        self._base.reorder(source)
         if not follows:
             restart(self.inner, self.book.rows, self.book.rows.count)
         return True
 
     def rewind(self, lengths: list[int]) -> None:
-        self._base = [min(base, length) for base, length in zip(self._base, lengths, strict=True)]
+        self._base[:] = [min(base, length) for base, length in zip(self._base, lengths, strict=True)]
 
     def _take_over(self, rows: RowsView, count: int) -> None:
         """What was decided about the last draft: the tails that were not accepted go, and the rows' own tokens come."""
         if count == 0:
             return
         rewind(self.inner, self.book.rewrite(rows.histories[:count], self._base))
-        self._base = rows.lengths[:count]
+        self._base[:] = rows.lengths[:count]
 
     # ---- drafting: the loop inside the drafter
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from paceline.core.contracts import Budget, Drafter, Reading, RowsView
 from paceline.core.protocols import (
+    BuiltFromTarget,
     DraftsOnDevice,
     Graphable,
     Reorderable,
@@ -71,7 +72,7 @@ class DrafterWrapper(Graphable, Reorderable, Rewindable):
 # ---- What drafters have in common whose draft model is made out of the target itself
 
 
-class SelfDraft(DrafterWrapper, DraftsOnDevice, RunsModel):
+class SelfDraft(DrafterWrapper, BuiltFromTarget, DraftsOnDevice, RunsModel):
     """A draft model made out of the target does the work, as `draft-model` would do it."""
 
     Options: ClassVar[type]

@@ -157,7 +157,7 @@ def test_memory_is_kept_on_request_only_by_namespace_and_frozen(tmp_path: Path) 
     frozen.open(target, rows)
     frozen.observe_forward(seen[0], logits([5]), seen[2])
     assert (3,) in paths(frozen.propose(rows, budget(rows)))
-    with pytest.raises(InputError, match="remembers 8 candidates"):
+    with pytest.raises(InputError, match="has 8 candidates"):
         Recycling(Recycling.Options(frozen=True, k=4)).load(tmp_path / "memory.safetensors")
     with pytest.raises(InputError, match="persistent=True"):
         Recycling().load(tmp_path / "memory.safetensors")

@@ -66,7 +66,7 @@ def test_a_drafter_without_a_head_takes_what_comes_along(kind: str, target: Lang
     assert found.stats.drafted > 0
     among = paceline.SpeculativeDecoder(target, "portfolio", options={"drafters": (kind, "suffix")})
     assert among.generate([1, 2, 3], max_new_tokens=20).tokens == plain.tokens
-    with pytest.raises(InputError, match=f"{kind} needs a trained head, and none comes with Paceline for Llama"):
+    with pytest.raises(InputError, match=f"{kind} needs a trained head, and Paceline ships none for Llama"):
         paceline.SpeculativeDecoder(llama(1), kind)
 
 
@@ -77,7 +77,7 @@ def test_a_drafter_is_loaded_by_its_name(
     for drafter in (paceline.load_drafter("eagle", tree="levels"), paceline.load_drafter("eagle", target)):
         out = paceline.SpeculativeDecoder(target, drafter).generate([1, 2, 3], max_new_tokens=20)
         assert (out.tokens, out.stats.drafted > 0) == (plain.tokens, True)
-    with pytest.raises(InputError, match="none comes with Paceline for Llama"):
+    with pytest.raises(InputError, match="Paceline ships none for Llama"):
         paceline.load_drafter("eagle", LanguageModel(llama(0)))
     with pytest.raises(UnknownNameError, match="'eagel'"):
         paceline.load_drafter("eagel")

@@ -1,10 +1,10 @@
 """The trained drafters that come with Paceline: which of them fit a target.
 
-They fit every target with the architecture, the sizes and the vocabulary of theirs. Whether the weights are the very
-ones that they were trained on decides only about a warning (`models.head_files`).
+They fit every target with the same architecture, sizes and vocabulary. Other weights give only a warning
+(`heads.head_files`).
 
-catalogue/<model>/catalogue.json     {"best": ["eagle", ...]}: the kinds, the one to be tried first in front
-catalogue/<model>/<kind>/            a folder as `paceline train` writes it
+catalogue/<model>/catalogue.json     {"best": ["eagle", ...]}: the kinds, the best first
+catalogue/<model>/<kind>/            a folder in the format of `paceline train`
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ ROOT = Path(__file__).resolve().parents[1] / "catalogue"
 
 
 def shipped(target: LanguageModel) -> dict[str, Path]:
-    """The folders of the drafters that fit this model, by kind, the best first. Of several entries that fit, the one
-    for these very weights; nothing for random weights, which write nothing that could be learnt."""
+    """The folders of the drafters that fit this model, by kind, the best first. An entry for the same weights comes
+    before others. Random weights get none: their text cannot be learned."""
     if getattr(target, "model", None) is None or target.weights == RANDOM:
         return {}
     fitting = [entry for entry in _entries() if fits(entry[0], target)]
@@ -34,48 +34,48 @@ def shipped(target: LanguageModel) -> dict[str, Path]:
 
 
 def kinds_of(model: str) -> tuple[str, ...]:
-    """What comes along for a model of the catalogue, by its name; nothing is loaded to find out."""
+    """The kinds that are shipped for a model of the catalogue. Loads nothing."""
     index = ROOT / model / "catalogue.json"
     return tuple(json.loads(index.read_text("utf-8"))["best"]) if index.exists() else ()
 
 
 def best_for(target: LanguageModel) -> tuple[str, dict[str, str]] | None:
-    """The one to be tried first, as a name and options."""
+    """The best one, as a name and options."""
     for kind, folder in shipped(target).items():
         return kind, weights_of(kind, folder)
     return None
 
 
 def trained_for(target: LanguageModel, kind: str) -> Path:
-    """The folder of one kind, or an error that says where to get one."""
+    """The folder of one kind, or an `InputError`."""
     folder = shipped(target).get(kind)
     if folder is None:
         raise InputError(
-            f"{kind} needs a trained head, and none comes with Paceline for {target.name}: give its folder "
+            f"{kind} needs a trained head, and Paceline ships none for {target.name}: give its folder "
             f"(--drafter.head FOLDER, options={{'head': folder}}), or make one with `paceline train --kind {kind}`."
         )
     return folder
 
 
 def weights_of(kind: str, path: Path) -> dict[str, str]:
-    """The option by which a drafter of this kind is told where its weights are: in a folder, or in a file of it."""
+    """The option that names the weights of this kind: a folder, or a file in it."""
     if kind == "trigram":
         return {"file": str(path / "model.safetensors" if path.is_dir() else path)}
     return {"head": str(path)}
 
 
 def made_for(kind: str, folder: Path) -> dict[str, Any] | None:
-    """The fingerprint of the target that a drafter was trained for; None where the folder does not say it."""
+    """The fingerprint of the target that a drafter was trained for; None if the folder has none."""
     try:
         config = json.loads((folder / "config.json").read_text("utf-8"))
-    except (OSError, ValueError):  # a table may lie anywhere, alone
+    except (OSError, ValueError):  # a table may be a single file
         return None
     ours = isinstance(config, dict) and config.get("kind") == kind and isinstance(config.get("target"), dict)
     return config["target"] if ours else None
 
 
 def _entries() -> Iterator[tuple[dict[str, Any], dict[str, Path]]]:
-    """Of each model of the catalogue: the fingerprint of the target, and the folders of its drafters by kind."""
+    """For each model of the catalogue: its fingerprint, and the folders of its drafters by kind."""
     for index in sorted(ROOT.glob("*/catalogue.json")):
         folders = {kind: index.parent / kind for kind in json.loads(index.read_text("utf-8"))["best"]}
         first = next(iter(folders.values()))

@@ -68,7 +68,7 @@ def test_a_target_in_fewer_bits_is_refused(tmp_path: Path) -> None:
     lm = paceline.LanguageModel(llama(0))
     DraftLayers(lm, (0,)).save(tmp_path / "draft")
     packed = quantized(lm, "int8")
-    with pytest.raises(UnsupportedError, match="are in fewer bits, and a draft-lm needs them as they are"):
+    with pytest.raises(UnsupportedError, match="are quantized, and a draft-lm needs the original weights"):
         SavedLayers.load(tmp_path / "draft").fitted(packed)
 
 

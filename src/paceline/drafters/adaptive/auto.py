@@ -172,7 +172,7 @@ class Auto(DrafterGroup, ChoosesLength, Replayable, Resolvable):
         return stats.trials <= POLICY.trial_rounds
 
     def _useful(self, member: Member, budget: Budget) -> Budget:
-        """A member that has not been right of late need not draft as deep."""
+        """A member with low recent acceptance need not draft as deep."""
         depths = [stats[member.number].max_useful_depth(budget.depth, POLICY.min_chance) for stats in self._row_stats]
         return Budget(max(depths, default=1), budget.nodes, budget.limits, budget.draw, budget.branches)
 

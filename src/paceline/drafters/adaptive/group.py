@@ -1,4 +1,4 @@
-"""Several drafters in one: what `portfolio` and `auto` share. They differ in whom they ask, and in how much is read."""
+"""Several drafters in one: what `portfolio` and `auto` share. They differ in the members they ask, and in how much they read."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ T = TypeVar("T")
 
 @runtime_checkable
 class ForwardObserver(Protocol):
-    """A drafter that learns from every forward pass of the target, whoever drafted for it."""
+    """A drafter that learns from every forward pass of the target, also of drafts by others."""
 
     def observe_forward(self, tokens: Tensor, logits: Tensor, standing: Tensor) -> None: ...
 
@@ -338,7 +338,7 @@ class DrafterGroup(
         return True
 
     def _cost(self, seconds: float, drafted: float) -> float:
-        """The cost of a proposal that took so many seconds and has `drafted` nodes per row."""
+        """The cost of a proposal that took `seconds` and has `drafted` nodes per row."""
         return seconds
 
     def _has_ideas(self) -> bool:

@@ -18,7 +18,7 @@ class Policy:
     # The rate of a first child depends on how many tokens in a row were right before. Speed-up 1.29 on the 100 texts;
     # the best choice without runs (`suffix`, γ=15) gives 1.11. The limits themselves are round numbers.
     runs: tuple[int, ...] = (1, 2, 3, 4, 6, 8, 12, 16)
-    ranks: int = 8  # siblings that are told apart; round number
+    ranks: int = 8  # ranks of siblings with rates of their own; round number
     fade: float = 0.98  # an observation of 35 rounds ago counts half; round number
     # Rates before any observation, below what copied text shows: a first child by its run, then later siblings.
     # Lower than the first version, on the 100 texts: a prior that is too high costs forward passes, one that is too
@@ -81,8 +81,8 @@ class Policy:
     portfolio_trial: int = 64  # rounds in which every member is asked
     portfolio_pause: int = 32  # rounds between two trials of the worst member, at most
     lead_rounds: int = 4  # rounds every member drafts alone, where only one may draft
-    lead_change: int = 16  # every so many rounds another member drafts alone
-    pass_in_trees: int = 32  # with cost="nodes": a forward pass costs as much as so many full trees
+    lead_change: int = 16  # rounds after which another member drafts alone
+    pass_in_trees: int = 32  # with cost="nodes": the cost of a forward pass, in full trees
 
     # ---- `auto` inside CUDA graphs (`graphed_auto`)
 

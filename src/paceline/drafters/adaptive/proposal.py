@@ -301,7 +301,7 @@ class Outcome:
         return Outcome(emitted, paths)
 
     def own_paths(self, proposal: Proposal | None) -> list[list[int]]:
-        """Per row, the nodes of a member's own draft that are a beginning of the accepted path."""
+        """Per row, the nodes of a member's own draft that are a prefix of the accepted path."""
         if proposal is None or not (proposal.whole or proposal.rows):
             return [[] for _ in self.paths]
         if proposal.whole:
@@ -315,7 +315,7 @@ class Outcome:
         return [start + len(nodes) + (len(nodes) == len(path)) for start, nodes, path in rows]
 
     def taps_along(self, taps: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """Of taps [R,1+N,D], those of the last committed token and of the accepted path [R,1+M,D], whoever drafted it.
+        """Of taps [R,1+N,D], those of the last committed token and of the accepted path [R,1+M,D], of any drafter.
         A row with a shorter path repeats the first."""
         width = 1 + max(map(len, self.paths))
         rows = [[0, *(node + 1 for node in path)] for path in self.paths]
@@ -326,7 +326,7 @@ class Outcome:
 def own_round(
     proposal: Proposal, own: Sequence[Sequence[int]], verdict: Verdict, reading: Reading
 ) -> tuple[Verdict, Reading]:
-    """The round in the numbers of a member's own draft: the accepted beginning of it, and the logits at its nodes (NaN
+    """The round in the numbers of a member's own draft: its accepted prefix, and the logits at its nodes (NaN
     where the target did not read them)."""
     tree, rows = proposal.tree, proposal.rows
     if tree is not None:

@@ -1,4 +1,4 @@
-"""What drafters with trained heads share: where the head comes from, and what the target thought at every place."""
+"""Base of drafters with trained heads: where the head comes from, and the hidden states that it drafts from."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from paceline.models.language_model import LanguageModel
 
 @dataclass(frozen=True)
 class HeadOptions(TreeOptions):
-    """The tree, and the head: a folder or hub id, or the module itself (moved to the target's device and dtype); None:
-    the one that comes with Paceline for the target."""
+    """The tree, and the head: a folder or hub id, or the module itself (moved to the target's device and dtype). None:
+    the shipped head for the target."""
 
     head: Any = None
-    Head: ClassVar[type[DraftHead]]  # what kind of head
-    required: ClassVar[tuple[str, ...]] = ("head",)  # no drafting without it
+    Head: ClassVar[type[DraftHead]]
+    required: ClassVar[tuple[str, ...]] = ("head",)  # there is no drafting without a head
 
     @classmethod
     def conformance_variants(cls) -> list[Mapping[str, Any]]:
@@ -37,17 +37,20 @@ class HeadOptions(TreeOptions):
 
 
 class HeadDrafter(DraftsOnDevice, RunsModel, NeedsHiddenStates, Graphable, Reorderable):
-    """A drafter with a trained head. `places` holds what the target thought at position 0 ... length-2 of every row:
-    the last committed token has not been read by the target when a draft is made."""
+    """A drafter with a trained head.
+
+    `places` holds the hidden states of positions 0 ... length-2 of every row. The target has not read the last
+    committed token when a draft is made.
+    """
 
     prior_acceptance = 0.6
     needs_taps: tuple[float, ...] = (1.0,)
 
     def __init__(self, options: HeadOptions | None = None) -> None:
         self.options: HeadOptions = options or self.Options()
-        # without one, that which comes with Paceline for the target, once the target is known (`check`)
+        # None: the shipped head, once the target is known (`check`)
         self.head: Any = None if self.options.head is None else self._take(self.options.head)
-        self.light: Any = self.head  # the same as it drafts, once it is open: on a CPU in int8
+        self.light: Any = self.head  # the head as it drafts, after `open`: on a CPU in int8
         self._grower = Grower(self.options)
 
     def _take(self, given: Any) -> DraftHead:
@@ -55,7 +58,7 @@ class HeadDrafter(DraftsOnDevice, RunsModel, NeedsHiddenStates, Graphable, Reord
         if isinstance(given, Head):
             return given
         if isinstance(given, (str, os.PathLike)):
-            from paceline.drafters.load import read_head  # it knows every kind of head, and so this file too
+            from paceline.drafters.load import read_head  # it imports all heads
 
             return read_head(given, Head)
         raise InputError(
@@ -66,7 +69,7 @@ class HeadDrafter(DraftsOnDevice, RunsModel, NeedsHiddenStates, Graphable, Reord
         return self.name if self.options.tree == "chain" else f"{self.name}, tree {self.options.tree}"
 
     def reset_copy(self) -> Drafter:
-        """Itself, where it learns nothing from a text."""
+        """Itself, if it learns nothing from a text."""
         learns = self.options.tree == "optimal"
         return type(self)(replace(self.options, head=self.head)) if learns else self
 
@@ -123,8 +126,8 @@ class HeadDrafter(DraftsOnDevice, RunsModel, NeedsHiddenStates, Graphable, Reord
         self.note(rows, taps)
 
     def note(self, rows: RowsView, taps: tuple[Tensor, ...], path: Tensor | None = None) -> None:
-        """Remember the tapped states [R,Q,D] of the last committed place and those that follow: of a tree, along the
-        path [R,M] of its nodes."""
+        """Store the hidden states [R,Q,D] of the last committed token and of those that follow. path [R,M]: the nodes
+        of a tree that follow."""
         if path is not None:
             way = torch.nn.functional.pad(path + 1, (1, 0))
             taps = tuple(tap.gather(1, way.unsqueeze(-1).expand(*way.shape, tap.shape[2])) for tap in taps)
@@ -133,35 +136,35 @@ class HeadDrafter(DraftsOnDevice, RunsModel, NeedsHiddenStates, Graphable, Reord
         self.places.write(slice(0, rows.count), position, states, max(rows.lengths) + states.shape[1])
 
     def digest(self, taps: tuple[Tensor, ...]) -> Tensor:
-        """What is remembered of the tapped states [R,Q,D] of a place."""
+        """The vector to store for the hidden states [R,Q,D] of a position."""
         return taps[0]
 
     # ---- for drafting
 
     def embed(self, tokens: Tensor) -> Tensor:
-        """[R,Q] -> [R,Q,E], the target's own embedding. Past its end a text holds anything; and inside `staged` it may
-        hold tokens that the draft model does not know."""
+        """[R,Q] -> [R,Q,E] with the target's embedding. Tokens past the end of a text are arbitrary, and a draft model
+        inside `staged` may not know a token."""
         return self._embedding(tokens.clamp(0, self.head.made_for["vocabulary"] - 1))
 
     def last_state(self, rows: RowsView) -> Tensor:
-        """[R,1,D]: what the target thought before it chose the last committed token; zeros if there was nothing."""
+        """[R,1,D]: the hidden state before the last committed token; zeros if there is none."""
         return self.places.at(slice(0, rows.count), rows.length - 2)
 
     def shared(self, states: Tensor) -> Tensor:
-        """[...,D] -> [...,V] by the target's own output layer, for heads that have none."""
-        if self._shared is None:  # made now: most heads never ask
+        """[...,D] -> [...,V] with the target's output layer, for heads without their own."""
+        if self._shared is None:  # made at the first use: most heads have their own
             self._shared = drafting(self._output)
-        said: Tensor = self._shared(states)
-        return said
+        logits: Tensor = self._shared(states)
+        return logits
 
     def usable(self, logits: Tensor) -> Tensor:
-        """Over the target's usable vocabulary."""
+        """Cut or pad logits to the target's vocabulary."""
         return over_vocabulary(logits, self.vocabulary)
 
 
 def _followed(taps: tuple[Tensor, ...], verdict: Verdict) -> tuple[tuple[Tensor, ...], Tensor | None]:
-    """Of what was tapped, and of the path, as much as the longest of the rows goes on with, where one can look at that
-    without waiting for a device: most of a draft may have been rejected."""
+    """Cut the taps and the path to the longest accepted path, if that costs no wait for a device. Most of a draft may
+    have been rejected."""
     path = verdict.path
     if verdict.emitted.device.type != "cpu":
         return taps, path

@@ -1,4 +1,4 @@
-"""EAGLE: one decoder layer writes ahead in the target's own features, and says what tokens they mean."""
+"""EAGLE: one decoder layer continues the hidden states of the target, and an output layer gives their logits."""
 
 from __future__ import annotations
 
@@ -27,12 +27,15 @@ from paceline.models.language_model import LanguageModel
 from paceline.models.masks import chain_mask
 from paceline.models.slot_cache import SlotCache
 
-# ---- The steps of an eagle head: entries of a text, drafted tokens after it, and the memory they share
+# ---- The steps of an EAGLE head: entries of the text, drafted tokens after it, and their common KV cache
 
 
 class Steps:
-    """`light`: the head as it drafts; `kernels`: the same by kernels of the device, where there are some. Whatever they
-    cannot take its modules do; both write to the same memory. Only modules need masks."""
+    """Runs an EAGLE head. An entry is the feature of one position and the token after it.
+
+    light: the head in the dtype of drafting. kernels: the same with kernels of the device, or None. Sizes that the
+    kernels do not take run through the modules. Both write to the same KV cache; only modules need masks.
+    """
 
     def __init__(
         self, light: Any, embed: Shared, shared: Shared, places: PlaceStore, kernels: CudaHead | CpuHead | None
@@ -42,17 +45,17 @@ class Steps:
         self._remember = by_slot(self.cache, 0)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_kernels": None}  # addresses do not travel; whoever opens a copy makes its own
+        return {**self.__dict__, "_kernels": None}  # addresses are not valid in a copy
 
     def note(self, rows: RowsView, taps: tuple[Tensor, ...], path: Tensor | None = None) -> bool:
-        """See `HeadDrafter.note`, by kernels; False: there are none."""
+        """`HeadDrafter.note` with kernels. False: they cannot do it."""
         R, Q = taps[0].shape[0], taps[0].shape[1] if path is None else path.shape[1] + 1
         if self._kernels is None or not self._kernels.takes(R * Q):
             return False
         return self._kernels.note(taps, path, rows.length, self._places.states(R, max(rows.lengths) + Q))
 
     def read(self, rows: RowsView, some: slice, position: Tensor, visible: int) -> Tensor:
-        """Entries made of the text and of true features, at `position` [R,Q] of some rows."""
+        """Read entries of the text, made of true features, at `position` [R,Q] of some rows."""
         self.cache.set_next_write(some, position, visible, 0)
         embedded = self._embed(rows.text[some].gather(1, position + 1))
         mask = chain_mask(position, visible)
@@ -60,8 +63,8 @@ class Steps:
         return self._light.step(embedded, features, position, mask, self._remember)  # type: ignore[no-any-return]
 
     def draft(self, rows: RowsView, width: int) -> Expand:
-        """First the last `width` entries, of what was committed since, with the target's own features; then drafted
-        tokens, each with the feature that came out at its parent."""
+        """First read the last `width` entries of the text, with the target's own features. Then read drafted tokens,
+        each with the output of its parent as its feature."""
         longest = max(rows.lengths) - 1
         scratch = Scratch(rows.length - 1, longest)
         made: Tensor = torch.empty(0)  # [R,1+M,D]: the features after the text and after every scratch token
@@ -80,7 +83,7 @@ class Steps:
         return expand
 
     def chain(self, rows: RowsView, width: int, depth: int) -> Tensor | None:
-        """The likeliest tokens [R,depth] after the text and each other, as `draft` says them; None: step by step."""
+        """The most likely tokens [R,depth] of a chain, in one kernel call. None: draft step by step."""
         if self._kernels is None or not self._kernels.takes(rows.count * width):
             return None
         entries = max(1, max(rows.lengths) - 1)
@@ -89,8 +92,8 @@ class Steps:
         return self._kernels.chain(*about, entries, depth)
 
     def _caught_up(self, rows: RowsView, entries: Tensor, width: int, visible: int) -> tuple[Tensor, Tensor]:
-        """The feature after the text [R,1,D] and what it says. A row with less to catch up reads some entries again, to
-        the same effect; a text of one token has none, and makes one up."""
+        """The feature after the text [R,1,D] and its logits. A row with fewer new entries reads some again, with the
+        same result. A text of one token has no entry and reads an arbitrary one."""
         self.cache.reserve(rows.capacity, visible)
         if self._kernels is not None and self._kernels.takes(rows.count * width):
             states = self._places.states(rows.count, 1)
@@ -100,7 +103,7 @@ class Steps:
         return made, self._light.say(made, self._shared)
 
     def _ahead(self, tokens: Tensor, parents: Tensor | None, made: Tensor, scratch: Scratch) -> tuple[Tensor, Tensor]:
-        """The features after drafted tokens [R,Q] and what they say."""
+        """The features after drafted tokens [R,Q] and their logits."""
         if self._kernels is not None and self._kernels.takes(tokens.numel(), parents is not None):
             return self._kernels.ahead(tokens, parents, made, scratch, self.cache)
         slots, position, mask = scratch.placed()
@@ -112,10 +115,10 @@ class Steps:
         return fresh, self._light.say(fresh, self._shared)
 
 
-# ---- EAGLE: one decoder layer writes ahead in the target's own features, and says what tokens they mean
+# ---- The head
 
-_CHUNK = 1024  # places of a prompt read in one pass
-_PUBLISHED = 3  # hidden states that a head looks at, where its files do not say which
+_CHUNK = 1024  # positions of a prompt in one forward pass
+_PUBLISHED = 3  # hidden states that a head reads if its files do not name them
 
 
 Shared = Callable[[Tensor], Tensor]  # states [...,D] -> logits [...,V]
@@ -123,9 +126,12 @@ Shared = Callable[[Tensor], Tensor]  # states [...,D] -> logits [...,V]
 
 @dataclass(frozen=True)
 class EagleConfig(LayerConfig):
-    """hidden, embedding: the target's widths; taps: the depths it looks at; draft_vocabulary: the target's ids that it
-    can say, in the order of its own (None: all). As others have it: tap_layers, instead of taps the hidden states by
-    number, or () for 2, L//2, L-3 of L layers; norm_before_residual: the layer adds to the normed feature."""
+    """Sizes of an EAGLE head.
+
+    hidden, embedding: the target's widths. taps: the relative depths of its hidden states. draft_vocabulary: the number
+    of tokens that it has logits for (None: all). tap_layers, of other projects: the numbers of the hidden states
+    instead of taps, or () for 2, L//2, L-3 of L layers. norm_before_residual: the layer adds to the normed feature.
+    """
 
     hidden: int = 0
     embedding: int = 0
@@ -136,33 +142,33 @@ class EagleConfig(LayerConfig):
     norm_before_residual: bool = field(default=False, kw_only=True)
     fuse_bias: bool = field(default=False, kw_only=True)
     own_embedding: bool = field(default=False, kw_only=True)
-    own_output: bool = field(default=True, kw_only=True)  # else it says tokens by the target's own rows for them
+    own_output: bool = field(default=True, kw_only=True)  # false: rows of the target's output layer
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if not self.taps or not all(0 <= share <= 1 for share in self.taps):
             raise InputError(f"taps of an eagle head are depths from 0 to 1, such as 0.1, 0.5, 0.9; got {self.taps}.")
-        said = self.vocabulary if self.draft_vocabulary is None else self.draft_vocabulary
-        if not 1 <= said <= self.vocabulary:
-            raise InputError(f"draft_vocabulary must be from 1 to the target's {self.vocabulary}, got {said}.")
+        size = self.vocabulary if self.draft_vocabulary is None else self.draft_vocabulary
+        if not 1 <= size <= self.vocabulary:
+            raise InputError(f"draft_vocabulary must be from 1 to the target's {self.vocabulary}, got {size}.")
 
     @property
     def tapped(self) -> int:
-        """How many hidden states it looks at."""
+        """The number of hidden states that it reads."""
         return len(self.taps) if self.tap_layers is None else len(self.tap_layers) or _PUBLISHED
 
     def taps_of(self, layers: int) -> tuple[float, ...]:
-        """The depths it looks at in a target of so many layers."""
+        """The relative depths of its hidden states, in a target with `layers` layers."""
         if self.tap_layers is None:
             return self.taps
         return depths(self.tap_layers or (2, layers // 2, layers - 3), layers)
 
 
 class EagleHead(DraftHead):
-    """EAGLE-3 (arXiv 2503.01840): the target's features at three depths, fused; one layer that continues them.
+    """EAGLE-3 (arXiv 2503.01840): fuses hidden states of three depths to a feature; one layer continues the features.
 
-    Entry j is made of the feature of place j and the token after it, and guesses the token after that. Past what the
-    target has read, the layer's own output stands in for the feature.
+    Entry j joins the feature of position j and token j+1, and guesses token j+2. After the text, the layer's own output
+    replaces the feature.
     """
 
     kind = "eagle"
@@ -171,7 +177,7 @@ class EagleHead(DraftHead):
 
     def __init__(self, config: EagleConfig, made_for: dict[str, Any]) -> None:
         super().__init__(config, made_for)
-        D, said = config.width, config.draft_vocabulary
+        D, size = config.width, config.draft_vocabulary
         self.fuse: nn.Module = nn.Linear(config.tapped * config.hidden, D, bias=config.fuse_bias)
         self.feature_norm = Norm(D, eps=config.eps)
         self.embed_norm = Norm(config.embedding, eps=config.eps)
@@ -179,9 +185,9 @@ class EagleHead(DraftHead):
         self.norm = Norm(D, eps=config.eps)
         self.output: Any = None  # see `borrow`
         if config.own_output:
-            self.output = nn.Linear(D, config.vocabulary if said is None else said, bias=False)
-        # the target's id of every id of the draft's; training fills it with the most frequent ones
-        self.register_buffer("d2t", None if said is None else torch.arange(said))
+            self.output = nn.Linear(D, config.vocabulary if size is None else size, bias=False)
+        # the target's id of every draft id; training fills it with the most frequent ones
+        self.register_buffer("d2t", None if size is None else torch.arange(size))
         self.words = nn.Embedding(config.vocabulary, config.embedding) if config.own_embedding else None
 
     @classmethod
@@ -205,14 +211,14 @@ class EagleHead(DraftHead):
         self.borrow(target)
 
     def borrow(self, target: LanguageModel) -> None:
-        """Take what it says tokens by from the target, where it has nothing of its own: once."""
+        """If the head has no output layer, use rows of the target's."""
         if self.output is not None:
             return
         whole = target.model.get_output_embeddings()
         if getattr(whole, "in_features", None) != self.config.width:
             raise UnsupportedError(
-                f"This eagle head says tokens by the target's output layer, but that of {target.name} is no linear map "
-                f"of {self.config.width} numbers; train one with own_output=true."
+                f"This eagle head uses the target's output layer, but that of {target.name} is no linear layer of "
+                f"{self.config.width} features; train one with own_output=true."
             )
         ids = arange(0, self.config.vocabulary, target.device) if self.d2t is None else self.d2t.to(target.device)
         with torch.inference_mode(False):
@@ -232,25 +238,27 @@ class EagleHead(DraftHead):
         return self.layer(seen, stream, position, mask, remember)  # type: ignore[no-any-return]
 
     def say(self, features: Tensor, shared: Shared | None = None) -> Tensor:
-        """[...,D] -> logits [...,V] over the target's vocabulary; what the draft cannot say is impossible. `shared`:
-        the target's own output layer, for heads that have none."""
+        """[...,D] -> logits [...,V] over the target's vocabulary; -inf for tokens outside the draft vocabulary.
+
+        shared: the target's output layer, for heads without their own.
+        """
         logits: Tensor = self.output(self.norm(features))
         return logits if self.d2t is None else spread(logits, self.d2t, self.config.vocabulary)
 
     def forward(
         self, embedded: Tensor, taps: Sequence[Tensor], steps: int, shared: Shared | None = None
     ) -> list[Tensor]:
-        """Logits [R,T,V] of `steps` steps over whole texts: see `unrolled`."""
+        """Logits [R,T,V] of `steps` steps over whole texts, see `unrolled`."""
         return [self.say(features, shared) for features in self.unrolled(embedded, taps, steps)]
 
     def unrolled(self, embedded: Tensor, taps: Sequence[Tensor], steps: int) -> Iterator[Tensor]:
-        """Whole texts, as in drafting ("training-time test"): `embedded` [R,T,E] are the tokens after the places of
-        `taps` [R,T,D]. Gives `steps` features [R,T,D]: those at t of step s follow true features up to t-s only."""
+        """Run whole texts as in drafting ("training-time test"): `embedded` [R,T,E] are the tokens after the positions
+        of `taps` [R,T,D]. Yields features [R,T,D] for each step: at position t, step s used true features up to t-s."""
         features = self.fuse(torch.cat(list(taps), -1))
-        place = arange(0, features.shape[1], features.device).unsqueeze(0)
+        position = arange(0, features.shape[1], features.device).unsqueeze(0)
         remember = Unrolled()
         for _ in range(steps):
-            features = self.step(embedded, features, place, None, remember)
+            features = self.step(embedded, features, position, None, remember)
             yield features
             features = torch.nn.functional.pad(features, (0, 0, 1, 0))[:, :-1]
 
@@ -267,12 +275,12 @@ class Eagle(HeadDrafter, Rewindable):
 
         @classmethod
         def conformance_variants(cls) -> list[Mapping[str, Any]]:
-            return [{"head": _with_few_words}, {"head": _with_borrowed_words}]
+            return [{"head": _with_few_tokens}, {"head": _with_shared_output}]
 
     def __init__(self, options: HeadOptions | None = None) -> None:
         super().__init__(options)
         known = self.head is not None and self.head.config.tap_layers is None
-        self.needs_taps = self.head.config.taps if known else ()  # else `check` says
+        self.needs_taps = self.head.config.taps if known else ()  # `check` knows the others
         self._read = ReadCursor()  # entries in the KV cache that were made from hidden states of the target
         self._graph_width = 0  # entries that a draft inside a CUDA graph reads first
 
@@ -313,12 +321,12 @@ class Eagle(HeadDrafter, Rewindable):
     def _check_taps(self, taps: tuple[Tensor, ...]) -> None:
         if len(taps) != self.head.config.tapped:
             raise UnsupportedError(
-                f"This eagle head looks at {self.head.config.tapped} hidden states and was shown {len(taps)}: among "
-                "other drafters it must know its target first, as load_drafter(folder, target) tells it."
+                f"This eagle head reads {self.head.config.tapped} hidden states and got {len(taps)}; among other "
+                "drafters, load it for its target: load_drafter(folder, target)."
             )
 
     def admit(self, rows: RowsView, first: int) -> None:
-        """Read the prompts but for their last entry, which the first draft begins with."""
+        """Read the prompts except their last entry, which the first draft reads."""
         super().admit(rows, first)
         self._read.settle(rows.lengths[:first])
         entries = [length - 1 for length in rows.lengths[first:]]
@@ -366,19 +374,19 @@ class Eagle(HeadDrafter, Rewindable):
         return tree
 
     def _expand(self, rows: RowsView, width: int) -> Expand:
-        """The last `width` entries are read first, again if need be."""
+        """Reads the last `width` entries first, some of them again."""
         draft = self._steps.draft(rows, width)
         return lambda tokens, parents: self.usable(draft(tokens, parents))
 
 
-def _with_borrowed_words(target: LanguageModel) -> EagleHead:
-    """The same by rows of the target's own."""
+def _with_shared_output(target: LanguageModel) -> EagleHead:
+    """The same, with rows of the target's output layer."""
     whole = target.model.get_output_embeddings()
-    return _with_few_words(target, own=getattr(whole, "in_features", None) != EagleHead.sizes(target).width)
+    return _with_few_tokens(target, own=getattr(whole, "in_features", None) != EagleHead.sizes(target).width)
 
 
-def _with_few_words(target: LanguageModel, own: bool = True) -> EagleHead:
-    """Random weights that cannot say every token, for the conformance suite."""
+def _with_few_tokens(target: LanguageModel, own: bool = True) -> EagleHead:
+    """For the conformance suite: random weights with a draft vocabulary."""
     sizes = EagleHead.sizes(target)
     few = replace(sizes, draft_vocabulary=sizes.vocabulary * 3 // 4, own_output=own)
     head = EagleHead.random(target, 0, few)

@@ -1,8 +1,8 @@
-"""Trained heads on disk: a folder with config.json (what it is, for which target) and model.safetensors (the weights).
+"""Trained heads on disk: a folder with config.json (kind, sizes, target) and model.safetensors (the weights).
 
-The config carries the fingerprint of the head's target under "target". A drafter cannot change a text, so
-`check_target` refuses only a target that the head cannot work with: another vocabulary, width, depth or architecture.
-Other weights of the same sizes give one warning. What a fingerprint does not hold is not compared.
+The config has the fingerprint of the target under "target". A drafter cannot change a text, so `check_target` refuses
+only a target that the head cannot work with: another vocabulary, width, depth or architecture. Other weights of the
+same sizes give one warning. Values that a fingerprint lacks are not compared.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from paceline.models.loading.weight_check import check_link, header_of
 if TYPE_CHECKING:
     from paceline.models.language_model import LanguageModel
 
-# ---- Weights of heads in fewer bytes on disk. What a drafter says need not be exact: the target decides
+# ---- Weights in fewer bytes on disk. A draft need not be exact: the target verifies it
 
 NUMBERS = ("float32", "bfloat16", "int8")
 _SCALE = ".scale"
 
 
 def packed(tensors: Mapping[str, Tensor], numbers: str | None) -> dict[str, Tensor]:
-    """float32 and bfloat16: as they are called. int8: matrices by rows, each with a scale beside it (`name.scale`), and
-    everything else in bfloat16. None: as they are."""
+    """The tensors in another dtype. int8: matrices by rows, each with a scale (`name.scale`), and everything else in
+    bfloat16. None: unchanged."""
     if numbers is not None and numbers not in NUMBERS:
         raise UnknownNameError("kind of numbers", numbers, NUMBERS)
     whole = {name: tensor.detach().to("cpu").contiguous().clone() for name, tensor in tensors.items()}
@@ -56,7 +56,7 @@ def packed(tensors: Mapping[str, Tensor], numbers: str | None) -> dict[str, Tens
 
 
 def unpacked(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Matrices in int8 as float32 again; everything else as it lies there, or as float32 beside such."""
+    """The tensors with int8 matrices as float32. Beside such matrices everything is float32."""
     scaled = {name for name in tensors if name + _SCALE in tensors and tensors[name].dtype == torch.int8}
     if not scaled:
         return dict(tensors)
@@ -74,7 +74,7 @@ def unpacked(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 # ---- Trained heads on disk
 
-FORMAT = 1  # of the folder; a reader refuses a later one
+FORMAT = 1  # version of the folder; a reader refuses a later one
 _CONFIG, WEIGHTS = "config.json", "model.safetensors"
 _FINGERPRINT = {
     "vocabulary": "a vocabulary of {} tokens",
@@ -82,17 +82,17 @@ _FINGERPRINT = {
     "layers": "{} layers",
     "model_type": "the architecture '{}'",
 }
-_ALWAYS = ("vocabulary", "hidden")  # nothing fits without these
-_VALUES = 24  # of each weight that is remembered
-_NEAR = 2.0**-8  # relative: what a weight may lose on its way through bfloat16
-_TINY = 1e-7  # absolute: below this float16 has no digits left
+_ALWAYS = ("vocabulary", "hidden")  # always compared
+_VALUES = 24  # stored of each weight in a fingerprint
+_NEAR = 2.0**-8  # relative error of a weight after bfloat16
+_TINY = 1e-7  # absolute error: float16 has no smaller digits
 _MOST_CONFIG = 1 << 22  # bytes
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-_WARNED: WeakKeyDictionary[Any, set[str]] = WeakKeyDictionary()  # by model: one line, however many decoders it has
+_WARNED: WeakKeyDictionary[Any, set[str]] = WeakKeyDictionary()  # by model: one warning, for any number of decoders
 
 
 def fingerprint(target: LanguageModel) -> dict[str, Any]:
-    """The sizes that a target must have, some values of its weights, and their name and source (not compared)."""
+    """The sizes of a target, some values of its weights, and its name and source (not compared)."""
     source = {"source": str(target.weights)} if str(target.weights) else {}
     return {**_sizes(target), "name": target.name, "weights": _samples(target.model), **source}
 
@@ -108,7 +108,7 @@ def _sizes(target: LanguageModel) -> dict[str, Any]:
 
 
 def check_target(kind: str, made_for: Mapping[str, Any], target: LanguageModel) -> None:
-    """Refuse, by the first difference, a head that cannot work with this target; warn where the weights are others."""
+    """Raise `UnsupportedError` if the head cannot work with this target. Warn if the weights are others."""
     wrong = _misfit(made_for, target)
     if wrong is not None:
         known = f" ({made_for['name']})" if made_for.get("name") else ""
@@ -121,7 +121,7 @@ def check_target(kind: str, made_for: Mapping[str, Any], target: LanguageModel) 
 
 
 def warn_of_other_weights(kind: str, made_for: Mapping[str, Any], target: LanguageModel) -> None:
-    """One line for each kind and model whose weights differ from those that the head was trained on."""
+    """Warn once per kind and model if the head was trained on other weights."""
     if not other_weights(made_for, target):
         return
     there, here = _title(made_for.get("name"), made_for.get("source")), _title(target.name, target.weights)
@@ -135,12 +135,12 @@ def warn_of_other_weights(kind: str, made_for: Mapping[str, Any], target: Langua
 
 
 def fits(made_for: Mapping[str, Any], target: LanguageModel) -> bool:
-    """Could a head with this fingerprint draft for the target?"""
+    """Can a head with this fingerprint draft for the target?"""
     return _misfit(made_for, target) is None
 
 
 def other_weights(made_for: Mapping[str, Any], target: LanguageModel) -> bool:
-    """Do the target's weights, or its sizes, differ from those of the fingerprint?"""
+    """Do the sizes or the weights of the target differ from the fingerprint?"""
     if _misfit(made_for, target) is not None:
         return True
     weights = _plain(target.model)
@@ -156,15 +156,15 @@ def _misfit(made_for: Mapping[str, Any], target: LanguageModel) -> str | None:
 
 
 def _title(name: Any, source: Any) -> str:
-    return ", ".join(str(each) for each in (name, source) if each and str(each)) or "unnamed"
+    return ", ".join(str(part) for part in (name, source) if part and str(part)) or "unnamed"
 
 
-# ---- which weights, by a few numbers of them: the same on every device and, nearly, in every dtype
+# ---- a few values of the weights: the same on every device and nearly the same in every dtype
 
 
 def _samples(model: Any) -> dict[str, str]:
-    """A few values of the embedding, of the last norm and of the last linear map, by name. Whoever sees the model in
-    fewer bits compares what is left."""
+    """A few values of the embedding, of the last norm and of the last linear layer, by name. Of a quantized model only
+    some of them can be compared."""
     weights = _plain(model)
     ends = [getattr(end, "weight", None) for end in (model.get_input_embeddings(), model.get_output_embeddings())]
     inner = [name for name, weight in weights.items() if name.endswith("weight") and all(weight is not e for e in ends)]
@@ -175,7 +175,7 @@ def _samples(model: Any) -> dict[str, str]:
 
 
 def _plain(model: Any) -> dict[str, Tensor]:
-    """The weights that are plain numbers: not packed, not shared out over processes, and really there."""
+    """The weights that are plain tensors: not packed, not sharded, and in memory."""
     return {
         name: weight
         for name, weight in model.named_parameters()
@@ -204,8 +204,8 @@ def save_head(
     tensors: Mapping[str, Tensor],
     numbers: str | None = None,
 ) -> None:
-    """Write a head. `config` holds its sizes and, under "target", the fingerprint of the model it was made for.
-    numbers: how its weights are kept (`head_packing`). What was there stays where this cannot be written."""
+    """Write a head. config: its sizes and, under "target", the fingerprint of its target. numbers: the dtype on disk.
+    Files of an older head stay if this fails."""
     place = Path(folder)
     text = json.dumps({"kind": kind, "format": FORMAT, **config}, indent=2, sort_keys=True)
     halves = {place / f".{name}.part": place / name for name in (WEIGHTS, _CONFIG)}
@@ -223,7 +223,7 @@ def save_head(
 
 
 def _check_samples(samples: Any, place: Path) -> None:
-    """The samples of a target's weights are lines of numbers."""
+    """Refuse samples of weights that are not lines of numbers."""
     try:
         wrong = any(
             not isinstance(line, str) or any(value != value for value in map(float, line.split()))
@@ -241,7 +241,7 @@ def load_head(folder: str | os.PathLike[str], kind: str) -> tuple[dict[str, Any]
     check_link(place / _CONFIG)
     try:
         config = read_json(place / _CONFIG, _MOST_CONFIG)
-        if (place / WEIGHTS).exists():  # else the next line says so
+        if (place / WEIGHTS).exists():  # if missing, the next line raises
             header_of(place / WEIGHTS)
         tensors = unpacked(load_file(place / WEIGHTS))
     except (OSError, ValueError, SafetensorError) as error:
@@ -252,7 +252,7 @@ def load_head(folder: str | os.PathLike[str], kind: str) -> tuple[dict[str, Any]
     if config.get("format") != FORMAT:
         raise LoadError(
             f"'{place}' is written in format {config.get('format')!r} of heads, this version reads {FORMAT}; "
-            "save it anew with this version."
+            "save it again with this version."
         )
     if not isinstance(config.get("target"), dict):
         raise LoadError(f"'{place}' does not say which target it was made for; its config.json needs a 'target'.")

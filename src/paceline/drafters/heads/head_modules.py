@@ -1,4 +1,4 @@
-"""What all trained heads share: they fit one target, are saved and loaded, and remember what the target thought."""
+"""Base of all trained heads: they fit one target, can be saved and loaded, and draft from stored hidden states."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ H = TypeVar("H", bound="DraftHead")
 
 
 class DraftHead(nn.Module):
-    """Weights that draft for one target. Subclasses name their `kind`, their `Config` and the `sizes` for a target."""
+    """Weights that draft for one target. A subclass has a `kind`, a `Config`, and the `sizes` for a target."""
 
     kind: ClassVar[str]
-    Config: ClassVar[Any]  # a dataclass of plain values: what config.json holds
+    Config: ClassVar[Any]  # a dataclass of plain values: the content of config.json
 
     def __init__(self, config: Any, made_for: dict[str, Any]) -> None:
         super().__init__()
@@ -34,12 +34,12 @@ class DraftHead(nn.Module):
 
     @property
     def remembers(self) -> int:
-        """The width of what it remembers of every place of the text."""
+        """The width of the vector that is stored for every position."""
         return int(self.config.hidden)
 
     @classmethod
     def sizes(cls, target: LanguageModel) -> Any:
-        """The usual config for this target."""
+        """The default config for this target."""
         raise NotImplementedError
 
     @classmethod
@@ -51,12 +51,12 @@ class DraftHead(nn.Module):
         return head.to(target.device, target.dtype)
 
     def save(self, folder: str | os.PathLike[str], numbers: str | None = None) -> None:
-        """numbers: float32, bfloat16 or int8 on disk; as they are, if nothing is said."""
+        """numbers: the dtype on disk, float32, bfloat16 or int8. None: the dtype of the weights."""
         config = {**asdict(self.config), "target": self.made_for}
         save_head(folder, self.kind, config, self.own_weights(), numbers)
 
     def own_weights(self) -> dict[str, Tensor]:
-        """Those that are not the target's."""
+        """The weights that do not belong to the target."""
         return dict(self.state_dict())
 
     @classmethod
@@ -77,62 +77,61 @@ class DraftHead(nn.Module):
         return head
 
     def check(self, target: LanguageModel) -> None:
-        """Refuse another target than its own."""
+        """Raise `UnsupportedError` for a target that the head was not made for."""
         check_target(self.kind, self.made_for, target)
         wanted, given = getattr(self.config, "embedding", None), target.model.get_input_embeddings().embedding_dim
         if wanted not in (None, given) and getattr(self, "words", None) is None:
             raise UnsupportedError(
-                f"This {self.kind} head reads embeddings of {wanted} numbers, but those of {target.name} have {given}; "
+                f"This {self.kind} head reads embeddings of width {wanted}, those of {target.name} have {given}; "
                 "use a head trained for this target."
             )
 
 
 def _frozen(value: Any) -> Any:
-    """JSON has no tuples."""
+    """A tuple for every list, since JSON has no tuples."""
     return tuple(value) if isinstance(value, list) else value
 
 
 def depths(numbers: Sequence[int], layers: int) -> tuple[float, ...]:
-    """Hidden states by number (0: the embeddings), as depths of a target of so many layers. Nobody asks for the last
-    one by number: it is behind the target's final norm here, and before it where such heads are trained."""
+    """The relative depths of hidden states by number (0: the embeddings) in a target with `layers` layers.
+
+    The last one is refused: Paceline applies the final norm to it, the projects that train such heads do not.
+    """
     if len(set(numbers)) < len(numbers) or not all(0 <= number < layers for number in numbers):
         raise UnsupportedError(
-            f"This head looks at the hidden states {', '.join(map(str, numbers))}, which must differ and lie between 0 "
+            f"This head reads the hidden states {', '.join(map(str, numbers))}, which must differ and lie between 0 "
             f"and {layers - 1} in a target of {layers} layers; use a head trained for this target."
         )
     return tuple(number / layers for number in numbers)
 
 
 class PlaceStore:
-    """One state [D] per row and position of its text: what the target thought there. Rejected places are overwritten,
-    so cutting a text back costs nothing."""
+    """One hidden state [D] per row and position. Rejected positions are overwritten, so a rewind costs nothing."""
 
     def __init__(self, width: int, dtype: torch.dtype, device: torch.device) -> None:
         self._states = torch.zeros(0, 0, width, dtype=dtype, device=device)  # [R,T,D]
-        self.storage_version = next(CHANGES)  # another number whenever they are others
+        self.storage_version = next(CHANGES)  # changes when the tensor is replaced
 
     def write(self, rows: slice, position: Tensor, states: Tensor, places: int) -> None:
-        """`states` [R,Q,D] of the rows, at `position` [R,Q], all below `places`."""
+        """Store `states` [R,Q,D] of the rows at `position` [R,Q]; all are below `places`."""
         self.reserve(rows.stop, places)
-        # places that were not read are NaN, inside a portfolio; a memory would never get rid of one
-        states = states.to(self._states.dtype).nan_to_num()
+        states = states.to(self._states.dtype).nan_to_num()  # a NaN of a broken target would stay for ever
         self._states[rows].scatter_(1, position.unsqueeze(-1).expand_as(states), states)
 
     def at(self, rows: slice, position: Tensor) -> Tensor:
-        """[R,Q,D] at `position` [R,Q]; zeros where there is nothing, such as before the text."""
+        """[R,Q,D] at `position` [R,Q]; zeros where nothing is stored, such as before the text."""
         self.reserve(rows.stop, 1)
         known = position.clamp(0, self._states.shape[1] - 1)
         states = self._states[rows].gather(1, known.unsqueeze(-1).expand(*known.shape, self._states.shape[2]))
         return states.where((known == position).unsqueeze(-1), 0)
 
     def states(self, rows: int, places: int) -> Tensor:
-        """[R,T,D]: all that is known of the first `rows`, with room for `places` each; for those that write there by
-        themselves."""
+        """[R,T,D]: the whole tensor of the first `rows`, with room for `places` positions, for kernels that write."""
         self.reserve(rows, places)
         return self._states[:rows]
 
     def reserve(self, rows: int, places: int) -> None:
-        """Make room; places grow by doubling."""
+        """Make room for rows and positions. The number of positions doubles."""
         old = self._states
         if rows <= old.shape[0] and places <= old.shape[1]:
             return
@@ -148,7 +147,7 @@ class PlaceStore:
         self._states[: len(source)] = self._states[list(source)]
 
     def release(self, row: int, last: int) -> None:
-        """Row `last` takes the place of row `row`; nobody who comes later sees what was there."""
+        """Row `last` takes the index of row `row`. Its old states are cleared for the next row."""
         if last < self._states.shape[0]:
             self._states[row] = self._states[last]
             self._states[last] = 0

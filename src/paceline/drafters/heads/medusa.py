@@ -1,4 +1,4 @@
-"""Medusa: several heads on the target's last hidden state, each of which guesses a token further ahead."""
+"""Medusa: several heads on the last hidden state of the target. Each one guesses a token further ahead."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from paceline.models.language_model import LanguageModel
 
 @dataclass(frozen=True)
 class MedusaConfig:
-    """heads: tokens it can guess ahead; layers: residual blocks of each; own_output: false shares the target's head."""
+    """heads: tokens guessed ahead; layers: residual blocks of each; own_output: false shares the target's."""
 
     hidden: int
     vocabulary: int
@@ -36,7 +36,7 @@ class MedusaConfig:
 
 
 class MedusaHead(DraftHead):
-    """K residual heads (arXiv 2401.10774): head k guesses the token k+2 places after the state it looks at."""
+    """K residual heads (arXiv 2401.10774): head k guesses the token k+2 positions after its hidden state."""
 
     kind = "medusa"
     Config = MedusaConfig
@@ -44,7 +44,7 @@ class MedusaHead(DraftHead):
     def __init__(self, config: MedusaConfig, made_for: dict[str, Any]) -> None:
         super().__init__(config, made_for)
         K, D = config.heads, config.hidden
-        # the blocks start at zero: a new head says what its output says of the state itself
+        # the blocks start at zero: a new head applies its output layer to the hidden state itself
         self.blocks = nn.Parameter(torch.zeros(config.layers, K, D, D))
         self.biases = nn.Parameter(torch.zeros(config.layers, K, 1, D))
         self.output = nn.Parameter(torch.randn(K, config.vocabulary, D) / D**0.5) if config.own_output else None
@@ -55,7 +55,7 @@ class MedusaHead(DraftHead):
         return MedusaConfig(config.hidden_size, config.vocab_size)
 
     def states(self, hidden: Tensor, head: int) -> Tensor:
-        """[...,D] -> [...,D]: what one head's output sees."""
+        """[...,D] -> [...,D]: the input of the output layer of one head."""
         for block, bias in zip(self.blocks[:, head], self.biases[:, head], strict=True):
             hidden = hidden + F.silu(F.linear(hidden, block, bias.squeeze(0)))
         return hidden
@@ -70,12 +70,12 @@ class MedusaHead(DraftHead):
         return logits.view(K, *hidden.shape[:-1], -1)
 
     def light(self) -> nn.Module:
-        """The same heads as they draft: see `kernel_linear.drafting`."""
+        """The same heads in the dtype of drafting, see `cpu_linear.drafting`."""
         return _LightHeads(self)
 
 
 class _LightHeads(nn.Module):
-    """The maps of all heads in int8, one after the other."""
+    """The linear layers of all heads in int8."""
 
     def __init__(self, head: MedusaHead) -> None:
         super().__init__()
@@ -94,7 +94,7 @@ class _LightHeads(nn.Module):
         if self.output is None:
             logits = shared(states)
         else:
-            logits = torch.stack([say(state) for say, state in zip(self.output, states, strict=False)])
+            logits = torch.stack([layer(state) for layer, state in zip(self.output, states, strict=False)])
         return logits.view(K, *hidden.shape[:-1], -1)
 
 
@@ -111,17 +111,17 @@ class Medusa(HeadDrafter):
         return self._grower.run(rows, replace(budget, depth=depth), self._expand(rows, depth))
 
     def _expand(self, rows: RowsView, depth: int) -> Expand:
-        """All nodes of one depth have the same logits: those of the head that guesses so far ahead."""
+        """All nodes of one depth have the same logits: those of the head for that depth."""
         hidden = self.last_state(rows).squeeze(1)
         logits = self.usable(self.light(hidden, self.shared, depth)).transpose(0, 1)  # [R,K,V]
         row = arange(0, rows.count, logits.device).unsqueeze(1)
-        depths = rows.length.new_empty(rows.count, 0)  # of the nodes asked for so far; 1: those below the text
+        depths = rows.length.new_empty(rows.count, 0)  # of the nodes expanded so far; 1: the children of the text
 
         def expand(tokens: Tensor | None, parents: Tensor | None) -> Tensor:
             nonlocal depths
             if tokens is None:
                 return logits[:, :1]
-            if parents is None:  # a chain, one after the other
+            if parents is None:  # a chain
                 depths = F.pad(depths, (0, 1), value=depths.shape[1] + 1)
                 return logits[:, depths.shape[1], None]
             deep = F.pad(depths, (1, 0)).gather(1, parents + 1) + 1

@@ -21,13 +21,13 @@ from paceline.models.masks import chain_mask
 from paceline.models.slot_cache import SlotCache
 
 Shared = Callable[[Tensor], Tensor]  # the target's output layer
-_START = 2  # places before the draft: the target's state, and the last committed token
+_START = 2  # positions before the draft: the target's hidden state, and the last committed token
 
 
 @dataclass(frozen=True)
 class ProphetConfig(LayerConfig):
-    """hidden, embedding: the target's widths; width: its own; layers: how many; own_output: false says what it says by
-    the target's output layer."""
+    """hidden, embedding: the target's widths; width: its own; layers: their number; own_output: false uses the target's
+    output layer."""
 
     hidden: int = 0
     embedding: int = 0
@@ -42,7 +42,7 @@ class ProphetConfig(LayerConfig):
 
 
 class ProphetHead(DraftHead):
-    """A small causal transformer over: the target's state, the token chosen there, the tokens drafted since."""
+    """A small causal transformer over the target's hidden state, the token chosen there, and the drafted tokens."""
 
     kind = "prophet"
     Config = ProphetConfig
@@ -57,7 +57,7 @@ class ProphetHead(DraftHead):
         self.norms = nn.ModuleList(Norm(D, eps=1e-6) for _ in range(config.layers))
         self.layers = nn.ModuleList(DecoderLayer(config, D) for _ in range(config.layers))
         self.norm = Norm(D, eps=1e-6)
-        # to logits, or to what the target's output layer takes
+        # to logits, or to the input of the target's output layer
         self.output = nn.Linear(D, config.vocabulary if config.own_output else config.hidden, bias=False)
 
     @classmethod
@@ -69,14 +69,14 @@ class ProphetHead(DraftHead):
         return ProphetConfig(width, heads, heads, 3 * width, 10000.0, config.hidden_size, embedding, config.vocab_size)
 
     def states(self, hidden: Tensor, embedded: Tensor) -> Tensor:
-        """hidden [R,1,D] and the embedded tokens that follow it [R,Q,E] -> [R,Q,D]: what follows each, to be said."""
+        """hidden [R,1,D] and the embedded tokens after it [R,Q,E] -> [R,Q,D]: the last hidden state of each token."""
         stream = self.start(hidden, embedded)
         position = arange(0, stream.shape[1], stream.device).unsqueeze(0)
         remember = [alone] * len(self.layers)
         return self.think(stream, position, chain_mask(position, stream.shape[1]), remember)[:, 1:]
 
     def forward(self, hidden: Tensor, embedded: Tensor, shared: Shared | None = None) -> Tensor:
-        """The same -> logits [R,Q,V] of the token after each; `shared` is the target's output layer."""
+        """The same -> logits [R,Q,V] after each token. shared: the target's output layer."""
         return self.say(self.states(hidden, embedded), shared)
 
     def start(self, hidden: Tensor, embedded: Tensor) -> Tensor:
@@ -91,11 +91,11 @@ class ProphetHead(DraftHead):
         return stream
 
     def say(self, stream: Tensor, shared: Shared | None = None) -> Tensor:
-        said: Tensor = self.output(self.norm(stream))
+        states: Tensor = self.output(self.norm(stream))
         if self.config.own_output:
-            return said
+            return states
         assert shared is not None
-        return shared(said)
+        return shared(states)
 
 
 @DRAFTERS.register("prophet")
@@ -118,8 +118,8 @@ class Prophet(HeadDrafter):
         return self._grower.run(rows, budget, self._expand(rows))
 
     def _expand(self, rows: RowsView) -> Expand:
-        """The draft is all it remembers: every round begins in slot 0."""
-        cache, everyone, head = self._cache, slice(0, rows.count), self.light
+        """Its KV cache holds the draft only: every round starts in slot 0."""
+        cache, every_row, head = self._cache, slice(0, rows.count), self.light
         remember = [by_slot(cache, layer) for layer in range(head.config.layers)]
         scratch = Scratch(torch.full_like(rows.length, _START), _START)
 
@@ -129,13 +129,13 @@ class Prophet(HeadDrafter):
                 stream = head.start(self.last_state(rows), last)
                 position = arange(0, _START, stream.device).unsqueeze(0)
                 cache.reserve(rows.capacity, _START)
-                cache.set_next_write(everyone, position.expand(rows.count, -1), _START, 0)
-                told = head.think(stream, position, chain_mask(position, _START), remember)[:, -1:]
-                return self.usable(head.say(told, self.shared))
+                cache.set_next_write(every_row, position.expand(rows.count, -1), _START, 0)
+                states = head.think(stream, position, chain_mask(position, _START), remember)[:, -1:]
+                return self.usable(head.say(states, self.shared))
             slots, position, mask, visible = scratch.add(tokens.shape[1], parents)
             cache.reserve(rows.capacity, visible)
-            cache.set_next_write(everyone, slots, visible, 0)
-            told = head.think(head.read(self.embed(tokens)), position, mask, remember)
-            return self.usable(head.say(told, self.shared))
+            cache.set_next_write(every_row, slots, visible, 0)
+            states = head.think(head.read(self.embed(tokens)), position, mask, remember)
+            return self.usable(head.say(states, self.shared))
 
         return expand

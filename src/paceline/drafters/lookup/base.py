@@ -1,4 +1,4 @@
-"""What the drafters that work on the host share: a state per row, counts of what followed what, and growing a tree."""
+"""Base of drafters that work on the host: a state per row, counts of followers, and tree growth."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ ListDraft = tuple[list[int], list[int]]  # the tokens and the parents of one row
 State = TypeVar("State")
 Place = TypeVar("Place")
 
-RANKED = 8  # continuations of a context that are kept in order; nobody branches more than that
+RANKED = 8  # followers of a context that are kept in order: the maximum number of branches
 
 
 class HostDrafter(Reorderable, Generic[State]):
-    """A drafter with one state per row, which comes and goes with it."""
+    """A drafter with one state per row."""
 
     _states: PerRow[State]
     _rows: RowsView | None = None
@@ -39,36 +39,33 @@ class HostDrafter(Reorderable, Generic[State]):
         self._states.release(row, last)
 
     def reorder(self, rows: RowsView, source: Sequence[int]) -> bool:
-        return True  # states know only what is settled, and that is the same in all beams of a search
+        return True  # states know settled tokens only, which all beams of a search share
 
     def restart(self, rows: RowsView, count: int) -> None:
-        self.admit(rows, 0)  # no `end`: half an answer teaches nothing to others
+        self.admit(rows, 0)  # no `end`: an unfinished answer is not learned
 
     @abstractmethod
     def begin(self, rows: RowsView, row: int) -> State:
         """The state of a new row."""
 
     def end(self, state: State, rows: RowsView, row: int) -> None:
-        """A row is about to go; its text is still there."""
+        """A row ends. Its text is still in `rows`."""
 
 
 class ListDrafter(HostDrafter[State]):
-    """One whose drafts are lists: whoever works on the host as well (`auto`) takes them as they are, and spares the way
-    into tensors and back."""
+    """A host drafter whose drafts are lists. A group of drafters takes the lists, without a way through tensors."""
 
     @abstractmethod
     def propose_lists(self, rows: RowsView, budget: Budget, branching: bool = True) -> list[ListDraft]:
-        """A draft for every row, within the budget: its tokens and their parents. Not `branching`: a chain will do,
-        whatever its options say."""
+        """A draft for every row, within the budget. branching: false asks for chains, whatever the options are."""
 
     def propose(self, rows: RowsView, budget: Budget) -> TokenTree:
-        """Branches that were asked for are drafted, whoever judges them: the loop says where a rule takes chains only,
-        and nobody's option is silently ignored."""
+        """Trees for any rule: the loop refuses a tree if the rule verifies chains only, so no option is ignored."""
         return TokenTree.from_lists(self.propose_lists(rows, budget), "cpu")
 
 
 class Followers:
-    """How often each token followed one context, and the most frequent of them in order; of equals the latest."""
+    """How often each token followed one context, and the most frequent ones in order; of equals the latest."""
 
     __slots__ = ("counts", "ranked", "total")
 
@@ -100,11 +97,10 @@ Expand = Callable[[Place], Iterable[tuple[int, float, Place]]]
 
 
 def grow(start: Place, expand: Expand[Place], nodes: int, depth: int, sure: int, least: float) -> ListDraft:
-    """Tokens and parents of a tree grown where it is most probable. `expand(place)` gives the distinct next tokens, the
-    best one first, each with its share and the place after it.
+    """Tokens and parents of a tree that grows where it is most probable.
 
-    The chain of best tokens comes first, `sure` tokens of it whatever their probability; after that nothing whose
-    joint probability is less than `least`.
+    `expand(place)` gives distinct next tokens, the best first, each with its probability and the place after it. The
+    first `sure` tokens of the chain of best tokens are always in. Other nodes need a joint probability of `least`.
     """
     tokens: list[int] = []
     parents: list[int] = []

@@ -15,7 +15,7 @@ from paceline.core.protocols import FillsNodes, Replayable
 from paceline.core.tree import TokenTree
 from paceline.core.verdict import Verdict
 
-_KEYS = 4096  # first tokens a pool remembers n-grams for; the least recently used go first
+_KEYS = 4096  # first tokens with n-grams in a pool; the least recently used are dropped
 _SCATTER = 2654435761  # spreads neighbouring positions over a text (Knuth's multiplicative hash)
 
 
@@ -23,8 +23,8 @@ _SCATTER = 2654435761  # spreads neighbouring positions over a text (Knuth's mul
 class Lookahead(FillsNodes, Replayable):
     """Collect n-grams from guesses the target corrects beside the text, and draft those that fit.
 
-    A guess for each of the next `window` positions is a chain below the text; what the target said after a guess hangs
-    below it. So the guesses are part of the one tree that is verified, and what happens to be right is accepted.
+    The guesses for the next `window` positions are a chain in the tree. The target's token after a guess becomes its
+    child in the next round. So the target corrects the guesses in the same forward pass, and accepts right ones.
     """
 
     @dataclass(frozen=True)
@@ -40,9 +40,9 @@ class Lookahead(FillsNodes, Replayable):
 
     def __init__(self, options: Options | None = None) -> None:
         self.options = options or self.Options()
-        usual = self.Options()
+        default = self.Options()
         self.uses_all_nodes = all(
-            getattr(self.options, name) == getattr(usual, name) for name in ("window", "ngram", "candidates")
+            getattr(self.options, name) == getattr(default, name) for name in ("window", "ngram", "candidates")
         )
         self._states = PerRow[_Row]()
         self._drafts: list[_Draft] = []
@@ -73,9 +73,9 @@ class Lookahead(FillsNodes, Replayable):
         drafts, self._drafts = self._drafts, []
         if not any(draft.columns for draft in drafts):
             return
-        best = reading.logits.max(-1)  # not what was sampled: a guess that repeats itself is what settles
-        said: list[list[int]] = torch.where(best.values - best.values == 0, best.indices, -1).tolist()
-        for state, draft, tokens in zip(self._states, drafts, said, strict=True):
+        best = reading.logits.max(-1)  # not the sampled token: guesses must become stable
+        verified: list[list[int]] = torch.where(best.values - best.values == 0, best.indices, -1).tolist()
+        for state, draft, tokens in zip(self._states, drafts, verified, strict=True):
             state.correct(draft, tokens)
 
 
@@ -92,7 +92,7 @@ class _Draft:
         self._known: dict[tuple[int, int], int] = {}
 
     def add(self, parent: int, tokens: Sequence[int]) -> list[int]:
-        """The nodes of `tokens` below `parent` (-1: the text); none, and nothing is added, if they do not fit."""
+        """The nodes of `tokens` below `parent` (-1: the text). If they do not fit, adds nothing and returns []."""
         above = self._depths[parent] if parent >= 0 else 0
         if above + len(tokens) > self._depth:
             return []
@@ -122,11 +122,11 @@ class _Row:
         self.options = options
         self._pool: dict[int, dict[tuple[int, ...], None]] = {}  # by first token; the latest n-gram is the last
         self._learned = 0  # tokens of the text whose n-grams are in the pool
-        self._columns: list[list[int]] = []  # per position: a guess, and what the target said after it, and after that
-        self._start = 0  # the position that the first column begins at
+        self._columns: list[list[int]] = []  # per position: a guess, and the target's tokens after it
+        self._start = 0  # the position of the first column
 
     def learn(self, text: list[int], settled: int) -> None:
-        """The n-grams of the text itself; each is looked at once."""
+        """Learn the n-grams of the text itself."""
         if not self.options.prompt:
             return
         for end in range(max(self._learned, self.options.ngram - 1), settled):
@@ -147,9 +147,9 @@ class _Row:
     # ---- a round
 
     def draft(self, text: list[int], depth: int, nodes: int) -> _Draft:
-        """The n-grams that go on from the last token, the latest first, and the guesses below the text."""
+        """The n-grams that continue the last token, the latest first, and the guesses below the text."""
         guesses = self.options.window > 0 and depth >= self.options.ngram - 1
-        tree = _Draft(depth, (nodes + 1) // 2 if guesses else nodes)  # or a full pool would starve itself
+        tree = _Draft(depth, (nodes + 1) // 2 if guesses else nodes)  # else a full pool leaves no room for guesses
         for rest in reversed(self._pool.get(text[-1], {})):
             tree.add(-1, rest[: min(depth, tree.room - len(tree.tokens))])
         tree.room = nodes
@@ -160,11 +160,11 @@ class _Row:
             if not path:
                 break
             tree.columns.append(path[-1])
-            at = path[0]  # the next column continues this one's guess
+            at = path[0]  # the next column continues this guess
         return tree
 
     def _align(self, text: list[int]) -> None:
-        """Columns the text has passed are gone; new ones begin with some words of the text, spread by a hash."""
+        """Drop the columns that the text has passed. New ones start with tokens of the text, selected by a hash."""
         passed = len(text) - self._start
         self._columns = self._columns[passed:] if passed >= 0 else []
         self._start = len(text)
@@ -172,14 +172,14 @@ class _Row:
             where = (len(text) + place) * _SCATTER
             self._columns.append([text[(where + i) % len(text)] for i in range(self.options.ngram - 1)])
 
-    def correct(self, draft: _Draft, said: list[int]) -> None:
-        """`said`: the target's token after the text and after every node, -1 where it was not asked. A column and what
-        followed it is an n-gram; without its first token it is the column of the next position."""
+    def correct(self, draft: _Draft, verified: list[int]) -> None:
+        """Learn the target's tokens after the text and after every node (-1: not read). A column and its next token are
+        an n-gram. Without its first token it is the column of the next position."""
         grown = []
         for column, last in zip(self._columns, draft.columns, strict=False):
-            if said[last + 1] < 0:
+            if verified[last + 1] < 0:
                 break
-            ngram = [*column, said[last + 1]]
+            ngram = [*column, verified[last + 1]]
             self._store(ngram)
             grown.append(ngram[1:])
         self._columns = grown

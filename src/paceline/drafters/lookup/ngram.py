@@ -1,4 +1,4 @@
-"""A store of n-grams that adapts to every token (ANPD: Ou et al. 2024, arXiv 2404.08698)."""
+"""Draft from a store of n-grams that learns every token (ANPD: Ou et al. 2024, arXiv 2404.08698)."""
 
 from __future__ import annotations
 
@@ -23,17 +23,18 @@ from paceline.core.verdict import Verdict
 from paceline.drafters.lookup.base import RANKED, Followers, ListDraft, ListDrafter, grow
 from paceline.models.loading.weight_check import reading
 
-# ---- What followed which words, by level: the memory of `ngram`, in use and on disk
+# ---- The store: what followed each context, in memory and on disk
 
 _FORMAT = "paceline-ngram-1"
 Context = tuple[int, ...]
 
 
 class Levels:
-    """What followed contexts of every length; the empty context is followed by everything.
+    """The followers of contexts of every length. The empty context is followed by every token.
 
-    Two generations bound its size: when the young one is full it becomes the old one, and what was not used since is
-    forgotten."""
+    Two generations limit its size: when the young one is full, it becomes the old one, and the contexts that were not
+    used since are dropped.
+    """
 
     def __init__(self, capacity: int = 1 << 62) -> None:
         self.capacity = capacity
@@ -50,7 +51,7 @@ class Levels:
         return self._young.get(context) or self._old.get(context)
 
     def learn(self, text: list[int], start: int, stop: int, lengths: tuple[int, ...]) -> None:
-        """The tokens start..stop-1 of a text, each after its contexts of these lengths."""
+        """Learn the tokens start..stop-1 of a text, each after its contexts of these lengths."""
         for place in range(start, stop):
             token = text[place]
             for n in lengths:
@@ -58,23 +59,23 @@ class Levels:
                     self.followers(tuple(text[place - n : place])).see(token)
 
     def followers(self, context: Context) -> Followers:
-        """Those of a context, which from now on is known."""
-        found = self._young.get(context)
-        if found is None:
+        """The followers of a context, which is added if it is new."""
+        known = self._young.get(context)
+        if known is None:
             if 2 * len(self._young) >= self.capacity:
                 self._old, self._young = self._young, {}
-            found = self._young[context] = self._old.pop(context) if context in self._old else Followers()
-        return found
+            known = self._young[context] = self._old.pop(context) if context in self._old else Followers()
+        return known
 
     def arrays(self) -> dict[str, Any]:
-        """Everything as arrays; of the old generation first, and the least frequent and oldest followers first, so
-        that reading them in order restores the order."""
+        """All contexts as arrays: the old generation first, and the least frequent and oldest followers first. To read
+        them in this order restores the order."""
         contexts = [*self._old.items(), *self._young.items()]
-        pairs = [(token, each.counts[token]) for _, each in contexts for token in _in_order(each)]
+        pairs = [(token, known.counts[token]) for _, known in contexts for token in _in_order(known)]
         return {
             "lengths": np.array([len(context) for context, _ in contexts], dtype=np.int32),
             "contexts": np.array([token for context, _ in contexts for token in context], dtype=np.int32),
-            "sizes": np.array([len(each.counts) for _, each in contexts], dtype=np.int32),
+            "sizes": np.array([len(known.counts) for _, known in contexts], dtype=np.int32),
             "tokens": np.array([token for token, _ in pairs], dtype=np.int32),
             "counts": np.array([count for _, count in pairs], dtype=np.int64),
         }
@@ -82,31 +83,30 @@ class Levels:
     def restore(self, arrays: dict[str, Any]) -> None:
         for name in _ARRAYS:
             if arrays[name].ndim != 1 or arrays[name].dtype.kind not in "iu" or (arrays[name] < 0).any():
-                raise ValueError(f"its '{name}' are no list of whole numbers")
+                raise ValueError(f"its '{name}' is no list of whole numbers")
         lengths, contexts, sizes, tokens, counts = (arrays[name].tolist() for name in _ARRAYS)
         if sum(lengths) != len(contexts) or sum(sizes) != len(tokens):
             raise ValueError(f"it announces {sum(lengths)} tokens of contexts and has {len(contexts)}")
         at = pair = 0
         for length, size in zip(lengths, sizes, strict=True):
-            found = self.followers(tuple(contexts[at : at + length]))
+            known = self.followers(tuple(contexts[at : at + length]))
             for token, count in zip(tokens[pair : pair + size], counts[pair : pair + size], strict=True):
-                found.counts[token] = count - 1
-                found.total += count - 1
-                found.see(token)
+                known.counts[token] = count - 1
+                known.total += count - 1
+                known.see(token)
             at, pair = at + length, pair + size
 
 
 _ARRAYS = ("lengths", "contexts", "sizes", "tokens", "counts")
 
 
-def _in_order(each: Followers) -> list[int]:
-    ranked = each.ranked[::-1]
-    return [token for token in each.counts if token not in ranked] + ranked
+def _in_order(followers: Followers) -> list[int]:
+    ranked = followers.ranked[::-1]
+    return [token for token in followers.counts if token not in ranked] + ranked
 
 
 class NgramStore:
-    """Levels by namespace, kept between requests. One store may serve several decoders: they feel each other's texts
-    only where they share a namespace."""
+    """Levels by namespace, kept between requests. Decoders may share a store: only equal namespaces share texts."""
 
     def __init__(self, longest: int, capacity: int) -> None:
         self.longest, self.capacity = longest, capacity
@@ -125,7 +125,7 @@ class NgramStore:
         names = self.namespaces
         arrays = {f"{i}.{key}": value for i, name in enumerate(names) for key, value in self[name].arrays().items()}
         about = {"format": _FORMAT, "longest": str(self.longest), "namespaces": json.dumps(names)}
-        beside = Path(f"{os.fspath(path)}.{os.getpid()}.part")  # nobody ever reads half a file
+        beside = Path(f"{os.fspath(path)}.{os.getpid()}.part")  # no reader sees half a file
         save_file(arrays, beside, about)
         beside.replace(path)
 
@@ -158,26 +158,26 @@ def as_store(given: Any, longest: int, capacity: int) -> NgramStore:
 
 # ---- A store of n-grams that adapts to every token (ANPD: Ou et al. 2024, arXiv 2404.08698)
 
-_LEAST = 0.02  # a branch less probable than this is not worth a node
+_LEAST = 0.02  # the joint probability that a branch needs
 
 
 @DRAFTERS.register("ngram")
 class Ngram(Replayable, ListDrafter["_Row"]):
-    """Draft what most often followed the same words so far, in this text and, if wanted, in earlier ones."""
+    """Draft what most often followed the same tokens so far, in this text and, if wanted, in earlier ones."""
 
     @dataclass(frozen=True)
     class Options(Limited):
         order: int = limited(4, 2, 64)  # the longest n-gram: contexts have order-1 tokens, order-2, ... 1
         levels: Literal["all", "one"] = "all"  # back off to shorter contexts, or the longest alone
         branches: int = limited(1, 1, RANKED)  # different continuations of a context to propose at once, as a tree
-        stop_if_unknown: bool = True  # what no level knows ends the draft; else it goes on with the commonest token
-        # also learn the target's so many likeliest tokens at every place it has judged
+        stop_if_unknown: bool = True  # an unknown context ends the draft; false: continue with the most frequent token
+        # also learn this number of the target's most likely tokens after every accepted token
         filler: int = limited(0, 0, 256)
-        persistent: bool = False  # remember the texts of earlier requests
-        store: Any = None  # what was remembered: a file written by save(), or an NgramStore shared with others
-        namespace: str = ""  # whose memory; other namespaces of the store are never looked at
-        frozen: bool = False  # use what is remembered, add nothing
-        # contexts remembered per namespace; the longest unused are forgotten
+        persistent: bool = False  # keep the n-grams of earlier requests
+        store: Any = None  # earlier n-grams: a file written by save(), or an NgramStore that others share
+        namespace: str = ""  # of the store; other namespaces are never read
+        frozen: bool = False  # read the store, add nothing
+        # contexts stored per namespace; the longest unused are dropped
         capacity: int = limited(1_000_000, 2, 10**8)
 
         def __post_init__(self) -> None:
@@ -207,11 +207,11 @@ class Ngram(Replayable, ListDrafter["_Row"]):
     def describe(self) -> str:
         return f"ngram, order {self.options.order}"
 
-    # ---- the memory
+    # ---- the store
 
     @property
     def _kept(self) -> Levels | None:
-        """What is remembered of earlier requests, if anything is."""
+        """The n-grams of earlier requests, if they are used."""
         known = self.options.persistent or self.options.store is not None
         return self.store[self.options.namespace] if known else None
 
@@ -220,15 +220,17 @@ class Ngram(Replayable, ListDrafter["_Row"]):
         return [row.own] if kept is None else [row.own, kept]
 
     def reset(self) -> None:
-        """Forget everything in this namespace."""
+        """Drop everything in this namespace."""
         self.store[self.options.namespace].clear()
         for row in self._states:
             row.own.clear()
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write what is remembered (all namespaces of the store) to a safetensors file, for the option `store`."""
+        """Write the store (all namespaces) to a safetensors file, for the option `store`."""
         if self._kept is None:
-            raise InputError("There is nothing to save: 'ngram' remembers between requests with persistent=True only.")
+            raise InputError(
+                "There is nothing to save: 'ngram' keeps n-grams between requests with persistent=True only."
+            )
         self.store.save(path)
 
     # ---- rows
@@ -247,7 +249,7 @@ class Ngram(Replayable, ListDrafter["_Row"]):
             row.known = settled
 
     def keep(self, rows: RowsView, verdict: Verdict, reading: Reading) -> None:
-        """The filler: what else the target thought likely, after the text and after every accepted token."""
+        """Learn the filler: other likely tokens of the target after the text and after every accepted token."""
         if not self.options.filler:
             return
         best = reading.logits.topk(min(self.options.filler, reading.logits.shape[-1]), dim=-1).indices.tolist()
@@ -260,7 +262,7 @@ class Ngram(Replayable, ListDrafter["_Row"]):
                 self._fill(self._states[row], words + emitted[row][:i], best[row][node + 1])
 
     def _fill(self, row: _Row, words: list[int], likely: list[int]) -> None:
-        for token in reversed(likely):  # the likeliest last: of equals the latest wins
+        for token in reversed(likely):  # the most likely last: among equals the latest is first
             for levels in self._learners(row):
                 levels.learn([*words, token], len(words), len(words) + 1, self._lengths)
 
@@ -285,35 +287,35 @@ class Ngram(Replayable, ListDrafter["_Row"]):
         return drafts
 
     def _find(self, row: _Row, words: Context) -> Followers | None:
-        """From the longest context down; on every level this text before earlier ones."""
+        """The followers of the longest known context; at each length this text comes before earlier ones."""
         own, kept = row.own, self._kept
         for n in self._lengths:
             if n <= len(words):
                 context = words[len(words) - n :]
-                found = own.get(context) or (kept.get(context) if kept is not None else None)
-                if found is not None:
-                    return found
+                known = own.get(context) or (kept.get(context) if kept is not None else None)
+                if known is not None:
+                    return known
         return None
 
     def _chain(self, row: _Row, text: list[int], depth: int) -> list[int]:
         words = tuple(text[-self._longest :])
         drafted: list[int] = []
         while len(drafted) < depth:
-            found = self._find(row, words)
-            if found is None:
+            known = self._find(row, words)
+            if known is None:
                 break
-            token = found.ranked[0]
+            token = known.ranked[0]
             drafted.append(token)
             words = self._then(words, token)
         return drafted
 
     def _after(self, row: _Row, words: Context) -> list[tuple[int, float, Context]]:
-        """The next tokens with their shares, for a tree."""
-        found = self._find(row, words)
-        if found is None:
+        """The next tokens with their probabilities, for a tree."""
+        known = self._find(row, words)
+        if known is None:
             return []
-        best = found.ranked[: self.options.branches]
-        return [(token, found.counts[token] / found.total, self._then(words, token)) for token in best]
+        best = known.ranked[: self.options.branches]
+        return [(token, known.counts[token] / known.total, self._then(words, token)) for token in best]
 
     def _then(self, words: Context, token: int) -> Context:
         return (*words, token)[-self._longest :]
@@ -321,7 +323,7 @@ class Ngram(Replayable, ListDrafter["_Row"]):
 
 @dataclass
 class _Row:
-    """What one text has taught so far."""
+    """The n-grams of one text."""
 
     own: Levels
-    known: int = 0  # its first tokens that were learnt
+    known: int = 0  # its first tokens that were learned

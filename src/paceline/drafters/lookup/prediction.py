@@ -1,4 +1,4 @@
-"""Follow the caller's own guess of the output ("predicted outputs"), and find the place again after an edit."""
+"""Follow the caller's guess of the output ("predicted outputs"), and find the position again after an edit."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from paceline.core.protocols import Replayable, TakesPrediction
 from paceline.core.tree import TokenTree
 from paceline.drafters.lookup.base import HostDrafter
 
-_PATIENCE = 4  # tokens that fit nowhere before it waits for one that does
-_LOOK_BACK = 16  # a match longer than this is as good as this
-_CANDIDATES = 32  # places compared to find the right one, the nearest on either side
+_PATIENCE = 4  # tokens without a match before drafts stop until the next match
+_LOOK_BACK = 16  # tokens of a match that are compared
+_CANDIDATES = 32  # positions compared on either side
 
 
 @DRAFTERS.register("prediction")
@@ -22,16 +22,16 @@ class Prediction(TakesPrediction, Replayable, HostDrafter["_Row"]):
 
     @dataclass(frozen=True)
     class Options(Limited):
-        # tokens of the prediction, on either side of the last place, where the text may go on
+        # tokens of the prediction on either side of the last position, where the text may continue
         window: int = limited(512, 1, 2**20)
-        # ways to go on after an edit proposed at once: a token was replaced, added or left out
+        # continuations proposed after an edit: a token was replaced, added or left out
         branches: int = limited(1, 1, 256)
 
     def __init__(self, options: Options | None = None) -> None:
         self.options = options or self.Options()
 
     def begin(self, rows: RowsView, row: int) -> _Row:
-        """Without a prediction the prompt stands in for one: much of what is asked for repeats it."""
+        """Without a prediction the prompt replaces it: many answers repeat it."""
         given = rows.predictions[row]
         return _Row(_Predicted(rows.histories[row][:] if given is None else given), _Trail(rows.lengths[row]))
 
@@ -55,14 +55,14 @@ class _Row:
 
 @dataclass(frozen=True)
 class _Trail:
-    """How far a text was followed, and where in the prediction it would go on."""
+    """How far a text was followed, and where in the prediction it continues."""
 
-    read: int  # tokens of the text that were looked at
-    place: int = 0  # of the next token in the prediction, when the last one fitted
-    missed: int = 0  # tokens since then that fitted nowhere
+    read: int  # tokens of the text that were compared
+    place: int = 0  # index in the prediction after the last match
+    missed: int = 0  # tokens since then without a match
 
     def ways(self, most: int) -> list[int]:
-        """Where it may go on. After a token that fits nowhere: it replaced one, or it was added, or one was dropped."""
+        """Where the text may continue. A token without a match replaced one, was added, or follows a dropped one."""
         if self.missed == 0:
             return [self.place]
         if self.missed > _PATIENCE:
@@ -71,7 +71,7 @@ class _Trail:
 
 
 class _Predicted:
-    """A prediction, and where each of its tokens occurs."""
+    """A prediction, and the positions of each of its tokens."""
 
     def __init__(self, tokens: list[int]) -> None:
         self.tokens = tokens
@@ -86,15 +86,15 @@ class _Predicted:
             if not missed and place < len(self.tokens) and self.tokens[place] == text[at]:
                 place += 1
                 continue
-            found = self._find(text, at, place + missed, window)
-            if found is None:
+            match = self._find(text, at, place + missed, window)
+            if match is None:
                 missed += 1
             else:
-                place, missed = found + 1, 0
+                place, missed = match + 1, 0
         return replace(trail, read=max(read, stop), place=place, missed=missed)
 
     def _find(self, text: list[int], at: int, expected: int, window: int) -> int | None:
-        """Where the text up to its token `at` ends in the prediction: the longest match, of equals the nearest."""
+        """Where the text up to its token `at` ends in the prediction: the longest match, among equals the nearest."""
         places = self._where.get(text[at], [])
         middle = bisect_left(places, expected)
         near = places[max(0, middle - _CANDIDATES) : middle + _CANDIDATES]

@@ -1,4 +1,4 @@
-"""Copy what followed the last words the last time they occurred (Saxena 2023; Yang et al. 2023, arXiv 2304.04487)."""
+"""Copy what followed the last tokens at their last occurrence (Saxena 2023; Yang et al. 2023, arXiv 2304.04487)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from paceline.drafters.lookup.base import ListDraft, ListDrafter
 
 @DRAFTERS.register("prompt-lookup")
 class PromptLookup(Replayable, ListDrafter["_Index"]):
-    """Copy from the prompt and the text so far: what followed the same words before."""
+    """Copy from the prompt and the text so far: what followed the same tokens before."""
 
     @dataclass(frozen=True)
     class Options(Limited):
@@ -51,15 +51,15 @@ class PromptLookup(Replayable, ListDrafter["_Index"]):
 
 
 class _Index:
-    """Where each n-gram of one text ended, latest first; every token of the text is looked at once."""
+    """Where each n-gram of one text ended, the latest first. Every token is read once."""
 
     def __init__(self, options: PromptLookup.Options) -> None:
         self.options = options
-        self._known = 1  # n-grams are known that end before the text's last word, so as not to find themselves
+        self._known = 1  # the last n-gram of the text is not known, so that it does not find itself
         self._ends: dict[tuple[int, ...], deque[int]] = {}
 
     def learn(self, text: list[int], settled: int) -> None:
-        """The first `settled` tokens of the text; the others may be taken back."""
+        """Learn the first `settled` tokens of the text; the others may be taken back."""
         for end in range(self._known, settled):
             for n in range(self.options.shortest, min(self.options.longest, end) + 1):
                 places = self._ends.setdefault(tuple(text[end - n : end]), deque(maxlen=self.options.branches))
@@ -70,15 +70,15 @@ class _Index:
         """Up to `branches` continuations, from the longest match down."""
         if most < 1:
             return []
-        found: list[int] = []
+        ends: list[int] = []
         for n in range(min(self.options.longest, len(text)), self.options.shortest - 1, -1):
             for end in self._ends.get(tuple(text[-n:]), ()):
-                if end not in found:
-                    found.append(end)
-        return [_copy(text, end, most) for end in found[: self.options.branches]]
+                if end not in ends:
+                    ends.append(end)
+        return [_copy(text, end, most) for end in ends[: self.options.branches]]
 
 
 def _copy(text: list[int], start: int, most: int) -> list[int]:
-    """`most` tokens from `start`; a copy that reaches the end goes on into itself, as repetition does."""
+    """`most` tokens from `start`. A copy that reaches the end repeats itself."""
     period = len(text) - start
     return [text[start + i % period] for i in range(most)]

@@ -1,4 +1,4 @@
-"""Recycle the candidates of earlier passes: what the target held for likely after a token (Luo et al., 2408.08696)."""
+"""Recycle the candidates of earlier forward passes: the target's likely tokens after each token (arXiv 2408.08696)."""
 
 from __future__ import annotations
 
@@ -24,27 +24,27 @@ from paceline.core.tree_shape import Shape, top
 from paceline.core.verdict import Verdict
 from paceline.models.loading.weight_check import reading
 
-# How often the r-th candidate is the right one, roughly: only to choose the shape of a tree, never what is accepted.
+# The rough acceptance rate of the r-th candidate. It selects the shape of a tree and never what is accepted.
 _BY_RANK = (0.45, 0.15, 0.08, 0.05, 0.04, 0.03, 0.025, 0.02)
 _NODES = 48
 _FORMAT = "paceline.recycling.1"
-UNREAD, READ, WRITTEN = 0, 1, 2  # standing of a place in a pass: never read, read in a draft, part of the text now
+UNREAD, READ, WRITTEN = 0, 1, 2  # standing of a token in a forward pass: not read, drafted, committed
 
 
 @DRAFTERS.register("recycling")
 class Recycling(DraftsOnDevice, FillsNodes, Reorderable):
-    """Follow what the target itself held for likely after each token, the last time it read it."""
+    """Follow the most likely tokens of the target after each token, as of the last time it read that token."""
 
     @dataclass(frozen=True)
     class Options(Limited):
-        k: int = limited(8, 1, 256)  # candidates remembered after each token
+        k: int = limited(8, 1, 256)  # candidates stored for each token
         # of the tree, at most; None: what the decoder allows, and 48 at most
         nodes: int | None = limited(None, 1, NODES_LIMIT)
-        shape: Any = None  # a tree of your own, as "4x2x1" or paths; None: a good one of `nodes` nodes
-        prompt: bool = True  # tokens not yet read are followed as in the prompt
-        persistent: bool = False  # remember from one request to the next
+        shape: Any = None  # the tree, as "4x2x1" or paths; None: a good one with `nodes` nodes
+        prompt: bool = True  # after tokens that the target has not read, follow the prompt
+        persistent: bool = False  # keep the candidates from one request to the next
         frozen: bool = False  # learn nothing
-        namespace: str = ""  # whose memory; set `drafter.namespace` between requests to change it
+        namespace: str = ""  # the name of the store; set `drafter.namespace` between requests to change it
 
         def __post_init__(self) -> None:
             super().__post_init__()
@@ -62,10 +62,10 @@ class Recycling(DraftsOnDevice, FillsNodes, Reorderable):
         self._memories: dict[str, _Memory] = {}
         self._drafted: TokenTree | None = None
 
-    # ---- what stays
+    # ---- the stored candidates
 
     def reset(self) -> None:
-        """Forget what was learned under this namespace."""
+        """Drop what was learned under this namespace."""
         self._memories.pop(self.namespace, None)
 
     def save(self, path: str | Path) -> None:
@@ -77,17 +77,19 @@ class Recycling(DraftsOnDevice, FillsNodes, Reorderable):
         save_file({"successors": memory.successors.cpu(), "stamp": memory.stamp.cpu()}, str(path), about)
 
     def load(self, path: str | Path) -> None:
-        """Go on from what was saved, under this namespace."""
+        """Load what was saved, under this namespace."""
         if not (self.options.persistent or self.frozen):
-            raise InputError("recycling forgets between requests; load a memory with persistent=True or frozen=True.")
-        with reading("The memory of recycling in", path), safe_open(str(path), "pt") as file:
+            raise InputError(
+                "recycling keeps nothing between requests; load a file with persistent=True or frozen=True."
+            )
+        with reading("The candidates of recycling in", path), safe_open(str(path), "pt") as file:
             about = file.metadata() or {}
             if about.get("format") != _FORMAT:
-                raise LoadError(f"{path} is no memory of recycling; write one with `save`.")
+                raise LoadError(f"{path} is no file of recycling; write one with `save`.")
             memory = _Memory(file.get_tensor("successors"), file.get_tensor("stamp"), parse_json(about["learned"]))
             memory.check()
         if memory.k != self.options.k:
-            raise InputError(f"{path} remembers {memory.k} candidates per token, k is {self.options.k}; set k.")
+            raise InputError(f"{path} has {memory.k} candidates per token, k is {self.options.k}; set k.")
         self._memories[self.namespace] = memory
 
     # ---- rows come and go
@@ -97,7 +99,7 @@ class Recycling(DraftsOnDevice, FillsNodes, Reorderable):
         memory = self._memories.get(self.namespace) if self.options.persistent or self.frozen else None
         if memory is not None and memory.vocabulary != target.vocabulary:
             raise InputError(
-                f"recycling remembers {memory.vocabulary} tokens, the target has {target.vocabulary}; reset it."
+                f"recycling has a store for {memory.vocabulary} tokens, the target has {target.vocabulary}; reset it."
             )
         if memory is None:
             memory = _Memory.empty(target.vocabulary, self.options.k)
@@ -149,10 +151,10 @@ class Recycling(DraftsOnDevice, FillsNodes, Reorderable):
 
     def reorder(self, rows: RowsView, source: Sequence[int]) -> bool:
         self._drafted = None if self._drafted is None else of_rows(self._drafted, source)
-        return True  # what it remembers is of no row
+        return True  # the store belongs to no row
 
     def observe_forward(self, tokens: Tensor, logits: Tensor, standing: Tensor) -> None:
-        """What the target said after `tokens` [R,Q] in one pass: logits [R,Q,V]; standing [R,Q] as named above."""
+        """Learn from one forward pass: `tokens` [R,Q], the logits after them [R,Q,V], and their standing [R,Q]."""
         if not self.frozen:
             self._memory.learn(tokens, logits, standing)
 
@@ -165,7 +167,7 @@ def of_rows(tree: TokenTree, source: Sequence[int]) -> TokenTree:
 
 
 def accepted_nodes(verdict: Verdict, standing: Tensor) -> Tensor:
-    """`standing` [R,N] of drafted nodes, with the accepted ones as part of the text."""
+    """`standing` [R,N] of drafted nodes, with WRITTEN for accepted ones."""
     places = arange(0, standing.shape[1], standing.device)
     if verdict.path is None:
         return standing.masked_fill(places < verdict.accepted, WRITTEN)
@@ -175,13 +177,15 @@ def accepted_nodes(verdict: Verdict, standing: Tensor) -> Tensor:
 
 
 class _Memory:
-    """successors [V+2,k]: the candidates after each token, likeliest first, -1 where unknown. Row V takes what must
-    not be written; the last row, which is also row -1, stays unknown, so that nothing follows the unknown.
-    stamp [V+1]: when each row was last learned from the target, 0: never."""
+    """The candidates after each token.
+
+    successors [V+2,k]: the most likely first, -1 where unknown. Row V takes writes that must have no effect. The last
+    row, which is also row -1, stays unknown. stamp [V+1]: when a row was last learned from the target, 0: never.
+    """
 
     def __init__(self, successors: Tensor, stamp: Tensor, learned: int) -> None:
         self.successors, self.stamp = successors, stamp
-        self.learned = learned  # places learned from so far
+        self.learned = learned  # tokens learned from so far
 
     @staticmethod
     def empty(vocabulary: int, k: int) -> _Memory:
@@ -189,7 +193,7 @@ class _Memory:
         return _Memory(successors, torch.zeros(vocabulary + 1, dtype=torch.int64), 0)
 
     def check(self) -> None:
-        """For one from a file: its candidates are tokens of its vocabulary. A ValueError says what is wrong."""
+        """Raise ValueError if a file holds anything but tokens of its vocabulary."""
         rows, stamps = tuple(self.successors.shape), tuple(self.stamp.shape)
         if len(rows) != 2 or len(stamps) != 1 or rows[0] != stamps[0] + 1 or 0 in (*rows, stamps[0]):
             raise ValueError(f"its tensors have the shapes {rows} and {stamps}")
@@ -211,8 +215,8 @@ class _Memory:
         return _Memory(self.successors.to(device), self.stamp.to(device), self.learned)
 
     def learn(self, tokens: Tensor, logits: Tensor, standing: Tensor) -> None:
-        """Of several places with one token the one in the text counts, else the first: never the order of writing,
-        which a device does not promise."""
+        """If a token occurs several times, the committed one counts, else the first. The order of writes does not
+        matter: a device does not guarantee it."""
         values, likely = top(logits, min(self.k, logits.shape[-1]))
         fine = (standing > UNREAD) & (values[..., 0] - values[..., 0] == 0)
         names = tokens.where(fine, self.vocabulary).flatten()
@@ -227,7 +231,7 @@ class _Memory:
         self.successors.index_copy_(0, names, found)
 
     def note_pairs(self, text: list[int]) -> None:
-        """For tokens the target has not been asked about: what followed them in a text, the latest first."""
+        """For tokens that the target has not read: what followed them in a text, the latest first."""
         after: dict[int, list[int]] = {}
         for here, there in zip(reversed(text[:-1]), reversed(text[1:]), strict=True):
             known = after.setdefault(here, [])
@@ -270,17 +274,17 @@ def _plan(shape: Shape, k: int, device: torch.device) -> _Plan:
 
 
 def _compact(tokens: Tensor, plan: _Plan) -> TokenTree:
-    """The known nodes [R,N] moved to the front, and their parents with them; no host read."""
+    """Move the known nodes [R,N] and their parents to the front, without a host read."""
     R, N = tokens.shape
     known = tokens >= 0
     count = known.sum(1)
-    if plan.parents is None:  # of a chain the unknown are at the end already
+    if plan.parents is None:  # the unknown nodes of a chain are at the end
         return TokenTree(tokens.clamp(min=0), None, count)
     place = known.cumsum(1) - 1
     above = plan.parents.expand(R, N)
     parents = place.gather(1, above.clamp(min=0)).where(above >= 0, -1)
     to = place.where(known, N)
     room = torch.zeros(R, N + 1, dtype=torch.int64, device=tokens.device)
-    storage_version = room.scatter(1, to, tokens)[:, :N].where(arange(0, N, tokens.device) < count.unsqueeze(1), 0)
+    fronted = room.scatter(1, to, tokens)[:, :N].where(arange(0, N, tokens.device) < count.unsqueeze(1), 0)
     parents = (room - 1).scatter(1, to, parents)[:, :N]
-    return TokenTree(storage_version, parents, count, deepest=len(plan.levels))
+    return TokenTree(fronted, parents, count, deepest=len(plan.levels))

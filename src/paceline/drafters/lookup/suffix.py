@@ -13,21 +13,21 @@ from paceline.core.protocols import Replayable
 from paceline.core.tree import chain_parents
 from paceline.drafters.lookup.base import RANKED, ListDraft, ListDrafter, grow
 
-# ---- A suffix automaton that grows with a text and knows how often, and how lately, everything in it was said
+# ---- A suffix automaton that grows with a text and counts all its substrings
 
-# a state per class of substrings that end at the same places; 0 is the empty string
+# a state for each class of substrings that end at the same positions; 0 is the empty string
 ROOT = 0
-END = -1  # set between two texts in one automaton; never matched and never drafted
-_VOICES = 4  # contexts that are asked for what follows
-_OPEN = 0.02  # what they leave open that is not worth asking a shorter one about
-_CLIMB = 24  # contexts that are counted per token, the longest first: a bound for texts like "aaaa"
+END = -1  # separates two texts in one automaton; never matched, never drafted
+_CONTEXTS = 4  # contexts that are mixed for a next token
+_OPEN = 0.02  # remaining probability at which shorter contexts are ignored
+_CLIMB = 24  # contexts counted per token, the longest first: a bound for texts like "aaaa"
 
 
 class SuffixAutomaton:
-    """All substrings of a text in two states per token at most. Learning a token and following one are O(1) amortised.
+    """All substrings of a text, in at most two states per token. Learning or following a token is O(1) amortised.
 
-    Counts are exact: every context of the new token counts it. Those contexts are the suffix links, a handful in real
-    text; at most `_CLIMB` of them are climbed.
+    Counts are exact: every context of the new token counts it. The contexts are the suffix links, a few in real text;
+    at most `_CLIMB` of them are counted.
     """
 
     def __init__(self) -> None:
@@ -35,7 +35,7 @@ class SuffixAutomaton:
         self._link = [-1]
         self._length = [0]  # of the longest string of a state
         self._count = [0]  # how often it occurred
-        self._ranked: dict[int, list[int]] = {}  # its most frequent followers, where it has several
+        self._ranked: dict[int, list[int]] = {}  # its most frequent followers, if it has several
         self._last = ROOT  # the whole text
         self.size = 0
 
@@ -68,7 +68,7 @@ class SuffixAutomaton:
         return len(self._link) - 1
 
     def _split(self, at: int, token: int, there: int) -> int:
-        """The shorter strings of a state have now occurred where the longer have not: they get a state of their own."""
+        """Give the shorter strings of a state their own state: they now end at a position where the longer do not."""
         link, following = self._link, self._next
         short = self._add(dict(following[there]), link[there], self._length[at] + 1, self._count[there])
         if there in self._ranked:
@@ -80,7 +80,7 @@ class SuffixAutomaton:
         return short
 
     def _rank(self, context: int, token: int) -> None:
-        """The token moves up among the followers of its contexts; of equally frequent ones the latest is first."""
+        """Move the token up among the followers of its contexts. Among equals the latest is first."""
         count, link = self._count, self._link
         for _ in range(_CLIMB):
             if context <= ROOT:
@@ -110,15 +110,15 @@ class SuffixAutomaton:
 
     @property
     def repeated(self) -> tuple[int, int]:
-        """The longest end of the text that occurred before: its state and its length."""
+        """The longest suffix of the text that occurred before: its state and its length."""
         state = max(self._link[self._last], ROOT)
         return state, self._length[state]
 
     def step(self, state: int, length: int, token: int) -> tuple[int, int]:
-        """The longest known end of (a match of `length` tokens in `state`) + token."""
+        """The longest known suffix of (a match of `length` tokens in `state`) + token."""
         link = self._link
         while state > ROOT and self._length[link[state]] >= length:
-            state = link[state]  # the state was split since
+            state = link[state]  # the state was split later
         while token not in self._next[state]:
             state = link[state]
             if state < ROOT:
@@ -127,17 +127,20 @@ class SuffixAutomaton:
         return self._next[state][token], length + 1
 
     def followers(self, state: int) -> tuple[list[int], list[int]]:
-        """The tokens that followed the strings of a state, and how often: the most frequent first, then the latest."""
+        """The followers of a state and their counts: the most frequent first, among equals the latest."""
         following = self._next[state]
         ranked = self._ranked.get(state) or [token for token in following if token != END]
         return ranked, [self._count[following[token]] for token in ranked]
 
     def after(self, state: int, length: int, most: int) -> list[tuple[int, float, int, int]]:
-        """What may follow a match, best first: (token, probability, state, length). The longest contexts speak, each
-        for what the longer ones leave open: the less, the longer and the more frequent they are."""
+        """The next tokens after a match, the best first: (token, probability, state, length).
+
+        The longest contexts are mixed. Each one leaves some probability to shorter ones: less, if it is longer and more
+        frequent.
+        """
         found: dict[int, tuple[int, float, int, int]] = {}
-        mass, voices = 1.0, _VOICES
-        while state > ROOT and voices and mass > _OPEN:
+        mass, contexts = 1.0, _CONTEXTS
+        while state > ROOT and contexts and mass > _OPEN:
             ranked, counts = self.followers(state)
             if ranked:
                 following = self._next[state]
@@ -151,9 +154,9 @@ class SuffixAutomaton:
                     else:
                         found[token] = (token, known[1] + share * often, known[2], known[3])
                 mass -= share * total
-                voices -= 1
+                contexts -= 1
                 if most == 1 and len(found) == 1 and share * total >= mass:
-                    break  # nothing can overtake it
+                    break  # no other token can be better
             state = self._link[state]
             length = self._length[state]
         if most == 1 or len(found) == 1:
@@ -167,16 +170,15 @@ def _probability(follower: tuple[int, float, int, int]) -> float:
 
 # ---- Suffix automata over this text and over past ones (SuffixDecoding, arXiv 2411.04975; SAM decoding, 2411.10666)
 
-_LEAD_IN = 8  # tokens of the prompt kept before an answer, so that its beginning can be found again
-_RECENT = 32  # tokens of a text that are looked for in past ones: longer matches say no more
+_LEAD_IN = 8  # tokens of the prompt stored before an answer, so that its start can be matched
+_RECENT = 32  # tokens of a text that are matched in past ones
 _PARTS = 4  # automata per namespace; the oldest is evicted as a whole
 
 Place = tuple[SuffixAutomaton, int, int]  # an automaton, a state of it, the length of the match
 
 
 class SuffixStore:
-    """Past answers by namespace. One store may serve several decoders: they feel each other's texts only where they
-    share a namespace."""
+    """Past answers by namespace. Decoders may share a store: only equal namespaces share texts."""
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
@@ -190,7 +192,7 @@ class SuffixStore:
         return sum(part.size for part in self[namespace])
 
     def add(self, namespace: str, text: list[int]) -> None:
-        """Remember one more text, and forget the oldest ones if that is too much."""
+        """Add a text, and drop the oldest ones if there are too many tokens."""
         most = self.capacity // _PARTS
         text = text[-(most - 1) :]
         parts = self._spaces.setdefault(namespace, [])
@@ -215,10 +217,10 @@ class Suffix(Replayable, ListDrafter["_Row"]):
         # the draft ends, or does not branch, below this estimate (the first token is free)
         min_probability: float = limited(0.05, 0, 1)
         remember: bool = True  # learn from the answers of past requests
-        store: Any = None  # where they are kept: a SuffixStore shared with others (None: one of its own)
-        namespace: str = ""  # whose memory; other namespaces of the store are never looked at
-        frozen: bool = False  # use what is remembered, add nothing
-        # tokens remembered per namespace; the oldest requests are forgotten
+        store: Any = None  # the store of answers: a SuffixStore that others share (None: its own)
+        namespace: str = ""  # of the store; other namespaces are never read
+        frozen: bool = False  # read the store, add nothing
+        # tokens stored per namespace; the oldest requests are dropped
         capacity: int = limited(100_000, 4 * _PARTS, 10**8)
 
         def __post_init__(self) -> None:
@@ -236,7 +238,7 @@ class Suffix(Replayable, ListDrafter["_Row"]):
         self._states = PerRow()
 
     def reset(self) -> None:
-        """Forget the past answers of this namespace."""
+        """Drop the past answers of this namespace."""
         self.store.clear(self.options.namespace)
 
     # ---- rows
@@ -245,21 +247,21 @@ class Suffix(Replayable, ListDrafter["_Row"]):
         return _Row(rows.lengths[row])
 
     def end(self, state: _Row, rows: RowsView, row: int) -> None:
-        """A request has ended: now its answer is a past one. Half an answer teaches nothing to others."""
+        """Store the answer of a request that has ended."""
         if self.options.remember and not self.options.frozen:
             answer = rows.histories[row][max(0, state.prompt - _LEAD_IN) : rows.settled[row]]
             self.store.add(self.options.namespace, answer)
 
     def _places(self, row: _Row, text: list[int], settled: int) -> list[Place]:
-        """Where the text stands in each automaton, the longest match first; of equals this text, then the latest."""
+        """The match of the text in each automaton, the longest first; among equals this text, then the latest."""
         own = row.own
         for place in range(row.known, settled):
             own.extend(text[place])
         parts = self.store[self.options.namespace] if self.options.remember else []
-        if [part for part, _, _ in row.past] != parts:  # something was remembered or forgotten
+        if [part for part, _, _ in row.past] != parts:  # the store has changed
             known = {id(part): (part, state, length) for part, state, length in row.past}
             row.past = [
-                known.get(id(part)) or _found(part, text[max(0, row.known - _RECENT) : row.known]) for part in parts
+                known.get(id(part)) or _match(part, text[max(0, row.known - _RECENT) : row.known]) for part in parts
             ]
         new = text[row.known : settled]
         row.past = [_walk(place, new[-_RECENT:]) for place in row.past]
@@ -290,11 +292,11 @@ class Suffix(Replayable, ListDrafter["_Row"]):
 
 @dataclass
 class _Row:
-    """What one text has taught so far, and where it stands in the past ones."""
+    """What was learned from one text, and its matches in past texts."""
 
     prompt: int  # its length
     own: SuffixAutomaton = field(default_factory=SuffixAutomaton)
-    known: int = 0  # its first tokens that were learnt
+    known: int = 0  # its first tokens that were learned
     past: list[Place] = field(default_factory=list)
 
 
@@ -309,12 +311,12 @@ def _walk(place: Place, tokens: list[int]) -> Place:
     return automaton, state, length
 
 
-def _found(automaton: SuffixAutomaton, tokens: list[int]) -> Place:
+def _match(automaton: SuffixAutomaton, tokens: list[int]) -> Place:
     return _walk((automaton, ROOT, 0), tokens)
 
 
 def _chain(places: list[Place], depth: int, least: float) -> list[int]:
-    """What follows the longest match that is followed by anything."""
+    """What follows the longest match that has a follower."""
     drafted: list[int] = []
     joint = 1.0
     for automaton, state, length in places:
@@ -333,13 +335,13 @@ def _chain(places: list[Place], depth: int, least: float) -> list[int]:
 
 
 def _after(places: list[Place], most: int) -> list[tuple[int, float, list[Place]]]:
-    """The next tokens with their probabilities, for a tree. Several places speak where several automata match: what
-    one leaves open the next may fill, at half its own weight."""
-    found: dict[int, tuple[int, float, list[Place]]] = {}
+    """The next tokens with their probabilities, for a tree. If several automata match, each adds new tokens with half
+    the weight of the one before."""
+    tokens: dict[int, tuple[int, float, list[Place]]] = {}
     mass = 1.0
     for automaton, state, length in places:
         for token, share, after, longer in automaton.after(state, length, most):
-            if token not in found and len(found) < most:
-                found[token] = (token, share * mass, [(automaton, after, longer)])
+            if token not in tokens and len(tokens) < most:
+                tokens[token] = (token, share * mass, [(automaton, after, longer)])
         mass /= 2
-    return list(found.values())
+    return list(tokens.values())

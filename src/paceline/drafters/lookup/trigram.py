@@ -1,4 +1,4 @@
-"""A trigram model drafts: as little as a language model can be (Spector & Ré 2023, arXiv 2308.04623; Katz 1987)."""
+"""Draft with a trigram model (Spector & Ré 2023, arXiv 2308.04623; Katz 1987)."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ from paceline.drafters.lookup.base import HostDrafter
 from paceline.drafters.shipped import made_for, shipped, weights_of
 from paceline.models.loading.weight_check import reading
 
-# ---- A Katz back-off trigram model: trained by counting, kept in sorted arrays, loaded without reading them
+# ---- A Katz back-off trigram model: trained by counting, stored in sorted arrays, mapped into memory
 
 _FORMAT = "paceline-trigram-1"
 _ARRAYS = ("unigram", "keys2", "starts2", "tokens2", "logs2", "open2", "keys3", "starts3", "tokens3", "logs3", "open3")
-_SMALL = 5  # Katz: counts above this are believed as they are
-_LEAST = 0.1  # added to every unigram, so that nothing is impossible
+_SMALL = 5  # Katz: larger counts are not discounted
+_LEAST = 0.1  # added to every unigram, so that no token is impossible
 
 Array = npt.NDArray[Any]
 
@@ -50,9 +50,9 @@ class _Level:
     open: Array
 
     def check(self, vocabulary: int) -> None:
-        """For one from a file: followers lie inside the arrays and are tokens. A ValueError says what is wrong."""
+        """Raise ValueError if the arrays of a file do not fit together or hold no tokens."""
         keys, starts, tokens = self.keys, self.starts, self.tokens
-        whole = all(each.ndim == 1 and each.dtype.kind in "iu" for each in (keys, starts, tokens))
+        whole = all(array.ndim == 1 and array.dtype.kind in "iu" for array in (keys, starts, tokens))
         if not whole or self.logs.shape != tokens.shape or self.open.shape != keys.shape:
             raise ValueError("its arrays do not fit together")
         if (
@@ -74,7 +74,7 @@ class _Level:
 
 @dataclass
 class TrigramTable:
-    """P(w | u v): discounted where u v w was seen, else what is left, shared out like P(w | v). `law` sums to one."""
+    """P(w | u v): discounted if u v w was seen, else the rest, distributed like P(w | v). `law` sums to one."""
 
     vocabulary: int
     unigram: Array  # [V] log-probabilities
@@ -91,7 +91,7 @@ class TrigramTable:
         return torch.from_numpy(self._row(words, np.empty(self.vocabulary))).exp()
 
     def _row(self, words: Sequence[int], row: Array) -> Array:
-        """The whole vocabulary as the unigrams have it, then what is known better: pairs, and triples."""
+        """The unigrams of the whole vocabulary, replaced by pairs and triples where these are known."""
         pair = self.pairs.find(int(words[-1])) if len(words) else None
         triple = self.triples.find(int(words[-2]) * self.vocabulary + int(words[-1])) if len(words) > 1 else None
         left = triple[1] if triple else 0.0
@@ -103,7 +103,7 @@ class TrigramTable:
         return row
 
     def best(self, words: Sequence[int]) -> int:
-        """The likeliest next token; remembered, so that drafting it again costs a look."""
+        """The most likely next token, cached."""
         key = tuple(words[-2:])
         if key not in self._best:
             self._best[key] = int(self.logits(key).argmax())
@@ -115,13 +115,13 @@ class TrigramTable:
                   triples.keys, triples.starts, triples.tokens, triples.logs, triples.open)  # fmt: skip
         tensors = {name: torch.from_numpy(np.ascontiguousarray(a)) for name, a in zip(_ARRAYS, arrays, strict=True)}
         about = {"format": _FORMAT, "about": json.dumps({"vocabulary": self.vocabulary, "triples": len(triples.logs)})}
-        beside = Path(f"{os.fspath(path)}.{os.getpid()}.part")  # nobody ever reads half a file
+        beside = Path(f"{os.fspath(path)}.{os.getpid()}.part")  # no reader sees half a file
         save_file(tensors, beside, about)
         beside.replace(path)
 
     @staticmethod
     def load(path: str | os.PathLike[str]) -> TrigramTable:
-        """The arrays are mapped into memory: what is never looked up is never read."""
+        """Map the arrays into memory. Parts that are never used are never read."""
         with reading("The trigram model", path):
             with safe_open(os.fspath(path), "pt") as file:
                 about = file.metadata() or {}
@@ -141,22 +141,22 @@ class TrigramTable:
 
 
 def train_trigram(sequences: Iterable[Sequence[int]], vocabulary: int, least: int = 1) -> TrigramTable:
-    """Count and discount. `sequences` are texts as token ids: of files (`read_texts`) or of a model (`own_samples`).
-    Pairs and triples that were seen fewer than `least` times count as unseen, for a smaller table."""
+    """Train by counting. sequences: texts as token ids, of files (`read_texts`) or of a model (`own_samples`). least:
+    rarer pairs and triples count as unseen, for a smaller table."""
     texts = [np.asarray(list(text), dtype=np.int64) for text in sequences]
     texts = [text for text in texts if len(text)]
     for text in texts:
         if text.min() < 0 or text.max() >= vocabulary:
             raise InputError(f"A text has token {text.max()}, outside the vocabulary of {vocabulary}.")
-    everything = np.concatenate(texts) if texts else np.zeros(0, dtype=np.int64)
-    counts = np.bincount(everything, minlength=vocabulary) + _LEAST
+    all_tokens = np.concatenate(texts) if texts else np.zeros(0, dtype=np.int64)
+    counts = np.bincount(all_tokens, minlength=vocabulary) + _LEAST
     unigram = np.log(counts / counts.sum())
     pairs, triples = [], []
     for text in texts:
         pairs.append(text[:-1] * vocabulary + text[1:])
         triples.append(pairs[-1][:-1] * vocabulary + text[2:])
     keys, second = _level(pairs, vocabulary, least, lambda keys: unigram[keys % vocabulary])
-    # whoever saw u v w has seen v w: what shorter contexts say of it is in the table of pairs
+    # if u v w was seen, v w was seen too, so its shorter context is in the table of pairs
     place = lambda grams: keys.searchsorted(grams % (vocabulary * vocabulary))  # noqa: E731
     _, third = _level(triples, vocabulary, least, lambda grams: second.logs[place(grams)])
     return TrigramTable(vocabulary, unigram, second, third)
@@ -178,10 +178,10 @@ def _level(grams: list[Array], vocabulary: int, least: int, below: Callable[[Arr
         return np.add.reduceat(values.astype(np.float64), starts)
 
     share = _discounted(counts) / total(counts).repeat(sizes)
-    rest = 1.0 - total(np.exp(below(keys)))  # what shorter contexts give to unseen followers
-    full = (rest < 1e-9) | (sizes == vocabulary)  # everything was seen: nothing is left to give away
+    rest = 1.0 - total(np.exp(below(keys)))  # the probability of unseen followers in shorter contexts
+    full = (rest < 1e-9) | (sizes == vocabulary)  # all tokens were seen: no rest
     seen = total(share)
-    wanted = np.where(full, 1.0, np.minimum(seen, total(counts) / (total(counts) + 0.5)))  # else keep something back
+    wanted = np.where(full, 1.0, np.minimum(seen, total(counts) / (total(counts) + 0.5)))  # else keep a rest
     logs = np.log(share * (wanted / seen).repeat(sizes))
     left = 1.0 - total(np.exp(logs))
     safe = np.where(full, 1.0, rest)
@@ -190,8 +190,8 @@ def _level(grams: list[Array], vocabulary: int, least: int, below: Callable[[Arr
 
 
 def _discounted(counts: Array) -> Array:
-    """Counts as they are to be believed: Good and Turing's for small ones, as Katz has it; where a text is too small
-    for that, all less a constant (absolute discounting)."""
+    """Discounted counts: Good-Turing for small ones, as in Katz. A text too small for that gets absolute
+    discounting."""
     n = np.bincount(np.minimum(counts, _SMALL + 2), minlength=_SMALL + 3)[: _SMALL + 2].astype(np.float64)
     r = np.arange(1, _SMALL + 1)
     common = (_SMALL + 1) * n[_SMALL + 1] / max(n[1], 1.0)
@@ -205,21 +205,21 @@ def _discounted(counts: Array) -> Array:
 
 
 def read_texts(paths: Iterable[str | os.PathLike[str]], tokenizer: Any) -> Iterator[list[int]]:
-    """Text files as token ids, by the target's own tokenizer."""
+    """Text files as token ids."""
     for path in paths:
         yield list(tokenizer.encode(Path(path).read_text(encoding="utf-8"), add_special_tokens=False))
 
 
 def own_samples(generate: Callable[[Any], Any], prompts: Iterable[Any]) -> Iterator[list[int]]:
-    """What a model writes after each prompt, as token ids; `generate` is a decoder's, or anything that gives `tokens`
-    and `prompt_tokens`. A draft that was trained on its target's own samples knows how that one talks."""
+    """The texts that a model writes after each prompt, as token ids. generate: of a decoder, or anything that returns
+    `tokens` and `prompt_tokens`. A draft trained on samples of its target is accepted more often."""
     for prompt in prompts:
         written = generate(prompt)
-        for one in written if isinstance(written, list) else [written]:
-            yield [*one.prompt_tokens, *one.tokens]
+        for text in written if isinstance(written, list) else [written]:
+            yield [*text.prompt_tokens, *text.tokens]
 
 
-# ---- A trigram model drafts: as little as a language model can be (Spector & Ré 2023, arXiv 2308.04623; Katz 1987)
+# ---- The drafter
 
 
 @DRAFTERS.register("trigram")
@@ -229,7 +229,7 @@ class Trigram(Replayable, HostDrafter[TrigramTable]):
     @dataclass(frozen=True)
     class Options(TreeOptions):
         file: str | None = None  # a model written by train_trigram(...).save(path)
-        table: Any = None  # or the model itself, a TrigramTable; without both, what comes along, else of the prompt
+        table: Any = None  # or the model, a TrigramTable; without both, the shipped one, else one of the prompt
 
         def __post_init__(self) -> None:
             super().__post_init__()
@@ -240,7 +240,7 @@ class Trigram(Replayable, HostDrafter[TrigramTable]):
 
         @classmethod
         def conformance_variants(cls) -> list[dict[str, Any]]:
-            """A tiny one, made for the target."""
+            """A tiny model for the target."""
 
             def trained(lm: Any) -> TrigramTable:
                 texts = torch.randint(0, lm.vocabulary, (12, 60), generator=torch.Generator().manual_seed(1))
@@ -281,7 +281,7 @@ class Trigram(Replayable, HostDrafter[TrigramTable]):
         self._vocabulary: int = target.vocabulary
 
     def begin(self, rows: RowsView, row: int) -> TrigramTable:
-        """Where no model is given, one of the prompt alone."""
+        """The given model, or one of the prompt alone."""
         return self._given or train_trigram([rows.histories[row]], self._vocabulary)
 
     def reorder(self, rows: RowsView, source: Sequence[int]) -> bool:
@@ -302,8 +302,10 @@ class Trigram(Replayable, HostDrafter[TrigramTable]):
         return self._grower.run(rows, budget, self._expand(rows))
 
     def _expand(self, rows: RowsView) -> Expand:
-        """The laws after the text, and then after drafted tokens. Only the last two tokens of a path matter."""
-        asked: list[list[list[int]]] = [[text[-2:]] for text in rows.histories]  # per row: the text, then every node
+        """The logits after the text, and then after drafted tokens. Only the last two tokens of a path matter."""
+        asked: list[list[list[int]]] = [
+            [text[-2:]] for text in rows.histories
+        ]  # per row: the last tokens of the text, and of every node
 
         def expand(tokens: Tensor | None, parents: Tensor | None) -> Tensor:
             start = 0
@@ -314,14 +316,14 @@ class Trigram(Replayable, HostDrafter[TrigramTable]):
                     for i, token in enumerate(known[row]):
                         before = paths[-1] if above is None else paths[above[row][i] + 1]
                         paths.append([*before, token][-2:])
-            laws = [[self._states[row].logits(path) for path in paths[start:]] for row, paths in enumerate(asked)]
-            return torch.stack([torch.stack(of_row) for of_row in laws]).to(rows.text.device)
+            logits = [[self._states[row].logits(path) for path in paths[start:]] for row, paths in enumerate(asked)]
+            return torch.stack([torch.stack(of_row) for of_row in logits]).to(rows.text.device)
 
         return expand
 
 
 def _likeliest(table: TrigramTable, text: list[int], limit: int, depth: int) -> list[int]:
-    """The likeliest tokens one after the other, without a whole law for each."""
+    """The most likely tokens of a chain, without logits over the vocabulary."""
     words = text[-2:]
     for _ in range(min(limit, depth)):
         words.append(table.best(words[-2:]))

@@ -22,33 +22,33 @@ from paceline.models.language_model import LanguageModel
 from paceline.models.readers.scratch_reader import ScratchReader
 from paceline.models.tokenizers.translation import Transcript, Translation
 
-_MOST_STEPS = 4  # tokens the draft writes per token of the target, at most
+_MOST_STEPS = 4  # draft tokens per token of the target, at most
 
 
 @DRAFTERS.register("cross-vocabulary")
 class CrossVocabulary(ModelDrafter):
     """Let a smaller model with another tokenizer write ahead, by the tokens both know or by the text it writes.
 
-    The draft model reads the text in its own tokens; as the text grows only its end is encoded anew, and what the model
-    has read of the rest stays read.
+    The draft model reads the text in its own tokens. As the text grows, only its end is encoded again, and the KV cache
+    of the rest stays valid.
     """
 
     @dataclass(frozen=True)
     class Options(Limited):
         model: Any = None  # a LanguageModel, or anything `paceline.load` takes
-        mode: Literal["intersection", "text"] = "intersection"  # tokens both know, or any text, encoded again
+        mode: Literal["intersection", "text"] = "intersection"  # tokens that both have, or any text, encoded again
 
     def __init__(self, options: Options | None = None) -> None:
         super().__init__(options)
         self._grower = Grower(TreeOptions())
-        self._words: tuple[LanguageModel, Translation] | None = None
+        self._translated: tuple[LanguageModel, Translation] | None = None
 
     def describe(self) -> str:
         return f"cross-vocabulary {self.lm.name} by {self.options.mode}"
 
     def reset_copy(self) -> CrossVocabulary:
         fresh = CrossVocabulary(self.options)
-        fresh._words = self._words
+        fresh._translated = self._translated
         return fresh
 
     # ---- rows come and go
@@ -60,10 +60,10 @@ class CrossVocabulary(ModelDrafter):
             )
 
     def _translation(self, target: LanguageModel) -> Translation:
-        """Made once for a target: whole vocabularies are compared."""
-        if self._words is None or self._words[0] is not target:
-            self._words = (target, Translation(target, self.lm))
-        return self._words[1]
+        """Made once per target: it compares whole vocabularies."""
+        if self._translated is None or self._translated[0] is not target:
+            self._translated = (target, Translation(target, self.lm))
+        return self._translated[1]
 
     def open(self, target: LanguageModel, rows: RowsView) -> None:
         self.words = self._translation(target)
@@ -97,7 +97,7 @@ class CrossVocabulary(ModelDrafter):
         return self._by_text(rows, budget, steps) if by_text else self._by_tokens(rows, budget)
 
     def _by_tokens(self, rows: RowsView, budget: Budget) -> TokenTree:
-        """The draft's law over the tokens that both know, drawn as any draft is."""
+        """Draft from the distribution over the tokens that both models have."""
 
         def expand(tokens: Tensor | None, parents: Tensor | None) -> Tensor:
             if tokens is None:
@@ -108,13 +108,13 @@ class CrossVocabulary(ModelDrafter):
         self.book.add(self.words.to_draft[tree.tokens].tolist(), self._grower.fed)
         if all(transcript.complete for transcript in self._transcripts):
             return tree
-        # a character began that the draft cannot read: it does not know where it stands
+        # the text ends inside a character, which the draft model cannot encode
         whole = [transcript.complete for transcript in self._transcripts]
         counts = [max(0, min(limit, tree.nodes)) * ok for limit, ok in zip(budget.limits, whole, strict=True)]
         return replace(tree, count=torch.tensor(counts, device=tree.tokens.device))
 
     def _steps(self, rows: RowsView, depth: int) -> int:
-        """How many tokens of its own the draft should write: one more than is needed, for the last may be cut short."""
+        """The number of draft tokens to write: one more than needed, since the last may be incomplete."""
         if self.words.pieces is None:
             return depth
         lengths = zip(self._transcripts, rows.lengths, strict=True)
@@ -122,13 +122,13 @@ class CrossVocabulary(ModelDrafter):
         return math.ceil((depth + 1) * min(max(ratio, 1.0), _MOST_STEPS))
 
     def _by_text(self, rows: RowsView, budget: Budget, steps: int) -> TokenTree:
-        """The draft writes, its text is encoded anew in the target's tokens, and those after the text are drafted."""
+        """The draft model writes text. Its encoding in the target's tokens is the draft."""
         logits = self.book.extend().logits
-        pen = _Pen(rows, budget, self.words)
-        written = [pen.write(logits)]
+        sampler = _DraftSampler(rows, budget, self.words)
+        written = [sampler.draw(logits)]
         for _ in range(steps - 1):
             logits = self.book.reader.extend(self.book.rows, 0, written[-1]).logits
-            written.append(pen.write(logits))
+            written.append(sampler.draw(logits))
         lines: list[list[int]] = torch.cat(written, 1).tolist()
         self.book.add(lines, steps - 1)
         chains = []
@@ -138,16 +138,19 @@ class CrossVocabulary(ModelDrafter):
         return TokenTree.from_chains(chains, rows.text.device)
 
 
-class _Pen:
-    """Chooses the draft's own tokens, one at a time: the likeliest; or, as long as it has only used tokens that the
-    target knows too and stands at a known place of the target's text, what the target's own noise says."""
+class _DraftSampler:
+    """Selects the draft's own tokens, one at a time.
+
+    As long as all tokens exist in both vocabularies, it draws with the target's noise. After that it takes the most
+    likely token.
+    """
 
     def __init__(self, rows: RowsView, budget: Budget, words: Translation) -> None:
         self._rows, self._budget, self._words = rows, budget, words
         self._guesses: list[Tensor] = []  # [R,1] each, in the target's ids
         self._aligned = torch.ones(rows.count, 1, dtype=torch.bool, device=rows.text.device)
 
-    def write(self, logits: Tensor) -> Tensor:
+    def draw(self, logits: Tensor) -> Tensor:
         """[R,1]: the next token in the draft's ids."""
         own = logits.argmax(-1)
         step = len(self._guesses)

@@ -1,4 +1,4 @@
-"""A small model of the target's own kind: a few layers between the target's embedding and its output head."""
+"""A small model made from the target: a few trained layers between its embedding and its output layer."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ KIND = "draft-lm"
 
 
 class DraftLayers(nn.Module):
-    """The layers: copies of some of the target's, to be trained. Embedding, final norm, output head and, maybe, the
-    first layers are not here: they are the target's own."""
+    """The trained layers, which start as copies of layers of the target. Embedding, final norm, output layer and, if
+    `kept`, the first layers are the target's own."""
 
     def __init__(self, target: LanguageModel, layers: Sequence[int], kept: int = 0) -> None:
-        """layers: the target's layers that they are copies of, by number. kept: how many of the target's first layers
-        come before them, as they are."""
+        """layers: the numbers of the target's layers to copy. kept: the number of the target's first layers to run
+        before them, unchanged."""
         super().__init__()
         every = layers_of(target)
         if not 0 <= kept < len(every):
@@ -46,7 +46,7 @@ class DraftLayers(nn.Module):
         packed = any(isinstance(module, PackedLinear) for module in every[0].modules())
         if packed or any(not weight.is_floating_point() for weight in every[0].state_dict().values()):
             raise UnsupportedError(
-                f"The layers of {target.name} are in fewer bits, and a draft-lm needs them as they are; load the "
+                f"The layers of {target.name} are quantized, and a draft-lm needs the original weights; load the "
                 "target without quantize."
             )
         self.sources, self.kept = tuple(layers), kept
@@ -59,7 +59,7 @@ class DraftLayers(nn.Module):
             weight.requires_grad_(True)
 
     def model(self, target: LanguageModel) -> Any:
-        """The small model: a view of the target with these layers instead of its own."""
+        """The small model: a view of the target with these layers."""
         return with_layers(target, [*layers_of(target)[: self.kept], *self.layers], self._kinds, None)
 
     def save(self, folder: str | os.PathLike[str], numbers: str | None = None) -> None:
@@ -69,7 +69,7 @@ class DraftLayers(nn.Module):
 
 @dataclass(frozen=True)
 class SavedLayers:
-    """The same as it lies on disk: it becomes layers where a target is."""
+    """The content of a folder. `fitted` makes the layers, once the target is known."""
 
     config: dict[str, Any]
     tensors: dict[str, Tensor]
@@ -77,12 +77,12 @@ class SavedLayers:
 
     @classmethod
     def load(cls, folder: str | os.PathLike[str]) -> SavedLayers:
-        found = cls(*load_head(folder, KIND), os.fspath(folder))
-        found._layers()  # refused here, before there is a target
-        return found
+        saved = cls(*load_head(folder, KIND), os.fspath(folder))
+        saved._layers()  # refuses a wrong config before the target is known
+        return saved
 
     def _layers(self) -> tuple[int, list[int]]:
-        """How many of the target's first layers are kept, and which of them its own were copied from."""
+        """The number of kept layers of the target, and the numbers of the copied ones."""
         kept, sources = self.config.get("kept", 0), self.config.get("sources")
         if type(kept) is not int:
             raise LoadError(
@@ -90,14 +90,14 @@ class SavedLayers:
             )
         if not isinstance(sources, list) or not all(type(layer) is int for layer in sources):
             raise LoadError(f"'sources' in the config.json of '{self.folder}' must be layers, got {shown(sources)}.")
-        if len(sources) > len(self.tensors):  # before as many layers are copied
+        if len(sources) > len(self.tensors):  # before that number of layers is copied
             raise LoadError(
                 f"The draft-lm in '{self.folder}' has {len(sources)} layers, but {len(self.tensors)} tensors."
             )
         return kept, sources
 
     def check(self, target: LanguageModel) -> None:
-        """Refuse a target that it cannot draft for: it consists of layers of the target's own sizes."""
+        """Raise an error for a target with other sizes, since the layers must fit between its own."""
         kept, sources = self._layers()
         compared = layers_of(target)[: len(sources)] if fits(self.config["target"], target) else []
         for index, layer in enumerate(compared):
@@ -130,13 +130,13 @@ class SavedLayers:
 
 @DRAFTERS.register(KIND)
 class DraftLm(SelfDraft):
-    """Let a few trained layers write ahead, between the target's own embedding and its own output head."""
+    """Let a few trained layers draft, between the target's own embedding and its own output layer."""
 
     @dataclass(frozen=True)
     class Options(TreeOptions):
-        head: Any = None  # its folder, or the DraftLayers themselves; None: what comes with Paceline for the target
-        quantize: str | None = "auto"  # the draft in int8, int4 or bfloat16; auto: in int8 where kernels read that
-        # tokens it can say: the usual ones and those of the texts at hand (None: all)
+        head: Any = None  # its folder, or the DraftLayers; None: the shipped one for the target
+        quantize: str | None = "auto"  # the dtype of the draft: int8, int4 or bfloat16; auto: int8 if kernels read it
+        # size of its output vocabulary: the most frequent tokens and those of the texts (None: all)
         vocabulary: int | None = limited(None, most=2**24)
 
         required = ("head",)
@@ -178,7 +178,7 @@ class DraftLm(SelfDraft):
     def made_from(self, target: LanguageModel) -> LanguageModel:
         layers = self._head.fitted(target) if isinstance(self._head, SavedLayers) else self._head
         if any(weight.dtype != target.dtype or weight.device != target.device for weight in layers.parameters()):
-            layers = copy.deepcopy(layers).to(target.device, target.dtype)  # whoever gave them has them still
+            layers = copy.deepcopy(layers).to(target.device, target.dtype)  # the caller keeps the original
         model = layers.model(target)
         return LanguageModel(model, target.tokenizer, name=f"draft-lm of {target.name}")
 

@@ -1,4 +1,4 @@
-"""The target drafts for itself with its first layers, and verifies by going on from there."""
+"""The target drafts with its first layers. To verify, it runs the other layers on their output."""
 
 from __future__ import annotations
 
@@ -32,12 +32,14 @@ KIND = "early-exit"
 
 
 class ExitHead(nn.Module):
-    """What a trained exit says: an optional extra block, a norm of its own, and an output matrix of its own or the
-    target's. Fresh weights change nothing but the norm: the block starts as nothing."""
+    """A trained exit: an optional extra block, a norm, and an output layer of its own or the target's.
+
+    In a new head the block adds zeros, so that only the norm differs from the target.
+    """
 
     def __init__(self, config: Mapping[str, Any]) -> None:
-        """config: `layers` (where the exit is), `block` (inner width of the extra block, 0: none), `own_output`, and
-        the `target`'s fingerprint."""
+        """config: `layers` before the exit, `block` (inner width of the extra block, 0: none), `own_output`, and the
+        fingerprint of the `target`."""
         super().__init__()
         self.config = dict(config)
         width, block = config["target"]["hidden"], config["block"]
@@ -51,7 +53,7 @@ class ExitHead(nn.Module):
 
     @classmethod
     def fresh(cls, target: LanguageModel, layers: int, block: int = 0, own_output: bool = False) -> ExitHead:
-        """A head to be trained."""
+        """An untrained head."""
         return cls({"layers": layers, "block": block, "own_output": own_output, "target": fingerprint(target)})
 
     @classmethod
@@ -68,7 +70,7 @@ class ExitHead(nn.Module):
         save_head(folder, KIND, self.config, self.state_dict(), numbers)
 
     def states(self, hidden: Tensor) -> Tensor:
-        """hidden [...,D], as the last layer before the exit left it -> what the output matrix sees [...,D]."""
+        """hidden [...,D] after the last layer before the exit -> the input of the output layer [...,D]."""
         if self.enter is not None and self.up is not None and self.down is not None:
             hidden = hidden + self.down(nn.functional.silu(self.up(self.enter(hidden))))
         return self.norm(hidden)  # type: ignore[no-any-return]
@@ -80,14 +82,14 @@ class ExitHead(nn.Module):
 
 @DRAFTERS.register("early-exit")
 class EarlyExit(SelfDraft, SharesReader):
-    """Let the target's first layers draft; verification goes on from where they stopped."""
+    """Let the target's first layers draft; verification continues from where they stopped."""
 
     @dataclass(frozen=True)
     class Options(TreeOptions):
-        # the target is left after so many; 0: where its head was trained, else after a third
+        # the exit is after this layer; 0: where its head was trained, else after a third of the layers
         layers: int = limited(0, most=10_000)
-        skip: tuple[int, ...] = ()  # instead: draft with the target without these layers
-        head: Any = None  # a trained exit: an ExitHead, or its folder; None: what comes along, unless layers are said
+        skip: tuple[int, ...] = ()  # instead of an exit: draft with the target without these layers
+        head: Any = None  # a trained exit: an ExitHead, or its folder; None: the shipped one, unless `layers` is given
 
         def __post_init__(self) -> None:
             super().__post_init__()
@@ -108,7 +110,9 @@ class EarlyExit(SelfDraft, SharesReader):
         super().__init__(options)
         given = self.options.head
         self._head: ExitHead | None = ExitHead.load(given) if isinstance(given, (str, Path)) else given
-        self._fitted: tuple[LanguageModel, ExitHead] | None = None  # the target, and the head as it needs it
+        self._fitted: tuple[LanguageModel, ExitHead] | None = (
+            None  # the target, and the head on its device and in its dtype
+        )
         self._depth = self.options.layers
 
     def describe(self) -> str:
@@ -150,7 +154,7 @@ class EarlyExit(SelfDraft, SharesReader):
         head, output = drafting(self._fitted[1]), cache(lambda: drafting(target.model.get_output_embeddings()))
         return lambda hidden: head(hidden, lambda states: output()(states))
 
-    # ---- who drafts
+    # ---- the draft model
 
     def reader(self, target: LanguageModel) -> Reader | None:
         if self.options.skip:
@@ -160,9 +164,9 @@ class EarlyExit(SelfDraft, SharesReader):
         return reader
 
     def made_from(self, target: LanguageModel) -> LanguageModel:
-        """Some of the layers with a cache of their own: to skip layers, or where nobody takes the reader we share."""
+        """Some of the layers with their own KV cache: to skip layers, or if the loop does not share a reader."""
         head, depth = (None, 0) if self.options.skip else (self._head_for(target), self._exit_of(target))
-        if head is None:  # plain layers of the target, so that kernels can run them
+        if head is None:  # layers of the target only, so that kernels can run them
             part = without_layers(target, self.options.skip or range(depth, target.layers))
         else:
             part = Split(target, depth, head).lower
@@ -178,7 +182,7 @@ def _check_skip(target: LanguageModel, skip: tuple[int, ...]) -> None:
 
 
 def _random_head(target: LanguageModel) -> ExitHead:
-    """For the conformance suite: a head that says anything."""
+    """For the conformance suite: a head with random weights."""
     generator = torch.Generator().manual_seed(3)
     head = ExitHead.fresh(target, 1, block=8)
     with torch.no_grad():

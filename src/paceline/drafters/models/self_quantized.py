@@ -1,4 +1,4 @@
-"""The target drafts for itself, in int8."""
+"""The target drafts for itself with int8 weights."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from paceline.models.runtime import parts, quantization_of, running, with_runner
 class SelfQuantized(SelfDraft, SharesReader):
     """Let the target itself draft with its weights in int8."""
 
-    prior_acceptance = 0.9  # eight bits change few decisions
+    prior_acceptance = 0.9  # int8 weights change few tokens
 
     @dataclass(frozen=True)
     class Options(TreeOptions):
-        head: bool = True  # the output head in int8 too; false: as the target has it
+        head: bool = True  # the output layer in int8 too; false: in the dtype of the target
 
     def describe(self) -> str:
         more = "" if self._made is None else f" (+{extra_bytes(self._made[1]) / 1e6:.0f} MB)"
@@ -33,7 +33,7 @@ class SelfQuantized(SelfDraft, SharesReader):
         self.draft_of(target)
 
     def reader(self, target: LanguageModel) -> Reader | None:
-        """Both write to one memory, so that the draft reads no prompt."""
+        """Draft and target share one KV cache, so that the draft reads no prompt."""
         reader = TwinReader(target, self.draft_of(target))
         self._inner = Ahead(reader, self.options)
         return reader
@@ -42,11 +42,11 @@ class SelfQuantized(SelfDraft, SharesReader):
         return with_runner(quantized(target, "int8", self.options.head), target.runner)
 
 
-_SHARE = 0.5  # of the memory that is left: more is not taken unasked
+_SHARE = 0.5  # of the free memory: `auto` takes no more
 
 
 def has_fast_twin(target: LanguageModel) -> bool:
-    """Would this drafter pay here unasked? Where kernels read small weights as they are, and there is memory left."""
+    """Does `auto` use this drafter here? Only if kernels read int8 weights and enough memory is free."""
     if parts(target) != [target] or running(target).by != "kernels" or quantization_of(target) is not None:
         return False
     weights = sum(parameter.numel() for parameter in target.model.parameters())

@@ -40,14 +40,16 @@ from paceline.rules.match import Match
 class Staged(ModelDrafter, Reorderable, TakesPrediction):
     """Let a smaller model write ahead, and another drafter write ahead of that one; to any depth.
 
-    What it drafts is what `draft-model` would draft, token for token, in fewer passes of the draft model: every token
-    is a function of the draft model's law and of the noise of its position, whatever the inner drafter guessed.
+    The draft is that of `draft-model`, token for token, in fewer forward passes: each token depends on the distribution
+    of the draft model and the noise of its position, not on the guess of the inner drafter.
     """
 
     @dataclass(frozen=True)
     class Options(Limited):
         model: Any = None  # a LanguageModel, or anything `paceline.load` takes
-        inner: Any = "prompt-lookup"  # a drafter: its name, {"name": ..., options}, one that is made, or model -> these
+        inner: Any = (
+            "prompt-lookup"  # a drafter: its name, {"name": ..., options}, a Drafter, or a function of the model
+        )
         inner_gamma: int = limited(4, 1, GAMMA_LIMIT)  # tokens the inner drafter drafts in a row
 
         @classmethod
@@ -56,7 +58,7 @@ class Staged(ModelDrafter, Reorderable, TakesPrediction):
 
         @classmethod
         def _nested(cls, lm: LanguageModel) -> Mapping[str, Any]:
-            """A model that drafts for the draft model, and has a drafter of its own."""
+            """A model that drafts for the draft model, with its own inner drafter."""
             return {"name": "staged", "model": lm, "inner_gamma": 2}
 
     takes_prediction = False  # unless the inner drafter does
@@ -81,8 +83,8 @@ class Staged(ModelDrafter, Reorderable, TakesPrediction):
         self.inner.check(self._speaker(target))
 
     def _speaker(self, target: LanguageModel) -> LanguageModel:
-        """Who the inner drafter drafts for: the draft model with the target's tokens, of which all texts are. One and
-        the same for a target, since an inner drafter may be made out of it."""
+        """The target of the inner drafter: the draft model with the target's vocabulary. Made once per target, since an
+        inner drafter may be made from it."""
         if self._speaks is None or self._speaks[0] is not target:
             self._speaks = (target, self.lm.with_vocabulary_of(target))
         return self._speaks[1]
@@ -112,7 +114,7 @@ class Staged(ModelDrafter, Reorderable, TakesPrediction):
         self.inner.admit(self.book.rows, first)
 
     def release(self, row: int, last: int, length: int) -> None:
-        self._take_over(self._rows, len(self._base))  # an inner store learns from what was written, not from the draft
+        self._take_over(self._rows, len(self._base))  # an inner store learns the committed text, not the draft
         self.inner.release(row, last, self.book.rows.lengths[last])
         self.book.release(row, last)
         self._base.release(row, last)
@@ -129,7 +131,7 @@ class Staged(ModelDrafter, Reorderable, TakesPrediction):
         self._base[:] = [min(base, length) for base, length in zip(self._base, lengths, strict=True)]
 
     def _take_over(self, rows: RowsView, count: int) -> None:
-        """What was decided about the last draft: the tails that were not accepted go, and the rows' own tokens come."""
+        """Replace the draft of the last round by the committed tokens of the rows."""
         if count == 0:
             return
         rewind(self.inner, self.book.rewrite(rows.histories[:count], self._base))
@@ -151,13 +153,13 @@ class Staged(ModelDrafter, Reorderable, TakesPrediction):
                 break
             emitted = self._round(left, budget, laws, tails)
             for tail, new in zip(tails, emitted, strict=True):
-                tail += new  # a row that has enough runs on with the others; that is cut off in the end
+                tail += new  # a complete row continues with the others and is cut at the end
         chains = [tail[:goal] for tail, goal in zip(tails, goals, strict=True)]
         tree = TokenTree.from_chains(chains, rows.text.device)
         return laws.attached(tree, budget.draw)
 
     def _round(self, left: list[int], budget: Budget, laws: _Laws, tails: list[list[int]]) -> list[list[int]]:
-        """The inner drafter drafts, the draft model reads, and what it would have drafted itself is kept."""
+        """One inner round: the inner drafter drafts, and the draft model verifies."""
         rows = self.book.rows
         tree = self._inner_draft(left, budget)
         reading = self.book.extend(tree.tokens, tree.parents)
@@ -170,7 +172,7 @@ class Staged(ModelDrafter, Reorderable, TakesPrediction):
 
     def _inner_draft(self, left: list[int], budget: Budget) -> TokenTree:
         rows = self.book.rows
-        limits = tuple(max(0, each - 1) for each in left)  # the last token is the draft model's own
+        limits = tuple(max(0, tokens - 1) for tokens in left)  # the last token is the draft model's own
         depth = min(self.options.inner_gamma, max(limits))
         if depth == 0:
             return TokenTree.empty(rows.count, rows.device)
@@ -184,7 +186,7 @@ class Staged(ModelDrafter, Reorderable, TakesPrediction):
 
 
 class _Guess(Choice):
-    """A place where the draft model chooses: it picks what it would draft there."""
+    """A choice of the draft model: it picks the token that it would draft."""
 
     def __init__(self, choice: Choice, draw: Draw) -> None:
         super().__init__(choice.batch, choice.table, choice.depth, choice.prefix)
@@ -197,7 +199,7 @@ class _Guess(Choice):
 
 
 class _Laws:
-    """The laws that the drafted tokens were drawn from, where a rule will ask for them."""
+    """The distributions of the drafted tokens, for rules that need them."""
 
     def __init__(self, rows: RowsView, depth: int) -> None:
         self._depth, self._device = depth, rows.text.device
@@ -205,7 +207,7 @@ class _Laws:
         self._dense: Tensor | None = None  # [R,depth,V]
 
     def add(self, law: Law | None, verdict: Verdict, starts: list[int], vocabulary: int, draw: Draw) -> None:
-        """`law` is of the places after the text and after every node, `starts` how many tokens each row had."""
+        """law: after the text and after every node. starts: the drafted tokens of each row before this round."""
         self._certain = law is None
         if law is None or draw == "coupled":
             return
@@ -219,7 +221,7 @@ class _Laws:
             place = torch.nn.functional.pad(verdict.path + 1, (1, 0))
         drawn = dense.gather(1, place.unsqueeze(-1).expand(R, steps, vocabulary))
         where = torch.tensor(starts, device=self._device).view(-1, 1) + torch.arange(steps, device=self._device)
-        where = where.clamp(max=self._depth).unsqueeze(-1).expand_as(drawn)  # past the depth is a bin for what is over
+        where = where.clamp(max=self._depth).unsqueeze(-1).expand_as(drawn)  # one more slot takes tokens past the depth
         self._dense.scatter_(1, where, drawn)
 
     def attached(self, tree: TokenTree, draw: Draw) -> TokenTree:

@@ -1,4 +1,4 @@
-"""What drafters have in common whose draft model is made out of the target itself."""
+"""Drafters that wrap another one, and the base of drafters whose model is made from the target."""
 
 from __future__ import annotations
 
@@ -30,11 +30,9 @@ from paceline.drafters.models.draft_model import DraftModel, over_vocabulary
 from paceline.models.language_model import LanguageModel
 from paceline.models.readers.drafting_ahead import AheadReader
 
-# ---- A drafter around another one, which does the work: what it is told is passed on
-
 
 class DrafterWrapper(Graphable, Reorderable, Rewindable):
-    """Whatever a subclass does not do by itself, `inner` does."""
+    """Passes every call on to `inner`, unless a subclass handles it."""
 
     @property
     @abstractmethod
@@ -69,11 +67,11 @@ class DrafterWrapper(Graphable, Reorderable, Rewindable):
         self.inner.release(row, last, length)
 
 
-# ---- What drafters have in common whose draft model is made out of the target itself
+# ---- Draft models made from the target
 
 
 class SelfDraft(DrafterWrapper, BuiltFromTarget, DraftsOnDevice, RunsModel):
-    """A draft model made out of the target does the work, as `draft-model` would do it."""
+    """Drafts like `draft-model`, with a model made from the target."""
 
     Options: ClassVar[type]
     prior_acceptance = 0.7
@@ -81,14 +79,14 @@ class SelfDraft(DrafterWrapper, BuiltFromTarget, DraftsOnDevice, RunsModel):
     def __init__(self, options: Any = None) -> None:
         self.options = options or self.Options()
         self._inner: Drafter | None = None
-        self._made: tuple[LanguageModel, LanguageModel] | None = None  # the target, and what was made of it
+        self._made: tuple[LanguageModel, LanguageModel] | None = None  # the target, and the model made from it
 
     @abstractmethod
     def made_from(self, target: LanguageModel) -> LanguageModel:
         """The draft model."""
 
     def draft_of(self, target: LanguageModel) -> LanguageModel:
-        """The same, made once per target."""
+        """The draft model, made once per target."""
         if self._made is None or self._made[0] is not target:
             self._made = (target, self.made_from(target))
         return self._made[1]
@@ -101,12 +99,12 @@ class SelfDraft(DrafterWrapper, BuiltFromTarget, DraftsOnDevice, RunsModel):
         return fresh
 
     def inner_options(self) -> dict[str, Any]:
-        """What else the draft model is told."""
+        """More options of the draft model."""
         return {}
 
     @property
     def inner(self) -> Drafter:
-        """Who drafts this batch: made when the first row comes, since whoever shares a reader may need no other."""
+        """The drafter of this batch. It is made at the first use: a drafter that shares a reader sets it itself."""
         if self._inner is None:
             target, rows = self._opened
             growth: dict[str, Any] = {entry.name: getattr(self.options, entry.name) for entry in fields(TreeOptions)}
@@ -117,7 +115,7 @@ class SelfDraft(DrafterWrapper, BuiltFromTarget, DraftsOnDevice, RunsModel):
 
     @property
     def shape(self) -> str:
-        """How drafts grow, for the line that says what speculates with what; nothing for a chain."""
+        """The shape of the draft, for `describe`; nothing for a chain."""
         return "" if self.options.tree == "chain" else f", tree {self.options.tree}"
 
     def open(self, target: LanguageModel, rows: RowsView) -> None:
@@ -125,7 +123,7 @@ class SelfDraft(DrafterWrapper, BuiltFromTarget, DraftsOnDevice, RunsModel):
 
 
 class Ahead(DraftsOnDevice, Reorderable, Rewindable):
-    """Something inside a reader that is shared with the loop writes ahead."""
+    """Drafts with a reader that the loop shares."""
 
     def __init__(self, reader: AheadReader, options: TreeOptions) -> None:
         self._reader = reader
@@ -143,7 +141,7 @@ class Ahead(DraftsOnDevice, Reorderable, Rewindable):
         return tree
 
     def keep(self, rows: RowsView, verdict: Verdict, reading: Reading) -> None:
-        self._grower.judged(verdict)  # the reader is kept by the loop; here only the shape is fitted
+        self._grower.judged(verdict)  # the loop keeps the reader; this fits the tree shape
 
     def reorder(self, rows: RowsView, source: Sequence[int]) -> bool:
         self._grower.reorder(source)

@@ -1,4 +1,4 @@
-"""Several drafters in one: what `portfolio` and `auto` share. They differ in the members they ask, and in how much they read."""
+"""The engine of `portfolio` and `auto`: several drafters in one. They differ in members asked and the nodes read."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ AHEAD = 4  # tokens that heads learn to guess
 
 @dataclass(frozen=True)
 class Lesson:
-    """Texts [R,T] of the target, padded at the end, with what it thought at every place, and where to look [R,T]."""
+    """Texts [R,T] of the target, padded at the end, with its hidden states at every place, and where to look [R,T]."""
 
     target: LanguageModel
     texts: Tensor
@@ -101,9 +101,9 @@ def eagle(steps: int = 150, draft_vocabulary: int | None = None, own_output: boo
 
     def loss() -> Tensor:
         taps = [school.states[layer][:, :-1] for layer in layers]
-        said = head(school.embedded[:, 1:], taps, AHEAD)
+        every = head(school.embedded[:, 1:], taps, AHEAD)
         return torch.stack(
-            [_surprise(logits[:, s:].clamp(min=-1e3), 2 + s, school) for s, logits in enumerate(said)]
+            [_surprise(logits[:, s:].clamp(min=-1e3), 2 + s, school) for s, logits in enumerate(every)]
         ).sum()
 
     return _fit(head, loss, steps, 0.005)

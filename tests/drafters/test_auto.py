@@ -98,7 +98,7 @@ def test_the_overhead_of_a_round_is_part_of_its_price() -> None:
 
 def test_a_model_is_asked_while_its_steps_pay() -> None:
     """The draft is the target itself. Where a pass takes an hour its steps are free; where it takes nothing they cost
-    more than any token is worth, and all it gets is the purse."""
+    more than any token is worth, and all it gets is the probe budget."""
     target = LanguageModel(llama(1, dtype=torch.float64))
     outs = []
     for seconds in (3600.0, 1e-9):
@@ -139,7 +139,7 @@ def test_a_search_says_why() -> None:
     out = decoder(repeating(7), FREE).generate([0], max_new_tokens=24, num_beams=3)
     for entry in out.trace.rounds[:-1]:
         assert entry.why
-        assert ("plain" in entry.why) == (not entry.drafted) or "nobody" in entry.why
+        assert ("plain" in entry.why) == (not entry.drafted) or "no member" in entry.why
         assert not entry.drafted or f"{len(entry.drafted)} nodes" in entry.why
 
 
@@ -190,7 +190,7 @@ def test_what_was_learned_is_kept_reset_and_frozen() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         ({"drafters": ()}, "at least one drafter"),
         ({"costs": {1: 2}}, "costs must be"),
@@ -198,6 +198,6 @@ def test_what_was_learned_is_kept_reset_and_frozen() -> None:
         ({"probing": 2.0}, "probing must be a share from 0 to 1, got 2.0"),
     ],
 )
-def test_bad_options(options: dict[str, Any], said: str) -> None:
-    with pytest.raises(InputError, match=said):
+def test_bad_options(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError, match=message):
         SpeculativeDecoder(scripted(range(1, 40)), "auto", options=options)

@@ -45,7 +45,7 @@ def programs(monkeypatch: pytest.MonkeyPatch) -> list[Replays]:
 
 @pytest.fixture
 def lm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, programs: list[Replays]) -> LanguageModel:
-    """A target with heads that come along for it, on a device that captures."""
+    """A target with shipped heads, on a device that captures graphs."""
     lm = LanguageModel(llama(0, **SIZES), name="toy")
     for kind, head in HEADS.items():
         head.random(lm).save(tmp_path / "toy" / kind)
@@ -110,7 +110,7 @@ def test_the_same_texts_with_rests(lm: LanguageModel, restless: None, settings: 
 
 
 def test_after_a_rest_it_knows_all_of_the_text(lm: LanguageModel, restless: None) -> None:
-    """Every draft is the one that somebody makes who begins with the text as it is then."""
+    """Every draft equals that of a drafter that starts with the same text."""
     decoder = paceline.SpeculativeDecoder(lm, "auto", options={"costs": FREE})
     leader = decoder.drafter
     leader._clock = ticking(lambda: 0.5 if leader.resting else 5.0)
@@ -143,7 +143,7 @@ def test_a_pass_reads_no_more_than_is_cheap(lm: LanguageModel) -> None:
         assert {len(text.trace.rounds[0].drafted) for text in texts} == {most}
 
 
-def test_every_text_begins_awake_and_bench_need_not_make_it_anew(lm: LanguageModel, restless: None) -> None:
+def test_every_text_begins_awake_and_bench_reuses_it(lm: LanguageModel, restless: None) -> None:
     decoder = paceline.SpeculativeDecoder(lm, "auto", options={"costs": FREE})
     leader = decoder.drafter
     assert leader.reset_copy() is leader
@@ -168,7 +168,7 @@ def leader_of(decoder: paceline.SpeculativeDecoder) -> GraphedAuto:
 
 
 def wrong_entries(leader: GraphedAuto, margin: int) -> dict[int, list[int]]:
-    """Per row, entries of the eagle's memory that are not those of reading the text anew; the last may be missing."""
+    """Per row, entries of the KV cache that differ from those of a new reading; the last may be missing."""
     eagle, rows, found = leader.inner, leader._rows, {}
     assert isinstance(eagle, Eagle)
     with torch.inference_mode():
@@ -208,7 +208,7 @@ def test_its_memory_has_no_holes(
     assert not any(holes)
 
 
-def test_a_drafter_that_somebody_else_has_opened_is_not_used_on(lm: LanguageModel, programs: list[Replays]) -> None:
+def test_a_drafter_that_another_loop_opened_is_not_used_again(lm: LanguageModel, programs: list[Replays]) -> None:
     """`reset_copy` may be the same one: two decoders that take turns with it draft as if they were alone."""
     for draft in ("eagle", "auto", LanguageModel(llama(1, **SIZES))):
         options = {"costs": FREE} if draft == "auto" else {}

@@ -1,4 +1,4 @@
-"""Members of the controller that run a model: what steps cost, how often they are tried, and what they are told."""
+"""Members of the controller that run a model: what steps cost, how often they are tried, and what they keep."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ LONG: dict[str, Any] = {"max_new_tokens": 200, "ignore_eos": True}
 
 
 class Clock:
-    """Time that passes only where it is said to."""
+    """A clock that a test moves."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 1.0
@@ -97,11 +97,11 @@ def test_frozen_it_learns_nothing_and_tries_nothing(monkeypatch: pytest.MonkeyPa
     after = [(m.stats.benefit.value, m.stats.cost.value, m.stats.acceptance.rates[:]) for m in controller._members]
     assert before == after
     assert member.steps == 0
-    assert out.stats.mean_accepted_length > 5  # what it learned is used: whoever was right in a row is believed
+    assert out.stats.mean_accepted_length > 5  # the run of right tokens is used
 
 
 def test_a_tree_cut_to_a_chain_is_told_by_its_own_numbers() -> None:
-    """A rule for chains gets the leading chain of a tree; what its member is told to keep are its own nodes."""
+    """A rule for chains gets the leading chain of a tree; its member keeps its own nodes."""
     target = LanguageModel(llama(1, dtype=torch.float64))
     member = ("draft-model", {"model": target, "tree": "levels", "branch": 3})
     costs = Costs({1: {1: 3600.0, 64: 3601.0}})
@@ -113,7 +113,7 @@ def test_a_tree_cut_to_a_chain_is_told_by_its_own_numbers() -> None:
 
 
 def test_a_portfolio_with_a_model_inside_is_asked_like_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Drafters inside drafters: whoever holds a member that runs a model runs a model."""
+    """A group with a member that runs a model runs a model."""
     clock = Clock(monkeypatch)
     inside = Portfolio(Portfolio.Options(drafters=("suffix", Stepping(clock, 0.2))))
     assert inside.prior_acceptance == 0.7
@@ -188,7 +188,7 @@ class Slow(Drafter):
         return TokenTree.from_chains([[(rows.histories[0][-1] + (1 if self.right else 2)) % PERIOD]], "cpu")
 
 
-def test_whoever_does_not_pay_is_tried_after_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_member_that_does_not_pay_is_tried_after_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     """A tenth of a pass for nothing: first a pause, then some rounds in a row, then a longer pause."""
     member = Slow(Clock(monkeypatch), 0.1, right=False)
     auto(member).generate([0], max_new_tokens=400, ignore_eos=True)
@@ -199,7 +199,7 @@ def test_whoever_does_not_pay_is_tried_after_pauses(monkeypatch: pytest.MonkeyPa
     assert len(asked) <= 2 + 3 * 16
 
 
-def test_whoever_pays_is_asked_always(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_member_that_pays_is_always_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     member = Slow(Clock(monkeypatch), 0.1, right=True)
     out = auto(member).generate([0], max_new_tokens=100, ignore_eos=True)
     assert len(member.asked) >= len(out.trace.rounds) - 1
@@ -244,7 +244,7 @@ def test_trees_are_drafted_where_their_second_branches_can_pay(costs: Costs, tre
 
 
 def test_lists_and_trees_of_a_drafter_say_the_same() -> None:
-    """Whoever drafts lists is taken at its word; asked for tensors it says the same."""
+    """A member that drafts lists is asked for lists; its tensors hold the same draft."""
     from tests.drafters.texts import HandRows
 
     from paceline.drafters.lookup.ngram import Ngram

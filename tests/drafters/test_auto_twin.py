@@ -1,4 +1,4 @@
-"""Who takes part in `auto` where nobody is named: the target in int8 too, where kernels read it and memory allows."""
+"""The default members of `auto`: the int8 copy of the target too, if kernels run it and memory allows."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ def test_not_where_memory_is_short(left: int | None, takes: bool, monkeypatch: p
     assert ("self-quantized" in members(small("llama"))) is takes
 
 
-def test_whoever_is_named_stays_alone() -> None:
+def test_a_named_member_stays_alone() -> None:
     assert members(small("llama"), options={"drafters": ("suffix",)}) == "suffix"
 
 
-def test_anew_takes_the_small_weights_along() -> None:
+def test_a_reset_copy_shares_the_int8_weights() -> None:
     decoder = SpeculativeDecoder(small("llama"), "auto")
     other = SpeculativeDecoder(decoder.target, decoder.drafter.reset_copy())
     first, second = (one.drafter._members[2].drafter for one in (decoder, other))  # type: ignore[attr-defined]

@@ -296,7 +296,7 @@ def test_inside_a_portfolio(name: str, tree: str) -> None:
 
 @pytest.mark.parametrize("name", HEADS)
 def test_drafting_for_a_draft_model(name: str) -> None:
-    """Its texts are taken back and written anew; the draft model is the target here, so nothing is rejected above."""
+    """Its texts are rewound and written again; the draft model is the target here, so nothing is rejected above."""
     inner = {"name": name, "head": FITTED[name]()}
     options = {"model": fitting.target(), "inner": inner, "inner_gamma": 2}
     decoder = SpeculativeDecoder(fitting.target(), "staged", gamma=fitting.AHEAD, options=options)

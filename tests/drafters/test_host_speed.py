@@ -37,7 +37,7 @@ class Steps:
 
 
 class Text(list[int]):
-    """Counts the tokens that somebody takes out of it: a copy of a whole text is one line of code."""
+    """Counts the tokens that are read from it: a copy of a whole text is one line of code."""
 
     taken = 0
 
@@ -81,7 +81,7 @@ def test_a_round_does_not_cost_more_in_a_longer_text(name: str) -> None:
     assert long[1] < 100
 
 
-def test_whoever_reads_the_whole_text_is_noticed() -> None:
+def test_a_reader_of_the_whole_text_is_found() -> None:
     text = Text(range(5_000))
     with Steps() as steps:
         assert sum(text[1:]) > 0

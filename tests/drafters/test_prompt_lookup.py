@@ -41,7 +41,7 @@ def by_hand(text: list[int], longest: int, shortest: int, depth: int) -> list[in
         ([2, 3, 7, 2, 4, 8, 2], [4, 8, 2, 4]),  # of two places the latest
         ([4, 4], [4, 4, 4, 4]),  # a repetition goes on repeating
         ([1, 2, 1, 2, 1], [2, 1, 2, 1]),
-        ([1, 2, 3, 4], []),  # nothing was said before
+        ([1, 2, 3, 4], []),  # nothing was repeated
         ([7], []),  # V#7047, V#16883: no match or a tiny prompt was an index error
     ],
 )
@@ -127,17 +127,17 @@ def test_nothing_is_remembered_between_texts() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         ({"longest": 0}, "prompt-lookup needs 1 <= shortest <= longest, got 1 and 0."),
         ({"shortest": 4}, "prompt-lookup needs 1 <= shortest <= longest, got 4 and 3."),
         ({"branches": 0}, "branches must be at least 1, got 0."),
     ],
 )
-def test_wrong_options(options: dict[str, int], said: str) -> None:
+def test_wrong_options(options: dict[str, int], message: str) -> None:
     with pytest.raises(InputError) as error:
         PromptLookup.Options(**options)
-    assert str(error.value) == said
+    assert str(error.value) == message
 
 
 @pytest.mark.parametrize("options", [{}, {"branches": 3}, {"longest": 1}, {"longest": 6, "shortest": 3}], ids=str)

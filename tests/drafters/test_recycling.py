@@ -99,8 +99,8 @@ def test_keep_learns_every_node_of_its_own_draft() -> None:
     tree = drafter.propose(rows, budget(rows))
     assert paths(tree) == {(3,), (4,), (3, 8), (4, 8)}
     verdict = Verdict(torch.tensor([[4, 1, -1]]), torch.tensor([[1]]), torch.tensor([[1, 0]]))
-    said = logits([4, 3], [10, 11], [12, 13], [14, 15], [16, 17])
-    drafter.keep(rows, verdict, Reading(said))
+    read = logits([4, 3], [10, 11], [12, 13], [14, 15], [16, 17])
+    drafter.keep(rows, verdict, Reading(read))
     table = drafter._memory.successors
     assert table[7].tolist() == [4, 3]
     assert table[3].tolist() == [10, 11]

@@ -77,7 +77,7 @@ def test_where_the_kernel_runs() -> None:
 
 
 @pytest.fixture
-def measured_anew(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def measured_again(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """And worth it in float32 as well, whatever the machine."""
     monkeypatch.setattr(packed_linear, "_WORTH_IT", {torch.float32: 63, torch.bfloat16: 8})
     kernel_rows.cache_clear()
@@ -85,7 +85,7 @@ def measured_anew(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     kernel_rows.cache_clear()
 
 
-@pytest.mark.usefixtures("measured_anew")
+@pytest.mark.usefixtures("measured_again")
 @pytest.mark.parametrize("odd", [0, 16])
 def test_a_kernel_is_used_only_for_as_many_rows_as_it_is_right(monkeypatch: pytest.MonkeyPatch, odd: int) -> None:
     """One that is wrong from 17 rows on looks fine where two are tried, and then guesses at random."""
@@ -112,7 +112,7 @@ def test_a_kernel_is_used_only_for_as_many_rows_as_it_is_right(monkeypatch: pyte
         assert asked == ([rows] if rows <= 16 else [])
 
 
-@pytest.mark.usefixtures("measured_anew")
+@pytest.mark.usefixtures("measured_again")
 @pytest.mark.parametrize("error", [RuntimeError, NotImplementedError, AttributeError])
 def test_without_a_kernel_weights_are_unpacked(monkeypatch: pytest.MonkeyPatch, error: type[Exception]) -> None:
     def kernel(*given: torch.Tensor) -> torch.Tensor:

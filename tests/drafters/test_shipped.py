@@ -97,20 +97,20 @@ def add(target: LanguageModel, root: Path, kind: str) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(("kind", "said", "other"), [
+@pytest.mark.parametrize(("kind", "described", "other"), [
     ("early-exit", "after 2 layers by a trained head", {"layers": 1}), ("trigram", "trigram table", None)
 ])  # fmt: skip
 def test_what_also_works_untrained_takes_what_comes_along(
-    kind: str, said: str, other: dict[str, int] | None, target: LanguageModel, tmp_path: Path
+    kind: str, described: str, other: dict[str, int] | None, target: LanguageModel, tmp_path: Path
 ) -> None:
-    assert said not in paceline.SpeculativeDecoder(target, kind).describe()
+    assert described not in paceline.SpeculativeDecoder(target, kind).describe()
     folder = add(target, tmp_path, kind)
     decoder = paceline.SpeculativeDecoder(target, kind)
-    assert said in decoder.describe()
+    assert described in decoder.describe()
     plain = paceline.SpeculativeDecoder(target, draft=None).generate([1, 2, 3], max_new_tokens=20)
     assert decoder.generate([1, 2, 3], max_new_tokens=20).tokens == plain.tokens
     if other is not None:
-        assert said not in paceline.SpeculativeDecoder(target, kind, options=other).describe()
+        assert described not in paceline.SpeculativeDecoder(target, kind, options=other).describe()
     (by_folder,) = parse_run_specs([str(folder)])
     (where,) = by_folder.options.values()
     assert by_folder.draft == kind
@@ -135,7 +135,7 @@ def test_what_comes_along_is_whole_and_small() -> None:
     for kind in kinds:
         files = {each.name for each in (home / "smollm2-135m" / kind).iterdir()}
         assert files == {"README.md", "config.json", "model.safetensors", "provenance.json"}
-        said = json.loads((home / "smollm2-135m" / kind / "provenance.json").read_text())
-        assert said["arguments"]["kind"] == kind
-        assert "H200" in said["gpu"]
+        provenance = json.loads((home / "smollm2-135m" / kind / "provenance.json").read_text())
+        assert provenance["arguments"]["kind"] == kind
+        assert "H200" in provenance["gpu"]
     assert sum(each.stat().st_size for each in home.rglob("*") if each.is_file()) <= 24 * 2**20

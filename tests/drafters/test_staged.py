@@ -143,8 +143,8 @@ def test_what_an_inner_drafter_may_be() -> None:
     assert made('{"name": "prompt-lookup", "longest": 2}') == f"staged {name} (prompt-lookup)"
     assert made(SMALL) == f"staged {name} (draft-model {name})"
     assert made(DRAFTERS["none"]()) == f"staged {name} (none)"
-    for wrong, said in [(3, "A model is a name"), ("{", "must be valid JSON"), ({"longest": 3}, "needs a name")]:
-        with pytest.raises(InputError, match=said):
+    for wrong, message in [(3, "A model is a name"), ("{", "must be valid JSON"), ({"longest": 3}, "needs a name")]:
+        with pytest.raises(InputError, match=message):
             made(wrong)
     with pytest.raises(InputError, match="inner_gamma"):
         SpeculativeDecoder(TARGET, "staged", options={"model": DRAFT, "inner_gamma": 0})

@@ -205,7 +205,7 @@ def test_rows_that_come_and_go_keep_their_own_words() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         ({"branches": 0}, "branches must be at least 1, got 0."),
         ({"min_probability": 2}, "min_probability must be at most 1, got 2."),
@@ -213,10 +213,10 @@ def test_rows_that_come_and_go_keep_their_own_words() -> None:
         ({"store": "here"}, "store must be a SuffixStore, got str."),
     ],
 )
-def test_wrong_options(options: dict[str, Any], said: str) -> None:
+def test_wrong_options(options: dict[str, Any], message: str) -> None:
     with pytest.raises(InputError) as error:
         Suffix.Options(**options)
-    assert str(error.value) == said
+    assert str(error.value) == message
 
 
 def test_a_second_request_drafts_what_the_first_answered() -> None:

@@ -1,4 +1,4 @@
-"""The Katz model: its laws are laws, it believes what it counted, and a file says what the table said."""
+"""The Katz model: its laws are laws, it believes what it counted, and a file holds the same table."""
 
 from __future__ import annotations
 

@@ -26,14 +26,16 @@ def main(folder: str, case: str, out: str) -> None:
     model = SpeculatorModel.from_pretrained(folder, config=config).eval()
     lost = [name for name, weight in model.named_parameters() if weight.isnan().any()]
     assert not lost, f"not loaded: {lost}"
-    said: list[torch.Tensor] = []
-    model.lm_head.register_forward_hook(lambda module, args, output: said.append(output[0].detach()))
+    outputs: list[torch.Tensor] = []
+    model.lm_head.register_forward_hook(lambda module, args, output: outputs.append(output[0].detach()))
     ids = given["input_ids"]
     with torch.no_grad():
         model(given["hidden_states"], ids, torch.zeros_like(ids), ttt_steps=given["steps"].shape[0])
     layers = torch.tensor(model.target_layer_ids)
     kept = {} if model.d2t is None else {"d2t": model.d2t.clone(), "t2d": model.t2d.clone()}
-    save_file({"logits": torch.stack(said), "layers": layers, "words": model.embed_tokens.weight.detach(), **kept}, out)
+    save_file(
+        {"logits": torch.stack(outputs), "layers": layers, "words": model.embed_tokens.weight.detach(), **kept}, out
+    )
 
 
 if __name__ == "__main__":

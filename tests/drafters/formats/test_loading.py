@@ -1,4 +1,4 @@
-"""`load_drafter` and drafters named by a folder: what the files say decides which drafter it is."""
+"""`load_drafter` and drafters named by a folder: the files decide which drafter it is."""
 
 from __future__ import annotations
 

@@ -122,8 +122,8 @@ def test_a_fitted_eagle1_head_is_believed() -> None:
     output = school.target.model.get_output_embeddings()
 
     def loss() -> Tensor:
-        said = head(school.embedded[:, 1:], [school.states[-1][:, :-1]], fitting.AHEAD, output)
-        return torch.stack([fitting._surprise(each[:, s:], 2 + s, school) for s, each in enumerate(said)]).sum()
+        every = head(school.embedded[:, 1:], [school.states[-1][:, :-1]], fitting.AHEAD, output)
+        return torch.stack([fitting._surprise(each[:, s:], 2 + s, school) for s, each in enumerate(every)]).sum()
 
     fitting._fit(head, loss, 150, 0.005)
     decoder = SpeculativeDecoder(school.target, "eagle", gamma=fitting.AHEAD, options={"head": head})
@@ -166,16 +166,16 @@ def test_medusa_that_shares_the_output_of_the_target(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("said", "numbers"),
+    ("config", "numbers"),
     [
         ({}, [2, LAYERS // 2, LAYERS - 3]),
         ({"eagle_aux_hidden_state_layer_ids": [1, 4, 7]}, [1, 4, 7]),
         ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 3, 4]}}, [2, 4, 5]),  # whose outputs these are
     ],
-    ids=["not said", "hidden states", "layers"],
+    ids=["no key", "hidden states", "layers"],
 )
-def test_eagle3_looks_at_the_right_hidden_states(said: dict[str, Any], numbers: list[int], tmp_path: Path) -> None:
-    write(tmp_path, {**LLAMA, **said}, others.eagle3())
+def test_eagle3_looks_at_the_right_hidden_states(config: dict[str, Any], numbers: list[int], tmp_path: Path) -> None:
+    write(tmp_path, {**LLAMA, **config}, others.eagle3())
     lm, seen = target(), []
 
     class Watching(Eagle):

@@ -70,5 +70,5 @@ def test_the_real_loader_says_what_we_say(change: dict[str, Any], tmp_path: Path
     with torch.no_grad():
         ours = head(lm.model.get_input_embeddings()(ids), taps.split(32, -1), STEPS)
     for step in range(STEPS):  # they keep a text where it began, we move it on
-        said = ours[step][0, step:, words]
-        torch.testing.assert_close(theirs["logits"][step, : PLACES - step], said, rtol=1e-4, atol=1e-5)
+        outputs = ours[step][0, step:, words]
+        torch.testing.assert_close(theirs["logits"][step, : PLACES - step], outputs, rtol=1e-4, atol=1e-5)

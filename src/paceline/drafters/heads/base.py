@@ -58,7 +58,7 @@ class HeadDrafter(DraftsOnDevice, RunsModel, NeedsHiddenStates, Graphable, Reord
         if isinstance(given, Head):
             return given
         if isinstance(given, (str, os.PathLike)):
-            from paceline.drafters.load import read_head  # it imports all heads
+            from paceline.drafters.resolve import read_head  # it imports all heads
 
             return read_head(given, Head)
         raise InputError(

@@ -50,7 +50,7 @@ def export_head(
         if format == WHOLE:
             _export_layers(head, target, folder)
             return
-        from paceline.drafters.load import read_head  # it imports this package
+        from paceline.drafters.resolve import read_head  # it imports this package
 
         head = read_head(head, DraftHead)
     Head, write = _WRITERS.get(format, (None, None))

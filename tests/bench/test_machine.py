@@ -80,7 +80,7 @@ def test_a_run_is_disturbed_when_others_used_more_than_the_limit() -> None:
 
 def test_the_card_that_is_asked_is_the_one_we_see(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[list[str]] = []
-    monkeypatch.setattr(made, "_asked", lambda command: asked.append(command) or "40")
+    monkeypatch.setattr(made, "_output", lambda command: asked.append(command) or "40")
     for visible, wanted in (("", "--id=1"), ("3,5", "--id=5")):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
         busy = how_busy(torch.device("cuda:1"), look=lambda: None, sleep=lambda seconds: None)

@@ -23,13 +23,13 @@ def test_provenance_says_what_a_reader_would_ask() -> None:
 
 
 def test_without_git_or_a_driver_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(made, "_asked", lambda command: None)
+    monkeypatch.setattr(made, "_output", lambda command: None)
     found = provenance({})
     assert found["commit"] is None
     assert "dirty" not in found
 
 
 def test_a_program_that_is_not_there_answers_nothing() -> None:
-    assert made._asked(["no-such-program-anywhere"]) is None
-    assert made._asked([sys.executable, "-c", "import sys; sys.exit(3)"]) is None
-    assert made._asked([sys.executable, "-c", "print(' 7 ')"]) == "7"
+    assert made._output(["no-such-program-anywhere"]) is None
+    assert made._output([sys.executable, "-c", "import sys; sys.exit(3)"]) is None
+    assert made._output([sys.executable, "-c", "print(' 7 ')"]) == "7"

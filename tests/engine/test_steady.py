@@ -155,7 +155,7 @@ def test_rows_come_and_go_without_new_programs(programs: list[Watched]) -> None:
 
 
 @pytest.mark.parametrize("rows", [32, 12])
-def test_rows_that_ended_keep_their_seats_for_a_while(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_that_ended_keep_their_slots_for_a_while(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """In a large captured batch rows leave together, when a smaller program will do; others write on as if alone."""
     prompts = [[1 + i % 7, 2, 3 + i % 5][: 2 + i % 2] for i in range(32)]
     settings: dict[str, Any] = {
@@ -167,16 +167,16 @@ def test_rows_that_ended_keep_their_seats_for_a_while(rows: int, monkeypatch: py
     model = llama(4)
     plain = paceline.SpeculativeDecoder(model, draft=None, rows=rows).generate(prompts, **settings)
     sat, left = [], []
-    retire, close_up = Rows.retire, Rows.close_up
-    monkeypatch.setattr(Rows, "retire", lambda self, ended: (sat.append(len(ended)), retire(self, ended))[1])
-    monkeypatch.setattr(Rows, "close_up", lambda self, *moves: (left.append(len(moves[1])), close_up(self, *moves))[1])
+    mark_idle, compact = Rows.mark_idle, Rows.compact
+    monkeypatch.setattr(Rows, "mark_idle", lambda self, ended: (sat.append(len(ended)), mark_idle(self, ended))[1])
+    monkeypatch.setattr(Rows, "compact", lambda self, *moves: (left.append(len(moves[1])), compact(self, *moves))[1])
     monkeypatch.setattr(flight, "programs_for", lambda lm: Rehearsal())
     decoder = paceline.SpeculativeDecoder(model, draft=None, rows=rows)
     for _ in range(2):
         found = decoder.generate(prompts, **settings)
         assert [each.tokens for each in found] == [each.tokens for each in plain]
         assert [each.finish_reason for each in found] == [each.finish_reason for each in plain]
-    assert sum(sat) > 8, "some have kept their seats"
+    assert sum(sat) > 8, "some have kept their slots"
     assert max(left) > 1, "several have moved at once"
 
 

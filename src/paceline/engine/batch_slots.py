@@ -42,7 +42,7 @@ class BatchSlots:
             return False
         if self._capacity.rows(rows.count - len(ended)) != rows.capacity:
             return False
-        rows.retire([index for index in ended if index not in self._idle])
+        rows.mark_idle([index for index in ended if index not in self._idle])
         self._idle.update(ended)
         return True
 
@@ -72,5 +72,5 @@ class BatchSlots:
             source[slot] = mover
             rows.lengths[slot] = rows.lengths[mover]
         self._reader.reorder(rows, source)
-        rows.close_up(free, movers, left)
+        rows.compact(free, movers, left)
         self._idle.clear()

@@ -1,4 +1,4 @@
-"""`SpeculativeDecoder`: what people hold in their hands."""
+"""`SpeculativeDecoder`: the public interface."""
 
 from __future__ import annotations
 
@@ -231,12 +231,11 @@ class SpeculativeDecoder:
 
     @property
     def keeps_rounds(self) -> bool:
-        """Does it hold captured rounds, for the next text?"""
+        """Return whether it keeps CUDA graphs for the next batch."""
         return self._loop is not None
 
     def forget(self) -> bool:
-        """What its drafter has learned from texts: the next one is drafted for as the first one was. False: it is one
-        that cannot be made anew."""
+        """Discard what the drafter has learned from texts. Return False if the drafter cannot be made again."""
         fresh = self.drafter.reset_copy()
         if fresh is not None and fresh is not self.drafter:
             fresh.check(self.target)
@@ -246,7 +245,7 @@ class SpeculativeDecoder:
         return fresh is not None
 
     def describe(self) -> str:
-        """One line: what speculates with what."""
+        """Return one line: the target, the drafter and the rule."""
         lm = self.target
         kind = quantization_of(lm)
         exact = "" if kind is None else f"; exact with respect to the {kind} model"
@@ -260,7 +259,7 @@ class SpeculativeDecoder:
     def __repr__(self) -> str:
         return f"SpeculativeDecoder({self.describe()})"
 
-    # ---- the two ways to use it
+    # ---- generate and stream
 
     @overload
     def generate(
@@ -335,7 +334,7 @@ class SpeculativeDecoder:
         return rows
 
     def _drafter_for(self, rows: Iterable[Row]) -> Drafter:
-        """The drafter; or, where none was asked for, the one that follows the callers' predictions."""
+        """Return the drafter; or `prediction`, if the caller chose no drafter and gave predictions."""
         if takes_prediction(self.drafter) or all(row.prediction is None for row in rows):
             return self.drafter
         if self._chosen:
@@ -345,7 +344,7 @@ class SpeculativeDecoder:
         return make_drafter("prediction", {})
 
     def _rule_for(self, request: Request) -> Rule:
-        """Several beams are always judged by `beam`; one beam, asked of a decoder that has that rule, is plain text."""
+        """Return the rule of a request: `beam` for several beams, and never for one."""
         searches = self.rule.exact == "beam"
         if searches == (request.num_beams > 1):
             return self.rule
@@ -364,12 +363,12 @@ class SpeculativeDecoder:
         ]
 
     def _run(self, rows: list[Row], cancel: Question | None) -> Iterator[Event]:
-        """Decode all rows: first those that are one text each, then the searches, for another rule judges them."""
+        """Decode all rows: first the single sequences, then the beam searches, which another rule verifies."""
         if self._owner == threading.get_ident():
             raise InputError(
                 "This decoder is still streaming in this thread; finish or close that stream, or make a second one."
             )
-        with self._busy:  # a drafter remembers its rows: one batch at a time, other threads wait for their turn
+        with self._busy:  # a drafter holds the state of its rows: other threads wait
             try:
                 self._owner = threading.get_ident()
                 for kind in (
@@ -384,7 +383,7 @@ class SpeculativeDecoder:
                     row.cancel()
 
     def _decode(self, waiting: list[list[Row]], cancel: Question | None) -> Iterator[Event]:
-        """The drafter belongs to these rows until they end, or until the iterator is closed or garbage."""
+        """The drafter belongs to these rows until they end, or until the iterator is closed."""
         rule = self._rule_for(waiting[0][0].request)
         drafter = self._drafter_for(row for party in waiting for row in party)
         with claimed(drafter):
@@ -393,7 +392,7 @@ class SpeculativeDecoder:
     def _decode_with(
         self, drafter: Drafter, rule: Rule, waiting: list[list[Row]], cancel: Question | None
     ) -> Iterator[Event]:
-        """At most `self.rows` rows at once, but at least one party of them; latecomers are admitted as others end."""
+        """Decode at most `self.rows` rows at once, but at least one prompt; admit others as rows end."""
         loop, self._loop = self._loop, None
         if loop is None or (loop.drafter, loop.rule) != (drafter, rule) or not loop.owns_drafter:
             loop = Loop(self.target, drafter, rule, self.gamma, self.nodes, self.first_target)
@@ -410,7 +409,7 @@ class SpeculativeDecoder:
                 if new:
                     loop.admit(new)
                 yield from loop.step()
-        finally:  # also where somebody has seen enough
+        finally:  # also if the caller leaves a stream
             if loop.reusable:
                 self._loop = loop
 

@@ -1,4 +1,4 @@
-"""Log-probabilities of what was emitted, from the very pass that verified it; only for the rows that asked."""
+"""Log-probabilities of emitted tokens, from the forward pass that verified them, for the rows that want them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from paceline.engine.rows import Event, Rows
 
 
 def measure(rows: Rows, logits: Tensor, choice: Choice, verdict: Verdict) -> list[list[TokenLogprob]] | None:
-    """Per row, of every token of the verdict: raw (the bare logits) and processed (after every control)."""
+    """Return, per row and token of the verdict, raw values (of the logits) and processed ones (after all controls)."""
     if verdict.beams is not None:  # a search keeps those of its candidates
         return None
     wanted = [row.request.logprobs for row in rows.live]
@@ -36,8 +36,7 @@ def measure(rows: Rows, logits: Tensor, choice: Choice, verdict: Verdict) -> lis
 
 
 def _processed(logits: Tensor, choice: Choice) -> Tensor:
-    """[R,N,V]: the laws tokens were chosen by. Greedy rows show the softmax they took the best of: a point mass, all
-    zeros as logarithms, would tell nobody anything."""
+    """Return [R,N,V]: the distributions that tokens were chosen from; for greedy rows the softmax, not a point mass."""
     batch = choice.batch
     laws = choice.law(logits).dense(logits.shape[-1])
     if not (batch.all_greedy or batch.mixed):
@@ -57,7 +56,7 @@ def _log(weight: float) -> float:
 
 
 def hand_out(rows: Rows, logprobs: list[list[TokenLogprob]] | None, events: list[list[Event]]) -> None:
-    """To the rows that asked, as many as were committed."""
-    for r, (row, told) in enumerate(zip(rows.live, events, strict=True)):
+    """Append the values of the committed tokens to the rows that want them."""
+    for r, (row, committed) in enumerate(zip(rows.live, events, strict=True)):
         if logprobs is not None and row.request.logprobs is not None:
-            row.logprobs += logprobs[r][: len(told)]
+            row.logprobs += logprobs[r][: len(committed)]

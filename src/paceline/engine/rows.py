@@ -1,6 +1,6 @@
-"""The live texts: tensors on the device for the next pass, lists on the host for everything else.
+"""The live sequences: tensors on the device for the next forward pass, lists on the host for everything else.
 
-Live rows are always rows 0..R-1: when one is released, the last takes its place. So no pass ever carries a dead row.
+Live rows are always rows 0..R-1: when one is released, the last row takes its index.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class Row:
-    """One text on its way: what was asked, what is written, why it ended."""
+    """One sequence: the request, the tokens so far, and why it ended."""
 
     index: int
     prompt: list[int]
@@ -40,18 +40,18 @@ class Row:
     stopper: Stopper
     limit: int  # new tokens at most, by max_new_tokens and by the context
     tokens: list[int] = field(default_factory=list)
-    prediction: list[int] | None = None  # what the caller expects to be written
+    prediction: list[int] | None = None  # the output that the caller expects
     trace: Trace = field(default_factory=Trace)
     logprobs: list[TokenLogprob] = field(default_factory=list)
     started: float = field(default_factory=time.perf_counter)
     seconds: float = 0.0
-    rule: str = ""  # what judges the drafts, and may it change the text?
-    lossy: bool = False
-    group: BeamGroup | None = None  # the search it is part of
-    beams: list[BeamResult] | None = None  # what came out of it
+    rule: str = ""  # the rule that verifies the drafts
+    lossy: bool = False  # whether the rule may change the text
+    group: BeamGroup | None = None  # its beam search
+    beams: list[BeamResult] | None = None  # the results of the beam search
 
     def cancel(self) -> None:
-        """End a text that has not ended by itself."""
+        """End a sequence that has not ended yet."""
         if self.stopper.stop is None:
             if self.group is not None:
                 self.group.give_up()
@@ -91,9 +91,9 @@ class Event:
 
 
 class Rows(RowTensors):
-    """See `core.contracts.RowsView`. Tensors have room for more rows than are live: `spare` says up to which number."""
+    """The live rows; see `core.contracts.RowsView`. The tensors have room for more: see `round_graphs.Capacity`."""
 
-    bound: int | None = None  # the lengths on the host are those of the texts
+    bound: int | None = None  # the lengths on the host are exact
     to_read = 1  # committed tokens that the next forward pass reads
     in_flight = 0  # rounds that were launched and are not committed yet
 
@@ -101,21 +101,21 @@ class Rows(RowTensors):
         self,
         vocabulary: int,
         device: torch.device,
-        spare: Callable[[int], int] = int,
-        ample: Callable[[int, int], int] = lambda room, rows: room,
+        rows_for: Callable[[int], int] = int,
+        slots_for: Callable[[int, int], int] = lambda room, rows: room,
         ops: DeviceOps = TORCH,
     ) -> None:
         self.vocabulary, self.device, self.ops = vocabulary, device, ops
-        self._spare, self._ample = spare, ample  # rows and slots to have room for, where so many are needed
+        self._rows_for, self._slots_for = rows_for, slots_for  # room for rows and slots, if this number is needed
         self.live: list[Row] = []
         self.lengths: list[int] = []
         self.histories: list[list[int]] = []
-        self.store = torch.zeros(0, 0, dtype=torch.int64, device=device)  # texts, with room for rows and tokens
+        self.store = torch.zeros(0, 0, dtype=torch.int64, device=device)  # tokens, with room for more rows and tokens
         self.all_lengths, self.all_prompts, self.all_ends = _columns(0, device)
-        self.all_counts: Tensor | None = None  # [2,R,V]: occurrences in the new texts, and with the prompts
+        self.all_counts: Tensor | None = None  # [2,R,V]: occurrences in the new tokens, and with the prompts
         self.storage_version = 0  # how often the tensors were replaced by larger ones
-        self.seated = 0  # how often somebody came or went
-        self.room = 0  # slots that the longest of them may need
+        self.changes = 0  # how often rows came or left
+        self.room = 0  # slots that the longest row may need
         self.refresh()
 
     @property
@@ -124,12 +124,12 @@ class Rows(RowTensors):
 
     @property
     def settled(self) -> list[int]:
-        """Without what was emitted after a stop: that is dropped when its row is released."""
+        """Return the length of each row, without tokens that were emitted after a stop."""
         return [len(row.prompt) + (row.group.settled if row.group else len(row.tokens)) for row in self.live]
 
     @property
     def beams(self) -> list[tuple[BeamState, list[int]]]:
-        """The searches among the live rows; see `core.beams.Grouped`."""
+        """The beam searches among the live rows; see `core.beam_search.Grouped`."""
         return [(group.state, members) for group, members in self._groups()]
 
     def _groups(self) -> list[tuple[BeamGroup, list[int]]]:
@@ -141,17 +141,17 @@ class Rows(RowTensors):
     def predictions(self) -> list[list[int] | None]:
         return [row.prediction for row in self.live]
 
-    # ---- coming and going
+    # ---- rows come and leave
 
     def admit(self, new: Sequence[Row], slack: int) -> int:
-        """Add rows at the end; returns the first new index. `slack` is the most tokens a round adds."""
+        """Add rows at the end, and return the first new index. `slack` is the most tokens that a round adds."""
         first = self.count
         self.live += new
         self.lengths = self.lengths + [len(row.prompt) for row in new]
         self.histories += [list(row.prompt) for row in new]
-        self.capacity = max(self.count, self._spare(self.count))
+        self.capacity = max(self.count, self._rows_for(self.count))
         longest = max(len(row.prompt) + row.limit for row in new)
-        self.room = max(self.room, self._ample(longest + slack + 1, self.capacity))
+        self.room = max(self.room, self._slots_for(longest + slack + 1, self.capacity))
         self._reserve()
         widest = max(len(row.prompt) for row in new)
         padded = torch.tensor([row.prompt + [0] * (widest - len(row.prompt)) for row in new], device=self.device)
@@ -164,7 +164,7 @@ class Rows(RowTensors):
         return first
 
     def _reserve(self) -> None:
-        """Make room; what is there moves to the new tensors."""
+        """Make room: replace the tensors by larger ones if needed."""
         rows, width = self.store.shape
         if self.capacity <= rows and self.room <= width:
             return
@@ -177,19 +177,19 @@ class Rows(RowTensors):
         self.storage_version += 1
 
     def release(self, index: int) -> None:
-        """The last row takes the place of row `index`; `refresh` must follow."""
+        """The last row takes the index `index`; call `refresh` afterwards."""
         last = self.count - 1
         for table in (self.store, self.all_lengths, self.all_prompts, self.all_ends):
             table[index] = table[last]
         for table in (self.all_lengths, self.all_ends):
             table[last] = IDLE
         lists: tuple[list[Any], ...] = (self.live, self.lengths, self.histories)
-        for propose_lists in lists:
-            propose_lists[index] = propose_lists[last]
-            del propose_lists[last]
+        for values in lists:
+            values[index] = values[last]
+            del values[last]
 
-    def retire(self, ended: Sequence[int]) -> None:
-        """These rows have ended and stay where they are, of nobody, until `close_up`."""
+    def mark_idle(self, ended: Sequence[int]) -> None:
+        """These rows have ended. Their slots stay idle until `compact`."""
         if not ended:
             return
         index = torch.tensor(ended, device=self.device)
@@ -198,25 +198,25 @@ class Rows(RowTensors):
         for row in ended:
             self.lengths[row], self.histories[row] = IDLE, []
 
-    def close_up(self, free: Sequence[int], movers: Sequence[int], left: int) -> None:
-        """The rows `movers` take the seats `free`; everybody behind row `left` is gone."""
+    def compact(self, free: Sequence[int], movers: Sequence[int], left: int) -> None:
+        """The rows `movers` take the slots `free`; `left` rows remain."""
         if movers:
-            here, there = (torch.tensor(some, device=self.device) for some in (free, movers))
+            here, there = (torch.tensor(slots, device=self.device) for slots in (free, movers))
             for table in (self.store, self.all_lengths, self.all_prompts, self.all_ends):
                 table[here] = table[there]
         for table in (self.all_lengths, self.all_ends):
             table[left : self.count] = IDLE
         lists: tuple[list[Any], ...] = (self.live, self.lengths, self.histories)
-        for propose_lists in lists:
-            for seat, mover in zip(free, movers, strict=True):
-                propose_lists[seat] = propose_lists[mover]
-            del propose_lists[left:]
+        for values in lists:
+            for slot, mover in zip(free, movers, strict=True):
+                values[slot] = values[mover]
+            del values[left:]
         self.refresh()
 
     def refresh(self) -> None:
-        """Rebuild what depends on who is live: the views, the settings, the token counts."""
-        self.seated += 1
-        self.capacity = max(self.count, self._spare(self.count))  # rows that memories should have room for
+        """Rebuild what depends on the live rows: the views, the settings, the token counts."""
+        self.changes += 1
+        self.capacity = max(self.count, self._rows_for(self.count))
         some = slice(0, self.count)
         self.text, self.length = self.store[some], self.all_lengths[some]
         self.prompt_length, self.end = self.all_prompts[some], self.all_ends[some]
@@ -228,7 +228,7 @@ class Rows(RowTensors):
             self._count(some)
 
     def _count(self, some: slice) -> None:
-        """Occurrences, in tensors that stay."""
+        """Count tokens, in tensors with fixed addresses."""
         if self.all_counts is None or self.all_counts.shape[1] < self.store.shape[0]:
             shape = (2, self.store.shape[0], self.vocabulary)
             self.all_counts = torch.zeros(shape, dtype=torch.int64, device=self.device)
@@ -240,7 +240,7 @@ class Rows(RowTensors):
     # ---- a round
 
     def reorder(self, source: Sequence[int]) -> None:
-        """Row r goes on with the text of row source[r]; who asked for it stays where it was."""
+        """Row r continues with the tokens of row source[r]. The requests stay where they are."""
         index = torch.tensor(source, device=self.device)
         for table in (self.text, self.length, self.counts, self.seen):
             if table is not None:
@@ -254,10 +254,10 @@ class Rows(RowTensors):
         verdict: Verdict,
         tree: TokenTree,
         reasons: Sequence[str] = (),
-        asked: float = 0.0,
+        model_seconds: float = 0.0,
     ) -> list[list[Event]]:
-        """Take apart what `write` gave for each row, and pass it through the stops. A row that has stopped already (its
-        last round was read late) gets nothing."""
+        """Pass the lines of a round (see `write`) through the stops, and return the events of each row. A row that has
+        stopped before gets none."""
         if verdict.beams is not None:
             return self._commit_beams(lines, verdict, tree, reasons)
         commit = self._commit_row if tree.nodes else self._commit_token
@@ -266,13 +266,13 @@ class Rows(RowTensors):
             for r, (row, line) in enumerate(zip(self.live, lines, strict=False))
         ]
         for row, why in zip(self.live, reasons, strict=False):
-            row.trace.explain(why, asked)
+            row.trace.explain(why, model_seconds)
         return events
 
     def _commit_beams(
         self, lines: list[list[int]], verdict: Verdict, tree: TokenTree, reasons: Sequence[str]
     ) -> list[list[Event]]:
-        """The rows have changed places already; the trees in `lines` are still those of the rows that drafted them."""
+        """The rows have changed places; the trees in `lines` are those of the rows that drafted them."""
         assert verdict.beams is not None
         drafts = [draft_in(line, verdict, tree) for line in lines]
         for r, line in enumerate(lines):
@@ -287,7 +287,7 @@ class Rows(RowTensors):
         return events
 
     def _emitted(self, r: int, line: list[int]) -> list[int]:
-        """The tokens of a row's line, without padding; refuses where none could be chosen."""
+        """Return the tokens of a line, without padding. Raise `ModelOutputError` if no token could be chosen."""
         row = self.live[r]
         emitted = line[: line.index(NOTHING)] if NOTHING in line else line
         if BROKEN in emitted:
@@ -317,7 +317,7 @@ class Rows(RowTensors):
         return events
 
     def _commit_token(self, r: int, line: list[int], verdict: Verdict, tree: TokenTree) -> list[Event]:
-        """`_commit_row` where nothing was drafted: of a large batch, this is most of what the host does."""
+        """`_commit_row` without a draft: in a large batch, most of the work of the host."""
         token = line[0]
         if token < 0:
             return self._commit_row(r, line, verdict, tree)
@@ -329,7 +329,7 @@ class Rows(RowTensors):
         return events
 
     def _push(self, row: Row, emitted: Sequence[int], drafted: int) -> list[Event]:
-        """One by one through the stops, as plain decoding does; the tail after a stop is dropped."""
+        """Pass the tokens through the stops, one by one, as plain decoding does. Discard those after a stop."""
         events = []
         for i, token in enumerate(emitted):
             row.tokens.append(token)
@@ -347,6 +347,6 @@ def _plain_round(token: int) -> Round:
 
 
 def _columns(rows: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """[rows,1] each, of nobody: lengths, prompts and ends."""
+    """Return lengths, prompts and ends [rows,1] of idle rows."""
     lengths, prompts, ends = (torch.full((rows, 1), IDLE, dtype=torch.int64, device=device) for _ in range(3))
     return lengths, prompts, ends

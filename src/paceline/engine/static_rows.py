@@ -1,4 +1,4 @@
-"""The live rows as a captured program sees them: always as many, never longer than it was made for."""
+"""The live rows as a CUDA graph sees them: a fixed number of rows, and a limit of their length."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ from paceline.core.verdict import Verdict
 if TYPE_CHECKING:
     from paceline.engine.rows import Rows
 
-# ---- The texts of a batch as a device sees them: tensors that a round reads and writes, and nothing of the host's
+# ---- The rows of a batch on the device: the tensors that a round reads and writes
 
 
 class RowTensors:
-    """What choosing and committing tokens needs. Whoever inherits says which tensors those are."""
+    """What it takes to choose and to commit tokens. A subclass sets the tensors."""
 
     ops: DeviceOps  # of the target
     text: Tensor  # [R,T]
     length: Tensor  # [R,1]
     prompt_length: Tensor  # [R,1]
-    end: Tensor  # [R,1]: no text becomes longer
+    end: Tensor  # [R,1]: the most tokens of a row
     lengths: list[int]
     batch: SamplingBatch
-    counts: Tensor | None = None  # [R,V]: occurrences in the new text, and in prompt and text
+    counts: Tensor | None = None  # [R,V]: occurrences in the new tokens, and with the prompt
     seen: Tensor | None = None
     _table: NoiseTable
 
     def begin_round(self, depth: int) -> None:
-        """The next round goes at most `depth` tokens past the text."""
+        """Prepare the noise of a round that drafts at most `depth` tokens in a row."""
         self._table = NoiseTable(self.batch, self.length, depth + 1)
 
     @property
@@ -63,7 +63,7 @@ class RowTensors:
                       tokens)  # fmt: skip
 
     def write(self, verdict: Verdict, tree: TokenTree) -> Tensor:
-        """Commit what was decided; see `DeviceOps.commit`."""
+        """Commit a verdict on the device; see `DeviceOps.commit`."""
         return TORCH.commit(self, verdict, tree)
 
     def advance(self, accepted: Tensor) -> None:
@@ -71,7 +71,7 @@ class RowTensors:
 
 
 def _with_path(base: Tensor | None, path: tuple[Tensor, Tensor] | None, Q: int) -> Tensor | None:
-    """[R,Q,V] counts of the text and of the drafted tokens before each place."""
+    """Return [R,Q,V]: counts of the row, and of the drafted tokens before each position."""
     if base is None:
         return None
     full = base.unsqueeze(1).expand(-1, Q, -1)
@@ -82,7 +82,7 @@ def _with_path(base: Tensor | None, path: tuple[Tensor, Tensor] | None, Q: int) 
 
 
 def occurrences(texts: Sequence[Sequence[int]], vocabulary: int) -> Tensor:
-    """[R,V], on the host: how often each token is in each text."""
+    """Return [R,V], on the host: how often each token is in each sequence."""
     table = torch.zeros(len(texts), vocabulary, dtype=torch.int64)
     for row, text in enumerate(texts):
         table[row] = torch.bincount(torch.tensor(text, dtype=torch.int64), minlength=vocabulary)
@@ -90,7 +90,7 @@ def occurrences(texts: Sequence[Sequence[int]], vocabulary: int) -> Tensor:
 
 
 def draft_in(line: list[int], verdict: Verdict, tree: TokenTree) -> tuple[list[int], list[int] | None]:
-    """The tree in a row's line: its tokens and its parents (None: a chain), of the nodes in use."""
+    """Return the tokens and the parents (None: a chain) of the tree in a line: those of the nodes in use."""
     start, N = verdict.emitted.shape[1], tree.nodes
     used = N if tree.count is None else line[-1]
     if tree.parents is None:
@@ -99,16 +99,16 @@ def draft_in(line: list[int], verdict: Verdict, tree: TokenTree) -> tuple[list[i
     return line[start : start + used], line[parents : parents + used]
 
 
-# ---- The live rows as a captured program sees them: always as many, never longer than it was made for
+# ---- The live rows as a CUDA graph sees them
 
-IDLE = 2  # tokens of a row that nobody is in: its round goes on like the others' and changes nothing
+IDLE = 2  # length of an idle row: it takes part in replays without effect
 
 
 class StaticRows(RowTensors):
-    """`count` rows, of which those past the live ones are idle. The tensors are the same from round to round: the texts
-    are the live rows' own, settings are written over when others come to sit there (`seat`).
+    """`count` rows; those past the live ones are idle. The tensors keep their addresses: the tokens are those of the
+    live rows, and `assign_slots` overwrites the settings.
 
-    bound: no text is longer; the lengths that the host knows are not looked at, for a replay does not know them.
+    bound: no row is longer. A replay does not know the lengths on the host.
     """
 
     def __init__(self, rows: Rows, count: int, bound: int) -> None:
@@ -117,13 +117,13 @@ class StaticRows(RowTensors):
         self.lengths = [bound] * count
         self.text, self.length = rows.store[:count], rows.all_lengths[:count]
         self.prompt_length, self.end = rows.all_prompts[:count], rows.all_ends[:count]
-        self.batch = SamplingBatch(*self._seats(rows), rows.device, rows.ops)
+        self.batch = SamplingBatch(*self._settings(rows), rows.device, rows.ops)
         if rows.all_counts is not None and self.batch.counts_tokens:
             self.counts, self.seen = rows.all_counts[0, :count], rows.all_counts[1, :count]
-        self._seated = -1
-        self._most: Tensor | None = None  # [R]: tokens that each row may draft, of a chain of `_depth`
+        self._changes = -1  # `rows.changes` of the last call of `assign_slots`
+        self._most: Tensor | None = None  # [R]: tokens that each row may draft, for a chain of `_depth`
         self._depth = 0
-        self.seat(rows)
+        self.assign_slots(rows)
 
     @property
     def capacity(self) -> int:
@@ -143,19 +143,19 @@ class StaticRows(RowTensors):
 
     @property
     def histories(self) -> list[list[int]]:
-        raise AssertionError("a captured program cannot look at the texts on the host")
+        raise AssertionError("a CUDA graph cannot read the tokens on the host")
 
-    def _seats(self, rows: Rows) -> tuple[list, list]:  # type: ignore[type-arg]
-        """Settings and ends of text of every row; idle ones do as the first."""
+    def _settings(self, rows: Rows) -> tuple[list, list]:  # type: ignore[type-arg]
+        """Return the settings and the EOS tokens of every row; idle rows copy the first."""
         live = [*rows.live, *[rows.live[0]] * (self.count - len(rows.live))]
         return [row.request.sampling for row in live], [row.eos for row in live]
 
-    def seat(self, rows: Rows) -> None:
-        """Other rows may have come, and are the settings of each: same kind, other numbers."""
-        if self._seated == rows.seated:
+    def assign_slots(self, rows: Rows) -> None:
+        """Take over the settings of the live rows: of the same kind, with other values."""
+        if self._changes == rows.changes:
             return
-        self._seated = rows.seated
-        self.batch.adopt(*self._seats(rows))
+        self._changes = rows.changes
+        self.batch.adopt(*self._settings(rows))
 
     def begin_round(self, depth: int) -> None:
         position, self._most, self._depth = None, None, depth
@@ -167,11 +167,11 @@ class StaticRows(RowTensors):
         return self.ops.commit(self, verdict, tree)
 
     def advance(self, accepted: Tensor) -> None:
-        """A text that has reached its end stays as it is: its last round may not have been read yet."""
+        """A row at its end does not grow: its last round may not be read yet."""
         self.length.add_(torch.minimum(accepted + 1, self.end - self.length))
 
     def limited(self, tree: TokenTree) -> TokenTree:
-        """No chain goes past the last token of its row: that one is the target's own."""
+        """Return the draft, cut so that the last token of each row is the target's own."""
         if not tree.is_chain or tree.nodes == 0:
             return tree
         if self._most is not None and self._depth == tree.nodes:

@@ -1,4 +1,4 @@
-"""What a number or a file depends on, for whoever reads it later: versions, machine, commit, arguments."""
+"""What a result or a file depends on: versions, machine, commit, arguments."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from paceline.models.runners.device import device_name
 
 
 def provenance(arguments: Mapping[str, Any], device: torch.device | None = None) -> dict[str, Any]:
-    """Everything that a number depends on and that a reader would ask for."""
+    """Return what a result depends on, as a dict for JSON."""
     device = device or torch.device("cpu")
     found: dict[str, Any] = {
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
@@ -42,29 +42,29 @@ def provenance(arguments: Mapping[str, Any], device: torch.device | None = None)
 
 
 def _commit() -> dict[str, Any]:
-    """Where this is a checkout: which one, and whether somebody has changed it."""
+    """Return the commit of the checkout, and whether its files differ from it."""
     folder = Path(__file__).resolve().parents[1]
-    head = _asked(["git", "-C", str(folder), "rev-parse", "HEAD"])
+    head = _output(["git", "-C", str(folder), "rev-parse", "HEAD"])
     if head is None:
         return {"commit": None}
-    changed = _asked(["git", "-C", str(folder), "status", "--porcelain", "--", str(folder)])
+    changed = _output(["git", "-C", str(folder), "status", "--porcelain", "--", str(folder)])
     return {"commit": head, "dirty": None if changed is None else bool(changed)}
 
 
 def of_the_card(what: str, device: torch.device) -> str | None:
-    """One number of the driver's own tool, which counts all cards, also those we may not see; None without it."""
+    """Return one value of `nvidia-smi` for a device; None without that program. It numbers all cards of the machine."""
     place, visible = device.index or 0, os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
     card = visible[place] if visible[0] and place < len(visible) else str(place)
-    return _asked(["nvidia-smi", f"--query-gpu={what}", "--format=csv,noheader,nounits", f"--id={card}"])
+    return _output(["nvidia-smi", f"--query-gpu={what}", "--format=csv,noheader,nounits", f"--id={card}"])
 
 
-def _asked(command: list[str]) -> str | None:
-    """What a program answers in a line or more; None where there is no such program, or it fails."""
+def _output(command: list[str]) -> str | None:
+    """Return the output of a program; None if it does not exist or fails."""
     try:
-        told = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
+        result = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
     except (OSError, subprocess.TimeoutExpired):
         return None
-    return told.stdout.strip() if told.returncode == 0 else None
+    return result.stdout.strip() if result.returncode == 0 else None
 
 
 def _version(package: str) -> str | None:

@@ -1,4 +1,4 @@
-"""Weights & Biases, where it is installed; without a key, or where it is told so, on disk (offline)."""
+"""Weights & Biases. Without a key, runs stay on disk (offline)."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from paceline.common.errors import UnsupportedError
 
 
 def check_wandb() -> None:
-    """Refuse now what would be refused after an hour of work."""
+    """Raise `UnsupportedError` if the package is missing, before any work is done."""
     if find_spec("wandb") is None:
         raise UnsupportedError("--wandb needs the package 'wandb': pip install 'paceline[bench]'.")
 
 
 def mode() -> Any:
-    """What the environment says; else offline without a key, for nobody is there to be asked for one."""
-    said = os.environ.get("WANDB_MODE")
-    if said:
-        return said
+    """Return the mode: WANDB_MODE if it is set, else online with a key, else offline."""
+    chosen = os.environ.get("WANDB_MODE")
+    if chosen:
+        return chosen
     import wandb
 
     return "online" if wandb.api.api_key else "offline"
 
 
 def start(kind: str, config: Mapping[str, Any], folder: Any = None, project: str = "paceline") -> Any:
-    """A run; whoever starts one finishes it."""
+    """Start and return a run. The caller finishes it."""
     check_wandb()
     import wandb
 

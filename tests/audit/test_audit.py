@@ -53,7 +53,7 @@ def test_an_exact_decoder_passes(rule: str) -> None:
 
 @pytest.mark.usefixtures("few_shapes")
 def test_auto_keeps_the_law_of_drafts_that_bring_laws() -> None:
-    """And only that: an audit that asked for the text would fail a rule that does what it says."""
+    """And only that: an audit of the text would fail a rule that keeps its promise."""
 
     class Independent(type(decoder().drafter)):  # type: ignore[misc]
         def propose(self, rows: Any, budget: Any) -> Any:

@@ -1,7 +1,7 @@
 """A step of training as it is on a device, found out without one.
 
 What is made without saying where is on the CPU, and on a CUDA device that mixes with nothing. Here the CPU is the
-device, and such tensors are made on "meta": whoever uses one is found.
+device, and such tensors are made on "meta": code that uses one fails.
 """
 
 from __future__ import annotations
@@ -61,10 +61,10 @@ def test_nothing_is_made_elsewhere(kind: str, loss: str) -> None:
     batch = corpus.batch(0)
     with torch.device("meta"), Elsewhere(), torch.autocast("cpu", torch.bfloat16):
         batch = recipe.teacher.read(batch, recipe.taps)
-        said = recipe(batch)
+        args = recipe(batch)
         predictions = recipe.predictions(batch)
-    assert said.device == predictions.device == batch.last.device == torch.device("cpu")
-    said.backward()
+    assert args.device == predictions.device == batch.last.device == torch.device("cpu")
+    args.backward()
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -77,8 +77,8 @@ def test_the_host_reads_little(kind: str, loss: str, monkeypatch: pytest.MonkeyP
     corpus = Corpus(own_texts(lm, 12), 64, 256, seed=1)
     recipe = recipe_of(kind, lm, corpus, loss)
     with Reads() as forward:
-        said = recipe(recipe.teacher.read(corpus.batch(0), recipe.taps))
+        args = recipe(recipe.teacher.read(corpus.batch(0), recipe.taps))
     with Reads() as backward:
-        said.backward()
+        args.backward()
     assert len(forward.seen) <= (4 if kind == "medusa" else 3) + (recipe.depth if loss == "ce" else 0), forward.seen
     assert not backward.seen

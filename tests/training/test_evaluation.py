@@ -59,7 +59,7 @@ def test_rounds_are_those_of_decoding(kind: str) -> None:
 
 
 def test_easy_stretches_have_few_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Texts learnt by heart beside others: decoding begins few rounds in those, and counting every place is wrong."""
+    """Memorized texts beside others: decoding has few rounds in those, so counting every position is wrong."""
     lm = target()
     every = own_texts(lm, 32, LENGTH + BEYOND)
     corpus = Corpus(every[:12], 64, 512, seed=1)
@@ -72,11 +72,11 @@ def test_easy_stretches_have_few_rounds(monkeypatch: pytest.MonkeyPatch) -> None
     batches = [recipe.teacher.read(collate([[text] for text in texts]), recipe.taps)]
     assert evaluate(recipe, batches, None, "draft-lm").tau == pytest.approx(real, rel=0.03)
     monkeypatch.setattr(evaluation, "round_starts", lambda ahead: ahead > 0)
-    assert evaluate(recipe, batches, None, "draft-lm").tau > 1.2 * real, "as it was told once"
+    assert evaluate(recipe, batches, None, "draft-lm").tau > 1.2 * real, "the estimate of an earlier version"
 
 
 def test_where_rounds_begin() -> None:
-    """By hand: after what was accepted and one token more; anew where there is something to learn again."""
+    """By hand: after the accepted tokens and one more token, and at the start of each stretch to learn."""
     ahead = np.array([
         [0, 0, 1, 3, 9, 9, 1, 0, 0, 2, 9, 1],
         [4, 9, 9, 9, 2, 1, 0, 1, 1, 0, 0, 0],

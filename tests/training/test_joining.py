@@ -118,18 +118,18 @@ def test_trained_from_a_file(tmp_path: Path) -> None:
     letters().save_pretrained(tmp_path / "target")
     lines = ['"' + "".join("abcdefghij"[(i * k + k) % 10] for i in range(20)) + '"\n' for k in range(1, 40)]
     (tmp_path / "data.jsonl").write_text("".join(lines))
-    said: dict[str, Any] = {
+    args: dict[str, Any] = {
         "target": str(tmp_path / "target"), "data": str(tmp_path / "data.jsonl"), "out": str(tmp_path / "out"),
         "device": "cpu", "kind": "draft-lm", "options": ("layers=1",), "length": 90, "batch": 256, "steps": 8,
         "evaluate": 4, "held_out": 4, "predict": False, "measure": 1,
     }  # fmt: skip
     left = iter([False] * 5)
     with pytest.raises(KeyboardInterrupt):
-        train(TrainOptions(**said, join=True), cancel=lambda: next(left, True))
+        train(TrainOptions(**args, join=True), cancel=lambda: next(left, True))
     with pytest.raises(InputError, match="holds training with join = True, not False"):
-        train(TrainOptions(**said))
+        train(TrainOptions(**args))
     with pytest.raises(InputError, match="reads 96 tokens at most, so texts cannot be joined to 97"):
-        train(TrainOptions(**{**said, "length": 97}, join=True))
-    assert (train(TrainOptions(**said, join=True)) / "model.safetensors").exists()
+        train(TrainOptions(**{**args, "length": 97}, join=True))
+    assert (train(TrainOptions(**args, join=True)) / "model.safetensors").exists()
     with pytest.raises(InputError, match="There are 1 texts of 8 or more tokens, and training needs 2"):
         Corpus([Text(list(range(500)))], 50, 100, 0, join=True)

@@ -53,8 +53,8 @@ def test_the_printed_code_runs(kind: str, place: Path, tmp_path: Path, monkeypat
 
 @pytest.mark.parametrize("target", ["smollm2-135m", "org/model"])
 def test_a_name_stays_a_name(target: str, place: Path, tmp_path: Path) -> None:
-    said = {**asdict(options(place, tmp_path)), "target": target}
-    write_card(tmp_path, "eagle", provenance(said), None, None, "")
+    args = {**asdict(options(place, tmp_path)), "target": target}
+    write_card(tmp_path, "eagle", provenance(args), None, None, "")
     assert f'SpeculativeDecoder("{target}", paceline.load_drafter("./{tmp_path.name}"))' in code_of(
         tmp_path / "README.md"
     )

@@ -1,4 +1,4 @@
-"""Every kind learns, and what it is said to accept while training is what it accepts when it drafts."""
+"""Every kind learns, and what it is args to accept while training is what it accepts when it drafts."""
 
 from __future__ import annotations
 
@@ -105,18 +105,20 @@ def test_losses_are_zero_where_laws_agree(name: str) -> None:
         assert torch.allclose(far, by_hand)
 
 
-@pytest.mark.parametrize(("name", "heat"), [("kl", 1.0), ("kl", 1.3), ("tv", 0.8)])
-def test_a_chunked_loss_has_the_gradient_of_the_whole(name: str, heat: float, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("name", "temperature"), [("kl", 1.0), ("kl", 1.3), ("tv", 0.8)])
+def test_a_chunked_loss_has_the_gradient_of_the_whole(
+    name: str, temperature: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     torch.manual_seed(0)
     monkeypatch.setattr("paceline.training.distillation._CHUNK", 3)
     weight = torch.randn(11, 4, dtype=torch.float64, requires_grad=True)
     states = torch.randn(8, 4, dtype=torch.float64, requires_grad=True)
     last, tokens = torch.randn(8, 4, dtype=torch.float64), torch.randint(0, 11, (8,))
     teach = lambda each: each @ weight.detach().T * 2  # noqa: E731
-    said = name if heat == 1 else f"{name}@{heat}"
-    loss = DistillationLoss(said, teach)(lambda each: each @ weight.T, states, last, tokens, weights=(weight,))
+    loss_name = name if temperature == 1 else f"{name}@{temperature}"
+    loss = DistillationLoss(loss_name, teach)(lambda each: each @ weight.T, states, last, tokens, weights=(weight,))
     found = torch.autograd.grad(loss, (weight, states))
-    whole = divergence(name, states @ weight.T / heat, (teach(last) / heat).softmax(-1), tokens).mean()
+    whole = divergence(name, states @ weight.T / temperature, (teach(last) / temperature).softmax(-1), tokens).mean()
     for one, other in zip(found, torch.autograd.grad(whole, (weight, states)), strict=True):
         assert torch.allclose(one, other)
 
@@ -132,7 +134,7 @@ def test_losses_that_make_no_sense_are_refused() -> None:
 
 @pytest.mark.parametrize("kind", [*KINDS, "own outputs"])
 def test_all_that_a_kind_says_by_is_learnt(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A loss in chunks has gradients for the weights that it is told of; every kind tells of all of them."""
+    """A loss in chunks has gradients for its argument `weights`; every kind passes all trained weights."""
     lm = target()
     lm.model.double()
     corpus = Corpus(own_texts(lm, 12), 64, 256, seed=1)

@@ -21,8 +21,8 @@ import json, sys, torch
 torch.set_num_threads(1)
 from paceline.training.train_options import TrainOptions
 from paceline.training.train_run import train
-said = json.loads(sys.argv[1])
-train(TrainOptions(**{**said, "options": tuple(said["options"])}))
+args = json.loads(sys.argv[1])
+train(TrainOptions(**{**args, "options": tuple(args["options"])}))
 """
 
 
@@ -32,7 +32,7 @@ def test_two_processes_learn_what_one_learns(tmp_path: Path) -> None:
     letters().save_pretrained(tmp_path / "target")
     lines = [{"text": "".join("abcdefghij"[(i * k + k) % 10] for i in range(40))} for k in range(1, 25)]
     (tmp_path / "data.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    said = {
+    args = {
         "target": str(tmp_path / "target"), "data": str(tmp_path / "data.jsonl"), "kind": "draft-lm",
         "dtype": "float64", "options": ["layers=1"], "length": 48, "batch": 128, "steps": 6, "evaluate": 3,
         "held_out": 4, "device": "cpu", "predict": False, "measure": 0, "numbers": "float32",
@@ -40,11 +40,11 @@ def test_two_processes_learn_what_one_learns(tmp_path: Path) -> None:
     script = tmp_path / "worker.py"
     script.write_text(WORKER)
     run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
-    given = json.dumps({**said, "out": str(tmp_path / "two"), "accelerate": True})
+    given = json.dumps({**args, "out": str(tmp_path / "two"), "accelerate": True})
     environment = {**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
     done = subprocess.run([*run, given], capture_output=True, text=True, timeout=240, env=environment)
     assert done.returncode == 0, done.stderr
-    alone = TrainOptions(**{**said, "options": ("layers=1",), "out": str(tmp_path / "one"), "accumulate": 2})  # type: ignore[arg-type]
+    alone = TrainOptions(**{**args, "options": ("layers=1",), "out": str(tmp_path / "one"), "accumulate": 2})  # type: ignore[arg-type]
     train(alone)
     one, two = (load_file(tmp_path / name / "model.safetensors") for name in ("one", "two"))
     for name, weight in one.items():

@@ -64,14 +64,14 @@ sys.exit(main())
 
 def test_killed_without_a_word_it_ends_the_same(place: Path, tmp_path: Path) -> None:
     whole = train(options(place, tmp_path / "whole"))
-    said = ["--target", str(place / "target"), "--data", str(place / "data.jsonl"), "--out", str(tmp_path / "killed"),
+    args = ["--target", str(place / "target"), "--data", str(place / "data.jsonl"), "--out", str(tmp_path / "killed"),
             "--device", "cpu", "--no-predict"]  # fmt: skip
     for name, value in SMALL.items():
         for each in value if isinstance(value, tuple) else [value]:
             if name != "predict":
                 flag = "option" if name == "options" else name.replace("_", "-")
-                said += [f"--{flag}", str(each)]
-    with subprocess.Popen([sys.executable, "-c", KILLED, "train", *said], stdout=subprocess.PIPE, text=True) as process:
+                args += [f"--{flag}", str(each)]
+    with subprocess.Popen([sys.executable, "-c", KILLED, "train", *args], stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         for line in process.stdout:
             if line.startswith("step 13"):
@@ -226,11 +226,11 @@ class Clock:
 def test_by_the_clock(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """However fast it is, and whatever comes between: the rate has fallen to a tenth when the time is over."""
     clock = Clock(monkeypatch)
-    said = options(place, tmp_path / "it", steps=None, evaluate=None, minutes=2.0, warm_up=0.1, learning_rate=1e-3)
+    args = options(place, tmp_path / "it", steps=None, evaluate=None, minutes=2.0, warm_up=0.1, learning_rate=1e-3)
     with pytest.raises(KeyboardInterrupt):
-        train(said, cancel=Stop(20))
-    clock.now += 5000.0  # whoever comes back later has not lost anything
-    train(said)
+        train(args, cancel=Stop(20))
+    clock.now += 5000.0  # time between two runs does not count
+    train(args)
     lines = [json.loads(line) for line in (tmp_path / "it" / LOG).read_text().splitlines()]
     assert max(line["step"] for line in lines) == 60, "30 of a second and 30 of three"
     rates = {line["step"]: line["learning_rate"] for line in lines if "learning_rate" in line}
@@ -264,8 +264,8 @@ def test_looks_that_take_long_are_few(place: Path, tmp_path: Path, monkeypatch: 
 
 
 def test_the_rate_rises_and_falls() -> None:
-    said = TrainOptions(out="x", learning_rate=1.0, warm_up=0.1)
-    rates = [learning_rate(step, 100, said) for step in range(100)]
+    args = TrainOptions(out="x", learning_rate=1.0, warm_up=0.1)
+    rates = [learning_rate(step, 100, args) for step in range(100)]
     assert rates[0] == pytest.approx(0.1)
     assert max(rates) == rates[10] == 1.0
     assert rates[-1] == pytest.approx(0.1, abs=0.01)
@@ -273,8 +273,8 @@ def test_the_rate_rises_and_falls() -> None:
 
 
 def test_by_the_clock_the_learning_rate_is_never_higher_than_said() -> None:
-    said = TrainOptions(out="x", minutes=1, learning_rate=1.0)
-    rates = [learning_rate(second / 10, 60.0, said) for second in range(601)]
+    args = TrainOptions(out="x", minutes=1, learning_rate=1.0)
+    rates = [learning_rate(second / 10, 60.0, args) for second in range(601)]
     assert max(rates) == 1.0
     assert rates[-1] == pytest.approx(0.1)
 
@@ -340,8 +340,8 @@ def _lengths(batch: Any) -> list[int]:
 
 @pytest.mark.parametrize("kind", ["draft-lm", "eagle", "early-exit", "medusa", "prophet", "trigram"])
 def test_every_kind_from_a_file_to_a_drafter(kind: str, place: Path, tmp_path: Path) -> None:
-    said = {"early-exit": ("layers=1",), "draft-lm": ("layers=1",), "eagle": ("vocabulary=36",)}.get(kind, ())
-    folder = train(options(place, tmp_path / kind, kind=kind, options=said, steps=6, evaluate=3, numbers="int8"))
+    args = {"early-exit": ("layers=1",), "draft-lm": ("layers=1",), "eagle": ("vocabulary=36",)}.get(kind, ())
+    folder = train(options(place, tmp_path / kind, kind=kind, options=args, steps=6, evaluate=3, numbers="int8"))
     lm = paceline.load(str(place / "target"), dtype="float32")
     plain = paceline.SpeculativeDecoder(lm, draft=None).generate([1, 2, 3], max_new_tokens=20)
     for drafter in (paceline.load_drafter(folder), paceline.load_drafter(folder, lm), str(folder)):
@@ -364,14 +364,14 @@ def test_a_smaller_trigram(place: Path, tmp_path: Path) -> None:
 @pytest.mark.nightly
 def test_a_pair_from_a_text_file(tmp_path: Path) -> None:
     (tmp_path / "data.txt").write_text("the cat sat on the mat. the dog sat on the log. a frog is in the bog.\n" * 80)
-    said = TrainOptions(
+    args = TrainOptions(
         kind="pair", out=str(tmp_path / "it"), data=str(tmp_path / "data.txt"), steps=120, evaluate=60, measure=2,
         options=("vocabulary=300", "width=48", "layers=2", "draft_width=32", "draft_layers=1", "context=128"),
         length=48, batch=384, learning_rate=5e-3, held_out=4,
     )  # fmt: skip
     with pytest.raises(KeyboardInterrupt):
-        train(said, cancel=Stop(30))
-    folder = train(said)
+        train(args, cancel=Stop(30))
+    folder = train(args)
     main, draft = paceline.load(str(folder / "main")), paceline.load(str(folder / "draft"))
     plain = paceline.SpeculativeDecoder(main, draft=None).generate("the cat", max_new_tokens=24)
     found = paceline.SpeculativeDecoder(main, draft).generate("the cat", max_new_tokens=24)

@@ -24,7 +24,7 @@ from tests.cli.conftest import run
 from tests.toys import llama
 from tests.training.toys import KINDS, Stop, options, own_texts, recipe_of, target, trained, weights
 
-SAID = {
+ARGS = {
     "draft-lm": ("layers=1",), "eagle": ("vocabulary=20", "steps=2"), "early-exit": ("layers=1",), "medusa": (),
     "prophet": (),
 }  # fmt: skip
@@ -41,17 +41,17 @@ OTHER = {
 def before(place: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """A drafter of every kind, in all the numbers in which they can lie on disk."""
     folder, found = tmp_path_factory.mktemp("before"), {}
-    for index, kind in enumerate(SAID):
+    for index, kind in enumerate(ARGS):
         numbers = NUMBERS[index % len(NUMBERS)]
-        said = options(place, folder / kind, kind=kind, options=SAID[kind], steps=2, measure=0, numbers=numbers)
-        found[kind] = train(said)
+        args = options(place, folder / kind, kind=kind, options=ARGS[kind], steps=2, measure=0, numbers=numbers)
+        found[kind] = train(args)
     return found
 
 
 def on(place: Path, out: Path, old: Path, kind: str, **changes: Any) -> TrainOptions:
     """To learn on from `old`."""
-    said = {"options": SAID[kind], "steps": 2, "measure": 0, "numbers": "float32", "start": str(old)}
-    return options(place, out, kind=kind, **{**said, **changes})
+    args = {"options": ARGS[kind], "steps": 2, "measure": 0, "numbers": "float32", "start": str(old)}
+    return options(place, out, kind=kind, **{**args, **changes})
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +62,7 @@ def data(place: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(path)
 
 
-@pytest.mark.parametrize("kind", SAID)
+@pytest.mark.parametrize("kind", ARGS)
 def test_it_begins_with_what_was_saved(
     kind: str, place: Path, before: dict[str, Path], data: str, tmp_path: Path
 ) -> None:
@@ -88,11 +88,11 @@ def test_an_eagle_keeps_its_words(tmp_path: Path) -> None:
     texts = own_texts(lm, 16)
     few = [Text([token % 12 for token in text.tokens], text.prompt) for text in texts]
     one, other = Corpus(texts, 64, 512, seed=1), Corpus(few, 64, 512, seed=1)
-    said = RECIPES["eagle"].Options(vocabulary=20, steps=3, own_output=False)
-    first = make_recipe("eagle", Teacher(lm), one, "ce", said, 0)
+    args = RECIPES["eagle"].Options(vocabulary=20, steps=3, own_output=False)
+    first = make_recipe("eagle", Teacher(lm), one, "ce", args, 0)
     trained(first, one, 5)
     first.save(tmp_path / "it", "float32")
-    second = make_recipe("eagle", Teacher(lm), other, "ce", said, 1)
+    second = make_recipe("eagle", Teacher(lm), other, "ce", args, 1)
     words = [recipe.sizes_and_weights()[1]["d2t"].clone() for recipe in (first, second)]
     assert not torch.equal(*words)
     WarmStart.read(str(tmp_path / "it"), "eagle", lm).load_into(second)
@@ -102,11 +102,11 @@ def test_an_eagle_keeps_its_words(tmp_path: Path) -> None:
     assert torch.allclose(first(batch), second(batch), rtol=1e-5)  # in 32 bits on disk
 
 
-@pytest.mark.parametrize("kind", SAID)
+@pytest.mark.parametrize("kind", ARGS)
 def test_other_sizes_are_named(kind: str, place: Path, before: dict[str, Path], tmp_path: Path) -> None:
-    said, message = OTHER[kind]
+    args, message = OTHER[kind]
     with pytest.raises(InputError, match=f"The {kind} in '.*' has {message}; give the same --option"):
-        train(on(place, tmp_path / "it", before[kind], kind, options=said))
+        train(on(place, tmp_path / "it", before[kind], kind, options=args))
 
 
 def test_what_old_folders_do_not_name_is_known(tmp_path: Path) -> None:
@@ -146,7 +146,7 @@ def test_another_kind_another_target_or_nothing_at_all(place: Path, before: dict
             WarmStart.read(str(before[kind]), kind, target(seed))
         with pytest.raises(UnsupportedError, match=f"This {kind} head was made for a target .* 3 layers"):
             WarmStart.read(str(before[kind]), kind, LanguageModel(llama(seed)))
-    assert not (tmp_path / "it" / "texts").exists(), "said before anything is read or written"
+    assert not (tmp_path / "it" / "texts").exists(), "the refusal comes before anything is read or written"
 
 
 @pytest.mark.parametrize(
@@ -166,14 +166,14 @@ def test_interrupted_it_goes_on_and_not_from_the_beginning(
     place: Path, before: dict[str, Path], tmp_path: Path
 ) -> None:
     whole = weights(train(on(place, tmp_path / "whole", before["eagle"], "eagle", steps=12)))
-    said = on(place, tmp_path / "parted", before["eagle"], "eagle", steps=12)
+    args = on(place, tmp_path / "parted", before["eagle"], "eagle", steps=12)
     for after in (3, 4):
         with pytest.raises(KeyboardInterrupt):
-            train(said, cancel=Stop(after))
+            train(args, cancel=Stop(after))
         assert (tmp_path / "parted" / NAME).exists()
     with pytest.raises(InputError, match=r"holds training with from = 'weights with sha256 [0-9a-f]{16}', not None"):
         train(on(place, tmp_path / "parted", before["eagle"], "eagle", steps=12, start=None))
-    train(said)
+    train(args)
     found = weights(tmp_path / "parted")
     assert all(torch.equal(found[name], whole[name]) for name in whole)
     saved = unpacked(weights(before["eagle"]))
@@ -181,10 +181,10 @@ def test_interrupted_it_goes_on_and_not_from_the_beginning(
 
 
 def test_as_a_flag(place: Path, before: dict[str, Path], tmp_path: Path) -> None:
-    said = ["--target", str(place / "target"), "--data", str(place / "data.jsonl"), "--kind", "medusa", "--steps", "1",
+    args = ["--target", str(place / "target"), "--data", str(place / "data.jsonl"), "--kind", "medusa", "--steps", "1",
             "--length", "48", "--batch", "256", "--no-predict", "--measure", "0", "--device", "cpu",
             "--from", str(before["medusa"])]  # fmt: skip
-    result = run("train", *said, "--out", str(tmp_path / "it"))
+    result = run("train", *args, "--out", str(tmp_path / "it"))
     assert result.exit_code == 0, result.output
     about = json.loads((tmp_path / "it" / "provenance.json").read_text())
     assert about["from"]["folder"] == about["arguments"]["start"] == str(before["medusa"])

@@ -30,7 +30,7 @@ PLAN = WritingPlan(tokens=2000, style="text", answer=10, rows=4, shard=8, temper
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("fellows")
+    folder = tmp_path_factory.mktemp("pool")
     llama(0).float().save_pretrained(folder / "target")
     letters().save_pretrained(folder / "target")
     return folder / "target"
@@ -41,14 +41,14 @@ def files(folder: Path) -> dict[str, bytes]:
 
 
 class Run:
-    """Texts of `count` processes and this one, and what was said on the way. first: is called when this one is about to
+    """Texts of `count` processes and this one, and what was args on the way. first: is called when this one is about to
     write its first."""
 
     def __init__(
         self,
         place: Path,
         count: int,
-        first: Callable[[WriterPool], None] = lambda fellows: None,
+        first: Callable[[WriterPool], None] = lambda pool: None,
         plan: WritingPlan = PLAN,
     ) -> None:
         lm = paceline.load(str(place), device="cpu")
@@ -56,20 +56,20 @@ class Run:
         self.notes: list[str] = []
         self.own: list[int] = []
         self.count, self.first = count, first
-        self.fellows: WriterPool | None = None
+        self.pool: WriterPool | None = None
 
     def write(self, number: int) -> Any:
         if not self.own:
-            assert self.fellows is not None
-            self.first(self.fellows)
+            assert self.pool is not None
+            self.first(self.pool)
         self.own.append(number)
         return self.writer.write(number)
 
     def fill(self, folder: Path, cancel: Callable[[], bool] | None = None) -> WriterPool:
-        with WriterPool(self.write, self.job, self.count, self.notes.append, cancel) as self.fellows:
-            self.writer.fill(Shards(folder, {}), write_shard=self.fellows.shard)
-        assert not any(worker.process.is_alive() for worker in self.fellows.workers)
-        return self.fellows
+        with WriterPool(self.write, self.job, self.count, self.notes.append, cancel) as self.pool:
+            self.writer.fill(Shards(folder, {}), write_shard=self.pool.shard)
+        assert not any(worker.process.is_alive() for worker in self.pool.workers)
+        return self.pool
 
 
 def wait_for(what: Callable[[], object]) -> None:
@@ -80,18 +80,18 @@ def wait_for(what: Callable[[], object]) -> None:
         time.sleep(0.02)
 
 
-def heard(fellows: WriterPool) -> None:
+def heard(pool: WriterPool) -> None:
     """Wait until a worker has written something, or has failed."""
-    wait_for(lambda: any(future.done() for worker in fellows.workers for future in worker.numbers))
+    wait_for(lambda: any(future.done() for worker in pool.workers for future in worker.numbers))
 
 
-def killed(fellows: WriterPool) -> None:
-    os.kill(fellows.workers[0].process.pid, signal.SIGKILL)
+def killed(pool: WriterPool) -> None:
+    os.kill(pool.workers[0].process.pid, signal.SIGKILL)
 
 
-def killed_while_it_writes(fellows: WriterPool) -> None:
-    heard(fellows)
-    killed(fellows)
+def killed_while_it_writes(pool: WriterPool) -> None:
+    heard(pool)
+    killed(pool)
 
 
 def alone(place: Path, folder: Path, plan: WritingPlan = PLAN) -> dict[str, bytes]:
@@ -104,9 +104,9 @@ def test_the_same_shards_by_three(place: Path, tmp_path: Path) -> None:
     wanted = alone(place, tmp_path / "one")
     assert len(wanted) > 6
     run = Run(place, 2, heard)
-    fellows = run.fill(tmp_path / "three")
+    pool = run.fill(tmp_path / "three")
     assert files(tmp_path / "three") == wanted
-    assert len(fellows.workers) == 2
+    assert len(pool.workers) == 2
     assert len(run.own) < len(wanted) - 1, "the others wrote some of them"
     assert not run.notes
 
@@ -150,11 +150,11 @@ def test_nobody_is_started_where_nothing_is_wanted(place: Path, tmp_path: Path) 
 
 
 def options(place: Path, out: Path, **changes: Any) -> TrainOptions:
-    said: dict[str, Any] = {
+    args: dict[str, Any] = {
         "target": str(place), "kind": "trigram", "out": str(out), "tokens": 900, "style": "text", "answer": 10,
         "rows": 4, "shard": 8, "device": "cpu", "seed": 5, "length": 32,
     }  # fmt: skip
-    return TrainOptions(**{**said, **changes})
+    return TrainOptions(**{**args, **changes})
 
 
 def test_from_the_options(place: Path, tmp_path: Path) -> None:
@@ -192,10 +192,10 @@ def _runs(pid: int) -> bool:
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="looks into /proc")
 @pytest.mark.parametrize("how", [signal.SIGKILL, pytest.param(signal.SIGINT, marks=pytest.mark.nightly)])
 def test_no_orphans(how: signal.Signals, place: Path, tmp_path: Path) -> None:
-    said = ["--target", str(place), "--kind", "trigram", "--out", str(tmp_path / "it"), "--tokens", "10000000",
+    args = ["--target", str(place), "--kind", "trigram", "--out", str(tmp_path / "it"), "--tokens", "10000000",
             "--style", "text", "--answer", "10", "--rows", "4", "--shard", "8", "--device", "cpu", "--seed", "5",
             "--writers", "3", "--temperatures", "0,1"]  # fmt: skip
-    command = [sys.executable, "-m", "paceline", "train", *said]
+    command = [sys.executable, "-m", "paceline", "train", *args]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         wait_for(lambda: process.poll() is not None or len(list((tmp_path / "it").glob("texts/shard-*"))) >= 3)
         pids = below(process.pid)

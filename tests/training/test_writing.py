@@ -70,7 +70,7 @@ def test_a_stop_changes_nothing(tmp_path: Path) -> None:
 
 
 def test_enough_is_enough_for_everybody(tmp_path: Path) -> None:
-    """Whoever shares the texts takes them as complete too, and so does whoever finds as many as asked for."""
+    """A training that shares the texts takes them as complete, and so does one that finds enough tokens."""
     shards = Shards(tmp_path / "a", {})
     word = tmp_path / "a" / STOP_FILE
     Writer(target(), PLAN).fill(shards, lambda *_: word.touch())

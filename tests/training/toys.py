@@ -32,8 +32,8 @@ SMALL: dict[str, Any] = {
 
 def options(place: Path, out: Path, **changes: Any) -> TrainOptions:
     """A training into `out`, of what lies in `place` (see conftest)."""
-    said = {"target": str(place / "target"), "data": str(place / "data.jsonl"), "out": str(out), "device": "cpu"}
-    return TrainOptions(**{**said, **SMALL, **changes})
+    args = {"target": str(place / "target"), "data": str(place / "data.jsonl"), "out": str(out), "device": "cpu"}
+    return TrainOptions(**{**args, **SMALL, **changes})
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
@@ -41,7 +41,7 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
 
 
 class Stop:
-    """Asks to stop after so many questions."""
+    """Asks to stop after a number of calls."""
 
     def __init__(self, after: int) -> None:
         self.left = after

@@ -174,7 +174,7 @@ def is_daily(case: int, column: int, variant: Variant) -> bool:
     return variant.looks_inside and (case + column) % OTHERS == 0
 
 
-OTHERS = 24  # a variant of so many meets an architecture that is not a class of its own
+OTHERS = 24  # one variant in 24 meets an architecture that is not a class of its own
 
 
 def identity_board(columns: list[Variant]) -> list[Any]:

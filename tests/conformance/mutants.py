@@ -1,4 +1,4 @@
-"""Deliberately wrong rules, each a mistake that somebody shipped. The suite must catch every one of them."""
+"""Deliberately wrong rules, each a mistake that a library shipped. The suite must catch every one of them."""
 
 from __future__ import annotations
 

@@ -60,8 +60,8 @@ class Scripted(Drafter):
 
 def text(sampled: bool, drafter: Drafter, **settings: Any) -> list[Any]:
     decoder = SpeculativeDecoder(target(CASE), drafter, gamma=4, **settings)
-    heat = {"temperature": 0.9, "seed": SEEDS} if sampled else {}
-    return decoder.generate(PROMPTS, max_new_tokens=NEW, ignore_eos=True, **heat)
+    sampling = {"temperature": 0.9, "seed": SEEDS} if sampled else {}
+    return decoder.generate(PROMPTS, max_new_tokens=NEW, ignore_eos=True, **sampling)
 
 
 def tokens(outs: list[Any]) -> tuple[tuple[int, ...], ...]:
@@ -221,7 +221,7 @@ def test_nonsense_in_the_middle_of_a_text() -> None:
 
 @pytest.mark.parametrize("padding", [-1, VOCABULARY, 2**40])
 def test_padding_may_be_anything(padding: int) -> None:
-    """Nodes that are not in use are nobody's business."""
+    """Nodes that are not in use may hold anything."""
     chain = Scripted(tree([3, padding, padding], None, 1))
     assert tokens(text(False, chain)) == plain(CASE, False)
     branching = Scripted(tree([3, 4, padding], [-1, -1, padding], 2))

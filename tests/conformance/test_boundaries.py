@@ -20,8 +20,8 @@ LAW = [name for name in RULES if RULES[name].exact == "law"]
 ALMOST_ONE = 1 - 2.0**-53  # the largest uniform there is
 
 
-def a_choice(rows: int, places: int = 4, heat: float = 1.0) -> Choice:
-    batch = SamplingBatch([Sampling(temperature=heat, seed=row) for row in range(rows)], [()] * rows, "cpu")
+def a_choice(rows: int, places: int = 4, temperature: float = 1.0) -> Choice:
+    batch = SamplingBatch([Sampling(temperature=temperature, seed=row) for row in range(rows)], [()] * rows, "cpu")
     return Choice(batch, NoiseTable(batch, torch.zeros(rows, 1, dtype=torch.int64), places), slice(0, places))
 
 
@@ -115,9 +115,9 @@ def test_a_token_of_no_weight_is_never_drawn(name: str) -> None:
     assert set(verdict.emitted.flatten().tolist()) == {0, 2}
 
 
-@pytest.mark.parametrize("heat", [0.0, 1.0])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("name", [name for name in RULES if RULES[name].exact])
-def test_nan_is_noticed(name: str, heat: float) -> None:
+def test_nan_is_noticed(name: str, temperature: float) -> None:
     logits = torch.full((1, 1, 3), float("nan"), dtype=torch.float64)
-    verdict = RULES[name]().verify(TokenTree.empty(1, "cpu"), logits, a_choice(1, 1, heat))
+    verdict = RULES[name]().verify(TokenTree.empty(1, "cpu"), logits, a_choice(1, 1, temperature))
     assert verdict.emitted.tolist() == [[BROKEN]]

@@ -1,4 +1,4 @@
-"""Cache equality: after any sequence of reading, keeping, releasing and admitting, a reader says what the model says.
+"""Cache equality: after any sequence of reading, keeping, releasing and admitting, the logits are those of the model.
 
 Every logit of every pass is compared with a fresh forward of transformers, without a cache, over the very text (and
 path of scratch tokens) it stands for. The bounds are those of models.py, `Case.tolerance`.
@@ -159,7 +159,7 @@ class Journey:
         )
 
     def settle(self) -> None:
-        """What is left at the end is what the texts say."""
+        """The cache at the end agrees with the texts."""
         logits = self.reader.extend(self.rows, self.width).logits
         self.reader.keep(self.rows, None)
         for row, text in enumerate(self.rows.histories):

@@ -188,7 +188,7 @@ def law_pairs() -> list[Any]:
 @pytest.mark.parametrize(("rule", "variant"), law_pairs())
 def test_every_rule_that_keeps_the_law_keeps_greedy_text(rule: RuleVariant, variant: Variant) -> None:
     for name in ("repetition penalty", "callable", "bans"):
-        # a rule that judges chains refuses whoever drafts trees
+        # a rule for chains refuses a drafter of trees
         refused = nullcontext() if RULES[rule.name].branches else suppress(UnsupportedError)
         with refused:
             outs = run(variant.decoder(CASE, gamma=4, rule=rule.make()), CONTROLS[name])

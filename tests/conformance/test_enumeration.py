@@ -82,7 +82,7 @@ def test_trees(name: str, drawn: Drawn, parents: list[int]) -> None:
 @pytest.mark.parametrize("parents", [[-1], [-1, 0], [-1, -1]], ids=str)
 @pytest.mark.parametrize(("name", "drawn"), JUDGED)
 def test_nodes_that_are_not_in_use_are_never_accepted(name: str, drawn: Drawn, parents: list[int]) -> None:
-    """Ragged rows are padded; what the padding says is nobody's business."""
+    """Ragged rows are padded; the padding may hold anything."""
     for chain in (True, False) if parents != [-1, -1] else (False,):
         if not chain and not RULES[name].branches:
             continue

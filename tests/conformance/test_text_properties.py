@@ -31,7 +31,7 @@ def tokenised(draw: st.DrawFn) -> tuple[str, list[bytes]]:
 
 
 def settled(pieces: list[bytes]) -> str:
-    """What may be told: everything up to the last token that ends where a character ends."""
+    """What may be streamed: everything up to the last token that ends where a character ends."""
     for count in range(len(pieces), 0, -1):
         try:
             return b"".join(pieces[:count]).decode()

@@ -38,7 +38,7 @@ MUTANTS = [
         SUFFIX + "every_token_that_may_be_taken_back_is_part_of_the_match",
     ),
     Mutant(
-        "a suffix automaton counts a split state anew",
+        "a suffix automaton counts a split state from zero",
         "drafters/lookup/suffix.py",
         "self._length[at] + 1, self._count[there])",
         "self._length[at] + 1, 0)",

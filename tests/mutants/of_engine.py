@@ -62,7 +62,7 @@ MUTANTS = [
         STOPS + "every_stop_at_every_position",
     ),
     Mutant(
-        "every token is said to be drafted",
+        "every token counts as drafted",
         "engine/rows.py",
         "i < drafted",
         "i <= drafted",

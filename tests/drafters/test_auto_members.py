@@ -156,8 +156,8 @@ def test_an_early_exit_that_drafts_alone_is_gone_on_from(monkeypatch: pytest.Mon
     the exit stopped, instead of all layers again."""
     lm = LanguageModel(llama(1, dtype=torch.float64, num_hidden_layers=3))
     went_on = []
-    rest = SplitReader._rest
-    monkeypatch.setattr(SplitReader, "_rest", lambda *given: went_on.append(1) or rest(*given))
+    hidden_of = SplitReader._hidden_of
+    monkeypatch.setattr(SplitReader, "_hidden_of", lambda *given: went_on.append(1) or hidden_of(*given))
     costs = Costs({1: {1: 3600.0, 64: 3601.0}})
     for options in ({}, {"tree": "levels"}):
         went_on.clear()

@@ -51,6 +51,23 @@ def test_every_path_the_documents_name_exists() -> None:
             assert (page.parent / link).exists(), f"{page.name}: {link}"
 
 
+def test_every_import_in_the_documents_works() -> None:
+    pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / "docs" / "results").rglob("*.sh")]
+    lines = {
+        (page.name, line.strip())
+        for page in pages
+        for line in re.findall(r"from paceline[\w.]* import [\w, ]+|import paceline[\w.]*", page.read_text())
+    }
+    assert len(lines) > 10
+    failed = []
+    for page, line in sorted(lines):
+        try:
+            exec(line, {})
+        except ImportError as error:
+            failed.append(f"{page}: {line}: {error}")
+    assert not failed, "\n".join(failed)
+
+
 PRIVATE = re.compile(r"was asked for|were asked for|seeds\.md|house\.md|findings\.md|/tmp/|shared/design")
 
 

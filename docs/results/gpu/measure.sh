@@ -1,6 +1,6 @@
 # What docs/results/gpu.md was measured with. On a machine with an H200, from the repository's root:
 #   bash docs/results/gpu/measure.sh checks|epsilons|speed|drafts|tables|construction|strict|picture [...]
-# Records go to /tmp/measured, and packed to $OUT if that is set. No pytest, typer or rich is needed.
+# Records go to /tmp/measured, and packed to $OUT if that is set. pytest is not needed. `paceline bench` needs typer and rich (pure Python wheels on PYTHONPATH).
 set -u
 export PYTHONPATH=src PYTHONUNBUFFERED=1
 python=${PYTHON:-python3}
@@ -20,7 +20,7 @@ checks() { # everything in tests/gpu/run.py, in processes beside each other: not
   check graphs-llama "cuda_graph llama"
   check graphs-gpt2 "cuda_graph gpt2"
   check eager "eager llama" "eager gpt2"
-  check reads reads compiled
+  check reads reads
   wait
   grep -h -B1 -A25 FAILED "$into"/checks-*.txt | head -150
   tail -n 3 "$into"/checks-*.txt

@@ -104,16 +104,16 @@ def test_a_benchmark_of_a_quantised_target(target: str, draft: str) -> None:
         target=target, runs=(f"{draft}:quantize=int8,label=pair",), quantize="int8", runner="eager", limit=1,
         categories=("chat",), max_new_tokens=4, chat=False,
     )  # fmt: skip
-    contest = assembly.assemble(options)
-    assert contest.lm.name == "tiny in int8"
-    pair = contest.ours[1]
+    setup = assembly.assemble(options)
+    assert setup.lm.name == "tiny in int8"
+    pair = setup.own_runs[1]
     assert pair.draft_model is not None
     assert (pair.draft_model.name, pair.draft_model.runner) == ("tinier in int8", "eager")
-    assert pair.decoder().target is contest.lm
+    assert pair.decoder().target is setup.lm
 
 
 def test_what_a_benchmark_refuses() -> None:
     with pytest.raises(UnknownNameError, match="Unknown runner"):
         assembly.assemble(BenchOptions(runner="fast"))
-    with pytest.raises(InputError, match="this one is made up"):
+    with pytest.raises(InputError, match="this one is synthetic"):
         assembly.assemble(BenchOptions(shape="llama-7b", quantize="int8"))

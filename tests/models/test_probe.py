@@ -23,7 +23,6 @@ from transformers import (
 from transformers.cache_utils import DynamicCache
 
 from paceline import LanguageModel, SpeculativeDecoder, UnsupportedError
-from paceline.models import probe as probing
 from paceline.models.architecture import TESTED, is_tested
 
 GPTJ = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 96, "rotary_dim": 4, "initializer_range": 0.35}
@@ -214,7 +213,7 @@ def test_a_class_of_somebody_elses_is_probed_whatever_it_calls_itself() -> None:
 
 def test_tested_architectures_are_not_probed_again(monkeypatch: pytest.MonkeyPatch) -> None:
     tried: list[str] = []
-    monkeypatch.setattr(probing, "probe", lambda lm: tried.append(lm.architecture.name))
+    monkeypatch.setattr("paceline.models.language_model.probe", lambda lm: tried.append(lm.architecture.name))
     LanguageModel(llama())
     LanguageModel(TableModel(torch.zeros(4, 4)))
     assert tried == ["toy_table"]

@@ -68,17 +68,17 @@ MUTANTS = [
         "i <= drafted",
         "tests/conformance/test_metamorphic.py::test_streaming_does_not_matter",
     ),
-    # ---- logprobs.py
+    # ---- rows.py: log-probabilities
     Mutant(
         "greedy rows show a point mass",
-        "engine/logprobs.py",
+        "engine/rows.py",
         "dtype) == 0, soft, laws)",
         "dtype) < 0, soft, laws)",
         "tests/core/test_edges.py::test_processed_logprobs_of_greedy_rows_are_those_of_the_edited_logits",
     ),
     Mutant(
         "log-probabilities are of the unedited logits",
-        "engine/logprobs.py",
+        "engine/rows.py",
         "soft = batch.edit(logits, choice.prefix)",
         "soft = logits",
         "tests/core/test_edges.py::test_processed_logprobs_of_greedy_rows_are_those_of_the_edited_logits",

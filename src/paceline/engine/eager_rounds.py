@@ -15,8 +15,8 @@ from paceline.core.protocols import Adaptive
 from paceline.core.tree import TokenTree
 from paceline.core.verdict import Verdict
 from paceline.engine.drafter_calls import DrafterCalls, RoundLimits
-from paceline.engine.logprobs import measure
 from paceline.engine.request import TokenLogprob
+from paceline.engine.rows import measure
 from paceline.models.runners.cuda_graph import HostCopy
 
 if TYPE_CHECKING:

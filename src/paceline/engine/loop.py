@@ -13,9 +13,8 @@ from paceline.core.protocols import graphable, taps_of
 from paceline.engine.batch_slots import BatchSlots
 from paceline.engine.drafter_calls import DrafterCalls, RoundClock, RoundLimits
 from paceline.engine.eager_rounds import EagerRounds, PendingRound, RoundRunner
-from paceline.engine.logprobs import hand_out
 from paceline.engine.round_graphs import Capacity, GraphRounds, graphs_of
-from paceline.engine.rows import Event, Row, Rows
+from paceline.engine.rows import Event, Row, Rows, hand_out
 from paceline.models.cpu.threads import own_threads
 from paceline.models.language_model import LanguageModel
 from paceline.models.runtime import by_kernels

@@ -75,8 +75,8 @@ MUTANTS = [
     Mutant(
         "a host drafter mixes rows that move",
         "drafters/lookup/base.py",
-        "self._states[row] = self._states[last]",
-        "self._states[last] = self._states[row]",
+        "self._states.release(row, last)",
+        "self._states.release(last, last)",
         LOOKUP + "rows_that_come_and_go_keep_their_own_words",
     ),
     Mutant(

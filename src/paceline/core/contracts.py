@@ -59,7 +59,7 @@ class RowsView(Protocol):
 
     @property
     def capacity(self) -> int:
-        """Rows that memories should have room for: there may soon be so many."""
+        """Rows that KV caches should have room for."""
         ...
 
     @property
@@ -74,7 +74,7 @@ class RowsView(Protocol):
 
     @property
     def predictions(self) -> list[list[int] | None]:
-        """What each row's caller expects to be written, where it said so (see `prediction`)."""
+        """Return the output that the caller of each row expects, if given (see `prediction`)."""
         ...
 
     def choice(self, depth: Tensor | slice | TokenTree, path: tuple[Tensor, Tensor] | None = None) -> Choice:
@@ -89,7 +89,7 @@ class RowsView(Protocol):
 
 @dataclass(frozen=True)
 class Reading:
-    """What a model said: logits [R,Q,V], and the hidden states [R,Q,D] that were tapped."""
+    """The output of a forward pass: logits [R,Q,V], and the hidden states [R,Q,D] that were tapped."""
 
     logits: Tensor
     taps: tuple[Tensor, ...] = ()
@@ -97,15 +97,14 @@ class Reading:
 
 @dataclass(frozen=True)
 class PromptTaps:
-    """What the target thought while it read a prompt: taps [R,Q,D] of positions start... of the rows `first`...; past
-    the end of a row they are garbage."""
+    """Hidden states of prompts: taps [R,Q,D] of positions start... of rows `first`...; garbage past the end."""
 
     first: int
     start: int
     taps: tuple[Tensor, ...]
 
 
-NODES = 64  # of a tree, in all, where nobody says otherwise
+NODES = 64  # the default size of a tree
 
 
 class Reader(Protocol):

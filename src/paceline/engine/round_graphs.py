@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from paceline.engine.rows import Rows
 
 _SHORTEST = 256  # the fewest slots of a graph
-_ROOMY, _FEW = 1024, 8  # the fewest KV slots of each row in a batch of up to so many rows
+_ROOMY, _FEW = 1024, 8  # the fewest KV slots of each row, in a batch of up to 8 rows
 _LONG = 4096  # up to here the slots double; beyond, they grow by this number
 _WIDTHS = (0, 1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # nodes of a draft that a graph verifies
 

@@ -28,7 +28,7 @@ from paceline.rules.match import Match
 Clock = Callable[[], float]
 _TOKENS = 24  # written to find out
 _WARM = 2  # rounds that do not count: the first one reads the prompt
-_PERIOD = 24  # the made-up prompt says so many tokens again and again, so that there is something to look up
+_PERIOD = 24  # length of the part that the synthetic prompt repeats, for lookup drafters
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ def measure_drafter(lm: LanguageModel, drafter: Drafter, gamma: int, *, clock: C
 def full_costs(
     lm: LanguageModel, drafters: Mapping[str, Callable[[], Drafter]], gamma: int = 5, rows: int = 1, **how: Any
 ) -> Costs:
-    """`costs_for`, with o and c of these drafters (made anew, by name) measured too where they are not known yet."""
+    """`costs_for`, with o and c of these drafters (made here, by name) measured too where they are not known yet."""
     costs = costs_for(lm, rows, **how)
     others = Neighbours()
     others.begin()

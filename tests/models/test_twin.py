@@ -6,8 +6,7 @@ import pytest
 import torch
 from transformers import Cohere2Config, DogeConfig, LlamaConfig, LlamaForCausalLM, MllamaConfig
 
-from paceline.models.probe import VOCABULARY, small_config, small_models, windows
-from paceline.models.runtime import quantization_of
+from paceline.models.probe import VOCABULARY, meaning_of, small_config, small_models, windows
 
 NAMES = {
     "sliding_window": "window",
@@ -32,7 +31,7 @@ NAMES = {
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_number_is_known_by_its_name(name: str) -> None:
-    assert quantization_of(name) == NAMES[name]
+    assert meaning_of(name) == NAMES[name]
 
 
 def test_every_number_is_small_and_the_config_stays_as_it_is() -> None:

@@ -160,5 +160,7 @@ def test_multi_round_says_how_siblings_are_drawn() -> None:
             target("llama"), draft("llama", "close"), rule="multi-round", rule_options={"siblings": siblings}
         )
         assert decoder.rule.draw == drawn
-    with pytest.raises(InputError, match="siblings of rule 'multi-round' must be without_replacement or iid, got 'some'"):
+    with pytest.raises(
+        InputError, match="siblings of rule 'multi-round' must be without_replacement or iid, got 'some'"
+    ):
         SpeculativeDecoder(target("llama"), draft=None, rule="multi-round", rule_options={"siblings": "some"})

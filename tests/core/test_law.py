@@ -1,4 +1,4 @@
-"""Logits become laws exactly as transformers' own processors make them, whoever else is in the batch."""
+"""Logits become laws as in transformers' own processors, with any batch-mates."""
 
 from __future__ import annotations
 
@@ -167,15 +167,15 @@ def test_nan_of_either_sign_leaves_no_choice(dtype: torch.dtype, sign: float) ->
     samplers: list[dict[str, Any]] = [{}, {"top_k": 5}, {"top_p": 0.5}, {"min_p": 0.1}, {"typical_p": 0.5}]
     samplers += [{"top_k": 5, "noise": 0.1}, {"dynamic_temperature": 0.0}]
     for sampler in samplers:
-        for heat in (0.0, 1.0):
+        for temperatures in (0.0, 1.0):
             for mates in ([], [Sampling(temperature=1.0)]):
-                settings = [Sampling(temperature=heat, **sampler), *mates]
+                settings = [Sampling(temperature=temperatures, **sampler), *mates]
                 scores = logits(3, rows=len(settings)).to(dtype)
                 scores[0, 0, 17] = nan
                 batch = SamplingBatch(settings, [()] * len(settings), "cpu")
                 table = NoiseTable(batch, torch.full((len(settings), 1), LENGTH), 1)
                 picked = Choice(batch, table, slice(0, 1)).pick(scores)[:, 0].tolist()
-                assert picked[0] == BROKEN, (sampler, heat, mates)
+                assert picked[0] == BROKEN, (sampler, temperatures, mates)
                 assert all(token >= 0 for token in picked[1:])
 
 
@@ -226,11 +226,11 @@ def test_edits_never_touch_the_logits_they_are_given() -> None:
 # ---- dynamic temperature: a function of the logits at hand, between temperature - d and temperature + d
 
 
-@pytest.mark.parametrize(("spread", "heat"), [(0.0, 1.5), (1e4, 0.5)])
-def test_dynamic_temperature_goes_from_end_to_end(spread: float, heat: float) -> None:
-    """Flat logits get the most heat, sure ones the least."""
+@pytest.mark.parametrize(("spread", "temperatures"), [(0.0, 1.5), (1e4, 0.5)])
+def test_dynamic_temperature_goes_from_end_to_end(spread: float, temperatures: float) -> None:
+    """Flat logits get the highest temperature, peaked ones the lowest."""
     batch = SamplingBatch([Sampling(temperature=1.0, dynamic_temperature=0.5)], [()], "cpu")
-    assert batch._temperature(logits(1) * spread).item() == pytest.approx(heat)
+    assert batch._temperature(logits(1) * spread).item() == pytest.approx(temperatures)
 
 
 def test_dynamic_temperature_by_its_formula() -> None:
@@ -238,9 +238,9 @@ def test_dynamic_temperature_by_its_formula() -> None:
         scores = logits(3)
         law = scores.softmax(-1)
         share = float(-(law * law.log()).sum()) / math.log(VOCABULARY)
-        heat = 0.9 - 0.4 + 0.8 * share**exponent
+        temperatures = 0.9 - 0.4 + 0.8 * share**exponent
         got = law_of([Sampling(temperature=0.9, dynamic_temperature=0.4, dynamic_exponent=exponent)], scores)
-        torch.testing.assert_close(got, (scores[:, 0] / heat).softmax(-1))
+        torch.testing.assert_close(got, (scores[:, 0] / temperatures).softmax(-1))
 
 
 # ---- top-k with noise: part of the law, one draw per position

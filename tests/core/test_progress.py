@@ -155,7 +155,7 @@ def test_on_a_terminal_it_is_one_line(storage_version: Clock) -> None:
 
 def test_a_given_progress_is_used(storage_version: Clock) -> None:
     out, told = Stream(terminal=False), []
-    with reporting(lambda *said: told.append(said), "loading", out) as given:
+    with reporting(lambda *message: told.append(message), "loading", out) as given:
         given("a", 1, 2)
     assert (told, out.getvalue()) == ([("a", 1, 2)], "")
 

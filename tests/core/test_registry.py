@@ -73,7 +73,7 @@ def test_other_packages_join_through_an_entry_point(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(EntryPoint, "load", lambda self: Foreign)
     found: Registry[Thing] = Registry("thing", "paceline.rules")
     found.register("prompt-lookup")(Thing)
-    assert asked == [], "nobody looks before a name is asked for"
+    assert asked == [], "no module is imported before a name is read"
     assert list(found) == ["foreign", "prompt-lookup"]
     assert found["foreign"] is Foreign
     assert Foreign.name == "foreign"
@@ -102,7 +102,7 @@ def test_options_are_built_by_name() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("given", "message"),
     [
         (
             {"longst": 2},
@@ -111,10 +111,10 @@ def test_options_are_built_by_name() -> None:
         ({"zzz": 2}, "Unknown option of drafter 'x' 'zzz'. Available: longest, shortest."),
     ],
 )
-def test_an_unknown_option_is_refused_with_the_nearest(given: dict[str, Any], said: str) -> None:
+def test_an_unknown_option_is_refused_with_the_nearest(given: dict[str, Any], message: str) -> None:
     with pytest.raises(UnknownNameError) as error:
         build_options(Options, given, "drafter 'x'")
-    assert str(error.value) == said
+    assert str(error.value) == message
 
 
 @dataclass(frozen=True)
@@ -135,7 +135,7 @@ def test_plain_types_are_taken() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("given", "message"),
     [
         ({"count": 2.0}, "count of rule 'x' must be a whole number, got 2.0"),
         ({"count": True}, "a whole number, got True"),
@@ -152,9 +152,9 @@ def test_plain_types_are_taken() -> None:
     ],
     ids=str,
 )
-def test_a_wrong_type_is_refused_for_every_drafter_and_rule(given: Any, said: str) -> None:
+def test_a_wrong_type_is_refused_for_every_drafter_and_rule(given: Any, message: str) -> None:
     """ "false" is true in Python, so a switch given as text was switched on."""
-    with pytest.raises(InputError, match=said):
+    with pytest.raises(InputError, match=message):
         build_options(Typed, given, "rule 'x'")
 
 

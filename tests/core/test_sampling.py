@@ -38,11 +38,13 @@ WRONG: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("settings", "said"), WRONG, ids=lambda value: str(value) if isinstance(value, dict) else "")
-def test_a_wrong_value_is_one_sentence(settings: dict[str, Any], said: str) -> None:
+@pytest.mark.parametrize(
+    ("settings", "message"), WRONG, ids=lambda value: str(value) if isinstance(value, dict) else ""
+)
+def test_a_wrong_value_is_one_sentence(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(InputError) as error:
         Sampling(**settings)
-    assert str(error.value) == said
+    assert str(error.value) == message
     assert isinstance(error.value, PacelineError)
     assert isinstance(error.value, ValueError), "people catch ValueError for bad values"
     assert error.value.exit_code == 2
@@ -74,7 +76,7 @@ def test_the_default_is_greedy_with_everything_off() -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "said"),
+    ("settings", "message"),
     [
         ({"logit_bias": {50: 1.0}}, "logit_bias names token 50, outside the vocabulary of 50 tokens."),
         ({"logit_bias": {-1: 1.0}}, "logit_bias names token -1, outside the vocabulary of 50 tokens."),
@@ -83,10 +85,10 @@ def test_the_default_is_greedy_with_everything_off() -> None:
         ({"banned_tokens": tuple(range(50))}, "banned_tokens forbids all 50 tokens; leave at least one."),
     ],
 )
-def test_ids_must_exist(settings: dict[str, Any], said: str) -> None:
+def test_ids_must_exist(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(InputError) as error:
         Sampling(**settings).check_vocabulary(50)
-    assert str(error.value) == said
+    assert str(error.value) == message
 
 
 def test_ids_that_exist_pass() -> None:

@@ -71,7 +71,7 @@ def test_what_fits_a_budget() -> None:
 def test_expected_length_by_hand() -> None:
     shape = Shape.of([(0,), (1,), (0, 0), (1, 0)])
     assert shape.expected([0.5, 0.25]) == pytest.approx(0.5 + 0.25 + 0.25 + 0.125)
-    assert shape.expected([0.5]) == pytest.approx(0.5 + 0.25)  # a rank nobody knows of is never accepted
+    assert shape.expected([0.5]) == pytest.approx(0.5 + 0.25)  # an unknown rank is never accepted
 
 
 @cache

@@ -53,15 +53,15 @@ def test_everything_a_decoder_takes(lm: LanguageModel, tmp_path: Path) -> None:
 
 
 def test_a_mapping_in_the_words_of_the_arguments(lm: LanguageModel) -> None:
-    said = {"target": lm, "draft": "prompt-lookup", "options": {"longest": 2}, "gamma": 3}
-    made = SpeculativeDecoder.from_config(said)
+    message = {"target": lm, "draft": "prompt-lookup", "options": {"longest": 2}, "gamma": 3}
+    made = SpeculativeDecoder.from_config(message)
     assert (made.drafter.name, made.gamma, made.rule.name) == ("prompt-lookup", 3, "match")
-    assert SpeculativeDecoder.from_config({"decoder": said}).gamma == 3
+    assert SpeculativeDecoder.from_config({"decoder": message}).gamma == 3
 
 
 def test_what_is_said_beside_counts_more(lm: LanguageModel) -> None:
-    said = {"draft": "ngram", "options": {"order": 3}, "rule": "typical", "rule_options": {"epsilon": 0.4}}
-    made = SpeculativeDecoder.from_config(said, lm, draft="suffix", rule="ratio", gamma=2)
+    message = {"draft": "ngram", "options": {"order": 3}, "rule": "typical", "rule_options": {"epsilon": 0.4}}
+    made = SpeculativeDecoder.from_config(message, lm, draft="suffix", rule="ratio", gamma=2)
     assert (made.drafter.name, made.rule.name, made.gamma) == ("suffix", "ratio", 2)
     assert SpeculativeDecoder.from_config({"draft": "none"}, target=lm).speculates is False
 
@@ -84,7 +84,7 @@ def test_how_passes_run(lm: LanguageModel, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("said", "words"),
+    ("message", "words"),
     [
         ({"drfat": "suffix"}, "Did you mean 'draft'?"),
         ({"decodr": {"draft": "suffix"}}, "Did you mean 'decoder'?"),
@@ -96,9 +96,9 @@ def test_how_passes_run(lm: LanguageModel, tmp_path: Path) -> None:
         ("/nowhere/at/all.toml", "cannot be read"),
     ],
 )
-def test_refusals(said: Any, words: str) -> None:
+def test_refusals(message: Any, words: str) -> None:
     with pytest.raises(InputError) as error:
-        SpeculativeDecoder.from_config(said)
+        SpeculativeDecoder.from_config(message)
     assert words in str(error.value)
 
 

@@ -21,7 +21,7 @@ def test_processors_with_a_memory_are_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("asked", "said"),
+    ("asked", "message"),
     [
         ({"output_scores": True, "return_dict_in_generate": True}, "output_scores"),
         ({"output_logits": True, "return_dict_in_generate": True}, "output_logits"),
@@ -36,8 +36,8 @@ def test_processors_with_a_memory_are_refused() -> None:
     ],
     ids=str,
 )
-def test_what_cannot_be_honoured_is_refused(asked: dict[str, Any], said: str) -> None:
-    with pytest.raises(PacelineError, match=said):
+def test_what_cannot_be_honoured_is_refused(asked: dict[str, Any], message: str) -> None:
+    with pytest.raises(PacelineError, match=message):
         model().generate(PROMPT, max_new_tokens=4, do_sample=False, custom_generate=CustomGenerate(), **asked)
 
 
@@ -50,13 +50,13 @@ def test_odd_inputs_are_refused() -> None:
     right = ones.clone()
     right[0, -1] = 0
     ask: dict[str, Any] = {"max_new_tokens": 4, "do_sample": False}
-    for inputs, said in (
+    for inputs, message in (
         ({"inputs": torch.cat([PROMPT, PROMPT], 1), "past_key_values": cache}, "cache that already holds a text"),
         ({"inputs_embeds": embeddings}, "inputs_embeds"),
         ({"inputs": PROMPT, "attention_mask": gaps}, "gaps or padding on the right"),
         ({"inputs": PROMPT, "attention_mask": right}, "gaps or padding on the right"),
     ):
-        with pytest.raises(UnsupportedError, match=said):
+        with pytest.raises(UnsupportedError, match=message):
             model().generate(**inputs, **ask, custom_generate=CustomGenerate())
     with pytest.raises(UnsupportedError, match="A streamer follows one text, and there are 3"):
         model().generate(BATCH, attention_mask=MASK, **ask, custom_generate=CustomGenerate(streamer=Listener()))

@@ -167,7 +167,7 @@ def test_exceptions_come_out() -> None:
 
 
 @pytest.mark.parametrize(
-    ("p", "q", "said"),
+    ("p", "q", "message"),
     [
         ([0.5, 0.5], [0.5, 0.2, 0.3], "p has 2 tokens and q 3"),
         ([0.5, 0.6], [0.5, 0.5], "p must be probabilities"),
@@ -177,8 +177,8 @@ def test_exceptions_come_out() -> None:
     ],
     ids=str,
 )
-def test_what_is_no_law_is_refused(p: list[float], q: list[float], said: str) -> None:
-    with pytest.raises(InputError, match=said):
+def test_what_is_no_law_is_refused(p: list[float], q: list[float], message: str) -> None:
+    with pytest.raises(InputError, match=message):
         speculative_sampling(torch.tensor(p), torch.tensor(q))
 
 

@@ -59,7 +59,7 @@ def _made(name: str) -> Any:
 
 
 class _Held:
-    """A batch in another thread, stopped between two rounds until it is told to go on."""
+    """A batch in another thread, stopped between two rounds until the test lets it continue."""
 
     def __init__(self, decoder: SpeculativeDecoder, prompt: list[int]) -> None:
         self._inside, self._go = threading.Event(), threading.Event()

@@ -79,7 +79,7 @@ def test_a_conversation_gets_no_second_bos() -> None:
 
 
 @pytest.mark.parametrize(
-    ("prompt", "said"),
+    ("prompt", "message"),
     [
         ("", "The prompt is empty"),
         (["a", ""], "The prompt is empty"),
@@ -96,10 +96,10 @@ def test_a_conversation_gets_no_second_bos() -> None:
     ],
     ids=str,
 )
-def test_what_is_no_prompt(prompt: Any, said: str) -> None:
+def test_what_is_no_prompt(prompt: Any, message: str) -> None:
     with pytest.raises(InputError) as error:
         encode_all(prompt, lm())
-    assert str(error.value).startswith(said)
+    assert str(error.value).startswith(message)
 
 
 def test_words_need_a_tokenizer_and_conversations_a_template() -> None:
@@ -113,6 +113,6 @@ def test_words_need_a_tokenizer_and_conversations_a_template() -> None:
 
 
 def test_ids_in_and_out_need_no_tokenizer() -> None:
-    """Speech or semantic tokens: no text anywhere, and nobody misses it."""
+    """Speech or semantic tokens: no text is needed."""
     out = SpeculativeDecoder(lm(text=False), "prompt-lookup").generate([1, 2, 1, 2], max_new_tokens=6)
     assert (len(out.tokens), out.text) == (6, "")

@@ -1,7 +1,7 @@
 """Captured rounds as a device repeats them: steps on tensors that stay where they are, without any Python between them.
 
 A round is run as it is, then recorded, and from then on the record is played back; whatever of a draft was worked out
-before the recording began is that of the first draft ever after.
+before the recording began stays that of the first draft.
 """
 
 from __future__ import annotations

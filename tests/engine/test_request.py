@@ -86,7 +86,7 @@ def test_requests_without_a_seed_have_different_ones() -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "said"),
+    ("settings", "message"),
     [
         (
             {"temperature": [0.1, 0.2, 0.3]},
@@ -106,10 +106,10 @@ def test_requests_without_a_seed_have_different_ones() -> None:
     ],
     ids=str,
 )
-def test_wrong_settings_are_one_sentence(settings: dict[str, Any], said: str) -> None:
+def test_wrong_settings_are_one_sentence(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(InputError) as error:
         build_requests(2, settings)
-    assert str(error.value).startswith(said)
+    assert str(error.value).startswith(message)
     assert "\n" not in str(error.value)
 
 

@@ -97,10 +97,10 @@ class Draft:
 
     def tree(self) -> list[Tensor]:
         expand = self.steps.draft(self.rows, 6)
-        said = [expand(None, None)]
+        message = [expand(None, None)]
         for tokens, level in zip(self.tokens, self.levels, strict=False):
-            said.append(expand(tokens[:, : level.shape[1]], level))
-        return said
+            message.append(expand(tokens[:, : level.shape[1]], level))
+        return message
 
 
 @torch.inference_mode()
@@ -113,7 +113,7 @@ def check_steps(dtype: torch.dtype, sizes: str, shape: str, within: float) -> No
     slow, fast = Draft(lm, head, None), Draft(lm, head, kernels)
     wanted, found = getattr(slow, shape)(), getattr(fast, shape)()
     for step, (theirs, ours) in enumerate(zip(wanted, found, strict=True)):
-        assert torch.equal(theirs.isinf(), ours.isinf()), f"step {step}: what cannot be said"
+        assert torch.equal(theirs.isinf(), ours.isinf()), f"step {step}: impossible tokens"
         theirs, ours = (each.double().nan_to_num(neginf=0.0) for each in (theirs, ours))
         off = float((theirs - ours).norm() / theirs.norm())
         assert off <= within, f"step {step}: off by {off:.4f}"
@@ -136,7 +136,7 @@ def check_steps(dtype: torch.dtype, sizes: str, shape: str, within: float) -> No
 def check_unrolled(dtype: torch.dtype, steps: int = 5) -> None:
     """Attention of training, by kernels that know nothing of steps: as with all scores in float32."""
 
-    def said(how: torch.dtype) -> list[Tensor]:
+    def message(how: torch.dtype) -> list[Tensor]:
         torch.manual_seed(3)
         given = [torch.randn(3 * steps, 2, 3, 301, 64, device=DEVICE).to(dtype)[i] for i in range(3 * steps)]
         given = [each.to(how).requires_grad_() for each in given]
@@ -146,7 +146,7 @@ def check_unrolled(dtype: torch.dtype, steps: int = 5) -> None:
         total = torch.stack([(one * weight).sum() for one, weight in zip(found, weights, strict=True)]).sum()
         return [each.detach() for each in (*found, *torch.autograd.grad(total, given))]
 
-    for index, (ours, theirs) in enumerate(zip(said(dtype), said(torch.float32), strict=True)):
+    for index, (ours, theirs) in enumerate(zip(message(dtype), message(torch.float32), strict=True)):
         off = float((ours.float() - theirs).norm() / theirs.norm())
         assert off <= 0.02, f"{index}: off by {off:.4f}"
 
@@ -208,13 +208,13 @@ SHAPES: dict[str, tuple[int, int, dict[str, Any]]] = {  # depth, nodes, options
 def said_times(name: str) -> None:
     lm = random_model(name, dtype=torch.bfloat16, device=DEVICE)
     sizes = EagleHead.sizes(lm)
-    for said, shape in ((None, "chain of 5"), *((16384, shape) for shape in SHAPES)):
-        head = EagleHead.random(lm, 1, replace(sizes, draft_vocabulary=said))
+    for message, shape in ((None, "chain of 5"), *((16384, shape) for shape in SHAPES)):
+        head = EagleHead.random(lm, 1, replace(sizes, draft_vocabulary=message))
         for how in ("kernels", "modules"):
             depth, nodes, options = SHAPES[shape]
             with nullcontext() if how == "kernels" else by_modules():
                 took = times(lm, "eagle", depth, nodes, {"head": head, **options})
-            print(f"{name}, says {said or 'all'}, {shape}, {how}: {took}", flush=True)
+            print(f"{name}, drafts {message or 'all'}, {shape}, {how}: {took}", flush=True)
 
 
 def said_rounds(name: str) -> None:

@@ -132,7 +132,7 @@ def check_reads(target: Any, small: Any, auto: bool = False) -> None:
     assert len(syncs) <= (60 if auto else 10), [f"{w.filename}:{w.lineno}" for w in syncs[:5]]
 
 
-# ---- kernels: the same bits for a token, whoever else is in the pass
+# ---- kernels: the same bits for a token, with any batch-mates
 
 
 def middling(cls: Any, config: Any, **more: Any) -> Any:
@@ -167,8 +167,8 @@ def check_bits(lm: Any) -> None:
     other.runner = "eager"
     theirs = other.reader()
     theirs.begin(rows, 0, 400)
-    said = theirs.extend(rows, 1, drafted).logits.double()
-    assert (chain.double() - said).norm() <= 0.05 * said.norm(), "transformers"
+    output = theirs.extend(rows, 1, drafted).logits.double()
+    assert (chain.double() - output).norm() <= 0.05 * output.norm(), "transformers"
 
 
 def check_bfloat16(settings: dict[str, Any], draft: str, options: dict[str, Any], strict: bool) -> None:

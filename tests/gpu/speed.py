@@ -55,7 +55,7 @@ def timed(decoder: Any, prompts: list[list[int]], repeats: int = 5, **settings: 
 
 def live_rate(decoder: Any, prompts: list[list[int]], rows: int) -> float:
     """Tokens per second while `rows` rows are live: from when the first of them begin until no newcomer is left. The
-    texts are written to their ends, or the decoder would start anew, and capture its rounds anew, next time."""
+    texts are written to their ends. Otherwise the decoder would capture its rounds again next time."""
     best = 0.0
     for _ in range(4):
         began: float | None = None

@@ -65,7 +65,7 @@ def same_trees(
     heats: list[float], draw: str, depth: int, nodes: int, options: dict[str, Any], size: int, seed: int, device: str
 ) -> TokenTree:
     """The tree by kernels, which is torch's, node for node, and so is what was asked on the way."""
-    rows = [Sampling(temperature=heat, seed=seed * 100 + i) for i, heat in enumerate(heats)]
+    rows = [Sampling(temperature=temperatures, seed=seed * 100 + i) for i, temperatures in enumerate(heats)]
     fast, slow = (World(SamplingBatch(rows, [()] * len(rows), device, ops), size, seed) for ops in (CudaOps(), TORCH))
     found, after = grown(fast, draw, depth, nodes, options)
     wanted, before = grown(slow, draw, depth, nodes, options)
@@ -83,7 +83,7 @@ def same_trees(
 
 
 def check_growth(device: str = "cuda", size: int = 49152, often: int = 12) -> None:
-    """Again and again: whoever is the last to be done must have seen what all the others wrote."""
+    """Again and again: the last program to end must have seen what all the others wrote."""
     for seed in range(often):
         depth, nodes, options = SHAPES[seed % len(SHAPES)]
         heats = ([0.0], [0.0, 0.9, 1.4], [0.7] * 8)[seed % 3]
@@ -106,7 +106,7 @@ def check_branches(device: str = "cuda", often: int = 40) -> None:
         for store in (*cache.keys, *cache.values):
             store.copy_(torch.randn(store.shape, generator=dice))
         kept = [store.clone() for store in (*cache.keys, *cache.values)]
-        said = []
+        message = []
         for ops in (CudaOps(), TORCH):
             tree, cache._ops = TokenTree(tokens, parents.to(device), count), ops
             verdict = Match().verify(tree, _loud(picks), _choices(R, N, device, ops))
@@ -115,10 +115,10 @@ def check_branches(device: str = "cuda", often: int = 40) -> None:
             source = torch.where(steps < verdict.accepted, verdict.path, steps)
             cache.move(length, source, steps)
             storage_version = [store.clone() for store in (*cache.keys, *cache.values)]
-            said.append([verdict.emitted, verdict.accepted, verdict.path, ops.depths(tree), *storage_version])
+            message.append([verdict.emitted, verdict.accepted, verdict.path, ops.depths(tree), *storage_version])
             for store, old in zip((*cache.keys, *cache.values), kept, strict=True):
                 store.copy_(old)
-        assert all(torch.equal(one, other) for one, other in zip(*said, strict=True)), (case, R, N)
+        assert all(torch.equal(one, other) for one, other in zip(*message, strict=True)), (case, R, N)
 
 
 def _loud(picks: Tensor) -> Tensor:

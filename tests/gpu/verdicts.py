@@ -16,7 +16,7 @@ from paceline.rules.ratio import Ratio
 
 
 def check_race() -> None:
-    """The winner of all chunks, of few and of many places, again and again: whoever is the last to be done must have
+    """The winner of all chunks, of few and of many places, again and again: the last program to end must have
     seen what all the others wrote. Ties are won by the token that comes first; counters are zeros afterwards."""
     generator = torch.Generator(device="cuda").manual_seed(5)
     for R, Q, V, often in ((1, 1, 49152, 2000), (1, 6, 49152, 1000), (2, 3, 151937, 300), (64, 6, 32000, 50)):
@@ -31,7 +31,7 @@ def check_race() -> None:
 
 
 def places(heats: list[float], N: int, seed: int, device: str = "cuda") -> Choice:
-    rows = [Sampling(temperature=heat, seed=seed + row) for row, heat in enumerate(heats)]
+    rows = [Sampling(temperature=temperatures, seed=seed + row) for row, temperatures in enumerate(heats)]
     batch = SamplingBatch(rows, [()] * len(rows), device, CudaOps())
     return Choice(batch, NoiseTable(batch, torch.full((len(rows), 1), 9, device=device), N + 1), slice(0, N + 1))
 

@@ -57,7 +57,7 @@ def test_nan_is_one_sentence_and_the_next_call_works(settings: str, rule: str) -
 
 
 def test_nan_of_a_greedy_row_is_noticed_among_sampled_rows() -> None:
-    """S#19796 with trap 2: argmax of NaN is a token like any other, unless somebody looks."""
+    """S#19796 with trap 2: argmax of NaN is a token like any other, unless it is checked."""
     decoder = SpeculativeDecoder(nan_after(4), draft=None)
     with pytest.raises(ModelOutputError, match="prompt 1"):
         decoder.generate([[6], [4], [7]], temperature=[0.5, 0.0, 0.5], max_new_tokens=2, seed=0)
@@ -76,7 +76,7 @@ def test_nan_beyond_what_is_kept_is_nobodys_business() -> None:
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_controls_that_forbid_everything_are_one_sentence(temperature: float) -> None:
-    """S#19796: a callable that bans every token leaves no choice; said in words, not as a crash or a token."""
+    """S#19796: a callable that bans every token leaves no choice: a sentence, not a crash or a token."""
 
     def nothing(prefix: Tensor, logits: Tensor) -> Tensor:
         return torch.full_like(logits, float("-inf"))

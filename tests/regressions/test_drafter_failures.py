@@ -28,7 +28,7 @@ def wanted() -> list[list[int]]:
 
 
 class Odd(Drafter):
-    """Honest, but for the one thing it is told to do."""
+    """Correct, except for the one given fault."""
 
     name = "odd"
 
@@ -62,8 +62,8 @@ class Odd(Drafter):
         self._maybe("release")
 
 
-def check_falls_back(drafter: Drafter, said: str) -> None:
-    with pytest.warns(PacelineWarning, match=said) as told:
+def check_falls_back(drafter: Drafter, output: str) -> None:
+    with pytest.warns(PacelineWarning, match=output) as told:
         outs = SpeculativeDecoder(lm(), drafter, gamma=3, nodes=6).generate(PROMPTS, max_new_tokens=LIMITS)
     assert [out.tokens for out in outs] == wanted()
     assert len(told) == 1
@@ -102,8 +102,8 @@ NONSENSE: dict[str, tuple[Callable[[int, Budget], Any], str]] = {
 @pytest.mark.parametrize("kind", NONSENSE)
 def test_nonsense_is_refused_and_the_text_is_right(kind: str) -> None:
     """Traps 13 and 18, V#45060, V#46533, V#50021: placeholders accepted, negative counters, ids out of range."""
-    draft, said = NONSENSE[kind]
-    check_falls_back(Odd(draft=draft), said)
+    draft, output = NONSENSE[kind]
+    check_falls_back(Odd(draft=draft), output)
 
 
 def test_a_draft_model_that_says_nan_changes_nothing() -> None:

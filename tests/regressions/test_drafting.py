@@ -49,7 +49,7 @@ def feeds() -> Iterator[list[tuple[PreTrainedModel, int]]]:
 
 
 class Fixed(Drafter):
-    """Proposes what it is told, and writes down what it was allowed."""
+    """Proposes what it is given, and records its budgets."""
 
     name = "fixed"
 
@@ -182,7 +182,7 @@ def test_a_text_may_fill_the_context_to_its_last_position(build: Any, positions:
 
 @pytest.mark.parametrize("prompt", [[1, 2, 3], list(range(14))], ids=["grows", "too long from the start"])
 def test_a_draft_model_with_a_shorter_context_falls_silent_once_it_is_full(prompt: list[int]) -> None:
-    """Traps 9 and 24: the text goes on as it would have, and the user is told once."""
+    """Traps 9 and 24: the text goes on as it would have, and there is one warning."""
     target, draft = gpt2(n_positions=40), LanguageModel(gpt2(1, n_positions=12), name="small-draft")
     decoder = SpeculativeDecoder(target, draft, gamma=3)
     with pytest.warns(PacelineWarning, match=r"outgrown the context of small-draft \(12 tokens\)") as told:

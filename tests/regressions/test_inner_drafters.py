@@ -1,4 +1,4 @@
-"""Drafters inside drafters, and drafters in beam search: what they are told, what they learn, what they read."""
+"""Drafters inside drafters, and drafters in beam search: what they get, learn and read."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ INNER: dict[str, Any] = {
 @pytest.mark.parametrize("inner", INNER)
 @pytest.mark.parametrize("tokens", [38, 42])
 def test_a_staged_draft_of_another_vocabulary(tokens: int, inner: str) -> None:
-    """The texts, the controls and the noise are of the target's vocabulary, whoever drafts for whom. Once an inner
+    """The texts, the controls and the noise are of the target's vocabulary, at every stage. Once an inner
     draft with a bias of its own width broke the target's verification, and the whole of `generate`."""
     lm, draft, small = speaker(40), speaker(tokens, 1), speaker(tokens, 2)
     prompts = [[1, 2, 39, 4, 1, 2, 39], [5, 6], [38]]
@@ -153,8 +153,8 @@ def test_rows_that_change_places_teach_nothing(name: str, around: str) -> None:
 @pytest.mark.parametrize("inner", ["lookahead", "recycling", "draft-model", "early-exit", "portfolio", "staged"])
 @pytest.mark.parametrize("around", ["portfolio", "staged"])
 def test_what_is_inside_follows_a_search(around: str, inner: str) -> None:
-    """Whatever follows and whatever begins anew: the same texts, nothing fails, and memories stay right, so that what
-    a perfect draft model says is accepted."""
+    """With drafters that follow and drafters that begin again the texts are the same, and a perfect draft model is
+    accepted, so its KV cache is right."""
     own = {"draft-model": {"model": TARGET}, "staged": {"model": TARGET}}.get(inner, {})
     options = {"drafters": ((inner, own), "prompt-lookup")}
     if around == "staged":
@@ -209,7 +209,7 @@ def test_a_staged_ngram_store_survives_the_end_of_a_row() -> None:
 
 @pytest.mark.parametrize("name", ["medusa", "eagle"])
 def test_a_head_follows_the_text_in_rounds_it_is_not_asked(name: str) -> None:
-    """What the target thought at tokens that others drafted was once lost for ever, for members not asked."""
+    """Hidden states at tokens of other members were once lost for members that did not draft."""
     head = random_head(name)(TARGET)
     options = {"drafters": ("prompt-lookup", (name, {"head": head})), "mode": "first"}
     decoder = SpeculativeDecoder(TARGET, "portfolio", options=options, gamma=3)

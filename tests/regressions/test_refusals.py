@@ -81,8 +81,8 @@ REFUSED: dict[str, tuple[Callable[[], PreTrainedModel], str]] = {
 @pytest.mark.parametrize("kind", REFUSED)
 def test_a_model_that_cannot_forget_is_refused_by_name(kind: str) -> None:
     """Trap 11, M#1446, V#40738: recurrent state rewound by cropping. One sentence: the name, the reason."""
-    build, said = REFUSED[kind]
-    with pytest.raises(UnsupportedError, match=said) as error:
+    build, message = REFUSED[kind]
+    with pytest.raises(UnsupportedError, match=message) as error:
         LanguageModel(build().eval())
     assert "\n" not in str(error.value)
     assert error.value.exit_code == 3
@@ -95,13 +95,13 @@ DROPOUTS = {"modules": gpt2, "functions": opt, "attention alone": lambda: llama(
 def test_dropout_is_refused_when_it_is_active(kind: str) -> None:
     """Trap 12: a model in training mode draws random numbers of its own; also if it was put there after loading."""
     model = DROPOUTS[kind]()
-    said = "is in training mode and its dropout is active; call model.eval"
-    with pytest.raises(InputError, match=said):
+    message = "is in training mode and its dropout is active; call model.eval"
+    with pytest.raises(InputError, match=message):
         SpeculativeDecoder(model.train(), draft=None).generate([1], max_new_tokens=2)
     decoder = SpeculativeDecoder(model.eval(), draft=None)
     decoder.generate([1], max_new_tokens=2)
     model.train()
-    with pytest.raises(InputError, match=said):
+    with pytest.raises(InputError, match=message):
         decoder.generate([1], max_new_tokens=2)
     assert model.training, "and the user's model is left as it was"
 
@@ -134,7 +134,7 @@ def test_rope_that_depends_on_the_length_does_not_depend_on_drafts_or_batch_mate
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         ({"draft": "prompt-lokup"}, "Unknown drafter or model 'prompt-lokup'. Did you mean 'prompt-lookup'?"),
         ({"rule": "ration"}, f"Unknown rule 'ration'. Did you mean 'ratio'? Available: {', '.join(RULES)}."),
@@ -145,15 +145,15 @@ def test_rope_that_depends_on_the_length_does_not_depend_on_drafts_or_batch_mate
         ({"draft": "draft-model"}, "draft-model needs a model"),
     ],
 )
-def test_wrong_arguments_of_a_decoder_are_one_sentence(arguments: dict[str, Any], said: str) -> None:
+def test_wrong_arguments_of_a_decoder_are_one_sentence(arguments: dict[str, Any], message: str) -> None:
     """Trap 6: nothing that was asked for is silently dropped."""
     with pytest.raises(InputError) as error:
         SpeculativeDecoder(llama(), **arguments)
-    assert str(error.value).startswith(said)
+    assert str(error.value).startswith(message)
 
 
 @pytest.mark.parametrize(
-    ("prompt", "said"),
+    ("prompt", "message"),
     [
         ([[]], "The prompt is empty"),
         ("", "The prompt is empty"),
@@ -163,8 +163,8 @@ def test_wrong_arguments_of_a_decoder_are_one_sentence(arguments: dict[str, Any]
         ("words", "LlamaForCausalLM has no tokenizer, so a prompt must be token ids"),
     ],
 )
-def test_wrong_prompts_are_one_sentence(prompt: Any, said: str) -> None:
+def test_wrong_prompts_are_one_sentence(prompt: Any, message: str) -> None:
     """Trap 9 and the issue's list: empty, too long, ids that do not exist, words without a tokenizer."""
     with pytest.raises(InputError) as error:
         SpeculativeDecoder(llama(), draft=None).generate(prompt)
-    assert str(error.value).startswith(said)
+    assert str(error.value).startswith(message)

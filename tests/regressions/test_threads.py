@@ -1,4 +1,4 @@
-"""Models may be shared, decoders are used one text at a time: others wait, and nobody waits for himself."""
+"""Models may be shared, decoders are used one text at a time: others wait, and no thread waits for itself."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_another_thread_waits_until_a_stream_ends() -> None:
 
 
 def test_a_second_text_inside_a_stream_is_refused_and_the_stream_goes_on() -> None:
-    """Trap 16: the same thread would wait for itself for ever; it is told so instead."""
+    """Trap 16: the same thread would wait for itself for ever; an error says so instead."""
     decoder = SpeculativeDecoder(lm(), "prompt-lookup", gamma=3)
     stream = decoder.stream(PROMPTS[0], max_new_tokens=20)
     tokens = [next(stream).token]

@@ -24,7 +24,7 @@ from tests.conformance.tokenizer import ByteTokenizer
 PROMPTS = [[1, 7, 9, 4, 7, 9, 4, 7, 9, 11, 2], [3, 3, 8, 3, 3, 8, 3], [6, 21], [13]]
 NEW = 14
 PAD = 0
-MANY_ENDS = [EOS, 11, 17, 23, 30, 38]  # so many ids end a text that beams really do end
+MANY_ENDS = [EOS, 11, 17, 23, 30, 38]  # enough ids end a text that beams end
 PENALTIES = (1.0, 0.0, 0.6, 2.0, -1.0)
 EARLY = (False, True, "never")
 WIDTHS = (2, 3, 4)
@@ -347,12 +347,12 @@ def test_memory_follows_the_rows(case: str, tree: str) -> None:
         loop.step()
         storage_version += any(new[: len(old)] != old for new, old in zip(loop.rows.histories, before, strict=True))
         with torch.inference_mode():
-            said = loop.reader.extend(loop.rows, 1).logits[:, -1]
+            message = loop.reader.extend(loop.rows, 1).logits[:, -1]
             loop.reader.keep(loop.rows, None)
             for row, text in enumerate(loop.rows.histories):
                 assert loop.rows.text[row, : loop.rows.lengths[row]].tolist() == text
                 fresh = lm.model(input_ids=torch.tensor([text])).logits[0, -1]
-                assert torch.allclose(said[row], fresh, atol=CASES[case].tolerance)
+                assert torch.allclose(message[row], fresh, atol=CASES[case].tolerance)
     assert storage_version > 0
     assert decoder.drafter is loop.drafter  # it did not fail
     budget = loop.limits.budget(loop.rows)
@@ -456,7 +456,7 @@ def test_a_broken_model_is_noticed() -> None:
 
 
 @pytest.mark.parametrize(
-    ("asked", "said"),
+    ("asked", "message"),
     [
         ({"num_beams": 0}, "num_beams must be a whole number of at least 1, got 0"),
         ({"num_beams": 2, "num_return_sequences": 3}, "num_return_sequences=3 is more than num_beams=2"),
@@ -472,8 +472,8 @@ def test_a_broken_model_is_noticed() -> None:
     ],
     ids=str,
 )
-def test_what_cannot_be_is_refused(asked: dict[str, Any], said: str) -> None:
-    with pytest.raises(PacelineError, match=said):
+def test_what_cannot_be_is_refused(asked: dict[str, Any], message: str) -> None:
+    with pytest.raises(PacelineError, match=message):
         PLAIN.decoder("llama").generate(PROMPTS[0], **asked)
 
 

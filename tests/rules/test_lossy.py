@@ -1,4 +1,4 @@
-"""The lossy rules: what each still promises, that none is used by accident, and that everybody is told."""
+"""The lossy rules: what each still promises, that none is used by accident, and that results say so."""
 
 from __future__ import annotations
 
@@ -75,9 +75,9 @@ def test_greedy_text_is_the_targets_own(name: str, how: str) -> None:
         rule=name,
         allow_lossy=True,
     )
-    heat: Any = 0.0 if how == "greedy" else [0.0, 1.0]
+    temperatures: Any = 0.0 if how == "greedy" else [0.0, 1.0]
     prompts = prompt if how == "greedy" else [prompt, prompt]
-    out = decoder.generate(prompts, max_new_tokens=20, ignore_eos=True, temperature=heat)
+    out = decoder.generate(prompts, max_new_tokens=20, ignore_eos=True, temperature=temperatures)
     assert (out if how == "greedy" else out[0]).tokens == wanted
 
 

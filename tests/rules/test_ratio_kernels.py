@@ -46,17 +46,17 @@ def texts(rule: str, draft: Any, options: dict[str, Any], settings: dict[str, An
     ),
 )
 def test_texts(case: tuple[str, Any, dict[str, Any], Any], captured: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    rule, draft, options, heat = case
+    rule, draft, options, temperature = case
     if "model" in options:
         options = {"model": paceline.LanguageModel(llama(1, num_hidden_layers=1).float())}
     if captured:
         monkeypatch.setattr(flight, "programs_for", lambda lm: Rehearsal())
     monkeypatch.setattr(accepting, "_CHUNK", 32)
     monkeypatch.setattr(choosing, "_CHUNK", 32)
-    settings, asked = {"temperature": heat, "seed": [5, 6, 7]}, []
+    settings, asked = {"temperature": temperature, "seed": [5, 6, 7]}, []
     wanted = list(texts(rule, draft, options, settings))
     ops: Any = CudaOps()
     ops.ratio_kernel = lambda *given: asked.append(given[2] is not None) or accepting.judge(*given)
     monkeypatch.setattr(LanguageModel, "ops", ops)
     assert list(texts(rule, draft, options, settings)) == wanted
-    assert any(asked) == (draft == "model" and not options and rule != "block" and heat != 0)
+    assert any(asked) == (draft == "model" and not options and rule != "block" and temperature != 0)

@@ -24,7 +24,7 @@ from paceline.core.verdict import BROKEN
 # likeliest tokens, without noise. independent: with noise of the draft's own, siblings without replacement, with the
 # laws they were drawn from, for rules that judge by a ratio. iid: the same, but siblings do not look at each other.
 Draw = Literal["coupled", "certain", "independent", "iid"]
-_BRANCH = 1 << 40  # added to a position it names another place, far beyond any text
+_BRANCH = 1 << 40  # offset of a position: noise of a branch never equals noise of a real position
 
 
 class NoiseTable:
@@ -136,8 +136,8 @@ class Choice:
         dense law [R,Q,V] they were drawn from in that order (None: point masses).
 
         Greedy rows take the most probable tokens and are as sure as those are probable. Sampled rows take the winners
-        of the race p/E, so when coupled the first is what the target would pick from the same law; they are as sure as
-        the winner is ahead, for that is how likely a slightly different law has the same winner.
+        of the race p/E, so when coupled the first is what the target would pick from the same law. Their confidence
+        is the share of p/E: it estimates how likely a slightly different law picks the same token.
 
         `branch` [R,Q] gives each place noise of its own, of this round alone. A draft judged by a ratio needs it:
         where a tree grows is decided after looking at races, and noise that was looked at is no longer noise.

@@ -46,7 +46,7 @@ class RowsView(Protocol):
 
     @property
     def bound(self) -> int | None:
-        """Of a captured program: no text is longer, and `lengths` say no more than that. None: they are exact."""
+        """Inside a CUDA graph: an upper limit of all lengths, also in `lengths`. None: `lengths` is exact."""
         ...
 
     @property
@@ -119,7 +119,7 @@ class Reader(Protocol):
 
     @property
     def storage_version(self) -> int:
-        """Another number whenever its memory is another one."""
+        """Changes when the KV cache is allocated again."""
         ...
 
     @property

@@ -161,7 +161,7 @@ class SpeculativeDecoder:
     target: a LanguageModel, a transformers model, or anything `paceline.load` takes. draft: the name of a drafter, a
     Drafter, or a model (object, catalogue name, hub id, folder, .gguf). The default "auto" measures this machine and
     drafts what pays; None is plain decoding. options: of the drafter, by name; rule_options: of the rule. gamma: tokens
-    drafted in a row (5 if not said), or "auto": as many as pay, from measured costs and live acceptance; nodes: of a
+    drafted in a row (default 5), or "auto": as many as pay, from measured costs and live acceptance; nodes: of a
     tree, in all; rows: prompts decoded at once; allow_lossy: permits rules that change what is written. runner: how
     passes run, "auto" (kernels of our own where they can), "eager" (transformers), "kernels" (or an error) or, on CUDA,
     "cuda_graph" (docs/gpu.md); a draft model that is named takes the same. quantize: the target in

@@ -150,7 +150,7 @@ class DrafterCalls:
         self._try(self.active.keep, rows, verdict, reading)
 
     def round_read(self, tokens: Sequence[int], away: float) -> None:
-        """The host has read a round, with so many tokens per row; `away` is the time of the caller before it."""
+        """The host has read a round, with the number of tokens per row; `away` is the time of the caller before it."""
         self._waited += 1
         if isinstance(self.active, Adaptive):
             self._try(self.active.on_round_read, tokens, away)

@@ -54,7 +54,7 @@ class Request:
     num_beams: int = 1  # above 1: beam search
     length_penalty: float = 1.0  # α: a beam's score is its log-probability over ((m + length) / (m + 1)) ** α
     length_offset: float = 0.0  # m of that formula; 0 is transformers' length ** α
-    beam_top_k: int | None = None  # each beam proposes only its likeliest tokens, so many (None: no limit)
+    beam_top_k: int | None = None  # each beam proposes this number of its likeliest tokens (None: no limit)
     early_stopping: bool | str = False  # True: as soon as num_beams texts ended; "never": only when none can come in
     num_return_sequences: int = 1  # beams to give back
     prediction: str | tuple[int, ...] | None = None  # what the caller expects to be written
@@ -107,9 +107,9 @@ def _check_beams(request: Request) -> None:
 
 
 def _sampler_of(sampling: Sampling) -> str:
-    """What asks for sampling, in the caller's words: a sampler brings a temperature that nobody said."""
-    said = [name for name in _SAMPLERS if getattr(sampling, name) != getattr(Sampling, name)]
-    name = said[0] if said else "temperature"
+    """Return the setting that asks for sampling: a sampler without a temperature samples at temperature 1."""
+    samplers = [name for name in _SAMPLERS if getattr(sampling, name) != getattr(Sampling, name)]
+    name = samplers[0] if samplers else "temperature"
     return f"{name}={getattr(sampling, name):g}"
 
 

@@ -321,8 +321,8 @@ class Eagle(HeadDrafter, Rewindable):
     def _check_taps(self, taps: tuple[Tensor, ...]) -> None:
         if len(taps) != self.head.config.tapped:
             raise UnsupportedError(
-                f"This eagle head reads {self.head.config.tapped} hidden states and got {len(taps)}; among other "
-                "drafters, load it for its target: load_drafter(folder, target)."
+                f"This eagle head reads {self.head.config.tapped} hidden states and got {len(taps)}. Inside another "
+                "drafter, pass load_drafter(folder, target) instead of the folder."
             )
 
     def admit(self, rows: RowsView, first: int) -> None:

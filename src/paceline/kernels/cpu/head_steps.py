@@ -169,7 +169,7 @@ def _joined(j, me):
 @njit(types.void(_LIST, types.int64), nogil=True, cache=True)
 def run_note(j, me):
     """j: NOTE, the taps, and behind them a counter and a barrier, zeros, in lines of their own; me: this thread's
-    number. States that are no numbers are written as some: a memory would never get rid of them."""
+    number. NaN becomes 0 and infinities are clamped: stored states would keep them."""
     threads, n, Q, D = j[N_THREADS], j[N_ROWS] * j[N_Q], j[N_Q], j[N_OUTPUTS]
     counter = (j.ctypes.data + 8 * (len(j) - 3 * COUNTER) + LINE - 1) // LINE * LINE
     _joined(j, me)

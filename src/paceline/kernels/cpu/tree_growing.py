@@ -1,7 +1,7 @@
 """A tree of guesses, grown on a CPU: the likeliest tokens after some nodes, and which nodes to ask about next.
 
 Nodes lie as [3,R,size] int64: tokens, parents, and numbers among what was asked about; how sure one is of each, as a
-logarithm, beside them as [R,size] float64. What is computed is what `core.growth` computes by
+logarithm, beside them as [R,size] float64. What is computed is what `core.tree_growth` computes by
 torch, but for the last bit of a sum.
 """
 

@@ -1,7 +1,7 @@
 """A tree of guesses, grown on the device: the likeliest tokens after some nodes, and which nodes to ask about next.
 
 Two launches a level, whatever its size: `_siblings` looks at logits, `_grow` at nodes. They do at once what
-`core.growth` does in thirty steps of torch's, of which choosing the best few of a vocabulary is itself several.
+`core.tree_growth` does in thirty torch operations, of which choosing the best few of a vocabulary is itself several.
 """
 
 from __future__ import annotations

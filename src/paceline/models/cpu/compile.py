@@ -36,7 +36,7 @@ _ONE = ForkLock()
 def kernels_ready(progress: Progress | None = None) -> None:
     """Import the kernels, and compile them if this machine has none: some ten seconds, told to `progress` and logged.
 
-    Raises what their import raises; see `kernel_pass.kernels_missing` for whether they can be had at all.
+    Raises what their import raises; see `cpu_forward.kernels_missing` for whether they can be had at all.
     """
     with _ONE:
         if warm_up.is_warm():

@@ -1,7 +1,7 @@
-"""Heads that write ahead in features, through kernels of our own on a CPU (`paceline.kernels.cpu.head_steps`).
+"""Runs the steps of EAGLE heads by numba kernels on a CPU (`paceline.kernels.cpu.head_steps`).
 
-A step is one job, and so is a whole chain of the likeliest tokens, in memory that is kept from one to the next. The
-numbers are those of the head's modules, to the bit. `cuda_draft` is the same for CUDA devices.
+A step is one kernel job. A whole greedy chain is one job, too. The bits are those of the head's modules.
+`models/cuda/cuda_head.py` does the same on CUDA devices.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ _STEPS = 64  # of a chain in one job
 
 
 class CpuHead:
-    """The steps of one head for one drafter: the memory in between is its own. `light`: an `EagleHead` as it drafts;
-    table: its tokens' embeddings; vocabulary: ids from there on are of no use."""
+    """The steps of one head for one drafter. `light`: the head with int8 layers. `table`: the embeddings of its tokens.
+    `vocabulary`: the size of the target's vocabulary; larger ids are never drafted."""
 
     def __init__(self, light: Any, table: Tensor, vocabulary: int) -> None:
         from paceline.kernels.cpu import head_steps as drafting

@@ -1,4 +1,4 @@
-"""A decoder layer of a head that drafts as one job for kernels, and its norms: see `kernel_linear`."""
+"""A decoder layer of a head that drafts as one job for kernels, and its norms: see `cpu_linear`."""
 
 from __future__ import annotations
 

@@ -87,7 +87,7 @@ class CudaForward:
 
     @staticmethod
     def in_tree(parents: Tensor, length: Tensor, slots: Tensor, fed: int) -> tuple[Tensor, AttentionSpan]:
-        """See `kernel_pass.CpuForward`."""
+        """See `cpu_forward.CpuForward`."""
         from paceline.kernels.cuda.cuda_rounds import climb
 
         position, prefix, tree = climb(parents, length, slots, fed)
@@ -114,7 +114,7 @@ class CudaForward:
         vocabulary: int,
         part: LayerRange | None = None,
     ) -> tuple[Reading, Tensor]:
-        """See `kernel_pass.CpuForward`."""
+        """See `cpu_forward.CpuForward`."""
         from paceline.kernels.cuda.cuda_layers import add_norm, embed_norm
         from paceline.kernels.cuda.cuda_product import product
 

@@ -1,7 +1,7 @@
 """Heads that write ahead in features, through kernels of our own on a CUDA device (`paceline.kernels.cuda`).
 
 The weights stay where they are. A step of a draft is a dozen launches: what the layer looks at, the layer as a model's
-own layers are run (`cuda_pass`), the output layer. No mask is made, nothing is read to the host, and nothing is
+own layers are run (`cuda_forward`), the output layer. No mask is made, nothing is read to the host, and nothing is
 kept but constants, so a draft can be captured. Numbers are not the modules' to the bit: those of a draft need not be.
 """
 

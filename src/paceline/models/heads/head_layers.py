@@ -81,7 +81,7 @@ class LayerConfig:
 
 
 class Norm(nn.RMSNorm):
-    """In the numbers of its weights: of a head that is trained, 32 bits, whatever the products around it are in."""
+    """An RMS norm in the dtype of its weights: float32 while a head trains, for any dtype of its input."""
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x if x.dtype == self.weight.dtype else x.to(self.weight.dtype))
@@ -138,12 +138,12 @@ class DecoderLayer(nn.Module):
         return self.gate_proj(normed), self.up_proj(normed)
 
     def light(self) -> DecoderLayer:
-        """The same layer as it drafts: see `kernel_linear.drafting`."""
+        """Return the layer for drafting: see `cpu_linear.drafting`."""
         return LightLayer(self)
 
 
 class LightLayer(DecoderLayer):
-    """Its maps in int8, those that look at the same in one; a few tokens that are remembered by slot are one job."""
+    """The layer in int8. Linear layers with the same input are fused. Up to 64 tokens are one kernel job."""
 
     def __init__(self, layer: DecoderLayer) -> None:
         nn.Module.__init__(self)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 # ---- Programs on a CUDA device: code runs once as it is, then it is captured and replayed
 
 T = TypeVar("T")
-MOST = 128  # programs of one loop: the one that was not used for longest makes room
+MOST = 128  # graphs of one loop; the least recently used one is removed
 _CAPTURING = threading.Lock()  # one capture at a time in a process
 
 
@@ -86,7 +86,7 @@ class Programs:
                 memory = isinstance(error, torch.cuda.OutOfMemoryError)
                 what = "there is not enough memory for it" if memory else " ".join(str(error).split())[:200]
                 warnings.warn(
-                    f"Rounds run one kernel at a time, more slowly: they could not be captured ({what}).",
+                    f"The capture of a CUDA graph failed ({what}). Decoding continues without graphs, more slowly.",
                     PacelineWarning,
                     stacklevel=4,
                 )

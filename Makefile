@@ -45,8 +45,9 @@ nightly: $(DEV)  ## everything, with full products and large samples, and the mu
 	$(ONE_THREAD) $(PY) -m pytest -q -n $(WORKERS) -m "not real" --durations=20 --durations-min=5
 	@$(MAKE) --no-print-directory --keep-going real mutants
 
-lint: $(DEV)  ## ruff check
+lint: $(DEV)  ## ruff check, and the word list of docs/glossary.md
 	$(VENV)/bin/ruff check .
+	$(PY) tools/check_words.py
 
 format: $(DEV)  ## ruff format --check
 	$(VENV)/bin/ruff format --check .

@@ -1,4 +1,4 @@
-"""What the documents say is run: the README's example, the drafter of add-a-drafter.md, the links."""
+"""The code in the documents is run: the README's example, the drafter of add-a-drafter.md, the links."""
 
 from __future__ import annotations
 

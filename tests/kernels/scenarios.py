@@ -40,7 +40,7 @@ def interrupts() -> None:
         nonlocal left
         while frame is not None and frame.f_code is not text.__code__:
             frame = frame.f_back
-        if frame is None or left <= 0:  # not in a text: whoever counts here must not be interrupted
+        if frame is None or left <= 0:  # not in a text: the counter must not be interrupted
             return
         left -= 1
         raise KeyboardInterrupt

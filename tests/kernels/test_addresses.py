@@ -1,5 +1,5 @@
 """A plan is a list of addresses. Here is what could make one of them wrong: weights that change hands, a cache
-that grows, positions past the table of angles, tokens nobody knows, tensors of another kind than was thought."""
+that grows, positions past the table of angles, unknown tokens, tensors of another dtype than expected."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_a_model_may_be_cast_and_cast_back() -> None:
 
 
 def test_weights_may_be_replaced() -> None:
-    """In place, by another tensor, by another module: the plan is made anew for every text."""
+    """In place, by another tensor, by another module: the plan is made for every text."""
     lm, other = LanguageModel(build("llama")), build("llama", seed=1)
     before = text(lm)
     lm.model.load_state_dict(other.state_dict())
@@ -61,7 +61,7 @@ def test_weights_may_be_replaced() -> None:
 
 
 def test_weights_that_are_freed_in_the_middle_of_a_text_are_not_freed_for_it() -> None:
-    """Whoever casts the model then gets the rest of the text as it was begun; what he must not get is anything else."""
+    """A model that is cast during a text finishes the text as it began."""
     lm = LanguageModel(build("llama"))
     wanted = text(lm)
     stream = SpeculativeDecoder(lm, "prompt-lookup").stream(PROMPT, max_new_tokens=24, ignore_eos=True)
@@ -232,7 +232,7 @@ def test_tokens_of_another_kind_or_order() -> None:
         Alone(small("llama")).check(logits[0, count], [3, 7, 8, 9][: count + 2], "int32, every second")
 
 
-# ---- what torch was told
+# ---- calls of torch
 
 
 @torch.inference_mode()

@@ -343,12 +343,12 @@ def test_the_alterations_change_the_logits() -> None:
             assert not torch.allclose(_by_hand(_changed(alter), 1)[1], plain, atol=1e-3), name
 
 
-# ---- what is said
+# ---- messages
 
 
 @pytest.fixture
 def fresh_lines() -> Iterator[None]:
-    """Each reason is said once in a process."""
+    """Each reason is reported once in a process."""
     kernel_pass.tell_why.cache_clear()
     yield
     kernel_pass.tell_why.cache_clear()
@@ -360,7 +360,9 @@ def test_one_line_says_why(fresh_lines: None) -> None:
     assert running(lm).describe().startswith(f"transformers ({why})")
     with pytest.warns(PacelineWarning, match=f"Passes run through transformers, more slowly: {why}"):
         SpeculativeDecoder(lm)
-    SpeculativeDecoder(lm, "prompt-lookup").generate(PROMPT, max_new_tokens=4)  # not said twice: a warning is an error
+    SpeculativeDecoder(lm, "prompt-lookup").generate(
+        PROMPT, max_new_tokens=4
+    )  # not reported twice: a warning is an error
     with pytest.raises(UnsupportedError, match=f"mine cannot run by it: {why}; use runner 'auto'"):
         SpeculativeDecoder(lm, runner="kernels")
 

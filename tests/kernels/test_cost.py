@@ -55,7 +55,7 @@ def resident() -> int:
     raise AssertionError("no VmRSS")
 
 
-@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="nobody tells how much memory is used")
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="this system does not report memory")
 @torch.inference_mode()
 def test_a_pass_copies_no_weights() -> None:
     lm = LanguageModel(build("llama", hidden_size=512, intermediate_size=2048, head_dim=128, vocab_size=8000))

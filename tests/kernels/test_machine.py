@@ -144,9 +144,9 @@ def test_kernels_that_do_not_compile_are_told_of_once(error: Exception, monkeypa
     with pytest.warns(PacelineWarning) as seen:
         written = text()
     assert len(seen) == 1
-    said = str(seen[0].message)
-    assert "\n" not in said
-    assert type(error).__name__ in said
+    output = str(seen[0].message)
+    assert "\n" not in output
+    assert type(error).__name__ in output
     assert written == text("eager")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -170,7 +170,7 @@ def test_a_format_that_does_not_compile_is_told_of_once(monkeypatch: pytest.Monk
 
 def test_nothing_is_compiled_for_a_model_that_has_no_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     def asked(*_: Any) -> None:
-        raise AssertionError("nobody needs them")
+        raise AssertionError("no model needs them")
 
     monkeypatch.setattr(first_use, "kernels_ready", asked)
     assert LanguageModel(build("llama").double()).reader().kernels is None
@@ -200,8 +200,8 @@ for name in {hidden!r}:
 {more}
 from tests.kernels.test_machine import text
 from paceline.models.cpu import cpu_forward as kernel_pass
-said = kernel_pass.kernels_missing()
-print(text(), said, sep="|")
+missing = kernel_pass.kernels_missing()
+print(text(), missing, sep="|")
 """
 
 
@@ -209,22 +209,22 @@ def written_by(hidden: tuple[str, ...], more: str = "") -> tuple[list[int], str]
     script = _WITHOUT.format(hidden=hidden, more=more)
     run = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert run.returncode == 0, run.stdout + run.stderr
-    tokens, said = run.stdout.splitlines()[-1].split("|")
-    return [int(token) for token in tokens.strip("[]").split(",")], said
+    tokens, output = run.stdout.splitlines()[-1].split("|")
+    return [int(token) for token in tokens.strip("[]").split(",")], output
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("hidden", [("numba",), ("numba", "llvmlite"), ("llvmlite",)])
 def test_without_numba(hidden: tuple[str, ...]) -> None:
-    tokens, said = written_by(hidden)
+    tokens, output = written_by(hidden)
     assert tokens == text("eager")
-    assert "No module named" in said or "import of" in said
+    assert "No module named" in output or "import of" in output
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(machine.missing() is not None, reason="no kernels here")
 def test_a_kernel_file_that_is_broken() -> None:
-    """Its import fails in the middle, after numba's: one line is said, the text is the same."""
+    """Its import fails in the middle, after numba's: one warning, and the text is the same."""
     broken = """
 import importlib.abc, importlib.machinery
 class Broken(importlib.abc.MetaPathFinder):
@@ -235,6 +235,6 @@ sys.meta_path.insert(0, Broken())
 from paceline.common.errors import PacelineWarning
 warnings.simplefilter("ignore", PacelineWarning)
 """
-    tokens, said = written_by((), broken)
+    tokens, output = written_by((), broken)
     assert tokens == text("eager")
-    assert "ValueError: this file is broken" in said
+    assert "ValueError: this file is broken" in output

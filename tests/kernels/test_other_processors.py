@@ -77,7 +77,7 @@ def test_a_fused_multiplication_is_one_instruction(triple: str, kernel: Callable
 
 @pytest.mark.parametrize("triple", PROCESSORS)
 def test_threads_that_meet_see_what_the_others_wrote(triple: str) -> None:
-    """ARM may reorder reads and writes unless it is told: coming to a barrier releases, leaving it acquires."""
+    """ARM may reorder reads and writes: entering a barrier releases, leaving it acquires."""
     code = assembly(meeting, triple)
     if not on_arm(triple):
         assert re.search(r"\block\b", code)

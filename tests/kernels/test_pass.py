@@ -21,7 +21,7 @@ ROUNDS = 7
 
 
 class Truth:
-    """Logits of transformers' own forward, in float32 and in float64; we are so many parts of the largest off."""
+    """Logits of transformers' own forward, in float32 and in float64; ours differ by this share of the largest."""
 
     def __init__(self, name: str) -> None:
         self._models = (small(name).model, in_float64(name))

@@ -84,7 +84,7 @@ def test_any_number_of_threads_writes_the_same(threads: int, monkeypatch: pytest
 
 @torch.inference_mode()
 def test_many_short_passes_on_too_many_threads() -> None:
-    """Somebody is always late; a barrier that was set back for the next pass would never let them go."""
+    """One thread is always late; a barrier that was reset for the next pass would never release it."""
     alone = Alone(small("llama"))
     rows, reader = _one_row(5)
     for _ in range(300):

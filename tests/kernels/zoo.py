@@ -95,7 +95,7 @@ def reader_of(lm: LanguageModel, threads: int = 1, taps: tuple[float, ...] = ())
 
 
 class Alone:
-    """Logits after a text that nobody shared a pass with: token by token, one row, one thread. All of it by kernels:
+    """Logits after a text without batch-mates: token by token, one row, one thread. All of it by kernels:
     the first token of a text is left to the first pass."""
 
     def __init__(self, lm: LanguageModel) -> None:

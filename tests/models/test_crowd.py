@@ -11,13 +11,13 @@ from paceline.models.cpu.cpu_forward import kernels_missing
 from paceline.models.cpu.threads import ThreadGovernor
 
 
-def passes(crowd: ThreadGovernor, count: int, lost: float, most: int = 2, seconds: float = 0.02) -> list[int]:
-    """So many passes in which, on more than one thread, a share of the time was lost; the threads each ran on."""
+def passes(mixed: ThreadGovernor, count: int, lost: float, most: int = 2, seconds: float = 0.02) -> list[int]:
+    """A number of passes in which, on more than one thread, a share of the time was lost; the threads each ran on."""
     ran = []
     for _ in range(count):
-        threads = crowd.threads(most)
+        threads = mixed.threads(most)
         ran.append(threads)
-        crowd.see(threads, seconds, lost * seconds if threads > 1 else 0.0)
+        mixed.see(threads, seconds, lost * seconds if threads > 1 else 0.0)
     return ran
 
 
@@ -26,10 +26,10 @@ def test_quiet_passes_keep_all_threads() -> None:
 
 
 def test_one_long_wait_is_enough() -> None:
-    crowd = ThreadGovernor()
-    passes(crowd, 10, lost=0.0)
-    crowd.see(2, 0.4, 0.38)
-    assert crowd.threads(2) == 1
+    mixed = ThreadGovernor()
+    passes(mixed, 10, lost=0.0)
+    mixed.see(2, 0.4, 0.38)
+    assert mixed.threads(2) == 1
 
 
 def test_less_than_a_wake_up_does_not_count() -> None:
@@ -44,30 +44,30 @@ def test_under_load_nearly_all_passes_run_alone_and_ever_fewer_are_tried() -> No
 
 
 def test_when_the_load_ends_all_threads_come_back_and_a_new_load_finds_short_pauses() -> None:
-    crowd = ThreadGovernor()
-    passes(crowd, 300, lost=0.8)
-    back = passes(crowd, 2000, lost=0.0)
+    mixed = ThreadGovernor()
+    passes(mixed, 300, lost=0.8)
+    back = passes(mixed, 2000, lost=0.0)
     assert back[-1] == 2
     assert back.index(2) < 600
-    again = passes(crowd, 100, lost=0.8)
+    again = passes(mixed, 100, lost=0.8)
     assert again.count(2) > 1  # tried again within a hundred passes
 
 
 def test_of_many_threads_as_many_as_needed_are_given_up() -> None:
-    crowd = ThreadGovernor()
-    assert passes(crowd, 3, lost=0.8, most=8)[-1] < 8
-    passes(crowd, 30, lost=0.8, most=8)
-    assert crowd.threads(8) == 1
-    assert crowd.threads(2) == 1
+    mixed = ThreadGovernor()
+    assert passes(mixed, 3, lost=0.8, most=8)[-1] < 8
+    passes(mixed, 30, lost=0.8, most=8)
+    assert mixed.threads(8) == 1
+    assert mixed.threads(2) == 1
 
 
 def test_whoever_measures_gets_the_threads_that_were_asked_for() -> None:
-    crowd = ThreadGovernor()
-    passes(crowd, 8, lost=0.8)
-    with crowd.ignored():
-        assert crowd.threads(2) == 2
-        crowd.see(2, 1.0, 1.0)
-    assert crowd.threads(2) == 1
+    mixed = ThreadGovernor()
+    passes(mixed, 8, lost=0.8)
+    with mixed.ignored():
+        assert mixed.threads(2) == 2
+        mixed.see(2, 1.0, 1.0)
+    assert mixed.threads(2) == 1
 
 
 @pytest.mark.skipif(kernels_missing() is not None, reason="no kernels here")

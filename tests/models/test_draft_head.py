@@ -43,13 +43,13 @@ def test_a_layer_says_the_same_by_slot_and_in_one_pass() -> None:
     cache.set_next_write(slice(0, 2), 0, 5, 0)
     layer(seen[:, :5], stream[:, :5], position, chain_mask(position, 5), remember)  # the second text is shorter
     scratch = Scratch(torch.tensor(lengths).view(2, 1), 5)
-    said = []
+    message = []
     for start, stop in ((0, 1), (1, 3), (3, 4)):
         slots, position, mask, visible = scratch.add(stop - start, parents[:, start:stop])
         cache.set_next_write(slice(0, 2), slots, visible, 0)
         nodes = slice(5 + start, 5 + stop)
-        said.append(layer(seen[:, nodes], stream[:, nodes], position, mask, remember))
-    found = torch.cat(said, 1)
+        message.append(layer(seen[:, nodes], stream[:, nodes], position, mask, remember))
+    found = torch.cat(message, 1)
     for row, length in enumerate(lengths):
         for node in range(4):
             path, at = [], node

@@ -1,4 +1,4 @@
-"""Kernels compiled once: where they are kept, what is told meanwhile, and what happens where nothing can be kept."""
+"""Kernels compiled once: where they are kept, the progress meanwhile, and what happens where nothing can be kept."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from paceline.kernels.cpu import warm_up
 warm_up._ROOM, warm_up._HERE, warm_up.ENTRY = room.name, room, "entry"
 from paceline.models.cpu.compile import kernels_ready
 told = []
-kernels_ready(lambda *said: told.append(said))
+kernels_ready(lambda *message: told.append(message))
 import importlib
 assert importlib.import_module(room.name + ".entry").more(1) == 2
 print(sum(1 for label, done, many in told if label.startswith("compiling") and done == 1))
@@ -74,7 +74,7 @@ def without_override() -> None:
 
 @pytest.fixture
 def room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Kernels of our own, as if nobody had used any in this process."""
+    """Kernels, as in a process that has used none."""
     room = tmp_path / f"room_{tmp_path.name}"
     room.mkdir()
     (room / "__init__.py").write_text("")
@@ -91,12 +91,12 @@ def room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def again(room: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[Any]]:
-    """Use the kernels as a new process would; what was told."""
+    """Use the kernels as a new process would; return the messages."""
 
     def use() -> list[Any]:
         sys.modules.pop(f"{room.name}.entry", None)
         told: list[Any] = []
-        kernels_ready(lambda *said: told.append(said))
+        kernels_ready(lambda *message: told.append(message))
         assert sys.modules[f"{room.name}.entry"].more(41) == 42
         return told
 
@@ -243,14 +243,14 @@ def test_a_complete_cache_holds_what_is_compiled_later(again: Callable[[], list[
 
 
 def test_one_of_several_processes_compiles(room: Path, tmp_path: Path) -> None:
-    """The others wait for it and read; nobody finds half a file."""
+    """The others wait for it and read; no process finds half a file."""
     command = [sys.executable, "-c", IN_A_PROCESS, str(room)]
     where = {name: value for name, value in os.environ.items() if name != "NUMBA_CACHE_DIR"}
     piped: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "env": where}
     running = [subprocess.Popen(command, **piped) for _ in range(3)]
-    said = [process.communicate(timeout=300) for process in running]
-    assert [process.returncode for process in running] == [0, 0, 0], said
-    assert sorted(int(out) for out, _ in said) == [0, 0, 1]
+    message = [process.communicate(timeout=300) for process in running]
+    assert [process.returncode for process in running] == [0, 0, 0], message
+    assert sorted(int(out) for out, _ in message) == [0, 0, 1]
 
 
 def test_old_kernels_are_swept_away(

@@ -62,7 +62,7 @@ def turned(tensor: Tensor) -> Tensor:
 
 
 def a_batch(heats: list[float], ops: DeviceOps | None = None, **more: Any) -> SamplingBatch:
-    rows = [Sampling(temperature=heat, seed=i, **more) for i, heat in enumerate(heats)]
+    rows = [Sampling(temperature=temperatures, seed=i, **more) for i, temperatures in enumerate(heats)]
     return SamplingBatch(rows, [()] * len(rows), "cpu", ops or CpuOps())
 
 
@@ -71,9 +71,9 @@ def a_batch(heats: list[float], ops: DeviceOps | None = None, **more: Any) -> Sa
 
 def chosen(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """By the kernel: tokens [R,k] after the text, and the logarithms of their shares."""
-    trunk = kernel_branches.Nodes(torch.zeros(logits.shape[0], 1), k, False)
-    trunk.add(logits, k, None, torch.empty(0))
-    return trunk._nodes[0], trunk._scores
+    builder = kernel_branches.Nodes(torch.zeros(logits.shape[0], 1), k, False)
+    builder.add(logits, k, None, torch.empty(0))
+    return builder._nodes[0], builder._scores
 
 
 @looped("words", [1, 3, 8, 127, 128, 129, V, 4096])
@@ -100,10 +100,10 @@ def test_siblings_are_those_of_torch(words: int, kind: str) -> None:
     choice = Choice(batch, NoiseTable(batch, torch.full((4, 1), 5), 4), slice(0, 1))
     for k in {1, min(2, words), min(5, words)}:
         tokens, sure, _ = choice.siblings(logits, k, "coupled")
-        got, said = chosen(logits, k)
+        got, message = chosen(logits, k)
         assert got.tolist() == tokens[:, 0].tolist()
-        torch.testing.assert_close(said, sure[:, 0].nan_to_num(nan=NEVER, neginf=NEVER), atol=2e-6, rtol=1e-6)
-        assert (said <= 0).all(), "nobody is surer than its parent"
+        torch.testing.assert_close(message, sure[:, 0].nan_to_num(nan=NEVER, neginf=NEVER), atol=2e-6, rtol=1e-6)
+        assert (message <= 0).all(), "no node is surer than its parent"
 
 
 def test_nothing_past_the_end_is_looked_at() -> None:
@@ -154,10 +154,10 @@ def table(world: World, kind: str) -> Tensor:
 @looped("kind", ["drawn", "ties", "alike", "nothing", "hardly", "nan"])
 @pytest.mark.parametrize(("depth", "nodes", "options"), SHAPES, ids=str)
 def test_the_trees_that_torch_grows(kind: str, depth: int, nodes: int, options: dict[str, Any]) -> None:
-    for size, rows, draw, heat in ((V, 1, "coupled", 0.0), (V, 3, "certain", 0.8), (3, 2, "coupled", 0.0)):
+    for size, rows, draw, temperatures in ((V, 1, "coupled", 0.0), (V, 3, "certain", 0.8), (3, 2, "coupled", 0.0)):
         made = []
         for slowly in (False, True):
-            world = World(a_batch([heat] * rows, TORCH if slowly else None), size, depth + nodes)
+            world = World(a_batch([temperatures] * rows, TORCH if slowly else None), size, depth + nodes)
             world.table = table(world, kind)
             tree, grower = grown(world, draw, depth, nodes, options)
             assert tree.parents is not None
@@ -169,12 +169,12 @@ def test_the_trees_that_torch_grows(kind: str, depth: int, nodes: int, options: 
 
 
 @pytest.mark.parametrize(
-    ("draw", "kind", "heat", "numbers"),
+    ("draw", "kind", "temperatures", "numbers"),
     [("coupled", "levels", 0.7, torch.float32), ("independent", "levels", 0.7, torch.float32),
      ("coupled", "levels", 0.0, torch.float64), ("coupled", "static", 0.0, torch.float32)],
 )  # fmt: skip
 def test_what_is_left_to_torch(
-    draw: str, kind: str, heat: float, numbers: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    draw: str, kind: str, temperatures: float, numbers: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     used: list[str] = []
 
@@ -183,7 +183,7 @@ def test_what_is_left_to_torch(
         return made(*given)
 
     monkeypatch.setattr(kernel_branches, "Nodes", nodes)
-    grown(World(a_batch([heat]), V, 5, numbers), draw, 3, 12, {"tree": kind})
+    grown(World(a_batch([temperatures]), V, 5, numbers), draw, 3, 12, {"tree": kind})
     assert not used
     grown(World(a_batch([0.0]), V, 5), "coupled", 3, 12, {"tree": "levels"})
     assert used

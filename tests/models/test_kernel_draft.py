@@ -120,12 +120,12 @@ def test_a_step_says_what_the_modules_say(kind: str, threads: int, jobs: list[An
     assert both.kernels is not None
     for width in (1, 4):
         modules, kernels = (steps.draft(both.rows, width) for steps in both.steps)
-        said, got = modules(None, None), kernels(None, None)
-        assert torch.equal(said, got)
+        message, got = modules(None, None), kernels(None, None)
+        assert torch.equal(message, got)
         for _ in range(4):
-            token = said.argmax(-1)
-            said, got = modules(token, None), kernels(token, None)
-            assert torch.equal(said, got)
+            token = message.argmax(-1)
+            message, got = modules(token, None), kernels(token, None)
+            assert torch.equal(message, got)
         assert torch.equal(*both.memories())
     assert len(jobs) == 2 * 5
 
@@ -169,9 +169,9 @@ def test_of_equals_the_first_is_picked_and_what_is_no_number_before_all() -> Non
     assert both.steps[1].chain(both.rows, 1, 2).tolist() == [[5, 5]] * 3  # type: ignore[union-attr]
     head.norm.weight.data[0] = float("nan")
     both = Both(lm, head)
-    said = both.steps[0].draft(both.rows, 1)(None, None)
-    assert bool(said.isnan().any())
-    assert both.steps[1].chain(both.rows, 1, 1).tolist() == said.argmax(-1).tolist()  # type: ignore[union-attr]
+    message = both.steps[0].draft(both.rows, 1)(None, None)
+    assert bool(message.isnan().any())
+    assert both.steps[1].chain(both.rows, 1, 1).tolist() == message.argmax(-1).tolist()  # type: ignore[union-attr]
 
 
 def test_chains_of_words_that_are_of_no_use_go_step_by_step() -> None:

@@ -48,7 +48,7 @@ def all_threads() -> Iterator[None]:
 
 @pytest.fixture
 def on_threads(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
-    """Every job, however small, on so many."""
+    """Every job, however small, on this number of threads."""
 
     def choose(threads: int) -> None:
         monkeypatch.setattr(kernel_linear, "_ALONE", 0)
@@ -135,13 +135,13 @@ def test_gradients_pass() -> None:
 @needs_kernels
 def test_copies_have_weights_of_their_own() -> None:
     mapped, x = CpuLinear.of(drawn(33, 40), drawn(33)), drawn(2, 40)
-    said = mapped(x)
+    message = mapped(x)
     other = copy.deepcopy(mapped)
     mapped.packed.quantized.zero_()
-    assert torch.equal(other(x), said)
+    assert torch.equal(other(x), message)
     wide = other.double()
-    torch.testing.assert_close(wide(x.double()), said.double(), atol=1e-4, rtol=1e-4)
-    assert torch.equal(wide.float()(x), said)
+    torch.testing.assert_close(wide(x.double()), message.double(), atol=1e-4, rtol=1e-4)
+    assert torch.equal(wide.float()(x), message)
 
 
 @needs_kernels
@@ -207,14 +207,14 @@ class Draft:
         position = torch.arange(5).expand(R, 5)
         mask = torch.arange(5) <= position[:, None, :, None]
         self.cache.set_next_write(rows, position, 5, 0)
-        said = [self.layer(self.seen[rows, :5], self.stream[rows, :5], position, mask, self.remember)]
+        message = [self.layer(self.seen[rows, :5], self.stream[rows, :5], position, mask, self.remember)]
         scratch = Scratch(length, 5)
         for start, stop in self.LEVELS:
             slots, position, mask, visible = scratch.add(stop - start, self.PARENTS[rows, start:stop])
             self.cache.set_next_write(rows, slots, visible, 0)
             some = slice(5 + start, 5 + stop)
-            said.append(self.layer(self.seen[rows, some], self.stream[rows, some], position, mask, self.remember))
-        return torch.cat(said, 1)
+            message.append(self.layer(self.seen[rows, some], self.stream[rows, some], position, mask, self.remember))
+        return torch.cat(message, 1)
 
 
 @needs_kernels
@@ -239,7 +239,7 @@ def test_a_layer_says_the_same_of_a_row_in_every_company(on_threads: Callable[[i
 
 @needs_kernels
 def test_a_layer_outlives_what_it_was_made_of() -> None:
-    """Whoever drafts with it goes on while its head is cast for another target, or copied and dropped."""
+    """A drafter continues while its head is cast for another target, or copied and dropped."""
     layer = DecoderLayer(CONFIG, 40)
     light = drafting(layer)
     wanted = Draft(light, 40).run()

@@ -75,7 +75,7 @@ def test_other_threads_keep_theirs() -> None:
 @pytest.mark.skipif(kernels_missing() is not None, reason="no kernels here")
 @pytest.mark.parametrize("runner", ["kernels", "eager"])
 def test_while_a_text_is_written(runner: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """After every pass by kernels they rest; a pass of transformers' has them; whoever reads the text has them too."""
+    """They rest after every pass by kernels. transformers' passes and the caller of a stream have them."""
     after: list[int] = []
     extend, run = SlotReader.extend, TransformersExecutor.run
 

@@ -62,5 +62,5 @@ def test_what_cannot_be_captured_runs_as_it_is(
     with pytest.warns(PacelineWarning, match=told):
         assert programs.run("key", lambda: 7) == 7
     with warnings.catch_warnings():
-        warnings.simplefilter("error")  # said once
+        warnings.simplefilter("error")  # reported once
         assert [programs.run(key, lambda: 8) for key in ("key", "other")] == [8, 8]

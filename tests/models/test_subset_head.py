@@ -1,4 +1,4 @@
-"""A model that says only some of its tokens: what it says is what it would have said, and ids stay what they are."""
+"""A model with a part of its vocabulary: its logits and ids are those of the full model."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ def test_it_says_of_its_tokens_what_the_model_says(kind: str | None) -> None:
     lm = lm if kind is None else quantized(lm, kind)
     whole, words = logits_of(lm), SubsetHead(lm, 16, [33])
     assert words.lm.vocabulary == 16
-    said = logits_of(words.lm)
-    assert torch.allclose(said, whole[words.ids], atol=1e-5)
+    message = logits_of(words.lm)
+    assert torch.allclose(message, whole[words.ids], atol=1e-5)
     words.learn([35, 2, 36, 35])
     assert {33, 35, 36} < set(words.ids.tolist())
     assert torch.allclose(logits_of(words.lm), whole[words.ids], atol=1e-5)
@@ -114,8 +114,8 @@ def test_rules_that_look_at_laws_keep_the_targets(rule: str) -> None:
     )
     with torch.inference_mode():
         texts = torch.tensor([[1, 2, 3, token] for token in range(12)])
-        said = target.model(texts).logits.softmax(-1)
-    law = said[0, 2].unsqueeze(1) * said[:, 3]
+        message = target.model(texts).logits.softmax(-1)
+    law = message[0, 2].unsqueeze(1) * message[:, 3]
     assert float(law[9:].sum()) > 0.02  # tokens that cannot be drafted at first
     assert p_value(counts.flatten(), law.flatten()) > ALPHA
 

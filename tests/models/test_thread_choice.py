@@ -37,7 +37,7 @@ def allowed(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, int], None]:
 
 @pytest.fixture
 def passes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Passes that take what is told by the number of threads; which ones were run."""
+    """Passes with given times by the number of threads; returns which ones ran."""
     run: list[int] = []
 
     class Timer:  # and a clock that goes on by what they take

@@ -17,18 +17,18 @@ def said_and_slopes(dtype: torch.dtype, places: int) -> tuple[list[Tensor], tupl
     given = [[torch.randn(2, 3, places, 16, dtype=dtype, requires_grad=True) for _ in range(STEPS)] for _ in range(3)]
     weights = [torch.randn(2, 3, places, 16, dtype=dtype) for _ in range(STEPS)]
     memory = Unrolled()
-    said = [memory.attend(*each) for each in zip(*given, strict=True)]
-    total = torch.stack([(one * weight).sum() for one, weight in zip(said, weights, strict=True)]).sum()
-    return said, torch.autograd.grad(total, [each for some in given for each in some])
+    message = [memory.attend(*each) for each in zip(*given, strict=True)]
+    total = torch.stack([(one * weight).sum() for one, weight in zip(message, weights, strict=True)]).sum()
+    return message, torch.autograd.grad(total, [each for some in given for each in some])
 
 
 @pytest.mark.parametrize("places", [1, 3, STEPS - 1, STEPS, 37])  # texts shorter than the steps have no past to see
 @pytest.mark.parametrize(("dtype", "within"), [(torch.float64, 1e-12), (torch.float32, 1e-5), (torch.bfloat16, 0.05)])
 def test_as_with_all_scores(dtype: torch.dtype, within: float, places: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    said, slopes = said_and_slopes(dtype, places)
+    message, slopes = said_and_slopes(dtype, places)
     monkeypatch.setattr(unrolled, "_takes", lambda queries: False)
     for found, wanted in zip(
-        (*said, *slopes), (one for some in said_and_slopes(dtype, places) for one in some), strict=True
+        (*message, *slopes), (one for some in said_and_slopes(dtype, places) for one in some), strict=True
     ):
         assert found.dtype == dtype
         assert not found.isnan().any()

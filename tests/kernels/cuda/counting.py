@@ -27,11 +27,11 @@ class Counted(TorchDispatchMode):
         self._busy = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        said = func(*args, **(kwargs or {}))
+        message = func(*args, **(kwargs or {}))
         made = "empty" in str(func) or any(each.alias_info is not None and not each.alias_info.is_write
                                            for each in func._schema.returns)  # fmt: skip
         self.steps += not self._busy and not made
-        return said
+        return message
 
     @contextmanager
     def launching(self) -> Iterator[None]:
@@ -44,7 +44,7 @@ class Counted(TorchDispatchMode):
 
 
 def _count_launches(patch: pytest.MonkeyPatch, now: list[Counted]) -> None:
-    """By whoever is in `now`."""
+    """By the passes in `now`."""
     get = interpreter.InterpretedFunction.__getitem__
 
     def launch(self: Any, grid: Any) -> Callable[..., Any]:

@@ -41,7 +41,7 @@ def draw(*shape: int, seed: int) -> Tensor:
 
 
 def a_choice(heats: list[float], N: int, seed: int, ops: DeviceOps | None = None) -> Choice:
-    rows = [Sampling(temperature=heat, seed=seed * 100 + i) for i, heat in enumerate(heats)]
+    rows = [Sampling(temperature=temperatures, seed=seed * 100 + i) for i, temperatures in enumerate(heats)]
     batch = SamplingBatch(rows, [()] * len(rows), "cpu", ops or CudaOps())
     length = torch.arange(len(heats))[:, None] * 1000 + seed
     return Choice(batch, NoiseTable(batch, length, N + 1), slice(0, N + 1))
@@ -281,12 +281,12 @@ def test_random_numbers_are_the_same_to_the_bit(place: int) -> None:
 @pytest.mark.parametrize("V", [3, 2048, 32003])
 def test_what_the_weights_of_a_place_sum_to(V: int, record_property: Any) -> None:
     """Of scores as float32 has them. The sums behind a float32 law are off by 1e-7."""
-    heat = torch.tensor([0.3, 1.0, 1.7])
+    temperatures = torch.tensor([0.3, 1.0, 1.7])
     target, drafts = 8 * draw(3, 2, V, seed=1), draw(3, 1, V, seed=2)
     target[1, 0] += 3e4
     target[2, 1, 1:] = NEVER
-    tops, sums, where = weigh(target, drafts, heat)
-    scores = torch.cat([(each / heat.view(3, 1, 1)).flatten(0, 1) for each in (target, drafts)])
+    tops, sums, where = weigh(target, drafts, temperatures)
+    scores = torch.cat([(each / temperatures.view(3, 1, 1)).flatten(0, 1) for each in (target, drafts)])
     largest = scores.amax(-1, keepdim=True)
     assert torch.equal(tops.amax(-1, keepdim=True), largest)
     assert torch.equal(where.gather(1, tops.argmax(-1, keepdim=True)).flatten().long(), scores.argmax(-1))

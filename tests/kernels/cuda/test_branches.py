@@ -261,18 +261,18 @@ def watched(bent: list[bool]) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("tree", "rows", "heat", "heads_too"),
+    ("tree", "rows", "temperature", "heads_too"),
     [("static", 2, "greedy", False), ("static", 2, "sampled", False), ("static", 1, "greedy", True),
      pytest.param("static", 1, "sampled", True, marks=pytest.mark.slow), ("levels", 2, "greedy", False),
      ("best-first", 1, "sampled", False)],
 )  # fmt: skip
 @pytest.mark.usefixtures("captured")
 def test_the_same_texts_and_rounds(
-    tree: str, rows: int, heat: str, heads_too: bool, monkeypatch: pytest.MonkeyPatch
+    tree: str, rows: int, temperature: str, heads_too: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """heads_too: they draft, and take note, by kernels of their own."""
     new = [5, 3] if heads_too else [10, 5]
-    prompts, limits = [[1, 7, 9, 4, 7], [3, 3, 8]], {"max_new_tokens": new, "ignore_eos": True, **HEATS[heat]}
+    prompts, limits = [[1, 7, 9, 4, 7], [3, 3, 8]], {"max_new_tokens": new, "ignore_eos": True, **HEATS[temperature]}
     wanted = decoder(tree, rows=rows).generate(prompts, **limits)
     bent: list[bool] = []
     monkeypatch.setattr(LanguageModel, "ops", watched(bent))
@@ -287,10 +287,10 @@ def test_the_same_texts_and_rounds(
 # ---- how much it costs
 
 
-@pytest.mark.parametrize(("heat", "launches", "steps"), [("greedy", 7, 0), ("sampled", 8, 1)])
+@pytest.mark.parametrize(("temperature", "launches", "steps"), [("greedy", 7, 0), ("sampled", 8, 1)])
 @pytest.mark.usefixtures("captured")
 def test_how_much_a_round_asks_for_after_the_pass(
-    heat: str, launches: int, steps: int, monkeypatch: pytest.MonkeyPatch,
+    temperature: str, launches: int, steps: int, monkeypatch: pytest.MonkeyPatch,
     record_property: Callable[[str, object], None],
 ) -> None:  # fmt: skip
     """However many layers there are. Picking, following, moving, three for what was thought, committing; where tokens
@@ -300,8 +300,8 @@ def test_how_much_a_round_asks_for_after_the_pass(
         if way == "kernels":
             monkeypatch.setattr(cuda_draft, "DEVICE", "cpu")
             monkeypatch.setattr(LanguageModel, "ops", CudaOps())
-        found[way] = [after_the_pass(decoder("small", layers), HEATS[heat], monkeypatch) for layers in (2, 3)]
-    record_property("measured", f"after the pass, 2 and 3 layers, {heat}, (launches, torch): {found}")
+        found[way] = [after_the_pass(decoder("small", layers), HEATS[temperature], monkeypatch) for layers in (2, 3)]
+    record_property("measured", f"after the pass, 2 and 3 layers, {temperature}, (launches, torch): {found}")
     assert found["kernels"][0] == found["kernels"][1]
     assert found["kernels"][0] == (launches, steps)
     assert sum(found["torch"][1]) > sum(found["torch"][0]) > 40

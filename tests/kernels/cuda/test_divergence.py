@@ -33,14 +33,14 @@ def test_log_sums(V: int) -> None:
 @pytest.mark.parametrize("name", divergence.FAST)
 def test_distances_and_slopes_are_those_of_torch(name: str, V: int, more: int) -> None:
     """Also where the teacher can say more than the student, and where rows lie apart in memory."""
-    said, whole = draw(4, V + 1)[:, :V].requires_grad_(), draw(4, V + more, seed=1)
+    message, whole = draw(4, V + 1)[:, :V].requires_grad_(), draw(4, V + more, seed=1)
     whole[0, 3] = float("-inf")
     wanted = whole[:, :V]
     wanted_law = whole.softmax(-1)[:, :V]
-    far = distillation.divergence(name, said, wanted_law, torch.zeros(4, dtype=torch.int64))
-    found, slope = divergence.far(name, said.detach(), wanted, divergence.log_sums(whole))
+    far = distillation.divergence(name, message, wanted_law, torch.zeros(4, dtype=torch.int64))
+    found, slope = divergence.far(name, message.detach(), wanted, divergence.log_sums(whole))
     assert torch.allclose(found, far, rtol=1e-5, atol=1e-5)
-    assert torch.allclose(slope, torch.autograd.grad(far.sum(), said)[0], rtol=1e-4, atol=1e-6)
+    assert torch.allclose(slope, torch.autograd.grad(far.sum(), message)[0], rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("some", [False, True])

@@ -93,10 +93,10 @@ def drafted(*shape: int, seed: int = 0) -> Tensor:
 @pytest.mark.parametrize("parts", [1, 3])
 @pytest.mark.parametrize("V", [30, 1500])
 def test_what_is_said_goes_to_its_place(parts: int, V: int) -> None:
-    said, ids = drawn(parts, 4, 20), torch.randperm(V, generator=torch.Generator().manual_seed(1))[:20]
-    got = spread(said, cuda_draft._numbers(ids, V), V)
-    torch.testing.assert_close(got, spread_by_torch(said.sum(0), ids, V))
-    torch.testing.assert_close(spread(said, None, 20), said.sum(0))
+    message, ids = drawn(parts, 4, 20), torch.randperm(V, generator=torch.Generator().manual_seed(1))[:20]
+    got = spread(message, cuda_draft._numbers(ids, V), V)
+    torch.testing.assert_close(got, spread_by_torch(message.sum(0), ids, V))
+    torch.testing.assert_close(spread(message, None, 20), message.sum(0))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
@@ -145,10 +145,10 @@ class Draft:
     def tree(self) -> list[Tensor]:
         expand = self.steps.draft(self.rows, 4)
         levels = [[[-1, -1, -1]] * 3, [[0, 2], [1, 0], [2, 2]], [[3, 4, 1], [4, 4, 2], [3, 0, 3]]]
-        said = [expand(None, None)]
+        message = [expand(None, None)]
         for number, parents in enumerate(levels):
-            said.append(expand(drafted(3, len(parents[0]), seed=20 + number), torch.tensor(parents)))
-        return said
+            message.append(expand(drafted(3, len(parents[0]), seed=20 + number), torch.tensor(parents)))
+        return message
 
 
 def both(head: EagleHead) -> tuple[Draft, Draft]:
@@ -236,7 +236,7 @@ def test_heads_that_have_no_kernels() -> None:
     assert CudaHead.of(made().double(), table) is None
     listened = made()
     listened.layer.o_proj.register_forward_hook(lambda *_: None)
-    assert CudaHead.of(listened, table) is None, "somebody listens"
+    assert CudaHead.of(listened, table) is None, "a hook is registered"
     scaled = type("Scaled", (torch.nn.Embedding,), {})(40, 32)
     assert CudaHead.of(made(), scaled) is None, "embeddings that do more than to look up"
 
@@ -347,5 +347,5 @@ def test_how_much_a_tree_asks_for(
     monkeypatch.setattr(cuda_draft, "DEVICE", "nowhere")
     modules = spent(drafting(head, 2, tree="levels"), monkeypatch)["propose"]
     record_property("measured", f"eagle, a tree of 2 levels, (launches, torch): {kernels}, by modules {modules}")
-    assert kernels == (25, 2)  # two levels of a chain, who sees whom, and two launches more than tokens chosen
+    assert kernels == (25, 2)  # two levels of a chain, the mask, and two launches more than tokens chosen
     assert sum(modules) > 90

@@ -30,7 +30,7 @@ def drawn(*shape: int, seed: int) -> Tensor:
 
 
 def a_batch(heats: list[float], seed: int = 0, **more: Any) -> SamplingBatch:
-    rows = [Sampling(temperature=heat, seed=seed * 100 + i, **more) for i, heat in enumerate(heats)]
+    rows = [Sampling(temperature=temperatures, seed=seed * 100 + i, **more) for i, temperatures in enumerate(heats)]
     return SamplingBatch(rows, [()] * len(rows), "cpu", CudaOps())
 
 
@@ -70,7 +70,7 @@ def test_logits_that_are_no_numbers_still_name_tokens(bad: list[float]) -> None:
     assert ((tokens >= 0) & (tokens < V)).all()
     assert len(set(tokens[0, 1].tolist())) == 3
     assert not sure.isnan().any()
-    assert (sure <= 0).all(), "nobody is surer than its parent"
+    assert (sure <= 0).all(), "no node is surer than its parent"
 
 
 def test_of_equals_the_first_ones() -> None:
@@ -114,7 +114,7 @@ def test_the_trees_that_torch_grows(
 
 
 def test_words_that_cannot_be_said_grow_no_twins() -> None:
-    """Where hardly anything can be said, a tree is filled up with what cannot; each of it once."""
+    """With few possible tokens a tree is filled up with impossible ones, each once."""
     world = World(a_batch([0.0, 0.7]), V, 5)
     world.table[:, 2:] = NEVER
     tree, _ = grown(world, "coupled", 3, 20, {"tree": "best-first", "branch": 3, "width": 3})
@@ -140,7 +140,7 @@ def test_a_small_vocabulary() -> None:
 @pytest.mark.parametrize(
     ("draw", "numbers", "settings"),
     [("independent", torch.float32, {}), ("coupled", torch.float64, {}), ("coupled", torch.float32, {"top_k": 5})],
-    ids=["laws", "float64", "more than heat"],
+    ids=["laws", "float64", "more than a temperature"],
 )
 def test_what_is_left_to_torch(
     draw: str, numbers: torch.dtype, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch

@@ -137,7 +137,9 @@ def test_attention(
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
 @pytest.mark.parametrize(("heats", "V"), covering([(0.0, 0.0), (0.8, 1.3), (0.7, 0.0)], [40, 2048, 5000]))
 def test_race_picks_what_the_law_picks(heats: tuple[float, float], V: int) -> None:
-    batch = SamplingBatch([Sampling(temperature=heat, seed=7 + i) for i, heat in enumerate(heats)], [(), ()], "cpu")
+    batch = SamplingBatch(
+        [Sampling(temperature=temperatures, seed=7 + i) for i, temperatures in enumerate(heats)], [(), ()], "cpu"
+    )
     length = torch.tensor([[11], [300]])
     choice = Choice(batch, NoiseTable(batch, length, 4), slice(0, 4))
     logits = draw(2, 4, V, seed=3) * 3
@@ -183,7 +185,7 @@ def test_a_pass_says_what_transformers_says(name: str) -> None:
     texts = [[(7 * i + r) % 80 for i in range(length)] for r, length in enumerate((40, 3, 17))]
     tokens = torch.arange(3 * 5).view(3, 5) * 5 % 80
     parents = torch.tensor([-1, 0, 0, 2, -1]).expand(3, 5)
-    said = []
+    message = []
     for kernels in (None, cuda_pass(lm)):
         rows = ScratchRows(lm.device)
         rows.admit(texts)
@@ -194,8 +196,8 @@ def test_a_pass_says_what_transformers_says(name: str) -> None:
         reader.keep(rows, torch.tensor([0, 2, 3]).expand(3, 3))
         rows.rewrite(rows.lengths, [[int(tokens[r, node]) for node in (0, 2, 3)] + [9] for r in range(3)])
         chain = reader.extend(rows, 1, tokens[:, :3].contiguous()).logits
-        said.append((tree, chain))
-    for theirs, ours in zip(*said, strict=True):
+        message.append((tree, chain))
+    for theirs, ours in zip(*message, strict=True):
         close(ours, theirs, 2e-5)
 
 
@@ -203,7 +205,7 @@ def test_a_pass_says_what_transformers_says(name: str) -> None:
 @pytest.mark.parametrize("name", ["mistral with a window", *nightly(set(MODELS) - {"mistral with a window"})])
 @torch.inference_mode()
 def test_a_prompt_is_read_alike_for_those_who_look_at_it(name: str) -> None:
-    """To the bit: a text must not depend on whether a drafter with a head was told what the target thought."""
+    """To the bit: a text must not depend on whether a drafter reads hidden states."""
     lm = model(name)
     lm.runner = "eager"
     rows = ScratchRows(lm.device)

@@ -106,15 +106,15 @@ def test_counters_are_zeros_again_and_chunks_do_not_matter(
     """Ties are won by the token that comes first, in whatever chunk it is."""
     logits = numbers(2, 3, V, most=3, seed=1).float()
     batch = SamplingBatch([Sampling(temperature=0.8 * sampled, seed=i) for i in range(2)], [(), ()], "cpu")
-    heat = batch.column("temperature", torch.float32) if sampled else None
+    temperatures = batch.column("temperature", torch.float32) if sampled else None
     key, position = (batch.key(Purpose.TARGET), numbers(2, 5, most=99, seed=2)[:, 1:4]) if sampled else (None, None)
-    wanted = race(logits, heat, key, position, BROKEN)
+    wanted = race(logits, temperatures, key, position, BROKEN)
     if not sampled:
         assert torch.equal(wanted, (logits == logits.amax(-1, keepdim=True)).int().argmax(-1))
     monkeypatch.setattr(choosing, "_CHUNK", chunk)
     done = batch.zeros(6)
     for _ in range(2):
-        assert torch.equal(race(logits, heat, key, position, BROKEN, done=done), wanted)
+        assert torch.equal(race(logits, temperatures, key, position, BROKEN, done=done), wanted)
         assert not done.any()
 
 
@@ -163,15 +163,15 @@ def test_lay(width: int, fed: int, turned: bool) -> None:
     if fed:
         tokens = numbers(fed, 3, most=99, seed=2).t() if turned else numbers(3, fed, most=99, seed=2)
     later = [numbers(3, 1, most=99, seed=seed) for seed in (3, 4)]
-    said = []
+    message = []
     for ops in (TORCH, CudaOps()):
         layout = SlotMapping(ops)
-        said.append([layout.of(rows, 0, width, tokens)])
-        said[-1] += [layout.of(rows, fed + step, 0, each) for step, each in enumerate(later)]
-        said[-1] += [layout.of(rows, fed + 2, 0, torch.cat(later, 1))]
+        message.append([layout.of(rows, 0, width, tokens)])
+        message[-1] += [layout.of(rows, fed + step, 0, each) for step, each in enumerate(later)]
+        message[-1] += [layout.of(rows, fed + 2, 0, torch.cat(later, 1))]
         layout.forget()
-        said[-1] += [layout.of(rows, 0, 0, later[0])]
-    for slow, fast in zip(*said, strict=True):
+        message[-1] += [layout.of(rows, 0, 0, later[0])]
+    for slow, fast in zip(*message, strict=True):
         assert all(torch.equal(one, other) for one, other in zip(slow, fast, strict=True))
 
 
@@ -224,12 +224,16 @@ def test_write(N: int, reach: int | None, counted: bool, monkeypatch: pytest.Mon
 @pytest.mark.parametrize("steps", [1, 3])
 @pytest.mark.parametrize("keep", [1, 4])
 def test_say(steps: int, keep: int) -> None:
-    said, ids, length = numbers(30, steps, most=30, seed=1), numbers(2, 4, most=30, seed=2), torch.tensor([[9], [40]])
+    message, ids, length = (
+        numbers(30, steps, most=30, seed=1),
+        numbers(2, 4, most=30, seed=2),
+        torch.tensor([[9], [40]]),
+    )
     position = length + torch.arange(-2, 2)
     logits = torch.zeros(2, keep, 32)
-    rounds.say(logits[..., :30], said, ids, position, length, 7.0)
+    rounds.say(logits[..., :30], message, ids, position, length, 7.0)
     step = (position[:, -keep:] + 1 - length).clamp(0, steps - 1)
-    wanted = torch.zeros(2, keep, 32).scatter_(-1, said[ids[:, -keep:], step].unsqueeze(-1), 7.0)
+    wanted = torch.zeros(2, keep, 32).scatter_(-1, message[ids[:, -keep:], step].unsqueeze(-1), 7.0)
     assert torch.equal(logits, wanted)
 
 
@@ -289,8 +293,8 @@ def test_the_same_texts(
     assert "slots" in asked
 
 
-@pytest.mark.parametrize("heat", [0.0, 0.8])
-def test_how_much_a_round_asks_for(heat: float, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("temperatures", [0.0, 0.8])
+def test_how_much_a_round_asks_for(temperatures: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """One row, a chain of 3: every number is a launch on a device."""
     monkeypatch.setattr(flight, "programs_for", lambda lm: Rehearsal())
     asked: list[str] = []
@@ -307,7 +311,7 @@ def test_how_much_a_round_asks_for(heat: float, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(flight.GraphRounds, "_whole_round", counted)
     target, small = (paceline.LanguageModel(llama(seed, num_hidden_layers=2 - seed).float()) for seed in (0, 1))
     decoder = paceline.SpeculativeDecoder(target, small, gamma=3)
-    decoder.generate([1, 2, 3], max_new_tokens=12, temperature=heat, seed=1)
+    decoder.generate([1, 2, 3], max_new_tokens=12, temperature=temperatures, seed=1)
     assert spent
     assert all(each == {"begin": 1, "slots": 2, "race": 4, "match": 1, "commit": 1} for each in spent)
 

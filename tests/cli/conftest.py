@@ -83,7 +83,7 @@ def demo(*more: str, prompt: str | None = None) -> Result:
     """What `make demo` (PROMPT=...) runs, with further flags, in this process."""
     makefile = (Path(__file__).parents[2] / "Makefile").read_text()
     (usual,) = re.findall(r"^PROMPT +\?= (.*)$", makefile, re.MULTILINE)
-    (command,) = re.findall(r"^\t\$\(VENV\)/bin/paceline (.*)$", makefile, re.MULTILINE)
+    (command,) = re.findall(r"^\t@?\$\(VENV\)/bin/paceline (.*)$", makefile, re.MULTILINE)
     return run(*shlex.split(command.replace("$(PROMPT)", prompt or usual)), *more)
 
 

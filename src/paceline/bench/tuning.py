@@ -15,7 +15,7 @@ from paceline.bench.data.tasks import first_tasks
 from paceline.bench.measure.bench_session import order
 from paceline.bench.measure.machine_state import how_busy
 from paceline.bench.replay import rerun
-from paceline.bench.results.metrics import shared, spread, total
+from paceline.bench.results.metrics import seconds_of, shared, spread, total
 from paceline.bench.trace_files import TraceHeader, TraceText
 from paceline.common.errors import InputError, PacelineError
 from paceline.common.toml_files import toml_value
@@ -477,7 +477,7 @@ class _Tuner:
 
     def _measured(self, trial: Trial) -> Trial:
         runs = self._runs.get(trial.entry.name, [])
-        base, other = _seconds(self._runs.get(self._plain.name, [])), _seconds(runs)
+        base, other = seconds_of(self._runs.get(self._plain.name, [])), seconds_of(runs)
         both = shared(base, other, [task.id for task in self.tasks])
         if not both:
             return trial
@@ -509,10 +509,3 @@ class _Tuner:
             notes=notes,
             complete=complete,
         )
-
-
-def _seconds(runs: Sequence[Run]) -> dict[str, dict[int, float]]:
-    found: dict[str, dict[int, float]] = {}
-    for run in runs:
-        found.setdefault(run.task, {})[run.repeat] = run.seconds
-    return found

@@ -131,20 +131,6 @@ class Watcher:
 
 # ---- A run as text: "suffix", "ngram:gamma=8,branches=4,rule=ratio", a model, or JSON
 
-
-def whole_number(owner: str, key: str, text: str, least: int = 1) -> int:
-    """The whole number in `text`, the value of `key`."""
-    try:
-        number = int(text)
-    except ValueError:
-        number = least - 1
-    if number < least:
-        raise InputError(f"{key} of '{owner}' must be a whole number of at least {least}, got '{text}'.")
-    return number
-
-
-# ---- A run as text: "suffix", "ngram:gamma=8,branches=4,rule=ratio", a model, or JSON
-
 PLAIN = "plain"  # the name of plain decoding, which always takes part
 _RUN_KEYS = ("gamma", "nodes", "rule", "label")
 
@@ -199,12 +185,13 @@ def _run_spec(text: str, given: Mapping[str, Any], gamma: int | str) -> RunSpec:
     if not isinstance(label, str) or not label:
         raise InputError(f"label of '{text}' must be a name, got {label!r}.")
     its = {key.removeprefix("rule."): value for key, value in given.items() if key.startswith("rule.")}
+    its_gamma = given.get("gamma", "auto" if issubclass(DRAFTERS[drafter], ChoosesLength) else gamma)
     return RunSpec(
         name=label,
         draft=draft,
         options=options,
-        gamma=_gamma(text, given.get("gamma", "auto" if issubclass(DRAFTERS[drafter], ChoosesLength) else gamma)),
-        nodes=None if given.get("nodes") is None else _number(text, "nodes", given["nodes"]),
+        gamma=its_gamma if its_gamma == "auto" else whole_number(text, "gamma", its_gamma, " or 'auto'"),
+        nodes=None if given.get("nodes") is None else whole_number(text, "nodes", given["nodes"]),
         rule=rule,
         rule_options=_typed(its, RULES[rule].Options, "rule", rule),
     )
@@ -222,16 +209,12 @@ def _typed(given: Mapping[str, Any], cls: type, owner: str, name: str) -> dict[s
     return typed
 
 
-def _gamma(text: str, given: Any) -> int | str:
-    return "auto" if given == "auto" else _number(text, "gamma", given)
-
-
-def _number(text: str, key: str, given: Any) -> int:
+def whole_number(owner: str, key: str, given: Any, more: str = "") -> int:
+    """The value of `key`, a whole number above 0. more: what else the error allows."""
     try:
         number = int(given) if isinstance(given, (int, str)) and not isinstance(given, bool) else 0
     except ValueError:
         number = 0
     if number < 1:
-        more = " or 'auto'" if key == "gamma" else ""
-        raise InputError(f"{key} of '{text}' must be a whole number of at least 1{more}, got {given!r}.")
+        raise InputError(f"{key} of '{owner}' must be a whole number of at least 1{more}, got {given!r}.")
     return number

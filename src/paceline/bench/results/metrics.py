@@ -21,7 +21,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from math import exp
 from statistics import median
@@ -30,6 +30,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from paceline.bench.candidates.candidate import Run
 from paceline.bench.results.bench_report import Member, Report, Result, Tally
 from paceline.core.costs import Costs, bound
 
@@ -184,11 +185,11 @@ def summarise(report: Report, per_task: bool = True) -> Summary:
     return Summary(tuple(lines), tuple(single))
 
 
-def seconds_of(results: Sequence[Result]) -> Seconds:
+def seconds_of(runs: Iterable[Run]) -> Seconds:
     """Task -> repeat -> seconds, of one candidate."""
     found: dict[str, dict[int, float]] = {}
-    for result in results:
-        found.setdefault(result.run.task, {})[result.run.repeat] = result.run.seconds
+    for run in runs:
+        found.setdefault(run.task, {})[run.repeat] = run.seconds
     return found
 
 
@@ -224,7 +225,7 @@ class _View:
         for result in report.results:
             self._results[result.run.contestant].setdefault(result.run.task, []).append(result)
         self._seconds = {
-            name: seconds_of([result for found in tasks.values() for result in found])
+            name: seconds_of(result.run for found in tasks.values() for result in found)
             for name, tasks in self._results.items()
         }
         self._pools: dict[tuple[str, str], Pool | None] = {}

@@ -6,7 +6,7 @@ import csv
 import json
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import IO, Any, Protocol, TextIO
 
@@ -20,6 +20,9 @@ from paceline.core.costs import Costs
 _COUNTS = ("rounds", "drafted", "accepted", "recovered", "bonus", "judged")
 _KINDS = ("provenance", "contestants", "costs", "skipped", "note", "run", "quality", "evaluation", "layers",
           "memory_lines", "summary")  # fmt: skip
+# kinds with one value, and its name in the line
+_VALUES = {"note": "sentence", "quality": "contestants", "evaluation": "rows", "memory_lines": "lines",
+           "layers": "layers"}  # fmt: skip
 
 
 # ---- writing
@@ -38,16 +41,10 @@ class Recorder:
 
     def __init__(self, file: Sink | None = None) -> None:
         self._file = file
-        self._provenance: Mapping[str, Any] = {}
-        self._members: tuple[Member, ...] = ()
-        self._costs: Costs | None = None
+        self._report = Report({}, ())  # without its lists, which grow
         self._skipped: list[LeftOut] = []
         self._notes: list[str] = []
         self._results: list[Result] = []
-        self._quality: Mapping[str, Mapping[str, float]] = {}
-        self._evaluation: tuple[Mapping[str, Any], ...] = ()
-        self._layers: tuple[Mapping[str, Any], ...] = ()
-        self._memory_lines: tuple[Mapping[str, Any], ...] = ()
         self._written: set[str] = set()  # tasks whose tokens stand in the file
         self._listener: Callable[[Run, Task], None] | None = None
         self.tasks: dict[str, Task] = {}  # by id; the file does not have them
@@ -63,15 +60,15 @@ class Recorder:
         return {(each.run.contestant, each.run.task, each.run.repeat): each for each in self._results}
 
     def provenance(self, found: Mapping[str, Any]) -> None:
-        self._provenance = found
+        self._report = replace(self._report, provenance=found)
         self._write("provenance", found)
 
     def contestants(self, members: Sequence[Member]) -> None:
-        self._members = tuple(members)
+        self._report = replace(self._report, members=tuple(members))
         self._write("contestants", {"members": [asdict(member) for member in members]})
 
     def costs(self, costs: Costs) -> None:
-        self._costs = costs
+        self._report = replace(self._report, costs=costs)
         self._write("costs", costs.as_dict())
 
     def skipped(self, left_out: LeftOut) -> None:
@@ -100,36 +97,25 @@ class Recorder:
         self._write("run", run_as_dict(result, tokens=not known))
 
     def quality(self, found: Mapping[str, Mapping[str, float]]) -> None:
-        self._quality = found
+        self._report = replace(self._report, quality=found)
         self._write("quality", {"contestants": found})
 
     def evaluation(self, found: Sequence[Mapping[str, Any]]) -> None:
-        self._evaluation = tuple(found)
+        self._report = replace(self._report, evaluation=tuple(found))
         self._write("evaluation", {"rows": list(found)})
 
     def layers(self, found: Sequence[Mapping[str, Any]]) -> None:
-        self._layers = tuple(found)
+        self._report = replace(self._report, layers=tuple(found))
         self._write("layers", {"layers": list(found)})
 
     def memory_lines(self, found: Sequence[Mapping[str, Any]]) -> None:
-        self._memory_lines = tuple(found)
+        self._report = replace(self._report, memory_lines=tuple(found))
         self._write("memory_lines", {"lines": list(found)})
 
     def report(self, complete: bool = False) -> Report:
         """The report so far."""
-        return Report(
-            self._provenance,
-            self._members,
-            tuple(self._results),
-            self._costs,
-            tuple(self._skipped),
-            tuple(self._notes),
-            self._quality,
-            self._layers,
-            complete,
-            self._evaluation,
-            self._memory_lines,
-        )
+        results, left_out, notes = tuple(self._results), tuple(self._skipped), tuple(self._notes)
+        return replace(self._report, results=results, skipped=left_out, notes=notes, complete=complete)
 
     def finish(self, complete: bool) -> Report:
         """The last line."""
@@ -228,20 +214,12 @@ class _Reading:
             recorder.costs(Costs.from_dict(values))
         elif kind == "skipped":
             recorder.skipped(LeftOut(values["contestant"], values["why"], tuple(values["tasks"])))
-        elif kind == "note":
-            recorder.note(values["sentence"])
         elif kind == "run":
             recorder.run(self._result(values))
-        elif kind == "quality":
-            recorder.quality(values["contestants"])
-        elif kind == "evaluation":
-            recorder.evaluation(values["rows"])
-        elif kind == "memory_lines":
-            recorder.memory_lines(values["lines"])
-        elif kind == "layers":
-            recorder.layers(values["layers"])
-        else:
+        elif kind == "summary":
             self._complete = bool(values["complete"])
+        else:  # they have one value each
+            getattr(recorder, kind)(values[_VALUES[kind]])
 
     def _result(self, values: dict[str, Any]) -> Result:
         task, tokens = values["task"], values["tokens"]

@@ -301,36 +301,25 @@ _WORST = 10  # slow prompts shown
 
 def tables_of(report: Report, summary: Summary) -> Iterator[Table]:
     """Every table that has rows."""
-    made = (
-        overall(report, summary),
-        by_category(report, summary),
-        slower(report, summary),
-        rounds(report, summary),
-        latencies(report, summary),
-        by_position(report, summary),
-        costs(report),
-        quality(report),
-        evaluation(report),
-        layers(report),
-        memory_lines(report),
-        skipped(report),
+    return _with_rows(
+        *(overall(report, summary), by_category(report, summary), slower(report, summary), rounds(report, summary)),
+        *(latencies(report, summary), by_position(report, summary), costs(report), *_details(report)),
     )
-    return (table for table in made if table.rows)
 
 
 def short(report: Report, summary: Summary) -> Iterator[Table]:
     """The tables for a terminal."""
-    made = (
-        overall(report, summary),
-        by_category(report, summary),
-        slower(report, summary),
-        quality(report),
-        evaluation(report),
-        layers(report),
-        memory_lines(report),
-        skipped(report),
+    return _with_rows(
+        overall(report, summary), by_category(report, summary), slower(report, summary), *_details(report)
     )
-    return (table for table in made if table.rows)
+
+
+def _details(report: Report) -> tuple[Table, ...]:
+    return quality(report), evaluation(report), layers(report), memory_lines(report), skipped(report)
+
+
+def _with_rows(*tables: Table) -> Iterator[Table]:
+    return (table for table in tables if table.rows)
 
 
 def overall(report: Report, summary: Summary) -> Table:

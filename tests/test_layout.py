@@ -114,7 +114,7 @@ PROCESS_STATE = {
     "models.cpu.threads": "how many threads to use: a process has one set of cores",
     "kernels.cpu.keeping": "numba's own settings, changed while kernels compile",
     "common.fork_lock": "locks that a forked child must open again",
-    "common.startup": "whether the command line wants a light import of transformers",
+    "common.process": "whether the command line wants a light import of transformers",
     "drafters.heads.head_files": "warnings that were given, by model",
     "models.cpu.cpu_linear": "heads as kernels read them, by head",
     "models.slot_cache": "a number for each storage of a KV cache, and the caches that are in use (for bench)",

@@ -27,7 +27,7 @@ from paceline.bench.tuning import (
     steps_of,
     tune,
 )
-from paceline.common.toml_files import read_toml
+from paceline.common.text_formats import read_toml
 from paceline.core.costs import Costs
 from paceline.core.trace import Round, Trace
 from paceline.models.reader import TransformersExecutor

@@ -15,8 +15,8 @@ from paceline.bench.bench_options import PRESETS
 from paceline.bench.data.tasks import SAMPLERS
 from paceline.bench.measure import machine_state as machine
 from paceline.bench.peers.peer_names import _PEERS
-from paceline.cli.bench_command_options import BenchCommandOptions
 from paceline.cli.command_options import AuditOptions, ChatOptions, GenerateOptions
+from paceline.cli.commands.bench import BenchCommandOptions
 from paceline.cli.commands.tune import TuneCommandOptions
 from paceline.cli.main import app
 from paceline.common.options import declared

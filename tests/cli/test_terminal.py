@@ -14,7 +14,7 @@ from paceline import PacelineWarning
 from paceline.cli.bench_table import Lines, watching
 from paceline.cli.commands.train import LineReporter, lines_on_stdout
 from paceline.cli.terminal import ACCEPTED, Terminal, counted, error, plain_warnings, preparing
-from paceline.common.interrupts import interruptible
+from paceline.common.process import interruptible
 from paceline.common.progress import ProgressLines
 from tests.bench.made_reports import made_report
 

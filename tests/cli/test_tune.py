@@ -13,7 +13,7 @@ from paceline.bench import tuning as tune
 from paceline.bench.candidates import paceline_run as ours
 from paceline.bench.measure.machine_state import Busy
 from paceline.common.errors import InputError
-from paceline.common.toml_files import read_toml
+from paceline.common.text_formats import read_toml
 from tests.cli.conftest import refusal, run
 
 FEW = ("--only", "--candidate", "suffix", "--gammas", "3", "--trees", "1", "--tokens", "8", "--repeats", "1")

@@ -23,7 +23,7 @@ ids = torch.tensor([[1, 2]])
 reveal_type(
     decoder.generate(ids)  # is: paceline.engine.request.Generation | list[paceline.engine.request.Generation]
 )
-reveal_type(decoder.stream("text"))  # is: paceline.engine.stream.Stream
+reveal_type(decoder.stream("text"))  # is: paceline.engine.decoder.Stream
 reveal_type(next(decoder.stream(["one"])).from_draft)  # is: bool
 
 decoder.generate("text", max_new_tokens=9, temperature=0.5, stop="\n", seed=7, logit_bias={3: 1.0})

@@ -14,7 +14,7 @@ import pytest
 import torch
 from tests.cli.conftest import save_model
 
-from paceline.common import startup
+from paceline.common import process
 from paceline.models.loading import slim_start as slim
 
 PACKAGE = """
@@ -101,23 +101,23 @@ def test_what_is_imported_stays() -> None:
         (["bench"], {}, False),
         ([], {}, False),
         (["generate", "x"], {"WORLD_SIZE": "2"}, False),
-        (["generate", "x"], {startup.SWITCH: "off"}, False),
+        (["generate", "x"], {process.SWITCH: "off"}, False),
     ],
 )
 def test_only_short_commands_of_one_process(
     arguments: list[str], environment: dict[str, str], wanted: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", startup.SWITCH):
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", process.SWITCH):
         monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(startup, "_slim", False)
+    monkeypatch.setattr(process, "_slim", False)
     usual = gc.get_threshold()
     try:
-        startup.decide(arguments)
-        assert startup.is_slim() is wanted
+        process.decide(arguments)
+        assert process.is_slim() is wanted
         assert (gc.get_threshold() != usual) is wanted  # modules are no garbage
-        startup.started()
+        process.started()
         assert gc.get_threshold() == usual
     finally:
         gc.set_threshold(*usual)
@@ -152,7 +152,7 @@ HEAVY = ("torch._dynamo.convert_frame", "torch.distributed.tensor", "torch._indu
 )
 def test_a_start_imports_nothing_that_it_does_not_use(tmp_path: Path) -> None:
     folder = save_model(tmp_path / "tiny")
-    launched = ("RANK", "WORLD_SIZE", "LOCAL_RANK", startup.SWITCH)
+    launched = ("RANK", "WORLD_SIZE", "LOCAL_RANK", process.SWITCH)
     where = {name: value for name, value in os.environ.items() if name not in launched}
     run = subprocess.run(
         [sys.executable, "-c", GENERATE, str(folder), ",".join(HEAVY)],

@@ -11,7 +11,7 @@ from paceline.audit.agreement import Agreement, Cancel, Divergence, Progress, ag
 from paceline.audit.statistics import LawAudit, SamplePlan, law_audit
 from paceline.audit.toy_worlds import BOUND, RuleAudit, audit_rule
 from paceline.common.errors import InputError
-from paceline.common.json_text import parse_json
+from paceline.common.text_formats import parse_json
 from paceline.core.contracts import Drafter, Rule
 from paceline.engine.decoder import SpeculativeDecoder
 from paceline.engine.prompts import encode_all

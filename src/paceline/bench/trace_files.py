@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from paceline.bench.candidates.candidate import Plan, Run, RunSpec, Task
 from paceline.bench.candidates.paceline_run import PacelineRun
 from paceline.common.errors import InputError, UnknownNameError
-from paceline.common.json_text import parse_json
+from paceline.common.text_formats import parse_json
 from paceline.core.contracts import DRAFTERS
 from paceline.core.costs import Costs
 from paceline.core.sampling import Sampling

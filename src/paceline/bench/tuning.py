@@ -18,7 +18,7 @@ from paceline.bench.replay import rerun
 from paceline.bench.results.metrics import seconds_of, shared, spread, total
 from paceline.bench.trace_files import TraceHeader, TraceText
 from paceline.common.errors import InputError, PacelineError
-from paceline.common.toml_files import toml_value
+from paceline.common.text_formats import toml_value
 from paceline.core.contracts import DRAFTERS
 from paceline.core.costs import Costs
 from paceline.core.protocols import ChoosesLength, uses_all_nodes

@@ -9,9 +9,9 @@ from typing import Any, Literal
 
 from paceline.cli.settings import PREFIX, Given
 from paceline.common.errors import InputError, UnknownNameError
-from paceline.common.json_text import parse_json
 from paceline.common.limits import GAMMA_LIMIT, NODES_LIMIT, Limited
 from paceline.common.options import check_known, option
+from paceline.common.text_formats import parse_json
 
 _PROMPT, _MODELS, _DRAFT, _CHOICE = "Prompt", "Models", "Drafting", "Choosing tokens"
 _STOP, _SHOW, _AUDIT = "Stopping", "Output", "Audit"

@@ -14,7 +14,7 @@ from paceline.cli.command_options import GenerateOptions
 from paceline.cli.decoder_session import fitting, plain_decoder
 from paceline.cli.result_lines import dump, result_as_dict, settings_of, token_text, versions
 from paceline.cli.terminal import ACCEPTED, OWN, Terminal, info, preparing
-from paceline.common.interrupts import interruptible
+from paceline.common.process import interruptible
 from paceline.core.noise import fresh_seed
 from paceline.engine.decoder import SpeculativeDecoder
 from paceline.engine.request import Generation

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from paceline.cli.command_options import GenerateOptions, PairOptions, WritingOptions
 from paceline.cli.terminal import preparing
-from paceline.common import startup
+from paceline.common import process
 from paceline.common.errors import InputError
 from paceline.common.options import convert_options
 
@@ -109,7 +109,7 @@ def open_decoder(options: PairOptions, settings: dict[str, Any], rows: int = 16)
         _check_branches(options)
         drafter = open_drafter(options)
     decoder = make_decoder(options, _load_target(options), drafter, rule, rows)
-    startup.started()
+    process.started()
     return decoder
 
 

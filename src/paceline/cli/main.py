@@ -27,7 +27,7 @@ from paceline.cli.commands.tune import tune
 from paceline.cli.result_lines import versions
 from paceline.cli.settings import CONTEXT, PREFIX, SettingsCommand
 from paceline.cli.terminal import error
-from paceline.common import startup
+from paceline.common import process
 from paceline.common.errors import InputError, PacelineError
 
 # typer's errors of usage: of click in older versions, its own in newer ones
@@ -116,7 +116,7 @@ def start(
 
 
 def main() -> None:
-    startup.decide(sys.argv[1:])
+    process.decide(sys.argv[1:])
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # its log would mix with the output
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):

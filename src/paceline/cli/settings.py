@@ -19,7 +19,7 @@ from paceline.cli.naming import check_names, completion_of, dotted
 from paceline.cli.terminal import plain_warnings
 from paceline.common.errors import InputError, UnknownNameError
 from paceline.common.options import Declared, declared
-from paceline.common.toml_files import read_toml, toml_value
+from paceline.common.text_formats import read_toml, toml_value
 
 T = TypeVar("T")
 

@@ -24,8 +24,8 @@ from paceline.common.progress import ProgressLines, shown_already
 if TYPE_CHECKING:
     from rich.style import Style
 
+    from paceline.engine.decoder import Stream
     from paceline.engine.request import Generation, Piece
-    from paceline.engine.stream import Stream
 
 # ---- lines that break between words; a terminal alone breaks inside words
 

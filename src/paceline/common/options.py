@@ -18,8 +18,8 @@ from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from paceline.common.errors import InputError, UnknownNameError, shown
-from paceline.common.json_text import parse_json
 from paceline.common.limits import check_field, limited
+from paceline.common.text_formats import parse_json
 
 _KEY = "option"  # the key in a field's metadata
 

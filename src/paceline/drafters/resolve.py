@@ -13,8 +13,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from paceline.common.errors import InputError, LoadError, UnknownNameError, UnsupportedError, shown
-from paceline.common.json_text import parse_json
 from paceline.common.options import convert_options
+from paceline.common.text_formats import parse_json
 from paceline.core.contracts import DRAFTERS, Drafter
 from paceline.core.protocols import HoldsDrafters, replay_needs_of
 from paceline.core.registry import build_options

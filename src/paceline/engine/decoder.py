@@ -25,15 +25,15 @@ from paceline.core.protocols import (
     uses_all_nodes,
 )
 from paceline.core.registry import build_options
+from paceline.core.trace import Trace
 from paceline.drafters.resolve import make_drafter
 from paceline.engine.beam_rows import BeamGroup
 from paceline.engine.decoder_config import DEFAULT_DRAFT, KEYS, DecoderOptions, decoder_settings
 from paceline.engine.loop import Loop
 from paceline.engine.prompts import encode_all, encode_prediction
-from paceline.engine.request import Array, Batch, Generation, OnePrompt, Request, Settings, build_requests
+from paceline.engine.request import Array, Batch, Generation, OnePrompt, Piece, Request, Settings, build_requests
 from paceline.engine.rows import Event, Row
 from paceline.engine.stopping import Detokenizer, Stopper, special_stops
-from paceline.engine.stream import Stream, results_of
 from paceline.models import load
 from paceline.models.cuda.prefill import check_prompt
 from paceline.models.language_model import LanguageModel
@@ -101,6 +101,53 @@ def check_lossless(rule: Rule, allow_lossy: bool) -> None:
             f"Rule '{rule.name}' is lossy: what is written no longer follows the target's law; allow that with "
             "allow_lossy=True (--allow-lossy), or use rule 'match' or 'ratio'."
         )
+
+
+# ---- The text while it is decoded
+
+
+class Stream(Iterator[Piece]):
+    """The pieces of a text while it is decoded. `close()` cancels, `traces` grow, `results` are those of `generate`."""
+
+    def __init__(self, rows: list[Row], events: Iterator[Event], tokenizer: Any = None) -> None:
+        self._rows = rows
+        self._events = events
+        self._tokenizer = tokenizer
+
+    def __next__(self) -> Piece:
+        event = next(self._events)
+        stop = event.row.stopper.stop
+        last = stop is not None and event.count == len(event.row.tokens)
+        reason = stop.finish_reason if stop is not None and last else None
+        return Piece(event.text, event.token, event.from_draft, event.row.index, reason)
+
+    def close(self) -> None:
+        """Stop now and keep the text so far."""
+        close = getattr(self._events, "close", None)
+        if close is not None:
+            close()
+        for row in self._rows:
+            row.cancel()
+
+    @property
+    def traces(self) -> list[Trace]:
+        return [row.trace for row in self._rows]
+
+    @property
+    def results(self) -> list[Generation]:
+        """One result per prompt. This cancels the prompts that are not at their end."""
+        self.close()
+        return results_of(self._rows, self._tokenizer)
+
+    def __repr__(self) -> str:
+        count = len(self._rows)
+        written = sum(len(row.tokens) for row in self._rows)
+        return f"Stream({count} prompt{'s' * (count != 1)}, {written} token{'s' * (written != 1)} so far)"
+
+
+def results_of(rows: list[Row], tokenizer: Any) -> list[Generation]:
+    """The results of rows that ended, with the tokenizer that shows them in a notebook."""
+    return [row.result().shown_by(tokenizer) for row in rows]
 
 
 # ---- What the options of a decoder come to

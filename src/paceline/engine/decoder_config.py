@@ -9,7 +9,7 @@ from typing import Any
 
 from paceline.common.errors import InputError, UnknownNameError, shown
 from paceline.common.limits import GAMMA_LIMIT, NODES_LIMIT, ROWS_LIMIT, check_number
-from paceline.common.toml_files import read_toml
+from paceline.common.text_formats import read_toml
 
 TABLE = "decoder"
 DEFAULT_DRAFT = "auto"

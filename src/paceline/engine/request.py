@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from html import escape
+from itertools import groupby
 from typing import Any, ClassVar, Protocol, TypeAlias, TypedDict, TypeVar, Union
 
 import torch
@@ -16,7 +18,7 @@ from paceline.common.limits import BEAMS_LIMIT, LARGEST, TYPES, check_number
 from paceline.core.noise import fresh_seed
 from paceline.core.sampling import Processor, Sampling
 from paceline.core.trace import Stats, Trace
-from paceline.engine.coloured_html import as_html, summary_of
+from paceline.engine.stopping import Detokenizer
 
 # ---- What a caller asks for and what it gets: requests, settings per prompt, results
 
@@ -164,13 +166,13 @@ class Generation:
 
     def __repr__(self) -> str:
         head = self.text if len(self.text) <= _HEAD else self.text[: _HEAD - 1] + "…"
-        return f"Generation({head!r}, {summary_of(self)})"
+        return f"Generation({head!r}, {_summary(self)})"
 
     def __str__(self) -> str:
         return self.text
 
     def _repr_html_(self) -> str:
-        return as_html(self, self._tokenizer)
+        return _as_html(self, self._tokenizer)
 
 
 @dataclass(frozen=True)
@@ -182,6 +184,72 @@ class Piece:
     from_draft: bool
     index: int = 0  # which prompt of the batch
     finish_reason: str | None = None  # on the last piece of a prompt
+
+
+# ---- A result as HTML for notebooks: green are accepted tokens, blue the target's own, red rejected drafts
+
+_COLOURS = {"accepted": "#1a7f37", "own": "#0969da", "rejected": "#cf222e"}
+_CONTEXT = 8  # tokens of the text that a rejected draft is decoded with
+
+
+def _summary(result: Generation) -> str:
+    """Tokens, τ and the end of a generation, in one line."""
+    stats = result.stats
+    return f"{len(result.tokens)} tokens, τ {stats.mean_accepted_length:.2f}, {result.finish_reason}"
+
+
+def _as_html(result: Generation, tokenizer: Any) -> str:
+    """The text with one colour per kind of token, and one line of numbers. Everything is escaped."""
+    pieces = [piece for piece in _coloured(result, tokenizer) if piece[1]]
+    shown = "".join(
+        _marked(kind, "".join(text for _, text in group)) for kind, group in groupby(pieces, lambda piece: piece[0])
+    )
+    legend = " ".join(f'<span style="color:{colour}">{name}</span>' for name, colour in _COLOURS.items())
+    return (
+        f'<div><pre style="white-space:pre-wrap;margin:0">{shown}</pre>'
+        f"<small>{escape(_summary(result))} · {legend}</small></div>"
+    )
+
+
+def _marked(kind: str, text: str) -> str:
+    tag = "del" if kind == "rejected" else "span"
+    return f'<{tag} class="{kind}" style="color:{_COLOURS[kind]}">{escape(text)}</{tag}>' if text else ""
+
+
+def _coloured(result: Generation, tokenizer: Any) -> list[tuple[str, str]]:
+    """(kind, text) in the order of the text. The accepted and own pieces together are exactly `result.text`."""
+    rounds = result.trace.rounds
+    if tokenizer is None or [token for entry in rounds for token in entry.emitted] != list(result.tokens):
+        # no tokenizer, or a beam search, whose rounds belong to several texts
+        return [("own", result.text or " ".join(map(str, result.tokens)))]
+    stream = Detokenizer(tokenizer, result.prompt_tokens)
+    pieces: list[tuple[str, str]] = []
+    written, left = list(result.prompt_tokens), len(result.text)
+    for entry in rounds:
+        kinds = ["accepted"] * len(entry.path) + ["own"] * (entry.own is not None)
+        for kind, token in zip(kinds, entry.emitted, strict=True):
+            if kind == "own":
+                pieces.append(("rejected", _rejected(entry, written, tokenizer)))
+            text = stream.push(token)[:left]  # a stop string may have cut the text
+            left -= len(text)
+            pieces.append((kind, text))
+            written.append(token)
+        if entry.own is None:
+            pieces.append(("rejected", _rejected(entry, written, tokenizer)))
+    tail = result.text[len(result.text) - left :] if left else ""
+    return [*pieces, ("own", tail)]
+
+
+def _rejected(entry: Any, written: list[int], tokenizer: Any) -> str:
+    """The rejected tokens of a round as text. Bars separate the branches of a tree."""
+    context = written[-_CONTEXT:]
+    known = len(tokenizer.decode(context))
+    paths = [list(entry.rejected)] if entry.parents is None else [[token] for token in entry.rejected]
+    texts = (str(tokenizer.decode([*context, *path]))[known:] for path in paths if path)
+    return "|".join(texts).replace("\n", "↵")  # a rejected newline does not break the line
+
+
+# ---- From settings to requests
 
 
 def build_requests(count: int, settings: Mapping[str, Any]) -> list[Request]:

@@ -6,8 +6,8 @@ import os
 from typing import Any
 
 from paceline.common.errors import InputError
+from paceline.common.process import is_slim
 from paceline.common.progress import reporting
-from paceline.common.startup import is_slim
 
 if is_slim():  # before anything else imports transformers
     from paceline.models.loading.slim_start import slim_transformers

@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from paceline.common.errors import InputError, LoadError
-from paceline.common.json_text import parse_json
+from paceline.common.text_formats import parse_json
 from paceline.integrations.weights_and_biases import start
 from paceline.models.loading.weight_check import reading
 from paceline.training.train_options import TrainOptions

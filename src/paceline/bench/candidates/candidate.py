@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
 from paceline.common.errors import InputError
-from paceline.common.json_text import parse_json
 from paceline.common.names import split_spec
 from paceline.common.options import convert_options
+from paceline.common.text_formats import parse_json
 from paceline.core.contracts import DRAFTERS, RULES
 from paceline.core.protocols import ChoosesLength
 from paceline.core.registry import build_options

@@ -27,7 +27,7 @@ from typing import Any
 
 from paceline.bench.candidates.candidate import Prompt
 from paceline.common.errors import InputError, UnknownNameError
-from paceline.common.json_text import parse_json
+from paceline.common.text_formats import parse_json
 
 # ---- Our own prompts: chat, code, summarise, edit, translate, story; written for Paceline, so they may travel with it
 

@@ -14,7 +14,7 @@ from paceline.bench.candidates.candidate import Run, Task
 from paceline.bench.results.bench_report import LeftOut, Member, Report, Result, Tally
 from paceline.bench.results.metrics import Line, Summary, summarise
 from paceline.common.errors import InputError, PacelineWarning
-from paceline.common.json_text import parse_json
+from paceline.common.text_formats import parse_json
 from paceline.core.costs import Costs
 
 _COUNTS = ("rounds", "drafted", "accepted", "recovered", "bonus", "judged")

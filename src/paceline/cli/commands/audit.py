@@ -11,7 +11,7 @@ from paceline.cli.decoder_session import open_decoder, open_rule
 from paceline.cli.result_lines import dump, token_text, versions
 from paceline.cli.settings import command_from
 from paceline.cli.terminal import Terminal, info, preparing
-from paceline.common.interrupts import interruptible
+from paceline.common.process import interruptible
 
 if TYPE_CHECKING:
     from paceline.audit import Report

@@ -11,15 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from paceline.cli.chat_commands import Again, Leave, execute, show_rounds, words_to_complete
-from paceline.cli.chat_state import Answer, ChatState
+from paceline.cli.chat_commands import Again, Answer, ChatState, Leave, execute, show_rounds, words_to_complete
 from paceline.cli.command_options import ChatOptions, resolve_drafter
 from paceline.cli.decoder_session import fitting, open_decoder, read_settings
 from paceline.cli.result_lines import beginning, dump, result_as_dict, summary
 from paceline.cli.settings import command_from
 from paceline.cli.terminal import Terminal, TokenPrinter, counted, error, info, silent_keys
 from paceline.common.errors import PacelineError
-from paceline.common.interrupts import interruptible
+from paceline.common.process import interruptible
 
 if TYPE_CHECKING:
     from paceline.engine.decoder import SpeculativeDecoder

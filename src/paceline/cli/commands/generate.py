@@ -22,7 +22,7 @@ from paceline.cli.result_lines import (
 from paceline.cli.settings import command_from
 from paceline.cli.terminal import Terminal, TokenPrinter, counted, info, silent_keys
 from paceline.common.errors import PacelineError
-from paceline.common.interrupts import interruptible
+from paceline.common.process import interruptible
 
 if TYPE_CHECKING:
     from paceline.engine.decoder import SpeculativeDecoder

@@ -10,7 +10,7 @@ import typer
 
 from paceline.cli.settings import command_from, is_given
 from paceline.cli.terminal import info, preparing
-from paceline.common.interrupts import interruptible
+from paceline.common.process import interruptible
 from paceline.common.progress import ProgressLines, shown_already
 from paceline.training.train_options import TrainOptions
 

@@ -13,8 +13,8 @@ from paceline.cli.result_lines import dump, versions
 from paceline.cli.settings import command_from
 from paceline.cli.terminal import info, preparing
 from paceline.common.errors import InputError
-from paceline.common.interrupts import interruptible
 from paceline.common.options import option
+from paceline.common.process import interruptible
 
 if TYPE_CHECKING:
     from paceline.bench.tuning import Trial, Tuning

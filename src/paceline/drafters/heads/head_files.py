@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from paceline.common.errors import LoadError, PacelineWarning, UnknownNameError, UnsupportedError, in_one_line
-from paceline.common.json_text import read_json
+from paceline.common.text_formats import read_json
 from paceline.models.loading.weight_check import check_link, header_of
 
 if TYPE_CHECKING:

@@ -13,8 +13,8 @@ from safetensors import safe_open
 from safetensors.numpy import save_file
 
 from paceline.common.errors import InputError, LoadError, shown
-from paceline.common.json_text import parse_json
 from paceline.common.limits import Limited, limited
+from paceline.common.text_formats import parse_json
 from paceline.core.contracts import DRAFTERS, Budget, Reading, RowsView
 from paceline.core.per_row import PerRow
 from paceline.core.protocols import Replayable

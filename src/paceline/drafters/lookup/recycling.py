@@ -15,8 +15,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from paceline.common.errors import InputError, LoadError
-from paceline.common.json_text import parse_json
 from paceline.common.limits import NODES_LIMIT, Limited, limited
+from paceline.common.text_formats import parse_json
 from paceline.core.contracts import DRAFTERS, Budget, Reading, RowsView, arange
 from paceline.core.protocols import DraftsOnDevice, FillsNodes, Reorderable
 from paceline.core.tree import TokenTree

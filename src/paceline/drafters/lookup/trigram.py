@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from paceline.common.errors import InputError, LoadError, UnsupportedError, shown
-from paceline.common.json_text import parse_json
+from paceline.common.text_formats import parse_json
 from paceline.core.contracts import DRAFTERS, Budget, Reading, RowsView
 from paceline.core.protocols import Replayable
 from paceline.core.tree import TokenTree

@@ -20,8 +20,8 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from paceline.common.errors import LoadError, PacelineWarning
-from paceline.common.json_text import parse_json
 from paceline.common.progress import Progress
+from paceline.common.text_formats import parse_json
 
 __all__ = ["Progress", "WeightCache", "cache_folder", "file_sha256", "read_json", "write_json"]
 

@@ -2,7 +2,7 @@
 
 transformers imports torch's compiler (for decorators) and torch's distributed tensors: a quarter of the start. Here the
 compiler is imported when it is first used, and transformers sees no distributed tensors, which it supports. Only short
-commands of one process do this (`common.startup`); in other programs nothing changes.
+commands of one process do this (`common.process`); in other programs nothing changes.
 """
 
 from __future__ import annotations

@@ -25,8 +25,8 @@ from torch.nn.modules.module import (
 )
 
 from paceline.common.errors import InputError, LoadError, PacelineError, in_one_line, shown
-from paceline.common.json_text import parse_json, read_json
 from paceline.common.limits import LONGEST
+from paceline.common.text_formats import parse_json, read_json
 
 M = TypeVar("M", bound=nn.Module)
 

@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from paceline.common.errors import InputError, LoadError
-from paceline.common.json_text import parse_json
+from paceline.common.text_formats import parse_json
 from paceline.models.loading.weight_check import reading
 
 # ---- Texts on disk: a folder of shards (safetensors) that grows by whole shards

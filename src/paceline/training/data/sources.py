@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.common.errors import InputError
-from paceline.common.json_text import parse_json
+from paceline.common.text_formats import parse_json
 from paceline.models.language_model import LanguageModel
 from paceline.training.data.corpus import WANTED, Text
 from paceline.training.train_options import TrainOptions, WritingPlan

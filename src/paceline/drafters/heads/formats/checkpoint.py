@@ -11,8 +11,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from paceline.common.errors import InputError, LoadError, UnsupportedError, shown
-from paceline.common.json_text import read_json
 from paceline.common.limits import LARGEST
+from paceline.common.text_formats import read_json
 from paceline.drafters.heads.head_modules import DraftHead
 from paceline.models.loading import hub
 from paceline.models.loading.weight_check import Table, bounded, check_link, header_of, reading

@@ -1,4 +1,4 @@
-"""Config files: read TOML with clear errors, and write values as TOML."""
+"""JSON and TOML: read texts and files with clear errors, and write values as TOML."""
 
 from __future__ import annotations
 
@@ -10,6 +10,31 @@ from pathlib import Path
 from typing import Any
 
 from paceline.common.errors import InputError
+
+# ---- JSON: every mistake in a text is a ValueError
+
+
+def parse_json(text: str | bytes) -> Any:
+    """The value of a JSON text."""
+    try:
+        return json.loads(text)
+    except (json.JSONDecodeError, UnicodeDecodeError):
+        raise
+    except ValueError:
+        raise ValueError("it has a number of thousands of digits") from None
+    except RecursionError:
+        raise ValueError("it is nested too deep") from None
+
+
+def read_json(path: Path, most: int) -> Any:
+    """The value in a JSON file of at most `most` bytes. Raises ValueError or OSError."""
+    size = path.stat().st_size
+    if size > most:
+        raise ValueError(f"it has {size:,} bytes, and {most:,} is the most")
+    return parse_json(path.read_bytes())
+
+
+# ---- TOML: every mistake in a file is an InputError
 
 
 def read_toml(path: str | os.PathLike[str]) -> dict[str, Any]:
@@ -33,9 +58,9 @@ def read_toml(path: str | os.PathLike[str]) -> dict[str, Any]:
 def toml_value(value: Any) -> str:
     """A value as TOML: text, path, number, true or false, a list of them, or a mapping as an inline table."""
     if isinstance(value, Mapping):
-        return f"{{{', '.join(f'{json.dumps(str(name))} = {toml_value(each)}' for name, each in value.items())}}}"
+        return f"{{{', '.join(f'{json.dumps(str(name))} = {toml_value(item)}' for name, item in value.items())}}}"
     if isinstance(value, (list, tuple)):
-        return f"[{', '.join(toml_value(each) for each in value)}]"
+        return f"[{', '.join(toml_value(item) for item in value)}]"
     if isinstance(value, os.PathLike):
         value = os.fspath(value)
     if isinstance(value, (bool, str)):

@@ -1,10 +1,14 @@
-"""Settings of a process of the command line, decided once at its start."""
+"""The process of a command: its start, decided once, and Ctrl-C as a request to stop at a safe point."""
 
 from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Sequence
+import signal
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 SWITCH = "PACELINE_SLIM"
 _SHORT = ("generate", "chat")  # commands of one process
@@ -34,3 +38,26 @@ def started() -> None:
     if gc.get_threshold() == _SELDOM:
         gc.freeze()
         gc.set_threshold(*_USUAL)
+
+
+@contextmanager
+def interruptible() -> Iterator[Callable[[], bool]]:
+    """The first Ctrl-C requests a stop after this round. The second one raises KeyboardInterrupt."""
+    asked = False
+
+    def ask(number: int, frame: Any) -> None:
+        nonlocal asked
+        if asked:
+            raise KeyboardInterrupt
+        asked = True
+
+    before = signal.getsignal(signal.SIGINT)
+    ours = threading.current_thread() is threading.main_thread() and before is not signal.SIG_IGN
+    if not ours:  # another thread, or a background job
+        yield lambda: False
+        return
+    signal.signal(signal.SIGINT, ask)
+    try:
+        yield lambda: asked
+    finally:
+        signal.signal(signal.SIGINT, before)

@@ -1,11 +1,18 @@
-"""Attention over the slots of a memory, in the order of the text.
+"""Attention over the slots of a KV cache, in the order of the sequence.
 
-The places of a text are cut into spans of SPAN places. A program takes one span, one head of keys and a few queries,
-and writes what those queries make of the span; a second kernel joins the spans of each query in their order. Which keys
-are in a span, and the order they are summed in, depend on the text before a token and on nothing else: the nodes of a
-tree, whose slots lie in the order of drafting, are looked up branch by branch, the nodes of a branch together. So a
-token's result is the same to the bit whether it was drafted in a tree, in a chain, or not at all. Grouped heads share
-their keys, never expanded.
+One program of `_spans` computes, for one row, one head of keys and one span, what a few queries make of that span:
+
+    positions of a row   |---- span 0: SPAN ----|---- span 1 ----|---- span 2 ----|   (a tree: the text, then a branch)
+    keys, values         [ TILE ][ TILE ]        ...
+    queries              (token, head) pairs: those heads of a few tokens that share this head of keys
+
+    for each TILE of the span:  scores = q . k * scale, hidden slots are -inf
+                                peak, total, gathered = running maximum, sum and weighted values (online softmax)
+    write                       peak, total, gathered of the span; a second kernel joins the spans in their order
+
+Which keys are in a span, and the order of the sums, depend only on the sequence before a token. The nodes of a tree are
+looked up branch by branch. So a token has the same bits in a tree, in a chain, and without a draft. Grouped heads share
+their keys, which are never expanded.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ from pathlib import Path
 room = Path(sys.argv[1])
 sys.path.insert(0, str(room.parent))
 from paceline.kernels.cpu import warm_up
-warm_up._ROOM, warm_up._HERE, warm_up.ENTRY = room.name, room, "entry"
+warm_up._ROOM, warm_up._HERE, warm_up.MODULES = room.name, room, ("entry",)
 from paceline.models.cpu.compile import kernels_ready
 told = []
 kernels_ready(lambda *message: told.append(message))
@@ -82,7 +82,7 @@ def room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setattr(warm_up, "_ROOM", room.name)
     monkeypatch.setattr(warm_up, "_HERE", room)
-    monkeypatch.setattr(warm_up, "ENTRY", "entry")
+    monkeypatch.setattr(warm_up, "MODULES", ("entry",))
     monkeypatch.setattr(warm_up, "fingerprint", warm_up.fingerprint.__wrapped__)
     monkeypatch.setattr(numba.config, "CACHE_DIR", "")
     monkeypatch.setenv("PACELINE_CACHE", str(tmp_path / "cache"))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 from numba import cfunc
@@ -62,3 +62,6 @@ def compiled(kind: str) -> Any:
 def _made(kind: str) -> Any:
     with kept_in(ByContent.last):
         return _MAKERS[kind]()
+
+
+LATER = tuple(partial(compiled, kind) for kind in KINDS)

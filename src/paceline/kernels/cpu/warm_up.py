@@ -18,7 +18,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-ENTRY = "entry"  # the module whose import compiles everything
+# importing these compiles all kernels; those in `LATER` of a module are compiled when a model first needs them
+MODULES = ("head_layer", "head_steps", "packed", "tree_growing", "tree_paths")
 _ROOM = __name__.rpartition(".")[0]
 _HERE = Path(__file__).parent
 
@@ -67,21 +68,22 @@ def seal(place: Path) -> Path:
 def warm_up(place: Path, told: Told | None = None, everything: bool = False) -> int:
     """Import the kernels: read from `place`, or compiled and saved there. Returns how many functions were compiled.
 
-    everything: also compile those that are made when a model first needs them.
+    everything: also compile those in `LATER`.
     """
     from paceline.kernels.cpu.keeping import Kept, kept_in
 
     _settings()
     with kept_in(Kept(place, _HERE, fingerprint())), _counting(told) as compiled:
-        entry = import_module(f"{_ROOM}.{ENTRY}")
-        for make in entry.LATER if everything else ():
-            make()
+        modules = [import_module(f"{_ROOM}.{name}") for name in MODULES]
+        for module in modules if everything else ():
+            for make in getattr(module, "LATER", ()):
+                make()
     return len(compiled)
 
 
 def is_warm() -> bool:
     """Have the kernels been imported?"""
-    return f"{_ROOM}.{ENTRY}" in sys.modules
+    return all(f"{_ROOM}.{name}" in sys.modules for name in MODULES)
 
 
 @contextmanager

@@ -12,8 +12,8 @@ import torch
 from paceline.bench.measure.memory_use import cache_bytes, layer_seconds, layer_table, tensor_bytes
 from paceline.common.errors import UnsupportedError
 from paceline.models.language_model import LanguageModel
-from paceline.models.runners import device_memory as looking
-from paceline.models.runners.device_memory import peak_while
+from paceline.models.runners import device as looking
+from paceline.models.runners.device import peak_while
 from paceline.models.slot_cache import live_caches
 from tests.toys import fingerprint, gpt2, llama, scripted
 

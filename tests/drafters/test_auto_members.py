@@ -17,7 +17,7 @@ from paceline.core.tree import TokenTree
 from paceline.drafters.adaptive import group
 from paceline.drafters.adaptive.auto import Auto
 from paceline.drafters.adaptive.portfolio import Portfolio
-from paceline.models.readers.split import SplitReader
+from paceline.models.readers.drafting_ahead import SplitReader
 
 FLAT = Costs({1: {1: 1.0, 64: 1.01}})
 PERIOD = 7

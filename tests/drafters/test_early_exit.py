@@ -12,7 +12,7 @@ from tests.models.test_early_exit import counted
 
 from paceline import InputError, LanguageModel, SpeculativeDecoder, UnsupportedError
 from paceline.drafters.models.early_exit import EarlyExit, ExitHead
-from paceline.models.readers.split import SplitReader
+from paceline.models.readers.drafting_ahead import SplitReader
 
 PROMPTS = [[1, 7, 9, 4, 7, 9, 4], [3, 3, 8], [6]]
 SETTINGS: dict[str, Any] = {"max_new_tokens": 20, "ignore_eos": True}

@@ -15,7 +15,7 @@ from tests.selection import covering
 from torch import Tensor
 
 from paceline import LanguageModel
-from paceline.models.readers.split import SplitReader
+from paceline.models.readers.drafting_ahead import SplitReader
 
 ROUNDS = 7
 

@@ -15,8 +15,8 @@ from torch import Tensor
 from paceline import InputError, LanguageModel, UnsupportedError
 from paceline.core.tree import TokenTree
 from paceline.models.module_views import layers_of, shell, without_layers
-from paceline.models.readers import split as early_exit
-from paceline.models.readers.split import SplitReader, check_split
+from paceline.models.readers import drafting_ahead as early_exit
+from paceline.models.readers.drafting_ahead import SplitReader, check_split
 
 
 class SplitJourney(Journey):

@@ -19,9 +19,8 @@ from paceline.core.contracts import DRAFTERS, Drafter
 from paceline.core.protocols import HoldsDrafters, replay_needs_of
 from paceline.core.registry import build_options
 from paceline.drafters.heads.eagle import EagleHead
-from paceline.drafters.heads.formats import eagle_checkpoints
+from paceline.drafters.heads.formats import foreign_heads
 from paceline.drafters.heads.formats.checkpoint import read_config, weight_names
-from paceline.drafters.heads.formats.medusa_keys import read_medusa
 from paceline.drafters.heads.head_modules import DraftHead
 from paceline.drafters.heads.medusa import MedusaHead
 from paceline.drafters.heads.prophet import ProphetHead
@@ -187,14 +186,14 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 # kind of head -> the drafter that uses it, and the function that reads it
 _HEADS: dict[str, tuple[str, Callable[[Path], Any]]] = {
     "eagle": ("eagle", EagleHead.load),
-    "eagle-1": ("eagle", eagle_checkpoints.FirstEagleHead.load),
+    "eagle-1": ("eagle", foreign_heads.FirstEagleHead.load),
     "medusa": ("medusa", MedusaHead.load),
     "prophet": ("prophet", ProphetHead.load),
-    "EAGLE-3, as published": ("eagle", eagle_checkpoints.read_eagle3),
-    "EAGLE-3 in the speculators format": ("eagle", eagle_checkpoints.read_eagle3_speculators),
-    "EAGLE-1, as published": ("eagle", eagle_checkpoints.read_eagle1),
-    "EAGLE-1 in the speculators format": ("eagle", eagle_checkpoints.read_eagle1_speculators),
-    "Medusa, as published or served": ("medusa", read_medusa),
+    "EAGLE-3, as published": ("eagle", foreign_heads.read_eagle3),
+    "EAGLE-3 in the speculators format": ("eagle", foreign_heads.read_eagle3_speculators),
+    "EAGLE-1, as published": ("eagle", foreign_heads.read_eagle1),
+    "EAGLE-1 in the speculators format": ("eagle", foreign_heads.read_eagle1_speculators),
+    "Medusa, as published or served": ("medusa", foreign_heads.read_medusa),
 }
 _SPECULATORS = {"eagle3": "EAGLE-3 in the speculators format", "eagle": "EAGLE-1 in the speculators format"}
 

@@ -29,7 +29,7 @@ from paceline.models.language_model import LanguageModel
 from paceline.models.module_views import layers_of
 from paceline.models.readers.scratch_reader import ScratchReader
 from paceline.models.runners.device import finish
-from paceline.models.runners.device_memory import peak_while as peak_while
+from paceline.models.runners.device import peak_while as peak_while
 from paceline.models.slot_cache import SlotCache
 
 # ---- Bytes: at the peak of a run, of keys and values, of weights, and layer by layer

@@ -26,7 +26,7 @@ from paceline.models.heads.head_layers import Norm
 from paceline.models.language_model import LanguageModel
 from paceline.models.loading.weight_check import built, reading
 from paceline.models.module_views import without_layers
-from paceline.models.readers.split import Head, Split, SplitReader, check_split
+from paceline.models.readers.drafting_ahead import Head, Split, SplitReader, check_split
 
 KIND = "early-exit"
 

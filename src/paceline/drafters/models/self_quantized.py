@@ -11,7 +11,7 @@ from paceline.drafters.models.wrapper import Ahead, SelfDraft
 from paceline.models.language_model import LanguageModel
 from paceline.models.quantization.quantize import extra_bytes, quantized
 from paceline.models.readers.drafting_ahead import TwinReader
-from paceline.models.runners.device_memory import memory_left
+from paceline.models.runners.device import memory_left
 from paceline.models.runtime import parts, quantization_of, running, with_runner
 
 

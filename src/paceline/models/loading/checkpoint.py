@@ -44,7 +44,7 @@ from paceline.models.loading.gguf import PROVENANCE, convert, read_header, token
 from paceline.models.loading.gguf_tokenizer import TokenizerError, build_tokenizer
 from paceline.models.loading.hub import quiet
 from paceline.models.loading.weight_check import bounded, check_folder, place_of
-from paceline.models.runners.device_memory import give_back
+from paceline.models.runners.device import give_back
 from paceline.models.tensor_parallel import leave_in_order
 
 # ---- plain checkpoints of common architectures, read without the general code of transformers

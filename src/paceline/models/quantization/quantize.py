@@ -18,7 +18,7 @@ from paceline.models.quantization.packed_linear import (
     PackedLinear,
     kernel_rows,
 )
-from paceline.models.runners.device_memory import give_back
+from paceline.models.runners.device import give_back
 from paceline.models.tensor_parallel import refuse_pieces
 
 __all__ = ["KINDS", "Int4Linear", "Int8Linear", "extra_bytes", "kernel_rows", "quantized"]

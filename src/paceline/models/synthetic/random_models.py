@@ -24,7 +24,7 @@ from paceline.models.language_model import LanguageModel
 from paceline.models.loading.catalogue import RANDOM
 from paceline.models.loading.checkpoint import _device, _dtype
 from paceline.models.module_views import detach_hooks, layers_of, without_layers
-from paceline.models.readers.split import check_depth
+from paceline.models.readers.drafting_ahead import check_depth
 
 # ---- a new tokenizer and untrained Llama models
 

@@ -1,4 +1,5 @@
-"""EAGLE heads of other projects: EAGLE-3 and EAGLE-1, as their authors publish them and in the `speculators` format.
+"""Heads of other projects: EAGLE-3 and EAGLE-1, as their authors publish them and in the `speculators` format, and
+Medusa, as FasterDecoding publishes it and in the layout of vLLM.
 
 An EAGLE-3 checkpoint names the hidden states that it fuses in one of three ways: no number at all (then they are 2,
 L//2 and L-3), the numbers of hidden states (0: the embeddings; `eagle_aux_hidden_state_layer_ids`), or, inside
@@ -7,6 +8,7 @@ L//2 and L-3), the numbers of hidden states (0: the embeddings; `eagle_aux_hidde
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,7 @@ from paceline.common.errors import InputError, LoadError
 from paceline.drafters.heads.eagle import EagleConfig, EagleHead, Shared
 from paceline.drafters.heads.formats.checkpoint import PARTS, Checkpoint, take_layer
 from paceline.drafters.heads.head_modules import DraftHead
+from paceline.drafters.heads.medusa import MedusaHead
 from paceline.models.heads.head_layers import DecoderLayer, Remember
 from paceline.models.heads.training_attention import Unrolled
 
@@ -223,3 +226,66 @@ def _eagle1(found: Checkpoint, known: dict[str, Any]) -> FirstEagleHead:
     }
     made_for = {"vocabulary": int(vocabulary), "hidden": int(width), **known}
     return found.finish(FirstEagleHead, config, made_for, {**weights, **of_layer})
+
+
+# ---- Medusa
+
+# two sets of names for the same tensors: the number of the head, then of the block
+_PUBLISHED = re.compile(r"(\d+)\.(\d+)\.linear\.weight")
+_SERVED = re.compile(r"blocks\.(\d+)\.layers\.(\d+)\.weight")
+
+
+def read_medusa(folder: Path) -> MedusaHead:
+    found = Checkpoint(folder, "medusa")
+    for prefix in ("medusa_heads.", "medusa_head."):
+        found.rename(prefix, "")
+    if "token_map" in found or found.config.get("truncated_vocab_size") not in (None, found.config.get("vocab_size")):
+        raise found.refusal("a vocabulary of its own (token_map)")
+    served = any(name.startswith(("blocks.", "lm_heads.", "lm_head.")) for name in found)
+    heads, layers = _counts(found, _SERVED if served else _PUBLISHED)
+    block = "blocks.{}.layers.{}" if served else "{}.{}.linear"
+    blocks = torch.stack(
+        [torch.stack([found.take(f"{block.format(k, j)}.weight") for k in range(heads)]) for j in range(layers)]
+    )  # [J,K,D,D]
+    biases = torch.stack(
+        [torch.stack([_bias(found, block.format(k, j), blocks) for k in range(heads)]) for j in range(layers)]
+    ).unsqueeze(2)
+    weights = {"blocks": blocks, "biases": biases}
+    output = _outputs(found, "lm_heads.{}.weight" if served else f"{{}}.{layers}.weight", heads)
+    if output is not None:
+        weights["output"] = output
+    hidden = blocks.shape[-1]
+    vocabulary = int(found.number("vocab_size") if output is None else output.shape[1])
+    config = {
+        "hidden": hidden,
+        "vocabulary": vocabulary,
+        "heads": heads,
+        "layers": layers,
+        "own_output": output is not None,
+    }
+    known = found.target(found.config.get("base_model_name_or_path"))
+    return found.finish(MedusaHead, config, {"vocabulary": vocabulary, "hidden": hidden, **known}, weights)
+
+
+def _counts(found: Checkpoint, pattern: re.Pattern[str]) -> tuple[int, int]:
+    """The number of heads, and of the blocks of each."""
+    numbers = [match.groups() for match in map(pattern.fullmatch, found) if match]
+    if not numbers:
+        raise LoadError(f"The medusa head in '{found.folder}' has no blocks, such as 'blocks.0.layers.0.weight'.")
+    heads, layers = (1 + max(int(pair[axis]) for pair in numbers) for axis in (0, 1))
+    return heads, layers
+
+
+def _bias(found: Checkpoint, block: str, blocks: Tensor) -> Tensor:
+    name = f"{block}.bias"
+    return found.take(name) if name in found else blocks.new_zeros(blocks.shape[-1])
+
+
+def _outputs(found: Checkpoint, names: str, heads: int) -> Tensor | None:
+    """[K,V,D], or None if the heads share the target's output layer."""
+    if found.config.get("original_lm_head"):
+        for name in [name for name in found if name.startswith(("lm_heads.", "lm_head."))]:
+            found.drop(name)
+    if names.format(0) not in found:
+        return None
+    return torch.stack([found.take(names.format(k)) for k in range(heads)])

@@ -10,6 +10,7 @@ from torch import Tensor
 from paceline.core.choice import Choice
 from paceline.core.contracts import RowsView
 from paceline.core.device_ops import TORCH, DeviceOps
+from paceline.core.per_row import PerRow
 from paceline.core.tree import TokenTree
 
 _ROOM = 64  # a text that outgrows its store gets as much more at least
@@ -26,7 +27,7 @@ class ScratchRows:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.histories: list[list[int]] = []
+        self.histories = PerRow[list[int]]()
         self._store = torch.zeros(0, _ROOM, dtype=torch.int64, device=device)
         self._below: tuple[RowsView, int] | None = None
         self._sync()
@@ -82,14 +83,13 @@ class ScratchRows:
     def release(self, row: int, last: int) -> None:
         """Row `row` is gone; row `last` takes its place."""
         self._store[row] = self._store[last]
-        self.histories[row] = self.histories[last]
-        del self.histories[last]
+        self.histories.release(row, last)
         self._sync()
 
     def reorder(self, source: Sequence[int]) -> None:
         """Row r goes on as a copy of row source[r]."""
         self._store[: self.count] = self._store[list(source)]
-        self.histories = [list(self.histories[other]) for other in source]
+        self.histories[:] = [list(self.histories[other]) for other in source]
         self._sync()
 
     def drop(self, first: int) -> None:

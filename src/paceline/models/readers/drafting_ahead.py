@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from paceline.common.errors import InputError, UnsupportedError
 from paceline.core.contracts import Reading, RowsView, arange
+from paceline.core.per_row import ReadCursor
 from paceline.core.tree import TokenTree
 from paceline.models.architecture import refuse_dropout
 from paceline.models.cpu.cpu_forward import LayerRange
@@ -35,50 +36,43 @@ class AheadReader(SlotReader):
     def __init__(self, lm: LanguageModel) -> None:
         refuse_dropout(lm.model)
         super().__init__(lm)
-        self._held: list[int] = []  # per row, the committed tokens in the KV cache
-        self._committed = False  # a round was kept since: all of the sequence but its last token is in the KV cache
+        self._held = ReadCursor()
 
     # ---- rows come and go
 
     def begin(self, rows: RowsView, first: int, room: int) -> int:
         self._discard_ahead()
-        self._settle(rows.lengths[:first])
+        self._held.settle(rows.lengths[:first])
         rest = super().begin(rows, first, room)
         self._held[first:] = [length - rest for length in rows.lengths[first:]]
         return rest
 
     def release(self, row: int, last: int, length: int) -> None:
         super().release(row, last, length)
-        self._held[row] = self._held[last]
-        del self._held[last]
+        self._held.release(row, last)
 
     def keep(self, rows: RowsView, path: Tensor | None) -> None:
         super().keep(rows, path)
-        self._committed = True
+        self._held.replayed(1)  # all of the sequence but its last token is in the KV cache
 
     def reorder(self, rows: RowsView, source: Sequence[int]) -> None:
         super().reorder(rows, source)
-        self._held = [self._held[other] for other in source]
+        self._held.reorder(source)
 
     def rewind(self, lengths: list[int]) -> None:
         """The sequences were cut back to these lengths."""
-        self._settle(lengths)
-        self._held = [min(held, length - 1) for held, length in zip(self._held, lengths, strict=True)]
-
-    def _settle(self, lengths: list[int]) -> None:
-        if self._committed:
-            self._held = [length - 1 for length in lengths]
-        self._committed = False
+        self._held.rewind(lengths)
 
     def _hold(self, rows: RowsView) -> None:
         """A pass has read the whole sequences."""
-        self._held, self._committed = list(rows.lengths), False
+        self._held.settle(rows.lengths)
+        self._held[:] = rows.lengths
 
     # ---- running ahead
 
     def due(self, rows: RowsView) -> int:
         """How many committed tokens a draft has to read first."""
-        self._settle(rows.lengths)
+        self._held.settle(rows.lengths)
         return max(length - held for length, held in zip(rows.lengths, self._held, strict=True))
 
     def ready(self, rows: RowsView) -> bool:

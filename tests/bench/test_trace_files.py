@@ -23,7 +23,7 @@ from paceline.bench.trace_files import (
 )
 from paceline.common.errors import InputError, UnknownNameError
 from paceline.core.costs import Costs
-from paceline.core.trace import Round, Trace
+from paceline.core.trace import Round
 from tests import toys
 
 CHAIN = Round((4, 5), None, (0,), 7, False)
@@ -82,7 +82,8 @@ def test_a_generation_and_a_run_of_a_benchmark(lm: Any, header: TraceHeader, tmp
     out = paceline.SpeculativeDecoder(lm, "suffix").generate([1, 2, 1, 2, 1], max_new_tokens=12)
     with TraceWriter(path, header) as writer:
         writer.add_generation("1", "chat", out, 12, prediction=[5])
-        writer.add("2", "code", [1, 2], out.tokens, Trace(out.trace.rounds))
+        rounds = tuple(out.trace.rounds)
+        writer.put(TraceText("2", "code", (1, 2), tuple(out.tokens), 12, seed=9, rounds=rounds))
         assert writer.count == 2
     first, second = read_trace(path).texts
     assert first.rounds == second.rounds == tuple(out.trace.rounds)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from paceline.bench.candidates.candidate import RunSpec
-from paceline.bench.results.tables import NOTHING, number, share, times
+from paceline.bench.results.tables import NOTHING, aligned, number, share, times
 from paceline.bench.trace_files import TraceFile, TraceHeader, TraceText, plain, sampling_of
 from paceline.common.errors import PacelineWarning, UnsupportedError
 from paceline.core.choice import Choice
@@ -262,7 +262,7 @@ def _differing(texts: Iterable[TraceText], traces: Iterable[Trace]) -> list[str]
 def lines(answers: Sequence[Replayed]) -> list[str]:
     """A line for each entry, then the reasons and notes, then τ by category."""
     header = ("run", "τ", "acceptance", "rounds", "drafted", "speed-up", "known")
-    shown = _aligned([header, *map(_shown, answers)])
+    shown = aligned([header, *map(_shown, answers)])
     for reason in dict.fromkeys(answer.reason for answer in answers if answer.reason):
         names = [answer.entry.name for answer in answers if answer.reason == reason]
         shown.append(f"{', '.join(names)}: unknown, because {reason}.")
@@ -273,7 +273,7 @@ def lines(answers: Sequence[Replayed]) -> list[str]:
     by_category = [
         (answer.entry.name, *(number(answer.tau(name)) for name in categories)) for answer in answers if answer.texts
     ]
-    return [*shown, "", *_aligned([("τ", *categories), *by_category])]
+    return [*shown, "", *aligned([("τ", *categories), *by_category])]
 
 
 def _shown(answer: Replayed) -> tuple[str, ...]:
@@ -287,13 +287,6 @@ def _shown(answer: Replayed) -> tuple[str, ...]:
         times(row["speed_up"]),
         answer.knows,
     )
-
-
-def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    wide = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return [
-        "  ".join([row[0].ljust(wide[0]), *(cell.rjust(wide[i]) for i, cell in enumerate(row) if i)]) for row in rows
-    ]
 
 
 # ---- Run a drafter again on a recorded sequence. The engine's own loop has the budgets, checks, stops and the trace

@@ -18,7 +18,7 @@ from paceline.common.text_formats import parse_json
 from paceline.core.contracts import DRAFTERS
 from paceline.core.costs import Costs
 from paceline.core.sampling import Sampling
-from paceline.core.trace import Round, Trace
+from paceline.core.trace import Round
 from paceline.engine.request import Generation, build_requests
 from paceline.models.runtime import usual_nodes
 
@@ -345,7 +345,7 @@ class TraceWriter:
     def __init__(self, path: str | os.PathLike[str], header: TraceHeader, append: bool = False) -> None:
         self.path = Path(path)
         self.count = 0  # texts in the file
-        self._headers = {header.run: header}
+        self._runs = {header.run}
         try:
             there = append and self.path.exists() and self.path.stat().st_size > 0
             if there:
@@ -370,27 +370,8 @@ class TraceWriter:
 
     def declare(self, header: TraceHeader) -> None:
         """One more run, whose texts stand in the same file."""
-        self._headers[header.run] = header
+        self._runs.add(header.run)
         self._write(header.as_dict())
-
-    def add(
-        self,
-        id: str,
-        category: str,
-        prompt: Sequence[int],
-        tokens: Sequence[int],
-        trace: Trace | None,
-        *,
-        limit: int | None = None,
-        finish: str = "length",
-        seed: int | None = None,
-        run: str = "",
-    ) -> None:
-        """One text. limit: the most new tokens it could have had; None: as many as it has."""
-        rounds = None if trace is None else tuple(trace.rounds)
-        most = len(tokens) if limit is None else limit
-        own = self._headers[run].seed if seed is None else seed
-        self.put(TraceText(id, category, tuple(prompt), tuple(tokens), most, finish, own, rounds=rounds, run=run))
 
     def add_generation(
         self, id: str, category: str, result: Generation, limit: int, prediction: Sequence[int] | None = None
@@ -414,7 +395,7 @@ class TraceWriter:
         )
 
     def put(self, text: TraceText) -> None:
-        assert text.run in self._headers, f"no header of the run '{text.run}' was written"
+        assert text.run in self._runs, f"no header of the run '{text.run}' was written"
         self._write(text.as_dict())
         self.count += 1
 
@@ -491,15 +472,7 @@ class Tracing:
         self._plan, self._names = plan, {each.name for each in runs}
         settings = {**plan.sampling, "max_new_tokens": plan.tokens, "ignore_eos": True, "seed": plan.seed}
         first, *others = (
-            header_of(
-                each.lm,
-                each.entry,
-                settings,
-                costs=costs,
-                provenance=provenance,
-                run=each.name,
-            )
-            for each in runs
+            header_of(each.lm, each.entry, settings, costs=costs, provenance=provenance, run=each.name) for each in runs
         )
         self._writer = TraceWriter(path, first)
         for header in others:
@@ -510,16 +483,11 @@ class Tracing:
             return
         names = task.id.split("+") if len(task.prompts) > 1 else [task.id]
         for row, (name, prompt) in enumerate(zip(names, task.prompts, strict=True)):
-            self._writer.add(
-                name,
-                task.category,
-                prompt,
-                run.tokens[row],
-                run.traces[row],
-                limit=self._plan.tokens,
-                seed=self._plan.seed + row,
-                run=run.contestant,
-            )
+            limit, seed, rounds = self._plan.tokens, self._plan.seed + row, tuple(run.traces[row].rounds)
+            self._writer.put(
+                TraceText(name, task.category, prompt, run.tokens[row], limit, seed=seed, rounds=rounds,
+                          run=run.contestant)
+            )  # fmt: skip
 
     def close(self) -> None:
         self._writer.close()

@@ -1,4 +1,4 @@
-"""JSON and TOML: read texts and files with clear errors, and write values as TOML."""
+"""Text, JSON and TOML: read texts and files with clear errors, and write values as TOML."""
 
 from __future__ import annotations
 
@@ -10,6 +10,17 @@ from pathlib import Path
 from typing import Any
 
 from paceline.common.errors import InputError
+
+
+def read_text(path: Path, what: str) -> str:
+    """The text of a UTF-8 file, with its line ends. what: how an error calls it, such as "The prompts"."""
+    try:
+        return path.read_bytes().decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise InputError(f"{what} '{path}' are not UTF-8 (byte {error.start}); save the file as UTF-8.") from None
+    except OSError as error:
+        raise InputError(f"{what} '{path}' cannot be read: {error.strerror or error}.") from error
+
 
 # ---- JSON: every mistake in a text is a ValueError
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from paceline.common.errors import InputError
 from paceline.common.limits import Limited, limited
 from paceline.common.options import convert_options
+from paceline.common.text_formats import read_text
 from paceline.core.contracts import Drafter
 from paceline.drafters.models.draft_model import DraftModel
 from paceline.integrations.provenance import provenance
@@ -24,10 +25,10 @@ from paceline.models.language_model import LanguageModel
 from paceline.models.loading.hub import quiet
 from paceline.models.synthetic.random_models import new_llama, new_tokenizer
 from paceline.training.data.corpus import Corpus, TokenBatch
-from paceline.training.data.sources import read_data, read_text
+from paceline.training.data.sources import read_data
 from paceline.training.distillation import Batch, Teacher, at_least_float32, divergence
 from paceline.training.evaluation import Evaluation, measure, write_card
-from paceline.training.recipes.base import Recipe, learned_positions, shift_left
+from paceline.training.recipes.base import ModelRecipe, Recipe, learned_positions
 from paceline.training.train_options import TrainOptions
 from paceline.training.trainer import Reporter, Trainer
 
@@ -77,7 +78,7 @@ class LanguageRecipe(Recipe):
         raise InputError("A main model is no drafter; train a draft for it.")
 
 
-class DraftRecipe(Recipe):
+class DraftRecipe(ModelRecipe):
     """A small model with the target's tokenizer that learns the target's distributions."""
 
     name = "draft-model"
@@ -86,19 +87,9 @@ class DraftRecipe(Recipe):
         super().__init__(Teacher(target), None, loss, None)  # type: ignore[arg-type]
         self.draft, self.model = draft, draft.model.requires_grad_(True)
 
-    def forward(self, batch: Batch) -> Tensor:
-        rows, positions = learned_positions(batch, 1)
-        states = self.teacher.last_of(self.model, batch.ids)[rows, positions]
-        return self.loss(self._logits, states, batch.last[rows, positions], batch.ids[rows, positions + 1])
-
-    def _logits(self, states: Tensor) -> Tensor:
+    def logits(self, states: Tensor) -> Tensor:
         logits: Tensor = self.draft.model.get_output_embeddings()(states)
         return logits[..., : self.teacher.lm.vocabulary]
-
-    def predictions(self, batch: Batch) -> Tensor:
-        states = self.teacher.last_of(self.model, batch.ids)
-        best = torch.stack([self._logits(row).argmax(-1) for row in states])
-        return torch.stack([shift_left(best, step + 1) for step in range(self.depth)])
 
     def save(self, folder: str | os.PathLike[str], numbers: str) -> None:
         save_model(self.draft, Path(folder))
@@ -124,7 +115,7 @@ def train_pair(options: TrainOptions, reporter: Reporter, cancel: Callable[[], b
         raise InputError("A pair is trained from a text file; give --data FILE.")
     sizes = PairSizes(**convert_options(options.kind_options_as_text(), PairSizes, "kind", "pair", prefix=""))
     path, device = Path(options.data), _device(options.device)
-    tokenizer = new_tokenizer([read_text(path)], sizes.vocabulary)
+    tokenizer = new_tokenizer([read_text(path, "The data")], sizes.vocabulary)
     main = new_llama(tokenizer, sizes.width, sizes.layers, sizes.context, options.seed, device, "main")
     draft = new_llama(
         tokenizer, sizes.draft_width, sizes.draft_layers, sizes.context, options.seed + 1, device, "draft"

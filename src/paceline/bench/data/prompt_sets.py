@@ -27,7 +27,7 @@ from typing import Any
 
 from paceline.bench.candidates.candidate import Prompt
 from paceline.common.errors import InputError, UnknownNameError
-from paceline.common.text_formats import parse_json
+from paceline.common.text_formats import parse_json, read_text
 
 # ---- Our own prompts: chat, code, summarise, edit, translate, story; written for Paceline, so they may travel with it
 
@@ -112,19 +112,10 @@ def _read(source: str) -> Iterator[_Found]:
     reader = readers.get(path.suffix.lower())
     if reader is None:
         raise InputError(f"The prompts '{source}' are none of {', '.join(readers)} files, nor 'builtin'.")
-    found = list(reader(_text(path), path))
+    found = list(reader(read_text(path, "The prompts"), path))
     if not found:
         raise InputError(f"The file '{path}' has no prompts; write at least one.")
     yield from found
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_bytes().decode("utf-8-sig")  # bytes: line ends inside CSV cells stay as they are
-    except UnicodeDecodeError as error:
-        raise InputError(f"The prompts '{path}' are not UTF-8 (byte {error.start}); save the file as UTF-8.") from None
-    except OSError as error:
-        raise InputError(f"The prompts '{path}' cannot be read: {error.strerror or error}.") from error
 
 
 def _lines(text: str) -> Iterator[tuple[int, str]]:

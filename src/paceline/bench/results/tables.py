@@ -122,14 +122,19 @@ def above_bound(report: Report, lines: Sequence[Line]) -> str:
     )
 
 
+def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Rows as lines: the first column to the left, the others to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join([first.ljust(widths[0]), *(cell.rjust(wide) for cell, wide in zip(cells, widths[1:], strict=True))])
+        for first, *cells in rows
+    ]
+
+
 def as_text(table: Table) -> str:
     """Plain columns; good and bad, which have no colour here, are said by the numbers."""
     rows = [table.header, *(tuple(cell.text for cell in row) for row in table.rows)]
-    widths = [max(len(row[place]) for row in rows) for place in range(len(table.header))]
-    lines = []
-    for first, *others in rows:
-        cells = [cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True)]
-        lines.append(f"  {'  '.join([first.ljust(widths[0]), *cells])}".rstrip())
+    lines = [f"  {line}".rstrip() for line in aligned(rows)]
     return "\n".join([table.title, *lines, *([table.note] if table.note else []), ""])
 
 

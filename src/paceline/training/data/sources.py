@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.common.errors import InputError
-from paceline.common.text_formats import parse_json
+from paceline.common.text_formats import parse_json, read_text
 from paceline.models.language_model import LanguageModel
 from paceline.training.data.corpus import WANTED, Text
 from paceline.training.train_options import TrainOptions, WritingPlan
@@ -69,7 +69,7 @@ def read_data(path: Path, lm: LanguageModel) -> list[Text]:
     """The texts of a file as token ids. An error names the line that cannot be used."""
     if lm.tokenizer is None:
         raise InputError(f"{lm.name} has no tokenizer, so '{path}' cannot be read for it; load it with one.")
-    content = read_text(path)
+    content = read_text(path, "The data")
     if path.suffix.lower() in (".jsonl", ".ndjson"):
         texts = list(_texts_of_lines(content, path, lm))
     else:
@@ -78,15 +78,6 @@ def read_data(path: Path, lm: LanguageModel) -> list[Text]:
     if not texts:
         raise InputError(f"The data '{path}' are empty; give a file with at least a few texts.")
     return texts
-
-
-def read_text(path: Path) -> str:
-    try:
-        return path.read_bytes().decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise InputError(f"The data '{path}' are not UTF-8 (byte {error.start}); save the file as UTF-8.") from None
-    except OSError as error:
-        raise InputError(f"The data '{path}' cannot be read: {error.strerror or error}.") from error
 
 
 def _encode(text: str, lm: LanguageModel) -> list[int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import os
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar
 
@@ -46,6 +46,12 @@ class Recipe(nn.Module):
     def predictions(self, batch: Batch) -> Tensor:
         """[S,R,T]: the drafted tokens of a chain whose earlier tokens are all accepted; -1 where there is none."""
 
+    def chains(self, logits: Callable[[Tensor], Tensor], states: Tensor) -> Tensor:
+        """[S,R,T]: the predictions of a recipe that predicts one token from each of `states` [R,T,D]. The logits of all
+        rows at once need too much memory."""
+        best = torch.stack([logits(row).argmax(-1) for row in states])
+        return torch.stack([shift_left(best, step + 1) for step in range(self.depth)])
+
     @abstractmethod
     def save(self, folder: str | os.PathLike[str], numbers: str) -> None:
         """Write what `paceline.load_drafter` reads. numbers: float32, bfloat16 or int8."""
@@ -60,6 +66,24 @@ class Recipe(nn.Module):
     @abstractmethod
     def drafter(self, **options: Any) -> Drafter:
         """A drafter with a copy of the current weights: a drafter converts them to the target's dtype."""
+
+
+class ModelRecipe(Recipe):
+    """A recipe for a small model whose last hidden states give the next token."""
+
+    model: Any
+
+    def logits(self, states: Tensor) -> Tensor:
+        """[...,D] -> [...,V] over the target's vocabulary."""
+        return self.teacher.logits(states)
+
+    def forward(self, batch: Batch) -> Tensor:
+        rows, positions = learned_positions(batch, 1)
+        states = self.teacher.last_of(self.model, batch.ids)[rows, positions]
+        return self.loss(self.logits, states, batch.last[rows, positions], batch.ids[rows, positions + 1])
+
+    def predictions(self, batch: Batch) -> Tensor:
+        return self.chains(self.logits, self.teacher.last_of(self.model, batch.ids))
 
 
 class HeadRecipe(Recipe):

@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-import torch
 from torch import Tensor
 
 from paceline.common.errors import InputError
@@ -16,12 +15,12 @@ from paceline.common.limits import limited
 from paceline.core.contracts import Drafter
 from paceline.drafters.models.draft_lm import DraftLayers, DraftLm
 from paceline.training.data.corpus import Corpus
-from paceline.training.distillation import Batch, Teacher
-from paceline.training.recipes.base import RECIPES, Recipe, Sizes, learned_positions, shift_left
+from paceline.training.distillation import Teacher
+from paceline.training.recipes.base import RECIPES, ModelRecipe, Sizes
 
 
 @RECIPES.register("draft-lm")
-class DraftLmRecipe(Recipe):
+class DraftLmRecipe(ModelRecipe):
     """Train a small model of the target's kind that reuses its embedding and its output head."""
 
     @dataclass(frozen=True)
@@ -39,7 +38,6 @@ class DraftLmRecipe(Recipe):
                 raise InputError(f"A draft-lm keeps 0 or more of the target's first layers, got {self.kept}.")
 
     default_sizes: ClassVar[Mapping[str, Any]] = {"kept": 0}
-    model: Any  # the small model: not a module, because most of it belongs to the target
 
     def __init__(self, teacher: Teacher, corpus: Corpus, loss: str, options: Options) -> None:
         super().__init__(teacher, corpus, loss, options)
@@ -51,17 +49,8 @@ class DraftLmRecipe(Recipe):
             )
         default = (*range(first, first + options.layers - 1), last) if options.layers > 1 else (first,)
         self.layers = DraftLayers(teacher.lm, options.sources or default, first).to(teacher.dtype)
+        # no module of the recipe, because most of it belongs to the target
         self.__dict__["model"] = self.layers.model(teacher.lm)
-
-    def forward(self, batch: Batch) -> Tensor:
-        rows, positions = learned_positions(batch, 1)
-        states = self.teacher.last_of(self.model, batch.ids)[rows, positions]
-        return self.loss(self.teacher.logits, states, batch.last[rows, positions], batch.ids[rows, positions + 1])
-
-    def predictions(self, batch: Batch) -> Tensor:
-        states = self.teacher.last_of(self.model, batch.ids)
-        best = torch.stack([self.teacher.logits(row).argmax(-1) for row in states])
-        return torch.stack([shift_left(best, step + 1) for step in range(self.depth)])
 
     def save(self, folder: str | os.PathLike[str], numbers: str) -> None:
         self.layers.save(folder, numbers)

@@ -9,17 +9,18 @@ import torch
 from torch import Tensor
 
 from paceline.common.limits import limited
-from paceline.core.contracts import Drafter
 from paceline.drafters.models.early_exit import EarlyExit, ExitHead
 from paceline.models.readers.drafting_ahead import check_depth
 from paceline.training.data.corpus import Corpus
 from paceline.training.distillation import Batch, Teacher
-from paceline.training.recipes.base import RECIPES, HeadRecipe, Sizes, learned_positions, shift_left
+from paceline.training.recipes.base import RECIPES, HeadRecipe, Sizes, learned_positions
 
 
 @RECIPES.register("early-exit")
 class ExitRecipe(HeadRecipe):
     """Train a head for the target's first layers, with an extra block in front of it."""
+
+    drafter_class = EarlyExit
 
     @dataclass(frozen=True)
     class Options(Sizes):
@@ -54,12 +55,8 @@ class ExitRecipe(HeadRecipe):
         return logits[..., : self.teacher.lm.vocabulary]
 
     def predictions(self, batch: Batch) -> Tensor:
-        best = torch.stack([self._logits(self.head.states(row)).argmax(-1) for row in batch.taps[0]])
-        return torch.stack([shift_left(best, step + 1) for step in range(self.depth)])
+        return self.chains(lambda row: self._logits(self.head.states(row)), batch.taps[0])
 
     def sizes_and_weights(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
         sizes = {name: value for name, value in self.head.config.items() if name != "target"}
         return sizes, dict(self.head.state_dict())
-
-    def drafter(self, **options: Any) -> Drafter:
-        return EarlyExit(EarlyExit.Options(head=self.head, **options))

@@ -9,6 +9,7 @@ from typing import Any
 from paceline.common.errors import InputError, UnknownNameError
 from paceline.common.limits import GAMMA_LIMIT, ROWS_LIMIT, Limited
 from paceline.common.options import option
+from paceline.engine.decoder_config import RunnerOptions
 
 _MODELS, _WHO, _TEXTS, _CHOICE, _MEASURE = "Models", "Who takes part", "Texts", "Choosing tokens", "Measuring"
 _TRIED = "Who is tried"
@@ -16,22 +17,7 @@ _SEED = {"least": -(2**63), "most": 2**63 - 1}
 
 
 @dataclass(frozen=True)
-class TargetOptions(Limited):
-    """The target and how it runs."""
-
-    target: str = option("smollm2-135m", "Catalogue name, hub id, folder or .gguf file.", _MODELS, metavar="MODEL",
-                         names="model path")  # fmt: skip
-    dtype: str | None = option(None, "float32, bfloat16, float16, float64 or auto.", _MODELS, metavar="TYPE",
-                               names="dtype")  # fmt: skip
-    device: str | None = option(None, "cpu, cuda, cuda:1 …; CUDA if there is a device.", _MODELS, metavar="DEVICE")
-    runner: str = option("auto", "auto, eager (transformers), kernels or cuda_graph.", _MODELS, metavar="NAME",
-                         names="runner")  # fmt: skip
-    quantize: str | None = option(None, "Quantize the target to int8, int4 or bfloat16.", _MODELS, metavar="KIND",
-                                  names="quantize")  # fmt: skip
-
-
-@dataclass(frozen=True)
-class BenchOptions(TargetOptions):
+class BenchOptions(RunnerOptions):
     """Everything that decides what `bench` measures."""
 
     shape: str | None = option(None, "A random model of a named shape instead, such as llama-7b.", _MODELS,

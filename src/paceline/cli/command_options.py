@@ -7,11 +7,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from paceline.cli.settings import PREFIX, Given
+from paceline.cli.settings import Given
 from paceline.common.errors import InputError, UnknownNameError
-from paceline.common.limits import GAMMA_LIMIT, NODES_LIMIT, Limited
-from paceline.common.options import check_known, option
+from paceline.common.limits import Limited
+from paceline.common.options import check_known, like, option
 from paceline.common.text_formats import parse_json
+from paceline.engine.decoder_config import DecoderOptions, RunnerOptions
 
 _PROMPT, _MODELS, _DRAFT, _CHOICE = "Prompt", "Models", "Drafting", "Choosing tokens"
 _STOP, _SHOW, _AUDIT = "Stopping", "Output", "Audit"
@@ -37,43 +38,28 @@ class FirstMessage(Limited):
 
 
 @dataclass(frozen=True)
-class PairOptions(Limited):
+class PairOptions(RunnerOptions):
     """The models, the drafter and the rule: the same for every command that decodes."""
 
-    target: str = option("smollm2-135m", "Catalogue name, hub id, folder or .gguf file.", _MODELS, metavar="MODEL",
-                         names="model")  # fmt: skip
+    target: str = like(RunnerOptions, "target", names="model")
+    runner: str = like(RunnerOptions, "runner", help="auto, eager, cuda_graph or kernels (docs/gpu.md).")
     guidance_scale: float | None = option(None, "Classifier-free guidance, away from the negative prompt; 1 is off.",
                                           _MODELS, metavar="X")  # fmt: skip
     negative_prompt: str | None = option(None, "The negative prompt; else the last token of the prompt.", _MODELS,
                                          metavar="TEXT")  # fmt: skip
     amateur: str | None = option(None, "Contrastive decoding: a weaker model to stay away from.", _MODELS,
                                  metavar="MODEL", names="model")  # fmt: skip
-    dtype: str | None = option(None, "float32, bfloat16, float16, float64 or auto.", _MODELS, metavar="TYPE",
-                               names="dtype")  # fmt: skip
-    device: str | None = option(None, "cpu, cuda, cuda:1 …; CUDA if there is a device.", _MODELS, metavar="DEVICE")
-    runner: str = option("auto", "auto, eager, cuda_graph or kernels (docs/gpu.md).", _MODELS, metavar="NAME",
-                         names="runner")  # fmt: skip
     tp_plan: str | None = option(None, "Split the target over the processes of torchrun.", _MODELS, metavar="auto")
-    quantize: str | None = option(None, "Quantize the target to int8, int4 or bfloat16.", _MODELS, metavar="KIND",
-                                  names="quantize")  # fmt: skip
 
-    draft: str = option("auto", "A drafter, a smaller model, none, or auto: the fastest drafter here.", _DRAFT,
-                        metavar="DRAFT", names="draft", flags=("--draft", "--drafter"),
-                        environment=(f"{PREFIX}_DRAFT", f"{PREFIX}_DRAFTER"))  # fmt: skip
-    options: dict[str, Any] = option(dict, "An option of the drafter, such as --drafter.longest 4 "
-                                     "(see `paceline list drafters`).", _DRAFT, metavar="VALUE",
-                                     flags=("--drafter.NAME",), key="drafter", of="draft")  # fmt: skip
-    gamma: int | Literal["auto"] | None = option(None, "Tokens drafted in a row, 5 by default; auto: the fastest "
-                                                 "number.", _DRAFT, metavar="N", least=1, most=GAMMA_LIMIT)  # fmt: skip
-    nodes: int | None = option(None, "Tokens of a drafted tree.", _DRAFT, metavar="N", least=1, most=NODES_LIMIT)
-    rule: str = option("match", "The rule that verifies a draft (see `paceline list rules`).", _DRAFT, metavar="RULE",
-                       names="rule")  # fmt: skip
-    rule_options: dict[str, Any] = option(dict, "An option of the rule, such as --rule.lenience 0.5 "
-                                          "(see `paceline list rules`).", _DRAFT, metavar="VALUE",
-                                          flags=("--rule.NAME",), of="rule")  # fmt: skip
-    allow_lossy: bool = option(False, "Permit a rule that changes the text, for speed.", _DRAFT)
-    strict: bool = option(False, "The same bits with and without a draft, also in bfloat16; slower.", _DRAFT)
-    first_target: bool = option(False, "The target alone decodes the first token; the text is the same.", _DRAFT)
+    draft: str = like(DecoderOptions, "draft")
+    options: dict[str, Any] = like(DecoderOptions, "options", default=dict)
+    gamma: int | Literal["auto"] | None = like(DecoderOptions, "gamma")
+    nodes: int | None = like(DecoderOptions, "nodes")
+    rule: str = like(DecoderOptions, "rule")
+    rule_options: dict[str, Any] = like(DecoderOptions, "rule_options", default=dict)
+    allow_lossy: bool = like(DecoderOptions, "allow_lossy")
+    strict: bool = like(DecoderOptions, "strict")
+    first_target: bool = like(DecoderOptions, "first_target")
     speculative_config: str | None = option(None, "The same with vLLM's keys: method, model, num_speculative_tokens …",
                                             _DRAFT, metavar="JSON")  # fmt: skip
 

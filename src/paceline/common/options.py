@@ -60,9 +60,21 @@ def option(
     """A dataclass field that is an option. `about`: the other fields of `Option`. `dict` as default makes an empty
     table."""
     field: dataclasses.Field[Any] = limited(default, least, most, above=above, **{_KEY: Option(help, group, **about)})
+    return _field(default, field.metadata)
+
+
+def like(options: type, name: str, **changes: Any) -> Any:
+    """The option `name` of another dataclass. `changes`: another `default`, or other values of `Option`."""
+    (field,) = (field for field in dataclasses.fields(options) if field.name == name)
+    default = changes.pop("default", field.default)
+    metadata = {**field.metadata, _KEY: dataclasses.replace(field.metadata[_KEY], **changes)}
+    return _field(default, metadata)
+
+
+def _field(default: Any, metadata: Mapping[Any, Any]) -> Any:
     if default is dict:
-        return dataclasses.field(default_factory=dict, metadata=field.metadata)
-    return field
+        return dataclasses.field(default_factory=dict, metadata=metadata)
+    return dataclasses.field(default=default, metadata=metadata)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,30 +8,61 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from paceline.common.errors import InputError, UnknownNameError, shown
-from paceline.common.limits import GAMMA_LIMIT, NODES_LIMIT, ROWS_LIMIT, check_number
+from paceline.common.limits import GAMMA_LIMIT, NODES_LIMIT, ROWS_LIMIT, Limited, check_number
+from paceline.common.options import like, option
 from paceline.common.text_formats import read_toml
 
 TABLE = "decoder"
 DEFAULT_DRAFT = "auto"
+_MODELS, _DRAFT = "Models", "Drafting"  # panels of --help
+
+
+@dataclass(frozen=True)
+class TargetOptions(Limited):
+    """The target and how it is loaded: the same options for every command."""
+
+    target: str = option("smollm2-135m", "Catalogue name, hub id, folder or .gguf file.", _MODELS, metavar="MODEL",
+                         names="model path")  # fmt: skip
+    dtype: str | None = option(None, "float32, bfloat16, float16, float64 or auto.", _MODELS, metavar="TYPE",
+                               names="dtype")  # fmt: skip
+    device: str | None = option(None, "cpu, cuda, cuda:1 …; CUDA if there is a device.", _MODELS, metavar="DEVICE")
+
+
+@dataclass(frozen=True)
+class RunnerOptions(TargetOptions):
+    """The target and how it runs."""
+
+    runner: str = option("auto", "auto, eager (transformers), kernels or cuda_graph.", _MODELS, metavar="NAME",
+                         names="runner")  # fmt: skip
+    quantize: str | None = option(None, "Quantize the target to int8, int4 or bfloat16.", _MODELS, metavar="KIND",
+                                  names="quantize")  # fmt: skip
 
 
 @dataclass(frozen=True)
 class DecoderOptions:
-    """The arguments of `SpeculativeDecoder`, which explains them: their names and their defaults."""
+    """The arguments of `SpeculativeDecoder`, which explains them: their names, their defaults and their flags."""
 
     target: Any
-    draft: Any = DEFAULT_DRAFT
-    gamma: int | str | None = None
-    nodes: int | None = None
-    rule: Any = "match"
-    rule_options: Mapping[str, Any] | None = None
-    options: Mapping[str, Any] | None = None
+    draft: Any = option(DEFAULT_DRAFT, "A drafter, a smaller model, none, or auto: the fastest drafter here.", _DRAFT,
+                        metavar="DRAFT", names="draft", flags=("--draft", "--drafter"),
+                        environment=("PACELINE_DRAFT", "PACELINE_DRAFTER"))  # fmt: skip
+    gamma: int | str | None = option(None, "Tokens drafted in a row, 5 by default; auto: the fastest number.", _DRAFT,
+                                     metavar="N", least=1, most=GAMMA_LIMIT)  # fmt: skip
+    nodes: int | None = option(None, "Tokens of a drafted tree.", _DRAFT, metavar="N", least=1, most=NODES_LIMIT)
+    rule: Any = option("match", "The rule that verifies a draft (see `paceline list rules`).", _DRAFT, metavar="RULE",
+                       names="rule")  # fmt: skip
+    rule_options: Mapping[str, Any] | None = option(
+        None, "An option of the rule, such as --rule.lenience 0.5 (see `paceline list rules`).", _DRAFT,
+        metavar="VALUE", flags=("--rule.NAME",), of="rule")  # fmt: skip
+    options: Mapping[str, Any] | None = option(
+        None, "An option of the drafter, such as --drafter.longest 4 (see `paceline list drafters`).", _DRAFT,
+        metavar="VALUE", flags=("--drafter.NAME",), key="drafter", of="draft")  # fmt: skip
     rows: int = 16
-    allow_lossy: bool = False
-    strict: bool = False
-    runner: str | None = None
-    quantize: str | None = None
-    first_target: bool = False
+    allow_lossy: bool = option(False, "Permit a rule that changes the text, for speed.", _DRAFT)
+    strict: bool = option(False, "The same bits with and without a draft, also in bfloat16; slower.", _DRAFT)
+    runner: str | None = like(RunnerOptions, "runner", default=None)
+    quantize: str | None = like(RunnerOptions, "quantize")
+    first_target: bool = option(False, "The target alone decodes the first token; the text is the same.", _DRAFT)
 
     def __post_init__(self) -> None:
         if not isinstance(self.first_target, bool):

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from paceline.common.errors import InputError, UnknownNameError, shown
 from paceline.common.limits import ROWS_LIMIT, Limited, limited
-from paceline.common.options import convert_options, option
+from paceline.common.options import convert_options, like, option
+from paceline.engine.decoder_config import TargetOptions
 
 if TYPE_CHECKING:
     from paceline.models.language_model import LanguageModel
@@ -58,11 +59,10 @@ class CountingOptions(Limited):
 
 
 @dataclass(frozen=True)
-class TrainOptions(Limited):
+class TrainOptions(TargetOptions):
     """The options of `paceline train` and of `train`."""
 
-    target: str = option("smollm2-135m", "Catalogue name, hub id, folder or .gguf file.", _WHAT, metavar="MODEL",
-                         names="model path")  # fmt: skip
+    dtype: str | None = like(TargetOptions, "dtype", help="Of the target: float32, bfloat16 or auto.")
     kind: str = option("eagle", "eagle, medusa, draft-lm, early-exit, prophet, trigram, pair.", _WHAT, metavar="KIND",
                        names="kind")  # fmt: skip
     out: str = option("", "The folder of the drafter; the same folder continues after a stop.", _WHAT, metavar="FOLDER")
@@ -70,8 +70,6 @@ class TrainOptions(Limited):
                                       metavar="NAME=VALUE", flags=("--option",), of="kind")  # fmt: skip
     start: str | None = option(None, "Start from the weights of this drafter of the same kind.", _WHAT,
                                metavar="FOLDER", flags=("--from",))  # fmt: skip
-    dtype: str | None = option(None, "Of the target: float32, bfloat16 or auto.", _WHAT, metavar="TYPE", names="dtype")
-    device: str | None = option(None, "cpu, cuda, cuda:1 …; CUDA if there is a device.", _WHAT, metavar="DEVICE")
 
     data: str | None = option(None, "Text, jsonl or chat jsonl, instead of texts of the target.", _TEXTS,
                               metavar="FILE")  # fmt: skip

@@ -19,8 +19,7 @@ from paceline.cli.result_lines import dump
 from paceline.cli.settings import command_from, decoder_table, is_given
 from paceline.cli.terminal import info
 from paceline.common.errors import InputError, UnknownNameError
-from paceline.common.limits import GAMMA_LIMIT
-from paceline.common.options import option
+from paceline.common.options import like, option
 from paceline.common.process import interruptible
 from paceline.common.text_formats import read_toml
 
@@ -61,10 +60,7 @@ class BenchCommandOptions(BenchOptions):
     """Every option of `paceline bench`."""
 
     # also "auto", because the [decoder] table of a config may have it
-    gamma: int | Literal["auto"] = option(  # type: ignore[assignment]
-        BenchOptions.gamma, "Tokens drafted in a row, for runs without a gamma.", "Who takes part", metavar="N",
-        least=1, most=GAMMA_LIMIT,
-    )  # fmt: skip
+    gamma: int | Literal["auto"] = like(BenchOptions, "gamma")  # type: ignore[assignment]
 
     out: Path | None = option(None, "Write bench.jsonl, bench.csv, report.html and charts there.", _SHOW,
                               metavar="FOLDER")  # fmt: skip

@@ -17,14 +17,15 @@ import typer
 
 from paceline.cli.settings import command_from
 from paceline.common.errors import PacelineError
-from paceline.common.options import option
+from paceline.common.options import like, option
+from paceline.engine.decoder_config import TargetOptions
 
 if TYPE_CHECKING:
     from paceline.core.costs import Costs
     from paceline.engine.decoder import SpeculativeDecoder
     from paceline.models import LanguageModel
 
-_TARGET = "smollm2-135m"
+_TARGET = TargetOptions.target
 _PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "numba", "gguf")
 _FEATURES = ("avx2", "fma", "avx512f", "avx512vnni", "avx512bf16", "amx-int8", "neon", "dotprod", "i8mm")
 _GAMMA = 4  # drafted tokens of the speed-up that is worked out
@@ -47,11 +48,11 @@ class Check:
 class DoctorOptions:
     """The options of `paceline doctor`."""
 
-    target: str | None = option(None, f"The target to try; {_TARGET} if its weights are here.", metavar="MODEL",
-                                names="model")  # fmt: skip
+    target: str | None = like(TargetOptions, "target", default=None, group="", names="model",
+                              help=f"The target to try; {_TARGET} if its weights are here.")  # fmt: skip
     draft: str = option("auto", "The drafter or draft model to try.", metavar="DRAFT", names="draft")
-    dtype: str | None = option(None, "As for `paceline generate`.", metavar="TYPE", names="dtype")
-    device: str | None = option(None, "As for `paceline generate`.", metavar="DEVICE")
+    dtype: str | None = like(TargetOptions, "dtype", group="", help="As for `paceline generate`.")
+    device: str | None = like(TargetOptions, "device", group="", help="As for `paceline generate`.")
     measure: bool = option(False, "Measure forward passes and one text now (some seconds).")
     json: bool = option(False, "Write one JSON object to stdout.")
 

@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from paceline.bench.bench_options import TargetOptions, TuneOptions
+from paceline.bench.bench_options import TuneOptions
 from paceline.cli.result_lines import dump, versions
 from paceline.cli.settings import command_from
 from paceline.cli.terminal import info, preparing
 from paceline.common.errors import InputError
 from paceline.common.options import option
 from paceline.common.process import interruptible
+from paceline.engine.decoder_config import RunnerOptions
 
 if TYPE_CHECKING:
     from paceline.bench.tuning import Trial, Tuning
@@ -34,7 +35,7 @@ paceline tune --target ./big --candidate ./small --candidate ngram:order=3 --pro
 
 
 @dataclass(frozen=True)
-class TuneCommandOptions(TuneOptions, TargetOptions):
+class TuneCommandOptions(TuneOptions, RunnerOptions):
     """Every option of `paceline tune`."""
 
     prompts: tuple[str, ...] = option(("builtin",), "Prompts: .jsonl, .csv or .txt, or builtin; repeatable.", _TEXTS,

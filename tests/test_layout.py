@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -104,31 +105,36 @@ def unpickling(source: str) -> Iterator[tuple[int, str]]:
                 yield node.lineno, "allow_pickle"
 
 
-# Objects of a whole process that functions change, each with its reason. `tools/process_state.py` finds them.
+# Objects of a whole process that functions change. `tools/process_state.py` finds them; docs/map.md has the reasons.
 PROCESS_STATE = {
-    "core.constants": "tensors that never change; CUDA graphs go on reading them",
-    "core.contracts": "the registries of drafters and rules, filled when their files are imported",
-    "training.recipes.base": "the registry of recipes, filled when their files are imported",
-    "cli.chat_commands": "the table of chat commands, filled when the file is imported",
-    "kernels.cpu.team": "the threads of the CPU kernels: a process has one set of cores",
-    "models.cpu.threads": "how many threads to use: a process has one set of cores",
-    "kernels.cpu.keeping": "numba's own settings, changed while kernels compile",
-    "common.fork_lock": "locks that a forked child must open again",
-    "common.process": "whether the command line wants a light import of transformers",
-    "drafters.heads.head_files": "warnings that were given, by model",
-    "models.cpu.cpu_linear": "heads as kernels read them, by head",
-    "models.slot_cache": "a number for each storage of a KV cache, and the caches that are in use (for bench)",
+    "common.fork_lock:_ALL",
+    "core.constants:CONSTANTS",
+    "core.registry:_REGISTERED",
+    "kernels.cpu.keeping:ByContent",
+    "kernels.cpu.team:TEAM",
+    "models.cpu.threads:THREADS",
+    "models.slot_cache:_LIVE",
 }
 
 
-def test_only_these_objects_of_a_process_change() -> None:
+def process_state() -> set[str]:
     spec = importlib.util.spec_from_file_location("process_state", ROOT / "tools" / "process_state.py")
     assert spec is not None
     assert spec.loader is not None
     tool = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(tool)
-    found = {state.name.partition(":")[0] for state in tool.states()}
-    assert found == PROCESS_STATE.keys()
+    return {state.name for state in tool.states()}
+
+
+def test_only_these_objects_of_a_process_change() -> None:
+    assert process_state() == PROCESS_STATE
+    assert len(PROCESS_STATE) <= 7
+
+
+def test_the_map_has_a_reason_for_each_object_of_a_process() -> None:
+    section = (ROOT / "docs" / "map.md").read_text(encoding="utf-8").partition("## Process-wide state")[2]
+    rows = re.findall(r"^\| `(\w+)` \| `([\w/]+)\.py` \| .+ \|$", section.partition("\n## ")[0], re.MULTILINE)
+    assert {f"{file.replace('/', '.')}:{name}" for name, file in rows} == PROCESS_STATE
 
 
 def test_imports_point_down_only() -> None:

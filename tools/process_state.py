@@ -1,9 +1,10 @@
 """List the process-wide mutable objects of a package: module-level names that functions change, and unbounded caches.
 
-Found by the syntax tree: a module-level name counts when a function of its module (a) declares it `global`, (b) assigns
-or deletes an item or attribute of it, (c) calls a method of it that changes built-in containers, or (d) when it is an
-instance of a class of the package whose methods assign to `self` after `__init__`, a `threading.local`, or a weak
-container. A function with an argument and `functools.cache` (or `lru_cache(None)`) counts, too.
+Found by the syntax tree: a module-level name, also of a class, counts when a function of its module (a) declares it
+`global`, (b) assigns or deletes an item or attribute of it, (c) calls a method of it that changes built-in containers,
+or (d) when it is an instance of a class of the package whose methods assign to `self` after `__init__`, a
+`threading.local`, or a weak container. A function with an argument and `functools.cache` (or `lru_cache(None)`) counts,
+too.
 
     python tools/process_state.py [FOLDER]
 """
@@ -66,6 +67,8 @@ def _bound(tree: ast.Module) -> Iterator[tuple[str, ast.expr | None]]:
             yield from ((target.id, node.value) for target in node.targets if isinstance(target, ast.Name))
         elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
             yield node.target.id, node.value
+        elif isinstance(node, ast.ClassDef):
+            yield node.name, None
 
 
 def _functions(tree: ast.AST) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
@@ -124,7 +127,9 @@ def _changes_self(method: ast.FunctionDef) -> bool:
             target = node.value
         elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in CHANGES:
             target = node.func.value
-        if isinstance(target, ast.Attribute) and isinstance(target.value, ast.Name) and target.value.id == "self":
+        if isinstance(target, ast.Attribute):
+            target = target.value
+        if isinstance(target, ast.Name) and target.id == "self":
             return True
     return False
 

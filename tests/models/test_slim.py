@@ -111,7 +111,6 @@ def test_only_short_commands_of_one_process(
         monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(process, "_slim", False)
     usual = gc.get_threshold()
     try:
         process.decide(arguments)

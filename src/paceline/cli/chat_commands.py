@@ -197,9 +197,6 @@ class Command:
     values: tuple[str, ...] = ()  # what can follow, for completion
 
 
-COMMANDS: dict[str, Command] = {}
-
-
 class Leave(Exception):  # noqa: N818  not an error: the user leaves
     """/quit"""
 
@@ -208,12 +205,9 @@ class Again(Exception):  # noqa: N818  not an error: answer the last message aga
     """/again"""
 
 
-def command(name: str, usage: str, help: str, values: tuple[str, ...] = ()) -> Callable[[Run], Run]:
-    def add(run: Run) -> Run:
-        COMMANDS[name] = Command(name, usage, help, run, values)
-        return run
-
-    return add
+def command(name: str, usage: str, help: str, values: tuple[str, ...] = ()) -> Callable[[Run], Command]:
+    """Make a function a command. `COMMANDS` lists it."""
+    return lambda run: Command(name, usage, help, run, values)
 
 
 def execute(line: str, state: ChatState, terminal: Terminal) -> None:
@@ -314,7 +308,7 @@ def _sampler(state: ChatState, words: list[str], terminal: Terminal) -> None:
     if len(words) != 1:
         raise InputError(f"/sampler needs one of {', '.join(SAMPLERS)}.")
     state.sampler(words[0])
-    _settings(state, [], terminal)
+    _settings.run(state, [], terminal)
 
 
 @command("draft", "/draft NAME [option=value …]", "a drafter, or a smaller model")
@@ -470,3 +464,25 @@ def _write(command: str, name: str, content: str, force: bool) -> None:
 @command("quit", "/quit", "leave the chat; Ctrl-D does the same")
 def _quit(state: ChatState, words: list[str], terminal: Terminal) -> None:
     raise Leave
+
+
+# in the order of /help
+COMMANDS = {
+    entry.name: entry
+    for entry in (
+        _help,
+        _settings,
+        _cache,
+        _sampler,
+        _draft,
+        _rule,
+        _system,
+        _store,
+        _again,
+        _history,
+        _clear,
+        _save,
+        _trace,
+        _quit,
+    )
+}

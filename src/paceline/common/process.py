@@ -15,22 +15,21 @@ _SHORT = ("generate", "chat")  # commands of one process
 _LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK")  # torchrun and accelerate set them
 _USUAL = gc.get_threshold()
 _SELDOM = (200_000, 20, 100)  # garbage collection among modules takes a sixth of the start
-_slim = False
 
 
 def decide(arguments: Sequence[str]) -> None:
     """Decide whether this process needs the parts for several processes and compilers. Only the command line calls
     it."""
-    global _slim
     switched_off = os.environ.get(SWITCH, "").lower() in ("0", "off", "no", "false")
     single = not any(name in os.environ for name in _LAUNCHER_VARIABLES)
-    _slim = single and not switched_off and next((word for word in arguments if not word.startswith("-")), "") in _SHORT
-    if _slim:
+    slim = single and not switched_off and next((word for word in arguments if not word.startswith("-")), "") in _SHORT
+    if slim:
         gc.set_threshold(*_SELDOM)
 
 
 def is_slim() -> bool:
-    return _slim
+    """Return whether this process may leave those parts out. It is asked before `started`."""
+    return gc.get_threshold() == _SELDOM
 
 
 def started() -> None:

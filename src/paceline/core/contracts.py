@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
@@ -118,7 +118,7 @@ class Reader(Protocol):
         ...
 
     @property
-    def storage_version(self) -> int:
+    def storage_version(self) -> Hashable:
         """Changes when the KV cache is allocated again."""
         ...
 

@@ -6,7 +6,7 @@ A drafter inherits what it needs, instead of `Drafter`. The functions below say 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -71,8 +71,8 @@ class Graphable(Drafter):
         """Return whether it can draft inside a graph for sequences of up to `longest` tokens."""
 
     @property
-    def storage_version(self) -> int:
-        """A number that changes when the tensors are replaced. All graphs that use them are then captured again."""
+    def storage_version(self) -> Hashable:
+        """Another value when the tensors are replaced. All graphs that use them are then captured again."""
         return 0
 
     def on_replay(self) -> None:
@@ -191,7 +191,7 @@ def graphable(drafter: Drafter, longest: int) -> bool:
     return isinstance(drafter, Graphable) and drafter.graphable(longest)
 
 
-def storage_version(drafter: Drafter) -> int:
+def storage_version(drafter: Drafter) -> Hashable:
     return drafter.storage_version if isinstance(drafter, Graphable) else 0
 
 

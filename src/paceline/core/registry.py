@@ -6,12 +6,21 @@ import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from importlib import import_module
 from importlib.metadata import entry_points
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, cast
 
 from paceline.common.errors import InputError, UnknownNameError, shown
 from paceline.common.limits import check_field
 
 T = TypeVar("T")
+
+
+class _Names(dict[str, Any]):
+    """Classes by name."""
+
+    complete = False  # the room and the entry points were imported
+
+
+_REGISTERED: dict[str, _Names] = {}  # by kind: the classes of all registries
 
 
 class Registry(Generic[T]):
@@ -23,17 +32,21 @@ class Registry(Generic[T]):
     def __init__(self, kind: str, group: str) -> None:
         self.kind = kind
         self._group = group
-        self._found: dict[str, type[T]] = {}
-        self._looked = False
+        _REGISTERED[kind] = _Names()
+
+    @property
+    def _found(self) -> _Names:
+        return _REGISTERED[self.kind]
 
     def register(self, name: str) -> Callable[[type[T]], type[T]]:
         """Class decorator; the name is also written onto the class so that traces can show it."""
 
         def add(cls: type[T]) -> type[T]:
-            if self._found.get(name, cls) is not cls:
+            found = self._found
+            if found.get(name, cls) is not cls:
                 raise InputError(f"Two {self.kind}s are called '{name}'; give one of them another name.")
             cls.name = name  # type: ignore[attr-defined]
-            self._found[name] = cls
+            found[name] = cls
             return cls
 
         return add
@@ -43,19 +56,20 @@ class Registry(Generic[T]):
         return list(self._found)
 
     def _look(self) -> None:
-        if self._looked:
+        found = self._found
+        if found.complete:
             return
-        self._looked = True
+        found.complete = True
         import_module(self._group)
         for point in entry_points(group=self._group):
-            if point.name not in self._found:
+            if point.name not in found:
                 self.register(point.name)(point.load())
 
     def __getitem__(self, name: str) -> type[T]:
         self._look()
         if not isinstance(name, str) or name not in self._found:
             raise UnknownNameError(self.kind, name, self._found)
-        return self._found[name]
+        return cast(type[T], self._found[name])
 
     def __contains__(self, name: object) -> bool:
         self._look()

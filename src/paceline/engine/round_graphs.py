@@ -67,7 +67,7 @@ class GraphRounds:
         self._rows: StaticRows | None = None  # of this step
         self._known: dict[Hashable, StaticRows] = {}
         self._drafts: dict[Hashable, TokenTree] = {}
-        self._stamp: tuple[int, ...] = ()
+        self._stamp: tuple[Hashable, ...] = ()
 
     # ---- what a graph can run
 

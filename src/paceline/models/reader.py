@@ -6,7 +6,7 @@ for our own kernels. Position p of a row is in slot p of the KV cache; scratch t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -223,7 +223,7 @@ class SlotReader:
         )
 
     @property
-    def storage_version(self) -> int:
+    def storage_version(self) -> Hashable:
         return self.cache.storage_version
 
     @property

@@ -6,7 +6,7 @@ those calls. Nothing is concatenated or cropped.
 
 from __future__ import annotations
 
-from itertools import count
+from collections.abc import Hashable
 from typing import Any
 from weakref import WeakSet
 
@@ -16,9 +16,6 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 
 from paceline.core.device_ops import TORCH, DeviceOps
-
-# Process-wide: CUDA graphs know the stores that they read by such a number, which no other store of the process has.
-CHANGES = count(1)
 
 # Process-wide: a benchmark counts the bytes of caches that loops hold. To look through all objects takes memory itself.
 _LIVE: WeakSet[SlotCache] = WeakSet()
@@ -46,7 +43,7 @@ class SlotCache(Cache):
         self.past = 0  # committed tokens before this pass, for `get_seq_length`
         self._addresses: np.ndarray | None = None  # of the stores; None after one of them was replaced
         self._tables: list[Tensor] = []  # the same on the device; CUDA graphs still read those of fewer layers
-        self.storage_version = next(CHANGES)  # changes when the stores are replaced
+        self.storage_version: Hashable = object()  # another one when the stores are replaced
 
     # ---- before a pass
 
@@ -64,7 +61,7 @@ class SlotCache(Cache):
         self._rows, self._slots = rows, slots
         self._addresses = None
         self._tables.clear()
-        self.storage_version = next(CHANGES)
+        self.storage_version = object()
 
     def set_next_write(self, rows: slice, slots: int | Tensor, visible: int, past: int) -> None:
         """The next pass writes to `slots` (a first slot common to all rows, or [R,Q]) and sees slots 0..visible-1."""

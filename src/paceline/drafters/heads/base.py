@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -100,7 +100,7 @@ class HeadDrafter(DraftsOnDevice, RunsModel, NeedsHiddenStates, Graphable, Reord
         return self.options.tree != "optimal"
 
     @property
-    def storage_version(self) -> int:
+    def storage_version(self) -> Hashable:
         return self.places.storage_version
 
     def reorder(self, rows: RowsView, source: Sequence[int]) -> bool:

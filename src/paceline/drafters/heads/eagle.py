@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -339,8 +339,8 @@ class Eagle(HeadDrafter, Rewindable):
             self._steps.read(rows, new, position, stop)
 
     @property
-    def storage_version(self) -> int:
-        return super().storage_version + self._cache.storage_version
+    def storage_version(self) -> Hashable:
+        return super().storage_version, self._cache.storage_version
 
     def on_replay(self) -> None:
         if self._graph_width:  # a sequence has one entry less than tokens

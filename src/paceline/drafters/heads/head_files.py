@@ -13,7 +13,6 @@ import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary
 
 import torch
 from safetensors import SafetensorError
@@ -88,7 +87,6 @@ _NEAR = 2.0**-8  # relative error of a weight after bfloat16
 _TINY = 1e-7  # absolute error: float16 has no smaller digits
 _MOST_CONFIG = 1 << 22  # bytes
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-_WARNED: WeakKeyDictionary[Any, set[str]] = WeakKeyDictionary()  # by model: one warning, for any number of decoders
 
 
 def fingerprint(target: LanguageModel) -> dict[str, Any]:
@@ -129,9 +127,9 @@ def warn_of_other_weights(kind: str, made_for: Mapping[str, Any], target: Langua
         f"The {kind} drafter was trained on other weights ({there}) than these ({here}). The text does not change; "
         "expect fewer accepted tokens."
     )
-    if message not in _WARNED.setdefault(target.model, set()):
+    if message not in target.record.warned:
         warnings.warn(message, PacelineWarning, stacklevel=2)
-        _WARNED[target.model].add(message)
+        target.record.warned.add(message)
 
 
 def fits(made_for: Mapping[str, Any], target: LanguageModel) -> bool:

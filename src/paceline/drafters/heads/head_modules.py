@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from paceline.common.errors import LoadError, UnsupportedError
 from paceline.drafters.heads.head_files import check_target, fingerprint, load_head, save_head
 from paceline.models.loading.weight_check import built
-from paceline.models.slot_cache import CHANGES
 
 if TYPE_CHECKING:
     from paceline.models.language_model import LanguageModel
@@ -110,7 +109,7 @@ class PlaceStore:
 
     def __init__(self, width: int, dtype: torch.dtype, device: torch.device) -> None:
         self._states = torch.zeros(0, 0, width, dtype=dtype, device=device)  # [R,T,D]
-        self.storage_version = next(CHANGES)  # changes when the tensor is replaced
+        self.storage_version: Hashable = object()  # another one when the tensor is replaced
 
     def write(self, rows: slice, position: Tensor, states: Tensor, places: int) -> None:
         """Store `states` [R,Q,D] of the rows at `position` [R,Q]; all are below `places`."""
@@ -139,7 +138,7 @@ class PlaceStore:
             places = max(places, min(2 * old.shape[1], places + 4096))
         self._states = old.new_zeros(max(rows, old.shape[0]), max(places, old.shape[1]), old.shape[2])
         self._states[: old.shape[0], : old.shape[1]] = old
-        self.storage_version = next(CHANGES)
+        self.storage_version = object()
 
     def reorder(self, source: Sequence[int]) -> None:
         """Row r becomes a copy of row source[r]."""

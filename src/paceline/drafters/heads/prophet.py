@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -111,8 +111,8 @@ class Prophet(HeadDrafter):
         self._cache = SlotCache()
 
     @property
-    def storage_version(self) -> int:
-        return super().storage_version + self._cache.storage_version
+    def storage_version(self) -> Hashable:
+        return super().storage_version, self._cache.storage_version
 
     def propose(self, rows: RowsView, budget: Budget) -> TokenTree:
         return self._grower.run(rows, budget, self._expand(rows))

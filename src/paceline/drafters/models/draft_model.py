@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -178,7 +178,7 @@ class DraftModel(ModelDrafter, DraftsOnDevice, Graphable, Reorderable):
         return fixed and self._reader.capturable and longest <= self.lm.context
 
     @property
-    def storage_version(self) -> int:
+    def storage_version(self) -> Hashable:
         return self._reader.storage_version
 
     def on_replay(self) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import fields
 from typing import Any, ClassVar
 
@@ -45,7 +45,7 @@ class DrafterWrapper(Graphable, Reorderable, Rewindable):
         return graphable(self.inner, longest)
 
     @property
-    def storage_version(self) -> int:
+    def storage_version(self) -> Hashable:
         return storage_version(self.inner)
 
     def on_replay(self) -> None:

@@ -16,7 +16,6 @@ from numba import config
 from numba.core.caching import _CacheLocator
 
 _OTHERS = "UserProvidedCacheLocator,InTreeCacheLocator,UserWideCacheLocator,IPythonCacheLocator"  # numba's own order
-_SETTINGS: Any = config
 
 
 class Kept(NamedTuple):
@@ -60,10 +59,10 @@ def kept_in(kept: Kept | None) -> Iterator[None]:
     if kept is None:
         yield
         return
-    theirs, before = _SETTINGS.CACHE_LOCATOR_CLASSES, ByContent.now
-    _SETTINGS.CACHE_LOCATOR_CLASSES = f"{__name__}.{ByContent.__name__},{theirs or _OTHERS}"
+    theirs, before = config.CACHE_LOCATOR_CLASSES, ByContent.now
+    config.CACHE_LOCATOR_CLASSES = f"{__name__}.{ByContent.__name__},{theirs or _OTHERS}"
     ByContent.now = ByContent.last = kept
     try:
         yield
     finally:
-        _SETTINGS.CACHE_LOCATOR_CLASSES, ByContent.now = theirs, before
+        config.CACHE_LOCATOR_CLASSES, ByContent.now = theirs, before

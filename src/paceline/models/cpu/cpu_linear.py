@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from functools import cache as once
 from functools import lru_cache
-from typing import Any, TypeVar, cast
-from weakref import WeakKeyDictionary
+from typing import Any, NamedTuple, TypeVar, cast
+from weakref import ReferenceType, ref
 
 import numpy as np
 import torch
@@ -148,8 +148,23 @@ _cores = once(cores_here)
 # ---- heads
 
 
-_MADE: WeakKeyDictionary[nn.Module, tuple[object, nn.Module]] = WeakKeyDictionary()
 _ONE = ForkLock()
+_MADE = "_made_for_drafting"  # the attribute of a head
+
+
+class _Made(NamedTuple):
+    """What `drafting` made of a head with these weights. A copy of the head shares or copies the attribute, so it names
+    its head."""
+
+    head: ReferenceType[nn.Module]
+    state: object
+    view: nn.Module
+
+    def __deepcopy__(self, memo: object) -> None:
+        """A copy has weights of its own."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(None), ()
 
 
 def drafting(head: M) -> M:
@@ -164,14 +179,15 @@ def drafting(head: M) -> M:
         return head
     state = [(weight.data_ptr(), 0 if weight.is_inference() else weight._version) for weight in weights]
     with _ONE:
-        known = _MADE.get(head)
-        if known is None or known[0] != state:
+        known: _Made | None = getattr(head, _MADE, None)
+        if known is None or known.head() is not head or known.state != state:
             with torch.inference_mode(False), torch.no_grad():
-                made = map_modules(head, _exchanged)
-            if made is head:
+                view = map_modules(head, _exchanged)
+            if view is head:
                 return head
-            known = _MADE[head] = (state, made)
-    return cast(M, known[1])
+            known = _Made(ref(head), state, view)
+            setattr(head, _MADE, known)
+    return cast(M, known.view)
 
 
 def _exchanged(module: nn.Module) -> nn.Module | None:

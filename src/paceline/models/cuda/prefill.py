@@ -40,7 +40,7 @@ class PromptReader:
         self._programs = programs_for(lm)
         self._pieces: dict[tuple[int, ...], tuple[Tensor, Tensor]] = {}
         self._met: set[tuple[int, ...]] = set()  # pieces of other rows than the first, once
-        self._moved = -1
+        self._moved: object = None
 
     def read(self, cache: SlotCache, row: int, ids: Tensor, start: int) -> tuple[Tensor, ...]:
         """ids [1,Q] are the tokens from `start` on of a row. Returns the tapped states, [1,Q,D] each."""

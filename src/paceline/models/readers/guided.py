@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import operator
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import torch
@@ -75,8 +75,8 @@ class BranchReader:
         return bool(self._first.branches)
 
     @property
-    def storage_version(self) -> int:
-        return int(self._first.storage_version + self._second.storage_version)
+    def storage_version(self) -> Hashable:
+        return self._first.storage_version, self._second.storage_version
 
     def begin(self, rows: RowsView, first: int, room: int) -> int:
         del self._prompts[first:]

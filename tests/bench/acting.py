@@ -10,10 +10,10 @@ from paceline.bench.bench_options import BenchOptions
 from paceline.bench.candidates.candidate import Cancel, Plan, Run, Task, Watcher
 from paceline.bench.data.tasks import Conversation
 from paceline.bench.measure.bench_session import BenchSession, Weigh
-from paceline.bench.measure.machine_state import Neighbours
 from paceline.bench.results.bench_report import Report
 from paceline.bench.results.records import Recorder
 from paceline.core.trace import Round, Trace
+from paceline.models.pass_timing import Neighbours
 
 
 @dataclass

@@ -18,7 +18,7 @@ from transformers import Qwen2Config, Qwen3Config
 from paceline.bench.candidates.candidate import Candidate, Plan, Task
 from paceline.bench.candidates.paceline_run import PacelineRun
 from paceline.bench.peers import gguf_export as gguf_writing
-from paceline.bench.peers.llama_cpp_peer import KINDS, LlamaCpp, Speculation
+from paceline.bench.peers.gguf_peers import KINDS, LlamaCpp, Speculation
 from paceline.bench.peers.peer_names import open_peers
 from paceline.common.errors import InputError, ModelOutputError, UnknownNameError, UnsupportedError
 from paceline.models import load

@@ -14,7 +14,7 @@ from paceline.bench.bench_options import BenchOptions
 from paceline.bench.candidates.candidate import Watcher
 from paceline.bench.measure import bench_session
 from paceline.bench.measure.bench_session import BenchSession
-from paceline.bench.measure.machine_state import Busy
+from paceline.bench.measure.machine_use import Busy
 from paceline.bench.results.metrics import summarise
 from paceline.bench.results.records import read_records
 from paceline.bench.trace_files import read_trace

@@ -14,10 +14,9 @@ import pytest
 
 from paceline.bench.bench_options import BenchOptions
 from paceline.bench.measure import bench_session
-from paceline.bench.measure import memory_use as room
+from paceline.bench.measure import machine_use as room
 from paceline.bench.measure.bench_session import BenchSession
-from paceline.bench.measure.machine_state import Busy
-from paceline.bench.measure.memory_use import NOTES, lines_while
+from paceline.bench.measure.machine_use import NOTES, Busy, lines_while
 from paceline.bench.results.html_page import as_html
 from paceline.bench.results.metrics import summarise
 from paceline.bench.results.records import read_records

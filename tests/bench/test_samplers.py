@@ -12,7 +12,7 @@ from paceline.bench.bench_options import BenchOptions
 from paceline.bench.data.tasks import SAMPLERS, parse_samplers
 from paceline.bench.measure import bench_session
 from paceline.bench.measure.bench_session import BenchSession
-from paceline.bench.measure.machine_state import Busy
+from paceline.bench.measure.machine_use import Busy
 from paceline.bench.results.charts import charts_of
 from paceline.bench.results.html_page import as_html
 from paceline.bench.results.metrics import summarise

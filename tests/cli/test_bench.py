@@ -12,7 +12,7 @@ import pytest
 from rich.console import Console
 from rich.live import Live
 
-from paceline.bench.measure import machine_state as machine
+from paceline.bench.measure import machine_use as machine
 from paceline.bench.results.metrics import summarise
 from paceline.bench.results.records import Recorder, read_records
 from paceline.bench.results.tables import as_text, overall, short

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.bench.measure import machine_state as machine
+from paceline.bench.measure import machine_use as machine
 from paceline.bench.results.records import Recorder
 from tests.bench.made_reports import COSTS, made_report
 from tests.cli.conftest import refusal, run

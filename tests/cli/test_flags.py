@@ -13,7 +13,7 @@ from safetensors import safe_open
 
 from paceline.bench.bench_options import PRESETS
 from paceline.bench.data.tasks import SAMPLERS
-from paceline.bench.measure import machine_state as machine
+from paceline.bench.measure import machine_use as machine
 from paceline.bench.peers.peer_names import _PEERS
 from paceline.cli.command_options import AuditOptions, ChatOptions, GenerateOptions
 from paceline.cli.commands.bench import BenchCommandOptions

@@ -13,7 +13,7 @@ from tests.real.evidence_prompts import evidence_prompts
 
 import paceline
 from paceline import LanguageModel, SpeculativeDecoder
-from paceline.bench.measure.machine_state import Neighbours
+from paceline.models.pass_timing import Neighbours
 
 pytestmark = pytest.mark.real
 TOKENS = 64

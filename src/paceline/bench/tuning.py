@@ -13,7 +13,7 @@ from paceline.bench.candidates.candidate import Cancel, Plan, Prompt, Run, RunSp
 from paceline.bench.candidates.paceline_run import PacelineRun
 from paceline.bench.data.tasks import first_tasks
 from paceline.bench.measure.bench_session import order
-from paceline.bench.measure.machine_state import how_busy
+from paceline.bench.measure.machine_use import how_busy
 from paceline.bench.replay import rerun
 from paceline.bench.results.metrics import seconds_of, shared, spread, total
 from paceline.bench.trace_files import TraceHeader, TraceText

@@ -24,14 +24,14 @@ from paceline.bench.measure.bench_setup import (
     quality_of,
     too_long,
 )
-from paceline.bench.measure.machine_state import Neighbours, check_quiet, how_busy, wanted_device
-from paceline.bench.measure.memory_use import peak_while
+from paceline.bench.measure.machine_use import check_quiet, how_busy, peak_while, wanted_device
 from paceline.bench.results.bench_report import LeftOut, Member, Report, Result, Tally, busy_machine
 from paceline.bench.results.records import Recorder, Sink
 from paceline.bench.trace_files import Tracing
 from paceline.common.errors import InputError, PacelineError
 from paceline.integrations.provenance import provenance
 from paceline.models.loading.disk_cache import Progress
+from paceline.models.pass_timing import Neighbours
 from paceline.models.runtime import running
 
 Tokens = tuple[tuple[int, ...], ...]

@@ -23,7 +23,7 @@ from paceline.bench.data.tasks import (
     parse_samplers,
     text_of,
 )
-from paceline.bench.measure.memory_use import layer_table, lines_while
+from paceline.bench.measure.machine_use import layer_table, lines_while
 from paceline.bench.peers.peer_names import check_peers, draft_model_of, open_peers
 from paceline.bench.results.bench_report import LeftOut, Report
 from paceline.bench.results.metrics import summarise

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
-import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,8 +17,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from paceline.bench.candidates.candidate import Plan, Task
-from paceline.bench.data.tasks import too_long
 from paceline.common.errors import UnsupportedError
 from paceline.models import load
 from paceline.models.language_model import LanguageModel
@@ -67,45 +63,6 @@ def _packaged(name: str) -> Path | None:
     found = importlib.util.find_spec(package)
     places = [] if found is None else [Path(place) / member for place in found.submodule_search_locations or ()]
     return next((place for place in places if place.is_file()), None)
-
-
-# ---- The base of the peers that read a GGUF file
-
-
-class GgufPeer(ABC):
-    """Decodes one text at a time. Its sums or weights differ from the target's, so its text may differ."""
-
-    library = ""
-    samplers: tuple[str, ...] = ()  # sampling controls that it supports
-    drafter = ""
-    exact = False
-
-    def __init__(
-        self,
-        name: str,
-        file: Path,
-        context: int,
-        *,
-        gamma: int = 0,
-        match: int = 2,
-        clock: Callable[[], float] = time.perf_counter,
-    ) -> None:
-        """gamma: tokens it drafts by lookup, 0 for none; match: tokens of the n-gram that is looked up."""
-        self.name, self.gamma, self.speculates = name, gamma, gamma > 0
-        self._file, self._context, self._match, self._clock = file, context, match, clock
-        self.find_library()
-
-    @abstractmethod
-    def find_library(self) -> None:
-        """Import it, or raise `UnsupportedError` with how to install it."""
-
-    def refuses(self, task: Task, plan: Plan) -> str | None:
-        if len(task.prompts) > 1:
-            return f"{self.library} takes part with one text at a time"
-        for name in plan.sampling:
-            if name not in self.samplers:
-                return f"{self.library} has no {name} here"
-        return too_long(task, plan, self._context)
 
 
 # ---- A target's own weights as a GGUF file, so that llama.cpp computes with the very same numbers

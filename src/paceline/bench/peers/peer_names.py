@@ -8,8 +8,7 @@ from typing import Any
 
 from paceline.bench.candidates.candidate import Candidate, whole_number
 from paceline.bench.peers.gguf_export import FORMATS, gguf_of, in_floats, numbered, written
-from paceline.bench.peers.llama_cpp_peer import BEST, KINDS, LlamaCpp, Speculation, xllamacpp
-from paceline.bench.peers.openvino_peer import OpenVino
+from paceline.bench.peers.gguf_peers import BEST, KINDS, LlamaCpp, OpenVino, Speculation, xllamacpp
 from paceline.bench.peers.transformers_peer import HuggingFace, early_exit
 from paceline.common.errors import InputError, PacelineError, UnknownNameError, UnsupportedError
 from paceline.common.names import split_spec

@@ -1,8 +1,12 @@
-"""llama.cpp as a candidate, through PyPI's `xllamacpp`: a llama.cpp server inside this process.
+"""The peers that read a GGUF file: llama.cpp and OpenVINO GenAI.
 
-It is asked by a function call, not over HTTP. In the files it is given tokens are called by their numbers
-(`gguf_writing`), so that the pieces of text it hands over one by one are ids. What is left beside its own work, by its
-own clock, is half a millisecond per request.
+llama.cpp (PyPI `xllamacpp`) is a server inside this process. It is asked by a function call, not over HTTP. In the
+files it is given, a token is called by its number (`gguf_export`), so the pieces of text that it returns are ids. A
+request takes half a millisecond beside its own work, by its own clock.
+
+OpenVINO GenAI (PyPI `openvino-genai`) reads the GGUF file itself, on the CPU. It keeps keys and values in int8 and
+computes with the quantized weights, so its text may differ from the target's: it is compared and need not be equal. Its
+cache of earlier prompts is off: with it, it does not read a prompt twice.
 """
 
 from __future__ import annotations
@@ -10,17 +14,59 @@ from __future__ import annotations
 import importlib
 import json
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from paceline.bench.candidates.candidate import Cancel, Plan, Run, Task
-from paceline.bench.data.tasks import counted, cut_short
-from paceline.bench.peers.gguf_export import GgufPeer
-from paceline.common.errors import UnsupportedError
+from paceline.bench.data.tasks import counted, cut_short, too_long
+from paceline.common.errors import UnsupportedError, in_one_line
+
+# ---- The base of the peers that read a GGUF file
+
+
+class GgufPeer(ABC):
+    """Decodes one text at a time. Its sums or weights differ from the target's, so its text may differ."""
+
+    library = ""
+    samplers: tuple[str, ...] = ()  # sampling controls that it supports
+    drafter = ""
+    exact = False
+
+    def __init__(
+        self,
+        name: str,
+        file: Path,
+        context: int,
+        *,
+        gamma: int = 0,
+        match: int = 2,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        """gamma: tokens it drafts by lookup, 0 for none; match: tokens of the n-gram that is looked up."""
+        self.name, self.gamma, self.speculates = name, gamma, gamma > 0
+        self._file, self._context, self._match, self._clock = file, context, match, clock
+        self.find_library()
+
+    @abstractmethod
+    def find_library(self) -> None:
+        """Import it, or raise `UnsupportedError` with how to install it."""
+
+    def refuses(self, task: Task, plan: Plan) -> str | None:
+        if len(task.prompts) > 1:
+            return f"{self.library} takes part with one text at a time"
+        for name in plan.sampling:
+            if name not in self.samplers:
+                return f"{self.library} has no {name} here"
+        return too_long(task, plan, self._context)
+
+
+# ---- llama.cpp
 
 _ROOM = 256  # contexts grow by this many tokens, so that a slightly longer prompt needs no new server
 
@@ -213,3 +259,84 @@ def _sampling(plan: Plan) -> dict[str, Any]:
         return {"temperature": 0.0}
     samplers = ["top_k", "top_p", "min_p", "temperature"]
     return {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "samplers": samplers, **plan.sampling}
+
+
+# ---- OpenVINO
+
+
+class OpenVino(GgufPeer):
+    """Plain decoding, or with `gamma` its prompt lookup. The pipeline is opened with the first run."""
+
+    library = "openvino"
+    samplers = ("temperature", "top_k", "top_p")
+
+    def find_library(self) -> None:
+        try:
+            import openvino
+            import openvino_genai
+        except ImportError as error:
+            raise UnsupportedError("openvino-genai is not installed; pip install openvino-genai") from error
+        self._genai, self._tensor = openvino_genai, openvino.Tensor
+        self._pipeline: Any = None
+
+    def run(self, task: Task, plan: Plan, repeat: int, cancel: Cancel) -> Run:
+        if self._pipeline is None:
+            self._pipeline = self._open()
+        ids = np.array([task.prompts[0]], dtype=np.int64)
+        inputs = self._genai.TokenizedInputs(self._tensor(ids), self._tensor(np.ones_like(ids)))
+        config = self._config(plan)
+        arrivals: list[float] = []
+        clock = self._clock
+        streamer = _streamer(self._genai, cancel, lambda count: arrivals.extend([clock() - started] * count))
+        started = clock()
+        written = self._pipeline.generate(inputs, config, streamer).tokens
+        seconds = clock() - started
+        if cancel():
+            return cut_short(self.name, task, repeat)
+        tokens = counted(self.name, written, task, plan)
+        arrived = tuple(arrivals[: plan.tokens])
+        return Run(self.name, task.id, task.category, repeat, tokens, seconds, arrivals[0], arrived)
+
+    def _open(self) -> Any:
+        scheduler = self._genai.SchedulerConfig()
+        scheduler.enable_prefix_caching = False
+        lookup = {"prompt_lookup": True} if self.gamma else {}
+        try:
+            return self._genai.LLMPipeline(
+                str(self._file),
+                "CPU",
+                scheduler_config=scheduler,
+                INFERENCE_NUM_THREADS=torch.get_num_threads(),
+                **lookup,
+            )
+        except RuntimeError as error:
+            raise UnsupportedError(f"OpenVINO cannot open {self._file.name}: {in_one_line(error)}.") from error
+
+    def _config(self, plan: Plan) -> Any:
+        config = self._genai.GenerationConfig()
+        config.max_new_tokens, config.ignore_eos, config.apply_chat_template = plan.tokens, True, False
+        config.do_sample = bool(plan.sampling) and plan.sampling.get("temperature") != 0
+        if config.do_sample:
+            config.rng_seed = plan.seed
+            for name, value in plan.sampling.items():
+                setattr(config, name, value)
+        if self.gamma:
+            config.num_assistant_tokens, config.max_ngram_size = self.gamma, self._match
+        return config
+
+    def close(self) -> None:
+        self._pipeline = None
+
+
+def _streamer(genai: Any, cancel: Cancel, arrived: Callable[[int], None]) -> Any:
+    """Told of every token, or of several at once; it must be of OpenVINO's own class."""
+
+    class Streamer(genai.StreamerBase):  # type: ignore[misc]
+        def write(self, token: Any) -> Any:
+            arrived(len(token) if isinstance(token, (list, tuple)) else 1)
+            return genai.StreamingStatus.CANCEL if cancel() else genai.StreamingStatus.RUNNING
+
+        def end(self) -> None:
+            """Nothing is held back."""
+
+    return Streamer()

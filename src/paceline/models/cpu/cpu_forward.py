@@ -23,6 +23,7 @@ from paceline.core.contracts import Reading
 from paceline.core.device_ops import TORCH, DeviceOps
 from paceline.models.cpu.cpu_ops import CpuOps, climb
 from paceline.models.cpu.cpu_plan import Plan, no_family, plan_of
+from paceline.models.cpu.kernel_call import KernelCall
 from paceline.models.cpu.threads import THREADS
 from paceline.models.slot_cache import SlotCache
 
@@ -93,13 +94,8 @@ class CpuForward:
         from paceline.kernels.cpu import llama, team
 
         self.plan, self.threads, self._most = plan, threads, max(threads, most)
-        self._names, self._line = llama.CALL, llama.COUNTER
+        self._call, self._counters = KernelCall(llama.CALL, plan.sizes), llama.STEPS * plan.layers + 2
         self._run = team.direct(llama.run_pass)
-        self._room = self._seen = 0
-        self._buffers: dict[str, Tensor] = {}
-        self._scores, self._together = _floats(0), llama.TOGETHER
-        self._counters = np.zeros((llama.STEPS * plan.layers + 2) * llama.COUNTER, np.int64)
-        self._own: dict[str, int] = {}  # addresses of the memory above, until some of it is replaced
         self._shapes: dict[tuple[int, int, int], _Shape] = {}
 
     def __call__(
@@ -127,7 +123,7 @@ class CpuForward:
         n, part = R * Q, part or LayerRange(0, plan.layers)
         cache.allocate(plan.layers, plan.kv_heads, plan.width, torch.float32)
         visible = cache.get_mask_sizes(0)[0]
-        self._make_room(n, visible + 16)
+        self._call.make_room(n, visible, max(self.threads, self._most))
         cos, sin = plan.turned(visible)  # a token's position is not beyond its slot
         shape, most = place or (self._shape(R, Q, keep), self.threads)
         starts, extras = sight.lists or shape.unseen
@@ -144,30 +140,19 @@ class CpuForward:
         assert vocabulary <= plan.outputs
         keys, stores = cache.keys[0], cache.addresses()
         threads = team.TEAM.gather(THREADS.governor.threads(most))
-        self._counters[:] = 0
-        call = self._call({
-            **self._own, **shape.addresses,
+        call = self._call.numbers({
+            **shape.addresses,
             **{name: tensor.data_ptr() for name, tensor in zip(lists, held, strict=True)},
             "threads": threads, "from": part.start, "to": part.stop, "cos": cos.data_ptr(), "sin": sin.data_ptr(),
             "caches": stores.ctypes.data, "row_step": 4 * keys.stride(0), "head_step": 4 * keys.stride(1),
             "slot_step": 4 * keys.stride(2), "logits": logits.data_ptr() if part.head else 0,
             "logits_step": 4 * vocabulary, "vocabulary": vocabulary, "taps": tapped.ctypes.data,
             "given": 0 if given is None else given.data_ptr(),
-        })  # fmt: skip
+        }, self._counters)  # fmt: skip
         spent = team.TEAM.run(threads, self._run, plan.numbers, call, plan.floats)
         THREADS.governor.see(threads, *spent)
-        hidden = self._buffers["x"][: n * plan.hidden].view(R, Q, plan.hidden)
+        hidden = self._call.floats("x", n * plan.hidden).view(R, Q, plan.hidden)
         return Reading(logits, tuple(seen[layer][:, -keep:] for layer in taps)), hidden
-
-    def _call(self, named: dict[str, int]) -> np.ndarray:
-        """The numbers of a call in their order and, behind them, a cache line that is the barrier of this call alone:
-        a thread that still reads it when the call is over must find it as it was."""
-        count = len(self._names)
-        call = np.zeros(count + 2 * self._line, np.int64)
-        line = 8 * self._line
-        named["barrier"] = -(-(call.ctypes.data + 8 * count) // line) * line
-        call[:count] = [named[name] for name in self._names]
-        return call
 
     def _shape(self, R: int, Q: int, keep: int) -> _Shape:
         found = self._shapes.get((R, Q, keep))
@@ -176,19 +161,6 @@ class CpuForward:
                 self._shapes.clear()
             found = self._shapes[R, Q, keep] = _Shape(R, Q, keep)
         return found
-
-    def _make_room(self, n: int, visible: int) -> None:
-        if n <= self._room and visible <= self._seen:
-            return
-        if n > self._room:
-            self._room = max(16, 1 << (n - 1).bit_length())
-            self._buffers = {name: _floats(self._room * size) for name, size in self.plan.sizes.items()}
-        if visible > self._seen:
-            self._seen = 1 << (visible - 1).bit_length()
-            self._scores = _floats(max(self.threads, self._most), self._together * self._seen)
-        self._own = {name: buffer.data_ptr() for name, buffer in self._buffers.items()}
-        self._own |= {"scores": self._scores.data_ptr(), "scores_step": 4 * self._scores.shape[1]}
-        self._own["counters"] = self._counters.ctypes.data
 
 
 class _Shape:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from paceline.models.cpu import threads as openmp
 from paceline.models.cpu.cpu_layer import MOST, KernelNorm
 from paceline.models.cpu.cpu_linear import CpuLinear, listened, plain, threads_for
+from paceline.models.cpu.kernel_call import TOKEN_LISTS, KernelCall
 from paceline.models.heads.head_layers import LightLayer, Scratch
 from paceline.models.slot_cache import SlotCache
 
@@ -45,16 +46,13 @@ class CpuHead:
                 "ids": 0 if self._ids is None else self._ids.data_ptr()}  # fmt: skip
         own |= dict(zip(("norm", "token_norm", "feature_norm"), (norm.data_ptr() for norm in norms), strict=True))
         self._model = np.array([own[name] for name in (*llama.MODEL, *llama.LAYER, *drafting.HEAD)], np.int64)
-        self._names = (*llama.CALL, *drafting.DRAFT)
-        self._line, self._together, self._per_step = llama.COUNTER, llama.TOGETHER, drafting.PER_STEP
         self._inputs = table.shape[1] + self._D
-        self._sizes = job.sizes | {"x": self._D, "seen": self._inputs, "made": self._D, "token_scores": self._says,
-                                    "joined": fuse.numbers[-2], "fused": self._D}  # fmt: skip
+        sizes = job.sizes | {"x": self._D, "seen": self._inputs, "made": self._D, "token_scores": self._says,
+                             "joined": fuse.numbers[-2], "fused": self._D}  # fmt: skip
+        names, self._per_step = (*llama.CALL, *drafting.DRAFT), drafting.PER_STEP
+        self._call = KernelCall(names, sizes, TOKEN_LISTS, optional=names)
         self._work = job.weights + self._says * self._D
         self._fuse = fuse.numbers
-        self._room = (0, 0, 0)  # tokens, slots and threads that there is memory for
-        self._memory: list[Tensor] = []
-        self._own: dict[str, int] = {}
 
     @classmethod
     def of(cls, light: Any, embedding: nn.Module, vocabulary: int) -> CpuHead | None:
@@ -146,37 +144,15 @@ class CpuHead:
         assert visible <= keys.shape[2]
         openmp.rest()
         threads = threads_for(self._work * (n + 1))
-        self._make_room(n, visible, threads)
+        self._call.make_room(n, visible, threads)
         stores = cache.addresses()
-        call = self._call(steps, {
-            **self._own, "n": n, "threads": threads, "Q": Q, "entries": entries.data_ptr(), "room": visible,
+        call = self._call.numbers({
+            "n": n, "threads": threads, "Q": Q, "entries": entries.data_ptr(), "room": visible,
             "cos": cos.data_ptr(), "sin": sin.data_ptr(), "caches": stores.ctypes.data,
             "row_step": 4 * keys.stride(0), "head_step": 4 * keys.stride(1), "slot_step": 4 * keys.stride(2),
             "inputs": self._inputs, "vocabulary": self._vocabulary, **named,
-        })  # fmt: skip
+        }, steps * self._per_step)  # fmt: skip
         _run(threads, _kernels()[0], self._model, call, job.floats)
-
-    def _call(self, steps: int, named: dict[str, int]) -> np.ndarray:
-        """The numbers of a call and, behind them, its barrier and its counters, each in a cache line of its own."""
-        count, line = len(self._names), 8 * self._line
-        call = np.zeros(count + self._line * (2 + steps * self._per_step), np.int64)
-        named["barrier"] = -(-(call.ctypes.data + 8 * count) // line) * line
-        named["counters"] = named["barrier"] + line
-        call[:count] = [named.get(name, 0) for name in self._names]
-        return call
-
-    def _make_room(self, n: int, visible: int, threads: int) -> None:
-        if all(wanted <= there for wanted, there in zip((n, visible, threads), self._room, strict=True)):
-            return
-        n, visible, threads = (max(pair) for pair in zip((n, visible, threads), self._room, strict=True))
-        n, visible = 1 << (n - 1).bit_length(), 1 << (visible - 1).bit_length()
-        span = self._together * (visible + 16)
-        floats = {name: n * size for name, size in self._sizes.items()} | {"scores": threads * span}
-        lists = dict.fromkeys(("row", "slot", "position", "prefix"), n) | {"extra": n + 1, "extras": 1}
-        made = {name: torch.empty(size, dtype=torch.float32, device="cpu") for name, size in floats.items()}
-        made |= {name: torch.zeros(size, dtype=torch.int64, device="cpu") for name, size in lists.items()}
-        self._memory, self._room = list(made.values()), (n, visible, threads)
-        self._own = {name: tensor.data_ptr() for name, tensor in made.items()} | {"scores_step": 4 * span}
 
     # ---- hidden states of the target
 
@@ -195,12 +171,14 @@ class CpuHead:
         entries, path = length - 1, None if path is None else _checked(path, R, taps[0].shape[1] - 1)
         openmp.rest()
         threads = threads_for(self._fuse[-1] * self._fuse[-2] * (R * Q + 1))
-        self._make_room(R * Q, 1, threads)
+        self._call.make_room(R * Q, 1, threads)
+        own = self._call.addresses
         told = [threads, R, Q, len(taps), self._taps[0], 0 if path is None else path.data_ptr(), entries.data_ptr(),
-                states.data_ptr(), 4 * states.stride(0), self._own["joined"], self._own["fused"]]  # fmt: skip
+                states.data_ptr(), 4 * states.stride(0), own["joined"], own["fused"]]  # fmt: skip
         where = [number for tap in taps for number in (tap.data_ptr(), 4 * tap.stride(0), 4 * tap.stride(1))]
-        call = np.zeros(len(drafting.NOTE) + len(where) + 3 * self._line, np.int64)
-        call[: -3 * self._line] = [*self._fuse, *told, *where]
+        lines = 3 * drafting.COUNTER
+        call = np.zeros(len(drafting.NOTE) + len(where) + lines, np.int64)
+        call[:-lines] = [*self._fuse, *told, *where]
         _run(threads, _kernels()[1], call)
         return True
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from paceline.models.cpu import threads as openmp
 from paceline.models.cpu.cpu_linear import CpuLinear, address, plain, threads_for
+from paceline.models.cpu.kernel_call import TOKEN_LISTS, KernelCall
 from paceline.models.slot_cache import SlotCache
 
 MOST = 64  # tokens of a pass: more are left to torch's attention
@@ -68,9 +69,8 @@ class LayerJob:
         self.weights = sum(each.in_features * each.out_features for each in maps)
         # of a token, in floats: what lies between two steps of the layer
         self.sizes = {"h": max(hidden, own), "qkv": own + 2 * few, "mixed": own, "gate": inner, "up": inner}
-        self._index = {name: i for i, name in enumerate((*llama.CALL, *kernels.STEP))}
-        self._line, self._together = llama.LINE, llama.TOGETHER
-        self._lines = llama.COUNTER * (kernels.COUNTERS + 2)
+        names, self._counters = (*llama.CALL, *kernels.STEP), kernels.COUNTERS
+        self._call = KernelCall(names, self.sizes, TOKEN_LISTS, branches=True, optional=names)
 
     def __deepcopy__(self, memo: Any) -> LayerJob:
         return self  # its addresses are those of the tensors it holds
@@ -96,47 +96,21 @@ class LayerJob:
         stores = np.array([keys.data_ptr(), values.data_ptr()], np.int64)
         openmp.rest()
         threads = threads_for(self.weights * (R * Q + 1))
-        memory, lists = self._memory(R * Q, visible, threads)
-        call = self._call({
-            **memory[1], **lists[1], "n": R * Q, "threads": threads, "cos": turns[0].data_ptr(),
+        memory = self._call.allocate(R * Q, visible, threads)  # of this call: other threads may run the layer too
+        call = self._call.numbers({
+            **memory[0], "n": R * Q, "threads": threads, "cos": turns[0].data_ptr(),
             "sin": turns[1].data_ptr(), "x": made.data_ptr(), "caches": stores.ctypes.data,
             "row_step": 4 * keys.stride(0), "head_step": 4 * keys.stride(1), "slot_step": 4 * keys.stride(2),
             "seen": seen.data_ptr(), "inputs": inputs, "Q": Q, "slots": slots.data_ptr(),
             "places": position.data_ptr(), "places_step": 0 if position.shape[0] == 1 else 8 * Q,
             "mask": mask.data_ptr(), "mask_row": 0 if mask.shape[0] == 1 else mask.stride(0),
             "mask_query": mask.stride(2), "visible": visible,
-        })  # fmt: skip
+        }, self._counters)  # fmt: skip
         if threads == 1:
             _layer()(self.model, call, self.floats, 0)
         else:
             team.TEAM.run(threads, _layer(), self.model, call, self.floats)
         return made
-
-    def _memory(self, n: int, visible: int, threads: int) -> tuple[tuple[Tensor, dict[str, int]], ...]:
-        """What is written on the way: floats, and lists of whole numbers; with where their parts begin."""
-        span = self._together * (visible + 2 * _EVEN)
-        floats = {name: n * size for name, size in self.sizes.items()} | {"scores": threads * span}
-        lists = {"row": n, "slot": n, "position": n, "prefix": n, "extra": n + 1, "extras": n * visible + 1}
-        found = []
-        for sizes, dtype, width in ((floats, _FLOAT, 4), (lists, torch.int64, 8)):
-            held = torch.empty(sum(sizes.values()), dtype=dtype, device="cpu")
-            at, where = held.data_ptr(), {}
-            for name, size in sizes.items():
-                where[name] = at
-                at += width * size
-            found.append((held, where))
-        found[0][1]["scores_step"] = 4 * span
-        return tuple(found)
-
-    def _call(self, named: dict[str, int]) -> np.ndarray:
-        """The numbers of a call and, behind them, its counters and its barrier, each in a cache line of its own."""
-        count = len(self._index)
-        call = np.zeros(count + self._lines, np.int64)
-        lines = -(-(call.ctypes.data + 8 * count) // self._line) * self._line
-        named["barrier"], named["counters"] = lines, lines + self._line
-        for name, value in named.items():
-            call[self._index[name]] = value
-        return call
 
 
 def _check(slots: Tensor, room: int, position: Tensor, known: int) -> None:

@@ -173,6 +173,9 @@ def _levels(ctx: typer.Context, field: Declared, raw: Iterable[str] | None) -> l
 
 
 def _pairs(texts: Iterable[str]) -> dict[str, Any]:
+    texts = list(texts)
+    if wrong := [text for text in texts if not isinstance(text, str)]:
+        raise InputError(f"Options of a drafter or a rule are a table of names and values, got {wrong[0]!r}.")
     return {name: value for name, _, value in (text.partition("=") for text in texts)}
 
 

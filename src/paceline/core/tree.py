@@ -110,6 +110,11 @@ class TokenTree:
                 raise DrafterError(f"Row {row} of a draft says it uses {used} of {self.nodes} nodes.")
             twins = self.drawn == "iid"
             check_row(tokens[row][:used], parents[row][:used], (vocabulary, most, deepest), row, twins)
+        if self.deepest is None:
+            return
+        longest = max(longest_path(parents[row][:used]) for row, used in enumerate(counts))
+        if not isinstance(self.deepest, int) or self.deepest < longest:
+            raise DrafterError(f"A draft declares deepest={self.deepest!r}, and its longest path has {longest} tokens.")
 
     def clean(self) -> TokenTree:
         """The same tree with padding that can be read by a model, whatever its drafter left there."""
@@ -176,6 +181,14 @@ class TokenTree:
         if all(len(chains) <= 1 for chains in rows):
             return TokenTree.from_chains([chains[0][:most] if chains else [] for chains in rows], device)
         return TokenTree.from_rows([merge_chains(chains, most) for chains in rows], device)
+
+
+def longest_path(parents: Sequence[int]) -> int:
+    """The tokens of the longest path of one row."""
+    depths: list[int] = []
+    for parent in parents:
+        depths.append(1 if parent < 0 else depths[parent] + 1)
+    return max(depths, default=0)
 
 
 def chain_parents(length: int) -> list[int]:

@@ -59,6 +59,8 @@ def resolve_draft(
     text_prefix: convert options given as text to the types of their fields. Messages show it before an option's name.
     fetch: download a hub id to see whether it holds a trained head. Otherwise a hub id is a model.
     """
+    if options is not None and not isinstance(options, Mapping):
+        raise InputError(f"options of a drafter must be a mapping of names to values, got {shown(options)}.")
     draft, inside = _split_spec(spec)
     given = {**inside, **(options or {})}
     weights: dict[str, Any] = {}
@@ -85,8 +87,6 @@ def make_drafter(
 
     A model that has to be loaded goes to `device` and runs with `runner`.
     """
-    if options is not None and not isinstance(options, Mapping):
-        raise InputError(f"options of a drafter must be a mapping of names to values, got {shown(options)}.")
     if isinstance(spec, Drafter):
         if options:
             raise InputError(f"options {sorted(options)} belong to a drafter given by name; this one is already made.")
@@ -112,6 +112,8 @@ def load_drafter(where: str | os.PathLike[str], target: Any = None, **options: A
     target: the target model. The drafter is checked against it now and shares equal weights with it.
     options: options of the drafter, such as tree="levels".
     """
+    if not isinstance(where, (str, os.PathLike)):
+        raise InputError(f"A trained drafter is in a folder, a hub repository or the catalogue, got {shown(where)}.")
     lm = None if target is None else load(target)
     is_file = find_entry(os.fspath(where)) is None and place_of(where).exists()
     name, given, source = resolve_draft(Path(where) if is_file else where, options, fetch=True)

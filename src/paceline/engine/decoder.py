@@ -443,6 +443,8 @@ class SpeculativeDecoder:
         loop, self._loop = self._loop, None
         if loop is None or (loop.drafter, loop.rule) != (drafter, rule) or not loop.owns_drafter:
             loop = Loop(self.target, drafter, rule, self.gamma, self.nodes, self.first_target)
+        else:
+            loop.begin_batch()
         try:
             while waiting or loop.rows.count:
                 if cancel is not None and cancel():

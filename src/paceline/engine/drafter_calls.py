@@ -13,7 +13,17 @@ import torch
 from paceline.common.errors import DrafterWarning, UnsupportedError
 from paceline.core.contracts import Budget, Drafter, PromptTaps, Reader, Reading, RowsView, Rule
 from paceline.core.ownership import mark_opened, opened_last_by
-from paceline.core.protocols import Adaptive, DraftsOnDevice, NeedsHiddenStates, SharesReader, reorder, restart
+from paceline.core.protocols import (
+    Adaptive,
+    DraftsOnDevice,
+    NeedsHiddenStates,
+    SharesReader,
+    graphable,
+    on_replay,
+    reorder,
+    restart,
+    storage_version,
+)
 from paceline.core.tree import TokenTree
 from paceline.core.verdict import Verdict
 from paceline.drafters.none import NoDraft
@@ -148,6 +158,26 @@ class DrafterCalls:
 
     def keep(self, rows: RowsView, verdict: Verdict, reading: Reading) -> None:
         self._try(self.active.keep, rows, verdict, reading)
+
+    def on_replay(self) -> None:
+        """A graph has replayed a round with the drafter inside."""
+        self._try(on_replay, self.active)
+
+    def graphable(self, longest: int) -> bool:
+        """Return whether the drafter can draft inside a graph. A drafter that fails here is paused."""
+        answer = self._try(graphable, self.active, longest)
+        return graphable(self.active, longest) if answer is None else answer
+
+    def storage_version(self) -> int:
+        version = self._try(storage_version, self.active)
+        return storage_version(self.active) if version is None else version
+
+    def explain(self) -> tuple[Sequence[str], float]:
+        """Return the reasons for the last draft, per row, and the seconds of models that it used."""
+        drafter = self.active
+        if not isinstance(drafter, Adaptive):
+            return (), 0.0
+        return self._try(lambda: (tuple(drafter.reasons), float(drafter.model_seconds))) or ((), 0.0)
 
     def round_read(self, tokens: Sequence[int], away: float) -> None:
         """The host has read a round, with the number of tokens per row; `away` is the time of the caller before it."""

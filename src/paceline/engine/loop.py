@@ -42,7 +42,7 @@ class Loop:
             self.drafting.open(drafter)
             shared = self.drafting.reader()
         self._reader_is_shared = shared is not None
-        self.reader: Reader = target.reader_around(shared) if shared else target.reader(taps_of(self.drafter))
+        self.reader: Reader = target.reader_around(shared) if shared else target.reader(taps_of(drafter))
         if target.strict and shared is not None and not by_kernels(target):
             raise UnsupportedError(
                 f"'{self.drafter.name}' reads the target in a way of its own, and {target.name} has no kernels here, "
@@ -137,6 +137,12 @@ class Loop:
     def owns_drafter(self) -> bool:
         """Return whether no other loop has opened the drafter since."""
         return self.drafting.is_owned
+
+    @torch.inference_mode()
+    def begin_batch(self) -> None:
+        """Open the drafter for a batch of a reused loop, unless it drafts in the CUDA graphs, which use its tensors."""
+        if not self._reader_is_shared and not self.drafting.graphable(0):
+            self.drafting.open(self.drafter)
 
     @torch.inference_mode()
     def admit(self, new: Sequence[Row]) -> None:

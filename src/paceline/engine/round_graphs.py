@@ -16,7 +16,7 @@ from torch import Tensor
 
 from paceline.common.errors import UnsupportedError
 from paceline.core.contracts import Budget, Reader, Reading, Rule
-from paceline.core.protocols import Graphable, graphable, on_replay, speculates, storage_version
+from paceline.core.protocols import Graphable, on_replay, speculates
 from paceline.core.tree import TokenTree
 from paceline.core.verdict import Verdict
 from paceline.engine.drafter_calls import DrafterCalls, RoundLimits
@@ -85,7 +85,7 @@ class GraphRounds:
 
     def _static(self, rows: Rows) -> StaticRows:
         drafter, gamma, drafted = self._drafter, self._limits.gamma, self._limits.nodes + 1
-        versions = (rows.storage_version, self._reader.storage_version, storage_version(drafter.active))
+        versions = (rows.storage_version, self._reader.storage_version, drafter.storage_version())
         if (*versions, drafter.retries) != self._stamp:
             self._graphs.forget()
             self._known.clear()
@@ -104,7 +104,7 @@ class GraphRounds:
     def drafts(self, rows: Rows) -> bool:
         """Return whether the graph of the next round contains the draft."""
         deepest = max(rows.lengths) + (rows.in_flight + 1) * (self._limits.gamma + 1)
-        return graphable(self._drafter.active, deepest)
+        return self._drafter.graphable(deepest)
 
     def may_overlap(self, rows: Rows) -> bool:
         """Return whether a second round may start now: not if the one in flight may be the last of every row."""
@@ -117,23 +117,27 @@ class GraphRounds:
     def run(self, rows: Rows) -> PendingRound:
         """Launch a round. If the drafter fails, nothing is committed, and the round runs again without a draft."""
         drafter = self._drafter
+        if not self.drafts(rows):
+            return self._verify_in_graph(rows)
         try:
-            return self._whole_round(self._static_rows) if self.drafts(rows) else self._verify_in_graph(rows)
+            output, lines = self._whole_round(self._static_rows)
         except UnsupportedError:
             raise
         except Exception as error:
             if not speculates(drafter.active):
                 raise
             drafter.fail(error)
-            return self._whole_round(self._static_rows)
+            output, lines = self._whole_round(self._static_rows)
+        drafter.on_replay()  # the round is committed: a failure from here on must not run it again
+        return PendingRound(output, self._graphs.host_copy(lines))
 
     @property
     def _static_rows(self) -> StaticRows:
         assert self._rows is not None, "call can_run first"
         return self._rows
 
-    def _whole_round(self, rows: StaticRows) -> PendingRound:
-        """Draft, run the target, verify and write: all of it is one graph."""
+    def _whole_round(self, rows: StaticRows) -> tuple[RoundOutput, Tensor]:
+        """Draft, run the target, verify and write: all of it is one graph. Nothing is written if it raises."""
         drafter = self._drafter.active
 
         def graph() -> tuple[RoundOutput, Tensor]:
@@ -142,9 +146,7 @@ class GraphRounds:
             drafter.keep(rows, output.verdict, output.reading)
             return output, rows.write(output.verdict, output.tree)
 
-        output, lines = self._graphs.run(("round", *self._drafter_key(), *self._rows_key(rows)), graph)
-        on_replay(drafter)
-        return PendingRound(output, self._graphs.host_copy(lines))
+        return self._graphs.run(("round", *self._drafter_key(), *self._rows_key(rows)), graph)
 
     def _verify_in_graph(self, rows: Rows) -> PendingRound:
         """Draft eagerly; run the target and verify in a graph; keep and write eagerly."""

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from paceline.common.errors import InputError
 from paceline.common.limits import GAMMA_LIMIT, Limited, limited
 from paceline.core.choice import Choice, Draw
 from paceline.core.contracts import DRAFTERS, Budget, Reading, RowsView, choice_after
@@ -67,7 +68,10 @@ class Staged(ModelDrafter, Reorderable, TakesPrediction):
         super().__init__(options)
         inner = self.options.inner
         made = inner(self.lm) if callable(inner) and not isinstance(inner, LanguageModel) else inner
-        self.inner = make_drafter(made, device=self.lm.device)
+        try:
+            self.inner = make_drafter(made, device=self.lm.device)
+        except InputError as error:
+            raise InputError(f"inner of staged is not a drafter: {error}") from None
         self.takes_prediction = takes_prediction(self.inner)
         self._speaks: tuple[LanguageModel, LanguageModel] | None = None
         self._base = PerRow[int]()  # committed tokens that the scratch reader has taken over

@@ -80,7 +80,7 @@ class Programs:
                 if self._pool is None:
                     self._pool = torch.cuda.graph_pool_handle()
                 return self._captured(program)
-            except (torch.cuda.OutOfMemoryError, RuntimeError) as error:
+            except Exception as error:  # the round has run and is committed: it must not run again
                 self._broken = True
                 self._made.clear()
                 memory = isinstance(error, torch.cuda.OutOfMemoryError)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -168,7 +168,7 @@ class DrafterCalls:
         answer = self._try(graphable, self.active, longest)
         return graphable(self.active, longest) if answer is None else answer
 
-    def storage_version(self) -> int:
+    def storage_version(self) -> Hashable:
         version = self._try(storage_version, self.active)
         return storage_version(self.active) if version is None else version
 

@@ -176,7 +176,7 @@ def test_a_head_of_fewer_tokens_is_for_those_who_ask_for_no_more() -> None:
     lm = quantized(LanguageModel(build("llama-tied", **EVEN)), "int4")
     lm.model.lm_head = Int4Linear(torch.randn(7, 64), None)
     assert "its output layer has 7 rows of 43" in str(plan_of(lm.model, lm.architecture.kinds, None))
-    assert "head says 7 tokens of 8" in str(plan_of(lm.model, lm.architecture.kinds, None, 8))
+    assert "its output layer has 7 rows of 8" in str(plan_of(lm.model, lm.architecture.kinds, None, 8))
     assert isinstance(plan_of(lm.model, lm.architecture.kinds, None, 7), Plan)
 
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from heapq import heappop, heappush
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 from paceline.core.contracts import Budget, RowsView
 from paceline.core.per_row import PerRow
 from paceline.core.protocols import Reorderable
-from paceline.core.tree import TokenTree, chain_parents
+from paceline.core.tree import TokenTree
 
 ListDraft = tuple[list[int], list[int]]  # the tokens and the parents of one row
 State = TypeVar("State")
@@ -55,29 +55,13 @@ class HostDrafter(Reorderable, Generic[State]):
 class ListDrafter(HostDrafter[State]):
     """A host drafter whose drafts are lists. A group of drafters takes the lists, without a way through tensors."""
 
-    options: Any  # with `branches`: the continuations to draft at once
-
     @abstractmethod
-    def draft_row(self, row: State, text: list[int], settled: int, depth: int, nodes: int, branches: int) -> ListDraft:
-        """Learn the first `settled` tokens of a row, and draft after the text; nothing for a depth below 1."""
-
     def propose_lists(self, rows: RowsView, budget: Budget, branching: bool = True) -> list[ListDraft]:
         """A draft for every row, within the budget. branching: false asks for chains, whatever the options are."""
-        branches = self.options.branches if branching else 1
-        known = zip(self._states, rows.histories, rows.settled, budget.limits, strict=True)
-        return [
-            self.draft_row(state, text, settled, min(limit, budget.depth), budget.nodes, branches)
-            for state, text, settled, limit in known
-        ]
 
     def propose(self, rows: RowsView, budget: Budget) -> TokenTree:
         """Trees for any rule: the loop refuses a tree if the rule verifies chains only, so no option is ignored."""
         return TokenTree.from_lists(self.propose_lists(rows, budget), "cpu")
-
-
-def chain_draft(tokens: list[int]) -> ListDraft:
-    """A draft without branches."""
-    return tokens, chain_parents(len(tokens))
 
 
 class Followers:

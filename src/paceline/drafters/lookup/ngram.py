@@ -15,11 +15,12 @@ from safetensors.numpy import save_file
 from paceline.common.errors import InputError, LoadError, shown
 from paceline.common.limits import Limited, limited
 from paceline.common.text_formats import parse_json
-from paceline.core.contracts import DRAFTERS, Reading, RowsView
+from paceline.core.contracts import DRAFTERS, Budget, Reading, RowsView
 from paceline.core.per_row import PerRow
 from paceline.core.protocols import Replayable
+from paceline.core.tree import chain_parents
 from paceline.core.verdict import Verdict
-from paceline.drafters.lookup.base import RANKED, Followers, ListDraft, ListDrafter, chain_draft, grow
+from paceline.drafters.lookup.base import RANKED, Followers, ListDraft, ListDrafter, grow
 from paceline.models.loading.weight_check import reading
 
 # ---- The store: what followed each context, in memory and on disk
@@ -267,12 +268,23 @@ class Ngram(Replayable, ListDrafter["_Row"]):
 
     # ---- drafting
 
-    def draft_row(self, row: _Row, text: list[int], settled: int, depth: int, nodes: int, branches: int) -> ListDraft:
-        self._learn(row, text, settled)
-        if branches == 1 or depth < 1:
-            return chain_draft(self._chain(row, text, depth))
-        start = tuple(text[-self._longest :])
-        return grow(start, lambda words: self._after(row, words), min(nodes, depth * branches), depth, depth, _LEAST)
+    def propose_lists(self, rows: RowsView, budget: Budget, branching: bool = True) -> list[ListDraft]:
+        drafts: list[ListDraft] = []
+        branches = self.options.branches if branching else 1
+        known = zip(rows.histories, rows.settled, self._states, budget.limits, strict=True)
+        for text, settled, row, limit in known:
+            self._learn(row, text, settled)
+            depth = min(limit, budget.depth)
+            if depth < 1:
+                drafts.append(([], []))
+            elif branches == 1:
+                chain = self._chain(row, text, depth)
+                drafts.append((chain, chain_parents(len(chain))))
+            else:
+                nodes = min(budget.nodes, depth * branches)
+                start = tuple(text[-self._longest :])
+                drafts.append(grow(start, lambda words, row=row: self._after(row, words), nodes, depth, depth, _LEAST))  # type: ignore[misc]
+        return drafts
 
     def _find(self, row: _Row, words: Context) -> Followers | None:
         """The followers of the longest known context; at each length this text comes before earlier ones."""

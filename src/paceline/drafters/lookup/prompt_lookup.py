@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 from paceline.common.errors import InputError
 from paceline.common.limits import Limited, limited
-from paceline.core.contracts import DRAFTERS, RowsView
+from paceline.core.contracts import DRAFTERS, Budget, RowsView
 from paceline.core.protocols import Replayable
-from paceline.core.tree import merge_chains
-from paceline.drafters.lookup.base import ListDraft, ListDrafter, chain_draft
+from paceline.core.tree import chain_parents, merge_chains
+from paceline.drafters.lookup.base import ListDraft, ListDrafter
 
 
 @DRAFTERS.register("prompt-lookup")
@@ -36,12 +36,18 @@ class PromptLookup(Replayable, ListDrafter["_Index"]):
     def begin(self, rows: RowsView, row: int) -> _Index:
         return _Index(self.options)
 
-    def draft_row(self, row: _Index, text: list[int], settled: int, depth: int, nodes: int, branches: int) -> ListDraft:
-        row.learn(text, settled)
-        chains = row.continuations(text, depth)
-        if len(chains) > 1 and branches > 1:
-            return merge_chains(chains, nodes)
-        return chain_draft(chains[0][:nodes] if chains else [])
+    def propose_lists(self, rows: RowsView, budget: Budget, branching: bool = True) -> list[ListDraft]:
+        drafts: list[ListDraft] = []
+        known = zip(rows.histories, rows.settled, self._states, budget.limits, strict=True)
+        for history, settled, index, limit in known:
+            index.learn(history, settled)
+            chains = index.continuations(history, min(limit, budget.depth))
+            if len(chains) > 1 and branching:
+                drafts.append(merge_chains(chains, budget.nodes))
+            else:
+                chain = chains[0][: budget.nodes] if chains else []
+                drafts.append((chain, chain_parents(len(chain))))
+        return drafts
 
 
 class _Index:

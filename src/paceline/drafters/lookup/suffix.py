@@ -7,10 +7,11 @@ from typing import Any
 
 from paceline.common.errors import InputError
 from paceline.common.limits import Limited, limited
-from paceline.core.contracts import DRAFTERS, RowsView
+from paceline.core.contracts import DRAFTERS, Budget, RowsView
 from paceline.core.per_row import PerRow
 from paceline.core.protocols import Replayable
-from paceline.drafters.lookup.base import RANKED, ListDraft, ListDrafter, chain_draft, grow
+from paceline.core.tree import chain_parents
+from paceline.drafters.lookup.base import RANKED, ListDraft, ListDrafter, grow
 
 # ---- A suffix automaton that grows with a text and counts all its substrings
 
@@ -271,13 +272,22 @@ class Suffix(Replayable, ListDrafter["_Row"]):
 
     # ---- drafting
 
-    def draft_row(self, row: _Row, text: list[int], settled: int, depth: int, nodes: int, branches: int) -> ListDraft:
-        places, least = self._places(row, text, settled), self.options.min_probability
-        if depth < 1:
-            return [], []
-        if branches == 1:
-            return chain_draft(_chain(places, depth, least))
-        return grow(places, lambda some: _after(some, branches), min(nodes, depth * branches), depth, 1, least)
+    def propose_lists(self, rows: RowsView, budget: Budget, branching: bool = True) -> list[ListDraft]:
+        least, drafts = self.options.min_probability, list[ListDraft]()
+        branches = self.options.branches if branching else 1
+        known = zip(rows.histories, rows.settled, self._states, budget.limits, strict=True)
+        for text, settled, row, limit in known:
+            places = self._places(row, text, settled)
+            depth = min(limit, budget.depth)
+            if depth < 1:
+                drafts.append(([], []))
+            elif branches == 1:
+                chain = _chain(places, depth, least)
+                drafts.append((chain, chain_parents(len(chain))))
+            else:
+                nodes = min(budget.nodes, depth * branches)
+                drafts.append(grow(places, lambda some: _after(some, branches), nodes, depth, 1, least))
+        return drafts
 
 
 @dataclass

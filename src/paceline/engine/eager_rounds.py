@@ -11,6 +11,7 @@ from torch import Tensor
 
 from paceline.core.choice import Choice
 from paceline.core.contracts import Budget, Reader, Reading, Rule, choice_after
+from paceline.core.protocols import Adaptive
 from paceline.core.tree import TokenTree
 from paceline.core.verdict import Verdict
 from paceline.engine.drafter_calls import DrafterCalls, RoundLimits
@@ -113,6 +114,7 @@ def keep_and_write(
     if output.follows:
         drafter.keep(rows, output.verdict, output.reading)
     logprobs = measure(rows, output.reading.logits, output.choice, output.verdict)
-    why = drafter.explain() if budget.depth else ((), 0.0)
+    explains = budget.depth and isinstance(drafter.active, Adaptive)
+    why: tuple[Sequence[str], float] = drafter.explain() if explains else ((), 0.0)
     lines = rows.write(output.verdict, output.tree)
     return PendingRound(output, lines if host_copy is None else host_copy(lines), *why, logprobs=logprobs)

@@ -80,14 +80,21 @@ def count_rounds(
         finally:
             counting.inside = before
 
-    target, small = _model(30), _model(2)
-    target.runner = small.runner = runner
-    decoder = paceline.SpeculativeDecoder(target, draft=draft or small, gamma=GAMMA)
-    rows = decoder._rows([[1, 2, 3, 4]], paceline.engine.request.build_requests(1, {"max_new_tokens": 400, **settings}))
-    loop = Loop(decoder.target, decoder.drafter, decoder.rule, GAMMA, GAMMA)
-    loop.admit(rows)
-    for _ in range(3):
-        loop.step()
+    def started() -> Loop:
+        target, small = _model(30), _model(2)
+        target.runner = small.runner = runner
+        decoder = paceline.SpeculativeDecoder(target, draft=draft or small, gamma=GAMMA)
+        requests = paceline.engine.request.build_requests(1, {"max_new_tokens": 400, **settings})
+        loop = Loop(decoder.target, decoder.drafter, decoder.rule, GAMMA, GAMMA)
+        loop.admit(decoder._rows([[1, 2, 3, 4]], requests))
+        for _ in range(3):
+            loop.step()
+        return loop
+
+    loop = started()
+    for _ in range(rounds):
+        loop.step()  # makes the constants that later rounds reuse, so that the count does not depend on other tests
+    loop = started()
     monkeypatch.setattr(passing, name, outside_only)
     with counting:
         sys.setprofile(counting.profile)

@@ -90,7 +90,7 @@ class DrafterCalls:
     @property
     def is_due(self) -> bool:
         """Return whether a pause is over."""
-        return self.is_paused and self._waited >= self._pause
+        return self.active is not self.drafter and self._waited >= self._pause
 
     @property
     def is_owned(self) -> bool:

@@ -68,7 +68,8 @@ class Loop:
         `GraphRounds` does the same in CUDA graphs, and may launch a round before the last one is read.
         """
         self.clock.resume()
-        self._retry_drafter()
+        if self.drafting.is_due:
+            self._retry_drafter()
         graphs = self.graphs if self.graphs is not None and self.graphs.can_run(self.rows) else None
         while graphs is not None and (not self.pending or graphs.may_overlap(self.rows)):
             self._launch(graphs)
@@ -110,11 +111,11 @@ class Loop:
             self._commit(self.pending.popleft())
 
     def _retry_drafter(self) -> None:
-        if self.drafting.is_due:
-            self._drain()
-            self.slots.compact()
-            if self.rows.count:
-                self.drafting.retry()
+        """Open the drafter again after its pause."""
+        self._drain()
+        self.slots.compact()
+        if self.rows.count:
+            self.drafting.retry()
 
     # ---- batches
 

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import paceline
 from paceline.drafters.heads.eagle import Eagle
-from paceline.engine import loop
+from paceline.engine import eager_rounds
 from paceline.engine import round_graphs as flight
 from paceline.models.runners.cuda_graph import Rehearsal
 
@@ -96,7 +96,7 @@ def after_the_pass(
     """(launches, operations of torch) of the last captured round, from when the target has read the draft."""
     now: list[Counted] = []
     counts: list[tuple[int, int]] = []
-    choice_after = loop.choice_after
+    choice_after = eager_rounds.choice_after
 
     def read(*given: Any) -> Any:
         if now:
@@ -115,7 +115,7 @@ def after_the_pass(
 
     with monkeypatch.context() as patch:
         _count_launches(patch, now)
-        patch.setattr(loop, "choice_after", read)
+        patch.setattr(eager_rounds, "choice_after", read)
         patch.setattr(flight, "programs_for", lambda lm: Watched())
         decoder.generate([1, 2, 3], max_new_tokens=3, ignore_eos=True, **settings)
     return counts[-1]

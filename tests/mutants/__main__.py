@@ -18,7 +18,7 @@ from pathlib import Path
 from tests.mutants import PACKAGE, ROOT, Mutant, all_mutants
 
 COPIES = ROOT / "build" / "mutants"  # kept: numba finds the kernels that it compiled there before
-PARALLEL = 2
+PARALLEL = os.cpu_count() or 2
 SECONDS = 300  # for one test
 _BROKEN = 70
 

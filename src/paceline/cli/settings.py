@@ -103,10 +103,10 @@ def _parameter(field: Declared) -> inspect.Parameter:
     default = inspect.Parameter.empty if field.default is dataclasses.MISSING else _as_text(field.default)
     if about.argument:
         return _keyword(field.name, str | None if default is None else str, default, typer.Argument(**more))
-    flags = about.flags
+    flag = f"--{field.name.replace('_', '-')}"
+    flags = about.flags or (flag,)  # typer 0.27 makes --DEVICE of the field `device` if no flag is named
     if field.is_flag:
-        flag = f"--{field.name.replace('_', '-')}"
-        flags = flags or ((flag,) if field.default is False else (f"{flag}/--no-{flag[2:]}",))
+        flags = about.flags or ((flag,) if field.default is False else (f"{flag}/--no-{flag[2:]}",))
         more["metavar"] = ""
         yes_or_no: Any = bool if isinstance(default, bool) else bool | None
         return _keyword(field.name, yes_or_no, default, typer.Option(*flags, **more))

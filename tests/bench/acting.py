@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from paceline.bench.bench_options import BenchOptions
-from paceline.bench.candidates.candidate import Cancel, Plan, Run, Task, Watcher
+from paceline.bench.bench_session import BenchSession, Weigh
+from paceline.bench.candidate import Cancel, Plan, Run, Task, Watcher
 from paceline.bench.data.tasks import Conversation
-from paceline.bench.measure.bench_session import BenchSession, Weigh
 from paceline.bench.results.bench_report import Report
 from paceline.bench.results.records import Recorder
 from paceline.core.trace import Round, Trace

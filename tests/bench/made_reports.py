@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from paceline.bench.candidates.candidate import Run
+from paceline.bench.candidate import Run
 from paceline.bench.results.bench_report import LeftOut, Member, Report, Result, Tally
 from paceline.core.costs import Costs
 

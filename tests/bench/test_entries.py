@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from paceline.bench.candidates.candidate import RunSpec, parse_run_spec, parse_run_specs
+from paceline.bench.candidate import RunSpec, parse_run_spec, parse_run_specs
 from paceline.common.errors import InputError, UnknownNameError
 
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from paceline.bench.results.bench_report import Report
-from paceline.bench.results.html_page import as_html, write_html
 from paceline.bench.results.metrics import summarise
+from paceline.bench.results.outputs import as_html, write_html
 from paceline.common.errors import InputError
 from tests.bench.made_reports import NASTY, made_report
 
@@ -75,7 +75,7 @@ def test_one_is_not_a_plural() -> None:
 
 
 def test_without_matplotlib_the_page_says_how_to_get_charts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("paceline.bench.results.html_page.can_draw", lambda: False)
+    monkeypatch.setattr("paceline.bench.results.outputs.can_draw", lambda: False)
     text = page(made_report())
     assert "<svg" not in text
     assert "Charts need matplotlib: pip install &#x27;paceline[bench]&#x27;." in text

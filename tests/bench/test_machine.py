@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from paceline.bench.measure import machine_use as machine
-from paceline.bench.measure.machine_use import Busy, check_quiet, how_busy
+from paceline.bench import machine_use as machine
+from paceline.bench.machine_use import Busy, check_quiet, how_busy
 from paceline.common.errors import InputError
 from paceline.integrations import provenance as made
 from paceline.models.pass_timing import Neighbours, Usage, read_usage

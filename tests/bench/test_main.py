@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 
+from paceline.bench import bench_session
 from paceline.bench.bench_options import BenchOptions
-from paceline.bench.candidates.candidate import Watcher
-from paceline.bench.measure import bench_session
-from paceline.bench.measure.bench_session import BenchSession
-from paceline.bench.measure.machine_use import Busy
+from paceline.bench.bench_session import BenchSession
+from paceline.bench.candidate import Watcher
+from paceline.bench.machine_use import Busy
 from paceline.bench.results.metrics import summarise
 from paceline.bench.results.records import read_records
 from paceline.bench.trace_files import read_trace
@@ -34,7 +34,7 @@ def _quiet_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """The machine is idle and the costs are known: measuring them takes seconds."""
     monkeypatch.setattr(bench_session, "how_busy", lambda device: Busy(0.01))
     costs = Costs({1: {1: 0.001, 8: 0.002}, 2: {1: 0.001, 8: 0.002}})
-    monkeypatch.setattr("paceline.bench.measure.bench_setup.measured_costs", lambda *_, **__: costs)
+    monkeypatch.setattr("paceline.bench.bench_session.measured_costs", lambda *_, **__: costs)
 
 
 def test_a_benchmark_writes_record_table_and_trace(tmp_path: Path) -> None:
@@ -74,9 +74,7 @@ def test_a_busy_machine_is_marked_and_refused_on_request(monkeypatch: pytest.Mon
 
 @pytest.fixture
 def _toy_target(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        "paceline.bench.measure.bench_setup.load", lambda *_, **__: LanguageModel(llama(), letters(), "toy")
-    )
+    monkeypatch.setattr("paceline.bench.bench_session.load", lambda *_, **__: LanguageModel(llama(), letters(), "toy"))
 
 
 @pytest.mark.usefixtures("_toy_target")
@@ -125,5 +123,5 @@ def test_an_error_or_an_interruption_is_no_traceback(tmp_path: Path, monkeypatch
     def insist(*_: Any, **__: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("paceline.bench.measure.bench_session.BenchSession.run", insist)
+    monkeypatch.setattr("paceline.bench.bench_session.BenchSession.run", insist)
     assert run(*words).exit_code == 130

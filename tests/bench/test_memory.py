@@ -9,7 +9,7 @@ import tracemalloc
 import pytest
 import torch
 
-from paceline.bench.measure.machine_use import cache_bytes, layer_seconds, layer_table, tensor_bytes
+from paceline.bench.machine_use import cache_bytes, layer_seconds, layer_table, tensor_bytes
 from paceline.common.errors import UnsupportedError
 from paceline.models.language_model import LanguageModel
 from paceline.models.runners import device as looking

@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 
+from paceline.bench import bench_session
+from paceline.bench import machine_use as room
 from paceline.bench.bench_options import BenchOptions
-from paceline.bench.measure import bench_session
-from paceline.bench.measure import machine_use as room
-from paceline.bench.measure.bench_session import BenchSession
-from paceline.bench.measure.machine_use import NOTES, Busy, lines_while
-from paceline.bench.results.html_page import as_html
+from paceline.bench.bench_session import BenchSession
+from paceline.bench.machine_use import NOTES, Busy, lines_while
 from paceline.bench.results.metrics import summarise
+from paceline.bench.results.outputs import as_html
 from paceline.bench.results.records import read_records
 from paceline.bench.results.tables import memory_lines
 from paceline.core.costs import Costs
@@ -130,7 +130,7 @@ def test_the_real_memray_sees_tensors() -> None:
 def test_a_benchmark_shows_and_keeps_the_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench_session, "how_busy", lambda device: Busy(0.0))
     monkeypatch.setattr(
-        "paceline.bench.measure.bench_setup.measured_costs", lambda *_, **__: Costs({1: {1: 0.001, 8: 0.002}})
+        "paceline.bench.bench_session.measured_costs", lambda *_, **__: Costs({1: {1: 0.001, 8: 0.002}})
     )
     options = BenchOptions(
         shape="tiny", runs=("suffix",), max_new_tokens=6, prompt_tokens=8, limit=1, repeats=1, warm_up=0,

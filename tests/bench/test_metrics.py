@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from paceline.bench.candidates.candidate import Run
+from paceline.bench.candidate import Run
 from paceline.bench.results.bench_report import Member, Report, Result, Tally
 from paceline.bench.results.metrics import ALL, Line, noise, predicted_seconds, spread, summarise
 from paceline.bench.results.records import Recorder

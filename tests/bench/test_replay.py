@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import paceline
-from paceline.bench.candidates.candidate import RunSpec
+from paceline.bench.candidate import RunSpec
 from paceline.bench.replay import Replayed, lines, replay, replay_all, rerun
 from paceline.bench.trace_files import TraceFile, TraceText, header_of
 from paceline.common.errors import UnknownNameError, UnsupportedError

@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
+from paceline.bench import bench_session
 from paceline.bench.bench_options import BenchOptions
+from paceline.bench.bench_session import BenchSession
 from paceline.bench.data.tasks import SAMPLERS, parse_samplers
-from paceline.bench.measure import bench_session
-from paceline.bench.measure.bench_session import BenchSession
-from paceline.bench.measure.machine_use import Busy
+from paceline.bench.machine_use import Busy
 from paceline.bench.results.charts import charts_of
-from paceline.bench.results.html_page import as_html
 from paceline.bench.results.metrics import summarise
+from paceline.bench.results.outputs import as_html
 from paceline.bench.results.records import read_records
 from paceline.bench.results.tables import evaluation
 from paceline.common.errors import InputError, UnknownNameError
@@ -77,11 +77,9 @@ def test_mistakes(names: tuple[str, ...], more: dict[str, Any], words: str) -> N
 def questions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(bench_session, "how_busy", lambda device: Busy(0.0))
     monkeypatch.setattr(
-        "paceline.bench.measure.bench_setup.measured_costs", lambda *_, **__: Costs({1: {1: 0.001, 8: 0.002}})
+        "paceline.bench.bench_session.measured_costs", lambda *_, **__: Costs({1: {1: 0.001, 8: 0.002}})
     )
-    monkeypatch.setattr(
-        "paceline.bench.measure.bench_setup.load", lambda *_, **__: LanguageModel(llama(), letters(), "toy")
-    )
+    monkeypatch.setattr("paceline.bench.bench_session.load", lambda *_, **__: LanguageModel(llama(), letters(), "toy"))
     path = tmp_path / "qa.csv"
     path.write_text("question,answer\nabcabc,abc | cab\nhello hello,hello\n")
     return path

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from paceline.bench.candidates.candidate import Plan, Run, Task, Watcher
-from paceline.bench.measure.bench_session import UnequalLengthError, check_same, first_difference, order
+from paceline.bench.bench_session import UnequalLengthError, check_same, first_difference, order
+from paceline.bench.candidate import Plan, Run, Task, Watcher
 from paceline.bench.results.bench_report import Report
 from paceline.bench.results.records import Recorder, open_record, read_records
 from paceline.common.errors import InputError, PacelineWarning

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from paceline import InputError, LanguageModel, SpeculativeDecoder
+from paceline.bench import synthetic_pairs as synthetic
 from paceline.bench.bench_options import BenchOptions, is_synthetic
-from paceline.bench.candidates import synthetic_pairs as synthetic
-from paceline.bench.candidates.candidate import RunSpec
-from paceline.bench.candidates.synthetic_pairs import SyntheticPair, synthetic_pair, synthetic_tasks
+from paceline.bench.candidate import RunSpec
+from paceline.bench.synthetic_pairs import SyntheticPair, synthetic_pair, synthetic_tasks
 from paceline.models.synthetic.random_models import random_model
 from tests.toys import letters, llama
 

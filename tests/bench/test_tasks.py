@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from paceline import InputError, LanguageModel
-from paceline.bench.candidates.candidate import Prompt, Task
+from paceline.bench.candidate import Prompt, Task
 from paceline.bench.data.tasks import Skipped, conversations, first_tasks, text_of
 from tests.toys import CONTEXT, LETTERS, letters, llama
 

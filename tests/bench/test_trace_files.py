@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import paceline
-from paceline.bench.candidates.candidate import RunSpec
+from paceline.bench.candidate import RunSpec
 from paceline.bench.trace_files import (
     TraceHeader,
     TraceText,

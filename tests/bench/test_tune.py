@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from paceline import InputError, LanguageModel, SpeculativeDecoder
+from paceline.bench import paceline_run as ours
 from paceline.bench import tuning as room
-from paceline.bench.candidates import paceline_run as ours
-from paceline.bench.candidates.candidate import Prompt, Run, RunSpec
-from paceline.bench.measure.machine_use import Busy
+from paceline.bench.candidate import Prompt, Run, RunSpec
+from paceline.bench.machine_use import Busy
 from paceline.bench.tuning import (
     ONE_REPEAT,
     Trial,

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from paceline.bench.results.metrics import summarise
-from paceline.bench.results.wandb_log import check_wandb, log
+from paceline.bench.results.outputs import check_wandb, log
 from paceline.common.errors import UnsupportedError
 from paceline.integrations import weights_and_biases
 from tests.bench.made_reports import made_report
@@ -96,7 +96,7 @@ def test_without_a_key_nobody_is_asked_for_one(run: list[FakeRun], monkeypatch: 
 SCRIPT = """
 from tests.bench.made_reports import made_report
 from paceline.bench.results.metrics import summarise
-from paceline.bench.results.wandb_log import log
+from paceline.bench.results.outputs import log
 report = made_report()
 print(log(report, summarise(report), "mine", folder="."))
 """

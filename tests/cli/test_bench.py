@@ -12,7 +12,7 @@ import pytest
 from rich.console import Console
 from rich.live import Live
 
-from paceline.bench.measure import machine_use as machine
+from paceline.bench import machine_use as machine
 from paceline.bench.results.metrics import summarise
 from paceline.bench.results.records import Recorder, read_records
 from paceline.bench.results.tables import as_text, overall, short
@@ -28,8 +28,8 @@ def _quickly(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tm
     """What takes seconds is done by one test only: measuring costs, looking at the machine, plotting."""
     monkeypatch.setenv("PACELINE_CACHE", str(tmp_path / "cache"))  # keeps the user's costs unchanged
     if "as_in_life" not in request.fixturenames:
-        monkeypatch.setattr("paceline.bench.measure.bench_session.costs_of", lambda *_: (COSTS, []))
-        monkeypatch.setattr("paceline.bench.measure.bench_session.how_busy", lambda *_: machine.Busy(0.0))
+        monkeypatch.setattr("paceline.bench.bench_session.costs_of", lambda *_: (COSTS, []))
+        monkeypatch.setattr("paceline.bench.bench_session.how_busy", lambda *_: machine.Busy(0.0))
         monkeypatch.setattr("paceline.bench.results.charts.write_png", lambda *_: [])
 
 

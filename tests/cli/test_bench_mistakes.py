@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.bench.measure import machine_use as machine
+from paceline.bench import machine_use as machine
 from paceline.bench.results.records import Recorder
 from tests.bench.made_reports import COSTS, made_report
 from tests.cli.conftest import refusal, run
@@ -18,8 +18,8 @@ QUICK = ("--max-new-tokens", "4", "--repeats", "1", "--warm-up", "0")
 @pytest.fixture(autouse=True)
 def _quickly(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PACELINE_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr("paceline.bench.measure.bench_session.costs_of", lambda *_: (COSTS, []))
-    monkeypatch.setattr("paceline.bench.measure.bench_session.how_busy", lambda *_: machine.Busy(0.0))
+    monkeypatch.setattr("paceline.bench.bench_session.costs_of", lambda *_: (COSTS, []))
+    monkeypatch.setattr("paceline.bench.bench_session.how_busy", lambda *_: machine.Busy(0.0))
     monkeypatch.setattr("paceline.bench.results.charts.write_png", lambda *_: [])
 
 
@@ -56,7 +56,7 @@ def test_a_call_that_is_refused_leaves_an_older_record_alone(tmp_path: Path, pro
 def test_a_busy_machine_leaves_an_older_record_alone(
     tmp_path: Path, target: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("paceline.bench.measure.bench_session.how_busy", lambda *_: machine.Busy(0.5))
+    monkeypatch.setattr("paceline.bench.bench_session.how_busy", lambda *_: machine.Busy(0.5))
     path = written(tmp_path / "bench.jsonl")
     before = path.read_text("utf-8")
     told = refusal("bench", "--target", target, "--run", "suffix", "--require-quiet", "--out", str(tmp_path), code=2)
@@ -81,7 +81,7 @@ def test_a_busy_machine_leaves_an_older_record_alone(
 def test_a_wrong_argument_is_told_on_a_busy_machine_too(
     monkeypatch: pytest.MonkeyPatch, target: str, flags: list[str], words: str, quiet: list[str]
 ) -> None:
-    monkeypatch.setattr("paceline.bench.measure.bench_session.how_busy", lambda *_: machine.Busy(0.5))
+    monkeypatch.setattr("paceline.bench.bench_session.how_busy", lambda *_: machine.Busy(0.5))
     given = flags if "--target" in flags or "--shape" in flags else [*flags, "--target", target]
     result = run("bench", *given, *quiet)
     assert words in result.stderr
@@ -137,7 +137,7 @@ def test_nothing_in_common_is_no_pass(tmp_path: Path) -> None:
 def test_a_busy_machine_is_measured_and_marked(
     tmp_path: Path, target: str, prompts: str, monkeypatch: pytest.MonkeyPatch, force: list[str]
 ) -> None:
-    monkeypatch.setattr("paceline.bench.measure.bench_session.how_busy", lambda *_: machine.Busy(0.5))
+    monkeypatch.setattr("paceline.bench.bench_session.how_busy", lambda *_: machine.Busy(0.5))
     page = tmp_path / "page.html"
     given = ("--target", target, "--prompts", prompts, "--run", "suffix", *QUICK, *force)
     result = run("bench", *given, "--html", str(page))

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from paceline.bench.measure.machine_use import Busy
+from paceline.bench.machine_use import Busy
 from paceline.cli.commands import doctor
 from paceline.common.errors import UnsupportedError
 from paceline.models import pass_timing as pass_times
@@ -54,7 +54,7 @@ def test_what_was_measured_is_used_and_can_be_measured_now(target: str, monkeypa
     assert before["status"] == "note"
     assert "--measure" in before["text"]
     shares = [0.0, 0.8]
-    monkeypatch.setattr("paceline.bench.measure.machine_use.how_busy", lambda device: Busy(shares.pop(0)))
+    monkeypatch.setattr("paceline.bench.machine_use.how_busy", lambda device: Busy(shares.pop(0)))
     after = checks("--target", target, "--draft", "suffix", "--measure")["speed-up"]
     assert after["status"] == "ok"
     assert set(after["v"]) == {"2", "4", "8", "16"}

@@ -11,9 +11,9 @@ import pytest
 import typer
 from safetensors import safe_open
 
+from paceline.bench import machine_use as machine
 from paceline.bench.bench_options import PRESETS
 from paceline.bench.data.tasks import SAMPLERS
-from paceline.bench.measure import machine_use as machine
 from paceline.bench.peers.peer_names import _PEERS
 from paceline.cli.command_options import AuditOptions, ChatOptions, GenerateOptions
 from paceline.cli.commands.bench import BenchCommandOptions
@@ -184,8 +184,8 @@ def test_the_false_alarm_of_an_audit_has_limits() -> None:
 @pytest.fixture
 def quick_bench(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
     monkeypatch.setenv("PACELINE_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr("paceline.bench.measure.bench_session.costs_of", lambda *_: (COSTS, []))
-    monkeypatch.setattr("paceline.bench.measure.bench_session.how_busy", lambda *_: machine.Busy(0.0))
+    monkeypatch.setattr("paceline.bench.bench_session.costs_of", lambda *_: (COSTS, []))
+    monkeypatch.setattr("paceline.bench.bench_session.how_busy", lambda *_: machine.Busy(0.0))
     return ["bench", "--max-new-tokens", "4", "--repeats", "1", "--warm-up", "0"]
 
 
@@ -201,9 +201,9 @@ def test_two_turns_plots_and_a_project(
     prompts, logged = tmp_path / "two.jsonl", list[str]()
     prompts.write_text(json.dumps({"question_id": 1, "category": "chat", "turns": ["abc abc", "def"]}) + "\n")
     monkeypatch.setattr(
-        "paceline.bench.results.wandb_log.log", lambda report, summary, project: logged.append(project) or "there"
+        "paceline.bench.results.outputs.log", lambda report, summary, project: logged.append(project) or "there"
     )
-    monkeypatch.setattr("paceline.bench.results.wandb_log.check_wandb", lambda: None)
+    monkeypatch.setattr("paceline.bench.results.outputs.check_wandb", lambda: None)
     given = ("--target", target, "--prompts", str(prompts), "--run", "suffix", "--turns", "2", "--no-chat", "--json")
     result = run(*quick_bench, *given, "--png", str(tmp_path / "plots"), "--wandb", "--wandb-project", "mine")
     assert result.exit_code == 0, result.output

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from paceline.audit import toy_worlds as toys
+from paceline.bench import bench_session as assembly
 from paceline.bench.bench_options import BenchOptions
-from paceline.bench.measure import bench_setup as assembly
 from paceline.common.errors import InputError, UnknownNameError
 from paceline.models import runtime as running
 from paceline.models.cpu import compile as first_use

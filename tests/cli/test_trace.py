@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.bench.candidates.candidate import RunSpec
+from paceline.bench.candidate import RunSpec
 from paceline.bench.replay import replay
 from paceline.bench.trace_files import read_trace
 from tests.cli.conftest import run

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from paceline import SpeculativeDecoder
+from paceline.bench import paceline_run as ours
 from paceline.bench import tuning as tune
-from paceline.bench.candidates import paceline_run as ours
-from paceline.bench.measure.machine_use import Busy
+from paceline.bench.machine_use import Busy
 from paceline.common.errors import InputError
 from paceline.common.text_formats import read_toml
 from tests.cli.conftest import refusal, run

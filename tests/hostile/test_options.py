@@ -10,7 +10,7 @@ import pytest
 
 from paceline import DRAFTERS, RULES, InputError, LanguageModel, SpeculativeDecoder, UnknownNameError
 from paceline.bench.bench_options import BenchOptions, TuneOptions
-from paceline.bench.candidates.candidate import parse_run_spec
+from paceline.bench.candidate import parse_run_spec
 from paceline.common.errors import PacelineError, shown
 from paceline.common.limits import LARGEST, Limited, limited, plain_types
 from paceline.common.options import convert_options

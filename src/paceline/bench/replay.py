@@ -15,7 +15,7 @@ from typing import Any, Literal, cast
 import torch
 from torch import Tensor
 
-from paceline.bench.candidates.candidate import RunSpec
+from paceline.bench.candidate import RunSpec
 from paceline.bench.results.tables import NOTHING, aligned, number, share, times
 from paceline.bench.trace_files import TraceFile, TraceHeader, TraceText, plain, sampling_of
 from paceline.common.errors import PacelineWarning, UnsupportedError

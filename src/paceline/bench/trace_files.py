@@ -11,8 +11,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
 
-from paceline.bench.candidates.candidate import Plan, Run, RunSpec, Task
-from paceline.bench.candidates.paceline_run import PacelineRun
+from paceline.bench.candidate import Plan, Run, RunSpec, Task
+from paceline.bench.paceline_run import PacelineRun
 from paceline.common.errors import InputError, UnknownNameError
 from paceline.common.text_formats import parse_json
 from paceline.core.contracts import DRAFTERS

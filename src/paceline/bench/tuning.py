@@ -9,11 +9,11 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from paceline.bench.bench_options import TuneOptions, needs_nothing
-from paceline.bench.candidates.candidate import Cancel, Plan, Prompt, Run, RunSpec, Task, parse_run_spec
-from paceline.bench.candidates.paceline_run import PacelineRun
+from paceline.bench.bench_session import order
+from paceline.bench.candidate import Cancel, Plan, Prompt, Run, RunSpec, Task, parse_run_spec
 from paceline.bench.data.tasks import first_tasks
-from paceline.bench.measure.bench_session import order
-from paceline.bench.measure.machine_use import how_busy
+from paceline.bench.machine_use import how_busy
+from paceline.bench.paceline_run import PacelineRun
 from paceline.bench.replay import rerun
 from paceline.bench.results.metrics import seconds_of, shared, spread, total
 from paceline.bench.trace_files import TraceHeader, TraceText

@@ -17,7 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from paceline.bench.candidates.candidate import Candidate, Run, Watcher
+from paceline.bench.candidate import Candidate, Run, Watcher
 from paceline.bench.results.bench_report import Tally
 from paceline.bench.results.tables import NOTHING, Table, as_text, number, seconds, share, times
 from paceline.cli.terminal import progress_lines

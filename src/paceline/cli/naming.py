@@ -50,7 +50,7 @@ def _check_table(kind: str, name: str, table: Any) -> None:
 def check_run(text: str) -> None:
     """A run as the command line writes it: "ngram:gamma=8,rule=ratio", JSON, a model or a folder."""
     if text.lstrip().startswith("{") or os.path.exists(text):
-        return  # `bench.candidates.run_spec` reads it in full
+        return  # `bench.candidate` reads it in full
     name, options = split_spec(text)
     if "" in options:
         return

@@ -149,7 +149,7 @@ class Recording:
     """A trace file that a text is added to. It is opened once at the start, to find mistakes early."""
 
     def __init__(self, options: GenerateOptions, decoder: SpeculativeDecoder, settings: dict[str, Any]) -> None:
-        from paceline.bench.candidates.candidate import RunSpec
+        from paceline.bench.candidate import RunSpec
         from paceline.bench.trace_files import header_of
         from paceline.core.contracts import RULES
         from paceline.core.protocols import chooses_length

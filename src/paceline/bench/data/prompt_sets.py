@@ -25,7 +25,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from paceline.bench.candidates.candidate import Prompt
+from paceline.bench.candidate import Prompt
 from paceline.common.errors import InputError, UnknownNameError
 from paceline.common.text_formats import parse_json, read_text
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from paceline.bench.bench_options import BenchOptions
-from paceline.bench.candidates.candidate import Plan, Prompt, Run, Task
+from paceline.bench.candidate import Plan, Prompt, Run, Task
 from paceline.common.errors import InputError, ModelOutputError, UnknownNameError
 from paceline.common.names import split_spec
 from paceline.core.sampling import Sampling

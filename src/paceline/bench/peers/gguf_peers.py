@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from paceline.bench.candidates.candidate import Cancel, Plan, Run, Task
+from paceline.bench.candidate import Cancel, Plan, Run, Task
 from paceline.bench.data.tasks import counted, cut_short, too_long
 from paceline.common.errors import UnsupportedError, in_one_line
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from paceline.bench.candidates.candidate import Candidate, whole_number
+from paceline.bench.candidate import Candidate, whole_number
 from paceline.bench.peers.gguf_export import FORMATS, gguf_of, in_floats, numbered, written
 from paceline.bench.peers.gguf_peers import BEST, KINDS, LlamaCpp, OpenVino, Speculation, xllamacpp
 from paceline.bench.peers.transformers_peer import HuggingFace, early_exit

@@ -19,9 +19,9 @@ from typing import Any
 
 import torch
 
-from paceline.bench.candidates.candidate import Cancel, Plan, Run, Task
+from paceline.bench.candidate import Cancel, Plan, Run, Task
 from paceline.bench.data.tasks import counted, cut_short, too_long
-from paceline.bench.measure.machine_use import cache_bytes
+from paceline.bench.machine_use import cache_bytes
 from paceline.common.errors import UnsupportedError, in_one_line
 from paceline.models.language_model import LanguageModel
 from paceline.models.loading.hub import quiet

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from paceline.bench.candidates.candidate import Candidate, Run
+from paceline.bench.candidate import Candidate, Run
 from paceline.core.costs import Costs
 from paceline.core.trace import Round, Trace
 

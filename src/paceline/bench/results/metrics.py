@@ -30,7 +30,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.bench.candidates.candidate import Run
+from paceline.bench.candidate import Run
 from paceline.bench.results.bench_report import Member, Report, Result, Tally
 from paceline.core.costs import Costs, bound
 

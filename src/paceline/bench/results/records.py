@@ -10,7 +10,7 @@ from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import IO, Any, Protocol, TextIO
 
-from paceline.bench.candidates.candidate import Run, Task
+from paceline.bench.candidate import Run, Task
 from paceline.bench.results.bench_report import LeftOut, Member, Report, Result, Tally
 from paceline.bench.results.metrics import Line, Summary, summarise
 from paceline.common.errors import InputError, PacelineWarning

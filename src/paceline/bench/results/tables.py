@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from paceline.bench.measure.machine_use import NOTES
+from paceline.bench.machine_use import NOTES
 from paceline.bench.results.bench_report import Report
 from paceline.bench.results.metrics import ALL, Change, Line, Ratio, Summary
 

@@ -112,8 +112,8 @@ def bench(ctx: typer.Context, options: BenchCommandOptions) -> None:
 def _check(options: BenchCommandOptions) -> None:
     """Refuse before anything is measured."""
     from paceline.bench.results.charts import check_png
+    from paceline.bench.results.outputs import check_wandb
     from paceline.bench.results.records import check_writable
-    from paceline.bench.results.wandb_log import check_wandb
 
     measures = options.report is None and options.replay is None
     if options.fail_on_regression and options.compare is None:
@@ -176,8 +176,8 @@ def _measured(ctx: typer.Context, options: BenchCommandOptions) -> BenchOptions:
 
 
 def _measure(ctx: typer.Context, options: BenchCommandOptions) -> Report:
-    from paceline.bench.candidates.candidate import PLAIN, parse_run_specs
-    from paceline.bench.measure.bench_session import BenchSession
+    from paceline.bench.bench_session import BenchSession
+    from paceline.bench.candidate import PLAIN, parse_run_specs
     from paceline.cli.bench_table import watching
 
     measured = _measured(ctx, options)
@@ -194,7 +194,7 @@ def _measure(ctx: typer.Context, options: BenchCommandOptions) -> Report:
 
 def _replay(ctx: typer.Context, options: BenchCommandOptions, path: Path) -> None:
     """Each --run on the texts of a trace. Without --run, the recorded drafters with other gammas."""
-    from paceline.bench.candidates.candidate import RunSpec, parse_run_specs
+    from paceline.bench.candidate import RunSpec, parse_run_specs
     from paceline.bench.replay import lines, replay_all
     from paceline.bench.trace_files import read_traces
 
@@ -285,7 +285,7 @@ def _copy_record(options: BenchCommandOptions) -> None:
 
 def _write(report: Report, summary: Summary, options: BenchCommandOptions) -> None:
     from paceline.bench.results.charts import HOW_TO_GET, can_draw, charts_of, write_png
-    from paceline.bench.results.html_page import write_html
+    from paceline.bench.results.outputs import write_html
     from paceline.bench.results.records import save_csv
 
     out = options.out
@@ -300,7 +300,7 @@ def _write(report: Report, summary: Summary, options: BenchCommandOptions) -> No
     for folder in folders:
         write_png(charts_of(report, summary), folder)
     if options.wandb:
-        from paceline.bench.results.wandb_log import log
+        from paceline.bench.results.outputs import log
 
         info(f"logged to {log(report, summary, options.wandb_project)}")
     if out is not None:

@@ -269,7 +269,7 @@ def _rollback(lm: LanguageModel) -> Check:
 
 
 def _speed(decoder: SpeculativeDecoder, measure: bool) -> Check:
-    from paceline.bench.measure.machine_use import how_busy
+    from paceline.bench.machine_use import how_busy
     from paceline.models.pass_timing import costs_for, known_costs
 
     if not decoder.speculates:

@@ -8,9 +8,9 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any
 
-from paceline.bench.candidates.candidate import PLAIN, Cancel, Plan, Run, RunSpec, Task
+from paceline.bench.candidate import PLAIN, Cancel, Plan, Run, RunSpec, Task
 from paceline.bench.data.tasks import counted, cut_short, too_long
-from paceline.bench.measure.machine_use import cache_bytes
+from paceline.bench.machine_use import cache_bytes
 from paceline.common.errors import DrafterError, DrafterWarning
 from paceline.core.contracts import DRAFTERS, Drafter
 from paceline.core.protocols import speculates

@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields, replace
 import torch
 
 from paceline.bench.bench_options import BenchOptions
-from paceline.bench.candidates.candidate import RunSpec, Task
+from paceline.bench.candidate import RunSpec, Task
 from paceline.common.errors import InputError
 from paceline.core.contracts import DRAFTERS
 from paceline.models import load

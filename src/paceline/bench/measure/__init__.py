@@ -1,1 +1,0 @@
-"""The timed run, and the state of the machine."""

@@ -113,7 +113,6 @@ PROCESS_STATE = {
     "kernels.cpu.keeping:ByContent",
     "kernels.cpu.team:TEAM",
     "models.cpu.threads:THREADS",
-    "models.slot_cache:_LIVE",
 }
 
 
@@ -128,7 +127,7 @@ def process_state() -> set[str]:
 
 def test_only_these_objects_of_a_process_change() -> None:
     assert process_state() == PROCESS_STATE
-    assert len(PROCESS_STATE) <= 7
+    assert len(PROCESS_STATE) <= 6
 
 
 def test_the_map_has_a_reason_for_each_object_of_a_process() -> None:

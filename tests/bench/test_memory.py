@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import threading
 import tracemalloc
 
@@ -11,10 +10,10 @@ import torch
 
 from paceline.bench.machine_use import cache_bytes, layer_seconds, layer_table, tensor_bytes
 from paceline.common.errors import UnsupportedError
+from paceline.engine.decoder import SpeculativeDecoder
 from paceline.models.language_model import LanguageModel
 from paceline.models.runners import device as looking
 from paceline.models.runners.device import peak_while
-from paceline.models.slot_cache import live_caches
 from tests.toys import fingerprint, gpt2, llama, scripted
 
 MEGABYTE = 1 << 20
@@ -120,16 +119,19 @@ def test_caches_of_both_kinds_are_weighed(lm: LanguageModel) -> None:
     assert cache_bytes(object()) is None
 
 
-def test_caches_are_found_while_they_live_without_memory_of_their_own(lm: LanguageModel) -> None:
+def test_a_decoder_finds_the_caches_that_it_holds_without_memory_of_its_own(lm: LanguageModel) -> None:
     """Looking for them is part of a run whose peak is measured."""
-    gc.collect()
-    before = len(live_caches())
-    reader = lm.reader()
-    assert len(live_caches()) == before + 1
-    del reader
-    gc.collect()
-    assert len(live_caches()) == before
+    others = lm.reader()
+    decoder = SpeculativeDecoder(lm, LanguageModel(llama(seed=1)))
+    assert decoder.kv_caches() == []
+    stream = decoder.stream([1, 2, 3], max_new_tokens=9)
+    next(stream)
+    found = decoder.kv_caches()
+    assert len(found) == 2
+    assert others.cache not in found
     tracemalloc.start()
-    live_caches()
+    decoder.kv_caches()
     assert tracemalloc.get_traced_memory()[1] < MEGABYTE / 4
     tracemalloc.stop()
+    stream.close()
+    assert len(decoder.kv_caches()) == 1  # the drafter keeps its cache until it is opened again

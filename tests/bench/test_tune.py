@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from paceline import InputError, LanguageModel, SpeculativeDecoder
-from paceline.bench import paceline_run as ours
 from paceline.bench import tuning as room
 from paceline.bench.candidate import Prompt, Run, RunSpec
 from paceline.bench.machine_use import Busy
@@ -62,7 +61,6 @@ class WorkClock:
 @pytest.fixture(autouse=True)
 def _quiet_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(room, "how_busy", lambda device: Busy(0.0))
-    monkeypatch.setattr(ours, "live_caches", list)  # memory is not looked at, and looking takes a while
     monkeypatch.setenv("PACELINE_CACHE", str(tmp_path / "cache"))
 
 

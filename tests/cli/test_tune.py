@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from paceline import SpeculativeDecoder
-from paceline.bench import paceline_run as ours
 from paceline.bench import tuning as tune
 from paceline.bench.machine_use import Busy
 from paceline.common.errors import InputError
@@ -22,7 +21,6 @@ FEW = ("--only", "--candidate", "suffix", "--gammas", "3", "--trees", "1", "--to
 @pytest.fixture(autouse=True)
 def _quiet_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(tune, "how_busy", lambda device: Busy(0.0))
-    monkeypatch.setattr(ours, "live_caches", list)
     monkeypatch.setenv("PACELINE_CACHE", str(tmp_path / "cache"))
 
 

@@ -22,7 +22,6 @@ from paceline.models.language_model import LanguageModel
 from paceline.models.runners.cuda_graph import captures
 from paceline.models.runners.device import finish
 from paceline.models.runtime import parts
-from paceline.models.slot_cache import live_caches
 
 
 class PacelineRun:
@@ -50,7 +49,6 @@ class PacelineRun:
         self._options = self._loaded(self.entry)
         self._next: Drafter | None = None
         self._kept: SpeculativeDecoder | None = None  # kept for its CUDA graphs
-        self._mine: set[int] = set()  # ids of its KV caches in the last run
         decoder = self.decoder(1)  # refuses wrong options before anything runs
         self._next = decoder.drafter.reset_copy()
         drafter, rule = decoder.drafter, decoder.rule
@@ -100,12 +98,11 @@ class PacelineRun:
         return too_long(task, plan, self.lm.context)
 
     def run(self, task: Task, plan: Plan, repeat: int, cancel: Cancel) -> Run:
-        before = {id(cache) for cache in live_caches()} - self._mine
         decoder = self.decoder(len(task.prompts))
         with warnings.catch_warnings():
             warnings.simplefilter("error", DrafterWarning)
             try:
-                timed = self._timed(decoder, task, plan, cancel, before)
+                timed = self._timed(decoder, task, plan, cancel)
             except DrafterWarning as failure:
                 raise DrafterError(f"'{self.name}' cannot be measured: {failure}") from failure
             finally:  # the KV cache of this run is freed before the next run
@@ -128,7 +125,7 @@ class PacelineRun:
             cache=timed.cache,
         )
 
-    def _timed(self, decoder: SpeculativeDecoder, task: Task, plan: Plan, cancel: Cancel, before: set[int]) -> _Timed:
+    def _timed(self, decoder: SpeculativeDecoder, task: Task, plan: Plan, cancel: Cancel) -> _Timed:
         """The clock stops with the last token. The KV cache is measured while the decoder still holds it."""
         clock, rows = self._clock, len(task.prompts)
         settings = dict(plan.sampling) or {"temperature": 0.0}
@@ -154,10 +151,9 @@ class PacelineRun:
                 break
         finish(self.lm.device)
         seconds = clock() - started
-        new = [cache for cache in live_caches() if id(cache) not in before]
-        self._mine = {id(cache) for cache in new}
+        held = sum(cache_bytes(cache) or 0 for cache in decoder.kv_caches())
         stream.close()
-        return _Timed(tokens, seconds, arrivals, stream.traces, sum(cache_bytes(cache) or 0 for cache in new))
+        return _Timed(tokens, seconds, arrivals, stream.traces, held)
 
     def close(self) -> None:
         """Drop the models that it loaded."""

@@ -38,6 +38,7 @@ from paceline.models import load
 from paceline.models.cuda.prefill import check_prompt
 from paceline.models.language_model import LanguageModel
 from paceline.models.runtime import parts, prepare, quantization_of, running, usual_nodes, with_strict
+from paceline.models.slot_cache import SlotCache, caches_held_by
 from paceline.models.tensor_parallel import check_alike, is_sharded, of_the_first
 
 # ---- The arguments of a decoder: their types, transformers' names for them, counts, and the rule
@@ -260,6 +261,7 @@ class SpeculativeDecoder:
         self._chosen = is_chosen(draft)  # if not, a prediction is the draft
         self._sharded = is_sharded(plan.target)
         self._loop: Loop | None = None  # of the last batch, if its CUDA graphs can be used again
+        self._running: Loop | None = None  # of the batch that is decoded now
         self._busy = threading.Lock()
         self._owner: int | None = None
 
@@ -280,6 +282,10 @@ class SpeculativeDecoder:
     def keeps_rounds(self) -> bool:
         """Return whether it keeps CUDA graphs for the next batch."""
         return self._loop is not None
+
+    def kv_caches(self) -> list[SlotCache]:
+        """Return the KV caches that the decoder holds now: those of the target and of the drafter."""
+        return caches_held_by(self)
 
     def forget(self) -> bool:
         """Discard what the drafter has learned from texts. Return False if the drafter cannot be made again."""
@@ -445,6 +451,7 @@ class SpeculativeDecoder:
             loop = Loop(self.target, drafter, rule, self.gamma, self.nodes, self.first_target)
         else:
             loop.begin_batch()
+        self._running = loop
         try:
             while waiting or loop.rows.count:
                 if cancel is not None and cancel():
@@ -459,6 +466,7 @@ class SpeculativeDecoder:
                     loop.admit(new)
                 yield from loop.step()
         finally:  # also if the caller leaves a stream
+            self._running = None
             if loop.reusable:
                 self._loop = loop
 

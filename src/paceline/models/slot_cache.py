@@ -6,24 +6,17 @@ those calls. Nothing is concatenated or cropped.
 
 from __future__ import annotations
 
+import gc
+from collections import deque
 from collections.abc import Hashable
 from typing import Any
-from weakref import WeakSet
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
 from paceline.core.device_ops import TORCH, DeviceOps
-
-# Process-wide: a benchmark counts the bytes of caches that loops hold. To look through all objects takes memory itself.
-_LIVE: WeakSet[SlotCache] = WeakSet()
-
-
-def live_caches() -> list[SlotCache]:
-    """All caches that exist now."""
-    return list(_LIVE)
 
 
 class SlotCache(Cache):
@@ -34,7 +27,6 @@ class SlotCache(Cache):
     def __init__(self, ops: DeviceOps = TORCH) -> None:
         super().__init__(layers=[])
         self._ops = ops
-        _LIVE.add(self)
         self.keys: list[Tensor] = []
         self.values: list[Tensor] = []
         self._rows = self._slots = 0  # what is allocated, or will be at the first update
@@ -160,3 +152,22 @@ class SlotCache(Cache):
         for store in (self.keys, self.values):
             for layer in store:
                 layer[target, :, :length] = layer[source, :, :length]
+
+
+def caches_held_by(holder: object) -> list[SlotCache]:
+    """The KV caches that an object holds, directly or through containers and other objects of Paceline."""
+    found: list[SlotCache] = []
+    seen: set[int] = set()
+    left = [holder]
+    while left:
+        each = left.pop()
+        if id(each) in seen or isinstance(each, (type, nn.Module)):
+            continue
+        if isinstance(each, SlotCache):
+            found.append(each)
+        elif isinstance(each, (dict, list, tuple, deque)) or type(each).__module__.startswith("paceline."):
+            left += gc.get_referents(each)
+        else:
+            continue
+        seen.add(id(each))
+    return found

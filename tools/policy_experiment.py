@@ -4,22 +4,25 @@
     python tools/policy_experiment.py table TEXTS.json           # each constant halved and doubled
     python tools/policy_experiment.py one TEXTS.json fade=0.96   # one variation, as a line of JSON
 
-Nothing is timed. Forward passes cost what the table COSTS says. A clock that only this program moves prices the drafters:
-a look-up costs LOOKUP passes, a step of a model costs STEP passes. So the figures are the same on every machine.
-The members are `suffix` with 4 branches, `prompt-lookup`, and a stand-in for a model: it drafts the recorded token with a
+Nothing is timed. Forward passes cost what the table COSTS says. A clock that only this program moves prices the
+drafters: a look-up costs LOOKUP passes, a step of a model costs STEP passes. So the figures are the same on every machine.
+The members are `suffix` with 4 branches, `prompt-lookup`, and a stand-in for a model. It drafts the recorded token with a
 probability that depends on the text, from 0.5 to 0.9, and another token otherwise.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
 
 # v(n) of SmolLM2 in float32 on two CPU cores (docs/log.md, 2026-11-15), in passes over one token.
 COSTS = {1: {1: 1.0, 2: 1.65, 3: 1.7, 4: 1.85, 8: 2.1, 16: 2.4, 32: 3.6, 64: 6.0}}
@@ -61,11 +64,14 @@ def record(path: Path) -> None:
 
 
 def vary(changes: dict[str, Any]) -> None:
-    """Set constants before anything reads them."""
-    from paceline.drafters.adaptive import policy
-
-    for name, value in changes.items():
-        object.__setattr__(policy.POLICY, name, value)
+    """Set constants. Modules compute tables from them when they are imported, so this loads the policy before them."""
+    name = "paceline.drafters.adaptive.policy"
+    spec = importlib.util.spec_from_file_location(name, ROOT / "src" / Path(*name.split(".")).with_suffix(".py"))
+    assert spec is not None
+    assert spec.loader is not None
+    policy = sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(policy)
+    policy.POLICY = replace(policy.POLICY, **changes)
 
 
 def speed_ups(path: Path, drafter: str) -> list[float]:

@@ -154,6 +154,16 @@ def test_past_answers_are_found_again() -> None:
     assert chains(row.propose(5)) == [[]]
 
 
+def test_the_last_eight_tokens_of_a_prompt_are_stored_with_its_answer() -> None:
+    store = SuffixStore(1000)
+    row = texts(list(range(20)), store=store)
+    row.write(30, 31)
+    row.finish()
+    assert store.size("") == 8 + 2 + 1  # the last one is the end mark
+    row.restart([99, *range(12, 20)])
+    assert chains(row.propose(2)) == [[30, 31]]
+
+
 def test_this_text_comes_before_past_ones() -> None:
     row = texts([1, 2, 3], min_probability=0.0)
     row.finish()

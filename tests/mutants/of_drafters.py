@@ -52,6 +52,13 @@ MUTANTS = [
         SUFFIX + "one_namespace_is_not_felt_in_another",
     ),
     Mutant(
+        "suffix stores less of the prompt before an answer",
+        "drafters/lookup/suffix.py",
+        "_LEAD_IN = 8",
+        "_LEAD_IN = 6",
+        SUFFIX + "the_last_eight_tokens_of_a_prompt_are_stored_with_its_answer",
+    ),
+    Mutant(
         "frozen memory learns",
         "drafters/lookup/suffix.py",
         "if self.options.remember and not self.options.frozen:",

@@ -96,6 +96,27 @@ MUTANTS = [
         TREES + "[traversal-iid-[-1, -1]]",
     ),
     Mutant(
+        "traversal gives a child more than the share of its parent",
+        "rules/traversal.py",
+        "a * p_token / q_token",
+        "p_token / q_token",
+        TREES + "[traversal-iid-[-1, -1, 0, 0]]",
+    ),
+    Mutant(
+        "traversal forgets what an elder sibling took from the share",
+        "rules/traversal.py",
+        "share.scatter_(1, above, less[:, None])",
+        "share.scatter_(1, above, a[:, None])",
+        TREES + "[traversal-iid-[-1, -1, 0, 0]]",
+    ),
+    Mutant(
+        "traversal takes a share for a node that is not in use",
+        "rules/traversal.py",
+        "torch.where(used, less, a)",
+        "less",
+        UNUSED + "[traversal-iid-[-1]]",
+    ),
+    Mutant(
         "k-seq takes the upper end of rho",
         "rules/k_seq.py",
         "return high",

@@ -5,9 +5,9 @@
     python tools/policy_experiment.py one TEXTS.json fade=0.96   # one variation, as a line of JSON
 
 Nothing is timed. Forward passes cost what the table COSTS says. A clock that only this program moves prices the
-drafters: a look-up costs LOOKUP passes, a step of a model costs STEP passes. So the figures are the same on every machine.
-The members are `suffix` with 4 branches, `prompt-lookup`, and a stand-in for a model. It drafts the recorded token with a
-probability that depends on the text, from 0.5 to 0.9, and another token otherwise.
+drafters: a look-up costs LOOKUP passes, a step of a model costs STEP passes. So every machine gives the same figures.
+The members are `suffix` with 4 branches, `prompt-lookup`, and a stand-in for a model. It drafts the recorded token with
+a probability that depends on the text, from 0.5 to 0.9, and another token otherwise.
 """
 
 from __future__ import annotations

@@ -11,9 +11,9 @@ import torch
 from paceline.bench.machine_use import cache_bytes, layer_seconds, layer_table, tensor_bytes
 from paceline.common.errors import UnsupportedError
 from paceline.engine.decoder import SpeculativeDecoder
+from paceline.models import device as looking
+from paceline.models.device import peak_while
 from paceline.models.language_model import LanguageModel
-from paceline.models.runners import device as looking
-from paceline.models.runners.device import peak_while
 from tests.toys import fingerprint, gpt2, llama, scripted
 
 MEGABYTE = 1 << 20

@@ -11,7 +11,7 @@ from paceline.bench import synthetic_pairs as synthetic
 from paceline.bench.bench_options import BenchOptions, is_synthetic
 from paceline.bench.candidate import RunSpec
 from paceline.bench.synthetic_pairs import SyntheticPair, synthetic_pair, synthetic_tasks
-from paceline.models.synthetic.random_models import random_model
+from paceline.models.synthetic import random_model
 from tests.toys import letters, llama
 
 

@@ -193,7 +193,7 @@ def test_an_entry_of_the_very_weights_comes_first(tmp_path: Path, monkeypatch: p
 
 def test_random_weights_have_no_trained_drafter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A random model of a known shape is there for timing."""
-    from paceline.models.synthetic.random_models import random_model
+    from paceline.models.synthetic import random_model
 
     lm = random_model("llama-135m", vocab=64, layers=2)
     assert str(lm.weights) == "random numbers"

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 from paceline.core import law
 from paceline.core import tree_shape as ranking
 from paceline.engine import round_graphs as flight
-from paceline.models.runners.cuda_graph import Rehearsal
+from paceline.models.cuda_graph import Rehearsal
 
 T = TypeVar("T")
 
@@ -89,7 +89,7 @@ class Tape(TorchDispatchMode):
 
 
 class Replays(Rehearsal):
-    """Programs as those of a CUDA device: see `models.runners.cuda_graph`."""
+    """Programs as those of a CUDA device: see `models.cuda_graph`."""
 
     def __init__(self) -> None:
         self.made: dict[Hashable, tuple[Tape, Any]] = {}

@@ -11,8 +11,8 @@ from tests.toys import llama
 
 import paceline
 from paceline.engine import round_graphs as flight
-from paceline.models.runners import cuda_graph
-from paceline.models.runners.cuda_graph import Programs
+from paceline.models import cuda_graph
+from paceline.models.cuda_graph import Programs
 from paceline.rules.match import Match
 
 pytestmark = pytest.mark.usefixtures("trees_by_torch")  # a device that is imitated has no kernels of a CPU

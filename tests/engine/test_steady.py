@@ -21,7 +21,7 @@ from paceline.engine import round_graphs as flight
 from paceline.engine.loop import Loop
 from paceline.engine.request import build_requests
 from paceline.engine.rows import Rows
-from paceline.models.runners.cuda_graph import Rehearsal
+from paceline.models.cuda_graph import Rehearsal
 
 pytestmark = pytest.mark.usefixtures("trees_by_torch")  # a device that is imitated has no kernels of a CPU
 

@@ -27,7 +27,7 @@ from paceline.engine.request import build_requests
 from paceline.models.cuda import cuda_head as cuda_draft
 from paceline.models.cuda.cuda_head import CudaHead
 from paceline.models.heads.training_attention import Unrolled
-from paceline.models.synthetic.random_models import random_model, usual_draft
+from paceline.models.synthetic import random_model, usual_draft
 
 DEVICE = "cuda"
 SIZES: dict[str, dict[str, Any]] = {

@@ -18,8 +18,7 @@ from torch.profiler import ProfilerActivity, profile
 import paceline
 from paceline.engine.loop import Loop
 from paceline.engine.request import build_requests
-from paceline.models.synthetic.random_models import random_model, usual_draft
-from paceline.models.synthetic.scripted import Script, ScriptedModel
+from paceline.models.synthetic import Script, ScriptedModel, random_model, usual_draft
 
 ROUNDS, WARM, GAMMA, BAR = 15, 10, 5, 50
 PROMPT = 272  # and what is written stays within 512 slots: nothing is captured under the clock

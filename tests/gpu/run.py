@@ -30,7 +30,7 @@ from paceline.drafters.heads.eagle import EagleHead
 from paceline.drafters.heads.medusa import MedusaHead
 from paceline.engine.loop import Loop
 from paceline.engine.request import build_requests
-from paceline.models.runners import cuda_graph
+from paceline.models import cuda_graph
 
 from drafts import SIZES, check_drafts, check_steps, check_unrolled  # isort: skip
 from leading import check_leader  # isort: skip

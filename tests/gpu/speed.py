@@ -19,10 +19,9 @@ import torch
 import paceline
 from paceline.core.costs import Costs
 from paceline.core.scratch_rows import ScratchRows
+from paceline.models.cuda_graph import programs_for
 from paceline.models.pass_timing import measured_costs
-from paceline.models.runners.cuda_graph import programs_for
-from paceline.models.synthetic.random_models import random_model, usual_draft
-from paceline.models.synthetic.scripted import Script, ScriptedModel
+from paceline.models.synthetic import Script, ScriptedModel, random_model, usual_draft
 
 TOKENS, PROMPT, GAMMA = 192, 128, 5
 FED = (1, 2, 4, 6, 8, 16, 32, 64)

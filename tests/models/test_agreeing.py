@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from paceline import InputError, SpeculativeDecoder
-from paceline.models.synthetic.random_models import agreeing_pair, eps_for, measured_agreement
+from paceline.models.synthetic import agreeing_pair, eps_for, measured_agreement
 
 SHAPE = "tiny:layers=4"
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from paceline import InputError, SpeculativeDecoder, UnknownNameError
-from paceline.models.synthetic.random_models import SHAPES, _config, random_model, shape_of, usual_draft
+from paceline.models.synthetic import SHAPES, _config, random_model, shape_of, usual_draft
 
 
 @pytest.mark.parametrize(

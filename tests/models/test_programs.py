@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from paceline.common.errors import PacelineWarning
-from paceline.models.runners import cuda_graph
-from paceline.models.runners.cuda_graph import MOST, Programs
+from paceline.models import cuda_graph
+from paceline.models.cuda_graph import MOST, Programs
 
 
 class Graph:

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
+from paceline.models.device import without_planned_attention
 from paceline.models.reader import TransformersExecutor
-from paceline.models.runners.device import without_planned_attention
 
 
 def _fail_inside() -> None:

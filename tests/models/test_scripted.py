@@ -14,8 +14,7 @@ from tests.toys import fingerprint
 from paceline import InputError, LanguageModel, SpeculativeDecoder, UnsupportedError
 from paceline.core.trace import Trace
 from paceline.models.module_views import shell
-from paceline.models.synthetic.random_models import random_model
-from paceline.models.synthetic.scripted import Script, ScriptedModel, even_rate
+from paceline.models.synthetic import Script, ScriptedModel, even_rate, random_model
 
 VOCABULARY = 4096
 GAMMA = 4

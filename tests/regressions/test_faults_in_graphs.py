@@ -15,8 +15,8 @@ from paceline.common.errors import DrafterWarning, InputError
 from paceline.core.protocols import Adaptive, NeedsHiddenStates
 from paceline.drafters.resolve import load_drafter, make_drafter, resolve_draft
 from paceline.engine import round_graphs
-from paceline.models.runners import cuda_graph
-from paceline.models.runners.cuda_graph import Programs
+from paceline.models import cuda_graph
+from paceline.models.cuda_graph import Programs
 from tests.engine.graph_devices import watched
 from tests.engine.test_half_captured import Read
 from tests.toys import llama

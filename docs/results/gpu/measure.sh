@@ -28,7 +28,7 @@ checks() { # everything in tests/gpu/run.py, in processes beside each other: not
 
 epsilons() { # how little the later layers must add for the first three to agree with them so often
   "$python" - > "$into/epsilons.txt" <<'PY'
-from paceline.models.synthetic.random_models import eps_for
+from paceline.models.synthetic import eps_for
 for shape in ("llama-135m", "llama-7b"):
     for rate in (0.6, 0.8, 0.9):
         found = eps_for(rate, shape, 3, dtype="bfloat16", device="cuda", steps=7, close=0.02)

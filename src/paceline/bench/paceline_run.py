@@ -18,9 +18,9 @@ from paceline.drafters.models.draft_lm import DraftLm
 from paceline.drafters.resolve import make_drafter
 from paceline.engine.decoder import SpeculativeDecoder
 from paceline.models import load
+from paceline.models.cuda_graph import captures
+from paceline.models.device import finish
 from paceline.models.language_model import LanguageModel
-from paceline.models.runners.cuda_graph import captures
-from paceline.models.runners.device import finish
 from paceline.models.runtime import parts
 
 

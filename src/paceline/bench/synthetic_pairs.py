@@ -18,8 +18,15 @@ from paceline.core.contracts import DRAFTERS
 from paceline.models import load
 from paceline.models.language_model import LanguageModel
 from paceline.models.module_views import without_layers
-from paceline.models.synthetic.random_models import agreeing_pair, random_model, shape_of, usual_draft
-from paceline.models.synthetic.scripted import Script, ScriptedModel, even_rate
+from paceline.models.synthetic import (
+    Script,
+    ScriptedModel,
+    agreeing_pair,
+    even_rate,
+    random_model,
+    shape_of,
+    usual_draft,
+)
 
 _TASKS = 4  # unless a limit says otherwise
 CATEGORY = "synthetic"

@@ -19,7 +19,7 @@ def build() -> dict[str, dict[str, list[str]]]:
     from paceline.models.loading.catalogue import CATALOGUE
     from paceline.models.quantization.quantize import KINDS
     from paceline.models.runtime import RUNNERS
-    from paceline.models.synthetic.random_models import SHAPES
+    from paceline.models.synthetic import SHAPES
     from paceline.training.distillation import LOSSES
     from paceline.training.pair_training import PairSizes
     from paceline.training.recipes.base import RECIPES

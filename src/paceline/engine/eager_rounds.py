@@ -17,7 +17,7 @@ from paceline.core.verdict import Verdict
 from paceline.engine.drafter_calls import DrafterCalls, RoundLimits
 from paceline.engine.request import TokenLogprob
 from paceline.engine.rows import measure
-from paceline.models.runners.cuda_graph import HostCopy
+from paceline.models.cuda_graph import HostCopy
 
 if TYPE_CHECKING:
     from paceline.engine.rows import Rows

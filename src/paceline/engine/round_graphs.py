@@ -22,8 +22,8 @@ from paceline.core.verdict import Verdict
 from paceline.engine.drafter_calls import DrafterCalls, RoundLimits
 from paceline.engine.eager_rounds import PendingRound, RoundOutput, forward_and_verify, keep_and_write
 from paceline.engine.static_rows import IDLE, StaticRows
+from paceline.models.cuda_graph import ProgramRunner, programs_for
 from paceline.models.language_model import LanguageModel
-from paceline.models.runners.cuda_graph import ProgramRunner, programs_for
 
 if TYPE_CHECKING:
     from paceline.engine.rows import Rows

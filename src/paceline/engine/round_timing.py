@@ -19,9 +19,9 @@ from paceline.engine.loop import Loop
 from paceline.engine.request import build_requests
 from paceline.engine.rows import Row
 from paceline.engine.stopping import Detokenizer, Stopper
+from paceline.models.device import finish
 from paceline.models.language_model import LanguageModel
 from paceline.models.pass_timing import Neighbours, costs_for, remember
-from paceline.models.runners.device import finish
 from paceline.models.runtime import usual_nodes
 from paceline.rules.match import Match
 

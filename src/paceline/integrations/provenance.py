@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from paceline import __version__
-from paceline.models.runners.device import device_name
+from paceline.models.device import device_name
 
 
 def provenance(arguments: Mapping[str, Any], device: torch.device | None = None) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from paceline.models import masks
 from paceline.models.cpu import threads as openmp
 from paceline.models.cpu.cpu_forward import AttentionSpan, CpuForward, LayerRange, kernel_pass
 from paceline.models.cuda.prefill import PromptReader
-from paceline.models.runners.device import without_planned_attention
+from paceline.models.device import without_planned_attention
 from paceline.models.slot_cache import SlotCache
 
 if TYPE_CHECKING:

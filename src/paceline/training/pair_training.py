@@ -23,7 +23,7 @@ from paceline.drafters.models.draft_model import DraftModel
 from paceline.integrations.provenance import provenance
 from paceline.models.language_model import LanguageModel
 from paceline.models.loading.hub import quiet
-from paceline.models.synthetic.random_models import new_llama, new_tokenizer
+from paceline.models.synthetic import new_llama, new_tokenizer
 from paceline.training.data.corpus import Corpus, TokenBatch
 from paceline.training.data.sources import read_data
 from paceline.training.distillation import Batch, Teacher, at_least_float32, divergence

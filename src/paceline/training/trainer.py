@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from paceline.common.errors import PacelineError, UnsupportedError
 from paceline.core.costs import Costs
-from paceline.models.runners.device import without_planned_attention
+from paceline.models.device import without_planned_attention
 from paceline.models.tensor_parallel import leave_in_order
 from paceline.training.checkpoints import Checkpoint, Log, trained_tensors
 from paceline.training.data.corpus import STOP_FILE, Corpus

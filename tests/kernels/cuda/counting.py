@@ -13,7 +13,7 @@ import paceline
 from paceline.drafters.heads.eagle import Eagle
 from paceline.engine import eager_rounds
 from paceline.engine import round_graphs as flight
-from paceline.models.runners.cuda_graph import Rehearsal
+from paceline.models.cuda_graph import Rehearsal
 
 interpreter = pytest.importorskip("triton.runtime.interpreter")
 

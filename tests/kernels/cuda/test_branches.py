@@ -27,8 +27,8 @@ from paceline.engine import round_graphs as flight
 from paceline.engine.static_rows import RowTensors
 from paceline.models.cuda import cuda_head as cuda_draft
 from paceline.models.cuda.cuda_ops import CudaOps
+from paceline.models.cuda_graph import Rehearsal
 from paceline.models.language_model import LanguageModel
-from paceline.models.runners.cuda_graph import Rehearsal
 from paceline.models.slot_cache import SlotCache
 from paceline.rules.match import Match
 

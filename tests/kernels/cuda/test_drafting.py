@@ -28,9 +28,9 @@ from paceline.models import reader as model_reader
 from paceline.models.cuda import cuda_head as cuda_draft
 from paceline.models.cuda.cuda_head import CudaHead
 from paceline.models.cuda.cuda_ops import CudaOps
+from paceline.models.cuda_graph import Rehearsal
 from paceline.models.heads.subset_head import spread as spread_by_torch
 from paceline.models.language_model import LanguageModel
-from paceline.models.runners.cuda_graph import Rehearsal
 
 pytest.importorskip("triton")
 

@@ -25,10 +25,10 @@ from paceline.engine import round_graphs as flight
 from paceline.engine.static_rows import StaticRows
 from paceline.models import reader as model_reader
 from paceline.models.cuda.cuda_ops import CudaOps
+from paceline.models.cuda_graph import Rehearsal
 from paceline.models.language_model import LanguageModel
 from paceline.models.reader import SlotMapping
-from paceline.models.runners.cuda_graph import Rehearsal
-from paceline.models.synthetic.scripted import Script, ScriptedModel
+from paceline.models.synthetic import Script, ScriptedModel
 from paceline.rules.match import Match
 
 pytest.importorskip("triton")

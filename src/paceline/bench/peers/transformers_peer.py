@@ -23,10 +23,10 @@ from paceline.bench.candidate import Cancel, Plan, Run, Task
 from paceline.bench.data.tasks import counted, cut_short, too_long
 from paceline.bench.machine_use import cache_bytes
 from paceline.common.errors import UnsupportedError, in_one_line
+from paceline.models.device import finish
 from paceline.models.language_model import LanguageModel
 from paceline.models.loading.hub import quiet
 from paceline.models.module_views import layers_of, shell
-from paceline.models.runners.device import finish
 
 _SAMPLERS = ("temperature", "top_k", "top_p", "min_p", "typical_p")
 _ALONE = "assisted generation of transformers decodes one text at a time"

@@ -135,7 +135,7 @@ def _versions() -> Check:
 def _processor() -> Check:
     import torch
 
-    from paceline.models.runners.device import device_name
+    from paceline.models.device import device_name
     from paceline.models.runtime import cores_here
 
     name, cores = device_name(torch.device("cpu")), cores_here()

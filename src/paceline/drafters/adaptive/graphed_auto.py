@@ -29,8 +29,8 @@ from paceline.drafters.adaptive.policy import POLICY
 from paceline.drafters.models.wrapper import DrafterWrapper
 from paceline.drafters.resolve import make_drafter
 from paceline.drafters.shipped import best_for
+from paceline.models.cuda_graph import captures
 from paceline.models.language_model import LanguageModel
-from paceline.models.runners.cuda_graph import captures
 from paceline.models.runtime import by_kernels
 
 TREE = {"tree": "best-first", "branch": POLICY.graph_branch, "width": POLICY.graph_width}

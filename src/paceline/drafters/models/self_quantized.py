@@ -8,10 +8,10 @@ from paceline.core.contracts import DRAFTERS, Reader
 from paceline.core.protocols import SharesReader
 from paceline.core.tree_growth import TreeOptions
 from paceline.drafters.models.wrapper import Ahead, SelfDraft
+from paceline.models.device import memory_left
 from paceline.models.language_model import LanguageModel
 from paceline.models.quantization.quantize import extra_bytes, quantized
 from paceline.models.readers.drafting_ahead import TwinReader
-from paceline.models.runners.device import memory_left
 from paceline.models.runtime import parts, quantization_of, running, with_runner
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from paceline.common.errors import InputError
-from paceline.models.runners.cuda_graph import programs_for
+from paceline.models.cuda_graph import programs_for
 from paceline.models.slot_cache import SlotCache
 
 if TYPE_CHECKING:

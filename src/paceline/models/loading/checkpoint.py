@@ -26,6 +26,7 @@ from transformers.initialization import no_init_weights
 
 from paceline.common.errors import InputError, LoadError, PacelineWarning, UnknownNameError, in_one_line
 from paceline.models.cpu.threads import one_thread
+from paceline.models.device import give_back
 from paceline.models.loading import hub
 from paceline.models.loading.catalogue import (
     FOLDER,
@@ -44,7 +45,6 @@ from paceline.models.loading.gguf import PROVENANCE, convert, read_header, token
 from paceline.models.loading.gguf_tokenizer import TokenizerError, build_tokenizer
 from paceline.models.loading.hub import quiet
 from paceline.models.loading.weight_check import bounded, check_folder, place_of
-from paceline.models.runners.device import give_back
 from paceline.models.tensor_parallel import leave_in_order
 
 # ---- plain checkpoints of common architectures, read without the general code of transformers

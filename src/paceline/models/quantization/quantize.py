@@ -8,6 +8,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from paceline.common.errors import UnknownNameError, UnsupportedError
+from paceline.models.device import give_back
 from paceline.models.language_model import LanguageModel
 from paceline.models.module_views import map_modules
 from paceline.models.quantization.packed_linear import (
@@ -18,7 +19,6 @@ from paceline.models.quantization.packed_linear import (
     PackedLinear,
     kernel_rows,
 )
-from paceline.models.runners.device import give_back
 from paceline.models.tensor_parallel import refuse_pieces
 
 __all__ = ["KINDS", "Int4Linear", "Int8Linear", "extra_bytes", "kernel_rows", "quantized"]

@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from paceline.core.contracts import Reading, RowsView, arange
+from paceline.models.cuda_graph import captures
 from paceline.models.reader import ForwardPlan, SlotReader, TransformersExecutor
-from paceline.models.runners.cuda_graph import captures
 from paceline.models.slot_cache import SlotCache
 
 if TYPE_CHECKING:

@@ -1,1 +1,0 @@
-"""How a pass runs; `torch.cuda` and `torch.compile` are named nowhere else."""

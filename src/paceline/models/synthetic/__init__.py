@@ -1,1 +1,0 @@
-"""Models with random weights, and pairs with a given acceptance rate."""

@@ -17,15 +17,14 @@ from safetensors.torch import load_file, save_file
 import paceline
 from paceline.common.errors import InputError, LoadError, PacelineError, PacelineWarning, UnsupportedError
 from paceline.drafters.lookup.trigram import TrigramTable
-from paceline.training import checkpoints, trainer
 from paceline.training import train_run as run
-from paceline.training.checkpoints import LOG_NAME as LOG
-from paceline.training.checkpoints import NAME
+from paceline.training import trainer
 from paceline.training.data.corpus import Corpus, Shards, Text
 from paceline.training.evaluation import Evaluation
 from paceline.training.train_options import TrainOptions
 from paceline.training.train_run import train
-from paceline.training.trainer import STOP_FILE, NullReporter, TrainingError, learning_rate
+from paceline.training.trainer import LOG_NAME as LOG
+from paceline.training.trainer import NAME, STOP_FILE, NullReporter, TrainingError, learning_rate
 from tests.toys import llama
 from tests.training.toys import SMALL, Stop, options, weights
 
@@ -113,7 +112,7 @@ def test_a_loss_that_is_no_number_says_where(place: Path, tmp_path: Path, monkey
     def broken(self: Any, step: int) -> None:
         real(self, step)
         if step == 13:
-            self._losses.losses[-1] = self._losses.losses[-1] * float("nan")
+            self._losses[-1] = self._losses[-1] * float("nan")
 
     monkeypatch.setattr(trainer.Trainer, "_step", broken)
     with pytest.raises(TrainingError, match=r"The loss is nan at step 14; lower --learning-rate .*checkpoint"):
@@ -133,7 +132,7 @@ def test_a_full_disk_leaves_the_checkpoint(place: Path, tmp_path: Path, monkeypa
         save_file({"half": torch.zeros(3)}, path)
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(checkpoints, "save_file", full)
+    monkeypatch.setattr(trainer, "save_file", full)
     with pytest.raises(LoadError, match="No space left on device; the checkpoint before it is intact"):
         train(options(place, tmp_path / "it"))
     assert (tmp_path / "it" / NAME).read_bytes() == before

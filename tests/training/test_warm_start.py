@@ -13,13 +13,13 @@ import torch
 from paceline.common.errors import InputError, LoadError, PacelineError, PacelineWarning, UnsupportedError
 from paceline.drafters.heads.head_files import NUMBERS, unpacked
 from paceline.models.language_model import LanguageModel
-from paceline.training.checkpoints import LOG_NAME as LOG
-from paceline.training.checkpoints import NAME
 from paceline.training.data.corpus import Corpus, Text, collate
 from paceline.training.distillation import Teacher
 from paceline.training.recipes.base import RECIPES, make_recipe
 from paceline.training.train_options import TrainOptions
 from paceline.training.train_run import WarmStart, train
+from paceline.training.trainer import LOG_NAME as LOG
+from paceline.training.trainer import NAME
 from tests.cli.conftest import run
 from tests.toys import llama
 from tests.training.toys import KINDS, Stop, options, own_texts, recipe_of, target, trained, weights

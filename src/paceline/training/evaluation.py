@@ -10,7 +10,6 @@ rejected (the estimate of Kaplan and Meier), and the next round begins after tha
 
 from __future__ import annotations
 
-import json
 import shlex
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
@@ -27,7 +26,7 @@ from paceline.engine.decoder import SpeculativeDecoder
 from paceline.models.language_model import LanguageModel
 from paceline.models.loading.catalogue import find_entry
 from paceline.models.loading.weight_check import place_of
-from paceline.training.data.corpus import Text, write_whole
+from paceline.training.data.corpus import Text, replacing, write_json
 from paceline.training.distillation import Batch, Teacher
 from paceline.training.recipes.base import Recipe, shift_left
 
@@ -185,8 +184,9 @@ def write_card(
         facts["held_out"] = evaluation.as_dict()
     if measured is not None:
         facts["measured"] = measured.as_dict()
-    write_whole(folder / "provenance.json", (json.dumps(facts, indent=2, sort_keys=True) + "\n").encode())
-    write_whole(folder / "README.md", _card(folder, kind, facts, evaluation, measured, more).encode())
+    write_json(folder / "provenance.json", facts)
+    with replacing(folder / "README.md") as part:
+        part.write_text(_card(folder, kind, facts, evaluation, measured, more), "utf-8")
 
 
 def _portable_name(target: str) -> str:

@@ -23,7 +23,7 @@ from paceline.integrations.weights_and_biases import check_wandb
 from paceline.models import load
 from paceline.models.language_model import LanguageModel
 from paceline.models.loading.disk_cache import file_sha256
-from paceline.training.data.corpus import Corpus, Shards, read_manifest, write_whole
+from paceline.training.data.corpus import Corpus, Shards, read_manifest, write_json
 from paceline.training.data.sources import read_data, source_of
 from paceline.training.data.writing import Writer, WriterJob, WriterPool
 from paceline.training.distillation import Teacher
@@ -31,7 +31,7 @@ from paceline.training.evaluation import Evaluation, measure, write_card
 from paceline.training.pair_training import train_pair
 from paceline.training.recipes.base import Recipe, make_recipe
 from paceline.training.train_options import COUNTED, PAIR, CountingOptions, TrainOptions, WritingPlan
-from paceline.training.trainer import NullReporter, Reporter, SeveralProcesses, SingleProcess, Trainer
+from paceline.training.trainer import NullReporter, Processes, Reporter, Trainer
 
 Cancel = Callable[[], bool]
 _SHARD_OF_FILE = 1024  # texts of a shard that is made from a file
@@ -106,7 +106,7 @@ def train(
     kind_options = options.kind_options()
     if options.wandb:
         check_wandb()
-    processes = SeveralProcesses() if options.accelerate else SingleProcess()
+    processes = Processes(options.accelerate)
     _make_folder(options.folder)
     lm = load(options.target, dtype=options.dtype, device=options.device, progress=reporter.loading)
     if options.join and options.length > lm.context:
@@ -143,7 +143,7 @@ def _make_folder(folder: Path) -> None:
 
 
 def _texts(
-    options: TrainOptions, lm: LanguageModel, reporter: Reporter, cancel: Cancel | None, processes: SingleProcess,
+    options: TrainOptions, lm: LanguageModel, reporter: Reporter, cancel: Cancel | None, processes: Processes,
     given: Collection[str] | None,
 ) -> Shards:  # fmt: skip
     """The shards with the texts of a file or of the target. With several processes the first one writes them."""
@@ -228,7 +228,7 @@ def save_table(folder: Path, table: TrigramTable, lm: LanguageModel) -> None:
     )
     small.save(folder / "model.safetensors")
     config = {"kind": "trigram", "format": FORMAT, "target": fingerprint(lm)}
-    write_whole(folder / "config.json", (json.dumps(config, indent=2, sort_keys=True) + "\n").encode())
+    write_json(folder / "config.json", config)
 
 
 def _in_float32(level: Any) -> Any:

@@ -58,7 +58,7 @@ class Table:
 
 
 @contextmanager
-def reading(what: str, path: object) -> Iterator[None]:
+def reading(what: str, path: object, remedy: str = "") -> Iterator[None]:
     """Turn any error inside, while a file is read, into a LoadError of one sentence."""
     try:
         yield
@@ -68,7 +68,7 @@ def reading(what: str, path: object) -> Iterator[None]:
             SafetensorError) as error:  # fmt: skip
         problem = error.strerror if isinstance(error, OSError) else None
         place = f"'{path}'" if len(str(path)) <= 2 * _LONGEST_NAME else shown(str(path))
-        raise LoadError(f"{what} {place} cannot be read: {problem or in_one_line(error)}.") from error
+        raise LoadError(f"{what} {place} cannot be read: {problem or in_one_line(error)}{remedy}.") from error
 
 
 # ---- names of files

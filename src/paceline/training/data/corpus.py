@@ -10,7 +10,7 @@ import json
 import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -61,7 +61,7 @@ class Shards:
         plain = json.loads(json.dumps({"format": FORMAT, **about}))
         if not (self.folder / _MANIFEST).exists():
             self.folder.mkdir(parents=True, exist_ok=True)
-            self._write_manifest({**plain, **({} if wanted is None else {WANTED: wanted})})
+            write_json(self.folder / _MANIFEST, {**plain, **({} if wanted is None else {WANTED: wanted})})
         manifest = read_manifest(self.folder)
         for name, value in plain.items():
             if manifest.get(name) != value:
@@ -70,10 +70,7 @@ class Shards:
                     "take another folder, or remove this one."
                 )
         if wanted is not None and manifest.get(WANTED) != wanted:
-            self._write_manifest({**manifest, WANTED: wanted})
-
-    def _write_manifest(self, manifest: Mapping[str, Any]) -> None:
-        write_whole(self.folder / _MANIFEST, (json.dumps(manifest, indent=2, sort_keys=True) + "\n").encode())
+            write_json(self.folder / _MANIFEST, {**manifest, WANTED: wanted})
 
     def __len__(self) -> int:
         """The number of shards, which is also the number of the next one."""
@@ -100,15 +97,8 @@ class Shards:
             "starts": torch.tensor(starts, dtype=torch.int64),
             "prompts": torch.tensor([text.prompt for text in texts], dtype=torch.int32),
         }
-        number = len(self)
-        part = self._path(number).with_suffix(".part")
-        try:
+        with replacing(self._path(len(self)), "The texts ", "the texts before them are intact") as part:
             save_file(tensors, part)
-            part.replace(self._path(number))
-        except (OSError, SafetensorError) as error:
-            with suppress(OSError):
-                part.unlink()
-            raise LoadError(f"The texts of shard {number} cannot be written to '{self.folder}': {error}.") from error
 
     def texts(self) -> Iterator[Text]:
         """All texts, in the order of writing."""
@@ -132,21 +122,26 @@ def _check(tokens: Tensor, starts: Tensor, prompts: Tensor) -> None:
         raise ValueError(f"its {len(starts)} edges do not fit its {len(tokens)} tokens and {len(prompts)} prompts")
 
 
-def write_whole(path: Path, content: bytes) -> None:
-    """Write a file completely or not at all. If it cannot be written, the old file stays."""
+@contextmanager
+def replacing(path: Path, what: str = "", left: str = "what was there is untouched") -> Iterator[Path]:
+    """A file to write inside. It replaces `path` when it is complete; if it cannot be written, the old file stays."""
     part = path.with_name(f".{path.name}.part")
     try:
-        with part.open("wb") as file:
-            file.write(content)
-            file.flush()
+        yield part
+        with part.open("rb") as file:
             os.fsync(file.fileno())
         part.replace(path)
-    except OSError as error:
+    except (OSError, SafetensorError) as error:
         with suppress(OSError):
             part.unlink()
-        raise LoadError(
-            f"'{path}' cannot be written: {error.strerror or error}; what was there is untouched."
-        ) from error
+        problem = getattr(error, "strerror", None) or error
+        raise LoadError(f"{what}'{path}' cannot be written: {problem}; {left}.") from error
+
+
+def write_json(path: Path, content: Mapping[str, Any]) -> None:
+    """Write a JSON file completely or not at all."""
+    with replacing(path) as part:
+        part.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", "utf-8")
 
 
 # ---- Batches of pieces of texts

@@ -33,7 +33,7 @@ from paceline.drafters.lookup.recycling import Recycling  # noqa: E402
 from paceline.drafters.lookup.trigram import train_trigram  # noqa: E402
 from paceline.drafters.models.draft_lm import DraftLayers  # noqa: E402
 from paceline.drafters.models.early_exit import ExitHead  # noqa: E402
-from paceline.training.data.corpus import Shards, Text  # noqa: E402
+from paceline.training.corpus import Shards, Text  # noqa: E402
 from paceline.training.trainer import Checkpoint  # noqa: E402
 from tests.hostile.attacks import ATTACKS  # noqa: E402
 from tests.hostile.damage import GGUF, SAFETENSORS, damaged  # noqa: E402

@@ -13,7 +13,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
-from paceline.training.data.corpus import Corpus
+from paceline.training.corpus import Corpus
 from paceline.training.distillation import LOSSES
 from tests.training.toys import KINDS, in_sixteen_bits, own_texts, recipe_of, target
 

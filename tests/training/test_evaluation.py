@@ -11,7 +11,7 @@ import torch
 
 from paceline.engine.decoder import SpeculativeDecoder
 from paceline.training import evaluation
-from paceline.training.data.corpus import Corpus, Text, collate
+from paceline.training.corpus import Corpus, Text, collate
 from paceline.training.distillation import Batch
 from paceline.training.evaluation import evaluate, expected_tau, round_starts, walk
 from paceline.training.recipes.base import Recipe

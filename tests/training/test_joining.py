@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from paceline.common.errors import InputError
-from paceline.training.data.corpus import Corpus, Text, TokenBatch, collate
+from paceline.training.corpus import Corpus, Text, TokenBatch, collate
 from paceline.training.distillation import Batch
 from paceline.training.evaluation import walk
 from paceline.training.train_options import TrainOptions

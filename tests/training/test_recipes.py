@@ -7,7 +7,7 @@ import torch
 
 from paceline.common.errors import InputError
 from paceline.engine.decoder import SpeculativeDecoder
-from paceline.training.data.corpus import Corpus, collate
+from paceline.training.corpus import Corpus, collate
 from paceline.training.distillation import LOSSES, Batch, DistillationLoss, Teacher, divergence, parse_loss
 from paceline.training.evaluation import evaluate, expected_tau
 from paceline.training.recipes.base import RECIPES, Recipe, make_recipe

@@ -19,7 +19,7 @@ from paceline.common.errors import InputError, LoadError, PacelineError, Pacelin
 from paceline.drafters.lookup.trigram import TrigramTable
 from paceline.training import train_run as run
 from paceline.training import trainer
-from paceline.training.data.corpus import Corpus, Shards, Text
+from paceline.training.corpus import Corpus, Shards, Text
 from paceline.training.evaluation import Evaluation
 from paceline.training.train_options import TrainOptions
 from paceline.training.train_run import train

@@ -13,7 +13,7 @@ import torch
 from paceline.common.errors import InputError, LoadError, PacelineError, PacelineWarning, UnsupportedError
 from paceline.drafters.heads.head_files import NUMBERS, unpacked
 from paceline.models.language_model import LanguageModel
-from paceline.training.data.corpus import Corpus, Text, collate
+from paceline.training.corpus import Corpus, Text, collate
 from paceline.training.distillation import Teacher
 from paceline.training.recipes.base import RECIPES, make_recipe
 from paceline.training.train_options import TrainOptions

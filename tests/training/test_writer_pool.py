@@ -17,11 +17,11 @@ import pytest
 import paceline
 from paceline.common.errors import InputError
 from paceline.models.language_model import LanguageModel
-from paceline.training.data.corpus import Shards
-from paceline.training.data.writing import Writer, WriterJob, WriterPool
+from paceline.training.corpus import Shards
 from paceline.training.train_options import TrainOptions, WritingPlan
 from paceline.training.train_run import train
 from paceline.training.trainer import NullReporter
+from paceline.training.writing import Writer, WriterJob, WriterPool
 from tests.toys import letters, llama
 
 HANGS = 600  # seconds: no measure of speed, only the end of a test that would never end

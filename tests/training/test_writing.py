@@ -10,10 +10,9 @@ import pytest
 
 from paceline.common.errors import InputError
 from paceline.models.language_model import LanguageModel
-from paceline.training.data.corpus import STOP_FILE, Shards, Text
-from paceline.training.data.sources import read_data
-from paceline.training.data.writing import Writer, chat_frame, first_words
+from paceline.training.corpus import STOP_FILE, Shards, Text, read_data
 from paceline.training.train_options import WritingPlan
+from paceline.training.writing import Writer, chat_frame, first_words
 from tests.toys import letters, llama
 
 TEMPLATE = (

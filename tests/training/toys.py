@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 
 from paceline.engine.decoder import SpeculativeDecoder
 from paceline.models.language_model import LanguageModel
-from paceline.training.data.corpus import Corpus, Text
+from paceline.training.corpus import Corpus, Text
 from paceline.training.distillation import Teacher
 from paceline.training.recipes.base import RECIPES, Recipe, make_recipe
 from paceline.training.train_options import TrainOptions

@@ -17,7 +17,7 @@ from torch import Tensor
 from paceline.common.errors import InputError, UnknownNameError, UnsupportedError
 from paceline.models.cuda.cuda_forward import importable
 from paceline.models.language_model import LanguageModel
-from paceline.training.data.corpus import TokenBatch
+from paceline.training.corpus import TokenBatch
 
 # ---- The teacher
 

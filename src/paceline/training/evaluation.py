@@ -26,7 +26,7 @@ from paceline.engine.decoder import SpeculativeDecoder
 from paceline.models.language_model import LanguageModel
 from paceline.models.loading.catalogue import find_entry
 from paceline.models.loading.weight_check import place_of
-from paceline.training.data.corpus import Text, replacing, write_json
+from paceline.training.corpus import Text, replacing, write_json
 from paceline.training.distillation import Batch, Teacher
 from paceline.training.recipes.base import Recipe, shift_left
 

@@ -24,8 +24,7 @@ from paceline.integrations.provenance import provenance
 from paceline.models.language_model import LanguageModel
 from paceline.models.loading.hub import quiet
 from paceline.models.synthetic import new_llama, new_tokenizer
-from paceline.training.data.corpus import Corpus, TokenBatch
-from paceline.training.data.sources import read_data
+from paceline.training.corpus import Corpus, TokenBatch, read_data
 from paceline.training.distillation import Batch, Teacher, at_least_float32, divergence
 from paceline.training.evaluation import Evaluation, measure, write_card
 from paceline.training.recipes.base import ModelRecipe, Recipe, learned_positions

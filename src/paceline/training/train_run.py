@@ -23,15 +23,14 @@ from paceline.integrations.weights_and_biases import check_wandb
 from paceline.models import load
 from paceline.models.language_model import LanguageModel
 from paceline.models.loading.disk_cache import file_sha256
-from paceline.training.data.corpus import Corpus, Shards, read_manifest, write_json
-from paceline.training.data.sources import read_data, source_of
-from paceline.training.data.writing import Writer, WriterJob, WriterPool
+from paceline.training.corpus import Corpus, Shards, read_data, read_manifest, source_of, write_json
 from paceline.training.distillation import Teacher
 from paceline.training.evaluation import Evaluation, measure, write_card
 from paceline.training.pair_training import train_pair
 from paceline.training.recipes.base import Recipe, make_recipe
 from paceline.training.train_options import COUNTED, PAIR, CountingOptions, TrainOptions, WritingPlan
 from paceline.training.trainer import NullReporter, Processes, Reporter, Trainer
+from paceline.training.writing import Writer, WriterJob, WriterPool
 
 Cancel = Callable[[], bool]
 _SHARD_OF_FILE = 1024  # texts of a shard that is made from a file

@@ -28,7 +28,7 @@ from paceline.integrations.weights_and_biases import start
 from paceline.models.device import without_planned_attention
 from paceline.models.loading.weight_check import reading
 from paceline.models.tensor_parallel import leave_in_order
-from paceline.training.data.corpus import STOP_FILE, Corpus, replacing
+from paceline.training.corpus import STOP_FILE, Corpus, replacing
 from paceline.training.evaluation import Evaluation, evaluate
 from paceline.training.recipes.base import Recipe
 from paceline.training.train_options import TrainOptions

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from paceline.common.limits import Limited
 from paceline.core.contracts import Drafter
 from paceline.core.registry import Registry
-from paceline.training.data.corpus import Corpus
+from paceline.training.corpus import Corpus
 from paceline.training.distillation import Batch, DistillationLoss, Teacher
 
 

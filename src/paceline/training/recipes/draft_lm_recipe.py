@@ -14,7 +14,7 @@ from paceline.common.errors import InputError
 from paceline.common.limits import limited
 from paceline.core.contracts import Drafter
 from paceline.drafters.models.draft_lm import DraftLayers, DraftLm
-from paceline.training.data.corpus import Corpus
+from paceline.training.corpus import Corpus
 from paceline.training.distillation import Teacher
 from paceline.training.recipes.base import RECIPES, ModelRecipe, Sizes
 

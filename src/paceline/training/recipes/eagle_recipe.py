@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from paceline.common.errors import InputError
 from paceline.common.limits import limited
 from paceline.drafters.heads.eagle import Eagle, EagleHead
-from paceline.training.data.corpus import Corpus
+from paceline.training.corpus import Corpus
 from paceline.training.distillation import Batch, DistillationLoss, Teacher
 from paceline.training.recipes.base import RECIPES, HeadRecipe, Sizes, learned_positions, shift_left
 

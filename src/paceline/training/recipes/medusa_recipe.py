@@ -11,7 +11,7 @@ from torch import Tensor
 from paceline.common.errors import InputError
 from paceline.common.limits import limited
 from paceline.drafters.heads.medusa import Medusa, MedusaHead
-from paceline.training.data.corpus import Corpus
+from paceline.training.corpus import Corpus
 from paceline.training.distillation import Batch, Teacher
 from paceline.training.recipes.base import RECIPES, HeadRecipe, Sizes, learned_positions
 

@@ -1,7 +1,9 @@
-"""Training data: texts on disk as shards of token ids, and batches of pieces of them.
+"""Training data: where texts come from, texts on disk as shards of token ids, and batches of pieces of them.
 
-The batches follow from the seed and the step. A part of the texts is held out. Several pieces can be joined in one row
-of a batch, in another order in every epoch: most texts are short, and prompts of real use are long.
+Texts come from the target, a folder that several trainings share, or a file of the user (plain text, or jsonl with
+texts, prompts with answers, or conversations). The batches follow from the seed and the step. A part of the texts is
+held out. Several pieces can be joined in one row of a batch, in another order in every epoch: most texts are short, and
+prompts of real use are long.
 """
 
 from __future__ import annotations
@@ -9,9 +11,11 @@ from __future__ import annotations
 import json
 import os
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, fields, replace
+from functools import partial
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +25,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from paceline.common.errors import InputError, LoadError
-from paceline.common.text_formats import parse_json
+from paceline.common.text_formats import parse_json, read_text
+from paceline.models.language_model import LanguageModel
 from paceline.models.loading.weight_check import reading
+from paceline.training.train_options import TrainOptions, WritingPlan
 
 # ---- Texts on disk: a folder of shards (safetensors) that grows by whole shards
 
@@ -79,22 +85,14 @@ class Shards:
             count += 1
         return count
 
-    @property
-    def stop_requested(self) -> bool:
-        """Did the user ask to stop the writing with a file?"""
-        return (self.folder / STOP_FILE).exists()
-
     def _path(self, number: int) -> Path:
         return self.folder / f"shard-{number:05}.safetensors"
 
     def append(self, texts: Sequence[Text]) -> None:
         """Write one more shard."""
-        starts = [0]
-        for text in texts:
-            starts.append(starts[-1] + len(text.tokens))
         tensors = {
             "tokens": torch.tensor([token for text in texts for token in text.tokens], dtype=torch.int32),
-            "starts": torch.tensor(starts, dtype=torch.int64),
+            "starts": torch.tensor([0, *accumulate(len(text.tokens) for text in texts)], dtype=torch.int64),
             "prompts": torch.tensor([text.prompt for text in texts], dtype=torch.int32),
         }
         with replacing(self._path(len(self)), "The texts ", "the texts before them are intact") as part:
@@ -106,20 +104,16 @@ class Shards:
             with reading("The texts in", self._path(number)):
                 with safe_open(self._path(number), "pt") as file:
                     tokens, starts, prompts = (file.get_tensor(name) for name in ("tokens", "starts", "prompts"))
-                _check(tokens, starts, prompts)
-            ids, edges = tokens.tolist(), starts.tolist()
-            for start, stop, prompt in zip(edges, edges[1:], prompts.tolist(), strict=False):
+                if any(t.ndim != 1 or t.is_floating_point() or (t < 0).any() for t in (tokens, starts, prompts)):
+                    raise ValueError("its tokens, starts or prompts are no list of whole numbers")
+                fits = len(starts) == len(prompts) + 1 and starts[0] == 0 and starts[-1] == len(tokens)
+                if not fits or (starts.diff() < prompts).any():
+                    raise ValueError(
+                        f"its {len(starts)} edges do not fit its {len(tokens)} tokens and {len(prompts)} prompts"
+                    )
+            ids = tokens.tolist()
+            for (start, stop), prompt in zip(pairwise(starts.tolist()), prompts.tolist(), strict=True):
                 yield Text(ids[start:stop], prompt)
-
-
-def _check(tokens: Tensor, starts: Tensor, prompts: Tensor) -> None:
-    """Raise ValueError unless the texts follow each other without gaps and no prompt is longer than its text."""
-    for name, tensor in (("tokens", tokens), ("starts", starts), ("prompts", prompts)):
-        if tensor.ndim != 1 or tensor.is_floating_point() or (tensor < 0).any():
-            raise ValueError(f"its '{name}' are no list of whole numbers")
-    lengths = starts.diff()
-    if len(starts) != len(prompts) + 1 or starts[0] != 0 or starts[-1] != len(tokens) or (lengths < prompts).any():
-        raise ValueError(f"its {len(starts)} edges do not fit its {len(tokens)} tokens and {len(prompts)} prompts")
 
 
 @contextmanager
@@ -146,7 +140,7 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
 
 # ---- Batches of pieces of texts
 
-Row = tuple[int, ...]  # the numbers of pieces that follow each other in a row of a batch
+Row = list[Text]  # pieces that follow each other in a row of a batch
 _SHORTEST = 8  # tokens of a piece: a shorter one has too little context
 _OPEN_ROWS = 16  # rows to which a piece may still be joined
 _POOL = 64  # batches whose pieces are sorted by length together, so that there is little padding
@@ -202,7 +196,7 @@ class Corpus:
         while number >= len(self._epoch(epoch)):
             number -= len(self._epoch(epoch))
             epoch += 1
-        return collate([[self.pieces[index] for index in row] for row in self._epoch(epoch)[number]])
+        return collate(self._epoch(epoch)[number])
 
     def _epoch(self, epoch: int) -> list[list[Row]]:
         if epoch not in self._epochs:
@@ -215,57 +209,45 @@ class Corpus:
         """Batches of all pieces: shuffle the pieces, sort pools of them by length, shuffle the batches."""
         generator = torch.Generator().manual_seed(self.seed * 1_000_003 + epoch)
         order = torch.randperm(len(self.pieces), generator=generator).tolist()
-        lengths = [len(piece.tokens) for piece in self.pieces]
-        rows = self._rows(order, lengths)
-        sizes = {row: sum(lengths[index] for index in row) for row in rows}
+        rows = self._rows([self.pieces[index] for index in order])
         pool = _POOL * self._rows_of_full_length
         batches: list[list[Row]] = []
         for start in range(0, len(rows), pool):
-            batches += self._fill(sorted(rows[start : start + pool], key=sizes.__getitem__), sizes)
+            batches.append([])
+            for row in sorted(rows[start : start + pool], key=_size):
+                if batches[-1] and (len(batches[-1]) + 1) * _size(row) > self._tokens:
+                    batches.append([])
+                batches[-1].append(row)
         return [batches[index] for index in torch.randperm(len(batches), generator=generator).tolist()]
 
-    def _rows(self, order: Sequence[int], lengths: Sequence[int]) -> list[Row]:
+    def _rows(self, pieces: Sequence[Text]) -> list[Row]:
         """One piece per row, or with `join` as many as fit."""
         if not self.join:
-            return [(index,) for index in order]
-        rows: list[list[int]] = []
-        free: list[int] = []
-        for index in order:
-            open_rows = range(max(0, len(rows) - _OPEN_ROWS), len(rows))
-            row = next((row for row in open_rows if free[row] >= lengths[index]), len(rows))
-            if row == len(rows):
-                rows.append([])
-                free.append(self.length)
-            rows[row].append(index)
-            free[row] -= lengths[index]
-        return [tuple(row) for row in rows]
-
-    def _fill(self, sorted_rows: Sequence[Row], sizes: Mapping[Row, int]) -> list[list[Row]]:
-        """Batches that have at most `tokens` tokens with their padding."""
-        batches: list[list[Row]] = [[]]
-        for row in sorted_rows:
-            if batches[-1] and (len(batches[-1]) + 1) * sizes[row] > self._tokens:
-                batches.append([])
-            batches[-1].append(row)
-        return batches
+            return [[piece] for piece in pieces]
+        rows: list[Row] = []
+        for piece in pieces:
+            room = self.length - len(piece.tokens)
+            row = next((row for row in rows[-_OPEN_ROWS:] if _size(row) <= room), None)
+            if row is None:
+                rows.append([piece])
+            else:
+                row.append(piece)
+        return rows
 
     def held_out_batches(self, most: int) -> list[TokenBatch]:
         """The first `most` held-out pieces."""
-        pieces = self.held_out[:most]
-        lengths = [len(piece.tokens) for piece in pieces]
-        rows = self._rows(range(len(pieces)), lengths)
-        rows.sort(key=lambda row: sum(lengths[index] for index in row))
-        texts = [[pieces[index] for index in row] for row in rows]
-        count = self._rows_of_full_length
-        return [collate(texts[start : start + count]) for start in range(0, len(texts), count)]
+        rows, count = sorted(self._rows(self.held_out[:most]), key=_size), self._rows_of_full_length
+        return [collate(rows[start : start + count]) for start in range(0, len(rows), count)]
 
     def frequent(self, count: int, always: Iterable[int] = ()) -> list[int]:
         """The `count` most frequent tokens that the target wrote, sorted by id, with those in `always` among them."""
-        counts: Counter[int] = Counter()
-        for piece in self.pieces:
-            counts.update(piece.tokens[piece.prompt :])
+        counts = Counter(token for piece in self.pieces for token in piece.tokens[piece.prompt :])
         first = list(dict.fromkeys([*always, *(token for token, _ in counts.most_common())]))
         return sorted(first[:count])
+
+
+def _size(row: Row) -> int:
+    return sum(len(piece.tokens) for piece in row)
 
 
 def _pieces(text: Text, length: int) -> list[Text]:
@@ -279,10 +261,10 @@ def _pieces(text: Text, length: int) -> list[Text]:
     return pieces
 
 
-def collate(rows: Sequence[Sequence[Text]]) -> TokenBatch:
+def collate(rows: Sequence[Row]) -> TokenBatch:
     """Each row holds its texts one after the other. The first token of a later text does not follow from the text
     before it, so it is not learned."""
-    longest = max(sum(len(text.tokens) for text in row) for row in rows)
+    longest = max(map(_size, rows))
     ids = torch.zeros(len(rows), longest, dtype=torch.int64)
     learn = torch.zeros(len(rows), longest, dtype=torch.bool)
     for index, row in enumerate(rows):
@@ -293,3 +275,130 @@ def collate(rows: Sequence[Sequence[Text]]) -> TokenBatch:
             learn[index, start + max(text.prompt, int(start > 0)) : end] = True
             start = end
     return TokenBatch(ids, learn)
+
+
+# ---- Where texts come from
+
+_ANSWERS = ("answer", "completion", "response", "output")
+_PROMPTS = ("prompt", "question", "instruction")
+_WRITING = {"style", "temperatures", "question", "answer", "shard"}  # options that change the texts
+_NOT_IN_MANIFEST = ("tokens", "rows")  # options that do not change a text
+_PART = 1 << 16  # characters of a plain text that are tokenized at once: tokenizers are slow on megabytes
+
+
+@dataclass(frozen=True)
+class TextSource:
+    """The texts follow from `plan` (the target writes them), or from `data` (a file). If both are None, the texts are
+    in the folder. `about`: what the manifest of the folder must contain."""
+
+    about: dict[str, Any]
+    plan: WritingPlan | None = None
+    data: Path | None = None
+
+
+def source_of(
+    options: TrainOptions, manifest: Mapping[str, Any], lm: LanguageModel, given: Collection[str] | None = None
+) -> TextSource:
+    """manifest: of the folder of shared texts, or {}. given: the options that the user set; None takes those that
+    differ from their defaults. Only options that the user set may contradict the manifest."""
+    if given is None:
+        given = [field.name for field in fields(options) if getattr(options, field.name) != field.default]
+    is_set = set(given)
+    if options.data is not None:
+        return TextSource({"data": str(Path(options.data).resolve())}, data=Path(options.data))
+    if "data" in manifest and not is_set & _WRITING:
+        return TextSource({"data": manifest["data"]})
+    # The options of the shared texts hold, except those that the user set. The seed of the texts is always theirs;
+    # --seed is then for weights and order only.
+    names = {field.name for field in fields(WritingPlan)} & manifest.keys() - {"rows"} - (is_set & {*_WRITING, WANTED})
+    values = {name: tuple(value) if isinstance(value := manifest[name], list) else value for name in names}
+    plan = replace(options.writing_plan(), **values).resolve_style(lm)
+    return TextSource({name: value for name, value in asdict(plan).items() if name not in _NOT_IN_MANIFEST}, plan)
+
+
+# ---- Files of the user
+
+
+def read_data(path: Path, lm: LanguageModel) -> list[Text]:
+    """The texts of a file as token ids. An error names the line that cannot be used."""
+    if lm.tokenizer is None:
+        raise InputError(f"{lm.name} has no tokenizer, so '{path}' cannot be read for it; load it with one.")
+    content = read_text(path, "The data")
+    if path.suffix.lower() in (".jsonl", ".ndjson"):
+        lines = enumerate(content.splitlines(), 1)
+        texts = [_text_of_line(line, f"Line {number} of '{path}'", lm) for number, line in lines if line.strip()]
+    else:
+        texts = [Text(_encode(part, lm)) for part in _parts(content)]
+    texts = [text for text in texts if text.tokens]
+    if not texts:
+        raise InputError(f"The data '{path}' are empty; give a file with at least a few texts.")
+    return texts
+
+
+def _encode(text: str, lm: LanguageModel) -> list[int]:
+    return list(lm.tokenizer.encode(text, add_special_tokens=False))
+
+
+def _parts(content: str) -> Iterator[str]:
+    """A plain text in large parts, cut at the ends of lines."""
+    part = ""
+    for line in content.splitlines(keepends=True):
+        part += line
+        if len(part) > _PART:
+            yield part
+            part = ""
+    yield part
+
+
+def _text_of_line(line: str, where: str, lm: LanguageModel) -> Text:
+    try:
+        entry = parse_json(line)
+    except ValueError as error:
+        raise InputError(f"{where} is not valid JSON: {error}.") from None
+    if isinstance(entry, str):
+        entry = {"text": entry}
+    if not isinstance(entry, Mapping):
+        raise InputError(f"{where} is neither an object nor a text.")
+    for name in ("messages", "conversations"):
+        if isinstance(entry.get(name), list):
+            return _conversation(entry[name], where, lm)
+    if isinstance(entry.get("text"), str):
+        return Text(_encode(entry["text"], lm))
+    prompt = next((entry[name] for name in _PROMPTS if isinstance(entry.get(name), str)), None)
+    answer = next((entry[name] for name in _ANSWERS if isinstance(entry.get(name), str)), None)
+    if prompt is None or answer is None:
+        raise InputError(f"{where} has neither 'text', nor 'messages', nor a 'prompt' with an 'answer'.")
+    if getattr(lm.tokenizer, "chat_template", None):
+        turns = [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]
+        return _conversation(turns, where, lm)
+    prompt_ids = list(lm.tokenizer.encode(prompt))
+    return Text(prompt_ids + _encode(answer, lm), len(prompt_ids))
+
+
+def _conversation(messages: list[Any], where: str, lm: LanguageModel) -> Text:
+    """The turns before the first answer are the prompt."""
+    turns = [_turn(message, where) for message in messages]
+    if not getattr(lm.tokenizer, "chat_template", None):
+        raise InputError(f"{where} is a conversation, and {lm.name} has no chat template; give plain texts.")
+    first = next((index for index, turn in enumerate(turns) if turn["role"] == "assistant"), None)
+    if first is None:
+        raise InputError(f"{where} has no answer of the assistant to learn from.")
+    try:
+        render = partial(lm.tokenizer.apply_chat_template, tokenize=False)
+        before, whole = render(turns[:first], add_generation_prompt=True), render(turns, add_generation_prompt=False)
+    except Exception as error:  # templates are programs and fail in their own ways
+        raise InputError(f"{where} does not fit the chat template of {lm.name}: {error}.") from error
+    prompt = before if whole.startswith(before) else ""
+    prompt_ids = _encode(prompt, lm) if prompt else []
+    return Text(prompt_ids + _encode(whole[len(prompt) :], lm), len(prompt_ids))
+
+
+def _turn(message: Any, where: str) -> dict[str, str]:
+    """A message with a role and a content; the names of ShareGPT are known too."""
+    if isinstance(message, Mapping):
+        role = message.get("role", message.get("from"))
+        content = message.get("content", message.get("value"))
+        role = {"human": "user", "gpt": "assistant"}.get(str(role), role)
+        if isinstance(role, str) and isinstance(content, str):
+            return {"role": role, "content": content}
+    raise InputError(f"{where} has a message without a role and a content.")

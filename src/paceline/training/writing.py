@@ -19,11 +19,11 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from importlib.resources import files
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -32,7 +32,7 @@ from paceline.engine.decoder import SpeculativeDecoder
 from paceline.models import load
 from paceline.models.language_model import LanguageModel
 from paceline.models.loading.disk_cache import Progress
-from paceline.training.data.corpus import Shards, Text
+from paceline.training.corpus import STOP_FILE, Shards, Text
 from paceline.training.train_options import WritingPlan
 
 # ---- The chat template as token ids
@@ -40,19 +40,13 @@ from paceline.training.train_options import WritingPlan
 _TURNS = ("qzxuone", "qzxatwo", "qzxuthree")  # stand for turns; no template contains these words
 
 
-@dataclass(frozen=True)
-class ChatFrame:
+class ChatFrame(NamedTuple):
     """opening: up to the user's words. answer: from the end of the user's words to the start of the answer. again: from
     the end of the answer to the user's next words; [] if the template has no second turn."""
 
     opening: list[int]
     answer: list[int]
     again: list[int]
-
-    @property
-    def user_end(self) -> int:
-        """The token that ends a user's turn."""
-        return self.answer[0]
 
 
 def chat_frame(lm: LanguageModel) -> ChatFrame:
@@ -63,27 +57,22 @@ def chat_frame(lm: LanguageModel) -> ChatFrame:
             f"{lm.name} has no chat template, so it cannot write conversations; use --style text, or give --data."
         )
     first, second, third = _TURNS
-    opening, _, answer = _render(tokenizer, lm.name, [("user", first)]).partition(first)
-    again = ""
-    if answer:
-        thrice = _render(tokenizer, lm.name, [("user", first), ("assistant", second), ("user", third)], strict=False)
-        if thrice.startswith(opening + first + answer) and third in thrice:
-            again = thrice.partition(second)[2].partition(third)[0]
-    else:
+    turns = [{"role": role, "content": word} for role, word in zip(("user", "assistant", "user"), _TURNS, strict=True)]
+    render = partial(tokenizer.apply_chat_template, tokenize=False, add_generation_prompt=True)
+    try:
+        opening, _, answer = str(render(turns[:1])).partition(first)
+    except Exception as error:  # templates are programs and fail in their own ways
+        raise InputError(f"The chat template of {lm.name} cannot write a conversation: {error}.") from error
+    if not answer:
         raise InputError(
             f"The chat template of {lm.name} does not say where an answer begins; use --style text, or give --data."
         )
+    again = ""
+    with suppress(Exception):  # a template may refuse a second turn
+        thrice = str(render(turns))
+        if thrice.startswith(opening + first + answer) and third in thrice:
+            again = thrice.partition(second)[2].partition(third)[0]
     return ChatFrame(*(list(tokenizer.encode(text, add_special_tokens=False)) for text in (opening, answer, again)))
-
-
-def _render(tokenizer: Any, name: str, turns: list[tuple[str, str]], strict: bool = True) -> str:
-    messages = [{"role": role, "content": content} for role, content in turns]
-    try:
-        return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
-    except Exception as error:  # templates are programs and fail in their own ways
-        if not strict:
-            return ""
-        raise InputError(f"The chat template of {name} cannot write a conversation: {error}.") from error
 
 
 # ---- One process writes
@@ -99,8 +88,7 @@ _BASE_START = 16  # tokens of a base model's text that are sampled, so that gree
 
 def first_words() -> list[str]:
     """Beginnings of questions of many kinds."""
-    beginnings: list[str] = json.loads((files("paceline.training.data") / "openings.json").read_text("utf-8"))
-    return beginnings
+    return list(json.loads((files("paceline.training") / "openings.json").read_text("utf-8")))
 
 
 class Writer:
@@ -113,13 +101,11 @@ class Writer:
         without_tokenizer.tokenizer = None  # only tokens are needed, so nothing is detokenized
         self._decoder = SpeculativeDecoder(without_tokenizer, draft=None, rows=self.plan.rows)
         self._lm = lm
-        self._beginnings = self._encode(first_words() if beginnings is None else beginnings)
+        self._beginnings: list[list[int]] = []
+        if lm.tokenizer is not None:
+            texts = first_words() if beginnings is None else beginnings
+            self._beginnings = [list(lm.tokenizer.encode(text, add_special_tokens=False)) for text in texts]
         self._known: set[int] = set()
-
-    def _encode(self, texts: Sequence[str]) -> list[list[int]]:
-        if self._lm.tokenizer is None:
-            return []
-        return [list(self._lm.tokenizer.encode(text, add_special_tokens=False)) for text in texts]
 
     def fill(
         self,
@@ -128,16 +114,18 @@ class Writer:
         cancel: Callable[[], bool] | None = None,
         write_shard: WriteShard | None = None,
     ) -> int:
-        """Append shards until there are enough tokens; returns their number. `write_shard` replaces the writing in this
-        process."""
+        """Append shards until there are enough tokens; returns the number of tokens. `write_shard` replaces the writing
+        in this process."""
         done, number = 0, len(shards)
         for text in shards.texts():
             done += len(text.tokens)
             self._is_new(text)
-        write, idle = write_shard or partial(self._write_unless, cancel), 0
-        while done < self.plan.tokens and idle < _TRIES and not (done and shards.stop_requested):
-            mean = done / number if done else None
-            raw = write(number, None if mean is None else math.ceil((self.plan.tokens - done) / mean))
+        idle, stop_file = 0, shards.folder / STOP_FILE
+        while done < self.plan.tokens and idle < _TRIES and not (done and stop_file.exists()):
+            if write_shard is not None:
+                raw = write_shard(number, math.ceil((self.plan.tokens - done) * number / done) if done else None)
+            else:
+                raw = None if cancel is not None and cancel() else self.write(number)
             if raw is None:
                 break
             texts = [text for text in raw if self._is_new(text)]
@@ -154,9 +142,6 @@ class Writer:
             )
         return done
 
-    def _write_unless(self, cancel: Callable[[], bool] | None, number: int, needed: int | None) -> list[Text] | None:
-        return None if cancel is not None and cancel() else self.write(number)
-
     def _is_new(self, text: Text) -> bool:
         """Remember the question of a text, or the start of a base model's text; False if it was known."""
         skip = 0 if self._frame is None else len(self._frame.opening)
@@ -170,58 +155,46 @@ class Writer:
     def write(self, number: int) -> list[Text]:
         """The texts of shard `number`, with duplicates. They follow from the plan and the number."""
         rngs = [random.Random(f"{self.plan.seed}/{number}/{i}") for i in range(self.plan.shard)]
-        beginnings = [self._beginning(rng) for rng in rngs]
+        led, words = self.plan.led, self._beginnings
+        beginnings = [rng.choice(words) if words and rng.random() < led else [] for rng in rngs]
         temperatures = [rng.choice(self.plan.temperatures) for rng in rngs]
         if self._frame is None:
             return self._continue_texts(beginnings, temperatures, rngs)
         frame = self._frame
         texts = [frame.opening + beginning for beginning in beginnings]
-        texts = self._turn(texts, rngs, self.plan.question, [self.plan.asking] * len(texts), (frame.user_end,))
+        texts = self._ask(texts, rngs)
         asked = [i for i, text in enumerate(texts) if len(text) >= len(frame.opening) + _MIN_QUESTION]
         rngs, temperatures = [rngs[i] for i in asked], [temperatures[i] for i in asked]
         texts = [texts[i] + frame.answer for i in asked]
         prompts = [len(text) for text in texts]
-        texts = self._turn(texts, rngs, self.plan.answer, temperatures, self._lm.eos, keep_end=True)
+        texts = self._answer(texts, rngs, temperatures)
         again = [i for i, rng in enumerate(rngs) if rng.random() < self.plan.twice and frame.again]
-        seconds = self._second_turn([texts[i] for i in again], [rngs[i] for i in again],
-                                    [temperatures[i] for i in again])  # fmt: skip
-        for i, text in zip(again, seconds, strict=True):
+        longer = [(texts[i][:-1] if texts[i][-1] in self._lm.eos else texts[i]) + frame.again for i in again]
+        rngs, temperatures = [rngs[i] for i in again], [temperatures[i] for i in again]
+        longer = [text + frame.answer for text in self._ask(longer, rngs)]
+        for i, text in zip(again, self._answer(longer, rngs, temperatures), strict=True):
             texts[i] = text
         return [Text(text, prompt) for text, prompt in zip(texts, prompts, strict=True)]
 
-    def _second_turn(
-        self, texts: list[list[int]], rngs: list[random.Random], temperatures: list[float]
-    ) -> list[list[int]]:
-        """One more question and its answer."""
+    def _ask(self, texts: list[list[int]], rngs: list[random.Random]) -> list[list[int]]:
         assert self._frame is not None
-        frame = self._frame
-        texts = [(text[:-1] if text[-1] in self._lm.eos else text) + frame.again for text in texts]
-        texts = self._turn(texts, rngs, self.plan.question, [self.plan.asking] * len(texts), (frame.user_end,))
-        texts = [text + frame.answer for text in texts]
+        user_end = self._frame.answer[0]
+        return self._turn(texts, rngs, self.plan.question, [self.plan.asking] * len(texts), (user_end,))
+
+    def _answer(self, texts: list[list[int]], rngs: list[random.Random], temperatures: list[float]) -> list[list[int]]:
         return self._turn(texts, rngs, self.plan.answer, temperatures, self._lm.eos, keep_end=True)
 
     def _continue_texts(
         self, beginnings: list[list[int]], temperatures: list[float], rngs: list[random.Random]
     ) -> list[Text]:
         """Texts of a base model. The first tokens are sampled: greedy texts after the same beginning would be equal."""
-        start = [self._first_token()]
-        texts = [beginning or start for beginning in beginnings]
+        known = [getattr(source, "bos_token_id", None) for source in (self._lm.tokenizer, self._lm.model.config)]
+        start = next(int(token) for token in (*known, *self._lm.eos, 0) if token is not None)
+        texts = [beginning or [start] for beginning in beginnings]
         prompts = [len(text) for text in texts]
         texts = self._turn(texts, rngs, _BASE_START, [self.plan.asking] * len(texts), ())
-        texts = self._turn(texts, rngs, self.plan.answer, temperatures, self._lm.eos, keep_end=True)
+        texts = self._answer(texts, rngs, temperatures)
         return [Text(text, prompt) for text, prompt in zip(texts, prompts, strict=True)]
-
-    def _first_token(self) -> int:
-        for source in (self._lm.tokenizer, self._lm.model.config):
-            token = getattr(source, "bos_token_id", None)
-            if token is not None:
-                return int(token)
-        return self._lm.eos[0] if self._lm.eos else 0
-
-    def _beginning(self, rng: random.Random) -> list[int]:
-        if not self._beginnings or rng.random() >= self.plan.led:
-            return []
-        return rng.choice(self._beginnings)
 
     def _turn(
         self, texts: list[list[int]], rngs: list[random.Random], most: int, temperatures: list[float],
@@ -232,19 +205,15 @@ class Writer:
         open_texts = [i for i, text in enumerate(texts) if len(text) < self._lm.context - 1]
         if not open_texts:
             return texts
-        settings: dict[str, Any] = {
-            "max_new_tokens": most,
-            "temperature": [temperatures[i] for i in open_texts],
-            "seed": [seeds[i] for i in open_texts],
-            **({"eos_token_ids": ends} if ends else {"ignore_eos": True}),
-        }
+        end: dict[str, Any] = {"eos_token_ids": ends} if ends else {"ignore_eos": True}
+        prompts, hot = [texts[i] for i in open_texts], [temperatures[i] for i in open_texts]
+        seed = [seeds[i] for i in open_texts]
+        results = self._decoder.generate(prompts, max_new_tokens=most, temperature=hot, seed=seed, **end)
         longer = list(texts)
-        results = self._decoder.generate([texts[i] for i in open_texts], **settings)
         for i, result in zip(open_texts, results, strict=True):
             tokens = result.tokens
-            if tokens and tokens[-1] in ends and not keep_end:
-                tokens = tokens[:-1]
-            longer[i] = texts[i] + tokens
+            cut = tokens and tokens[-1] in ends and not keep_end
+            longer[i] = texts[i] + (tokens[:-1] if cut else tokens)
         return longer
 
 
@@ -335,7 +304,11 @@ class WriterPool:
         """The texts of shard `number`; callers ask in order. None if `cancel` says so."""
         if self._open is None:
             self._open = [number]
-            self._start()
+            for _ in range(self._count):
+                try:
+                    self.workers.append(_Worker())
+                except OSError as error:
+                    self._note(f"one writer less: it cannot be started ({error.strerror or error}); the others go on")
         most = _AHEAD * (len(self.workers) + 1)
         limit = number + max(1, min(most, most if needed is None else needed))
         while True:
@@ -353,21 +326,13 @@ class WriterPool:
             else:
                 wait([future for worker in self.workers for future in worker.numbers], _POLL, FIRST_COMPLETED)
 
-    def _start(self) -> None:
-        for _ in range(self._count):
-            try:
-                self.workers.append(_Worker())
-            except OSError as error:
-                self._note(f"one writer less: it cannot be started ({error.strerror or error}); the others go on")
-
     def _take(self, limit: int) -> int | None:
         """The lowest number that is not taken; None from `limit` on."""
         assert self._open is not None
         if self._open[0] >= limit:
             return None
         number = self._open.pop(0)
-        if not self._open:
-            self._open = [number + 1]
+        self._open = self._open or [number + 1]
         return number
 
     def _collect(self) -> None:
@@ -409,18 +374,13 @@ def _prepare_worker() -> None:
     sink = os.open(os.devnull, os.O_WRONLY)
     os.dup2(sink, 1)
     os.dup2(sink, 2)
-    threading.Thread(target=_end_with_parent, daemon=True).start()
 
+    def end_with_parent() -> None:
+        if (parent := multiprocessing.parent_process()) is not None:
+            parent.join()
+        os._exit(0)
 
-def _end_with_parent() -> None:
-    parent = multiprocessing.parent_process()
-    if parent is not None:
-        parent.join()
-    os._exit(0)
-
-
-def _write_shard(job: WriterJob, number: int) -> list[Text]:
-    return _writer(job).write(number)
+    threading.Thread(target=end_with_parent, daemon=True).start()
 
 
 @lru_cache(1)
@@ -428,3 +388,7 @@ def _writer(job: WriterJob) -> Writer:
     """The writer of a worker; it is loaded once."""
     torch.set_num_threads(job.threads)  # another order of sums would give other bits
     return Writer(load(job.target, dtype=job.dtype, device=job.device), job.plan)
+
+
+def _write_shard(job: WriterJob, number: int) -> list[Text]:
+    return _writer(job).write(number)

@@ -1,1 +1,0 @@
-"""Training texts: written by the target, or read from files; stored as shards of token ids."""

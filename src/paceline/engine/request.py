@@ -60,6 +60,7 @@ class Request:
     early_stopping: bool | str = False  # True: as soon as num_beams texts ended; "never": only when none can come in
     num_return_sequences: int = 1  # beams to give back
     prediction: str | tuple[int, ...] | None = None  # what the caller expects to be written
+    max_draft: int | None = None  # tokens drafted in a row at most; 0: plain decoding; None: the decoder's gamma
     sampling: Sampling = field(default_factory=Sampling)
 
     def __post_init__(self) -> None:
@@ -71,6 +72,8 @@ class Request:
             raise InputError(f"ignore_eos must be True or False, got {shown(self.ignore_eos)}.")
         if self.logprobs is not None:
             check_number("logprobs", self.logprobs, 0, LARGEST)
+        if self.max_draft is not None:
+            check_number("max_draft", self.max_draft, 0, LARGEST)
         if self.sampling.min_new_tokens > self.max_new_tokens:
             raise InputError(
                 f"min_new_tokens={self.sampling.min_new_tokens} is more than max_new_tokens={self.max_new_tokens}."
@@ -431,6 +434,7 @@ class Settings(TypedDict, total=False):
 
     # ---- draft and result
     prediction: PerPrompt[str | Sequence[int] | Array]
+    max_draft: PerPrompt[int]
     logprobs: PerPrompt[int]
 
     # ---- other names of the same settings

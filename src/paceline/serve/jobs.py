@@ -1,0 +1,125 @@
+"""The values that pass between the HTTP side and the engine thread."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from paceline.common.errors import PacelineError
+from paceline.core.trace import Round, Stats
+from paceline.engine.request import Request, TokenLogprob
+
+
+@dataclass(frozen=True)
+class Job:
+    """One sequence to write: one prompt, one choice."""
+
+    id: str
+    prompt: Sequence[int]
+    request: Request
+    owner: str = ""  # a KV cache is reused only by jobs of the same owner
+    priority: int = 0  # a lower number comes first
+    prompt_logprobs: int | None = None  # likeliest tokens to report at each position of the prompt; None: no report
+    score_only: bool = False  # report the prompt and write nothing
+
+
+@dataclass(frozen=True)
+class RoundReport:
+    """What one round did for one sequence."""
+
+    round: Round
+    seconds: float  # of the whole round, for all sequences of the batch
+
+
+@dataclass(frozen=True)
+class Ending:
+    """Why a sequence ended, and its figures. `finish_reason`: "stop", "length", "cancelled" or "error"."""
+
+    finish_reason: str
+    stats: Stats
+    stop_reason: int | str | None = None
+    error: str | None = None  # one sentence, with finish_reason "error"
+    cached_tokens: int = 0  # tokens of the prompt that were in a KV cache
+    by_position: Sequence[tuple[int, int]] = ()  # (accepted, drafted) of the 1st, 2nd ... drafted token of a round
+    queued_seconds: float = 0.0  # from the submission to the first chunk of the prompt
+    prompt_seconds: float = 0.0  # from there to the first round
+
+
+@dataclass(frozen=True)
+class Update:
+    """What a sequence got since its last update: always the tokens of whole rounds."""
+
+    job: str
+    text: str = ""  # new text; it holds back what may become a stop string, or half of a character
+    tokens: Sequence[int] = ()
+    from_draft: Sequence[bool] = ()  # per token
+    logprobs: Sequence[TokenLogprob] = ()  # per token, where the request asks for them
+    rounds: Sequence[RoundReport] = ()
+    prompt_logprobs: Sequence[TokenLogprob | None] | None = None  # per prompt token; None for the first one
+    ending: Ending | None = None  # on the last update of a job
+
+
+@dataclass(frozen=True)
+class EngineFacts:
+    """What does not change while the server runs."""
+
+    model: str  # the name of the target
+    description: str  # the start line: what drafts for what, and how passes run
+    max_model_len: int  # tokens of a prompt and its text
+    slots: int
+    kv_bytes: int  # of all slots
+    vocabulary: int
+    eos: tuple[int, ...]
+    drafter: str
+    speculates: bool
+    takes_prediction: bool
+    default_temperature: float
+
+
+@dataclass(frozen=True)
+class EngineState:
+    """What changes: for /metrics and /ready."""
+
+    running: int = 0  # sequences that write
+    reading: int = 0  # prompts that are read
+    waiting: int = 0
+    kv_used: float = 0.0  # share of the slots that hold a live sequence, by tokens
+    prefix_queries: int = 0  # prompt tokens that were looked up in the prefix cache
+    prefix_hits: int = 0  # prompt tokens that were found there
+    rounds: int = 0
+    drafter_failures: int = 0
+    draining: bool = False
+    failed: str | None = None  # why the engine thread ended
+
+
+class QueueFullError(PacelineError):
+    """The queue is full. The server answers 429."""
+
+    def __init__(self, waiting: int, limit: int, retry_after: float) -> None:
+        super().__init__(f"{waiting} requests wait, and the limit is {limit}; try again in {retry_after:.0f} seconds.")
+        self.retry_after = retry_after
+
+
+class Engine(Protocol):
+    """What the HTTP side asks of the engine. Every method may be called from any thread and returns at once."""
+
+    facts: EngineFacts
+
+    def submit(self, jobs: Sequence[Job]) -> None:
+        """Put jobs into the queue: all of them, or none with `QueueFullError` or `InputError`."""
+        ...
+
+    def cancel(self, ids: Sequence[str]) -> None:
+        """End these jobs. Each one that lives gets a last update; unknown ids are ignored."""
+        ...
+
+    def state(self) -> EngineState: ...
+
+    def drain(self) -> None:
+        """Take no more jobs; `submit` raises `QueueFullError` from now on."""
+        ...
+
+    def close(self) -> None:
+        """End every job, and the thread."""
+        ...

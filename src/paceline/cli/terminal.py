@@ -18,13 +18,15 @@ from rich.progress import BarColumn, DownloadColumn, Progress, SpinnerColumn, Te
 from rich.style import Style
 from rich.text import Text
 
-from paceline.common.errors import PacelineWarning
+from paceline.common.errors import PacelineError, PacelineWarning
+from paceline.common.process import interruptible
 from paceline.common.progress import FEW, ProgressLines, Reporter, shown_already
 
 if TYPE_CHECKING:
     from rich.style import Style
 
-    from paceline.engine.decoder import Stream
+    from paceline.cli.command_options import WritingOptions
+    from paceline.engine.decoder import SpeculativeDecoder, Stream
     from paceline.engine.request import Generation, Piece
 
 # ---- lines that break between words; a terminal alone breaks inside words
@@ -290,6 +292,31 @@ def progress_lines(what: str = "", announce: bool = True, stdout: bool = False) 
 
 
 # ---- tokens: accepted ones are green, the target's own blue, rejected ones red
+
+
+def write_text(
+    decoder: SpeculativeDecoder, prompt: Any, settings: dict[str, Any], options: WritingOptions, drafts: bool,
+    terminal: Terminal,
+) -> tuple[Generation, TokenPrinter]:  # fmt: skip
+    """Decode, and write the tokens as they come if the options say so. `TokenPrinter.finish` writes the rest. The first
+    Ctrl-C ends the text after this round, the second one at once."""
+    live = terminal.is_terminal if options.stream is None else options.stream
+    # beam search returns all texts at once, with scores
+    live = live and not options.json and getattr(options, "n_best", None) is None
+    with silent_keys(), interruptible() as cancelled:
+        stream = decoder.stream(prompt, cancel=cancelled, **settings)
+        shown = TokenPrinter(stream, terminal if live else None, decoder.target.tokenizer, drafts)
+        try:
+            for piece in counted(stream, "writing", live):
+                shown.add(piece)
+        except KeyboardInterrupt:  # the text so far is kept
+            stream.close()
+        except PacelineError:
+            if terminal.last:
+                terminal.end()
+            raise
+        (result,) = stream.results
+    return result, shown
 
 
 class TokenPrinter:

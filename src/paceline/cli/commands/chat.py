@@ -16,9 +16,8 @@ from paceline.cli.command_options import ChatOptions, resolve_drafter
 from paceline.cli.decoder_session import fitting, open_decoder, read_settings
 from paceline.cli.result_lines import beginning, dump, result_as_dict, summary
 from paceline.cli.settings import command_from
-from paceline.cli.terminal import Terminal, TokenPrinter, counted, error, info, silent_keys
+from paceline.cli.terminal import Terminal, error, info, write_text
 from paceline.common.errors import PacelineError
-from paceline.common.process import interruptible
 
 if TYPE_CHECKING:
     from paceline.engine.decoder import SpeculativeDecoder
@@ -84,7 +83,12 @@ def _message(state: ChatState, text: str, terminal: Terminal) -> None:
         decoder = state.decoder(mode)
         if sum(state.modes.values()) > 1:
             terminal.write(f"[{mode}]\n")
-        result = _answer(decoder, prompt, fitting(decoder, settings), state, terminal)
+        drafts, fitted = state.switches["drafts"], fitting(decoder, settings)
+        result, shown = write_text(decoder, prompt, fitted, state.options, drafts, terminal)
+        if state.options.json:
+            print(dump(result_as_dict(result, state.target.tokenizer)), flush=True)
+        else:
+            shown.finish(terminal, result)
         state.answers.append(Answer(mode, result))
         info(_summary(state, decoder, result))
         if state.switches["debug"]:
@@ -102,27 +106,6 @@ def _prompt(state: ChatState, text: str) -> Any:
     system = state.options.system
     before = [] if system is None else [{"role": "system", "content": system}]
     return [*before, *state.messages, {"role": "user", "content": text}]
-
-
-def _answer(
-    decoder: SpeculativeDecoder, prompt: Any, settings: Any, state: ChatState, terminal: Terminal
-) -> Generation:
-    tokenizer = decoder.target.tokenizer
-    live = not state.options.json and (terminal.is_terminal if state.options.stream is None else state.options.stream)
-    with silent_keys(), interruptible() as cancelled:
-        stream = decoder.stream(prompt, cancel=cancelled, **settings)
-        shown = TokenPrinter(stream, terminal if live else None, tokenizer, state.switches["drafts"])
-        try:
-            for piece in counted(stream, "writing", live):
-                shown.add(piece)
-        except KeyboardInterrupt:  # the second Ctrl-C: the text so far is kept
-            stream.close()
-        (result,) = stream.results
-    if state.options.json:
-        print(dump(result_as_dict(result, tokenizer)), flush=True)
-    else:
-        shown.finish(terminal, result)
-    return result
 
 
 def _summary(state: ChatState, decoder: SpeculativeDecoder, result: Generation) -> str:

@@ -33,9 +33,9 @@ MUTANTS = [
     ),
     Mutant(
         "α counts every drafted token",
-        "bench/results/bench_report.py",
-        "judged=accepted + stopped,",
-        "judged=sum(len(entry.drafted) for entry in rounds),",
+        "bench/results/records.py",
+        "judged=stats.accepted + stopped,",
+        "judged=stats.drafted,",
         METRICS + "a_tree_is_judged_by_its_depth",
     ),
     Mutant(

@@ -29,9 +29,8 @@ from paceline.bench.data.tasks import (
 from paceline.bench.machine_use import check_quiet, how_busy, layer_table, lines_while, peak_while, wanted_device
 from paceline.bench.paceline_run import PacelineRun
 from paceline.bench.peers.peer_names import check_peers, draft_model_of, open_peers
-from paceline.bench.results.bench_report import LeftOut, Member, Report, Result, Tally, busy_machine
 from paceline.bench.results.metrics import summarise
-from paceline.bench.results.records import Recorder, Sink
+from paceline.bench.results.records import LeftOut, Member, Recorder, Report, Result, Sink, Tally, busy_machine
 from paceline.bench.synthetic_pairs import SyntheticPair, synthetic_pair
 from paceline.bench.trace_files import Tracing
 from paceline.common.errors import DrafterWarning, InputError, PacelineError, UnsupportedError
@@ -323,7 +322,8 @@ class BenchSession:
             check_same(earlier, about)
             self.recorder.resume(earlier)
             loaded = loaded or bool(earlier.provenance.get("loaded"))
-        self.recorder.provenance(
+        self.recorder.add(
+            "provenance",
             {
                 **about,
                 "target": setup.lm.name,
@@ -332,27 +332,29 @@ class BenchSession:
                 "busy": busy.share,
                 "loaded": loaded,
                 "busy_with": busy.describe() if busy.loaded else None,
-            }
+            },
         )
         if earlier is not None and earlier.provenance.get("commit") != about["commit"]:
-            self.recorder.note(f"The runs before --resume were measured at commit {earlier.provenance.get('commit')}.")
+            self.recorder.add(
+                "note", f"The runs before --resume were measured at commit {earlier.provenance.get('commit')}."
+            )
 
     def _measure_setup(self, setup: Setup) -> bool:
         """Record costs, measure, and record what needs all runs. False if cancelled."""
         options, recorder = self.options, self.recorder
         costs, notes = costs_of(setup, options, self._progress)
-        recorder.costs(costs)
+        recorder.add("costs", costs)
         self._leave_out(setup.left_out)
         self._note([*setup.notes, *notes])
         if options.layers:
-            recorder.layers(layers_of(setup))
+            recorder.add("layers", layers_of(setup))
         if options.memory or options.memory_lines:
             self.weigh = lambda act: peak_while(act, setup.lm.device)
         first = setup.conversations[0].task
         tracing = None
         if self._trace is not None:
             tracing = Tracing(self._trace, setup.own_runs, setup.plan, costs, recorder.report().provenance)
-            recorder.listen(tracing.add)
+            recorder.listener = tracing.add
         try:
             complete = self.measure(setup.candidates, setup.conversations, setup.plan)
         finally:
@@ -361,25 +363,26 @@ class BenchSession:
         self._leave_out(too_long([skipped for each in setup.conversations for skipped in each.skipped]))
         if options.memory_lines:
             lines, failed = memory_lines_of(setup, first, self._cancel)
-            recorder.memory_lines(lines)
+            recorder.add("memory_lines", lines)
             self._note(failed)
         if options.quality:
-            recorder.quality(quality_of(recorder.report(), recorder.tasks, setup.lm))
+            recorder.add("quality", quality_of(recorder.report(), recorder.tasks, setup.lm))
         if setup.samplers:
-            recorder.evaluation(
-                evaluation_of(recorder.report(), recorder.tasks, setup.lm, setup.samplers, options.quality)
+            recorder.add(
+                "evaluation",
+                evaluation_of(recorder.report(), recorder.tasks, setup.lm, setup.samplers, options.quality),
             )
         return complete
 
     def _leave_out(self, left_out: Iterable[LeftOut]) -> None:
         for each in left_out:
-            self.recorder.skipped(each)
+            self.recorder.add("skipped", each)
             prompts = f"{len(each.tasks)} prompt{'s' if len(each.tasks) > 1 else ''}"
             self.watcher.noted(f"{each.contestant or prompts} left out: {each.why}")
 
     def _note(self, sentences: Iterable[str]) -> None:
         for sentence in sentences:
-            self.recorder.note(sentence)
+            self.recorder.add("note", sentence)
             self.watcher.noted(sentence)
 
     # ---- The measurement
@@ -392,7 +395,7 @@ class BenchSession:
         interrupted run is dropped.
         """
         self._candidates, self._plan, self._done = list(candidates), plan, self.recorder.done
-        self.recorder.contestants([Member.of(candidate) for candidate in candidates])
+        self.recorder.add("contestants", [Member.of(candidate) for candidate in candidates])
         turns = sum(each.turns for each in conversations)
         self.watcher.started(candidates, turns * self.options.repeats * len(candidates))
         try:
@@ -407,14 +410,14 @@ class BenchSession:
             return True
         finally:
             for (name, why), tasks in self._refusals.items():
-                self.recorder.skipped(LeftOut(name, why, tuple(tasks)))
+                self.recorder.add("skipped", LeftOut(name, why, tuple(tasks)))
 
     def _measure_task(self, task: Task, index: int) -> Tokens | None:
         """All candidates on one task. Returns what plain decoding wrote, or None if cancelled."""
         present = [candidate for candidate in self._candidates if self._takes_part(candidate, task)]
         if present[:1] != self._candidates[:1]:
             raise InputError(f"Plain decoding cannot take part in task {task.id}; leave that prompt out.")
-        self.recorder.task(task)
+        self.recorder.tasks[task.id] = task
         repeats = range(self.options.repeats)
         before = self._done.get((present[0].name, task.id, 0))
         text: Tokens | None = None if before is None else before.run.tokens

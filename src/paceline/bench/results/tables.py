@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from paceline.bench.machine_use import NOTES
-from paceline.bench.results.bench_report import Report
 from paceline.bench.results.metrics import ALL, Change, Line, Ratio, Summary
+from paceline.bench.results.records import Report
 
 # ---- Numbers as people read them
 

@@ -14,7 +14,18 @@ from typing import Any
 import torch
 
 from paceline.bench.bench_options import BenchOptions, is_synthetic
-from paceline.bench.candidate import Cancel, Candidate, Plan, Prompt, Run, Shaped, Task, Watcher, parse_run_specs
+from paceline.bench.candidate import (
+    Cancel,
+    Candidate,
+    PacelineRun,
+    Plan,
+    Prompt,
+    Run,
+    Shaped,
+    Task,
+    Watcher,
+    parse_run_specs,
+)
 from paceline.bench.data.prompt_sets import read_all
 from paceline.bench.data.quality import Quality, judge
 from paceline.bench.data.tasks import (
@@ -27,7 +38,6 @@ from paceline.bench.data.tasks import (
     text_of,
 )
 from paceline.bench.machine_use import check_quiet, how_busy, layer_table, lines_while, peak_while, wanted_device
-from paceline.bench.paceline_run import PacelineRun
 from paceline.bench.peers.peer_names import check_peers, draft_model_of, open_peers
 from paceline.bench.results.metrics import summarise
 from paceline.bench.results.records import LeftOut, Member, Recorder, Report, Result, Sink, Tally, busy_machine

@@ -10,10 +10,9 @@ from typing import Any
 
 from paceline.bench.bench_options import TuneOptions, needs_nothing
 from paceline.bench.bench_session import order
-from paceline.bench.candidate import Cancel, Plan, Prompt, Run, RunSpec, Task, parse_run_spec
+from paceline.bench.candidate import Cancel, PacelineRun, Plan, Prompt, Run, RunSpec, Task, parse_run_spec
 from paceline.bench.data.tasks import first_tasks
 from paceline.bench.machine_use import how_busy
-from paceline.bench.paceline_run import PacelineRun
 from paceline.bench.replay import rerun
 from paceline.bench.results.metrics import seconds_of, shared, spread, total
 from paceline.bench.trace_files import TraceHeader, TraceText

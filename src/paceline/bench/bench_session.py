@@ -296,7 +296,7 @@ class BenchSession:
         self.weigh: Weigh | None = None  # measures peak memory, in an extra run for each category
         self._earlier, self._cancel, self._trace, self._progress = earlier, cancel, trace, progress
         self._warm: set[tuple[str, Hashable]] = set()  # candidate and the shape of its texts
-        self._failed: set[str] = set()
+        self.failed: dict[str, str] = {}  # candidate -> why
         self._weighed: set[str] = set()  # categories
         self._refusals: dict[tuple[str, str], list[str]] = {}  # (candidate, reason) -> task ids
 
@@ -437,11 +437,11 @@ class BenchSession:
         for repeat in repeats:
             for position in order(len(present), repeat, index):
                 candidate = present[position]
-                if candidate.name in self._failed or (candidate.name, task.id, repeat) in self._done:
+                if candidate.name in self.failed or (candidate.name, task.id, repeat) in self._done:
                     continue
                 result = None if self._cancel() else self._run(candidate, task, repeat)
                 if result is None:
-                    if candidate.name in self._failed:
+                    if candidate.name in self.failed:
                         continue
                     return None
                 text = result.run.tokens if text is None else text
@@ -449,7 +449,7 @@ class BenchSession:
         return text
 
     def _takes_part(self, candidate: Candidate, task: Task) -> bool:
-        if candidate.name in self._failed:
+        if candidate.name in self.failed:
             return False
         why = candidate.refuses(task, self._plan_of(task))
         if why is not None:
@@ -507,8 +507,8 @@ class BenchSession:
             if isinstance(error, UnequalLengthError):
                 raise UnequalLengthError(f"{candidate.name} failed in task {task.id}: {error}.") from error
             raise error
-        self._failed.add(candidate.name)
         why = str(error) if isinstance(error, PacelineError) else f"{type(error).__name__}: {error}"
+        self.failed[candidate.name] = why
         self._note([f"{candidate.name} failed in task {task.id} and is left out from there on: {why.rstrip('.')}."])
 
     def _record(self, result: Result, text: Tokens, peak: int | None) -> None:

@@ -108,7 +108,7 @@ def unpickling(source: str) -> Iterator[tuple[int, str]]:
 
 # Objects of a whole process that functions change. `tools/process_state.py` finds them; docs/map.md has the reasons.
 PROCESS_STATE = {
-    "common.fork_lock:_ALL",
+    "common.process:_ALL",
     "common.registry:_REGISTERED",
     "core.device_ops:CONSTANTS",
     "kernels.cpu.keeping:ByContent",

@@ -1,4 +1,4 @@
-"""The process of a command: its start, decided once, and Ctrl-C as a request to stop at a safe point."""
+"""The process: locks that a fork opens, the start of a command, and Ctrl-C as a request to stop at a safe point."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
+from weakref import WeakSet
 
 SWITCH = "PACELINE_SLIM"
 _SHORT = ("generate", "chat")  # commands of one process
@@ -60,3 +61,31 @@ def interruptible() -> Iterator[Callable[[], bool]]:
         yield lambda: asked
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+# ---- locks that are open in the child of a fork: the child has none of the threads that could hold them
+
+_ALL: WeakSet[ForkLock] = WeakSet()  # locks to open in a child
+
+
+class ForkLock:
+    """`with lock:` lets one thread at a time enter. The same thread may enter again."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        _ALL.add(self)
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+
+    def __exit__(self, *error: Any) -> None:
+        self._lock.release()
+
+
+def _after_fork() -> None:
+    for lock in list(_ALL):
+        lock._lock = threading.RLock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)

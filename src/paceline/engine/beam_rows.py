@@ -7,13 +7,13 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
 
-from paceline.common.arithmetic import common_prefix
 from paceline.core.beam_search import BeamSettings, BeamState, BeamText
 from paceline.core.trace import Round, Trace
 from paceline.core.verdict import BeamLogprobs
 from paceline.engine.request import BeamResult, TokenLogprob
 from paceline.engine.rows import Event, Row
 from paceline.engine.stopping import Stop, Stopper
+from paceline.models.reader import common_prefix
 
 Draft = tuple[list[int], list[int] | None]  # one row's tree: its tokens, its parents (None: a chain)
 

@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 
-from paceline.common.arithmetic import next_power_of_two
 from paceline.common.errors import PacelineWarning
 from paceline.common.progress import reporting
 from paceline.core.contracts import Reader
@@ -247,7 +246,7 @@ def costs_for(
     """
     key = costs_key(lm)
     known = None if fresh else known_costs(lm)
-    wanted = [1 << power for power in range(next_power_of_two(rows).bit_length())]
+    wanted = [1 << power for power in range((rows - 1).bit_length() + 1)]  # up to a power of two >= rows
     missing = [count for count in wanted if known is None or count not in known.passes]
     if missing:
         if known is None:

@@ -14,7 +14,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from paceline.common.arithmetic import common_prefix
 from paceline.core.contracts import PromptTaps, Reading, RowsView, arange
 from paceline.core.device_ops import DeviceOps, slots_after
 from paceline.core.tree import closure
@@ -341,3 +340,13 @@ class SlotReader:
         """Row `last`, of `length` tokens, takes the place of row `row`."""
         if row != last:
             self.cache.move_row(last, row, length)
+
+
+def common_prefix(first: Sequence[int], second: Sequence[int], start: int = 0) -> int:
+    """The length of the common beginning of two sequences, which are equal up to `start`. Slices are compared, which is
+    much faster than a loop over tokens."""
+    low, high = start, min(len(first), len(second))
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if first[low:middle] == second[low:middle] else (low, middle - 1)
+    return low

@@ -7,7 +7,7 @@ from typing import Any
 
 from numba import cfunc
 
-from paceline.common.fork_lock import ForkLock
+from paceline.common.process import ForkLock
 from paceline.kernels.cpu.formats import BFLOAT16, INT8, Q4_1
 from paceline.kernels.cpu.keeping import ByContent, kept_in
 from paceline.kernels.cpu.product import PRODUCT, float32, product

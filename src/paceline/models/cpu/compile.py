@@ -21,7 +21,7 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from paceline.common.errors import PacelineWarning
-from paceline.common.fork_lock import ForkLock
+from paceline.common.process import ForkLock
 from paceline.common.progress import reporting
 from paceline.kernels.cpu import warm_up
 from paceline.models.loading.disk_cache import Progress, cache_folder

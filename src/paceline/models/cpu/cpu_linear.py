@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from paceline.common.fork_lock import ForkLock
+from paceline.common.process import ForkLock
 from paceline.models.cpu import threads as openmp
 from paceline.models.cpu.cpu_forward import kernels_missing
 from paceline.models.cpu.threads import THREADS

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from paceline.common.fork_lock import ForkLock
+from paceline.common.process import ForkLock
 from paceline.models.cpu.threads import THREADS, usual_threads
 from paceline.models.language_model import LanguageModel
 from paceline.models.loading.disk_cache import read_json

@@ -7,14 +7,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from paceline.common.arithmetic import common_prefix
 from paceline.core.choice import Choice
 from paceline.core.contracts import Reader, Reading, RowsView
 from paceline.core.device_ops import TORCH, DeviceOps
 from paceline.core.per_row import PerRow
 from paceline.core.tree import TokenTree
 from paceline.core.verdict import NOTHING, Verdict
-from paceline.models.reader import CHUNK
+from paceline.models.reader import CHUNK, common_prefix
 
 _ROOM = 64  # a text that outgrows its store gets as much more at least
 

@@ -11,8 +11,7 @@ from torch import Tensor
 from paceline.core import choice as choice_module
 from paceline.core.choice import Choice, NoiseTable
 from paceline.core.contracts import RULES
-from paceline.core.law import SamplingBatch
-from paceline.core.sampling import Sampling
+from paceline.core.sampling import Sampling, SamplingBatch
 from paceline.core.tree import TokenTree
 from paceline.core.verdict import BROKEN
 

@@ -15,9 +15,10 @@ from paceline import RULES, LanguageModel, SpeculativeDecoder
 from paceline.core import choice as choice_module
 from paceline.core import noise
 from paceline.core.choice import Choice, NoiseTable
-from paceline.core.law import Prefix, SamplingBatch
+from paceline.core.law import Prefix, edited
+from paceline.core.law import law_of as law_from
 from paceline.core.noise import Purpose, exponential, stream_key, uniform
-from paceline.core.sampling import Sampling
+from paceline.core.sampling import Sampling, SamplingBatch
 from paceline.core.tree import TokenTree
 from paceline.core.tree_growth import _sibling_laws
 
@@ -29,7 +30,7 @@ def law_of(scores: Tensor, **settings: Any) -> list[float]:
     """The law of one place with these scores [V]."""
     batch = SamplingBatch([Sampling(temperature=1.0, **settings)], [()], "cpu")
     law: list[float] = (
-        batch.law(scores.view(1, 1, -1), torch.zeros(1, 1).long(), None).dense(len(scores))[0, 0].tolist()
+        law_from(batch, scores.view(1, 1, -1), torch.zeros(1, 1).long(), None).dense(len(scores))[0, 0].tolist()
     )
     return law
 
@@ -198,12 +199,14 @@ def test_a_bias_is_kept_for_every_dtype() -> None:
     batch = SamplingBatch([Sampling(logit_bias=BIAS)], [()], "cpu")
     prefix = Prefix(None, None, torch.zeros(1, 1), lambda row, place: torch.tensor([]))
     for dtype in (torch.float32, torch.float64, torch.float32):
-        edited = batch.edit(torch.zeros(1, 1, 40, dtype=dtype), prefix)[0, 0]
-        assert edited.dtype == dtype
-        assert edited[21].item() == torch.tensor(0.1, dtype=dtype).item()
+        found = edited(batch, torch.zeros(1, 1, 40, dtype=dtype), prefix)[0, 0]
+        assert found.dtype == dtype
+        assert found[21].item() == torch.tensor(0.1, dtype=dtype).item()
     batch.adopt([Sampling(logit_bias={21: 0.7})], [()])
     for dtype in DTYPES:
-        assert batch.edit(torch.zeros(1, 1, 40, dtype=dtype), prefix)[0, 0, 21].item() == torch.tensor(0.7, dtype=dtype)
+        assert edited(batch, torch.zeros(1, 1, 40, dtype=dtype), prefix)[0, 0, 21].item() == torch.tensor(
+            0.7, dtype=dtype
+        )
 
 
 @pytest.mark.parametrize("settings", [{}, {"temperature": 0.9, "seed": 3}], ids=["greedy", "sampled"])

@@ -14,8 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from paceline.core.choice import Choice, NoiseTable
 from paceline.core.contracts import Budget
 from paceline.core.device_ops import TORCH
-from paceline.core.law import SamplingBatch
-from paceline.core.sampling import Sampling
+from paceline.core.sampling import Sampling, SamplingBatch
 from paceline.core.tree import TokenTree
 from paceline.core.tree_growth import Grower, RankMeter, Shape, TreeOptions
 from paceline.core.verdict import NOTHING, Verdict

@@ -21,8 +21,9 @@ from transformers import (
 )
 
 from paceline.core.choice import Choice, NoiseTable
-from paceline.core.law import Prefix, SamplingBatch
-from paceline.core.sampling import Sampling
+from paceline.core.law import Prefix, _temperature
+from paceline.core.law import law_of as law_from
+from paceline.core.sampling import Sampling, SamplingBatch
 from paceline.core.verdict import BROKEN
 
 VOCABULARY = 50
@@ -54,7 +55,7 @@ def law_of(settings: Sequence[Sampling], scores: Tensor, prefix: Prefix | None =
     """[R,V]: the dense laws of rows with these settings."""
     batch = SamplingBatch(settings, [(0,)] * len(settings), "cpu")
     position = torch.full((len(settings), 1), length)
-    return batch.law(scores, position, prefix if batch.needs_prefix else None).dense(VOCABULARY)[:, 0]
+    return law_from(batch, scores, position, prefix if batch.needs_prefix else None).dense(VOCABULARY)[:, 0]
 
 
 CHAINS: dict[str, tuple[dict[str, Any], list[LogitsProcessor]]] = {
@@ -230,7 +231,7 @@ def test_edits_never_touch_the_logits_they_are_given() -> None:
 def test_dynamic_temperature_goes_from_end_to_end(spread: float, temperatures: float) -> None:
     """Flat logits get the highest temperature, peaked ones the lowest."""
     batch = SamplingBatch([Sampling(temperature=1.0, dynamic_temperature=0.5)], [()], "cpu")
-    assert batch._temperature(logits(1) * spread).item() == pytest.approx(temperatures)
+    assert _temperature(batch, logits(1) * spread).item() == pytest.approx(temperatures)
 
 
 def test_dynamic_temperature_by_its_formula() -> None:

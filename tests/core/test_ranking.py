@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from paceline.core import law, ranking
-from paceline.core.law import SamplingBatch
+from paceline.core.law import law_of
 from paceline.core.ranking import best, first_best, nucleus, top
-from paceline.core.sampling import Sampling
+from paceline.core.sampling import Sampling, SamplingBatch
 
 WIDTHS = (37, 1000, 4096, 50257)
 
@@ -23,7 +23,7 @@ def sorted_law(batch: SamplingBatch, logits: Tensor, monkeypatch: pytest.MonkeyP
     with monkeypatch.context() as patch:
         for room in (law, ranking):
             patch.setattr(room, "on_host", lambda some: False)
-        return batch.law(logits, None, None).dense(logits.shape[-1])
+        return law_of(batch, logits, None, None).dense(logits.shape[-1])
 
 
 @pytest.mark.parametrize("ties", [False, True])
@@ -35,7 +35,7 @@ def test_a_nucleus_is_that_of_the_sorted_vocabulary(
     logits = scores(width, spread, ties)
     for other in ({"temperature": 0.0}, {"temperature": 1.3, "top_p": 0.5}, {"temperature": 0.7}):
         rows = [Sampling(temperature=0.8, top_p=0.9), Sampling(**other)]  # type: ignore[arg-type]
-        found = SamplingBatch(rows, [(), ()], "cpu").law(logits, None, None).dense(width)
+        found = law_of(SamplingBatch(rows, [(), ()], "cpu"), logits, None, None).dense(width)
         for r, row in enumerate(rows):
             alone = sorted_law(SamplingBatch([row], [()], "cpu"), logits[r : r + 1], monkeypatch)
             assert torch.equal(found[r : r + 1], alone)
@@ -58,7 +58,7 @@ def test_what_is_no_number_is_noticed() -> None:
     for bad in (float("nan"), float("inf")):
         logits = scores(1000, 3.0, False)[:1]
         logits[0, 2, 7] = bad
-        weights = batch.law(logits, None, None).weights
+        weights = law_of(batch, logits, None, None).weights
         assert weights[0, 2].isnan().any()
         assert not weights[0, [0, 1, 3, 4]].isnan().any()
 

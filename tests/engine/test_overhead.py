@@ -14,8 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import paceline
 from paceline.core.contracts import choice_after
 from paceline.core.costs import Costs
-from paceline.core.law import SamplingBatch
-from paceline.core.sampling import Sampling
+from paceline.core.sampling import Sampling, SamplingBatch
 from paceline.core.tree import TokenTree
 from paceline.engine.loop import Loop
 from paceline.engine.rows import Rows

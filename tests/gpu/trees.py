@@ -11,8 +11,7 @@ from torch import Tensor
 from paceline.core.choice import Choice, NoiseTable
 from paceline.core.contracts import Budget
 from paceline.core.device_ops import TORCH, DeviceOps
-from paceline.core.law import SamplingBatch
-from paceline.core.sampling import Sampling
+from paceline.core.sampling import Sampling, SamplingBatch
 from paceline.core.tree import TokenTree
 from paceline.core.tree_growth import Grower, TreeOptions
 from paceline.models.cuda.cuda_ops import CudaOps

@@ -8,8 +8,8 @@ import torch
 
 from paceline.core.choice import Choice, NoiseTable
 from paceline.core.device_ops import TORCH
-from paceline.core.law import LazyLaws, SamplingBatch
-from paceline.core.sampling import Sampling
+from paceline.core.law import LazyLaws
+from paceline.core.sampling import Sampling, SamplingBatch
 from paceline.core.tree import TokenTree
 from paceline.models.cuda.cuda_ops import CudaOps
 from paceline.rules.ratio import Ratio

@@ -21,8 +21,7 @@ import paceline
 from paceline.common.errors import DrafterError
 from paceline.core.choice import Choice, NoiseTable
 from paceline.core.device_ops import TORCH, DeviceOps
-from paceline.core.law import SamplingBatch
-from paceline.core.sampling import Sampling
+from paceline.core.sampling import Sampling, SamplingBatch
 from paceline.core.tree import TokenTree, closure
 from paceline.core.verdict import BROKEN
 from paceline.drafters.heads.eagle import EagleHead

@@ -63,8 +63,8 @@ MUTANTS = [
     Mutant(
         "min_new_tokens counts one token more",
         "core/law.py",
-        'prefix.new.unsqueeze(-1) < self.column("min_new_tokens"',
-        'prefix.new.unsqueeze(-1) <= self.column("min_new_tokens"',
+        'prefix.new.unsqueeze(-1) < batch.column("min_new_tokens"',
+        'prefix.new.unsqueeze(-1) <= batch.column("min_new_tokens"',
         LAW + "min_new_tokens_forbids_the_ends_of_text_until_then",
     ),
     Mutant(

@@ -79,7 +79,7 @@ MUTANTS = [
     Mutant(
         "log-probabilities are of the unedited logits",
         "engine/rows.py",
-        "soft = batch.edit(logits, choice.prefix)",
+        "soft = choice.edited(logits)",
         "soft = logits",
         "tests/core/test_edges.py::test_processed_logprobs_of_greedy_rows_are_those_of_the_edited_logits",
     ),

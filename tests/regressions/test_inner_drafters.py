@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from paceline import DRAFTERS, LanguageModel, SpeculativeDecoder
-from paceline.core.law import Prefix, SamplingBatch
-from paceline.core.sampling import Sampling
+from paceline.core.law import Prefix, edited
+from paceline.core.sampling import Sampling, SamplingBatch
 from paceline.core.tree_growth import Grower
 from paceline.drafters import resolve as making
 from paceline.drafters.lookup.ngram import NgramStore
@@ -79,7 +79,7 @@ def test_a_bias_is_of_the_width_that_asks() -> None:
     batch = SamplingBatch([Sampling(logit_bias={3: 1.0})], [[]], "cpu")
     prefix = Prefix(None, None, torch.zeros(1, 1, dtype=torch.int64), lambda row, place: torch.empty(0))
     for width in (38, 40, 38):
-        assert batch.edit(torch.zeros(1, 1, width), prefix).shape == (1, 1, width)
+        assert edited(batch, torch.zeros(1, 1, width), prefix).shape == (1, 1, width)
 
 
 # ---- beam search

@@ -11,9 +11,8 @@ from torch import Tensor
 
 from paceline import RULES, LanguageModel, SpeculativeDecoder
 from paceline.core import choice, noise
-from paceline.core.law import SamplingBatch
 from paceline.core.noise import Purpose, stream_key, uniform
-from paceline.core.sampling import Sampling
+from paceline.core.sampling import Sampling, SamplingBatch
 from tests.toys import llama
 
 PROMPTS = [[1, 7, 9, 4, 7, 9, 4], [3, 3, 8], [6], [13, 2], [3, 3, 8]]

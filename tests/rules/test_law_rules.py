@@ -12,8 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from paceline import RULES, InputError, SpeculativeDecoder, UnsupportedError
 from paceline.audit.enumeration import World, enumerate_drafts, iid, total_variation, without_replacement
 from paceline.core.choice import Choice, NoiseTable
-from paceline.core.law import SamplingBatch
-from paceline.core.sampling import Sampling
+from paceline.core.sampling import Sampling, SamplingBatch
 from paceline.core.tree import TokenTree
 from paceline.rules import block, k_seq, traversal
 from tests.conformance.models import draft, target

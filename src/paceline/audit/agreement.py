@@ -16,9 +16,8 @@ from torch import Tensor
 from paceline.common.errors import InputError, PacelineError
 from paceline.common.limits import Limited, limited
 from paceline.core.choice import Choice, NoiseTable
-from paceline.core.law import SamplingBatch
 from paceline.core.noise import Purpose
-from paceline.core.sampling import Sampling
+from paceline.core.sampling import Sampling, SamplingBatch
 from paceline.core.trace import Round
 from paceline.engine.decoder import SpeculativeDecoder
 from paceline.engine.request import Generation

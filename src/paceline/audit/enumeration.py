@@ -19,8 +19,7 @@ from torch import Tensor
 from paceline.common.errors import UnsupportedError
 from paceline.core.choice import Choice, NoiseTable
 from paceline.core.contracts import Rule
-from paceline.core.law import SamplingBatch
-from paceline.core.sampling import Sampling
+from paceline.core.sampling import Sampling, SamplingBatch
 from paceline.core.tree import Drawn, TokenTree
 from paceline.core.verdict import BROKEN, NOTHING, Verdict
 

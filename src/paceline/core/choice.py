@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 
 from paceline.core.device_ops import multiples
-from paceline.core.law import Law, Prefix, SamplingBatch
+from paceline.core.law import Law, Prefix, edited, law_of
 from paceline.core.noise import Purpose, exponential, uniform
 from paceline.core.ranking import best
+from paceline.core.sampling import SamplingBatch
 from paceline.core.tree import TokenTree
 from paceline.core.verdict import BROKEN
 
@@ -94,7 +95,11 @@ class Choice:
         return by_depth[:, depth] if isinstance(depth, slice) else by_depth.gather(1, depth)
 
     def law(self, logits: Tensor) -> Law:
-        return self.batch.law(logits, self.position if self.batch.uses_noise else None, self.prefix)
+        return law_of(self.batch, logits, self.position if self.batch.uses_noise else None, self.prefix)
+
+    def edited(self, logits: Tensor) -> Tensor:
+        """The logits after all controls that are not samplers."""
+        return edited(self.batch, logits, self.prefix)
 
     def pick(self, logits: Tensor) -> Tensor:
         """[R,Q]: the target's token at each position, or BROKEN where none can be chosen."""
@@ -143,7 +148,7 @@ class Choice:
         where a tree grows is decided after looking at races, and noise that was looked at is no longer noise.
         """
         if self.greedy(draw):
-            scores = self.batch.edit(logits, self.prefix)
+            scores = self.edited(logits)
             scores = scores if scores.dtype == torch.float64 else scores.to(torch.float32)  # a guess of how sure it is
             values, tokens = best(scores, k)
             return tokens, values.to(torch.float64) - scores.logsumexp(-1, keepdim=True), None
@@ -159,7 +164,7 @@ class Choice:
         share = race / race.sum(-1, keepdim=True)
         if self.batch.mixed:
             greedy = self.batch.column("temperature", torch.float64) == 0
-            share = torch.where(greedy, self.batch.edit(logits, self.prefix).to(torch.float64).softmax(-1), share)
+            share = torch.where(greedy, self.edited(logits).to(torch.float64).softmax(-1), share)
         ahead = share.topk(k, dim=-1)
         return ahead.indices, ahead.values.to(torch.float64).log(), dense
 

@@ -120,7 +120,7 @@ class DeviceOps:
     def pick(self, choice: Choice, logits: Tensor) -> Tensor:
         """[R,Q]: the target's token at each position, or BROKEN where none can be chosen."""
         if choice.batch.deterministic:
-            scores = logits if choice.prefix is None else choice.batch.edit(logits, choice.prefix)
+            scores = logits if choice.prefix is None else choice.edited(logits)
             index = first_best(scores)
             value = scores.gather(-1, index.unsqueeze(-1)).squeeze(-1)
             return torch.where(value - value == 0, index, BROKEN)
@@ -132,7 +132,7 @@ class DeviceOps:
         """[R,Q]: one drafted token per position, and the law it was drawn from (None: a point mass). `into` [R,Q] is a
         part of `chain_buffer`: the tokens may be written there."""
         if choice.batch.deterministic or draw == "certain":
-            return first_best(logits if choice.prefix is None else choice.batch.edit(logits, choice.prefix)), None
+            return first_best(logits if choice.prefix is None else choice.edited(logits)), None
         law = choice.law(logits)
         return choice.sample(law, logits.shape[-1], Purpose.TARGET if draw == "coupled" else Purpose.DRAFT), law
 

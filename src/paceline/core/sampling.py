@@ -1,15 +1,19 @@
-"""How one request wants its tokens chosen: the controls, checked when they are given."""
+"""The controls of one request, and the controls of the rows of a batch as tensors."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
+import torch
 from torch import Tensor
 
 from paceline.common.errors import InputError, shown
 from paceline.common.limits import LARGEST, TYPES
+from paceline.core.device_ops import TORCH, DeviceOps
+from paceline.core.noise import Purpose, stream_key
 
 # A user's own control: (prefix token ids [n], logits [V]) -> logits [V]. It sees the prefix of the very node it judges.
 Processor = Callable[[Tensor, Tensor], Tensor]
@@ -95,3 +99,100 @@ class Sampling:
                     )
         if len(set(self.banned_tokens)) >= vocabulary:
             raise InputError(f"banned_tokens forbids all {vocabulary} tokens; leave at least one.")
+
+
+# ---- The controls of a batch
+
+_OFF = Sampling()
+_SAMPLERS = {"top_k", "top_p", "min_p", "typical_p", "noise", "dynamic_temperature"}
+_PENALTIES = {"repetition_penalty", "presence_penalty", "frequency_penalty"}
+_EDITS = {"logit_bias", "banned_tokens", "min_new_tokens", "processors"}
+
+
+def _used(row: Sampling) -> frozenset[str]:
+    """Return the names of the controls that are on."""
+    return frozenset(name for name in Sampling.__dataclass_fields__ if getattr(row, name) != getattr(_OFF, name))
+
+
+class SamplingBatch:
+    """The settings of R rows, and tensors that depend on them. The tensors keep their addresses (see `adopt`)."""
+
+    def __init__(
+        self,
+        rows: Sequence[Sampling],
+        eos: Sequence[Sequence[int]],
+        device: torch.device | str,
+        ops: DeviceOps = TORCH,
+    ) -> None:
+        self.ops = ops
+        self.device = torch.device(device)
+        self.rows, self.eos = list(rows), [list(ids) for ids in eos]
+        self.used = frozenset[str]().union(*map(_used, self.rows))  # controls that are on in some row
+        self.all_greedy = all(row.greedy for row in self.rows)
+        self.mixed = not self.all_greedy and any(row.greedy for row in self.rows)
+        self.only_temperature = self.used <= {"temperature", "seed"}
+        self.uses_noise = "noise" in self.used
+        self.deterministic = self.all_greedy and not self.uses_noise
+        self.counts_tokens = not self.used.isdisjoint(_PENALTIES)
+        self.needs_prefix = self.counts_tokens or not self.used.isdisjoint(_EDITS)
+        self._tensors: dict[tuple[Any, ...], Tensor] = {}  # by the function and the arguments that made them
+        self._alike: list[tuple[Tensor, SamplingBatch]] | None = None
+        self._zeros: list[Tensor] = []  # all of them: CUDA graphs use the short ones after a longer one is made
+
+    @property
+    def kind(self) -> tuple[object, ...]:
+        """Batches of one kind do the same steps with their logits. Only the numbers differ, and `processors`."""
+        limits = {row.top_k or 0 for row in self.rows} if "top_k" in self.used else set()
+        return (self.used, self.all_greedy, self.mixed, max(limits, default=0), len(limits) > 1, 0 in limits)
+
+    def adopt(self, rows: Sequence[Sampling], eos: Sequence[Sequence[int]]) -> None:
+        """Take the settings of as many other rows of the same kind. Every tensor stays where it is."""
+        self.rows, self.eos = list(rows), [list(ids) for ids in eos]
+        self._alike = None
+        for (make, *about), tensor in self._tensors.items():
+            tensor.copy_(make(self, *about))
+
+    def tensor(self, make: Callable[..., Tensor], *about: Any) -> Tensor:
+        """Return `make(self, *about)`, on the device. It is made once, and again by `adopt`."""
+        known = self._tensors.get((make, *about))
+        if known is None:
+            known = self._tensors[(make, *about)] = make(self, *about).to(self.device)
+        return known
+
+    def column(self, name: str, dtype: torch.dtype) -> Tensor:
+        """Return one setting of all rows, [R,1,1]."""
+        return self.tensor(_column, name, dtype)
+
+    def key(self, purpose: Purpose) -> Tensor:
+        """Return the noise key of each row's seed, [R,1]."""
+        return self.tensor(_keys, purpose)
+
+    def alike(self) -> list[tuple[Tensor, SamplingBatch]]:
+        """Return groups of rows that use the same samplers, with other numbers: their indices and their settings."""
+        if self._alike is None:
+            groups = dict[object, list[int]]()
+            for index, row in enumerate(self.rows):
+                groups.setdefault((row.greedy, row.top_k, _used(row) & _SAMPLERS), []).append(index)
+            self._alike = [
+                (
+                    torch.tensor(some, device=self.device),
+                    SamplingBatch([self.rows[r] for r in some], [self.eos[r] for r in some], self.device),
+                )
+                for some in groups.values()
+            ]
+        return self._alike
+
+    def zeros(self, count: int) -> Tensor:
+        """Return at least `count` zeros. Kernels count with them, and leave zeros. Each batch has its own, because two
+        batches may run at the same time."""
+        if not self._zeros or self._zeros[-1].shape[0] < count:
+            self._zeros.append(torch.zeros(max(64, 2 * count), dtype=torch.int32, device=self.device))
+        return self._zeros[-1]
+
+
+def _column(batch: SamplingBatch, name: str, dtype: torch.dtype) -> Tensor:
+    return torch.tensor([getattr(row, name) for row in batch.rows], dtype=torch.float64).view(-1, 1, 1).to(dtype)
+
+
+def _keys(batch: SamplingBatch, purpose: Purpose) -> Tensor:
+    return torch.tensor([stream_key(row.seed, purpose) for row in batch.rows]).view(-1, 1)

@@ -19,7 +19,7 @@ from paceline.common.errors import ModelOutputError
 from paceline.core.beam_search import BeamState
 from paceline.core.choice import Choice
 from paceline.core.device_ops import TORCH, DeviceOps
-from paceline.core.law import SamplingBatch
+from paceline.core.sampling import SamplingBatch
 from paceline.core.trace import Round, Trace
 from paceline.core.tree import TokenTree
 from paceline.core.verdict import BROKEN, NOTHING, Verdict
@@ -384,7 +384,7 @@ def _processed(logits: Tensor, choice: Choice) -> Tensor:
     laws = choice.law(logits).dense(logits.shape[-1])
     if not (batch.all_greedy or batch.mixed):
         return laws
-    soft = batch.edit(logits, choice.prefix).to(laws.dtype).softmax(-1)
+    soft = choice.edited(logits).to(laws.dtype).softmax(-1)
     return torch.where(batch.column("temperature", laws.dtype) == 0, soft, laws)
 
 

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from paceline.core.choice import Choice, NoiseTable
 from paceline.core.device_ops import TORCH, DeviceOps
-from paceline.core.law import Prefix, SamplingBatch
+from paceline.core.law import Prefix
+from paceline.core.sampling import SamplingBatch
 from paceline.core.tree import TokenTree
 from paceline.core.verdict import Verdict
 

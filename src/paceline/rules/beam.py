@@ -60,7 +60,7 @@ class Beam(Rule):
 
 def log_probabilities(logits: Tensor, choice: Choice) -> Tensor:
     """[R,1+N,V] in float32; the controls work on log-probabilities and are not normalised again, as in transformers."""
-    return choice.batch.edit(logits.to(torch.float32).log_softmax(-1), choice.prefix).to(torch.float32)
+    return choice.edited(logits.to(torch.float32).log_softmax(-1)).to(torch.float32)
 
 
 def _logprobs(logits: Tensor, processed: Tensor, tokens: Tensor) -> BeamLogprobs:

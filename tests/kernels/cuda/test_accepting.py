@@ -14,10 +14,10 @@ from torch import Tensor
 from paceline.core.choice import Choice, NoiseTable
 from paceline.core.contracts import RULES
 from paceline.core.device_ops import TORCH, DeviceOps
-from paceline.core.law import LazyLaws, SamplingBatch
+from paceline.core.law import LazyLaws
 from paceline.core.noise import Purpose
 from paceline.core.noise import uniform as uniforms
-from paceline.core.sampling import Sampling
+from paceline.core.sampling import Sampling, SamplingBatch
 from paceline.core.tree import TokenTree
 from paceline.core.verdict import BROKEN, NOTHING, Verdict
 from paceline.models.cuda.cuda_ops import CudaOps

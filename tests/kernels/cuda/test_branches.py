@@ -17,8 +17,7 @@ from torch import Tensor
 import paceline
 from paceline.core.contracts import choice_after
 from paceline.core.device_ops import TORCH, DeviceOps
-from paceline.core.law import SamplingBatch
-from paceline.core.sampling import Sampling
+from paceline.core.sampling import Sampling, SamplingBatch
 from paceline.core.tree import TokenTree
 from paceline.core.verdict import BROKEN
 from paceline.drafters.heads import base as heads

@@ -10,9 +10,8 @@ from tests.gpu.trees import World, grown, same_trees
 from torch import Tensor
 
 from paceline.core.choice import Choice, NoiseTable
-from paceline.core.law import SamplingBatch
 from paceline.core.noise import Purpose
-from paceline.core.sampling import Sampling
+from paceline.core.sampling import Sampling, SamplingBatch
 from paceline.models.cuda.cuda_ops import CudaOps
 
 pytest.importorskip("triton")

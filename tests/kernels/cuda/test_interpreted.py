@@ -13,8 +13,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
 from paceline.core.choice import Choice, NoiseTable
-from paceline.core.law import SamplingBatch
-from paceline.core.sampling import Sampling
+from paceline.core.sampling import Sampling, SamplingBatch
 from paceline.core.verdict import BROKEN
 from paceline.models.language_model import LanguageModel
 from paceline.models.readers.scratch_reader import ScratchRows

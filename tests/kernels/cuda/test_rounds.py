@@ -16,9 +16,8 @@ from torch import Tensor
 import paceline
 from paceline.core.choice import NoiseTable
 from paceline.core.device_ops import TORCH, DeviceOps
-from paceline.core.law import SamplingBatch
 from paceline.core.noise import Purpose
-from paceline.core.sampling import Sampling
+from paceline.core.sampling import Sampling, SamplingBatch
 from paceline.core.tree import TokenTree, closure
 from paceline.core.verdict import BROKEN, Verdict
 from paceline.engine import round_graphs as flight

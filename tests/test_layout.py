@@ -7,6 +7,7 @@ import importlib.util
 import re
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -108,8 +109,8 @@ def unpickling(source: str) -> Iterator[tuple[int, str]]:
 # Objects of a whole process that functions change. `tools/process_state.py` finds them; docs/map.md has the reasons.
 PROCESS_STATE = {
     "common.fork_lock:_ALL",
-    "core.constants:CONSTANTS",
-    "core.registry:_REGISTERED",
+    "common.registry:_REGISTERED",
+    "core.device_ops:CONSTANTS",
     "kernels.cpu.keeping:ByContent",
     "kernels.cpu.team:TEAM",
     "models.cpu.threads:THREADS",
@@ -148,6 +149,12 @@ def test_files_stay_short() -> None:
     lengths = {path: len(path.read_text(encoding="utf-8").splitlines()) for path in source_files()}
     long = [f"{path.relative_to(package_folder())}: {n} lines" for path, n in lengths.items() if n > MAX_FILE_LINES]
     assert not long, f"longer than {MAX_FILE_LINES} lines, split them:\n" + "\n".join(long)
+
+
+def test_file_names_are_unique() -> None:
+    names = Counter(path.name for path in source_files())
+    twice = [name for name, n in names.items() if n > 1 and name not in ("__init__.py", "base.py")]
+    assert not twice, "two files have the same name, rename one: " + ", ".join(twice)
 
 
 def test_functions_stay_short() -> None:

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import paceline  # noqa: F401  fills the registries
+from paceline.common.registry import build_options
 from paceline.core.contracts import RULES, Rule
-from paceline.core.registry import build_options
 
 from .drafters import topologies
 

@@ -17,8 +17,7 @@ from paceline.core.device_ops import TORCH
 from paceline.core.law import SamplingBatch
 from paceline.core.sampling import Sampling
 from paceline.core.tree import TokenTree
-from paceline.core.tree_growth import Grower, RankMeter, TreeOptions
-from paceline.core.tree_shape import Shape
+from paceline.core.tree_growth import Grower, RankMeter, Shape, TreeOptions
 from paceline.core.verdict import NOTHING, Verdict
 
 V = 7

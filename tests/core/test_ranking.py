@@ -6,11 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from paceline.core import law
-from paceline.core import tree_shape as ranking
+from paceline.core import law, ranking
 from paceline.core.law import SamplingBatch
+from paceline.core.ranking import best, first_best, nucleus, top
 from paceline.core.sampling import Sampling
-from paceline.core.tree_shape import best, first_best, nucleus, top
 
 WIDTHS = (37, 1000, 4096, 50257)
 

@@ -9,8 +9,8 @@ from typing import Any, Optional
 import pytest
 
 from paceline import DRAFTERS, RULES, InputError, UnknownNameError
-from paceline.core import registry
-from paceline.core.registry import Registry, build_options
+from paceline.common import registry
+from paceline.common.registry import Registry, build_options
 
 
 class Thing:

@@ -9,7 +9,7 @@ from functools import cache
 import pytest
 
 from paceline.common.errors import InputError
-from paceline.core.tree_shape import Shape
+from paceline.core.tree_growth import Shape
 
 Path = tuple[int, ...]
 

@@ -10,8 +10,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from paceline.core import law
-from paceline.core import tree_shape as ranking
+from paceline.core import law, ranking
 from paceline.engine import round_graphs as flight
 from paceline.models.cuda_graph import Rehearsal
 

@@ -25,12 +25,12 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 import paceline
 from paceline.common.errors import PacelineWarning
 from paceline.core.costs import Costs
-from paceline.core.scratch_rows import ScratchRows
 from paceline.drafters.heads.eagle import EagleHead
 from paceline.drafters.heads.medusa import MedusaHead
 from paceline.engine.loop import Loop
 from paceline.engine.request import build_requests
 from paceline.models import cuda_graph
+from paceline.models.readers.scratch_reader import ScratchRows
 
 from drafts import SIZES, check_drafts, check_steps, check_unrolled  # isort: skip
 from leading import check_leader  # isort: skip

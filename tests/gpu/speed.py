@@ -18,9 +18,9 @@ import torch
 
 import paceline
 from paceline.core.costs import Costs
-from paceline.core.scratch_rows import ScratchRows
 from paceline.models.cuda_graph import programs_for
 from paceline.models.pass_timing import measured_costs
+from paceline.models.readers.scratch_reader import ScratchRows
 from paceline.models.synthetic import Script, ScriptedModel, random_model, usual_draft
 
 TOKENS, PROMPT, GAMMA = 192, 128, 5

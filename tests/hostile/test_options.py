@@ -14,7 +14,7 @@ from paceline.bench.candidate import parse_run_spec
 from paceline.common.errors import PacelineError, shown
 from paceline.common.limits import LARGEST, Limited, limited, plain_types
 from paceline.common.options import convert_options
-from paceline.core.registry import build_options
+from paceline.common.registry import build_options
 from paceline.drafters.resolve import make_drafter
 from paceline.training.pair_training import PairSizes
 from paceline.training.recipes.base import RECIPES

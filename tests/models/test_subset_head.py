@@ -29,7 +29,7 @@ class Words:
 
 
 def logits_of(lm: LanguageModel) -> torch.Tensor:
-    from paceline.core.scratch_rows import ScratchRows
+    from paceline.models.readers.scratch_reader import ScratchRows
 
     rows, reader = ScratchRows(lm.device), lm.reader()
     rows.admit([TEXT])

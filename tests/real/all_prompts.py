@@ -14,9 +14,9 @@ import sys
 import torch
 
 import paceline
-from paceline.core.scratch_rows import ScratchRows
 from paceline.engine.prompts import encode
 from paceline.models.language_model import LanguageModel
+from paceline.models.readers.scratch_reader import ScratchRows
 
 
 @torch.inference_mode()

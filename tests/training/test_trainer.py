@@ -24,7 +24,7 @@ from paceline.training.evaluation import Evaluation
 from paceline.training.train_options import TrainOptions
 from paceline.training.train_run import train
 from paceline.training.trainer import LOG_NAME as LOG
-from paceline.training.trainer import NAME, STOP_FILE, NullReporter, TrainingError, learning_rate
+from paceline.training.trainer import NAME, STOP_FILE, Reporter, TrainingError, learning_rate
 from tests.toys import llama
 from tests.training.toys import SMALL, Stop, options, weights
 
@@ -175,7 +175,7 @@ def test_it_stops_where_nothing_gets_better(place: Path, tmp_path: Path) -> None
 
 
 def test_a_file_says_that_it_is_enough(place: Path, tmp_path: Path) -> None:
-    class Impatient(NullReporter):
+    class Impatient(Reporter):
         def evaluation(self, step: int, evaluation: Evaluation) -> None:
             (tmp_path / "it" / STOP_FILE).touch()
 
@@ -240,7 +240,7 @@ def test_by_the_clock(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(
         clock, "monotonic", lambda: clock.now + 100.0 * bool(list((tmp_path / "other").glob("texts/s*")))
     )
-    eye, notes = NullReporter(), []
+    eye, notes = Reporter(), []
     monkeypatch.setattr(eye, "note", notes.append)
     train(options(place, tmp_path / "other", steps=None, evaluate=None, minutes=2.0), eye)
     last = (tmp_path / "other" / LOG).read_text().splitlines()[-1]

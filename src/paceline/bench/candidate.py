@@ -11,10 +11,10 @@ from typing import Any, Protocol, runtime_checkable
 from paceline.common.errors import InputError
 from paceline.common.names import split_spec
 from paceline.common.options import convert_options
+from paceline.common.registry import build_options
 from paceline.common.text_formats import parse_json
 from paceline.core.contracts import DRAFTERS, RULES
 from paceline.core.protocols import ChoosesLength
-from paceline.core.registry import build_options
 from paceline.core.trace import Trace
 from paceline.drafters.resolve import resolve_draft
 

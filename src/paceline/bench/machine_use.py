@@ -27,14 +27,13 @@ import torch
 from torch import Tensor, nn
 
 from paceline.common.errors import InputError, UnsupportedError
-from paceline.core.scratch_rows import ScratchRows
 from paceline.integrations.provenance import of_the_card
 from paceline.models.device import finish
 from paceline.models.device import peak_while as peak_while
 from paceline.models.language_model import LanguageModel
 from paceline.models.module_views import layers_of
 from paceline.models.pass_timing import LIMIT, Usage, read_usage
-from paceline.models.readers.scratch_reader import ScratchReader
+from paceline.models.readers.scratch_reader import ScratchReader, ScratchRows
 from paceline.models.slot_cache import SlotCache
 
 # ---- Do other processes use the machine?

@@ -19,12 +19,12 @@ from paceline.bench.candidate import RunSpec
 from paceline.bench.results.tables import NOTHING, aligned, number, share, times
 from paceline.bench.trace_files import TraceFile, TraceHeader, TraceText, plain, sampling_of
 from paceline.common.errors import PacelineWarning, UnsupportedError
+from paceline.common.registry import build_options
 from paceline.core.choice import Choice
 from paceline.core.contracts import DRAFTERS, NODES, Drafter, PromptTaps, Reading, RowsView, Rule
 from paceline.core.costs import Costs
 from paceline.core.device_ops import TORCH
 from paceline.core.protocols import reads_verdicts, replay_needs_of, takes_prediction
-from paceline.core.registry import build_options
 from paceline.core.trace import Round, Trace
 from paceline.core.tree import TokenTree
 from paceline.core.verdict import Verdict

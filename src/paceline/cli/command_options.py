@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from paceline.cli.settings import Given
 from paceline.common.errors import InputError, UnknownNameError
-from paceline.common.limits import Limited
+from paceline.common.limits import SEED, Limited
 from paceline.common.options import check_known, like, option
 from paceline.common.text_formats import parse_json
 from paceline.engine.decoder_config import DecoderOptions, RunnerOptions
@@ -44,7 +44,7 @@ class PairOptions(RunnerOptions):
     target: str = like(RunnerOptions, "target", names="model")
     runner: str = like(RunnerOptions, "runner", help="auto, eager, cuda_graph or kernels (docs/gpu.md).")
     guidance_scale: float | None = option(None, "Classifier-free guidance, away from the negative prompt; 1 is off.",
-                                          _MODELS, metavar="X")  # fmt: skip
+                                          _MODELS)  # fmt: skip
     negative_prompt: str | None = option(None, "The negative prompt; else the last token of the prompt.", _MODELS,
                                          metavar="TEXT")  # fmt: skip
     amateur: str | None = option(None, "Contrastive decoding: a weaker model to stay away from.", _MODELS,
@@ -71,39 +71,30 @@ class WritingOptions(PairOptions):
     prediction: str | None = option(None, "The text you expect, or @FILE; it is drafted where it fits.", _DRAFT,
                                     metavar="TEXT")  # fmt: skip
 
-    temperature: float | None = option(None, "0 is greedy and the default; 1 with one of the next options.", _CHOICE,
-                                       metavar="X")  # fmt: skip
-    top_k: int | None = option(None, "Only the N most likely tokens.", _CHOICE, metavar="N")
-    top_p: float | None = option(None, "Only the most likely tokens with a total probability of X.", _CHOICE,
-                                 metavar="X")  # fmt: skip
-    min_p: float | None = option(None, "Only tokens with at least X times the highest probability.", _CHOICE,
-                                 metavar="X")  # fmt: skip
-    typical_p: float | None = option(None, "Only the most typical tokens with a total probability of X.", _CHOICE,
-                                     metavar="X")  # fmt: skip
-    noise: float | None = option(None, "Gaussian noise on the top-k logits.", _CHOICE, metavar="X")
-    dynamic_temperature: float | None = option(None, "Change the temperature by up to X with the entropy.", _CHOICE,
-                                               metavar="X")  # fmt: skip
-    repetition_penalty: float | None = option(None, "Weaken tokens of the prompt and the text; 1 is off.", _CHOICE,
-                                              metavar="X")  # fmt: skip
-    presence_penalty: float | None = option(None, "Weaken the tokens of the new text.", _CHOICE, metavar="X")
-    frequency_penalty: float | None = option(None, "The same, for each time that they occur.", _CHOICE, metavar="X")
+    temperature: float | None = option(None, "0 is greedy and the default; 1 with one of the next options.", _CHOICE)
+    top_k: int | None = option(None, "Only the N most likely tokens.", _CHOICE)
+    top_p: float | None = option(None, "Only the most likely tokens with a total probability of X.", _CHOICE)
+    min_p: float | None = option(None, "Only tokens with at least X times the highest probability.", _CHOICE)
+    typical_p: float | None = option(None, "Only the most typical tokens with a total probability of X.", _CHOICE)
+    noise: float | None = option(None, "Gaussian noise on the top-k logits.", _CHOICE)
+    dynamic_temperature: float | None = option(None, "Change the temperature by up to X with the entropy.", _CHOICE)
+    repetition_penalty: float | None = option(None, "Weaken tokens of the prompt and the text; 1 is off.", _CHOICE)
+    presence_penalty: float | None = option(None, "Weaken the tokens of the new text.", _CHOICE)
+    frequency_penalty: float | None = option(None, "The same, for each time that they occur.", _CHOICE)
     logit_bias: tuple[str, ...] = option((), "Add X to the logit of a token; repeatable.", _CHOICE, metavar="ID=X")
     ban: tuple[int, ...] = option((), "Never write this token; repeatable.", _CHOICE, metavar="ID")
-    beams: int | None = option(None, "Beam search with N beams; greedy only.", _CHOICE, metavar="N")
-    length_penalty: float | None = option(None, "For --beams: divide scores by ((M + length) / (M + 1)) ** X.",
-                                          _CHOICE, metavar="X")  # fmt: skip
+    beams: int | None = option(None, "Beam search with N beams; greedy only.", _CHOICE)
+    length_penalty: float | None = option(None, "For --beams: divide scores by ((M + length) / (M + 1)) ** X.", _CHOICE)
     length_offset: float | None = option(None, "For --beams: M of the length penalty; 0 by default.", _CHOICE,
                                          metavar="M")  # fmt: skip
-    beam_top_k: int | None = option(None, "For --beams: each beam proposes its N most likely tokens.", _CHOICE,
-                                    metavar="N")  # fmt: skip
+    beam_top_k: int | None = option(None, "For --beams: each beam proposes its N most likely tokens.", _CHOICE)
     early_stopping: bool | Literal["never"] | None = option(
         None, "For --beams: yes (as soon as N texts end), no or never.", _CHOICE, metavar="WHEN"
     )
-    seed: int | None = option(None, "The same seed gives the same text; a new one by default.", _CHOICE, metavar="N",
-                              least=-(2**63), most=2**63 - 1)  # fmt: skip
+    seed: int | None = option(None, "The same seed gives the same text; a new one by default.", _CHOICE, **SEED)
 
-    max_new_tokens: int = option(128, "The most tokens to write.", _STOP, metavar="N")
-    min_new_tokens: int | None = option(None, "Write at least N tokens before an end of text.", _STOP, metavar="N")
+    max_new_tokens: int = option(128, "The most tokens to write.", _STOP)
+    min_new_tokens: int | None = option(None, "Write at least N tokens before an end of text.", _STOP)
     stop: tuple[str, ...] = option((), r"End before this text; \n and \t are understood; repeatable.", _STOP,
                                    metavar="TEXT")  # fmt: skip
     ignore_eos: bool = option(False, "Continue after an end of text.", _STOP)
@@ -117,9 +108,9 @@ class WritingOptions(PairOptions):
 class GenerateOptions(WritingOptions, PromptOptions):
     """The options of `paceline generate`."""
 
-    n_best: int | None = option(None, "For --beams: show the N best texts with their scores.", _CHOICE, metavar="N")
+    n_best: int | None = option(None, "For --beams: show the N best texts with their scores.", _CHOICE)
     compare: bool = option(False, "Compare the speed with plain decoding, in turns.", _SHOW)
-    repeats: int = option(3, "Runs of each for --compare.", _SHOW, metavar="N", least=1)
+    repeats: int = option(3, "Runs of each for --compare.", _SHOW, least=1)
     logprobs: int | None = option(None, "Show log-probabilities of the tokens and of K others.", _SHOW, metavar="K")
     trace: str | None = option(None, "Add the text with its rounds to a trace, for `paceline bench --replay`.", _SHOW,
                                metavar="FILE")  # fmt: skip
@@ -143,15 +134,13 @@ class AuditOptions(PairOptions):
 
     prompts: Path | None = option(None, "Prompts: one per line, or .jsonl with 'prompt' or 'turns'.", _AUDIT,
                                   metavar="FILE")  # fmt: skip
-    limit: int | None = option(None, "Only the first N prompts.", _AUDIT, metavar="N", least=1)
-    tokens: int = option(32, "Tokens of each text that is compared with plain decoding.", _AUDIT, metavar="N")
-    positions: int = option(2, "Positions where the distribution of the next two tokens is tested.", _AUDIT,
-                            metavar="N")  # fmt: skip
-    samples: int = option(256, "Samples at each position; 0 omits the statistics.", _AUDIT, metavar="N")
-    temperature: float = option(0.8, "Temperature of the texts and of the samples.", _AUDIT, metavar="X")
-    false_alarm: float = option(1e-4, "The chance that an exact decoder fails the statistics.", _AUDIT, metavar="X")
-    seed: int = option(0, "The first seed of the texts and of the samples.", _AUDIT, metavar="N",
-                       least=-(2**63), most=2**63 - 1)  # fmt: skip
+    limit: int | None = option(None, "Only the first N prompts.", _AUDIT, least=1)
+    tokens: int = option(32, "Tokens of each text that is compared with plain decoding.", _AUDIT)
+    positions: int = option(2, "Positions where the distribution of the next two tokens is tested.", _AUDIT)
+    samples: int = option(256, "Samples at each position; 0 omits the statistics.", _AUDIT)
+    temperature: float = option(0.8, "Temperature of the texts and of the samples.", _AUDIT)
+    false_alarm: float = option(1e-4, "The chance that an exact decoder fails the statistics.", _AUDIT)
+    seed: int = option(0, "The first seed of the texts and of the samples.", _AUDIT, **SEED)
     only_rule: bool = option(False, "Test only the rule, on small distributions; no model is read.", _AUDIT)
 
     report: Path | None = option(None, "Write a report; .html or .md.", _SHOW, metavar="FILE")

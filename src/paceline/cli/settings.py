@@ -91,14 +91,12 @@ def _keyword(name: str, kind: Any, default: Any, option: Any) -> inspect.Paramet
 def _parameter(field: Declared) -> inspect.Parameter:
     """Values are texts here; `Declared.read` gives them their types, with one kind of message."""
     about = field.about
-    more: dict[str, Any] = {"help": about.help, "metavar": about.metavar, "show_envvar": False}
+    more: dict[str, Any] = {"help": about.help, "metavar": field.metavar, "show_envvar": False}
     if about.group:
         more["rich_help_panel"] = about.group
     if about.environment is not None:
         more["envvar"] = list(about.environment) or None
         more["allow_from_autoenv"] = False
-    if about.metavar is None and field.choices:
-        more["metavar"] = "|".join(field.choices)
     more["autocompletion"] = completion_of(about.names, field.choices)
     default = inspect.Parameter.empty if field.default is dataclasses.MISSING else _as_text(field.default)
     if about.argument:

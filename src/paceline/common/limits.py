@@ -22,6 +22,7 @@ GAMMA_LIMIT = 4096  # tokens drafted in a row
 NODES_LIMIT = 4096  # nodes of a tree: its mask grows with the square
 BEAMS_LIMIT = 1024
 ROWS_LIMIT = 2**16  # prompts decoded at once
+SEED: dict[str, Any] = {"least": -(2**63), "most": 2**63 - 1}
 LONGEST = 4096  # characters of a text: the longest path that Linux takes
 _LIMITS = "limits"  # the key in a field's metadata
 _LITERAL = r"Literal\[([^\]]*)\]"

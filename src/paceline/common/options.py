@@ -28,8 +28,8 @@ _KEY = "option"  # the key in a field's metadata
 class Option:
     """What the command line needs to know about a field.
 
-    group: the panel of `--help`. metavar: how `--help` shows the value. flags: other flags than the field's name.
-    key: another name in the config file and in the environment. names: the kind of names that the value is one of
+    group: the panel of `--help`. metavar: how `--help` shows a value that is no number. flags: other flags than
+    the field's name. key: another name in the config file and in the environment. names: the kind of names that the value is one of
     (`common/names.py`); they are checked early, and a shell completes them. commas: a text of a list holds several
     values between commas; lists of numbers always do. of: the option that these options belong to, such as `draft`.
     argument: given by position, without a flag. environment: other names of variables; () means none.
@@ -119,6 +119,17 @@ class Declared:
     @property
     def choices(self) -> tuple[str, ...]:
         return tuple(str(value) for kind in self.kinds if get_origin(kind) is Literal for value in get_args(kind))
+
+    @property
+    def metavar(self) -> str | None:
+        """How `--help` shows the value: as declared, else the choices, else N or X for numbers."""
+        items = _kinds(get_args(self.hint)[0]) if self.is_list else self.kinds
+        letter = {(int,): "N", (float,): "X"}.get(tuple(items))
+        return (
+            self.about.metavar
+            or "|".join(self.choices)
+            or (f"{letter},{letter}" if self.is_list and letter else letter)
+        )
 
     @property
     def flag(self) -> str:

@@ -13,11 +13,11 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from paceline.core.constants import multiples
+from paceline.core.device_ops import multiples
 from paceline.core.law import Law, Prefix, SamplingBatch
 from paceline.core.noise import Purpose, exponential, uniform
+from paceline.core.ranking import best
 from paceline.core.tree import TokenTree
-from paceline.core.tree_shape import best
 from paceline.core.verdict import BROKEN
 
 # How a draft is drawn. coupled: with the target's own noise, so that the same seed gives the same text. certain: the

@@ -10,11 +10,11 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch import Tensor
 
+from paceline.common.registry import Registry
 from paceline.core.beam_search import Grouped
 from paceline.core.choice import Choice, Draw
-from paceline.core.constants import arange as arange
 from paceline.core.device_ops import DeviceOps
-from paceline.core.registry import Registry
+from paceline.core.device_ops import arange as arange
 from paceline.core.tree import Drawn, TokenTree
 from paceline.core.verdict import Verdict
 

@@ -18,8 +18,8 @@ from torch.utils._pytree import tree_map_only
 
 from paceline.core.device_ops import TORCH, DeviceOps
 from paceline.core.noise import Purpose, gaussian, stream_key
+from paceline.core.ranking import best, first_best, nucleus, on_host
 from paceline.core.sampling import Sampling
-from paceline.core.tree_shape import best, first_best, nucleus, on_host
 
 _NEVER = float("-inf")
 _SAMPLERS = ("top_k", "top_p", "min_p", "typical_p", "noise", "dynamic_temperature")

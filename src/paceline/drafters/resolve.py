@@ -14,13 +14,13 @@ from safetensors import SafetensorError, safe_open
 
 from paceline.common.errors import InputError, LoadError, UnknownNameError, UnsupportedError, shown
 from paceline.common.options import convert_options
+from paceline.common.registry import build_options
 from paceline.common.text_formats import parse_json
 from paceline.core.contracts import DRAFTERS, Drafter
 from paceline.core.protocols import HoldsDrafters, replay_needs_of
-from paceline.core.registry import build_options
 from paceline.drafters.heads.eagle import EagleHead
 from paceline.drafters.heads.formats import foreign_heads
-from paceline.drafters.heads.formats.checkpoint import read_config, weight_names
+from paceline.drafters.heads.formats.head_checkpoint import read_config, weight_names
 from paceline.drafters.heads.head_modules import DraftHead
 from paceline.drafters.heads.medusa import MedusaHead
 from paceline.drafters.heads.prophet import ProphetHead

@@ -13,8 +13,8 @@ from torch import nn
 from typing_extensions import Unpack
 
 from paceline.common.errors import InputError, UnknownNameError, UnsupportedError, shown
+from paceline.common.registry import build_options
 from paceline.core.contracts import RULES, Drafter, Rule
-from paceline.core.ownership import claimed
 from paceline.core.protocols import (
     Adaptive,
     ChoosesLength,
@@ -24,11 +24,11 @@ from paceline.core.protocols import (
     takes_prediction,
     uses_all_nodes,
 )
-from paceline.core.registry import build_options
 from paceline.core.trace import Trace
 from paceline.drafters.resolve import make_drafter
 from paceline.engine.beam_rows import BeamGroup
 from paceline.engine.decoder_config import DEFAULT_DRAFT, KEYS, DecoderOptions, decoder_settings
+from paceline.engine.drafter_calls import claimed
 from paceline.engine.loop import Loop
 from paceline.engine.prompts import encode_all, encode_prediction
 from paceline.engine.request import Array, Batch, Generation, OnePrompt, Piece, Request, Settings, build_requests

@@ -22,13 +22,13 @@ from paceline.common.errors import PacelineWarning
 from paceline.common.progress import reporting
 from paceline.core.contracts import Reader
 from paceline.core.costs import Costs
-from paceline.core.scratch_rows import ScratchRows
 from paceline.kernels.cpu.warm_up import fingerprint
 from paceline.models.cpu.threads import own_threads, usual_threads
 from paceline.models.cuda_graph import programs_for
 from paceline.models.device import device_name, finish
 from paceline.models.language_model import LanguageModel
 from paceline.models.loading.disk_cache import Progress, cache_folder, read_json, write_json
+from paceline.models.readers.scratch_reader import ScratchRows
 from paceline.models.runtime import cores_here, parts, running
 
 # ---- The share of the processors that other processes use: read from the operating system, over a window of time

@@ -346,7 +346,7 @@ class ScriptedModel(LanguageModel):
         self._plain = lm.model
         self.script = script.tokens(rates).to(lm.device)  # [V,D]
         self.model: Any = detach_hooks(shell(lm.model))
-        self.model.__class__ = _class(type(lm.model))
+        self.model.__class__ = _class(lm.model.__class__)
         one = script.tokens([even_rate(rates, gamma)])[:, 0].to(lm.device)
         self.model.__dict__.update(script=one, whole=dict(lm.model._modules))
 

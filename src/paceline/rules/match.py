@@ -5,8 +5,8 @@ from __future__ import annotations
 from torch import Tensor
 
 from paceline.core.choice import Choice
-from paceline.core.constants import zeros
 from paceline.core.contracts import RULES, Rule
+from paceline.core.device_ops import zeros
 from paceline.core.tree import TokenTree
 from paceline.core.verdict import Verdict
 

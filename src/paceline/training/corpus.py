@@ -311,7 +311,9 @@ def source_of(
     # The options of the shared texts hold, except those that the user set. The seed of the texts is always theirs;
     # --seed is then for weights and order only.
     names = {field.name for field in fields(WritingPlan)} & manifest.keys() - {"rows"} - (is_set & {*_WRITING, WANTED})
-    values = {name: tuple(value) if isinstance(value := manifest[name], list) else value for name in names}
+    values: dict[str, Any] = {
+        name: tuple(value) if isinstance(value := manifest[name], list) else value for name in names
+    }
     plan = replace(options.writing_plan(), **values).resolve_style(lm)
     return TextSource({name: value for name, value in asdict(plan).items() if name not in _NOT_IN_MANIFEST}, plan)
 

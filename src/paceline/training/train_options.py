@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from paceline.common.errors import InputError, UnknownNameError, shown
-from paceline.common.limits import ROWS_LIMIT, Limited, limited
+from paceline.common.limits import ROWS_LIMIT, SEED, Limited, limited
 from paceline.common.options import convert_options, like, option
 from paceline.engine.decoder_config import TargetOptions
 
@@ -31,7 +31,7 @@ class WritingPlan(Limited):
     answer: int = limited(320, 1, 2**24)  # tokens at most
     twice: float = limited(0.25, 0, 1)  # share of conversations with a second turn
     led: float = limited(0.7, 0, 1)  # share of texts that start with given first words
-    seed: int = limited(0, -(2**63), 2**63 - 1)
+    seed: int = limited(0, **SEED)
     rows: int = limited(64, 1, ROWS_LIMIT)
     shard: int = limited(256, 1, 2**24)  # texts of a shard, with duplicates
 
@@ -74,46 +74,39 @@ class TrainOptions(TargetOptions):
     data: str | None = option(None, "Text, jsonl or chat jsonl, instead of texts of the target.", _TEXTS,
                               metavar="FILE")  # fmt: skip
     texts: str | None = option(None, "Token shards, which several trainings may share.", _TEXTS, metavar="FOLDER")
-    tokens: int = option(1_000_000, "Tokens that the target writes.", _TEXTS, metavar="N", most=10**12)
+    tokens: int = option(1_000_000, "Tokens that the target writes.", _TEXTS, most=10**12)
     style: Literal["auto", "chat", "text"] = option("auto", "chat, text, or auto: chat if the target has a template.",
                                                     _TEXTS, metavar="STYLE")  # fmt: skip
-    temperatures: tuple[float, ...] = option(WritingPlan.temperatures, "Of the answers; each text draws one.", _TEXTS,
-                                             metavar="X,X")  # fmt: skip
-    question: int = option(WritingPlan.question, "Tokens of a question at most.", _TEXTS, metavar="N", least=1,
-                           most=2**24)  # fmt: skip
-    answer: int = option(WritingPlan.answer, "Tokens of an answer at most.", _TEXTS, metavar="N", least=1, most=2**24)
-    rows: int = option(WritingPlan.rows, "Texts that are written at once.", _TEXTS, metavar="N", least=1,
-                       most=ROWS_LIMIT)  # fmt: skip
-    shard: int = option(WritingPlan.shard, "Texts of a shard; a killed run loses at most one.", _TEXTS, metavar="N",
-                        least=1, most=2**24)  # fmt: skip
-    writers: int = option(1, "Processes that write texts on one device.", _TEXTS, metavar="N", least=1, most=1024)
+    temperatures: tuple[float, ...] = option(WritingPlan.temperatures, "Of the answers; each text draws one.", _TEXTS)
+    question: int = option(WritingPlan.question, "Tokens of a question at most.", _TEXTS, least=1, most=2**24)
+    answer: int = option(WritingPlan.answer, "Tokens of an answer at most.", _TEXTS, least=1, most=2**24)
+    rows: int = option(WritingPlan.rows, "Texts that are written at once.", _TEXTS, least=1, most=ROWS_LIMIT)
+    shard: int = option(WritingPlan.shard, "Texts of a shard; a killed run loses at most one.", _TEXTS, least=1,
+                        most=2**24)  # fmt: skip
+    writers: int = option(1, "Processes that write texts on one device.", _TEXTS, least=1, most=1024)
 
-    length: int = option(512, "Tokens of a piece of text.", _TRAINING, metavar="N", least=1, most=2**24)
+    length: int = option(512, "Tokens of a piece of text.", _TRAINING, least=1, most=2**24)
     join: bool = option(False, "Join several texts in a piece, while they fit.", _TRAINING)
-    batch: int = option(16384, "Tokens of a batch, with padding.", _TRAINING, metavar="N", least=1, most=2**31 - 1)
-    accumulate: int = option(1, "Batches of a step.", _TRAINING, metavar="N", least=1, most=2**20)
-    steps: int | None = option(None, "Steps in all, instead of epochs.", _TRAINING, metavar="N", least=1)
-    epochs: float = option(2.0, "How often training goes through the texts.", _TRAINING, metavar="X", above=0)
-    minutes: float | None = option(None, "Minutes in all, with the texts, instead of epochs.", _TRAINING, metavar="X",
-                                   most=10**7)  # fmt: skip
-    learning_rate: float = option(5e-4, "The highest learning rate.", _TRAINING, metavar="X", most=1000, above=0)
-    warm_up: float = option(0.03, "Share of the steps in which the learning rate rises.", _TRAINING, metavar="X")
-    weight_decay: float = option(0.0, "Of AdamW.", _TRAINING, metavar="X", least=0, most=1000)
-    clip: float = option(1.0, "The largest norm of a gradient.", _TRAINING, metavar="X", above=0)
+    batch: int = option(16384, "Tokens of a batch, with padding.", _TRAINING, least=1, most=2**31 - 1)
+    accumulate: int = option(1, "Batches of a step.", _TRAINING, least=1, most=2**20)
+    steps: int | None = option(None, "Steps in all, instead of epochs.", _TRAINING, least=1)
+    epochs: float = option(2.0, "How often training goes through the texts.", _TRAINING, above=0)
+    minutes: float | None = option(None, "Minutes in all, with the texts, instead of epochs.", _TRAINING, most=10**7)
+    learning_rate: float = option(5e-4, "The highest learning rate.", _TRAINING, most=1000, above=0)
+    warm_up: float = option(0.03, "Share of the steps in which the learning rate rises.", _TRAINING)
+    weight_decay: float = option(0.0, "Of AdamW.", _TRAINING, least=0, most=1000)
+    clip: float = option(1.0, "The largest norm of a gradient.", _TRAINING, above=0)
     loss: str = option("kl", "kl, reverse-kl, tv or ce; tv@0.8 compares at a temperature.", _TRAINING, metavar="LOSS",
                        names="loss")  # fmt: skip
-    seed: int = option(0, "Of texts, weights and order.", _TRAINING, metavar="N", least=-(2**63), most=2**63 - 1)
+    seed: int = option(0, "Of texts, weights and order.", _TRAINING, **SEED)
     accelerate: bool = option(False, "Several processes, by Hugging Face Accelerate.", _TRAINING)
 
     evaluate: int | None = option(None, "Steps between two evaluations; else 20 evaluations in all.", _EVALUATION,
-                                  metavar="N", least=1)  # fmt: skip
-    held_out: int = option(128, "Pieces of held-out text of an evaluation.", _EVALUATION, metavar="N", least=1,
-                           most=2**24)  # fmt: skip
-    patience: int | None = option(None, "Stop after N evaluations without a better τ.", _EVALUATION, metavar="N",
                                   least=1)  # fmt: skip
+    held_out: int = option(128, "Pieces of held-out text of an evaluation.", _EVALUATION, least=1, most=2**24)
+    patience: int | None = option(None, "Stop after N evaluations without a better τ.", _EVALUATION, least=1)
     predict: bool = option(True, "Measure the costs here, to predict the speed-up.", _EVALUATION)
-    measure: int = option(8, "Held-out prompts that the finished drafter decodes.", _EVALUATION, metavar="N", least=0,
-                          most=2**16)  # fmt: skip
+    measure: int = option(8, "Held-out prompts that the finished drafter decodes.", _EVALUATION, least=0, most=2**16)
 
     numbers: Literal["bfloat16", "float32", "int8"] = option(
         "bfloat16", "The dtype of the saved weights: bfloat16, float32 or int8.", _OUTPUT, metavar="TYPE"

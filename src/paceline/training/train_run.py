@@ -29,7 +29,7 @@ from paceline.training.evaluation import Evaluation, measure, write_card
 from paceline.training.pair_training import train_pair
 from paceline.training.recipes.base import Recipe, make_recipe
 from paceline.training.train_options import COUNTED, PAIR, CountingOptions, TrainOptions, WritingPlan
-from paceline.training.trainer import NullReporter, Processes, Reporter, Trainer
+from paceline.training.trainer import Processes, Reporter, Trainer
 from paceline.training.writing import Writer, WriterJob, WriterPool
 
 Cancel = Callable[[], bool]
@@ -99,7 +99,7 @@ def train(
     given: the options that the user set; None takes those that differ from their defaults. Existing texts decide about
     the others (see `source_of`).
     """
-    reporter, began = reporter or NullReporter(), time.monotonic()
+    reporter, began = reporter or Reporter(), time.monotonic()
     if options.kind == PAIR:
         return train_pair(options, reporter, cancel)
     kind_options = options.kind_options()

@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -277,18 +277,14 @@ def trained_tensors(module: nn.Module) -> dict[str, Tensor]:
 _LOG_INTERVAL = 10  # steps between two lines of the log; the losses are read from the device then
 
 
-class Reporter(Protocol):
-    """Shows the progress of a training."""
+class Reporter:
+    """Shows the progress of a training. This one shows nothing."""
 
     def loading(self, label: str, done: int, total: int | None) -> None: ...
     def writing(self, label: str, done: int, total: int | None) -> None: ...
     def step(self, step: int, steps: int, loss: float, tokens_per_second: float) -> None: ...
     def evaluation(self, step: int, evaluation: Evaluation) -> None: ...
     def note(self, sentence: str) -> None: ...
-
-
-class NullReporter(Reporter):
-    """Shows nothing."""
 
 
 @dataclass
@@ -321,7 +317,7 @@ class Trainer:
         """plan: what must be equal when a checkpoint is loaded. began: the monotonic time from which `minutes` count;
         None counts from the start of `run`."""
         self.recipe, self.corpus, self.options, self.teacher = recipe, corpus, options, recipe.teacher
-        self.processes, self.reporter = processes or Processes(), reporter or NullReporter()
+        self.processes, self.reporter = processes or Processes(), reporter or Reporter()
         self._costs, self._cancel, self._began = costs, cancel or (lambda: False), began
         batches = math.ceil(options.epochs * corpus.batches / (options.accumulate * self.processes.world))
         steps = options.steps or max(1, batches)

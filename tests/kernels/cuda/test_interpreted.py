@@ -15,9 +15,9 @@ from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2
 from paceline.core.choice import Choice, NoiseTable
 from paceline.core.law import SamplingBatch
 from paceline.core.sampling import Sampling
-from paceline.core.scratch_rows import ScratchRows
 from paceline.core.verdict import BROKEN
 from paceline.models.language_model import LanguageModel
+from paceline.models.readers.scratch_reader import ScratchRows
 
 pytest.importorskip("triton")
 

@@ -74,8 +74,7 @@ class BenchCommandOptions(BenchOptions):
     wandb_project: str = option("paceline", "The project there.", _SHOW, metavar="NAME")
     versus: tuple[str, ...] = option((), "Two candidates in one chart: give it twice, as --versus prophet --versus "
                                      "early-exit.", _SHOW, metavar="NAME")  # fmt: skip
-    compare: Path | None = option(None, "Compare with an earlier bench.jsonl.", _SHOW, metavar="FILE",
-                                  environment=())  # fmt: skip
+    compare: Path | None = option(None, "Compare with an earlier bench.jsonl.", _SHOW, metavar="FILE", environment=())
     fail_on_regression: bool = option(False, "Exit with 1 if --compare finds something slower.", _SHOW)
 
     report: Path | None = option(None, "Show an existing bench.jsonl; nothing runs.", _OTHER, metavar="FILE",

@@ -40,8 +40,8 @@ class TuneCommandOptions(TuneOptions, RunnerOptions):
 
     prompts: tuple[str, ...] = option(("builtin",), "Prompts: .jsonl, .csv or .txt, or builtin; repeatable.", _TEXTS,
                                       metavar="FILE")  # fmt: skip
-    limit: int = option(1, "Prompts of each category.", _TEXTS, metavar="N", least=1)
-    temperature: float = option(0.0, "0 is greedy.", _TEXTS, metavar="X")
+    limit: int = option(1, "Prompts of each category.", _TEXTS, least=1)
+    temperature: float = option(0.0, "0 is greedy.", _TEXTS)
     out: Path | None = option(None, "Write the choice as TOML: the --config of every command.", _SHOW, metavar="FILE")
     json: bool = option(False, "One JSON object on stdout and nothing else.", _SHOW)
 

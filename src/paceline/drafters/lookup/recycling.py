@@ -19,8 +19,9 @@ from paceline.common.limits import NODES_LIMIT, Limited, limited
 from paceline.common.text_formats import parse_json
 from paceline.core.contracts import DRAFTERS, Budget, Reading, RowsView, arange
 from paceline.core.protocols import DraftsOnDevice, FillsNodes, Reorderable
+from paceline.core.ranking import top
 from paceline.core.tree import TokenTree
-from paceline.core.tree_shape import Shape, top
+from paceline.core.tree_growth import Shape
 from paceline.core.verdict import Verdict
 from paceline.models.loading.weight_check import reading
 

@@ -14,12 +14,11 @@ from paceline.common.limits import Limited
 from paceline.core.choice import Draw
 from paceline.core.contracts import DRAFTERS, Budget, RowsView
 from paceline.core.per_row import PerRow
-from paceline.core.scratch_rows import ScratchRows
 from paceline.core.tree import TokenTree
 from paceline.core.tree_growth import Grower, TreeOptions
 from paceline.drafters.models.draft_model import ModelDrafter
 from paceline.models.language_model import LanguageModel
-from paceline.models.readers.scratch_reader import ScratchReader
+from paceline.models.readers.scratch_reader import ScratchReader, ScratchRows
 from paceline.models.tokenizers.translation import Transcript, Translation
 
 _MOST_STEPS = 4  # draft tokens per token of the target, at most

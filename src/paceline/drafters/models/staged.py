@@ -27,13 +27,12 @@ from paceline.core.protocols import (
     takes_prediction,
     taps_of,
 )
-from paceline.core.scratch_rows import ScratchRows
 from paceline.core.tree import TokenTree
 from paceline.core.verdict import Verdict
 from paceline.drafters.models.draft_model import ModelDrafter, over_vocabulary
 from paceline.drafters.resolve import make_drafter
 from paceline.models.language_model import LanguageModel
-from paceline.models.readers.scratch_reader import ScratchReader
+from paceline.models.readers.scratch_reader import ScratchReader, ScratchRows
 from paceline.rules.match import Match
 
 

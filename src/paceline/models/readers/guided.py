@@ -17,9 +17,9 @@ from torch import Tensor
 
 from paceline.common.errors import InputError, UnsupportedError
 from paceline.core.contracts import PromptTaps, Reader, Reading, RowsView
-from paceline.core.scratch_rows import ScratchRows
 from paceline.models.language_model import LanguageModel, ModelRecord
 from paceline.models.reader import SlotReader
+from paceline.models.readers.scratch_reader import ScratchRows
 from paceline.models.tokenizers.translation import check_same_vocabulary
 
 

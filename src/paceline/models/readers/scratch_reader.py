@@ -1,17 +1,157 @@
-"""A reader of sequences that a drafter writes itself. When they change, what did not change is not read again."""
+"""Sequences that a drafter writes itself, and their reader: the part that did not change is not read again."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from paceline.common.arithmetic import common_prefix
-from paceline.core.contracts import Reader, Reading
+from paceline.core.choice import Choice
+from paceline.core.contracts import Reader, Reading, RowsView
+from paceline.core.device_ops import TORCH, DeviceOps
 from paceline.core.per_row import PerRow
-from paceline.core.scratch_rows import ScratchRows
+from paceline.core.tree import TokenTree
 from paceline.core.verdict import NOTHING, Verdict
 from paceline.models.reader import CHUNK
+
+_ROOM = 64  # a text that outgrows its store gets as much more at least
+
+
+class ScratchRows:
+    """A `RowsView` of texts that are written on the host and may be taken back.
+
+    `follow(rows, depth)` lays them over rows that are being decoded: every text is then a row's text and a tail that is
+    not settled, and `choice` speaks of places of the row's, at most `depth` tokens past its text.
+    """
+
+    bound: int | None = None
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.histories = PerRow[list[int]]()
+        self._store = torch.zeros(0, _ROOM, dtype=torch.int64, device=device)
+        self._below: tuple[RowsView, int] | None = None
+        self._sync()
+
+    def _sync(self) -> None:
+        self.lengths = [len(text) for text in self.histories]
+        self.text = self._store[: self.count]
+        self.length = torch.tensor(self.lengths, dtype=torch.int64, device=self.device).view(-1, 1)
+
+    @property
+    def count(self) -> int:
+        return len(self.histories)
+
+    @property
+    def capacity(self) -> int:
+        return self.count
+
+    @property
+    def room(self) -> int:
+        return max(self.lengths, default=0)
+
+    # ---- writing
+
+    def admit(self, texts: Sequence[Sequence[int]]) -> int:
+        """New rows at the end; returns the index of the first."""
+        first = self.count
+        self.histories += [[] for _ in texts]
+        self.rewrite([len(text) for text in self.histories[:first]] + [0] * len(texts), [()] * first + list(texts))
+        return first
+
+    def rewrite(self, starts: Sequence[int], tails: Sequence[Sequence[int]]) -> None:
+        """Of every text the first `starts` tokens stay, and the tail follows them."""
+        for text, start, tail in zip(self.histories, starts, tails, strict=True):
+            text[start:] = tail
+        self._reserve(self.count, max((len(text) for text in self.histories), default=0))
+        wide = max((len(tail) for tail in tails), default=0)
+        if wide:
+            padded = torch.tensor([[*tail, *[0] * (wide - len(tail))] for tail in tails], device=self.device)
+            where = torch.tensor(starts, device=self.device).view(-1, 1) + torch.arange(wide, device=self.device)
+            self._store[: self.count].scatter_(1, where, padded)
+        self._sync()
+
+    def _reserve(self, rows: int, tokens: int) -> None:
+        """Past a text's end its row may hold anything, and a tail is padded: hence the room beyond the longest."""
+        have_rows, have = self._store.shape
+        if rows <= have_rows and 2 * tokens <= have:
+            return
+        wide = max(have, 4 * tokens + _ROOM) if 2 * tokens > have else have
+        store = torch.zeros(max(rows, have_rows), wide, dtype=torch.int64, device=self.device)
+        store[:have_rows, :have] = self._store
+        self._store = store
+
+    def release(self, row: int, last: int) -> None:
+        """Row `row` is gone; row `last` takes its place."""
+        self._store[row] = self._store[last]
+        self.histories.release(row, last)
+        self._sync()
+
+    def reorder(self, source: Sequence[int]) -> None:
+        """Row r goes on as a copy of row source[r]."""
+        self._store[: self.count] = self._store[list(source)]
+        self.histories[:] = [list(self.histories[other]) for other in source]
+        self._sync()
+
+    def drop(self, first: int) -> None:
+        """Rows `first` and after are gone."""
+        del self.histories[first:]
+        self._sync()
+
+    # ---- choosing tokens as the rows below do
+
+    def follow(self, rows: RowsView, depth: int) -> None:
+        self._below = (rows, depth)
+
+    @property
+    def settled(self) -> list[int]:
+        if self._below is None:
+            return self.lengths
+        # a text may not yet have taken over what the row below it has committed
+        return [min(pair) for pair in zip(self._below[0].settled, self.lengths, strict=False)]
+
+    @property
+    def predictions(self) -> list[list[int] | None]:
+        return [None] * self.count if self._below is None else self._below[0].predictions
+
+    @property
+    def ops(self) -> DeviceOps:
+        return TORCH if self._below is None else self._below[0].ops
+
+    @property
+    def needs_path(self) -> bool:
+        return self._below is not None and self._below[0].needs_path
+
+    def choice(self, depth: Tensor | slice | TokenTree, path: tuple[Tensor, Tensor] | None = None) -> Choice:
+        """The same places of the rows below. Past their depth every position is the last one: it is not used."""
+        assert self._below is not None, "texts that follow no rows have no places to choose"
+        below, deepest = self._below
+        depth = self.ops.depths(depth) if isinstance(depth, TokenTree) else depth
+        tail = [mine - theirs for mine, theirs in zip(self.lengths, below.lengths, strict=True)]
+        tails = self.length - below.length
+        if isinstance(depth, slice) and min(tail) == max(tail) and tail[0] + depth.stop - 1 <= deepest:
+            places: Tensor | slice = slice(tail[0] + depth.start, tail[0] + depth.stop)
+            Q = depth.stop - depth.start
+        else:
+            wanted = torch.arange(depth.start, depth.stop, device=self.device) if isinstance(depth, slice) else depth
+            places = (wanted + tails).clamp(max=deepest)
+            Q = places.shape[1]
+        if not below.needs_path or max(tail) == 0:
+            return below.choice(places, path)
+        return below.choice(places, self._path(tails, max(tail), Q, below, path))
+
+    def _path(
+        self, tails: Tensor, longest: int, Q: int, below: RowsView, path: tuple[Tensor, Tensor] | None
+    ) -> tuple[Tensor, Tensor]:
+        """The tail precedes every position, and then come the tokens of `path`."""
+        steps = torch.arange(longest, device=self.device)
+        tokens = self.text.gather(1, (below.length + steps).clamp(max=self.text.shape[1] - 1))
+        member = (steps < tails).unsqueeze(1).expand(-1, Q, -1)
+        if path is None:
+            return tokens, member
+        return torch.cat([tokens, path[0]], 1), torch.cat([member, path[1]], 2)
 
 
 class ScratchReader:

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from paceline.common.limits import Limited
+from paceline.common.registry import Registry
 from paceline.core.contracts import Drafter
-from paceline.core.registry import Registry
 from paceline.training.corpus import Corpus
 from paceline.training.distillation import Batch, DistillationLoss, Teacher
 

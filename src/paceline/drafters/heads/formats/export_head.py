@@ -17,8 +17,8 @@ from torch import Tensor
 
 from paceline.common.errors import InputError, UnknownNameError, UnsupportedError
 from paceline.drafters.heads.eagle import EagleHead
-from paceline.drafters.heads.formats.checkpoint import OURS, SCALING
 from paceline.drafters.heads.formats.foreign_heads import WEIGHTS
+from paceline.drafters.heads.formats.head_checkpoint import OURS, SCALING
 from paceline.drafters.heads.head_modules import DraftHead
 from paceline.drafters.heads.medusa import MedusaHead
 from paceline.drafters.models.draft_lm import SavedLayers

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from paceline.common.errors import InputError, LoadError
 from paceline.drafters.heads.eagle import EagleConfig, EagleHead, Shared
-from paceline.drafters.heads.formats.checkpoint import PARTS, Checkpoint, take_layer
+from paceline.drafters.heads.formats.head_checkpoint import PARTS, Checkpoint, take_layer
 from paceline.drafters.heads.head_modules import DraftHead
 from paceline.drafters.heads.medusa import MedusaHead
 from paceline.models.heads.head_layers import DecoderLayer, Remember

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from paceline.audit import toy_worlds as toys
+from paceline.audit import enumeration as toys
 
 
 @pytest.fixture

@@ -10,20 +10,28 @@ import pytest
 
 import paceline
 from paceline import RULES, InputError, SpeculativeDecoder, UnsupportedError
-from paceline.audit import Report, audit, audit_only_rule, statistics
-from paceline.audit.agreement import AuditCancelledError, _divergence, _scores, agreement, logits_after
-from paceline.audit.audit_report import as_html, as_markdown, as_text
+from paceline.audit import Report, audit, audit_only_rule
+from paceline.audit.agreement import (
+    AuditCancelledError,
+    AuditPlan,
+    LawTest,
+    _divergence,
+    _LawTester,
+    _scores,
+    agreement,
+    law_audit,
+    logits_after,
+)
 from paceline.audit.audit_run import PROMPTS as OWN
-from paceline.audit.audit_run import read_prompts
-from paceline.audit.statistics import LawTest, SamplePlan, law_audit
-from paceline.audit.toy_worlds import BOUND, Case, Measured, RuleAudit, audit_rule
+from paceline.audit.audit_run import as_html, as_markdown, as_text, read_prompts
+from paceline.audit.enumeration import BOUND, Case, Measured, RuleAudit, audit_rule
 from paceline.core.sampling import Sampling
 from tests.conformance.models import draft, target
 from tests.conformance.mutants import MUTANTS
 
 from .worlds import PROMPTS, TARGET, Wavering, argmax, decoder, elders_kept, flat, sharper
 
-PLAN = SamplePlan(positions=2, samples=4000, temperature=0.8, false_alarm=1e-4, seed=0)
+PLAN = AuditPlan(positions=2, samples=4000, temperature=0.8, false_alarm=1e-4, seed=0)
 SMALL: Any = {"tokens": 10, "samples": 2000}
 
 
@@ -286,13 +294,13 @@ def test_a_position_fails_below_its_share_of_the_false_alarms(monkeypatch: pytes
     """Four positions at false_alarm 1e-4: each at 2.5e-5. Just below it fails, just above it passes."""
     levels: list[float] = []
 
-    def test(decoder: Any, place: float, plan: SamplePlan, level: float, *_: Any) -> LawTest:
+    def test(self: _LawTester, place: float, level: float) -> LawTest:
         levels.append(level)
-        return LawTest(0, 1, plan.samples, 4, place * 2.5e-5, 0.1, 0.2, 1, 1)
+        return LawTest(0, 1, PLAN.samples, 4, place * 2.5e-5, 0.1, 0.2, 1, 1)
 
     places = [0.9, 1.1, 1000.0, 0.0]
-    monkeypatch.setattr(statistics, "_positions", lambda *_: places)
-    monkeypatch.setattr(statistics, "_test", test)
+    monkeypatch.setattr(_LawTester, "positions", lambda *_: places)
+    monkeypatch.setattr(_LawTester, "test", test)
     found = law_audit(None, [], [], PLAN, quiet, never)  # type: ignore[arg-type]
     assert levels == pytest.approx([2.5e-5] * 4)  # what is detectable is worked out at the same level
     assert found.level == pytest.approx(2.5e-5)

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from paceline.bench.candidate import Run
-from paceline.bench.results.bench_report import LeftOut, Member, Report, Result, Tally
+from paceline.bench.results.records import LeftOut, Member, Report, Result, Tally
 from paceline.core.costs import Costs
 
 NASTY = '<script>alert("x")</script> & $m$'

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from paceline.bench.results import charts
-from paceline.bench.results.bench_report import Report
 from paceline.bench.results.charts import (
     Chart,
     Point,
@@ -23,6 +22,7 @@ from paceline.bench.results.charts import (
     write_png,
 )
 from paceline.bench.results.metrics import Ratio, compare, differences, summarise
+from paceline.bench.results.records import Report
 from paceline.bench.results.tables import (
     by_category,
     changed,

@@ -8,9 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from paceline.bench.results.bench_report import Report
 from paceline.bench.results.metrics import ALL, compare, differences, same_machine
-from paceline.bench.results.records import Recorder
+from paceline.bench.results.records import Recorder, Report
 
 from .acting import Actor, act, chats
 
@@ -31,7 +30,7 @@ def report(
         library = "transformers" if name == "hf" else "paceline"
         actors.append(Actor(name, seconds=seconds(3.0 if name == "hf" else slower), library=library, speculates=True))
     recorder = Recorder()
-    recorder.provenance({**MACHINE, **told})
+    recorder.add("provenance", {**MACHINE, **told})
     talks = [*chats("1", "2", "3"), *chats("4", "5", category="code")]
     return act(actors, talks, 4, recorder, repeats=repeats)
 

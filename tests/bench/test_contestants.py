@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from paceline.bench.candidate import Plan, RunSpec, Task, parse_run_spec
-from paceline.bench.paceline_run import PacelineRun
+from paceline.bench.candidate import PacelineRun, Plan, RunSpec, Task, parse_run_spec
 from paceline.common.errors import DrafterError, ModelOutputError
 from paceline.drafters.heads.eagle import EagleHead
 from paceline.drafters.heads.medusa import MedusaHead

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from paceline.bench.results.bench_report import Report
 from paceline.bench.results.metrics import summarise
 from paceline.bench.results.outputs import as_html, write_html
+from paceline.bench.results.records import Report
 from paceline.common.errors import InputError
 from tests.bench.made_reports import NASTY, made_report
 

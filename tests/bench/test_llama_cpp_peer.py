@@ -15,8 +15,7 @@ import pytest
 import torch
 from transformers import Qwen2Config, Qwen3Config
 
-from paceline.bench.candidate import Candidate, Plan, Task
-from paceline.bench.paceline_run import PacelineRun
+from paceline.bench.candidate import Candidate, PacelineRun, Plan, Task
 from paceline.bench.peers import gguf_export as gguf_writing
 from paceline.bench.peers.gguf_peers import KINDS, LlamaCpp, Speculation
 from paceline.bench.peers.peer_names import open_peers

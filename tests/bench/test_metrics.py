@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 
 from paceline.bench.candidate import Run
-from paceline.bench.results.bench_report import Member, Report, Result, Tally
 from paceline.bench.results.metrics import ALL, Line, noise, predicted_seconds, spread, summarise
-from paceline.bench.results.records import Recorder
+from paceline.bench.results.records import Member, Recorder, Report, Result, Tally
 from paceline.cli.bench_table import Standings
 from paceline.core.costs import Costs, bound
 from paceline.core.trace import Round, Trace
@@ -36,7 +35,7 @@ def measured(costs: Costs | None = COSTS) -> Report:
     )
     peer = Actor("hf", seconds=lambda task, repeat: 2 * PLAIN[task][repeat], library="transformers", changed_at=5)
     if costs is not None:
-        recorder.costs(costs)
+        recorder.add("costs", costs)
     talks = [*chats("1", "2"), *chats("3", category="code")]
     return act([plain, toy, peer], talks, 10, repeats=3, recorder=recorder)
 

@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from paceline.bench.candidate import Candidate, Plan, Task, parse_run_spec
-from paceline.bench.paceline_run import PacelineRun
+from paceline.bench.candidate import Candidate, PacelineRun, Plan, Task, parse_run_spec
 from paceline.bench.peers import gguf_export as gguf_file
 from paceline.bench.peers.gguf_peers import OpenVino
 from paceline.bench.peers.peer_names import draft_model_of, open_peers

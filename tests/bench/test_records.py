@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from paceline.bench.results.bench_report import LeftOut, Report
 from paceline.bench.results.metrics import summarise
-from paceline.bench.results.records import Recorder, read_records, save_csv, write_csv
+from paceline.bench.results.outputs import save_csv, write_csv
+from paceline.bench.results.records import LeftOut, Recorder, Report, read_records
 from paceline.common.errors import InputError, PacelineWarning
 from paceline.core.costs import Costs
 
@@ -25,15 +25,15 @@ def written(tmp_path: Path) -> tuple[Path, Report]:
     path = tmp_path / "bench.jsonl"
     with path.open("w") as file:
         recorder = Recorder(file)
-        recorder.provenance({"date": "today", "arguments": {"target": "ä"}})
-        recorder.costs(Costs({1: {1: 0.1, 5: 0.2}}, 0.01, {"toy": 0.001}))
-        recorder.skipped(LeftOut("", "too long", ("7",)))
-        recorder.note("A note.")
+        recorder.add("provenance", {"date": "today", "arguments": {"target": "ä"}})
+        recorder.add("costs", Costs({1: {1: 0.1, 5: 0.2}}, 0.01, {"toy": 0.001}))
+        recorder.add("skipped", LeftOut("", "too long", ("7",)))
+        recorder.add("note", "A note.")
         toy = Actor("toy", speculates=True, gamma=4, accepted=2, drafter="toy", seconds=lambda task, repeat: 0.5)
         actors = [Actor("plain"), toy, Actor("hf", library="transformers", changed_at=3)]
         measured(actors, chats("1", "2"), 8, recorder, repeats=2)
-        recorder.quality({"plain": {"token_f1": 0.5}})
-        recorder.layers([{"name": "layer 0", "parameters": 3}])
+        recorder.add("quality", {"plain": {"token_f1": 0.5}})
+        recorder.add("layers", [{"name": "layer 0", "parameters": 3}])
         report = recorder.finish(True)
     return path, report
 

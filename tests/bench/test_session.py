@@ -11,8 +11,7 @@ import pytest
 
 from paceline.bench.bench_session import UnequalLengthError, check_same, first_difference, order
 from paceline.bench.candidate import Plan, Run, Task, Watcher
-from paceline.bench.results.bench_report import Report
-from paceline.bench.results.records import Recorder, open_record, read_records
+from paceline.bench.results.records import Recorder, Report, open_record, read_records
 from paceline.common.errors import InputError, PacelineWarning
 
 from .acting import Actor, Chat, act, chats
@@ -65,7 +64,7 @@ def test_stopping_after_some_runs_leaves_a_valid_file_with_exactly_those(after: 
     path = tmp_path / "runs.jsonl"
     with path.open("w") as file:
         recorder = Recorder(file)
-        recorder.provenance({"date": "today"})
+        recorder.add("provenance", {"date": "today"})
         run(three, chats("1", "2"), recorder=recorder, cancel=lambda: len(log) >= after)
     report = read_records(path)
     assert len(report.results) == after
@@ -172,7 +171,7 @@ def test_what_was_cut_short_is_gone_on_with(tmp_path: Any) -> None:
     left = iter([False] * 11 + [True] * 99)
     with path.open("w") as file:
         recorder = Recorder(file)
-        recorder.provenance({"arguments": {}})
+        recorder.add("provenance", {"arguments": {}})
         run(two, chats("1", "2"), recorder=recorder, cancel=lambda: next(left))
     before = len(log)
     assert 0 < before < 12
@@ -183,7 +182,7 @@ def test_what_was_cut_short_is_gone_on_with(tmp_path: Any) -> None:
     assert earlier is not None
     with file:
         recorder = Recorder(file)
-        recorder.provenance({"arguments": {}})
+        recorder.add("provenance", {"arguments": {}})
         recorder.resume(earlier)
         report = run(two, chats("1", "2"), recorder=recorder)
     assert len(log) == 12

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.audit import toy_worlds as toys
+from paceline.audit import enumeration as toys
 from tests.cli.conftest import refusal, run
 
 QUICK = ("--tokens", "8", "--samples", "200", "--positions", "1", "--limit", "2")

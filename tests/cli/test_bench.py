@@ -55,9 +55,9 @@ def record(tmp_path: Path) -> Path:
     report, path = made_report(), tmp_path / "before.jsonl"
     with path.open("w", encoding="utf-8") as file:
         recorder = Recorder(file)
-        recorder.provenance(report.provenance)
-        recorder.contestants(report.members)
-        recorder.costs(COSTS)
+        recorder.add("provenance", report.provenance)
+        recorder.add("contestants", report.members)
+        recorder.add("costs", COSTS)
         for result in report.results:
             recorder.run(result)
         recorder.finish(True)

@@ -35,8 +35,8 @@ def written(path: Path, *, results: bool = True, complete: bool = True, task: st
     report = made_report()
     with path.open("w", encoding="utf-8") as file:
         recorder = Recorder(file)
-        recorder.provenance(report.provenance)
-        recorder.contestants(report.members)
+        recorder.add("provenance", report.provenance)
+        recorder.add("contestants", report.members)
         for result in report.results if results else ():
             recorder.run(result)
         recorder.finish(complete)

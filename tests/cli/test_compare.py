@@ -9,7 +9,7 @@ import pytest
 
 import paceline
 from paceline import LanguageModel, SpeculativeDecoder
-from paceline.cli.compare import Side, _divergence, _in_turns
+from paceline.cli.commands.generate import Side, _divergence, _in_turns
 from paceline.core.costs import Costs
 from tests.toys import llama
 

@@ -10,8 +10,8 @@ import sys
 from pathlib import Path
 
 import pytest
+from tools.name_index import build, written
 
-from paceline.cli.name_index import build, written
 from paceline.common import names
 from paceline.common.errors import LoadError, UnknownNameError
 from paceline.core.contracts import DRAFTERS
@@ -100,7 +100,7 @@ def test_a_wrong_name_costs_little() -> None:
 
 
 def test_the_index_is_what_is_registered() -> None:
-    assert names.FILE.read_text("utf-8") == written(build()), "run `python -m paceline.cli.name_index`"
+    assert names.FILE.read_text("utf-8") == written(build()), "run `python tools/name_index.py`"
 
 
 def test_a_name_of_this_process_or_of_a_new_file_is_known(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from paceline.audit import toy_worlds as toys
+from paceline.audit import enumeration as toys
 from paceline.bench import bench_session as assembly
 from paceline.bench.bench_options import BenchOptions
 from paceline.common.errors import InputError, UnknownNameError

@@ -12,7 +12,6 @@ import pytest
 
 from paceline import PacelineWarning
 from paceline.cli.bench_table import Lines, watching
-from paceline.cli.commands.train import LineReporter, lines_on_stdout
 from paceline.cli.terminal import ACCEPTED, Terminal, counted, error, plain_warnings, preparing
 from paceline.common.process import interruptible
 from paceline.common.progress import ProgressLines
@@ -59,9 +58,11 @@ def test_steps_are_a_bar_on_a_terminal(monkeypatch: pytest.MonkeyPatch, capsys: 
         progress("downloading x", 3_000_000, 2_000_000)
     with preparing("loading x") as progress:
         progress("converting x", 3, 272)
+        progress.note("a note")
     shown = capsys.readouterr().err
     assert "2.0/2.0 MB" in shown  # never more than all of it
     assert "3/272" in shown
+    assert "a note" in shown
 
 
 def test_only_our_warnings_are_told(capsys: pytest.CaptureFixture[str]) -> None:
@@ -134,22 +135,23 @@ class Who:
 
 def test_training_says_how_far_it_is() -> None:
     clock, told = Clock(), list[str]()
-    lines = LineReporter(ProgressLines(told.append, clock=clock))
-    lines.loading("loading x", 1, 2)
-    lines.writing("writing texts", 100, 400)
-    lines.step(1, 90, 2.0, 1000.0)
+    lines = ProgressLines(told.append, clock=clock)
+    lines("loading x", 1, 2)
+    lines("writing texts", 100, 400, unit="tokens")
+    lines("training", 1, 90, "loss 2.0", "steps")
     clock.now += 10
-    lines.step(9, 90, 1.5, 1000.0)
+    lines("training", 9, 90, "loss 1.5", "steps")
     lines.note("half of it")
-    assert told == ["loading x …", "writing texts …", "training …",
-                    "training: 10 % (9 of 90), loss 1.5000, 1,000 tokens/s, 10 s", "half of it"]  # fmt: skip
+    assert told == ["loading x …", "writing texts …", "training …", "training: 10 % (9 of 90 steps), loss 1.5, 10 s",
+                    "half of it"]  # fmt: skip
     clock.now += 10
-    lines.writing("writing texts", 200, 400)
-    assert told[-1] == "writing texts: 200 of 400 tokens, 0 s"
+    lines("writing texts", 200_000, 400_000, unit="tokens")
+    assert told[-1] == "writing texts: 50 % (200000 of 400000 tokens), 0 s"
 
 
 @pytest.mark.parametrize(
-    "make", [lambda: preparing("x"), lambda: preparing("x", announce=False), watching, lines_on_stdout]
+    "make",
+    [lambda: preparing("x"), lambda: preparing("x", announce=False), lambda: preparing("x", stdout=True), watching],
 )
 def test_every_command_has_a_thread_that_speaks_for_it(make: Any) -> None:
     """Also where the work itself says nothing for minutes."""

@@ -13,7 +13,8 @@ import pytest
 
 import paceline
 from paceline.bench.results.metrics import summarise
-from paceline.bench.results.records import read_records, write_csv
+from paceline.bench.results.outputs import write_csv
+from paceline.bench.results.records import read_records
 from paceline.bench.trace_files import read_traces
 from tests.cli.conftest import run
 from tests.compat.write_files import OPTIONS, PROMPTS, rounds_of

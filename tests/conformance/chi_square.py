@@ -1,4 +1,4 @@
-"""Does a sample follow a law? The mathematics is the audit's (`src/paceline/audit/statistics.py`); here: the sample."""
+"""Does a sample follow a law? The mathematics is the audit's (`src/paceline/audit/agreement.py`); here: the sample."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from paceline import SpeculativeDecoder
-from paceline.audit.statistics import ALPHA, critical, detectable, p_value, tail
+from paceline.audit.agreement import ALPHA, critical, detectable, p_value, tail
 
 __all__ = ["ALPHA", "critical", "detectable", "first_tokens", "p_value", "tail"]
 

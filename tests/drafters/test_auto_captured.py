@@ -15,8 +15,7 @@ from tests.engine.graph_devices import Replays, imitated
 from tests.toys import llama
 
 import paceline
-from paceline.bench.candidate import Plan, Task, parse_run_spec
-from paceline.bench.paceline_run import PacelineRun
+from paceline.bench.candidate import PacelineRun, Plan, Task, parse_run_spec
 from paceline.common.errors import DrafterWarning
 from paceline.core.costs import Costs
 from paceline.drafters import shipped as room

@@ -9,8 +9,7 @@ import pytest
 from tests.toys import llama
 
 import paceline
-from paceline.bench.candidate import Plan, Task, parse_run_specs
-from paceline.bench.paceline_run import PacelineRun
+from paceline.bench.candidate import PacelineRun, Plan, Task, parse_run_specs
 from paceline.bench.peers.peer_names import draft_model_of, open_peers
 from paceline.common.errors import InputError, UnknownNameError
 from paceline.core.costs import Costs

@@ -33,9 +33,9 @@ MUTANTS = [
     ),
     Mutant(
         "α counts every drafted token",
-        "bench/results/bench_report.py",
-        "judged=accepted + stopped,",
-        "judged=sum(len(entry.drafted) for entry in rounds),",
+        "bench/results/records.py",
+        "judged=stats.accepted + stopped,",
+        "judged=stats.drafted,",
         METRICS + "a_tree_is_judged_by_its_depth",
     ),
     Mutant(
@@ -54,14 +54,14 @@ MUTANTS = [
     ),
     Mutant(
         "the audit's level is a thousand times wider",
-        "audit/statistics.py",
+        "audit/agreement.py",
         "return self.plan.false_alarm / max(1, len(self.tests))",
         "return 1000 * self.plan.false_alarm / max(1, len(self.tests))",
         AUDIT + "a_position_fails_below_its_share_of_the_false_alarms",
     ),
     Mutant(
         "the tail of chi-square is another one",
-        "audit/statistics.py",
+        "audit/agreement.py",
         "[freedom / 2, statistic / 2]",
         "[freedom / 2, statistic]",
         "tests/conformance/test_chi_square.py::test_the_tail_is_that_of_chi_square",

@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 
 import paceline
 from paceline.common.errors import InputError, LoadError, PacelineError, PacelineWarning, UnsupportedError
+from paceline.common.progress import Reporter
 from paceline.drafters.lookup.trigram import TrigramTable
 from paceline.training import train_run as run
 from paceline.training import trainer
@@ -24,7 +25,7 @@ from paceline.training.evaluation import Evaluation
 from paceline.training.train_options import TrainOptions
 from paceline.training.train_run import train
 from paceline.training.trainer import LOG_NAME as LOG
-from paceline.training.trainer import NAME, STOP_FILE, Reporter, TrainingError, learning_rate
+from paceline.training.trainer import NAME, STOP_FILE, TrainingError, learning_rate
 from tests.toys import llama
 from tests.training.toys import SMALL, Stop, options, weights
 
@@ -176,8 +177,9 @@ def test_it_stops_where_nothing_gets_better(place: Path, tmp_path: Path) -> None
 
 def test_a_file_says_that_it_is_enough(place: Path, tmp_path: Path) -> None:
     class Impatient(Reporter):
-        def evaluation(self, step: int, evaluation: Evaluation) -> None:
-            (tmp_path / "it" / STOP_FILE).touch()
+        def note(self, sentence: str) -> None:
+            if sentence.startswith("step 3: held out"):
+                (tmp_path / "it" / STOP_FILE).touch()
 
     train(options(place, tmp_path / "it", steps=400, evaluate=3), Impatient())
     lines = [json.loads(line) for line in (tmp_path / "it" / LOG).read_text().splitlines()]

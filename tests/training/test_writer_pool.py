@@ -20,7 +20,6 @@ from paceline.models.language_model import LanguageModel
 from paceline.training.corpus import Shards
 from paceline.training.train_options import TrainOptions, WritingPlan
 from paceline.training.train_run import train
-from paceline.training.trainer import Reporter
 from paceline.training.writing import Writer, WriterJob, WriterPool
 from tests.toys import letters, llama
 
@@ -159,7 +158,7 @@ def options(place: Path, out: Path, **changes: Any) -> TrainOptions:
 
 def test_from_the_options(place: Path, tmp_path: Path) -> None:
     one = train(options(place, tmp_path / "one"))
-    two = train(options(place, tmp_path / "two", writers=2), Reporter())
+    two = train(options(place, tmp_path / "two", writers=2))
     assert files(one / "texts") == files(two / "texts")
     train(options(place, tmp_path / "one", writers=2, tokens=1000))  # however many wrote the first ones
     lm = LanguageModel(llama(0).float(), letters(), "toy")

@@ -14,7 +14,18 @@ from typing import Any
 import torch
 
 from paceline.bench.bench_options import BenchOptions, is_synthetic
-from paceline.bench.candidate import Cancel, Candidate, Plan, Prompt, Run, Shaped, Task, Watcher, parse_run_specs
+from paceline.bench.candidate import (
+    Cancel,
+    Candidate,
+    PacelineRun,
+    Plan,
+    Prompt,
+    Run,
+    Shaped,
+    Task,
+    Watcher,
+    parse_run_specs,
+)
 from paceline.bench.data.prompt_sets import read_all
 from paceline.bench.data.quality import Quality, judge
 from paceline.bench.data.tasks import (
@@ -27,11 +38,9 @@ from paceline.bench.data.tasks import (
     text_of,
 )
 from paceline.bench.machine_use import check_quiet, how_busy, layer_table, lines_while, peak_while, wanted_device
-from paceline.bench.paceline_run import PacelineRun
 from paceline.bench.peers.peer_names import check_peers, draft_model_of, open_peers
-from paceline.bench.results.bench_report import LeftOut, Member, Report, Result, Tally, busy_machine
 from paceline.bench.results.metrics import summarise
-from paceline.bench.results.records import Recorder, Sink
+from paceline.bench.results.records import LeftOut, Member, Recorder, Report, Result, Sink, Tally, busy_machine
 from paceline.bench.synthetic_pairs import SyntheticPair, synthetic_pair
 from paceline.bench.trace_files import Tracing
 from paceline.common.errors import DrafterWarning, InputError, PacelineError, UnsupportedError
@@ -287,7 +296,7 @@ class BenchSession:
         self.weigh: Weigh | None = None  # measures peak memory, in an extra run for each category
         self._earlier, self._cancel, self._trace, self._progress = earlier, cancel, trace, progress
         self._warm: set[tuple[str, Hashable]] = set()  # candidate and the shape of its texts
-        self._failed: set[str] = set()
+        self.failed: dict[str, str] = {}  # candidate -> why
         self._weighed: set[str] = set()  # categories
         self._refusals: dict[tuple[str, str], list[str]] = {}  # (candidate, reason) -> task ids
 
@@ -323,7 +332,8 @@ class BenchSession:
             check_same(earlier, about)
             self.recorder.resume(earlier)
             loaded = loaded or bool(earlier.provenance.get("loaded"))
-        self.recorder.provenance(
+        self.recorder.add(
+            "provenance",
             {
                 **about,
                 "target": setup.lm.name,
@@ -332,27 +342,29 @@ class BenchSession:
                 "busy": busy.share,
                 "loaded": loaded,
                 "busy_with": busy.describe() if busy.loaded else None,
-            }
+            },
         )
         if earlier is not None and earlier.provenance.get("commit") != about["commit"]:
-            self.recorder.note(f"The runs before --resume were measured at commit {earlier.provenance.get('commit')}.")
+            self.recorder.add(
+                "note", f"The runs before --resume were measured at commit {earlier.provenance.get('commit')}."
+            )
 
     def _measure_setup(self, setup: Setup) -> bool:
         """Record costs, measure, and record what needs all runs. False if cancelled."""
         options, recorder = self.options, self.recorder
         costs, notes = costs_of(setup, options, self._progress)
-        recorder.costs(costs)
+        recorder.add("costs", costs)
         self._leave_out(setup.left_out)
         self._note([*setup.notes, *notes])
         if options.layers:
-            recorder.layers(layers_of(setup))
+            recorder.add("layers", layers_of(setup))
         if options.memory or options.memory_lines:
             self.weigh = lambda act: peak_while(act, setup.lm.device)
         first = setup.conversations[0].task
         tracing = None
         if self._trace is not None:
             tracing = Tracing(self._trace, setup.own_runs, setup.plan, costs, recorder.report().provenance)
-            recorder.listen(tracing.add)
+            recorder.listener = tracing.add
         try:
             complete = self.measure(setup.candidates, setup.conversations, setup.plan)
         finally:
@@ -361,25 +373,26 @@ class BenchSession:
         self._leave_out(too_long([skipped for each in setup.conversations for skipped in each.skipped]))
         if options.memory_lines:
             lines, failed = memory_lines_of(setup, first, self._cancel)
-            recorder.memory_lines(lines)
+            recorder.add("memory_lines", lines)
             self._note(failed)
         if options.quality:
-            recorder.quality(quality_of(recorder.report(), recorder.tasks, setup.lm))
+            recorder.add("quality", quality_of(recorder.report(), recorder.tasks, setup.lm))
         if setup.samplers:
-            recorder.evaluation(
-                evaluation_of(recorder.report(), recorder.tasks, setup.lm, setup.samplers, options.quality)
+            recorder.add(
+                "evaluation",
+                evaluation_of(recorder.report(), recorder.tasks, setup.lm, setup.samplers, options.quality),
             )
         return complete
 
     def _leave_out(self, left_out: Iterable[LeftOut]) -> None:
         for each in left_out:
-            self.recorder.skipped(each)
+            self.recorder.add("skipped", each)
             prompts = f"{len(each.tasks)} prompt{'s' if len(each.tasks) > 1 else ''}"
             self.watcher.noted(f"{each.contestant or prompts} left out: {each.why}")
 
     def _note(self, sentences: Iterable[str]) -> None:
         for sentence in sentences:
-            self.recorder.note(sentence)
+            self.recorder.add("note", sentence)
             self.watcher.noted(sentence)
 
     # ---- The measurement
@@ -392,7 +405,7 @@ class BenchSession:
         interrupted run is dropped.
         """
         self._candidates, self._plan, self._done = list(candidates), plan, self.recorder.done
-        self.recorder.contestants([Member.of(candidate) for candidate in candidates])
+        self.recorder.add("contestants", [Member.of(candidate) for candidate in candidates])
         turns = sum(each.turns for each in conversations)
         self.watcher.started(candidates, turns * self.options.repeats * len(candidates))
         try:
@@ -407,14 +420,14 @@ class BenchSession:
             return True
         finally:
             for (name, why), tasks in self._refusals.items():
-                self.recorder.skipped(LeftOut(name, why, tuple(tasks)))
+                self.recorder.add("skipped", LeftOut(name, why, tuple(tasks)))
 
     def _measure_task(self, task: Task, index: int) -> Tokens | None:
         """All candidates on one task. Returns what plain decoding wrote, or None if cancelled."""
         present = [candidate for candidate in self._candidates if self._takes_part(candidate, task)]
         if present[:1] != self._candidates[:1]:
             raise InputError(f"Plain decoding cannot take part in task {task.id}; leave that prompt out.")
-        self.recorder.task(task)
+        self.recorder.tasks[task.id] = task
         repeats = range(self.options.repeats)
         before = self._done.get((present[0].name, task.id, 0))
         text: Tokens | None = None if before is None else before.run.tokens
@@ -424,11 +437,11 @@ class BenchSession:
         for repeat in repeats:
             for position in order(len(present), repeat, index):
                 candidate = present[position]
-                if candidate.name in self._failed or (candidate.name, task.id, repeat) in self._done:
+                if candidate.name in self.failed or (candidate.name, task.id, repeat) in self._done:
                     continue
                 result = None if self._cancel() else self._run(candidate, task, repeat)
                 if result is None:
-                    if candidate.name in self._failed:
+                    if candidate.name in self.failed:
                         continue
                     return None
                 text = result.run.tokens if text is None else text
@@ -436,7 +449,7 @@ class BenchSession:
         return text
 
     def _takes_part(self, candidate: Candidate, task: Task) -> bool:
-        if candidate.name in self._failed:
+        if candidate.name in self.failed:
             return False
         why = candidate.refuses(task, self._plan_of(task))
         if why is not None:
@@ -494,8 +507,8 @@ class BenchSession:
             if isinstance(error, UnequalLengthError):
                 raise UnequalLengthError(f"{candidate.name} failed in task {task.id}: {error}.") from error
             raise error
-        self._failed.add(candidate.name)
         why = str(error) if isinstance(error, PacelineError) else f"{type(error).__name__}: {error}"
+        self.failed[candidate.name] = why
         self._note([f"{candidate.name} failed in task {task.id} and is left out from there on: {why.rstrip('.')}."])
 
     def _record(self, result: Result, text: Tokens, peak: int | None) -> None:

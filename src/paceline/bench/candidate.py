@@ -1,22 +1,32 @@
-"""The nouns of a benchmark: prompt, task, plan, candidate, run, and the specification of a Paceline run."""
+"""The nouns of a benchmark: prompt, task, plan, run and candidate; and the candidate that Paceline itself is."""
 
 from __future__ import annotations
 
 import json
 import os
+import time
+import warnings
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
-from paceline.common.errors import InputError
+from paceline.bench.machine_use import cache_bytes
+from paceline.common.errors import DrafterError, DrafterWarning, InputError, ModelOutputError
 from paceline.common.names import split_spec
 from paceline.common.options import convert_options
 from paceline.common.registry import build_options
 from paceline.common.text_formats import parse_json
-from paceline.core.contracts import DRAFTERS, RULES
-from paceline.core.protocols import ChoosesLength
+from paceline.core.contracts import DRAFTERS, RULES, Drafter
+from paceline.core.protocols import ChoosesLength, speculates
 from paceline.core.trace import Trace
-from paceline.drafters.resolve import resolve_draft
+from paceline.drafters.models.draft_lm import DraftLm
+from paceline.drafters.resolve import make_drafter, resolve_draft
+from paceline.engine.decoder import SpeculativeDecoder
+from paceline.models import load
+from paceline.models.cuda_graph import captures
+from paceline.models.device import finish
+from paceline.models.language_model import LanguageModel
+from paceline.models.runtime import parts
 
 Cancel = Callable[[], bool]
 
@@ -74,6 +84,36 @@ class Run:
     @property
     def emitted(self) -> int:
         return sum(len(row) for row in self.tokens)
+
+    @staticmethod
+    def finished(
+        name: str, task: Task, plan: Plan, repeat: int, tokens: Sequence[Sequence[int]], seconds: float,
+        arrivals: Sequence[float], **more: Any,
+    ) -> Run:  # fmt: skip
+        """A run that was not cancelled. Raises if a row has another number of tokens than planned: such a time is not
+        comparable."""
+        lengths = [len(row) for row in tokens]
+        if lengths != [plan.tokens] * len(task.prompts):
+            raise ModelOutputError(
+                f"'{name}' wrote {lengths} tokens for {task.id} instead of {plan.tokens} for each of "
+                f"{len(task.prompts)} rows, so its time says nothing."
+            )
+        rows = tuple(tuple(int(token) for token in row) for row in tokens)
+        arrived = tuple(arrivals[: plan.tokens])
+        return Run(name, task.id, task.category, repeat, rows, seconds, arrivals[0], arrived, **more)
+
+    @staticmethod
+    def cancelled(name: str, task: Task, repeat: int) -> Run:
+        """It has no tokens."""
+        return Run(name, task.id, task.category, repeat, ((),) * len(task.prompts), 0.0, 0.0)
+
+
+def too_long(task: Task, plan: Plan, context: int) -> str | None:
+    """Why a task has no room for as many tokens as planned, or None."""
+    longest = max(len(prompt) for prompt in task.prompts)
+    if longest + plan.tokens <= context:
+        return None
+    return f"{longest} tokens and {plan.tokens} new ones do not fit a context of {context}"
 
 
 class Candidate(Protocol):
@@ -218,3 +258,132 @@ def whole_number(owner: str, key: str, given: Any, more: str = "") -> int:
     if number < 1:
         raise InputError(f"{key} of '{owner}' must be a whole number of at least 1{more}, got {given!r}.")
     return number
+
+
+# ---- A Paceline decoder as a candidate: plain decoding, or a drafter and a rule
+
+
+class PacelineRun:
+    """One `SpeculativeDecoder`. Every run starts in the same state, with a new decoder and drafter.
+    Models, heads and tables are loaded once and shared by the copies (`Drafter.reset_copy`).
+
+    exact: the text must be that of plain decoding. It is False for a lossy rule, and for a rule that keeps the
+    distribution only if tokens are sampled (`sampled`).
+    """
+
+    library = "paceline"
+
+    def __init__(
+        self,
+        lm: LanguageModel,
+        entry: RunSpec | None = None,
+        *,
+        plain: bool = False,
+        sampled: bool = False,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self.lm, self._clock = lm, clock
+        self.entry = RunSpec(PLAIN, "none", gamma=1, nodes=1) if plain or entry is None else entry
+        self.name = self.entry.name
+        self._options = self._loaded(self.entry)
+        self._next: Drafter | None = None
+        self._kept: SpeculativeDecoder | None = None  # kept for its CUDA graphs
+        decoder = self.decoder(1)  # refuses wrong options before anything runs
+        self._next = decoder.drafter.reset_copy()
+        drafter, rule = decoder.drafter, decoder.rule
+        self.speculates = speculates(drafter)
+        self.drafter = drafter.name if self.speculates else ""
+        self.gamma = self.entry.gamma if self.speculates and isinstance(self.entry.gamma, int) else 0
+        self.exact = rule.exact == "text" or (rule.exact == "law" and not sampled)
+        self.lossy = not rule.exact
+        found = drafter.draft_of(lm) if isinstance(drafter, DraftLm) else getattr(drafter, "lm", None)
+        self.draft_model: LanguageModel | None = found if isinstance(found, LanguageModel) else None
+
+    def _loaded(self, entry: RunSpec) -> dict[str, Any]:
+        """The drafter's options with its model loaded, with the device, dtype and runner of the target."""
+        options = dict(entry.options)
+        model = options.get("model") if entry.draft in DRAFTERS else entry.draft
+        if isinstance(model, str):
+            options["model"] = load(model, dtype=self.lm.dtype, device=self.lm.device, runner=parts(self.lm)[0].runner)
+        return options
+
+    def decoder(self, rows: int = 1) -> SpeculativeDecoder:
+        """A decoder whose drafter has no state yet."""
+        entry = self.entry
+        if self._kept is not None and self._kept.rows == rows:
+            return self._kept
+        drafter = self._next
+        if drafter is None:
+            name = entry.draft if entry.draft in DRAFTERS else "draft-model"
+            drafter = make_drafter(name, self._options, self.lm.device)
+        return SpeculativeDecoder(
+            self.lm,
+            drafter,
+            gamma=entry.gamma,
+            rule=entry.rule,
+            rule_options=entry.rule_options,
+            nodes=entry.nodes,
+            rows=rows,
+            allow_lossy=True,
+        )
+
+    def shape_of(self, task: Task, plan: Plan) -> Hashable:
+        """CUDA graphs are captured for rows and for lengths in powers of two."""
+        longest = max(map(len, task.prompts))
+        shape = (len(task.prompts), longest.bit_length(), (longest + plan.tokens).bit_length())
+        return shape if captures(self.lm) else None
+
+    def refuses(self, task: Task, plan: Plan) -> str | None:
+        return too_long(task, plan, self.lm.context)
+
+    def run(self, task: Task, plan: Plan, repeat: int, cancel: Cancel) -> Run:
+        decoder = self.decoder(len(task.prompts))
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", DrafterWarning)
+            try:
+                return self._timed(decoder, task, plan, repeat, cancel)
+            except DrafterWarning as failure:
+                raise DrafterError(f"'{self.name}' cannot be measured: {failure}") from failure
+            finally:  # the KV cache of this run is freed before the next run
+                known = decoder.forget()
+                self._next = decoder.drafter if known else None
+                self._kept = decoder if known and decoder.keeps_rounds else None
+
+    def _timed(self, decoder: SpeculativeDecoder, task: Task, plan: Plan, repeat: int, cancel: Cancel) -> Run:
+        """The clock stops with the last token. The KV cache is measured while the decoder still holds it."""
+        clock, rows = self._clock, len(task.prompts)
+        settings = dict(plan.sampling) or {"temperature": 0.0}
+        tokens: list[list[int]] = [[] for _ in range(rows)]
+        arrivals: list[float] = []
+        missing = rows * plan.tokens
+        finish(self.lm.device)
+        started = clock()
+        stream = decoder.stream(
+            [list(prompt) for prompt in task.prompts],
+            cancel=cancel,
+            max_new_tokens=plan.tokens,
+            ignore_eos=True,
+            seed=[plan.seed + row for row in range(rows)],
+            **settings,
+        )
+        for piece in stream:
+            tokens[piece.index].append(piece.token)
+            if piece.index == 0:
+                arrivals.append(clock() - started)
+            missing -= 1
+            if missing == 0:
+                break
+        finish(self.lm.device)
+        seconds = clock() - started
+        held = sum(cache_bytes(cache) or 0 for cache in decoder.kv_caches())
+        stream.close()
+        if missing and cancel():
+            return Run.cancelled(self.name, task, repeat)
+        counts = {"passes": max(len(trace.rounds) for trace in stream.traces), "cache": held}
+        traces = tuple(stream.traces)
+        return Run.finished(self.name, task, plan, repeat, tokens, seconds, arrivals, traces=traces, **counts)
+
+    def close(self) -> None:
+        """Drop the models that it loaded."""
+        self._next = self._kept = None
+        self._options = {}

@@ -11,8 +11,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
 
-from paceline.bench.candidate import Plan, Run, RunSpec, Task
-from paceline.bench.paceline_run import PacelineRun
+from paceline.bench.candidate import PacelineRun, Plan, Run, RunSpec, Task
 from paceline.common.errors import InputError, UnknownNameError
 from paceline.common.text_formats import parse_json
 from paceline.core.contracts import DRAFTERS

@@ -8,14 +8,24 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-from paceline.bench.bench_options import TuneOptions, needs_nothing
-from paceline.bench.bench_session import order
-from paceline.bench.candidate import Cancel, Plan, Prompt, Run, RunSpec, Task, parse_run_spec
-from paceline.bench.data.tasks import first_tasks
+from paceline.bench.bench_options import BenchOptions, TuneOptions, needs_nothing
+from paceline.bench.bench_session import BenchSession
+from paceline.bench.candidate import (
+    Cancel,
+    Candidate,
+    PacelineRun,
+    Plan,
+    Prompt,
+    Run,
+    RunSpec,
+    Task,
+    Watcher,
+    parse_run_spec,
+)
+from paceline.bench.data.tasks import Conversation, first_tasks
 from paceline.bench.machine_use import how_busy
-from paceline.bench.paceline_run import PacelineRun
 from paceline.bench.replay import rerun
-from paceline.bench.results.metrics import seconds_of, shared, spread, total
+from paceline.bench.results.metrics import Summary, summarise
 from paceline.bench.trace_files import TraceHeader, TraceText
 from paceline.common.errors import InputError, PacelineError
 from paceline.common.text_formats import toml_value
@@ -55,13 +65,9 @@ class Trial:
         return None if self.measured is None or self.spread is None else self.measured * math.exp(self.spread)
 
     def as_dict(self) -> dict[str, Any]:
-        entry = self.entry
-        return {
-            "candidate": entry.name, "draft": entry.draft, "options": dict(entry.options), "gamma": entry.gamma,
-            "nodes": entry.nodes, "rule": entry.rule, "rule_options": dict(entry.rule_options),
-            "predicted": self.predicted, "measured": self.measured, "spread": self.spread, "tau": self.tau,
-            "acceptance": self.acceptance, "same": self.same, "note": self.note,
-        }  # fmt: skip
+        own, entry = dict(vars(self)), dict(vars(self.entry))
+        del own["entry"]
+        return {"candidate": entry.pop("name"), **entry, **own}
 
 
 @dataclass(frozen=True)
@@ -121,20 +127,14 @@ class Tuning:
         return "\n".join([*lines, ""])
 
     def as_dict(self) -> dict[str, Any]:
-        best = self.chosen
+        own, best = dict(vars(self)), self.chosen
+        del own["model"]
         return {
             "chosen": None if best is None else best.entry.name,
             "verdict": self.verdict,
-            "complete": self.complete,
-            "plain_tokens_per_second": self.plain,
+            "plain_tokens_per_second": own.pop("plain"),
+            **own,
             "trials": [trial.as_dict() for trial in self.trials],
-            "prompts": self.prompts,
-            "tokens": self.tokens,
-            "sampling": dict(self.sampling),
-            "notes": list(self.notes),
-            "target": dict(self.target),
-            "machine": dict(self.machine),
-            "date": self.date,
         }
 
 
@@ -208,15 +208,8 @@ class Rounds:
 
 def rounds_of(trace: Trace, drafting: float = 0.0) -> Rounds:
     """The rounds that were."""
-    rounds = trace.rounds
-    return Rounds(
-        fed=tuple(1 + len(entry.drafted) for entry in rounds),
-        count=len(rounds),
-        drafted=sum(len(entry.drafted) for entry in rounds),
-        accepted=sum(len(entry.path) for entry in rounds),
-        emitted=sum(len(entry.emitted) for entry in rounds),
-        drafting=drafting,
-    )
+    deepest = max((entry.depth for entry in trace.rounds), default=0)
+    return replace(shortened(trace, deepest, 0.0), drafting=drafting)
 
 
 def shortened(trace: Trace, gamma: int, step: float) -> Rounds:
@@ -264,6 +257,7 @@ def unit_of(plain: Run) -> float:
 ONE_REPEAT = "One repeat has no spread, so tune can rank but not recommend; use --repeats 2 or more."
 _PER_DRAFTER = 2  # of them; the next best settings of one drafter are much like its best
 _HOPELESS = 0.9  # predicted less than this, a candidate is not measured
+_WARM_UP = 8  # tokens of a first run that is not timed
 _PROBES = 2  # texts that a drafter which needs the target is tried on
 
 Progress = Callable[[str, int, "int | None"], None]
@@ -311,6 +305,20 @@ class _Stopped(Exception):  # noqa: N818  nothing went wrong
     """The caller cancelled."""
 
 
+class _Told(Watcher):
+    """Tells how many runs are measured."""
+
+    def __init__(self, say: Progress) -> None:
+        self._say, self._done, self._runs = say, 0, 0
+
+    def started(self, candidates: Sequence[Candidate], runs: int) -> None:
+        self._runs = runs
+
+    def ran(self, run: Run, same: bool | None) -> None:
+        self._done += 1
+        self._say(f"measuring {run.contestant}", self._done, self._runs)
+
+
 class _Tuner:
     def __init__(
         self, lm: LanguageModel, tasks: list[Task], options: TuneOptions, say: Progress, cancel: Cancel, clock: Clock
@@ -322,8 +330,7 @@ class _Tuner:
         self._written: dict[str, Run] = {}  # plain decoding's, by task
         self._costs: Costs | None = None
         self._trials: dict[str, Trial] = {}
-        self._contestants: dict[str, PacelineRun] = {}
-        self._runs: dict[str, list[Run]] = {}
+        self._summary = Summary(())  # of what was measured
 
     def go(self, entries: list[RunSpec], costs: Costs | None) -> None:
         self._costs = costs or full_costs(self.lm, {}, fresh=True, progress=self._say)
@@ -341,7 +348,7 @@ class _Tuner:
 
     def _warm(self, contestant: PacelineRun) -> None:
         """A short run that is not timed: kernels are chosen, tables made, pages touched."""
-        contestant.run(self.tasks[0], replace(self._plan, tokens=min(8, self._plan.tokens)), 0, self._cancel)
+        contestant.run(self.tasks[0], replace(self._plan, tokens=min(_WARM_UP, self._plan.tokens)), 0, self._cancel)
 
     def _once(self, contestant: PacelineRun, task: Task, repeat: int) -> Run:
         run = contestant.run(task, self._plan, repeat, self._cancel)
@@ -441,70 +448,55 @@ class _Tuner:
     # ---- measuring
 
     def _measure(self, finalists: list[Trial]) -> None:
-        """In turns with plain decoding, task after task, in an order that changes: a slow moment hits all alike."""
+        """In turns with plain decoding, as a benchmark measures them."""
+        sampled = bool(self.options.sampling.get("temperature"))
+        candidates = [self._plain]
         for trial in finalists:
             self._check()
             self._trials[trial.entry.name] = trial
             try:
-                sampled = bool(self.options.sampling.get("temperature"))
-                contestant = PacelineRun(self.lm, trial.entry, sampled=sampled, clock=self._clock)
-                self._warm(contestant)
-                self._contestants[trial.entry.name] = contestant
+                candidates.append(PacelineRun(self.lm, trial.entry, sampled=sampled, clock=self._clock))
             except PacelineError as error:
                 self._trials[trial.entry.name] = replace(trial, note=str(error))
-        done, all_runs = 0, self.options.repeats * len(self.tasks) * (1 + len(self._contestants))
-        for repeat in range(self.options.repeats if self._contestants else 0):
-            for index, task in enumerate(self.tasks):
-                there = [self._plain, *self._contestants.values()]
-                for contestant in (there[place] for place in order(len(there), repeat, index)):
-                    self._say(f"measuring {contestant.name}", done, all_runs)
-                    self._check()
-                    self._run(contestant, task, repeat)
-                    done += 1
-
-    def _run(self, contestant: PacelineRun, task: Task, repeat: int) -> None:
-        try:
-            run = self._once(contestant, task, repeat)
-            self._runs.setdefault(contestant.name, []).append(run)
-        except PacelineError as error:
-            if contestant is self._plain:
-                raise
-            self._trials[contestant.name] = replace(self._trials[contestant.name], note=str(error))
-            del self._contestants[contestant.name]
-            self._runs.pop(contestant.name, None)
+        if len(candidates) == 1:
+            return
+        options = BenchOptions(repeats=self.options.repeats, warm_up=_WARM_UP)
+        session = BenchSession(options, _Told(self._say), cancel=self._cancel)
+        complete = session.measure(candidates, [Conversation(task) for task in self.tasks], self._plan)
+        self._summary = summarise(session.recorder.report(), per_task=False)
+        for candidate in candidates[1:]:
+            name = candidate.name
+            trial, line = self._trials[name], self._summary.of(name)
+            if name in session.failed:
+                self._trials[name] = replace(trial, note=session.failed[name])
+            elif line is not None and line.speed_up is not None:
+                ratio = line.speed_up
+                self._trials[name] = replace(
+                    trial,
+                    measured=ratio.value,
+                    spread=None if ratio.high is None else math.log(ratio.high / ratio.value),
+                    tau=line.tau,
+                    acceptance=line.acceptance_rate or 0.0,
+                    same=line.same == line.compared if candidate.exact else None,
+                )
+        if not complete:
+            raise _Stopped
 
     # ---- what came out
 
-    def _measured(self, trial: Trial) -> Trial:
-        runs = self._runs.get(trial.entry.name, [])
-        base, other = seconds_of(self._runs.get(self._plain.name, [])), seconds_of(runs)
-        both = shared(base, other, [task.id for task in self.tasks])
-        if not both:
-            return trial
-        stats = [trace.stats(0.0) for run in runs for trace in run.traces]
-        drafted = sum(each.drafted for each in stats)
-        exact = self._contestants[trial.entry.name].exact
-        return replace(
-            trial,
-            measured=total(base, both) / total(other, both),
-            spread=spread(base, other, both),
-            tau=sum(each.emitted for each in stats) / sum(each.rounds for each in stats),
-            acceptance=sum(each.accepted for each in stats) / drafted if drafted else 0.0,
-            same=all(run.tokens == self._written[run.task].tokens for run in runs) if exact else None,
-        )
-
     def result(self, target: dict[str, str], notes: tuple[str, ...], complete: bool) -> Tuning:
-        plain = list(self._runs.get(self._plain.name, [])) or list(self._written.values())
+        plain, runs = self._summary.of(self._plain.name), self._written.values()
+        written = sum(run.emitted for run in runs) / sum(run.seconds for run in runs) if runs else None
         machine = provenance({}, self.lm.device)
         return Tuning(
-            trials=ranked([self._measured(trial) for trial in self._trials.values()]),
+            trials=ranked(list(self._trials.values())),
             machine=machine,
             target=target,
             model=f"{self.lm.name} ({self.lm.numbers}, {self.lm.device})",
             date=str(machine["date"]),
             prompts=len(self.tasks),
             tokens=self.options.tokens,
-            plain=sum(run.emitted for run in plain) / sum(run.seconds for run in plain) if plain else None,
+            plain=written if plain is None else plain.tokens_per_second,
             sampling=self.options.sampling,
             notes=notes,
             complete=complete,

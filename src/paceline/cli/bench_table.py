@@ -18,7 +18,7 @@ from rich.table import Table as RichTable
 from rich.text import Text
 
 from paceline.bench.candidate import Candidate, Run, Watcher
-from paceline.bench.results.bench_report import Tally
+from paceline.bench.results.records import Tally
 from paceline.bench.results.tables import NOTHING, Table, as_text, number, seconds, share, times
 from paceline.cli.terminal import progress_lines
 from paceline.common.progress import ProgressLines, shown_already

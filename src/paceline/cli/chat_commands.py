@@ -9,15 +9,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from paceline.cli import decoder_session as session
 from paceline.cli.command_options import ChatOptions
-from paceline.cli.decoder_session import (
-    check_settings,
-    make_decoder,
-    open_drafter,
-    open_rule,
-    plain_decoder,
-    read_settings,
-)
 from paceline.cli.result_lines import beginning, dump, result_as_dict, settings_of, token_text
 from paceline.cli.terminal import ACCEPTED, OWN, REJECTED, Terminal
 from paceline.common.errors import InputError, UnknownNameError
@@ -63,21 +56,13 @@ _SAMPLER_FIELDS = ("temperature", "top_k", "top_p", "min_p", "typical_p", "noise
 
 
 @dataclass
-class Answer:
-    """The answer of one mode to one message."""
-
-    mode: str
-    result: Generation
-
-
-@dataclass
 class ChatState:
     options: ChatOptions
     target: LanguageModel
     modes: dict[str, bool] = field(default_factory=lambda: {name: name == "speculative" for name in MODES})
     switches: dict[str, bool] = field(default_factory=lambda: dict.fromkeys(SWITCHES, False))
     messages: list[dict[str, str]] = field(default_factory=list)
-    answers: list[Answer] = field(default_factory=list)  # to the last message
+    answers: dict[str, Generation] = field(default_factory=dict)  # to the last message, by mode
     asked: str | None = None  # the last message
     drafters: dict[str, Drafter] = field(default_factory=dict)  # by mode; they keep what they have learned
     decoders: dict[str, SpeculativeDecoder] = field(default_factory=dict)  # made again after every change
@@ -90,13 +75,13 @@ class ChatState:
 
         options = replace(self.options, **values)
         drafter = drafter or self.drafter("speculative")
-        settings, rule = read_settings(options), open_rule(options)
-        check_settings(settings, rule)
+        settings, rule = session.read_settings(options), session.open_rule(options)
+        session.check_settings(settings, rule)
         if "prediction" in settings and not takes_prediction(drafter):
             raise InputError(
                 f"--prediction was given, and drafter '{drafter.name}' cannot use one; leave one of them out."
             )
-        decoder = make_decoder(options, self.target, drafter, rule)
+        decoder = session.make_decoder(options, self.target, drafter, rule)
         self.options = options
         self.drafters["speculative"] = drafter
         self.decoders = {"speculative": decoder}
@@ -112,26 +97,12 @@ class ChatState:
             raise InputError(f"{name} must be at least 1, got {value}.")
         self.change(**{name: value})
 
-    def sampler(self, name: str) -> None:
-        if name not in SAMPLERS:
-            raise UnknownNameError("sampler", name, SAMPLERS)
-        self.change(**{field: SAMPLERS[name].get(field) for field in _SAMPLER_FIELDS})
-
-    def draft(self, name: str, options: dict[str, str]) -> None:
-        values: dict[str, Any] = {"draft": name, "options": options}
-        self.change(open_drafter(replace(self.options, **values)), **values)
-
-    def rule(self, name: str, options: dict[str, str]) -> None:
-        self.change(rule=name, rule_options=options)
-
-    def learn_from(self, store: str | None) -> None:
-        """Use the n-gram store of a file, or an empty one."""
-        self.drafters["ngram"] = self._ngram_drafter(store)
+    def learn_from(self, **store: str) -> Drafter:
+        """Use the n-gram store of a file, or an empty one. Returns its drafter."""
+        options = replace(self.options, draft="ngram", options={"persistent": True, **store})
+        self.drafters["ngram"] = session.open_drafter(options)
         self.decoders.pop("ngram", None)
-
-    def _ngram_drafter(self, store: str | None) -> Drafter:
-        values = {"persistent": True, **({} if store is None else {"store": store})}
-        return open_drafter(replace(self.options, draft="ngram", options=values))
+        return self.drafters["ngram"]
 
     # ---- what runs
 
@@ -139,8 +110,7 @@ class ChatState:
         """The drafter of a mode. It is made once, so a setting neither removes what it has learned nor loads its model
         again."""
         if mode not in self.drafters:
-            is_ngram = mode != "speculative"
-            self.drafters[mode] = self._ngram_drafter(None) if is_ngram else open_drafter(self.options)
+            self.drafters[mode] = session.open_drafter(self.options) if mode == "speculative" else self.learn_from()
         return self.drafters[mode]
 
     def decoder(self, mode: str) -> SpeculativeDecoder:
@@ -151,15 +121,13 @@ class ChatState:
 
     def _make(self, mode: str) -> SpeculativeDecoder:
         if mode in ("speculative", "ngram"):
-            return make_decoder(self.options, self.target, self.drafter(mode), open_rule(self.options))
-        rule = self.decoder("speculative").rule
-        if mode == "target":
-            return plain_decoder(self.target, rule)
-        lm = getattr(self.drafter("speculative"), "lm", None)
+            rule = session.open_rule(self.options)
+            return session.make_decoder(self.options, self.target, self.drafter(mode), rule)
+        lm = self.target if mode == "target" else getattr(self.drafter("speculative"), "lm", None)
         if lm is None:
             name = self.options.draft
             raise InputError(f"The drafter '{name}' has no model of its own to run alone; use /draft with a model.")
-        return plain_decoder(lm, rule)
+        return session.plain_decoder(lm, self.decoder("speculative").rule)
 
     def unlearn(self) -> list[str]:
         """Make drafters discard what they learned, because a drafter that has seen an answer copies it. Returns the
@@ -174,27 +142,11 @@ class ChatState:
                 self.drafters[mode] = decoder.drafter
         return kept
 
-    def take_back(self) -> None:
-        """Remove the last message and its answer from the conversation."""
-        if self.messages and self.answers:
-            del self.messages[-2:]
-
     def forget(self) -> None:
-        self.messages, self.answers, self.asked = [], [], None
+        self.messages, self.answers, self.asked = [], {}, None
 
 
 # ---- commands: each a small function of the state, found by its name
-
-Run = Callable[[ChatState, list[str], Terminal], None]
-
-
-@dataclass(frozen=True)
-class Command:
-    name: str
-    usage: str
-    help: str
-    run: Run
-    values: tuple[str, ...] = ()  # what can follow, for completion
 
 
 class Leave(Exception):  # noqa: N818  not an error: the user leaves
@@ -203,11 +155,6 @@ class Leave(Exception):  # noqa: N818  not an error: the user leaves
 
 class Again(Exception):  # noqa: N818  not an error: answer the last message again
     """/again"""
-
-
-def command(name: str, usage: str, help: str, values: tuple[str, ...] = ()) -> Callable[[Run], Command]:
-    """Make a function a command. `COMMANDS` lists it."""
-    return lambda run: Command(name, usage, help, run, values)
 
 
 def execute(line: str, state: ChatState, terminal: Terminal) -> None:
@@ -223,7 +170,8 @@ def execute(line: str, state: ChatState, terminal: Terminal) -> None:
     setting = SHORT.get(name, name.replace("-", "_"))
     if setting in NUMBERS:
         if len(words) != 1:
-            raise InputError(f"/{name} needs one value, such as /{name} {_example(setting)}.")
+            example = 64 if NUMBERS[setting] is int else 0.8
+            raise InputError(f"/{name} needs one value, such as /{name} {example}.")
         state.set_number(setting, words[0])
         terminal.write(f"{_key(setting)} = {_shown(state, setting)}\n")
     elif name in MODES or name in SWITCHES:
@@ -255,7 +203,6 @@ def _toggle(state: ChatState, name: str, words: list[str], terminal: Terminal) -
 # ---- help and values
 
 
-@command("help", "/help", "this list, with every current value")
 def _help(state: ChatState, words: list[str], terminal: Terminal) -> None:
     lines = ["what runs for each message (a name switches it on or off):"]
     lines += [f"  /{name:18} {_on(state.modes[name]):28} {text}" for name, text in MODES.items()]
@@ -281,11 +228,6 @@ def _shown(state: ChatState, name: str) -> str:
     return "default" if value is None else str(value)
 
 
-def _example(name: str) -> str:
-    return "64" if NUMBERS[name] is int else "0.8"
-
-
-@command("settings", "/settings", "models, drafter, rule, and every setting that is not the default")
 def _settings(state: ChatState, words: list[str], terminal: Terminal) -> None:
     options = state.options
     named = {f"draft {options.draft}": options.options, f"rule {options.rule}": options.rule_options}
@@ -295,7 +237,6 @@ def _settings(state: ChatState, words: list[str], terminal: Terminal) -> None:
     terminal.write(", ".join(f"{_key(name)} {value}" for name, value in numbers.items() if value != "default") + "\n")
 
 
-@command("cache", "/cache", "whether the KV cache is used")
 def _cache(state: ChatState, words: list[str], terminal: Terminal) -> None:
     terminal.write("the KV cache is always on: to discard a rejected draft costs nothing\n")
 
@@ -303,30 +244,30 @@ def _cache(state: ChatState, words: list[str], terminal: Terminal) -> None:
 # ---- sampler, drafter and rule
 
 
-@command("sampler", "/sampler NAME", f"{', '.join(SAMPLERS)}", tuple(SAMPLERS))
 def _sampler(state: ChatState, words: list[str], terminal: Terminal) -> None:
     if len(words) != 1:
         raise InputError(f"/sampler needs one of {', '.join(SAMPLERS)}.")
-    state.sampler(words[0])
-    _settings.run(state, [], terminal)
+    if words[0] not in SAMPLERS:
+        raise UnknownNameError("sampler", words[0], SAMPLERS)
+    state.change(**{field: SAMPLERS[words[0]].get(field) for field in _SAMPLER_FIELDS})
+    _settings(state, [], terminal)
 
 
-@command("draft", "/draft NAME [option=value …]", "a drafter, or a smaller model")
 def _draft(state: ChatState, words: list[str], terminal: Terminal) -> None:
     if not words:
         raise InputError("/draft needs the name of a drafter or a model, such as /draft suffix.")
-    state.draft(words[0], _options("drafter", words[1:]))
-    terminal.write(_begun(state) + "\n")
+    values: dict[str, Any] = {"draft": words[0], "options": _options("drafter", words[1:])}
+    state.change(session.open_drafter(replace(state.options, **values)), **values)
+    _begin(state, terminal)
 
 
-@command("rule", "/rule NAME [option=value …]", "the rule that verifies a draft")
 def _rule(state: ChatState, words: list[str], terminal: Terminal) -> None:
     from paceline.core.contracts import RULES
 
     if not words:
         raise InputError(f"/rule needs one of {', '.join(RULES)}.")
-    state.rule(words[0], _options("rule", words[1:]))
-    terminal.write(_begun(state) + "\n")
+    state.change(rule=words[0], rule_options=_options("rule", words[1:]))
+    _begin(state, terminal)
 
 
 def _options(owner: str, words: list[str]) -> dict[str, str]:
@@ -337,26 +278,24 @@ def _options(owner: str, words: list[str]) -> dict[str, str]:
     return {name.replace("-", "_"): value for name, value in given}
 
 
-def _begun(state: ChatState) -> str:
-    return beginning(state.decoder("speculative"), read_settings(state.options))
+def _begin(state: ChatState, terminal: Terminal) -> None:
+    terminal.write(beginning(state.decoder("speculative"), session.read_settings(state.options)) + "\n")
 
 
-@command("system", "/system TEXT", "the system message of the conversation; without TEXT none")
 def _system(state: ChatState, words: list[str], terminal: Terminal) -> None:
     state.change(system=" ".join(words) or None)
     state.forget()
     terminal.write("a new conversation begins\n")
 
 
-@command("store", "/store reset|save FILE|load FILE", "reset, save or load the n-gram store", ("reset", "save", "load"))
 def _store(state: ChatState, words: list[str], terminal: Terminal) -> None:
     if words == ["reset"]:
-        state.learn_from(None)
+        state.learn_from()
     elif len(words) == 2 and words[0] == "save":
         drafter: Any = state.decoder("ngram").drafter
         drafter.save(Path(words[1]))
     elif len(words) == 2 and words[0] == "load":
-        state.learn_from(words[1])
+        state.learn_from(store=words[1])
     else:
         raise InputError("/store needs reset, save FILE or load FILE.")
     terminal.write(f"n-gram store: {' '.join(words)}\n")
@@ -365,66 +304,47 @@ def _store(state: ChatState, words: list[str], terminal: Terminal) -> None:
 # ---- the conversation
 
 
-@command(
-    "again",
-    "/again",
-    "answer the last message again with the current settings",
-)
 def _again(state: ChatState, words: list[str], terminal: Terminal) -> None:
     if state.asked is None:
         raise InputError("There is no message yet to answer again.")
     raise Again
 
 
-@command("history", "/history", "the conversation so far")
 def _history(state: ChatState, words: list[str], terminal: Terminal) -> None:
     for message in state.messages:
         terminal.write(f"{message['role']}: {message['content']}\n")
 
 
-@command("clear", "/clear", "remove the conversation")
 def _clear(state: ChatState, words: list[str], terminal: Terminal) -> None:
     state.forget()
     terminal.write("a new conversation begins\n")
 
 
-@command("save", "/save FILE [--force]", "conversation, settings and the last answers as JSON")
 def _save(state: ChatState, words: list[str], terminal: Terminal) -> None:
-    words, force = _without_force(words)
-    if len(words) != 1:
+    if len(words) - ("--force" in words) != 1:
         raise InputError("/save needs the name of a file, such as /save chat.json.")
     tokenizer = state.target.tokenizer
-    answers = [{"mode": each.mode, **result_as_dict(each.result, tokenizer)} for each in state.answers]
+    answers = [{"mode": mode, **result_as_dict(each, tokenizer)} for mode, each in state.answers.items()]
     settings = settings_of(state.decoder("speculative"), {name: _shown(state, name) for name in NUMBERS})
     content = {"messages": state.messages, "asked": state.asked, "answers": answers, "settings": settings}
-    _write("/save", words[0], dump(content) + "\n", force)
-    terminal.write(f"saved to {words[0]}\n")
+    terminal.write(f"saved to {_write('/save', words, dump(content))}\n")
 
 
-@command("trace", "/trace [FILE [--force]]", "the rounds of the last answers, here or in a file as JSON lines")
 def _trace(state: ChatState, words: list[str], terminal: Terminal) -> None:
-    words, force = _without_force(words)
     if not state.answers:
         raise InputError("There is no answer yet to trace.")
     if words:
+        names = ("drafted", "parents", "path", "own", "bonus")
         rounds = [
-            {
-                "mode": answer.mode,
-                "drafted": r.drafted,
-                "parents": r.parents,
-                "path": r.path,
-                "own": r.own,
-                "bonus": r.bonus,
-            }
-            for answer in state.answers
-            for r in answer.result.trace.rounds
+            json.dumps({"mode": mode, **{name: getattr(entry, name) for name in names}})
+            for mode, result in state.answers.items()
+            for entry in result.trace.rounds
         ]
-        _write("/trace", words[0], "".join(json.dumps(entry) + "\n" for entry in rounds), force)
-        terminal.write(f"saved {len(rounds)} rounds to {words[0]}\n")
+        terminal.write(f"saved {len(rounds)} rounds to {_write('/trace', words, *rounds)}\n")
         return
-    for answer in state.answers:
-        terminal.write(f"[{answer.mode}]\n")
-        show_rounds(answer.result, state.target.tokenizer, terminal)
+    for mode, result in state.answers.items():
+        terminal.write(f"[{mode}]\n")
+        show_rounds(result, state.target.tokenizer, terminal)
 
 
 def show_rounds(result: Any, tokenizer: Any, terminal: Terminal) -> None:
@@ -444,45 +364,51 @@ def _quoted(token: int, tokenizer: Any) -> str:
     return f" {token}" if tokenizer is None else " " + repr(token_text(token, tokenizer))
 
 
-def _without_force(words: list[str]) -> tuple[list[str], bool]:
-    """The words without --force, and whether --force was among them."""
-    return [word for word in words if word != "--force"], "--force" in words
-
-
-def _write(command: str, name: str, content: str, force: bool) -> None:
+def _write(command: str, words: list[str], *lines: str) -> str:
+    """Write lines to the file that the words name; only --force replaces a file. Returns its name."""
+    name = next((word for word in words if word != "--force"), "")
     try:
-        with Path(name).open("w" if force else "x", encoding="utf-8") as file:
-            file.write(content)
+        with Path(name).open("w" if "--force" in words else "x", encoding="utf-8") as file:
+            file.writelines(f"{line}\n" for line in lines)
     except FileExistsError:
         raise InputError(
             f"'{name}' exists; write {command} {shlex.quote(name)} --force to replace it, or name another file."
         ) from None
     except OSError as error:
         raise InputError(f"'{name}' cannot be written: {error.strerror or error}.") from error
+    return name
 
 
-@command("quit", "/quit", "leave the chat; Ctrl-D does the same")
 def _quit(state: ChatState, words: list[str], terminal: Terminal) -> None:
     raise Leave
 
 
+@dataclass(frozen=True)
+class Command:
+    usage: str
+    help: str
+    run: Callable[[ChatState, list[str], Terminal], None]
+    values: tuple[str, ...] = ()  # what can follow, for completion
+
+
 # in the order of /help
 COMMANDS = {
-    entry.name: entry
-    for entry in (
-        _help,
-        _settings,
-        _cache,
-        _sampler,
-        _draft,
-        _rule,
-        _system,
-        _store,
-        _again,
-        _history,
-        _clear,
-        _save,
-        _trace,
-        _quit,
-    )
+    "help": Command("/help", "this list, with every current value", _help),
+    "settings": Command("/settings", "models, drafter, rule, and every setting that is not the default", _settings),
+    "cache": Command("/cache", "whether the KV cache is used", _cache),
+    "sampler": Command("/sampler NAME", f"{', '.join(SAMPLERS)}", _sampler, tuple(SAMPLERS)),
+    "draft": Command("/draft NAME [option=value …]", "a drafter, or a smaller model", _draft),
+    "rule": Command("/rule NAME [option=value …]", "the rule that verifies a draft", _rule),
+    "system": Command("/system TEXT", "the system message of the conversation; without TEXT none", _system),
+    "store": Command(
+        "/store reset|save FILE|load FILE", "reset, save or load the n-gram store", _store, ("reset", "save", "load")
+    ),
+    "again": Command("/again", "answer the last message again with the current settings", _again),
+    "history": Command("/history", "the conversation so far", _history),
+    "clear": Command("/clear", "remove the conversation", _clear),
+    "save": Command("/save FILE [--force]", "conversation, settings and the last answers as JSON", _save),
+    "trace": Command(
+        "/trace [FILE [--force]]", "the rounds of the last answers, here or in a file as JSON lines", _trace
+    ),
+    "quit": Command("/quit", "leave the chat; Ctrl-D does the same", _quit),
 }

@@ -8,15 +8,15 @@ import inspect
 import json
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 import typer
 from typer.core import TyperCommand
 
-from paceline.cli.naming import check_names, completion_of, dotted
 from paceline.cli.terminal import plain_warnings
+from paceline.common import names
 from paceline.common.errors import InputError, UnknownNameError
 from paceline.common.options import Declared, declared
 from paceline.common.text_formats import read_toml, toml_value
@@ -97,7 +97,7 @@ def _parameter(field: Declared) -> inspect.Parameter:
     if about.environment is not None:
         more["envvar"] = list(about.environment) or None
         more["allow_from_autoenv"] = False
-    more["autocompletion"] = completion_of(about.names, field.choices)
+    more["autocompletion"] = _completion(about.names, field.choices)
     default = inspect.Parameter.empty if field.default is dataclasses.MISSING else _as_text(field.default)
     if about.argument:
         return _keyword(field.name, str | None if default is None else str, default, typer.Argument(**more))
@@ -204,7 +204,11 @@ class SettingsCommand(TyperCommand):
         for owner, param in (("drafter", "draft"), ("rule", "rule")):
             if incomplete.startswith(f"--{owner}."):
                 (item,) = super().shell_complete(ctx, f"--{owner}.")  # the declared one, --drafter.NAME
-                return [type(item)(flag) for flag in dotted(owner, ctx.params.get(param), incomplete)]
+                known = names.index()[owner]
+                others = sorted({option for found in known.values() for option in found})
+                options = known.get(str(ctx.params.get(param)), others)
+                flags = (f"--{owner}.{option.replace('_', '-')}" for option in options)
+                return [type(item)(flag) for flag in flags if flag.startswith(incomplete)]
         return list(super().shell_complete(ctx, incomplete))
 
 
@@ -328,3 +332,74 @@ def _literal(value: Any) -> str:
     """The options of a drafter or a rule are texts until their types are known. A number need not look like text."""
     is_plain = isinstance(value, str) and re.fullmatch(r"-?\d+(\.\d+)?|true|false", value)
     return str(value) if is_plain else toml_value(value)
+
+
+# ---- names in a call: checked before torch is imported, and completed in a shell
+
+_RUN_KEYS = ("name", "gamma", "nodes", "rule", "label")  # of a run; its other keys are options of the drafter
+
+
+def check_names(fields: Iterable[Declared], values: Mapping[str, Any]) -> None:
+    """Refuse a misspelt name in a call. `Option.names` of a field says which kind of name its value is."""
+    fields = list(fields)
+    for field in fields:
+        value, kind = values[field.field], field.about.names
+        if not kind or not value:
+            continue
+        for name in value if isinstance(value, tuple) else (value,):
+            _CHECKS.get(kind, lambda name, kind=kind: names.check_name(kind, name))(str(name))
+        for table in fields:
+            if table.about.of == field.field:
+                _check_table(kind, str(value), values[table.field])
+
+
+def _check_table(kind: str, name: str, table: Any) -> None:
+    """The options that belong to a name: a table, or texts such as "layers=2"."""
+    if not isinstance(table, Mapping):
+        table = {text.partition("=")[0].strip().replace("-", "_"): text for text in table if "=" in text}
+    if kind != "draft":
+        names.check_options(kind, name, table)
+        return
+    names.check_draft(name, table)
+    model = table.get("model")
+    names.check_model(model if isinstance(model, str) else None)
+
+
+def _check_run(text: str) -> None:
+    """A run as the command line writes it: "ngram:gamma=8,rule=ratio", JSON, a model or a folder."""
+    if text.lstrip().startswith("{") or os.path.exists(text):
+        return  # `bench.candidate` reads it in full
+    name, options = names.split_spec(text)
+    if "" in options:
+        return
+    own = [key.removeprefix("drafter.") for key in options if key not in _RUN_KEYS and not key.startswith("rule.")]
+    names.check_draft(name, own)
+    names.check_name("rule", options.get("rule", "match"))
+    names.check_options("rule", options.get("rule", "match"), [key[5:] for key in options if key.startswith("rule.")])
+
+
+# kind of name -> its check; the others are names of the index. "model path": a missing folder is reported later.
+_CHECKS: dict[str, Callable[[str], None]] = {
+    "model": names.check_model,
+    "model path": lambda name: names.check_model(name, paths=False),
+    "dtype": names.check_dtype,
+    "draft": names.check_draft,
+    "run": _check_run,
+    "quantize": lambda name: names.check_name("quantize", name, "kind of quantization"),
+    "peer": lambda name: names.check_name("peer", names.split_spec(name)[0]),
+    "shape": lambda name: names.check_name("shape", name.partition(":")[0]),
+    "loss": lambda name: names.check_name("loss", name.partition("@")[0]),
+}
+_COMPLETED = {"draft": ("drafter", "model"), "run": ("drafter", "model"), "model path": ("model",)}
+
+
+def _completion(kind: str, choices: tuple[str, ...]) -> Callable[[str], list[str]] | None:
+    """What a shell offers for a value; None: files, as it does by itself."""
+    if not kind and not choices:
+        return None
+
+    def complete(incomplete: str) -> list[str]:
+        known = [*choices, *(name for one in _COMPLETED.get(kind, (kind,)) if one for name in names.names(one))]
+        return [name for name in known if name.startswith(incomplete)]
+
+    return complete

@@ -14,17 +14,19 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from rich.cells import cell_len
 from rich.color import ColorSystem
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, SpinnerColumn, TextColumn
+from rich.progress import BarColumn, DownloadColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
 from rich.style import Style
 from rich.text import Text
 
-from paceline.common.errors import PacelineWarning
-from paceline.common.progress import ProgressLines, shown_already
+from paceline.common.errors import PacelineError, PacelineWarning
+from paceline.common.process import interruptible
+from paceline.common.progress import FEW, ProgressLines, Reporter, shown_already
 
 if TYPE_CHECKING:
     from rich.style import Style
 
-    from paceline.engine.decoder import Stream
+    from paceline.cli.command_options import WritingOptions
+    from paceline.engine.decoder import SpeculativeDecoder, Stream
     from paceline.engine.request import Generation, Piece
 
 # ---- lines that break between words; a terminal alone breaks inside words
@@ -107,7 +109,6 @@ ACCEPTED, OWN, REJECTED = Style(color="green"), Style(color="blue"), Style(color
 _CONTROLS = {code: f"\\x{code:02x}" for code in (*range(32), 127, *range(128, 160)) if chr(code) not in "\n\t"}
 
 T = TypeVar("T")
-_FEW = 100_000  # a smaller total counts tensors, not bytes
 
 
 def info(text: str, style: str = "dim") -> None:
@@ -221,21 +222,36 @@ def plain_warnings(debug: bool) -> Iterator[None]:
 
 
 @contextmanager
-def preparing(what: str, announce: bool = True) -> Iterator[Callable[[str, int, int | None], None]]:
-    """A progress bar on stderr. Without a terminal: a line per step (`announce`) and at least every ten seconds."""
+def preparing(what: str, announce: bool = True, stdout: bool = False) -> Iterator[Reporter]:
+    """A progress bar on stderr. Without a terminal: a line per step (`announce`) and at least every ten seconds, there
+    or on stdout."""
     console = Console(stderr=True)
     if not console.is_terminal:
-        with shown_already(), progress_lines(what, announce) as lines:
+        with shown_already(), progress_lines(what, announce, stdout) as lines:
             yield lines
         return
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), _Bar(), _Amount())
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), _Bar(), _Amount(), TimeRemainingColumn(),
+               TextColumn("{task.fields[more]}"))  # fmt: skip
     with shown_already(), Progress(*columns, console=console, transient=True) as bars:
-        task = bars.add_task(what, total=None)
+        yield _BarReporter(bars, what)
 
-        def show(label: str, done: int, total: int | None) -> None:
-            bars.update(task, description=label, completed=done if total is None else min(done, total), total=total)
 
-        yield show
+class _BarReporter(Reporter):
+    """Shows a bar, and notes above it."""
+
+    def __init__(self, bars: Progress, what: str) -> None:
+        self._bars, self._label = bars, what
+        self._task = bars.add_task(what, total=None, more="", unit="")
+
+    def __call__(self, label: str, done: int, total: int | None, more: str = "", unit: str = "") -> None:
+        if label != self._label:
+            self._bars.reset(self._task)  # the time that remains is that of this label
+            self._label = label
+        done = done if total is None else min(done, total)
+        self._bars.update(self._task, description=label, completed=done, total=total, more=more, unit=unit)
+
+    def note(self, sentence: str) -> None:
+        self._bars.console.print(sentence, highlight=False)
 
 
 def counted(pieces: Iterable[T], what: str, live: bool) -> Iterator[T]:
@@ -262,17 +278,45 @@ class _Amount(DownloadColumn):
     def render(self, task: Any) -> Text:
         if task.total is None:
             return Text("")
-        return super().render(task) if task.total > _FEW else Text(f"{task.completed:.0f}/{task.total:.0f}")
+        if task.total > FEW and not task.fields["unit"]:
+            return super().render(task)
+        return Text(f"{task.completed:.0f}/{task.total:.0f} {task.fields['unit']}")
 
 
-def progress_lines(what: str = "", announce: bool = True) -> ProgressLines:
-    """Progress as lines on stderr. `what`: the label before the first report."""
-    lines = ProgressLines(lambda line: print(line, file=sys.stderr, flush=True), announce=announce)
+def progress_lines(what: str = "", announce: bool = True, stdout: bool = False) -> ProgressLines:
+    """Progress as lines on stderr or stdout. `what`: the label before the first report."""
+    file = sys.stdout if stdout else sys.stderr
+    lines = ProgressLines(lambda line: print(line, file=file, flush=True), announce=announce)
     lines.begin(what)
     return lines
 
 
 # ---- tokens: accepted ones are green, the target's own blue, rejected ones red
+
+
+def write_text(
+    decoder: SpeculativeDecoder, prompt: Any, settings: dict[str, Any], options: WritingOptions, drafts: bool,
+    terminal: Terminal,
+) -> tuple[Generation, TokenPrinter]:  # fmt: skip
+    """Decode, and write the tokens as they come if the options say so. `TokenPrinter.finish` writes the rest. The first
+    Ctrl-C ends the text after this round, the second one at once."""
+    live = terminal.is_terminal if options.stream is None else options.stream
+    # beam search returns all texts at once, with scores
+    live = live and not options.json and getattr(options, "n_best", None) is None
+    with silent_keys(), interruptible() as cancelled:
+        stream = decoder.stream(prompt, cancel=cancelled, **settings)
+        shown = TokenPrinter(stream, terminal if live else None, decoder.target.tokenizer, drafts)
+        try:
+            for piece in counted(stream, "writing", live):
+                shown.add(piece)
+        except KeyboardInterrupt:  # the text so far is kept
+            stream.close()
+        except PacelineError:
+            if terminal.last:
+                terminal.end()
+            raise
+        (result,) = stream.results
+    return result, shown
 
 
 class TokenPrinter:

@@ -1,6 +1,6 @@
 """The names that users can write, without torch: a misspelt name is refused before anything heavy is imported.
 
-`names.json` holds them. `python -m paceline.cli.name_index` writes it from the registries, and a test compares the two.
+`names.json` holds them. `python tools/name_index.py` writes it from the registries, and a test compares the two.
 Names that other packages add (entry points), and those of a new file that the index lacks, are found as well.
 """
 

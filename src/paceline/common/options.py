@@ -29,10 +29,10 @@ class Option:
     """What the command line needs to know about a field.
 
     group: the panel of `--help`. metavar: how `--help` shows a value that is no number. flags: other flags than
-    the field's name. key: another name in the config file and in the environment. names: the kind of names that the value is one of
-    (`common/names.py`); they are checked early, and a shell completes them. commas: a text of a list holds several
-    values between commas; lists of numbers always do. of: the option that these options belong to, such as `draft`.
-    argument: given by position, without a flag. environment: other names of variables; () means none.
+    the field's name. key: another name in the config file and in the environment. names: the kind of names
+    (`common/names.py`) that the value is one of; they are checked early, and a shell completes them. commas: a text of
+    a list holds several values between commas; lists of numbers always do. of: the option that these options belong to,
+    such as `draft`. argument: given by position, without a flag. environment: other variables; () means none.
     """
 
     help: str
@@ -122,14 +122,10 @@ class Declared:
 
     @property
     def metavar(self) -> str | None:
-        """How `--help` shows the value: as declared, else the choices, else N or X for numbers."""
-        items = _kinds(get_args(self.hint)[0]) if self.is_list else self.kinds
-        letter = {(int,): "N", (float,): "X"}.get(tuple(items))
-        return (
-            self.about.metavar
-            or "|".join(self.choices)
-            or (f"{letter},{letter}" if self.is_list and letter else letter)
-        )
+        """How `--help` shows the value: as declared, else the choices, else N or X for a number."""
+        letter = {(int,): "N", (float,): "X"}.get(get_args(self.hint)[:1] if self.is_list else tuple(self.kinds))
+        number = f"{letter},{letter}" if letter and self.is_list else letter
+        return self.about.metavar or "|".join(self.choices) or number
 
     @property
     def flag(self) -> str:

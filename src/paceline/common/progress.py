@@ -17,14 +17,24 @@ from typing import Any, TextIO
 EVERY = 10.0  # seconds between two lines, at most
 _PATIENCE = 1.0  # seconds of work without a line
 _LIVE = 0.2  # seconds between two states of a line on a terminal
-_FEW = 100_000  # a smaller total counts pieces, not bytes
+FEW = 100_000  # a smaller total counts pieces, not bytes
 _CLEAR = "\r\x1b[2K"
 
 Progress = Callable[[str, int, "int | None"], None]
 """Called with a label, the amount done, and the total (None if unknown)."""
 
 
-class ProgressLines:
+class Reporter:
+    """A `Progress` with notes. This one shows nothing."""
+
+    def __call__(self, label: str, done: int, total: int | None, more: str = "", unit: str = "") -> None:
+        """more: other text, such as a loss. unit: what a large total counts, instead of bytes."""
+
+    def note(self, sentence: str) -> None:
+        """Show a sentence now."""
+
+
+class ProgressLines(Reporter):
     """A `Progress` that writes lines. Inside `with`, a thread writes lines while the work does not report.
 
     every: seconds between two lines, at most. announce: a new label is a line of its own. patience: seconds at the
@@ -43,17 +53,16 @@ class ProgressLines:
         self._write, self._clock, self._every, self._announce = write, clock, every, announce
         self._lock = threading.Lock()
         self._seen: set[str] = set()
-        self._state: tuple[str, int, int | None, str] = ("", 0, None, "")
+        self._state: tuple[str, int, int | None, str, str] = ("", 0, None, "", "")
         self._began = self._last = clock()  # of the label, and of the last line
         self._silent_until = self._last + patience
         self._end = threading.Event()
 
-    def __call__(self, label: str, done: int, total: int | None, more: str = "") -> None:
-        """more: other text of the line, such as a loss."""
+    def __call__(self, label: str, done: int, total: int | None, more: str = "", unit: str = "") -> None:
         with self._lock:
             if label != self._state[0]:
                 self._began = self._clock()
-            self._state = (label, done, total, more)
+            self._state = (label, done, total, more, unit)
             if label and label not in self._seen and self._clock() >= self._silent_until:
                 self._seen.add(label)
                 if self._announce:
@@ -64,7 +73,7 @@ class ProgressLines:
     def begin(self, label: str) -> None:
         """Set the label without a line."""
         with self._lock:
-            self._began, self._state = self._clock(), (label, 0, None, "")
+            self._began, self._state = self._clock(), (label, 0, None, "", "")
 
     def reached(self, label: str, done: int, total: int | None, more: str = "") -> None:
         """Report without a line for a new label."""
@@ -73,7 +82,6 @@ class ProgressLines:
         self(label, done, total, more)
 
     def note(self, sentence: str) -> None:
-        """Write a line now."""
         with self._lock:
             self._say(sentence)
 
@@ -106,11 +114,12 @@ class ProgressLines:
             wait = self.tick()
 
 
-def described(label: str, done: int, total: int | None, more: str, seconds: float) -> str:
+def described(label: str, done: int, total: int | None, more: str, unit: str, seconds: float) -> str:
     """ "downloading x: 45 % (42 of 93 MB), 12 s"."""
     parts = [f"{seconds:.0f} s"]
     if total:
-        amount = f"{done} of {total}" if total < _FEW else f"{done / 1e6:.0f} of {total / 1e6:.0f} MB"
+        counts = bool(unit) or total < FEW
+        amount = f"{done} of {total} {unit}".rstrip() if counts else f"{done / 1e6:.0f} of {total / 1e6:.0f} MB"
         parts.insert(0, f"{min(done / total, 1):.0%} ({amount})".replace("%", " %"))
     if more:
         parts.insert(-1, more)

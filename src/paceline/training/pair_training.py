@@ -17,6 +17,7 @@ from torch import Tensor
 from paceline.common.errors import InputError
 from paceline.common.limits import Limited, limited
 from paceline.common.options import convert_options
+from paceline.common.progress import Reporter
 from paceline.common.text_formats import read_text
 from paceline.core.contracts import Drafter
 from paceline.drafters.models.draft_model import DraftModel
@@ -29,7 +30,7 @@ from paceline.training.distillation import Batch, Teacher, at_least_float32, div
 from paceline.training.evaluation import Evaluation, measure, write_card
 from paceline.training.recipes.base import ModelRecipe, Recipe, learned_positions
 from paceline.training.train_options import TrainOptions
-from paceline.training.trainer import Reporter, Trainer
+from paceline.training.trainer import Trainer
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from paceline.common.errors import InputError, LoadError
+from paceline.common.progress import Reporter
 from paceline.core.costs import Costs
 from paceline.drafters.heads.head_files import FORMAT, WEIGHTS, check_target, fingerprint, load_head
 from paceline.drafters.lookup.trigram import TrigramTable, train_trigram
@@ -29,7 +30,7 @@ from paceline.training.evaluation import Evaluation, measure, write_card
 from paceline.training.pair_training import train_pair
 from paceline.training.recipes.base import Recipe, make_recipe
 from paceline.training.train_options import COUNTED, PAIR, CountingOptions, TrainOptions, WritingPlan
-from paceline.training.trainer import Processes, Reporter, Trainer
+from paceline.training.trainer import Processes, Trainer
 from paceline.training.writing import Writer, WriterJob, WriterPool
 
 Cancel = Callable[[], bool]
@@ -107,7 +108,7 @@ def train(
         check_wandb()
     processes = Processes(options.accelerate)
     _make_folder(options.folder)
-    lm = load(options.target, dtype=options.dtype, device=options.device, progress=reporter.loading)
+    lm = load(options.target, dtype=options.dtype, device=options.device, progress=reporter)
     if options.join and options.length > lm.context:
         raise InputError(f"{lm.name} reads {lm.context} tokens at most, so texts cannot be joined to {options.length}.")
     warm_start = None if options.start is None else WarmStart.read(options.start, options.kind, lm)
@@ -167,11 +168,11 @@ def _write_texts(
 ) -> None:  # fmt: skip
     writer = Writer(lm, plan)
     if options.writers == 1:
-        writer.fill(shards, reporter.writing, cancel)
+        writer.fill(shards, reporter, cancel)
         return
     job = WriterJob.of(options.target, options.dtype, lm, plan)
     with WriterPool(writer.write, job, options.writers - 1, reporter.note, cancel) as pool:
-        writer.fill(shards, reporter.writing, write_shard=pool.shard)
+        writer.fill(shards, reporter, write_shard=pool.shard)
 
 
 def _plan(options: TrainOptions, corpus: Corpus, warm_start: WarmStart | None) -> dict[str, Any]:
@@ -186,7 +187,7 @@ def _plan(options: TrainOptions, corpus: Corpus, warm_start: WarmStart | None) -
 def _costs(options: TrainOptions, lm: LanguageModel, recipe: Recipe, reporter: Reporter) -> Costs:
     """v(n) of the target, and the cost of a step of a drafter of this size. The label names the size."""
     label = f"{options.kind} {' '.join(sorted(options.options))}".strip()
-    costs = full_costs(lm, {label: recipe.drafter}, progress=reporter.loading)
+    costs = full_costs(lm, {label: recipe.drafter}, progress=reporter)
     return Costs(costs.passes, costs.overhead, {**costs.drafters, options.kind: costs.drafters[label]})
 
 

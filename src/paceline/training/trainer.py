@@ -22,6 +22,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from paceline.common.errors import InputError, PacelineError, UnsupportedError
+from paceline.common.progress import Reporter
 from paceline.common.text_formats import parse_json
 from paceline.core.costs import Costs
 from paceline.integrations.weights_and_biases import start
@@ -277,16 +278,6 @@ def trained_tensors(module: nn.Module) -> dict[str, Tensor]:
 _LOG_INTERVAL = 10  # steps between two lines of the log; the losses are read from the device then
 
 
-class Reporter:
-    """Shows the progress of a training. This one shows nothing."""
-
-    def loading(self, label: str, done: int, total: int | None) -> None: ...
-    def writing(self, label: str, done: int, total: int | None) -> None: ...
-    def step(self, step: int, steps: int, loss: float, tokens_per_second: float) -> None: ...
-    def evaluation(self, step: int, evaluation: Evaluation) -> None: ...
-    def note(self, sentence: str) -> None: ...
-
-
 @dataclass
 class Progress:
     """The counters of a training. A checkpoint keeps them under these names."""
@@ -443,7 +434,7 @@ class Trainer:
             "step": at.step, "loss": mean, "learning_rate": self.schedule.rate(at.step - 1), "tokens": at.tokens,
             "tokens_per_second": round(speed),
         })  # fmt: skip
-        self.reporter.step(at.step, self.schedule.steps, mean, speed)
+        self.reporter("training", at.step, self.schedule.steps, f"loss {mean:.4f}, {speed:,.0f} tokens/s", "steps")
         self._losses, self._tokens, self._since = [], 0, time.monotonic()
 
     def _evaluate_and_save(self) -> None:
@@ -460,7 +451,7 @@ class Trainer:
         else:
             at.bad += 1
         self.log.write({"step": at.step, "held_out": evaluation.as_dict()})
-        self.reporter.evaluation(at.step, evaluation)
+        self.reporter.note(f"step {at.step}: {evaluation}")
         self.schedule.tick(at.step)
         self.schedule.evaluated(seconds)
         self._last = (at.step, evaluation)

@@ -28,10 +28,10 @@ from typing import Any, NamedTuple
 import torch
 
 from paceline.common.errors import InputError, in_one_line
+from paceline.common.progress import Reporter
 from paceline.engine.decoder import SpeculativeDecoder
 from paceline.models import load
 from paceline.models.language_model import LanguageModel
-from paceline.models.loading.disk_cache import Progress
 from paceline.training.corpus import STOP_FILE, Shards, Text
 from paceline.training.train_options import WritingPlan
 
@@ -110,7 +110,7 @@ class Writer:
     def fill(
         self,
         shards: Shards,
-        progress: Progress | None = None,
+        progress: Reporter | None = None,
         cancel: Callable[[], bool] | None = None,
         write_shard: WriteShard | None = None,
     ) -> int:
@@ -134,7 +134,7 @@ class Writer:
             number += 1
             done += sum(len(text.tokens) for text in texts)
             if progress is not None:
-                progress("the target writes", min(done, self.plan.tokens), self.plan.tokens)
+                progress("the target writes", min(done, self.plan.tokens), self.plan.tokens, unit="tokens")
         if idle == _TRIES:
             raise InputError(
                 f"{self._lm.name} wrote nothing new in {_TRIES * self.plan.shard} texts; raise the temperatures, or "

@@ -7,39 +7,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from paceline.bench.bench_options import BenchOptions
-from paceline.bench.candidate import Plan, Prompt, Run, Task
-from paceline.common.errors import InputError, ModelOutputError, UnknownNameError
+from paceline.bench.candidate import Prompt, Task
+from paceline.common.errors import InputError, UnknownNameError
 from paceline.common.names import split_spec
 from paceline.core.sampling import Sampling
 from paceline.engine.prompts import encode
 from paceline.models.language_model import LanguageModel
-
-# ---- Equal lengths: every run writes as many tokens as planned
-
-
-def too_long(task: Task, plan: Plan, context: int) -> str | None:
-    """Why a task has no room for as many tokens as planned, or None."""
-    longest = max(len(prompt) for prompt in task.prompts)
-    if longest + plan.tokens <= context:
-        return None
-    return f"{longest} tokens and {plan.tokens} new ones do not fit a context of {context}"
-
-
-def counted(name: str, tokens: Sequence[Sequence[int]], task: Task, plan: Plan) -> tuple[tuple[int, ...], ...]:
-    """The tokens of every row. Raises if their number is not the planned one: such a time is not comparable."""
-    lengths = [len(row) for row in tokens]
-    if lengths != [plan.tokens] * len(task.prompts):
-        raise ModelOutputError(
-            f"'{name}' wrote {lengths} tokens for {task.id} instead of {plan.tokens} for each of "
-            f"{len(task.prompts)} rows, so its time says nothing."
-        )
-    return tuple(tuple(int(token) for token in row) for row in tokens)
-
-
-def cut_short(name: str, task: Task, repeat: int) -> Run:
-    """A cancelled run: it has no tokens."""
-    return Run(name, task.id, task.category, repeat, ((),) * len(task.prompts), 0.0, 0.0)
-
 
 # ---- From prompts to tasks: token ids that fit the context, in batches, turn after turn
 

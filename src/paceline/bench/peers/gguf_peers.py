@@ -23,8 +23,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from paceline.bench.candidate import Cancel, Plan, Run, Task
-from paceline.bench.data.tasks import counted, cut_short, too_long
+from paceline.bench.candidate import Cancel, Plan, Run, Task, too_long
 from paceline.common.errors import UnsupportedError, in_one_line
 
 # ---- The base of the peers that read a GGUF file
@@ -148,12 +147,11 @@ class LlamaCpp(GgufPeer):
         }
         seconds = answer.ask(self._server, json.dumps(request))
         if answer.stopped:
-            return cut_short(self.name, task, repeat)
+            return Run.cancelled(self.name, task, repeat)
         if answer.refused:
             raise UnsupportedError(f"llama.cpp refused to run {self._file.parent.name}: {answer.refused}.")
         tokens, arrivals = answer.tokens()
-        written = counted(self.name, [tokens], task, plan)
-        return Run(self.name, task.id, task.category, repeat, written, seconds, arrivals[0], tuple(arrivals))
+        return Run.finished(self.name, task, plan, repeat, [tokens], seconds, arrivals)
 
     def _serve(self, room: int) -> None:
         """A server with this context, on as many threads as torch uses."""
@@ -292,10 +290,8 @@ class OpenVino(GgufPeer):
         written = self._pipeline.generate(inputs, config, streamer).tokens
         seconds = clock() - started
         if cancel():
-            return cut_short(self.name, task, repeat)
-        tokens = counted(self.name, written, task, plan)
-        arrived = tuple(arrivals[: plan.tokens])
-        return Run(self.name, task.id, task.category, repeat, tokens, seconds, arrivals[0], arrived)
+            return Run.cancelled(self.name, task, repeat)
+        return Run.finished(self.name, task, plan, repeat, written, seconds, arrivals)
 
     def _open(self) -> Any:
         scheduler = self._genai.SchedulerConfig()

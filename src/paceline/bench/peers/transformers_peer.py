@@ -19,8 +19,7 @@ from typing import Any
 
 import torch
 
-from paceline.bench.candidate import Cancel, Plan, Run, Task
-from paceline.bench.data.tasks import counted, cut_short, too_long
+from paceline.bench.candidate import Cancel, Plan, Run, Task, too_long
 from paceline.bench.machine_use import cache_bytes
 from paceline.common.errors import UnsupportedError, in_one_line
 from paceline.models.device import finish
@@ -93,21 +92,10 @@ class HuggingFace:
             try:
                 written, seconds, arrivals = self._timed(config, inputs, cancel)
             except _StoppedError:
-                return cut_short(self.name, task, repeat)
+                return Run.cancelled(self.name, task, repeat)
             passes, cache = self._watch.passes, cache_bytes(self._watch.cache)
-        tokens = counted(self.name, written[:, width:].tolist(), task, plan)
-        return Run(
-            contestant=self.name,
-            task=task.id,
-            category=task.category,
-            repeat=repeat,
-            tokens=tokens,
-            seconds=seconds,
-            first=arrivals[0],
-            arrivals=tuple(arrivals[: plan.tokens]),
-            passes=passes,
-            cache=cache,
-        )
+        tokens = written[:, width:].tolist()
+        return Run.finished(self.name, task, plan, repeat, tokens, seconds, arrivals, passes=passes, cache=cache)
 
     def _timed(self, config: Any, inputs: dict[str, Any], cancel: Cancel) -> tuple[Any, float, list[float]]:
         clock, device = self._clock, self.lm.device

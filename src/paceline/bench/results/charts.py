@@ -11,8 +11,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
-from paceline.bench.results.bench_report import Report
 from paceline.bench.results.metrics import ALL, Line, Ratio, Summary
+from paceline.bench.results.records import Report
 from paceline.bench.results.tables import above_bound
 from paceline.common.errors import InputError, UnsupportedError
 

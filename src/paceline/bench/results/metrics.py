@@ -31,7 +31,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.bench.candidate import Run
-from paceline.bench.results.bench_report import Member, Report, Result, Tally
+from paceline.bench.results.records import Member, Report, Result, Tally
 from paceline.core.costs import Costs, bound
 
 # ---- How far a measured ratio may be off: what two measurements of the same thing would differ by

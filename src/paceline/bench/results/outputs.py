@@ -1,13 +1,14 @@
-"""Where a report goes: an HTML page without external scripts, fonts or images, and Weights & Biases."""
+"""Where a report goes: a CSV table, an HTML page without external scripts, fonts or images, and Weights & Biases."""
 
 from __future__ import annotations
 
+import csv
 from collections.abc import Iterator
+from dataclasses import fields
 from html import escape
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
-from paceline.bench.results.bench_report import Report
 from paceline.bench.results.charts import (
     HOW_TO_GET,
     Chart,
@@ -19,9 +20,44 @@ from paceline.bench.results.charts import (
     target_of,
 )
 from paceline.bench.results.metrics import ALL, Line, Summary
+from paceline.bench.results.records import Report
 from paceline.bench.results.tables import Table, counted, provenance, tables_of
 from paceline.common.errors import InputError
 from paceline.integrations.weights_and_biases import check_wandb, start
+
+# ---- CSV
+
+_COLUMNS = tuple(
+    field.name for field in fields(Line) if field.name not in ("speed_up", "ratios", "latency", "by_position")
+)
+
+
+def write_csv(summary: Summary, file: TextIO) -> None:
+    """One row per candidate and category. Unknown values are empty."""
+    peers = list(dict.fromkeys(peer for line in summary.lines for peer in line.ratios))
+    writer = csv.writer(file)
+    header = [*_COLUMNS, "speed_up", "speed_up_low", "speed_up_high"]
+    header += [f"latency_{name}" for name in ("p50", "p90", "p99")] + [f"ratio_to_{peer}" for peer in peers]
+    writer.writerow([*header, "accepted_by_position", "drafted_by_position"])
+    for line in summary.lines:
+        speed_up = line.speed_up
+        row: list[Any] = [getattr(line, name) for name in _COLUMNS]
+        row += [None] * 3 if speed_up is None else [speed_up.value, speed_up.low, speed_up.high]
+        row += [None] * 3 if line.latency is None else line.latency
+        row += [line.ratios[peer].value if peer in line.ratios else None for peer in peers]
+        row += [" ".join(str(pair[place]) for pair in line.by_position) for place in (0, 1)]
+        writer.writerow(row)
+
+
+def save_csv(summary: Summary, path: str | Path) -> None:
+    try:
+        with Path(path).open("w", encoding="utf-8", newline="") as file:
+            write_csv(summary, file)
+    except OSError as error:
+        raise InputError(f"The table '{path}' cannot be written: {error.strerror or error}.") from error
+
+
+# ---- HTML
 
 _STYLE = """
 :root { color-scheme: light dark; --text: #1c1c1c; --dim: #666; --line: #ddd; --page: #fff; --panel: #f6f6f4;

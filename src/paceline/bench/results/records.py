@@ -1,31 +1,226 @@
-"""The record of a benchmark: JSON lines, written as it runs and read back into a `Report`; and the CSV table."""
+"""The results of a benchmark as values, and their record: JSON lines, written as it runs and read back."""
 
 from __future__ import annotations
 
-import csv
 import json
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, fields, replace
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from operator import itemgetter
 from pathlib import Path
-from typing import IO, Any, Protocol, TextIO
+from typing import IO, Any, Protocol
 
-from paceline.bench.candidate import Run, Task
-from paceline.bench.results.bench_report import LeftOut, Member, Report, Result, Tally
-from paceline.bench.results.metrics import Line, Summary, summarise
+from paceline.bench.candidate import Candidate, Run, Task
 from paceline.common.errors import InputError, PacelineWarning
 from paceline.common.text_formats import parse_json
 from paceline.core.costs import Costs
+from paceline.core.trace import Round, Trace
+
+# ---- The results as values: tables, charts and files are made from them
+
+Step = tuple[int, int, int]  # rows that were live, tokens fed to each, how deep the draft was
+
+
+@dataclass(frozen=True)
+class Member:
+    """A candidate, as plain values."""
+
+    name: str
+    library: str = "paceline"
+    speculates: bool = False
+    gamma: int = 0
+    drafter: str = ""
+    exact: bool = True
+    lossy: bool = False  # its rule changes what is written, for speed
+
+    @staticmethod
+    def of(candidate: Candidate) -> Member:
+        return Member(**{each.name: getattr(candidate, each.name, each.default) for each in fields(Member)})
+
 
 _COUNTS = ("rounds", "drafted", "accepted", "recovered", "bonus", "judged")
-_KINDS = ("provenance", "contestants", "costs", "skipped", "note", "run", "quality", "evaluation", "layers",
-          "memory_lines", "summary")  # fmt: skip
-# kinds with one value, and its name in the line
-_VALUES = {"note": "sentence", "quality": "contestants", "evaluation": "rows", "memory_lines": "lines",
-           "layers": "layers"}  # fmt: skip
 
 
-# ---- writing
+@dataclass(frozen=True)
+class Tally:
+    """The rounds of a run, counted: all that metrics need of a trace. Counts of several rows are added up.
+
+    judged: drafted tokens on accepted paths, and one for every round whose draft was not accepted to its end; so
+    accepted/judged is α, the chance that the next drafted token is accepted. steps: passes of the target by what was
+    fed to them (the rows of a batch go through one pass together; a row that ended is not in it).
+    """
+
+    rounds: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    recovered: int = 0
+    bonus: int = 0
+    judged: int = 0
+    by_position: tuple[tuple[int, int], ...] = ()  # (accepted, drafted), unconditional
+    steps: Mapping[Step, int] = field(default_factory=dict)
+    asked: float = 0.0  # seconds of the models that a drafter called by its own choice
+
+    @property
+    def emitted(self) -> int:
+        return self.accepted + self.recovered + self.bonus
+
+    @staticmethod
+    def of(traces: Sequence[Trace]) -> Tally | None:
+        """None without traces: peers have none."""
+        if not traces:
+            return None
+        whole = Trace([entry for trace in traces for entry in trace.rounds])
+        stats, passes = whole.stats(0.0), list(_passes(traces))
+        stopped = sum(len(entry.path) < entry.depth for entry in whole.rounds)
+        return Tally(
+            **{name: getattr(stats, name) for name in _COUNTS if name != "judged"},
+            judged=stats.accepted + stopped,
+            by_position=tuple(whole.by_position()),
+            steps=Counter(map(_step, passes)),
+            asked=sum(max(entry.asked for entry in live) for live in passes),
+        )
+
+    @staticmethod
+    def total(tallies: Iterable[Tally]) -> Tally:
+        found, steps = list(tallies), Counter[Step]()
+        for each in found:
+            steps.update(each.steps)
+        sums = {name: sum(getattr(each, name) for each in found) for name in (*_COUNTS, "asked")}
+        longest = max((len(each.by_position) for each in found), default=0)
+        tables = [(*each.by_position, *[(0, 0)] * (longest - len(each.by_position))) for each in found]
+        positions = ((sum(a for a, _ in column), sum(d for _, d in column)) for column in zip(*tables, strict=True))
+        return Tally(**sums, by_position=tuple(positions), steps=steps)
+
+    def as_dict(self) -> dict[str, Any]:
+        return {**vars(self), "steps": [[*step, count] for step, count in sorted(self.steps.items())]}
+
+    @staticmethod
+    def from_dict(found: Mapping[str, Any]) -> Tally:
+        steps = {(rows, tokens, depth): count for rows, tokens, depth, count in found["steps"]}
+        positions = tuple((accepted, drafted) for accepted, drafted in found["by_position"])
+        counts = {name: found[name] for name in _COUNTS}
+        return Tally(**counts, by_position=positions, steps=steps, asked=found.get("asked", 0.0))  # old records lack it
+
+
+def _passes(traces: Sequence[Trace]) -> Iterator[list[Round]]:
+    """Row r's k-th round was in the k-th pass: the rows of a task begin together."""
+    for index in range(max(len(trace.rounds) for trace in traces)):
+        yield [trace.rounds[index] for trace in traces if index < len(trace.rounds)]
+
+
+def _step(live: Sequence[Round]) -> Step:
+    return len(live), 1 + max(len(entry.drafted) for entry in live), max(entry.depth for entry in live)
+
+
+@dataclass(frozen=True)
+class Result:
+    """A run and what was found about it. `same`: it is plain decoding's text; else `parted` is the first position (of
+    any row) where it is another. disturbed: others used the machine meanwhile (None: unknown)."""
+
+    run: Run
+    tally: Tally | None = None
+    same: bool = True
+    parted: int | None = None
+    disturbed: bool | None = None
+
+    def as_dict(self, tokens: bool) -> dict[str, Any]:
+        """The result as plain values; `tokens`: what the run wrote too."""
+        return {
+            **{name: value for name, value in vars(self.run).items() if name != "traces"},
+            "arrivals": [round(when, 6) for when in self.run.arrivals],
+            "tokens": self.run.tokens if tokens else None,
+            **{name: value for name, value in vars(self).items() if name != "run"},
+            "tally": None if self.tally is None else self.tally.as_dict(),
+        }
+
+
+def busy_machine(used: str | None) -> str:
+    """The mark of a result. `used`: what other processes used, such as "60% of the processors"."""
+    return f"Measured on a busy machine: other processes used {used or 'it'} at the start."
+
+
+@dataclass(frozen=True)
+class LeftOut:
+    """A candidate or prompts ("" is the candidate then) that could not take part, and why."""
+
+    contestant: str
+    why: str
+    tasks: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Report:
+    """All results. The first member is plain decoding. complete: it was not interrupted."""
+
+    provenance: Mapping[str, Any]
+    members: tuple[Member, ...]
+    results: tuple[Result, ...] = ()
+    costs: Costs | None = None
+    skipped: tuple[LeftOut, ...] = ()
+    notes: tuple[str, ...] = ()
+    quality: Mapping[str, Mapping[str, float]] = field(default_factory=dict)  # per candidate: measure -> value
+    layers: tuple[Mapping[str, Any], ...] = ()  # per layer of the target: bytes and seconds
+    complete: bool = True
+    evaluation: tuple[Mapping[str, Any], ...] = ()  # per sampler and candidate: controls, quality, speed
+    memory_lines: tuple[Mapping[str, Any], ...] = ()  # the lines of the source that allocated the most
+    versus: tuple[str, str] | None = None  # two candidates for one chart
+
+    @property
+    def plain(self) -> str:
+        return self.members[0].name
+
+    @property
+    def mark(self) -> str | None:
+        """A sentence if other processes used the machine when the measurement started."""
+        return busy_machine(self.provenance.get("busy_with")) if self.provenance.get("loaded") else None
+
+    @property
+    def peers(self) -> tuple[str, ...]:
+        """Those of other libraries."""
+        return tuple(member.name for member in self.members if member.library != "paceline")
+
+    @property
+    def categories(self) -> tuple[str, ...]:
+        """In the order in which they came."""
+        return tuple(dict.fromkeys(result.run.category for result in self.results))
+
+    @property
+    def tasks(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(result.run.task for result in self.results))
+
+
+# ---- The lines of a record. Lines of a run and the last line ("summary") have their own form
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """A kind of line: the field of the report that it fills, and the value as a line and back. listed: lines add up."""
+
+    field: str
+    as_line: Callable[[Any], Mapping[str, Any]]
+    from_line: Callable[[Mapping[str, Any]], Any]
+    listed: bool = False
+
+
+def _under(name: str, field: str, listed: bool = False) -> _Kind:
+    """A value that stands in the line under one name."""
+    return _Kind(field, lambda value: {name: value}, itemgetter(name), listed)
+
+
+_KINDS = {
+    "provenance": _Kind("provenance", dict, dict),
+    "contestants": _Kind("members", lambda members: {"members": [asdict(member) for member in members]},
+                         lambda found: [Member(**member) for member in found["members"]]),
+    "costs": _Kind("costs", Costs.as_dict, Costs.from_dict),
+    "skipped": _Kind("skipped", asdict, lambda found: LeftOut(found["contestant"], found["why"],
+                                                              tuple(found["tasks"])), listed=True),
+    "note": _under("sentence", "notes", listed=True),
+    "quality": _under("contestants", "quality"),
+    "evaluation": _under("rows", "evaluation"),
+    "layers": _under("layers", "layers"),
+    "memory_lines": _under("lines", "memory_lines"),
+}  # fmt: skip
 
 
 class Sink(Protocol):
@@ -41,12 +236,10 @@ class Recorder:
 
     def __init__(self, file: Sink | None = None) -> None:
         self._file = file
-        self._report = Report({}, ())  # without its lists, which grow
-        self._skipped: list[LeftOut] = []
-        self._notes: list[str] = []
+        self._values: dict[str, Any] = {"provenance": {}, "members": ()}  # fields of the report
         self._results: list[Result] = []
         self._written: set[str] = set()  # tasks whose tokens stand in the file
-        self._listener: Callable[[Run, Task], None] | None = None
+        self.listener: Callable[[Run, Task], None] | None = None  # gets every run; a run holds more than the file
         self.tasks: dict[str, Task] = {}  # by id; the file does not have them
 
     def resume(self, earlier: Report) -> None:
@@ -59,68 +252,35 @@ class Recorder:
         """The runs so far, by candidate, task and repeat."""
         return {(each.run.contestant, each.run.task, each.run.repeat): each for each in self._results}
 
-    def provenance(self, found: Mapping[str, Any]) -> None:
-        self._report = replace(self._report, provenance=found)
-        self._write("provenance", found)
-
-    def contestants(self, members: Sequence[Member]) -> None:
-        self._report = replace(self._report, members=tuple(members))
-        self._write("contestants", {"members": [asdict(member) for member in members]})
-
-    def costs(self, costs: Costs) -> None:
-        self._report = replace(self._report, costs=costs)
-        self._write("costs", costs.as_dict())
-
-    def skipped(self, left_out: LeftOut) -> None:
-        if left_out not in self._skipped:  # a resumed record repeats it
-            self._skipped.append(left_out)
-        self._write("skipped", asdict(left_out))
-
-    def note(self, sentence: str) -> None:
-        if sentence not in self._notes:
-            self._notes.append(sentence)
-        self._write("note", {"sentence": sentence})
-
-    def task(self, task: Task) -> None:
-        self.tasks[task.id] = task
-
-    def listen(self, listener: Callable[[Run, Task], None]) -> None:
-        """Also pass every run to `listener`; a run holds more than the file."""
-        self._listener = listener
+    def add(self, kind: str, value: Any) -> None:
+        """Take the value of a line of this kind, and write the line. A value that is there already is not repeated in
+        the report: a resumed record repeats it."""
+        what = _KINDS[kind]
+        if not what.listed:
+            self._values[what.field] = value
+        elif value not in self._values.setdefault(what.field, []):
+            self._values[what.field].append(value)
+        self._write(kind, what.as_line(value))
 
     def run(self, result: Result) -> None:
         self._results.append(result)
-        if self._listener is not None:
-            self._listener(result.run, self.tasks[result.run.task])
+        if self.listener is not None:
+            self.listener(result.run, self.tasks[result.run.task])
         known = result.same and result.run.task in self._written
         self._written.add(result.run.task)
-        self._write("run", run_as_dict(result, tokens=not known))
-
-    def quality(self, found: Mapping[str, Mapping[str, float]]) -> None:
-        self._report = replace(self._report, quality=found)
-        self._write("quality", {"contestants": found})
-
-    def evaluation(self, found: Sequence[Mapping[str, Any]]) -> None:
-        self._report = replace(self._report, evaluation=tuple(found))
-        self._write("evaluation", {"rows": list(found)})
-
-    def layers(self, found: Sequence[Mapping[str, Any]]) -> None:
-        self._report = replace(self._report, layers=tuple(found))
-        self._write("layers", {"layers": list(found)})
-
-    def memory_lines(self, found: Sequence[Mapping[str, Any]]) -> None:
-        self._report = replace(self._report, memory_lines=tuple(found))
-        self._write("memory_lines", {"lines": list(found)})
+        self._write("run", result.as_dict(tokens=not known))
 
     def report(self, complete: bool = False) -> Report:
         """The report so far."""
-        results, left_out, notes = tuple(self._results), tuple(self._skipped), tuple(self._notes)
-        return replace(self._report, results=results, skipped=left_out, notes=notes, complete=complete)
+        values = {name: tuple(value) if isinstance(value, list) else value for name, value in self._values.items()}
+        return Report(**values, results=tuple(self._results), complete=complete)
 
     def finish(self, complete: bool) -> Report:
         """The last line."""
+        from paceline.bench.results.metrics import summarise  # it makes numbers of reports
+
         report = self.report(complete)
-        table = [line.as_dict() for line in summarise(report, per_task=False).lines]
+        table = [asdict(line) for line in summarise(report, per_task=False).lines]
         self._write("summary", {"complete": complete, "runs": len(report.results), "table": table})
         return report
 
@@ -128,28 +288,6 @@ class Recorder:
         if self._file is not None:
             self._file.write(json.dumps({"kind": kind, **found}, default=str) + "\n")
             self._file.flush()
-
-
-def run_as_dict(result: Result, tokens: bool) -> dict[str, Any]:
-    """A run as plain values; `tokens`: what it wrote too."""
-    run = result.run
-    names = ("contestant", "task", "category", "repeat", "seconds", "first", "passes", "peak", "cache")
-    return {
-        **{name: getattr(run, name) for name in names},
-        "arrivals": [round(when, 6) for when in run.arrivals],
-        "tokens": [list(row) for row in run.tokens] if tokens else None,
-        "same": result.same,
-        "parted": result.parted,
-        "disturbed": result.disturbed,
-        "tally": None if result.tally is None else _tally_as_dict(result.tally),
-    }
-
-
-def _tally_as_dict(tally: Tally) -> dict[str, Any]:
-    steps = [[*step, count] for step, count in sorted(tally.steps.items())]
-    counts = {name: getattr(tally, name) for name in _COUNTS}
-    positions = [list(pair) for pair in tally.by_position]
-    return {**counts, "by_position": positions, "steps": steps, "asked": tally.asked}
 
 
 # ---- reading back
@@ -163,123 +301,53 @@ def read_records(path: str | Path) -> Report:
     except (OSError, UnicodeDecodeError) as error:
         why = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         raise InputError(f"The record '{path}' cannot be read: {why}.") from error
-    reading = _Reading()
+    recorder, texts, begun, complete = Recorder(), dict[str, Any](), False, False
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
+        where = f"Line {number} of '{path}'"
         try:
             found = parse_json(line)
         except ValueError as error:
-            if number == len(lines):  # nobody finished this line: no newline after it
-                warnings.warn(
-                    f"Line {number} of '{path}' is incomplete; the lines before it are used.",
-                    PacelineWarning,
-                    stacklevel=2,
-                )
+            if number == len(lines):  # the write was interrupted: no newline after it
+                message = f"{where} is incomplete; the lines before it are used."
+                warnings.warn(message, PacelineWarning, stacklevel=2)
                 break
-            raise InputError(f"Line {number} of '{path}' is not JSON: {error}.") from error
-        reading.take(found, f"Line {number} of '{path}'")
-    return reading.report(str(path))
-
-
-class _Reading:
-    """Lines on their way to a report."""
-
-    def __init__(self) -> None:
-        self.recorder = Recorder()
-        self._texts: dict[str, tuple[tuple[int, ...], ...]] = {}
-        self._begun = self._complete = False
-
-    def take(self, found: Any, where: str) -> None:
+            raise InputError(f"{where} is not JSON: {error}.") from error
         kind = found.get("kind") if isinstance(found, dict) else None
-        if kind not in _KINDS:
-            raise InputError(f"{where} is no record of a benchmark: its kind is {kind!r}, not one of {_KINDS}.")
-        if not self._begun and kind != "provenance":
+        if kind not in (known := (*_KINDS, "run", "summary")):
+            raise InputError(f"{where} is no record of a benchmark: its kind is {kind!r}, not one of {known}.")
+        if not begun and kind != "provenance":
             raise InputError(f"{where} is of kind '{kind}', and a record begins with 'provenance'; use an --out file.")
-        self._begun = True
-        values = {name: value for name, value in found.items() if name != "kind"}
+        begun = True
+        del found["kind"]
         try:
-            self._of_kind(kind, values)
+            if kind == "run":
+                recorder.run(_result_of(found, texts))
+            elif kind == "summary":
+                complete = bool(found["complete"])
+            else:
+                recorder.add(kind, _KINDS[kind].from_line(found))
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             why = f"it lacks {error}" if isinstance(error, KeyError) else str(error)
             raise InputError(f"{where}, a '{kind}', cannot be used: {why}.") from error
-
-    def _of_kind(self, kind: str, values: dict[str, Any]) -> None:
-        recorder = self.recorder
-        if kind == "provenance":
-            recorder.provenance(values)
-        elif kind == "contestants":
-            recorder.contestants([Member(**member) for member in values["members"]])
-        elif kind == "costs":
-            recorder.costs(Costs.from_dict(values))
-        elif kind == "skipped":
-            recorder.skipped(LeftOut(values["contestant"], values["why"], tuple(values["tasks"])))
-        elif kind == "run":
-            recorder.run(self._result(values))
-        elif kind == "summary":
-            self._complete = bool(values["complete"])
-        else:  # they have one value each
-            getattr(recorder, kind)(values[_VALUES[kind]])
-
-    def _result(self, values: dict[str, Any]) -> Result:
-        task, tokens = values["task"], values["tokens"]
-        if tokens is None and task not in self._texts:
-            raise ValueError(f"no run of task {task} before it says what the text is")
-        text = self._texts[task] if tokens is None else tuple(tuple(row) for row in tokens)
-        self._texts.setdefault(task, text)
-        names = {field.name for field in fields(Run)} - {"tokens", "arrivals", "traces"}
-        run = Run(
-            **{name: value for name, value in values.items() if name in names},
-            tokens=text,
-            arrivals=tuple(values["arrivals"]),
-        )
-        tally = None if values["tally"] is None else _tally_from(values["tally"])
-        return Result(run, tally, values["same"], values["parted"], values["disturbed"])
-
-    def report(self, path: str) -> Report:
-        if not self._begun:
-            raise InputError(f"The record '{path}' is empty; use a file that `paceline bench --out` wrote.")
-        return self.recorder.report(self._complete)
+    if not begun:
+        raise InputError(f"The record '{path}' is empty; use a file that `paceline bench --out` wrote.")
+    return recorder.report(complete)
 
 
-def _tally_from(found: Mapping[str, Any]) -> Tally:
-    steps = {(rows, tokens, depth): count for rows, tokens, depth, count in found["steps"]}
-    positions = tuple((accepted, drafted) for accepted, drafted in found["by_position"])
-    counts = {name: found[name] for name in _COUNTS}
-    return Tally(**counts, by_position=positions, steps=steps, asked=found.get("asked", 0.0))  # older records lack it
-
-
-# ---- CSV
-
-
-_COLUMNS = tuple(
-    field.name for field in fields(Line) if field.name not in ("speed_up", "ratios", "latency", "by_position")
-)
-
-
-def write_csv(summary: Summary, file: TextIO) -> None:
-    """One row per candidate and category. Unknown values are empty."""
-    peers = list(dict.fromkeys(peer for line in summary.lines for peer in line.ratios))
-    writer = csv.writer(file)
-    header = [*_COLUMNS, "speed_up", "speed_up_low", "speed_up_high"]
-    header += [f"latency_{name}" for name in ("p50", "p90", "p99")] + [f"ratio_to_{peer}" for peer in peers]
-    writer.writerow([*header, "accepted_by_position", "drafted_by_position"])
-    for line in summary.lines:
-        speed_up = line.speed_up
-        row: list[Any] = [getattr(line, name) for name in _COLUMNS]
-        row += [None] * 3 if speed_up is None else [speed_up.value, speed_up.low, speed_up.high]
-        row += [None] * 3 if line.latency is None else line.latency
-        row += [line.ratios[peer].value if peer in line.ratios else None for peer in peers]
-        row += [" ".join(str(pair[place]) for pair in line.by_position) for place in (0, 1)]
-        writer.writerow(["" if value is None else value for value in row])
-
-
-def save_csv(summary: Summary, path: str | Path) -> None:
-    try:
-        with Path(path).open("w", encoding="utf-8", newline="") as file:
-            write_csv(summary, file)
-    except OSError as error:
-        raise InputError(f"The table '{path}' cannot be written: {error.strerror or error}.") from error
+def _result_of(values: dict[str, Any], texts: dict[str, tuple[tuple[int, ...], ...]]) -> Result:
+    """The result of a line. texts: what plain decoding wrote, by task; it gets what this line is the first to say."""
+    task, tokens = values["task"], values["tokens"]
+    if tokens is None and task not in texts:
+        raise ValueError(f"no run of task {task} before it says what the text is")
+    text = texts[task] if tokens is None else tuple(tuple(row) for row in tokens)
+    texts.setdefault(task, text)
+    names = {field.name for field in fields(Run)} - {"tokens", "arrivals", "traces"}
+    own = {name: value for name, value in values.items() if name in names}
+    run = Run(**own, tokens=text, arrivals=tuple(values["arrivals"]))
+    tally = None if values["tally"] is None else Tally.from_dict(values["tally"])
+    return Result(run, tally, values["same"], values["parted"], values["disturbed"])
 
 
 # ---- Files
@@ -309,19 +377,15 @@ class RecordFile:
 
     def write(self, text: str) -> int:
         if self._file is None:
-            self._file = self._begun()
+            if self._resume:
+                with self._path.open("r+b") as file:
+                    file.truncate(file.read().rfind(b"\n") + 1)
+            self._file = self._path.open("a" if self._resume else "w", encoding="utf-8")
         return self._file.write(text)
 
     def flush(self) -> None:
         if self._file is not None:
             self._file.flush()
-
-    def _begun(self) -> IO[str]:
-        if not self._resume:
-            return self._path.open("w", encoding="utf-8")
-        with self._path.open("r+b") as file:
-            file.truncate(file.read().rfind(b"\n") + 1)
-        return self._path.open("a", encoding="utf-8")
 
     def __enter__(self) -> RecordFile:
         return self

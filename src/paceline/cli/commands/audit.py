@@ -45,11 +45,11 @@ def audit(ctx: typer.Context, options: AuditOptions) -> None:
 def _run(options: AuditOptions) -> tuple[Report, SpeculativeDecoder | None]:
     from paceline.audit import audit as audit_pair
     from paceline.audit import audit_only_rule
-    from paceline.audit.audit_report import check_path
-    from paceline.audit.audit_run import PROMPTS, check_plan, read_prompts
+    from paceline.audit.agreement import AuditPlan
+    from paceline.audit.audit_run import PROMPTS, check_path, read_prompts
 
     plan = {name: getattr(options, name) for name in ("tokens", "positions", "samples", "temperature", "false_alarm")}
-    check_plan(**plan)
+    AuditPlan(**plan)  # refuses wrong values before a model is loaded
     if options.report is not None:
         check_path(options.report)
     if options.only_rule:
@@ -66,7 +66,7 @@ def _run(options: AuditOptions) -> tuple[Report, SpeculativeDecoder | None]:
 
 
 def _show(report: Report, decoder: SpeculativeDecoder | None, options: AuditOptions) -> None:
-    from paceline.audit.audit_report import as_text, write_report
+    from paceline.audit.audit_run import as_text, write_report
 
     tokenizer = None if decoder is None else decoder.target.tokenizer
 

@@ -24,9 +24,8 @@ from paceline.common.process import interruptible
 from paceline.common.text_formats import read_toml
 
 if TYPE_CHECKING:
-    from paceline.bench.results.bench_report import Report
     from paceline.bench.results.metrics import Summary
-    from paceline.bench.results.records import Sink
+    from paceline.bench.results.records import Report, Sink
     from paceline.cli.bench_table import Lines, LiveTable
 
 _SHOW, _OTHER = "Output", "Without measuring"
@@ -284,8 +283,7 @@ def _copy_record(options: BenchCommandOptions) -> None:
 
 def _write(report: Report, summary: Summary, options: BenchCommandOptions) -> None:
     from paceline.bench.results.charts import HOW_TO_GET, can_draw, charts_of, write_png
-    from paceline.bench.results.outputs import write_html
-    from paceline.bench.results.records import save_csv
+    from paceline.bench.results.outputs import save_csv, write_html
 
     out = options.out
     for path in filter(None, (options.csv, out and out / "bench.csv")):

@@ -11,14 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from paceline.cli.chat_commands import Again, Answer, ChatState, Leave, execute, show_rounds, words_to_complete
+from paceline.cli.chat_commands import Again, ChatState, Leave, execute, show_rounds, words_to_complete
 from paceline.cli.command_options import ChatOptions, resolve_drafter
 from paceline.cli.decoder_session import fitting, open_decoder, read_settings
 from paceline.cli.result_lines import beginning, dump, result_as_dict, summary
 from paceline.cli.settings import command_from
-from paceline.cli.terminal import Terminal, TokenPrinter, counted, error, info, silent_keys
+from paceline.cli.terminal import Terminal, error, info, write_text
 from paceline.common.errors import PacelineError
-from paceline.common.process import interruptible
 
 if TYPE_CHECKING:
     from paceline.engine.decoder import SpeculativeDecoder
@@ -33,7 +32,8 @@ def chat(ctx: typer.Context, options: ChatOptions) -> None:
     state = ChatState(options, decoder.target, drafters={"speculative": decoder.drafter})
     state.change()  # refuses settings that every message would be refused for
     debug = bool(ctx.params.get("debug"))
-    state.switches.update(chat=_has_template(state.target), drafts=options.show_drafts, debug=debug)
+    chat = bool(getattr(state.target.tokenizer, "chat_template", None))
+    state.switches.update(chat=chat, drafts=options.show_drafts, debug=debug)
     info(beginning(decoder, settings))
     if sys.stdin.isatty():
         info("/help lists the commands; Ctrl-C stops an answer, Ctrl-D leaves")
@@ -43,10 +43,6 @@ def chat(ctx: typer.Context, options: ChatOptions) -> None:
     for line in _lines():
         if not _line(state, line, terminal):
             break
-
-
-def _has_template(lm: Any) -> bool:
-    return bool(getattr(lm.tokenizer, "chat_template", None))
 
 
 def _line(state: ChatState, line: str, terminal: Terminal) -> bool:
@@ -60,7 +56,8 @@ def _line(state: ChatState, line: str, terminal: Terminal) -> bool:
         return False
     except Again:
         assert state.asked is not None
-        state.take_back()
+        if state.messages and state.answers:
+            del state.messages[-2:]
         for mode in state.unlearn():
             info(f"the drafter of '{mode}' cannot discard what it learned, so it may know this answer already")
         return _line(state, state.asked, terminal)
@@ -75,7 +72,7 @@ def _message(state: ChatState, text: str, terminal: Terminal) -> None:
     """Every mode that is on answers with the same seed. The conversation keeps the speculative answer."""
     from paceline.core.noise import fresh_seed
 
-    state.asked, state.answers = text, []
+    state.asked, state.answers = text, {}
     settings = {"seed": fresh_seed(), **read_settings(state.options)}
     prompt = _prompt(state, text)
     for mode, wanted in state.modes.items():
@@ -84,16 +81,21 @@ def _message(state: ChatState, text: str, terminal: Terminal) -> None:
         decoder = state.decoder(mode)
         if sum(state.modes.values()) > 1:
             terminal.write(f"[{mode}]\n")
-        result = _answer(decoder, prompt, fitting(decoder, settings), state, terminal)
-        state.answers.append(Answer(mode, result))
+        drafts, fitted = state.switches["drafts"], fitting(decoder, settings)
+        result, shown = write_text(decoder, prompt, fitted, state.options, drafts, terminal)
+        if state.options.json:
+            print(dump(result_as_dict(result, state.target.tokenizer)), flush=True)
+        else:
+            shown.finish(terminal, result)
+        state.answers[mode] = result
         info(_summary(state, decoder, result))
         if state.switches["debug"]:
             show_rounds(result, state.target.tokenizer, terminal)
         if result.finish_reason == "cancelled":
             break
     if state.switches["chat"]:
-        kept = next((a for a in state.answers if a.mode == "speculative"), state.answers[0])
-        state.messages += [{"role": "user", "content": text}, {"role": "assistant", "content": kept.result.text}]
+        kept = state.answers.get("speculative", next(iter(state.answers.values())))
+        state.messages += [{"role": "user", "content": text}, {"role": "assistant", "content": kept.text}]
 
 
 def _prompt(state: ChatState, text: str) -> Any:
@@ -104,35 +106,14 @@ def _prompt(state: ChatState, text: str) -> Any:
     return [*before, *state.messages, {"role": "user", "content": text}]
 
 
-def _answer(
-    decoder: SpeculativeDecoder, prompt: Any, settings: Any, state: ChatState, terminal: Terminal
-) -> Generation:
-    tokenizer = decoder.target.tokenizer
-    live = not state.options.json and (terminal.is_terminal if state.options.stream is None else state.options.stream)
-    with silent_keys(), interruptible() as cancelled:
-        stream = decoder.stream(prompt, cancel=cancelled, **settings)
-        shown = TokenPrinter(stream, terminal if live else None, tokenizer, state.switches["drafts"])
-        try:
-            for piece in counted(stream, "writing", live):
-                shown.add(piece)
-        except KeyboardInterrupt:  # the second Ctrl-C: the text so far is kept
-            stream.close()
-        (result,) = stream.results
-    if state.options.json:
-        print(dump(result_as_dict(result, tokenizer)), flush=True)
-    else:
-        shown.finish(terminal, result)
-    return result
-
-
 def _summary(state: ChatState, decoder: SpeculativeDecoder, result: Generation) -> str:
     """The numbers of one answer, and its speed against the first answer."""
     line = summary(result, speculates=decoder.speculates)
-    first = state.answers[0].result.stats.tokens_per_second
-    if len(state.answers) > 1 and first > 0:
-        ratio = result.stats.tokens_per_second / first
-        same = "the same text" if result.tokens == state.answers[0].result.tokens else "another text"
-        line += f", {ratio:.2f} times the speed of {state.answers[0].mode}, {same}"
+    mode, first = next(iter(state.answers.items()))
+    if len(state.answers) > 1 and first.stats.tokens_per_second > 0:
+        ratio = result.stats.tokens_per_second / first.stats.tokens_per_second
+        same = "the same text" if result.tokens == first.tokens else "another text"
+        line += f", {ratio:.2f} times the speed of {mode}, {same}"
     return line
 
 
@@ -161,8 +142,10 @@ def _typed() -> Iterator[str]:
     from prompt_toolkit.completion import NestedCompleter
     from prompt_toolkit.history import FileHistory, InMemoryHistory
 
+    from paceline.core.contracts import DRAFTERS, RULES
+
     words = {name: dict.fromkeys(values) or None for name, values in words_to_complete().items()}
-    words["/draft"], words["/rule"] = (dict.fromkeys(names) for names in _names())
+    words["/draft"], words["/rule"] = dict.fromkeys(DRAFTERS), dict.fromkeys(RULES)
     place = history_file()
     history = InMemoryHistory() if place is None else FileHistory(str(place))
     session: PromptSession[str] = PromptSession(history=history, completer=NestedCompleter.from_nested_dict(words))
@@ -176,12 +159,6 @@ def _typed() -> Iterator[str]:
         except EOFError:
             return
         yield line
-
-
-def _names() -> tuple[list[str], list[str]]:
-    from paceline.core.contracts import DRAFTERS, RULES
-
-    return list(DRAFTERS), list(RULES)
 
 
 def history_file() -> Path | None:

@@ -2,26 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+from statistics import median
 from typing import TYPE_CHECKING, Any
 
 import typer
 
+from paceline.cli import result_lines
 from paceline.cli.command_options import GenerateOptions, resolve_drafter
-from paceline.cli.decoder_session import open_decoder, read_prompt, read_settings
-from paceline.cli.result_lines import (
-    Recording,
-    beam_lines,
-    beginning,
-    dump,
-    logprob_lines,
-    result_as_dict,
-    settings_of,
-    summary,
-    versions,
-)
+from paceline.cli.decoder_session import fitting, open_decoder, plain_decoder, read_prompt, read_settings
 from paceline.cli.settings import command_from
-from paceline.cli.terminal import Terminal, TokenPrinter, counted, info, silent_keys
-from paceline.common.errors import PacelineError
+from paceline.cli.terminal import ACCEPTED, OWN, Terminal, info, preparing, write_text
 from paceline.common.process import interruptible
 
 if TYPE_CHECKING:
@@ -30,6 +22,7 @@ if TYPE_CHECKING:
 
 
 INTERRUPTED = 130
+_WARM_UP = 16  # tokens; the first forward passes are slower
 
 EPILOG = """
 [bold]Examples[/bold]
@@ -53,13 +46,11 @@ def generate(ctx: typer.Context, options: GenerateOptions) -> None:
     """Continue PROMPT with a target model. Speculation makes it faster and does not change the text."""
     settings, prompt = read_settings(options), read_prompt(options)
     decoder = open_decoder(options, settings)
-    info(beginning(decoder, settings))
+    info(result_lines.beginning(decoder, settings))
     if options.compare:
-        from paceline.cli.compare import compare
-
-        compare(decoder, prompt, settings, options)
+        _compare(decoder, prompt, settings, options)
         return
-    recording = None if options.trace is None else Recording(options, decoder, settings)
+    recording = None if options.trace is None else result_lines.Recording(options, decoder, settings)
     result = _write(decoder, prompt, settings, options)
     if recording is not None:
         recording.add(result)
@@ -68,31 +59,213 @@ def generate(ctx: typer.Context, options: GenerateOptions) -> None:
 
 
 def _write(decoder: SpeculativeDecoder, prompt: Any, settings: dict[str, Any], options: GenerateOptions) -> Generation:
-    terminal = Terminal()
-    tokenizer = decoder.target.tokenizer
-    live = terminal.is_terminal if options.stream is None else options.stream
-    live = live and not options.json and options.n_best is None  # beam search returns all texts at once, with scores
-    with silent_keys(), interruptible() as cancelled:
-        stream = decoder.stream(prompt, cancel=cancelled, **settings)
-        shown = TokenPrinter(stream, terminal if live else None, tokenizer, options.show_drafts)
-        try:
-            for piece in counted(stream, "writing", live):
-                shown.add(piece)
-        except KeyboardInterrupt:  # the second Ctrl-C: the text so far is kept
-            stream.close()
-        except PacelineError:
-            if terminal.last:
-                terminal.end()
-            raise
-        (result,) = stream.results
+    terminal, tokenizer = Terminal(), decoder.target.tokenizer
+    result, shown = write_text(decoder, prompt, settings, options, options.show_drafts, terminal)
     if options.json:
-        content = result_as_dict(result, tokenizer)
-        print(dump({**content, "settings": settings_of(decoder, settings), "versions": versions()}), flush=True)
+        content = result_lines.result_as_dict(result, tokenizer)
+        print(
+            result_lines.dump(
+                {
+                    **content,
+                    "settings": result_lines.settings_of(decoder, settings),
+                    "versions": result_lines.versions(),
+                }
+            ),
+            flush=True,
+        )
     else:
-        first, *others = beam_lines(result) if options.n_best is not None else [""]
+        first, *others = result_lines.beam_lines(result) if options.n_best is not None else [""]
         terminal.write(first)
         shown.finish(terminal, result)
-        for line in [*others, *logprob_lines(result, tokenizer)]:
+        for line in [*others, *result_lines.logprob_lines(result, tokenizer)]:
             terminal.write(line + "\n")
-    info(summary(result, speculates=decoder.speculates))
+    info(result_lines.summary(result, speculates=decoder.speculates))
     return result
+
+
+# ---- --compare: plain and speculative decoding of the same prompt and seed, in turns
+
+
+@dataclass(frozen=True)
+class Side:
+    """One way to decode: its last result and the speeds of all its runs."""
+
+    name: str
+    result: Generation
+    speeds: list[float]
+
+    @property
+    def speed(self) -> float:
+        return median(self.speeds)
+
+    @property
+    def seconds(self) -> float:
+        return len(self.result.tokens) / self.speed if self.speed else 0.0
+
+    @property
+    def span(self) -> str:
+        low, high = f"{min(self.speeds):.1f}", f"{max(self.speeds):.1f}"
+        return low if low == high else f"{low}–{high}"
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """The first difference of two texts, and the gap of the two best logits of the target there."""
+
+    position: int
+    plain: int | None
+    speculative: int | None
+    gap: float | None
+
+
+def _compare(decoder: SpeculativeDecoder, prompt: Any, settings: dict[str, Any], options: GenerateOptions) -> None:
+    from paceline.core.noise import fresh_seed
+
+    settings = {"seed": fresh_seed(), **settings}
+    plain = plain_decoder(decoder.target, decoder.rule)
+    with interruptible() as cancelled:
+        sides = _in_turns({"plain": plain, decoder.drafter.name: decoder}, prompt, settings, options.repeats, cancelled)
+    if sides is None:
+        info("cancelled before the comparison was complete")
+        raise typer.Exit(INTERRUPTED)
+    divergence = _divergence(*sides, plain)
+    if options.json:
+        content = _as_dict(*sides, divergence, decoder.target.tokenizer)
+        print(
+            result_lines.dump(
+                {
+                    **content,
+                    "settings": result_lines.settings_of(decoder, settings),
+                    "versions": result_lines.versions(),
+                }
+            ),
+            flush=True,
+        )
+    else:
+        _print(*sides, divergence, decoder, options.repeats)
+
+
+def _in_turns(
+    decoders: dict[str, SpeculativeDecoder],
+    prompt: Any,
+    settings: dict[str, Any],
+    repeats: int,
+    cancelled: Callable[[], bool],
+) -> tuple[Side, Side] | None:
+    """A warm-up of each, then runs in turns, so that a busy machine slows both. A drafter that learns from texts
+    discards this one before each run. None: cancelled."""
+    short = {**settings, "max_new_tokens": min(_WARM_UP, settings["max_new_tokens"]), "min_new_tokens": 0}
+    for decoder in decoders.values():
+        decoder.generate(prompt, cancel=cancelled, **fitting(decoder, short))
+    results: dict[str, list[Generation]] = {name: [] for name in decoders}
+    with preparing("comparing", announce=False) as progress:
+        for run in range(repeats):
+            for name, decoder in decoders.items():
+                progress(f"run {run + 1} of {repeats}, {name}", 0, None)
+                decoder.forget()
+                results[name].append(decoder.generate(prompt, cancel=cancelled, **fitting(decoder, settings)))
+                if cancelled():
+                    return None
+    ours, theirs = (Side(name, runs[-1], [r.stats.tokens_per_second for r in runs]) for name, runs in results.items())
+    return ours, theirs
+
+
+def _divergence(plain: Side, speculative: Side, decoder: SpeculativeDecoder) -> Divergence | None:
+    ours, theirs = plain.result.tokens, speculative.result.tokens
+    if ours == theirs:
+        return None
+    at = next((i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), min(len(ours), len(theirs)))
+    from paceline.audit.agreement import logits_after
+
+    # raw logits, without controls
+    logits = logits_after(decoder, plain.result.prompt_tokens, ours[:at])
+    best = logits.topk(min(2, len(logits))).values.tolist()
+    gap = best[0] - best[1] if len(best) > 1 else None
+    return Divergence(at, ours[at] if at < len(ours) else None, theirs[at] if at < len(theirs) else None, gap)
+
+
+def _as_dict(plain: Side, speculative: Side, divergence: Divergence | None, tokenizer: Any) -> dict[str, Any]:
+    plain_dict, speculative_dict = (
+        {**result_lines.result_as_dict(side.result, tokenizer), "tokens_per_second": side.speed, "runs": side.speeds}
+        for side in (plain, speculative)
+    )
+    return {
+        "plain": plain_dict,
+        "speculative": speculative_dict,
+        "identical": divergence is None,
+        "divergence": None if divergence is None else vars(divergence),
+        "speed_up": speculative.speed / plain.speed if plain.speed else None,
+    }
+
+
+# ---- output
+
+
+def _print(
+    plain: Side, speculative: Side, divergence: Divergence | None, decoder: SpeculativeDecoder, repeats: int
+) -> None:
+    terminal = Terminal()
+    tokenizer = decoder.target.tokenizer
+    if divergence is None:
+        _text(terminal, speculative.result, tokenizer)
+        terminal.write("\nidentical text\n")
+    else:
+        for side in (plain, speculative):
+            terminal.write(f"[{side.name}]\n")
+            _text(terminal, side.result, tokenizer)
+        terminal.write(f"\nthe texts differ {_explain(divergence, decoder)}\n")
+    terminal.write("\n" + _table(plain, speculative))
+    terminal.write(f"\n{_verdict(plain, speculative, repeats)}\n")
+
+
+def _text(terminal: Terminal, result: Generation, tokenizer: Any) -> None:
+    """The text in the colours of its tokens, decoded like a stream."""
+    if tokenizer is None:
+        terminal.write(" ".join(str(token) for token in result.tokens))
+    else:
+        from paceline.engine.stopping import Detokenizer
+
+        written, left = Detokenizer(tokenizer, result.prompt_tokens), result.text
+        for token, from_draft in zip(result.tokens, result.trace.from_draft, strict=True):
+            piece = written.push(token)[: len(left)]
+            terminal.write(piece, ACCEPTED if from_draft else OWN)
+            left = left[len(piece) :]
+        terminal.write(left, OWN)
+    terminal.end()
+
+
+def _table(plain: Side, speculative: Side) -> str:
+    width = max(len(plain.name), len(speculative.name))
+    lines = [f"{'':{width}}  tokens  seconds  tokens/s  passes     τ  acceptance"]
+    for side in (plain, speculative):
+        stats = side.result.stats
+        share = f"{stats.acceptance_rate:.0%}, {stats.accepted} of {stats.drafted}" if stats.drafted else "–"
+        lines.append(
+            f"{side.name:{width}}  {stats.emitted:6}  {side.seconds:7.2f}  {side.speed:8.1f}  {stats.rounds:6}  "
+            f"{stats.mean_accepted_length:4.2f}  {share}"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def _verdict(plain: Side, speculative: Side, repeats: int) -> str:
+    ratio = speculative.speed / plain.speed if plain.speed else 0.0
+    runs = f"median of {repeats} runs each, in turns" if repeats > 1 else "one run each"
+    spread = f"plain {plain.span}, {speculative.name} {speculative.span} tokens/s"
+    if ratio >= 1:
+        return f"{ratio:.2f} times as fast with {speculative.name} ({runs}; {spread})"
+    stats = speculative.result.stats
+    why = "nothing was drafted" if not stats.drafted else f"{stats.acceptance_rate:.0%} of the drafts were accepted"
+    return f"speculation was slower here: {ratio:.2f} times the speed of plain decoding, {why} ({runs}; {spread})"
+
+
+def _explain(divergence: Divergence, decoder: SpeculativeDecoder) -> str:
+    def shown(token: int | None) -> str:
+        return (
+            "nothing" if token is None else f"{result_lines.token_text(token, decoder.target.tokenizer)!r} (id {token})"
+        )
+
+    gap = "" if divergence.gap is None else f"; the target's two best logits are {divergence.gap:.3g} apart there"
+    plain, speculative = shown(divergence.plain), shown(divergence.speculative)
+    where = f"from new token {divergence.position + 1} on: plain {plain}, speculative {speculative}"
+    keeps = {"law": "keeps the distribution of the text, not the text", "": "is lossy"}.get(decoder.rule.exact)
+    return f"{where}{gap}{'' if keeps is None else f'; rule {decoder.rule.name!r} {keeps}'}"

@@ -1,4 +1,7 @@
-"""`python -m paceline.cli.name_index`: write the index of names (`common/names.json`) from the registries."""
+"""Write the index of names (`common/names.json`) from the registries.
+
+python tools/name_index.py
+"""
 
 from __future__ import annotations
 

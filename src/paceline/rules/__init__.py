@@ -1,4 +1,5 @@
-"""The rules: pure mathematics on laws, one file each. Importing this room registers every file in it."""
+"""The rules, one file each: functions of distributions over the vocabulary. A "law" is such a distribution, after all
+controls. To import this package registers every rule."""
 
 from importlib import import_module
 from pkgutil import iter_modules

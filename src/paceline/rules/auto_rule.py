@@ -14,7 +14,7 @@ from paceline.rules.traversal import Traversal
 
 @RULES.register("auto")
 class Auto(Rule):
-    """Let the draft decide: `match` for certain and coupled drafts, `traversal` where it brings laws of its own."""
+    """`match` for certain and coupled drafts, `traversal` for drafts with distributions of their own."""
 
     exact = "law"  # the weaker of the two promises
 

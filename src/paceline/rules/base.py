@@ -1,4 +1,4 @@
-"""Accept what the target finds plausible enough: the walk that `typical` and `threshold` share. Lossy by nature."""
+"""The base of `typical` and `threshold`, which accept tokens that are probable enough. Lossy."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from paceline.rules.ratio import pack
 
 @dataclass(frozen=True)
 class Shares(Limited):
-    """Options that are all probabilities, or shares of one."""
+    """Options that are all probabilities or parts of a probability."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -28,10 +28,11 @@ class Shares(Limited):
 
 
 class Plausible(Rule):
-    """Keep the longest path whose every token the target gives at least `floor`; the token after it is its own sample.
+    """Keep the longest path on which every token has at least the probability `floor`. The token after it is the
+    target's own sample.
 
-    How the draft was drawn does not matter, as nothing is weighed against it. At temperature 0 the law is a point mass,
-    so only the target's own token is plausible and the text is the greedy one.
+    How the draft was drawn does not matter. At temperature 0 the law is a point mass, so only the target's own token is
+    accepted and the text is the greedy one.
     """
 
     exact = ""
@@ -47,7 +48,7 @@ class Plausible(Rule):
         if tree.in_use is not None:
             fine = fine & tree.in_use
         reached = ~(tree.ancestors & ~fine.unsqueeze(1)).any(-1)
-        # the deepest node that can be reached; of equals the first, which the draft is surest of
+        # the deepest accepted node; the first of equal ones, which the draft ranks highest
         depth = (tree.depth + 1).where(reached, 0)
         end = depth.argmax(1, keepdim=True)
         taken = tree.ancestors.gather(1, end.unsqueeze(-1).expand(-1, -1, tree.nodes)).squeeze(1) & reached
@@ -56,4 +57,4 @@ class Plausible(Rule):
 
     @abstractmethod
     def floor(self, law: Tensor) -> Tensor:
-        """[R,N]: the least probability that is plausible under the laws [R,N,V]."""
+        """[R,N]: the least probability to accept under the laws [R,N,V]."""

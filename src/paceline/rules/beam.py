@@ -1,4 +1,4 @@
-"""Beam search over the draft: as many steps of the search as the trees have the texts for, in one pass."""
+"""Beam search over the draft: one forward pass covers every depth at which all beams were drafted."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ _ENDLESS = 1 << 60
 
 @RULES.register("beam")
 class Beam(Rule):
-    """Beam search as transformers runs it, several tokens per pass: the likeliest texts, whatever was drafted.
+    """Keep the result of transformers' beam search, with several tokens per forward pass.
 
-    At each depth the true best of score + log p over all children of all beams go on, in the tree of their row; the
-    walk ends with the first depth at which one of them was not drafted. Rows that belong to no search are beams of one.
-    Unlike other rules it reads to the host: the few best candidates of every node, once per round.
+    At each depth the best of score + log p over all children of all beams continue, in the tree of their row. The
+    search stops at the first depth at which a beam was not drafted. A row without a search is a search with one beam.
+    Unlike other rules it reads to the host: the best candidates of every node, once per round.
     """
 
     exact = "beam"
@@ -33,7 +33,7 @@ class Beam(Rule):
 
     @dataclass(frozen=True)
     class Options(Limited):
-        num_beams: int = limited(4, 1, BEAMS_LIMIT)  # for requests that do not say
+        num_beams: int = limited(4, 1, BEAMS_LIMIT)  # for requests without a number
 
     def __init__(self, options: Options | None = None) -> None:
         self.options: Beam.Options = options or self.Options()
@@ -59,12 +59,13 @@ class Beam(Rule):
 
 
 def log_probabilities(logits: Tensor, choice: Choice) -> Tensor:
-    """[R,1+N,V] in float32; the controls work on log-probabilities and are not normalised again, as in transformers."""
+    """Return [R,1+N,V] in float32. Controls change log-probabilities, which are not normalised again, as in
+    transformers."""
     return choice.edited(logits.to(torch.float32).log_softmax(-1)).to(torch.float32)
 
 
 def _logprobs(logits: Tensor, processed: Tensor, tokens: Tensor) -> BeamLogprobs:
-    """The candidates [R,1+N,K] with their raw log-probabilities, and the likeliest K by those."""
+    """Return the candidates [R,1+N,K] with their raw log-probabilities, and the K likeliest by those."""
     raw = logits.to(torch.float32).log_softmax(-1)
     top = raw.topk(tokens.shape[-1], dim=-1)
     return BeamLogprobs(
@@ -73,7 +74,7 @@ def _logprobs(logits: Tensor, processed: Tensor, tokens: Tensor) -> BeamLogprobs
 
 
 def children(tree: TokenTree) -> dict[tuple[int, int, int], int]:
-    """(row, parent, token) -> node, of all nodes in use; -1 is the text. Of twins the elder."""
+    """Return (row, parent, token) -> node for all nodes in use; -1 is the text. Of equal siblings the first."""
     tokens = tree.tokens.tolist()
     parents = [list(range(-1, tree.nodes - 1))] * tree.rows if tree.parents is None else tree.parents.tolist()
     counts = [tree.nodes] * tree.rows if tree.count is None else tree.count.tolist()
@@ -87,8 +88,8 @@ def children(tree: TokenTree) -> dict[tuple[int, int, int], int]:
 def walk(
     state: BeamState, members: Sequence[int], values: Tensor, ids: Tensor, drafted: dict[tuple[int, int, int], int]
 ) -> BeamState:
-    """Steps of one search, until it is over or one of its beams leaves the draft. values/ids [R,1+N,K]: the best
-    candidates after the text (0) and after every node (1+node) of every row."""
+    """Step one search until it ends or a beam is not in the draft. values/ids [R,1+N,K]: the best candidates after the
+    text (0) and after every node (1+node) of every row."""
     while True:
         rows = [members[beam.row] for beam in state.beams]
         places = [beam.node + 1 for beam in state.beams]
@@ -102,7 +103,7 @@ def walk(
 
 
 def _pack(tree: TokenTree, states: Sequence[BeamState], groups: Sequence[Sequence[int]]) -> Verdict:
-    """The new rows: what each of them continues, by which nodes, and the tokens that come to it."""
+    """Return the verdict of the new rows: the row that each continues, its path of nodes, and its new tokens."""
     device = tree.tokens.device
     source = list(range(tree.rows))
     emitted: list[list[int]] = [[] for _ in source]

@@ -1,4 +1,4 @@
-"""Judge a chain as a whole: how much of it is kept is decided from its end, not token by token."""
+"""Block verification: verify a chain as a whole, from its end, not token by token."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from paceline.rules.ratio import draft_law, pack
 
 @RULES.register("block")
 class Block(Rule):
-    """Keep the target's law on chains (block verification, Sun et al.): no rule keeps more tokens of a chain."""
+    """Keep the target's distribution on chains (block verification, Sun et al.). No exact rule keeps more of a
+    chain."""
 
     exact = "law"
     draw = "independent"
@@ -26,10 +27,10 @@ class Block(Rule):
 
 
 def judge_chain(tree: TokenTree, laws: Tensor, choice: Choice) -> Verdict:
-    """The verdict on a chain under the target's laws [R,1+N,V]: the longest beginning whose coin falls.
+    """Return the verdict on a chain under the target's laws [R,1+N,V]: the longest prefix whose coin is true.
 
-    `share` [R,1+N] (P in the paper) is how much of each beginning the target can use of what is drafted; `left`
-    [R,1+N,V] what is to be served after it once everything drafted after it is rejected.
+    `share` [R,1+N] (P in the paper) is the part of each drafted prefix that the target can use. `left` [R,1+N,V] is the
+    residual law after the prefix, if all drafted tokens after it are rejected.
     """
     R, N = tree.tokens.shape
     q = draft_law(tree, slice(None), laws[:, :N])  # [R,N,V]
@@ -41,12 +42,12 @@ def judge_chain(tree: TokenTree, laws: Tensor, choice: Choice) -> Verdict:
     share = torch.stack(shares, 1)
     chance, left = after_rejection(share[:, :N], laws[:, :N], q)
     chance, left = torch.cat([chance, share[:, N:]], 1), torch.cat([left, laws[:, N:]], 1)
-    if tree.count is not None:  # a row that drafted less ends there: nothing after it was rejected
+    if tree.count is not None:  # a shorter draft of a row: nothing after its end was rejected
         place, end = arange(0, N + 1, laws.device), tree.count[:, None]
         chance = torch.where(place < end, chance, torch.where(place == end, share, 0.0))
         left = torch.where((place < end).unsqueeze(-1), left, laws)
-    # All coins of a round stand at its first place. The next round begins further on, so no number is used twice, even
-    # though places that were looked at here are drafted again.
+    # All coins of a round are keyed by its first position. The next round begins later, so no number is used twice,
+    # also if the next round drafts the same positions again.
     start = torch.zeros(R, dtype=torch.int64, device=laws.device)
     accepted = start
     for node in range(N):
@@ -56,13 +57,13 @@ def judge_chain(tree: TokenTree, laws: Tensor, choice: Choice) -> Verdict:
 
 
 def after_rejection(share: Tensor, p: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
-    """What a place has still to serve when a child drawn from q [...,V] and all below it is rejected: its share [...]
-    of p [...,V] becomes S / (S + 1 - share) of norm((share * p - q)+), where S is the sum of that difference."""
+    """Return the share [...] and the law [...,V] of a node after a child drawn from q [...,V], and all below it, is
+    rejected: S / (S + 1 - share) and norm((share * p - q)+), where S is the sum of that difference."""
     left = (share.unsqueeze(-1) * p - q).clamp(min=0)
     total = left.sum(-1)
     some = total > 0
-    # Nothing is left: the child took all this place had, or (share 1) p = q up to rounding, and p itself is the right
-    # law. NaN keeps its share, so that a broken law is met and told rather than walked around.
+    # No residual: the child used all of the share, or (share 1) p = q up to rounding, and then p itself is the right
+    # law. NaN keeps its share, so that a broken law is reported and not skipped.
     none = torch.where((total == 0) & (share < 1), 0.0, share)
     return torch.where(some, total / (total + (1 - share)), none), torch.where(
         some.unsqueeze(-1), left / total.unsqueeze(-1), p

@@ -1,4 +1,4 @@
-"""Judge k independent drafts of one token together: SpecTr's sequential selection."""
+"""SpecTr's sequential selection: verify k independent drafts of one token together."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from paceline.core.tree import TokenTree
 from paceline.core.verdict import Verdict
 from paceline.rules.ratio import Ratio, pack
 
-_STEPS = 60  # halvings of an interval no longer than k: rho is then as exact as float64 can tell
+_STEPS = 60  # bisections of an interval up to k: rho then has the precision of float64
 
 
 @RULES.register("k-seq")
 class KSeq(Ratio):
-    """Keep the target's law on trees of independent siblings (SpecTr): draft i is accepted with min(1, p/(rho q)).
+    """Keep the target's distribution on trees of independent siblings (SpecTr): accept draft i with min(1, p/(rho q)).
 
-    The k siblings below a node are all tried on the same p, with the least rho that lets them serve no token more
-    often than p does. Twins are two drafts like any others: the walk goes on below the one that was accepted. (Going
-    on below a twin because that one was expanded would let a draw decide about a draw.) A chain, and a point mass, is
-    one draft per place: rho is 1, and the walk is that of `ratio`.
+    The k siblings below a node are all tried on the same p, with the least rho at which no token is emitted more often
+    than p allows. Equal siblings are separate drafts: the rule continues below the accepted one only, because whether
+    the other one has children depends on what was drawn. A chain, and a point mass, has one draft per position: rho is
+    1, and the rule is `ratio`.
     """
 
     draw = "iid"
@@ -40,7 +40,7 @@ class KSeq(Ratio):
         chance = self.chance(p, rho.gather(1, above) * q)
         if tree.in_use is not None:
             chance = torch.where(tree.in_use, chance, 0.0)
-        # coins at the first place of the round, as in `block`
+        # coins keyed by the first position of the round, as in `block`
         start = torch.zeros(tree.rows, dtype=torch.int64, device=laws.device)
         heads = torch.stack([choice.coin(chance[:, node], start, node) for node in range(tree.nodes)], 1)
         siblings = (tree.parents.unsqueeze(1) == tree.parents.unsqueeze(2)).tril(-1)  # [R,N,N]: j is an elder of i
@@ -52,12 +52,12 @@ class KSeq(Ratio):
 
 
 def _at(laws: Tensor, place: Tensor) -> Tensor:
-    """[R,V]: of laws [R,N,V] the ones at `place` [R,1]."""
+    """Return [R,V]: of laws [R,N,V] those at `place` [R,1]."""
     return laws.gather(1, place.unsqueeze(-1).expand(-1, 1, laws.shape[2])).squeeze(1).to(torch.float64)
 
 
 def _children(tree: TokenTree) -> tuple[Tensor, Tensor]:
-    """How many children the text and every node have [R,1+N], and which is the first (0 where there is none)."""
+    """Return the number of children of the text and of every node [R,1+N], and the first child (0 if there is none)."""
     assert tree.parents is not None
     places = arange(-1, tree.nodes, tree.parents.device)
     below = tree.parents.unsqueeze(1) == places[:, None]  # [R,1+N,N]
@@ -67,9 +67,9 @@ def _children(tree: TokenTree) -> tuple[Tensor, Tensor]:
 
 
 def _rho(laws: Tensor, drafts: Tensor, k: Tensor, eldest: Tensor) -> Tensor:
-    """[R,1+N] float64: the least rho in [1, k] with rho * beta(rho) >= 1 - (1 - beta(rho))^k, for beta(rho) = sum of
-    min(q, p/rho). Between two neighbours among the ratios p/q, beta is A + B/rho: those two numbers are found once for
-    every place, and only they are bisected."""
+    """Return [R,1+N] float64: the least rho in [1, k] with rho * beta(rho) >= 1 - (1 - beta(rho))^k, for beta(rho) =
+    sum of min(q, p/rho). Between two neighbours among the ratios p/q, beta is A + B/rho. A and B are computed once for
+    every node, and the bisection uses only them."""
     parts = []
     for place in range(laws.shape[1]):
         p = laws[:, place].to(torch.float64)
@@ -80,22 +80,22 @@ def _rho(laws: Tensor, drafts: Tensor, k: Tensor, eldest: Tensor) -> Tensor:
         middle = (low + high) / 2
         enough = A * middle + B >= _any_of(A + B / middle, count)
         low, high = torch.where(enough, low, middle), torch.where(enough, middle, high)
-    return high  # the side on which nothing is served too often
+    return high  # the side on which no token is emitted too often
 
 
 def _any_of(chance: Tensor, k: Tensor) -> Tensor:
-    """1 - (1 - chance)^k, also where the chance is tiny."""
+    """Return 1 - (1 - chance)^k, precise also for a tiny chance."""
     return -torch.expm1(k * torch.log1p(-chance.clamp(max=1.0)))
 
 
 def _piece(p: Tensor, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """[R] each, from p and q [R,V] and k [R,1]: A, B and the bounds of the piece of beta in which rho lies."""
+    """Return A, B and the bounds [R] of the piece of beta that contains rho, from p and q [R,V] and k [R,1]."""
     ratio, order = torch.where(q > 0, p / q, torch.where(p > 0, torch.inf, 0.0)).sort(1)
     p, q = p.gather(1, order), q.gather(1, order)
-    # with rho at the corner of token i: smaller ratios give p/rho, the others q
+    # with rho at the ratio of token i: smaller ratios give p/rho, the others q
     served, kept = p.cumsum(1) - p, q.flip(1).cumsum(1).flip(1)
     beta = kept + torch.where(ratio > 0, served / ratio, 0.0)
-    short = ratio * beta < _any_of(beta, k)  # true up to a corner, then false: rho * beta rises, the other side falls
+    short = ratio * beta < _any_of(beta, k)  # true up to a ratio, then false: rho * beta rises, the other side falls
     corner = short.sum(1, keepdim=True)
     inside = corner < ratio.shape[1]
     at = corner.clamp(max=ratio.shape[1] - 1)
@@ -107,7 +107,7 @@ def _piece(p: Tensor, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Tensor, Ten
 
 
 def _left(p: Tensor, q: Tensor, rho: Tensor, k: Tensor) -> Tensor:
-    """[R,V]: what k rejected drafts of q leave to serve. Right for every rho that is large enough."""
+    """Return [R,V]: the residual law after k rejected drafts of q. It is right for every rho that is large enough."""
     each = torch.minimum(q, p / rho)
     beta = each.sum(1, keepdim=True)
     served = each * torch.where(beta > 0, _any_of(beta, k.clamp(min=1)) / beta, 0.0)

@@ -1,4 +1,4 @@
-"""Accept a drafted token more readily than its law allows: lossy, with a bound on how much."""
+"""Accept a drafted token more often than the ratio test allows, by at most a factor 1/l. Lossy."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from paceline.rules.ratio import Ratio
 
 @RULES.register("lenience")
 class Lenience(Ratio):
-    """LOSSY: accept with min(1, p/(l·q)), so that no token gets more than 1/l times its share (Leviathan et al.)."""
+    """LOSSY: accept with min(1, p/(l·q)); no token gets more than 1/l times its probability (Leviathan et al.)."""
 
     exact = ""
 
     @dataclass(frozen=True)
     class Options(Limited):
-        """`lenience` l: 1 is the exact ratio test, smaller accepts more."""
+        """`lenience` l: 1 is the exact ratio test; a smaller value accepts more."""
 
         lenience: float = 0.5
 

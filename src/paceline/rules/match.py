@@ -13,7 +13,7 @@ from paceline.core.verdict import Verdict
 
 @RULES.register("match")
 class Match(Rule):
-    """Keep what the target would have sampled anyway: the same seed gives the same text, whatever was drafted."""
+    """Keep drafted tokens that equal the target's own sample: the same seed gives the same text with any draft."""
 
     def verify(self, tree: TokenTree, logits: Tensor, choice: Choice) -> Verdict:
         picks = choice.pick(logits)  # [R,1+N]: the target's token after the text and after every node

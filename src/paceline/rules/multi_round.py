@@ -1,4 +1,4 @@
-"""Try the siblings of a tree one after the other, each against what its elders left over."""
+"""Try the siblings of a tree one after the other, each on the residual of the ones before."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from paceline.rules.ratio import Ratio
 
 @RULES.register("multi-round")
 class MultiRound(Ratio):
-    """Keep the target's law on trees (SpecInfer, Sequoia): `ratio`, with a say in how siblings are drawn.
+    """Keep the target's distribution on trees (SpecInfer, Sequoia): `ratio`, with an option for how siblings are drawn.
 
-    The walk is that of `ratio`: a rejected sibling leaves norm((p - q)+) to serve, and the next one is tried on that.
+    The rule is `ratio`: after a rejected sibling the residual is norm((p - q)+), and the next one is tried on that.
     """
 
     @dataclass(frozen=True)
     class Options(Limited):
-        """`siblings`: all different (Sequoia), or each drawn without looking at the others (SpecInfer)."""
+        """`siblings`: all different (Sequoia), or drawn independently (SpecInfer)."""
 
         siblings: Literal["without_replacement", "iid"] = "without_replacement"
 

@@ -1,4 +1,4 @@
-"""Accept a drafted token with probability min(1, p/q), and otherwise draw from what the draft left over."""
+"""Accept a drafted token with probability min(1, p/q), and otherwise draw from the residual."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ from paceline.core.verdict import NOTHING, Verdict
 
 @RULES.register("ratio")
 class Ratio(Rule):
-    """Keep the target's law (Leviathan et al., Chen et al.): accept with min(1, p/q), else draw from the residual.
+    """Keep the target's distribution (Leviathan et al., Chen et al.): accept with min(1, p/q), else draw from the
+    residual.
 
-    One walk over the nodes serves chains, trees and point-mass drafts. `left` is the law that is still to be served at
-    the walk's end node. Siblings are tried in order, each against what its elder siblings left over; without
-    replacement, a sibling's own law loses the tokens its elders took (Leviathan 2023, Miao 2024, Chen 2024).
+    One loop over the nodes verifies chains, trees and point-mass drafts. `left` is the residual law at the last
+    accepted node. Siblings are tried in order, each on the residual of the ones before. Without replacement, the law of
+    a sibling excludes the tokens of the siblings before it (Leviathan 2023, Miao 2024, Chen 2024).
     """
 
     exact = "law"
@@ -32,7 +33,7 @@ class Ratio(Rule):
             return verdict
         laws = choice.law(logits).dense(logits.shape[-1])  # [R,1+N,V]
         R, N = tree.tokens.shape
-        at = torch.full((R,), -1, device=logits.device)  # the node the walk stands on; -1 is the text
+        at = torch.full((R,), -1, device=logits.device)  # the last accepted node; -1 is the text
         left = laws[:, 0]  # [R,V]
         depth = torch.zeros_like(at)
         taken = torch.zeros_like(tree.tokens, dtype=torch.bool)
@@ -53,30 +54,31 @@ class Ratio(Rule):
 
     @property
     def _plain(self) -> bool:
-        """Is this the ratio test itself? A subclass may change a part of it."""
+        """Return whether this is the ratio test itself. A subclass can change a part of it."""
         return all(getattr(type(self), part) is getattr(Ratio, part) for part in ("verify", "chance", "rest"))
 
     def chance(self, p: Tensor, q: Tensor) -> Tensor:
-        """[R]: how likely a token is accepted that target and draft give the probabilities p and q."""
+        """Return [R]: the probability to accept tokens with target probabilities p and draft probabilities q."""
         return torch.where(q > 0, p / q, torch.zeros_like(p)).clamp(max=1.0)
 
     def rest(self, left: Tensor, q: Tensor) -> Tensor:
-        """[R,V]: the law that is left to serve after a rejection."""
+        """Return [R,V]: the residual law after a rejection."""
         residual = (left - q).clamp(min=0)
         total = residual.sum(1, keepdim=True)
-        # p = q up to rounding leaves nothing: then a rejection has probability ~0, and p itself is the right law
+        # p = q up to rounding has no residual: then a rejection has probability ~0, and p itself is the right law
         return torch.where(total > 0, residual / total, left)
 
 
 def draft_law(tree: TokenTree, nodes: int | slice, like: Tensor) -> Tensor:
-    """[R,V] or [R,N,V]: the law each node was drawn from. Laws of later siblings already lack the elders' tokens."""
+    """Return [R,V] or [R,N,V]: the law that each node was drawn from. Laws of later siblings already exclude earlier
+    ones."""
     if tree.drawn == "certain" or tree.laws is None:
         return torch.zeros_like(like).scatter_(-1, tree.tokens[:, nodes].unsqueeze(-1), 1.0)
     return tree.laws[:, nodes].to(like.dtype)
 
 
 def pack(tree: TokenTree, taken: Tensor, last: Tensor) -> Verdict:
-    """The tokens of the nodes `taken` [R,N], moved to the front of each row, then the last one [R]."""
+    """Return the verdict with the tokens of the nodes `taken` [R,N] in front, then the last token [R]."""
     if tree.nodes == 0:
         return Verdict(last[:, None], torch.zeros_like(last)[:, None])
     accepted = taken.sum(1, keepdim=True)

@@ -1,4 +1,4 @@
-"""The ratio test without its second half: lossy."""
+"""The ratio test without the residual. Lossy."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from paceline.rules.ratio import Ratio
 
 @RULES.register("skip-adjustment")
 class SkipAdjustment(Ratio):
-    """LOSSY: accept with min(1, p/q), but after a rejection draw from p itself and not from the residual."""
+    """LOSSY: accept with min(1, p/q); after a rejection draw from p instead of the residual."""
 
     exact = ""
 

@@ -1,4 +1,4 @@
-"""Accept what is probable enough, or not much less so than the best. Lossy."""
+"""Accept tokens above a probability, or near the best token's probability. Lossy."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Threshold(Plausible):
 
     @dataclass(frozen=True)
     class Options(Shares):
-        """`least` is absolute; `share` is of the best token's probability, and 1 admits the best alone."""
+        """`least` is absolute. `share` is relative to the best token's probability; 1 accepts only the best token."""
 
         least: float = 0.3
         share: float = 1.0

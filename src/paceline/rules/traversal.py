@@ -1,4 +1,4 @@
-"""Judge a tree from its leaves: a branch is given up only after everything below it was tried."""
+"""Traversal verification: verify a tree from its leaves up."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from paceline.rules.ratio import draft_law, pack
 
 @RULES.register("traversal")
 class Traversal(Rule):
-    """Keep the target's law on trees, deciding from the leaves up (traversal verification); `block` on chains.
+    """Keep the target's distribution on trees, from the leaves up (traversal verification); `block` on chains.
 
-    What a node has to serve once its children are rejected does not depend on any coin, so all of it is computed
-    first, parents before children. Then every node has one coin, and the first in the order of a traversal (elder
-    branch first, children before their parent) whose coin falls ends the path.
+    The share and the law of a node after its children are rejected do not depend on coins. So they are computed first,
+    parents before children. Then every node has one coin. The path ends at the first node in traversal order (first
+    branch first, children before their parent) whose coin is true.
     """
 
     exact = "law"
@@ -31,7 +31,7 @@ class Traversal(Rule):
         if tree.is_chain or tree.nodes == 0:
             return judge_chain(tree, laws, choice)
         share, left = _served(tree, laws)
-        # all coins of a round stand at its first place, as in `block`
+        # all coins are keyed by the first position of the round, as in `block`
         start = torch.zeros(tree.rows, dtype=torch.int64, device=laws.device)
         heads = torch.stack([choice.coin(share[:, node + 1], start, node) for node in range(tree.nodes)], 1)
         taken = _first_leaf(tree, heads)
@@ -41,7 +41,7 @@ class Traversal(Rule):
 
 
 def _served(tree: TokenTree, laws: Tensor) -> tuple[Tensor, Tensor]:
-    """share [R,1+N] and law [R,1+N,V] of the text and of every node once all its children are rejected."""
+    """Return share [R,1+N] and law [R,1+N,V] of the text and of every node after all its children are rejected."""
     assert tree.parents is not None
     left = laws.clone()
     share = torch.zeros_like(laws[:, :, 0])
@@ -65,7 +65,8 @@ def _served(tree: TokenTree, laws: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _first_leaf(tree: TokenTree, heads: Tensor) -> Tensor:
-    """[R,N]: the path to the first node with `heads` [R,N]. It goes down into the eldest child that has one below."""
+    """Return [R,N]: the path to the first node with `heads` [R,N], through the first child that has such a node
+    below."""
     assert tree.parents is not None
     ancestors = tree.ancestors
     some = (ancestors & heads.unsqueeze(2)).any(1)  # at this node or below

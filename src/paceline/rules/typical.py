@@ -1,4 +1,4 @@
-"""Medusa's typical acceptance: the less certain the target is, the less it asks of a draft. Lossy."""
+"""Medusa's typical acceptance: the less certain the target is, the lower the probability to accept a token. Lossy."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Typical(Plausible):
 
     @dataclass(frozen=True)
     class Options(Shares):
-        """The hard floor ε, and the share δ of the floor that follows the entropy."""
+        """The fixed limit ε, and the factor δ of the limit by entropy."""
 
         epsilon: float = 0.3
         delta: float = 0.09

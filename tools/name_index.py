@@ -24,9 +24,8 @@ def build() -> dict[str, dict[str, list[str]]]:
     from paceline.models.runtime import RUNNERS
     from paceline.models.synthetic import SHAPES
     from paceline.training.distillation import LOSSES
-    from paceline.training.pair_training import PairSizes
     from paceline.training.recipes.base import RECIPES
-    from paceline.training.train_options import PAIR, CountingOptions
+    from paceline.training.train_options import PAIR, CountingOptions, PairSizes
 
     kinds = {**_ours(RECIPES), PAIR: _fields(PairSizes), "trigram": _fields(CountingOptions)}
     found = {

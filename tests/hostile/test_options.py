@@ -16,9 +16,8 @@ from paceline.common.limits import LARGEST, Limited, limited, plain_types
 from paceline.common.options import convert_options
 from paceline.common.registry import build_options
 from paceline.drafters.resolve import make_drafter
-from paceline.training.pair_training import PairSizes
 from paceline.training.recipes.base import RECIPES
-from paceline.training.train_options import CountingOptions, TrainOptions, WritingPlan
+from paceline.training.train_options import CountingOptions, PairSizes, TrainOptions, WritingPlan
 from tests.toys import letters, llama
 
 NUMBERS = (10**10, 10**13, 2**63 - 1, -(2**63), 10**30, 10**400, 10**5000, -(10**5000), float("nan"), float("inf"),

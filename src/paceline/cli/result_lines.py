@@ -96,15 +96,13 @@ def _logprobs_as_dicts(logprobs: list[TokenLogprob], tokenizer: Any) -> list[dic
             "text": token_text(entry.token, tokenizer),
             "raw": entry.raw,
             "processed": entry.processed,
-            "top_raw": [token_as_dict(token, value, tokenizer) for token, value in entry.top_raw],
-            "top_processed": [token_as_dict(token, value, tokenizer) for token, value in entry.top_processed],
+            **{
+                name: [{"token": t, "text": token_text(t, tokenizer), "logprob": value} for t, value in top]
+                for name, top in (("top_raw", entry.top_raw), ("top_processed", entry.top_processed))
+            },
         }
         for entry in logprobs
     ]
-
-
-def token_as_dict(token: int, logprob: float, tokenizer: Any) -> dict[str, Any]:
-    return {"token": token, "text": token_text(token, tokenizer), "logprob": logprob}
 
 
 def token_text(token: int, tokenizer: Any) -> str:
@@ -114,6 +112,11 @@ def token_text(token: int, tokenizer: Any) -> str:
 def dump(content: dict[str, Any]) -> str:
     """Strict JSON. It has no infinity, so the log-probability of a banned token is null."""
     return json.dumps(_finite(content), ensure_ascii=False, allow_nan=False)
+
+
+def print_json(content: dict[str, Any]) -> None:
+    """Write one JSON object with the versions to stdout."""
+    print(dump({**content, "versions": versions()}), flush=True)
 
 
 def _finite(value: Any) -> Any:

@@ -59,6 +59,18 @@ class CountingOptions(Limited):
 
 
 @dataclass(frozen=True)
+class PairSizes(Limited):
+    """vocabulary: of the tokenizer, at most. width, layers: of the main model and of the draft."""
+
+    vocabulary: int = limited(4096, 1, 2**24)
+    width: int = limited(256, 1, 2**16)
+    layers: int = limited(6, 1, 1024)
+    draft_width: int = limited(128, 1, 2**16)
+    draft_layers: int = limited(2, 1, 1024)
+    context: int = limited(1024, 1, 2**24)
+
+
+@dataclass(frozen=True)
 class TrainOptions(TargetOptions):
     """The options of `paceline train` and of `train`."""
 
@@ -143,22 +155,19 @@ class TrainOptions(TargetOptions):
     def folder(self) -> Path:
         return Path(self.out)
 
-    def kind_options_as_text(self) -> dict[str, str]:
-        """The options of the kind, as texts by name."""
+    def kind_options(self) -> Any:
+        """The options of the kind as its dataclass."""
+        from paceline.training.recipes.base import RECIPES
+
         texts: dict[str, str] = {}
         for text in self.options:
             name, equals, value = text.partition("=")
             if not equals:
                 raise InputError(f"An option of a kind is given as name=value, such as steps=5, got '{text}'.")
             texts[name.strip().replace("-", "_")] = value.strip()
-        return texts
-
-    def kind_options(self) -> Any:
-        """The options of the kind as its dataclass."""
-        from paceline.training.recipes.base import RECIPES
-
-        cls = CountingOptions if self.kind in COUNTED else RECIPES[self.kind].Options
-        return cls(**convert_options(self.kind_options_as_text(), cls, "kind", self.kind, prefix=""))
+        others: dict[str, type] = {PAIR: PairSizes, **dict.fromkeys(COUNTED, CountingOptions)}
+        cls = others.get(self.kind) or RECIPES[self.kind].Options
+        return cls(**convert_options(texts, cls, "kind", self.kind, prefix=""))
 
     def writing_plan(self) -> WritingPlan:
         names = {field.name for field in fields(WritingPlan)} & {field.name for field in fields(self)}

@@ -8,7 +8,7 @@ import typer
 
 from paceline.cli.command_options import AuditOptions, resolve_drafter
 from paceline.cli.decoder_session import open_decoder, open_rule
-from paceline.cli.result_lines import dump, token_text, versions
+from paceline.cli.result_lines import print_json, token_text
 from paceline.cli.settings import command_from
 from paceline.cli.terminal import Terminal, info, preparing
 from paceline.common.process import interruptible
@@ -74,7 +74,7 @@ def _show(report: Report, decoder: SpeculativeDecoder | None, options: AuditOpti
         return "" if tokenizer is None else repr(token_text(token, tokenizer))
 
     if options.json:
-        print(dump({**report.as_dict(), "versions": versions()}), flush=True)
+        print_json(report.as_dict())
     else:
         Terminal().write(as_text(report, words))
     if options.report is not None:

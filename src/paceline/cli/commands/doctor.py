@@ -8,14 +8,15 @@ import platform
 import shutil
 import tempfile
 import textwrap
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import typer
 
 from paceline.cli.settings import command_from
+from paceline.cli.terminal import preparing
 from paceline.common.errors import PacelineError
 from paceline.common.options import like, option
 from paceline.engine.decoder_config import TargetOptions
@@ -34,14 +35,8 @@ _TOKENS = 48  # of the text that --measure writes
 _PROMPT = "Explain in a few sentences why the sky is blue, and then say it again in other words."
 
 
-@dataclass
-class Check:
-    """One line of the answer. `FAIL` is what stops Paceline from working; a `note` is worth knowing."""
-
-    name: str
-    status: Literal["ok", "note", "FAIL"]
-    text: str
-    facts: dict[str, Any] = field(default_factory=dict)
+Found = tuple[str, str, dict[str, Any]]
+"""ok, note (worth knowing) or FAIL (Paceline does not work); the text; the facts for --json."""
 
 
 @dataclass(frozen=True)
@@ -63,233 +58,104 @@ def doctor(ctx: typer.Context, options: DoctorOptions) -> None:
 
     The exit code is 0 if Paceline works here, also with notes, and 1 if a check failed.
     """
-    checks: list[Check] = []
-    for check in _checks(options):
-        checks.append(check)
+    width, found, ok = min(100, shutil.get_terminal_size((100, 24)).columns), [], True
+    for name, (status, text, facts) in _Checks(options).run():
+        ok = ok and status != "FAIL"
+        found.append({"name": name, "status": status, "text": text, **facts})
         if not options.json:
-            _show(check)
+            head = f"{status:5}{name:11}"
+            indent = " " * len(head)
+            print(textwrap.fill(text, width, initial_indent=head, subsequent_indent=indent, break_on_hyphens=False))
     if options.json:
-        content = [{"name": c.name, "status": c.status, "text": c.text, **c.facts} for c in checks]
-        ok = all(check.status != "FAIL" for check in checks)
-        print(json.dumps({"ok": ok, "checks": content}, ensure_ascii=False, indent=1))
-    if any(check.status == "FAIL" for check in checks):
+        print(json.dumps({"ok": ok, "checks": found}, ensure_ascii=False, indent=1))
+    if not ok:
         raise typer.Exit(1)
 
 
-def _show(check: Check) -> None:
-    """One check, its text wrapped beside its name."""
-    width = min(100, shutil.get_terminal_size((100, 24)).columns)
-    head = f"{check.status:5}{check.name:11}"
-    indent = " " * len(head)
-    print(textwrap.fill(check.text, width, initial_indent=head, subsequent_indent=indent, break_on_hyphens=False))
+class _Checks:
+    """The checks, and the models that they load."""
 
+    def __init__(self, options: DoctorOptions) -> None:
+        self.options = options
+        self.lm: LanguageModel | None = None
+        self.decoder: SpeculativeDecoder | None = None
 
-def _checks(options: DoctorOptions) -> Iterator[Check]:
-    for name, look in (("versions", _versions), ("processor", _processor), ("devices", _devices),
-                       ("kernels", _kernels), ("cache", _cache)):  # fmt: skip
-        yield _tried(name, look)
-    if options.target is None and not _weights_here(_TARGET):
-        text = (
-            f"no model was tried: the weights of {_TARGET} are not here; name a model with --target, or run `make demo`"
-        )
-        yield Check("target", "note", text)
-        return
-    decoders: list[SpeculativeDecoder] = []
-    yield from _pair(options, decoders)
-    if decoders:
-        yield _tried("rollback", lambda: _rollback(decoders[0].target))
-        yield _tried("speed-up", lambda: _speed(decoders[0], options.measure))
+    def run(self) -> Iterator[tuple[str, Found]]:
+        """Each check by its name. One that fails says why, and the next one goes on if it can."""
+        for look in (_versions, _processor, _devices, _kernels, _cache, self._target, self._pair, self._rollback,
+                     self._speed_up):  # fmt: skip
+            try:
+                found = look()
+            except PacelineError as error:
+                found = "FAIL", str(error), {}
+            except Exception as error:  # whatever is broken is what people want to know
+                found = "FAIL", f"{type(error).__name__}: {' '.join(str(error).split())}", {}
+            yield look.__name__.lstrip("_").replace("_", "-"), found
+            if (look == self._target and self.lm is None) or (look == self._pair and self.decoder is None):
+                return
 
+    def _target(self) -> Found:
+        from paceline.models import load
 
-def _tried(name: str, look: Callable[[], Check]) -> Check:
-    """A check that fails says why, and the next one goes on."""
-    try:
-        return look()
-    except PacelineError as error:
-        return Check(name, "FAIL", str(error))
-    except Exception as error:  # whatever is broken is what people want to know
-        return Check(name, "FAIL", f"{type(error).__name__}: {' '.join(str(error).split())}")
-
-
-# ---- the machine
-
-
-def _versions() -> Check:
-    from importlib.metadata import PackageNotFoundError, version
-
-    from paceline import __version__
-
-    found = {"paceline": __version__, "python": platform.python_version()}
-    lacking = []
-    for name in _PACKAGES:
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            lacking.append(name)
-    text = ", ".join(f"{name} {number}" for name, number in found.items())
-    if lacking:
-        return Check("versions", "note", f"{text}; not installed: {', '.join(lacking)}", {"versions": found})
-    return Check("versions", "ok", text, {"versions": found})
-
-
-def _processor() -> Check:
-    import torch
-
-    from paceline.models.device import device_name
-    from paceline.models.runtime import cores_here
-
-    name, cores = device_name(torch.device("cpu")), cores_here()
-    try:
-        from paceline.kernels.cpu.machine import features
-
-        known = features()
-        abilities = [each for each in _FEATURES if each in known]
-    except ImportError:  # numba knows them
-        abilities = []
-    told = f" ({', '.join(abilities)})" if abilities else ""
-    facts = {"processor": name, "machine": platform.machine(), "cores": cores, "features": abilities}
-    return Check("processor", "ok", f"{name}, {platform.machine()}, {cores} cores for us{told}", facts)
-
-
-def _devices() -> Check:
-    import torch
-
-    cards = [
-        f"cuda:{index} {torch.cuda.get_device_name(index)}, "
-        f"{torch.cuda.get_device_properties(index).total_memory / 2**30:.0f} GiB"
-        for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0)
-    ]
-    text = "; ".join(cards) if cards else "no CUDA device: models run on the CPU"
-    return Check("devices", "ok" if cards else "note", text, {"devices": ["cpu", *cards]})
-
-
-def _kernels() -> Check:
-    from paceline.kernels.cpu import warm_up
-    from paceline.kernels.cpu.machine import missing
-    from paceline.models.loading.disk_cache import cache_folder
-
-    why = missing()
-    if why is not None:
-        text = f"none: {why}; passes run through transformers, which is slower on a CPU"
-        return Check("kernels", "note", text, {"kernels": None, "why": why})
-    place = warm_up.place(cache_folder() / "kernels")
-    if warm_up.seal(place).is_file():
-        return Check("kernels", "ok", f"compiled, in {_short(place)}", {"kernels": str(place)})
-    text = "not compiled yet; the first model that runs on the CPU compiles them (about half a minute, once)"
-    if not _writable(place):
-        text += f", and {_short(place)} cannot be written, so every process does it again; set PACELINE_CACHE"
-    return Check("kernels", "note", text, {"kernels": str(place)})
-
-
-def _cache() -> Check:
-    from paceline.models.loading.disk_cache import cache_folder
-
-    folder = cache_folder()
-    facts = {"cache": str(folder), "writable": _writable(folder)}
-    if not facts["writable"]:
-        text = (
-            f"{_short(folder)} cannot be written: weights, kernels and measured costs are not kept; set PACELINE_CACHE"
-        )
-        return Check("cache", "note", text, facts)
-    free = shutil.disk_usage(_nearest(folder)).free
-    return Check("cache", "ok", f"{_short(folder)}, writable, {free / 1e9:.0f} GB free", {**facts, "free_bytes": free})
-
-
-def _nearest(folder: Path) -> Path:
-    """The folder, or the first above it that exists."""
-    return next(each for each in (folder, *folder.absolute().parents) if each.is_dir())
-
-
-def _writable(folder: Path) -> bool:
-    try:
-        tempfile.TemporaryFile(dir=_nearest(folder)).close()
-    except OSError:
-        return False
-    return True
-
-
-def _short(path: Path) -> str:
-    home = os.path.expanduser("~")
-    return str(path).replace(home, "~", 1) if home != "~" and str(path).startswith(home + os.sep) else str(path)
-
-
-def _weights_here(name: str) -> bool:
-    from paceline.models.loading import hub
-    from paceline.models.loading.catalogue import CATALOGUE
-    from paceline.models.loading.disk_cache import WeightCache
-
-    entry = next(each for each in CATALOGUE if each.name == name)
-    return (WeightCache().entries / entry.key).is_dir() or hub.cached(entry.hub_id) is not None
-
-
-# ---- the pair
-
-
-def _pair(options: DoctorOptions, decoders: list[SpeculativeDecoder]) -> Iterator[Check]:
-    """Check the target and the pair. The decoder of the pair goes into `decoders`."""
-    from paceline.cli.terminal import preparing
-    from paceline.models import load
-
-    targets: list[LanguageModel] = []
-    name = options.target or _TARGET
-
-    def read_target() -> Check:
+        options = self.options
+        if options.target is None and not _weights_here(_TARGET):
+            return "note", (
+                f"no model was tried: the weights of {_TARGET} are not here; name a model with --target, or run "
+                "`make demo`"
+            ), {}  # fmt: skip
+        name = options.target or _TARGET
         with preparing(f"loading {name}") as progress:
-            lm = load(name, dtype=options.dtype, device=options.device, progress=progress)
-        targets.append(lm)
+            self.lm = lm = load(name, dtype=options.dtype, device=options.device, progress=progress)
         size = sum(weight.numel() for weight in lm.model.parameters())
         text = f"{lm.name}: {lm.architecture.name}, {lm.layers} layers, {size / 1e6:.4g} million weights, "
         text += f"{str(lm.dtype).removeprefix('torch.')} on {lm.device}, {lm.vocabulary} tokens, context {lm.context}"
-        return Check("target", "ok", text, {"target": lm.name, "architecture": lm.architecture.name})
+        return "ok", text, {"target": lm.name, "architecture": lm.architecture.name}
 
-    def open_pair() -> Check:
+    def _pair(self) -> Found:
         from paceline.engine.decoder import SpeculativeDecoder
 
-        decoder = SpeculativeDecoder(targets[0], None if options.draft == "none" else options.draft)
-        decoders.append(decoder)
-        has_model = getattr(decoder.drafter, "lm", None) is not None
-        match = f"; the vocabularies match ({targets[0].vocabulary} tokens)" if has_model else ""
-        return Check("pair", "ok", decoder.describe() + match, {"draft": decoder.drafter.name})
+        assert self.lm is not None
+        self.decoder = SpeculativeDecoder(self.lm, None if self.options.draft == "none" else self.options.draft)
+        has_model = getattr(self.decoder.drafter, "lm", None) is not None
+        match = f"; the vocabularies match ({self.lm.vocabulary} tokens)" if has_model else ""
+        return "ok", self.decoder.describe() + match, {"draft": self.decoder.drafter.name}
 
-    yield _tried("target", read_target)
-    if targets:
-        yield _tried("pair", open_pair)
+    def _rollback(self) -> Found:
+        """Speculation needs a KV cache that can discard rejected tokens."""
+        from paceline.models.architecture import TESTED
+        from paceline.models.probe import probe
 
+        assert self.lm is not None
+        probe(self.lm)
+        name = self.lm.architecture.name
+        known = "in the test suite" if name in TESTED else "not in the test suite, tried now"
+        text = "the KV cache can discard tokens: two texts and a tree give the same logits as without a cache "
+        return "ok", text + f"({name}, {known})", {"discards": True}
 
-def _rollback(lm: LanguageModel) -> Check:
-    """Speculation needs a KV cache that can discard rejected tokens."""
-    from paceline.models.architecture import TESTED
-    from paceline.models.probe import probe
+    def _speed_up(self) -> Found:
+        from paceline.bench.machine_use import how_busy
+        from paceline.models.pass_timing import costs_for, known_costs
 
-    probe(lm)
-    known = "in the test suite" if lm.architecture.name in TESTED else "not in the test suite, tried now"
-    text = "the KV cache can discard tokens: two texts and a tree give the same logits as without a cache "
-    text += f"({lm.architecture.name}, {known})"
-    return Check("rollback", "ok", text, {"discards": True})
-
-
-def _speed(decoder: SpeculativeDecoder, measure: bool) -> Check:
-    from paceline.bench.machine_use import how_busy
-    from paceline.models.pass_timing import costs_for, known_costs
-
-    if not decoder.speculates:
-        return Check("speed-up", "note", "plain decoding: nothing is drafted", {})
-    look = costs_for if measure else known_costs
-    costs, name, small = look(decoder.target), decoder.drafter.name, getattr(decoder.drafter, "lm", None)
-    if costs is None:
-        return Check("speed-up", "note", "not known: no pass was measured here yet; run again with --measure", {})
-    drafts = None if small is None else look(small)
-    if drafts is not None:  # a draft step is a pass of the draft model
-        costs = replace(costs, drafters={**costs.drafters, name: drafts.seconds(1)})
-    text, facts = _expected(costs, name)
-    if not measure:
-        return Check("speed-up", "ok", text, facts)
-    busy = how_busy(decoder.target.device)
-    more, measured = _one_text(decoder)
-    text, facts = f"{text}. {more}", {**facts, **measured}
-    if busy.loaded:
-        return Check("speed-up", "note", f"{text}. Others use {busy.describe()}: these times say little", facts)
-    return Check("speed-up", "ok", text, facts)
+        decoder, measure = self.decoder, self.options.measure
+        assert decoder is not None
+        if not decoder.speculates:
+            return "note", "plain decoding: nothing is drafted", {}
+        look = costs_for if measure else known_costs
+        costs, name, small = look(decoder.target), decoder.drafter.name, getattr(decoder.drafter, "lm", None)
+        if costs is None:
+            return "note", "not known: no pass was measured here yet; run again with --measure", {}
+        drafts = None if small is None else look(small)
+        if drafts is not None:  # a draft step is a pass of the draft model
+            costs = replace(costs, drafters={**costs.drafters, name: drafts.seconds(1)})
+        text, facts = _expected(costs, name)
+        if not measure:
+            return "ok", text, facts
+        busy = how_busy(decoder.target.device)
+        more, measured = _one_text(decoder)
+        text, facts = f"{text}. {more}", {**facts, **measured}
+        if busy.loaded:
+            return "note", f"{text}. Others use {busy.describe()}: these times say little", facts
+        return "ok", text, facts
 
 
 def _expected(costs: Costs, name: str) -> tuple[str, dict[str, Any]]:
@@ -330,3 +196,114 @@ def _one_text(decoder: SpeculativeDecoder) -> tuple[str, dict[str, Any]]:
         f"with {decoder.drafter.name} (τ {fast.stats.mean_accepted_length:.2f}, {same}); `paceline bench` measures more"
     )
     return text, {"measured": round(ratio, 3), "same_text": fast.tokens == slow.tokens}
+
+
+# ---- the machine
+
+
+def _versions() -> Found:
+    from importlib.metadata import PackageNotFoundError, version
+
+    from paceline import __version__
+
+    found = {"paceline": __version__, "python": platform.python_version()}
+    lacking = []
+    for name in _PACKAGES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            lacking.append(name)
+    text = ", ".join(f"{name} {number}" for name, number in found.items())
+    if lacking:
+        return "note", f"{text}; not installed: {', '.join(lacking)}", {"versions": found}
+    return "ok", text, {"versions": found}
+
+
+def _processor() -> Found:
+    import torch
+
+    from paceline.models.device import device_name
+    from paceline.models.runtime import cores_here
+
+    name, cores = device_name(torch.device("cpu")), cores_here()
+    try:
+        from paceline.kernels.cpu.machine import features
+
+        known = features()
+        abilities = [each for each in _FEATURES if each in known]
+    except ImportError:  # numba knows them
+        abilities = []
+    told = f" ({', '.join(abilities)})" if abilities else ""
+    facts = {"processor": name, "machine": platform.machine(), "cores": cores, "features": abilities}
+    return "ok", f"{name}, {platform.machine()}, {cores} cores for us{told}", facts
+
+
+def _devices() -> Found:
+    import torch
+
+    cards = [
+        f"cuda:{index} {torch.cuda.get_device_name(index)}, "
+        f"{torch.cuda.get_device_properties(index).total_memory / 2**30:.0f} GiB"
+        for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0)
+    ]
+    text = "; ".join(cards) if cards else "no CUDA device: models run on the CPU"
+    return "ok" if cards else "note", text, {"devices": ["cpu", *cards]}
+
+
+def _kernels() -> Found:
+    from paceline.kernels.cpu import warm_up
+    from paceline.kernels.cpu.machine import missing
+    from paceline.models.loading.disk_cache import cache_folder
+
+    why = missing()
+    if why is not None:
+        text = f"none: {why}; passes run through transformers, which is slower on a CPU"
+        return "note", text, {"kernels": None, "why": why}
+    place = warm_up.place(cache_folder() / "kernels")
+    if warm_up.seal(place).is_file():
+        return "ok", f"compiled, in {_short(place)}", {"kernels": str(place)}
+    text = "not compiled yet; the first model that runs on the CPU compiles them (about half a minute, once)"
+    if not _writable(place):
+        text += f", and {_short(place)} cannot be written, so every process does it again; set PACELINE_CACHE"
+    return "note", text, {"kernels": str(place)}
+
+
+def _cache() -> Found:
+    from paceline.models.loading.disk_cache import cache_folder
+
+    folder = cache_folder()
+    facts = {"cache": str(folder), "writable": _writable(folder)}
+    if not facts["writable"]:
+        text = (
+            f"{_short(folder)} cannot be written: weights, kernels and measured costs are not kept; set PACELINE_CACHE"
+        )
+        return "note", text, facts
+    free = shutil.disk_usage(_nearest(folder)).free
+    return "ok", f"{_short(folder)}, writable, {free / 1e9:.0f} GB free", {**facts, "free_bytes": free}
+
+
+def _nearest(folder: Path) -> Path:
+    """The folder, or the first above it that exists."""
+    return next(each for each in (folder, *folder.absolute().parents) if each.is_dir())
+
+
+def _writable(folder: Path) -> bool:
+    try:
+        tempfile.TemporaryFile(dir=_nearest(folder)).close()
+    except OSError:
+        return False
+    return True
+
+
+def _short(path: Path) -> str:
+    home = os.path.expanduser("~")
+    return str(path).replace(home, "~", 1) if home != "~" and str(path).startswith(home + os.sep) else str(path)
+
+
+def _weights_here(name: str) -> bool:
+    from paceline.models.loading import hub
+    from paceline.models.loading.catalogue import CATALOGUE
+    from paceline.models.loading.disk_cache import WeightCache
+
+    entry = next(each for each in CATALOGUE if each.name == name)
+    return (WeightCache().entries / entry.key).is_dir() or hub.cached(entry.hub_id) is not None

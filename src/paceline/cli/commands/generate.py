@@ -62,17 +62,8 @@ def _write(decoder: SpeculativeDecoder, prompt: Any, settings: dict[str, Any], o
     terminal, tokenizer = Terminal(), decoder.target.tokenizer
     result, shown = write_text(decoder, prompt, settings, options, options.show_drafts, terminal)
     if options.json:
-        content = result_lines.result_as_dict(result, tokenizer)
-        print(
-            result_lines.dump(
-                {
-                    **content,
-                    "settings": result_lines.settings_of(decoder, settings),
-                    "versions": result_lines.versions(),
-                }
-            ),
-            flush=True,
-        )
+        settings_used = result_lines.settings_of(decoder, settings)
+        result_lines.print_json({**result_lines.result_as_dict(result, tokenizer), "settings": settings_used})
     else:
         first, *others = result_lines.beam_lines(result) if options.n_best is not None else [""]
         terminal.write(first)
@@ -131,16 +122,7 @@ def _compare(decoder: SpeculativeDecoder, prompt: Any, settings: dict[str, Any],
     divergence = _divergence(*sides, plain)
     if options.json:
         content = _as_dict(*sides, divergence, decoder.target.tokenizer)
-        print(
-            result_lines.dump(
-                {
-                    **content,
-                    "settings": result_lines.settings_of(decoder, settings),
-                    "versions": result_lines.versions(),
-                }
-            ),
-            flush=True,
-        )
+        result_lines.print_json({**content, "settings": result_lines.settings_of(decoder, settings)})
     else:
         _print(*sides, divergence, decoder, options.repeats)
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import typer
 
 from paceline.bench.bench_options import TuneOptions
-from paceline.cli.result_lines import dump, versions
+from paceline.cli.result_lines import print_json
 from paceline.cli.settings import command_from
 from paceline.cli.terminal import info, preparing
 from paceline.common.errors import InputError
@@ -92,7 +92,7 @@ def _show(tuning: Tuning, options: TuneCommandOptions) -> None:
     from paceline.bench.tuning import ONE_REPEAT
 
     if options.json:
-        print(dump({**tuning.as_dict(), "toml": tuning.toml(), "versions": versions()}), flush=True)
+        print_json({**tuning.as_dict(), "toml": tuning.toml()})
     else:
         _table(tuning)
     for note in tuning.notes:
@@ -109,55 +109,29 @@ def _show(tuning: Tuning, options: TuneCommandOptions) -> None:
 
 
 def _table(tuning: Tuning) -> None:
-    from rich.console import Console
-    from rich.markup import escape
-    from rich.table import Table
+    """What was measured, and the best setting of every other drafter; the choice is green."""
+    from paceline.bench.results.tables import Cell, Table, number, share, times
+    from paceline.cli.bench_table import show
 
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console.width = 120  # a file has no edge
-    speed = "" if tuning.plain is None else f", plain decoding {tuning.plain:.1f} tokens/s"
-    table = Table(title=f"{escape(tuning.model)}: {tuning.prompts} prompts, {tuning.tokens} tokens each{speed}")
-    table.add_column("candidate", overflow="fold")
-    for name in ("predicted", "measured", "τ", "acceptance", "same text"):
-        table.add_column(name, justify="right")
-    chosen, shown = tuning.chosen, _worth_showing(tuning)
-    for trial in shown:
-        style = "green" if trial is chosen else "dim" if trial.measured is None else ""
-        table.add_row(*(escape(cell) for cell in _cells(trial)), style=style)
-    table.add_row("plain decoding", "1.00×", "1.00×", "1.00", "", "", style="green" if chosen is None else "")
-    console.print(table)
-    refused = [trial for trial in tuning.trials if trial.note]
-    for trial in refused:
-        console.print(f"{escape(trial.entry.name)}: {escape(trial.note)}", style="dim")
-    if len(tuning.trials) > len(shown) + len(refused):
-        more = len(tuning.trials) - len(shown) - len(refused)
-        console.print(
-            f"{more} more settings of these drafters were predicted to be slower (--json has all).", style="dim"
-        )
-    console.print(tuning.verdict)
-
-
-def _worth_showing(tuning: Tuning) -> list[Trial]:
-    """What was measured, and the best setting of every other drafter."""
     shown: list[Trial] = []
     for trial in tuning.trials:  # the best first
         seen = any(each.entry.draft == trial.entry.draft for each in shown)
         if not trial.note and (trial.measured is not None or not seen):
             shown.append(trial)
-    return shown
-
-
-def _cells(trial: Trial) -> tuple[str, ...]:
-    def number(value: float | None, show: str) -> str:
-        return "–" if value is None else format(value, show)
-
-    spread: Any = "" if trial.spread is None else f" ({trial.low:.2f}–{trial.high:.2f})"
-    return (
-        trial.entry.name,
-        f"{number(trial.predicted, '.2f')}×",
-        "–" if trial.measured is None else f"{trial.measured:.2f}×{spread}",
-        number(trial.tau, ".2f"),
-        number(trial.acceptance, ".0%"),
-        {True: "yes", False: "no", None: ""}[trial.same],
-    )
+    rows: list[tuple[Cell, ...]] = []
+    for trial in shown:
+        spread = "" if trial.spread is None else f" ({trial.low:.2f}–{trial.high:.2f})"
+        same = {True: "yes", False: "no", None: ""}[trial.same]
+        cells = (trial.entry.name, times(trial.predicted), times(trial.measured) + spread, number(trial.tau),
+                 share(trial.acceptance), same)  # fmt: skip
+        rows.append(tuple(Cell(text, "good" if trial is tuning.chosen else "") for text in cells))
+    plain = ("plain decoding", "1.00×", "1.00×", "1.00", "", "")
+    rows.append(tuple(Cell(text, "good" if tuning.chosen is None else "") for text in plain))
+    refused = [f"{trial.entry.name}: {trial.note}" for trial in tuning.trials if trial.note]
+    if more := len(tuning.trials) - len(shown) - len(refused):
+        refused.append(f"{more} more settings of these drafters were predicted to be slower (--json has all).")
+    speed = "" if tuning.plain is None else f", plain decoding {tuning.plain:.1f} tokens/s"
+    title = f"{tuning.model}: {tuning.prompts} prompts, {tuning.tokens} tokens each{speed}"
+    header = ("candidate", "predicted", "measured", "τ", "acceptance", "same text")
+    show(Table(title, header, tuple(rows), "\n".join(refused)))
+    print(tuning.verdict)

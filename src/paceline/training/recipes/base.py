@@ -6,13 +6,12 @@ import copy
 import os
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from paceline.common.limits import Limited
 from paceline.common.registry import Registry
 from paceline.core.contracts import Drafter
 from paceline.training.corpus import Corpus
@@ -101,11 +100,6 @@ class HeadRecipe(Recipe):
     def drafter(self, **options: Any) -> Drafter:
         drafter: Drafter = self.drafter_class(self.drafter_class.Options(head=copy.deepcopy(self.head), **options))
         return drafter
-
-
-@dataclass(frozen=True)
-class Sizes(Limited):
-    """Options of a recipe; each kind adds its own."""
 
 
 RECIPES: Registry[Recipe] = Registry("kind", "paceline.training.recipes")

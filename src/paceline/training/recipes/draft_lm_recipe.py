@@ -11,12 +11,12 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from paceline.common.errors import InputError
-from paceline.common.limits import limited
+from paceline.common.limits import Limited, limited
 from paceline.core.contracts import Drafter
 from paceline.drafters.models.draft_lm import DraftLayers, DraftLm
 from paceline.training.corpus import Corpus
 from paceline.training.distillation import Teacher
-from paceline.training.recipes.base import RECIPES, ModelRecipe, Sizes
+from paceline.training.recipes.base import RECIPES, ModelRecipe
 
 
 @RECIPES.register("draft-lm")
@@ -24,7 +24,7 @@ class DraftLmRecipe(ModelRecipe):
     """Train a small model of the target's kind that reuses its embedding and its output head."""
 
     @dataclass(frozen=True)
-    class Options(Sizes):
+    class Options(Limited):
         layers: int = limited(2, most=1024)
         # the target's first layers, unchanged, before the trained ones; they are not saved
         kept: int = limited(0, most=1024)

@@ -10,11 +10,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from paceline.common.errors import InputError
-from paceline.common.limits import limited
+from paceline.common.limits import Limited, limited
 from paceline.drafters.heads.eagle import Eagle, EagleHead
 from paceline.training.corpus import Corpus
 from paceline.training.distillation import Batch, DistillationLoss, Teacher
-from paceline.training.recipes.base import RECIPES, HeadRecipe, Sizes, learned_positions, shift_left
+from paceline.training.recipes.base import RECIPES, HeadRecipe, learned_positions, shift_left
 
 
 @RECIPES.register("eagle")
@@ -24,7 +24,7 @@ class EagleRecipe(HeadRecipe):
     drafter_class = Eagle
 
     @dataclass(frozen=True)
-    class Options(Sizes):
+    class Options(Limited):
         # tokens of its vocabulary, the most frequent ones of the data (None: all)
         vocabulary: int | None = limited(8192, most=2**24)
         own_output: bool = True  # a trained output layer; else rows of the target's output layer, which are not saved

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paceline.common.limits import limited
+from paceline.common.limits import Limited, limited
 from paceline.drafters.models.early_exit import EarlyExit, ExitHead
 from paceline.models.readers.drafting_ahead import check_depth
 from paceline.training.corpus import Corpus
 from paceline.training.distillation import Batch, Teacher
-from paceline.training.recipes.base import RECIPES, HeadRecipe, Sizes, learned_positions
+from paceline.training.recipes.base import RECIPES, HeadRecipe, learned_positions
 
 
 @RECIPES.register("early-exit")
@@ -23,7 +23,7 @@ class ExitRecipe(HeadRecipe):
     drafter_class = EarlyExit
 
     @dataclass(frozen=True)
-    class Options(Sizes):
+    class Options(Limited):
         layers: int = limited(0, 0, 10_000)  # of the target that draft; 0: a third of them
         # inner width of the extra block; 0: none, -1: four times the target's width
         block: int = limited(-1, -1, 2**20)

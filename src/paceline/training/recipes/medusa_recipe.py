@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from paceline.common.errors import InputError
-from paceline.common.limits import limited
+from paceline.common.limits import Limited, limited
 from paceline.drafters.heads.medusa import Medusa, MedusaHead
 from paceline.training.corpus import Corpus
 from paceline.training.distillation import Batch, Teacher
-from paceline.training.recipes.base import RECIPES, HeadRecipe, Sizes, learned_positions
+from paceline.training.recipes.base import RECIPES, HeadRecipe, learned_positions
 
 _MAX_HEADS = 5
 
@@ -23,7 +23,7 @@ class MedusaRecipe(HeadRecipe):
     """Train heads on the target's last hidden state, each of which predictions a token further ahead."""
 
     @dataclass(frozen=True)
-    class Options(Sizes):
+    class Options(Limited):
         heads: int = 4
         layers: int = limited(1, 0, 64)
         own_output: bool = False  # trained output layers; else the target's

@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 from paceline.common.errors import InputError
-from paceline.common.limits import limited
+from paceline.common.limits import Limited, limited
 from paceline.core.contracts import arange
 from paceline.drafters.heads.prophet import Prophet, ProphetHead
 from paceline.training.corpus import Corpus
 from paceline.training.distillation import Batch, Teacher
-from paceline.training.recipes.base import RECIPES, HeadRecipe, Sizes, learned_positions
+from paceline.training.recipes.base import RECIPES, HeadRecipe, learned_positions
 
 _CHUNK = 1 << 11  # positions that are predicted at once
 
@@ -26,7 +26,7 @@ class ProphetRecipe(HeadRecipe):
     taps = (1.0,)
 
     @dataclass(frozen=True)
-    class Options(Sizes):
+    class Options(Limited):
         layers: int = limited(2, 1, 64)
         width: int = limited(0, 0, 2**16)  # 0: about half the target's
         steps: int = limited(5, most=256)  # tokens that it learns to draft in a row

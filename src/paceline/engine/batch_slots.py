@@ -1,4 +1,4 @@
-"""The slots of a batch: rows come, end, keep an idle slot for a while, and leave."""
+"""The slots of a batch: when a row gets a slot, keeps it idle after its end, and leaves it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from paceline.engine.rows import Row, Rows
 class BatchSlots:
     """Assigns rows to slots 0..R-1, and tells the reader and the drafter.
 
-    In a CUDA graph without a drafter, a row that ended keeps its slot, idle, while a smaller graph would not do.
+    In a CUDA graph without a drafter, a row that ended keeps its slot, idle, until the live rows fit a smaller graph.
     """
 
     def __init__(self, rows: Rows, reader: Reader, drafter: DrafterCalls, capacity: Capacity) -> None:
@@ -35,8 +35,8 @@ class BatchSlots:
         self._drafter.admit(first, self._reader.prompt_taps)
 
     def keep_idle(self, ended: Sequence[int]) -> bool:
-        """Let rows that ended keep their slots. Return False if they must leave now, because fewer rows fit a smaller
-        graph or because the drafter would have to know."""
+        """Let rows that ended keep their slots. Return False if they must leave now: the live rows fit a smaller graph,
+        or there is a drafter."""
         rows = self.rows
         if not self._may_be_idle or not self._reader.capturable or len(ended) == rows.count:
             return False
@@ -47,7 +47,7 @@ class BatchSlots:
         return True
 
     def free(self, ended: Sequence[int]) -> None:
-        """Rows that ended leave, the last index first. The last live row takes each slot."""
+        """Free the slots of rows that ended, the last index first. The last live row takes each slot."""
         if self._idle:
             self._idle.update(ended)
             self.compact()
@@ -61,7 +61,7 @@ class BatchSlots:
         self.rows.refresh()
 
     def compact(self) -> None:
-        """All idle slots leave at once. No round may be in flight."""
+        """Free all idle slots at once. No round may be in flight."""
         if not self._idle:
             return
         rows, left = self.rows, self.taken

@@ -1,4 +1,4 @@
-"""The beams of one prompt: the rows they are written in, how far the search is, and what comes out."""
+"""The beams of one prompt: their rows, the state of the search, and its results."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ Draft = tuple[list[int], list[int] | None]  # one row's tree: its tokens, its pa
 
 
 class BeamGroup:
-    """One search. Its rows have no stops of their own: texts end inside the search, the group when the search does.
+    """One search. Its rows have no stops, because texts end inside the search. The group ends with the search.
 
-    `asked` is the row of the caller; it is live nowhere and gets the best text at the end. `stopper` makes a fresh
-    stopper over a list of tokens, for the texts of the others.
+    `asked` is the row of the caller. It is in no batch and gets the best text at the end. `stopper` makes a new stopper
+    over a list of tokens, for the other texts.
     """
 
     def __init__(self, asked: Row, stopper: Callable[[list[int]], Stopper]) -> None:
@@ -48,15 +48,15 @@ class BeamGroup:
 
     @property
     def settled(self) -> int:
-        """How many new tokens are certain to stay: those that all beams share, running and ended."""
+        """Return how many new tokens can no longer change: those that all beams share, running and ended."""
         texts = [text.tokens for text in (*self.state.beams, *self.state.ended)]
         return common_prefix(min(texts), max(texts))
 
     def commit(
         self, state: BeamState, drafts: list[Draft], reasons: list[str], logprobs: BeamLogprobs | None
     ) -> list[Event]:
-        """One round further, with what each row drafted and why; the events of the best text, once the search is
-        done."""
+        """Advance by one round, with the draft of each row and its reason. Return the events of the best text when the
+        search has ended."""
         self.state = state
         self._log.append((drafts, reasons))
         if logprobs is not None and state.settings.logprobs is not None:
@@ -66,7 +66,7 @@ class BeamGroup:
         return self._finish(state.results) if state.done else []
 
     def give_up(self) -> None:
-        """The search ends here, with the best so far: of what ended, else of what runs."""
+        """End the search with the best text so far: of the ended beams, else of the running ones."""
         self._finish(self.state.results or self.state.beams[:1])
 
     def _finish(self, results: Sequence[BeamText]) -> list[Event]:
@@ -98,7 +98,7 @@ class BeamGroup:
         return BeamResult(stopper.text, tokens, text.score, stopper.stop.finish_reason, logprobs)
 
     def _logprobs_of(self, text: BeamText) -> list[TokenLogprob]:
-        """Of every token of one text, from the pass that proposed it."""
+        """Return the values of every token of one text, from the forward pass that proposed it."""
         most = self.state.settings.logprobs or 0
         found: list[TokenLogprob] = []
         for (row, path), seen in zip(text.lineage, self._logprobs, strict=False):
@@ -114,8 +114,8 @@ class BeamGroup:
         return found
 
     def _trace(self, text: BeamText) -> Trace:
-        """The way of one text: per round the draft of the row it came from. The rounds that the search went on after
-        this text had ended are passes of the target as well, and emit nothing."""
+        """Return the rounds of one text: per round the draft of its row. Rounds after the end of this text are forward
+        passes of the search, too, and emit nothing."""
         rounds = []
         position = 0
         for number, (drafts, reasons) in enumerate(self._log):
@@ -132,7 +132,7 @@ class BeamGroup:
 
 
 def _ends(asked: Row, stopper: Callable[[list[int]], Stopper]) -> Callable[[Sequence[int]], bool] | None:
-    """Whether a stop string or a criterion of the caller ends a text with these new tokens."""
+    """Return whether a stop string or a criterion of the caller ends a text with these new tokens."""
     criteria, prompt = asked.request.criteria, asked.prompt
     found = _StopStrings(stopper([])) if asked.request.stop else None
     if found is None and not criteria:

@@ -54,12 +54,13 @@ _ALIASES = ("assistant_model", "num_assistant_tokens", "prompt_lookup_num_tokens
 
 
 def is_chosen(draft: Any) -> bool:
-    """Did the caller choose a drafter? Where not, a prediction is the draft."""
+    """Return whether the caller chose a drafter. If not, a prediction is the draft."""
     return draft is not None and not (isinstance(draft, str) and draft == DEFAULT_DRAFT)
 
 
 def question_of(cancel: Any) -> Question | None:
-    """The question "stop now?" of a callable or of an event (`threading.Event`, `multiprocessing.Event`)."""
+    """Return a function that says whether to stop: a callable, or `is_set` of an event (`threading.Event`,
+    `multiprocessing.Event`)."""
     question = getattr(cancel, "is_set", cancel)
     if question is not None and not callable(question):
         raise InputError(f"cancel must be a callable without arguments or a threading.Event, got {shown(cancel)}.")
@@ -69,7 +70,7 @@ def question_of(cancel: Any) -> Question | None:
 def translate(
     aliases: Mapping[str, Any], draft: Any, gamma: int | str | None, options: Mapping[str, Any]
 ) -> tuple[Any, int | str | None, Mapping[str, Any]]:
-    """Draft, gamma and options, with transformers' names for them replaced by ours."""
+    """Return draft, gamma and options, with transformers' names replaced by ours."""
     for name, value in aliases.items():
         if name in _ALIASES and value is None:  # transformers' default
             continue
@@ -151,7 +152,7 @@ def results_of(rows: list[Row], tokenizer: Any) -> list[Generation]:
     return [row.result().shown_by(tokenizer) for row in rows]
 
 
-# ---- What the options of a decoder come to
+# ---- The parts of a decoder, from its options
 
 _USUAL, _DEEPEST = 5, 16  # gamma if the caller gives none: of most drafters, and of those that choose the length
 
@@ -204,18 +205,18 @@ def _gamma_of(drafter: Drafter, gamma: int | str | None) -> int:
 
 
 class SpeculativeDecoder:
-    """Decodes with a target and a drafter; what it writes is what the target alone would have written.
+    """Decodes with a target and a drafter. The text is the one that the target alone would write.
 
     target: a LanguageModel, a transformers model, or anything `paceline.load` takes. draft: the name of a drafter, a
     Drafter, or a model (object, catalogue name, hub id, folder, .gguf). The default "auto" measures this machine and
     drafts what pays; None is plain decoding. options: of the drafter, by name; rule_options: of the rule. gamma: tokens
-    drafted in a row (default 5), or "auto": as many as pay, from measured costs and live acceptance; nodes: of a
-    tree, in all; rows: prompts decoded at once; allow_lossy: permits rules that change what is written. runner: how
-    passes run, "auto" (kernels of our own where they can), "eager" (transformers), "kernels" (or an error) or, on CUDA,
-    "cuda_graph" (docs/gpu.md); a draft model that is named takes the same. quantize: the target in
-    "int8", "int4" or "bfloat16"; what is written is then what that target alone would have written.
-    strict: a token has the same bits with and without a draft also where they would differ by rounding (bfloat16 on a
-    GPU, other architectures than Llama's), at the price of passes of one shape.
+    drafted in a row (default 5), or "auto": as many as pay by measured costs and acceptance; nodes: the most nodes of a
+    tree; rows: prompts decoded at once; allow_lossy: permits rules that change the text. runner: how forward passes
+    run, "auto" (Paceline's kernels if they can), "eager" (transformers), "kernels" (or an error) or, on CUDA,
+    "cuda_graph" (docs/gpu.md). A draft model that is loaded by name uses the same runner. quantize: the target in
+    "int8", "int4" or "bfloat16"; the text is then that of the quantized target.
+    strict: a token has the same bits with and without a draft, also in bfloat16 on a GPU and for architectures without
+    kernels. All passes then have one shape, which costs time.
     first_target: the target decides the first token of every text in a round without a draft; the text is the same.
     Transformers' names (assistant_model, num_assistant_tokens, prompt_lookup_num_tokens, max_matching_ngram_size) work.
     """
@@ -270,17 +271,17 @@ class SpeculativeDecoder:
         cls, source: str | os.PathLike[str] | Mapping[str, Any], target: Any = None, **overrides: Any
     ) -> SpeculativeDecoder:
         """From a TOML file (`paceline tune` writes one) or a mapping with these arguments, at the top or in [decoder].
-        `target` and the overrides count more than what stands there."""
+        `target` and the overrides replace its values."""
         return cls(**decoder_settings(source, target, overrides))
 
     @property
     def speculates(self) -> bool:
-        """Return whether it drafts at all."""
+        """Return whether the decoder drafts."""
         return speculates(self.drafter)
 
     @property
     def keeps_rounds(self) -> bool:
-        """Return whether it keeps CUDA graphs for the next batch."""
+        """Return whether the decoder keeps CUDA graphs for the next batch."""
         return self._loop is not None
 
     def kv_caches(self) -> list[SlotCache]:
@@ -330,15 +331,16 @@ class SpeculativeDecoder:
     ) -> Generation | list[Generation]: ...
 
     def generate(self, prompt: Any, *, cancel: Cancel | None = None, **settings: Any) -> Generation | list[Generation]:
-        """Write on. `prompt` is a string, a list of token ids, or a conversation; a list of those is a batch, and an
-        empty list an empty batch. cancel: a callable or an event that is asked before every round whether to stop.
+        """Continue prompts. `prompt` is a string, a list of token ids, or a conversation; a list of those is a batch,
+        and an empty list an empty batch. cancel: a callable or an event; the text stops before the next round when it
+        is true.
 
         Settings: max_new_tokens, temperature, top_k, top_p, min_p, typical_p, noise, dynamic_temperature,
         repetition_penalty, presence_penalty, frequency_penalty, logit_bias, banned_tokens, min_new_tokens, processors,
         seed, do_sample, dynamic_exponent, stop, eos_token_ids, ignore_eos, criteria, logprobs, num_beams,
         length_penalty, length_offset, beam_top_k, early_stopping, num_return_sequences, prediction (the text you
         expect); a list holds one value per prompt. Returns a `Generation`, or a list of them for a
-        batch. Several beams are one search: the best text, the others in `beams`.
+        batch. A beam search gives its best text, with the others in `beams`.
         """
         prompts, single = encode_all(prompt, self.target)
         rows = self._rows(prompts, self._requests(len(prompts), settings))
@@ -383,7 +385,7 @@ class SpeculativeDecoder:
             row.rule, row.lossy = rule.name, not rule.exact
             row.group = BeamGroup(row, make) if request.num_beams > 1 else None
             rows.append(row)
-        self._drafter_for(rows)  # a prediction that cannot be used is refused before anything is written
+        self._drafter_for(rows)  # a prediction that cannot be used is refused before the first round
         return rows
 
     def _drafter_for(self, rows: Iterable[Row]) -> Drafter:
@@ -474,7 +476,7 @@ class SpeculativeDecoder:
 def _stopper(
     request: Request, prompt: list[int], eos: tuple[int, ...], limit: int, tokenizer: Any, tokens: list[int]
 ) -> Stopper:
-    """The stops of one text, whose tokens will be in `tokens`."""
+    """Return the stops of one text, whose tokens will be in `tokens`."""
     return Stopper(
         () if request.ignore_eos else eos,
         request.stop,

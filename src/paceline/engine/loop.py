@@ -136,7 +136,7 @@ class Loop:
 
     @property
     def owns_drafter(self) -> bool:
-        """Return whether no other loop has opened the drafter since."""
+        """Return whether this loop was the last one to open the drafter."""
         return self.drafting.is_owned
 
     @torch.inference_mode()

@@ -1,7 +1,7 @@
-"""Speculative sampling in two functions, to read and to call with any two callables. No cache, no rows, no trees.
+"""Speculative sampling in two functions, for any two callables: no KV cache, no rows, no trees.
 
-The rest of the library does the same thing fast; these are for teaching, for models that are not Hugging Face's, and as
-an independent reference in the tests.
+The rest of the library does the same faster. These functions are for reading, for models outside Hugging Face, and an
+independent reference for tests.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from torch import Tensor
 
 from paceline.common.errors import InputError
 
-# token ids [n] -> the law of the next token after each of them, [n,V]
+# token ids [n] -> the distribution of the token after each of them, [n,V]
 NextLaws = Callable[[Tensor], Tensor]
 
 
 def speculative_sampling(
     p: Tensor, q: Tensor, token: Tensor | int | None = None, generator: torch.Generator | None = None
 ) -> tuple[int, bool]:
-    """One token of law `p` [V] by way of `q` [V]: (token, was the draft accepted?).
+    """Return one token of the distribution `p` [V], drafted from `q` [V], and whether the draft was accepted.
 
     `token` is a sample of q (drawn here if not given). It is kept with probability min(1, p/q); otherwise the token
-    comes from what q left of p: norm(max(0, p - q)).
+    comes from the residual norm(max(0, p - q)).
     """
     p, q = torch.as_tensor(p), torch.as_tensor(q)
     for name, law in (("p", p), ("q", q)):
@@ -45,9 +45,10 @@ def speculative_sampling(
 def speculative_step(
     target: NextLaws, draft: NextLaws, tokens: Tensor, gamma: int = 5, generator: torch.Generator | None = None
 ) -> list[int]:
-    """One round after `tokens` [n]: 1 to gamma+1 new tokens, distributed as the target alone would write them.
+    """Return 1 to gamma+1 new tokens after `tokens` [n], with the distribution of the target.
 
-    `target` and `draft` map token ids [n] to the laws [n,V] of the token after each of them. The target is called once.
+    `target` and `draft` map token ids [n] to the distributions [n,V] of the token after each of them. The target is
+    called once.
     """
     if gamma < 1:
         raise InputError(f"gamma must be at least 1, got {gamma}.")

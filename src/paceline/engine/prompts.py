@@ -1,4 +1,4 @@
-"""What may be a prompt: a string, token ids, a conversation; or a list of those, which is a batch."""
+"""Prompts: a string, token ids, or a conversation; a list of those is a batch."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from paceline.models.language_model import LanguageModel
 
 # ---- Conversations: lists of messages, checked before a chat template sees them
 
-# what chat templates know; a role that the model's own template names is taken too
+# roles of most chat templates; a role that the model's own template names is accepted, too
 ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
-_PARTS = re.compile(r"""\[\s*['"]text['"]\s*\]|\.text\b""")  # a template that reads the text of parts
+_PARTS = re.compile(r"""\[\s*['"]text['"]\s*\]|\.text\b""")  # a template that reads the text of content parts
 
 
 def is_conversation(prompt: Any) -> bool:
-    """Is this a list of messages? What is wrong with one of them, `as_messages` says."""
+    """Return whether this is a list of messages. `as_messages` checks each message."""
     return (
         isinstance(prompt, (list, tuple))
         and len(prompt) > 0
@@ -27,7 +27,7 @@ def is_conversation(prompt: Any) -> bool:
 
 
 def as_messages(conversation: Sequence[Mapping[str, Any]], lm: LanguageModel) -> list[dict[str, Any]]:
-    """The messages as the chat template of a model takes them."""
+    """Return the messages in the form of the model's chat template."""
     template = getattr(lm.tokenizer, "chat_template", None)
     if not template:
         raise InputError(f"{lm.name} has no chat template, so it cannot read a conversation; give it plain text.")
@@ -36,11 +36,11 @@ def as_messages(conversation: Sequence[Mapping[str, Any]], lm: LanguageModel) ->
 
 
 def write_conversation(messages: list[dict[str, Any]], lm: LanguageModel) -> str:
-    """The text that the chat template of a model makes of the messages, up to where the assistant begins."""
+    """Return the text that the chat template makes of the messages, up to the beginning of the assistant's answer."""
     try:
         return str(lm.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
-    except Exception as error:  # templates are programs and fail in their own ways
-        # what a template refuses by itself is meant for people; an error of Python inside it is not
+    except Exception as error:  # a template is a program and can raise any error
+        # a template's own refusal is a message for the user; a Python error inside it is not
         own = type(error).__name__ == "TemplateError"
         why = f": {' '.join(str(error).split())[:200].rstrip('.')}" if own else "; check its roles and contents"
         raise InputError(f"The chat template of {lm.name} cannot write this conversation{why}.") from error
@@ -61,7 +61,7 @@ def _message(message: Mapping[str, Any], index: int, template: str, name: str) -
 
 
 def _content(content: Any, calls: bool, where: str, template: str) -> Any:
-    """A string, or the parts where the template reads parts."""
+    """Return a string, or the parts if the template reads parts."""
     if content is None and calls:
         return ""
     if isinstance(content, str):
@@ -77,11 +77,12 @@ def _content(content: Any, calls: bool, where: str, template: str) -> Any:
     return list(content) if _PARTS.search(template) else "".join(part["text"] for part in content)
 
 
-# ---- What may be a prompt: a string, token ids, a conversation; or a list of those, which is a batch
+# ---- Prompts: a string, token ids, or a conversation; a list of those is a batch
 
 
 def encode_all(prompt: Any, lm: LanguageModel) -> tuple[list[list[int]], bool]:
-    """The prompts as token ids, and whether a single one was given. An empty list is a batch without prompts."""
+    """Return the prompts as token ids, and whether the caller gave a single one. An empty list is a batch without
+    prompts."""
     if hasattr(prompt, "tolist"):  # a tensor or an array
         prompt = prompt.tolist() or [[]]  # an empty one is a prompt without tokens
     if isinstance(prompt, str) or _is_ids(prompt) or is_conversation(prompt):

@@ -1,4 +1,4 @@
-"""The types of what `generate` and `stream` take: prompts and settings.
+"""The types of the arguments of `generate` and `stream`: prompts and settings.
 
 `Request` and `Sampling` declare the settings and check their values. A test compares the names here with theirs.
 """
@@ -20,9 +20,9 @@ from paceline.core.sampling import Processor, Sampling
 from paceline.core.trace import Stats, Trace
 from paceline.engine.stopping import Detokenizer
 
-# ---- What a caller asks for and what it gets: requests, settings per prompt, results
+# ---- Requests, settings per prompt, and results
 
-# names that people have in their fingers from transformers and vLLM, and what they are called here
+# names of transformers and vLLM, and our names for them
 ALIASES = {
     "max_tokens": "max_new_tokens",
     "min_tokens": "min_new_tokens",
@@ -37,9 +37,9 @@ _SAMPLERS = ("top_k", "top_p", "min_p", "typical_p", "noise", "dynamic_temperatu
 Criterion = Callable[[list[int]], bool]
 
 _HEAD = 40  # characters of the text in a repr
-_MOST_PENALTY = 100  # a text of 2^31 tokens to this power still is a number
+_MOST_PENALTY = 100  # a length of 2^31 tokens to this power is still a finite float
 
-# settings that are lists by nature: a list of lists is one per prompt
+# settings whose value is a list: a list of lists has one per prompt
 _LISTS = frozenset({"stop", "eos_token_ids", "banned_tokens", "processors", "criteria"})
 
 
@@ -52,14 +52,15 @@ class Request:
     eos_token_ids: tuple[int, ...] | None = None  # None: the model's own
     ignore_eos: bool = False
     criteria: tuple[Criterion, ...] = ()
-    logprobs: int | None = None  # how many alternatives to report beside each token's own log-probability
+    logprobs: int | None = None  # how many likeliest tokens to report besides each token's own log-probability
     num_beams: int = 1  # above 1: beam search
     length_penalty: float = 1.0  # α: a beam's score is its log-probability over ((m + length) / (m + 1)) ** α
     length_offset: float = 0.0  # m of that formula; 0 is transformers' length ** α
     beam_top_k: int | None = None  # each beam proposes this number of its likeliest tokens (None: no limit)
-    early_stopping: bool | str = False  # True: as soon as num_beams texts ended; "never": only when none can come in
-    num_return_sequences: int = 1  # beams to give back
-    prediction: str | tuple[int, ...] | None = None  # what the caller expects to be written
+    # True: when num_beams texts ended; "never": only when no better text is possible
+    early_stopping: bool | str = False
+    num_return_sequences: int = 1  # beams to return
+    prediction: str | tuple[int, ...] | None = None  # the output that the caller expects
     max_draft: int | None = None  # tokens drafted in a row at most; 0: plain decoding; None: the decoder's gamma
     sampling: Sampling = field(default_factory=Sampling)
 
@@ -120,8 +121,8 @@ def _sampler_of(sampling: Sampling) -> str:
 
 @dataclass(frozen=True)
 class TokenLogprob:
-    """Log-probabilities of one emitted token: of the bare logits (raw) and after every control (processed; at
-    temperature 0 before the best is taken)."""
+    """Log-probabilities of one emitted token: of the logits (raw), and after every control (processed; at temperature 0
+    before the argmax)."""
 
     token: int
     raw: float
@@ -132,8 +133,8 @@ class TokenLogprob:
 
 @dataclass(frozen=True)
 class BeamResult:
-    """One of the best texts of a beam search; `score` has the length penalty in it, the processed log-probabilities
-    of its tokens add up to the score without the penalty."""
+    """One of the best texts of a beam search. `score` includes the length penalty; the sum of the processed
+    log-probabilities is the score without it."""
 
     text: str
     tokens: list[int]
@@ -144,7 +145,7 @@ class BeamResult:
 
 @dataclass(frozen=True)
 class Generation:
-    """What was written for one prompt. `tokens` has the token that ended it; `text` ends before a stop string."""
+    """The result for one prompt. `tokens` has the token that ended it; `text` ends before a stop string."""
 
     text: str
     tokens: list[int]
@@ -157,10 +158,10 @@ class Generation:
     logprobs: list[TokenLogprob] | None = None
     beams: list[BeamResult] | None = None  # of a beam search the num_return_sequences best, this one first
 
-    _tokenizer: ClassVar[Any] = None  # an attribute of the object, no field: it is no part of the result
+    _tokenizer: ClassVar[Any] = None  # an attribute and not a field, because it is no part of the result
 
     def shown_by(self, tokenizer: Any) -> Generation:
-        """The same object; a notebook shows its tokens as texts of this tokenizer."""
+        """Return the same object. A notebook shows its tokens as texts of this tokenizer."""
         self.__dict__["_tokenizer"] = tokenizer
         return self
 
@@ -220,7 +221,7 @@ def _marked(kind: str, text: str) -> str:
 
 
 def _coloured(result: Generation, tokenizer: Any) -> list[tuple[str, str]]:
-    """(kind, text) in the order of the text. The accepted and own pieces together are exactly `result.text`."""
+    """Return (kind, text) in the order of the text. The accepted and own pieces together are `result.text`."""
     rounds = result.trace.rounds
     if tokenizer is None or [token for entry in rounds for token in entry.emitted] != list(result.tokens):
         # no tokenizer, or a beam search, whose rounds belong to several texts
@@ -244,7 +245,7 @@ def _coloured(result: Generation, tokenizer: Any) -> list[tuple[str, str]]:
 
 
 def _rejected(entry: Any, written: list[int], tokenizer: Any) -> str:
-    """The rejected tokens of a round as text. Bars separate the branches of a tree."""
+    """Return the rejected tokens of a round as text. Bars separate the branches of a tree."""
     context = written[-_CONTEXT:]
     known = len(tokenizer.decode(context))
     paths = [list(entry.rejected)] if entry.parents is None else [[token] for token in entry.rejected]
@@ -276,12 +277,12 @@ def build_requests(count: int, settings: Mapping[str, Any]) -> list[Request]:
 
 
 def _plain(value: Any) -> Any:
-    """Python's own numbers and lists for those of numpy and torch."""
+    """Convert numbers and lists of numpy and torch to those of Python."""
     return value.tolist() if hasattr(value, "tolist") else value
 
 
 def _of(name: str, value: Any, index: int, count: int) -> Any:
-    """The value of a setting for one prompt."""
+    """Return the value of a setting for one prompt."""
     if name == "prediction":  # a string or token ids are one; a list of those is one per prompt
         shared = isinstance(value, str) or not isinstance(value, Sequence) or all(isinstance(v, int) for v in value)
     elif name in _LISTS:
@@ -314,11 +315,11 @@ def _one(settings: dict[str, Any]) -> Request:
     wanted = {name: settings.pop(name) for name in [f.name for f in fields(Sampling)] if name in settings}
     if do_sample and wanted.get("temperature") == 0:
         raise InputError("do_sample=True and temperature=0 contradict each other; give one of them.")
-    if do_sample is False:  # as in transformers, the samplers are then out of work
+    if do_sample is False:  # as in transformers, the samplers then have no effect
         wanted = {name: value for name, value in wanted.items() if name not in _SAMPLERS}
         wanted["temperature"] = 0.0
     elif "temperature" not in wanted and (do_sample or any(name in wanted for name in _SAMPLERS)):
-        wanted["temperature"] = 1.0  # a sampler that was asked for is never silently ignored
+        wanted["temperature"] = 1.0  # a sampler is never ignored without a message
     wanted.setdefault("seed", fresh_seed())
     wanted["logit_bias"] = _bias(wanted.get("logit_bias", {}))
     return Request(**settings, sampling=Sampling(**wanted))
@@ -343,7 +344,7 @@ def _bias(given: Any) -> dict[int, float]:
 
 
 def refuse_memory(process: Any) -> None:
-    """Processors that count on one call per token cannot judge the nodes of a draft."""
+    """Refuse processors that rely on one call per token: they cannot process the nodes of a draft."""
     name = type(process).__name__
     if name == "UnbatchedClassifierFreeGuidanceLogitsProcessor":
         raise UnsupportedError(
@@ -355,7 +356,7 @@ def refuse_memory(process: Any) -> None:
 
 
 def _adapt_criterion(criterion: Any) -> Criterion:
-    """A StoppingCriteria of transformers is asked about batches of one; everything else about a list of ids."""
+    """Return a function of a list of ids. A StoppingCriteria of transformers gets a batch of one."""
     if not callable(criterion):
         raise InputError(f"criteria must be callables (token ids) -> bool, got {shown(criterion)}.")
     if not any(base.__name__ == "StoppingCriteria" for base in type(criterion).__mro__):
@@ -364,7 +365,7 @@ def _adapt_criterion(criterion: Any) -> Criterion:
 
 
 def _adapt(process: Any) -> Processor:
-    """A LogitsProcessor of transformers works on batches of one; everything else on one row."""
+    """Return a function of one row. A LogitsProcessor of transformers gets a batch of one."""
     if not callable(process):
         raise InputError(f"processors must be callables (prefix ids, logits) -> logits, got {shown(process)}.")
     refuse_memory(process)
@@ -377,7 +378,7 @@ def _adapt(process: Any) -> Processor:
     return call
 
 
-# ---- The types of what `generate` and `stream` take: prompts and settings
+# ---- The types of the arguments of `generate` and `stream`: prompts and settings
 
 T = TypeVar("T")
 # one value for all prompts, or a list with one value per prompt; None is the default

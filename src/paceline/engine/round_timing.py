@@ -1,4 +1,5 @@
-"""What a round costs beside the target's passes: the draft (c) and everything else (o), from a few real rounds."""
+"""The cost of a round besides the target's forward pass: the draft (c) and everything else (o), from a few real
+rounds."""
 
 from __future__ import annotations
 
@@ -26,14 +27,14 @@ from paceline.models.runtime import usual_nodes
 from paceline.rules.match import Match
 
 Clock = Callable[[], float]
-_TOKENS = 24  # written to find out
-_WARM = 2  # rounds that do not count: the first one reads the prompt
+_TOKENS = 24  # tokens to write for the measurement
+_WARM = 2  # rounds that are not counted: the first one reads the prompt
 _PERIOD = 24  # length of the part that the synthetic prompt repeats, for lookup drafters
 
 
 @dataclass(frozen=True)
 class RoundTime:
-    """Seconds of one round: all of it, the target's pass, and the drafter's part (propose and keep)."""
+    """Seconds of one round: in all, of the target's forward pass, and of the drafter (propose and keep)."""
 
     seconds: float
     reading: float
@@ -45,14 +46,14 @@ class RoundTime:
 
 
 def measure_overhead(lm: LanguageModel, *, clock: Clock = time.perf_counter) -> float:
-    """o in seconds: what a round of plain decoding takes outside of the pass."""
+    """Return o: the seconds of a round of plain decoding outside the forward pass."""
     return max(0.0, median(each.rest for each in time_rounds(lm, make_drafter("none"), 1, clock=clock)))
 
 
 def measure_drafter(lm: LanguageModel, drafter: Drafter, gamma: int, *, clock: Clock = time.perf_counter) -> float:
-    """c in seconds: what a draft of `gamma` tokens takes, divided by them.
+    """Return c: the seconds of a draft of `gamma` tokens, divided by gamma.
 
-    It drafts for a made-up text and learns from it where it learns; use another one for what is to be decoded.
+    The drafter drafts for a synthetic text and can learn from it, so use another drafter object for decoding.
     """
     return median(each.drafting for each in time_rounds(lm, drafter, gamma, clock=clock)) / gamma
 
@@ -60,7 +61,7 @@ def measure_drafter(lm: LanguageModel, drafter: Drafter, gamma: int, *, clock: C
 def full_costs(
     lm: LanguageModel, drafters: Mapping[str, Callable[[], Drafter]], gamma: int = 5, rows: int = 1, **how: Any
 ) -> Costs:
-    """`costs_for`, with o and c of these drafters (made here, by name) measured too where they are not known yet."""
+    """Return `costs_for` with o and c of these drafters (made here, by name). What is not known yet is measured."""
     costs = costs_for(lm, rows, **how)
     others = Neighbours()
     others.begin()
@@ -75,7 +76,7 @@ def full_costs(
 def time_rounds(
     lm: LanguageModel, drafter: Drafter, gamma: int, *, rule: Rule | None = None, clock: Clock = time.perf_counter
 ) -> list[RoundTime]:
-    """Decode a few tokens after a made-up prompt, with a clock around every part."""
+    """Decode a few tokens after a synthetic prompt, and time every part."""
     room = max(2, min(2 * _PERIOD + _TOKENS * (gamma + 1), lm.context))
     prompt = [(7919 * (i % _PERIOD + 1)) % lm.vocabulary for i in range(max(1, min(2 * _PERIOD, room // 2)))]
     limit = max(1, room - len(prompt))
@@ -102,13 +103,13 @@ def time_rounds(
 
 
 def _captured(loop: Loop, row: Row, stopwatch: Stopwatch, costs: Costs) -> list[RoundTime]:
-    """Rounds that the device runs by itself cannot be looked into: reading takes as long as passes of that width, and
-    drafting as long as drafts alone; where those are made on the host, as long as is left of the round."""
+    """The parts of a round in a CUDA graph cannot be timed. The target's part is the time of forward passes of that
+    width. The draft's part is the time of drafts alone, or, for drafts on the host, the rest of the round."""
     loop.admit([row])
     found: list[RoundTime] = []
     drafting: float | None = None
     while loop.rows.count and len(found) < _TOKENS:
-        began = stopwatch.now(wait=False)  # the next round may be on its way already
+        began = stopwatch.now(wait=False)  # the next round may be in flight already
         loop.step()
         took = stopwatch.now(wait=False) - began
         reading = costs.seconds(1 + len(row.trace.rounds[-1].drafted))
@@ -122,7 +123,7 @@ def _captured(loop: Loop, row: Row, stopwatch: Stopwatch, costs: Costs) -> list[
 
 
 class Stopwatch:
-    """Adds up seconds by name; a device that is still busy is waited for."""
+    """Adds up seconds by name, after the device has finished."""
 
     def __init__(self, device: torch.device, clock: Clock) -> None:
         self._device, self._clock = device, clock

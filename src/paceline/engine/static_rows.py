@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class RowTensors:
-    """What it takes to choose and to commit tokens. A subclass sets the tensors."""
+    """The tensors to choose and commit tokens. A subclass sets them."""
 
     ops: DeviceOps  # of the target
     text: Tensor  # [R,T]
@@ -106,10 +106,10 @@ IDLE = 2  # length of an idle row: it takes part in replays without effect
 
 
 class StaticRows(RowTensors):
-    """`count` rows; those past the live ones are idle. The tensors keep their addresses: the tokens are those of the
-    live rows, and `assign_slots` overwrites the settings.
+    """A batch for a CUDA graph: `count` rows, of which those after the live ones are idle. All tensors keep their
+    addresses: the tokens are those of the live rows, and `assign_slots` overwrites the settings.
 
-    bound: no row is longer. A replay does not know the lengths on the host.
+    bound: the limit of all lengths. In a replay the host does not know the lengths.
     """
 
     def __init__(self, rows: Rows, count: int, bound: int) -> None:

@@ -1,4 +1,4 @@
-"""Tokens become text and may end it. Every token, drafted or not, passes here one by one."""
+"""Detokenization and stops. Every committed token passes here, one by one."""
 
 from __future__ import annotations
 
@@ -8,19 +8,21 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-_CONTEXT = 6  # tokens of the prompt that the first word is decoded with: some tokenizers join words by their neighbours
+# tokens of the prompt that are decoded with the first new token: in some tokenizers the text depends on neighbours
+_CONTEXT = 6
 _PATIENCE = 8  # tokens to wait for the rest of a character; a character has at most 4 bytes
 
 
 class Detokenizer:
-    """Text from tokens, a piece at a time, never splitting a character."""
+    """Makes text from tokens, piece by piece, and never splits a character."""
 
     def __init__(self, tokenizer: Any, prompt: Sequence[int]) -> None:
         self._tokenizer = tokenizer
         self._ids = list(prompt[-_CONTEXT:])
-        self._start, self._told = 0, len(self._ids)  # ids[start:told] have been told; they are the context of the rest
+        # ids[start:told] were returned as text; they are the context of the rest
+        self._start, self._told = 0, len(self._ids)
         self._alone: dict[int, str] = {}
-        # a prompt may end inside a character, which the first new tokens complete
+        # a prompt can end inside a character, which the first new tokens complete
         self._told_text = self._decode(self._ids).removesuffix("\ufffd")
 
     def _decode(self, ids: list[int]) -> str:
@@ -33,21 +35,21 @@ class Detokenizer:
         return other
 
     def push(self, token: int) -> str:
-        """The text that this token completes; empty while a character is incomplete."""
+        """Return the text that this token completes; empty while a character is incomplete."""
         self._ids.append(token)
         text = self._decode(self._ids[self._start :])
         if not text.endswith("\ufffd"):
             return self._tell(len(self._ids), text)
         if len(self._ids) - self._told < _PATIENCE:
             return ""
-        return self._tell(len(self._ids) - 3)  # what is older than a character's 4 bytes will not be completed
+        return self._tell(len(self._ids) - 3)  # a character has at most 4 bytes, so older tokens are never completed
 
     def flush(self) -> str:
-        """What is left at the end: an incomplete character shows as U+FFFD."""
+        """Return the rest at the end. An incomplete character becomes U+FFFD."""
         return self._tell(len(self._ids))
 
     def _tell(self, upto: int, text: str | None = None) -> str:
-        """What is new up to there; `text`: all of it from the start on, where that is known."""
+        """Return the new text up to there. `text`: the text from the start on, if it is known."""
         text = self._decode(self._ids[self._start : upto]) if text is None else text
         piece = text[len(self._told_text) :]
         self._start, self._told = self._told, upto
@@ -55,7 +57,7 @@ class Detokenizer:
         return piece
 
     def _told_alone(self, ids: list[int]) -> str:
-        """The context of what comes next, which nearly always is one token: those are decoded once."""
+        """Return the text of the context, which is nearly always one token and is decoded once."""
         if len(ids) != 1:
             return self._decode(ids)
         known = self._alone.get(ids[0])
@@ -72,14 +74,14 @@ def special_stops(tokenizer: Any, strings: Sequence[str]) -> dict[int, str]:
 
 @dataclass(frozen=True)
 class Stop:
-    """Why a text ended. finish_reason is OpenAI's word; `cause` the token id or the string that stopped it."""
+    """Why a text ended. `finish_reason` is OpenAI's word; `cause` is the token id or the string that stopped it."""
 
     finish_reason: str
     cause: int | str | None = None
 
 
 class Stopper:
-    """Commits the tokens of one row one by one and says when to stop: the same path with and without speculation."""
+    """Commits the tokens of one row one by one and decides when to stop, with and without speculation alike."""
 
     def __init__(
         self,
@@ -97,25 +99,26 @@ class Stopper:
         self._detokenizer = detokenizer
         self._criterion = criterion
         self._tokens_alone = detokenizer is None and criterion is None and not strings and not special
-        self._special = special or {}  # stop strings that are special tokens: those have no text to be found in
+        self._special = special or {}  # stop strings that are special tokens, which have no text
         self.count = 0
         self.text = ""
-        self.shown = 0  # characters already given to a stream
+        self.shown = 0  # characters that a stream has returned
         self.stop: Stop | None = None
 
     def strings_only(self) -> Stopper:
-        """The same stop strings and nothing else that could end a text."""
+        """Return a stopper with the same stop strings and no other stops."""
         return Stopper((), self._strings, sys.maxsize, self._detokenizer, None, self._special)
 
     def fork(self) -> Stopper:
-        """The same state, to go on with other tokens. A criterion looks at the tokens of one text: it has no copy."""
+        """Return a copy of the state for other tokens. It has no criterion, because a criterion reads the tokens of one
+        text."""
         assert self._criterion is None
         other = copy.copy(self)
         other._detokenizer = self._detokenizer.fork() if self._detokenizer else None
         return other
 
     def push(self, token: int) -> Stop | None:
-        """One more token. A stop string beats EOS, which beats the caller's criterion, which beats the limit."""
+        """Commit one token. Stops are tested in this order: stop string, EOS, the caller's criterion, limit."""
         self.count += 1
         if self._tokens_alone:
             if token in self._eos or self.count >= self._limit:
@@ -143,7 +146,7 @@ class Stopper:
         self.stop = Stop("cancelled")
 
     def _find(self, fresh: int) -> str | None:
-        """The stop string that occurs first in the text; the text is cut before it."""
+        """Return the stop string that occurs first in the text. The text is cut before it."""
         if not self._strings or not fresh:
             return None
         begin = max(0, len(self.text) - fresh - self._longest + 1)
@@ -155,7 +158,7 @@ class Stopper:
         return string
 
     def show(self) -> str:
-        """Text for a stream: what is new, less what might still turn out to be the beginning of a stop string."""
+        """Return the new text for a stream, without an end that could be the beginning of a stop string."""
         safe = len(self.text)
         if not safe:
             return ""

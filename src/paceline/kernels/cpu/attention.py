@@ -1,11 +1,11 @@
-"""Attention of the queries of one token over the keys it sees, in the order of the text.
+"""Attention of the queries of one token over its visible keys, in the order of the text.
 
-A token sees the slots first..prefix-1 and then a list of others: the tokens before it in its branch of a draft. Keys
-are taken in that order, which is the order of the text, so a token comes out the same whether it was drafted in a tree,
-in a chain, or written alone. Scores are sums over the width, weights are added lane by lane, values key by key.
+A token sees the slots first..prefix-1 and then a list of other slots: the tokens before it in its branch of a draft.
+Keys are read in that order, which is the order of the text. So the result of a token is the same in a tree, in a chain,
+and alone. Scores are sums over the width, weights are added lane by lane, values key by key.
 
-Heads that share their keys and values (grouped-query attention) read them together, up to three at a time; what each
-of them computes does not depend on the others.
+Heads that share their keys and values (grouped-query attention) read them together, up to three at a time. The result
+of each head does not depend on the others.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from numba import njit
 from paceline.kernels.cpu.vectors import F32, FLOAT, I64, LANES, LONG, ZEROS, Emit, piece
 
 _BYTES = 4 * LANES
-_LINE = 64  # bytes that memory is read by
-_AHEAD = 32  # keys and values are prefetched this many before they are used
-TOGETHER = 3  # heads: with four keys, or four vectors of values, their sums fill the registers
+_LINE = 64  # bytes of a cache line
+_AHEAD = 32  # how many keys or values ahead to prefetch
+TOGETHER = 3  # heads at a time: with four keys, or four vectors of values, their sums fill the registers
 
 
 def _scores(heads: int) -> Any:

@@ -1,8 +1,8 @@
-"""How weights lie in memory, and how eight of them become floats.
+"""Formats of weights in memory, and how eight weights become floats.
 
-A row of weights is a number of steps, one after the other. Of a step, one first reads what all of its weights share
-(the scale of a block) and then its weights, eight by eight, in their order. What comes out are the weights themselves,
-so every product of a format has the same numbers in it, and adds them up in the same order.
+A row of weights is a sequence of steps. A kernel first reads what the weights of a step share (the scale of a block),
+and then the weights, eight by eight, in order. The result is the weights themselves. So every product of a format adds
+the same numbers in the same order.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from numba.core import cgutils
 from paceline.kernels.cpu.vectors import BYTE, FLOAT, FLOATS, INT, INTS, LANES, LONG, Emit
 
 _SHORT, _HALF = ir.IntType(16), ir.HalfType()
-BLOCK = 32  # weights of a block, in the formats that have some
+BLOCK = 32  # weights of a block, in formats with blocks
 
 
 class Format:
-    """`step` weights are taken at a time, which are `bytes` bytes. `scaled`: one scale per output, float32, is applied
-    to the sum. `odd`: rows may end inside a step."""
+    """A step has `step` weights in `bytes` bytes. `scaled`: the sum is multiplied by one float32 scale per output.
+    `odd`: rows can end inside a step."""
 
     step: int
     bytes: int
@@ -28,24 +28,24 @@ class Format:
     odd = True
 
     def offset(self, e: Emit, i: Any) -> Any:
-        """Where the i-th weight begins; i is a multiple of 8, or of `step` where rows cannot end inside one."""
+        """The address of the i-th weight. i is a multiple of 8, or of `step` if rows cannot end inside a step."""
         return e.b.mul(i, LONG(self.bytes // self.step))
 
     def shared(self, e: Emit, at: Any) -> Any:
-        """What the weights of the step at this address share."""
+        """The values that the weights of the step at this address share."""
         return None
 
     def eight(self, e: Emit, at: Any, shared: Any, part: int) -> Any:
-        """The `part`-th eight weights of a step."""
+        """The `part`-th group of eight weights of a step."""
         raise NotImplementedError
 
     def some(self, e: Emit, at: Any, count: Any) -> Any:
-        """The first `count` (i64) of eight weights, zeros after them; nothing past them is touched."""
+        """The first `count` (i64) of eight weights, then zeros. Memory after them is not read."""
         raise NotImplementedError
 
 
 class Dense(Format):
-    """Numbers of one kind, without gaps."""
+    """Numbers of one dtype, without gaps."""
 
     def __init__(self, kind: ir.Type, size: int, step: int, scaled: bool = False) -> None:
         self.kind, self.size, self.step, self.bytes = ir.VectorType(kind, LANES), size, step, size * step
@@ -74,7 +74,7 @@ class Dense(Format):
 
 
 class Blocks(Format):
-    """32 weights with something in front that they share, as GGUF files have them."""
+    """Blocks of 32 weights after their shared values, as in GGUF files."""
 
     step, odd = BLOCK, False
 
@@ -83,7 +83,7 @@ class Blocks(Format):
 
     @staticmethod
     def halves(e: Emit, at: Any, count: int) -> list[Any]:
-        """The float16s in front of a block, each as eight equal floats."""
+        """The float16 values before a block, each as eight equal floats."""
         values = e.load(at, kind=ir.VectorType(_HALF, count), align=1)
         floats = e.b.fpext(values, ir.VectorType(FLOAT, count))
         return [e.b.shuffle_vector(floats, floats, ir.Constant(INTS, [lane] * LANES)) for lane in range(count)]
@@ -111,7 +111,7 @@ class NibbleBlocks(Blocks):
         return e.fma(e.b.sitofp(values, FLOATS), d, m)
 
 
-FLOAT32 = Dense(FLOAT, 4, 16)  # steps of a line of memory, or more where unpacking takes most of the time
+FLOAT32 = Dense(FLOAT, 4, 16)  # steps of a cache line, or more if unpacking takes most of the time
 BFLOAT16 = Dense(_SHORT, 2, 32)
 INT8 = Dense(BYTE, 1, 32, scaled=True)
 Q4_1 = NibbleBlocks()

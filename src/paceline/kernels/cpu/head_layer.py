@@ -1,4 +1,4 @@
-"""What heads that draft are made of: a linear map, a norm, and a decoder layer, each by itself."""
+"""The parts of drafting heads, one job each: a linear layer, a norm, and a decoder layer."""
 
 from __future__ import annotations
 
@@ -47,17 +47,18 @@ from paceline.kernels.cpu.vectors import bytes_at, fetch_add, longs_at
 _LIST = types.Array(types.int64, 1, "C")
 _FLOATS = types.Array(types.float32, 1, "C")
 
-# ---- a linear map: y [n, outputs] = x [n, K] · wᵀ + bias
+# ---- a linear layer: y [n, outputs] = x [n, K] · wᵀ + bias
 
-MAP = (*MATRIX, "bias", "inputs", "outputs")  # what a map is, and then what a call is
+MAP = (*MATRIX, "bias", "inputs", "outputs")  # the values of a layer, and then those of a call
 JOB = (*MAP, "n", "x", "y", "threads")
 (J_BIAS, J_INPUTS, J_OUTPUTS, J_N, J_X, J_Y, J_THREADS) = range(len(MATRIX), len(JOB))
-SIZE = len(JOB) + 3 * COUNTER  # of the list of a job: behind it a counter and a barrier, zeros, in lines of their own
+# length of the list of a job; after it a counter and a barrier, zeros, each in its own cache line
+SIZE = len(JOB) + 3 * COUNTER
 
 
 @njit(types.void(_LIST, types.int64), nogil=True, cache=True)
 def run_linear(j, me):
-    """j: JOB, of this call alone; rows of x and y follow one another without gaps. me: this thread's number."""
+    """j: JOB, for this call only; rows of x and y have no gaps. me: the number of this thread."""
     outputs = j[J_OUTPUTS]
     counter = (j.ctypes.data + 8 * len(JOB) + LINE - 1) // LINE * LINE
     _product(j, 0, counter, j[J_X], j[J_INPUTS], j[J_N], j[J_BIAS], outputs, j[J_Y], 4 * outputs, 0)
@@ -73,19 +74,19 @@ def run_norm(x, weight, y, rows, width, eps):
         _normed(x + 4 * r * width, weight, y + 4 * r * width, width, eps)
 
 
-# ---- a layer. The input of its attention is given, not normed here, and a mask says which slots each token sees
+# ---- a layer. The caller gives the normed input of its attention; a mask has the visible slots of each token
 
 STEP = ("seen", "inputs", "first", "Q", "slots", "places", "places_step", "mask", "mask_row", "mask_query", "visible")
 (S_SEEN, S_INPUTS, S_FIRST, S_Q, S_SLOTS, S_PLACES, S_PLACES_STEP, S_MASK, S_MASK_ROW, S_MASK_QUERY,
  S_VISIBLE) = range(len(CALL), len(CALL) + len(STEP))  # fmt: skip
-COUNTERS = 7  # int64s of COUNTER each, behind the list
+COUNTERS = 7  # counters of COUNTER int64s each, after the list
 MEETINGS = 7  # of all threads, in a layer
 
 
 @njit(nogil=True, cache=True)
 def _spell_out(c):
-    """The lists of a pass: of every token its row, slot and position, and the slots it sees: up to the first
-    that it does not, and those after it."""
+    """Write the lists of a pass: the row, slot and position of every token, and its visible slots: those before the
+    first hidden one, and the list of those after it."""
     n, Q, visible = c[C_N], c[S_Q], c[S_VISIBLE]
     row, slot = carray(longs_at(c[C_ROW]), (n,)), carray(longs_at(c[C_SLOT]), (n,))
     position, prefix = carray(longs_at(c[C_POSITION]), (n,)), carray(longs_at(c[C_PREFIX]), (n,))
@@ -105,7 +106,7 @@ def _spell_out(c):
             if seen[other] != 0:
                 extras[count] = other
                 count += 1
-        if reach == 0 and count == extra[i]:  # every token sees a slot
+        if reach == 0 and count == extra[i]:  # every token sees at least one slot
             extras[count] = slot[i]
             count += 1
     extra[n] = count
@@ -113,8 +114,8 @@ def _spell_out(c):
 
 @njit(nogil=True, cache=True)
 def one_layer(m, c, f, counter, met, me):
-    """The layer over what is `seen`, once the visible slots are known. The positions must be known before
-    the threads meet for the first time: after `met` have come. They meet seven times."""
+    """Run the layer over `seen`, after the visible slots are known. The positions must be known before the first
+    barrier of the threads, at count `met`. There are seven barriers."""
     threads, n, K, barrier = c[C_THREADS], c[C_N], c[S_INPUTS], c[C_BARRIER]
     heads, kv, width, hidden = m[M_HEADS], m[M_KV], m[M_WIDTH], m[M_HIDDEN]
     every, w = heads + 2 * kv, m[len(MODEL) : len(MODEL) + PER_LAYER]
@@ -139,7 +140,7 @@ def one_layer(m, c, f, counter, met, me):
 @njit(types.void(_LIST, _LIST, _FLOATS, types.int64), nogil=True, cache=True)
 def run_layer(m, c, f, me):
     """m: MODEL and LAYER of the one layer; c: CALL and STEP; f: eps and scale of the scores; me: this thread's number.
-    `x` is the stream, and in the end what comes out."""
+    `x` is the residual stream, and at the end the output."""
     if me == c[C_THREADS] - 1:
         _spell_out(c)
     one_layer(m, c, f, c[C_COUNTERS], c[C_THREADS], me)

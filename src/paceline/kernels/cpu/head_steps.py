@@ -1,5 +1,5 @@
-"""A head that drafts from features: from tokens to scores, one step or a chain of the likeliest tokens, as one job; and
-the target's hidden states in the form that the head keeps."""
+"""The steps of an EAGLE head, from tokens to logits: one step, or a greedy chain of steps, as one job. Also the
+target's hidden states in the form that the head stores."""
 
 from __future__ import annotations
 
@@ -40,8 +40,9 @@ from paceline.kernels.cpu.vectors import floats_at, longs_at
 _LIST = types.Array(types.int64, 1, "C")
 _FLOATS = types.Array(types.float32, 1, "C")
 
-# ---- steps. Behind MODEL and LAYER: norms of both parts of what is seen, the width of the first, how many tokens are
-# known, is the stream normed too?, and of the scores the bias, the ids in the vocabulary (0: as they are), how many
+# ---- steps. After MODEL and LAYER: norms of both parts of the input, the width of the first, the number of known
+# tokens, whether the stream is normed too, and of the logits the bias, the ids in the vocabulary (0: unchanged), how
+# many
 
 HEAD = ("token_norm", "feature_norm", "wide", "known", "normed", "bias", "ids", "says")
 H_TOKEN_NORM, H_FEATURE_NORM, H_WIDE, H_KNOWN, H_NORMED, H_BIAS, H_IDS, H_SAYS = range(
@@ -59,7 +60,7 @@ PER_STEP = COUNTERS + 1  # counters
 
 @njit(nogil=True, cache=True)
 def _begin(m, c, eps, me):
-    """What is seen at this thread's places, the stream there, and where they are."""
+    """Write the input, the residual stream and the positions of this thread's tokens."""
     n, Q, hidden, wide = c[C_N], c[D_Q], m[M_HIDDEN], m[H_WIDE]
     row, slot = carray(longs_at(c[C_ROW]), (n,)), carray(longs_at(c[C_SLOT]), (n,))
     position, prefix = carray(longs_at(c[C_POSITION]), (n,)), carray(longs_at(c[C_PREFIX]), (n,))
@@ -83,7 +84,7 @@ def _begin(m, c, eps, me):
 
 @njit(nogil=True, cache=True)
 def _say(m, c, eps, counter, met, me):
-    """The features at the last place of every row, and the scores of the tokens after it. Threads meet twice."""
+    """Compute the features at the last position of every row, and the logits after it. There are two barriers."""
     Q, hidden, says, threads = c[D_Q], m[M_HIDDEN], m[H_SAYS], c[C_THREADS]
     rows = c[C_N] // Q
     for r in range(me, rows, threads):
@@ -100,7 +101,7 @@ def _say(m, c, eps, counter, met, me):
 
 @njit(nogil=True, cache=True)
 def _spread(m, c, me):
-    """This thread's share of the scores, where they belong in the vocabulary."""
+    """Write this thread's part of the logits to their ids in the vocabulary."""
     says, threads, V, rows = m[H_SAYS], c[C_THREADS], c[C_VOCABULARY], c[C_N] // c[D_Q]
     ids, token_scores = carray(longs_at(m[H_IDS]), (says,)), carray(floats_at(c[D_SCORES]), (rows, says))
     logits = carray(floats_at(c[C_LOGITS]), (rows, V))
@@ -111,7 +112,7 @@ def _spread(m, c, me):
 
 @njit(nogil=True, cache=True)
 def _pick(m, c, picked, tops, me):
-    """The likeliest token of this thread's rows: of equals the first, and NaN before everything."""
+    """Pick the likeliest token of this thread's rows: the first of equal ones. NaN comes before all numbers."""
     says, rows, ids = m[H_SAYS], c[C_N] // c[D_Q], m[H_IDS]
     token, value = np.empty(1, np.int64), np.empty(1, np.float64)
     for r in range(me, rows, c[C_THREADS]):
@@ -123,8 +124,8 @@ def _pick(m, c, picked, tops, me):
 
 @njit(types.void(_LIST, _LIST, _FLOATS, types.int64), nogil=True, cache=True)
 def run_draft(m, call, f, me):
-    """m: MODEL, LAYER and HEAD; call: CALL and DRAFT; f: eps and scale of the scores; me: this thread's number. Of
-    every row the same thread picks a token and begins the next step with it."""
+    """m: MODEL, LAYER and HEAD; call: CALL and DRAFT; f: eps and scale of the scores; me: this thread's number. The
+    same thread picks the token of a row and begins its next step."""
     c, threads, steps = call.copy(), call[C_THREADS], call[D_STEPS]
     rows, counter, met = c[C_N] // c[D_Q], c[C_COUNTERS], threads
     tops = np.empty(-(-m[H_SAYS] // SPAN), np.float32)
@@ -155,7 +156,7 @@ _MOST = np.finfo(np.float32).max
 
 @njit(nogil=True, cache=True)
 def _joined(j, me):
-    """The taps of this thread's places, side by side; of a tree, along its path."""
+    """Join the taps at this thread's positions; of a tree, those along the path."""
     Q, width, taps = j[N_Q], j[N_WIDTH], j[len(NOTE) : len(NOTE) + 3 * j[N_TAPS]]
     for i in range(me, j[N_ROWS] * Q, j[N_THREADS]):
         r, place = i // Q, i % Q
@@ -169,7 +170,7 @@ def _joined(j, me):
 @njit(types.void(_LIST, types.int64), nogil=True, cache=True)
 def run_note(j, me):
     """j: NOTE, the taps, and behind them a counter and a barrier, zeros, in lines of their own; me: this thread's
-    number. NaN becomes 0 and infinities are clamped: stored states would keep them."""
+    number. NaN becomes 0 and infinities are clamped, because stored states would keep them."""
     threads, n, Q, D = j[N_THREADS], j[N_ROWS] * j[N_Q], j[N_Q], j[N_OUTPUTS]
     counter = (j.ctypes.data + 8 * (len(j) - 3 * COUNTER) + LINE - 1) // LINE * LINE
     _joined(j, me)

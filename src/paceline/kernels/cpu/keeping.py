@@ -1,8 +1,8 @@
-"""Where compiled kernels are kept, and by what they are found again: by their content, not by the path of a file.
+"""The folder of compiled kernels. They are found by content, not by the path of a file.
 
-numba finds what it compiled by the folder of the source file, and it uses no folder that it cannot write to. A kernel
-here is found by its name and by the text of all kernel sources, in one folder for all installations that have the same
-sources. The folder may be read-only.
+numba looks for compiled functions by the folder of the source file, and uses writable folders only. Here a kernel is
+found by its name and by the text of all kernel sources, in one folder for all installations with the same sources. The
+folder can be read-only.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from numba import config
 from numba.core.caching import _CacheLocator
 
-_OTHERS = "UserProvidedCacheLocator,InTreeCacheLocator,UserWideCacheLocator,IPythonCacheLocator"  # numba's own order
+_OTHERS = "UserProvidedCacheLocator,InTreeCacheLocator,UserWideCacheLocator,IPythonCacheLocator"  # the order of numba
 
 
 class Kept(NamedTuple):
@@ -29,7 +29,7 @@ class Kept(NamedTuple):
 class ByContent(_CacheLocator):  # type: ignore[misc]
     """Tells numba the folder of a kernel and the stamp of its sources. Functions of other packages are not touched."""
 
-    now: Kept | None = None  # inside `kept_in`
+    now: Kept | None = None  # set inside `kept_in`
     last: Kept | None = None
 
     def __init__(self, kept: Kept, py_func: Any, py_file: str) -> None:
@@ -54,8 +54,8 @@ class ByContent(_CacheLocator):  # type: ignore[misc]
 
 @contextmanager
 def kept_in(kept: Kept | None) -> Iterator[None]:
-    """Functions that are made inside from those sources are read from the folder, or compiled and saved there. None: as
-    numba does by itself."""
+    """Inside, functions from those sources are read from the folder, or compiled and saved there. None: numba's own
+    folder."""
     if kept is None:
         yield
         return

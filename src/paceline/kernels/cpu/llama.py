@@ -1,7 +1,7 @@
 """One pass of a Llama-like model over a few tokens, from ids to logits, as one job of a team of threads.
 
-Everything is memory the caller owns, told by address. Work is claimed in small chunks from a counter per step, so that
-a thread that is slow (or was asleep) does less; after each step the threads meet.
+The caller owns all memory and gives addresses. Threads claim small chunks of work from a counter per step, so a slow
+thread does less. After each step there is a barrier.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ PER_LAYER = len(LAYER)
 L_NORM1, L_NORM2, L_QN, L_KN, L_WINDOW = _L["norm1"], _L["norm2"], _L["q_norm"], _L["k_norm"], _L["window"]
 L_Q, L_K, L_V, L_O, L_GATE, L_UP, L_DOWN = (_L[name] for name in ("q", "k", "v", "o", "gate", "up", "down"))
 L_QB, L_KB, L_VB, L_OB = (_L[f"{name}_bias"] for name in "qkvo")
-SCALES, STEP, PRODUCT = 1, 2, 3  # where the parts of a matrix are, after its weights
+SCALES, STEP, PRODUCT = 1, 2, 3  # offsets of the parts of a matrix, after its weights
 (C_N, C_THREADS, C_FROM, C_TO, C_IDS, C_POSITION, C_ROW, C_SLOT, C_PREFIX, C_EXTRA, C_EXTRAS, C_COS, C_SIN, C_X, C_H,
  C_QKV, C_MIXED, C_GATE, C_UP, C_SCORES, C_SCORES_STEP, C_COUNTERS, C_BARRIER, C_CACHES, C_ROW_STEP, C_HEAD_STEP,
  C_SLOT_STEP, C_KEPT, C_KEEP, C_LOGITS, C_LOGITS_STEP, C_VOCABULARY, C_TAPS, C_GIVEN) = range(len(CALL))  # fmt: skip
@@ -84,13 +84,13 @@ _INT = types.int64
 
 @njit(types.void(_LIST, *[_INT] * 9), nogil=True, cache=True)
 def _multiply(w, at, x, K, n, low, high, y, y_step, after):
-    """Some outputs of a matrix: w[at] and the numbers after it."""
+    """Compute some outputs of a matrix: w[at] and the numbers after it."""
     call(w[at + PRODUCT], x, 4 * K, n, w[at], w[at + SCALES], K, low, high, y, y_step, after)
 
 
 @njit(types.void(_LIST, *[_INT] * 10), nogil=True, cache=True)
 def _product(w, at, counter, x, K, n, bias, outputs, y, y_step, residual):
-    """Chunks of y = x · wᵀ + bias, and of residual += y where there is one, as far from row to row as y."""
+    """Compute chunks of y = x · wᵀ + bias, and of residual += y if there is one, with the row stride of y."""
     low = fetch_add(counter, CHUNK)
     while low < outputs:
         high, then = min(low + CHUNK, outputs), fetch_add(counter, CHUNK)
@@ -105,7 +105,7 @@ def _product(w, at, counter, x, K, n, bias, outputs, y, y_step, residual):
 
 @njit(nogil=True, cache=True)
 def _attend(m, c, layer, scale, i, shared, own):
-    """One token and the heads of one group: their scores, the softmax of each, the mixed values."""
+    """Attention of one token for the heads of one group: scores, softmax, weighted values."""
     width, kv, n = m[M_WIDTH], m[M_KV], c[C_N]
     group = m[M_HEADS] // kv
     row, prefix = carray(longs_at(c[C_ROW]), (n,))[i], carray(longs_at(c[C_PREFIX]), (n,))[i]
@@ -117,7 +117,7 @@ def _attend(m, c, layer, scale, i, shared, own):
     window, first = m[len(MODEL) + layer * PER_LAYER + L_WINDOW], 0
     if window > 0 and prefix + len(others) > window:
         first = prefix + len(others) - window
-        if first > prefix:  # even of its branch it sees only the end
+        if first > prefix:  # the window hides even a part of its branch
             others, first = others[first - prefix :], prefix
     count = prefix - first
     gap = c[C_SCORES_STEP] // TOGETHER
@@ -131,7 +131,7 @@ def _attend(m, c, layer, scale, i, shared, own):
         out = c[C_MIXED] + 4 * (i * m[M_HEADS] + head) * width
         result = carray(floats_at(out), (heads * width,))
         result[:] = 0.0
-        for h in range(heads):  # the weights of a head come to 1 before the values are mixed
+        for h in range(heads):  # the weights of a head are normalised before the values are added
             part = np.float32(1.0) / softmax(own + h * gap, count + len(others))
             weights = carray(floats_at(own + h * gap), (count + len(others),))
             for j in range(count + len(others)):
@@ -144,7 +144,7 @@ def _attend(m, c, layer, scale, i, shared, own):
 
 @njit(nogil=True, cache=True)
 def _placed(m, c, w, layer, eps, i, head):
-    """Query, key or value of a token and head: normed, turned to its position, and written to the cache."""
+    """Norm and rotate the query, key or value of a token and head, and write keys and values to the cache."""
     width, heads, kv, n = m[M_WIDTH], m[M_HEADS], m[M_KV], c[C_N]
     at = c[C_QKV] + 4 * (i * (heads + 2 * kv) + head) * width
     if head < heads + kv:
@@ -178,7 +178,7 @@ def _gated(counter, m, c, w):
 
 @njit(nogil=True, cache=True)
 def _begin(m, c, me):
-    """This thread's tokens, as the embedding has them or as they were given."""
+    """Write the embeddings of this thread's tokens, or the given inputs."""
     hidden = m[M_HIDDEN]
     ids = carray(longs_at(c[C_IDS]), (c[C_N],))
     for i in range(me, c[C_N], c[C_THREADS]):
@@ -190,7 +190,7 @@ def _begin(m, c, me):
 
 @njit(nogil=True, cache=True)
 def _finish(m, c, eps, counter, met, me):
-    """The norm after the layers and the output head, of the tokens that are kept."""
+    """Run the last norm and the output layer for the tokens whose logits are needed."""
     keep, hidden, threads = c[C_KEEP], m[M_HIDDEN], c[C_THREADS]
     kept = carray(longs_at(c[C_KEPT]), (max(keep, 1),))
     tap = carray(longs_at(c[C_TAPS]), (m[M_LAYERS] + 1,))[m[M_LAYERS]]
@@ -207,11 +207,11 @@ def _finish(m, c, eps, counter, met, me):
 
 @njit(nogil=True, cache=True)
 def _attention(m, c, w, layer, eps, scale, counter, met, me):
-    """Norm, queries, keys and values, attention, output: the first half of a layer."""
+    """Run the first half of a layer: norm, queries, keys and values, attention, output."""
     n, threads, hidden, barrier = c[C_N], c[C_THREADS], m[M_HIDDEN], c[C_BARRIER]
     heads, kv, width = m[M_HEADS], m[M_KV], m[M_WIDTH]
     every, tap = heads + 2 * kv, carray(longs_at(c[C_TAPS]), (m[M_LAYERS] + 1,))[layer]
-    for i in range(me, n, threads):  # the same thread had these rows before, or all met since
+    for i in range(me, n, threads):  # the same thread wrote these rows, or a barrier came since
         if tap != 0:
             _copy(c[C_X] + 4 * i * hidden, tap + 4 * i * hidden, hidden)
         _normed(c[C_X] + 4 * i * hidden, w[L_NORM1], c[C_H] + 4 * i * hidden, hidden, eps)
@@ -226,7 +226,7 @@ def _attention(m, c, w, layer, eps, scale, counter, met, me):
     meet(barrier, met + 2 * threads)
     job = fetch_add(counter + 3 * LINE, 1)
     while job < n * kv:
-        # a head of all tokens after the other: its keys and values stay in the cache
+        # head by head, over all tokens: the keys and values of a head stay in the processor's cache
         _attend(m, c, layer, scale, job % n, job // n, c[C_SCORES] + me * c[C_SCORES_STEP])
         job = fetch_add(counter + 3 * LINE, 1)
     meet(barrier, met + 3 * threads)
@@ -236,7 +236,7 @@ def _attention(m, c, w, layer, eps, scale, counter, met, me):
 
 @njit(nogil=True, cache=True)
 def _feed_forward(m, c, w, eps, counter, met, me):
-    """Norm, gated feed-forward: the second half."""
+    """Run the second half: norm and gated feed-forward."""
     n, threads, hidden, barrier = c[C_N], c[C_THREADS], m[M_HIDDEN], c[C_BARRIER]
     for i in range(me, n, threads):
         _normed(c[C_X] + 4 * i * hidden, w[L_NORM2], c[C_H] + 4 * i * hidden, hidden, eps)

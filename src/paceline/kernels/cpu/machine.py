@@ -1,4 +1,4 @@
-"""Can kernels run here? Answered without compiling any, and without numba where there is none."""
+"""Whether kernels can run here. This compiles nothing and works without numba."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _X86, _ARM = {"x86_64", "amd64"}, {"arm64", "aarch64"}
 
 
 def missing() -> str | None:
-    """Why there are no kernels here, in a few words; None if there can be."""
+    """Return why kernels cannot run here; None if they can."""
     if os.environ.get(SWITCH, "").strip().lower() in {"off", "no", "false", "0"}:
         return f"{SWITCH} is off"
     if sys.byteorder != "little" or sys.maxsize < 1 << 32:
@@ -21,7 +21,7 @@ def missing() -> str | None:
         return f"kernels are for x86-64 and ARM64, not '{processor}'"
     try:
         from numba import config
-    except Exception as error:  # numba checks what is around it when it is imported, and raises what it likes
+    except Exception as error:  # numba checks its environment at import, and can raise any error
         return f"numba cannot be imported ({error})"
     if config.DISABLE_JIT:
         return "numba compiles nothing (NUMBA_DISABLE_JIT)"
@@ -32,8 +32,8 @@ def missing() -> str | None:
 
 
 def features() -> set[str]:
-    """What numba compiles for: the processor's abilities, less those switched off by the user (NUMBA_ENABLE_AVX,
-    NUMBA_CPU_FEATURES). A fused multiplication that is not among them would be a call of a library, a float each."""
+    """Return the processor features that numba compiles for, without those that the user switched off
+    (NUMBA_ENABLE_AVX, NUMBA_CPU_FEATURES). Without FMA, each fused multiplication would be a library call per float."""
     from llvmlite import binding
     from numba import config
 

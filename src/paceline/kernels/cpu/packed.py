@@ -1,4 +1,4 @@
-"""Products of weights that are smaller than floats, each compiled when a model first needs it."""
+"""Products of weights that are smaller than floats. Each is compiled when a model first needs it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from paceline.kernels.cpu.product import PRODUCT, float32, product
 
 _bfloat16, _int8, _q4_1 = product(BFLOAT16), product(INT8), product(Q4_1)
 
-# One function each, since numba keeps what it compiled by their names; made when asked for, since making compiles it.
+# One function each, because numba stores compiled functions by name. They are made on demand, because making one
+# compiles it.
 
 
 def _make_bfloat16() -> Any:
@@ -52,8 +53,8 @@ _ONE = ForkLock()
 
 
 def compiled(kind: str) -> Any:
-    """The product of a format, compiled or read from where the other kernels are kept: about a second, or none. Its
-    `address` is what a plan holds."""
+    """Return the product of a format, compiled (about a second) or read from the folder of the kernels. A plan holds
+    its `address`."""
     with _ONE:
         return _made(kind)
 

@@ -1,7 +1,8 @@
-"""The skinny product: y [n, outputs] = x [n, K] · wᵀ, weights read from memory once, rows the same at every n.
+"""The product for few rows: y [n, outputs] = x [n, K] · wᵀ. It reads the weights once, and a row has the same bits at
+every n.
 
-Tiles are as high as registers allow, so that a weight is loaded, and becomes a float, once for up to eight rows. More
-rows are taken in equal groups, for a few outputs at a time whose weights stay in the cache meanwhile.
+Tiles have as many rows as fit into registers, so a weight is loaded and converted once for up to eight rows. More rows
+are divided into equal groups, for a few outputs at a time, so that their weights stay in the cache.
 """
 
 from __future__ import annotations
@@ -17,20 +18,20 @@ from paceline.kernels.cpu.machine import features
 from paceline.kernels.cpu.tiles import Tile
 from paceline.kernels.cpu.vectors import I64, LONG, Emit, piece
 
-# How many rows, and how many outputs beside them: as sums and weights fit into 16 registers of eight floats, or 32. One
-# register too many and a tile is half as fast.
+# Rows and outputs of a tile: sums and weights fit into 16 registers of eight floats, or 32. With one register too many
+# a tile is half as fast.
 _TILES = {1: 4, 2: 4, 3: 3, 4: 3, 5: 2, 6: 2}
 if "avx512vl" in features():
     _TILES |= {3: 4, 7: 2, 8: 2}
 _ROWS = max(_TILES)
-_BLOCK = 12  # outputs that all rows are multiplied with before the next: whole tiles
-AHEAD = 24 << 10  # bytes: weights are asked for so long before they are due
+_BLOCK = 12  # outputs that are computed for all rows before the next ones: whole tiles
+AHEAD = 24 << 10  # how many bytes ahead weights are prefetched
 PRODUCT = types.void(*[types.int64] * 11)
 
 
 @dataclass
 class Product:
-    """The arguments of a product, and the code that computes it in a format; see `multiply` and `call`."""
+    """The arguments of a product, and its code for a format; see `multiply` and `call`."""
 
     e: Emit
     form: Format
@@ -47,7 +48,7 @@ class Product:
     after: Any
 
     def compute(self) -> None:
-        """Rows in as few groups as there can be, which differ by one row at most."""
+        """Divide rows into the fewest groups, whose sizes differ by at most one."""
         e, b = self.e, self.e.b
         self.w_step = self.form.offset(e, self.K)
         self.end = b.add(self.w, b.mul(self.high, self.w_step))
@@ -63,7 +64,7 @@ class Product:
                 self._group(first, b.sub(then, first), low, high)
 
     def _group(self, first: Any, count: Any, low: Any, high: Any) -> None:
-        """Some rows and some outputs, these in tiles and then one by one."""
+        """Compute some rows and outputs; outputs in tiles and then one by one."""
         e, b = self.e, self.e.b
         left = e.variable(low)
         for rows, outputs in _TILES.items():
@@ -99,14 +100,15 @@ def product(form: Format) -> Any:
     return multiply
 
 
-# ---- called by address: a pass is compiled once for all formats, and a format only where a model has it
+# ---- called by address: a pass is compiled once for all formats, and a format only if a model has it
 
 
 @piece(*[I64] * (1 + len(PRODUCT.args)))
 def call(e: Emit, address: Any, *arguments: Any) -> None:
     """(address, x, x_step, n, w, scales, K, low, high, y, y_step, after): the product at an address.
 
-    scales: of the outputs, where the format has them apart from the weights. The others are those of `multiply`.
+    scales: of the outputs, if the format stores them apart from the weights. The other arguments are those of
+    `multiply`.
     """
     kind = ir.FunctionType(ir.VoidType(), [LONG] * len(PRODUCT.args))
     e.b.call(e.b.inttoptr(address, kind.as_pointer()), arguments)
@@ -123,5 +125,5 @@ def float32(x, x_step, n, w, scales, K, low, high, y, y_step, after):
 @njit(nogil=True, cache=True)
 def multiply(x, x_step, n, w, K, low, high, y, y_step, after):
     """The outputs low..high-1. Addresses and steps (bytes between rows) are int64; weights are [outputs, K] float32.
-    after: the address of the weights that will be due after these."""
+    after: the address of the weights that are used next."""
     _float32(x, x_step, n, w, 0, K, low, high, y, y_step, after)

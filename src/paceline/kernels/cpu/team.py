@@ -22,11 +22,11 @@ from numba.extending import intrinsic
 
 from paceline.kernels.cpu.vectors import fetch_add, look
 
-_SPINS = 2000  # looks at a barrier before one offers the core to others: a few microseconds
+_SPINS = 2000  # checks of a barrier before a thread yields its core: a few microseconds
 
 
 def _offer() -> Any:
-    """The function of this system by which a thread lets others run."""
+    """Return the system's function that yields the core."""
     if sys.platform == "win32":
         return ctypes.windll.kernel32.SwitchToThread
     return ctypes.CDLL(None).sched_yield
@@ -48,10 +48,10 @@ def step_aside(typing_context):  # type: ignore[no-untyped-def]
 
 @njit(nogil=True, cache=True)
 def meet(barrier, wanted):
-    """Wait until `wanted` threads have come here, since the barrier was 0.
+    """Wait until `wanted` threads are at this barrier.
 
-    A thread may still be looking when the others have gone on: a barrier is never set back. It belongs to one job.
-    What a thread wrote before it came here is seen by all that leave (it releases, they acquire).
+    A barrier belongs to one job and is never reset, because a thread can still check it after the others have left. All
+    threads that leave see what every thread wrote before it (release, acquire).
     """
     fetch_add(barrier, 1)
     spins = 0
@@ -62,16 +62,16 @@ def meet(barrier, wanted):
 
 
 class Spent(NamedTuple):
-    """The seconds of a job once it was its turn, and for how many of them some thread had no core, as far as is known
-    yet: of the others it is the job before. Threads never sleep in a job, so those were taken by other programs."""
+    """The seconds of a job from its start, and how many of them a thread had no core. For threads other than the caller
+    this is of the job before. Threads never sleep in a job, so other programs used the core then."""
 
     seconds: float
     lost: float
 
 
 class _Worker:
-    """What the team knows of a thread of its own: the queue it sleeps before, and how long it had no core in its last
-    job, in seconds. One thing, so that an interrupt cannot come between two lists of them."""
+    """A thread of the team: its queue, and the seconds without a core in its last job. It is one object, so that an
+    interrupt cannot leave two lists of different length."""
 
     def __init__(self) -> None:
         self.jobs: SimpleQueue[Any] = SimpleQueue()
@@ -84,34 +84,35 @@ class _Worker:
             kernel(*arguments)
             worked = time.thread_time() - worked
             self.lost = time.perf_counter() - began - worked
-            del kernel, arguments  # a sleeping thread keeps nothing alive
+            del kernel, arguments  # a sleeping thread holds no references
 
 
 class Team:
-    """The caller and workers that sleep between jobs, each before a queue of its own. One job at a time: two that
-    share the cores would only wait for each other."""
+    """The caller and workers, which sleep between jobs, each at its own queue. One job runs at a time, because two jobs
+    on the same cores would wait for each other."""
 
     def __init__(self) -> None:
         self._one = threading.Lock()
         self._workers: list[_Worker] = []
 
     def gather(self, threads: int) -> int:
-        """How many threads, with the caller, there will be for a job: `threads`, or as many as the system gives."""
+        """Return the number of threads of a job, with the caller: `threads`, or fewer if the system gives fewer."""
         with self._one:
             while len(self._workers) < threads - 1:
                 worker = _Worker()
                 try:
                     threading.Thread(target=worker.work, name="paceline-kernels", daemon=True).start()
-                except RuntimeError:  # out of threads, or at the end of the interpreter: results do not depend on it
+                # no more threads, or the end of the interpreter; results do not depend on the number
+                except RuntimeError:
                     break
                 self._workers.append(worker)
             return min(threads, len(self._workers) + 1)
 
     def run(self, threads: int, kernel: Callable[..., None], *arguments: Any) -> Spent:
-        """`kernel(*arguments, number)` on every thread; it must end with all of them meeting.
+        """Run `kernel(*arguments, number)` on every thread. The kernel must end with a barrier.
 
-        Handing out the job and doing one's own share is one step for the interpreter (a C iterator over C functions):
-        an interrupt in between would leave the others waiting for ever. It is raised after the job.
+        The interpreter hands out the job and runs the caller's part in one step (a C iterator over C functions),
+        because an interrupt in between would let the others wait for ever. The interrupt is raised after the job.
         """
         with self._one:
             others = self._workers[: threads - 1]
@@ -125,20 +126,20 @@ class Team:
             return Spent(seconds, min(lost, seconds))
 
     def close(self) -> None:
-        """At the end of the interpreter: no thread is in a job, and none begins one.
+        """At the end of the interpreter: wait for the job, and allow no other.
 
-        A thread that comes back from compiled code into an interpreter that has ended is torn out of that code, and the
-        C++ runtime may answer by aborting the process.
+        If a thread returns from compiled code into an interpreter that has ended, the C++ runtime can abort the
+        process.
         """
         self._one.acquire(timeout=5)
 
 
 def direct(kernel: Any) -> Callable[..., None]:
-    """The compiled function of a kernel with one signature, without numba's choosing among several: that is Python,
-    where an interrupt can happen.
+    """Return the compiled function of a kernel with one signature. numba's dispatch is Python code, which an interrupt
+    can stop.
 
-    `dict.values`, because an OrderedDict looks each key up on the way: an interrupt inside numba's `__hash__` is then
-    swallowed by it, and a KeyError comes out.
+    It uses `dict.values`, because an OrderedDict looks up each key: an interrupt inside numba's `__hash__` then becomes
+    a KeyError.
     """
     (compiled,) = dict.values(kernel.overloads)
     return compiled.entry_point
@@ -148,7 +149,7 @@ TEAM = Team()
 
 
 def _after_fork_team() -> None:
-    """The child of a fork has none of its parent's threads; the job that one of them was in is not the child's."""
+    """Reset the team in the child of a fork, which has none of its parent's threads and jobs."""
     global TEAM
     TEAM = Team()
 

@@ -1,8 +1,8 @@
-"""A few rows of x times a few rows of weights, held in registers.
+"""The product of a few rows of x and a few rows of weights, in registers.
 
 A tile multiplies `rows` inputs [rows, K] with `outputs` rows of a weight matrix [outputs, K]. Every sum has the order
-of `vectors.py`, so the same numbers come out of any tile. A weight becomes a float once per tile. While it works a tile
-asks for the weights that are due next: the processor's own guess is lost at the end of every short row.
+of `vectors.py`, so every tile gives the same numbers. A weight is converted to a float once per tile. A tile prefetches
+the next weights, because the processor's own prefetch ends with every short row.
 """
 
 from __future__ import annotations
@@ -14,14 +14,15 @@ from typing import Any
 from paceline.kernels.cpu.formats import FLOAT32, Format
 from paceline.kernels.cpu.vectors import I64, LANES, LONG, ZEROS, Emit, piece
 
-_LINE = 64  # bytes that memory is read by
-Use = Callable[[list[Any], Any, Any], None]  # eight weights per row, where in a row of floats, how many (None: all)
+_LINE = 64  # bytes of a cache line
+# eight weights per row, their offset in a row of floats, how many (None: all)
+Use = Callable[[list[Any], Any, Any], None]
 
 
 @dataclass
 class Tile:
-    """Where things are: x, weights and y with the bytes between their rows, the inputs K, the memory that is due soon,
-    and the scales of the outputs where the format has some."""
+    """Addresses: x, weights and y with the bytes between their rows, the number of inputs K, the memory to prefetch,
+    and the scales of the outputs if the format has them."""
 
     x: Any
     x_step: Any
@@ -34,7 +35,7 @@ class Tile:
     scales: Any = None
 
     def multiply(self, e: Emit, form: Format, rows: int, outputs: int, ask: int) -> None:
-        """y [rows, outputs] = x · wᵀ. ask: how many rows of weights it asks for, from `soon` on."""
+        """y [rows, outputs] = x · wᵀ. ask: how many rows of weights to prefetch, from `soon` on."""
         xs = [e.b.add(self.x, e.b.mul(self.x_step, LONG(r))) for r in range(rows)]
         sums = [[e.variable(ZEROS) for _ in range(outputs)] for _ in range(rows)]
 
@@ -49,7 +50,7 @@ class Tile:
             self._store(e, [e.b.load(held) for held in sums[r]], e.b.add(self.y, e.b.mul(self.y_step, LONG(r))))
 
     def _read(self, e: Emit, form: Format, outputs: int, ask: int, use: Use) -> None:
-        """The weights of some outputs, eight by eight: by steps, by eights, and the last few."""
+        """Loop over the weights of some outputs: by steps, by eights, and the rest."""
         ws = [e.b.add(self.w, e.b.mul(self.w_step, LONG(o))) for o in range(outputs)]
         whole = e.b.and_(self.K, LONG(-form.step))
         with e.steps(LONG(0), whole, form.step) as i:

@@ -1,8 +1,7 @@
-"""A tree of guesses, grown on a CPU: the likeliest tokens after some nodes, and which nodes to ask about next.
+"""Growth of a drafted tree on a CPU: the best tokens after some nodes, and the nodes to expand next.
 
-Nodes lie as [3,R,size] int64: tokens, parents, and numbers among what was asked about; how sure one is of each, as a
-logarithm, beside them as [R,size] float64. What is computed is what `core.tree_growth` computes by
-torch, but for the last bit of a sum.
+Nodes are [3,R,size] int64: tokens, parents, and indices among the expanded nodes. Their log scores are [R,size]
+float64. The results are those of `core.tree_growth`, except for the last bit of a sum.
 """
 
 from __future__ import annotations
@@ -27,10 +26,10 @@ from paceline.kernels.cpu.vectors import (
 )
 
 TOKEN, PARENT, ASKED = range(3)
-SPAN = 128  # logits of which one looks at the largest first
-_NOTHING = -87.3  # so far below the best a share is 0: `exponential`
+SPAN = 128  # logits per block; the largest of a block is compared first
+_NOTHING = -87.3  # a score this far below the best has probability 0: see `exponential`
 _NEVER = -np.inf
-_LEAST = -1e300  # an impossible node still comes before one that was asked about
+_LEAST = -1e300  # an impossible node still comes before an expanded one
 _CHOSEN = -2
 
 
@@ -89,7 +88,7 @@ def largest(line, V, tops):
 
 @njit(nogil=True, cache=True)
 def best(line, V, tops, tokens, values):
-    """The best of V logits in falling order, as many as there is room for; of equals the first."""
+    """Return the best of V logits in falling order, as many as the output holds; the first of equal ones."""
     logits, k, found = carray(floats_at(line), (V,)), len(tokens), 0
     for span in range(len(tops)):
         if found == k and not _better(tops[span], values[k - 1]):
@@ -108,7 +107,7 @@ def best(line, V, tops, tokens, values):
 
 @njit(nogil=True, cache=True)
 def _all_of_it(line, V, tops, top):
-    """log(sum(exp(logits))), rounded as a float, where the largest of V logits is `top`; NaN if that is no number."""
+    """Return log(sum(exp(logits))) as a float32 value; `top` is the largest of V logits. NaN if `top` is NaN."""
     if top - top != 0:
         return np.nan
     total = 0.0
@@ -121,8 +120,8 @@ def _all_of_it(line, V, tops, top):
 
 @njit(types.void(*[I64] * 12), nogil=True, cache=True)
 def run_add(logits, row_step, place_step, W, V, k, nodes, scores, asked, R, size, old):
-    """k children for each of the nodes `asked` [R,W] (-1: the text), behind `old` nodes. logits: [R,W,V] float32, rows
-    and places these bytes apart."""
+    """Add k children for each of the nodes `asked` [R,W] (-1: the text), after `old` nodes. logits: [R,W,V] float32
+    with these strides in bytes."""
     nodes, scores = carray(longs_at(nodes), (3, R, size)), carray(doubles_at(scores), (R, size))
     asked, tops = carray(longs_at(asked), (R, W)), np.empty(-(-V // SPAN), np.float32)
     for r in range(R):
@@ -145,8 +144,8 @@ def run_add(logits, row_step, place_step, W, V, k, nodes, scores, asked, R, size
 
 @njit(types.void(*[I64] * 9), nogil=True, cache=True)
 def run_ask(nodes, scores, R, size, first, count, spread, fed, out):
-    """Of the nodes first..count-1 not expanded yet, the surest: of equals the elder. out [3,R,spread]: who they
-    are, in their order, their tokens, and the numbers of their parents among the `fed` that were asked about."""
+    """Select the best of the nodes first..count-1 that are not expanded; the first of equal ones. out [3,R,spread]:
+    their indices in order, their tokens, and the indices of their parents among the `fed` expanded nodes."""
     nodes, scores = carray(longs_at(nodes), (3, R, size)), carray(doubles_at(scores), (R, size))
     out = carray(longs_at(out), (3, R, spread))
     for r in range(R):
@@ -169,8 +168,8 @@ def run_ask(nodes, scores, R, size, first, count, spread, fed, out):
 
 @njit(types.void(*[I64] * 7), nogil=True, cache=True)
 def run_prune(nodes, scores, R, size, count, most, out):
-    """The surest `most` of `count` nodes, in their order. No node is surer than its parent, so ancestors stay; of
-    equals the elder. out [3,R,most]: as nodes."""
+    """Keep the best `most` of `count` nodes, in order; the first of equal ones. No node is better than its parent, so
+    ancestors stay. out [3,R,most]: nodes."""
     nodes, scores = carray(longs_at(nodes), (3, R, size)), carray(doubles_at(scores), (R, size))
     out = carray(longs_at(out), (3, R, most))
     where = np.empty(count, np.int64)

@@ -1,5 +1,4 @@
-"""Drafts that are trees, on a CPU: how deep their nodes are and what they see, which path of theirs is kept, and moving
-to its place what a model remembers of it."""
+"""Drafted trees on a CPU: depths and visible slots of nodes, the accepted path, and the move of its keys and values."""
 
 from __future__ import annotations
 
@@ -13,8 +12,8 @@ _NOTHING = -1  # as in core.verdict: after the last emitted token
 
 @njit(types.void(*[I64] * 4), nogil=True, cache=True)
 def run_depths(parents, deep, R, N):
-    """deep [R,1+N]: how many nodes lead to the text (none) and to every node of trees with these parents [R,N]. What is
-    no tree, in padding, begins at the text."""
+    """Write deep [R,1+N]: the depth of the text (0) and of every node of trees with these parents [R,N]. Padding that
+    is no tree begins at the text."""
     parents, deep = carray(longs_at(parents), (R, N)), carray(longs_at(deep), (R, N + 1))
     for r in range(R):
         deep[r, 0] = 0
@@ -25,9 +24,9 @@ def run_depths(parents, deep, R, N):
 
 @njit(types.void(*[I64] * 11), nogil=True, cache=True)
 def run_climb(parents, length, slots, position, prefix, starts, seen, R, M, Q, fed):
-    """Of Q tokens at `slots` [R,Q] the last `fed` are the last of M scratch tokens past `length` [R], with parents
-    [R,M]. Of each token its position [R,Q], how many slots it sees from the first on [R,Q], and the slots of its
-    branch: in `seen`, from starts[i] on, in their order."""
+    """Q tokens are at `slots` [R,Q]; the last `fed` of them are the last of M scratch tokens after `length` [R], with
+    parents [R,M]. Write the position of each token [R,Q], the number of visible slots from the first on [R,Q], and the
+    slots of its branch: in `seen`, from starts[i] on, in order."""
     parents, length, slots = carray(longs_at(parents), (R, M)), carray(longs_at(length), (R,)), longs_at(slots)
     position, prefix, seen = longs_at(position), longs_at(prefix), carray(longs_at(seen), (R * fed * M + 1,))
     starts, count = carray(longs_at(starts), (R * Q + 1,)), 0
@@ -41,7 +40,7 @@ def run_climb(parents, length, slots, position, prefix, starts, seen, R, M, Q, f
             seen[count] = length[r] + node
             count += 1
             above = parents[r, node]
-            node = above if above < node else -1  # what is no tree ends, too
+            node = above if above < node else -1  # padding that is no tree ends here, too
         seen[starts[i] : count] = seen[starts[i] : count][::-1].copy()
         position[i], prefix[i] = length[r] + count - starts[i] - 1, length[r]
     starts[R * Q] = count
@@ -49,8 +48,9 @@ def run_climb(parents, length, slots, position, prefix, starts, seen, R, M, Q, f
 
 @njit(types.void(*[I64] * 10), nogil=True, cache=True)
 def run_follow_tree(tokens, parents, count, picks, emitted, accepted, path, R, N, reach):
-    """What rule `match` emits [R,1+reach] and accepts [R] of trees [R,N], of which the first `count` [R] nodes are in
-    use (0: all), and the path [R,reach]; picks: [R,1+N]. Parents come before their children, so one look will do."""
+    """Write what rule `match` emits [R,1+reach] and accepts [R] for trees [R,N], of which the first `count` [R] nodes
+    are in use (0: all), and the path [R,reach]. picks: [R,1+N]. Parents come before their children, so one pass over
+    the nodes is enough."""
     drafted, above = carray(longs_at(tokens), (R, N)), carray(longs_at(parents), (R, N))
     chosen, written = carray(longs_at(picks), (R, N + 1)), carray(longs_at(emitted), (R, reach + 1))
     many, way = carray(longs_at(accepted), (R,)), carray(longs_at(path), (R, reach))
@@ -71,8 +71,8 @@ def run_follow_tree(tokens, parents, count, picks, emitted, accepted, path, R, N
 
 @njit(types.boolean(*[I64] * 10), nogil=True, cache=True)
 def run_move(stores, M, heads, slots, size, length, source, target, R, D):
-    """In M memories [rows,heads,slots] of `size` bytes each, the slots `source` [R,D] past `length` [R] become those
-    `target` [D] past it; all are read before one is written. False, and nothing is moved: some are outside."""
+    """In M stores [rows,heads,slots] with entries of `size` bytes, copy the slots length + `source` [R,D] to the slots
+    length + `target` [D]. All are read before one is written. Return False, and move nothing, if a slot is outside."""
     stores, length = carray(longs_at(stores), (M,)), carray(longs_at(length), (R,))
     source, target = carray(longs_at(source), (R, D)), carray(longs_at(target), (D,))
     for r in range(R):

@@ -1,9 +1,9 @@
-"""Eight floats at a time, in an order that is written down: the pieces all kernels are made of.
+"""Operations on eight floats with a fixed order: the parts of all CPU kernels.
 
-Each piece is a function of plain addresses (int64) that numba compiles in place. They are written as LLVM vectors and
-not as loops for its optimiser, because an optimiser chooses the order of a sum by the shape of the loop around it, and
-the same row would then come out differently in a pass of one token and in one of eight. Here a sum has one order on
-every machine, whatever it is compiled into: lane by lane, then lanes 4 apart, 2 apart, 1 apart.
+Each one is a function of addresses (int64) that numba inlines. They are LLVM vectors and not loops, because an
+optimiser chooses the order of a sum by the shape of the loop around it. Then a row would have other bits in a pass of
+one token than in a pass of eight. Here a sum has one order on every machine: lane by lane, then lanes 4 apart, 2 apart,
+1 apart.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ ZEROS = ir.Constant(FLOATS, [0.0] * LANES)
 
 
 class Emit:
-    """A few words on top of llvmlite's builder."""
+    """Short methods on top of llvmlite's builder."""
 
     def __init__(self, builder: ir.IRBuilder) -> None:
         self.b = builder
@@ -44,7 +44,7 @@ class Emit:
         self.b.store(value, self.at(address, offset, value.type), align=align)
 
     def some(self, address: Any, offset: Any, count: Any) -> Any:
-        """The first `count` (i64) of eight floats, zeros after them; nothing past them is touched."""
+        """The first `count` (i64) of eight floats, then zeros. Memory after them is not read."""
         name = "llvm.masked.load.v8f32.p0"
         kind = ir.FunctionType(FLOATS, [FLOATS.as_pointer(), INT, ir.VectorType(ir.IntType(1), LANES), FLOATS])
         function = cgutils.get_or_insert_function(self.b.module, kind, name)
@@ -55,7 +55,7 @@ class Emit:
         return self.b.icmp_signed("<", ir.Constant(INTS, list(range(LANES))), self.splat(self.b.trunc(count, INT)))
 
     def expect(self, address: Any, offset: Any) -> None:
-        """This memory will be read soon: into the second cache, the first is too small to wait in."""
+        """Prefetch this memory into the L2 cache; L1 is too small."""
         kind = ir.FunctionType(ir.VoidType(), [BYTE.as_pointer(), INT, INT, INT])
         function = cgutils.get_or_insert_function(self.b.module, kind, "llvm.prefetch.p0")
         self.b.call(function, [self.at(address, offset, BYTE), INT(0), INT(2), INT(1)])
@@ -74,7 +74,7 @@ class Emit:
         return self._pick(one, one, [0] * lanes)
 
     def total(self, vector: Any, add: Callable[[Any, Any], Any] | None = None) -> Any:
-        """The lanes of a vector, added up (or otherwise reduced) in the one order."""
+        """Reduce the lanes of a vector in the fixed order."""
         add = add or self.b.fadd
         width = LANES
         while width > 1:
@@ -84,7 +84,8 @@ class Emit:
         return self.b.extract_element(vector, INT(0))
 
     def four_totals(self, vectors: list[Any]) -> Any:
-        """`total` of four vectors at once, as a vector of four: the same additions, hence the same numbers."""
+        """`total` of four vectors at once, as a vector of four. The additions are the same, so the numbers are the
+        same."""
         halves = []
         for vector in vectors:
             halves.append(
@@ -105,7 +106,7 @@ class Emit:
     # ---- loops
 
     def variable(self, value: Any) -> Any:
-        """A place for a value: made once, at the top of the function, and set here, every time one comes by."""
+        """A variable: allocated once, at the top of the function, and set here each time."""
         place = cgutils.alloca_once(self.b, value.type)
         self.b.store(value, place)
         return place
@@ -118,7 +119,7 @@ class Emit:
 
 
 def piece(*arguments: Any, returns: Any = types.void) -> Callable[[Callable[..., Any]], Any]:
-    """Makes a function of numba out of one that emits code: `f(emit, *values)`."""
+    """Make a numba function from one that emits code: `f(emit, *values)`."""
 
     def decorate(emitting: Callable[..., Any]) -> Any:
         def typed(typing_context: Any, *given: Any) -> Any:
@@ -218,7 +219,7 @@ def gated(e: Emit, gate: Any, up: Any, count: Any) -> None:
 
 @piece(I64, I64, returns=F32)
 def softmax(e: Emit, scores: Any, count: Any) -> Any:
-    """exp(score - largest), in place, and their sum. The memory must go on to a whole number of vectors."""
+    """exp(score - largest), in place, and their sum. The memory must have a whole number of vectors."""
     lowest = ir.Constant(FLOATS, [float("-inf")] * LANES)
     whole = e.b.and_(e.b.add(count, LONG(LANES - 1)), LONG(-LANES))
     last = e.b.sub(whole, LONG(LANES))
@@ -256,8 +257,8 @@ def _each(e: Emit, count: Any, y: Any, step: Callable[[Callable[[Any], Any], Any
 
 
 def exponential(e: Emit, x: Any) -> Any:
-    """exp of eight floats, to about one unit in the last place: 0 below -87.3 (where floats lose digits), infinity from
-    where there are no larger ones; NaN stays NaN."""
+    """exp of eight floats, with an error of about one unit in the last place: 0 below -87.3 (where floats lose digits),
+    infinity above the largest float; NaN stays NaN."""
 
     def const(value: float) -> Any:
         return ir.Constant(FLOATS, [value] * LANES)
@@ -281,7 +282,7 @@ def exponential(e: Emit, x: Any) -> Any:
 
 
 def _memory_of(kind: Any, words: Any) -> Any:
-    """What makes a pointer of an address, for `carray` to make an array of; words: the same kind as LLVM knows it."""
+    """Return a function that makes a pointer of an address, for `carray`; words: the same type in LLVM."""
 
     @intrinsic
     def at(typing_context, address):  # type: ignore[no-untyped-def]

@@ -1,8 +1,8 @@
-"""The first use: kernels are compiled for this machine, once, and kept in a folder.
+"""The first use: compile the kernels once for this machine and keep them in a folder.
 
-The folder is named after all that a compiled kernel depends on (`place`): the text of the sources, the versions of
-numba, llvmlite and Python, and the processor. Two installations with the same sources share it; it may be read-only.
-Nothing here needs numba until kernels are asked for.
+The name of the folder depends on all inputs of a compiled kernel (`place`): the text of the sources, the versions of
+numba, llvmlite and Python, and the processor. Installations with the same sources share it, and it can be read-only.
+numba is imported only when kernels are needed.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-# importing these compiles all kernels; those in `LATER` of a module are compiled when a model first needs them
+# to import these compiles all kernels, except those in `LATER` of a module, which a model needs first
 MODULES = ("head_layer", "head_steps", "packed", "tree_growing", "tree_paths")
 _ROOM = __name__.rpartition(".")[0]
 _HERE = Path(__file__).parent
@@ -29,7 +29,7 @@ Told = Callable[[int, int], None]
 
 @cache
 def fingerprint() -> str:
-    """Of the kernels' sources: other text, other kernels."""
+    """Return a hash of the kernels' sources."""
     digest = hashlib.sha256()
     for path in _sources():
         digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
@@ -37,13 +37,13 @@ def fingerprint() -> str:
 
 
 def place(folder: Path) -> Path:
-    """Where these kernels are kept: in `folder`, or where the user told numba to keep such things."""
+    """Return the folder of these kernels: `folder`, or the one that the user set for numba."""
     theirs = _settings().CACHE_DIR
     return (Path(theirs) / "paceline" if theirs else folder) / f"{fingerprint()}-{_compiler()}"
 
 
 def _compiler() -> str:
-    """A hash of all that compiled code depends on beside its source."""
+    """Return a hash of all inputs of compiled code besides its source."""
     import llvmlite
     import numba
     from llvmlite import binding
@@ -61,7 +61,7 @@ def _compiler() -> str:
 
 
 def seal(place: Path) -> Path:
-    """The file that says that all kernels are in the folder."""
+    """Return the file that marks a complete folder."""
     return place / "complete"
 
 
@@ -82,13 +82,14 @@ def warm_up(place: Path, told: Told | None = None, everything: bool = False) -> 
 
 
 def is_warm() -> bool:
-    """Have the kernels been imported?"""
+    """Return whether the kernels are imported."""
     return all(f"{_ROOM}.{name}" in sys.modules for name in MODULES)
 
 
 @contextmanager
 def _counting(told: Told | None) -> Iterator[set[str]]:
-    """The names of our functions that are compiled meanwhile; one may be compiled for several types and counts once."""
+    """Collect the names of Paceline's functions that are compiled inside. One that is compiled for several types counts
+    once."""
     from numba.core import event
 
     found: set[str] = set()
@@ -114,7 +115,8 @@ def _counting(told: Told | None) -> Iterator[set[str]]:
 
 
 def _settings() -> Any:
-    """numba's. It reads the environment again when something changed there, at the next compilation; better now."""
+    """Return numba's config. numba reads the environment again at the next compilation if it changed; this reads it
+    now."""
     from numba import config
 
     config.reload_config()

@@ -1,7 +1,7 @@
-"""The ratio test on chains, and the draw after it, without a law being written down.
+"""The ratio test on chains, and the draw after it. No distribution is written to memory.
 
-Four kernels: what a place's weights sum to, chunk by chunk; how many tokens of each row are accepted; the race for the
-token after them, chunk by chunk; its winner. Scores are float32 as in `core.law`, and everything made of them float64.
+Four kernels: the sums of each position, by chunk; the number of accepted tokens of each row; the Gumbel argmax for the
+token after them, by chunk; the best of all chunks. Scores are float32 as in `core.law`, and all results are float64.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 from paceline.kernels.cuda.choosing import in_steps, uniform, warmed
 from paceline.kernels.cuda.launching import after, overlapping
 
-_CHUNK = 2048  # logits that one program looks at
+_CHUNK = 2048  # logits of one program
 _NOTHING = tl.constexpr(-1)  # as in core.verdict: after the last emitted token
 _BROKEN = tl.constexpr(-2)  # no token could be chosen
 
@@ -22,7 +22,7 @@ _BROKEN = tl.constexpr(-2)  # no token could be chosen
 @triton.jit(do_not_specialize=["Q", "V", "places", "chunks"])
 def _weigh(logits, drafts, temperature, tops, sums, where, Q, V, step, draft_step, places, chunks,
            CHUNK: tl.constexpr, OVERLAP: tl.constexpr):  # fmt: skip
-    """Of one chunk of one place (the target's, then the draft's): its largest score, where that is, and the sum of
+    """For one chunk of one position (the target's, then the draft's): the largest score, its index, and the sum of
     exp(score - largest)."""
     after(OVERLAP)
     place = tl.program_id(0)
@@ -47,8 +47,8 @@ def _weigh(logits, drafts, temperature, tops, sums, where, Q, V, step, draft_ste
 
 @triton.jit
 def _joined(tops, sums, where, place, known, chunks, CHUNKS: tl.constexpr):
-    """Of places [P]: the largest score of all chunks, the sum of exp(score - largest), where the largest is, and
-    whether it is a number."""
+    """For positions [P]: the largest score of all chunks, the sum of exp(score - largest), the index of the largest,
+    and whether it is a number."""
     chunk = tl.arange(0, CHUNKS)
     at = (place * chunks)[:, None] + chunk[None, :]
     inside = known[:, None] & (chunk < chunks)[None, :]
@@ -63,13 +63,13 @@ def _joined(tops, sums, where, place, known, chunks, CHUNKS: tl.constexpr):
 
 @triton.jit
 def _share(score, base, total, warmth):
-    """The probability of a token by its score, where its place has this largest score and this sum."""
+    """The probability of a token with this score; its position has this largest score and this sum."""
     return tl.exp(warmed(score.to(tl.float32), warmth).to(tl.float64) - base) / total
 
 
 @triton.jit
 def _of(values, this):
-    """The one value of a place that is `this` one."""
+    """The one value whose mask `this` is true."""
     return tl.sum(tl.where(this, values, 0), 0)
 
 
@@ -78,10 +78,10 @@ def _accept(logits, drafts, tokens, count, temperature, key, length, tops, sums,
             N, V, step, draft_step, places, chunks,
             NODES: tl.constexpr, CHUNKS: tl.constexpr, CERTAIN: tl.constexpr, ALL: tl.constexpr,
             OVERLAP: tl.constexpr):  # fmt: skip
-    """Of one row: how many tokens are accepted, and what the draw after them has to know.
+    """For one row: the number of accepted tokens, and the values for the draw after them.
 
     facts [R,5]: base and sum of the target there, of the draft, and whether something was rejected. settled [R]: the
-    token where there is nothing to draw.
+    token of rows without a draw.
     """
     after(OVERLAP)
     row = tl.program_id(0)
@@ -108,7 +108,8 @@ def _accept(logits, drafts, tokens, count, temperature, key, length, tops, sums,
     coin = uniform(tl.load(key + row), tl.load(length + row) + node, node)
     stop = tl.min(tl.where(known & (coin < chance), NODES, node), 0)
     this = node == stop
-    rejected = (stop < used) & (_of(own_sound.to(tl.int32), this) > 0)  # a draft without a law leaves the target's
+    # without a draft law the residual is the target's law
+    rejected = (stop < used) & (_of(own_sound.to(tl.int32), this) > 0)
     whole = _of(sound.to(tl.int32), this) > 0
     fixed = tl.where(whole, tl.where(warmth > 0, _NOTHING, _of(best, this)), _BROKEN)
     tl.store(accepted + row, stop.to(tl.int64))
@@ -123,8 +124,8 @@ def _accept(logits, drafts, tokens, count, temperature, key, length, tops, sums,
 @triton.jit(do_not_specialize=["N", "V", "chunks"])
 def _contend(logits, drafts, tokens, temperature, key, length, accepted, facts, best, where, N, V, step, draft_step,
              chunks, CHUNK: tl.constexpr, CERTAIN: tl.constexpr, OVERLAP: tl.constexpr):  # fmt: skip
-    """Of one chunk of the place after a row's accepted tokens: who wins the race of what the draft left over, and who
-    that of the law itself, for where nothing is left."""
+    """For one chunk of the position after a row's accepted tokens: the Gumbel argmax of the residual, and that of the
+    law itself, for an empty residual."""
     after(OVERLAP)
     row = tl.program_id(0)
     chunk = tl.program_id(1)
@@ -139,7 +140,7 @@ def _contend(logits, drafts, tokens, temperature, key, length, accepted, facts, 
         drafted = tl.load(tokens + row * N + stop, mask=rejected, other=-1)
         left = tl.where(token == drafted, 0.0, law)
     else:
-        there = token < tl.where(rejected, V, 0)  # after full acceptance there is no draft to look at
+        there = token < tl.where(rejected, V, 0)  # after full acceptance there is no draft at this position
         score = tl.load(drafts + (row * N + stop) * draft_step + token, mask=there, other=float("-inf"))
         taken = _share(score, tl.load(facts + row * 5 + 2), tl.load(facts + row * 5 + 3), warmth)
         left = tl.maximum(law - taken, 0.0)
@@ -156,7 +157,7 @@ def _contend(logits, drafts, tokens, temperature, key, length, accepted, facts, 
 @triton.jit(do_not_specialize=["N", "chunks"])
 def _close(tokens, accepted, settled, best, where, emitted, N, chunks,
            NODES: tl.constexpr, CHUNKS: tl.constexpr, OVERLAP: tl.constexpr):  # fmt: skip
-    """Of one row: the accepted tokens, the winner of all chunks, and nothing after it."""
+    """For one row: the accepted tokens, the best of all chunks, and padding."""
     after(OVERLAP)
     row = tl.program_id(0)
     node = tl.arange(0, NODES)
@@ -175,8 +176,8 @@ def _close(tokens, accepted, settled, best, where, emitted, N, chunks,
 
 
 def weigh(logits: Tensor, drafts: Tensor | None, temperature: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """[P,chunks] each, of the target's places and then of the draft's: the largest scores, the sums of
-    exp(score - largest), and where the largest are."""
+    """Return [P,chunks] each, for the target's positions and then the draft's: the largest scores, the sums of
+    exp(score - largest), and the indices of the largest."""
     (R, Q, V), device = logits.shape, logits.device
     chunks, places = -(-V // _CHUNK), R * Q if drafts is None else R * (2 * Q - 1)
     tops = torch.empty(places, chunks, dtype=torch.float32, device=device)
@@ -198,10 +199,10 @@ def judge(
     keys: tuple[Tensor, Tensor],
     length: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """What rule `ratio` emits [R,N+1] and accepts [R,1] of the chains `tokens` [R,N], whose first `count` [R] are in
-    use, under the target's logits [R,1+N,V]. The draft's logits [R,N,V] (None: point masses) and the target's are of
-    one temperature [R]; 0 is greedy. `keys` are those of coins and of final tokens, [R] each, `length` [R] is that of
-    the text.
+    """Return what rule `ratio` emits [R,N+1] and accepts [R,1] of the chains `tokens` [R,N], whose first `count` [R]
+    are in use, with the target's logits [R,1+N,V]. The draft's logits [R,N,V] (None: point masses) and the target's are
+    of one temperature [R]; 0 is greedy. `keys` are those of coins and of final tokens, [R] each, `length` [R] is that
+    of the text.
     """
     (R, N), V, device = tokens.shape, logits.shape[-1], logits.device
     logits, drafts = in_steps(logits), None if drafts is None else in_steps(drafts)

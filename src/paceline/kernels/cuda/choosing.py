@@ -1,4 +1,4 @@
-"""The best token, or the winner of the race against a token's own noise, without a law being written down."""
+"""The argmax, or the Gumbel argmax, of logits. No distribution is written to memory."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from torch import Tensor
 
 from paceline.kernels.cuda.launching import after, overlapping
 
-_CHUNK = 2048  # logits that one program looks at
-_SMALL = 512  # where there are few places
-_MANY = 2048  # programs that are too many to be so small
+_CHUNK = 2048  # logits of one program
+_SMALL = 512  # the same, for few positions
+_MANY = 2048  # from this number of programs on they are larger
 
 
 @triton.jit
@@ -31,7 +31,8 @@ def uniform(key, position, lane):
 
 @triton.jit
 def warmed(score, warmth):
-    """A score by the temperature of its row, rounded as torch rounds it; NaN is met as infinity, not passed by."""
+    """A score over the temperature of its row, rounded as torch rounds it. NaN becomes infinity, so that it is
+    noticed."""
     score = tl.div_rn(score, tl.where(warmth > 0, warmth, 1.0))
     return tl.where(score == score, score, float("inf"))
 
@@ -40,8 +41,8 @@ def warmed(score, warmth):
             do_not_specialize_on_alignment=["position", "out"])  # fmt: skip
 def _race(logits, temperature, key, position, best, where, done, out, Q, V, step, place_row, out_row, out_step, chunks,
           broken, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, SAMPLED: tl.constexpr, OVERLAP: tl.constexpr):  # fmt: skip
-    """Of one chunk of one place's logits: the largest score and where it is; with noise, where a row has a temperature.
-    The last program of a place finds the best of all its chunks."""
+    """For one chunk of one position: the largest score and its index, with noise if the row has a temperature. The last
+    program of a position finds the best of all its chunks."""
     after(OVERLAP)
     place = tl.program_id(0)
     chunk = tl.program_id(1)
@@ -71,7 +72,7 @@ def _race(logits, temperature, key, position, best, where, done, out, Q, V, step
 
 @triton.jit
 def _winner(line, best, where, chunks, broken, CHUNKS: tl.constexpr):
-    """The best of all chunks; `broken` where even that is no number."""
+    """The best of all chunks; `broken` if it is not a number."""
     chunk = tl.arange(0, CHUNKS)
     scores = tl.load(best + chunk, mask=chunk < chunks, other=float("-inf"))
     _, first = tl.max(scores, 0, return_indices=True)
@@ -81,8 +82,8 @@ def _winner(line, best, where, chunks, broken, CHUNKS: tl.constexpr):
 
 
 def in_steps(logits: Tensor) -> Tensor:
-    """Logits [R,Q,V] whose places lie one step apart, stride(1), all of them. A size of 1 may have any stride: torch
-    calls such tensors contiguous all the same."""
+    """Return logits [R,Q,V] whose positions all have the same stride. torch calls a tensor contiguous whatever the
+    stride of a size of 1 is."""
     R, Q, _ = logits.shape
     if logits.stride(-1) != 1 or (R > 1 and Q > 1 and logits.stride(0) != Q * logits.stride(1)):
         logits = logits.contiguous()
@@ -91,7 +92,7 @@ def in_steps(logits: Tensor) -> Tensor:
 
 
 def _chunk(places: int, V: int) -> int:
-    """How many logits one program looks at: few, where that keeps more of the device busy. The winner is the same."""
+    """Return the number of logits of one program: few if that uses more of the device. The result is the same."""
     return _CHUNK if places * V > _MANY * _SMALL else min(_SMALL, _CHUNK)
 
 
@@ -104,9 +105,10 @@ def race(
     into: Tensor | None = None,
     done: Tensor | None = None,
 ) -> Tensor:
-    """[R,Q]: the token of each place of logits [R,Q,V]: the best, or (temperature [R], key [R], position [R,Q]) the
-    Gumbel argmax of score / temperature where a row's temperature is not 0. `broken` where no token can be chosen. It
-    is written to `into` [R,Q], if given. done: at least R*Q zeros to count with, which are zeros again at the end."""
+    """Return [R,Q]: the token at each position of logits [R,Q,V]: the argmax, or (temperature [R], key [R], position
+    [R,Q]) the Gumbel argmax of score / temperature if the row's temperature is not 0. `broken` if no token can be
+    chosen. It is written to `into` [R,Q], if given. done: at least R*Q counters, which are zero before and after the
+    call."""
     R, Q, V = logits.shape
     logits, device, places = in_steps(logits), logits.device, R * Q
     size = _chunk(places, V)

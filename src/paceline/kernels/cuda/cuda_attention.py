@@ -24,11 +24,11 @@ from torch import Tensor
 
 from paceline.kernels.cuda.launching import after, overlapping
 
-SPAN = 256  # places whose keys are taken together
+SPAN = 256  # positions whose keys are one span
 _TILE = 128  # of them at a time
 _QUERIES = 16  # (token, head) pairs of a program
 COUNTS = 1 << 16  # programs that can count at once
-_ROOM = 1 << 28  # bytes that unjoined spans may take: more tokens are read in several goes
+_ROOM = 1 << 28  # the most bytes of spans that are not joined yet; more tokens take several launches
 
 
 @triton.jit(do_not_specialize=["Q", "DEPTH", "SPANS", "window", "blocks"],
@@ -75,7 +75,7 @@ def _spans(q, keys, values, prefix, branch, deep, length, leaf, peaks, sums, mix
                 peak, total, gathered = _tile(query, keys + base, values + base, slot * slot_step, place, most, seen,
                                               window, scale, column, WIDTH, WINDOW, EXACT, peak, total,
                                               gathered)  # fmt: skip
-        whole = ALL  # is this span all that they see?
+        whole = ALL  # whether this span has all their keys
         if not ALL and not TREE:
             whole = most <= (low + 1) * PLACES
         if whole:
@@ -92,7 +92,7 @@ def _spans(q, keys, values, prefix, branch, deep, length, leaf, peaks, sums, mix
                 if tl.atomic_add(counter, 1, sem="acq_rel") == (most + PLACES - 1) // PLACES - low - 1:
                     _join_pairs(peaks, sums, mixed, out, asked, SPANS, seen, there, low, most, window, WIDTH, BLOCK,
                                 PLACES, ROWS, WINDOW)  # fmt: skip
-                    tl.store(counter, 0)  # all others had written theirs
+                    tl.store(counter, 0)  # all other programs have written theirs
 
 
 @triton.jit
@@ -105,9 +105,9 @@ def _looked_up(place, begin, known, branch):
 @triton.jit
 def _task(job, pair, row, branch, deep, length, leaf, Q, DEPTH, SPANS, blocks, GROUP: tl.constexpr,
           TOGETHER: tl.constexpr, PLACES: tl.constexpr, TREE: tl.constexpr, TAILS: tl.constexpr):  # fmt: skip
-    """What a program is to do: its span, its first query, the query and the validity of every pair; do they look at the
-    branch of that query; and is there anything to do?"""
-    span = job // blocks  # a span that all queries see alike, and some of the queries ...
+    """The work of a program: its span, its first query, the query and the validity of every pair, whether it reads the
+    branch of that query, and whether there is work."""
+    span = job // blocks  # a span that all queries see, and some of the queries ...
     lead = job % blocks * TOGETHER
     asking = lead + pair // GROUP
     ours = pair < TOGETHER * GROUP
@@ -135,7 +135,7 @@ def _task(job, pair, row, branch, deep, length, leaf, Q, DEPTH, SPANS, blocks, G
 @triton.jit
 def _tile(query, keys, values, offset, place, most, seen, window, scale, column, WIDTH: tl.constexpr,
           WINDOW: tl.constexpr, EXACT: tl.constexpr, peak, total, gathered):  # fmt: skip
-    """Some more keys and values, at `offset`: the softmax so far is its peak, its sum and what is gathered."""
+    """Add keys and values at `offset` to the online softmax, which is a peak, a sum and the weighted values."""
     known = place < most
     wide = column < WIDTH
     k = tl.load(keys + offset[None, :] + column[:, None], mask=known[None, :] & wide[:, None], other=0.0)
@@ -163,7 +163,7 @@ def _tile(query, keys, values, offset, place, most, seen, window, scale, column,
 @triton.jit
 def _join_pairs(peaks, sums, mixed, out, pair, SPANS, seen, there, low, most, window, WIDTH: tl.constexpr,
                 BLOCK: tl.constexpr, PLACES: tl.constexpr, ROWS: tl.constexpr, WINDOW: tl.constexpr):  # fmt: skip
-    """What `_join` does, for the (token, head) pairs [ROWS] of a program at once."""
+    """Do what `_join` does, for the (token, head) pairs [ROWS] of a program at once."""
     column = tl.arange(0, BLOCK)
     base = pair * SPANS
     last = (seen + PLACES - 1) // PLACES
@@ -232,10 +232,10 @@ def attend(
     q: Tensor, memory: tuple[Tensor, Tensor], prefix: Tensor, out: Tensor, per_row: int, visible: int, scale: float, *,
     done: Tensor, tree: tuple[Tensor, Tensor, Tensor, Tensor] | None = None, window: int = 0, ahead: int = 0,
 ) -> None:  # fmt: skip
-    """out [M,heads,width]: what each of q [M,heads,width] makes of the slots it sees, `visible` at most.
+    """Write out [M,heads,width]: the attention of q [M,heads,width] over their visible slots, `visible` at most.
 
-    Token m is of row m // per_row and sees the slots before prefix [M] + ahead. done: zeros to count with (`COUNTS`),
-    which are zeros again when it is over. tree = (branch [M,D], deep [M], length [R], leaf [M]): it then sees the slots
+    Token m is of row m // per_row and sees the slots before prefix [M] + ahead. done: counters (`COUNTS`), which are
+    zero before and after the call. tree = (branch [M,D], deep [M], length [R], leaf [M]): it then sees the slots
     branch[m,:deep[m]] as those places that follow; the text itself ends at `length`, and the last of the D slots after
     it is that of the last token; leaf: no other token has it in its branch.
     window: how many positions a token sees, its own included (0: all).
@@ -267,7 +267,7 @@ def attend(
             scale, window, blocks, HEADS=heads, KV=kv, WIDTH=width, BLOCK=max(16, triton.next_power_of_2(width)),
             PLACES=SPAN, TILE=_TILE, ROWS=size, TREE=tree is not None, TAILS=max(tails, 1), WINDOW=window > 0,
             ALL=spans == 1, AHEAD=ahead, EXACT=q.dtype == torch.float32, num_warps=4, **more)  # fmt: skip
-        if spans == 1 or tree is None:  # one span is all there is, or the last program has joined them
+        if spans == 1 or tree is None:  # there is one span, or the last program has joined them
             continue
         _join[(count * per_row, heads)](
             peaks, sums, mixed, prefix[some], deep, out[some], spans, window, WIDTH=width,

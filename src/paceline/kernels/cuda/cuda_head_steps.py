@@ -1,5 +1,5 @@
-"""What a head that writes ahead in features needs beside a layer: what the layer looks at, what a draft can say, and
-what is remembered of the target. Each is one launch: by themselves they are look-ups and norms of a few numbers."""
+"""The parts of an EAGLE head besides its layer: the input of the layer, the logits over the vocabulary, and the stored
+states of the target. Each is one launch, because it is a look-up or a norm of a few numbers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from paceline.kernels.cuda.cuda_layers import normalised, warps
 from paceline.kernels.cuda.launching import after, overlapping
 
-_CHUNK = 1024  # logits that one program puts in their places
+_CHUNK = 1024  # logits that one program moves to their ids
 
 
 @triton.jit(do_not_specialize=["Q", "before", "P", "most", "word_row", "word_step", "above_row", "above_step"],
@@ -27,11 +27,11 @@ def _see(words, length, above, features, table, word_norm, feature_norm, seen, s
     row, number = (token // Q).to(tl.int64), token % Q
     kind = seen.dtype.element_ty
     slot = tl.load(length + row) + before + number
-    if KNOWN:  # an entry of the text: the token after its place, and the feature of its place
+    if KNOWN:  # an entry of the text: the feature of its position, and the token after it
         slot = tl.maximum(slot, 0)
         word = tl.load(words + row * word_row + (slot + 1) * word_step)
         place = slot
-    else:  # a drafted token, and the feature that came out at its parent: of a chain, at the last one
+    else:  # a drafted token, and the output feature of its parent; in a chain, of the token before it
         word = tl.load(words + row * word_row + number * word_step)
         place = slot * 0 + P - 1
         if BRANCH:
@@ -95,7 +95,8 @@ def _note(parts, bias, length, states, M, Q, P, D, row_step, place_step, largest
 
 @dataclass(frozen=True)
 class Pair:
-    """What a layer looks at, of a token and of a feature: the token's row of `table`, both normed, side by side.
+    """The input of the layer for a token and a feature: the token's row of `table` and the feature, both normed,
+    joined.
     most: the largest id; normed: the layer adds to the normed feature."""
 
     table: Tensor
@@ -106,16 +107,17 @@ class Pair:
     normed: bool
 
     def known(self, text: Tensor, length: Tensor, states: Tensor, Q: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Of the last Q of `length` [R,1] entries of each text [R,T], with the features [R,P,D] of their places: what
-        is seen [RQ,E+D], what is added to [RQ,D], and the slots [R,Q], which are the places. A text that has fewer sees
-        its first one again."""
+        """For the last Q of `length` [R,1] entries of each text [R,T], with the features [R,P,D] of their positions,
+        return the input [RQ,E+D], the residual stream [RQ,D], and the slots [R,Q], which are the positions. A text with
+        fewer entries repeats its first one."""
         return self._see(text, length, None, states, Q, -Q, known=True)
 
     def drafted(
         self, tokens: Tensor, length: Tensor, before: int, made: Tensor, above: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """The same of tokens [R,Q] that follow `before` others after `length` [R,1] entries. made [R,1+M,D]: features
-        after the text and after those others; above [R,Q]: whose each continues (-1: the text's), None: the last."""
+        """The same for drafted tokens [R,Q], after `before` others and `length` [R,1] entries. made [R,1+M,D]: features
+        after the text and after those others. above [R,Q]: the parent of each token (-1: the text); None: the token
+        before it."""
         return self._see(tokens, length, above, made, tokens.shape[1], before, known=False)
 
     def _see(
@@ -135,8 +137,8 @@ class Pair:
 
 
 def spread(parts: Tensor, where: Tensor | None, vocabulary: int) -> Tensor:
-    """[M,V] in float32: the sum of logits [parts,M,N], of every token that which `where` [V] names (-1: it cannot be
-    drafted, and is impossible); None: they are in their places."""
+    """Return [M,V] in float32: the sum of logits [parts,M,N]. `where` [V] has the draft id of every token (-1: it
+    cannot be drafted); None: draft ids are token ids."""
     P, M, N = parts.shape
     if where is None and P == 1:
         return parts[0]
@@ -149,8 +151,8 @@ def spread(parts: Tensor, where: Tensor | None, vocabulary: int) -> Tensor:
 
 
 def note(parts: Tensor, bias: Tensor | None, length: Tensor, states: Tensor) -> None:
-    """The sum of parts [P,M,D] and the bias goes to states [R,T,D], at the last place of a text of `length` [R,1] and
-    those that follow. What is no number becomes 0, what is infinite the largest there is."""
+    """Write the sum of parts [P,M,D] and the bias to states [R,T,D], from the last position of a text of `length` [R,1]
+    on. NaN becomes 0, and infinity the largest number."""
     P, M, D = parts.shape
     _note[(M,)](
         parts, parts if bias is None else bias, length, states, M, M // length.shape[0], states.shape[1], D,

@@ -1,4 +1,4 @@
-"""What lies between the products of a layer: adding, normalising, turning, and writing to the memory."""
+"""The operations between the products of a layer: residual, norm, rotation, and writing to the KV cache."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def _turn(parts, bias, q_norm, k_norm, cos, sin, position, slots, q, keys, value
           slot_step, eps, HEADS: tl.constexpr, KV: tl.constexpr, WIDTH: tl.constexpr, HALF: tl.constexpr,
           SOME: tl.constexpr, PARTS: tl.constexpr, BIAS: tl.constexpr, NORMS: tl.constexpr,
           OVERLAP: tl.constexpr):  # fmt: skip
-    """Some heads of one token: queries are turned by their position; keys too, and go to the memory with the values."""
+    """Some heads of one token: rotate queries and keys by the position, and write keys and values to the KV cache."""
     after(OVERLAP)
     token = tl.program_id(0)
     head = tl.program_id(1) * SOME + tl.arange(0, SOME)
@@ -125,7 +125,7 @@ def _silu_times(gate, up, count, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):
 
 
 def silu_times(gate: Tensor, up: Tensor) -> Tensor:
-    """silu(gate) * up, in the place of gate."""
+    """silu(gate) * up, written over gate."""
     _silu_times[(-(-gate.numel() // 1024),)](gate, up, gate.numel(), BLOCK=1024, num_warps=4, **overlapping(up.device))
     return gate
 
@@ -146,7 +146,7 @@ def add_norm(
 
 
 def embed_norm(ids: Tensor, table: Tensor, stream: Tensor, weight: Tensor, out: Tensor, eps: float) -> None:
-    """stream [M,D] = the rows of `table` that `ids` [M] name; out = their norm."""
+    """stream [M,D] = rows `ids` [M] of `table`; out = their norm."""
     M, D = stream.shape
     _embed_norm[(M,)](
         ids, table, stream, weight, out, D, eps,

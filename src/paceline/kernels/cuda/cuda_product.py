@@ -1,7 +1,7 @@
-"""The skinny product: a few tokens times a large matrix, each weight read once.
+"""The product of a few tokens and a large matrix. Each weight is read once.
 
-The matrix is cut into tiles of outputs and, where those are too few to keep the device busy, into parts of the inner
-dimension; the reader of the result sums the parts, in their order. How a matrix is cut depends on its shape alone.
+The matrix is divided into tiles of outputs. If there are too few tiles for the device, the inner dimension is divided,
+too, and the reader of the result sums the parts in order. The division depends on the shape of the matrix only.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from paceline.kernels.cuda.launching import after, overlapping
 WIDE = 64  # tokens from which torch's own product is faster
 _MOST = 128  # tokens of one launch
 _PARTS = 4
-_MANY = 64  # tokens of a tile from which shorter steps are better
-_LARGE = 1 << 22  # weights from which a matrix is worth deep pipelines
-_FAST = 200 << 10  # bytes of fast memory that the pipeline of a tile may take
+_MANY = 64  # tokens of a tile from which shorter steps are faster
+_LARGE = 1 << 22  # weights from which a deep pipeline is faster
+_FAST = 200 << 10  # shared memory for the pipeline of a tile, in bytes
 _PLACES = 264  # tiles that run at once: two on each of an H100's or H200's processors
 
 
@@ -102,7 +102,8 @@ def _gated(x, gate, up, out, M, N, K,
 
 @dataclass(frozen=True)
 class Cut:
-    """How a matrix [N,K] is cut: tiles of `outputs` rows, `parts` of the inner dimension, `inner` numbers at a time."""
+    """Return the division of a matrix [N,K]: tiles of `outputs` rows, `parts` of the inner dimension, `inner` numbers
+    per step."""
 
     outputs: int
     inner: int
@@ -114,8 +115,8 @@ class Cut:
         return -(-K // (self.inner * self.parts))
 
     def pipeline(self, tokens: int, size: int, K: int) -> dict[str, int | bool]:
-        """How a tile with these tokens, in numbers of `size` bytes, is gone through: in steps that fit the fast
-        memory. The order of summation is the same however long a step is."""
+        """Return the steps of a tile with these tokens, in numbers of `size` bytes: they fit into shared memory. The
+        order of the sum is the same for all step sizes."""
         inner = self.inner if tokens < _MANY else min(self.inner, 64)
         stages = max(1, min(self.stages, _FAST // ((self.outputs + tokens) * inner * size)))
         return {"STEPS": self.steps(K) * (self.inner // inner), "BK": inner, "STAGES": stages}
@@ -155,8 +156,8 @@ def _common(a: int, b: int) -> int:
 
 
 def product(x: Tensor, weights: Sequence[Tensor], strict: bool = False) -> Tensor:
-    """[parts,M,N], to be summed: x [M,K] times each of one to three matrices [n,K], side by side. Of more than `WIDE`
-    tokens by torch, which is faster and gives a token other bits; strict: not so."""
+    """[parts,M,N], to be summed: x [M,K] times each of one to three matrices [n,K], side by side. With more than `WIDE`
+    tokens torch computes it, which is faster and gives other bits, unless strict."""
     (M, K), sizes = x.shape, tuple(w.shape[0] for w in weights)
     N, how = sum(sizes), _cut_of(sizes, K)
     if M > WIDE and not strict:
@@ -197,7 +198,7 @@ def gated(x: Tensor, gate: Tensor, up: Tensor, strict: bool = False) -> Tensor:
 
 
 def _pieces(x: Tensor) -> list[tuple[Tensor, int]]:
-    """The tokens that one launch takes, and how many it has room for."""
+    """Return the tokens of one launch, and the number it has room for."""
     if x.shape[0] <= _MOST:
         return [(x, _wide(x.shape[0]))]
     return [(some, _wide(some.shape[0])) for some in x.split(_MOST)]

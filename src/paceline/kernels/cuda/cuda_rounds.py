@@ -1,6 +1,6 @@
-"""What lies between the passes of a round: where the next tokens go, what of a draft is kept, and committing it.
+"""The operations between the forward passes of a round: slots of the next tokens, verification of a chain, commit.
 
-One program per row does all of it, in one launch: by themselves these are sums and comparisons of a few numbers.
+Each is one launch with one program per row, because it is sums and comparisons of a few numbers.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def _climb(parents, length, slots, position, prefix, deep, leaf, branch, M, widt
         node = long * 0 + (M - fed + place - width)
         depth = long * 0
         up = node
-        while (up >= 0) & (depth < M):  # what is no tree ends, too
+        while (up >= 0) & (depth < M):  # padding that is no tree ends here, too
             depth += 1
             up = tl.load(above + up * parent_step)
         tl.store(position + at, long + depth - 1)
@@ -137,7 +137,8 @@ def _say(logits, script, ids, position, length, K, Q, D, logit_row, logit_step, 
 
 
 def begin(length: Tensor, end: Tensor, depth: int) -> tuple[Tensor, Tensor]:
-    """The next 1 + depth positions of each row [R,1+depth], and how many tokens it may draft, `depth` at most [R]."""
+    """Return the next 1 + depth positions of each row [R,1+depth], and how many tokens it may draft, at most `depth`
+    [R]."""
     R, device = length.shape[0], length.device
     position = torch.empty(R, depth + 1, dtype=torch.int64, device=device)
     most = torch.empty(R, dtype=torch.int64, device=device)
@@ -147,8 +148,8 @@ def begin(length: Tensor, end: Tensor, depth: int) -> tuple[Tensor, Tensor]:
 
 
 def lay(text: Tensor, length: Tensor, tokens: Tensor | None, width: int, more: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Slots [R,Q] and ids [R,Q] of the last `width` tokens of each text and of `tokens` [R,fed] after it; and the slots
-    that follow it, [more,R]."""
+    """Return slots [R,Q] and ids [R,Q] of the last `width` tokens of each text and of `tokens` [R,fed] after it, and
+    the slots after the text [more,R]."""
     R, device, fed = text.shape[0], text.device, 0 if tokens is None else tokens.shape[1]
     slots = torch.empty(R, width + fed, dtype=torch.int64, device=device)
     ids, ahead = torch.empty_like(slots), torch.empty(more, R, dtype=torch.int64, device=device)
@@ -161,9 +162,9 @@ def lay(text: Tensor, length: Tensor, tokens: Tensor | None, width: int, more: i
 def climb(
     parents: Tensor, length: Tensor, slots: Tensor, fed: int
 ) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor, Tensor, Tensor]]:
-    """Of a pass at `slots` [R,Q] whose last `fed` tokens are the last of scratch tokens with these parents [R,M]:
-    positions [R,Q]; how many slots of the text each token sees [R,Q]; the slots of its branch in their order [RQ,M],
-    how many those are [RQ], the lengths of the texts [R], and has it no children [RQ]?"""
+    """For a pass at `slots` [R,Q], whose last `fed` tokens are the last of scratch tokens with these parents [R,M],
+    return positions [R,Q], the number of visible slots of the text [R,Q], the slots of the branch in order [RQ,M] and
+    their number [RQ], the lengths of the texts [R], and whether a token has no children [RQ]."""
     (R, Q), M, device = slots.shape, parents.shape[1], slots.device
     position = torch.empty(R, Q, dtype=torch.int64, device=device)
     prefix, deep = torch.empty_like(position), torch.empty_like(position)
@@ -175,8 +176,8 @@ def climb(
 
 
 def follow(tokens: Tensor, count: Tensor | None, picks: Tensor) -> tuple[Tensor, Tensor]:
-    """What rule `match` emits [R,N+1] and accepts [R,1] of chains [R,N], of which the first `count` [R] are in use,
-    where the target's own tokens are `picks` [R,N+1]."""
+    """Return what rule `match` emits [R,N+1] and accepts [R,1] of chains [R,N], of which the first `count` [R] are in
+    use. picks [R,N+1]: the target's own tokens."""
     (R, N), picks = tokens.shape, picks.contiguous()
     emitted, accepted = torch.empty_like(picks), torch.empty(R, 1, dtype=torch.int64, device=picks.device)
     some = tokens if count is None else count.contiguous()
@@ -209,8 +210,9 @@ def write(
 
 
 def say(logits: Tensor, script: Tensor, ids: Tensor, position: Tensor, length: Tensor, loud: float) -> None:
-    """Of logits [R,K,V], the last K of each row's Q places, one per place becomes `loud`: that of script [V,D] after
-    its token of `ids` [R,Q], D by how far its `position` [R,Q] is past a text of `length` [R,1]."""
+    """Set one logit per position of logits [R,K,V] (the last K of Q positions) to `loud`: that of the script's token
+    [V,D] after its token of `ids` [R,Q]. D is the distance of its `position` [R,Q] from the end of a text of `length`
+    [R,1]."""
     (R, K, _), Q, D = logits.shape, ids.shape[1], script.shape[1]
     position = position if position.stride(1) == 1 or Q == 1 else position.contiguous()
     _say[(R * K,)](logits, script, ids, position, length, K, Q, D, logits.stride(0), logits.stride(1), *ids.stride(),

@@ -1,7 +1,7 @@
-"""A tree of guesses, grown on the device: the likeliest tokens after some nodes, and which nodes to ask about next.
+"""Growth of a drafted tree on the device: the best tokens after some nodes, and the nodes to expand next.
 
-Two launches a level, whatever its size: `_siblings` looks at logits, `_grow` at nodes. They do at once what
-`core.tree_growth` does in thirty torch operations, of which choosing the best few of a vocabulary is itself several.
+A level takes two launches: `_siblings` reads logits, `_grow` reads nodes. They replace about thirty torch operations of
+`core.tree_growth`.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from torch import Tensor
 from paceline.kernels.cuda.choosing import in_steps, uniform, warmed
 from paceline.kernels.cuda.launching import after, overlapping
 
-_WARP = 512  # logits that one warp looks at
-_ROWED = 128  # nodes that one warp looks at: of more it cannot keep everything in registers
-_FOUND = 1024  # tokens that the last program of a place should not have to choose from more than
+_WARP = 512  # logits of one warp
+_ROWED = 128  # nodes of one warp: more do not fit into its registers
+_FOUND = 1024  # the most candidates of the last program of a position
 _COMPARED = 8192  # pairs of nodes that are compared at a time
 _NEVER = tl.constexpr(float("-inf"))
 _LEAST = tl.constexpr(-1e300)  # an impossible node comes after all others, and before none
@@ -24,13 +24,13 @@ _LEAST = tl.constexpr(-1e300)  # an impossible node comes after all others, and 
 
 @triton.jit
 def _take(score, open_):
-    """The best that is open, of equals the first, and where it is; what is open is no less than _LEAST."""
+    """The best open value, the first of equal ones, and its index. Open values are at least _LEAST."""
     return tl.max(tl.where(open_, score, _NEVER), 0, return_indices=True, return_indices_tie_break_left=True)
 
 
 @triton.jit
 def _log_sum(values):
-    """log(sum(exp(values))), where all of them may be impossible."""
+    """log(sum(exp(values))); all of them can be impossible."""
     top = tl.max(values, 0)
     top = tl.where(top == _NEVER, 0.0, top)
     return top + tl.log(tl.sum(tl.exp(values - top), 0))
@@ -40,8 +40,8 @@ def _log_sum(values):
 def _siblings(logits, temperature, key, position, best, where, sums, done, tokens, sure, Q, V, step, place_row, chunks,
               K: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, FOUND: tl.constexpr, SAMPLED: tl.constexpr,
               OVERLAP: tl.constexpr):  # fmt: skip
-    """Of one chunk of one place's logits the K best, with noise where a row has a temperature, and the sum of all. The
-    last program of a place finds the K best of all its chunks, and how sure of each the draft is."""
+    """For one chunk of one position: the K best logits, with noise if the row has a temperature, and the sum of all.
+    The last program of a position finds the K best of all its chunks, and their scores."""
     after(OVERLAP)
     place = tl.program_id(0)
     chunk = tl.program_id(1)
@@ -73,7 +73,7 @@ def _siblings(logits, temperature, key, position, best, where, sums, done, token
 
 @triton.jit
 def _choose(best, where, sums, tokens, sure, chunks, V, K: tl.constexpr, CHUNKS: tl.constexpr, FOUND: tl.constexpr):
-    """The K best of what all chunks found, and the logarithm of each one's share."""
+    """The K best of all chunks, and the logarithm of each one's probability."""
     chunk = tl.arange(0, CHUNKS)
     total = _log_sum(tl.load(sums + chunk, mask=chunk < chunks, other=_NEVER))
     found = tl.arange(0, FOUND)
@@ -92,8 +92,8 @@ def _choose(best, where, sums, tokens, sure, chunks, V, K: tl.constexpr, CHUNKS:
 @triton.jit
 def _added(nodes, scores, chosen, tokens, sure, old, new, size, K: tl.constexpr, ROOT: tl.constexpr,
            BLOCK: tl.constexpr):  # fmt: skip
-    """One row's nodes: `old` ones, and `new` children of those `chosen` last, K of each. nodes [4,size]: tokens,
-    parents, depths and numbers among what was asked for; the children are written there."""
+    """The nodes of a row: `old` ones, and `new` children of those `chosen` last, K of each. nodes [4,size]: tokens,
+    parents, depths and indices among expanded nodes; the children are written there."""
     node = tl.arange(0, BLOCK)
     known, fresh = node < old, (node >= old) & (node < old + new)
     child = node - old
@@ -121,8 +121,8 @@ def _added(nodes, scores, chosen, tokens, sure, old, new, size, K: tl.constexpr,
 @triton.jit(do_not_specialize=["size", "old", "new", "spread", "fed"])
 def _grow(nodes, scores, chosen, tokens, sure, length, ask, size, old, new, spread, fed, K: tl.constexpr,
           ROOT: tl.constexpr, ANYWHERE: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):  # fmt: skip
-    """Children are added; of all that were not asked about (or of the children alone) the `spread` surest are chosen.
-    ask [4,R,spread]: who they are, their tokens, the numbers of their parents, and the positions after them."""
+    """Add children, and choose the `spread` best of all nodes that are not expanded (or of the children only). ask
+    [4,R,spread]: their indices, their tokens, the indices of their parents, and the positions after them."""
     after(OVERLAP)
     row, rows = tl.program_id(0).to(tl.int64), tl.num_programs(0)
     nodes, scores = nodes + row * 4 * size, scores + row * size
@@ -145,7 +145,7 @@ def _grow(nodes, scores, chosen, tokens, sure, length, ask, size, old, new, spre
     tl.store(nodes + 3 * size + node, fed + order, mask=picked)
     above = tl.load(
         nodes + 3 * size + parent, mask=picked & (parent >= 0), other=-1
-    )  # asked about earlier: it is there
+    )  # expanded earlier, so it is in memory
     out = ask + row * spread + order
     step = rows * spread
     tl.store(out, node, mask=picked)
@@ -157,8 +157,8 @@ def _grow(nodes, scores, chosen, tokens, sure, length, ask, size, old, new, spre
 @triton.jit(do_not_specialize=["size", "old", "new", "most"])
 def _prune(nodes, scores, chosen, tokens, sure, places, out, size, old, new, most, K: tl.constexpr, ROOT: tl.constexpr,
            BLOCK: tl.constexpr, TILE: tl.constexpr, OVERLAP: tl.constexpr):  # fmt: skip
-    """Children are added, and only the surest `most` nodes stay, in their order. No node is surer than its parent, so
-    ancestors stay; of equals the elder. out [3,R,most]: tokens, parents, and their numbers among what was asked for."""
+    """Add children, and keep the best `most` nodes, in order; the first of equal ones. No node is better than its
+    parent, so ancestors stay. out [3,R,most]: tokens, parents, and their indices among expanded nodes."""
     after(OVERLAP)
     row, rows = tl.program_id(0).to(tl.int64), tl.num_programs(0)
     nodes, scores, places = nodes + row * 4 * size, scores + row * size, places + row * size
@@ -191,9 +191,9 @@ def _prune(nodes, scores, chosen, tokens, sure, places, out, size, old, new, mos
 def siblings(
     logits: Tensor, k: int, noise: tuple[Tensor, Tensor] | None, position: Tensor, done: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The k best tokens of each place of logits [R,Q,V], and the logarithms of their shares, [R,Q,k]. noise:
-    temperature [R] and key [R]; rows with a temperature take those that win score / temperature + Gumbel noise at
-    `position` [R,Q]. done: at least R*Q zeros to count with, which are zeros again at the end."""
+    """Return the k best tokens at each position of logits [R,Q,V], and the logarithms of their probabilities, [R,Q,k].
+    noise: temperature [R] and key [R]; rows with a temperature use score / temperature + Gumbel noise at `position`
+    [R,Q]. done: at least R*Q counters, which are zero before and after the call."""
     (R, Q, V), device = logits.shape, logits.device
     chunk = min(max(triton.next_power_of_2(-(-V * k // _FOUND)), _WARP), 8 * _WARP)
     logits, places, chunks = in_steps(logits), R * Q, -(-V // chunk)
@@ -214,8 +214,8 @@ def siblings(
 
 
 class TreeBuilder:
-    """The nodes of a tree that grows: at most `size` nodes after texts of `length` [R,1]. What is added is
-    written down by the launch that chooses what to ask about next, or by the one that ends it."""
+    """A growing tree: at most `size` nodes after texts of `length` [R,1]. The launch that chooses the next nodes, or
+    the last one, writes the added children."""
 
     def __init__(self, length: Tensor, size: int, anywhere: bool) -> None:
         R, device, length = length.shape[0], length.device, length.contiguous()
@@ -227,15 +227,16 @@ class TreeBuilder:
         self._old = self._new = self.fed = 0
         self._children: tuple[Tensor, Tensor] = (length, length)
         self._k = 1
-        self._block = triton.next_power_of_2(size)  # not of what is there: each size would be a kernel of its own
+        self._block = triton.next_power_of_2(size)  # of the capacity: each size would compile another kernel
 
     def add(self, logits: Tensor, k: int, noise: tuple[Tensor, Tensor] | None, done: Tensor) -> None:
-        """k children for each of the nodes asked about last (at first: for the text), whose logits are [R,W,V]."""
+        """Add k children to each of the nodes that were chosen last (at first: to the text), with logits [R,W,V]."""
         self._children = siblings(logits, k, noise, self._position, done)
         self._new, self._k = logits.shape[1] * k, k
 
     def expand_best(self, spread: int) -> tuple[Tensor, Tensor]:
-        """The `spread` surest: their tokens [R,spread], and their parents among all that were asked about."""
+        """Choose the `spread` best nodes. Return their tokens [R,spread], and their parents among all expanded
+        nodes."""
         R = self._length.shape[0]
         ask = torch.empty(4, R, spread, dtype=torch.int64, device=self._device)
         shape = self._shape(self._block // _ROWED, ANYWHERE=self._anywhere)
@@ -248,7 +249,8 @@ class TreeBuilder:
         return tokens, parents
 
     def tree(self, most: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Tokens and parents [R,N] of the surest `most`, and their numbers among all that were asked about (-1)."""
+        """Return tokens and parents [R,N] of the best `most` nodes, and their indices among expanded nodes (-1: not
+        expanded)."""
         R, kept = self._length.shape[0], min(most, self._old + self._new)
         out = torch.empty(3, R, kept, dtype=torch.int64, device=self._device)
         places = torch.empty(R, self._size, dtype=torch.int32, device=self._device)

@@ -1,7 +1,7 @@
-"""What lies between the passes of a round whose drafts are trees: how deep the nodes are, which path of theirs is kept,
-and moving to its place what a model remembers and thought of it.
+"""The operations between the forward passes of a round with trees: depths, the accepted path, and the move of its keys,
+values and hidden states.
 
-Each is one launch: the numbers are few, but by torch they are many steps, and of a memory several for every layer.
+Each is one launch. By torch they are many small operations, several of them for every layer of a KV cache.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from paceline.kernels.cuda.launching import after, overlapping
 _NOTHING = tl.constexpr(-1)  # as in core.verdict: after the last emitted token
 _TEXT = tl.constexpr(-1)  # as a parent: the committed text
 _TILE = 4096  # numbers that one program moves
-_TAPS = 3  # tapped states that one launch puts side by side
+_TAPS = 3  # taps that one launch joins
 
 
 @triton.jit(do_not_specialize=["N", "parent_row", "parent_step"], do_not_specialize_on_alignment=["parents"])
@@ -28,7 +28,7 @@ def _depths(parents, deep, N, parent_row, parent_step, NODES: tl.constexpr, OVER
     up = tl.where(place <= N, place.to(tl.int64) - 1, _TEXT)
     depth = up * 0
     steps = tl.max(place, 0) * 0
-    while (tl.max(up, 0) >= 0) & (steps < N):  # what is no tree, in padding, ends too
+    while (tl.max(up, 0) >= 0) & (steps < N):  # padding that is no tree ends here, too
         depth += (up >= 0).to(tl.int64)
         up = tl.load(parents + row * parent_row + up * parent_step, mask=up >= 0, other=_TEXT)
         steps += 1
@@ -78,7 +78,7 @@ def _move(stores, like, length, source, target, D, slots, source_row, source_ste
     there = tl.load(target + step, mask=step < D, other=0)
     moves = (here != there)[:, None] & (column < WIDTH)  # those past D are in place
     kept = tl.load(store + (first + here)[:, None] * WIDTH + column, mask=moves, other=0.0)
-    tl.debug_barrier()  # all is read before anything is written
+    tl.debug_barrier()  # read all before the first write
     tl.store(store + (first + there)[:, None] * WIDTH + column, kept, mask=moves)
 
 
@@ -108,7 +108,7 @@ def _along(first, second, third, path, joined, Q, wide, H, row_step, place_step,
 
 
 def depths(parents: Tensor) -> Tensor:
-    """[R,1+N]: how many nodes lead to the text (none) and to every node of trees with these parents [R,N]."""
+    """Return [R,1+N]: the depth of the text (0) and of every node of trees with these parents [R,N]."""
     (R, N), device = parents.shape, parents.device
     deep = torch.empty(R, N + 1, dtype=torch.int64, device=device)
     _depths[(R,)](parents, deep, N, *parents.stride(), NODES=triton.next_power_of_2(N + 1), num_warps=1,
@@ -119,9 +119,9 @@ def depths(parents: Tensor) -> Tensor:
 def follow_tree(
     tokens: Tensor, parents: Tensor, count: Tensor | None, picks: Tensor, reach: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """What rule `match` emits [R,1+reach] and accepts [R,1] of trees [R,N], of which the first `count` [R] nodes are in
-    use, and the path of it [R,reach]; the target's own tokens after the text and after every node are `picks`
-    [R,1+N]. Of siblings that are the same the first counts; no path is longer than `reach`."""
+    """Return what rule `match` emits [R,1+reach] and accepts [R,1] of trees [R,N], of which the first `count` [R] nodes
+    are in use, and the path [R,reach]. picks [R,1+N]: the target's own tokens after the text and after every node. Of
+    equal siblings the first counts. No path is longer than `reach`."""
     (R, N), device, picks = tokens.shape, picks.device, picks.contiguous()
     emitted = torch.empty(R, reach + 1, dtype=torch.int64, device=device)
     accepted = torch.empty(R, 1, dtype=torch.int64, device=device)
@@ -134,8 +134,8 @@ def follow_tree(
 
 
 def move(stores: Tensor, like: Tensor, length: Tensor, source: Tensor, target: Tensor) -> None:
-    """In memories at these addresses [M], all as large as `like` [rows,heads,slots,width] and contiguous, the slots
-    `source` [R,D] past `length` [R,1] become those `target` [D] past it. All are read before one is written."""
+    """In the stores at these addresses [M], all contiguous and of the size of `like` [rows,heads,slots,width], copy the
+    slots length [R,1] + `source` [R,D] to the slots length + `target` [D]. All are read before one is written."""
     (R, D), (_, heads, slots, width) = source.shape, like.shape
     steps = triton.next_power_of_2(D)
     block = min(triton.next_power_of_2(width), max(_TILE // steps, 16))
@@ -146,8 +146,8 @@ def move(stores: Tensor, like: Tensor, length: Tensor, source: Tensor, target: T
 
 
 def along(taps: tuple[Tensor, ...], path: Tensor | None) -> Tensor:
-    """[R(1+D),TH]: T tapped states [R,Q,H] side by side, of the first place and of those a path [R,D] of nodes leads
-    over, node n being place n+1; None: of all places."""
+    """Return [R(1+D),TH]: T taps [R,Q,H] joined, at the first position and at the nodes of a path [R,D] (node n is
+    position n+1); None: at all positions."""
     if taps[0].stride(2) != 1 or any(tap.stride() != taps[0].stride() for tap in taps):
         taps = tuple(tap.contiguous() for tap in taps)
     (R, Q, H), T, device = taps[0].shape, len(taps), taps[0].device

@@ -1,6 +1,6 @@
-"""How far the law of a student's logits is from that of its teacher's (Kullback-Leibler, or the total variation), and
-the slope of that, from logits to logits: no law is written down. A program takes one place; what it has read once it
-finds near by again."""
+"""The divergence between the distributions of a student's and a teacher's logits (Kullback-Leibler, or total
+variation), and its gradient. No distribution is written to memory. A program computes one position, whose logits stay
+in the cache."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def _far(student, wanted, own, sums, losses, slopes, V, student_step, wanted_ste
             totals += tl.where(p > 0, p * (log_p - log_q), 0.0)
             parts += p
         at += BLOCK
-    # of the variation: how far the student is above the teacher; else the teacher's mass of the student's tokens
+    # for tv: how far the student is above the teacher; else the teacher's mass of the student's tokens
     part = tl.sum(parts, 0)
     tl.store(losses + row, tl.sum(totals, 0))
     at = V * 0
@@ -72,7 +72,7 @@ def _far(student, wanted, own, sums, losses, slopes, V, student_step, wanted_ste
 
 
 def log_sums(logits: Tensor) -> Tensor:
-    """[P] in float32: the logarithm of the sum of the exponentials of each row of logits [P,V]."""
+    """Return [P] in float32: log(sum(exp(row))) of each row of logits [P,V]."""
     logits = logits if logits.stride(1) == 1 else logits.contiguous()
     (P, V), sums = logits.shape, torch.empty(logits.shape[0], dtype=torch.float32, device=logits.device)
     _log_sum[(P,)](logits, sums, V, logits.stride(0), BLOCK=min(_BLOCK, triton.next_power_of_2(V)), num_warps=8)
@@ -80,8 +80,8 @@ def log_sums(logits: Tensor) -> Tensor:
 
 
 def far(name: str, student: Tensor, wanted: Tensor, sums: Tensor) -> tuple[Tensor, Tensor]:
-    """[P] in float32: how far the law of logits `student` [P,V] is from that of `wanted` [P,V], whose log-sums are
-    `sums` [P] (over more tokens, maybe), by "kl" or "tv"; and its slope at `student`, in the same numbers."""
+    """Return [P] in float32: the divergence ("kl" or "tv") between the logits `student` [P,V] and `wanted` [P,V], whose
+    log-sums are `sums` [P] (of a vocabulary that can be larger); and its gradient at `student`, in the same dtype."""
     student, wanted = (each if each.stride(1) == 1 else each.contiguous() for each in (student, wanted))
     P, V = student.shape
     losses = torch.empty(P, dtype=torch.float32, device=student.device)

@@ -1,7 +1,7 @@
-"""How kernels follow each other: each may start before the one before it has ended, and waits for it to end.
+"""Overlap of kernels: each can start before the one before it has ended, and then waits for its end.
 
-A kernel is compiled again where a number or an address becomes a multiple of 16, or no longer is one. Those that differ
-from token to token are left out of that by name: a draft's second token must not need kernels of its own.
+Triton compiles a kernel again if an argument becomes a multiple of 16, or stops to be one. Arguments that change from
+token to token are excluded by name, so that the second token of a draft needs no other kernel.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ INTERPRETED = bool(knobs.runtime.interpret)  # TRITON_INTERPRET=1: kernels run i
 
 @triton.jit
 def after(OVERLAP: tl.constexpr):
-    """Wait for the launch before; the next one may already take its place on the device."""
+    """Wait for the launch before. The next one can start on the device now."""
     if OVERLAP:
         gdc_wait()
         gdc_launch_dependents()
 
 
 def overlapping(device: object) -> dict[str, bool]:
-    """The options of a launch on this device: may kernels overlap there?"""
+    """Return the options of a launch on this device: whether kernels can overlap."""
     return {"OVERLAP": True, "launch_pdl": True} if _hopper(str(device)) else {"OVERLAP": False}
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -153,6 +153,44 @@ class Reader(Protocol):
 
     def release(self, row: int, last: int, length: int) -> None:
         """Row `row` is gone; row `last` (of `length` tokens) takes its place."""
+        ...
+
+
+@runtime_checkable
+class ReadsPieces(Protocol):
+    """A reader that can read a prompt in pieces, into a row of its KV cache that is not live yet."""
+
+    prompt_taps: list[PromptTaps]
+
+    @property
+    def piece(self) -> int:
+        """Tokens of a prompt in one pass, at most."""
+        ...
+
+    @property
+    def grid(self) -> int:
+        """A piece begins at a multiple of this, and ends at the next one or at the end of the prompt."""
+        ...
+
+    def begin(self, rows: RowsView, first: int, room: int, prefilled: bool = False) -> int:
+        """See `Reader.begin`. prefilled: the KV cache has the prompts of these rows already."""
+        ...
+
+    def read_piece(self, first: int, ids: Tensor, start: int, scored: bool = False) -> Reading:
+        """Read the tokens `ids` [R,Q] of the rows `first`... of the KV cache, from the position `start` on. The logits
+        are those of all these tokens with `scored`, and else have no meaning."""
+        ...
+
+    def reserve_rows(self, rows: int, slots: int) -> None:
+        """Make room for this number of rows and slots."""
+        ...
+
+    def copy_row(self, source: int, target: int, length: int) -> None:
+        """Copy the first `length` slots of a row to another row."""
+        ...
+
+    def swap_rows(self, one: int, other: int, length: int) -> None:
+        """Exchange the first `length` slots of two rows."""
         ...
 
 

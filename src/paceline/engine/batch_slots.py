@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-from paceline.core.contracts import Reader
+from paceline.core.contracts import PromptTaps, Reader, ReadsPieces
 from paceline.core.protocols import speculates
 from paceline.engine.drafter_calls import DrafterCalls
 from paceline.engine.round_graphs import Capacity
@@ -21,18 +21,25 @@ class BatchSlots:
         self.rows, self._reader, self._drafter, self._capacity = rows, reader, drafter, capacity
         self._may_be_idle = capacity.captured and not speculates(drafter.drafter)
         self._idle: set[int] = set()
+        self.on_leave: Callable[[int], None] | None = None  # called before the slot of an ended row is overwritten
 
     @property
     def taken(self) -> int:
         """Return how many slots live rows have."""
         return self.rows.count - len(self._idle)
 
-    def admit(self, new: Sequence[Row], nodes: int) -> None:
-        """Give slots to new rows and prefill their prompts. A round adds at most `nodes` tokens and one."""
+    def admit(self, new: Sequence[Row], nodes: int, prompt_taps: Sequence[PromptTaps] | None = None) -> None:
+        """Give slots to new rows and prefill their prompts. A round adds at most `nodes` tokens and one. prompt_taps:
+        of prompts that the KV cache has already."""
         self.compact()
-        first = self.rows.admit(new, nodes)
-        self.rows.to_read = self._reader.begin(self.rows, first, self.rows.room)
-        self._drafter.admit(first, self._reader.prompt_taps)
+        first, reader = self.rows.admit(new, nodes), self._reader
+        if prompt_taps is None:
+            self.rows.to_read = reader.begin(self.rows, first, self.rows.room)
+            prompt_taps = reader.prompt_taps
+        else:
+            assert isinstance(reader, ReadsPieces)
+            self.rows.to_read = reader.begin(self.rows, first, self.rows.room, prefilled=True)
+        self._drafter.admit(first, prompt_taps)
 
     def keep_idle(self, ended: Sequence[int]) -> bool:
         """Let rows that ended keep their slots. Return False if they must leave now: the live rows fit a smaller graph,
@@ -55,6 +62,8 @@ class BatchSlots:
         for index in sorted(ended, reverse=True):
             last = self.rows.count - 1
             length = self.rows.lengths[last]
+            if self.on_leave is not None:
+                self.on_leave(index)
             self._reader.release(index, last, length)
             self._drafter.release(index, last, length)
             self.rows.release(index)

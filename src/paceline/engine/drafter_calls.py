@@ -50,9 +50,20 @@ class RoundLimits:
 
     def budget(self, rows: Rows) -> Budget:
         """Return the budget of the next round. The last token of a row, and of the context, is the target's own."""
-        limits = tuple(0 if self.waits_for_first(row) else row.remaining - 1 for row in rows.live)
+        limits = tuple(self._limit_of(row) for row in rows.live)
         depth = max(0, min(self.gamma, self.nodes, max(limits)))
         return Budget(depth, self.nodes, limits, self.rule.draw, self.branches)
+
+    def _limit_of(self, row: Row) -> int:
+        if self.waits_for_first(row):
+            return 0
+        most = row.request.max_draft
+        return row.remaining - 1 if most is None else min(row.remaining - 1, most)
+
+    def in_graph(self, row: Row) -> bool:
+        """Return whether a graph may draft for this row: there, all rows draft equally deep."""
+        most = row.request.max_draft
+        return not self.waits_for_first(row) and (most is None or most >= self.gamma)
 
     def waits_for_first(self, row: Row) -> bool:
         """Return whether the target decides the next token of this row alone."""
@@ -153,11 +164,12 @@ class DrafterCalls:
         if tree.is_chain and tree.count is None and min(budget.limits) < tree.nodes:
             most = torch.tensor(budget.limits, device=tree.tokens.device)
             tree = replace(tree, count=most.clamp(min=0, max=tree.nodes))
-        elif tree.nodes and min(budget.limits) <= 0:
-            used = tree.nodes if tree.count is None else tree.count
-            drafts = torch.tensor([limit > 0 for limit in budget.limits], device=tree.tokens.device)
-            tree = replace(tree, count=drafts * used)
+        elif tree.nodes and (min(budget.limits) <= 0 or self._limited()):
+            tree = _within(tree, budget.limits)
         return tree.to(self._rows.device)
+
+    def _limited(self) -> bool:
+        return any(row.request.max_draft is not None for row in self._rows.live)
 
     def keep(self, rows: RowsView, verdict: Verdict, reading: Reading) -> None:
         self._try(self.active.keep, rows, verdict, reading)
@@ -208,6 +220,13 @@ class DrafterCalls:
                 DrafterWarning,
                 stacklevel=5,
             )
+
+
+def _within(tree: TokenTree, limits: Sequence[int]) -> TokenTree:
+    """Return the tree without the first node of each row that is deeper than its limit, and without those after it."""
+    most = torch.tensor(limits, device=tree.tokens.device).unsqueeze(1)
+    fitting = (tree.depth.expand(len(limits), tree.nodes) < most).long().cumprod(1).sum(1)
+    return replace(tree, count=fitting if tree.count is None else torch.minimum(tree.count, fitting))
 
 
 class RoundClock:

@@ -79,7 +79,7 @@ class GraphRounds:
     def _fits(self, rows: Rows) -> bool:
         if rows.to_read != 1 or not self._reader.capturable or not rows.count or min(rows.lengths) < IDLE:
             return False
-        if any(self._limits.waits_for_first(row) for row in rows.live):  # a graph drafts for every row
+        if not all(self._limits.in_graph(row) for row in rows.live):
             return False
         return "processors" not in rows.batch.used and all(row.request.logprobs is None for row in rows.live)
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from paceline.common.errors import ModelOutputError
+from paceline.common.errors import ModelOutputError, PacelineError
 from paceline.core.beam_search import BeamState
 from paceline.core.choice import Choice
 from paceline.core.device_ops import TORCH, DeviceOps
@@ -25,7 +25,7 @@ from paceline.core.tree import TokenTree
 from paceline.core.verdict import BROKEN, NOTHING, Verdict
 from paceline.engine.request import BeamResult, Generation, Request, TokenLogprob
 from paceline.engine.static_rows import IDLE, RowTensors, draft_in, occurrences
-from paceline.engine.stopping import Stopper
+from paceline.engine.stopping import Stop, Stopper
 
 if TYPE_CHECKING:
     from paceline.engine.beam_rows import BeamGroup
@@ -51,6 +51,8 @@ class Row:
     lossy: bool = False  # whether the rule may change the text
     group: BeamGroup | None = None  # its beam search
     beams: list[BeamResult] | None = None  # the results of the beam search
+    error: PacelineError | None = None  # why it failed
+    cached: int = 0  # tokens of the prompt that were in the KV cache
 
     def cancel(self) -> None:
         """End a sequence that has not ended yet."""
@@ -59,6 +61,11 @@ class Row:
                 self.group.give_up()
             self.stopper.cancel()
             self.seconds = time.perf_counter() - self.started
+
+    def fail(self, error: PacelineError) -> None:
+        """End the sequence with an error."""
+        self.cancel()
+        self.error, self.stopper.stop = error, Stop("error")
 
     def result(self) -> Generation:
         stop = self.stopper.stop
@@ -278,7 +285,10 @@ class Rows(RowTensors):
         assert verdict.beams is not None
         drafts = [draft_in(line, verdict, tree) for line in lines]
         for r, line in enumerate(lines):
-            emitted = self._emitted(r, line[: verdict.emitted.shape[1]])
+            emitted = _emitted(line[: verdict.emitted.shape[1]])
+            if BROKEN in emitted:
+                self._fail(r, emitted.index(BROKEN))
+                emitted = emitted[: emitted.index(BROKEN)]
             self.histories[r] += emitted
             self.lengths[r] += len(emitted)
         events: list[list[Event]] = [[] for _ in lines]
@@ -288,21 +298,11 @@ class Rows(RowTensors):
             events[members[0]] = group.commit(state, [drafts[r] for r in members], why, logprobs)
         return events
 
-    def _emitted(self, r: int, line: list[int]) -> list[int]:
-        """Return the tokens of a line, without padding. Raise `ModelOutputError` if no token could be chosen."""
-        row = self.live[r]
-        emitted = line[: line.index(NOTHING)] if NOTHING in line else line
-        if BROKEN in emitted:
-            where = len(row.prompt) + len(row.tokens) + emitted.index(BROKEN)
-            raise ModelOutputError(
-                f"No token can be chosen at position {where} of prompt {row.index}: the logits are NaN or all tokens "
-                "are forbidden; check the weights, the dtype and the controls."
-            )
-        return emitted
-
     def _commit_row(self, r: int, line: list[int], verdict: Verdict, tree: TokenTree) -> list[Event]:
         row, steps = self.live[r], verdict.emitted.shape[1]
-        emitted = self._emitted(r, line[:steps])
+        emitted = _emitted(line[:steps])
+        if BROKEN in emitted:
+            return self._fail(r, emitted.index(BROKEN))
         drafted, parents = draft_in(line, verdict, tree)
         path, leaf = list(range(len(emitted) - 1)), len(emitted) > len(drafted)
         if parents is not None:
@@ -341,6 +341,23 @@ class Rows(RowTensors):
                 row.seconds = time.perf_counter() - row.started
                 break
         return events
+
+    def _fail(self, r: int, at: int) -> list[Event]:
+        """End a row for which no token can be chosen `at` tokens past its end. The others go on."""
+        row = self.live[r]
+        where = len(row.prompt) + len(row.tokens) + at
+        row.fail(
+            ModelOutputError(
+                f"No token can be chosen at position {where} of prompt {row.index}: the logits are NaN or all tokens "
+                "are forbidden; check the weights, the dtype and the controls."
+            )
+        )
+        return []
+
+
+def _emitted(line: list[int]) -> list[int]:
+    """Return the tokens of a line, without padding."""
+    return line[: line.index(NOTHING)] if NOTHING in line else line
 
 
 @lru_cache(maxsize=1 << 16)

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from paceline.common.errors import UnsupportedError
 from paceline.core.contracts import PromptTaps, Reading, RowsView, arange
 from paceline.core.device_ops import DeviceOps, slots_after
 from paceline.core.tree import closure
@@ -107,13 +108,20 @@ class TransformersExecutor:
         allowed = masks.tree_mask(positions, length, ancestors[:, before:], visible)
         return positions, (allowed, masks.key_positions(length, depth, visible))
 
-    def read_piece(self, cache: SlotCache, first: int, ids: Tensor, start: int) -> tuple[Tensor, ...]:
-        """Read the tokens `ids` [R,Q] of the rows `first`... at the slots `start`...; returns the taps [R,Q,D]."""
+    @property
+    def grid(self) -> int:
+        """Tokens of a prompt that are always read in one pass: fewer would have other bits."""
+        return self.piece
+
+    def read_piece(self, cache: SlotCache, first: int, ids: Tensor, start: int, scored: bool = False) -> Reading:
+        """Read the tokens `ids` [R,Q] of the rows `first`... at the slots `start`... Returns the taps [R,Q,D], and with
+        `scored` the logits [R,Q,V]."""
         R, Q = ids.shape
         positions = arange(start, start + Q, ids.device).expand(R, Q)
         cache.set_next_write(slice(first, first + R), start, start + Q, start)
         visibility = self.chain(positions, start + Q, causal=start == 0)
-        return self(cache, ForwardPlan(ids, positions, positions, visibility, keep=1, tapped=Q))[0].taps
+        keep = Q if scored else 1
+        return self(cache, ForwardPlan(ids, positions, positions, visibility, keep=keep, tapped=Q))[0]
 
     def __call__(self, cache: SlotCache, plan: ForwardPlan, layers: LayerRange | None = None) -> tuple[Reading, None]:
         lm, shape = self._lm, self._lm.architecture
@@ -161,6 +169,11 @@ class KernelExecutor:
     def piece(self) -> int:
         return self._kernels.piece if isinstance(self._kernels, CpuForward) else CHUNK
 
+    @property
+    def grid(self) -> int:
+        """CPU kernels give a token the same bits in every pass."""
+        return 1 if isinstance(self._kernels, CpuForward) else CHUNK
+
     def reads_together(self, lengths: Sequence[int]) -> bool:
         """True if one pass over several prompts of these lengths is faster than one for each. CPU kernels give a token
         the same bits in every pass."""
@@ -172,14 +185,16 @@ class KernelExecutor:
     def tree(self, parents: Tensor, length: Tensor, slots: Tensor, fed: int, visible: int) -> tuple[Tensor, Any]:
         return self._kernels.in_tree(parents, length, slots, fed)
 
-    def read_piece(self, cache: SlotCache, first: int, ids: Tensor, start: int) -> tuple[Tensor, ...]:
+    def read_piece(self, cache: SlotCache, first: int, ids: Tensor, start: int, scored: bool = False) -> Reading:
         if self._prompts is not None:
-            return self._prompts.read(cache, first, ids, start)
+            if scored:
+                raise UnsupportedError("CUDA kernels read prompts without logits; use runner='eager' to score prompts.")
+            return Reading(ids.new_empty(0), self._prompts.read(cache, first, ids, start))
         R, Q = ids.shape
         positions = arange(start, start + Q, ids.device).expand(R, Q)
         cache.set_next_write(slice(first, first + R), start, start + Q, start)
         openmp.rest()
-        return self._kernels.read(cache, first, ids, positions, self._taps)
+        return self._kernels.read(cache, first, ids, positions, self._taps, self._logits if scored else 0)
 
     def __call__(self, cache: SlotCache, plan: ForwardPlan, layers: LayerRange | None = None) -> tuple[Reading, Tensor]:
         """The reading, and the hidden states [R,Q,D] of the last layer that ran; the next pass overwrites those."""
@@ -231,12 +246,14 @@ class SlotReader:
 
     # ---- prompts
 
-    def begin(self, rows: RowsView, first: int, room: int) -> int:
+    def begin(self, rows: RowsView, first: int, room: int, prefilled: bool = False) -> int:
         """Read the new rows `first`... except their last token. The next `extend` reads that one, as it reads every
-        later token; so this returns 1. room: the largest number of slots that a row needs."""
-        self.prompt_taps = []
+        later token; so this returns 1. room: the largest number of slots that a row needs. prefilled: the KV cache and
+        `prompt_taps` have these rows already."""
         self.cache.reserve(rows.capacity, room)
-        self.prefill(rows, first, [length - 1 for length in rows.lengths[first:]])
+        if not prefilled:
+            self.prompt_taps = []
+            self.prefill(rows, first, [length - 1 for length in rows.lengths[first:]])
         return 1
 
     def prefill(self, rows: RowsView, first: int, upto: Sequence[int]) -> None:
@@ -248,17 +265,43 @@ class SlotReader:
         """
         self.cache.reserve(rows.capacity, max(upto))
         if self._executor.reads_together(upto):
-            return self._read_piece(first, rows.text[first : first + len(upto), : max(upto)].clamp(min=0), 0)
+            self.read_piece(first, rows.text[first : first + len(upto), : max(upto)].clamp(min=0), 0)
+            return
         piece = self._executor.piece
         for row, end in enumerate(upto, first):
             for start in range(0, end, piece):
-                self._read_piece(row, rows.text[row : row + 1, start : min(start + piece, end)], start)
+                self.read_piece(row, rows.text[row : row + 1, start : min(start + piece, end)], start)
 
-    def _read_piece(self, first: int, ids: Tensor, start: int) -> None:
-        """Read the tokens `ids` [R,Q] of the rows `first`... from the position `start` on."""
-        taps = self._executor.read_piece(self.cache, first, self._known(ids), start)
+    def read_piece(self, first: int, ids: Tensor, start: int, scored: bool = False) -> Reading:
+        """Read the tokens `ids` [R,Q] of the rows `first`... from the position `start` on. Note the hidden states of the
+        drafter in `prompt_taps`. The logits are those of all tokens with `scored`, and else have no meaning."""
+        reading = self._executor.read_piece(self.cache, first, self._known(ids), start, scored)
         if self._taps:
-            self.prompt_taps.append(PromptTaps(first, start, taps))
+            self.prompt_taps.append(PromptTaps(first, start, reading.taps))
+        return reading
+
+    @property
+    def piece(self) -> int:
+        """Tokens of a prompt in one pass, at most."""
+        return self._executor.piece
+
+    @property
+    def grid(self) -> int:
+        """A piece of a prompt begins at a multiple of this, and ends at the next one or at the end of the prompt. Else it
+        would have other bits."""
+        return self._executor.grid
+
+    def reserve_rows(self, rows: int, slots: int) -> None:
+        """Make room in the KV cache for prompts that are read before they join the batch."""
+        self.cache.reserve(rows, slots)
+
+    def copy_row(self, source: int, target: int, length: int) -> None:
+        """Copy the first `length` slots of a row of the KV cache to another row."""
+        self.cache.move_row(source, target, length)
+
+    def swap_rows(self, one: int, other: int, length: int) -> None:
+        """Exchange the first `length` slots of two rows of the KV cache."""
+        self.cache.swap_rows(one, other, length)
 
     def _known(self, ids: Tensor) -> Tensor:
         return ids if self.max_token_id is None else ids.clamp(max=self.max_token_id)

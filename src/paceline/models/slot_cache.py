@@ -153,6 +153,14 @@ class SlotCache(Cache):
             for layer in store:
                 layer[target, :, :length] = layer[source, :, :length]
 
+    def swap_rows(self, one: int, other: int, length: int) -> None:
+        """Exchange the first `length` slots of two rows."""
+        for store in (self.keys, self.values):
+            for layer in store:
+                before = layer[one, :, :length].clone()
+                layer[one, :, :length] = layer[other, :, :length]
+                layer[other, :, :length] = before
+
 
 def caches_held_by(holder: object) -> list[SlotCache]:
     """The KV caches that an object holds, directly or through containers and other objects of Paceline."""

@@ -78,16 +78,16 @@ class CpuForward:
         return passes > 1 and padded <= min(self.piece, sum(lengths) + _EXTRA * (passes - 1))
 
     def read(
-        self, cache: SlotCache, first: int, ids: Tensor, position: Tensor, taps: Sequence[int]
-    ) -> tuple[Tensor, ...]:
+        self, cache: SlotCache, first: int, ids: Tensor, position: Tensor, taps: Sequence[int], vocabulary: int = 0
+    ) -> Reading:
         """Read a piece of prompts, `ids` and `position` [R,Q], into the rows `first`... of the cache. Returns the
-        tapped states [R,Q,D]; there are no logits."""
-        (R, Q), part = ids.shape, LayerRange(0, self.plan.layers, head=False)
+        tapped states [R,Q,D] and the logits [R,Q,vocabulary]: by default none."""
+        (R, Q), part = ids.shape, LayerRange(0, self.plan.layers, head=vocabulary > 0)
         place = _Place(_Shape(R, Q, Q, first), self._most if R * Q >= _MANY else self.threads)
         reading, _ = self(
-            cache, ids, position, position, AttentionSpan(None), Q, taps, vocabulary=0, part=part, place=place
+            cache, ids, position, position, AttentionSpan(None), Q, taps, vocabulary=vocabulary, part=part, place=place
         )
-        return reading.taps
+        return reading
 
     def __init__(self, plan: Plan, threads: int, most: int = 1) -> None:
         """threads: of a pass over a few tokens; most: of a pass over a piece of a prompt."""

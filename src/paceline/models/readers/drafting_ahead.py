@@ -40,10 +40,10 @@ class AheadReader(SlotReader):
 
     # ---- rows come and go
 
-    def begin(self, rows: RowsView, first: int, room: int) -> int:
+    def begin(self, rows: RowsView, first: int, room: int, prefilled: bool = False) -> int:
         self._discard_ahead()
         self._held.settle(rows.lengths[:first])
-        rest = super().begin(rows, first, room)
+        rest = super().begin(rows, first, room, prefilled)
         self._held[first:] = [length - rest for length in rows.lengths[first:]]
         return rest
 

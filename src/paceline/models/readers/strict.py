@@ -35,10 +35,11 @@ class _PaddedPrompts(TransformersExecutor):
     def piece(self) -> int:
         return PIECE
 
-    def read_piece(self, cache: SlotCache, first: int, ids: Tensor, start: int) -> tuple[Tensor, ...]:
+    def read_piece(self, cache: SlotCache, first: int, ids: Tensor, start: int, scored: bool = False) -> Reading:
         Q = ids.shape[1]
         cache.reserve(first + 1, _blocks(start + PIECE))
-        return tuple(tap[:, :Q] for tap in super().read_piece(cache, first, pad(ids, (0, PIECE - Q)), start))
+        reading = super().read_piece(cache, first, pad(ids, (0, PIECE - Q)), start, scored)
+        return Reading(reading.logits[:, :Q], tuple(tap[:, :Q] for tap in reading.taps))
 
 
 class StrictReader(SlotReader):
@@ -52,8 +53,11 @@ class StrictReader(SlotReader):
         self._executor = _PaddedPrompts(lm, self._model, self._taps)
         self._captured = captures(lm)
 
-    def begin(self, rows: RowsView, first: int, room: int) -> int:
-        return super().begin(rows, first, _blocks(room + WIDTH))
+    def begin(self, rows: RowsView, first: int, room: int, prefilled: bool = False) -> int:
+        return super().begin(rows, first, _blocks(room + WIDTH), prefilled)
+
+    def reserve_rows(self, rows: int, slots: int) -> None:
+        super().reserve_rows(rows, _blocks(slots + WIDTH))
 
     def extend(
         self, rows: RowsView, width: int, tokens: Tensor | None = None, parents: Tensor | None = None

@@ -33,6 +33,7 @@ from paceline.engine.loop import Loop
 from paceline.engine.prompts import encode_all, encode_prediction
 from paceline.engine.request import Array, Batch, Generation, OnePrompt, Piece, Request, Settings, build_requests
 from paceline.engine.rows import Event, Row
+from paceline.engine.scheduler import Party, Scheduler
 from paceline.engine.stopping import Detokenizer, Stopper, special_stops
 from paceline.models import load
 from paceline.models.cuda.prefill import check_prompt
@@ -359,32 +360,20 @@ class SpeculativeDecoder:
 
     # ---- inside
 
+    def new_loop(self) -> Loop:
+        """Return a loop with the target, the drafter and the rule. The caller must own the drafter (`claimed`)."""
+        return self._loop_with(self.drafter, self.rule)
+
+    def _loop_with(self, drafter: Drafter, rule: Rule) -> Loop:
+        return Loop(self.target, drafter, rule, self.gamma, self.nodes, self.first_target)
+
     def _rows(self, prompts: list[list[int]], requests: list[Request]) -> list[Row]:
         if self._sharded:
             check_alike(prompts, "prompts")
         rows = []
         for index, (prompt, request) in enumerate(zip(prompts, requests, strict=True)):
-            check_prompt(prompt, self.target)
-            request.sampling.check_vocabulary(self.target.vocabulary)
-            tokenizer = self.target.tokenizer
-            if request.stop and tokenizer is None:
-                raise InputError("stop strings need a tokenizer; load the model with one, or use eos_token_ids.")
-            eos = self.target.eos if request.eos_token_ids is None else request.eos_token_ids
-            for token in request.eos_token_ids or ():
-                if type(token) is not int or not 0 <= token < self.target.vocabulary:
-                    raise InputError(
-                        f"eos_token_ids has {shown(token)}, not a token id below {self.target.vocabulary}; "
-                        "use ignore_eos=True for a text without an end."
-                    )
-            limit = min(request.max_new_tokens, self.target.context - len(prompt))
-            tokens: list[int] = []
-            make = partial(_stopper, request, prompt, eos, limit, tokenizer)
-            expected = encode_prediction(request.prediction, self.target)
-            row = Row(index, prompt, request, eos, make(tokens), limit, tokens, expected)
-            rule = self._rule_for(request)
-            row.rule, row.lossy = rule.name, not rule.exact
-            row.group = BeamGroup(row, make) if request.num_beams > 1 else None
-            rows.append(row)
+            check_request(self.target, prompt, request)
+            rows.append(new_row(self.target, index, prompt, request, self._rule_for(request)))
         self._drafter_for(rows)  # a prediction that cannot be used is refused before the first round
         return rows
 
@@ -450,27 +439,50 @@ class SpeculativeDecoder:
         """Decode at most `self.rows` rows at once, but at least one prompt; admit others as rows end."""
         loop, self._loop = self._loop, None
         if loop is None or (loop.drafter, loop.rule) != (drafter, rule) or not loop.owns_drafter:
-            loop = Loop(self.target, drafter, rule, self.gamma, self.nodes, self.first_target)
+            loop = self._loop_with(drafter, rule)
         else:
             loop.begin_batch()
         self._running = loop
+        scheduler = Scheduler(loop, self.rows)
+        for rows in waiting:
+            scheduler.submit(Party(rows))
         try:
-            while waiting or loop.rows.count:
+            while scheduler.busy:
                 if cancel is not None and cancel():
                     break
-                new: list[Row] = []
-                while waiting:
-                    there = loop.slots.taken + len(new)
-                    if there and there + len(waiting[0]) > self.rows:
-                        break
-                    new += waiting.pop(0)
-                if new:
-                    loop.admit(new)
-                yield from loop.step()
+                yield from scheduler.step()
+                if loop.rows.failed:
+                    raise loop.rows.failed[0].error or AssertionError
         finally:  # also if the caller leaves a stream
             self._running = None
             if loop.reusable:
                 self._loop = loop
+
+
+def check_request(lm: LanguageModel, prompt: list[int], request: Request) -> None:
+    """Refuse what this model cannot read or do."""
+    check_prompt(prompt, lm)
+    request.sampling.check_vocabulary(lm.vocabulary)
+    if request.stop and lm.tokenizer is None:
+        raise InputError("stop strings need a tokenizer; load the model with one, or use eos_token_ids.")
+    for token in request.eos_token_ids or ():
+        if type(token) is not int or not 0 <= token < lm.vocabulary:
+            raise InputError(
+                f"eos_token_ids has {shown(token)}, not a token id below {lm.vocabulary}; "
+                "use ignore_eos=True for a text without an end."
+            )
+
+
+def new_row(lm: LanguageModel, index: int, prompt: list[int], request: Request, rule: Rule) -> Row:
+    """Return the row of a prompt that was checked."""
+    eos = lm.eos if request.eos_token_ids is None else request.eos_token_ids
+    limit = min(request.max_new_tokens, lm.context - len(prompt))
+    tokens: list[int] = []
+    make = partial(_stopper, request, prompt, eos, limit, lm.tokenizer)
+    expected = encode_prediction(request.prediction, lm)
+    row = Row(index, prompt, request, eos, make(tokens), limit, tokens, expected, rule=rule.name, lossy=not rule.exact)
+    row.group = BeamGroup(row, make) if request.num_beams > 1 else None
+    return row
 
 
 def _stopper(

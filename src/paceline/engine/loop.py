@@ -142,6 +142,7 @@ class Loop:
     @torch.inference_mode()
     def begin_batch(self) -> None:
         """Open the drafter for a batch of a reused loop, unless it drafts in the CUDA graphs, which use its tensors."""
+        self.rows.failed.clear()
         if not self._reader_is_shared and not self.drafting.graphable(0):
             self.drafting.open(self.drafter)
 

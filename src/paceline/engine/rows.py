@@ -50,6 +50,7 @@ class Row:
     rule: str = ""  # the rule that verifies the drafts
     lossy: bool = False  # whether the rule may change the text
     group: BeamGroup | None = None  # its beam search
+    owner: str = ""  # whose sequence it is: a KV cache is reused only by the same owner
     beams: list[BeamResult] | None = None  # the results of the beam search
     error: PacelineError | None = None  # why it failed
     cached: int = 0  # tokens of the prompt that were in the KV cache
@@ -124,6 +125,7 @@ class Rows(RowTensors):
         self.all_counts: Tensor | None = None  # [2,R,V]: occurrences in the new tokens, and with the prompts
         self.storage_version = 0  # how often the tensors were replaced by larger ones
         self.changes = 0  # how often rows came or left
+        self.failed: list[Row] = []  # rows that ended with an error
         self.room = 0  # slots that the longest row may need
         self.refresh()
 
@@ -352,6 +354,7 @@ class Rows(RowTensors):
                 "are forbidden; check the weights, the dtype and the controls."
             )
         )
+        self.failed.append(row)
         return []
 
 

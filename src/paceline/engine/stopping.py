@@ -141,6 +141,10 @@ class Stopper:
             self.stop = Stop("length")
         return self.stop
 
+    def end(self) -> None:
+        """End a text that may have no tokens."""
+        self.stop = Stop("length")
+
     def cancel(self) -> None:
         self.text += self._detokenizer.flush() if self._detokenizer else ""
         self.stop = Stop("cancelled")

@@ -1,0 +1,131 @@
+"""The prefix cache: rows of the KV cache behind the live ones, which still hold sequences that ended.
+
+Live rows are 0..R-1. Each row from R on is free, holds a sequence that ended, or is the row that a prompt is read into.
+A new prompt continues from the longest prefix that a row holds, live or not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from paceline.common.arithmetic import common_prefix
+from paceline.core.contracts import ReadsPieces
+from paceline.engine.rows import Row, Rows
+
+_SHORTEST = 8  # a shorter prefix is not worth a copy
+
+
+@dataclass
+class Kept:
+    """A sequence in a row of the KV cache."""
+
+    tokens: list[int]  # those that the row holds
+    owner: str
+    used: int  # when it was kept, in numbers that grow
+
+
+class KeptRows:
+    """Knows what the rows of a KV cache hold, and finds a row for a new prompt."""
+
+    def __init__(self, reader: ReadsPieces, rows: Rows, total: int) -> None:
+        """total: rows of the KV cache in all."""
+        self._reader, self._rows, self.total = reader, rows, total
+        self._kept: dict[int, Kept] = {}
+        self._clock = 0
+        self.reading: int | None = None  # the row that a prompt is read into
+
+    def forget(self) -> None:
+        self._kept.clear()
+
+    def leave(self, index: int) -> None:
+        """The live row `index` has ended, and the last one takes its place next: keep what it holds, if a row is
+        free."""
+        row, last = self._rows.live[index], self._rows.count - 1
+        tokens = self._held(index)
+        if len(tokens) < _SHORTEST or row.error is not None or row.group is not None:
+            return
+        target: int | None = last
+        if index != last:
+            target = self._free_row(self._rows.count, ())
+        if target is None or target >= self.total:
+            return
+        if index != last:
+            self._reader.copy_row(index, target, len(tokens))
+        self._clock += 1
+        self._kept[target] = Kept(tokens, row.owner, self._clock)
+
+    def _held(self, index: int) -> list[int]:
+        """The tokens of a live row that the KV cache holds as a new prompt would be read."""
+        row, grid = self._rows.live[index], self._reader.grid
+        if grid == 1:
+            return self._rows.histories[index][:-1]
+        return row.prompt[: (len(row.prompt) - 1) // grid * grid]
+
+    # ---- a new prompt
+
+    def take(self, prompt: Sequence[int], owner: str, reuse: bool) -> tuple[int, int]:
+        """Return a row to read this prompt into, and how many of its tokens the row holds already."""
+        first, grid = self._rows.count, self._reader.grid
+        source, known = self._longest(list(prompt[:-1]), owner) if reuse else (None, 0)
+        known = known // grid * grid
+        if source is None or known < _SHORTEST:
+            target = self._free_row(first, ())
+            assert target is not None
+            return self._use(target, 0)
+        kept = self._kept.get(source)
+        target = None if kept is not None and known == len(kept.tokens) else self._free_row(first, (source,))
+        if target is None:  # the new prompt continues the whole sequence, or there is no other row
+            assert kept is not None
+            return self._use(source, known)
+        self._reader.copy_row(source, target, known)
+        if kept is not None:
+            self._clock += 1
+            kept.used = self._clock
+        return self._use(target, known)
+
+    def _use(self, target: int, known: int) -> tuple[int, int]:
+        self._kept.pop(target, None)
+        self.reading = target
+        return target, known
+
+    def _longest(self, prompt: list[int], owner: str) -> tuple[int | None, int]:
+        found: tuple[int | None, int] = (None, 0)
+        live = ((i, self._held(i)) for i, row in enumerate(self._rows.live) if row.owner == owner and row.error is None)
+        kept = ((i, each.tokens) for i, each in self._kept.items() if each.owner == owner)
+        for index, tokens in (*live, *kept):
+            length = common_prefix(tokens, prompt)
+            if length > found[1]:
+                found = (index, length)
+        return found
+
+    def _free_row(self, first: int, excluded: Sequence[int]) -> int | None:
+        """Return a row from `first` on: a free one, else the one that was kept the longest time ago."""
+        rows = [row for row in range(first, self.total) if row != self.reading and row not in excluded]
+        free = next((row for row in rows if row not in self._kept), None)
+        if free is not None or not rows:
+            return free
+        oldest = min(rows, key=lambda row: self._kept[row].used)
+        del self._kept[oldest]
+        return oldest
+
+    # ---- the prompt is read
+
+    def join(self, length: int) -> None:
+        """Move the prompt of `length` tokens to the row behind the live ones."""
+        source, target = self.reading, self._rows.count
+        assert source is not None
+        self.reading = None
+        if source == target:
+            return
+        kept = self._kept.pop(target, None)
+        if kept is None:
+            self._reader.copy_row(source, target, length)
+        else:
+            self._reader.swap_rows(source, target, max(length, len(kept.tokens)))
+            self._kept[source] = kept
+
+    def drop(self, first: int, count: int) -> None:
+        """Other rows are written to these rows next."""
+        for row in range(first, first + count):
+            self._kept.pop(row, None)

@@ -1,0 +1,243 @@
+"""Which sequences the loop decodes: they wait, their prompts are read in pieces between rounds, and they join the batch.
+
+One scheduler serves `SpeculativeDecoder` and the server. A sequence has the same tokens whatever the scheduler does:
+its prompt is read alone, on a fixed grid, and its random numbers depend on its seed and positions only.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from paceline.common.errors import PacelineError
+from paceline.core.contracts import PromptTaps, ReadsPieces
+from paceline.core.protocols import taps_of
+from paceline.engine.kept_rows import KeptRows
+from paceline.engine.loop import Loop
+from paceline.engine.rows import Event, Row
+from paceline.models.cpu.threads import own_threads
+
+_FEWEST = 16  # tokens of a piece between two rounds, at least
+_WEIGHT = 0.2  # of the newest measurement in a running average
+
+# takes the logits [1,Q,V] of the prompt tokens `start`...
+ScoreTaker = Callable[[int, Tensor], None]
+
+
+@dataclass(eq=False)
+class Party:
+    """Rows that join together: one sequence, or the beams of one search."""
+
+    rows: list[Row]
+    owner: str = ""  # a KV cache is reused only by the same owner
+    priority: int = 0  # a lower number comes first
+    scores: ScoreTaker | None = None  # takes the logits of the prompt
+    score_only: bool = False  # the prompt is read, and nothing is written
+    number: int = 0  # order of arrival
+    began: float = 0.0  # when the first piece of its prompt was read
+    joined: float = 0.0  # when its first round could begin
+
+    @property
+    def ended(self) -> bool:
+        return all(row.stopper.stop is not None for row in self.rows)
+
+
+@dataclass
+class _Reading:
+    """A prompt that is read."""
+
+    party: Party
+    ids: Tensor  # [1,T]
+    row: int  # of the KV cache
+    at: int  # tokens that were read
+    end: int
+    taps: list[PromptTaps] = field(default_factory=list)
+
+
+class Scheduler:
+    """Runs one loop for sequences that come and go."""
+
+    def __init__(self, loop: Loop, slots: int, *, total: int = 0, slot_tokens: int = 0, interleave: bool = False) -> None:
+        """slots: sequences that are decoded at once. total: rows of the KV cache, of which those behind the live ones
+        are the prefix cache (0: no prefix cache). slot_tokens: of each of them. interleave: between two rounds, read
+        only a piece of a prompt."""
+        self.loop, self.slots, self._slot_tokens = loop, slots, slot_tokens
+        self.waiting: list[Party] = []
+        self.reading: _Reading | None = None
+        self.rounds = self.looked_up = self.found = 0
+        self._arrivals = 0
+        self._round_seconds = self._token_seconds = 0.0
+        reader = loop.reader
+        self._reader = reader if isinstance(reader, ReadsPieces) and not loop.captures and total else None
+        self._interleave = interleave and self._reader is not None
+        self.kept: KeptRows | None = None
+        if self._reader is not None:
+            self._reader.reserve_rows(total, slot_tokens)
+            self.kept = KeptRows(self._reader, loop.rows, total)
+            loop.slots.on_leave = self.kept.leave
+
+    @property
+    def busy(self) -> bool:
+        return bool(self.waiting or self.reading or self.loop.rows.count)
+
+    @property
+    def can_score(self) -> bool:
+        """Return whether it can compute the log-probabilities of prompts."""
+        return self._reader is not None
+
+    def submit(self, party: Party) -> None:
+        self._arrivals += 1
+        party.number = self._arrivals
+        for row in party.rows:
+            row.owner = party.owner
+        self.waiting.append(party)
+
+    @own_threads()
+    @torch.inference_mode()
+    def step(self) -> list[Event]:
+        """Let sequences join that wait, read a piece of a prompt, and run one round."""
+        if self.waiting or self.reading is not None:
+            self._drop_cancelled()
+            self._fill_slots()
+        if not self.loop.rows.count:
+            return []
+        began = time.perf_counter()
+        events = self.loop.step()
+        self.rounds += 1
+        self._round_seconds = _average(self._round_seconds, time.perf_counter() - began)
+        return events
+
+    def _drop_cancelled(self) -> None:
+        self.waiting = [party for party in self.waiting if not party.ended]
+        if self.reading is not None and self.reading.party.ended:
+            self.reading = None
+            assert self.kept is not None
+            self.kept.reading = None
+
+    # ---- sequences join
+
+    def _fill_slots(self) -> None:
+        """Between two rounds: no longer than one round, if sequences wait for the next one."""
+        began = time.perf_counter()
+        while self.reading is not None or self._begin_next():
+            if self.reading is not None:
+                self._read_piece(self.reading)
+            live = self.loop.rows.count
+            if self._interleave and (not live or time.perf_counter() - began >= self._round_seconds):
+                return
+
+    def _begin_next(self) -> bool:
+        """Begin to read the next prompt, or let a whole batch join. Return False if none fits."""
+        fitting = self._fitting()
+        if not fitting:
+            return False
+        now = time.perf_counter()
+        party = fitting[0]
+        if self._reads_in_pieces(party):
+            self.waiting.remove(party)
+            party.began = now
+            self.reading = self._begin_reading(party)
+            return True
+        new = [row for party in fitting for row in party.rows]
+        if self.kept is not None:
+            self.kept.drop(self.loop.rows.count, len(new))
+        self.waiting = [party for party in self.waiting if party not in fitting]
+        for party in fitting:
+            party.began = now
+        self.loop.admit(new)
+        for party in fitting:
+            party.joined = time.perf_counter()
+        return True
+
+    def _fitting(self) -> list[Party]:
+        """The parties that have slots, in the order in which they join. A party that is larger than the batch is
+        decoded alone."""
+        owners: dict[str, int] = {}
+        for row in self.loop.rows.live:
+            owners[row.owner] = owners.get(row.owner, 0) + 1
+        taken, fitting = self.loop.slots.taken, list[Party]()
+        left = list(self.waiting)
+        while left:
+            party = min(left, key=lambda each: (each.priority, owners.get(each.owner, 0), each.number))
+            if taken and taken + len(party.rows) > self.slots:
+                break
+            left.remove(party)
+            fitting.append(party)
+            taken += len(party.rows)
+            owners[party.owner] = owners.get(party.owner, 0) + len(party.rows)
+        return fitting
+
+    def _reads_in_pieces(self, party: Party) -> bool:
+        if self.kept is None or len(party.rows) > 1:
+            return False
+        alone = not self.loop.rows.count and len(self.waiting) == 1
+        return self._interleave or party.scores is not None or alone
+
+    # ---- a prompt is read
+
+    def _begin_reading(self, party: Party) -> _Reading:
+        assert self.kept is not None
+        assert self._reader is not None
+        row = party.rows[0]
+        tokens = max(self._slot_tokens, len(row.prompt) + row.limit + self.loop.limits.nodes + 1)
+        self._reader.reserve_rows(self.kept.total, tokens)
+        reuse = party.scores is None and not taps_of(self.loop.drafter)
+        where, known = self.kept.take(row.prompt, party.owner, reuse)
+        row.cached = known
+        self.looked_up += len(row.prompt)
+        self.found += known
+        ids = torch.tensor([row.prompt], device=self.loop.rows.device)
+        return _Reading(party, ids, where, known, len(row.prompt) - 1)
+
+    def _read_piece(self, reading: _Reading) -> None:
+        """Read one piece of the prompt. After the last one, the sequence joins the batch."""
+        reader = self._reader
+        assert reader is not None
+        if reading.at < reading.end:
+            start, stop = reading.at, min(reading.at + self._piece(reader), reading.end)
+            began = time.perf_counter()
+            reader.prompt_taps = []
+            scores = reading.party.scores
+            result = reader.read_piece(reading.row, reading.ids[:, start:stop], start, scored=scores is not None)
+            if scores is not None:
+                scores(start, result.logits)
+            reading.taps += reader.prompt_taps
+            reading.at = stop
+            self._token_seconds = _average(self._token_seconds, (time.perf_counter() - began) / (stop - start))
+        if reading.at == reading.end:
+            self._join(reading)
+
+    def _piece(self, reader: ReadsPieces) -> int:
+        """Tokens of the next piece: on a grid, or as many as take as long as a round."""
+        if reader.grid > 1 or not self._interleave or not self.loop.rows.count or not self._token_seconds:
+            return reader.piece
+        return max(_FEWEST, min(reader.piece, int(self._round_seconds / self._token_seconds)))
+
+    def _join(self, reading: _Reading) -> None:
+        assert self.kept is not None
+        party, first = reading.party, self.loop.rows.count
+        self.reading = None
+        if party.score_only:
+            self.kept.reading = None
+            party.rows[0].stopper.end()
+        else:
+            self.kept.join(reading.end)
+            self.loop.admit(party.rows, [replace(piece, first=first) for piece in reading.taps])
+        party.joined = time.perf_counter()
+
+    # ---- the end of all
+
+    def fail_all(self, error: PacelineError) -> None:
+        """End every sequence with an error."""
+        parties = [*self.waiting, *([self.reading.party] if self.reading else [])]
+        for row in [*(row for party in parties for row in party.rows), *self.loop.rows.live]:
+            if row.stopper.stop is None:
+                row.fail(error)
+
+
+def _average(known: float, new: float) -> float:
+    return new if not known else known + _WEIGHT * (new - known)

@@ -11,6 +11,7 @@ from typing import Any
 from tests.toys import letters, llama
 
 import paceline
+from paceline.core.trace import Round
 from paceline.engine.request import TokenLogprob, build_requests
 from paceline.models.language_model import LanguageModel
 from paceline.serve.engine_thread import EngineThread
@@ -34,6 +35,7 @@ class Told:
     from_draft: list[bool] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
     prompt_logprobs: Sequence[TokenLogprob | None] | None = None
+    rounds: list[Round] = field(default_factory=list)
     updates: int = 0
     ending: Ending | None = None
 
@@ -44,6 +46,7 @@ class Told:
         self.tokens += update.tokens
         self.from_draft += update.from_draft
         self.logprobs += update.logprobs
+        self.rounds += [report.round for report in update.rounds]
         self.prompt_logprobs = update.prompt_logprobs or self.prompt_logprobs
         self.ending = update.ending
 

@@ -14,6 +14,7 @@ from tests.toys import llama
 
 import paceline
 from paceline.common.errors import InputError
+from paceline.drafters.heads.eagle import EagleHead
 from paceline.engine.request import Generation
 from paceline.models.language_model import LanguageModel
 from paceline.serve.jobs import Job, QueueFullError
@@ -92,9 +93,26 @@ def test_without_kernels_a_prefix_is_reused_on_the_grid() -> None:
 
 
 def test_a_drafter_that_reads_hidden_states(model: LanguageModel) -> None:
+    """Its states of a prefix are kept with the KV cache."""
     plain = paceline.SpeculativeDecoder(model, None)
-    eagle = LanguageModel(llama(4).float())
-    with engine(model, eagle) as collected:
+    with engine(model, "eagle", decoder={"options": {"head": EagleHead.random(model)}}) as collected:
+        check_all(collected, plain, prompts(8), 2)
+        prompt = [n % 40 for n in range(100)]
+        first = collected.run([job("first", prompt, max_new_tokens=30)])[0]
+        follow = [*prompt, *first.tokens, 1, 2]
+        warm, cold = (
+            collected.run([job(owner or "same owner", follow, owner, max_new_tokens=30)])[0] for owner in ("", "another owner")
+        )
+    assert warm.ending is not None
+    assert cold.ending is not None
+    assert (warm.ending.cached_tokens, cold.ending.cached_tokens) == (129, 0)
+    assert [entry.drafted for entry in warm.rounds] == [entry.drafted for entry in cold.rounds]
+    assert any(entry.drafted for entry in warm.rounds)
+
+
+def test_a_draft_model(model: LanguageModel) -> None:
+    plain = paceline.SpeculativeDecoder(model, None)
+    with engine(model, LanguageModel(llama(4, max_position_embeddings=512).float())) as collected:
         check_all(collected, plain, prompts(8), 2)
 
 

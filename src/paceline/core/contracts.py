@@ -104,6 +104,15 @@ class PromptTaps:
     taps: tuple[Tensor, ...]
 
 
+@dataclass(frozen=True)
+class Prefilled:
+    """What a drafter gets for a prompt that the KV cache has already: the hidden states of the pieces that were read,
+    and what a drafter kept for the prefix that was not (see `core.protocols.KeepsStates`)."""
+
+    taps: Sequence[PromptTaps]
+    states: Any = None
+
+
 NODES = 64  # the default size of a tree
 
 

@@ -45,6 +45,19 @@ class NeedsHiddenStates(Drafter):
         """
 
 
+class KeepsStates(NeedsHiddenStates):
+    """Stores what it computes from hidden states by position, so that a prefix need not be read again."""
+
+    @abstractmethod
+    def states_of(self, row: int, length: int) -> Any:
+        """Return a copy of what it stores for the first `length` positions of a row: a tensor [1,length,D], or a dict of
+        them. None: it stores nothing."""
+
+    @abstractmethod
+    def restore_states(self, rows: RowsView, row: int, states: Any) -> None:
+        """Store these states for a new row. The loop calls this before `observe_prompt`."""
+
+
 class BuiltFromTarget(Drafter):
     """Runs layers of the target, or layers like them. Its drafts depend on the architecture of the target."""
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
-from paceline.core.contracts import PromptTaps, Reader, ReadsPieces
+from paceline.core.contracts import Prefilled, Reader, ReadsPieces
 from paceline.core.protocols import speculates
 from paceline.engine.drafter_calls import DrafterCalls
 from paceline.engine.round_graphs import Capacity
@@ -28,18 +29,18 @@ class BatchSlots:
         """Return how many slots live rows have."""
         return self.rows.count - len(self._idle)
 
-    def admit(self, new: Sequence[Row], nodes: int, prompt_taps: Sequence[PromptTaps] | None = None) -> None:
-        """Give slots to new rows and prefill their prompts. A round adds at most `nodes` tokens and one. prompt_taps:
-        of prompts that the KV cache has already."""
+    def admit(self, new: Sequence[Row], nodes: int, prefilled: Prefilled | None = None) -> None:
+        """Give slots to new rows and prefill their prompts. A round adds at most `nodes` tokens and one. prefilled: of
+        a prompt that the KV cache has already."""
         self.compact()
         first, reader = self.rows.admit(new, nodes), self._reader
-        if prompt_taps is None:
+        if prefilled is None:
             self.rows.to_read = reader.begin(self.rows, first, self.rows.room)
-            prompt_taps = reader.prompt_taps
+            self._drafter.admit(first, reader.prompt_taps)
         else:
             assert isinstance(reader, ReadsPieces)
             self.rows.to_read = reader.begin(self.rows, first, self.rows.room, prefilled=True)
-        self._drafter.admit(first, prompt_taps)
+            self._drafter.admit(first, [replace(piece, first=first) for piece in prefilled.taps], prefilled.states)
 
     def keep_idle(self, ended: Sequence[int]) -> bool:
         """Let rows that ended keep their slots. Return False if they must leave now: the live rows fit a smaller graph,

@@ -18,6 +18,7 @@ from paceline.core.protocols import (
     Adaptive,
     DraftsOnDevice,
     HoldsDrafters,
+    KeepsStates,
     NeedsHiddenStates,
     SharesReader,
     graphable,
@@ -129,8 +130,16 @@ class DrafterCalls:
         self.open(self.drafter)
         self._try(self.active.admit, self._rows, 0)
 
-    def admit(self, first: int, prompt_taps: Sequence[PromptTaps]) -> None:
+    def states_of(self, row: int, length: int) -> Any:
+        """Return what the drafter stores for the first tokens of a row. None: nothing."""
         drafter = self.active
+        return self._try(drafter.states_of, row, length) if isinstance(drafter, KeepsStates) else None
+
+    def admit(self, first: int, prompt_taps: Sequence[PromptTaps], states: Any = None) -> None:
+        """New rows. states: what `states_of` returned, for the prefix of one new row."""
+        drafter = self.active
+        if states is not None and isinstance(drafter, KeepsStates):
+            self._try(drafter.restore_states, self._rows, first, states)
         if isinstance(drafter, NeedsHiddenStates):
             for taps_piece in prompt_taps:
                 if self.active is drafter:

@@ -8,9 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from paceline.common.arithmetic import common_prefix
 from paceline.core.contracts import ReadsPieces
+from paceline.core.protocols import taps_of
+from paceline.engine.drafter_calls import DrafterCalls
 from paceline.engine.rows import Row, Rows
 
 _SHORTEST = 8  # a shorter prefix is not worth a copy
@@ -23,14 +26,15 @@ class Kept:
     tokens: list[int]  # those that the row holds
     owner: str
     used: int  # when it was kept, in numbers that grow
+    states: Any  # of the drafter
 
 
 class KeptRows:
     """Knows what the rows of a KV cache hold, and finds a row for a new prompt."""
 
-    def __init__(self, reader: ReadsPieces, rows: Rows, total: int) -> None:
+    def __init__(self, reader: ReadsPieces, rows: Rows, drafter: DrafterCalls, total: int) -> None:
         """total: rows of the KV cache in all."""
-        self._reader, self._rows, self.total = reader, rows, total
+        self._reader, self._rows, self._drafter, self.total = reader, rows, drafter, total
         self._kept: dict[int, Kept] = {}
         self._clock = 0
         self.reading: int | None = None  # the row that a prompt is read into
@@ -53,7 +57,8 @@ class KeptRows:
         if index != last:
             self._reader.copy_row(index, target, len(tokens))
         self._clock += 1
-        self._kept[target] = Kept(tokens, row.owner, self._clock)
+        states = self._drafter.states_of(index, len(tokens))
+        self._kept[target] = Kept(tokens, row.owner, self._clock, states)
 
     def _held(self, index: int) -> list[int]:
         """The tokens of a live row that the KV cache holds as a new prompt would be read."""
@@ -64,25 +69,29 @@ class KeptRows:
 
     # ---- a new prompt
 
-    def take(self, prompt: Sequence[int], owner: str, reuse: bool) -> tuple[int, int]:
-        """Return a row to read this prompt into, and how many of its tokens the row holds already."""
+    def take(self, prompt: Sequence[int], owner: str, reuse: bool) -> tuple[int, int, Any]:
+        """Return a row to read this prompt into, how many of its tokens the row holds already, and what the drafter
+        stored for those."""
         first, grid = self._rows.count, self._reader.grid
         source, known = self._longest(list(prompt[:-1]), owner) if reuse else (None, 0)
         known = known // grid * grid
         if source is None or known < _SHORTEST:
             target = self._free_row(first, ())
             assert target is not None
-            return self._use(target, 0)
+            return (*self._use(target, 0), None)
         kept = self._kept.get(source)
+        states = self._drafter.states_of(source, known) if kept is None else kept.states
+        if states is None and taps_of(self._drafter.drafter):
+            return self.take(prompt, owner, False)
         target = None if kept is not None and known == len(kept.tokens) else self._free_row(first, (source,))
         if target is None:  # the new prompt continues the whole sequence, or there is no other row
             assert kept is not None
-            return self._use(source, known)
+            return (*self._use(source, known), _first(states, known))
         self._reader.copy_row(source, target, known)
         if kept is not None:
             self._clock += 1
             kept.used = self._clock
-        return self._use(target, known)
+        return (*self._use(target, known), _first(states, known))
 
     def _use(self, target: int, known: int) -> tuple[int, int]:
         self._kept.pop(target, None)
@@ -129,3 +138,10 @@ class KeptRows:
         """Other rows are written to these rows next."""
         for row in range(first, first + count):
             self._kept.pop(row, None)
+
+
+def _first(states: Any, length: int) -> Any:
+    """Return the states [1,T,D] of the first positions; those of several drafters are a dict."""
+    if isinstance(states, dict):
+        return {drafter: _first(each, length) for drafter, each in states.items()}
+    return None if states is None else states[:, :length]

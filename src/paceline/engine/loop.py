@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from paceline.common.errors import UnsupportedError
-from paceline.core.contracts import Drafter, PromptTaps, Reader, Rule
+from paceline.core.contracts import Drafter, Prefilled, Reader, Rule
 from paceline.core.protocols import graphable, taps_of
 from paceline.engine.batch_slots import BatchSlots
 from paceline.engine.drafter_calls import DrafterCalls, RoundClock, RoundLimits
@@ -147,10 +147,10 @@ class Loop:
             self.drafting.open(self.drafter)
 
     @torch.inference_mode()
-    def admit(self, new: Sequence[Row], prompt_taps: Sequence[PromptTaps] | None = None) -> None:
-        """Add rows to the batch. prompt_taps: of prompts that the KV cache has already."""
+    def admit(self, new: Sequence[Row], prefilled: Prefilled | None = None) -> None:
+        """Add rows to the batch. prefilled: of a prompt that the KV cache has already."""
         self._drain()
-        self.slots.admit(new, self.limits.nodes, prompt_taps)
+        self.slots.admit(new, self.limits.nodes, prefilled)
 
     @torch.inference_mode()
     def swap_drafter(self, drafter: Drafter) -> bool:

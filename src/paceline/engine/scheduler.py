@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from paceline.common.errors import PacelineError
-from paceline.core.contracts import PromptTaps, ReadsPieces
-from paceline.core.protocols import taps_of
+from paceline.core.contracts import Prefilled, PromptTaps, ReadsPieces
 from paceline.engine.kept_rows import KeptRows
 from paceline.engine.loop import Loop
 from paceline.engine.rows import Event, Row
@@ -55,6 +55,7 @@ class _Reading:
     row: int  # of the KV cache
     at: int  # tokens that were read
     end: int
+    states: Any  # what the drafter stored for the tokens that are not read again
     taps: list[PromptTaps] = field(default_factory=list)
 
 
@@ -77,7 +78,7 @@ class Scheduler:
         self.kept: KeptRows | None = None
         if self._reader is not None:
             self._reader.reserve_rows(total, slot_tokens)
-            self.kept = KeptRows(self._reader, loop.rows, total)
+            self.kept = KeptRows(self._reader, loop.rows, loop.drafting, total)
             loop.slots.on_leave = self.kept.leave
 
     @property
@@ -185,13 +186,12 @@ class Scheduler:
         row = party.rows[0]
         tokens = max(self._slot_tokens, len(row.prompt) + row.limit + self.loop.limits.nodes + 1)
         self._reader.reserve_rows(self.kept.total, tokens)
-        reuse = party.scores is None and not taps_of(self.loop.drafter)
-        where, known = self.kept.take(row.prompt, party.owner, reuse)
+        where, known, states = self.kept.take(row.prompt, party.owner, reuse=party.scores is None)
         row.cached = known
         self.looked_up += len(row.prompt)
         self.found += known
         ids = torch.tensor([row.prompt], device=self.loop.rows.device)
-        return _Reading(party, ids, where, known, len(row.prompt) - 1)
+        return _Reading(party, ids, where, known, len(row.prompt) - 1, states)
 
     def _read_piece(self, reading: _Reading) -> None:
         """Read one piece of the prompt. After the last one, the sequence joins the batch."""
@@ -219,14 +219,13 @@ class Scheduler:
 
     def _join(self, reading: _Reading) -> None:
         assert self.kept is not None
-        party, first = reading.party, self.loop.rows.count
-        self.reading = None
+        party, self.reading = reading.party, None
         if party.score_only:
             self.kept.reading = None
             party.rows[0].stopper.end()
         else:
             self.kept.join(reading.end)
-            self.loop.admit(party.rows, [replace(piece, first=first) for piece in reading.taps])
+            self.loop.admit(party.rows, Prefilled(reading.taps, reading.states))
         party.joined = time.perf_counter()
 
     # ---- the end of all

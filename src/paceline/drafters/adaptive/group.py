@@ -19,6 +19,7 @@ from paceline.core.protocols import (
     Adaptive,
     DraftsOnDevice,
     HoldsDrafters,
+    KeepsStates,
     NeedsHiddenStates,
     Reorderable,
     Rewindable,
@@ -114,7 +115,7 @@ class Member:
 
 
 class DrafterGroup(
-    Adaptive, HoldsDrafters, NeedsHiddenStates, Reorderable, Rewindable, RunsModel, SharesReader, TakesPrediction
+    Adaptive, HoldsDrafters, KeepsStates, Reorderable, Rewindable, RunsModel, SharesReader, TakesPrediction
 ):
     """Several drafters whose drafts become one tree.
 
@@ -216,6 +217,19 @@ class DrafterGroup(
             if member.taps and isinstance(member.drafter, NeedsHiddenStates):
                 own = PromptTaps(taps_piece.first, taps_piece.start, tuple(taps_piece.taps[tap] for tap in member.taps))
                 self._try(member, member.drafter.observe_prompt, rows, own)
+
+    def states_of(self, row: int, length: int) -> dict[int, Any] | None:
+        """Return what each member stores, by its number. None: a member would have to read the prefix again."""
+        readers = [member for member in self._working() if member.taps]
+        if not all(isinstance(member.drafter, KeepsStates) for member in readers):
+            return None
+        return {member.number: self._try(member, member.drafter.states_of, row, length) for member in readers}
+
+    def restore_states(self, rows: RowsView, row: int, states: dict[int, Any]) -> None:
+        for member in self._working():
+            own = states.get(member.number)
+            if own is not None:
+                self._try(member, member.drafter.restore_states, rows, row, own)
 
     def observe_accepted(self, rows: RowsView, taps: tuple[Tensor, ...]) -> None:
         for member in self._working():

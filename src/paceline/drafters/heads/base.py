@@ -12,7 +12,7 @@ from torch import Tensor
 
 from paceline.common.errors import InputError, shown
 from paceline.core.contracts import Drafter, PromptTaps, Reading, RowsView, arange
-from paceline.core.protocols import DraftsOnDevice, Graphable, NeedsHiddenStates, Reorderable, RunsModel
+from paceline.core.protocols import DraftsOnDevice, Graphable, KeepsStates, Reorderable, RunsModel
 from paceline.core.tree_growth import Grower, TreeOptions
 from paceline.core.verdict import NOTHING, Verdict
 from paceline.drafters.heads.head_modules import DraftHead, PlaceStore
@@ -36,7 +36,7 @@ class HeadOptions(TreeOptions):
         return [{"head": cls.Head.random}]
 
 
-class HeadDrafter(DraftsOnDevice, RunsModel, NeedsHiddenStates, Graphable, Reorderable):
+class HeadDrafter(DraftsOnDevice, RunsModel, KeepsStates, Graphable, Reorderable):
     """A drafter with a trained head.
 
     `places` holds the hidden states of positions 0 ... length-2 of every row. The target has not read the last
@@ -113,6 +113,13 @@ class HeadDrafter(DraftsOnDevice, RunsModel, NeedsHiddenStates, Graphable, Reord
         R, Q, _ = states.shape
         position = arange(taps_piece.start, taps_piece.start + Q, states.device).expand(R, Q)
         self.places.write(slice(taps_piece.first, taps_piece.first + R), position, states, max(rows.lengths))
+
+    def states_of(self, row: int, length: int) -> Tensor:
+        return self.places.states(row + 1, length)[row : row + 1, :length].clone()
+
+    def restore_states(self, rows: RowsView, row: int, states: Tensor) -> None:
+        position = arange(0, states.shape[1], states.device).unsqueeze(0)
+        self.places.write(slice(row, row + 1), position, states, max(rows.lengths))
 
     def keep(self, rows: RowsView, verdict: Verdict, reading: Reading) -> None:
         """Take the hidden states of the last committed token (position 0) and of the accepted path (node n is position

@@ -8,14 +8,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from tests.toys import letters, llama
-
 import paceline
 from paceline.core.trace import Round
 from paceline.engine.request import TokenLogprob, build_requests
 from paceline.models.language_model import LanguageModel
 from paceline.serve.engine_thread import EngineThread
 from paceline.serve.jobs import Ending, Job, Update
+from tests.toys import letters, llama
 
 SECONDS = 60  # a test that waits longer fails
 
@@ -28,7 +27,7 @@ def small_model(kernels: bool = True) -> LanguageModel:
 
 @dataclass
 class Told:
-    """Everything that one job was told."""
+    """All that one job got."""
 
     text: str = ""
     tokens: list[int] = field(default_factory=list)
@@ -67,7 +66,7 @@ class Collected:
             self._changed.notify_all()
 
     def wait(self, names: Sequence[str]) -> list[Told]:
-        """Wait for the end of these jobs, and return what they were told."""
+        """Wait for the end of these jobs, and return what they got."""
 
         def ended() -> bool:
             return all(name in self.jobs and self.jobs[name].ending is not None for name in names)

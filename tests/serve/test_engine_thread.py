@@ -9,8 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from tests.serve.collected import Collected, engine, job, small_model
-from tests.toys import llama
 
 import paceline
 from paceline.common.errors import InputError
@@ -18,6 +16,8 @@ from paceline.drafters.heads.eagle import EagleHead
 from paceline.engine.request import Generation
 from paceline.models.language_model import LanguageModel
 from paceline.serve.jobs import Job, QueueFullError
+from tests.serve.collected import Collected, engine, job, small_model
+from tests.toys import llama
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +67,10 @@ def check_all(collected: Collected, plain: Any, texts: list[list[int]], repeats:
     for again in range(repeats):
         dice = random.Random(again)
         order = dice.sample(range(len(texts)), len(texts))
-        jobs = [job(f"{again}.{n}", texts[n], **settings(n), **({"max_draft": n % 3} if n % 2 else {}), **more) for n in order]
+        jobs = [
+            job(f"{again}.{n}", texts[n], **settings(n), **({"max_draft": n % 3} if n % 2 else {}), **more)
+            for n in order
+        ]
         told = collected.run(jobs)
         for number, each in zip(order, told, strict=True):
             same(each, alone[number])
@@ -101,7 +104,8 @@ def test_a_drafter_that_reads_hidden_states(model: LanguageModel) -> None:
         first = collected.run([job("first", prompt, max_new_tokens=30)])[0]
         follow = [*prompt, *first.tokens, 1, 2]
         warm, cold = (
-            collected.run([job(owner or "same owner", follow, owner, max_new_tokens=30)])[0] for owner in ("", "another owner")
+            collected.run([job(owner or "same owner", follow, owner, max_new_tokens=30)])[0]
+            for owner in ("", "another owner")
         )
     assert warm.ending is not None
     assert cold.ending is not None
@@ -268,6 +272,7 @@ def test_close_ends_every_job_and_the_thread(model: LanguageModel) -> None:
 
 def test_an_engine_that_breaks_says_why(model: LanguageModel) -> None:
     with engine(model, None) as collected:
+
         def fail() -> None:
             raise RuntimeError("the device is gone")
 

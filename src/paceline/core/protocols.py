@@ -50,8 +50,8 @@ class KeepsStates(NeedsHiddenStates):
 
     @abstractmethod
     def states_of(self, row: int, length: int) -> Any:
-        """Return a copy of what it stores for the first `length` positions of a row: a tensor [1,length,D], or a dict of
-        them. None: it stores nothing."""
+        """Return a copy of what it stores for the first `length` positions of a row: a tensor [1,length,D], or a
+        dict of them. None: it stores nothing."""
 
     @abstractmethod
     def restore_states(self, rows: RowsView, row: int, states: Any) -> None:

@@ -10,11 +10,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from paceline.common.arithmetic import common_prefix
 from paceline.core.contracts import ReadsPieces
 from paceline.core.protocols import taps_of
 from paceline.engine.drafter_calls import DrafterCalls
-from paceline.engine.rows import Row, Rows
+from paceline.engine.rows import Rows
+from paceline.models.reader import common_prefix
 
 _SHORTEST = 8  # a shorter prefix is not worth a copy
 

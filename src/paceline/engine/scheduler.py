@@ -1,4 +1,4 @@
-"""Which sequences the loop decodes: they wait, their prompts are read in pieces between rounds, and they join the batch.
+"""Which sequences the loop decodes: they wait, their prompts are read between rounds, and they join the batch.
 
 One scheduler serves `SpeculativeDecoder` and the server. A sequence has the same tokens whatever the scheduler does:
 its prompt is read alone, on a fixed grid, and its random numbers depend on its seed and positions only.
@@ -62,7 +62,9 @@ class _Reading:
 class Scheduler:
     """Runs one loop for sequences that come and go."""
 
-    def __init__(self, loop: Loop, slots: int, *, total: int = 0, slot_tokens: int = 0, interleave: bool = False) -> None:
+    def __init__(
+        self, loop: Loop, slots: int, *, total: int = 0, slot_tokens: int = 0, interleave: bool = False
+    ) -> None:
         """slots: sequences that are decoded at once. total: rows of the KV cache, of which those behind the live ones
         are the prefix cache (0: no prefix cache). slot_tokens: of each of them. interleave: between two rounds, read
         only a piece of a prompt."""

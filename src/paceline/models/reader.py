@@ -273,8 +273,8 @@ class SlotReader:
                 self.read_piece(row, rows.text[row : row + 1, start : min(start + piece, end)], start)
 
     def read_piece(self, first: int, ids: Tensor, start: int, scored: bool = False) -> Reading:
-        """Read the tokens `ids` [R,Q] of the rows `first`... from the position `start` on. Note the hidden states of the
-        drafter in `prompt_taps`. The logits are those of all tokens with `scored`, and else have no meaning."""
+        """Read the tokens `ids` [R,Q] of the rows `first`... from the position `start` on. Add the hidden states
+        of the drafter to `prompt_taps`. The logits are those of all tokens with `scored`, and else have no meaning."""
         reading = self._executor.read_piece(self.cache, first, self._known(ids), start, scored)
         if self._taps:
             self.prompt_taps.append(PromptTaps(first, start, reading.taps))
@@ -287,8 +287,8 @@ class SlotReader:
 
     @property
     def grid(self) -> int:
-        """A piece of a prompt begins at a multiple of this, and ends at the next one or at the end of the prompt. Else it
-        would have other bits."""
+        """A piece of a prompt begins at a multiple of this, and ends at the next one or at the end of the prompt.
+        Another piece would have other bits."""
         return self._executor.grid
 
     def reserve_rows(self, rows: int, slots: int) -> None:

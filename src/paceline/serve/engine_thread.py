@@ -13,15 +13,15 @@ import torch
 from torch import Tensor
 
 from paceline.common.errors import InputError, PacelineError
-from paceline.engine.drafter_calls import claimed
 from paceline.core.protocols import takes_prediction
 from paceline.core.trace import Trace
 from paceline.engine.decoder import SpeculativeDecoder, check_request, new_row
+from paceline.engine.drafter_calls import claimed
 from paceline.engine.request import Request, TokenLogprob
 from paceline.engine.rows import Event, Row
 from paceline.engine.scheduler import Party, Scheduler
 from paceline.models.slot_cache import caches_held_by
-from paceline.serve.jobs import EngineFacts, EngineState, Ending, Job, QueueFullError, RoundReport, Update
+from paceline.serve.jobs import Ending, EngineFacts, EngineState, Job, QueueFullError, RoundReport, Update
 
 _SPARE = 2  # rows of the KV cache beyond the slots: one for a prompt that is read, one for a prefix
 _WAIT = 0.5  # seconds between two looks at the clock while nothing is to do
@@ -31,7 +31,7 @@ Deliver = Callable[[list[Update]], None]
 
 @dataclass(eq=False)
 class _Sequence:
-    """A job in work, and how much of it was told."""
+    """A job in work, and how much of it was delivered."""
 
     job: Job
     party: Party

@@ -220,15 +220,18 @@ class DrafterGroup(
 
     def states_of(self, row: int, length: int) -> dict[int, Any] | None:
         """Return what each member stores, by its number. None: a member would have to read the prefix again."""
-        readers = [member for member in self._working() if member.taps]
-        if not all(isinstance(member.drafter, KeepsStates) for member in readers):
-            return None
-        return {member.number: self._try(member, member.drafter.states_of, row, length) for member in readers}
+        found: dict[int, Any] = {}
+        for member in self._working():
+            if isinstance(member.drafter, KeepsStates):
+                found[member.number] = self._try(member, member.drafter.states_of, row, length)
+            elif member.taps:
+                return None
+        return found
 
     def restore_states(self, rows: RowsView, row: int, states: dict[int, Any]) -> None:
         for member in self._working():
             own = states.get(member.number)
-            if own is not None:
+            if own is not None and isinstance(member.drafter, KeepsStates):
                 self._try(member, member.drafter.restore_states, rows, row, own)
 
     def observe_accepted(self, rows: RowsView, taps: tuple[Tensor, ...]) -> None:

@@ -126,7 +126,7 @@ def test_a_conversation_reads_only_what_is_new(model: LanguageModel) -> None:
         first = collected.run([job("first", history, max_new_tokens=20)])[0]
         history = [*history, *first.tokens, 1, 2, 3]
         second = collected.run([job("second", history, max_new_tokens=20)])[0]
-        other = collected.run([job("other", history, "somebody else", max_new_tokens=20)])[0]
+        other = collected.run([job("other", history, "another owner", max_new_tokens=20)])[0]
     assert second.ending is not None
     assert other.ending is not None
     assert second.ending.cached_tokens == 119, "all but the last token of the first answer, which no pass has read"
@@ -218,15 +218,16 @@ def test_what_is_wrong_is_refused_at_once(model: LanguageModel) -> None:
 
 def test_the_queue_is_bounded(model: LanguageModel) -> None:
     with engine(model, None, slots=1, max_queued=2) as collected:
-        collected.engine.submit([job(f"{n}", [n], max_new_tokens=200) for n in range(3)])
         with pytest.raises(QueueFullError) as caught:
-            for n in range(3, 9):
-                collected.engine.submit([job(f"{n}", [n], max_new_tokens=200)])
+            collected.engine.submit([job(f"{n}", [n], max_new_tokens=200) for n in range(4)])
         assert caught.value.retry_after >= 1
+        names = [f"{n}" for n in range(3)]
+        collected.engine.submit([job(name, [1], max_new_tokens=200) for name in names])
         collected.engine.drain()
         with pytest.raises(QueueFullError):
             collected.engine.submit([job("late", [1])])
-        collected.engine.cancel([str(n) for n in range(9)])
+        collected.engine.cancel(names)
+        collected.wait(names)
 
 
 def test_priorities_and_owners(model: LanguageModel) -> None:

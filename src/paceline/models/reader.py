@@ -194,6 +194,7 @@ class KernelExecutor:
         positions = arange(start, start + Q, ids.device).expand(R, Q)
         cache.set_next_write(slice(first, first + R), start, start + Q, start)
         openmp.rest()
+        assert isinstance(self._kernels, CpuForward)
         return self._kernels.read(cache, first, ids, positions, self._taps, self._logits if scored else 0)
 
     def __call__(self, cache: SlotCache, plan: ForwardPlan, layers: LayerRange | None = None) -> tuple[Reading, Tensor]:

@@ -170,6 +170,7 @@ class ReadsPieces(Protocol):
     """A reader that can read a prompt in pieces, into a row of its KV cache that is not live yet."""
 
     prompt_taps: list[PromptTaps]
+    cache: Any  # the KV cache
 
     @property
     def piece(self) -> int:

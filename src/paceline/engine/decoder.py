@@ -29,6 +29,7 @@ from paceline.drafters.resolve import make_drafter
 from paceline.engine.beam_rows import BeamGroup
 from paceline.engine.decoder_config import DEFAULT_DRAFT, KEYS, DecoderOptions, decoder_settings
 from paceline.engine.drafter_calls import claimed
+from paceline.engine.kept_rows import Parked, weights_stamp
 from paceline.engine.loop import Loop
 from paceline.engine.prompts import encode_all, encode_prediction
 from paceline.engine.request import Array, Batch, Generation, OnePrompt, Piece, Request, Settings, build_requests
@@ -264,6 +265,9 @@ class SpeculativeDecoder:
         self._sharded = is_sharded(plan.target)
         self._loop: Loop | None = None  # of the last batch, if its CUDA graphs can be used again
         self._running: Loop | None = None  # of the batch that is decoded now
+        # whether the KV cache of the last single prompt is kept for the next one, which may continue it
+        self.keeps_prefix = True
+        self._parked: Parked | None = None
         self._busy = threading.Lock()
         self._owner: int | None = None
 
@@ -290,7 +294,8 @@ class SpeculativeDecoder:
         return caches_held_by(self)
 
     def forget(self) -> bool:
-        """Discard what the drafter has learned from texts. Return False if the drafter cannot be made again."""
+        """Discard the kept KV cache, and what the drafter has learned from texts. Return False if the drafter cannot be made again."""
+        self._parked = None
         fresh = self.drafter.reset_copy()
         if fresh is not None and fresh is not self.drafter:
             fresh.check(self.target)
@@ -443,7 +448,14 @@ class SpeculativeDecoder:
         else:
             loop.begin_batch()
         self._running = loop
-        scheduler = Scheduler(loop, self.rows)
+        alone = len(waiting) == 1 and len(waiting[0]) == 1 and self.keeps_prefix and not loop.captures
+        scheduler = Scheduler(loop, self.rows, total=int(alone))
+        kept, stamp = scheduler.kept, None
+        if kept is not None and kept.is_exact:
+            stamp, parked = weights_stamp(self.target), self._parked
+            self._parked = None
+            if parked is not None:
+                kept.resume(parked, stamp)
         for rows in waiting:
             scheduler.submit(Party(rows))
         try:
@@ -457,6 +469,8 @@ class SpeculativeDecoder:
             self._running = None
             if loop.reusable:
                 self._loop = loop
+            elif kept is not None and stamp is not None and not loop.rows.count:
+                self._parked = kept.park(stamp)
 
 
 def check_request(lm: LanguageModel, prompt: list[int], request: Request) -> None:

@@ -10,13 +10,22 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from paceline.core.contracts import ReadsPieces
 from paceline.core.protocols import taps_of
 from paceline.engine.drafter_calls import DrafterCalls
 from paceline.engine.rows import Rows
+from paceline.models.language_model import LanguageModel
 from paceline.models.reader import common_prefix
 
 _SHORTEST = 8  # a shorter prefix is not worth a copy
+_LARGE = 1 << 30  # bytes: a decoder does not keep a larger KV cache between two calls
+
+
+def weights_stamp(lm: LanguageModel) -> object:
+    """Return a value that changes when a parameter is replaced, or changed in place."""
+    return [(each.data_ptr(), 0 if each.is_inference() else each._version) for each in lm.model.parameters()]
 
 
 @dataclass
@@ -29,6 +38,15 @@ class Kept:
     states: Any  # of the drafter
 
 
+@dataclass
+class Parked:
+    """The sequence that a decoder wrote last, with its KV cache, between two calls."""
+
+    cache: Any
+    kept: Kept
+    weights: object  # which weights wrote it
+
+
 class KeptRows:
     """Knows what the rows of a KV cache hold, and finds a row for a new prompt."""
 
@@ -37,7 +55,13 @@ class KeptRows:
         self._reader, self._rows, self._drafter, self.total = reader, rows, drafter, total
         self._kept: dict[int, Kept] = {}
         self._clock = 0
+        self._unproven = False  # the KV cache is of an earlier call, and the model may have changed
         self.reading: int | None = None  # the row that a prompt is read into
+
+    @property
+    def is_exact(self) -> bool:
+        """Return whether a token has the same bits in every pass, so that written tokens count as read ones."""
+        return self._reader.grid == 1
 
     def forget(self) -> None:
         self._kept.clear()
@@ -67,6 +91,27 @@ class KeptRows:
             return self._rows.histories[index][:-1]
         return row.prompt[: (len(row.prompt) - 1) // grid * grid]
 
+    # ---- between two calls of a decoder
+
+    def park(self, weights: object) -> Parked | None:
+        """Return what row 0 holds, unless the KV cache is large."""
+        kept, cache = self._kept.get(0), self._reader.cache
+        return None if kept is None or cache.nbytes > _LARGE else Parked(cache, kept, weights)
+
+    def resume(self, parked: Parked, weights: object) -> None:
+        """Continue with the KV cache of an earlier call. Its owner may have changed the weights since."""
+        if parked.weights == weights:
+            self._reader.cache.take_over(parked.cache)
+            self._kept[0] = parked.kept
+            self._unproven = True
+
+    def _proves(self, row: int, known: Sequence[int]) -> bool:
+        """Read the last known token again. Return whether the KV cache has the same bits: the model is the same."""
+        at, cache = len(known) - 1, self._reader.cache
+        before = cache.slot(row, at)
+        self._reader.read_piece(row, torch.tensor([[known[at]]], device=self._rows.device), at)
+        return all(map(torch.equal, before, cache.slot(row, at)))
+
     # ---- a new prompt
 
     def take(self, prompt: Sequence[int], owner: str, reuse: bool) -> tuple[int, int, Any]:
@@ -86,6 +131,10 @@ class KeptRows:
         target = None if kept is not None and known == len(kept.tokens) else self._free_row(first, (source,))
         if target is None:  # the new prompt continues the whole sequence, or there is no other row
             assert kept is not None
+            if self._unproven and not self._proves(source, prompt[:known]):
+                self.forget()
+                return (*self._use(source, 0), None)
+            self._unproven = False
             return (*self._use(source, known), _first(states, known))
         self._reader.copy_row(source, target, known)
         if kept is not None:

@@ -153,6 +153,21 @@ class SlotCache(Cache):
             for layer in store:
                 layer[target, :, :length] = layer[source, :, :length]
 
+    def take_over(self, other: SlotCache) -> None:
+        """Hold the keys and values of another cache, which must not be used again."""
+        self.keys, self.values, self._rows, self._slots = other.keys, other.values, other._rows, other._slots
+        self._addresses = None
+        self._tables.clear()
+        self.storage_version = object()
+
+    @property
+    def nbytes(self) -> int:
+        return sum(store.nbytes for store in (*self.keys, *self.values))
+
+    def slot(self, row: int, slot: int) -> list[Tensor]:
+        """Return copies of the keys and values of one token, of every layer."""
+        return [store[row, :, slot].clone() for store in (*self.keys, *self.values)]
+
     def swap_rows(self, one: int, other: int, length: int) -> None:
         """Exchange the first `length` slots of two rows."""
         for store in (self.keys, self.values):

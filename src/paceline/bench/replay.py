@@ -259,7 +259,7 @@ def _differing(texts: Iterable[TraceText], traces: Iterable[Trace]) -> list[str]
 def lines(answers: Sequence[Replayed]) -> list[str]:
     """A line for each entry, then the reasons and notes, then τ by category."""
     header = ("run", "τ", "acceptance", "rounds", "drafted", "speed-up", "known")
-    rows = [header]
+    rows: list[tuple[str, ...]] = [header]
     for answer in answers:
         row = answer.row()
         counts = (NOTHING if row[name] is None else str(row[name]) for name in ("rounds", "drafted"))

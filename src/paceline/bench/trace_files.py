@@ -38,7 +38,7 @@ def plain(value: Any) -> Any:
     return str(getattr(value, "name", value))
 
 
-_WORDS = {
+_WORDS: dict[str, tuple[Any, str]] = {
     "str": (str, "a text"), "int": (int, "a whole number"), "tuple[int, ...]": (list, "a list"),
     "Mapping[str, Any]": (dict, "an object"),
 }  # fmt: skip
@@ -48,7 +48,8 @@ def _value(found: Mapping[str, Any], name: str, kind: str, least: int | None = 0
     """The value of a field of this type, refused in a phrase if it is not what it should be. least: of numbers."""
     if name not in found:
         raise InputError(f"{name} is missing")
-    value, (wanted, words) = found[name], _WORDS[kind]
+    value: Any = found[name]
+    wanted, words = _WORDS[kind]
     if not isinstance(value, wanted) or isinstance(value, bool):
         raise InputError(f"{name} must be {words}, got {value!r}")
     if kind == "int" and least is not None and value < least:

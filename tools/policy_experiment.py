@@ -50,7 +50,7 @@ class Clock:
 def record(path: Path) -> None:
     """Write the greedy texts of SmolLM2 on the built-in prompts."""
     import paceline
-    from paceline.bench.data.prompt_sets import builtin_objects
+    from paceline.bench.prompt_sets import builtin_objects
 
     decoder = paceline.SpeculativeDecoder(paceline.load("smollm2-135m"), draft=None, rows=8)
     prompts = builtin_objects()

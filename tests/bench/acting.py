@@ -9,8 +9,8 @@ from typing import Any
 from paceline.bench.bench_options import BenchOptions
 from paceline.bench.bench_session import BenchSession, Weigh
 from paceline.bench.candidate import Cancel, Plan, Run, Task, Watcher
-from paceline.bench.data.tasks import Conversation
 from paceline.bench.results.records import Recorder, Report
+from paceline.bench.tasks import Conversation
 from paceline.core.trace import Round, Trace
 from paceline.models.pass_timing import Neighbours
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from paceline.bench.candidate import Prompt
-from paceline.bench.data.prompt_sets import read_all, read_prompts
+from paceline.bench.prompt_sets import read_all, read_prompts
 from paceline.common.errors import InputError, UnknownNameError
 
 SPEC = [

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from paceline.bench.data.quality import Quality, TfIdf, distinct, exact_match, judge, normalise, similarity, token_f1
+from paceline.bench.quality import Quality, TfIdf, distinct, exact_match, judge, normalise, similarity, token_f1
 from paceline.common.errors import InputError
 
 

@@ -11,13 +11,13 @@ import pytest
 from paceline.bench import bench_session
 from paceline.bench.bench_options import BenchOptions
 from paceline.bench.bench_session import BenchSession
-from paceline.bench.data.tasks import SAMPLERS, parse_samplers
 from paceline.bench.machine_use import Busy
 from paceline.bench.results.charts import charts_of
 from paceline.bench.results.metrics import summarise
 from paceline.bench.results.outputs import as_html
 from paceline.bench.results.records import read_records
 from paceline.bench.results.tables import evaluation
+from paceline.bench.tasks import SAMPLERS, parse_samplers
 from paceline.common.errors import InputError, UnknownNameError
 from paceline.core.costs import Costs
 from paceline.models.language_model import LanguageModel

@@ -6,7 +6,7 @@ import pytest
 
 from paceline import InputError, LanguageModel
 from paceline.bench.candidate import Prompt, Task
-from paceline.bench.data.tasks import Skipped, conversations, first_tasks, text_of
+from paceline.bench.tasks import Skipped, conversations, first_tasks, text_of
 from tests.toys import CONTEXT, LETTERS, letters, llama
 
 TEMPLATE = (

@@ -40,14 +40,14 @@ MUTANTS = [
     ),
     Mutant(
         "token F1 counts a word once",
-        "bench/data/quality.py",
+        "bench/quality.py",
         "(Counter(ours) & Counter(theirs)).total()",
         "len(set(ours) & set(theirs))",
         QUALITY + "token_f1_counts_words_as_often_as_they_occur",
     ),
     Mutant(
         "words are as rare as they are frequent",
-        "bench/data/quality.py",
+        "bench/quality.py",
         "(1 + self._count) / (1 + self._having[word])",
         "(1 + self._having[word]) / (1 + self._count)",
         QUALITY + "tf_idf_weighs_rare_words_more",

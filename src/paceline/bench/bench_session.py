@@ -26,9 +26,14 @@ from paceline.bench.candidate import (
     Watcher,
     parse_run_specs,
 )
-from paceline.bench.data.prompt_sets import read_all
-from paceline.bench.data.quality import Quality, judge
-from paceline.bench.data.tasks import (
+from paceline.bench.machine_use import check_quiet, how_busy, layer_table, lines_while, peak_while, wanted_device
+from paceline.bench.peers.peer_names import check_peers, draft_model_of, open_peers
+from paceline.bench.prompt_sets import read_all
+from paceline.bench.quality import Quality, judge
+from paceline.bench.results.metrics import summarise
+from paceline.bench.results.records import LeftOut, Member, Recorder, Report, Result, Sink, Tally, busy_machine
+from paceline.bench.synthetic_pairs import SyntheticPair, synthetic_pair
+from paceline.bench.tasks import (
     Conversation,
     SampledConversation,
     Sampler,
@@ -37,11 +42,6 @@ from paceline.bench.data.tasks import (
     parse_samplers,
     text_of,
 )
-from paceline.bench.machine_use import check_quiet, how_busy, layer_table, lines_while, peak_while, wanted_device
-from paceline.bench.peers.peer_names import check_peers, draft_model_of, open_peers
-from paceline.bench.results.metrics import summarise
-from paceline.bench.results.records import LeftOut, Member, Recorder, Report, Result, Sink, Tally, busy_machine
-from paceline.bench.synthetic_pairs import SyntheticPair, synthetic_pair
 from paceline.bench.trace_files import Tracing
 from paceline.common.errors import DrafterWarning, InputError, PacelineError, UnsupportedError
 from paceline.core.costs import Costs

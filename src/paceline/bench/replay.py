@@ -66,14 +66,15 @@ class Replayed:
     def categories(self) -> list[str]:
         return list(dict.fromkeys(text.category for text in self.texts))
 
-    def rounds(self, category: str | None = None) -> list[Round]:
+    def whole(self, category: str | None = None) -> Trace:
         """The rounds of all texts, or of one category."""
-        return [entry for text in self.texts if category in (None, text.category) for entry in text.trace.rounds]
+        texts = [text for text in self.texts if category in (None, text.category)]
+        return Trace([entry for text in texts for entry in text.trace.rounds])
 
     def tau(self, category: str | None = None) -> float | None:
         """Emitted tokens per round."""
-        rounds = self.rounds(category)
-        return sum(len(entry.emitted) for entry in rounds) / len(rounds) if rounds else None
+        whole = self.whole(category)
+        return whole.stats(0.0).mean_accepted_length if whole.rounds else None
 
     def seconds(self) -> float | None:
         """Predicted seconds without the prefill: per round the forward pass, c for each draft level, and o."""
@@ -83,7 +84,7 @@ class Replayed:
         step = self.costs.drafters.get(drafter, 0.0)
         return sum(
             self.costs.seconds(1 + len(entry.drafted)) + self.costs.overhead + entry.depth * step
-            for entry in self.rounds()
+            for entry in self.whole().rounds
         )
 
     def speed_up(self) -> float | None:
@@ -91,21 +92,17 @@ class Replayed:
         spent = self.seconds()
         if spent is None or self.costs is None:
             return None
-        emitted = sum(len(entry.emitted) for entry in self.rounds())
-        return emitted * (self.costs.seconds(1) + self.costs.overhead) / spent
+        return self.whole().stats(0.0).emitted * (self.costs.seconds(1) + self.costs.overhead) / spent
 
     def row(self) -> dict[str, Any]:
         """One row of a table. Unknown numbers are None."""
-        rounds = self.rounds()
-        drafted, accepted = sum(len(entry.drafted) for entry in rounds), sum(len(entry.path) for entry in rounds)
+        whole = self.whole()
+        stats = whole.stats(0.0)
+        names = ("emitted", "rounds", "drafted", "accepted", "acceptance_rate")
         numbers = {
-            "emitted": sum(len(entry.emitted) for entry in rounds),
-            "rounds": len(rounds),
-            "drafted": drafted,
-            "accepted": accepted,
-            "acceptance_rate": accepted / drafted if drafted else 0.0,
+            **{name: getattr(stats, name) for name in names},
             "tau": self.tau(),
-            "by_position": Trace(rounds).by_position(),
+            "by_position": whole.by_position(),
             "seconds": self.seconds(),
             "speed_up": self.speed_up(),
         }
@@ -262,7 +259,13 @@ def _differing(texts: Iterable[TraceText], traces: Iterable[Trace]) -> list[str]
 def lines(answers: Sequence[Replayed]) -> list[str]:
     """A line for each entry, then the reasons and notes, then τ by category."""
     header = ("run", "τ", "acceptance", "rounds", "drafted", "speed-up", "known")
-    shown = aligned([header, *map(_shown, answers)])
+    rows: list[tuple[str, ...]] = [header]
+    for answer in answers:
+        row = answer.row()
+        counts = (NOTHING if row[name] is None else str(row[name]) for name in ("rounds", "drafted"))
+        speed_up, acceptance = times(row["speed_up"]), share(row["acceptance_rate"])
+        rows.append((answer.entry.name, number(row["tau"]), acceptance, *counts, speed_up, answer.knows))
+    shown = aligned(rows)
     for reason in dict.fromkeys(answer.reason for answer in answers if answer.reason):
         names = [answer.entry.name for answer in answers if answer.reason == reason]
         shown.append(f"{', '.join(names)}: unknown, because {reason}.")
@@ -274,19 +277,6 @@ def lines(answers: Sequence[Replayed]) -> list[str]:
         (answer.entry.name, *(number(answer.tau(name)) for name in categories)) for answer in answers if answer.texts
     ]
     return [*shown, "", *aligned([("τ", *categories), *by_category])]
-
-
-def _shown(answer: Replayed) -> tuple[str, ...]:
-    row = answer.row()
-    counts = (NOTHING if row[name] is None else str(row[name]) for name in ("rounds", "drafted"))
-    return (
-        answer.entry.name,
-        number(row["tau"]),
-        share(row["acceptance_rate"]),
-        *counts,
-        times(row["speed_up"]),
-        answer.knows,
-    )
 
 
 # ---- Run a drafter again on a recorded sequence. The engine's own loop has the budgets, checks, stops and the trace

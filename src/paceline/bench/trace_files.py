@@ -5,10 +5,9 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from types import TracebackType
 from typing import Any, TypeVar
 
 from paceline.bench.candidate import PacelineRun, Plan, Run, RunSpec, Task
@@ -39,59 +38,57 @@ def plain(value: Any) -> Any:
     return str(getattr(value, "name", value))
 
 
-class Fields:
-    """The fields of one line, each refused in a phrase if it is not what it should be."""
+_WORDS: dict[str, tuple[Any, str]] = {
+    "str": (str, "a text"), "int": (int, "a whole number"), "tuple[int, ...]": (list, "a list"),
+    "Mapping[str, Any]": (dict, "an object"),
+}  # fmt: skip
 
-    def __init__(self, found: Mapping[str, Any]) -> None:
-        self._found = found
 
-    def _get(self, name: str, wanted: type, what: str) -> Any:
-        if name not in self._found:
-            raise InputError(f"{name} is missing")
-        value = self._found[name]
-        if not isinstance(value, wanted) or isinstance(value, bool):
-            raise InputError(f"{name} must be {what}, got {value!r}")
+def _value(found: Mapping[str, Any], name: str, kind: str, least: int | None = 0) -> Any:
+    """The value of a field of this type, refused in a phrase if it is not what it should be. least: of numbers."""
+    if name not in found:
+        raise InputError(f"{name} is missing")
+    value: Any = found[name]
+    wanted, words = _WORDS[kind]
+    if not isinstance(value, wanted) or isinstance(value, bool):
+        raise InputError(f"{name} must be {words}, got {value!r}")
+    if kind == "int" and least is not None and value < least:
+        raise InputError(f"{name} must be at least {least}, got {value}")
+    if wanted is not list:
         return value
+    for token in value:
+        if isinstance(token, bool) or not isinstance(token, int) or token < (least or 0):
+            raise InputError(f"{name} must hold whole numbers of at least {least}, got {token!r}")
+    return tuple(value)
 
-    def words(self, name: str) -> str:
-        return str(self._get(name, str, "a text"))
 
-    def mapping(self, name: str) -> dict[str, Any]:
-        return dict(self._get(name, dict, "an object"))
-
-    def items(self, name: str) -> list[Any]:
-        return list(self._get(name, list, "a list"))
-
-    def count(self, name: str, least: int | None = 0) -> int:
-        value = int(self._get(name, int, "a whole number"))
-        if least is not None and value < least:
-            raise InputError(f"{name} must be at least {least}, got {value}")
-        return value
-
-    def tokens(self, name: str, least: int = 0) -> tuple[int, ...]:
-        values = self.items(name)
-        for value in values:
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise InputError(f"{name} must hold whole numbers of at least {least}, got {value!r}")
-        return tuple(values)
+def _made(cls: type[T], found: Mapping[str, Any], least: Mapping[str, int | None], **known: Any) -> T:
+    """An object of a dataclass from its line. known: fields that are read in another way."""
+    for each in fields(cls):  # type: ignore[arg-type]
+        kind = str(each.type).removesuffix(" | None")
+        if each.name not in known:
+            absent = kind != each.type and found.get(each.name) is None
+            known[each.name] = None if absent else _value(found, each.name, kind, least.get(each.name, 0))
+    return cls(**known)
 
 
 # ---- rounds
 
 
 def round_as_dict(entry: Round) -> dict[str, Any]:
-    told = {each.name: plain(getattr(entry, each.name)) for each in fields(Round)}
-    return {name: value for name, value in told.items() if value or name not in ("why", "asked")}
+    return {name: plain(value) for name, value in vars(entry).items() if value or name not in ("why", "asked")}
 
 
 def round_of(found: Any) -> Round:
     if not isinstance(found, dict):
         raise InputError(f"a round must be an object, got {found!r}")
-    given = Fields(found)
-    drafted, path = given.tokens("drafted"), given.tokens("path")
-    parents = None if found.get("parents") is None else given.tokens("parents", least=-1)
-    own = None if found.get("own") is None else given.count("own")
-    above = tuple(range(-1, len(drafted) - 1)) if parents is None else parents
+    asked = found.get("asked", 0.0)
+    if isinstance(asked, bool) or not isinstance(asked, (int, float)):
+        raise InputError(f"asked must be seconds, got {asked!r}")
+    more = {"bonus": found.get("bonus") is True, "why": found.get("why", ""), "asked": float(asked)}
+    entry = _made(Round, found, {"parents": -1}, **more)
+    drafted, path = entry.drafted, entry.path
+    above = tuple(range(-1, len(drafted) - 1)) if entry.parents is None else entry.parents
     if len(above) != len(drafted) or any(parent >= node for node, parent in enumerate(above)):
         raise InputError(f"parents {list(above)} do not fit {len(drafted)} drafted tokens")
     at = -1
@@ -99,10 +96,7 @@ def round_of(found: Any) -> Round:
         if node >= len(drafted) or above[node] != at:
             raise InputError(f"path {list(path)} is not a path of the draft")
         at = node
-    asked = found.get("asked", 0.0)
-    if isinstance(asked, bool) or not isinstance(asked, (int, float)):
-        raise InputError(f"asked must be seconds, got {asked!r}")
-    return Round(drafted, parents, path, own, found.get("bonus") is True, found.get("why", ""), float(asked))
+    return entry
 
 
 # ---- the header's
@@ -154,39 +148,20 @@ class TraceHeader:
     run: str = ""  # a name, where a file holds the texts of several
 
     def as_dict(self) -> dict[str, Any]:
-        values = {each.name: getattr(self, each.name) for each in fields(self)}
-        values["costs"] = None if self.costs is None else self.costs.as_dict()
-        return {"kind": "trace", "version": VERSION, **plain(values)}
+        costs = None if self.costs is None else self.costs.as_dict()
+        return {"kind": "trace", "version": VERSION, **plain({**vars(self), "costs": costs})}
 
     @staticmethod
     def from_dict(found: Mapping[str, Any]) -> TraceHeader:
-        given = Fields(found)
         if found.get("kind") != "trace":
             raise InputError("this is no trace: the first line has no kind 'trace'")
         if found.get("version") != VERSION:
             raise InputError(f"it has version {found.get('version')!r}, and this Paceline reads version {VERSION}")
-        sampling_of(given.mapping("sampling"))  # refused here, with its line
-        gamma = found.get("gamma")
-        if gamma != "auto":
-            gamma = given.count("gamma", least=1)
-        return TraceHeader(
-            given.words("model"),
-            given.count("vocabulary", least=1),
-            given.words("fingerprint"),
-            given.words("draft"),
-            given.mapping("options"),
-            gamma,
-            None if found.get("nodes") is None else given.count("nodes", least=1),
-            given.words("rule"),
-            given.mapping("rule_options"),
-            given.mapping("sampling"),
-            given.count("processors"),
-            given.tokens("eos"),
-            given.count("seed", least=None),
-            None if found.get("costs") is None else costs_of(given.mapping("costs")),
-            given.mapping("provenance"),
-            given.words("run"),
-        )
+        gamma = "auto" if found.get("gamma") == "auto" else _value(found, "gamma", "int", 1)
+        costs = None if found.get("costs") is None else costs_of(found["costs"])
+        header = _made(TraceHeader, found, {"vocabulary": 1, "nodes": 1, "seed": None}, gamma=gamma, costs=costs)
+        sampling_of(header.sampling)  # refused here, with its line
+        return header
 
     def differs(self, other: TraceHeader) -> str | None:
         """The first thing that was not the same for the other's texts."""
@@ -211,61 +186,22 @@ class TraceText:
     run: str = ""  # that of its header
 
     def as_dict(self) -> dict[str, Any]:
-        values = {each.name: getattr(self, each.name) for each in fields(self)}
-        values["rounds"] = None if self.rounds is None else [round_as_dict(each) for each in self.rounds]
-        return {"kind": "text", **plain(values)}
+        rounds = None if self.rounds is None else [round_as_dict(each) for each in self.rounds]
+        return {"kind": "text", **plain({**vars(self), "rounds": rounds})}
 
     @staticmethod
     def from_dict(found: Mapping[str, Any]) -> TraceText:
-        given = Fields(found)
         if found.get("kind") != "text":
             raise InputError(f"kind must be 'text', got {found.get('kind')!r}")
-        prompt, tokens, rounds = given.tokens("prompt"), given.tokens("tokens"), None
-        if found.get("rounds") is not None:
-            rounds = tuple(round_of(each) for each in given.items("rounds"))
+        tokens, rounds = _value(found, "tokens", "tuple[int, ...]"), found.get("rounds")
+        if rounds is not None:
+            if not isinstance(rounds, list):
+                raise InputError(f"rounds must be a list, got {rounds!r}")
+            rounds = tuple(round_of(each) for each in rounds)
             if tuple(token for each in rounds for token in each.emitted) != tokens:
                 raise InputError("the rounds do not add up to the tokens")
-        return TraceText(
-            given.words("id"),
-            given.words("category"),
-            prompt,
-            tokens,
-            given.count("limit", least=len(tokens)),
-            given.words("finish"),
-            given.count("seed", least=None),
-            None if found.get("prediction") is None else given.tokens("prediction"),
-            bool(found.get("predicted")),
-            rounds,
-            given.words("run"),
-        )
-
-
-# ---- lines
-
-
-def is_json(line: str) -> bool:
-    try:
-        parse_json(line)
-    except ValueError:
-        return False
-    return True
-
-
-def parsed(path: str | os.PathLike[str], number: int, line: str) -> dict[str, Any]:
-    try:
-        found = parse_json(line)
-    except ValueError as error:
-        raise InputError(f"{path}, line {number}: this is not valid JSON ({error}).") from None
-    if not isinstance(found, dict):
-        raise InputError(f"{path}, line {number}: this is no JSON object; is it a trace?")
-    return found
-
-
-def made(path: str | os.PathLike[str], number: int, make: Callable[[Mapping[str, Any]], T], found: dict[str, Any]) -> T:
-    try:
-        return make(found)
-    except InputError as error:
-        raise InputError(f"{path}, line {number}: {str(error).removesuffix('.')}.") from None
+        least = {"limit": len(tokens), "seed": None}
+        return _made(TraceText, found, least, predicted=bool(found.get("predicted")), rounds=rounds)
 
 
 # ---- Recorded texts and their rounds, in a file: JSON lines, first how they were written, then one line per text
@@ -303,28 +239,15 @@ def header_of(
 ) -> TraceHeader:
     """Of what a target is about to write. `entry`: how the decoder was asked for; `settings`: what `generate` is given;
     `run`: a name, if the file is to hold several runs."""
-    request = build_requests(1, settings)[0]
-    standard = Sampling()
-    values = {each.name: getattr(request.sampling, each.name) for each in fields(Sampling)}
-    other = {name: value for name, value in values.items() if value != getattr(standard, name)}
+    request, standard = build_requests(1, settings)[0], Sampling()
+    sampling = {name: value for name, value in vars(request.sampling).items()
+                if value != getattr(standard, name) and name not in ("seed", "processors")}  # fmt: skip
+    eos = tuple(lm.eos if request.eos_token_ids is None else request.eos_token_ids)
     return TraceHeader(
-        lm.name,
-        lm.vocabulary,
-        fingerprint(lm),
-        entry.draft,
-        plain(entry.options),
-        entry.gamma,
-        _nodes(lm, entry),
-        entry.rule,
-        plain(entry.rule_options),
-        plain({name: value for name, value in other.items() if name not in ("seed", "processors")}),
-        len(request.sampling.processors),
-        tuple(lm.eos if request.eos_token_ids is None else request.eos_token_ids),
-        request.sampling.seed,
-        costs,
-        plain(provenance or {}),
-        run,
-    )
+        lm.name, lm.vocabulary, fingerprint(lm), entry.draft, plain(entry.options), entry.gamma, _nodes(lm, entry),
+        entry.rule, plain(entry.rule_options), plain(sampling), len(request.sampling.processors), eos,
+        request.sampling.seed, costs, plain(provenance or {}), run,
+    )  # fmt: skip
 
 
 def fingerprint(lm: Any) -> str:
@@ -378,20 +301,13 @@ class TraceWriter:
         """What `generate` gave. limit: max_new_tokens, or what was left of the context; prediction: as token ids."""
         if result.beams is not None:
             raise InputError("A trace is of one text, and a beam search writes several; leave one of the two out.")
+        expected = None if prediction is None else tuple(prediction)
         self.put(
             TraceText(
-                id,
-                category,
-                tuple(result.prompt_tokens),
-                tuple(result.tokens),
-                limit,
-                result.finish_reason,
-                result.seed,
-                None if prediction is None else tuple(prediction),
-                result.stats.predicted,
-                tuple(result.trace.rounds),
+                id, category, tuple(result.prompt_tokens), tuple(result.tokens), limit, result.finish_reason,
+                result.seed, expected, result.stats.predicted, tuple(result.trace.rounds),
             )
-        )
+        )  # fmt: skip
 
     def put(self, text: TraceText) -> None:
         assert text.run in self._runs, f"no header of the run '{text.run}' was written"
@@ -408,9 +324,7 @@ class TraceWriter:
     def __enter__(self) -> TraceWriter:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
@@ -432,30 +346,36 @@ def read_traces(path: str | os.PathLike[str]) -> list[TraceFile]:
         whole = Path(path).read_text(encoding="utf-8", errors="replace")
     except OSError as error:
         raise InputError(f"The trace {path} cannot be read: {error.strerror or error}.") from None
-    *lines, last = whole.split("\n")
-    notes: tuple[str, ...] = ()
-    if is_json(last):
-        lines.append(last)
-    elif last.strip():
-        notes = (f"{path}, line {len(lines) + 1}: half a line, as a run that was killed leaves it; it is left out.",)
-    headers: dict[str, TraceHeader] = {}
+    lines, notes = whole.split("\n"), tuple[str, ...]()
     texts: dict[str, list[TraceText]] = {}
+    headers: dict[str, TraceHeader] = {}
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
-        found = parsed(path, number, line)
-        if not headers or found.get("kind") == "trace":
-            header = made(path, number, TraceHeader.from_dict, found)
-            headers[header.run] = header
-            texts.setdefault(header.run, [])
-            continue
-        text = made(path, number, TraceText.from_dict, found)
+        where = f"{path}, line {number}"
+        try:
+            found = parse_json(line)
+        except ValueError as error:
+            if number == len(lines):
+                notes = (f"{where}: half a line, as a run that was killed leaves it; it is left out.",)
+                break
+            raise InputError(f"{where}: this is not valid JSON ({error}).") from None
+        if not isinstance(found, dict):
+            raise InputError(f"{where}: this is no JSON object; is it a trace?")
+        try:
+            if not headers or found.get("kind") == "trace":
+                header = TraceHeader.from_dict(found)
+                headers[header.run] = header
+                continue
+            text = TraceText.from_dict(found)
+        except InputError as error:
+            raise InputError(f"{where}: {str(error).removesuffix('.')}.") from None
         if text.run not in headers:
-            raise InputError(f"{path}, line {number}: no header names the run '{text.run}'.")
-        texts[text.run].append(text)
+            raise InputError(f"{where}: no header names the run '{text.run}'.")
+        texts.setdefault(text.run, []).append(text)
     if not headers:
         raise InputError(f"The trace {path} is empty; record one with `paceline generate --trace FILE`.")
-    return [TraceFile(header, tuple(texts[run]), notes) for run, header in headers.items()]
+    return [TraceFile(header, tuple(texts.get(run, ())), notes) for run, header in headers.items()]
 
 
 # ---- The rounds of the Paceline runs of a benchmark

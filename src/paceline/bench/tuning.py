@@ -22,10 +22,10 @@ from paceline.bench.candidate import (
     Watcher,
     parse_run_spec,
 )
-from paceline.bench.data.tasks import Conversation, first_tasks
 from paceline.bench.machine_use import how_busy
 from paceline.bench.replay import rerun
 from paceline.bench.results.metrics import Summary, summarise
+from paceline.bench.tasks import Conversation, first_tasks
 from paceline.bench.trace_files import TraceHeader, TraceText
 from paceline.common.errors import InputError, PacelineError
 from paceline.common.text_formats import toml_value

@@ -15,7 +15,7 @@ import importlib
 import json
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,19 +37,10 @@ class GgufPeer(ABC):
     drafter = ""
     exact = False
 
-    def __init__(
-        self,
-        name: str,
-        file: Path,
-        context: int,
-        *,
-        gamma: int = 0,
-        match: int = 2,
-        clock: Callable[[], float] = time.perf_counter,
-    ) -> None:
+    def __init__(self, name: str, file: Path, context: int, *, gamma: int = 0, match: int = 2) -> None:
         """gamma: tokens it drafts by lookup, 0 for none; match: tokens of the n-gram that is looked up."""
         self.name, self.gamma, self.speculates = name, gamma, gamma > 0
-        self._file, self._context, self._match, self._clock = file, context, match, clock
+        self._file, self._context, self._match = file, context, match
         self.find_library()
 
     @abstractmethod
@@ -114,16 +105,9 @@ class LlamaCpp(GgufPeer):
     library = "llama.cpp"
     samplers = ("temperature", "top_k", "top_p", "min_p")
 
-    def __init__(
-        self,
-        name: str,
-        file: Path,
-        context: int,
-        speculation: Speculation | None = None,
-        clock: Callable[[], float] = time.perf_counter,
-    ) -> None:
+    def __init__(self, name: str, file: Path, context: int, speculation: Speculation | None = None) -> None:
         self._speculation = speculation
-        super().__init__(name, file, context, clock=clock)
+        super().__init__(name, file, context)
         if speculation is not None:
             self.gamma, self.speculates = self._drafting(self._module.CommonParams(), speculation), True
 
@@ -135,16 +119,11 @@ class LlamaCpp(GgufPeer):
     def run(self, task: Task, plan: Plan, repeat: int, cancel: Cancel) -> Run:
         prompt = task.prompts[0]
         self._serve(len(prompt) + plan.tokens + self.gamma)
-        answer = _Answer(self._clock, cancel)
+        answer = _Answer(cancel)
         request = {
-            "prompt": list(prompt),
-            "n_predict": plan.tokens,
-            "ignore_eos": True,
-            "stream": True,
-            "cache_prompt": False,
-            "seed": plan.seed,
-            **_sampling(plan),
-        }
+            "prompt": list(prompt), "n_predict": plan.tokens, "ignore_eos": True, "stream": True,
+            "cache_prompt": False, "seed": plan.seed, **_sampling(plan),
+        }  # fmt: skip
         seconds = answer.ask(self._server, json.dumps(request))
         if answer.stopped:
             return Run.cancelled(self.name, task, repeat)
@@ -200,8 +179,8 @@ class LlamaCpp(GgufPeer):
 class _Answer:
     """The messages of the server. They are stored, and parsed after the clock has stopped."""
 
-    def __init__(self, clock: Callable[[], float], cancel: Cancel) -> None:
-        self._clock, self._cancel = clock, cancel
+    def __init__(self, cancel: Cancel) -> None:
+        self._cancel = cancel
         self._messages: list[tuple[float, str]] = []
         self._error: BaseException | None = None
         self._started = 0.0
@@ -211,9 +190,9 @@ class _Answer:
         """Seconds until the call came back. An error in between (Ctrl-C) ends the request, and is raised here."""
         hearing = self._hearing()
         next(hearing)
-        self._started = self._clock()
+        self._started = time.perf_counter()
         server.handle_completions(request, hearing.send)
-        seconds = self._clock() - self._started
+        seconds = time.perf_counter() - self._started
         if self._error is not None:
             raise self._error
         return seconds
@@ -226,7 +205,7 @@ class _Answer:
             try:
                 while True:
                     event = yield self.stopped or self._error is not None
-                    self._messages.append((self._clock() - self._started, event))
+                    self._messages.append((time.perf_counter() - self._started, event))
                     self.stopped = self._cancel()
             except (Exception, KeyboardInterrupt) as error:
                 self._error = error
@@ -283,28 +262,23 @@ class OpenVino(GgufPeer):
         ids = np.array([task.prompts[0]], dtype=np.int64)
         inputs = self._genai.TokenizedInputs(self._tensor(ids), self._tensor(np.ones_like(ids)))
         config = self._config(plan)
-        arrivals: list[float] = []
-        clock = self._clock
-        streamer = _streamer(self._genai, cancel, lambda count: arrivals.extend([clock() - started] * count))
-        started = clock()
+        moments: list[float] = []
+        streamer = _streamer(self._genai, cancel, moments)
+        started = time.perf_counter()
         written = self._pipeline.generate(inputs, config, streamer).tokens
-        seconds = clock() - started
+        seconds = time.perf_counter() - started
         if cancel():
             return Run.cancelled(self.name, task, repeat)
-        return Run.finished(self.name, task, plan, repeat, written, seconds, arrivals)
+        return Run.finished(self.name, task, plan, repeat, written, seconds, [moment - started for moment in moments])
 
     def _open(self) -> Any:
         scheduler = self._genai.SchedulerConfig()
         scheduler.enable_prefix_caching = False
-        lookup = {"prompt_lookup": True} if self.gamma else {}
+        how = {"scheduler_config": scheduler, "INFERENCE_NUM_THREADS": torch.get_num_threads()}
+        if self.gamma:
+            how["prompt_lookup"] = True
         try:
-            return self._genai.LLMPipeline(
-                str(self._file),
-                "CPU",
-                scheduler_config=scheduler,
-                INFERENCE_NUM_THREADS=torch.get_num_threads(),
-                **lookup,
-            )
+            return self._genai.LLMPipeline(str(self._file), "CPU", **how)
         except RuntimeError as error:
             raise UnsupportedError(f"OpenVINO cannot open {self._file.name}: {in_one_line(error)}.") from error
 
@@ -324,12 +298,12 @@ class OpenVino(GgufPeer):
         self._pipeline = None
 
 
-def _streamer(genai: Any, cancel: Cancel, arrived: Callable[[int], None]) -> Any:
-    """Told of every token, or of several at once; it must be of OpenVINO's own class."""
+def _streamer(genai: Any, cancel: Cancel, moments: list[float]) -> Any:
+    """Adds the moment of every token to `moments`. It must be of OpenVINO's own class."""
 
     class Streamer(genai.StreamerBase):  # type: ignore[misc]
         def write(self, token: Any) -> Any:
-            arrived(len(token) if isinstance(token, (list, tuple)) else 1)
+            moments.extend([time.perf_counter()] * (len(token) if isinstance(token, (list, tuple)) else 1))
             return genai.StreamingStatus.CANCEL if cancel() else genai.StreamingStatus.RUNNING
 
         def end(self) -> None:

@@ -13,7 +13,6 @@ from __future__ import annotations
 import copy
 import time
 from collections import OrderedDict
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,11 +48,10 @@ class HuggingFace:
         settings: dict[str, Any] | None = None,
         draft: LanguageModel | None = None,
         sampled: bool = False,
-        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         if not lm.model.can_generate():
             raise UnsupportedError(f"{lm.name} has no `generate`, so '{name}' cannot take part.")
-        self.name, self.lm, self.gamma, self._clock = name, lm, gamma, clock
+        self.name, self.lm, self.gamma = name, lm, gamma
         self.speculates = gamma > 0
         self.drafter = ""  # the cost of its draft is unknown
         self.exact = not sampled
@@ -98,9 +96,9 @@ class HuggingFace:
         return Run.finished(self.name, task, plan, repeat, tokens, seconds, arrivals, passes=passes, cache=cache)
 
     def _timed(self, config: Any, inputs: dict[str, Any], cancel: Cancel) -> tuple[Any, float, list[float]]:
-        clock, device = self._clock, self.lm.device
+        device = self.lm.device
         finish(device)
-        streamer = _Arrivals(clock, cancel)
+        streamer = _Arrivals(cancel)
         try:
             written = self._model.generate(**inputs, generation_config=config, streamer=streamer)
         except _StoppedError:
@@ -108,24 +106,17 @@ class HuggingFace:
         except Exception as error:  # transformers raises every kind
             raise UnsupportedError(f"'{self.name}' cannot run {self.lm.name}: {in_one_line(error)}.") from error
         finish(device)
-        return written, clock() - streamer.started, streamer.arrivals
+        return written, time.perf_counter() - streamer.started, streamer.arrivals
 
     def close(self) -> None:
         """The shells go; the model they were made of never noticed."""
         self._model = self._assistant = None
 
 
-def early_exit(
-    name: str,
-    lm: LanguageModel,
-    layers: int,
-    gamma: int,
-    sampled: bool = False,
-    clock: Callable[[], float] = time.perf_counter,
-) -> HuggingFace:
+def early_exit(name: str, lm: LanguageModel, layers: int, gamma: int, sampled: bool = False) -> HuggingFace:
     """Self-speculation after `layers` layers. Transformers does it by setting `num_hidden_layers` while it drafts, so
     only architectures whose forward looks there can do it: that is tried out."""
-    peer = HuggingFace(name, lm, gamma=gamma, settings={"assistant_early_exit": layers}, sampled=sampled, clock=clock)
+    peer = HuggingFace(name, lm, gamma=gamma, settings={"assistant_early_exit": layers}, sampled=sampled)
     _give_own_config(peer._model)
     if not 0 < layers < lm.layers:
         raise UnsupportedError(
@@ -168,13 +159,8 @@ def _exits(model: Any, lm: LanguageModel, layers: int) -> bool:
 def _apart(model: Any) -> Any:
     """A module object of its own, with hooks of its own; weights and everything below are the model's."""
     fresh = shell(model)
-    for name in (
-        "_forward_hooks",
-        "_forward_pre_hooks",
-        "_forward_hooks_with_kwargs",
-        "_forward_pre_hooks_with_kwargs",
-    ):
-        fresh.__dict__[name] = OrderedDict(model.__dict__[name])
+    for kind in ("hooks", "pre_hooks", "hooks_with_kwargs", "pre_hooks_with_kwargs"):
+        fresh.__dict__[f"_forward_{kind}"] = OrderedDict(model.__dict__[f"_forward_{kind}"])
     return fresh
 
 
@@ -216,18 +202,18 @@ class _StoppedError(Exception):
 class _Arrivals:
     """A streamer that looks at the clock. The first `put` is the prompt: then the clock has been started already."""
 
-    def __init__(self, clock: Callable[[], float], cancel: Cancel) -> None:
-        self._clock, self._cancel = clock, cancel
+    def __init__(self, cancel: Cancel) -> None:
+        self._cancel = cancel
         self._prompt = True
         self.arrivals: list[float] = []
-        self.started = clock()
+        self.started = time.perf_counter()
 
     def put(self, value: Any) -> None:
         if self._prompt:
             self._prompt = False
             return
         new = value.shape[1] if value.ndim == 2 else 1  # [1,Q] when assisted, else one token of every row
-        self.arrivals += [self._clock() - self.started] * new
+        self.arrivals += [time.perf_counter() - self.started] * new
         if self._cancel():
             raise _StoppedError
 

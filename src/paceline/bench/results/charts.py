@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from html import escape
 from importlib.util import find_spec
+from itertools import accumulate
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,6 +17,7 @@ from paceline.bench.results.metrics import ALL, Line, Ratio, Summary
 from paceline.bench.results.records import Report
 from paceline.bench.results.tables import above_bound
 from paceline.common.errors import InputError, UnsupportedError
+from paceline.core.costs import Costs
 
 __all__ = ["HOW_TO_GET", "Chart", "Point", "Series", "as_svg", "caption_of", "charts_of", "write_png"]
 
@@ -109,16 +112,27 @@ def caption_of(report: Report) -> str:
     return " · ".join(fact for fact in facts if fact)
 
 
+def _per_member(report: Report, points: Callable[[str], Iterable[Point]]) -> tuple[Series, ...]:
+    """A series for each candidate that has points. A candidate has one colour in all charts."""
+    series = (Series(each.name, tuple(points(each.name)), colour) for colour, each in enumerate(report.members))
+    return tuple(each for each in series if each.points)
+
+
+def _of_ratio(x: float | str, ratio: Ratio | None) -> list[Point]:
+    return [] if ratio is None else [Point(x, ratio.value, ratio.low, ratio.high)]
+
+
 def _speed_ups(report: Report, summary: Summary) -> Chart:
     categories = (ALL, *report.categories) if len(report.categories) > 1 else (ALL,)
-    series = []
-    for colour, member in enumerate(report.members):
-        lines = [line for category in categories if (line := summary.of(member.name, category)) is not None]
-        points = tuple(_of_ratio(line.category, line.speed_up) for line in lines if line.speed_up is not None)
-        if member.name != report.plain and points:
-            series.append(Series(member.name, points, colour))
+
+    def points(name: str) -> Iterator[Point]:
+        for category in categories if name != report.plain else ():
+            line = summary.of(name, category)
+            yield from _of_ratio(category, line.speed_up) if line is not None else ()
+
     return Chart(
-        "speed-up", "Speed-up over plain decoding", "category", "speed-up (× plain decoding)", "bars", tuple(series),
+        "speed-up", "Speed-up over plain decoding", "category", "speed-up (× plain decoding)", "bars",
+        _per_member(report, points),
         "Tokens per second over our own plain decoding of the same texts in the same run. Left of the dashed line is "
         "slower. Thin lines show the spread.",
         level=1.0,
@@ -126,25 +140,22 @@ def _speed_ups(report: Report, summary: Summary) -> Chart:
 
 
 def _acceptance(report: Report, summary: Summary) -> Chart:
-    series = []
-    for colour, member in enumerate(report.members):
-        line = summary.of(member.name)
+    def points(name: str) -> Iterator[Point]:
+        line = summary.of(name)
         table = line.by_position[:_LONGEST] if line is not None else ()
-        points = tuple(Point(n, accepted / drafted) for n, (accepted, drafted) in enumerate(table, 1) if drafted)
-        if points:
-            series.append(Series(member.name, points, colour))
+        return (Point(n, accepted / drafted) for n, (accepted, drafted) in enumerate(table, 1) if drafted)
+
     return Chart(
         "acceptance", "Acceptance by position", "position in the draft (tokens)", "accepted / drafted (0 to 1)",
-        "lines", tuple(series),
+        "lines", _per_member(report, points),
         "Unconditional: tokens that were drafted after a rejected token count as drafted.",
     )  # fmt: skip
 
 
 def _forward_times(report: Report) -> Chart:
-    series = []
-    for colour, rows in enumerate(sorted(report.costs.passes) if report.costs is not None else ()):
-        assert report.costs is not None
-        points = tuple(Point(n, report.costs.v(n, rows)) for n in sorted(report.costs.passes[rows]))
+    costs, series = report.costs or Costs({}), []
+    for colour, rows in enumerate(sorted(costs.passes)):
+        points = tuple(Point(n, costs.v(n, rows)) for n in sorted(costs.passes[rows]))
         series.append(Series("1 row" if rows == 1 else f"{rows} rows", points, colour))
     return Chart(
         "v", "v(n): time of a forward pass over n tokens", "n (tokens of each row)",
@@ -160,7 +171,7 @@ def _bounds(report: Report, summary: Summary) -> Chart:
     return Chart(
         "bound", "Expected speed-up S, and what was reached", "candidate",
         "speed-up after the first token (× plain decoding)", "bars",
-        (Series("expected S", bound, 6), Series("reached", reached, 0)) if lines else (),
+        (Series("expected S", bound, 6), Series("reached", reached, 0)),
         "S = E/(v(γ+1)+γc+o) from measured costs and acceptance, with γ drafted tokens in every round. Reached: "
         f"measured after the first token.{above_bound(report, lines)}",
         level=1.0,
@@ -168,19 +179,16 @@ def _bounds(report: Report, summary: Summary) -> Chart:
 
 
 def _predictions(report: Report, summary: Summary) -> Chart:
-    colours = {member.name: colour for colour, member in enumerate(report.members)}
-    series = []
-    for name in dict.fromkeys(line.contestant for line in _speculating(report, summary)):
-        points = tuple(
-            Point(line.predicted, line.speed_up.value, line.speed_up.low, line.speed_up.high)
-            for line in summary.lines
-            if line.contestant == name and line.predicted is not None and line.speed_up is not None
-        )
-        if points:
-            series.append(Series(name, points, colours[name]))
+    names = {line.contestant for line in _speculating(report, summary)}
+
+    def points(name: str) -> Iterator[Point]:
+        for line in summary.lines:
+            if line.contestant == name and name in names and line.predicted is not None:
+                yield from _of_ratio(line.predicted, line.speed_up)
+
     return Chart(
         "predicted", "Predicted and measured speed-up", "predicted speed-up (× plain decoding)",
-        "measured speed-up (× plain decoding)", "dots", tuple(series),
+        "measured speed-up (× plain decoding)", "dots", _per_member(report, points),
         "One dot per candidate and category. The prediction uses the measured costs and the rounds of the run. On the "
         "dashed line both are equal.",
         diagonal=True,
@@ -193,116 +201,84 @@ def _speculating(report: Report, summary: Summary) -> list[Line]:
     return [line for name in names if (line := summary.of(name)) is not None]
 
 
-def _of_ratio(x: str, ratio: Ratio) -> Point:
-    return Point(x, ratio.value, ratio.low, ratio.high)
-
-
 # ---- Two candidates in one chart
 
 
-def _pair_of(report: Report) -> tuple[str, str] | None:
-    """The two of --versus. Without it the two Paceline drafters, if there are exactly two."""
-    if report.versus is not None:
-        return report.versus
-    ours = [member.name for member in report.members if member.speculates and member.library == "paceline"]
-    return (ours[0], ours[1]) if len(ours) == 2 else None
-
-
 def _versus(report: Report, summary: Summary) -> list[Chart]:
-    lines = [line for name in _pair_of(report) or () if (line := summary.of(name)) is not None]
+    """The two of --versus. Without it the two Paceline drafters, if there are exactly two."""
+    ours = [member.name for member in report.members if member.speculates and member.library == "paceline"]
+    names = report.versus or (ours if len(ours) == 2 else ())
+    lines = {name: line for name in names if (line := summary.of(name)) is not None}
     if len(lines) < 2:
         return []
-    colours = {member.name: colour for colour, member in enumerate(report.members)}
-    title = f"{lines[0].contestant} against {lines[1].contestant}"
-    bars = tuple(Series(line.contestant, _measures(line), colours[line.contestant]) for line in lines)
-    depths = tuple(Series(line.contestant, _accepted(line), colours[line.contestant]) for line in lines)
+
+    def measures(line: Line) -> list[Point]:
+        values = {"tokens per round": line.tau, "efficiency": line.efficiency, "acceptance": line.acceptance_rate}
+        points = [Point(name, value) for name, value in values.items() if value is not None]
+        return [*points[:1], *_of_ratio("speed-up", line.speed_up), *points[1:]]
+
+    def depths(line: Line) -> Iterator[Point]:
+        """Accepted tokens per round, summed over positions. Rounds without a draft count too."""
+        totals = accumulate(accepted for accepted, _ in line.by_position[:_LONGEST])
+        return (Point(position, total / line.rounds) for position, total in enumerate(totals, 1) if line.rounds)
+
+    title = " against ".join(lines)
     return [
         Chart(
-            "versus", title, "measure", "value (no unit)", "bars", bars,
+            "versus", title, "measure", "value (no unit)", "bars",
+            _per_member(report, lambda name: measures(lines[name]) if name in lines else ()),
             "Tokens per round: emitted/rounds (τ). Speed-up: over plain decoding, with its spread. Efficiency: "
             "speed-up/τ. Acceptance: accepted/drafted.",
             level=1.0,
         ),
         Chart(
             "versus-positions", f"{title}: accepted tokens", "length of the draft (tokens)",
-            "accepted tokens per round", "lines", tuple(series for series in depths if series.points),
+            "accepted tokens per round", "lines",
+            _per_member(report, lambda name: depths(lines[name]) if name in lines else ()),
             "The accepted tokens of all positions up to this one. A longer draft helps while the line rises.",
         ),
     ]  # fmt: skip
 
 
-def _measures(line: Line) -> tuple[Point, ...]:
-    values = {"tokens per round": line.tau, "efficiency": line.efficiency, "acceptance": line.acceptance_rate}
-    points = [Point(name, value) for name, value in values.items() if value is not None]
-    if line.speed_up is not None:
-        points.insert(min(1, len(points)), _of_ratio("speed-up", line.speed_up))
-    return tuple(points)
-
-
-def _accepted(line: Line) -> tuple[Point, ...]:
-    """Accepted tokens per round, summed over positions. Rounds without a draft count too."""
-    points, accepted = [], 0
-    for position, (kept, _) in enumerate(line.by_position[:_LONGEST], 1):
-        accepted += kept
-        if line.rounds:
-            points.append(Point(position, accepted / line.rounds))
-    return tuple(points)
-
-
 # ---- An evaluation over the noise of the sampler `top-k-noise`. The sampler `top-k` is noise 0
 
 _QUALITIES = {
-    "exact_match": "exact match",
-    "token_f1": "token F1",
-    "similarity": "similarity",
-    "tf_idf": "TF-IDF",
+    "exact_match": "exact match", "token_f1": "token F1", "similarity": "similarity", "tf_idf": "TF-IDF",
     "distinct_2": "distinct-2",
-}
+}  # fmt: skip
 _NOISE = "noise (standard deviation, in logits)"
-Row = Mapping[str, Any]
 
 
 def _noise(report: Report) -> list[Chart]:
-    rows = _by_noise(report)
-    plain = [row for row in rows if row["contestant"] == report.plain and row["quality"]]
-    quality = [
-        Series(shown, _points(plain, lambda row, name=name: row["quality"][name]), colour)  # type: ignore[misc]
+    """Of top-k with noise and with the same other controls without. No points without two levels."""
+    noisy = [row for row in report.evaluation if row["settings"].get("noise")]
+    same = [{**row["settings"], "noise": 0} for row in noisy]
+    found = [row for row in report.evaluation if row in noisy or {**row["settings"], "noise": 0} in same]
+    rows = sorted(((float(row["settings"].get("noise", 0.0)), row) for row in found), key=itemgetter(0))
+    if len({level for level, _ in rows}) < 2:
+        rows = []
+    plain = [(level, row["quality"]) for level, row in rows if row["contestant"] == report.plain and row["quality"]]
+    quality = (
+        Series(shown, tuple(Point(level, measures[name]) for level, measures in plain), colour)
         for colour, (name, shown) in enumerate(_QUALITIES.items())
-    ]
-    accepted = [
-        Series(member.name, _points(known, lambda row: row["acceptance_rate"]), colour)
-        for colour, member in enumerate(report.members)
-        if (known := [row for row in rows if row["contestant"] == member.name and row["acceptance_rate"] is not None])
-    ]
+    )
+
+    def acceptance(name: str) -> Iterator[Point]:
+        for level, row in rows:
+            if row["contestant"] == name and row["acceptance_rate"] is not None:
+                yield Point(level, row["acceptance_rate"])
+
     about = "Noise is added to the logits that survive top-k, one draw per position."
     return [
         Chart(
-            "noise-quality", "Quality by noise", _NOISE, "quality (0 to 1)", "lines",
-            tuple(series for series in quality if series.points),
+            "noise-quality", "Quality by noise", _NOISE, "quality (0 to 1)", "lines", tuple(quality),
             f"{about} The texts are those of plain decoding. The table of samplers compares the other candidates.",
         ),
         Chart(
             "noise-acceptance", "Acceptance by noise", _NOISE, "accepted / drafted (0 to 1)", "lines",
-            tuple(accepted), about,
+            _per_member(report, acceptance), about,
         ),
     ]  # fmt: skip
-
-
-def _by_noise(report: Report) -> list[Row]:
-    """The rows of top-k with noise, and those of top-k with the same other controls. Empty without two levels."""
-    noisy = [row for row in report.evaluation if row["settings"].get("noise")]
-    same = [{**row["settings"], "noise": 0} for row in noisy]
-    rows = [row for row in report.evaluation if row in noisy or {**row["settings"], "noise": 0} in same]
-    rows.sort(key=_level)
-    return rows if len({_level(row) for row in rows}) > 1 else []
-
-
-def _level(row: Row) -> float:
-    return float(row["settings"].get("noise", 0.0))
-
-
-def _points(rows: list[Row], value: Callable[[Row], float]) -> tuple[Point, ...]:
-    return tuple(Point(_level(row), value(row)) for row in rows)
 
 
 # ---- Drawing. Colours are those of Okabe and Ito: readable on white and on black, and without red against green

@@ -1,27 +1,21 @@
 """From runs to numbers, in the words of docs/exactness.md. Pure functions; nothing is measured here.
 
 - **seconds** of a task: the median over its repeats; of a category or of everything, the sum over its tasks.
-- **tokens/s**: emitted over those seconds, reading the prompt included; **decode tokens/s**: the tokens after the
-  first over the seconds after it.
-- **speed-up**: seconds of our own plain decoding over seconds, on the tasks both did; a ratio of totals, so a
-  category is as fast as somebody who sends all of it would find it. The ratio to a peer is the same with the peer on
-  top.
-- low, high: the speed-up divided and multiplied by its spread (spread.py says what that is: measuring again stays
-  inside).
+- **tokens/s**: emitted over those seconds, reading the prompt included. **decode tokens/s**: the tokens after the first
+  over the seconds after it.
+- **speed-up**: seconds of our own plain decoding over seconds, on the tasks both did. The ratio to a peer is the same
+  with the peer on top. low, high: divided and multiplied by the spread, in which a second measurement stays.
 - **α**: accepted over judged, the chance that the next drafted token of a draft is accepted. **bound**: S for that α,
-  the contestant's γ and the measured v, c and o, as if there were a draft of γ tokens in every round; a drafter that
-  often has none stays far below it. **reached**: decode speed-up over the bound, for S says nothing about reading
-  prompts.
-- **predicted**: the speed-up that costs and trace give without a clock: reading the prompt as plain decoding did,
-  then every round at v(fed) + c per drafted depth + o, with plain decoding's own seconds per token as the unit; and
-  of `auto`, what the models it asked take by its own account.
-- per-position acceptance is unconditional, with the count behind it.
+  the candidate's γ and the measured v, c and o, with γ drafted tokens in every round. **reached**: decode speed-up over
+  the bound, because S does not count the time for prompts.
+- **predicted**: the speed-up from costs and trace without a clock: the prompt as in plain decoding, then every round at
+  v(fed) + c per drafted depth + o in plain decoding's own seconds per token, and what `auto` says its models took.
 """
 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from math import exp
 from statistics import median
@@ -154,9 +148,6 @@ class Line:
     same: int  # of them with plain decoding's text
     parted: int | None  # the first position at which a text is another
 
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
 
 @dataclass(frozen=True)
 class Summary:
@@ -172,29 +163,13 @@ class Summary:
 def summarise(report: Report, per_task: bool = True) -> Summary:
     """Everything there is to say about a report; of single tasks only if they are asked for (hundreds take seconds)."""
     view = _View(report)
-    lines, single = [], []
-    for member in report.members:
-        for category in (*report.categories, ALL):
-            line = view.line(member, category, view.tasks_of(category))
-            if line is not None:
-                lines.append(line)
-        for task in report.tasks if per_task else ():
-            line = view.line(member, task, [task])
-            if line is not None:
-                single.append(line)
-    return Summary(tuple(lines), tuple(single))
-
-
-def seconds_of(runs: Iterable[Run]) -> Seconds:
-    """Task -> repeat -> seconds, of one candidate."""
-    found: dict[str, dict[int, float]] = {}
-    for run in runs:
-        found.setdefault(run.task, {})[run.repeat] = run.seconds
-    return found
-
-
-def alpha_of(tally: Tally) -> float | None:
-    return tally.accepted / tally.judged if tally.judged else None
+    lines = [
+        view.line(member, category, view.tasks_of(category))
+        for member in report.members
+        for category in (*report.categories, ALL)
+    ]
+    single = [view.line(member, task, [task]) for member in report.members for task in report.tasks if per_task]
+    return Summary(tuple(filter(None, lines)), tuple(filter(None, single)))
 
 
 def predicted_seconds(plain: Result, tally: Tally, costs: Costs, drafter: str) -> float | None:
@@ -224,8 +199,8 @@ class _View:
         self._results: dict[str, dict[str, list[Result]]] = {member.name: {} for member in report.members}
         for result in report.results:
             self._results[result.run.contestant].setdefault(result.run.task, []).append(result)
-        self._seconds = {
-            name: seconds_of(result.run for found in tasks.values() for result in found)
+        self._seconds: dict[str, Seconds] = {
+            name: {task: {each.run.repeat: each.run.seconds for each in found} for task, found in tasks.items()}
             for name, tasks in self._results.items()
         }
         self._pools: dict[tuple[str, str], Pool | None] = {}
@@ -251,31 +226,28 @@ class _View:
         by_task = {task: found for task in tasks if (found := self._results[member.name].get(task))}
         if not by_task:
             return None
-        runs = [result for found in by_task.values() for result in found]
-        done = list(by_task)
-        plain = self.report.plain
-        speed_up = self.ratio(plain, member.name, done)
+        results = [result for found in by_task.values() for result in found]
+        done, runs = list(by_task), [result.run for result in results]
+        speed_up, seconds = self.ratio(self.report.plain, member.name, done), total(self._seconds[member.name], done)
         peers = [peer for peer in self.report.peers if peer != member.name]
         to_peers = {peer: self.ratio(peer, member.name, done) for peer in peers}
-        firsts = [found[0] for found in by_task.values()]
-        parted = [result.parted for result in runs if result.parted is not None]
         return Line(
             contestant=member.name,
             category=category,
             tasks=len(done),
             runs=len(runs),
-            disturbed=sum(bool(result.disturbed) for result in runs),
-            seconds=(seconds := total(self._seconds[member.name], done)),
-            tokens_per_second=sum(result.run.emitted for result in firsts) / seconds,
+            disturbed=sum(bool(result.disturbed) for result in results),
+            seconds=seconds,
+            tokens_per_second=sum(found[0].run.emitted for found in by_task.values()) / seconds,
             speed_up=speed_up,
             ratios={peer: ratio for peer, ratio in to_peers.items() if ratio is not None},
-            first=median(result.run.first for result in runs),
+            first=median(run.first for run in runs),
             latency=_latency(runs),
-            peak=max((result.run.peak for result in runs if result.run.peak is not None), default=None),
-            cache=max((result.run.cache for result in runs if result.run.cache is not None), default=None),
+            peak=max((run.peak for run in runs if run.peak is not None), default=None),
+            cache=max((run.cache for run in runs if run.cache is not None), default=None),
             compared=len(done),
             same=sum(all(result.same for result in found) for found in by_task.values()),
-            parted=min(parted, default=None),
+            parted=min((result.parted for result in results if result.parted is not None), default=None),
             **self._of_rounds(member, by_task, speed_up),
         )
 
@@ -285,18 +257,19 @@ class _View:
         tallies = [result.tally for found in by_task.values() for result in found if result.tally is not None]
         whole = Tally.total(tallies) if tallies else None
         tau = whole.emitted / whole.rounds if whole and whole.rounds else None
-        limit = self._bound(member, whole, by_task)
-        base = {task: self._results[self.report.plain][task] for task in by_task if self._seconds_known(task)}
-        plain_decode = _decoding(base.values()) if len(base) == len(by_task) else None
+        alpha = whole.accepted / whole.judged if whole and whole.judged else None
+        plain, costs, limit = self._results[self.report.plain], self.report.costs, None
+        if costs is not None and alpha is not None and member.speculates and member.gamma:
+            rows = max(len(found[0].run.tokens) for found in by_task.values())
+            limit = bound(alpha, member.gamma, costs, member.drafter, rows)
+        plain_decode = _decoding(plain[task] for task in by_task) if by_task.keys() <= plain.keys() else None
         predicted, error = self._predicted(member, by_task)
         return {
             "decode_tokens_per_second": decode,
-            "rounds": whole.rounds if whole else None,
-            "drafted": whole.drafted if whole else None,
-            "accepted": whole.accepted if whole else None,
+            **{name: getattr(whole, name, None) for name in ("rounds", "drafted", "accepted")},
             "tau": tau,
             "acceptance_rate": whole.accepted / whole.drafted if whole and whole.drafted else None,
-            "alpha": alpha_of(whole) if whole else None,
+            "alpha": alpha,
             "by_position": whole.by_position if whole else (),
             "efficiency": speed_up.value / tau if speed_up and tau and member.speculates else None,
             "bound": limit,
@@ -305,42 +278,24 @@ class _View:
             "prediction_error": error,
         }
 
-    def _seconds_known(self, task: str) -> bool:
-        return task in self._results[self.report.plain]
-
-    def _bound(self, member: Member, tally: Tally | None, by_task: Mapping[str, list[Result]]) -> float | None:
-        costs = self.report.costs
-        alpha = alpha_of(tally) if tally else None
-        if costs is None or alpha is None or not member.speculates or member.gamma < 1:
-            return None
-        rows = max(len(found[0].run.tokens) for found in by_task.values())
-        return bound(alpha, member.gamma, costs, member.drafter, rows)
-
     def _predicted(self, member: Member, by_task: Mapping[str, list[Result]]) -> tuple[float | None, float | None]:
         """The predicted speed-up over all tasks, and the median of the errors of the single ones."""
-        if self.report.costs is None or not member.speculates:
-            return None, None
+        costs, plain = self.report.costs, self._results[self.report.plain]
         above = below = 0.0
         errors = []
+        if costs is None or not member.speculates:
+            return None, None
         for task, found in by_task.items():
-            if not self._seconds_known(task):
-                continue
-            guesses = self._guesses(member, task, found)
-            if not guesses:
-                continue
-            own, guess = total(self._seconds[self.report.plain], [task]), median(guesses)
-            measured = own / total(self._seconds[member.name], [task])
-            errors.append(abs(own / guess - measured) / measured)
-            above, below = above + own, below + guess
+            own = {result.run.repeat: result for result in plain.get(task, ())}
+            pairs = [(own[r.run.repeat], r.tally) for r in found if r.run.repeat in own and r.tally is not None]
+            guesses = [predicted_seconds(base, tally, costs, member.drafter) for base, tally in pairs]
+            known = [guess for guess in guesses if guess is not None]
+            if known:
+                seconds, guess = total(self._seconds[self.report.plain], [task]), median(known)
+                measured = seconds / total(self._seconds[member.name], [task])
+                errors.append(abs(seconds / guess - measured) / measured)
+                above, below = above + seconds, below + guess
         return (above / below, median(errors)) if errors else (None, None)
-
-    def _guesses(self, member: Member, task: str, found: Sequence[Result]) -> list[float]:
-        costs = self.report.costs
-        assert costs is not None
-        plain = {result.run.repeat: result for result in self._results[self.report.plain][task]}
-        pairs = [(plain[r.run.repeat], r.tally) for r in found if r.run.repeat in plain and r.tally is not None]
-        guesses = [predicted_seconds(own, tally, costs, member.drafter) for own, tally in pairs]
-        return [guess for guess in guesses if guess is not None]
 
 
 def _decoding(tasks: Any) -> float | None:
@@ -353,13 +308,9 @@ def _decoding(tasks: Any) -> float | None:
     return tokens / seconds if tokens and seconds > 0 else None
 
 
-def _latency(runs: Sequence[Result]) -> tuple[float, float, float] | None:
+def _latency(runs: Sequence[Run]) -> tuple[float, float, float] | None:
     """Between the tokens of the first row; those of one round arrive together, with nothing between them."""
-    gaps = [
-        after - before
-        for result in runs
-        for before, after in zip(result.run.arrivals, result.run.arrivals[1:], strict=False)
-    ]
+    gaps = [gap for run in runs for gap in np.diff(run.arrivals)]
     if not gaps:
         return None
     p50, p90, p99 = np.percentile(gaps, [50, 90, 99])
@@ -406,18 +357,21 @@ class Change:
 def compare(old: Report, new: Report) -> list[Change]:
     """Every candidate of either report, on every category that both have, and on everything."""
     both = {*old.tasks} & {*new.tasks}
-    before, after = (summarise(_only(report, both), per_task=False) for report in (old, new))
+    before, after = (
+        summarise(replace(report, results=tuple(r for r in report.results if r.run.task in both)), per_task=False)
+        for report in (old, new)
+    )
     alike = same_machine(old, new) and not _changed_work(old, new)
     peers = [peer for peer in old.peers if peer in new.peers]
-    known = [member.name for member in old.members if member.name not in old.peers]
-    names = known + [m.name for m in new.members if m.name not in new.peers and m.name not in known]
+    ours = [member.name for report in (old, new) for member in report.members if member.name not in report.peers]
     changes: list[Change] = []
-    for name in names:
-        if before.of(name) is None and after.of(name) is None:
-            continue  # on nothing that is in both
-        absent = _absent(name, before, after)
-        if absent is not None:
-            changes.append(absent)
+    for name in dict.fromkeys(ours):
+        then, now = before.of(name), after.of(name)
+        if then is None or now is None:  # both: it is on nothing that is in both reports
+            old_ratio, new_ratio = (None if line is None else line.speed_up for line in (then, now))
+            if (then is None) != (now is None):
+                verdict: Verdict = "missing" if now is None else "added"
+                changes.append(Change(name, ALL, "speed-up", old_ratio, new_ratio, verdict))
             continue
         for category in (*old.categories, ALL):
             then, now = before.of(name, category), after.of(name, category)
@@ -455,22 +409,9 @@ def _changed_work(old: Report, new: Report) -> list[str]:
     return _differing(then, now, _SUBJECT)
 
 
-def _only(report: Report, tasks: set[str]) -> Report:
-    return replace(report, results=tuple(result for result in report.results if result.run.task in tasks))
-
-
 def _differing(then: Mapping[str, Any], now: Mapping[str, Any], names: Sequence[str]) -> list[str]:
     changed = [name for name in names if then.get(name) != now.get(name)]
     return [f"{name}: {then.get(name)} then, {now.get(name)} now" for name in changed]
-
-
-def _absent(name: str, before: Summary, after: Summary) -> Change | None:
-    then, now = before.of(name), after.of(name)
-    if then is not None and now is not None:
-        return None
-    verdict: Verdict = "missing" if now is None else "added"
-    old, new = (None if line is None else line.speed_up for line in (then, now))
-    return Change(name, ALL, "speed-up", old, new, verdict)
 
 
 def _of_plain(then: Line, now: Line, peers: list[str], alike: bool) -> list[Change]:

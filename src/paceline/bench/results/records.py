@@ -36,7 +36,8 @@ class Member:
 
     @staticmethod
     def of(candidate: Candidate) -> Member:
-        return Member(**{each.name: getattr(candidate, each.name, each.default) for each in fields(Member)})
+        known: dict[str, Any] = {each.name: getattr(candidate, each.name, each.default) for each in fields(Member)}
+        return Member(**known)
 
 
 _COUNTS = ("rounds", "drafted", "accepted", "recovered", "bonus", "judged")
@@ -272,7 +273,9 @@ class Recorder:
 
     def report(self, complete: bool = False) -> Report:
         """The report so far."""
-        values = {name: tuple(value) if isinstance(value, list) else value for name, value in self._values.items()}
+        values: dict[str, Any] = {
+            name: tuple(value) if isinstance(value, list) else value for name, value in self._values.items()
+        }
         return Report(**values, results=tuple(self._results), complete=complete)
 
     def finish(self, complete: bool) -> Report:

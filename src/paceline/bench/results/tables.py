@@ -78,7 +78,8 @@ class Table:
     note: str = ""
 
 
-def _table(title: str, header: Iterable[str], rows: Iterable[Iterable[str | Cell]], note: str = "") -> Table:
+def _table(title: str, header: Iterable[str], rows: Iterable[Iterable[Any]], note: str = "") -> Table:
+    """A cell that is given as a text has no tone."""
     cells = (tuple(cell if isinstance(cell, Cell) else Cell(cell) for cell in row) for row in rows)
     return Table(title, tuple(header), tuple(cells), note)
 
@@ -189,9 +190,9 @@ def by_category(report: Report, summary: Summary) -> Table:
     for member in report.members if len(categories) > 2 else ():
         lines = [summary.of(member.name, category) for category in categories]
         if member.name == report.plain:
-            cells = [NOTHING if line is None else f"{line.tokens_per_second:.1f} tok/s" for line in lines]
+            cells = [Cell(NOTHING if line is None else f"{line.tokens_per_second:.1f} tok/s") for line in lines]
         else:
-            cells = [speed_up(line and line.speed_up, spread=True) for line in lines]
+            cells = [speed_up(None if line is None else line.speed_up, spread=True) for line in lines]
         rows += [(member.name, *cells)] if any(lines) else []
     return _table("Speed-up by category", ("candidate", *categories), rows)
 
@@ -280,7 +281,7 @@ def above_bound(report: Report, lines: Sequence[Line]) -> str:
 def latencies(report: Report, summary: Summary) -> Table:
     rows = (
         (line.contestant, seconds(line.first), number(line.decode_tokens_per_second, 1),
-         *map(seconds, line.latency or (None,) * 3))
+         *map(seconds, line.latency or (None, None, None)))
         for line in overall_lines(report, summary)
     )  # fmt: skip
     note = (

@@ -59,7 +59,7 @@ def _run(options: TuneCommandOptions) -> Tuning:
     if options.out is not None and (options.out.is_dir() or not options.out.parent.is_dir()):
         raise InputError(f"The config '{options.out}' cannot be written: it is a folder, or its folder does not exist.")
     with preparing("reading prompts"):
-        from paceline.bench.data.prompt_sets import read_all
+        from paceline.bench.prompt_sets import read_all
         from paceline.bench.results.records import check_writable
         from paceline.bench.tuning import ONE_REPEAT, candidates
         from paceline.bench.tuning import tune as run

@@ -33,7 +33,7 @@ from paceline.common.text_formats import parse_json, read_text
 
 
 def builtin_objects() -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = json.loads(files("paceline.bench.data").joinpath("builtin.json").read_text("utf-8"))
+    found: list[dict[str, Any]] = json.loads(files("paceline.bench").joinpath("builtin.json").read_text("utf-8"))
     return found
 
 

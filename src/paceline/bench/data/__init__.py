@@ -1,1 +1,0 @@
-"""Prompts, tasks, samplers, and quality against known answers."""

@@ -33,6 +33,7 @@ class Option:
     (`common/names.py`); they are checked early, and a shell completes them. commas: a text of a list holds several
     values between commas; lists of numbers always do. of: the option that these options belong to, such as `draft`.
     argument: given by position, without a flag. environment: other names of variables; () means none.
+    secret: `--print-config` does not show the value.
     """
 
     help: str
@@ -45,6 +46,7 @@ class Option:
     of: str = ""
     argument: bool = False
     environment: tuple[str, ...] | None = None
+    secret: bool = False
 
 
 def option(

@@ -35,10 +35,12 @@ def as_messages(conversation: Sequence[Mapping[str, Any]], lm: LanguageModel) ->
     return [_message(message, index, text, lm.name) for index, message in enumerate(conversation)]
 
 
-def write_conversation(messages: list[dict[str, Any]], lm: LanguageModel) -> str:
-    """The text that the chat template of a model makes of the messages, up to where the assistant begins."""
+def write_conversation(messages: list[dict[str, Any]], lm: LanguageModel, **options: Any) -> str:
+    """The text that the chat template of a model makes of the messages, up to where the assistant begins. `options`:
+    arguments of `apply_chat_template`."""
+    options.setdefault("add_generation_prompt", True)
     try:
-        return str(lm.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+        return str(lm.tokenizer.apply_chat_template(messages, tokenize=False, **options))
     except Exception as error:  # templates are programs and fail in their own ways
         # what a template refuses by itself is meant for people; an error of Python inside it is not
         own = type(error).__name__ == "TemplateError"

@@ -60,7 +60,7 @@ class FakeEngine:
     set."""
 
     def __init__(
-        self, deliver: Callable[[list[Update]], None], *, slots: int = 4, max_queued: int = 8, context: int = 512,
+        self, deliver: Callable[[list[Update]], None], *, slots: int = 4, max_queued: int = 8, context: int = 1024,
         script: Script = usual_script, pause: float = 0.0, template: str | None = TEMPLATE,
     ) -> None:  # fmt: skip
         self.tokenizer = tokenizer(template)
@@ -181,10 +181,14 @@ class FakeEngine:
         writer.first = False
         logprobs = [self._logprob(token, request.logprobs) for token in tokens] if request.logprobs is not None else []
         flags = [True] * (len(tokens) - 1) + [False] * bool(tokens)
-        return Update(job.id, writer.stopper.show(), tokens, flags, logprobs, [RoundReport(entry, 0.01)], prompt, ending)
+        return Update(
+            job.id, writer.stopper.show(), tokens, flags, logprobs, [RoundReport(entry, 0.01)], prompt, ending
+        )
 
     def _ending(self, writer: Writer, reason: str, cause: int | str | None = None) -> Ending:
-        stats = writer.trace.stats(time.perf_counter() - writer.begun, "match", False, bool(writer.job.request.prediction))
+        stats = writer.trace.stats(
+            time.perf_counter() - writer.begun, "match", False, bool(writer.job.request.prediction)
+        )
         return Ending(reason, stats, cause, None, len(writer.job.prompt) // 2, writer.trace.by_position(), 0.01, 0.02)
 
     def _logprob(self, token: int, most: int) -> TokenLogprob:
@@ -204,8 +208,8 @@ class Running:
     service: Service
     server: HttpServer
 
-    def client(self, **more: Any) -> httpx.Client:
-        return httpx.Client(base_url=self.url, timeout=10, trust_env=False, **more)
+    def client(self) -> httpx.Client:
+        return httpx.Client(base_url=self.url, timeout=10, trust_env=False, verify=False)
 
     def post(self, path: str, body: Any, **more: Any) -> httpx.Response:
         with self.client() as client:

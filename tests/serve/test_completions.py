@@ -57,7 +57,9 @@ def test_a_stream_has_the_same_text(server: Running) -> None:
 @pytest.mark.parametrize("prompt", ["ab", [1, 2, 3], ["ab", "cde"], [[1, 2], [3, 4, 5]]])
 def test_every_kind_of_prompt(server: Running, prompt: Any) -> None:
     answer = ask(server, prompt)
-    lengths = [len(one) for one in prompt] if isinstance(prompt[0], (str, list)) and len(prompt[0]) > 1 else [len(prompt)]
+    lengths = (
+        [len(one) for one in prompt] if isinstance(prompt[0], (str, list)) and len(prompt[0]) > 1 else [len(prompt)]
+    )
     assert [choice["text"].split(" of ")[1][0] for choice in answer["choices"]] == [str(n) for n in lengths]
     assert answer["usage"]["prompt_tokens"] == sum(lengths)
 
@@ -200,9 +202,7 @@ def test_rounds_in_streams(server: Running) -> None:
     rounds = [entry for chunk in chunks for entry in chunk["rounds"]]
     assert all(entry["seconds"] == 0.01 and entry["why"] == "fake" for entry in rounds)
     tokens = [
-        token
-        for entry in rounds
-        for token in [*(entry["drafted"][node] for node in entry["accepted"]), entry["own"]]
+        token for entry in rounds for token in [*(entry["drafted"][node] for node in entry["accepted"]), entry["own"]]
     ]
     assert tokens == [*server.engine.tokenizer.encode("Text 7 of 5 tokens: café."), server.engine.eos]
     assert "rounds" not in stream(server)[0]

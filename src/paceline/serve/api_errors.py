@@ -26,6 +26,7 @@ _TYPES = {
     504: "timeout_error",
 }
 _SHOWN_CAUSES = 3
+_PLAIN = ("bool", "str", "int", "float")  # types of a union that look like names
 # names of our settings that a client knows by another name
 _THEIRS = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens", "eos_token_ids": "stop_token_ids",
            "max_draft": "speculative_config"}  # fmt: skip
@@ -76,7 +77,9 @@ def from_paceline(error: PacelineError, draining: bool = False) -> ApiError:
     if isinstance(error, (InputError, UnsupportedError)):
         found = re.match(r"([a-z_]+)[ =]", message)
         name = _THEIRS.get(found[1], found[1]) if found else None
-        param = name if name is not None and "_" in name or name in ("temperature", "stop", "logprobs", "seed") else None
+        param = (
+            name if name is not None and "_" in name or name in ("temperature", "stop", "logprobs", "seed") else None
+        )
         if found and param in _THEIRS.values():
             message = message.replace(found[1], str(param), 1)
         return ApiError(400, message, param, "invalid_value")
@@ -97,14 +100,16 @@ def from_validation(errors: Sequence[Mapping[str, Any]]) -> ApiError:
     same = [error for error in errors if _path(error)[:1] == first[:1]]
     causes = list(dict.fromkeys(_cause(error) for error in same))[:_SHOWN_CAUSES]
     given = errors[0].get("input")
-    got = f", got {shown(given)}" if len(same) == 1 and kind != "value_error" else ""
+    plain = given is None or isinstance(given, (str, int, float))  # the text of a large list takes long to make
+    got = f", got {shown(given)}" if plain and len(same) == 1 and kind != "value_error" else ""
     name = (".".join(first) if len(causes) == 1 else str(field)) if first else "The body"
     return ApiError(400, f"{name} is not valid: {', or '.join(causes)}{got}.", field, "invalid_value")
 
 
 def _path(error: Mapping[str, Any]) -> list[str]:
     """Names of fields and numbers of items; types of a union are left out."""
-    return [str(part) for part in error["loc"][1:] if isinstance(part, int) or re.fullmatch(r"[\w-]{1,64}", str(part))]
+    parts = [str(part) for part in error["loc"][1:]]
+    return parts[:1] + [part for part in parts[1:] if re.fullmatch(r"[a-z0-9_]{1,64}", part) and part not in _PLAIN]
 
 
 def _cause(error: Mapping[str, Any]) -> str:

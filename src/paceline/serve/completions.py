@@ -43,9 +43,7 @@ class CompletionAnswer(Answer):
         """The log-probabilities of the prompt, where the answer repeats it."""
         return (choice.prompt_logprobs or ()) if self.plan.body.echo and self.plan.body.logprobs is not None else ()
 
-    def _logprobs(
-        self, choice: Choice, entries: Sequence[TokenLogprob | None], start: int
-    ) -> dict[str, Any] | None:
+    def _logprobs(self, choice: Choice, entries: Sequence[TokenLogprob | None], start: int) -> dict[str, Any] | None:
         """OpenAI's four lists. The first token of a prompt has no log-probability."""
         if self.plan.body.logprobs is None:
             return None

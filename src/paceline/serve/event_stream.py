@@ -11,8 +11,6 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 
-
-
 @asynccontextmanager
 async def cancelled_when_gone(receive: Receive, cancel: Callable[[], None]) -> AsyncIterator[None]:
     """Call `cancel` if the client closes the connection before the block ends. The body has been read."""
@@ -48,5 +46,3 @@ class EventStream(Response):
             await send({"type": "http.response.body", "body": b"", "more_body": False})
         finally:
             self._finish()
-
-

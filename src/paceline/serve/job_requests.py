@@ -240,7 +240,9 @@ def _constraints(body: Sampled) -> list[tuple[str, str, Any]]:
     if form is not None and form.type == "json_schema":
         schema = form.json_schema.json_schema if form.json_schema is not None else None
         if schema is None:
-            raise ApiError(400, "response_format.json_schema.schema is missing.", "response_format", "missing_parameter")
+            raise ApiError(
+                400, "response_format.json_schema.schema is missing.", "response_format", "missing_parameter"
+            )
         found.append(("response_format", "json_schema", schema))
     for owner, prefix in ((body, ""), (body.structured_outputs, "structured_outputs")):
         for name in ("json_schema", "json_object", "regex", "grammar", "choice"):

@@ -77,7 +77,9 @@ class Metrics:
                                 ["model_name", "finished_reason"], registry=self.registry)  # fmt: skip
         self._refused = Counter(f"{prefix}:request_refused", "Requests that were refused because the queue was full.",
                                 ["model_name"], registry=self.registry).labels(model)  # fmt: skip
-        self._to_first = self._histogram("time_to_first_token_seconds", "From the request to its first token.", _SECONDS)
+        self._to_first = self._histogram(
+            "time_to_first_token_seconds", "From the request to its first token.", _SECONDS
+        )
         self._gap = self._histogram("inter_token_latency_seconds", "Time per token after the first ones.", _GAPS)
         self._whole = self._histogram("e2e_request_latency_seconds", "From the request to its end.", _SECONDS)
         self._queue = self._histogram("request_queue_time_seconds", "Time in the queue.", _SECONDS)

@@ -151,5 +151,3 @@ class BodyLimit:
     def _too_large(self) -> ApiError:
         told = f"The body has more than {self._most:,} bytes, the limit of this server; send less."
         return ApiError(413, told, None, "body_too_large", {"Connection": "close"})
-
-

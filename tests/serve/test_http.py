@@ -351,27 +351,31 @@ def test_an_engine_that_ended_is_not_healthy() -> None:
 # ---- the end
 
 
-def test_the_first_signal_drains_and_the_second_one_ends() -> None:
+LONG = {"prompt": "Hello", "max_tokens": 400, "stream": True}
+
+
+def test_the_first_signal_drains() -> None:
     with serving({"drain_seconds": 10}, pause=0.05, script=lambda job: "x" * 60) as running:
-        with (
-            running.client() as client,
-            client.stream("POST", COMPLETIONS, json={"prompt": "Hello", "max_tokens": 60, "stream": True}) as response,
-        ):
+        with running.client() as client, client.stream("POST", COMPLETIONS, json=LONG) as response:
             lines = response.iter_lines()
             next(lines)
             running.server.handle_exit(15, None)
             wait_for(lambda: running.engine.state().draining)
             assert list(lines)[-2] == "data: [DONE]"  # a running request comes to its end
         wait_for(lambda: not running.server.server_state.connections)
-    with serving({"drain_seconds": 60}, pause=0.05, script=lambda job: "x" * 400) as running:
-        with (
-            running.client() as client,
-            client.stream("POST", COMPLETIONS, json={"prompt": "Hello", "max_tokens": 400, "stream": True}) as response,
-        ):
-            next(response.iter_lines())
-            running.server.handle_exit(15, None)
-            running.server.handle_exit(15, None)
-            wait_for(lambda: not running.engine.thread.is_alive())
+
+
+def test_the_second_signal_ends() -> None:
+    slow: Any = {"pause": 0.05, "script": lambda job: "x" * 400}
+    with (
+        serving({"drain_seconds": 60}, **slow) as running,
+        running.client() as client,
+        client.stream("POST", COMPLETIONS, json=LONG) as response,
+    ):
+        next(response.iter_lines())
+        running.server.handle_exit(15, None)
+        running.server.handle_exit(15, None)
+        wait_for(lambda: not running.engine.thread.is_alive())
 
 
 def test_a_draining_server_takes_nothing(server: Running) -> None:
@@ -387,7 +391,7 @@ def test_the_drain_ends_after_its_seconds() -> None:
     with serving({"drain_seconds": 1}, pause=0.05, script=lambda job: "x" * 400) as running:
         with (
             running.client() as client,
-            client.stream("POST", COMPLETIONS, json={"prompt": "Hello", "max_tokens": 400, "stream": True}) as response,
+            client.stream("POST", COMPLETIONS, json=LONG) as response,
         ):
             lines = response.iter_lines()
             next(lines)

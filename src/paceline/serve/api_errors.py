@@ -13,6 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from paceline.common.errors import InputError, PacelineError, UnsupportedError, shown
+from paceline.serve.api_models import ChatRequest, CompletionRequest
 from paceline.serve.jobs import QueueFullError
 
 _TYPES = {
@@ -25,6 +26,7 @@ _TYPES = {
     503: "unavailable_error",
     504: "timeout_error",
 }
+_PARAMETERS = {*ChatRequest.model_fields, *CompletionRequest.model_fields}
 _SHOWN_CAUSES = 3
 _PLAIN = ("bool", "str", "int", "float")  # types of a union that look like names
 # names of our settings that a client knows by another name
@@ -77,9 +79,7 @@ def from_paceline(error: PacelineError, draining: bool = False) -> ApiError:
     if isinstance(error, (InputError, UnsupportedError)):
         found = re.match(r"([a-z_]+)[ =]", message)
         name = _THEIRS.get(found[1], found[1]) if found else None
-        param = (
-            name if name is not None and "_" in name or name in ("temperature", "stop", "logprobs", "seed") else None
-        )
+        param = name if name in _PARAMETERS else None
         if found and param in _THEIRS.values():
             message = message.replace(found[1], str(param), 1)
         return ApiError(400, message, param, "invalid_value")

@@ -177,7 +177,7 @@ class _Endpoints:
             "vocab_size": facts.vocabulary,
             "model_max_length": facts.max_model_len,
             "chat_template": getattr(tokenizer, "chat_template", None),
-            **{name: None if getattr(tokenizer, name, None) is None else str(getattr(tokenizer, name)) for name in names},
+            **{name: getattr(tokenizer, name, None) for name in names},
         })  # fmt: skip
 
     # ---- the server

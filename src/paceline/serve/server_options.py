@@ -36,7 +36,7 @@ class ServerOptions(Limited):
     max_queued: int = option(256, "Sequences that may wait; more get status 429.", _LIMITS, metavar="N", least=0,
                              most=1_000_000)  # fmt: skip
     max_body_bytes: int = option(8 * 2**20, "Bytes of a request; more get status 413.", _LIMITS, metavar="N",
-                                 least=1024)  # fmt: skip
+                                 least=1)  # fmt: skip
     body_seconds: int = option(30, "Seconds that a client has to send a request.", _LIMITS, metavar="N", least=1,
                                most=86_400)  # fmt: skip
     request_seconds: int = option(3600, "Seconds that a request may take.", _LIMITS, metavar="N", least=1,

@@ -36,8 +36,7 @@ class TokenTexts:
         """Refuse a text that has more tokens than the limit, whatever they are, without encoding it."""
         if len(text) > limit * self.longest:
             raise InputError(
-                f"The prompt has {len(text):,} characters, which is more than {limit:,} tokens, the context of the model; "
-                "shorten it."
+                f"The prompt has {len(text):,} characters, more than a context of {limit:,} tokens holds; shorten it."
             )
 
     def token(self, token: int) -> str:

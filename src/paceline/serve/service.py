@@ -115,7 +115,7 @@ async def _events(answer: Answer, ticket: Ticket) -> AsyncIterator[bytes]:
         events = answer.events(index, update)
         error = answer.error(ticket)
         if error is not None:
-            yield answer.failed(error)
+            yield events + answer.failed(error)
             return
         if events:
             yield events

@@ -166,7 +166,7 @@ def test_other_content_types(server: Running) -> None:
 
 
 def test_large_and_slow_bodies(server: Running) -> None:
-    with serving({"max_body_bytes": 2000, "body_seconds": 1}) as small, small.client() as client:
+    with serving({"max_body_bytes": 2000, "body_seconds": 0.3}) as small, small.client() as client:
         assert error_of(client.post(COMPLETIONS, json={"prompt": "a" * 3000}), 413)["code"] == "body_too_large"
 
         def chunks() -> Any:
@@ -321,7 +321,7 @@ def test_a_client_that_goes_ends_its_jobs() -> None:
 
 
 def test_a_request_that_takes_too_long(server: Running) -> None:
-    with serving({"request_seconds": 1}, pause=0.02, script=lambda job: "x" * 400) as running:
+    with serving({"request_seconds": 0.3}, pause=0.02, script=lambda job: "x" * 400) as running:
         error = error_of(running.post(COMPLETIONS, {"prompt": "Hello", "max_tokens": 400}), 504)
         assert error["code"] == "timeout"
         assert running.engine.state().running == 0
@@ -388,7 +388,7 @@ def test_a_draining_server_takes_nothing(server: Running) -> None:
 
 
 def test_the_drain_ends_after_its_seconds() -> None:
-    with serving({"drain_seconds": 1}, pause=0.05, script=lambda job: "x" * 400) as running:
+    with serving({"drain_seconds": 0.3}, pause=0.05, script=lambda job: "x" * 400) as running:
         with (
             running.client() as client,
             client.stream("POST", COMPLETIONS, json=LONG) as response,

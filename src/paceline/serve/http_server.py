@@ -74,7 +74,7 @@ class HttpServer(uvicorn.Server):
             server_header=False,
             proxy_headers=False,
             timeout_keep_alive=options.keep_alive_seconds,
-            timeout_graceful_shutdown=options.drain_seconds,
+            timeout_graceful_shutdown=options.drain_seconds,  # type: ignore[arg-type]  # it only waits that long
             h11_max_incomplete_event_size=_HEADER_BYTES,
             ssl_certfile=options.ssl_certfile,
             ssl_keyfile=options.ssl_keyfile,

@@ -113,7 +113,7 @@ class BodyLimit:
         try:
             body = await asyncio.wait_for(self._read(scope, receive), self._seconds)
         except asyncio.TimeoutError:
-            told = f"The body did not come within {self._seconds} seconds."
+            told = f"The body did not come within {self._seconds:g} seconds."
             await _refuse(ApiError(408, told, None, "timeout", {"Connection": "close"}), scope, receive, send)
             return
         except ApiError as error:

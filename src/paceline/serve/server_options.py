@@ -22,7 +22,7 @@ class ServerOptions(Limited):
     port: int = option(8000, "The port; 0 takes a free one.", _SERVER, metavar="N", least=0, most=65535)
     served_model_name: tuple[str, ...] = option((), "A name that clients use for the model; repeatable.", _SERVER,
                                                 metavar="NAME")  # fmt: skip
-    drain_seconds: int = option(30, "Seconds that running requests have after SIGTERM.", _SERVER, metavar="N", least=0,
+    drain_seconds: float = option(30.0, "Seconds that running requests have after SIGTERM.", _SERVER, metavar="X", least=0,
                                 most=86_400)  # fmt: skip
     keep_alive_seconds: int = option(75, "Seconds that an idle connection stays open.", _SERVER, metavar="N", least=1,
                                      most=86_400)  # fmt: skip
@@ -37,9 +37,9 @@ class ServerOptions(Limited):
                              most=1_000_000)  # fmt: skip
     max_body_bytes: int = option(8 * 2**20, "Bytes of a request; more get status 413.", _LIMITS, metavar="N",
                                  least=1)  # fmt: skip
-    body_seconds: int = option(30, "Seconds that a client has to send a request.", _LIMITS, metavar="N", least=1,
+    body_seconds: float = option(30.0, "Seconds that a client has to send a request.", _LIMITS, metavar="X", above=0,
                                most=86_400)  # fmt: skip
-    request_seconds: int = option(3600, "Seconds that a request may take.", _LIMITS, metavar="N", least=1,
+    request_seconds: float = option(3600.0, "Seconds that a request may take.", _LIMITS, metavar="X", above=0,
                                   most=864_000)  # fmt: skip
 
     api_key: tuple[str, ...] = option((), "A key that clients must send; repeatable.", _SECURITY, metavar="KEY",

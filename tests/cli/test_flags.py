@@ -14,8 +14,12 @@ from safetensors import safe_open
 from paceline.bench import machine_use as machine
 from paceline.bench.bench_options import PRESETS
 from paceline.bench.peers.peer_names import _PEERS
+<<<<<<< HEAD
 from paceline.bench.tasks import SAMPLERS
 from paceline.cli.command_options import AuditOptions, ChatOptions, GenerateOptions
+=======
+from paceline.cli.command_options import AuditOptions, ChatOptions, GenerateOptions, ServeOptions
+>>>>>>> serve-http
 from paceline.cli.commands.bench import BenchCommandOptions
 from paceline.cli.commands.tune import TuneCommandOptions
 from paceline.cli.main import app
@@ -28,10 +32,11 @@ ROOT = Path(__file__).parents[2]
 COMMANDS: dict[str, Any] = typer.main.get_command(app).commands  # type: ignore[attr-defined]
 SETTINGS: dict[str, type] = {"generate": GenerateOptions, "chat": ChatOptions, "audit": AuditOptions,
                              "bench": BenchCommandOptions, "tune": TuneCommandOptions,
-                             "train": TrainOptions}  # fmt: skip
+                             "train": TrainOptions, "serve": ServeOptions}  # fmt: skip
 EXAMPLES = {int: ("3", "3"), float: ("0.25", "0.25")}  # a type: in a call, in the output
 WORDS = {"gamma": ("7", "7"), "draft": ("suffix", '"suffix"'), "rule": ("match", '"match"')}  # what is not any text
-NOT_SETTINGS = {"config", "print_config", "debug", "help", "speculative_config"}  # the last is shown as what it means
+# the last but one is shown as what it means, and the last one is not shown
+NOT_SETTINGS = {"config", "print_config", "debug", "help", "speculative_config", "api_key"}
 APART = ("compare", "trace")  # of `generate`: one goes without the other
 
 

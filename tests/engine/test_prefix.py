@@ -53,7 +53,7 @@ def test_the_second_turn_reads_only_what_is_new(
             result = decoder.generate(prompt, **settings)
         alone = plain.generate(prompt, **settings)
         assert (result.tokens, result.logprobs) == (alone.tokens, alone.logprobs)
-        # 4 new tokens, less the last one; the last of the text before, and one that proves that the weights are the same
+        # 4 new tokens less the last one, the last token of the text before, and one that proves the weights
         assert sum(seen) == (len(prompt) - 1 if turn == 0 else 5)
         prompt += [*result.tokens, 3, 1, 4, 1]
 

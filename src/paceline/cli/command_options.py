@@ -13,6 +13,7 @@ from paceline.common.limits import SEED, Limited
 from paceline.common.options import check_known, like, option
 from paceline.common.text_formats import parse_json
 from paceline.engine.decoder_config import DecoderOptions, RunnerOptions
+from paceline.serve.server_options import ServerOptions
 
 _PROMPT, _MODELS, _DRAFT, _CHOICE = "Prompt", "Models", "Drafting", "Choosing tokens"
 _STOP, _SHOW, _AUDIT = "Stopping", "Output", "Audit"
@@ -126,6 +127,11 @@ class GenerateOptions(WritingOptions, PromptOptions):
 @dataclass(frozen=True)
 class ChatOptions(WritingOptions, FirstMessage):
     """The options of `paceline chat`."""
+
+
+@dataclass(frozen=True)
+class ServeOptions(PairOptions, ServerOptions):
+    """The options of `paceline serve`."""
 
 
 @dataclass(frozen=True)

@@ -319,6 +319,8 @@ def show_config(command: str, given: Given, fields: list[Declared]) -> str:
                 tables += [f"{_key(name)} = {_literal(text)}" for name, text in value.items()]
         elif value is None or value == ():
             lines.append(f"# {_key(field.name)} is not set")
+        elif field.about.secret:
+            lines.append(f"# {_key(field.name)} is set and not shown  # {given.origins[field.field]}")
         else:
             lines.append(f"{_key(field.name)} = {toml_value(value)}  # {given.origins[field.field]}")
     return "\n".join([*lines, *tables])

@@ -294,7 +294,8 @@ class SpeculativeDecoder:
         return caches_held_by(self)
 
     def forget(self) -> bool:
-        """Discard the kept KV cache, and what the drafter has learned from texts. Return False if the drafter cannot be made again."""
+        """Discard the kept KV cache, and what the drafter has learned from texts. Return False if the drafter cannot be
+        made again."""
         self._parked = None
         fresh = self.drafter.reset_copy()
         if fresh is not None and fresh is not self.drafter:

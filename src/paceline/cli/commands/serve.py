@@ -1,0 +1,74 @@
+"""`paceline serve`: an OpenAI-compatible server."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import typer
+
+from paceline.cli.command_options import ServeOptions, resolve_drafter
+from paceline.cli.decoder_session import open_decoder
+from paceline.cli.settings import command_from
+from paceline.cli.terminal import info
+from paceline.common.errors import InputError
+from paceline.serve.server_options import check_packages
+
+if TYPE_CHECKING:
+    from paceline.engine.decoder import SpeculativeDecoder
+    from paceline.serve.jobs import EngineFacts
+
+_USUAL_LENGTH = 4096  # of a slot, if the model has a longer context
+_LOCAL = ("127.0.0.1", "localhost", "::1")
+
+EPILOG = """
+[bold]Examples[/bold]
+
+paceline serve
+
+paceline serve --target ./big --draft ./small --max-num-seqs 16 --max-model-len 8192
+
+PACELINE_API_KEY=secret paceline serve --host 0.0.0.0 --port 8080
+
+curl localhost:8000/v1/completions -H 'Content-Type: application/json' -d '{"prompt": "Once upon a time"}'
+"""
+
+
+@command_from(ServeOptions, resolve_drafter)
+def serve(ctx: typer.Context, options: ServeOptions) -> None:
+    """Serve a target model to clients of OpenAI's API. The texts do not depend on the load."""
+    check_packages()
+    keys = options.keys()
+    decoder = open_decoder(options, {}, options.max_num_seqs)
+    if decoder.target.tokenizer is None:
+        raise InputError(f"{decoder.target.name} has no tokenizer, and the server needs one.")
+    from paceline.serve.engine_thread import EngineThread  # type: ignore[import-not-found,unused-ignore]
+    from paceline.serve.http_server import serve as run
+    from paceline.serve.service import Service
+
+    length = model_length(options, decoder)
+    service = Service(
+        lambda deliver: EngineThread(decoder, slots=options.max_num_seqs, max_model_len=length,
+                                     max_queued=options.max_queued, deliver=deliver),
+        decoder.target.tokenizer,
+        options,
+    )  # fmt: skip
+    info(beginning(service.engine.facts))
+    if not keys and options.host not in _LOCAL:
+        info(f"{options.host} is not only this machine, and there is no --api-key: everyone who reaches it is served")
+    run(service, lambda url: info(f"{', '.join(service.names)} at {url}"))
+
+
+def model_length(options: ServeOptions, decoder: SpeculativeDecoder) -> int:
+    """Tokens of a slot."""
+    context, asked = decoder.target.context, options.max_model_len
+    if asked is None:
+        return min(context, _USUAL_LENGTH)
+    if asked > context:
+        raise InputError(f"--max-model-len {asked:,} is more than the context of {decoder.target.name}, {context:,}.")
+    return asked
+
+
+def beginning(facts: EngineFacts) -> str:
+    """The first lines: what drafts for what, the slots and their memory, the default temperature."""
+    memory = f"{facts.slots} slots of {facts.max_model_len:,} tokens, {facts.kv_bytes / 2**20:,.0f} MiB of KV cache"
+    return f"{facts.description}\n{memory}; temperature {facts.default_temperature:g} where a request gives none"

@@ -1,0 +1,288 @@
+"""The parts that all answers have: what each choice wrote, usage, log-probabilities, statistics of speculation."""
+
+from __future__ import annotations
+
+import random
+import string
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+from paceline import __version__
+from paceline.engine.request import TokenLogprob
+from paceline.serve.api_errors import ApiError, encode_json
+from paceline.serve.job_requests import Plan
+from paceline.serve.jobs import Ending, RoundReport, Update
+from paceline.serve.mailbox import Ticket
+from paceline.serve.token_texts import TokenTexts
+from paceline.serve.tool_calls import ToolReader
+
+FINGERPRINT = f"paceline-{__version__}"
+_LEAST_LOGPROB = -9999.0  # JSON has no infinity; this is vLLM's number
+DONE = b"data: [DONE]\n\n"
+_BLOCK = 256  # bytes: with obfuscation a chunk is a multiple of this
+
+
+class Choice:
+    """What one job has written so far."""
+
+    def __init__(self, prompt: int, reader: ToolReader | None = None) -> None:
+        self.prompt, self.reader = prompt, reader
+        self.text = ""
+        self.tokens: list[int] = []
+        self.logprobs: list[TokenLogprob] = []
+        self.prompt_logprobs: Sequence[TokenLogprob | None] | None = None
+        self.steps: list[tuple[int, int]] = []  # (accepted, drafted) of the rounds with a draft
+        self.updates = 0
+        self.ending: Ending | None = None
+
+    def take(self, update: Update, text: str) -> None:
+        self.updates += 1
+        self.text += text
+        self.tokens += update.tokens
+        self.logprobs += update.logprobs
+        self.steps += [(len(each.round.path), len(each.round.drafted)) for each in update.rounds if each.round.drafted]
+        if update.prompt_logprobs is not None:
+            self.prompt_logprobs = update.prompt_logprobs
+        if update.ending is not None:
+            self.ending = update.ending
+
+    @property
+    def failure(self) -> str | None:
+        """Why it did not come to its end."""
+        if self.ending is None or self.ending.finish_reason in ("stop", "length"):
+            return None
+        return self.ending.error or "The text was cancelled before its end."
+
+    def stop_reason(self, eos: Sequence[int]) -> int | str | None:
+        """The stop string or the token that the client asked to stop at; None for the model's own end."""
+        reason = self.ending.stop_reason if self.ending is not None else None
+        return None if isinstance(reason, int) and reason in eos else reason
+
+
+class Answer:
+    """The base of all answers: it collects the choices and makes the parts of the JSON."""
+
+    kind, chunk_kind, prefix = "", "", ""
+
+    def __init__(self, plan: Plan, texts: TokenTexts, eos: Sequence[int]) -> None:
+        self.plan, self.texts, self.eos = plan, texts, eos
+        self._per_prompt = len(plan.jobs) // len(plan.prompts)
+        tools = plan.tools
+        self.choices = [
+            Choice(at // self._per_prompt, ToolReader(tools.names, tools.style, tools.several) if tools else None)
+            for at in range(len(plan.jobs))
+        ]
+        self.options = getattr(plan.body, "stream_options", None)
+
+    # ---- for the endpoints
+
+    def take(self, index: int, update: Update) -> str:
+        """Add an update to its choice. Return the text that a client sees of it."""
+        choice, text = self.choices[index], update.text
+        if choice.updates == 0 and self.plan.echoes:
+            text = self.plan.echoes[choice.prompt] + text
+        ending = update.ending
+        if ending is not None and isinstance(ending.stop_reason, str) and self._shows_stop:
+            text += ending.stop_reason
+        choice.take(update, text)
+        return text
+
+    def whole(self) -> dict[str, Any]:
+        """The answer without a stream."""
+        content = {**self.head(self.kind), "choices": [self.finished(at) for at in range(len(self.choices))]}
+        return content | {"usage": self.usage(), "metrics": self.metrics()}
+
+    def chunks(self, index: int, update: Update) -> Iterator[dict[str, Any]]:
+        """The chunks of a stream for one update."""
+        choice, text = self.choices[index], self.take(index, update)
+        deltas = list(self.deltas(index, update, text))
+        for at, delta in enumerate(deltas):
+            chunk: dict[str, Any] = {**self.head(self.chunk_kind), "choices": [delta]}
+            last = at == len(deltas) - 1
+            if last and self._wants("include_rounds") and update.rounds:
+                chunk["rounds"] = [round_of(report) for report in update.rounds]
+            if self._wants("continuous_usage_stats"):
+                chunk["usage"] = self.usage()
+            elif self._wants("include_usage"):
+                chunk["usage"] = None
+            if last and choice.ending is not None and self.ended and not self._wants("include_usage"):
+                chunk["metrics"] = self.metrics()
+            yield chunk
+
+    # ---- a stream as events
+
+    def start(self) -> bytes:
+        """The events before the first update."""
+        return b""
+
+    def events(self, index: int, update: Update) -> bytes:
+        """The events for one update."""
+        hide = self._wants("include_obfuscation")
+        return b"".join(as_event(chunk, hide) for chunk in self.chunks(index, update))
+
+    def stop(self) -> bytes:
+        """The events after the last update."""
+        if not self._wants("include_usage"):
+            return DONE
+        last = {**self.head(self.chunk_kind), "choices": [], "usage": self.usage(), "metrics": self.metrics()}
+        return as_event(last, False) + DONE
+
+    def failed(self, error: ApiError) -> bytes:
+        """The events of an error that ends the stream."""
+        return as_event(error.body, False) + DONE
+
+    def error(self, ticket: Ticket) -> ApiError | None:
+        """The error that is the whole answer: the request took too long, or no choice came to its end."""
+        if ticket.expired:
+            return ApiError(504, "The request took longer than this server allows.", None, "timeout")
+        failures = [choice.failure for choice in self.choices]
+        if not self.ended or not all(failures):
+            return None
+        assert self.choices[0].ending is not None
+        if self.choices[0].ending.finish_reason == "cancelled":
+            return ApiError(503, "The server ended this request because it shuts down.", None, "cancelled")
+        return ApiError(500, str(failures[0]), None, "generation_error")
+
+    # ---- for the kinds of answers
+
+    def finished(self, index: int) -> dict[str, Any]:
+        """A choice of an answer without a stream."""
+        raise NotImplementedError
+
+    def deltas(self, index: int, update: Update, text: str) -> Iterator[dict[str, Any]]:
+        """The entries of `choices` in a stream for one update."""
+        raise NotImplementedError
+
+    # ---- parts
+
+    @property
+    def ended(self) -> bool:
+        return all(choice.ending is not None for choice in self.choices)
+
+    @property
+    def _shows_stop(self) -> bool:
+        return bool(getattr(self.plan.body, "include_stop_str_in_output", False))
+
+    def _wants(self, name: str) -> bool:
+        return bool(getattr(self.options, name, False))
+
+    def head(self, kind: str) -> dict[str, Any]:
+        plan = self.plan
+        return {"id": f"{self.prefix}{plan.id}", "object": kind, "created": plan.created, "model": plan.model,
+                "system_fingerprint": FINGERPRINT}  # fmt: skip
+
+    def ends_with(self, choice: Choice, reason: str | None = None) -> dict[str, Any]:
+        """finish_reason and stop_reason, and the error of a choice that failed."""
+        assert choice.ending is not None
+        if choice.failure is not None:
+            return {"finish_reason": "error", "stop_reason": None, "error": choice.failure}
+        return {
+            "finish_reason": reason or choice.ending.finish_reason,
+            "stop_reason": choice.stop_reason(self.eos),
+        }
+
+    def usage(self) -> dict[str, Any]:
+        """OpenAI's usage. The prompt of several choices counts once."""
+        prompt = sum(map(len, self.plan.prompts))
+        written = sum(len(choice.tokens) for choice in self.choices)
+        first = self.choices[:: self._per_prompt]
+        cached = sum(choice.ending.cached_tokens for choice in first if choice.ending is not None)
+        stats = [choice.ending.stats for choice in self.choices if choice.ending is not None]
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": written,
+            "total_tokens": prompt + written,
+            "prompt_tokens_details": {"cached_tokens": cached},
+            "completion_tokens_details": {
+                "accepted_prediction_tokens": sum(each.accepted_prediction_tokens for each in stats),
+                "rejected_prediction_tokens": sum(each.rejected_prediction_tokens for each in stats),
+            },
+        }
+
+    def metrics(self) -> dict[str, Any]:
+        """The statistics of speculation in vLLM's shape. A step is a round with a draft."""
+        steps = [step for choice in self.choices for step in choice.steps]
+        accepted, drafted = sum(a for a, _ in steps), sum(d for _, d in steps)
+        histogram = [0] * (max((a for a, _ in steps), default=0) + 1)
+        for count, _ in steps:
+            histogram[count] += 1
+        return {
+            "speculative_decoding": {
+                "mean_acceptance_length": 1 + accepted / len(steps) if steps else 1.0,
+                "draft_acceptance_rate": accepted / drafted if drafted else 0.0,
+                "acceptance_histogram": histogram,
+                "num_spec_steps": len(steps),
+                "num_accepted_draft_tokens": accepted,
+                "num_draft_tokens": drafted,
+            }
+        }
+
+    def token_text(self, token: int) -> str:
+        if getattr(self.plan.body, "return_tokens_as_token_ids", False):
+            return f"token_id:{token}"
+        return self.texts.token(token)
+
+    def logprob_entries(self, entries: Iterable[TokenLogprob], most: int) -> list[dict[str, Any]]:
+        """OpenAI's log-probabilities of a chat, with at most this number of alternatives."""
+        return [
+            {
+                **self._token_entry(entry.token, entry.raw),
+                "top_logprobs": [self._token_entry(token, value) for token, value in entry.top_raw[:most]],
+            }
+            for entry in entries
+        ]
+
+    def _token_entry(self, token: int, value: float) -> dict[str, Any]:
+        return {"token": self.token_text(token), "logprob": finite(value), "bytes": self.texts.token_bytes(token)}
+
+    def token_ids(self, choice: Choice, tokens: Sequence[int], first: bool) -> dict[str, Any]:
+        """vLLM's token ids, where they are asked for; those of the prompt only once."""
+        if not getattr(self.plan.body, "return_token_ids", False):
+            return {}
+        prompt = {"prompt_token_ids": self.plan.prompts[choice.prompt]} if first else {}
+        return {"token_ids": list(tokens), **prompt}
+
+    def prompt_logprobs(self, choice: Choice) -> dict[str, Any]:
+        """vLLM's log-probabilities of the prompt: a mapping by token id for each token."""
+        if self.plan.body.prompt_logprobs is None:
+            return {}
+        entries = choice.prompt_logprobs or ()
+        return {"prompt_logprobs": [None if entry is None else self._prompt_entry(entry) for entry in entries]}
+
+    def _prompt_entry(self, entry: TokenLogprob) -> dict[str, Any]:
+        ranked = {token: (value, rank) for rank, (token, value) in enumerate(entry.top_raw, 1)}
+        ranked.setdefault(entry.token, (entry.raw, 0))
+        return {
+            str(token): {"logprob": finite(value), "rank": rank or None, "decoded_token": self.token_text(token)}
+            for token, (value, rank) in ranked.items()
+        }
+
+
+def finite(value: float) -> float:
+    """A log-probability that JSON can hold."""
+    return max(value, _LEAST_LOGPROB)
+
+
+def round_of(report: RoundReport) -> dict[str, Any]:
+    """A round as a client sees it."""
+    entry = report.round
+    return {
+        "drafted": list(entry.drafted),
+        "parents": None if entry.parents is None else list(entry.parents),
+        "accepted": list(entry.path),
+        "own": entry.own,
+        "bonus": entry.bonus,
+        "why": entry.why,
+        "seconds": report.seconds,
+    }
+
+
+def as_event(content: dict[str, Any], obfuscate: bool) -> bytes:
+    """A chunk as an event of a stream. Obfuscation fills it to a multiple of 256 bytes, so that its size does not show
+    how many tokens a round has written."""
+    data = encode_json(content)
+    if obfuscate:
+        missing = -(len(data) + len(',"obfuscation":""')) % _BLOCK
+        filler = "".join(random.choices(string.ascii_letters + string.digits, k=missing))
+        data = encode_json({**content, "obfuscation": filler})
+    return b"data: " + data + b"\n\n"

@@ -1,0 +1,314 @@
+"""What clients may send: strict models with OpenAI's and vLLM's names. Every other field is refused by its name."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+_FIELDS = 128  # fields of an object: a body with a million names would give a million errors
+STOPS, STOP_LENGTH = 64, 1024
+CHOICES, PROMPTS = 128, 1024
+LOGPROBS = 20
+_INT64 = 2**63
+
+Text = Annotated[str, Field(max_length=2**26)]
+Texts = Annotated[list[str], Field(fail_fast=True, min_length=1, max_length=PROMPTS)]
+Ids = Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(fail_fast=True)]
+StopText = Annotated[str, Field(min_length=1, max_length=STOP_LENGTH)]
+
+
+class Strict(BaseModel):
+    """No conversion of types, no unknown fields, no infinity."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, populate_by_name=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _few_fields(cls, given: Any) -> Any:
+        if isinstance(given, dict) and len(given) > _FIELDS:
+            raise ValueError(f"an object has {len(given):,} fields, and the limit is {_FIELDS}")
+        return given
+
+
+class StreamOptions(Strict):
+    include_usage: bool | None = False
+    continuous_usage_stats: bool | None = False
+    include_rounds: bool | None = False
+    include_obfuscation: bool | None = False
+
+
+class SchemaFormat(Strict):
+    name: str = "response"
+    description: str | None = None
+    json_schema: dict[str, Any] | bool | None = Field(None, alias="schema")
+    strict: bool | None = None
+
+
+class ResponseFormat(Strict):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: SchemaFormat | None = None
+
+
+class StructuredOutputs(Strict):
+    """vLLM's shape: one of these."""
+
+    json_schema: str | dict[str, Any] | bool | None = Field(None, alias="json")
+    json_object: bool | None = None
+    regex: str | None = None
+    choice: Annotated[list[str], Field(fail_fast=True, min_length=1, max_length=4096)] | None = None
+    grammar: str | None = None
+
+
+class SpeculativeConfig(Strict):
+    num_speculative_tokens: Annotated[int, Field(ge=0, le=4096)]
+
+
+class TextPart(Strict):
+    type: Literal["text"]
+    text: str
+
+
+class Prediction(Strict):
+    type: Literal["content"]
+    content: str | Annotated[list[TextPart], Field(fail_fast=True)]
+
+
+class Sampled(Strict):
+    """The parameters that completions and chat have in common."""
+
+    model: str | None = None
+    n: Annotated[int, Field(ge=1, le=CHOICES)] | None = 1
+    max_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
+    min_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = 0
+    stop: StopText | Annotated[list[StopText], Field(fail_fast=True, max_length=STOPS)] | None = None
+    stop_token_ids: Annotated[Ids, Field(max_length=STOP_LENGTH)] | None = None
+    include_stop_str_in_output: bool | None = False
+    ignore_eos: bool | None = False
+    seed: Annotated[int, Field(ge=-_INT64, lt=_INT64)] | None = None
+    temperature: Annotated[float, Field(ge=0)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    typical_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: Annotated[float, Field(gt=0)] | None = None
+    logit_bias: Annotated[dict[str, float], Field(max_length=4096)] | None = None
+    prompt_logprobs: Annotated[int, Field(ge=0, le=LOGPROBS)] | None = None
+    stream: bool | None = False
+    stream_options: StreamOptions | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    regex: str | None = None
+    grammar: str | None = None
+    choice: Annotated[list[str], Field(fail_fast=True, min_length=1, max_length=4096)] | None = None
+    prediction: Prediction | None = None
+    speculative_config: SpeculativeConfig | bool | Annotated[int, Field(ge=0, le=4096)] | None = None
+    priority: Annotated[int, Field(ge=-_INT64, lt=_INT64)] | None = 0
+    prompt_cache_key: Annotated[str, Field(max_length=1024)] | None = None
+    cache_salt: Annotated[str, Field(max_length=1024)] | None = None
+    return_token_ids: bool | None = False
+    return_tokens_as_token_ids: bool | None = False
+    # without effect on the text
+    user: str | None = None
+    metadata: dict[str, Any] | None = None
+    # only the value that changes nothing
+    skip_special_tokens: Literal[True] | None = None
+    spaces_between_special_tokens: Literal[True] | None = None
+    use_beam_search: Literal[False] | None = None
+
+    @model_validator(mode="after")
+    def _stream_options_need_a_stream(self) -> Sampled:
+        if self.stream_options is not None and not self.stream:
+            raise ValueError("stream_options is only for stream=true")
+        return self
+
+
+class CompletionRequest(Sampled):
+    """The body of `/v1/completions`."""
+
+    prompt: (
+        Text
+        | Texts
+        | Annotated[Ids, Field(min_length=1)]
+        | Annotated[list[Annotated[Ids, Field(min_length=1)]], Field(fail_fast=True, min_length=1, max_length=PROMPTS)]
+    )
+    echo: bool | None = False
+    logprobs: Annotated[int, Field(ge=0, le=LOGPROBS)] | None = None
+    add_special_tokens: bool | None = True
+    best_of: Literal[1] | None = None
+    suffix: None = None
+
+
+class CalledFunction(Strict):
+    name: str
+    arguments: str
+
+
+class Call(Strict):
+    id: str | None = None
+    type: Literal["function"] = "function"
+    function: CalledFunction
+    index: int | None = None  # clients send back what a stream gave them
+
+
+class Message(Strict):
+    role: str
+    content: str | Annotated[list[dict[str, Any]], Field(fail_fast=True)] | None = None
+    name: str | None = None
+    tool_calls: Annotated[list[Call], Field(fail_fast=True)] | None = None
+    tool_call_id: str | None = None
+    # clients send back messages of this server as they are
+    refusal: None = None
+    audio: None = None
+    function_call: None = None
+    annotations: Annotated[list[Any], Field(max_length=0)] | None = None
+
+
+class Function(Strict):
+    name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(Strict):
+    type: Literal["function"]
+    function: Function
+
+
+class NamedFunction(Strict):
+    name: str
+
+
+class NamedTool(Strict):
+    type: Literal["function"] = "function"
+    function: NamedFunction
+
+
+Messages = Annotated[list[Message], Field(fail_fast=True, min_length=1)]
+Tools = Annotated[list[Tool], Field(fail_fast=True, max_length=128)]
+
+
+class Conversation(Strict):
+    """The parameters that make a prompt of a conversation."""
+
+    tools: Tools | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = False
+    add_special_tokens: bool | None = False
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class ChatRequest(Sampled, Conversation):
+    """The body of `/v1/chat/completions`."""
+
+    messages: Messages
+    max_completion_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
+    logprobs: bool | None = False
+    top_logprobs: Annotated[int, Field(ge=0, le=LOGPROBS)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool | None = True
+    echo: Literal[False] | None = None
+    modalities: Annotated[list[Literal["text"]], Field(fail_fast=True)] | None = None
+    service_tier: Literal["auto", "default"] | None = None
+    store: Literal[False] | None = None
+    safety_identifier: str | None = None
+    functions: None = None
+    function_call: None = None
+    reasoning_effort: None = None
+
+    @model_validator(mode="after")
+    def _top_logprobs_need_logprobs(self) -> ChatRequest:
+        if self.top_logprobs and not self.logprobs:
+            raise ValueError("top_logprobs needs logprobs=true")
+        return self
+
+
+class FlatTool(Strict):
+    """A function as `/v1/responses` writes it."""
+
+    type: Literal["function"]
+    name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class FlatNamedTool(Strict):
+    type: Literal["function"]
+    name: str
+
+
+class TextFormat(Strict):
+    type: Literal["text", "json_object", "json_schema"]
+    name: str | None = None
+    description: str | None = None
+    json_schema: dict[str, Any] | None = Field(None, alias="schema")
+    strict: bool | None = None
+
+
+class TextOptions(Strict):
+    format: TextFormat | None = None
+
+
+class ResponsesRequest(Strict):
+    """The body of `/v1/responses`: the stateless part of it."""
+
+    input: Text | Annotated[list[dict[str, Any]], Field(fail_fast=True, min_length=1)]
+    model: str | None = None
+    instructions: str | None = None
+    max_output_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
+    temperature: Annotated[float, Field(ge=0)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    seed: Annotated[int, Field(ge=-_INT64, lt=_INT64)] | None = None
+    stream: bool | None = False
+    stream_options: StreamOptions | None = None
+    text: TextOptions | None = None
+    tools: Annotated[list[FlatTool], Field(fail_fast=True, max_length=128)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | FlatNamedTool | None = None
+    parallel_tool_calls: bool | None = True
+    top_logprobs: Annotated[int, Field(ge=0, le=LOGPROBS)] | None = None
+    include: list[Literal["message.output_text.logprobs"]] | None = None
+    prompt_cache_key: Annotated[str, Field(max_length=1024)] | None = None
+    speculative_config: SpeculativeConfig | bool | Annotated[int, Field(ge=0, le=4096)] | None = None
+    priority: Annotated[int, Field(ge=-_INT64, lt=_INT64)] | None = 0
+    chat_template_kwargs: dict[str, Any] | None = None
+    user: str | None = None
+    safety_identifier: str | None = None
+    metadata: dict[str, Any] | None = None
+    # only the value that changes nothing
+    store: Literal[False] | None = None
+    background: Literal[False] | None = None
+    truncation: Literal["disabled"] | None = None
+    service_tier: Literal["auto", "default"] | None = None
+    previous_response_id: None = None
+    conversation: None = None
+    reasoning: None = None
+    prompt: None = None
+
+
+class TokenizeRequest(Conversation):
+    """The body of `/tokenize`: a text or a conversation. `content` is llama.cpp's name of the text."""
+
+    model: str | None = None
+    prompt: Text | None = None
+    content: Text | None = None
+    messages: Messages | None = None
+    add_special_tokens: bool | None = None
+    add_special: bool | None = None
+    return_token_strs: bool | None = False
+
+    @model_validator(mode="after")
+    def _one_text(self) -> TokenizeRequest:
+        if sum(value is not None for value in (self.prompt, self.content, self.messages)) != 1:
+            raise ValueError("give one of prompt, content and messages")
+        return self
+
+
+class DetokenizeRequest(Strict):
+    """The body of `/detokenize`."""
+
+    model: str | None = None
+    tokens: Ids

@@ -1,0 +1,82 @@
+"""The answers of `/v1/chat/completions`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from paceline.engine.request import TokenLogprob
+from paceline.serve.answer_parts import Answer, Choice
+from paceline.serve.api_models import NamedTool
+from paceline.serve.jobs import Update
+
+
+class ChatAnswer(Answer):
+    kind, chunk_kind, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl-"
+
+    def finished(self, index: int) -> dict[str, Any]:
+        choice = self.choices[index]
+        deltas = split_calls(choice, choice.text, True)
+        calls = join_calls(deltas)
+        content = "".join(delta.get("content", "") for delta in deltas)
+        message: dict[str, Any] = {"role": "assistant", "content": content if content or not calls else None,
+                                   "refusal": None}  # fmt: skip
+        return {
+            "index": index,
+            "message": message | ({"tool_calls": calls} if calls else {}),
+            "logprobs": self._logprobs(choice.logprobs),
+            **self.ends_with(choice, self._reason(choice)),
+            **self.prompt_logprobs(choice),
+            **self.token_ids(choice, choice.tokens, True),
+        }
+
+    def deltas(self, index: int, update: Update, text: str) -> Iterator[dict[str, Any]]:
+        choice = self.choices[index]
+        if choice.updates == 1:  # the role comes alone, as clients expect it
+            yield {"index": index, "delta": {"role": "assistant", "content": ""}, "logprobs": None,
+                   "finish_reason": None, **self.token_ids(choice, (), True)}  # fmt: skip
+        found = split_calls(choice, text, update.ending is not None)
+        if not found and (update.tokens or update.ending is not None):
+            found = [{}]
+        for delta in found[:-1]:
+            yield {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
+        for delta in found[-1:]:
+            ended = update.ending is not None
+            yield {
+                "index": index,
+                "delta": delta,
+                "logprobs": self._logprobs(update.logprobs),
+                **(self.ends_with(choice, self._reason(choice)) if ended else {"finish_reason": None}),
+                **(self.prompt_logprobs(choice) if update.prompt_logprobs is not None else {}),
+                **self.token_ids(choice, update.tokens, False),
+            }
+
+    def _reason(self, choice: Choice) -> str | None:
+        """A call that the model chose ends with "tool_calls"; a named function does not, as OpenAI has it."""
+        reader = choice.reader
+        named = self.plan.tools is not None and isinstance(self.plan.tools.style, NamedTool)
+        called = reader is not None and reader.count > 0 and not named
+        return "tool_calls" if called and choice.ending and choice.ending.finish_reason == "stop" else None
+
+    def _logprobs(self, entries: Iterable[TokenLogprob]) -> dict[str, Any] | None:
+        if not self.plan.body.logprobs:
+            return None
+        return {"content": self.logprob_entries(entries, self.plan.body.top_logprobs or 0), "refusal": None}
+
+
+def split_calls(choice: Choice, text: str, last: bool) -> list[dict[str, Any]]:
+    """The content and the calls in new text."""
+    if choice.reader is not None:
+        return choice.reader.push(text, last)
+    return [{"content": text}] if text else []
+
+
+def join_calls(deltas: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The calls of all deltas, each with its whole arguments."""
+    calls: list[dict[str, Any]] = []
+    for part in (part for delta in deltas for part in delta.get("tool_calls", ())):
+        if "id" in part:
+            calls.append({"id": part["id"], "type": part["type"], "function": dict(part["function"])})
+        else:
+            calls[part["index"]]["function"]["arguments"] += part["function"]["arguments"]
+    return calls

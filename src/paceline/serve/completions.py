@@ -1,0 +1,69 @@
+"""The answers of `/v1/completions`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from paceline.engine.request import TokenLogprob
+from paceline.serve.answer_parts import Answer, Choice, finite
+from paceline.serve.jobs import Update
+
+
+class CompletionAnswer(Answer):
+    kind, chunk_kind, prefix = "text_completion", "text_completion", "cmpl-"
+
+    def finished(self, index: int) -> dict[str, Any]:
+        choice = self.choices[index]
+        entries = [*self._prompt(choice), *choice.logprobs]
+        return {
+            "index": index,
+            "text": choice.text,
+            "logprobs": self._logprobs(choice, entries, 0),
+            **self.ends_with(choice),
+            **self.prompt_logprobs(choice),
+            **self.token_ids(choice, choice.tokens, True),
+        }
+
+    def deltas(self, index: int, update: Update, text: str) -> Iterator[dict[str, Any]]:
+        choice = self.choices[index]
+        first = choice.updates == 1
+        entries = [*(self._prompt(choice) if first else ()), *update.logprobs]
+        end = self.ends_with(choice) if update.ending is not None else {"finish_reason": None, "stop_reason": None}
+        yield {
+            "index": index,
+            "text": text,
+            "logprobs": self._logprobs(choice, entries, len(choice.text) - len(text)),
+            **end,
+            **(self.prompt_logprobs(choice) if update.prompt_logprobs is not None else {}),
+            **self.token_ids(choice, update.tokens, first),
+        }
+
+    def _prompt(self, choice: Choice) -> Sequence[TokenLogprob | None]:
+        """The log-probabilities of the prompt, where the answer repeats it."""
+        return (choice.prompt_logprobs or ()) if self.plan.body.echo and self.plan.body.logprobs is not None else ()
+
+    def _logprobs(self, choice: Choice, entries: Sequence[TokenLogprob | None], start: int) -> dict[str, Any] | None:
+        """OpenAI's four lists. The first token of a prompt has no log-probability."""
+        if self.plan.body.logprobs is None:
+            return None
+        offsets, names, at = list[int](), list[str](), start
+        begin = self.plan.prompts[choice.prompt][0]
+        for entry in entries:
+            name = self.token_text(begin if entry is None else entry.token)
+            offsets.append(at)
+            names.append(name)
+            at += len(name)
+        return {
+            "text_offset": offsets,
+            "token_logprobs": [None if entry is None else finite(entry.raw) for entry in entries],
+            "tokens": names,
+            "top_logprobs": [None if entry is None else self._top(entry) for entry in entries],
+        }
+
+    def _top(self, entry: TokenLogprob) -> dict[str, float]:
+        """The likeliest tokens and the chosen one. Of two tokens with one text the likelier counts."""
+        found: dict[str, float] = {}
+        for token, value in [*entry.top_raw[: self.plan.body.logprobs], (entry.token, entry.raw)]:
+            found.setdefault(self.token_text(token), finite(value))
+        return found

@@ -1,0 +1,133 @@
+"""uvicorn with our limits: slow clients are cut off, the first signal drains, and the second one ends."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
+from types import FrameType
+from typing import Any
+
+import h11
+import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from paceline.serve.app import make_app
+from paceline.serve.middleware import LOGGER
+from paceline.serve.service import Service
+
+_HEADER_BYTES = 64 * 1024
+_HEADER_SECONDS = 20
+
+
+class TimedProtocol(H11Protocol):
+    """Closes a connection on which a request line and its headers are not complete in time."""
+
+    _timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        self._timer = self.loop.call_later(_HEADER_SECONDS, self._late)
+
+    def data_received(self, data: bytes) -> None:
+        if self._timer is None and self.conn.their_state is h11.IDLE:  # the next request of the connection
+            self._timer = self.loop.call_later(_HEADER_SECONDS, self._late)
+        super().data_received(data)
+        if self._timer is not None and self.conn.their_state is not h11.IDLE:
+            self._stop_timer()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_timer()
+        super().connection_lost(exc)
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _late(self) -> None:
+        self._timer = None
+        if self.conn.their_state is h11.IDLE and not self.transport.is_closing():
+            self.transport.close()
+
+
+class HttpServer(uvicorn.Server):
+    """Runs a service until a signal comes. `started_at` is called with the address once it listens."""
+
+    def __init__(self, service: Service, started_at: Callable[[str], None]) -> None:
+        options = service.options
+        config = uvicorn.Config(
+            make_app(service),
+            host=options.host,
+            port=options.port,
+            http=TimedProtocol,
+            ws="none",
+            loop="uvloop" if find_spec("uvloop") is not None else "asyncio",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            proxy_headers=False,
+            timeout_keep_alive=options.keep_alive_seconds,
+            timeout_graceful_shutdown=options.drain_seconds,  # type: ignore[arg-type]  # it only waits that long
+            h11_max_incomplete_event_size=_HEADER_BYTES,
+            ssl_certfile=options.ssl_certfile,
+            ssl_keyfile=options.ssl_keyfile,
+        )
+        super().__init__(config)
+        self._service, self._started_at = service, started_at
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    async def startup(self, sockets: Any = None) -> None:
+        self._loop = asyncio.get_running_loop()
+        await super().startup(sockets)
+        if self.started:
+            host, port = self.servers[0].sockets[0].getsockname()[:2]
+            scheme = "https" if self.config.is_ssl else "http"
+            self._started_at(f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}")
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Like uvicorn's, but the signal does not end the process again after the requests have ended."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        before = {number: signal.signal(number, self.handle_exit) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """The first signal: no new requests, and the running ones come to their end. The second: end now."""
+        engine = self._service.engine
+        ask = engine.close if self.should_exit else engine.drain
+        if self._loop is not None:  # not here: a signal may come while this thread holds a lock of the engine
+            self._loop.call_soon_threadsafe(ask)
+        self.force_exit = self.should_exit
+        self.should_exit = True
+
+
+def serve(service: Service, started_at: Callable[[str], None]) -> None:
+    """Serve until a signal comes, and end the engine."""
+    configure_logs()
+    try:
+        HttpServer(service, started_at).run()
+    finally:
+        service.close()
+
+
+def configure_logs() -> None:
+    """Lines of requests go to stderr as they are; uvicorn's own only if something is wrong."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter("%(message)s"))
+    for name, level in ((LOGGER, logging.INFO), ("uvicorn", logging.WARNING)):
+        logger = logging.getLogger(name)
+        logger.handlers, logger.propagate = [handler], False
+        logger.setLevel(level)

@@ -1,0 +1,153 @@
+"""What every request passes: its id and its line in the log, the keys, the limit of the body. Pure ASGI: a request
+behind Starlette's BaseHTTPMiddleware does not see that its client goes."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+import json
+import logging
+import re
+import secrets
+import time
+from collections.abc import Iterable
+from typing import Any
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from paceline.serve.api_errors import ApiError, JsonResponse
+
+LOGGER = "paceline.serve"
+_OPEN = ("/health",)
+_REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
+
+
+def header(scope: Scope, name: bytes) -> str:
+    """The value of a header, or an empty text."""
+    return next((value.decode("latin-1") for key, value in scope["headers"] if key == name), "")
+
+
+async def _refuse(error: ApiError, scope: Scope, receive: Receive, send: Send) -> None:
+    await JsonResponse(error.body, error.status_code, error.headers)(scope, receive, send)
+
+
+class RequestLog:
+    """Gives each request an id, writes one line of JSON about it, and turns an unexpected error into status 500. The
+    line has neither the prompt nor the key. What an endpoint puts into `scope["state"]["log"]` is added to it."""
+
+    def __init__(self, app: ASGIApp, enabled: bool = True) -> None:
+        self._app, self._log = app, logging.getLogger(LOGGER)
+        self._enabled = enabled
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        given = header(scope, b"x-request-id")
+        request_id = given if _REQUEST_ID.fullmatch(given) else secrets.token_hex(12)
+        line: dict[str, Any] = {"request_id": request_id, "method": scope["method"], "path": scope["path"][:200]}
+        scope.setdefault("state", {})["log"] = line
+        begun, status = time.perf_counter(), 0
+
+        async def send_with_id(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                headers = [*message["headers"], (b"x-request-id", request_id.encode("latin-1"))]
+                message = {**message, "headers": headers}
+            await send(message)
+
+        try:
+            await self._app(scope, receive, send_with_id)
+        except Exception as error:
+            self._log.exception("%s", json.dumps({**line, "error": type(error).__name__}))
+            if status:
+                raise  # the answer has begun: the connection is closed
+            told = f"The server failed with {type(error).__name__}; its log has the traceback for {request_id}."
+            await _refuse(ApiError(500, told, None, "internal_error"), scope, receive, send_with_id)
+        finally:
+            if self._enabled:
+                seconds = round(time.perf_counter() - begun, 6)
+                self._log.info("%s", json.dumps({**line, "status": status, "seconds": seconds}, ensure_ascii=False))
+
+
+class ApiKeys:
+    """Takes only requests with a key, except for `/health`. It compares digests of one length in constant time, and
+    always with all keys. `scope["state"]["owner"]` is the start of the digest."""
+
+    def __init__(self, app: ASGIApp, keys: Iterable[str]) -> None:
+        self._app = app
+        self._digests = [_digest(key) for key in keys]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or not self._digests or scope["path"] in _OPEN:
+            await self._app(scope, receive, send)
+            return
+        scheme, _, key = header(scope, b"authorization").partition(" ")
+        digest = _digest(key.strip())
+        matches = [hmac.compare_digest(digest, known) for known in self._digests]
+        if scheme.lower() != "bearer" or not any(matches):
+            told = "The API key is wrong or missing; send the header 'Authorization: Bearer KEY'."
+            refused = ApiError(401, told, None, "invalid_api_key", {"WWW-Authenticate": "Bearer"})
+            await _refuse(refused, scope, receive, send)
+            return
+        scope.setdefault("state", {})["owner"] = digest.hex()[:16]
+        await self._app(scope, receive, send)
+
+
+def _digest(key: str) -> bytes:
+    return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
+
+
+class BodyLimit:
+    """Reads the whole body before the endpoint runs, and refuses a large or a slow one."""
+
+    def __init__(self, app: ASGIApp, most: int, seconds: float) -> None:
+        self._app, self._most, self._seconds = app, most, seconds
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        try:
+            body = await asyncio.wait_for(self._read(scope, receive), self._seconds)
+        except asyncio.TimeoutError:
+            told = f"The body did not come within {self._seconds:g} seconds."
+            await _refuse(ApiError(408, told, None, "timeout", {"Connection": "close"}), scope, receive, send)
+            return
+        except ApiError as error:
+            await _refuse(error, scope, receive, send)
+            return
+        if body is None:
+            return  # the client has gone
+        given = False
+
+        async def receive_body() -> Message:
+            nonlocal given
+            if given:
+                return await receive()
+            given = True
+            return {"type": "http.request", "body": body, "more_body": False}
+
+        await self._app(scope, receive_body, send)
+
+    async def _read(self, scope: Scope, receive: Receive) -> bytes | None:
+        declared = header(scope, b"content-length")
+        if declared.isdigit() and int(declared[:20]) > self._most:
+            raise self._too_large()
+        parts, size = list[bytes](), 0
+        while True:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                return None
+            parts.append(message.get("body", b""))
+            size += len(parts[-1])
+            if size > self._most:
+                raise self._too_large()
+            if not message.get("more_body", False):
+                return b"".join(parts)
+
+    def _too_large(self) -> ApiError:
+        told = f"The body has more than {self._most:,} bytes, the limit of this server; send less."
+        return ApiError(413, told, None, "body_too_large", {"Connection": "close"})

@@ -1,0 +1,122 @@
+"""One server: the engine, its mailbox, the tokenizer, the metrics, and how a request becomes an answer."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+from fastapi import Request
+from starlette.responses import Response
+
+from paceline.common.errors import PacelineError
+from paceline.serve.answer_parts import Answer
+from paceline.serve.api_errors import ApiError, JsonResponse, from_paceline
+from paceline.serve.event_stream import EventStream, cancelled_when_gone
+from paceline.serve.job_requests import Plan, Planner
+from paceline.serve.jobs import Engine, QueueFullError, Update
+from paceline.serve.mailbox import Mailbox, Ticket
+from paceline.serve.metrics import Metrics
+from paceline.serve.server_options import ServerOptions
+from paceline.serve.token_texts import TokenTexts
+
+T = TypeVar("T")
+Deliver = Callable[[list[Update]], None]
+
+
+class Service:
+    """What all endpoints use. `make_engine` takes the function that the engine delivers its updates to."""
+
+    def __init__(self, make_engine: Callable[[Deliver], Engine], tokenizer: Any, options: ServerOptions) -> None:
+        self.options, self.mailbox = options, Mailbox()
+        self.engine = make_engine(self.mailbox.deliver)
+        facts = self.engine.facts
+        self.names = options.served_model_name or (facts.model,)
+        self.texts = TokenTexts(tokenizer, facts.model, facts.vocabulary)
+        self.planner = Planner(facts, self.texts.fork(), facts.slots + options.max_queued)
+        self.metrics = Metrics(self.engine, options.metrics_prefix, self.names[0])
+        self.mailbox.listen(self.metrics.updated)
+        # prompts are encoded there, one by one: a long one does not stop the event loop
+        self._worker = ThreadPoolExecutor(1, thread_name_prefix="paceline-prompts")
+
+    async def in_worker(self, work: Callable[..., T], *arguments: Any) -> T:
+        """The result of work with the planner's tokenizer."""
+        return await asyncio.get_running_loop().run_in_executor(self._worker, work, *arguments)
+
+    def close(self) -> None:
+        self.engine.close()
+        self._worker.shutdown(wait=False, cancel_futures=True)
+
+    def model(self, asked: str | None) -> str:
+        """The name of the model in the answer."""
+        if asked is None:
+            return self.names[0]
+        if asked not in self.names:
+            told = f"The model {asked[:80]!r} is not served here; use {' or '.join(self.names)}."
+            raise ApiError(404, told, "model", "model_not_found")
+        return asked
+
+    async def answer(self, http: Request, body: Any, plan: Callable[..., Plan], kind: type[Answer]) -> Response:
+        """Submit the jobs of a request, and give back what they write."""
+        model = self.model(body.model)
+        state = http.scope.get("state", {})
+        made = await self.in_worker(plan, body, model, state.get("owner", ""), secrets.token_hex(16))
+        answer = kind(made, self.texts, self.engine.facts.eos)
+        ticket = self.mailbox.open(self.engine, made.jobs)
+        timer = asyncio.get_running_loop().call_later(self.options.request_seconds, ticket.expire)
+
+        def finish() -> None:
+            timer.cancel()
+            ticket.cancel()
+            self.mailbox.close(made.jobs)
+            self._log(state.get("log", {}), answer)
+
+        try:
+            self._submit(made)
+            if body.stream:
+                return EventStream(_events(answer, ticket), ticket.cancel, finish)
+            async with cancelled_when_gone(http.receive, ticket.cancel):
+                async for index, update in ticket:
+                    answer.take(index, update)
+        except BaseException:
+            finish()
+            raise
+        finish()
+        error = answer.error(ticket)
+        if error is not None:
+            raise error
+        return JsonResponse(answer.whole())
+
+    def _submit(self, plan: Plan) -> None:
+        self.metrics.submitted(plan.jobs)
+        try:
+            self.engine.submit(plan.jobs)
+        except PacelineError as error:
+            self.metrics.refused(plan.jobs, isinstance(error, QueueFullError))
+            raise from_paceline(error, self.engine.state().draining) from None
+
+    def _log(self, line: dict[str, Any], answer: Answer) -> None:
+        usage = answer.usage()
+        line["model"], line["texts"] = answer.plan.model, len(answer.choices)
+        line["prompt_tokens"], line["completion_tokens"] = usage["prompt_tokens"], usage["completion_tokens"]
+        line["cached_tokens"] = usage["prompt_tokens_details"]["cached_tokens"]
+        if self.options.log_prompts:
+            line["prompts"] = [self.texts.decode(prompt) for prompt in answer.plan.prompts]
+
+
+async def _events(answer: Answer, ticket: Ticket) -> AsyncIterator[bytes]:
+    """The events of a stream: those of every update, then the last ones."""
+    start = answer.start()
+    if start:
+        yield start
+    async for index, update in ticket:
+        events = answer.events(index, update)
+        error = answer.error(ticket)
+        if error is not None:
+            yield events + answer.failed(error)
+            return
+        if events:
+            yield events
+    yield answer.stop()

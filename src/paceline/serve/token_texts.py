@@ -1,0 +1,55 @@
+"""The texts of tokens and the tokens of texts, for one thread at a time."""
+
+from __future__ import annotations
+
+import copy
+from functools import cached_property
+from typing import Any
+
+from paceline.common.errors import InputError
+from paceline.models.tokenizers.translation import Pieces
+
+
+class TokenTexts:
+    """A tokenizer of its own: fast tokenizers of Hugging Face fail if two threads use one. It has the attributes of a
+    `LanguageModel` that prompts need."""
+
+    def __init__(self, tokenizer: Any, name: str, vocabulary: int) -> None:
+        self.tokenizer, self.name, self.vocabulary = copy.deepcopy(tokenizer), name, vocabulary
+        self._known: dict[int, str] = {}
+
+    def fork(self) -> TokenTexts:
+        """The same for another thread."""
+        return TokenTexts(self.tokenizer, self.name, self.vocabulary)
+
+    @cached_property
+    def _bytes(self) -> Pieces:
+        return Pieces(self.tokenizer, self.vocabulary)
+
+    @cached_property
+    def longest(self) -> int:
+        """Bytes of the longest token."""
+        names = [name.encode() for name in self._bytes.special.values()]
+        return max(map(len, [*self._bytes.of.values(), *names]), default=1)
+
+    def check_length(self, text: str, limit: int) -> None:
+        """Refuse a text that has more tokens than the limit, whatever they are, without encoding it."""
+        if len(text) > limit * self.longest:
+            raise InputError(
+                f"The prompt has {len(text):,} characters, more than a context of {limit:,} tokens holds; shorten it."
+            )
+
+    def token(self, token: int) -> str:
+        """The text of one token."""
+        known = self._known.get(token)
+        if known is None:
+            known = self._known[token] = str(self.tokenizer.decode([token], clean_up_tokenization_spaces=False))
+        return known
+
+    def token_bytes(self, token: int) -> list[int]:
+        """The bytes of one token: part of a character, perhaps."""
+        piece = self._bytes.of.get(token)
+        return list(piece if piece is not None else self.token(token).encode("utf-8"))
+
+    def decode(self, tokens: list[int]) -> str:
+        return str(self.tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False))

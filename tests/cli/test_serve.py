@@ -1,0 +1,105 @@
+"""`paceline serve`: options become a server, on an engine without a model."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from paceline.serve.service import Service
+from tests.serve.fakes import FakeEngine
+
+from .conftest import CONTEXT, refusal, run
+
+
+@pytest.fixture
+def served(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Service, dict[str, Any]]]:
+    """The services that the command would run, each with the arguments of its engine."""
+    found: list[tuple[Service, dict[str, Any]]] = []
+    arguments: list[dict[str, Any]] = []
+
+    def engine(decoder: Any, *, deliver: Any, **given: Any) -> FakeEngine:
+        arguments.append({"decoder": decoder, **given})
+        return FakeEngine(deliver, slots=given["slots"], context=given["max_model_len"])
+
+    def run_service(service: Service, started: Callable[[str], None]) -> None:
+        started("http://127.0.0.1:1")
+        found.append((service, arguments[-1]))
+        service.close()
+
+    monkeypatch.setitem(sys.modules, "paceline.serve.engine_thread", SimpleNamespace(EngineThread=engine))
+    monkeypatch.setattr("paceline.serve.http_server.serve", run_service)
+    return found
+
+
+def test_the_command_starts_a_server(target: str, served: list[tuple[Service, dict[str, Any]]]) -> None:
+    result = run("serve", "--target", target, "--draft", "prompt-lookup", "--gamma", "3", "--log-requests")
+    assert result.exit_code == 0, result.output
+    ((service, given),) = served
+    assert (given["slots"], given["max_model_len"], given["max_queued"]) == (8, CONTEXT, 256)
+    assert (given["decoder"].drafter.name, given["decoder"].gamma) == ("prompt-lookup", 3)
+    assert (service.options.host, service.options.port) == ("127.0.0.1", 8000)
+    told = result.stderr.splitlines()
+    assert "fake with nothing" in told
+    assert any("8 slots of 2,048 tokens" in line and "temperature 1 where" in line for line in told)
+    assert told[-1] == "fake at http://127.0.0.1:1"
+
+
+def test_every_option_arrives(target: str, served: list[tuple[Service, dict[str, Any]]], tmp_path: Path) -> None:
+    (tmp_path / "keys").write_text("two\n")
+    for name in ("cert", "key"):
+        (tmp_path / name).write_text("")
+    flags = ["--host", "0.0.0.0", "--port", "81", "--max-num-seqs", "3", "--max-model-len", "100", "--max-queued", "5",
+             "--max-body-bytes", "9000", "--body-seconds", "7", "--request-seconds", "8", "--drain-seconds", "9",
+             "--keep-alive-seconds", "4", "--api-key", "one", "--api-key-file", str(tmp_path / "keys"),
+             "--metrics-prefix", "vllm", "--cors-origin", "https://a", "--cors-origin", "https://b",
+             "--served-model-name", "gpt", "--ssl-certfile", str(tmp_path / "cert"), "--ssl-keyfile",
+             str(tmp_path / "key"), "--no-log-requests", "--log-prompts"]  # fmt: skip
+    result = run("serve", "--target", target, "--draft", "none", *flags)
+    assert result.exit_code == 0, result.output
+    ((service, given),) = served
+    options = service.options
+    assert (given["slots"], given["max_model_len"], given["max_queued"]) == (3, 100, 5)
+    assert (options.host, options.port, options.max_body_bytes, options.body_seconds) == ("0.0.0.0", 81, 9000, 7)
+    assert (options.request_seconds, options.drain_seconds, options.keep_alive_seconds) == (8, 9, 4)
+    assert options.keys() == {"one", "two"}
+    assert (options.metrics_prefix, options.cors_origin) == ("vllm", ("https://a", "https://b"))
+    assert (service.names, options.log_requests, options.log_prompts) == (("gpt",), False, True)
+    assert (options.ssl_certfile, options.ssl_keyfile) == (tmp_path / "cert", tmp_path / "key")
+    assert result.stderr.splitlines()[-1] == "gpt at http://127.0.0.1:1"
+
+
+def test_keys_come_from_the_environment_and_are_not_shown(
+    target: str, served: list[tuple[Service, dict[str, Any]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PACELINE_API_KEY", "from-outside")
+    result = run("serve", "--target", target, "--draft", "none")
+    assert result.exit_code == 0, result.output
+    assert served[0][0].options.keys() == {"from-outside"}
+    shown = run("serve", "--print-config").stdout
+    assert "# api-key is set and not shown  # environment" in shown.splitlines()
+    assert "from-outside" not in shown
+
+
+def test_without_a_key_an_open_address_is_told(target: str, served: list[Any]) -> None:
+    told = run("serve", "--target", target, "--draft", "none", "--host", "0.0.0.0").stderr
+    assert "there is no --api-key" in told
+    assert "--api-key" not in run("serve", "--target", target, "--draft", "none", "--host", "::1").stderr
+
+
+def test_what_is_refused_before_anything_listens(target: str, served: list[Any], tmp_path: Path) -> None:
+    assert "2,048" in refusal("serve", "--target", target, "--draft", "none", "--max-model-len", "4096", code=2)
+    assert "belong together" in refusal("serve", "--ssl-certfile", "a.pem", code=2)
+    assert "cannot be read" in refusal("serve", "--api-key-file", str(tmp_path / "none"), code=2)
+    assert "at most 65,535" in refusal("serve", "--port", "70000", code=2)
+    assert not served
+
+
+def test_without_the_packages_one_sentence_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("paceline.serve.server_options.find_spec", lambda name: None)
+    told = refusal("serve", code=3)
+    assert "pip install 'paceline[serve]'" in told

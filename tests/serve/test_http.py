@@ -1,0 +1,420 @@
+"""What every request passes: paths, errors, keys, limits, logs, clients that go, and the end of the server."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import socket
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from paceline.common.errors import InputError
+from paceline.serve import http_server
+from paceline.serve.middleware import LOGGER
+from paceline.serve.server_options import ServerOptions, check_packages
+
+from .fakes import Running, serving
+
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+HELLO = {"prompt": "Hello", "max_tokens": 20}
+
+
+def wait_for(condition: Any, seconds: float = 5.0) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it did not happen in time"
+        time.sleep(0.005)
+
+
+def error_of(response: httpx.Response, status: int) -> dict[str, Any]:
+    """The error of a response, in OpenAI's shape: one sentence."""
+    assert response.status_code == status, response.text
+    error = response.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["message"].endswith((".", "?"))
+    assert error["code"]
+    return error  # type: ignore[no-any-return]
+
+
+# ---- endpoints
+
+
+def test_the_small_endpoints(server: Running) -> None:
+    (card,) = server.get("/v1/models").json()["data"]
+    assert (card["id"], card["object"], card["max_model_len"]) == ("fake", "model", 1024)
+    assert server.get("/v1/models/fake").json() == card
+    assert server.get("/models").json()["data"] == [card]
+    assert error_of(server.get("/v1/models/other"), 404)["code"] == "model_not_found"
+    assert server.get("/health").json() == {"status": "ok"}
+    assert server.get("/ready").json()["status"] == "ready"
+    assert server.get("/version").json()["version"]
+    assert server.post("/completions", HELLO).json()["choices"]
+    assert server.post("/chat/completions", {"messages": [{"role": "user", "content": "a"}]}).json()["choices"]
+
+
+def test_tokens_and_texts(server: Running) -> None:
+    ids = server.engine.tokenizer.encode("café")
+    answer = server.post("/tokenize", {"prompt": "café", "return_token_strs": True}).json()
+    assert (answer["tokens"], answer["count"], answer["max_model_len"]) == (ids, len(ids), 1024)
+    assert answer["token_strs"][:3] == ["c", "a", "f"]
+    assert server.post("/tokenize", {"content": "café"}).json()["tokens"] == ids
+    chat = server.post("/tokenize", {"messages": [{"role": "user", "content": "a"}]}).json()["tokens"]
+    assert server.post("/detokenize", {"tokens": chat}).json()["prompt"] == "user: a\nassistant:"
+    assert server.post("/v1/detokenize", {"tokens": ids}).json() == {"prompt": "café", "content": "café"}
+    info = server.get("/tokenizer_info").json()
+    assert info["eos_token"] == "<eos>"
+    assert "messages" in info["chat_template"]
+    assert error_of(server.post("/tokenize", {}), 400)
+    assert error_of(server.post("/detokenize", {"tokens": [10**6]}), 400)["param"] == "tokens"
+
+
+def test_unknown_endpoints_and_methods(server: Running) -> None:
+    for path in ("/v1/messages", "/api/generate", "/v1/embeddings", "/docs"):
+        error = error_of(server.post(path, {}), 404)
+        assert path in error["message"]
+        assert error["code"] == "unknown_endpoint"
+    assert "not allowed" in error_of(server.get(COMPLETIONS), 405)["message"]
+
+
+def test_the_openapi_document_lists_the_endpoints(server: Running) -> None:
+    found = server.get("/openapi.json").json()
+    assert COMPLETIONS in found["paths"]
+    assert CHAT in found["paths"]
+    assert "temperature" in found["components"]["schemas"]["ChatRequest"]["properties"]
+
+
+# ---- bodies
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "code"),
+    [
+        ({"prompt": "a", "best_of": 3}, "best_of", "invalid_value"),
+        ({"prompt": "a", "suffix": "b"}, "suffix", "invalid_value"),
+        ({"prompt": "a", "wizardry": 1}, "wizardry", "unknown_parameter"),
+        ({"prompt": "a", "temperature": "hot"}, "temperature", "invalid_value"),
+        ({"prompt": "a", "temperature": -1}, "temperature", "invalid_value"),
+        ({"prompt": "a", "top_p": 2}, "top_p", "invalid_value"),
+        ({"prompt": "a", "n": True}, "n", "invalid_value"),
+        ({"prompt": "a", "n": 0}, "n", "invalid_value"),
+        ({"prompt": "a", "n": 128}, "n", "invalid_value"),
+        ({"prompt": "a", "max_tokens": 0}, "max_tokens", "invalid_value"),
+        ({"prompt": "a", "max_tokens": 4, "min_tokens": 5}, "min_tokens", "invalid_value"),
+        ({"prompt": "a", "logprobs": 21}, "logprobs", "invalid_value"),
+        ({"prompt": "a", "stop": ""}, "stop", "invalid_value"),
+        ({"prompt": "a", "stop_token_ids": [10**6]}, "stop_token_ids", "invalid_value"),
+        ({"prompt": "a", "logit_bias": {"x": 1}}, "logit_bias", "invalid_value"),
+        ({"prompt": "a", "logit_bias": {"999999": 1}}, "logit_bias", "invalid_value"),
+        ({"prompt": "a", "stream_options": {"include_usage": True}}, None, "invalid_value"),
+        ({"prompt": "a", "stream": True, "stream_options": {"no": 1}}, "stream_options", "unknown_parameter"),
+        ({"prompt": "a", "seed": 2**80}, "seed", "invalid_value"),
+        ({"prompt": "a", "model": "other"}, "model", "model_not_found"),
+        ({"prompt": "a", "speculative_config": {"method": "x"}}, "speculative_config", "missing_parameter"),
+        ({"prompt": ""}, "prompt", "invalid_value"),
+        ({"prompt": []}, "prompt", "invalid_value"),
+        ({"prompt": [10**6]}, "prompt", "invalid_value"),
+        ({"prompt": [-1]}, "prompt", "invalid_value"),
+        ({"prompt": [1.5]}, "prompt", "invalid_value"),
+        ({"prompt": "a" * 1100}, "prompt", "context_length_exceeded"),
+        ({"prompt": "a" * 1000, "max_tokens": 100}, "max_tokens", "context_length_exceeded"),
+        ({"prompt": "a" * 10**6}, None, "invalid_value"),
+        ({"prompt": ["a"] * 500}, "n", "invalid_value"),
+        ({"prompt": "a", "stop": ["s"] * 10**6}, "stop", "invalid_value"),
+        ({"prompt": [1.5] * 10**6}, "prompt", "invalid_value"),
+        ({"prompt": "a", **{f"k{i}": 1 for i in range(10**5)}}, None, "invalid_value"),
+        ({}, "prompt", "missing_parameter"),
+        ([], None, "invalid_value"),
+    ],
+)  # fmt: skip
+def test_wrong_values_are_named(server: Running, body: Any, param: str | None, code: str) -> None:
+    error = error_of(server.post(COMPLETIONS, body), 404 if code == "model_not_found" else 400)
+    assert (error["param"], error["code"]) == (param, code), error
+    assert len(error["message"]) < 600
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"{",
+        b"nothing",
+        b"[" * 10**5 + b"]" * 10**5,
+        b'{"prompt": "' + b"\xff\xfe" + b'"}',
+        b'{"prompt": "\\ud800"}',
+        b'{"prompt": "a", "temperature": NaN}',
+        b'{"prompt": "a", "temperature": 1e999}',
+        b'{"prompt": "a", "seed": ' + b"9" * 5000 + b"}",
+        b'{"prompt": "a"} {"prompt": "b"}',
+    ],
+)
+def test_bodies_that_are_no_json(server: Running, content: bytes) -> None:
+    with server.client() as client:
+        response = client.post(COMPLETIONS, content=content, headers={"Content-Type": "application/json"})
+        error_of(response, 400)
+        assert client.get("/health").status_code == 200
+
+
+def test_other_content_types(server: Running) -> None:
+    with server.client() as client:
+        error = error_of(client.post(COMPLETIONS, data={"prompt": "a"}), 415)
+    assert "application/json" in error["message"]
+
+
+def test_large_and_slow_bodies(server: Running) -> None:
+    with serving({"max_body_bytes": 2000, "body_seconds": 0.3}) as small, small.client() as client:
+        assert error_of(client.post(COMPLETIONS, json={"prompt": "a" * 3000}), 413)["code"] == "body_too_large"
+
+        def chunks() -> Any:
+            for _ in range(10):
+                yield b"a" * 500
+
+        headers = {"Content-Type": "application/json"}
+        error_of(client.post(COMPLETIONS, content=chunks(), headers=headers), 413)
+        host, port = small.url.removeprefix("http://").split(":")
+        with socket.create_connection((host, int(port)), timeout=5) as slow:
+            slow.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
+                         b"Content-Length: 100\r\n\r\n{")  # fmt: skip
+            assert b" 408 " in slow.recv(1000)
+
+
+def test_slow_and_endless_headers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_server, "_HEADER_SECONDS", 0.2)
+    with serving() as running:
+        host, port = running.url.removeprefix("http://").split(":")
+        with socket.create_connection((host, int(port)), timeout=5) as slow:
+            slow.sendall(b"GET /health HTTP/1.1\r\nHost: a\r\n")
+            assert slow.recv(1000) == b""  # closed
+        with socket.create_connection((host, int(port)), timeout=5) as quick:
+            for _ in range(2):  # the timer begins again with each request
+                quick.sendall(b"GET /health HTTP/1.1\r\nHost: a\r\n\r\n")
+                assert b" 200 " in quick.recv(1000)
+            quick.sendall(b"GET /he")
+            assert quick.recv(1000) == b""
+        with socket.create_connection((host, int(port)), timeout=5) as many:
+            many.sendall(b"GET /health HTTP/1.1\r\nHost: a\r\n" + b"".join(b"x-%d: y\r\n" % i for i in range(20_000)))
+            assert b" 400 " in many.recv(1000)
+        assert running.get("/health").status_code == 200
+
+
+# ---- keys, ids, logs, browsers
+
+
+def test_keys_open_everything_but_health(tmp_path: Path) -> None:
+    (tmp_path / "keys").write_text("from-file\n\nanother\n")
+    with serving({"api_key": ("secret",), "api_key_file": tmp_path / "keys"}) as running:
+        assert running.get("/health").status_code == 200
+        for path in ("/v1/models", "/ready", "/metrics", "/version", "/openapi.json", "/nowhere"):
+            assert error_of(running.get(path), 401)["type"] == "authentication_error"
+        for given in ("Bearer wrong", "Bearer", "secret", "Basic secret", "Bearer secretsecret"):
+            error_of(running.get("/v1/models", headers={"Authorization": given}), 401)
+        error_of(running.post(COMPLETIONS, HELLO), 401)
+        owners = []
+        for key in ("secret", "from-file", "another"):
+            headers = {"Authorization": f"Bearer {key}"}
+            assert running.get("/v1/models", headers=headers).status_code == 200
+            assert running.post(COMPLETIONS, HELLO, headers=headers).status_code == 200
+            owners.append(running.engine.submitted[-1].owner)
+        assert len(set(owners)) == 3  # none finds the KV cache of another
+        assert not any("secret" in owner or "file" in owner for owner in owners)
+
+
+def test_a_file_of_keys_must_have_one(tmp_path: Path) -> None:
+    (tmp_path / "empty").write_text("\n \n")
+    with pytest.raises(InputError, match="empty"):
+        ServerOptions(api_key_file=tmp_path / "empty").keys()
+    with pytest.raises(InputError, match="cannot be read"):
+        ServerOptions(api_key_file=tmp_path / "missing").keys()
+
+
+def test_request_ids_go_in_and_out(server: Running) -> None:
+    assert server.get("/health", headers={"X-Request-Id": "mine-1"}).headers["x-request-id"] == "mine-1"
+    made = [server.get("/health").headers["x-request-id"] for _ in range(2)]
+    assert len(set(made)) == 2
+    assert server.get("/health", headers={"X-Request-Id": "a b"}).headers["x-request-id"] != "a b"
+    assert server.get("/nowhere", headers={"X-Request-Id": "mine-2"}).headers["x-request-id"] == "mine-2"
+
+
+def log_lines(caplog: pytest.LogCaptureFixture) -> list[dict[str, Any]]:
+    return [json.loads(record.getMessage()) for record in caplog.records if record.name == LOGGER]
+
+
+def test_a_line_for_each_request_without_secrets(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, LOGGER)
+    with serving({"log_requests": True, "api_key": ("hidden-key",)}) as running:
+        headers = {"Authorization": "Bearer hidden-key", "X-Request-Id": "r1"}
+        running.post(COMPLETIONS, {"prompt": "private words", "max_tokens": 5}, headers=headers)
+        running.post(COMPLETIONS, {"prompt": "private words", "max_tokens": 5, "stream": True}, headers=headers)
+        wait_for(lambda: len(log_lines(caplog)) == 2)
+    for line in log_lines(caplog):
+        assert (line["request_id"], line["path"], line["status"]) == ("r1", COMPLETIONS, 200)
+        assert (line["prompt_tokens"], line["completion_tokens"]) == (13, 5)
+    assert "private" not in caplog.text
+    assert "hidden" not in caplog.text
+    caplog.clear()
+    with serving({"log_requests": True, "log_prompts": True}) as running:
+        running.post(COMPLETIONS, {"prompt": "private words", "max_tokens": 5})
+        wait_for(lambda: log_lines(caplog))
+    assert log_lines(caplog)[0]["prompts"] == ["private words"]
+
+
+def test_browsers_may_call_only_if_asked_for(server: Running) -> None:
+    origin = {"Origin": "https://a.example"}
+    assert "access-control-allow-origin" not in server.get("/v1/models", headers=origin).headers
+    with serving({"cors_origin": ("https://a.example",), "api_key": ("k",)}) as running:
+        refused = running.get("/v1/models", headers=origin)
+        assert refused.status_code == 401
+        assert refused.headers["access-control-allow-origin"] == "https://a.example"
+        assert "access-control-allow-origin" not in running.get("/health", headers={"Origin": "https://b"}).headers
+        with running.client() as client:
+            asks = {**origin, "Access-Control-Request-Method": "POST"}
+            assert client.options(CHAT, headers=asks).status_code == 200
+
+
+def test_an_unexpected_error_is_status_500(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    with serving({"log_requests": True}) as running:
+        monkeypatch.setattr(running.service.planner, "completion", lambda *given: 1 / 0)
+        error = error_of(running.post(COMPLETIONS, HELLO), 500)
+        assert "ZeroDivisionError" in error["message"]
+        assert running.get("/health").status_code == 200
+    assert any(record.exc_info for record in caplog.records)
+
+
+# ---- load
+
+
+def test_a_full_queue_is_status_429() -> None:
+    with serving({"max_queued": 2}, slots=1, max_queued=2) as running:
+        running.engine.hold = True
+        with running.client() as client:
+            waiting = [client.stream("POST", COMPLETIONS, json={**HELLO, "stream": True}) for _ in range(3)]
+            for each in waiting:
+                each.__enter__()
+            wait_for(lambda: running.engine.state().waiting == 3)
+            error = error_of(refused := client.post(COMPLETIONS, json=HELLO), 429)
+            assert (error["type"], error["code"]) == ("rate_limit_error", "queue_full")
+            assert refused.headers["retry-after"] == "2"
+            assert error_of(client.get("/ready"), 503)["code"] == "queue_full"
+            assert client.get("/health").status_code == 200
+            running.engine.hold = False
+            for each in waiting:
+                each.__exit__(None, None, None)
+        assert "request_refused_total{" in running.get("/metrics").text
+
+
+def test_a_client_that_goes_ends_its_jobs() -> None:
+    with serving(pause=0.02, script=lambda job: "x" * 400) as running:
+        body = {"prompt": "Hello", "max_tokens": 400, "n": 2}
+        with running.client() as client:
+            with client.stream("POST", COMPLETIONS, json={**body, "stream": True}) as response:
+                next(response.iter_lines())
+            wait_for(lambda: len(running.engine.cancelled) == 2)
+            with pytest.raises(httpx.ReadTimeout):
+                client.post(COMPLETIONS, json=body, timeout=0.2)
+        wait_for(lambda: len(running.engine.cancelled) == 4)
+        wait_for(lambda: running.engine.state().running == 0)
+        assert running.service.mailbox.waiting == 0
+
+
+def test_a_request_that_takes_too_long(server: Running) -> None:
+    with serving({"request_seconds": 0.3}, pause=0.02, script=lambda job: "x" * 400) as running:
+        error = error_of(running.post(COMPLETIONS, {"prompt": "Hello", "max_tokens": 400}), 504)
+        assert error["code"] == "timeout"
+        assert running.engine.state().running == 0
+
+
+def test_many_requests_leave_nothing_behind(server: Running) -> None:
+    async def flood() -> list[int]:
+        async with httpx.AsyncClient(base_url=server.url, timeout=20, trust_env=False) as client:
+            bodies = [{**HELLO, "n": 1 + i % 3, "stream": i % 2 == 0} for i in range(60)]
+            answers = await asyncio.gather(*(client.post(COMPLETIONS, json=body) for body in bodies))
+            return [answer.status_code for answer in answers]
+
+    found = asyncio.run(flood())
+    assert set(found) <= {200, 429}
+    assert 200 in found
+    wait_for(lambda: server.engine.state().running == 0)
+    assert server.service.mailbox.waiting == 0
+
+
+def test_an_engine_that_ended_is_not_healthy() -> None:
+    with serving() as running:
+        running.engine.failed = "out of memory."
+        assert error_of(running.get("/health"), 503)["code"] == "engine_failed"
+        assert error_of(running.get("/ready"), 503)["code"] == "failed"
+
+
+# ---- the end
+
+
+LONG = {"prompt": "Hello", "max_tokens": 400, "stream": True}
+
+
+def test_the_first_signal_drains() -> None:
+    with serving({"drain_seconds": 10}, pause=0.05, script=lambda job: "x" * 60) as running:
+        with running.client() as client, client.stream("POST", COMPLETIONS, json=LONG) as response:
+            lines = response.iter_lines()
+            next(lines)
+            running.server.handle_exit(15, None)
+            wait_for(lambda: running.engine.state().draining)
+            assert list(lines)[-2] == "data: [DONE]"  # a running request comes to its end
+        wait_for(lambda: not running.server.server_state.connections)
+
+
+def test_the_second_signal_ends() -> None:
+    slow: Any = {"pause": 0.05, "script": lambda job: "x" * 400}
+    with (
+        serving({"drain_seconds": 60}, **slow) as running,
+        running.client() as client,
+        client.stream("POST", COMPLETIONS, json=LONG) as response,
+    ):
+        next(response.iter_lines())
+        running.server.handle_exit(15, None)
+        running.server.handle_exit(15, None)
+        wait_for(lambda: not running.engine.thread.is_alive())
+
+
+def test_a_draining_server_takes_nothing(server: Running) -> None:
+    with serving() as running:
+        running.engine.drain()
+        error = error_of(refused := running.post(COMPLETIONS, HELLO), 503)
+        assert error["code"] == "draining"
+        assert refused.headers["retry-after"]
+        assert error_of(running.get("/ready"), 503)["code"] == "draining"
+
+
+def test_the_drain_ends_after_its_seconds() -> None:
+    with serving({"drain_seconds": 0.3}, pause=0.05, script=lambda job: "x" * 400) as running:
+        with (
+            running.client() as client,
+            client.stream("POST", COMPLETIONS, json=LONG) as response,
+        ):
+            lines = response.iter_lines()
+            next(lines)
+            begun = time.monotonic()
+            running.server.handle_exit(15, None)
+            with pytest.raises(httpx.RemoteProtocolError):
+                list(lines)
+            assert time.monotonic() - begun < 4
+        wait_for(lambda: running.engine.cancelled)
+
+
+# ---- options
+
+
+def test_options_that_do_not_fit() -> None:
+    with pytest.raises(InputError, match="belong together"):
+        ServerOptions(ssl_certfile=Path("a"))
+    with pytest.raises(InputError, match="metrics-prefix"):
+        ServerOptions(metrics_prefix="a b")
+
+
+def test_without_the_extra_one_sentence_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    check_packages()
+    monkeypatch.setattr("paceline.serve.server_options.find_spec", lambda name: None if name == "uvicorn" else name)
+    with pytest.raises(Exception, match=r"needs uvicorn; .*pip install 'paceline\[serve\]'"):
+        check_packages()

@@ -1,0 +1,58 @@
+"""`/metrics`: vLLM's names, and sums that agree with the answers."""
+
+from __future__ import annotations
+
+import re
+
+from .fakes import serving
+
+BODY = {"prompt": "Hello", "max_tokens": 30, "seed": 7}
+
+
+def values(text: str) -> dict[str, float]:
+    """Name with labels other than the model's -> value."""
+    found = {}
+    for line in text.splitlines():
+        match = re.fullmatch(r"([\w:]+)\{(.*)\} ([\d.e+-]+|\+Inf)", line)
+        if match is not None:
+            labels = ",".join(sorted(part for part in match[2].split(",") if not part.startswith("model_name=")))
+            found[f"{match[1]}{{{labels}}}" if labels else match[1]] = float(match[3])
+    return found
+
+
+def test_the_counters_are_the_sums_of_the_answers() -> None:
+    with serving() as running:
+        answers = [running.post("/v1/completions", {**BODY, "n": n}).json() for n in (1, 2)]
+        running.post("/v1/completions", {**BODY, "stream": True})
+        found = values(running.get("/metrics").text)
+    assert found["paceline:prompt_tokens_total"] == 5 * 4  # of each sequence
+    one, two = (answer["usage"]["completion_tokens"] for answer in answers)
+    assert found["paceline:generation_tokens_total"] == 2 * one + two
+    stats = [answer["metrics"]["speculative_decoding"] for answer in answers]
+    for name, key in (
+        ("num_drafts", "num_spec_steps"),
+        ("num_draft_tokens", "num_draft_tokens"),
+        ("num_accepted_tokens", "num_accepted_draft_tokens"),
+    ):
+        assert found[f"paceline:spec_decode_{name}_total"] == 2 * stats[0][key] + stats[1][key]
+    by_position = [value for name, value in found.items() if "per_pos_total" in name]
+    assert sum(by_position) == found["paceline:spec_decode_num_accepted_tokens_total"]
+    ended = [value for name, value in found.items() if "request_success_total" in name]
+    assert sum(ended) == 4
+    for name in ("time_to_first_token_seconds", "e2e_request_latency_seconds", "request_queue_time_seconds"):
+        assert found[f"paceline:{name}_count"] == 4
+    gaps = found["paceline:inter_token_latency_seconds_count"]
+    assert 0 < gaps < found["paceline:generation_tokens_total"]
+
+
+def test_the_engines_state_and_the_prefix() -> None:
+    with serving({"metrics_prefix": "vllm", "served_model_name": ("alias", "second")}) as running:
+        text = running.get("/metrics").text
+        assert [card["id"] for card in running.get("/v1/models").json()["data"]] == ["alias", "second"]
+        assert running.post("/v1/completions", {**BODY, "model": "second"}).json()["model"] == "second"
+    found = values(text)
+    assert found["vllm:kv_cache_usage_perc"] == 0.5
+    assert (found["vllm:prefix_cache_queries_total"], found["vllm:prefix_cache_hits_total"]) == (100, 40)
+    assert found["vllm:num_requests_running"] == found["vllm:num_requests_waiting"] == 0
+    assert 'model_name="alias"' in text
+    assert "paceline:" not in text

@@ -14,12 +14,8 @@ from safetensors import safe_open
 from paceline.bench import machine_use as machine
 from paceline.bench.bench_options import PRESETS
 from paceline.bench.peers.peer_names import _PEERS
-<<<<<<< HEAD
 from paceline.bench.tasks import SAMPLERS
-from paceline.cli.command_options import AuditOptions, ChatOptions, GenerateOptions
-=======
 from paceline.cli.command_options import AuditOptions, ChatOptions, GenerateOptions, ServeOptions
->>>>>>> serve-http
 from paceline.cli.commands.bench import BenchCommandOptions
 from paceline.cli.commands.tune import TuneCommandOptions
 from paceline.cli.main import app

@@ -28,20 +28,12 @@ _KEY = "option"  # the key in a field's metadata
 class Option:
     """What the command line needs to know about a field.
 
-<<<<<<< HEAD
     group: the panel of `--help`. metavar: how `--help` shows a value that is no number. flags: other flags than
     the field's name. key: another name in the config file and in the environment. names: the kind of names
     (`common/names.py`) that the value is one of; they are checked early, and a shell completes them. commas: a text of
     a list holds several values between commas; lists of numbers always do. of: the option that these options belong to,
     such as `draft`. argument: given by position, without a flag. environment: other variables; () means none.
-=======
-    group: the panel of `--help`. metavar: how `--help` shows the value. flags: other flags than the field's name.
-    key: another name in the config file and in the environment. names: the kind of names that the value is one of
-    (`common/names.py`); they are checked early, and a shell completes them. commas: a text of a list holds several
-    values between commas; lists of numbers always do. of: the option that these options belong to, such as `draft`.
-    argument: given by position, without a flag. environment: other names of variables; () means none.
     secret: `--print-config` does not show the value.
->>>>>>> serve-http
     """
 
     help: str

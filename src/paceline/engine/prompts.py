@@ -35,23 +35,14 @@ def as_messages(conversation: Sequence[Mapping[str, Any]], lm: LanguageModel) ->
     return [_message(message, index, text, lm.name) for index, message in enumerate(conversation)]
 
 
-<<<<<<< HEAD
-def write_conversation(messages: list[dict[str, Any]], lm: LanguageModel) -> str:
-    """Return the text that the chat template makes of the messages, up to the beginning of the assistant's answer."""
-    try:
-        return str(lm.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
-    except Exception as error:  # a template is a program and can raise any error
-        # a template's own refusal is a message for the user; a Python error inside it is not
-=======
 def write_conversation(messages: list[dict[str, Any]], lm: LanguageModel, **options: Any) -> str:
-    """The text that the chat template of a model makes of the messages, up to where the assistant begins. `options`:
-    arguments of `apply_chat_template`."""
+    """Return the text that the chat template makes of the messages, up to the beginning of the assistant's answer.
+    `options`: arguments of `apply_chat_template`."""
     options.setdefault("add_generation_prompt", True)
     try:
         return str(lm.tokenizer.apply_chat_template(messages, tokenize=False, **options))
-    except Exception as error:  # templates are programs and fail in their own ways
-        # what a template refuses by itself is meant for people; an error of Python inside it is not
->>>>>>> serve-http
+    except Exception as error:  # a template is a program and can raise any error
+        # a template's own refusal is a message for the user; a Python error inside it is not
         own = type(error).__name__ == "TemplateError"
         why = f": {' '.join(str(error).split())[:200].rstrip('.')}" if own else "; check its roles and contents"
         raise InputError(f"The chat template of {lm.name} cannot write this conversation{why}.") from error

@@ -22,8 +22,8 @@ class ServerOptions(Limited):
     port: int = option(8000, "The port; 0 takes a free one.", _SERVER, metavar="N", least=0, most=65535)
     served_model_name: tuple[str, ...] = option((), "A name that clients use for the model; repeatable.", _SERVER,
                                                 metavar="NAME")  # fmt: skip
-    drain_seconds: float = option(30.0, "Seconds that running requests have after SIGTERM.", _SERVER, metavar="X", least=0,
-                                most=86_400)  # fmt: skip
+    drain_seconds: float = option(30.0, "Seconds that running requests have after SIGTERM.", _SERVER, metavar="X",
+                                  least=0, most=86_400)  # fmt: skip
     keep_alive_seconds: int = option(75, "Seconds that an idle connection stays open.", _SERVER, metavar="N", least=1,
                                      most=86_400)  # fmt: skip
     cors_origin: tuple[str, ...] = option((), "An origin that browsers may call from; repeatable; none by default.",

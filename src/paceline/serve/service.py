@@ -18,7 +18,7 @@ from paceline.serve.event_stream import EventStream, cancelled_when_gone
 from paceline.serve.job_requests import Plan, Planner
 from paceline.serve.jobs import Engine, QueueFullError, Update
 from paceline.serve.mailbox import Mailbox, Ticket
-from paceline.serve.metrics import Metrics
+from paceline.serve.server_metrics import Metrics
 from paceline.serve.server_options import ServerOptions
 from paceline.serve.token_texts import TokenTexts
 

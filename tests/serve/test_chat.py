@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from paceline.serve import job_requests
-from paceline.serve.tool_calls import HERMES, LLAMA3, MISTRAL, CallFormat, ToolReader, format_of
+from paceline.serve.openai import job_requests
+from paceline.serve.openai.tool_calls import HERMES, LLAMA3, MISTRAL, CallFormat, ToolReader, format_of
 
 from .fakes import Running, events_of, serving
 

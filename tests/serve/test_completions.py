@@ -236,7 +236,7 @@ def test_statistics_of_speculation_have_vllms_shape(server: Running, more: dict[
 
 
 def test_a_failure_ends_its_choice_only(server: Running) -> None:
-    from paceline.serve.job_requests import seed_of_choice
+    from paceline.serve.openai.job_requests import seed_of_choice
 
     usual, bad = server.engine.script, seed_of_choice(7, 1)
     server.engine.script = lambda job: "FAIL" if job.request.sampling.seed == bad else usual(job)

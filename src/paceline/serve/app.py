@@ -18,20 +18,20 @@ from starlette.responses import Response
 
 from paceline import __version__
 from paceline.common.errors import PacelineError
-from paceline.serve.api_errors import ApiError, JsonResponse, on_http_error, on_invalid, on_paceline_error
-from paceline.serve.api_models import (
+from paceline.serve.middleware import ApiKeys, BodyLimit, RequestLog
+from paceline.serve.openai.api_errors import ApiError, JsonResponse, on_http_error, on_invalid, on_paceline_error
+from paceline.serve.openai.api_models import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
     ResponsesRequest,
     TokenizeRequest,
 )
-from paceline.serve.chat_completions import ChatAnswer
-from paceline.serve.completions import CompletionAnswer
-from paceline.serve.conversations import write_prompt
-from paceline.serve.job_requests import Planner
-from paceline.serve.middleware import ApiKeys, BodyLimit, RequestLog
-from paceline.serve.response_items import ResponseAnswer, plan_response
+from paceline.serve.openai.chat_completions import ChatAnswer
+from paceline.serve.openai.completions import CompletionAnswer
+from paceline.serve.openai.conversations import write_prompt
+from paceline.serve.openai.job_requests import Planner
+from paceline.serve.openai.response_items import ResponseAnswer, plan_response
 from paceline.serve.service import Service
 
 _ERROR = {

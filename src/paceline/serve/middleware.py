@@ -16,7 +16,7 @@ from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from paceline.serve.api_errors import ApiError, JsonResponse
+from paceline.serve.openai.api_errors import ApiError, JsonResponse
 
 LOGGER = "paceline.serve"
 _OPEN = ("/health",)

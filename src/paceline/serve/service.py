@@ -12,12 +12,12 @@ from fastapi import Request
 from starlette.responses import Response
 
 from paceline.common.errors import PacelineError
-from paceline.serve.answer_parts import Answer
-from paceline.serve.api_errors import ApiError, JsonResponse, from_paceline
 from paceline.serve.event_stream import EventStream, cancelled_when_gone
-from paceline.serve.job_requests import Plan, Planner
 from paceline.serve.jobs import Engine, QueueFullError, Update
 from paceline.serve.mailbox import Mailbox, Ticket
+from paceline.serve.openai.answer_parts import Answer
+from paceline.serve.openai.api_errors import ApiError, JsonResponse, from_paceline
+from paceline.serve.openai.job_requests import Plan, Planner
 from paceline.serve.server_metrics import Metrics
 from paceline.serve.server_options import ServerOptions
 from paceline.serve.token_texts import TokenTexts

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from paceline.common.errors import InputError
-from paceline.serve.api_models import NamedTool, Tool
+from paceline.serve.openai.api_models import NamedTool, Tool
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from paceline.engine.request import TokenLogprob
-from paceline.serve.answer_parts import Answer, Choice, finite
 from paceline.serve.jobs import Update
+from paceline.serve.openai.answer_parts import Answer, Choice, finite
 
 
 class CompletionAnswer(Answer):

@@ -10,7 +10,7 @@ from typing import Any, cast
 from paceline.common.errors import InputError
 from paceline.engine.prompts import as_messages, write_conversation
 from paceline.models.language_model import LanguageModel
-from paceline.serve.api_models import Conversation, Message
+from paceline.serve.openai.api_models import Conversation, Message
 from paceline.serve.token_texts import TokenTexts
 
 _NO_TOOLS_IN_TEMPLATE = (

@@ -13,8 +13,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from paceline.common.errors import InputError, PacelineError, UnsupportedError, shown
-from paceline.serve.api_models import ChatRequest, CompletionRequest
 from paceline.serve.jobs import QueueFullError
+from paceline.serve.openai.api_models import ChatRequest, CompletionRequest
 
 _TYPES = {
     400: "invalid_request_error",

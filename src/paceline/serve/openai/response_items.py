@@ -10,12 +10,12 @@ from typing import Any
 from pydantic import ValidationError
 
 from paceline.common.errors import shown
-from paceline.serve.answer_parts import Answer
-from paceline.serve.api_errors import ApiError, encode_json, from_validation
-from paceline.serve.api_models import ChatRequest, FlatNamedTool, ResponsesRequest
-from paceline.serve.chat_completions import split_calls
-from paceline.serve.job_requests import Plan, Planner
 from paceline.serve.jobs import Update
+from paceline.serve.openai.answer_parts import Answer
+from paceline.serve.openai.api_errors import ApiError, encode_json, from_validation
+from paceline.serve.openai.api_models import ChatRequest, FlatNamedTool, ResponsesRequest
+from paceline.serve.openai.chat_completions import split_calls
+from paceline.serve.openai.job_requests import Plan, Planner
 
 _SAME = ("temperature", "top_p", "seed", "stream", "parallel_tool_calls", "prompt_cache_key", "speculative_config",
          "priority", "chat_template_kwargs")  # fmt: skip
@@ -81,11 +81,11 @@ def _content(given: Any, at: int) -> str:
     if isinstance(given, str):
         return given
     texts = []
-    for part in given if isinstance(given, list) else [None]:
-        text = part.get("text") if isinstance(part, dict) else None
-        if not isinstance(text, str) or part.get("type") not in ("input_text", "output_text", "text"):
+    for part in given if isinstance(given, list) else [given]:
+        known = isinstance(part, dict) and part.get("type") in ("input_text", "output_text", "text")
+        if not known or not isinstance(part.get("text"), str):
             raise _refused(at, f"the content {shown(part)}; use a text or parts of type input_text")
-        texts.append(text)
+        texts.append(part["text"])
     return "".join(texts)
 
 
@@ -152,8 +152,8 @@ class ResponseAnswer(Answer):
     def _add_text(self, text: str) -> Iterator[tuple[str, dict[str, Any]]]:
         if not self._output or self._output[-1]["type"] != "message":
             yield from self._close()
-            item = {"type": "message", "id": f"msg_{secrets.token_hex(12)}", "status": "in_progress",
-                    "role": "assistant", "content": []}  # fmt: skip
+            item: dict[str, Any] = {"type": "message", "id": f"msg_{secrets.token_hex(12)}", "status": "in_progress",
+                                    "role": "assistant", "content": []}  # fmt: skip
             yield self._added(item)
             part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
             item["content"] = [part]

@@ -12,12 +12,12 @@ from typing import Any
 from paceline.common.errors import InputError, shown
 from paceline.core.sampling import Sampling
 from paceline.engine.request import Request, build_requests
-from paceline.serve.api_errors import ApiError
-from paceline.serve.api_models import ChatRequest, CompletionRequest, NamedTool, Sampled
-from paceline.serve.conversations import template_of, write_prompt
 from paceline.serve.jobs import EngineFacts, Job
+from paceline.serve.openai.api_errors import ApiError
+from paceline.serve.openai.api_models import ChatRequest, CompletionRequest, NamedTool, Sampled
+from paceline.serve.openai.conversations import template_of, write_prompt
+from paceline.serve.openai.tool_calls import CallFormat, format_of, schema_for
 from paceline.serve.token_texts import TokenTexts
-from paceline.serve.tool_calls import CallFormat, format_of, schema_for
 
 _COMPLETION_TOKENS = 16  # OpenAI's default
 _SAME_NAMES = ("temperature", "top_p", "min_p", "typical_p", "presence_penalty", "frequency_penalty",

@@ -9,12 +9,12 @@ from typing import Any
 
 from paceline import __version__
 from paceline.engine.request import TokenLogprob
-from paceline.serve.api_errors import ApiError, encode_json
-from paceline.serve.job_requests import Plan
 from paceline.serve.jobs import Ending, RoundReport, Update
 from paceline.serve.mailbox import Ticket
+from paceline.serve.openai.api_errors import ApiError, encode_json
+from paceline.serve.openai.job_requests import Plan
+from paceline.serve.openai.tool_calls import ToolReader
 from paceline.serve.token_texts import TokenTexts
-from paceline.serve.tool_calls import ToolReader
 
 FINGERPRINT = f"paceline-{__version__}"
 _LEAST_LOGPROB = -9999.0  # JSON has no infinity; this is vLLM's number

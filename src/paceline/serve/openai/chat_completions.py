@@ -6,9 +6,9 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from paceline.engine.request import TokenLogprob
-from paceline.serve.answer_parts import Answer, Choice
-from paceline.serve.api_models import NamedTool
 from paceline.serve.jobs import Update
+from paceline.serve.openai.answer_parts import Answer, Choice
+from paceline.serve.openai.api_models import NamedTool
 
 
 class ChatAnswer(Answer):

@@ -20,8 +20,7 @@ def build() -> dict[str, dict[str, list[str]]]:
     from paceline.core.contracts import DRAFTERS, RULES
     from paceline.drafters.heads.head_files import NUMBERS
     from paceline.models.loading.catalogue import CATALOGUE
-    from paceline.models.quantization.quantize import KINDS
-    from paceline.models.runtime import RUNNERS
+    from paceline.models.runtime import KINDS, RUNNERS
     from paceline.models.synthetic import SHAPES
     from paceline.training.distillation import LOSSES
     from paceline.training.recipes.base import RECIPES

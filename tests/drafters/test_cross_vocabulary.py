@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerFast
 
 from paceline import LanguageModel, SpeculativeDecoder, UnsupportedError
 from paceline.models.reader import TransformersExecutor
-from paceline.models.tokenizers.translation import Pieces, Transcript, Translation
+from paceline.models.translation import Pieces, Transcript, Translation
 
 MERGES = ["t h", "th e", "Ġ the", "c a", "ca t", "Ġ cat", "l o", "h e", "he l", "hel lo"]
 MODES = ("intersection", "text")

@@ -12,9 +12,10 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from paceline import LanguageModel, SpeculativeDecoder
-from paceline.models.quantization import packed_linear
-from paceline.models.quantization.quantize import Int8Linear, extra_bytes, kernel_rows, quantized
+from paceline.models import packed_linear
+from paceline.models.packed_linear import Int8Linear, kernel_rows
 from paceline.models.reader import SlotReader
+from paceline.models.runtime import extra_bytes, quantized
 
 PROMPTS = [[1, 7, 9, 4, 7, 9, 4], [3, 3, 8], [6]]
 

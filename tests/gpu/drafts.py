@@ -20,8 +20,8 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import paceline
+from paceline.drafters.heads.base import PlaceStore
 from paceline.drafters.heads.eagle import EagleHead, Steps
-from paceline.drafters.heads.head_modules import PlaceStore
 from paceline.engine.loop import Loop
 from paceline.engine.request import build_requests
 from paceline.models.cuda import cuda_head as cuda_draft

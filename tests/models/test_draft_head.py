@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from paceline.drafters.heads.head_modules import PlaceStore
+from paceline.drafters.heads.base import PlaceStore
 from paceline.models.heads.head_layers import DecoderLayer, LayerConfig, Scratch, alone, by_slot
 from paceline.models.masks import chain_mask
 from paceline.models.slot_cache import SlotCache

@@ -17,9 +17,8 @@ from torch import Tensor
 
 from paceline import LanguageModel, SpeculativeDecoder
 from paceline.core.verdict import NOTHING, Verdict
-from paceline.drafters.heads.base import _followed
+from paceline.drafters.heads.base import PlaceStore, _followed
 from paceline.drafters.heads.eagle import Eagle, EagleHead, Steps
-from paceline.drafters.heads.head_modules import PlaceStore
 from paceline.kernels.cpu import machine
 from paceline.models.cpu import cpu_head as kernel_draft
 from paceline.models.cpu import cpu_linear as kernel_linear

@@ -26,8 +26,8 @@ from paceline.models.cpu.cpu_layer import KernelNorm
 from paceline.models.cpu.cpu_linear import CpuLinear, drafting
 from paceline.models.cpu.threads import THREADS
 from paceline.models.heads.head_layers import DecoderLayer, LayerConfig, Norm, Scratch, by_slot
-from paceline.models.quantization.packed_linear import BFloat16Linear, Int4Linear, Int8Linear
-from paceline.models.quantization.quantize import quantized
+from paceline.models.packed_linear import BFloat16Linear, Int4Linear, Int8Linear
+from paceline.models.runtime import quantized
 from paceline.models.slot_cache import SlotCache
 
 needs_kernels = pytest.mark.skipif(machine.missing() is not None, reason="no kernels here")

@@ -19,8 +19,8 @@ from paceline.common.errors import InputError, UnsupportedError
 from paceline.kernels.cpu import machine
 from paceline.models.cpu.cpu_plan import Plan, plan_of
 from paceline.models.module_views import map_modules
-from paceline.models.quantization.packed_linear import BFloat16Linear, PackedLinear
-from paceline.models.quantization.quantize import KINDS, Int4Linear, Int8Linear, extra_bytes, quantized
+from paceline.models.packed_linear import BFloat16Linear, Int4Linear, Int8Linear, PackedLinear
+from paceline.models.runtime import KINDS, extra_bytes, quantized
 
 by_kernels = pytest.mark.skipif(machine.missing() is not None, reason="there are no kernels here")
 

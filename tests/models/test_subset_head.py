@@ -11,7 +11,7 @@ from tests.toys import llama
 
 from paceline import InputError, LanguageModel, SpeculativeDecoder
 from paceline.models.heads.subset_head import SubsetHead, spread, usual_tokens
-from paceline.models.quantization.quantize import quantized
+from paceline.models.runtime import quantized
 
 V = 40
 TEXT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3]

@@ -9,7 +9,7 @@ import pytest
 
 from paceline import UnsupportedError
 from paceline.models.language_model import _usable_vocabulary
-from paceline.models.tokenizers.translation import check_same_vocabulary
+from paceline.models.translation import check_same_vocabulary
 
 
 class Words:

@@ -19,7 +19,7 @@ run() { # KIND LABEL [MORE]: of a drafter that is there
 run draft-lm draft-lm
 run draft-lm "draft-lm, tree" '"tree": "levels"'
 if [ -d "$home/draft-lm" ]; then
-  [ -d "$draft" ] || "$python" -c 'import sys; from paceline.drafters.heads.formats import export_head; export_head(*sys.argv[1:])' \
+  [ -d "$draft" ] || "$python" -c 'import sys; from paceline.drafters.heads.export_head import export_head; export_head(*sys.argv[1:])' \
     "$home/draft-lm" smollm2-135m "$draft" hf
   [ -d "$home/trigram" ] && runs+=(--run "{\"name\": \"staged\", \"model\": \"$draft\", \"inner\": {\"name\": \"trigram\", \"file\": \"$home/trigram/model.safetensors\"}, \"label\": \"staged\"}")
 fi

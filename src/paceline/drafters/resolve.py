@@ -18,10 +18,10 @@ from paceline.common.registry import build_options
 from paceline.common.text_formats import parse_json
 from paceline.core.contracts import DRAFTERS, Drafter
 from paceline.core.protocols import HoldsDrafters, replay_needs_of
+from paceline.drafters.heads import foreign_heads
+from paceline.drafters.heads.base import DraftHead
 from paceline.drafters.heads.eagle import EagleHead
-from paceline.drafters.heads.formats import foreign_heads
-from paceline.drafters.heads.formats.head_checkpoint import read_config, weight_names
-from paceline.drafters.heads.head_modules import DraftHead
+from paceline.drafters.heads.foreign_heads import read_config, weight_names
 from paceline.drafters.heads.medusa import MedusaHead
 from paceline.drafters.heads.prophet import ProphetHead
 from paceline.drafters.shipped import weights_of

@@ -10,14 +10,21 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
 from paceline.common.errors import UnknownNameError, UnsupportedError
 from paceline.core.contracts import NODES
 from paceline.models.cpu.cpu_forward import kernels_missing, tell_why, threads_here
 from paceline.models.cpu.cpu_plan import altered, no_family, plan_of
 from paceline.models.cuda.cuda_forward import cuda_plan
+from paceline.models.device import give_back
 from paceline.models.language_model import LanguageModel
 from paceline.models.loading.disk_cache import Progress
-from paceline.models.quantization.quantize import KINDS, quantized
+from paceline.models.module_views import map_modules
+from paceline.models.packed_linear import BLOCK, BFloat16Linear, Int4Linear, Int8Linear, PackedLinear
+from paceline.models.tensor_parallel import refuse_pieces
 
 RUNNERS = {
     "auto": "our kernels where they can run, else transformers; on CUDA, rounds are captured",
@@ -25,6 +32,7 @@ RUNNERS = {
     "cuda_graph": "transformers' own forward; on CUDA, rounds are captured",
     "kernels": "our kernels, or an error; on CUDA, rounds are captured",
 }
+KINDS: dict[str, type[PackedLinear]] = {"int8": Int8Linear, "int4": Int4Linear, "bfloat16": BFloat16Linear}
 _PLAIN = ("eager", "cuda_graph")  # runners without our kernels
 _BRANCHES = ("first", "second")  # the models of a target that combines two (see `guided`)
 
@@ -44,23 +52,22 @@ def check_quantization(name: object) -> None:
 def with_runner(lm: LanguageModel, runner: str | None) -> LanguageModel:
     """The same weights with another runner; the given model does not change. None: the model as it is."""
     check_runner(runner)
-
-    def change(one: LanguageModel) -> LanguageModel:
-        if runner is None or one.runner == runner:
-            return one
-        other = copy.copy(one)
-        other.runner = runner
-        return other
-
-    return change(_each(lm, change))
+    return lm if runner is None else _with(lm, "runner", runner)
 
 
 def with_strict(lm: LanguageModel) -> LanguageModel:
     """The same weights, read so that a token has the same bits in every pass (`strict`)."""
+    return _with(lm, "strict", True)
+
+
+def _with(lm: LanguageModel, name: str, value: object) -> LanguageModel:
+    """A copy of the target with another value of an attribute, also in its branches; itself, if it has that value."""
 
     def change(one: LanguageModel) -> LanguageModel:
+        if getattr(one, name) == value:
+            return one
         other = copy.copy(one)
-        other.strict = True
+        setattr(other, name, value)
         return other
 
     return change(_each(lm, change))
@@ -106,6 +113,59 @@ def _each(lm: LanguageModel, change: Callable[[LanguageModel], LanguageModel]) -
     first: Any = getattr(other, _BRANCHES[0])
     other.model, other.architecture = first.model, first.architecture
     return other
+
+
+# ---- a model with quantized linear layers: a view that shares embeddings, norms, biases and fused experts
+
+
+def quantized(lm: LanguageModel, kind: str = "int8", head: bool = True) -> LanguageModel:
+    """The model with all linear layers quantized, and the format in its name ("SmolLM2 in int8").
+
+    kind: "int8" (a byte per weight, one scale per output), "int4" (5 bits per weight: blocks of 32, each with a scale
+    and a least value; a layer whose rows are no multiple of 32 is in int8), or "bfloat16" (the same weights if the
+    checkpoint was in bfloat16, at half the bytes of float32). head: quantize the output layer too.
+
+    The result is a model of its own: its text may differ from that of the given model. Its activations keep their
+    dtype. Our CPU kernels for float32 read the small weights; everywhere else they are unpacked in every pass, which
+    is not faster. An embedding that is tied to the output layer does not change; the output layer becomes a copy.
+    """
+    if kind not in KINDS:
+        raise UnknownNameError("kind of quantization", kind, KINDS)
+    refuse_pieces(lm, "it cannot be quantized")
+    already = next((m for m in lm.model.modules() if isinstance(m, PackedLinear)), None)
+    if already is not None:
+        raise UnsupportedError(f"{lm.name} is quantized already; quantize the model it was made of.")
+    kept = None if head else lm.model.get_output_embeddings()
+    known: dict[int, PackedLinear] = {}
+
+    def exchange(module: nn.Module) -> nn.Module | None:
+        if module is kept or not _is_linear(module):
+            return None
+        if id(module) not in known:
+            weight = module.weight.T if isinstance(module, Conv1D) else module.weight
+            fits = kind != "int4" or weight.shape[1] % BLOCK == 0  # type: ignore[index, union-attr]
+            known[id(module)] = KINDS[kind if fits else "int8"](weight, module.bias)  # type: ignore[arg-type]
+        return known[id(module)]
+
+    with torch.no_grad():
+        model = map_modules(lm.model, exchange)
+    give_back()
+    if not known:
+        raise UnsupportedError(f"{type(lm.model).__name__} ({lm.architecture.name}) has no linear layer to quantize.")
+    small = LanguageModel(model, lm.tokenizer, f"{lm.name} in {kind}")
+    small.weights = lm.weights
+    return small
+
+
+def extra_bytes(lm: LanguageModel) -> int:
+    """The bytes of the quantized weights."""
+    return sum(module.bytes for module in lm.model.modules() if isinstance(module, PackedLinear))
+
+
+def _is_linear(module: nn.Module) -> bool:
+    """A subclass of another library may compute something else, for example from quantized weights."""
+    known = type(module).__module__.startswith(("torch.nn.modules.", "transformers.models."))
+    return isinstance(module, Conv1D) or (isinstance(module, nn.Linear) and known)
 
 
 # ---- what happens

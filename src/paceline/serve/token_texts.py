@@ -7,7 +7,7 @@ from functools import cached_property
 from typing import Any
 
 from paceline.common.errors import InputError
-from paceline.models.tokenizers.translation import Pieces
+from paceline.models.translation import Pieces
 
 
 class TokenTexts:

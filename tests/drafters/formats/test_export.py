@@ -15,8 +15,8 @@ from tests.toys import llama
 
 from paceline import InputError, LanguageModel, PacelineWarning, UnknownNameError, UnsupportedError, load_drafter
 from paceline.drafters.heads.eagle import EagleHead
-from paceline.drafters.heads.formats import export_head
-from paceline.drafters.heads.formats.foreign_heads import FirstEagleHead
+from paceline.drafters.heads.export_head import export_head
+from paceline.drafters.heads.foreign_heads import FirstEagleHead
 from paceline.drafters.heads.medusa import MedusaHead
 from paceline.drafters.heads.prophet import ProphetHead
 

@@ -14,14 +14,14 @@ from tests.toys import llama
 
 from paceline import LanguageModel, LoadError, PacelineWarning, SpeculativeDecoder, UnknownNameError, load, load_drafter
 from paceline.drafters.heads.eagle import EagleHead
-from paceline.drafters.heads.formats.foreign_heads import FirstEagleHead
+from paceline.drafters.heads.foreign_heads import FirstEagleHead
 from paceline.drafters.heads.head_files import fingerprint, save_head
 from paceline.drafters.heads.medusa import MedusaHead
 from paceline.drafters.heads.prophet import ProphetHead
 from paceline.drafters.lookup.trigram import train_trigram
 from paceline.drafters.models.early_exit import ExitHead
 from paceline.drafters.resolve import replay_needs, resolve_draft
-from paceline.models.quantization.quantize import quantized
+from paceline.models.runtime import quantized
 
 HEADS: dict[str, Any] = {"eagle": EagleHead, "medusa": MedusaHead, "prophet": ProphetHead}
 

@@ -11,10 +11,10 @@ from transformers import AutoModelForCausalLM
 
 import paceline
 from paceline.common.errors import InputError, LoadError, UnsupportedError
-from paceline.drafters.heads.formats import export_head
+from paceline.drafters.heads.export_head import export_head
 from paceline.drafters.heads.medusa import MedusaHead
 from paceline.drafters.models.draft_lm import DraftLayers, DraftLm, SavedLayers
-from paceline.models.quantization.quantize import quantized
+from paceline.models.runtime import quantized
 
 
 @pytest.mark.parametrize("kept", [0, 1])

@@ -19,7 +19,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMS
 
 from paceline import LanguageModel, LoadError, SpeculativeDecoder, UnsupportedError, load_drafter
 from paceline.drafters.heads.eagle import Eagle
-from paceline.drafters.heads.formats.foreign_heads import FirstEagleHead
+from paceline.drafters.heads.foreign_heads import FirstEagleHead
 from paceline.models.loading import hub
 
 SPECULATORS: dict[str, Any] = {

@@ -17,7 +17,7 @@ from tests.toys import llama
 
 from paceline import load
 from paceline.drafters.heads.eagle import EagleHead
-from paceline.drafters.heads.formats import export_head
+from paceline.drafters.heads.export_head import export_head
 
 SCRIPT = Path(__file__).with_name("speculators_loader.py")
 STEPS, PLACES = 3, 9

@@ -20,9 +20,9 @@ from torch import Tensor
 import paceline
 from paceline.core.device_ops import TORCH
 from paceline.drafters.heads import base as heads
+from paceline.drafters.heads.base import PlaceStore
 from paceline.drafters.heads.eagle import EagleHead, Steps
-from paceline.drafters.heads.formats.foreign_heads import FirstEagleHead
-from paceline.drafters.heads.head_modules import PlaceStore
+from paceline.drafters.heads.foreign_heads import FirstEagleHead
 from paceline.engine import round_graphs as flight
 from paceline.models import reader as model_reader
 from paceline.models.cuda import cuda_head as cuda_draft

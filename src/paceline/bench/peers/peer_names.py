@@ -14,7 +14,7 @@ from paceline.common.errors import InputError, PacelineError, UnknownNameError, 
 from paceline.common.names import split_spec
 from paceline.models import load
 from paceline.models.language_model import LanguageModel
-from paceline.models.tokenizers.translation import check_same_vocabulary
+from paceline.models.translation import check_same_vocabulary
 
 _LOOKUP = 10  # tokens that prompt lookup drafts, by default, as in transformers
 

@@ -29,7 +29,7 @@ class ExportOptions:
 def export(ctx: typer.Context, options: ExportOptions) -> None:
     """Write a trained head in the format that vLLM and others read."""
     with preparing(f"exporting {options.folder}"):
-        from paceline.drafters.heads.formats import export_head
+        from paceline.drafters.heads.export_head import export_head
 
         export_head(options.folder, options.target, options.out, options.to)
     print(f"{options.out}: the head in {options.folder} for {options.target}, as {options.to}")

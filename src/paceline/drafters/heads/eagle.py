@@ -16,8 +16,7 @@ from paceline.core.per_row import ReadCursor
 from paceline.core.protocols import Rewindable
 from paceline.core.tree import TokenTree
 from paceline.core.tree_growth import Expand
-from paceline.drafters.heads.base import HeadDrafter, HeadOptions
-from paceline.drafters.heads.head_modules import DraftHead, PlaceStore, depths
+from paceline.drafters.heads.base import DraftHead, HeadDrafter, HeadOptions, PlaceStore, depths
 from paceline.models.cpu.cpu_head import CpuHead
 from paceline.models.cuda.cuda_head import CudaHead
 from paceline.models.heads.head_layers import DecoderLayer, LayerConfig, Norm, Remember, Scratch, by_slot

@@ -85,8 +85,8 @@ _ALWAYS = ("vocabulary", "hidden")  # always compared
 _VALUES = 24  # stored of each weight in a fingerprint
 _NEAR = 2.0**-8  # relative error of a weight after bfloat16
 _TINY = 1e-7  # absolute error: float16 has no smaller digits
-_MOST_CONFIG = 1 << 22  # bytes
-_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+MOST_CONFIG = 1 << 22  # bytes
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 def fingerprint(target: LanguageModel) -> dict[str, Any]:
@@ -177,7 +177,7 @@ def _plain(model: Any) -> dict[str, Tensor]:
     return {
         name: weight
         for name, weight in model.named_parameters()
-        if type(weight) is nn.Parameter and weight.dtype in _DTYPES and weight.numel() and not weight.is_meta
+        if type(weight) is nn.Parameter and weight.dtype in DTYPES and weight.numel() and not weight.is_meta
     }
 
 
@@ -238,7 +238,7 @@ def load_head(folder: str | os.PathLike[str], kind: str) -> tuple[dict[str, Any]
     place = Path(folder)
     check_link(place / _CONFIG)
     try:
-        config = read_json(place / _CONFIG, _MOST_CONFIG)
+        config = read_json(place / _CONFIG, MOST_CONFIG)
         if (place / WEIGHTS).exists():  # if missing, the next line raises
             header_of(place / WEIGHTS)
         tensors = unpacked(load_file(place / WEIGHTS))

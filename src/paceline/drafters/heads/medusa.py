@@ -14,8 +14,7 @@ from paceline.common.errors import InputError
 from paceline.core.contracts import DRAFTERS, Budget, RowsView, arange
 from paceline.core.tree import TokenTree
 from paceline.core.tree_growth import Expand
-from paceline.drafters.heads.base import HeadDrafter, HeadOptions
-from paceline.drafters.heads.head_modules import DraftHead
+from paceline.drafters.heads.base import DraftHead, HeadDrafter, HeadOptions
 from paceline.models.cpu.cpu_linear import CpuLinear
 from paceline.models.language_model import LanguageModel
 

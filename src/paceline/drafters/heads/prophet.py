@@ -13,8 +13,7 @@ from paceline.common.errors import InputError
 from paceline.core.contracts import DRAFTERS, Budget, RowsView, arange
 from paceline.core.tree import TokenTree
 from paceline.core.tree_growth import Expand
-from paceline.drafters.heads.base import HeadDrafter, HeadOptions
-from paceline.drafters.heads.head_modules import DraftHead
+from paceline.drafters.heads.base import DraftHead, HeadDrafter, HeadOptions
 from paceline.models.heads.head_layers import DecoderLayer, LayerConfig, Norm, Remember, Scratch, alone, by_slot
 from paceline.models.language_model import LanguageModel
 from paceline.models.masks import chain_mask

@@ -19,7 +19,7 @@ from paceline.core.tree_growth import Grower, TreeOptions
 from paceline.drafters.models.draft_model import ModelDrafter
 from paceline.models.language_model import LanguageModel
 from paceline.models.readers.scratch_reader import ScratchReader, ScratchRows
-from paceline.models.tokenizers.translation import Transcript, Translation
+from paceline.models.translation import Transcript, Translation
 
 _MOST_STEPS = 4  # draft tokens per token of the target, at most
 

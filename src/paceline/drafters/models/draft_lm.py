@@ -21,7 +21,7 @@ from paceline.drafters.models.wrapper import SelfDraft
 from paceline.drafters.shipped import trained_for
 from paceline.models.language_model import LanguageModel
 from paceline.models.module_views import layers_of, renumbered, with_layers
-from paceline.models.quantization.packed_linear import PackedLinear
+from paceline.models.packed_linear import PackedLinear
 from paceline.models.runtime import by_kernels, check_quantization
 
 KIND = "draft-lm"

@@ -21,7 +21,7 @@ from paceline.core.verdict import Verdict
 from paceline.models.heads.subset_head import SubsetHead
 from paceline.models.language_model import LanguageModel
 from paceline.models.runtime import check_quantization, quantize_as
-from paceline.models.tokenizers.translation import check_same_vocabulary
+from paceline.models.translation import check_same_vocabulary
 
 _FEWEST = 8  # tokens that a draft model must have logits for
 _GRAPH_WIDTH = 2  # tokens that a draft inside a CUDA graph reads first: all others are in the KV cache

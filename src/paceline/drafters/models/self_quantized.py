@@ -10,9 +10,8 @@ from paceline.core.tree_growth import TreeOptions
 from paceline.drafters.models.wrapper import Ahead, SelfDraft
 from paceline.models.device import memory_left
 from paceline.models.language_model import LanguageModel
-from paceline.models.quantization.quantize import extra_bytes, quantized
 from paceline.models.readers.drafting_ahead import TwinReader
-from paceline.models.runtime import parts, quantization_of, running, with_runner
+from paceline.models.runtime import extra_bytes, parts, quantization_of, quantized, running, with_runner
 
 
 @DRAFTERS.register("self-quantized")

@@ -20,7 +20,7 @@ from paceline.models.cpu import threads as openmp
 from paceline.models.cpu.cpu_forward import kernels_missing
 from paceline.models.cpu.threads import THREADS
 from paceline.models.module_views import map_modules
-from paceline.models.quantization.packed_linear import Int8Linear, PackedLinear
+from paceline.models.packed_linear import Int8Linear, PackedLinear
 from paceline.models.runtime import cores_here
 
 M = TypeVar("M", bound=nn.Module)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
-from paceline.models.quantization.packed_linear import BFloat16Linear, Int4Linear, Int8Linear, PackedLinear
+from paceline.models.packed_linear import BFloat16Linear, Int4Linear, Int8Linear, PackedLinear
 
 # ---- Which models the kernels can run, and where their weights are
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from paceline.common.errors import UnsupportedError
 from paceline.models.language_model import LanguageModel
 from paceline.models.module_views import shell
-from paceline.models.quantization.packed_linear import kernel_rows
+from paceline.models.packed_linear import kernel_rows
 
 _SHARE = 4  # one row of this number is kept for the tokens of the texts at hand
 _SPACES = str.maketrans("", "", "\u2581\u0120")  # how tokenizers write a space before a word

@@ -20,7 +20,7 @@ from paceline.core.contracts import PromptTaps, Reader, Reading, RowsView
 from paceline.models.language_model import LanguageModel, ModelRecord
 from paceline.models.reader import SlotReader
 from paceline.models.readers.scratch_reader import ScratchRows
-from paceline.models.tokenizers.translation import check_same_vocabulary
+from paceline.models.translation import check_same_vocabulary
 
 
 class TwoBranches(LanguageModel):

@@ -16,10 +16,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from paceline.common.errors import InputError, UnknownNameError, UnsupportedError
+from paceline.drafters.heads.base import DraftHead
 from paceline.drafters.heads.eagle import EagleHead
-from paceline.drafters.heads.formats.foreign_heads import WEIGHTS
-from paceline.drafters.heads.formats.head_checkpoint import OURS, SCALING
-from paceline.drafters.heads.head_modules import DraftHead
+from paceline.drafters.heads.foreign_heads import OURS, SCALING, WEIGHTS
 from paceline.drafters.heads.medusa import MedusaHead
 from paceline.drafters.models.draft_lm import SavedLayers
 from paceline.models import load

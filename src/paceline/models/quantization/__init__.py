@@ -1,1 +1,0 @@
-"""Linear layers in int8, int4 and bfloat16."""

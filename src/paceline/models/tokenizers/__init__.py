@@ -1,1 +1,0 @@
-"""Vocabularies, the bytes of each token, and translation between two tokenizers."""

@@ -160,6 +160,7 @@ class TakesPrediction(Drafter):
     """Drafts from the output that the caller expects (`rows.predictions`)."""
 
     takes_prediction: bool = True
+    needs_prediction: bool = False  # without one it drafts nothing
 
 
 class FillsNodes(Drafter):
@@ -189,6 +190,12 @@ def prior_acceptance(drafter: Drafter) -> float | None:
 
 def takes_prediction(drafter: Drafter) -> bool:
     return isinstance(drafter, TakesPrediction) and drafter.takes_prediction
+
+
+def can_draft(drafter: Drafter, predictions: Sequence[object]) -> bool:
+    """Return whether the drafter can draft for one of the rows with these predictions, or None for none."""
+    needs = isinstance(drafter, TakesPrediction) and drafter.needs_prediction
+    return not needs or any(prediction is not None for prediction in predictions)
 
 
 def uses_all_nodes(drafter: Drafter) -> bool:

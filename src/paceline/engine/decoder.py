@@ -385,7 +385,7 @@ class SpeculativeDecoder:
 
     def _drafter_for(self, rows: Iterable[Row]) -> Drafter:
         """Return the drafter; or `prediction`, if the caller chose no drafter and gave predictions."""
-        if takes_prediction(self.drafter) or all(row.prediction is None for row in rows):
+        if all(row.prediction is None for row in rows) or (self._chosen and takes_prediction(self.drafter)):
             return self.drafter
         if self._chosen:
             raise InputError(

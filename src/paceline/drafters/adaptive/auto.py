@@ -11,7 +11,7 @@ from paceline.common.limits import Limited
 from paceline.core.contracts import DRAFTERS, Budget, Drafter, RowsView, Rule
 from paceline.core.costs import Costs
 from paceline.core.per_row import PerRow
-from paceline.core.protocols import ChoosesLength, Replayable, Resolvable
+from paceline.core.protocols import ChoosesLength, Replayable, Resolvable, can_draft
 from paceline.core.tree import TokenTree
 from paceline.drafters.adaptive.graphed_auto import graphed_auto
 from paceline.drafters.adaptive.group import DrafterGroup, Member
@@ -32,7 +32,8 @@ from paceline.drafters.models.self_quantized import has_fast_twin
 from paceline.drafters.shipped import best_for
 from paceline.models.pass_timing import costs_for
 
-_DEFAULT = (("suffix", {"branches": 4}), "recycling")  # members that need only texts and passes
+# members that need only texts and passes
+_DEFAULT = (("suffix", {"branches": 4}), "recycling", ("prediction", {"prompt": False}))
 # for the conformance suite: machines on which reading is free, and on which it hardly ever pays
 _FREE = Costs({1: {1: 1.0, 64: 1.01}})
 _EXPENSIVE = Costs({1: {1: 1.0, 2: 1.7, 8: 2.1, 64: 8.0}})
@@ -155,7 +156,9 @@ class Auto(DrafterGroup, ChoosesLength, Replayable, Resolvable):
 
     def _to_ask(self, rows: RowsView, budget: Budget) -> Iterator[tuple[Member, Budget]]:
         for member in self._cheap:
-            if not member.failed and self._is_due(member, rows.count):
+            if member.failed or not can_draft(member.drafter, rows.predictions):
+                continue
+            if self._is_due(member, rows.count):
                 yield member, self._useful(member, budget)
 
     def _is_due(self, member: Member, rows: int) -> bool:

@@ -26,14 +26,18 @@ class Prediction(TakesPrediction, Replayable, HostDrafter["_Row"]):
         window: int = limited(512, 1, 2**20)
         # continuations proposed after an edit: a token was replaced, added or left out
         branches: int = limited(1, 1, 256)
+        prompt: bool = True  # without a prediction, follow the prompt
 
     def __init__(self, options: Options | None = None) -> None:
         self.options = options or self.Options()
+        self.needs_prediction = not self.options.prompt
 
     def begin(self, rows: RowsView, row: int) -> _Row:
-        """Without a prediction the prompt replaces it: many answers repeat it."""
+        """Without a prediction the prompt replaces it, unless an option forbids that: many answers repeat it."""
         given = rows.predictions[row]
-        return _Row(_Predicted(rows.histories[row][:] if given is None else given), _Trail(rows.lengths[row]))
+        if given is None:
+            given = rows.histories[row][:] if self.options.prompt else []
+        return _Row(_Predicted(given), _Trail(rows.lengths[row]))
 
     def propose(self, rows: RowsView, budget: Budget) -> TokenTree:
         drafts = []

@@ -33,6 +33,7 @@ class Choice:
         self.prompt_logprobs: Sequence[TokenLogprob | None] | None = None
         self.steps: list[tuple[int, int]] = []  # (accepted, drafted) of the rounds with a draft
         self.updates = 0
+        self.offset = 0  # characters of the tokens whose log-probabilities were sent
         self.ending: Ending | None = None
 
     def take(self, update: Update, text: str) -> None:
@@ -242,11 +243,15 @@ class Answer:
         prompt = {"prompt_token_ids": self.plan.prompts[choice.prompt]} if first else {}
         return {"token_ids": list(tokens), **prompt}
 
+    def of_prompt(self, choice: Choice) -> Choice:
+        """The first choice of the same prompt, which has the log-probabilities of the prompt."""
+        return self.choices[choice.prompt * self._per_prompt]
+
     def prompt_logprobs(self, choice: Choice) -> dict[str, Any]:
         """vLLM's log-probabilities of the prompt: a mapping by token id for each token."""
         if self.plan.body.prompt_logprobs is None:
             return {}
-        entries = choice.prompt_logprobs or ()
+        entries = self.of_prompt(choice).prompt_logprobs or ()
         return {"prompt_logprobs": [None if entry is None else self._prompt_entry(entry) for entry in entries]}
 
     def _prompt_entry(self, entry: TokenLogprob) -> dict[str, Any]:

@@ -19,7 +19,7 @@ class CompletionAnswer(Answer):
         return {
             "index": index,
             "text": choice.text,
-            "logprobs": self._logprobs(choice, entries, 0),
+            "logprobs": self._logprobs(choice, entries),
             **self.ends_with(choice),
             **self.prompt_logprobs(choice),
             **self.token_ids(choice, choice.tokens, True),
@@ -33,27 +33,30 @@ class CompletionAnswer(Answer):
         yield {
             "index": index,
             "text": text,
-            "logprobs": self._logprobs(choice, entries, len(choice.text) - len(text)),
+            "logprobs": self._logprobs(choice, entries),
             **end,
             **(self.prompt_logprobs(choice) if update.prompt_logprobs is not None else {}),
             **self.token_ids(choice, update.tokens, first),
         }
 
     def _prompt(self, choice: Choice) -> Sequence[TokenLogprob | None]:
-        """The log-probabilities of the prompt, where the answer repeats it."""
-        return (choice.prompt_logprobs or ()) if self.plan.body.echo and self.plan.body.logprobs is not None else ()
+        """The log-probabilities of the prompt, where the answer repeats it: those of its first choice."""
+        if not self.plan.body.echo or self.plan.body.logprobs is None:
+            return ()
+        return self.of_prompt(choice).prompt_logprobs or ()
 
-    def _logprobs(self, choice: Choice, entries: Sequence[TokenLogprob | None], start: int) -> dict[str, Any] | None:
-        """OpenAI's four lists. The first token of a prompt has no log-probability."""
+    def _logprobs(self, choice: Choice, entries: Sequence[TokenLogprob | None]) -> dict[str, Any] | None:
+        """OpenAI's four lists. The first token of a prompt has no log-probability. An offset is the length of the
+        tokens before: so it does not depend on the rounds that a stream has come in."""
         if self.plan.body.logprobs is None:
             return None
-        offsets, names, at = list[int](), list[str](), start
+        offsets, names = list[int](), list[str]()
         begin = self.plan.prompts[choice.prompt][0]
         for entry in entries:
             name = self.token_text(begin if entry is None else entry.token)
-            offsets.append(at)
+            offsets.append(choice.offset)
             names.append(name)
-            at += len(name)
+            choice.offset += len(name)
         return {
             "text_offset": offsets,
             "token_logprobs": [None if entry is None else finite(entry.raw) for entry in entries],

@@ -23,7 +23,7 @@ import httpx
 _STORY = (
     "The lighthouse keeper wrote a line every evening: the wind, the height of the water, the ships that passed. On "
     "the fourth of March no ship passed. She climbed the stairs, cleaned the lamp and counted the steps, as she always "
-    "did. There were one hundred and twelve. When she came down there was a letter on the table, and the letter said: "
+    "did. There were one hundred and twelve. When she came down there was a letter on the table, and the letter read: "
     "dear keeper, we have measured the rock, and the rock is two centimetres lower than it was a year ago. Please "
     "measure the water every hour. Please write down the wind, the height of the water, and the ships that pass. "
 )

@@ -102,12 +102,45 @@ def test_the_template_can_be_steered(server: Running) -> None:
         ({"messages": []}, "at least 1 item"),
         ({"top_logprobs": 3}, "top_logprobs needs logprobs"),
         ({"tool_choice": "required"}, "tool_choice needs tools"),
+        (
+            {
+                "messages": [
+                    {
+                        "role": "assistant",
+                        "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": "[" * 10**5}}],
+                    }
+                ]
+            },
+            "are no JSON",
+        ),
+        ({"chat_template_kwargs": {"extra": {"a": [1]}, "messages": []}}, "may not set 'messages'"),
+        (
+            {
+                "chat_template_kwargs": {"messages2": 1, "raise_exception": 1, "loop": {}},
+                "messages": [{"role": "user", "content": [{"type": "text", "text": 1}]}],
+            },
+            "only parts",
+        ),
     ],
 )
 def test_conversations_that_are_refused(server: Running, more: dict[str, Any], told: str) -> None:
     response = server.post(PATH, {"messages": HELLO, **more})
     assert response.status_code == 400, response.text
     assert told in response.json()["error"]["message"]
+
+
+def test_vllms_fields_of_a_prompt_are_beside_the_choices(server: Running) -> None:
+    body = {"return_token_ids": True, "prompt_logprobs": 1, "max_tokens": 4, "n": 2}
+    answer = ask(server, **body)
+    prompt = list(server.engine.submitted[-1].prompt)
+    assert answer["prompt_token_ids"] == prompt
+    assert len(answer["prompt_logprobs"]) == len(prompt)
+    assert [choice["token_ids"] for choice in answer["choices"]] == [server.engine.tokenizer.encode("Text")] * 2
+    assert all("prompt_token_ids" not in choice for choice in answer["choices"])
+    chunks = stream(server, **body)
+    assert [chunk["prompt_token_ids"] for chunk in chunks if "prompt_token_ids" in chunk] == [prompt]
+    assert "prompt_token_ids" in chunks[0]
+    assert [chunk["prompt_logprobs"] for chunk in chunks if "prompt_logprobs" in chunk] == [answer["prompt_logprobs"]]
 
 
 def test_max_completion_tokens_and_the_default(server: Running) -> None:

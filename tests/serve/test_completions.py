@@ -141,6 +141,8 @@ def test_echo_repeats_the_prompt_with_its_logprobs(server: Running) -> None:
     chunks = stream(server, "abc", echo=True, logprobs=1, max_tokens=4)
     assert text_of(chunks) == "abcText"
     assert [t for c in chunks for t in c["choices"][0]["logprobs"]["tokens"]] == list("abcText")
+    both = ask(server, "abc", echo=True, logprobs=1, max_tokens=4, n=2)["choices"]
+    assert [choice["logprobs"]["tokens"] for choice in both] == [list("abcText")] * 2
     ids = server.engine.tokenizer.encode("abc")
     assert ask(server, [ids, ids], echo=True, max_tokens=1)["choices"][1]["text"] == "abcT"
 
@@ -223,6 +225,7 @@ def check_sums(found: dict[str, Any]) -> None:
     assert 0 < found["num_accepted_draft_tokens"] <= found["num_draft_tokens"]
     assert found["draft_acceptance_rate"] == found["num_accepted_draft_tokens"] / found["num_draft_tokens"]
     assert found["mean_acceptance_length"] == 1 + found["num_accepted_draft_tokens"] / found["num_spec_steps"]
+    assert len(histogram) == found["num_spec_tokens"] + 1
 
 
 @pytest.mark.parametrize("more", [{}, {"n": 2}, {"prompt": ["a", "bc"]}])

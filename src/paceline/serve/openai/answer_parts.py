@@ -31,7 +31,7 @@ class Choice:
         self.tokens: list[int] = []
         self.logprobs: list[TokenLogprob] = []
         self.prompt_logprobs: Sequence[TokenLogprob | None] | None = None
-        self.steps: list[tuple[int, int]] = []  # (accepted, drafted) of the rounds with a draft
+        self.steps: list[tuple[int, int, int]] = []  # (accepted, drafted, depth of the draft) of rounds with a draft
         self.updates = 0
         self.offset = 0  # characters of the tokens whose log-probabilities were sent
         self.ending: Ending | None = None
@@ -41,7 +41,8 @@ class Choice:
         self.text += text
         self.tokens += update.tokens
         self.logprobs += update.logprobs
-        self.steps += [(len(each.round.path), len(each.round.drafted)) for each in update.rounds if each.round.drafted]
+        drafts = [each.round for each in update.rounds if each.round.drafted]
+        self.steps += [(len(each.path), len(each.drafted), each.depth) for each in drafts]
         if update.prompt_logprobs is not None:
             self.prompt_logprobs = update.prompt_logprobs
         if update.ending is not None:
@@ -98,8 +99,9 @@ class Answer:
         choice, text = self.choices[index], self.take(index, update)
         deltas = list(self.deltas(index, update, text))
         for at, delta in enumerate(deltas):
-            chunk: dict[str, Any] = {**self.head(self.chunk_kind), "choices": [delta]}
             last = at == len(deltas) - 1
+            chunk: dict[str, Any] = {**self.head(self.chunk_kind), "choices": [delta],
+                                     **self.root(choice, update, at == 0)}  # fmt: skip
             if last and self._wants("include_rounds") and update.rounds:
                 chunk["rounds"] = [round_of(report) for report in update.rounds]
             if self._wants("continuous_usage_stats"):
@@ -154,6 +156,10 @@ class Answer:
         """The entries of `choices` in a stream for one update."""
         raise NotImplementedError
 
+    def root(self, choice: Choice, update: Update, first: bool) -> dict[str, Any]:
+        """What a chunk of a stream has beside the choices. `first`: it is the first chunk of the update."""
+        return {}
+
     # ---- parts
 
     @property
@@ -203,9 +209,10 @@ class Answer:
     def metrics(self) -> dict[str, Any]:
         """The statistics of speculation in vLLM's shape. A step is a round with a draft."""
         steps = [step for choice in self.choices for step in choice.steps]
-        accepted, drafted = sum(a for a, _ in steps), sum(d for _, d in steps)
-        histogram = [0] * (max((a for a, _ in steps), default=0) + 1)
-        for count, _ in steps:
+        accepted, drafted = sum(step[0] for step in steps), sum(step[1] for step in steps)
+        longest = max((depth for _, _, depth in steps), default=0)
+        histogram = [0] * (longest + 1)
+        for count, _, _ in steps:
             histogram[count] += 1
         return {
             "speculative_decoding": {
@@ -215,6 +222,7 @@ class Answer:
                 "num_spec_steps": len(steps),
                 "num_accepted_draft_tokens": accepted,
                 "num_draft_tokens": drafted,
+                "num_spec_tokens": longest,
             }
         }
 
@@ -236,12 +244,14 @@ class Answer:
     def _token_entry(self, token: int, value: float) -> dict[str, Any]:
         return {"token": self.token_text(token), "logprob": finite(value), "bytes": self.texts.token_bytes(token)}
 
-    def token_ids(self, choice: Choice, tokens: Sequence[int], first: bool) -> dict[str, Any]:
-        """vLLM's token ids, where they are asked for; those of the prompt only once."""
-        if not getattr(self.plan.body, "return_token_ids", False):
-            return {}
-        prompt = {"prompt_token_ids": self.plan.prompts[choice.prompt]} if first else {}
-        return {"token_ids": list(tokens), **prompt}
+    def token_ids(self, tokens: Sequence[int]) -> dict[str, Any]:
+        """vLLM's token ids, where they are asked for."""
+        return {"token_ids": list(tokens)} if getattr(self.plan.body, "return_token_ids", False) else {}
+
+    def prompt_token_ids(self, choice: Choice) -> dict[str, Any]:
+        """Those of the prompt; a stream has them once."""
+        asked = getattr(self.plan.body, "return_token_ids", False)
+        return {"prompt_token_ids": self.plan.prompts[choice.prompt]} if asked else {}
 
     def of_prompt(self, choice: Choice) -> Choice:
         """The first choice of the same prompt, which has the log-probabilities of the prompt."""
@@ -249,7 +259,7 @@ class Answer:
 
     def prompt_logprobs(self, choice: Choice) -> dict[str, Any]:
         """vLLM's log-probabilities of the prompt: a mapping by token id for each token."""
-        if self.plan.body.prompt_logprobs is None:
+        if getattr(self.plan.body, "prompt_logprobs", None) is None:
             return {}
         entries = self.of_prompt(choice).prompt_logprobs or ()
         return {"prompt_logprobs": [None if entry is None else self._prompt_entry(entry) for entry in entries]}

@@ -26,15 +26,24 @@ class ChatAnswer(Answer):
             "message": message | ({"tool_calls": calls} if calls else {}),
             "logprobs": self._logprobs(choice.logprobs),
             **self.ends_with(choice, self._reason(choice)),
-            **self.prompt_logprobs(choice),
-            **self.token_ids(choice, choice.tokens, True),
+            **self.token_ids(choice.tokens),
         }
+
+    def whole(self) -> dict[str, Any]:
+        return super().whole() | self.prompt_logprobs(self.choices[0]) | self.prompt_token_ids(self.choices[0])
+
+    def root(self, choice: Choice, update: Update, first: bool) -> dict[str, Any]:
+        """vLLM has what belongs to the prompt beside the choices."""
+        if not first or choice is not self.choices[0]:
+            return {}
+        scores = self.prompt_logprobs(choice) if update.prompt_logprobs is not None else {}
+        return scores | (self.prompt_token_ids(choice) if choice.updates == 1 else {})
 
     def deltas(self, index: int, update: Update, text: str) -> Iterator[dict[str, Any]]:
         choice = self.choices[index]
         if choice.updates == 1:  # the role comes alone, as clients expect it
             yield {"index": index, "delta": {"role": "assistant", "content": ""}, "logprobs": None,
-                   "finish_reason": None, **self.token_ids(choice, (), True)}  # fmt: skip
+                   "finish_reason": None, **self.token_ids(())}  # fmt: skip
         found = split_calls(choice, text, update.ending is not None)
         if not found and (update.tokens or update.ending is not None):
             found = [{}]
@@ -47,8 +56,7 @@ class ChatAnswer(Answer):
                 "delta": delta,
                 "logprobs": self._logprobs(update.logprobs),
                 **(self.ends_with(choice, self._reason(choice)) if ended else {"finish_reason": None}),
-                **(self.prompt_logprobs(choice) if update.prompt_logprobs is not None else {}),
-                **self.token_ids(choice, update.tokens, False),
+                **self.token_ids(update.tokens),
             }
 
     def _reason(self, choice: Choice) -> str | None:

@@ -22,7 +22,8 @@ class CompletionAnswer(Answer):
             "logprobs": self._logprobs(choice, entries),
             **self.ends_with(choice),
             **self.prompt_logprobs(choice),
-            **self.token_ids(choice, choice.tokens, True),
+            **self.token_ids(choice.tokens),
+            **self.prompt_token_ids(choice),
         }
 
     def deltas(self, index: int, update: Update, text: str) -> Iterator[dict[str, Any]]:
@@ -36,7 +37,8 @@ class CompletionAnswer(Answer):
             "logprobs": self._logprobs(choice, entries),
             **end,
             **(self.prompt_logprobs(choice) if update.prompt_logprobs is not None else {}),
-            **self.token_ids(choice, update.tokens, first),
+            **self.token_ids(update.tokens),
+            **(self.prompt_token_ids(choice) if first else {}),
         }
 
     def _prompt(self, choice: Choice) -> Sequence[TokenLogprob | None]:

@@ -65,7 +65,7 @@ def _plain(message: Message) -> dict[str, Any]:
         call.pop("index", None)
         try:
             call["function"]["arguments"] = json.loads(call["function"]["arguments"] or "{}")
-        except ValueError:
+        except (ValueError, RecursionError):
             raise InputError("The arguments of a call in messages are no JSON; send the text of the call.") from None
     return plain
 

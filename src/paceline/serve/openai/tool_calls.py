@@ -106,7 +106,7 @@ class ToolReader:
                 return
             try:
                 call, end = json.JSONDecoder().raw_decode(self._text)
-            except ValueError:
+            except (ValueError, RecursionError):
                 return
             self._text = self._text[end:]
             yield self._call(call["name"], json.dumps(call["parameters"], ensure_ascii=False))

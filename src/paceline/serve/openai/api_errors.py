@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -27,7 +28,7 @@ _TYPES = {
     504: "timeout_error",
 }
 _PARAMETERS = {*ChatRequest.model_fields, *CompletionRequest.model_fields}
-_SHOWN_CAUSES = 3
+_SHOWN_CAUSES, _SHOWN_NAME = 3, 80
 _PLAIN = ("bool", "str", "int", "float")  # types of a union that look like names
 # names of our settings that a client knows by another name
 _THEIRS = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens", "eos_token_ids": "stop_token_ids",
@@ -92,7 +93,9 @@ def from_validation(errors: Sequence[Mapping[str, Any]]) -> ApiError:
     field = first[0] if first else None
     kind = errors[0]["type"]
     if kind == "extra_forbidden":
-        return ApiError(400, f"{'.'.join(first)} is not a parameter of this endpoint; leave it out.", field,
+        near = difflib.get_close_matches(first[-1], _PARAMETERS - {first[-1]}, n=1, cutoff=0.7) if first else []
+        hint = f"did you mean '{near[0]}'?" if near else "leave it out."
+        return ApiError(400, f"{'.'.join(first)} is not a parameter of this endpoint; {hint}", field,
                         "unknown_parameter")  # fmt: skip
     if kind == "missing":
         what = ".".join(first) if first else "The body"
@@ -108,7 +111,7 @@ def from_validation(errors: Sequence[Mapping[str, Any]]) -> ApiError:
 
 def _path(error: Mapping[str, Any]) -> list[str]:
     """Names of fields and numbers of items; types of a union are left out."""
-    parts = [str(part) for part in error["loc"][1:]]
+    parts = [str(part)[:_SHOWN_NAME] for part in error["loc"][1:]]
     return parts[:1] + [part for part in parts[1:] if re.fullmatch(r"[a-z0-9_]{1,64}", part) and part not in _PLAIN]
 
 

@@ -38,6 +38,10 @@ class StreamOptions(Strict):
     include_obfuscation: bool | None = False
 
 
+class ResponseStreamOptions(Strict):
+    include_obfuscation: bool | None = False
+
+
 class SchemaFormat(Strict):
     name: str = "response"
     description: str | None = None
@@ -264,7 +268,7 @@ class ResponsesRequest(Strict):
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     seed: Annotated[int, Field(ge=-_INT64, lt=_INT64)] | None = None
     stream: bool | None = False
-    stream_options: StreamOptions | None = None
+    stream_options: ResponseStreamOptions | None = None
     text: TextOptions | None = None
     tools: Annotated[list[FlatTool], Field(fail_fast=True, max_length=128)] | None = None
     tool_choice: Literal["none", "auto", "required"] | FlatNamedTool | None = None
@@ -287,6 +291,14 @@ class ResponsesRequest(Strict):
     conversation: None = None
     reasoning: None = None
     prompt: None = None
+
+    @model_validator(mode="after")
+    def _options_need_what_they_change(self) -> ResponsesRequest:
+        if self.stream_options is not None and not self.stream:
+            raise ValueError("stream_options is only for stream=true")
+        if self.top_logprobs and not self.include:
+            raise ValueError("top_logprobs needs include=['message.output_text.logprobs']")
+        return self
 
 
 class TokenizeRequest(Conversation):

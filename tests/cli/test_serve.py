@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -83,6 +84,14 @@ def test_keys_come_from_the_environment_and_are_not_shown(
     shown = run("serve", "--print-config").stdout
     assert "# api-key is set and not shown  # environment" in shown.splitlines()
     assert "from-outside" not in shown
+
+
+def test_the_default_temperature_is_the_models(target: str, served: list[Any], tmp_path: Path) -> None:
+    own = shutil.copytree(target, tmp_path / "own")
+    (own / "generation_config.json").write_text('{"do_sample": true, "temperature": 0.25}')
+    for folder, expected in ((own, 0.25), (Path(target), 1.0)):
+        assert run("serve", "--target", str(folder), "--draft", "none").exit_code == 0
+        assert served[-1][1]["default_temperature"] == expected
 
 
 def test_without_a_key_an_open_address_is_told(target: str, served: list[Any]) -> None:

@@ -92,6 +92,12 @@ class LanguageModel:
         return ()
 
     @property
+    def usual_temperature(self) -> float:
+        """The temperature of the generation config, else 1."""
+        given = getattr(getattr(self.model, "generation_config", None), "temperature", None)
+        return 1.0 if given is None else float(given)
+
+    @property
     def logits(self) -> int:
         """The number of logits of a pass. It is below `vocabulary` if the model does not know all of those tokens."""
         return self.vocabulary if self.max_token_id is None else self.max_token_id + 1

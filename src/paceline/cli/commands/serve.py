@@ -48,7 +48,8 @@ def serve(ctx: typer.Context, options: ServeOptions) -> None:
     length = model_length(options, decoder)
     service = Service(
         lambda deliver: EngineThread(decoder, slots=options.max_num_seqs, max_model_len=length,
-                                     max_queued=options.max_queued, deliver=deliver),
+                                     max_queued=options.max_queued, deliver=deliver,
+                                     default_temperature=decoder.target.usual_temperature),
         decoder.target.tokenizer,
         options,
     )  # fmt: skip

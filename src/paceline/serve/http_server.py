@@ -19,16 +19,20 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from paceline.serve.app import make_app
 from paceline.serve.middleware import LOGGER
+from paceline.serve.openai.api_errors import ApiError, encode_json
 from paceline.serve.service import Service
 
 _HEADER_BYTES = 64 * 1024
 _HEADER_SECONDS = 20
+_UNREAD_SECONDS = 60  # that a client may leave a full buffer unread
 
 
 class TimedProtocol(H11Protocol):
-    """Closes a connection on which a request line and its headers are not complete in time."""
+    """Closes a connection on which a request line and its headers are not complete in time, or whose client does not
+    read what it is sent. Answers what is no HTTP in OpenAI's shape of errors."""
 
     _timer: asyncio.TimerHandle | None = None
+    _unread: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
@@ -43,12 +47,44 @@ class TimedProtocol(H11Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timer()
+        self._stop_waiting()
+        self._unset_keepalive_if_required()
         super().connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._unread = self.loop.call_later(_UNREAD_SECONDS, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        self._stop_waiting()
+        super().resume_writing()
+
+    def timeout_keep_alive_handler(self) -> None:
+        super().timeout_keep_alive_handler()
+        if self.transport.get_write_buffer_size():
+            self.transport.abort()  # the client has not read its last answer
+
+    def send_400_response(self, msg: str) -> None:
+        if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE):
+            self.transport.abort()  # an answer has begun, so there is no place for another one
+            return
+        error = ApiError(400, "The request is no valid HTTP/1.1, or its headers are too large.", None, "invalid_http")
+        body = encode_json(error.body)
+        headers = {"Content-Type": "application/json", "Content-Length": str(len(body)), "Connection": "close"}
+        events = (h11.Response(status_code=400, headers=list(headers.items()), reason=b"Bad Request"),
+                  h11.Data(data=body), h11.EndOfMessage())  # fmt: skip
+        self.transport.write(b"".join(self.conn.send(event) or b"" for event in events))
+        self.transport.close()
 
     def _stop_timer(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
+
+    def _stop_waiting(self) -> None:
+        if self._unread is not None:
+            self._unread.cancel()
+            self._unread = None
 
     def _late(self) -> None:
         self._timer = None

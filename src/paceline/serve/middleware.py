@@ -12,6 +12,8 @@ import re
 import secrets
 import time
 from collections.abc import Iterable
+from contextlib import suppress
+from traceback import extract_tb
 from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -20,6 +22,8 @@ from paceline.serve.openai.api_errors import ApiError, JsonResponse
 
 LOGGER = "paceline.serve"
 _OPEN = ("/health",)
+_AT_ONCE = 8  # bodies of the largest size
+_LINGER = 2.0  # seconds
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 
@@ -30,6 +34,41 @@ def header(scope: Scope, name: bytes) -> str:
 
 async def _refuse(error: ApiError, scope: Scope, receive: Receive, send: Send) -> None:
     await JsonResponse(error.body, error.status_code, error.headers)(scope, receive, send)
+
+
+def _given_first(parts: list[bytes], receive: Receive) -> Receive:
+    """Gives the body as one message, and then what comes after it."""
+    given = False
+
+    async def receive_body() -> Message:
+        nonlocal given
+        if given:
+            return await receive()
+        given = True
+        return {"type": "http.request", "body": b"".join(parts), "more_body": False}
+
+    return receive_body
+
+
+async def _read_to_end(receive: Receive) -> None:
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect" or not message.get("more_body", False):
+            return
+
+
+async def _refuse_and_read(error: ApiError, scope: Scope, receive: Receive, send: Send) -> None:
+    """Answer, and read what still comes for a moment: a connection that closes before that loses the answer."""
+
+    async def send_and_read(message: Message) -> None:
+        if message["type"] == "http.response.body":
+            await send({**message, "more_body": True})
+            with suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(_read_to_end(receive), _LINGER)
+            message = {**message, "body": b""}
+        await send(message)
+
+    await _refuse(error, scope, receive, send_and_read)
 
 
 class RequestLog:
@@ -61,10 +100,12 @@ class RequestLog:
         try:
             await self._app(scope, receive, send_with_id)
         except Exception as error:
-            self._log.exception("%s", json.dumps({**line, "error": type(error).__name__}))
+            # not the message of the error: it may have words of the prompt
+            where = [f"{frame.filename}:{frame.lineno} {frame.name}" for frame in extract_tb(error.__traceback__)]
+            self._log.error("%s", json.dumps({**line, "error": type(error).__name__, "traceback": where}))
             if status:
-                raise  # the answer has begun: the connection is closed
-            told = f"The server failed with {type(error).__name__}; its log has the traceback for {request_id}."
+                return  # the answer has begun: uvicorn closes the connection
+            told = f"The server failed with {type(error).__name__}; its log says where for {request_id}."
             await _refuse(ApiError(500, told, None, "internal_error"), scope, receive, send_with_id)
         finally:
             if self._enabled:
@@ -101,52 +142,56 @@ def _digest(key: str) -> bytes:
 
 
 class BodyLimit:
-    """Reads the whole body before the endpoint runs, and refuses a large or a slow one."""
+    """Reads the whole body before the endpoint runs, and refuses a large or a slow one. The bodies of all requests that
+    run have at most `_AT_ONCE` times the limit of one."""
 
     def __init__(self, app: ASGIApp, most: int, seconds: float) -> None:
         self._app, self._most, self._seconds = app, most, seconds
+        self._held = 0  # bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        parts = list[bytes]()
         try:
-            body = await asyncio.wait_for(self._read(scope, receive), self._seconds)
+            if await self._has_read(parts, scope, receive, send):
+                await self._app(scope, _given_first(parts, receive), send)
+        finally:
+            self._held -= sum(map(len, parts))
+
+    async def _has_read(self, parts: list[bytes], scope: Scope, receive: Receive, send: Send) -> bool:
+        """Put the body into `parts`, or refuse it."""
+        try:
+            return await asyncio.wait_for(self._read(scope, receive, parts), self._seconds)
         except asyncio.TimeoutError:
             told = f"The body did not come within {self._seconds:g} seconds."
             await _refuse(ApiError(408, told, None, "timeout", {"Connection": "close"}), scope, receive, send)
-            return
         except ApiError as error:
-            await _refuse(error, scope, receive, send)
-            return
-        if body is None:
-            return  # the client has gone
-        given = False
+            await _refuse_and_read(error, scope, receive, send)
+        return False
 
-        async def receive_body() -> Message:
-            nonlocal given
-            if given:
-                return await receive()
-            given = True
-            return {"type": "http.request", "body": body, "more_body": False}
-
-        await self._app(scope, receive_body, send)
-
-    async def _read(self, scope: Scope, receive: Receive) -> bytes | None:
+    async def _read(self, scope: Scope, receive: Receive, parts: list[bytes]) -> bool:
+        """Put the body into `parts`. Return False if the client goes."""
         declared = header(scope, b"content-length")
         if declared.isdigit() and int(declared[:20]) > self._most:
             raise self._too_large()
-        parts, size = list[bytes](), 0
+        size = 0
         while True:
             message = await receive()
             if message["type"] == "http.disconnect":
-                return None
-            parts.append(message.get("body", b""))
-            size += len(parts[-1])
+                return False
+            part = message.get("body", b"")
+            size += len(part)
             if size > self._most:
                 raise self._too_large()
+            if part and self._held + len(part) > _AT_ONCE * self._most:
+                told = "The server holds too many large requests; try again in a second."
+                raise ApiError(429, told, None, "too_many_bytes", {"Connection": "close", "Retry-After": "1"})
+            parts.append(part)
+            self._held += len(part)
             if not message.get("more_body", False):
-                return b"".join(parts)
+                return True
 
     def _too_large(self) -> ApiError:
         told = f"The body has more than {self._most:,} bytes, the limit of this server; send less."

@@ -85,12 +85,16 @@ class FakeEngine:
 
     def submit(self, jobs: Sequence[Job]) -> None:
         with self._lock:
-            room = self._max_queued + self._slots - len(self._waiting) - len(self._running)
-            if self._draining or self._closed or len(jobs) > room:
-                raise QueueFullError(len(self._waiting), self._max_queued, 2.0)
+            self.check_room(len(jobs))
             self.submitted += jobs
             self._waiting += jobs
             self._lock.notify()
+
+    def check_room(self, jobs: int) -> None:
+        with self._lock:
+            room = self._max_queued + self._slots - len(self._waiting) - len(self._running)
+            if self._draining or self._closed or jobs > room:
+                raise QueueFullError(len(self._waiting), self._max_queued, 2.0)
 
     def cancel(self, ids: Sequence[str]) -> None:
         with self._lock:

@@ -30,7 +30,7 @@ from paceline.serve.openai.api_models import (
 from paceline.serve.openai.chat_completions import ChatAnswer
 from paceline.serve.openai.completions import CompletionAnswer
 from paceline.serve.openai.conversations import write_prompt
-from paceline.serve.openai.job_requests import Planner
+from paceline.serve.openai.job_requests import Plan, Planner
 from paceline.serve.openai.response_items import ResponseAnswer, plan_response
 from paceline.serve.service import Service
 
@@ -120,6 +120,8 @@ class _Endpoints:
         add("POST", "/v1/chat/completions", self.chat, _object("id", "choices", "usage", stream=True))
         add("POST", "/v1/completions", self.completions, _object("id", "choices", "usage", stream=True))
         add("POST", "/v1/responses", self.responses, _object("id", "output", stream=True))
+        add("POST", "/v1/chat/completions/input_tokens", self.count_chat, _object("input_tokens"))
+        add("POST", "/v1/responses/input_tokens", self.count_response, _object("input_tokens"))
         add("GET", "/v1/models", self.models, _object("object", "data"))
         add("GET", "/v1/models/{model:path}", self.model, _object("id", "object"))
         add("POST", "/tokenize", self.tokenize, _object("tokens", "count"))
@@ -146,6 +148,18 @@ class _Endpoints:
         return await self._service.answer(http, body, partial(plan_response, self._service.planner), ResponseAnswer)
 
     # ---- tokens
+
+    async def count_chat(self, body: ChatRequest) -> Response:
+        """The tokens of the prompt that a chat would have."""
+        return await self._count(self._service.planner.chat, body)
+
+    async def count_response(self, body: ResponsesRequest) -> Response:
+        """The tokens of the prompt that a response would have."""
+        return await self._count(partial(plan_response, self._service.planner), body)
+
+    async def _count(self, plan: Callable[..., Plan], body: Any) -> Response:
+        made = await self._service.in_worker(plan, body, self._service.model(body.model), "", "")
+        return JsonResponse({"object": "response.input_tokens", "input_tokens": len(made.prompts[0])})
 
     async def tokenize(self, body: TokenizeRequest) -> Response:
         """The tokens of a text or of a conversation."""

@@ -93,14 +93,19 @@ class EngineThread:
         for job in jobs:
             self._check(job)
         with self._wake:
-            if self._failed is not None:
-                raise PacelineError(f"The engine has stopped: {self._failed}.")
-            waiting = len(self._inbox) + self._state.waiting
-            if self._draining or waiting + len(jobs) > self._max_queued + self._free_slots():
-                raise QueueFullError(waiting, self._max_queued, self._retry_after())
+            self.check_room(len(jobs))
             now = time.perf_counter()
             self._inbox += [(job, now) for job in jobs]
             self._wake.notify()
+
+    def check_room(self, jobs: int) -> None:
+        """Raise `QueueFullError` if the queue has no room for this number of jobs."""
+        with self._wake:
+            if self._failed is not None:
+                raise PacelineError(f"The engine has stopped: {self._failed}.")
+            waiting = len(self._inbox) + self._state.waiting
+            if self._draining or waiting + jobs > self._max_queued + self._free_slots():
+                raise QueueFullError(waiting, self._max_queued, self._retry_after())
 
     def cancel(self, ids: Sequence[str]) -> None:
         """End these jobs. Each one that lives gets a last update; unknown ids are ignored."""

@@ -110,6 +110,10 @@ class Engine(Protocol):
         """Put jobs into the queue: all of them, or none with `QueueFullError` or `InputError`."""
         ...
 
+    def check_room(self, jobs: int) -> None:
+        """Raise `QueueFullError` if the queue has no room for this number of jobs."""
+        ...
+
     def cancel(self, ids: Sequence[str]) -> None:
         """End these jobs. Each one that lives gets a last update; unknown ids are ignored."""
         ...

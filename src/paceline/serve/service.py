@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from fastapi import Request
@@ -13,7 +14,7 @@ from starlette.responses import Response
 
 from paceline.common.errors import PacelineError
 from paceline.serve.event_stream import EventStream, cancelled_when_gone
-from paceline.serve.jobs import Engine, QueueFullError, Update
+from paceline.serve.jobs import Engine, Job, QueueFullError, Update
 from paceline.serve.mailbox import Mailbox, Ticket
 from paceline.serve.openai.answer_parts import Answer
 from paceline.serve.openai.api_errors import ApiError, JsonResponse, from_paceline
@@ -39,6 +40,7 @@ class Service:
         self.metrics = Metrics(self.engine, options.metrics_prefix, self.names[0])
         self.mailbox.listen(self.metrics.updated)
         # prompts are encoded there, one by one: a long one does not stop the event loop
+        self._planning = 0  # requests whose prompts are being encoded
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="paceline-prompts")
 
     async def in_worker(self, work: Callable[..., T], *arguments: Any) -> T:
@@ -62,7 +64,7 @@ class Service:
         """Submit the jobs of a request, and give back what they write."""
         model = self.model(body.model)
         state = http.scope.get("state", {})
-        made = await self.in_worker(plan, body, model, state.get("owner", ""), secrets.token_hex(16))
+        made = await self._planned(plan, body, model, state.get("owner", ""))
         answer = kind(made, self.texts, self.engine.facts.eos)
         ticket = self.mailbox.open(self.engine, made.jobs)
         timer = asyncio.get_running_loop().call_later(self.options.request_seconds, ticket.expire)
@@ -89,12 +91,28 @@ class Service:
             raise error
         return JsonResponse(answer.whole())
 
+    async def _planned(self, plan: Callable[..., Plan], body: Any, model: str, owner: str) -> Plan:
+        """The plan of a request. A full queue refuses it before its prompt is encoded, so that this costs nothing."""
+        with self._refusals(()):
+            self.engine.check_room(self._planning + 1)
+        self._planning += 1
+        try:
+            return await self.in_worker(plan, body, model, owner, secrets.token_hex(16))
+        finally:
+            self._planning -= 1
+
     def _submit(self, plan: Plan) -> None:
         self.metrics.submitted(plan.jobs)
-        try:
+        with self._refusals(plan.jobs):
             self.engine.submit(plan.jobs)
+
+    @contextmanager
+    def _refusals(self, jobs: Sequence[Job]) -> Iterator[None]:
+        """Count what the engine refuses, and make an answer of it."""
+        try:
+            yield
         except PacelineError as error:
-            self.metrics.refused(plan.jobs, isinstance(error, QueueFullError))
+            self.metrics.refused(jobs, isinstance(error, QueueFullError))
             raise from_paceline(error, self.engine.state().draining) from None
 
     def _log(self, line: dict[str, Any], answer: Answer) -> None:

@@ -8,8 +8,8 @@ from typing import Any
 
 from paceline.bench.bench_options import BenchOptions
 from paceline.bench.bench_session import BenchSession, Weigh
-from paceline.bench.candidate import Cancel, Plan, Run, Task, Watcher
-from paceline.bench.results.records import Recorder, Report
+from paceline.bench.candidate import Cancel, Plan, Run, Task
+from paceline.bench.results.records import Recorder, Report, Watcher
 from paceline.bench.tasks import Conversation
 from paceline.core.trace import Round, Trace
 from paceline.models.pass_timing import Neighbours
@@ -49,9 +49,7 @@ class Actor:
         arrivals = tuple(seconds * (place + 1) / count for place in range(count))
         tokens = tuple(tuple(row) for row in rows)
         traces = tuple(Trace(self._rounds(row)) for row in tokens) if self.library == "paceline" else ()
-        return Run(
-            self.name, task.id, task.category, repeat, tokens, seconds, arrivals[0], arrivals, traces, passes=count
-        )
+        return Run.finished(self.name, task, plan, repeat, tokens, seconds, arrivals, traces=traces, passes=count)
 
     def _rounds(self, row: Sequence[int]) -> list[Round]:
         rounds, at = [], 0

@@ -13,10 +13,9 @@ import torch
 from paceline.bench import bench_session
 from paceline.bench.bench_options import BenchOptions
 from paceline.bench.bench_session import BenchSession
-from paceline.bench.candidate import Watcher
 from paceline.bench.machine_use import Busy
 from paceline.bench.results.metrics import summarise
-from paceline.bench.results.records import read_records
+from paceline.bench.results.records import Watcher, read_records
 from paceline.bench.trace_files import read_trace
 from paceline.common.errors import InputError
 from paceline.core.costs import Costs

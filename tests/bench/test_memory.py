@@ -88,7 +88,7 @@ def test_the_table_of_layers_adds_up(lm: LanguageModel) -> None:
     assert sum(row.parameters for row in table) == weight_bytes(lm)
     assert [row.per_token for row in table] == [2 * 2 * 8 * 8, 2 * 2 * 8 * 8, 0]  # K and V, heads, width, bytes
     assert table[0].dtype == "float64"
-    assert table[0].as_dict()["seconds"] is None
+    assert table[0].seconds is None
     assert len(layer_table(LanguageModel(gpt2()))) == 3
 
 

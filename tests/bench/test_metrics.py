@@ -191,6 +191,6 @@ def test_tau_of_a_text_that_ends_inside_an_accepted_draft() -> None:
     report = Report({}, members, (Result(plain), Result(run, tally)))
     assert line(report, "toy").tau == 5 / 2
     standings = Standings([Actor("plain"), Actor("toy")], 2)
-    for each in (plain, run):
-        standings.add(each, True)
-    assert standings.cells()[1][1][3] == "2.50"
+    standings.results += report.results
+    table = standings.table()
+    assert table.rows[1][table.header.index("τ")].text == "2.50"

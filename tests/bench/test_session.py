@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from paceline.bench.bench_session import UnequalLengthError, check_same, first_difference, order
-from paceline.bench.candidate import Plan, Run, Task, Watcher
-from paceline.bench.results.records import Recorder, Report, open_record, read_records
-from paceline.common.errors import InputError, PacelineWarning
+from paceline.bench.bench_session import check_same, first_difference, order
+from paceline.bench.candidate import Plan, Run, Task
+from paceline.bench.results.records import Recorder, Report, Result, Watcher, open_record, read_records
+from paceline.common.errors import InputError, ModelOutputError, PacelineWarning
 
 from .acting import Actor, Chat, act, chats
 
@@ -76,10 +76,9 @@ def test_a_run_that_was_interrupted_is_dropped() -> None:
     stopped: list[bool] = []
 
     class Cut(Actor):
-        def run(self, *arguments: Any) -> Run:
+        def run(self, task: Task, *arguments: Any) -> Run:
             stopped.append(True)
-            self.off = -3
-            return super().run(*arguments)
+            return Run.cancelled(self.name, task, 0)
 
     report = run([Actor("a"), Cut("b")], chats("1"), cancel=lambda: bool(stopped))
     assert [result.run.contestant for result in report.results] == ["a"]
@@ -106,11 +105,11 @@ def test_another_number_of_tokens_is_no_result() -> None:
     report = run([Actor("a"), Actor("b", off=1)], chats("1"))
     assert {result.run.contestant for result in report.results} == {"a"}
     assert "b failed in task 1" in report.notes[0]
-    assert "[9] tokens where 8" in report.notes[0]
+    assert "wrote [9] tokens for 1 instead of 8" in report.notes[0]
 
 
 def test_without_plain_decoding_there_is_nothing_to_measure() -> None:
-    with pytest.raises(UnequalLengthError, match=r"a failed in task 1: it wrote \[7\]"):
+    with pytest.raises(ModelOutputError, match=r"'a' wrote \[7\] tokens for 1 instead of 8"):
         run([Actor("a", off=-1), Actor("b")], chats("1"))
     with pytest.raises(InputError, match=r"Too bad\."):
         run([Actor("a", fails=lambda task, repeat: InputError("Too bad.")), Actor("b")], chats("1"))
@@ -123,8 +122,8 @@ def test_whoever_refuses_is_counted_with_its_tasks() -> None:
         def started(self, candidates: Any, runs: int) -> None:
             told.append(f"{runs} runs")
 
-        def ran(self, run: Run, same: bool | None) -> None:
-            told.append(run.contestant)
+        def ran(self, result: Result) -> None:
+            told.append(result.run.contestant)
 
         def noted(self, sentence: str) -> None:
             told.append(sentence)

@@ -134,9 +134,9 @@ def test_ctrl_c_keeps_what_there_is(target: str, prompts: str, tmp_path: Path, m
     done: list[str] = []
     real = Lines.ran
 
-    def counted(self: Lines, made: Any, same: bool | None) -> None:
-        done.append(made.task)
-        real(self, made, same)
+    def counted(self: Lines, made: Any) -> None:
+        done.append(made.run.task)
+        real(self, made)
 
     monkeypatch.setattr(Lines, "ran", counted)
     monkeypatch.setattr("paceline.cli.commands.bench.interruptible", lambda: _Pressed(done, 3))
@@ -343,7 +343,7 @@ def test_the_live_table_is_drawn_between_runs_and_not_too_often() -> None:
         table.noted("warning: [bold]something")
         for result in report.results:
             now[0] += 0.1
-            table.ran(result.run, result.same)
+            table.ran(result)
         table.draw()
     assert len(drawn) <= 2 + len(report.results) * 0.1 / 0.5 + 1
     text = file.getvalue()
@@ -364,7 +364,7 @@ def test_without_a_terminal_there_is_a_line_per_prompt() -> None:
     lines.progress("reading", 1, 2)
     lines.progress("reading", 2, 2)
     for result in report.results:
-        lines.ran(result.run, result.same)
+        lines.ran(result)
     lines.tell()
     assert told[:2] == ["36 runs: plain, suffix, hf", "reading …"]
     assert len(told) == 2 + 4

@@ -120,10 +120,10 @@ def test_a_benchmark_says_how_far_it_is_while_a_prompt_takes_long() -> None:
     lines = Lines(ProgressLines(told.append, clock=clock))
     report = made_report()
     lines.started([Who(m.name, m.library) for m in report.members], len(report.results))  # type: ignore[list-item]
-    lines.ran(report.results[0].run, True)
+    lines.ran(report.results[0])
     assert told == ["36 runs: plain, suffix, hf"]
     clock.now += 10
-    lines.ran(report.results[1].run, True)
+    lines.ran(report.results[1])
     assert len(told) == 2
     assert told[1].startswith("measuring: 6 % (2 of 36)")
 

@@ -19,11 +19,9 @@ from paceline.bench.candidate import (
     Candidate,
     PacelineRun,
     Plan,
-    Prompt,
     Run,
     Shaped,
     Task,
-    Watcher,
     parse_run_specs,
 )
 from paceline.bench.machine_use import check_quiet, how_busy, layer_table, lines_while, peak_while, wanted_device
@@ -31,17 +29,9 @@ from paceline.bench.peers.peer_names import check_peers, draft_model_of, open_pe
 from paceline.bench.prompt_sets import read_all
 from paceline.bench.quality import Quality, judge
 from paceline.bench.results.metrics import summarise
-from paceline.bench.results.records import LeftOut, Member, Recorder, Report, Result, Sink, Tally, busy_machine
+from paceline.bench.results.records import LeftOut, Member, Recorder, Report, Result, Sink, Tally, Watcher, busy_machine
 from paceline.bench.synthetic_pairs import SyntheticPair, synthetic_pair
-from paceline.bench.tasks import (
-    Conversation,
-    SampledConversation,
-    Sampler,
-    Skipped,
-    conversations,
-    parse_samplers,
-    text_of,
-)
+from paceline.bench.tasks import Conversation, Sampler, Skipped, conversations, parse_samplers, text_of
 from paceline.bench.trace_files import Tracing
 from paceline.common.errors import DrafterWarning, InputError, PacelineError, UnsupportedError
 from paceline.core.costs import Costs
@@ -105,7 +95,10 @@ def assemble(options: BenchOptions, progress: Progress | None = None) -> Setup:
         )
         how = {name: getattr(options, name) for name in ("dtype", "device", "runner", "quantize")}
         lm = load(options.target, **how, progress=progress)
-        talks, long = _conversations(options, prompts, lm, samplers)
+        talks, long = conversations(
+            prompts, lm, options.batch, options.max_new_tokens, turns=options.turns, chat=options.chat,
+            samplers=samplers,
+        )  # fmt: skip
         skipped = too_long(long)
     if not talks:
         why = f" ({skipped[0].why.rstrip('.')})" if skipped else ""
@@ -127,19 +120,6 @@ def assemble(options: BenchOptions, progress: Progress | None = None) -> Setup:
         if names.count(name) > 1:
             raise InputError(f"Two candidates are called '{name}'; give one of the runs another name with label=NAME.")
     return Setup(lm, tuple(candidates), tuple(talks), plan, tuple(skipped), tuple(notes), tuple(samplers))
-
-
-def _conversations(
-    options: BenchOptions, prompts: Sequence[Prompt], lm: LanguageModel, samplers: Sequence[Sampler]
-) -> tuple[list[Conversation], list[Skipped]]:
-    """All conversations, once for each sampler, and the prompts that do not fit."""
-    found: list[Conversation] = []
-    for sampler in samplers or (None,):
-        begun, long = conversations(
-            prompts, lm, options.batch, options.max_new_tokens, chat=options.chat, turns=options.turns
-        )
-        found += begun if sampler is None else [SampledConversation(each, sampler) for each in begun]
-    return found, long
 
 
 def check_running(options: BenchOptions) -> None:
@@ -184,10 +164,6 @@ def costs_of(setup: Setup, options: BenchOptions, progress: Progress | None = No
     return replace(costs, overhead=measure_overhead(lm), drafters=steps), notes
 
 
-def layers_of(setup: Setup) -> list[dict[str, Any]]:
-    return [layer.as_dict() for layer in layer_table(setup.lm, time.perf_counter)]
-
-
 def memory_lines_of(setup: Setup, task: Task, cancel: Cancel) -> tuple[list[dict[str, Any]], list[str]]:
     """The source lines that hold the most memory in one run of each candidate, and a note for each failure."""
     rows, notes = list[dict[str, Any]](), list[str]()
@@ -200,7 +176,7 @@ def memory_lines_of(setup: Setup, task: Task, cancel: Cancel) -> tuple[list[dict
         except Exception as error:
             notes.append(f"The memory of {each.name} could not be profiled: {type(error).__name__}: {error}")
             continue
-        rows += [{"contestant": each.name, **line.as_dict()} for line in found]
+        rows += [{"contestant": each.name, **asdict(line)} for line in found]
     return rows, notes
 
 
@@ -264,10 +240,6 @@ Weigh = Callable[[Callable[[], Run]], tuple[Run, "int | None"]]  # a run, and it
 _MAY_DIFFER = ("force", "require_quiet", "limit", "categories", "repeats", "memory", "memory_lines", "layers",
                "quality", "samplers", "noise_levels")  # fmt: skip
 _MACHINE = ("cpu", "threads", "device", "gpu", "versions")
-
-
-class UnequalLengthError(PacelineError):
-    """A run wrote more or fewer tokens than planned, so its seconds cannot be compared."""
 
 
 class BenchSession:
@@ -357,7 +329,7 @@ class BenchSession:
         self._leave_out(setup.left_out)
         self._note([*setup.notes, *notes])
         if options.layers:
-            recorder.add("layers", layers_of(setup))
+            recorder.add("layers", [asdict(layer) for layer in layer_table(setup.lm, time.perf_counter)])
         if options.memory or options.memory_lines:
             self.weigh = lambda act: peak_while(act, setup.lm.device)
         first = setup.conversations[0].task
@@ -489,23 +461,13 @@ class BenchSession:
         self.neighbours.begin()
         try:
             run = candidate.run(task, self._plan_of(task), repeat, self._cancel)
-            lengths = [len(row) for row in run.tokens]
-            if lengths != [self._plan.tokens] * len(task.prompts):
-                if self._cancel():
-                    return None
-                raise UnequalLengthError(
-                    f"it wrote {lengths} tokens where {self._plan.tokens} in each of {len(task.prompts)} rows were "
-                    "planned, and only equal lengths can be compared"
-                )
         except Exception as error:
             self._fail(candidate, task, error)
             return None
-        return Result(run, Tally.of(run.traces), disturbed=self.neighbours.disturbed())
+        return Result(run, Tally.of(run.traces), disturbed=self.neighbours.disturbed()) if run.emitted else None
 
     def _fail(self, candidate: Candidate, task: Task, error: Exception) -> None:
         if candidate is self._candidates[0]:
-            if isinstance(error, UnequalLengthError):
-                raise UnequalLengthError(f"{candidate.name} failed in task {task.id}: {error}.") from error
             raise error
         why = str(error) if isinstance(error, PacelineError) else f"{type(error).__name__}: {error}"
         self.failed[candidate.name] = why
@@ -514,8 +476,9 @@ class BenchSession:
     def _record(self, result: Result, text: Tokens, peak: int | None) -> None:
         parted = first_difference(result.run.tokens, text)
         run = result.run if peak is None else replace(result.run, peak=peak)
-        self.recorder.run(replace(result, run=run, same=parted is None, parted=parted))
-        self.watcher.ran(run, parted is None)
+        result = replace(result, run=run, same=parted is None, parted=parted)
+        self.recorder.run(result)
+        self.watcher.ran(result)
 
 
 def order(count: int, repeat: int, task: int) -> list[int]:

@@ -156,19 +156,6 @@ class RunSpec:
     rule_options: Mapping[str, Any] = field(default_factory=dict)
 
 
-class Watcher:
-    """Shows the progress of a benchmark. This one shows nothing."""
-
-    def started(self, candidates: Sequence[Candidate], runs: int) -> None:
-        pass
-
-    def ran(self, run: Run, same: bool | None) -> None:
-        pass
-
-    def noted(self, sentence: str) -> None:
-        pass
-
-
 # ---- A run as text: "suffix", "ngram:gamma=8,branches=4,rule=ratio", a model, or JSON
 
 PLAIN = "plain"  # the name of plain decoding, which always takes part

@@ -18,7 +18,7 @@ import threading
 import time
 import tracemalloc
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TypeVar
@@ -135,9 +135,6 @@ class LayerBytes:
     dtype: str
     seconds: float | None = None  # of a pass over one token
 
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
 
 def layer_table(lm: LanguageModel, clock: Callable[[], float] | None = None) -> list[LayerBytes]:
     """Every layer, and a last line for everything else (embeddings, output head, norms). With a clock
@@ -238,22 +235,13 @@ class MemoryLine:
     source: str
     profiler: str
 
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
-
-def lines_while(act: Callable[[], T], longest: int = LONGEST) -> tuple[T, list[MemoryLine]]:
+def lines_while(act: Callable[[], T]) -> tuple[T, list[MemoryLine]]:
     """What `act` returns, and the lines that held the most memory at its peak. `act` is much slower than usual."""
-    if find_spec("memray") is not None:
-        result, found = _by_memray(act)
-        return result, _longest(found, longest, "memray")
-    result, found = _by_tracemalloc(act)
-    return result, _longest(found, longest, "tracemalloc")
-
-
-def _longest(found: Counted, longest: int, profiler: str) -> list[MemoryLine]:
-    most = sorted(found.items(), key=lambda each: (-each[1][0], each[0]))[:longest]
-    return [
+    profiler = "memray" if find_spec("memray") is not None else "tracemalloc"
+    result, found = _by_memray(act) if profiler == "memray" else _by_tracemalloc(act)
+    most = sorted(found.items(), key=lambda each: (-each[1][0], each[0]))[:LONGEST]
+    return result, [
         MemoryLine(_short(file), line, size, blocks, linecache.getline(file, line).strip(), profiler)
         for (file, line), (size, blocks) in most
     ]

@@ -39,10 +39,13 @@ class Conversation:
 
 
 class PromptConversation(Conversation):
-    """Prompts that are decoded together, turn after turn. All candidates continue the text of plain decoding."""
+    """Prompts that are decoded together, turn after turn. All candidates continue the text of plain decoding. A sampler
+    is the category of its tasks."""
 
-    def __init__(self, rows: Sequence[_Row], lm: LanguageModel, room: int, turns: int) -> None:
-        self._rows, self._lm, self._room, self._turn = list(rows), lm, room, 0
+    def __init__(
+        self, rows: Sequence[_Row], lm: LanguageModel, room: int, turns: int, sampler: Sampler | None = None
+    ) -> None:
+        self._rows, self._lm, self._room, self._turn, self._sampler = list(rows), lm, room, 0, sampler
         super().__init__(self._make())
         self.turns = min(turns, max(len(row.prompt.turns) for row in rows))  # if all of them fit
 
@@ -68,12 +71,16 @@ class PromptConversation(Conversation):
         return self.task
 
     def _make(self) -> Task:
-        return Task(
+        task = Task(
             "+".join(_id(row.prompt, self._turn) for row in self._rows),
             self._rows[0].prompt.category,
             tuple(row.ids for row in self._rows),
             tuple(_answers(row.prompt, self._turn) for row in self._rows),
         )
+        if self._sampler is None:
+            return task
+        name = self._sampler.name
+        return replace(task, id=f"{task.id}@{name}", category=name, sampling=self._sampler.settings)
 
 
 @dataclass(frozen=True)
@@ -86,12 +93,13 @@ class _Row:
 
 
 def conversations(
-    prompts: Sequence[Prompt], lm: LanguageModel, batch: int, room: int, *, turns: int = 1, chat: bool = True
-) -> tuple[list[Conversation], list[Skipped]]:
+    prompts: Sequence[Prompt], lm: LanguageModel, batch: int, room: int, *, turns: int = 1, chat: bool = True,
+    samplers: Sequence[Sampler] = (),
+) -> tuple[list[Conversation], list[Skipped]]:  # fmt: skip
     """Groups of `batch` prompts of one category, in order; the last group of a category may have fewer.
 
     room: tokens that will be written. A prompt that leaves less of the context is skipped. turns: at most, of each
-    prompt. chat: use the model's chat template, if it has one.
+    prompt. chat: use the model's chat template, if it has one. samplers: all groups once for each.
     """
     by_category: dict[str, list[_Row]] = {}
     skipped = []
@@ -103,7 +111,8 @@ def conversations(
         else:
             skipped.append(Skipped(prompt.id, prompt.category, reason))
     groups = [rows[i : i + batch] for rows in by_category.values() for i in range(0, len(rows), batch)]
-    return [PromptConversation(rows, lm, room, turns) for rows in groups], skipped
+    each = samplers or (None,)
+    return [PromptConversation(rows, lm, room, turns, sampler) for sampler in each for rows in groups], skipped
 
 
 def first_tasks(
@@ -245,23 +254,3 @@ def _number(text: str, key: str, value: str) -> float:
 def _checked(sampler: Sampler) -> Sampler:
     Sampling(**sampler.settings)
     return sampler
-
-
-class SampledConversation(Conversation):
-    """A conversation with one sampler. The sampler is the category of its tasks."""
-
-    def __init__(self, conversation: Conversation, sampler: Sampler) -> None:
-        self._conversation, self._sampler = conversation, sampler
-        super().__init__(self._sampled(conversation.task))
-        self.turns, self.skipped = conversation.turns, conversation.skipped
-
-    def next_task(self, written: Sequence[Sequence[int]]) -> Task | None:
-        found = self._conversation.next_task(written)
-        if found is None:
-            return None
-        self.task = self._sampled(found)
-        return self.task
-
-    def _sampled(self, task: Task) -> Task:
-        name = self._sampler.name
-        return replace(task, id=f"{task.id}@{name}", category=name, sampling=self._sampler.settings)

@@ -19,12 +19,12 @@ from paceline.bench.candidate import (
     Run,
     RunSpec,
     Task,
-    Watcher,
     parse_run_spec,
 )
 from paceline.bench.machine_use import how_busy
 from paceline.bench.replay import rerun
 from paceline.bench.results.metrics import Summary, summarise
+from paceline.bench.results.records import Result, Watcher
 from paceline.bench.tasks import Conversation, first_tasks
 from paceline.bench.trace_files import TraceHeader, TraceText
 from paceline.common.errors import InputError, PacelineError
@@ -314,9 +314,9 @@ class _Told(Watcher):
     def started(self, candidates: Sequence[Candidate], runs: int) -> None:
         self._runs = runs
 
-    def ran(self, run: Run, same: bool | None) -> None:
+    def ran(self, result: Result) -> None:
         self._done += 1
-        self._say(f"measuring {run.contestant}", self._done, self._runs)
+        self._say(f"measuring {result.run.contestant}", self._done, self._runs)
 
 
 class _Tuner:

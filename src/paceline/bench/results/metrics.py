@@ -160,13 +160,14 @@ class Summary:
         return next((x for x in self.lines if (x.contestant, x.category) == (contestant, category)), None)
 
 
-def summarise(report: Report, per_task: bool = True) -> Summary:
-    """Everything there is to say about a report; of single tasks only if they are asked for (hundreds take seconds)."""
-    view = _View(report)
+def summarise(report: Report, per_task: bool = True, live: bool = False) -> Summary:
+    """Everything there is to say about a report; of single tasks only if they are asked for (hundreds take seconds).
+    live: only the lines over everything, without spreads, for a table that is drawn again and again."""
+    view, categories = _View(report, spreads=not live), () if live else report.categories
     lines = [
         view.line(member, category, view.tasks_of(category))
         for member in report.members
-        for category in (*report.categories, ALL)
+        for category in (*categories, ALL)
     ]
     single = [view.line(member, task, [task]) for member in report.members for task in report.tasks if per_task]
     return Summary(tuple(filter(None, lines)), tuple(filter(None, single)))
@@ -194,8 +195,8 @@ def predicted_seconds(plain: Result, tally: Tally, costs: Costs, drafter: str) -
 class _View:
     """A report, sorted the way the tables ask for it."""
 
-    def __init__(self, report: Report) -> None:
-        self.report = report
+    def __init__(self, report: Report, spreads: bool = True) -> None:
+        self.report, self._spreads = report, spreads
         self._results: dict[str, dict[str, list[Result]]] = {member.name: {} for member in report.members}
         for result in report.results:
             self._results[result.run.contestant].setdefault(result.run.task, []).append(result)
@@ -217,6 +218,8 @@ class _View:
         value = total(above, both) / total(below, both)
         if base == other:
             return Ratio(1.0, 1.0, 1.0)
+        if not self._spreads:
+            return Ratio(value)
         if (base, other) not in self._pools:
             self._pools[base, other] = noise(above, below)
         wide = spread(above, below, both, self._pools[base, other])

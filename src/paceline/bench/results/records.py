@@ -224,6 +224,19 @@ _KINDS = {
 }  # fmt: skip
 
 
+class Watcher:
+    """Shows the progress of a benchmark. This one shows nothing."""
+
+    def started(self, candidates: Sequence[Candidate], runs: int) -> None:
+        pass
+
+    def ran(self, result: Result) -> None:
+        pass
+
+    def noted(self, sentence: str) -> None:
+        pass
+
+
 class Sink(Protocol):
     """Where lines go: a file, stdout, or a `RecordFile`."""
 

@@ -144,15 +144,17 @@ def overall(report: Report, summary: Summary) -> Table:
     memory = any(line.peak is not None for line in summary.lines)
     lossy = {member.name for member in report.members if member.lossy}
     lines = overall_lines(report, summary)
+    spreads = any(line.contestant != report.plain and spread_of(line.speed_up) != NOTHING for line in lines)
     header = (
-        "candidate", "tokens/s", "speed-up", "spread", "τ", "acceptance", *(f"× {peer}" for peer in peers),
-        "same text", "first token", *(("peak", "KV") if memory else ()),
+        "candidate", "tokens/s", "speed-up", *(("spread",) if spreads else ()), "τ", "acceptance",
+        *(f"× {peer}" for peer in peers), "same text", "first token", *(("peak", "KV") if memory else ()),
     )  # fmt: skip
     rows = (
         (
             f"{line.contestant} (lossy)" if line.contestant in lossy else line.contestant,
-            f"{line.tokens_per_second:.1f}", speed_up(line.speed_up), spread_of(line.speed_up), number(line.tau),
-            share(line.acceptance_rate), *(times(_value(line.ratios.get(peer))) for peer in peers),
+            f"{line.tokens_per_second:.1f}", speed_up(line.speed_up),
+            *((spread_of(line.speed_up),) if spreads else ()), number(line.tau), share(line.acceptance_rate),
+            *(times(_value(line.ratios.get(peer))) for peer in peers),
             # another text need not be a defect (a tie in bfloat16, a rule that keeps the law), so it has no tone
             f"{line.same}/{line.compared}" + ("" if line.parted is None else f", from {line.parted + 1}"),
             seconds(line.first), *((size(line.peak), size(line.cache)) if memory else ()),

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from paceline.bench.candidate import Prompt
-from paceline.bench.prompt_sets import read_all, read_prompts
+from paceline.bench.prompt_sets import read_all
 from paceline.common.errors import InputError, UnknownNameError
 
 SPEC = [
@@ -30,6 +30,10 @@ def written(folder: Path, name: str, content: str | bytes) -> str:
 
 def jsonl(folder: Path, *entries: Any, name: str = "question.jsonl") -> str:
     return written(folder, name, "\n".join(json.dumps(entry) for entry in entries) + "\n")
+
+
+def read_prompts(source: str, **how: Any) -> list[Prompt]:
+    return read_all((source,), **how)
 
 
 # ---- what can be read

@@ -6,7 +6,7 @@ import pytest
 
 from paceline import InputError, LanguageModel
 from paceline.bench.candidate import Prompt, Task
-from paceline.bench.tasks import Skipped, conversations, first_tasks, text_of
+from paceline.bench.tasks import Skipped, conversations, text_of
 from tests.toys import CONTEXT, LETTERS, letters, llama
 
 TEMPLATE = (
@@ -23,6 +23,11 @@ def lm(*, template: bool = False, eos: int | None = None) -> LanguageModel:
 
 def ids(text: str) -> tuple[int, ...]:
     return tuple(LETTERS.index(letter) for letter in text)
+
+
+def first_tasks(prompts: list[Prompt], lm: LanguageModel, *sizes: int, **how: bool) -> tuple[list[Task], list[Skipped]]:
+    begun, skipped = conversations(prompts, lm, *sizes, **how)
+    return [each.task for each in begun], skipped
 
 
 def test_a_template_where_there_is_one_and_it_is_wanted() -> None:
@@ -52,7 +57,7 @@ def test_what_does_not_fit_is_skipped_and_counted() -> None:
     fits, long = Prompt("1", "a", ("a" * (CONTEXT - 8),)), Prompt("2", "a", ("a" * (CONTEXT - 7),))
     tasks, skipped = first_tasks([long, fits], lm(), 4, 8)
     assert [t.id for t in tasks] == ["1"]
-    assert skipped == [Skipped("2", "a", "89 tokens and 8 to write are more than the context of 96.")]
+    assert skipped == [Skipped("2", "89 tokens and 8 to write are more than the context of 96.")]
     assert first_tasks([long], lm(), 1, 8)[0] == []
 
 
@@ -91,7 +96,7 @@ def test_rows_of_a_batch_end_one_by_one() -> None:
     assert second is not None
     assert second.id == "2/2+4/2"
     assert second.prompts == (ids("ub!a22222222!uc!."), ids("uf!a44444444!ug!."))
-    assert [(one.id, one.category) for one in talk.skipped] == [("3/2", "a")]
+    assert [one.id for one in talk.skipped] == ["3/2"]
     assert "to write are more than the context of 96" in talk.skipped[0].reason
     third = talk.next_task([ids("22222222"), ids("44444444")])
     assert third is not None

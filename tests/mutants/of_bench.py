@@ -12,9 +12,9 @@ MINIMAL = "tests/engine/test_minimal.py::test_"
 MUTANTS = [
     Mutant(
         "τ as 1 + accepted / rounds",
-        "bench/results/metrics.py",
-        "tau = whole.emitted / whole.rounds if",
-        "tau = 1 + whole.accepted / whole.rounds if",
+        "bench/results/records.py",
+        "return self.emitted / self.rounds if",
+        "return 1 + self.accepted / self.rounds if",
         METRICS + "tau_of_a_text_that_ends_inside_an_accepted_draft",
     ),
     Mutant(

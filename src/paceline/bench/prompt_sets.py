@@ -51,13 +51,6 @@ class _Found:
     where: str
 
 
-def read_prompts(
-    source: str, *, limit: int | None = None, categories: Sequence[str] = (), require_answers: bool = False
-) -> list[Prompt]:
-    """The prompts of one source: "builtin" or a file. See `read_all`."""
-    return read_all((source,), limit=limit, categories=categories, require_answers=require_answers)
-
-
 def read_all(
     sources: Sequence[str], *, limit: int | None = None, categories: Sequence[str] = (), require_answers: bool = False
 ) -> list[Prompt]:

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor
 
 from paceline.bench.candidate import RunSpec
+from paceline.bench.results.records import Tally
 from paceline.bench.results.tables import NOTHING, aligned, number, share, times
 from paceline.bench.trace_files import TraceFile, TraceHeader, TraceText, plain, sampling_of
 from paceline.common.errors import PacelineWarning, UnsupportedError
@@ -40,20 +41,11 @@ from paceline.rules.match import Match
 
 
 @dataclass(frozen=True)
-class ReplayedText:
-    """The rounds of one recorded sequence."""
-
-    id: str
-    category: str
-    trace: Trace
-
-
-@dataclass(frozen=True)
 class Replayed:
-    """What one entry would have given. Without texts, `reason` says why that is unknown."""
+    """What one entry would have given: the texts with its rounds. Without texts, `reason` says why that is unknown."""
 
     entry: RunSpec
-    texts: tuple[ReplayedText, ...] = ()
+    texts: tuple[TraceText, ...] = ()
     reason: str = ""
     notes: tuple[str, ...] = ()
     costs: Costs | None = None
@@ -66,43 +58,37 @@ class Replayed:
     def categories(self) -> list[str]:
         return list(dict.fromkeys(text.category for text in self.texts))
 
-    def whole(self, category: str | None = None) -> Trace:
+    def tally(self, category: str | None = None) -> Tally:
         """The rounds of all texts, or of one category."""
-        texts = [text for text in self.texts if category in (None, text.category)]
-        return Trace([entry for text in texts for entry in text.trace.rounds])
+        texts = (text for text in self.texts if category in (None, text.category))
+        return Tally.total(filter(None, (Tally.of([Trace(list(text.rounds or ()))]) for text in texts)))
 
     def tau(self, category: str | None = None) -> float | None:
         """Emitted tokens per round."""
-        whole = self.whole(category)
-        return whole.stats(0.0).mean_accepted_length if whole.rounds else None
+        return self.tally(category).tau
 
     def seconds(self) -> float | None:
-        """Predicted seconds without the prefill: per round the forward pass, c for each draft level, and o."""
+        """Predicted seconds without the prefill."""
         if self.costs is None or not self.texts:
             return None
         drafter = self.entry.draft if self.entry.draft in DRAFTERS else "draft-model"
-        step = self.costs.drafters.get(drafter, 0.0)
-        return sum(
-            self.costs.seconds(1 + len(entry.drafted)) + self.costs.overhead + entry.depth * step
-            for entry in self.whole().rounds
-        )
+        return self.tally().seconds(self.costs, drafter)
 
     def speed_up(self) -> float | None:
         """Predicted, over plain decoding: one forward pass and o for each token."""
         spent = self.seconds()
         if spent is None or self.costs is None:
             return None
-        return self.whole().stats(0.0).emitted * (self.costs.seconds(1) + self.costs.overhead) / spent
+        return self.tally().emitted * (self.costs.seconds(1) + self.costs.overhead) / spent
 
     def row(self) -> dict[str, Any]:
         """One row of a table. Unknown numbers are None."""
-        whole = self.whole()
-        stats = whole.stats(0.0)
-        names = ("emitted", "rounds", "drafted", "accepted", "acceptance_rate")
+        tally = self.tally()
         numbers = {
-            **{name: getattr(stats, name) for name in names},
-            "tau": self.tau(),
-            "by_position": whole.by_position(),
+            **{name: getattr(tally, name) for name in ("emitted", "rounds", "drafted", "accepted")},
+            "acceptance_rate": tally.acceptance_rate or 0.0,
+            "tau": tally.tau,
+            "by_position": list(tally.by_position),
             "seconds": self.seconds(),
             "speed_up": self.speed_up(),
         }
@@ -135,7 +121,7 @@ def replay(trace: TraceFile, entry: RunSpec, costs: Costs | None = None, carry: 
         return Replayed(entry, (), str(error).removesuffix("."), tuple(notes), costs)
     if _as_recorded(trace.header, entry) and not carry:
         notes += _differing(texts, traces)
-    replayed = [ReplayedText(text.id, text.category, found) for text, found in zip(texts, traces, strict=True)]
+    replayed = (replace(text, rounds=tuple(found.rounds)) for text, found in zip(texts, traces, strict=True))
     return Replayed(entry, tuple(replayed), "", tuple(notes), costs)
 
 

@@ -22,7 +22,6 @@ class Skipped:
     """A prompt, or one turn of it, that no candidate gets, and why."""
 
     id: str
-    category: str
     reason: str
 
 
@@ -63,7 +62,7 @@ class PromptConversation(Conversation):
             if reason is None:
                 going.append(on)
             else:
-                self.skipped.append(Skipped(_id(row.prompt, self._turn), row.prompt.category, reason))
+                self.skipped.append(Skipped(_id(row.prompt, self._turn), reason))
         self._rows = going
         if not going:
             return None
@@ -109,18 +108,10 @@ def conversations(
         if reason is None:
             by_category.setdefault(prompt.category, []).append(row)
         else:
-            skipped.append(Skipped(prompt.id, prompt.category, reason))
+            skipped.append(Skipped(prompt.id, reason))
     groups = [rows[i : i + batch] for rows in by_category.values() for i in range(0, len(rows), batch)]
     each = samplers or (None,)
     return [PromptConversation(rows, lm, room, turns, sampler) for sampler in each for rows in groups], skipped
-
-
-def first_tasks(
-    prompts: Sequence[Prompt], lm: LanguageModel, batch: int, room: int, *, chat: bool = True
-) -> tuple[list[Task], list[Skipped]]:
-    """The first turns only."""
-    begun, skipped = conversations(prompts, lm, batch, room, chat=chat)
-    return [one.task for one in begun], skipped
 
 
 def text_of(tokens: Sequence[int], lm: LanguageModel) -> str:

@@ -25,7 +25,7 @@ from paceline.bench.machine_use import how_busy
 from paceline.bench.replay import rerun
 from paceline.bench.results.metrics import Summary, summarise
 from paceline.bench.results.records import Result, Watcher
-from paceline.bench.tasks import Conversation, first_tasks
+from paceline.bench.tasks import Conversation, conversations
 from paceline.bench.trace_files import TraceHeader, TraceText
 from paceline.common.errors import InputError, PacelineError
 from paceline.common.text_formats import toml_value
@@ -279,8 +279,8 @@ def tune(
     file. `cancel` ends it with what is known by then."""
     options = options or TuneOptions()
     entries = list(candidates(options))
-    tasks, skipped = first_tasks(prompts, lm, 1, options.tokens)
-    if not tasks:
+    begun, skipped = conversations(prompts, lm, 1, options.tokens)
+    if not begun:
         why = f": {skipped[0].reason}" if skipped else "."
         raise InputError(f"There is no prompt to tune with{why}")
     notes = [f"{len(skipped)} prompts do not fit the context and are left out."] if skipped else []
@@ -289,7 +289,7 @@ def tune(
     busy = how_busy(lm.device)
     if busy.loaded:
         notes.append(f"Others are using {busy.describe()} of this machine, so the ranking may be off.")
-    tuner = _Tuner(lm, tasks, options, progress or (lambda *_: None), cancel, clock)
+    tuner = _Tuner(lm, [each.task for each in begun], options, progress or (lambda *_: None), cancel, clock)
     try:
         tuner.go(entries, costs)
         complete = True

@@ -184,12 +184,7 @@ def predicted_seconds(plain: Result, tally: Tally, costs: Costs, drafter: str) -
         return None
     unit = (run.seconds - run.first) / (tokens - 1)
     alone = costs.seconds(1, rows) + costs.overhead
-    step = costs.drafters.get(drafter, 0.0)
-    passes = sum(
-        count * (costs.seconds(fed, live) + costs.overhead + depth * step)
-        for (live, fed, depth), count in tally.steps.items()
-    )
-    return run.first + unit * (passes / alone - 1) + tally.asked
+    return run.first + unit * (tally.seconds(costs, drafter) / alone - 1) + tally.asked
 
 
 class _View:
@@ -259,8 +254,8 @@ class _View:
         decode = _decoding(by_task.values())
         tallies = [result.tally for found in by_task.values() for result in found if result.tally is not None]
         whole = Tally.total(tallies) if tallies else None
-        tau = whole.emitted / whole.rounds if whole and whole.rounds else None
-        alpha = whole.accepted / whole.judged if whole and whole.judged else None
+        names = ("rounds", "drafted", "accepted", "tau", "acceptance_rate", "alpha")
+        tau, alpha = (whole.tau, whole.alpha) if whole else (None, None)
         plain, costs, limit = self._results[self.report.plain], self.report.costs, None
         if costs is not None and alpha is not None and member.speculates and member.gamma:
             rows = max(len(found[0].run.tokens) for found in by_task.values())
@@ -269,10 +264,7 @@ class _View:
         predicted, error = self._predicted(member, by_task)
         return {
             "decode_tokens_per_second": decode,
-            **{name: getattr(whole, name, None) for name in ("rounds", "drafted", "accepted")},
-            "tau": tau,
-            "acceptance_rate": whole.accepted / whole.drafted if whole and whole.drafted else None,
-            "alpha": alpha,
+            **{name: getattr(whole, name, None) for name in names},
             "by_position": whole.by_position if whole else (),
             "efficiency": speed_up.value / tau if speed_up and tau and member.speculates else None,
             "bound": limit,

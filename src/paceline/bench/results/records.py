@@ -66,6 +66,26 @@ class Tally:
     def emitted(self) -> int:
         return self.accepted + self.recovered + self.bonus
 
+    @property
+    def tau(self) -> float | None:
+        return self.emitted / self.rounds if self.rounds else None
+
+    @property
+    def alpha(self) -> float | None:
+        return self.accepted / self.judged if self.judged else None
+
+    @property
+    def acceptance_rate(self) -> float | None:
+        return self.accepted / self.drafted if self.drafted else None
+
+    def seconds(self, costs: Costs, drafter: str) -> float:
+        """The predicted seconds of the rounds: per round a pass, c for each draft level, and o."""
+        step = costs.drafters.get(drafter, 0.0)
+        return sum(
+            count * (costs.seconds(fed, rows) + costs.overhead + depth * step)
+            for (rows, fed, depth), count in self.steps.items()
+        )
+
     @staticmethod
     def of(traces: Sequence[Trace]) -> Tally | None:
         """None without traces: peers have none."""

@@ -179,7 +179,7 @@ def test_beams_take_another_length_penalty_and_fewer_children(target: str) -> No
 
 
 def test_the_false_alarm_of_an_audit_has_limits() -> None:
-    assert "false_alarm must be more than 0" in refusal("audit", "--only-rule", "--false-alarm", "3", code=2)
+    assert "false_alarm must be at most 0.1" in refusal("audit", "--only-rule", "--false-alarm", "3", code=2)
 
 
 @pytest.fixture

@@ -72,7 +72,7 @@ def test_enough_is_enough_for_everybody(tmp_path: Path) -> None:
     """A training that shares the texts takes them as complete, and so does one that finds enough tokens."""
     shards = Shards(tmp_path / "a", {})
     word = tmp_path / "a" / STOP_FILE
-    Writer(target(), PLAN).fill(shards, lambda *_: word.touch())
+    Writer(target(), PLAN).fill(shards, lambda *_, **__: word.touch())
     assert len(shards) == 1
     assert len(written(tmp_path / "a", PLAN)) == len(list(shards.texts()))
     whole = written(tmp_path / "b", PLAN)

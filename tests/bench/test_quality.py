@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import asdict
 
 import pytest
 
@@ -79,7 +80,7 @@ def test_judge_takes_the_best_answer_and_means() -> None:
         distinct_1=1.0,
         distinct_2=1.0,
     )
-    assert list(quality.as_dict()) == [
+    assert list(asdict(quality)) == [
         "texts", "exact_match", "token_f1", "similarity", "tf_idf", "distinct_1", "distinct_2",
     ]  # fmt: skip
 

@@ -75,7 +75,7 @@ def test_half_a_last_line_is_left_out_and_said(written: tuple[Path, Report], tmp
 @pytest.mark.parametrize(
     ("line", "told"),
     [
-        ("{", r"Line 3 of '.*' is not JSON"),
+        ("{", r"Line 3 of '.*' is not valid JSON"),
         ("[1]", r"Line 3 of '.*' is no record of a benchmark: its kind is None"),
         ('{"kind": "rum"}', r"Line 3 .* its kind is 'rum'"),
         ('{"kind": "note"}', r"Line 3 .*, a 'note', cannot be used: it lacks 'sentence'"),

@@ -132,7 +132,7 @@ def test_half_a_line_is_said_and_cut_off_when_more_is_added(cut: int, header: Tr
     assert len(found.texts) == kept
     assert bool(found.notes) == (kept == 1)
     if found.notes:
-        assert f"{path}, line 3: half a line" in found.notes[0]
+        assert f"Line 3 of '{path}' is incomplete" in found.notes[0]
     with TraceWriter(path, header, append=True) as writer:
         writer.put(TEXT)
     assert len(read_trace(path).texts) == kept + 1
@@ -203,9 +203,9 @@ def test_a_bad_text_is_refused_with_its_line(
         ("", "is empty; record one with `paceline generate --trace FILE`."),
         ("\n\n", "is empty"),
         ('{"kind": "tr', "is empty"),
-        ("nonsense\n", "line 1: this is not valid JSON"),
+        ("nonsense\n", "Line 1 of .* is not valid JSON"),
         ("[1]\n", "line 1: this is no JSON object"),
-        ("\x00\xff\n", "line 1: this is not valid JSON"),
+        ("\x00\xff\n", "Line 1 of .* is not valid JSON"),
     ],
 )
 def test_what_is_no_trace_is_refused_in_a_sentence(content: str, message: str, tmp_path: Path) -> None:

@@ -66,21 +66,22 @@ class Setup:
             candidate.close()
 
 
-def plan_of(options: BenchOptions) -> Plan:
-    """Greedy at temperature 0, whatever the other controls are. These are checked all the same."""
-    names = ("temperature", "top_k", "top_p", "min_p")
-    sampling = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
-    Sampling(**sampling)
-    return Plan(options.max_new_tokens, sampling if options.temperature > 0 else {}, options.seed)
-
-
 def assemble(options: BenchOptions, progress: Progress | None = None) -> Setup:
     """Checks options and prompts, then loads the target and opens every candidate."""
-    plan, samplers = plan_of(options), parse_samplers(options)
+    controls = ("temperature", "top_k", "top_p", "min_p")
+    sampling = {name: getattr(options, name) for name in controls if getattr(options, name) is not None}
+    Sampling(**sampling)  # refuses wrong values, also where temperature 0 ignores them
+    plan = Plan(options.max_new_tokens, sampling if options.temperature > 0 else {}, options.seed)
+    samplers = parse_samplers(options)
     sampled = bool(plan.sampling) or any(sampler.temperature > 0 for sampler in samplers)
     specs = parse_run_specs(options.runs, options.gamma)
     check_peers(options.peers)
-    check_running(options)
+    check_runner(options.runner)
+    check_quantization(options.quantize)
+    if options.quantize is not None and is_synthetic(options):
+        raise InputError(
+            f"quantize '{options.quantize}' is for a target that is loaded, and this one is synthetic; leave it out."
+        )
     synthetic: SyntheticPair | None = None
     skipped: list[LeftOut] = []
     if is_synthetic(options):
@@ -120,16 +121,6 @@ def assemble(options: BenchOptions, progress: Progress | None = None) -> Setup:
         if names.count(name) > 1:
             raise InputError(f"Two candidates are called '{name}'; give one of the runs another name with label=NAME.")
     return Setup(lm, tuple(candidates), tuple(talks), plan, tuple(skipped), tuple(notes), tuple(samplers))
-
-
-def check_running(options: BenchOptions) -> None:
-    """Refuse unknown names of runners and quantizations, and models that have none."""
-    check_runner(options.runner)
-    check_quantization(options.quantize)
-    if options.quantize is not None and is_synthetic(options):
-        raise InputError(
-            f"quantize '{options.quantize}' is for a target that is loaded, and this one is synthetic; leave it out."
-        )
 
 
 def too_long(skipped: Sequence[Skipped]) -> list[LeftOut]:
@@ -180,11 +171,6 @@ def memory_lines_of(setup: Setup, task: Task, cancel: Cancel) -> tuple[list[dict
     return rows, notes
 
 
-def quality_of(report: Report, tasks: dict[str, Task], lm: LanguageModel) -> dict[str, dict[str, float]]:
-    """The quality of each candidate's texts in the first repeat, measured with the answers of the tasks."""
-    return {name: found.as_dict() for (name, _), found in _judged(report, tasks, lm, lambda task: "").items()}
-
-
 def evaluation_of(
     report: Report, tasks: dict[str, Task], lm: LanguageModel, samplers: Sequence[Sampler], quality: bool
 ) -> list[dict[str, Any]]:
@@ -204,7 +190,7 @@ def evaluation_of(
                     "contestant": member.name,
                     "temperature": sampler.temperature,
                     "settings": dict(sampler.settings),
-                    "quality": None if found is None else found.as_dict(),
+                    "quality": None if found is None else asdict(found),
                     "acceptance_rate": line.acceptance_rate,
                     "tau": line.tau,
                     "tokens_per_second": line.tokens_per_second,
@@ -218,7 +204,7 @@ def evaluation_of(
 def _judged(
     report: Report, tasks: dict[str, Task], lm: LanguageModel, kind: Callable[[Task], str]
 ) -> dict[tuple[str, str], Quality]:
-    """The quality by candidate and `kind` of task."""
+    """The quality of the texts of the first repeat, by candidate and `kind` of task."""
     texts: dict[tuple[str, str], list[str]] = {}
     answers: dict[tuple[str, str], list[tuple[str, ...]]] = {}
     for result in report.results:
@@ -348,7 +334,8 @@ class BenchSession:
             recorder.add("memory_lines", lines)
             self._note(failed)
         if options.quality:
-            recorder.add("quality", quality_of(recorder.report(), recorder.tasks, setup.lm))
+            judged = _judged(recorder.report(), recorder.tasks, setup.lm, lambda task: "")
+            recorder.add("quality", {name: asdict(found) for (name, _), found in judged.items()})
         if setup.samplers:
             recorder.add(
                 "evaluation",

@@ -12,7 +12,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from paceline.bench.machine_use import cache_bytes
 from paceline.common.errors import DrafterError, DrafterWarning, InputError, ModelOutputError
-from paceline.common.names import split_spec
+from paceline.common.names import RUN_KEYS, split_spec
 from paceline.common.options import convert_options
 from paceline.common.registry import build_options
 from paceline.common.text_formats import parse_json
@@ -159,7 +159,6 @@ class RunSpec:
 # ---- A run as text: "suffix", "ngram:gamma=8,branches=4,rule=ratio", a model, or JSON
 
 PLAIN = "plain"  # the name of plain decoding, which always takes part
-_RUN_KEYS = ("gamma", "nodes", "rule", "label")
 
 
 def parse_run_specs(given: Iterable[str | Mapping[str, Any]], gamma: int | str = 5) -> list[RunSpec]:
@@ -198,7 +197,11 @@ def _run_spec(text: str, given: Mapping[str, Any], gamma: int | str) -> RunSpec:
     draft = given.get("name")
     if not isinstance(draft, str):
         raise InputError(f'A run needs the name of a drafter or a model, such as {{"name": "suffix"}}, got {text}.')
-    own = {key.removeprefix("drafter."): value for key, value in given.items() if _is_drafter_option(key)}
+    own = {
+        key.removeprefix("drafter."): value
+        for key, value in given.items()
+        if key not in RUN_KEYS and not key.startswith("rule.")
+    }
     drafter, options, source = resolve_draft(draft, own, text_prefix="")
     if source is not None and drafter == "draft-model":
         del options["model"]  # a model has its own name in a record
@@ -222,10 +225,6 @@ def _run_spec(text: str, given: Mapping[str, Any], gamma: int | str) -> RunSpec:
         rule=rule,
         rule_options=_typed(its, RULES[rule].Options, "rule", rule),
     )
-
-
-def _is_drafter_option(key: str) -> bool:
-    return key != "name" and key not in _RUN_KEYS and not key.startswith("rule.")
 
 
 def _typed(given: Mapping[str, Any], cls: type, owner: str, name: str) -> dict[str, Any]:

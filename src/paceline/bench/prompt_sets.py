@@ -27,7 +27,7 @@ from typing import Any
 
 from paceline.bench.candidate import Prompt
 from paceline.common.errors import InputError, UnknownNameError
-from paceline.common.text_formats import parse_json, read_text
+from paceline.common.text_formats import json_lines, read_text
 
 # ---- Our own prompts: chat, code, summarise, edit, translate, story; written for Paceline, so they may travel with it
 
@@ -111,28 +111,19 @@ def _read(source: str) -> Iterator[_Found]:
     yield from found
 
 
-def _lines(text: str) -> Iterator[tuple[int, str]]:
-    """Lines that are not empty, with their numbers. Not `splitlines`: JSON strings may hold other line separators."""
-    for number, line in enumerate(text.split("\n"), 1):
-        if line.strip():
-            yield number, line.removesuffix("\r")
-
-
 def _read_lines(text: str, path: Path) -> Iterator[_Found]:
-    for number, line in _lines(text):
-        yield _Found(Prompt(f"{path.stem}-{number}", path.stem, (line,)), f"line {number} of '{path}'")
+    for number, line in enumerate(text.split("\n"), 1):  # not `splitlines`, which knows other separators
+        if line.strip():
+            prompt = Prompt(f"{path.stem}-{number}", path.stem, (line.removesuffix("\r"),))
+            yield _Found(prompt, f"line {number} of '{path}'")
 
 
 # ---- .jsonl
 
 
 def _read_jsonl(text: str, path: Path) -> Iterator[_Found]:
-    for number, line in _lines(text):
+    for number, entry in json_lines(text, path):
         where = f"line {number} of '{path}'"
-        try:
-            entry = parse_json(line)
-        except (ValueError, RecursionError) as error:
-            raise InputError(f"Not valid JSON in {where}: {error}.") from None
         if not isinstance(entry, dict):
             raise InputError(f"No JSON object in {where} but {_kind(entry)}; write {{...}} with 'turns' or 'prompt'.")
         yield _Found(_of_object(entry, path.stem, number, where), where)

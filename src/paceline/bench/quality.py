@@ -10,7 +10,7 @@ import re
 import unicodedata
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from math import log, sqrt
 from typing import Any
 
@@ -30,9 +30,6 @@ class Quality:
     tf_idf: float  # cosine of the counts of words, each weighed by how rare it is among the answers
     distinct_1: float  # different words, over words
     distinct_2: float  # different pairs of neighbouring words, over pairs
-
-    def as_dict(self) -> dict[str, float]:
-        return asdict(self)
 
 
 def judge(texts: Sequence[str], answers: Sequence[Sequence[str]]) -> Quality:

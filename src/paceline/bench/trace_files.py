@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from paceline.bench.candidate import PacelineRun, Plan, Run, RunSpec, Task
 from paceline.common.errors import InputError, UnknownNameError
-from paceline.common.text_formats import parse_json
+from paceline.common.text_formats import json_lines
 from paceline.core.contracts import DRAFTERS
 from paceline.core.costs import Costs
 from paceline.core.sampling import Sampling
@@ -73,10 +73,6 @@ def _made(cls: type[T], found: Mapping[str, Any], least: Mapping[str, int | None
 
 
 # ---- rounds
-
-
-def round_as_dict(entry: Round) -> dict[str, Any]:
-    return {name: plain(value) for name, value in vars(entry).items() if value or name not in ("why", "asked")}
 
 
 def round_of(found: Any) -> Round:
@@ -186,7 +182,9 @@ class TraceText:
     run: str = ""  # that of its header
 
     def as_dict(self) -> dict[str, Any]:
-        rounds = None if self.rounds is None else [round_as_dict(each) for each in self.rounds]
+        rounds = None
+        if self.rounds is not None:
+            rounds = [{k: v for k, v in vars(r).items() if v or k not in ("why", "asked")} for r in self.rounds]
         return {"kind": "text", **plain({**vars(self), "rounds": rounds})}
 
     @staticmethod
@@ -346,20 +344,11 @@ def read_traces(path: str | os.PathLike[str]) -> list[TraceFile]:
         whole = Path(path).read_text(encoding="utf-8", errors="replace")
     except OSError as error:
         raise InputError(f"The trace {path} cannot be read: {error.strerror or error}.") from None
-    lines, notes = whole.split("\n"), tuple[str, ...]()
+    notes: list[str] = []
     texts: dict[str, list[TraceText]] = {}
     headers: dict[str, TraceHeader] = {}
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
+    for number, found in json_lines(whole, path, notes.append):
         where = f"{path}, line {number}"
-        try:
-            found = parse_json(line)
-        except ValueError as error:
-            if number == len(lines):
-                notes = (f"{where}: half a line, as a run that was killed leaves it; it is left out.",)
-                break
-            raise InputError(f"{where}: this is not valid JSON ({error}).") from None
         if not isinstance(found, dict):
             raise InputError(f"{where}: this is no JSON object; is it a trace?")
         try:
@@ -375,7 +364,7 @@ def read_traces(path: str | os.PathLike[str]) -> list[TraceFile]:
         texts.setdefault(text.run, []).append(text)
     if not headers:
         raise InputError(f"The trace {path} is empty; record one with `paceline generate --trace FILE`.")
-    return [TraceFile(header, tuple(texts.get(run, ())), notes) for run, header in headers.items()]
+    return [TraceFile(header, tuple(texts.get(run, ())), tuple(notes)) for run, header in headers.items()]
 
 
 # ---- The rounds of the Paceline runs of a benchmark

@@ -338,8 +338,6 @@ def _literal(value: Any) -> str:
 
 # ---- names in a call: checked before torch is imported, and completed in a shell
 
-_RUN_KEYS = ("name", "gamma", "nodes", "rule", "label")  # of a run; its other keys are options of the drafter
-
 
 def check_names(fields: Iterable[Declared], values: Mapping[str, Any]) -> None:
     """Refuse a misspelt name in a call. `Option.names` of a field says which kind of name its value is."""
@@ -374,7 +372,7 @@ def _check_run(text: str) -> None:
     name, options = names.split_spec(text)
     if "" in options:
         return
-    own = [key.removeprefix("drafter.") for key in options if key not in _RUN_KEYS and not key.startswith("rule.")]
+    own = [key.removeprefix("drafter.") for key in options if key not in names.RUN_KEYS and not key.startswith("rule.")]
     names.check_draft(name, own)
     names.check_name("rule", options.get("rule", "match"))
     names.check_options("rule", options.get("rule", "match"), [key[5:] for key in options if key.startswith("rule.")])

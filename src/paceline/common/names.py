@@ -20,6 +20,7 @@ from typing import Any
 from paceline.common.errors import InputError, LoadError, UnknownNameError
 
 FILE = Path(__file__).with_name("names.json")
+RUN_KEYS = ("name", "gamma", "nodes", "rule", "label")  # of a run of `bench`; its other keys belong to the drafter
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 # kind -> the group of its entry points, and the registry (module, name)
 _OPEN = {

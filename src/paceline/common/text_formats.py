@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,21 @@ def parse_json(text: str | bytes) -> Any:
         raise ValueError("it has a number of thousands of digits") from None
     except RecursionError:
         raise ValueError("it is nested too deep") from None
+
+
+def json_lines(text: str, path: object, cut: Callable[[str], None] | None = None) -> Iterator[tuple[int, Any]]:
+    """The number and the value of each line that is not empty. cut: accept an incomplete last line, which a process
+    leaves that was killed; it is called with a sentence about it."""
+    lines = text.split("\n")  # not `splitlines`: JSON strings may hold other line separators
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            yield number, parse_json(line)
+        except ValueError as error:
+            if cut is None or number < len(lines):
+                raise InputError(f"Line {number} of '{path}' is not valid JSON: {error}.") from None
+            cut(f"Line {number} of '{path}' is incomplete; the lines before it are used.")
 
 
 def read_json(path: Path, most: int) -> Any:

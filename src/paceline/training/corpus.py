@@ -25,7 +25,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from paceline.common.errors import InputError, LoadError
-from paceline.common.text_formats import parse_json, read_text
+from paceline.common.text_formats import json_lines, parse_json, read_text
 from paceline.models.language_model import LanguageModel
 from paceline.models.loading.weight_check import reading
 from paceline.training.train_options import TrainOptions, WritingPlan
@@ -327,8 +327,8 @@ def read_data(path: Path, lm: LanguageModel) -> list[Text]:
         raise InputError(f"{lm.name} has no tokenizer, so '{path}' cannot be read for it; load it with one.")
     content = read_text(path, "The data")
     if path.suffix.lower() in (".jsonl", ".ndjson"):
-        lines = enumerate(content.splitlines(), 1)
-        texts = [_text_of_line(line, f"Line {number} of '{path}'", lm) for number, line in lines if line.strip()]
+        lines = json_lines(content, path)
+        texts = [_text_of_entry(entry, f"Line {number} of '{path}'", lm) for number, entry in lines]
     else:
         texts = [Text(_encode(part, lm)) for part in _parts(content)]
     texts = [text for text in texts if text.tokens]
@@ -352,11 +352,7 @@ def _parts(content: str) -> Iterator[str]:
     yield part
 
 
-def _text_of_line(line: str, where: str, lm: LanguageModel) -> Text:
-    try:
-        entry = parse_json(line)
-    except ValueError as error:
-        raise InputError(f"{where} is not valid JSON: {error}.") from None
+def _text_of_entry(entry: Any, where: str, lm: LanguageModel) -> Text:
     if isinstance(entry, str):
         entry = {"text": entry}
     if not isinstance(entry, Mapping):

@@ -6,12 +6,12 @@ import csv
 from collections.abc import Iterator
 from dataclasses import fields
 from html import escape
+from importlib.resources import files
 from pathlib import Path
 from typing import Any, TextIO
 
 from paceline.bench.results.charts import (
     HOW_TO_GET,
-    Chart,
     as_svg,
     can_draw,
     caption_of,
@@ -59,26 +59,6 @@ def save_csv(summary: Summary, path: str | Path) -> None:
 
 # ---- HTML
 
-_STYLE = """
-:root { color-scheme: light dark; --text: #1c1c1c; --dim: #666; --line: #ddd; --page: #fff; --panel: #f6f6f4;
-  --good: #00703c; --bad: #b3261e; }
-@media (prefers-color-scheme: dark) { :root { --text: #e8e8e6; --dim: #a0a0a0; --line: #3a3a3a; --page: #161616;
-  --panel: #202020; --good: #5fd38d; --bad: #ff8a80; } }
-body { font: 16px/1.5 system-ui, sans-serif; color: var(--text); background: var(--page); max-width: 70rem;
-  margin: 2rem auto; padding: 0 1rem; }
-h1 { margin-bottom: 0; } h2 { margin-top: 2.5rem; }
-p.note, figcaption, .about { color: var(--dim); font-size: .9rem; }
-.warning { border-left: .3rem solid var(--bad); padding: .3rem .8rem; background: var(--panel); }
-.wide { overflow-x: auto; }
-table { border-collapse: collapse; font-size: .9rem; font-variant-numeric: tabular-nums; }
-td, th { padding: .25rem .8rem .25rem 0; text-align: right; white-space: nowrap; }
-td:first-child, th:first-child, table.words td { text-align: left; }
-table.words td { white-space: normal; overflow-wrap: anywhere; }
-th { font-weight: 600; border-bottom: 2px solid var(--line); } td { border-bottom: 1px solid var(--line); }
-.good { color: var(--good); font-weight: 600; } .bad { color: var(--bad); font-weight: 600; }
-figure { margin: 2.5rem 0; } figure svg { width: 100%; height: auto; color: var(--text); }
-"""
-
 
 def as_html(report: Report, summary: Summary) -> str:
     title = f"paceline bench: {target_of(report)}"
@@ -86,7 +66,7 @@ def as_html(report: Report, summary: Summary) -> str:
         "<!doctype html>",
         f'<html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>',
         '<meta name="viewport" content="width=device-width, initial-scale=1">',
-        f"<style>{_STYLE}</style></head><body>",
+        f"<style>\n{files('paceline.bench.results').joinpath('report.css').read_text('utf-8')}</style></head><body>",
         f"<h1>{escape(title)}</h1>",
         f'<p class="about">{escape(caption_of(report))}<br>{escape(_about(report, summary))}</p>',
         *_warnings(report),
@@ -95,7 +75,7 @@ def as_html(report: Report, summary: Summary) -> str:
     parts += _table(tables[0]) if tables else ["<p>Nothing was measured.</p>"]
     charts = charts_of(report, summary)
     if can_draw():
-        parts += [_figure(chart) for chart in charts]
+        parts += [f"<figure>{as_svg(c)}<figcaption>{escape(c.note)}</figcaption></figure>" for c in charts]
     elif charts:
         parts.append(f'<p class="note">{escape(HOW_TO_GET)}</p>')
     for table in tables[1:]:
@@ -140,10 +120,6 @@ def _table(table: Table, kind: str = "numbers") -> Iterator[str]:
     yield "</table></div>"
     if table.note:
         yield f'<p class="note">{escape(table.note)}</p>'
-
-
-def _figure(chart: Chart) -> str:
-    return f"<figure>{as_svg(chart)}<figcaption>{escape(chart.note)}</figcaption></figure>"
 
 
 # ---- Weights & Biases

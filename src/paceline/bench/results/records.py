@@ -7,13 +7,14 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
+from functools import partial
 from operator import itemgetter
 from pathlib import Path
 from typing import IO, Any, Protocol
 
 from paceline.bench.candidate import Candidate, Run, Task
 from paceline.common.errors import InputError, PacelineWarning
-from paceline.common.text_formats import parse_json
+from paceline.common.text_formats import json_lines
 from paceline.core.costs import Costs
 from paceline.core.trace import Round, Trace
 
@@ -333,23 +334,14 @@ def read_records(path: str | Path) -> Report:
     """A report from its file. A last line that was cut off is left out, with a warning; any other fault is an error
     that names the line."""
     try:
-        lines = Path(path).read_text("utf-8").split("\n")
+        text = Path(path).read_text("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         why = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         raise InputError(f"The record '{path}' cannot be read: {why}.") from error
     recorder, texts, begun, complete = Recorder(), dict[str, Any](), False, False
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
+    warn = partial(warnings.warn, category=PacelineWarning, stacklevel=3)
+    for number, found in json_lines(text, path, warn):
         where = f"Line {number} of '{path}'"
-        try:
-            found = parse_json(line)
-        except ValueError as error:
-            if number == len(lines):  # the write was interrupted: no newline after it
-                message = f"{where} is incomplete; the lines before it are used."
-                warnings.warn(message, PacelineWarning, stacklevel=2)
-                break
-            raise InputError(f"{where} is not JSON: {error}.") from error
         kind = found.get("kind") if isinstance(found, dict) else None
         if kind not in (known := (*_KINDS, "run", "summary")):
             raise InputError(f"{where} is no record of a benchmark: its kind is {kind!r}, not one of {known}.")

@@ -23,7 +23,7 @@ from paceline.audit.agreement import (
     logits_after,
 )
 from paceline.audit.audit_run import PROMPTS as OWN
-from paceline.audit.audit_run import as_html, as_markdown, as_text, read_prompts
+from paceline.audit.audit_run import page_of, read_prompts
 from paceline.audit.enumeration import BOUND, Case, Measured, RuleAudit, audit_rule
 from paceline.core.sampling import Sampling
 from tests.conformance.models import draft, target
@@ -275,7 +275,8 @@ def test_reports_hold_every_number_and_nothing_from_outside() -> None:
     greedy, _ = agreement(made, [[0, 1, 2, 3, 4, 5, 6, 7, 0, 1, 2]], settings, quiet, never)
     measured = Measured(Case("iid", (-1, 0), True, 1.0), 0.0, 1e-16)
     report = Report({"dtype": "bfloat16", "rule": "<b>"}, RuleAudit("match", "text", (measured,)), greedy)
-    text, markdown, page = (make(report, lambda token: f"|{token}|") for make in (as_text, as_markdown, as_html))
+    made_page = page_of(report, lambda token: f"|{token}|")
+    text, markdown, page = made_page.as_text(), made_page.as_markdown(), made_page.as_html()
     for shown in (text, markdown, page):
         assert "exact up to ties of bfloat16" in shown
         assert "0.125" in shown

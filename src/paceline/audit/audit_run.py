@@ -1,12 +1,11 @@
-"""The audit: a rule on toy distributions, then a decoder on prompts, the verdict that follows, and its report as plain
-text, as Markdown and as one HTML page, all with the same sections."""
+"""The audit: a rule on toy distributions, then a decoder on prompts, the verdict that follows, and the sections of its
+report."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field, fields, is_dataclass
-from html import escape
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ from paceline.audit.agreement import (
     law_audit,
 )
 from paceline.audit.enumeration import BOUND, RuleAudit, audit_rule
+from paceline.audit.report_page import Page, Section, Table
 from paceline.common.errors import InputError
 from paceline.common.text_formats import parse_json
 from paceline.core.contracts import Drafter, Rule
@@ -253,47 +253,20 @@ def audit_only_rule(rule: Rule, progress: Progress = lambda label, done, total: 
 # ---- The report
 
 TokenText = Callable[[int], str]  # the text of a token
-Table = list[tuple[str, ...]]  # the first row is the header
 
 
-@dataclass(frozen=True)
-class Section:
-    """One part of a report: sentences and an optional table."""
-
-    title: str
-    lines: list[str]
-    table: Table = field(default_factory=list)
-
-
-def write_report(report: Report, path: Path, token_text: TokenText) -> None:
-    """Write HTML or Markdown, by the suffix of the path."""
-    content = as_html(report, token_text) if path.suffix == ".html" else as_markdown(report, token_text)
-    try:
-        path.write_text(content, "utf-8")
-    except OSError as error:
-        raise InputError(f"The report '{path}' cannot be written: {error.strerror or error}.") from error
-
-
-def check_path(path: Path) -> None:
-    if path.suffix not in (".html", ".md"):
-        raise InputError(f"A report ends in .html or .md, got '{path}'.")
-    if not path.parent.is_dir():
-        raise InputError(f"The folder of the report '{path}' does not exist; make it first.")
-
-
-# ---- the sections
-
-
-def sections(report: Report, token_text: TokenText) -> Iterator[Section]:
+def page_of(report: Report, token_text: TokenText) -> Page:
+    """The report as a page. A terminal shows long tables only if the rule fails."""
     about = {name: value for name, value in report.subject.items() if value not in ({}, None)}
-    yield Section("What was audited", [f"{name.replace('_', ' ')}: {_shown(value)}" for name, value in about.items()])
-    yield _rule(report.rule)
+    sections = [Section("What was audited", [f"{name.replace('_', ' ')}: {_shown(v)}" for name, v in about.items()])]
+    sections.append(_rule(report.rule))
     if report.greedy is not None:
-        yield _texts("Greedy text", report.greedy, report, token_text)
+        sections.append(_texts("Greedy text", report.greedy, report, token_text))
     if report.seeded is not None:
-        yield _texts("Text of the same seed", report.seeded, report, token_text)
+        sections.append(_texts("Text of the same seed", report.seeded, report, token_text))
     if report.law is not None:
-        yield _law(report.law)
+        sections.append(_law(report.law))
+    return Page(report.verdict, report.lossless, sections, long_tables=report.rule.worst is not None)
 
 
 def _shown(value: object) -> str:
@@ -367,60 +340,3 @@ def _law(law: LawAudit) -> Section:
             )
         )  # fmt: skip
     return Section("The distribution of the next two tokens", lines, table)
-
-
-# ---- text, Markdown, HTML
-
-
-def as_text(report: Report, token_text: TokenText) -> str:
-    """For a terminal: the sentences, and the tables that are short or show a failure."""
-    parts = []
-    for section in sections(report, token_text):
-        shown = section.table if len(section.table) <= 12 or report.rule.worst is not None else []
-        parts.append("\n".join([section.title, *(f"  {line}" for line in section.lines), *_columns(shown)]))
-    return "\n\n".join(parts) + f"\n\nverdict: {report.verdict}\n"
-
-
-def _columns(table: Table) -> list[str]:
-    widths = [max(len(row[i]) for row in table) for i in range(len(table[0]))] if table else []
-    return ["  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in table]
-
-
-def as_markdown(report: Report, token_text: TokenText) -> str:
-    parts = [f"# Audit of speculative decoding\n\n**Verdict: {report.verdict}**\n"]
-    for section in sections(report, token_text):
-        parts.append(f"## {section.title}\n\n" + "\n".join(f"- {line}" for line in section.lines) + "\n")
-        if section.table:
-            head, *rows = [[cell.replace("|", "\\|").replace("\n", "↵") for cell in row] for row in section.table]
-            lines = [head, ["---"] * len(head), *rows]
-            parts.append("\n".join(f"| {' | '.join(row)} |" for row in lines) + "\n")
-    return "\n".join(parts)
-
-
-_PAGE = """<!doctype html>
-<html lang="en"><head><meta charset="utf-8"><title>Audit of speculative decoding</title><style>
-body {{ font: 16px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; }}
-.verdict {{ padding: .8rem 1rem; border-left: .4rem solid; font-weight: 600; }}
-.exact {{ color: #14532d; background: #dcfce7; }} .lossy {{ color: #7f1d1d; background: #fee2e2; }}
-table {{ border-collapse: collapse; font-size: .9rem; }} td, th {{ padding: .2rem .7rem; text-align: left; }}
-tr + tr {{ border-top: 1px solid #ddd; }}
-</style></head><body>
-<h1>Audit of speculative decoding</h1>
-<p class="verdict {kind}">{verdict}</p>
-{parts}
-</body></html>
-"""
-
-
-def as_html(report: Report, token_text: TokenText) -> str:
-    parts = []
-    for section in sections(report, token_text):
-        parts.append(f"<h2>{escape(section.title)}</h2>")
-        parts.append("<ul>" + "".join(f"<li>{escape(line)}</li>" for line in section.lines) + "</ul>")
-        for number, row in enumerate(section.table):
-            tag = "th" if number == 0 else "td"
-            cells = "".join(f"<{tag}>{escape(cell)}</{tag}>" for cell in row)
-            parts.append(f"{'<table>' if number == 0 else ''}<tr>{cells}</tr>")
-        parts += ["</table>"] if section.table else []
-    kind = "exact" if report.lossless else "lossy"
-    return _PAGE.format(kind=kind, verdict=escape(report.verdict), parts="\n".join(parts))

@@ -16,7 +16,7 @@ from paceline.engine.decoder_config import DecoderOptions, RunnerOptions
 from paceline.serve.server_options import ServerOptions
 
 _PROMPT, _MODELS, _DRAFT, _CHOICE = "Prompt", "Models", "Drafting", "Choosing tokens"
-_STOP, _SHOW, _AUDIT = "Stopping", "Output", "Audit"
+_STOP, _SHOW, _AUDIT, _SERVER = "Stopping", "Output", "Audit", "Audit of a server"
 
 
 @dataclass(frozen=True)
@@ -148,6 +148,17 @@ class AuditOptions(PairOptions):
     false_alarm: float = option(1e-4, "The chance that an exact decoder fails the statistics.", _AUDIT)
     seed: int = option(0, "The first seed of the texts and of the samples.", _AUDIT, **SEED)
     only_rule: bool = option(False, "Test only the rule, on small distributions; no model is read.", _AUDIT)
+
+    server: str | None = option(None, "Audit this server with OpenAI's API, and load no model.", _SERVER, metavar="URL")
+    against: str | None = option(None, "Another server of the same model, such as one without speculation.", _SERVER,
+                                 metavar="URL")  # fmt: skip
+    model: str | None = option(None, "The name of the model at both servers; the only one by default.", _SERVER,
+                               metavar="NAME")  # fmt: skip
+    api_key: str | None = option(None, "The key of --server.", _SERVER, metavar="KEY", secret=True)
+    against_api_key: str | None = option(None, "The key of --against.", _SERVER, metavar="KEY", secret=True)
+    requests: int = option(16, "Requests of each run: greedy and sampled, chat and completions.", _SERVER, least=4)
+    concurrency: int = option(8, "Requests at a time under load.", _SERVER, least=2)
+    timeout: float = option(300.0, "Seconds that a request may take.", _SERVER, above=0)
 
     report: Path | None = option(None, "Write a report; .html or .md.", _SHOW, metavar="FILE")
     json: bool = option(False, "Write one JSON object to stdout and nothing else.", _SHOW)

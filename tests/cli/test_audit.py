@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from paceline.audit import enumeration as toys
+from tests.audit.cheats import Cheat, honest, running
 from tests.cli.conftest import refusal, run
 
 QUICK = ("--tokens", "8", "--samples", "200", "--positions", "1", "--limit", "2")
@@ -125,3 +126,44 @@ def test_a_crash_is_no_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr("paceline.cli.commands.audit.open_rule", fail)
     assert "unexpected RuntimeError: oh" in refusal("audit", "--only-rule", code=70)
+
+
+# ---- a server
+
+
+def test_a_server_that_ignores_the_seed_ends_with_1(tmp_path: Path) -> None:
+    page = tmp_path / "audit.html"
+    cheat = Cheat(lambda call: f"{call.number}" if call.sampled else honest(call), key="sk-one")
+    with running(cheat) as url:
+        result = run("audit", "--server", url, "--requests", "4", "--report", str(page), "--api-key", "sk-one")
+    assert result.exit_code == 1, result.output
+    assert "verdict: NOT REPRODUCIBLE: 2 of 2 sampled requests" in result.stdout
+    assert "sk-one" not in result.output + page.read_text("utf-8")
+    assert "NOT REPRODUCIBLE" in page.read_text("utf-8")
+
+
+def test_an_honest_server_ends_with_0() -> None:
+    cheat = Cheat()
+    with running(cheat) as url:
+        arguments = ("--server", url, "--requests", "4", "--tokens", "5", "--temperature", "0.5", "--seed", "9")
+        more = ("--model", "tiny", "--concurrency", "2", "--timeout", "60")
+        result = run("audit", *arguments, *more, "--json")
+    told = json.loads(result.stdout)
+    assert (result.exit_code, told["lossless"]) == (0, True)
+    assert told.keys() == {
+        "verdict", "lossless", "findings", "untested", "subject", "reference", "speculation_switched", "runs",
+        "seconds", "versions",
+    }  # fmt: skip
+    bodies = [call.body for call in cheat.calls if call.body["max_tokens"] == 5]
+    assert {(body["temperature"], body["seed"]) for body in bodies} >= {(0.0, 9), (0.5, 10)}
+    assert (told["subject"]["concurrency"], told["subject"]["model"]) == (2, "tiny")
+
+
+def test_flags_of_the_other_audit_are_refused(tmp_path: Path) -> None:
+    assert "--requests is for --server" in refusal("audit", "--requests", "8", code=2)
+    assert "--draft is for models here" in refusal("audit", "--server", "http://x", "--draft", "suffix", code=2)
+    assert "--samples is for models here" in refusal("audit", "--server", "http://x", "--samples", "0", code=2)
+    assert "at least 4" in refusal("audit", "--server", "http://x", "--requests", "3", code=2)
+    assert "begins with http" in refusal("audit", "--server", "localhost:8000", code=2)
+    assert "cannot be reached" in refusal("audit", "--server", "http://127.0.0.1:9", code=2)
+    assert ".html or .md" in refusal("audit", "--server", "http://x", "--report", "a.pdf", code=2)

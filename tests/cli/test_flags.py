@@ -31,8 +31,8 @@ SETTINGS: dict[str, type] = {"generate": GenerateOptions, "chat": ChatOptions, "
                              "train": TrainOptions, "serve": ServeOptions}  # fmt: skip
 EXAMPLES = {int: ("3", "3"), float: ("0.25", "0.25")}  # a type: in a call, in the output
 WORDS = {"gamma": ("7", "7"), "draft": ("suffix", '"suffix"'), "rule": ("match", '"match"')}  # what is not any text
-# the last but one is shown as what it means, and the last one is not shown
-NOT_SETTINGS = {"config", "print_config", "debug", "help", "speculative_config", "api_key"}
+# the last three: one is shown as what it means, and keys are not shown
+NOT_SETTINGS = {"config", "print_config", "debug", "help", "speculative_config", "api_key", "against_api_key"}
 APART = ("compare", "trace")  # of `generate`: one goes without the other
 
 

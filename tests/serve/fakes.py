@@ -229,6 +229,14 @@ def serving(options: dict[str, Any] | None = None, **engine: Any) -> Iterator[Ru
     """A server on a free port."""
     made = ServerOptions(**{"port": 0, "log_requests": False, "drain_seconds": 2, "max_queued": 8, **(options or {})})
     service = Service(lambda deliver: FakeEngine(deliver, **engine), tokenizer(engine.get("template", TEMPLATE)), made)
+    with listening(service) as (url, server):
+        assert isinstance(service.engine, FakeEngine)
+        yield Running(url, service.engine, service, server)
+
+
+@contextmanager
+def listening(service: Service) -> Iterator[tuple[str, HttpServer]]:
+    """The URL of a service that clients reach, and its server."""
     ready, found = threading.Event(), list[str]()
 
     def started(url: str) -> None:
@@ -240,8 +248,7 @@ def serving(options: dict[str, Any] | None = None, **engine: Any) -> Iterator[Ru
     thread.start()
     try:
         assert ready.wait(10), "the server did not start"
-        assert isinstance(service.engine, FakeEngine)
-        yield Running(found[0], service.engine, service, server)
+        yield found[0], server
     finally:
         server.should_exit = True
         thread.join(10)

@@ -268,11 +268,12 @@ class ServerReport:
             without = "" if off is None else f", and {off} in those without speculation"
             lines.append(f"The server drafted {drafted} tokens in {len(self.asks)} requests{without}.")
         table: Table = [("run", "texts", "identical", "log-probabilities", "cached tokens", "seconds")]
-        for each in self.comparisons:
+        for each in [self._compared(self.reference), *self.comparisons]:
             equal = f"{each.scored - each.scores_differ} of {each.scored} equal" if each.scored else "–"
-            cached = each.run.total("cached")
-            table.append((each.run.name, str(each.texts), str(each.identical), equal,
-                          "–" if cached is None else str(cached), f"{each.run.seconds:.1f}"))  # fmt: skip
+            cached, right = each.run.total("cached"), each.run is self.reference
+            table.append((each.run.name, str(each.texts), "these are the right texts" if right else str(each.identical),
+                          "–" if right else equal, "–" if cached is None else str(cached),
+                          f"{each.run.seconds:.1f}"))  # fmt: skip
         return Section("The texts", lines, table)
 
 

@@ -156,7 +156,7 @@ class AuditOptions(PairOptions):
                                metavar="NAME")  # fmt: skip
     api_key: str | None = option(None, "The key of --server.", _SERVER, metavar="KEY", secret=True)
     against_api_key: str | None = option(None, "The key of --against.", _SERVER, metavar="KEY", secret=True)
-    requests: int = option(16, "Requests of each run: greedy and sampled, chat and completions.", _SERVER, least=4)
+    requests: int = option(16, "Requests of each run: greedy and sampled, chat and completions.", _SERVER)
     concurrency: int = option(8, "Requests at a time under load.", _SERVER, least=2)
     timeout: float = option(300.0, "Seconds that a request may take.", _SERVER, above=0)
 

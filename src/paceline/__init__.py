@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from paceline.core.verdict import Verdict
     from paceline.drafters.resolve import load_drafter
     from paceline.engine.decoder import SpeculativeDecoder
-    from paceline.engine.minimal import speculative_sampling, speculative_step
+    from paceline.reference import speculative_sampling, speculative_step
     from paceline.engine.request import Generation, Piece
     from paceline.integrations.custom_generate import CustomGenerate
     from paceline.models import LanguageModel, load
@@ -49,7 +49,7 @@ _NAMES_BY_MODULE = {
     "drafters.resolve": ("load_drafter",),
     "integrations.custom_generate": ("CustomGenerate",),
     "engine.decoder": ("SpeculativeDecoder",),
-    "engine.minimal": ("speculative_sampling", "speculative_step"),
+    "reference": ("speculative_sampling", "speculative_step"),
     "engine.request": ("Generation", "Piece"),
     "models": ("LanguageModel", "load"),
     "models.readers.guided": ("contrast", "guided"),

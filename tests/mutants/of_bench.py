@@ -1,4 +1,4 @@
-"""Mutants of `bench`, `audit` and the public functions of `engine.minimal`."""
+"""Mutants of `bench`, `audit` and the public functions of `reference`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from tests.mutants import Mutant
 METRICS = "tests/bench/test_metrics.py::test_"
 QUALITY = "tests/bench/test_quality.py::test_"
 AUDIT = "tests/audit/test_audit.py::test_"
-MINIMAL = "tests/engine/test_minimal.py::test_"
+MINIMAL = "tests/test_reference.py::test_"
 
 MUTANTS = [
     Mutant(
@@ -75,21 +75,21 @@ MUTANTS = [
     ),
     Mutant(
         "a step accepts what the draft prefers",
-        "engine/minimal.py",
+        "reference.py",
         "* float(q[drafted]) < float(p[drafted])",
         "* float(p[drafted]) < float(q[drafted])",
         MINIMAL + "a_step_has_the_joint_law_of_the_target",
     ),
     Mutant(
         "a step draws from p after a rejection",
-        "engine/minimal.py",
+        "reference.py",
         "left = (p - q).clamp(min=0)",
         "left = p.clone()",
         MINIMAL + "one_token_has_the_law_of_the_target",
     ),
     Mutant(
         "an empty residual is drawn from",
-        "engine/minimal.py",
+        "reference.py",
         "_draw(left if left.sum() > 0 else p, generator)",
         "_draw(left, generator)",
         MINIMAL + "an_empty_residual_falls_back_to_p",

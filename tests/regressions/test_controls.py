@@ -147,7 +147,7 @@ def test_a_callable_is_asked_about_every_prefix_of_the_text() -> None:
 
 
 def test_logits_are_not_edited_in_place() -> None:
-    """Trap 17, seed 1: a callable that writes into its argument changes neither raw logprobs nor the next control."""
+    """Trap 17: a callable that writes into its argument changes neither raw logprobs nor the next control."""
 
     def vandal(prefix: Tensor, logits: Tensor) -> Tensor:
         answer = logits.clone()
@@ -177,7 +177,7 @@ def test_temperature_is_not_ignored() -> None:
 
 
 def test_temperature_zero_is_a_point_mass_in_a_mixed_batch() -> None:
-    """Trap 2, V#27077, seed 2: division by zero; a greedy row among sampled rows stays greedy under every rule."""
+    """Trap 2, V#27077: division by zero; a greedy row among sampled rows stays greedy under every rule."""
     wanted = naive(lm().model, PROMPT, COUNT)
     for rule, draft in product([name for name in RULES if RULES[name].exact in ("text", "law")], DRAFTS):
         if RULES[rule].branches or draft == "perfect chain":

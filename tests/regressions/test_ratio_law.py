@@ -125,7 +125,7 @@ def test_a_looked_up_token_is_kept_with_the_probability_the_target_gives_it(acce
 
 
 def test_the_bonus_token_comes_from_the_row_after_the_last_accepted_token() -> None:
-    """E#47, seed 2: after full acceptance the bonus was drawn from the wrong row."""
+    """E#47: after full acceptance the bonus was drawn from the wrong row."""
     for gamma in (1, 2, 3):
         rule = Listening()
         with loaded(Dice(accept=True)) as dice:
@@ -160,7 +160,7 @@ def test_an_empty_residual_falls_back_to_the_target() -> None:
 
 
 def test_a_shared_beginning_is_decided_once() -> None:
-    """Trap 4, seed 3: a prefix that two branches share was decided once per branch, and the best one chosen."""
+    """Trap 4: a prefix that two branches share was decided once per branch, and the best one chosen."""
     target, _ = tables()
     text = [1, 2, 3, 0, 1, 2, 0, 0, 1]  # after "1" came "2 3" and "2 0"
     rule = Listening()

@@ -1,5 +1,5 @@
 # ruff: noqa: B023  the helpers of one outcome are used and gone before the next
-"""The two small functions, by exact enumeration of every random branch; and the bugs of the fifth seed repository."""
+"""`speculative_sampling` and `speculative_step`, by exact enumeration of every random branch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from paceline import InputError, speculative_sampling, speculative_step
-from paceline.engine import minimal
+from paceline import reference
 
 # p/q is a multiple of 1/4 everywhere, so the midpoints of four equal parts of [0,1) are all the uniforms there are
 UNIFORMS = [0.125, 0.375, 0.625, 0.875]
@@ -52,8 +52,8 @@ def outcomes(run: Callable[[], Any]) -> Iterator[tuple[float, Any]]:
             return torch.tensor(UNIFORMS[choose([1.0] * 4)], dtype=torch.float64)
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(minimal, "_draw", draw)
-            patch.setattr(minimal.torch, "rand", rand)
+            patch.setattr(reference, "_draw", draw)
+            patch.setattr(reference.torch, "rand", rand)
             result = run()
         yield weight, result
 
@@ -127,7 +127,7 @@ def test_a_token_that_the_target_forbids_is_never_kept() -> None:
     """Trap 22: `u <= ratio` keeps it at u = 0."""
     p, q = torch.tensor([0.0, 1.0]), torch.tensor([1.0, 0.0])
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(minimal.torch, "rand", lambda *_, **__: torch.tensor(0.0, dtype=torch.float64))
+        patch.setattr(reference.torch, "rand", lambda *_, **__: torch.tensor(0.0, dtype=torch.float64))
         assert speculative_sampling(p, q, 0) == (1, False)
 
 
@@ -135,7 +135,7 @@ def test_an_empty_residual_falls_back_to_p() -> None:
     """Trap 5: p = q up to rounding, and the coin says no."""
     p = torch.tensor([0.25, 0.75])
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(minimal.torch, "rand", lambda *_, **__: torch.tensor(1.0, dtype=torch.float64))
+        patch.setattr(reference.torch, "rand", lambda *_, **__: torch.tensor(1.0, dtype=torch.float64))
         token, accepted = speculative_sampling(p, p.clone(), 0)
     assert token in (0, 1)
     assert not accepted

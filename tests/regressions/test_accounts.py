@@ -69,7 +69,7 @@ def test_the_acceptance_of_a_bad_draft_is_low() -> None:
 
 
 def test_throughput_counts_tokens() -> None:
-    """Trap 20, seeds 1 and 2: throughput in characters, or with a third of the tokens missing."""
+    """Trap 20: throughput in characters, or with a third of the tokens missing."""
     begin = time.perf_counter()
     out = SpeculativeDecoder(lm(), lm(), gamma=4).generate(PROMPT, max_new_tokens=30)
     wall = time.perf_counter() - begin

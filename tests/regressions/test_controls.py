@@ -168,7 +168,7 @@ def test_logits_are_not_edited_in_place() -> None:
 
 
 def test_temperature_is_not_ignored() -> None:
-    """Seed 1, S#39253: the verifier ignored the temperature; a hot text differs from a cool one of the same seed."""
+    """S#39253: the verifier ignored the temperature; a hot text differs from a cool one of the same seed."""
     texts = [
         decoder("perfect chain").generate(PROMPT, max_new_tokens=COUNT, temperature=temperatures, seed=3).tokens
         for temperatures in (0.0, 1e-4, 3.0)

@@ -164,7 +164,7 @@ def test_wrong_arguments_of_a_decoder_are_one_sentence(arguments: dict[str, Any]
     ],
 )
 def test_wrong_prompts_are_one_sentence(prompt: Any, message: str) -> None:
-    """Trap 9 and the issue's list: empty, too long, ids that do not exist, words without a tokenizer."""
+    """Trap 9: empty, too long, ids that do not exist, words without a tokenizer."""
     with pytest.raises(InputError) as error:
         SpeculativeDecoder(llama(), draft=None).generate(prompt)
     assert str(error.value).startswith(message)

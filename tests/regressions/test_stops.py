@@ -96,7 +96,7 @@ def test_a_stop_and_the_limit_in_one_block_give_the_reason_that_came_first(kind:
 @pytest.mark.parametrize("gamma", [1, 2, 5, 30])
 @pytest.mark.parametrize("count", [1, 2, 3, 5, 6, 7, 11, 12, 13])
 def test_exactly_max_new_tokens_are_written(gamma: int, count: int) -> None:
-    """Trap 20, T#47195, S#39826, seeds 1 and 2: too many, too few, or padded to the end of the block."""
+    """Trap 20, T#47195, S#39826: too many, too few, or padded to the end of the block."""
     out = decoder(gamma).generate("a", max_new_tokens=count)
     assert out.tokens == list(range(1, count + 1))
     assert (out.finish_reason, out.stop_reason) == ("length", None)

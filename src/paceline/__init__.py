@@ -22,11 +22,11 @@ if TYPE_CHECKING:
     from paceline.core.verdict import Verdict
     from paceline.drafters.resolve import load_drafter
     from paceline.engine.decoder import SpeculativeDecoder
-    from paceline.reference import speculative_sampling, speculative_step
     from paceline.engine.request import Generation, Piece
     from paceline.integrations.custom_generate import CustomGenerate
     from paceline.models import LanguageModel, load
     from paceline.models.readers.guided import contrast, guided
+    from paceline.reference import speculative_sampling, speculative_step
 
 __version__ = "0.2.0"
 

@@ -102,7 +102,7 @@ def check_lossless(rule: Rule, allow_lossy: bool) -> None:
     """Refuse a rule that changes the text, unless the caller allows it."""
     if not rule.exact and not allow_lossy:
         raise InputError(
-            f"Rule '{rule.name}' is lossy: what is written no longer follows the target's law; allow that with "
+            f"Rule '{rule.name}' is lossy: the text does not follow the target's distribution; allow that with "
             "allow_lossy=True (--allow-lossy), or use rule 'match' or 'ratio'."
         )
 

@@ -1,4 +1,4 @@
-"""The drafter of a batch: what it may draft, how it is called, what happens when it fails, and whose it is."""
+"""The drafter of a batch: its limits, its calls, its failures, and its owner."""
 
 from __future__ import annotations
 
@@ -294,7 +294,7 @@ def opened_last_by(drafter: Drafter, mark: object) -> bool:
     """Return whether the loop with this mark was the last one to open the drafter, and those inside it."""
     inner = (
         opened.__dict__.get(_OPENER, mark) for opened in all_inside(drafter)
-    )  # one made for these rows has no mark
+    )  # a drafter that was made for these rows has no mark
     return drafter.__dict__.get(_OPENER) is mark and all(opener is mark for opener in inner)
 
 

@@ -48,7 +48,7 @@ class Parked:
 
 
 class KeptRows:
-    """Knows what the rows of a KV cache hold, and finds a row for a new prompt."""
+    """Records which sequences the rows of a KV cache hold, and finds a row for a new prompt."""
 
     def __init__(self, reader: ReadsPieces, rows: Rows, drafter: DrafterCalls, total: int) -> None:
         """total: rows of the KV cache in all."""
@@ -67,8 +67,8 @@ class KeptRows:
         self._kept.clear()
 
     def leave(self, index: int) -> None:
-        """The live row `index` has ended, and the last one takes its place next: keep what it holds, if a row is
-        free."""
+        """Keep the sequence of the live row `index`, which has ended, if a row is free. The last live row takes its
+        place next."""
         row, last = self._rows.live[index], self._rows.count - 1
         tokens = self._held(index)
         if len(tokens) < _SHORTEST or row.error is not None or row.group is not None:
@@ -99,7 +99,7 @@ class KeptRows:
         return None if kept is None or cache.nbytes > _LARGE else Parked(cache, kept, weights)
 
     def resume(self, parked: Parked, weights: object) -> None:
-        """Continue with the KV cache of an earlier call. Its owner may have changed the weights since."""
+        """Continue with the KV cache of an earlier call, if the weights are the same."""
         if parked.weights == weights:
             self._reader.cache.take_over(parked.cache)
             self._kept[0] = parked.kept
@@ -158,7 +158,7 @@ class KeptRows:
         return found
 
     def _free_row(self, first: int, excluded: Sequence[int]) -> int | None:
-        """Return a row from `first` on: a free one, else the one that was kept the longest time ago."""
+        """Return a row from `first` on: a free row, or the row that was used the longest time ago."""
         rows = [row for row in range(first, self.total) if row != self.reading and row not in excluded]
         free = next((row for row in rows if row not in self._kept), None)
         if free is not None or not rows:

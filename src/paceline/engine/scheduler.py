@@ -1,7 +1,7 @@
 """Which sequences the loop decodes: they wait, their prompts are read between rounds, and they join the batch.
 
-One scheduler serves `SpeculativeDecoder` and the server. A sequence has the same tokens whatever the scheduler does:
-its prompt is read alone, on a fixed grid, and its random numbers depend on its seed and positions only.
+One scheduler serves `SpeculativeDecoder` and the server. The schedule does not change the tokens of a sequence: its
+prompt is read alone, on a fixed grid, and its random numbers depend on its seed and positions only.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ class Scheduler:
     # ---- sequences join
 
     def _fill_slots(self) -> None:
-        """Between two rounds: no longer than one round, if sequences wait for the next one."""
+        """Read prompts and let sequences join. If live sequences wait, take at most the time of one round."""
         began = time.perf_counter()
         while self.reading is not None or self._begin_next():
             if self.reading is not None:

@@ -11,8 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from paceline import InputError, speculative_sampling, speculative_step
-from paceline import reference
+from paceline import InputError, reference, speculative_sampling, speculative_step
 
 # p/q is a multiple of 1/4 everywhere, so the midpoints of four equal parts of [0,1) are all the uniforms there are
 UNIFORMS = [0.125, 0.375, 0.625, 0.875]

@@ -41,7 +41,7 @@ class RowsView(Protocol):
 
     @property
     def ops(self) -> DeviceOps:
-        """The target's."""
+        """Return the device operations of the target."""
         ...
 
     @property
@@ -51,7 +51,7 @@ class RowsView(Protocol):
 
     @property
     def histories(self) -> list[list[int]]:
-        """The same tokens on the host, for drafters that work there."""
+        """Return the committed tokens of each row as lists, for drafters on the host."""
         ...
 
     @property
@@ -59,17 +59,17 @@ class RowsView(Protocol):
 
     @property
     def capacity(self) -> int:
-        """Rows that KV caches should have room for."""
+        """Return how many rows a KV cache needs."""
         ...
 
     @property
     def room(self) -> int:
-        """Slots that the longest of them may need, drafts included."""
+        """Return how many KV slots the longest row may need, with its draft."""
         ...
 
     @property
     def settled(self) -> list[int]:
-        """How many tokens of each text will stay: all of them, but for a draft inside a draft (see `staged`)."""
+        """Return how many tokens of each row are final: all committed tokens, except in a draft of `staged`."""
         ...
 
     @property
@@ -78,8 +78,8 @@ class RowsView(Protocol):
         ...
 
     def choice(self, depth: Tensor | slice | TokenTree, path: tuple[Tensor, Tensor] | None = None) -> Choice:
-        """The places `depth` tokens past the committed text, or after it and after every node of a tree. `path` =
-        (tokens [R,M], member [R,Q,M]): which of the uncommitted tokens precede each place; only looked at when a
+        """Return the choice at the positions `depth` tokens past the committed text, or after it and after every node
+        of a tree. `path` = (tokens [R,M], member [R,Q,M]): the uncommitted tokens before each position. Give it if a
         control needs the prefix (`needs_path`)."""
         ...
 
@@ -117,13 +117,13 @@ NODES = 64  # the default size of a tree
 
 
 class Reader(Protocol):
-    """A model reading a batch of texts with a memory it can forget."""
+    """Reads a batch with a model. Its KV cache can discard drafted tokens."""
 
     prompt_taps: list[PromptTaps]  # of the last `begin`, where taps were asked for: all the prompt but its last token
 
     @property
     def branches(self) -> bool:
-        """May it be given trees, or chains only?"""
+        """Return whether it reads trees, not only chains."""
         ...
 
     @property
@@ -133,11 +133,12 @@ class Reader(Protocol):
 
     @property
     def capturable(self) -> bool:
-        """Can what it does for rows with a `bound` be captured: no host read, no shape that depends on the texts?"""
+        """Return whether a CUDA graph can hold its passes: no host read, and no shape that depends on the texts."""
         ...
 
     def begin(self, rows: RowsView, first: int, room: int) -> int:
-        """Read the new rows `first`... but for a last piece; returns how many tokens the next `extend` must read."""
+        """Read the prompts of the rows from `first` on, except the last tokens. Return how many tokens the next
+        `extend` must read."""
         ...
 
     def extend(
@@ -156,12 +157,12 @@ class Reader(Protocol):
         ...
 
     def keep(self, rows: RowsView, path: Tensor | None) -> None:
-        """Make the scratch tokens `path` [R,D] permanent, in that order, and forget the others (None: the chain stays
-        in place, as far as it will be committed). Called before the rows commit."""
+        """Keep the scratch tokens `path` [R,D], in that order, and discard the others. None: the draft is a chain,
+        whose tokens are in their places. Called before the rows commit."""
         ...
 
     def release(self, row: int, last: int, length: int) -> None:
-        """Row `row` is gone; row `last` (of `length` tokens) takes its place."""
+        """Row `row` has ended; row `last` (of `length` tokens) takes its place."""
         ...
 
 
@@ -245,34 +246,35 @@ class Drafter(ABC):
 
 
 class Rule(ABC):
-    """Decides what of a draft is kept. A pure function of the draft, the logits and the choice at hand."""
+    """Decides which drafted tokens are kept: a pure function of the draft, the logits and the choice."""
 
     name: ClassVar[str] = "unnamed"
-    exact: ClassVar[str] = "text"  # what it keeps: "text", "law", "beam" (the result of beam search), or "" when lossy
-    draw: Draw = "coupled"  # how it wants drafts to be drawn
+    # what stays the same: "text", "law" (the distribution), "beam" (the result of a beam search), or "" if lossy
+    exact: ClassVar[str] = "text"
+    draw: Draw = "coupled"  # how drafts should be drawn
     judges: ClassVar[tuple[Drawn, ...]] = ("certain", "coupled", "iid", "without_replacement")
-    branches: ClassVar[bool] = True  # can it judge trees, or chains only?
-    on_device: ClassVar[bool] = True  # judges without a host read
-    num_beams: int = 1  # of a request that does not say
+    branches: ClassVar[bool] = True  # verifies trees, not only chains
+    on_device: ClassVar[bool] = True  # verifies without a host read
+    num_beams: int = 1  # of a request that gives no number
 
     @dataclass(frozen=True)
     class Options:
-        """The rule's own settings; most have none."""
+        """The options of the rule. Most rules have none."""
 
     def __init__(self, options: Any = None) -> None:
         self.options = options or self.Options()
 
     def open(self, rows: Grouped) -> None:  # noqa: B027
-        """A batch begins. For a rule that decides about rows together: which of them are one search."""
+        """A batch begins. `rows` says which rows are one beam search."""
 
     @abstractmethod
     def verify(self, tree: TokenTree, logits: Tensor, choice: Choice) -> Verdict:
-        """logits [R,1+N,V]: of the last committed token and of every node. Must not read anything to the host
-        (but for a rule that walks there, and says so)."""
+        """Return the accepted path and the next token. logits [R,1+N,V]: of the last committed token and of every node.
+        Only a rule with `on_device = False` may read tensors on the host."""
 
 
 def choice_after(rows: RowsView, tree: TokenTree) -> Choice:
-    """The places after the text and after every node of a draft."""
+    """Return the choice at the positions after the text and after every node of a draft."""
     depth = slice(0, tree.nodes + 1) if tree.is_chain else tree
     if not rows.needs_path or tree.nodes == 0:
         return rows.choice(depth)

@@ -43,8 +43,8 @@ class BatchSlots:
             self._drafter.admit(first, [replace(piece, first=first) for piece in prefilled.taps], prefilled.states)
 
     def keep_idle(self, ended: Sequence[int]) -> bool:
-        """Let rows that ended keep their slots. Return False if they must leave now: the live rows fit a smaller graph,
-        or there is a drafter."""
+        """Let rows that ended keep their slots. Return False if they must leave now: all rows have ended, the live
+        rows fit a smaller graph, or there is a drafter."""
         rows = self.rows
         if not self._may_be_idle or not self._reader.capturable or len(ended) == rows.count:
             return False
@@ -55,7 +55,8 @@ class BatchSlots:
         return True
 
     def free(self, ended: Sequence[int]) -> None:
-        """Free the slots of rows that ended, the last index first. The last live row takes each slot."""
+        """Free the slots of rows that ended, the last index first. Into each free slot moves the row that is the last
+        one at that time."""
         if self._idle:
             self._idle.update(ended)
             self.compact()

@@ -99,7 +99,7 @@ class Loop:
         ended = [index for index, row in enumerate(rows.live) if row.stopper.stop is not None]
         if ended and not self.slots.keep_idle(ended):
             if self.pending:
-                self._commit(self.pending.popleft())  # a row leaves when no round is in flight
+                self._commit(self.pending.popleft())  # reads the round in flight, and frees the slots of the ended rows
             else:
                 self.slots.free(ended)
         if not output.follows and rows.count:
@@ -126,7 +126,7 @@ class Loop:
 
     @property
     def captures(self) -> bool:
-        """Return whether rounds run in CUDA graphs, if they can."""
+        """Return whether the loop can use CUDA graphs."""
         return self.graphs is not None
 
     @property
@@ -154,8 +154,8 @@ class Loop:
 
     @torch.inference_mode()
     def swap_drafter(self, drafter: Drafter) -> bool:
-        """Use another drafter of the same kind for the next batch, and keep the CUDA graphs. Return False if the graphs
-        contain the old drafter."""
+        """Use another drafter of the same kind for the next batch, and keep the CUDA graphs. Return False if that
+        cannot be done: the kinds differ, the loop is in use, or the graphs contain the old drafter."""
         old = self.drafter
         alike = type(old) is type(drafter) and taps_of(old) == taps_of(drafter)
         if not self.reusable or not alike or self._reader_is_shared or graphable(old, 0):

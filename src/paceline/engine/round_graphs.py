@@ -98,7 +98,7 @@ class GraphRounds:
         static = self._known.get(key)
         if static is None:
             static = self._known[key] = StaticRows(rows, rows.capacity, bound)
-        static.assign_slots(rows)
+        static.take_settings(rows)
         return static
 
     def drafts(self, rows: Rows) -> bool:

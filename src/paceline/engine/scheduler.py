@@ -65,9 +65,9 @@ class Scheduler:
     def __init__(
         self, loop: Loop, slots: int, *, total: int = 0, slot_tokens: int = 0, interleave: bool = False
     ) -> None:
-        """slots: sequences that are decoded at once. total: rows of the KV cache, of which those behind the live ones
-        are the prefix cache (0: no prefix cache). slot_tokens: of each of them. interleave: between two rounds, read
-        only a piece of a prompt."""
+        """slots: the most sequences that are decoded at once. total: the rows of the KV cache (0: no prefix cache). The
+        rows behind the live rows are the prefix cache. slot_tokens: the size of a row. interleave: between two rounds,
+        read only a piece of a prompt."""
         self.loop, self.slots, self._slot_tokens = loop, slots, slot_tokens
         self.waiting: list[Party] = []
         self.reading: _Reading | None = None
@@ -124,7 +124,8 @@ class Scheduler:
     # ---- sequences join
 
     def _fill_slots(self) -> None:
-        """Read prompts and let sequences join. If live sequences wait, take at most the time of one round."""
+        """Read prompts and let sequences join. With `interleave`, stop after the time of one round, or after one piece
+        if no row is live."""
         began = time.perf_counter()
         while self.reading is not None or self._begin_next():
             if self.reading is not None:
@@ -157,7 +158,7 @@ class Scheduler:
         return True
 
     def _fitting(self) -> list[Party]:
-        """The parties that have slots, in the order in which they join. A party that is larger than the batch is
+        """Return the parties that get slots, in the order in which they join. A party with more rows than `slots` is
         decoded alone."""
         owners: dict[str, int] = {}
         for row in self.loop.rows.live:
@@ -214,7 +215,7 @@ class Scheduler:
             self._join(reading)
 
     def _piece(self, reader: ReadsPieces) -> int:
-        """Tokens of the next piece: on a grid, or as many as take as long as a round."""
+        """Return the length of the next piece: one piece of the grid, or as many tokens as one round takes to read."""
         if reader.grid > 1 or not self._interleave or not self.loop.rows.count or not self._token_seconds:
             return reader.piece
         return max(_FEWEST, min(reader.piece, int(self._round_seconds / self._token_seconds)))

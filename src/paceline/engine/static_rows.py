@@ -106,8 +106,8 @@ IDLE = 2  # length of an idle row: it takes part in replays without effect
 
 
 class StaticRows(RowTensors):
-    """A batch for a CUDA graph: `count` rows, of which those after the live ones are idle. All tensors keep their
-    addresses: the tokens are those of the live rows, and `assign_slots` overwrites the settings.
+    """A batch for a CUDA graph: `count` rows, first the live rows, then idle rows. All tensors keep their addresses.
+    `take_settings` copies the settings of the live rows.
 
     bound: the limit of all lengths. In a replay the host does not know the lengths.
     """
@@ -121,10 +121,10 @@ class StaticRows(RowTensors):
         self.batch = SamplingBatch(*self._settings(rows), rows.device, rows.ops)
         if rows.all_counts is not None and self.batch.counts_tokens:
             self.counts, self.seen = rows.all_counts[0, :count], rows.all_counts[1, :count]
-        self._changes = -1  # `rows.changes` of the last call of `assign_slots`
+        self._changes = -1  # `rows.changes` of the last call of `take_settings`
         self._most: Tensor | None = None  # [R]: tokens that each row may draft, for a chain of `_depth`
         self._depth = 0
-        self.assign_slots(rows)
+        self.take_settings(rows)
 
     @property
     def capacity(self) -> int:
@@ -151,7 +151,7 @@ class StaticRows(RowTensors):
         live = [*rows.live, *[rows.live[0]] * (self.count - len(rows.live))]
         return [row.request.sampling for row in live], [row.eos for row in live]
 
-    def assign_slots(self, rows: Rows) -> None:
+    def take_settings(self, rows: Rows) -> None:
         """Take over the settings of the live rows: of the same kind, with other values."""
         if self._changes == rows.changes:
             return

@@ -48,9 +48,10 @@ HEAD = ("token_norm", "feature_norm", "wide", "known", "normed", "bias", "ids", 
 H_TOKEN_NORM, H_FEATURE_NORM, H_WIDE, H_KNOWN, H_NORMED, H_BIAS, H_IDS, H_SAYS = range(
     len(MODEL) + len(LAYER), len(MODEL) + len(LAYER) + len(HEAD)
 )
-# Behind CALL: tokens of a row, its entries [R] and slots past them; drafted tokens [R] with the features `above` [R,D],
-# or (0) texts with their states, to be read before `places`; slots there are. What comes out: features
-# [R,D], `token_scores` [R,says], and of `steps` (0: one, with logits instead) the tokens [steps,R]
+# Behind CALL. Q: tokens of a row; `entries` [R]: KV entries of a row; `past`: slots past them. Input: drafted `tokens`
+# [R] with the features `above` [R,D]; or, if `tokens` is 0, `text` with its `states`, read before `places`. `room`: KV
+# slots. Output: features `made` [R,D] and `token_scores` [R,says]; for a chain of `steps`, instead of scores, the
+# tokens `picked` [steps,R].
 DRAFT = (*STEP[:2], "Q", "entries", "past", "tokens", "above", "text", "text_step", "states", "states_step", "places",
          "room", "made", "token_scores", "steps", "picked")  # fmt: skip
 (D_SEEN, D_INPUTS, D_Q, D_ENTRIES, D_PAST, D_TOKENS, D_ABOVE, D_TEXT, D_TEXT_STEP, D_STATES, D_STATES_STEP, D_PLACES,

@@ -86,13 +86,13 @@ class CpuHead:
     def caught_up(
         self, text: Tensor, entries: Tensor, states: Tensor, width: int, cache: SlotCache, visible: int
     ) -> tuple[Tensor, Tensor]:
-        """Read the last `width` of `entries` [R,1] of each text again, with the target's own features [R,T,D]; what
-        comes out after the last one."""
+        """Read the last `width` of `entries` [R,1] of each text again, with the target's features [R,T,D]. Return the
+        features and the logits after the last entry."""
         return self._step(self._known(text, states, visible), entries, width, cache, visible)
 
     def ahead(self, tokens: Tensor, above: Tensor | None, made: Tensor, scratch: Scratch, cache: SlotCache
               ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        """The newest token of a chain [R,1], and made [R,1,D]: the features before it."""
+        """Read the newest token of a chain [R,1] with the features before it, made [R,1,D]. Return as `caught_up`."""
         tokens, made = tokens.contiguous(), made.contiguous()
         assert above is None
         assert tokens.shape == made.shape[:2] == scratch.length.shape
@@ -104,7 +104,8 @@ class CpuHead:
     def chain(
         self, text: Tensor, entries: Tensor, states: Tensor, width: int, cache: SlotCache, visible: int, steps: int
     ) -> Tensor | None:
-        """The likeliest tokens [R,steps] after each text: what `caught_up` says, and then `ahead`. None: not here."""
+        """Return the likeliest tokens [R,steps] after each text, in one job: `caught_up`, then `ahead` for each token.
+        None: this head cannot do it."""
         if not self._chains or not 1 <= steps <= _STEPS:
             return None
         picked = torch.empty(steps, entries.shape[0], dtype=torch.int64, device="cpu")
@@ -157,8 +158,9 @@ class CpuHead:
     # ---- hidden states of the target
 
     def note(self, taps: tuple[Tensor, ...], path: Tensor | None, length: Tensor, states: Tensor) -> bool:
-        """Taps [R,Q,H] of the last place of texts of `length` [R,1] and those that follow (of a tree: along the path
-        [R,M] of its nodes), fused, go to states [R,T,D]; was that possible?"""
+        """Fuse the taps [R,Q,H] of the last token of each text and of the tokens after it (in a tree: along the path
+        [R,M]) and write them to states [R,T,D]. `length` [R,1] is that of the texts. Return False if the kernels
+        cannot."""
         from paceline.kernels.cpu import head_steps as drafting
 
         R, Q = taps[0].shape[0], taps[0].shape[1] if path is None else path.shape[1] + 1

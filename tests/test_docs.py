@@ -115,11 +115,11 @@ def test_the_rule_of_the_guide_keeps_the_text(guide: ModuleType) -> None:
         for settings in ({}, {"temperature": 1.0, "seed": 3}):
             settings = {**settings, "max_new_tokens": 24, "ignore_eos": True}
             plain = paceline.SpeculativeDecoder(lm, draft=None).generate(prompts, **settings)
-            out = paceline.SpeculativeDecoder(lm, "prompt-lookup", rule="first").generate(prompts, **settings)
+            out = paceline.SpeculativeDecoder(lm, "prompt-lookup", rule="agreeing").generate(prompts, **settings)
             assert [each.tokens for each in out] == [each.tokens for each in plain]
             assert sum(each.stats.accepted for each in out) > 0
     finally:
-        paceline.RULES._found.pop("first", None)
+        paceline.RULES._found.pop("agreeing", None)
 
 
 def test_the_drafter_of_the_guide_works_as_it_stands(guide: ModuleType) -> None:

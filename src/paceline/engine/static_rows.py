@@ -1,4 +1,5 @@
-"""The live rows as a CUDA graph sees them: a fixed number of rows, and a limit of their length."""
+"""The rows of a batch as tensors (`RowTensors`), and the form of them that a CUDA graph needs (`StaticRows`): a fixed
+number of rows, and an upper bound of their lengths."""
 
 from __future__ import annotations
 

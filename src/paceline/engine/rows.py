@@ -64,9 +64,10 @@ class Row:
             self.seconds = time.perf_counter() - self.started
 
     def fail(self, error: PacelineError) -> None:
-        """End the sequence with an error."""
-        self.cancel()
-        self.error, self.stopper.stop = error, Stop("error")
+        """End the sequence with an error. A beam search ends as a whole, without a text."""
+        for row in (self,) if self.group is None else (self.group.asked, *self.group.rows):
+            row.seconds = time.perf_counter() - row.started
+            row.error, row.stopper.stop = error, Stop("error")
 
     def result(self) -> Generation:
         stop = self.stopper.stop
@@ -295,6 +296,8 @@ class Rows(RowTensors):
             self.lengths[r] += len(emitted)
         events: list[list[Event]] = [[] for _ in lines]
         for (group, members), state in zip(self._groups(), verdict.beams, strict=True):
+            if state.broken:
+                continue
             why = [reasons[r] if reasons else "" for r in members]
             logprobs = verdict.logprobs.of(members) if verdict.logprobs is not None else None
             events[members[0]] = group.commit(state, [drafts[r] for r in members], why, logprobs)

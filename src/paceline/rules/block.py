@@ -14,8 +14,10 @@ from paceline.rules.ratio import draft_law, pack
 
 @RULES.register("block")
 class Block(Rule):
-    """Keep the target's distribution on chains (block verification, Sun et al.). No exact rule keeps more of a
-    chain."""
+    """Keep the target's distribution on chains (block verification, Sun et al.).
+
+    No exact rule keeps more of a chain.
+    """
 
     exact = "law"
     draw = "independent"

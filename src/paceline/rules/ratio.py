@@ -15,8 +15,7 @@ from paceline.core.verdict import NOTHING, Verdict
 
 @RULES.register("ratio")
 class Ratio(Rule):
-    """Keep the target's distribution (Leviathan et al., Chen et al.): accept with min(1, p/q), else draw from the
-    residual.
+    """Keep the target's distribution: accept with min(1, p/q), else draw from the residual (Leviathan, Chen).
 
     One loop over the nodes verifies chains, trees and point-mass drafts. `left` is the residual law at the last
     accepted node. Siblings are tried in order, each on the residual of the ones before. Without replacement, the law of

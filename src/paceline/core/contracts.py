@@ -1,4 +1,4 @@
-"""The contracts: what a drafter, a rule and a reader promise, and what the loop may ask them."""
+"""The interfaces of drafters, rules and readers, and the types that they exchange with the loop."""
 
 from __future__ import annotations
 
@@ -18,26 +18,25 @@ from paceline.core.device_ops import arange as arange
 from paceline.core.tree import Drawn, TokenTree
 from paceline.core.verdict import Verdict
 
-# ---- The contracts: what a drafter, a rule and a reader promise, and what the loop may ask them
-
 
 @dataclass(frozen=True)
 class Budget:
-    """What one round may draft: `depth` tokens in a row, `nodes` in all; `limits`: the depth each row can still use."""
+    """The largest draft of a round: `depth` tokens in a row and `nodes` in all. `limits`: the depth that each row can
+    still use."""
 
     depth: int
     nodes: int
     limits: tuple[int, ...]
     draw: Draw = "coupled"
-    branches: bool = True  # may it be a tree, or only chains?
+    branches: bool = True  # trees are allowed, not only chains
 
 
 class RowsView(Protocol):
     """The live rows as drafters and readers see them: tensors for the device, lists for the host."""
 
-    text: Tensor  # [R,T] committed tokens; garbage past `length`
+    text: Tensor  # [R,T] committed tokens; arbitrary values past `length`
     length: Tensor  # [R,1] number of committed tokens
-    lengths: list[int]  # the same on the host
+    lengths: list[int]  # `length` as a list on the host
 
     @property
     def ops(self) -> DeviceOps:
@@ -46,7 +45,7 @@ class RowsView(Protocol):
 
     @property
     def bound(self) -> int | None:
-        """Inside a CUDA graph: an upper limit of all lengths, also in `lengths`. None: `lengths` is exact."""
+        """Return an upper limit of all lengths inside a CUDA graph; `lengths` has it too. None: `lengths` is exact."""
         ...
 
     @property
@@ -78,9 +77,9 @@ class RowsView(Protocol):
         ...
 
     def choice(self, depth: Tensor | slice | TokenTree, path: tuple[Tensor, Tensor] | None = None) -> Choice:
-        """Return the choice at the positions `depth` tokens past the committed text, or after it and after every node
-        of a tree. `path` = (tokens [R,M], member [R,Q,M]): the uncommitted tokens before each position. Give it if a
-        control needs the prefix (`needs_path`)."""
+        """Return the choice at the positions `depth` tokens past the committed text, or after the text and after every
+        node of a tree. `path` = (tokens [R,M], member [R,Q,M]): the uncommitted tokens before each position. Give it if
+        a control needs the prefix (`needs_path`)."""
         ...
 
     @property
@@ -97,7 +96,8 @@ class Reading:
 
 @dataclass(frozen=True)
 class PromptTaps:
-    """Hidden states of prompts: taps [R,Q,D] of positions start... of rows `first`...; garbage past the end."""
+    """Hidden states of prompts: `taps` [R,Q,D] of the rows from `first` on, at the positions from `start` on. Values
+    past the end of a prompt are arbitrary."""
 
     first: int
     start: int
@@ -106,8 +106,8 @@ class PromptTaps:
 
 @dataclass(frozen=True)
 class Prefilled:
-    """What a drafter gets for a prompt that the KV cache has already: the hidden states of the pieces that were read,
-    and what a drafter kept for the prefix that was not (see `core.protocols.KeepsStates`)."""
+    """The input of a drafter for a prompt that the KV cache holds already: the hidden states of the pieces that were
+    read, and the stored states of the prefix that was not read (see `core.protocols.KeepsStates`)."""
 
     taps: Sequence[PromptTaps]
     states: Any = None
@@ -119,21 +119,22 @@ NODES = 64  # the default size of a tree
 class Reader(Protocol):
     """Reads a batch with a model. Its KV cache can discard drafted tokens."""
 
-    prompt_taps: list[PromptTaps]  # of the last `begin`, where taps were asked for: all the prompt but its last token
+    prompt_taps: list[PromptTaps]  # the taps of the last `begin`: of every prompt token except the last one
 
     @property
     def branches(self) -> bool:
-        """Return whether it reads trees, not only chains."""
+        """Return whether the reader can read trees, not only chains."""
         ...
 
     @property
     def storage_version(self) -> Hashable:
-        """Changes when the KV cache is allocated again."""
+        """Return a value that changes when the KV cache is allocated again."""
         ...
 
     @property
     def capturable(self) -> bool:
-        """Return whether a CUDA graph can hold its passes: no host read, and no shape that depends on the texts."""
+        """Return whether a CUDA graph can hold its forward passes: they make no host read, and no shape depends on the
+        texts."""
         ...
 
     def begin(self, rows: RowsView, first: int, room: int) -> int:
@@ -144,56 +145,56 @@ class Reader(Protocol):
     def extend(
         self, rows: RowsView, width: int, tokens: Tensor | None = None, parents: Tensor | None = None
     ) -> Reading:
-        """Read the last `width` committed tokens of every row and then scratch `tokens` [R,Q].
+        """Read the last `width` committed tokens of every row, and then the scratch `tokens` [R,Q].
 
-        Scratch tokens are numbered from 0 since the last `keep`; `parents` [R,Q] points among them (-1: the text), and
-        None continues a chain. The logits are of the last committed token (if width > 0) and of every scratch token.
+        Scratch tokens are numbered from 0 since the last `keep`. `parents` [R,Q] are such numbers (-1: the text); None
+        continues a chain. The logits are those of the last committed token (if width > 0) and of every scratch token.
         """
         ...
 
     def reorder(self, rows: RowsView, source: Sequence[int]) -> None:
-        """Row r becomes a copy of row source[r], its scratch tokens too. Called before `keep`, while `rows` are still
-        as they were."""
+        """Make row r a copy of row source[r], with its scratch tokens. The loop calls this before `keep`, while `rows`
+        are still in the old order."""
         ...
 
     def keep(self, rows: RowsView, path: Tensor | None) -> None:
-        """Keep the scratch tokens `path` [R,D], in that order, and discard the others. None: the draft is a chain,
-        whose tokens are in their places. Called before the rows commit."""
+        """Keep the scratch tokens `path` [R,D], in this order, and discard the others. None: the draft is a chain, and
+        its tokens are in the right slots already. The loop calls this before the rows commit."""
         ...
 
     def release(self, row: int, last: int, length: int) -> None:
-        """Row `row` has ended; row `last` (of `length` tokens) takes its place."""
+        """Remove row `row`, which has ended. Row `last`, of `length` tokens, takes its index."""
         ...
 
 
 @runtime_checkable
 class ReadsPieces(Protocol):
-    """A reader that can read a prompt in pieces, into a row of its KV cache that is not live yet."""
+    """A reader that can read a prompt in pieces, into a row of its KV cache that is not in the batch yet."""
 
     prompt_taps: list[PromptTaps]
     cache: Any  # the KV cache
 
     @property
     def piece(self) -> int:
-        """Tokens of a prompt in one pass, at most."""
+        """Return the largest number of prompt tokens in one forward pass."""
         ...
 
     @property
     def grid(self) -> int:
-        """A piece begins at a multiple of this, and ends at the next one or at the end of the prompt."""
+        """Return a number: each piece begins at a multiple of it and ends at the next one or at the prompt's end."""
         ...
 
     def begin(self, rows: RowsView, first: int, room: int, prefilled: bool = False) -> int:
-        """See `Reader.begin`. prefilled: the KV cache has the prompts of these rows already."""
+        """See `Reader.begin`. prefilled: the KV cache holds the prompts of these rows already."""
         ...
 
     def read_piece(self, first: int, ids: Tensor, start: int, scored: bool = False) -> Reading:
-        """Read the tokens `ids` [R,Q] of the rows `first`... of the KV cache, from the position `start` on. The logits
-        are those of all these tokens with `scored`, and else have no meaning."""
+        """Read the tokens `ids` [R,Q] into the rows from `first` on of the KV cache, from the position `start` on. With
+        `scored`, the logits are those of all these tokens; otherwise the logits have no meaning."""
         ...
 
     def reserve_rows(self, rows: int, slots: int) -> None:
-        """Make room for this number of rows and slots."""
+        """Allocate a KV cache with at least this number of rows and slots."""
         ...
 
     def copy_row(self, source: int, target: int, length: int) -> None:
@@ -206,10 +207,9 @@ class ReadsPieces(Protocol):
 
 
 class Drafter(ABC):
-    """Proposes tokens for the target to verify. Each method is one file, and registers itself with `DRAFTERS.register`.
-
-    A drafter decides nothing: whatever it proposes, the text is the target's. `core.protocols` has what a drafter may
-    do besides: read hidden states, run inside a CUDA graph, follow beams, and so on.
+    """Proposes tokens for the target to verify. Each method is one file that registers its class with
+    `DRAFTERS.register`. No draft changes the text of the target. `core.protocols` has the optional interfaces, for
+    example for drafters that read hidden states, run inside a CUDA graph or follow beams.
     """
 
     name: ClassVar[str] = "unnamed"
@@ -219,24 +219,24 @@ class Drafter(ABC):
         """Raise `UnsupportedError` for a target that this drafter cannot draft for."""
 
     def open(self, target: Any, rows: RowsView) -> None:  # noqa: B027
-        """A batch begins. `target` is the LanguageModel that verifies the drafts."""
+        """Begin a batch. `target` is the LanguageModel that verifies the drafts."""
 
     def admit(self, rows: RowsView, first: int) -> None:  # noqa: B027
-        """Rows `first` and after are new."""
+        """Begin the rows from `first` on: they are new in the batch."""
 
     @abstractmethod
     def propose(self, rows: RowsView, budget: Budget) -> TokenTree:
         """Return a draft for every row, within the budget."""
 
     def keep(self, rows: RowsView, verdict: Verdict, reading: Reading) -> None:  # noqa: B027
-        """The target verified the draft; the rows commit the verdict next. `reading` is the target's forward pass."""
+        """Take the verdict on the draft. `reading` is the target's forward pass. The rows commit the verdict next."""
 
     def release(self, row: int, last: int, length: int) -> None:  # noqa: B027
-        """Row `row` has ended. Row `last`, of `length` tokens, takes its index."""
+        """Remove row `row`, which has ended. Row `last`, of `length` tokens, takes its index."""
 
     def reset_copy(self) -> Drafter | None:
-        """Return the same drafter without what it learned from texts: itself, if it learns nothing. The copy shares
-        models and heads. None: it has no `options` and cannot be made again."""
+        """Return a new drafter with the same options, models and heads, but without the state that it learned from
+        texts. A drafter without such state can return itself. None: it has no `options`, so no copy can be made."""
         options = getattr(self, "options", None)
         return None if options is None else type(self)(options)  # type: ignore[call-arg]
 
@@ -249,13 +249,13 @@ class Rule(ABC):
     """Decides which drafted tokens are kept: a pure function of the draft, the logits and the choice."""
 
     name: ClassVar[str] = "unnamed"
-    # what stays the same: "text", "law" (the distribution), "beam" (the result of a beam search), or "" if lossy
+    # what the rule keeps unchanged: "text", "law" (the distribution), "beam" (the result of a beam search), "" if lossy
     exact: ClassVar[str] = "text"
-    draw: Draw = "coupled"  # how drafts should be drawn
+    draw: Draw = "coupled"  # how drafters should draw
     judges: ClassVar[tuple[Drawn, ...]] = ("certain", "coupled", "iid", "without_replacement")
     branches: ClassVar[bool] = True  # verifies trees, not only chains
     on_device: ClassVar[bool] = True  # verifies without a host read
-    num_beams: int = 1  # of a request that gives no number
+    num_beams: int = 1  # for a request that gives no number
 
     @dataclass(frozen=True)
     class Options:
@@ -265,16 +265,16 @@ class Rule(ABC):
         self.options = options or self.Options()
 
     def open(self, rows: Grouped) -> None:  # noqa: B027
-        """A batch begins. `rows` says which rows are one beam search."""
+        """Begin a batch. `rows.beams` names the rows of each beam search."""
 
     @abstractmethod
     def verify(self, tree: TokenTree, logits: Tensor, choice: Choice) -> Verdict:
-        """Return the accepted path and the next token. logits [R,1+N,V]: of the last committed token and of every node.
-        Only a rule with `on_device = False` may read tensors on the host."""
+        """Return the accepted path and the next token. logits [R,1+N,V]: those of the last committed token and of every
+        node. Only a rule with `on_device = False` may read tensors on the host."""
 
 
 def choice_after(rows: RowsView, tree: TokenTree) -> Choice:
-    """Return the choice at the positions after the text and after every node of a draft."""
+    """Return the choice at the positions after the text and after every node of the draft `tree`."""
     depth = slice(0, tree.nodes + 1) if tree.is_chain else tree
     if not rows.needs_path or tree.nodes == 0:
         return rows.choice(depth)

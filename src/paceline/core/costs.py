@@ -1,4 +1,4 @@
-"""What passes of a model cost on one machine, measured: the numbers that say whether a draft is worth reading."""
+"""The measured costs of forward passes on one machine. They decide whether a draft saves time."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Costs:
-    """Seconds of passes: `passes[rows][fed]` is a pass over `rows` texts with `fed` tokens each.
+    """The seconds of forward passes: `passes[rows][fed]` is a pass over `rows` sequences with `fed` tokens each.
 
-    overhead: seconds of a round outside the passes (o). drafters: seconds of one draft step by name (c, with the
-    target's one-token pass as its unit). What was not measured is interpolated, and beyond the table drawn on.
+    overhead: seconds of a round outside the passes. drafters: seconds of one draft step, by the name of the drafter.
+    Values between measured ones are interpolated linearly. Values past the largest token count are extrapolated.
     """
 
     passes: Mapping[int, Mapping[int, float]]
@@ -21,8 +21,8 @@ class Costs:
     drafters: Mapping[str, float] = field(default_factory=dict)
 
     def seconds(self, fed: int, rows: int = 1) -> float:
-        """Of one pass. Between two numbers of rows that were measured, linearly; the same for tokens. Of more rows than
-        were ever measured by the number of tokens: weights are read once for the tokens of all rows."""
+        """Return the seconds of one pass, interpolated linearly in rows and in tokens. With more rows than were
+        measured, it is a pass over as many tokens in all: a pass reads the weights once for the tokens of all rows."""
         known = sorted(self.passes)
         if rows > known[-1]:
             return self._along(known[-1], max(1, round(rows * fed / known[-1])))
@@ -35,15 +35,15 @@ class Costs:
         return (1 - share) * table[low] + share * table[high]
 
     def v(self, fed: int, rows: int = 1) -> float:
-        """v(n): a pass over n tokens, in passes over one."""
+        """Return v(n): the time of a pass over n tokens / over one token."""
         return self.seconds(fed, rows) / self.seconds(1, rows)
 
     def c(self, drafter: str, rows: int = 1) -> float:
-        """c: one draft step, in passes over one token; 0 for what was not measured."""
+        """Return c: the time of one draft step / of a pass over one token. A drafter without a measured time has 0."""
         return self.drafters.get(drafter, 0.0) / self.seconds(1, rows)
 
     def o(self, rows: int = 1) -> float:
-        """o: the overhead of a round, in passes over one token."""
+        """Return o: the overhead of a round / the time of a pass over one token."""
         return self.overhead / self.seconds(1, rows)
 
     def as_dict(self) -> dict[str, Any]:
@@ -62,7 +62,7 @@ class Costs:
 
 
 def accepted_of(rates: Sequence[float]) -> float:
-    """Tokens of a chain that come true, each with such a probability where all before it did."""
+    """Return the expected number of accepted tokens of a chain. rates: of each token, if all before it are accepted."""
     reached, total = 1.0, 0.0
     for rate in rates:
         reached *= rate
@@ -71,7 +71,7 @@ def accepted_of(rates: Sequence[float]) -> float:
 
 
 def _between(known: list[int], wanted: int) -> tuple[int, int, float]:
-    """The two known numbers around one, and how far it is from the first to the second (past the last: beyond 1)."""
+    """Return two neighbours in sorted `known`, and (wanted - low) / (high - low). Past the last it is more than 1."""
     if len(known) == 1 or wanted <= known[0]:
         return known[0], known[0], 0.0
     place = min(max(1, bisect_left(known, wanted)), len(known) - 1)
@@ -80,6 +80,6 @@ def _between(known: list[int], wanted: int) -> tuple[int, int, float]:
 
 
 def bound(acceptance: float, gamma: int, costs: Costs, drafter: str, rows: int = 1) -> float:
-    """S = E / (v(γ+1) + γc + o) with E = (1-α^(γ+1))/(1-α): the speed-up that independent acceptance would give."""
+    """Return S = E / (v(γ+1) + γc + o) with E = (1-α^(γ+1))/(1-α): the speed-up if each token is accepted with α."""
     expected = gamma + 1.0 if acceptance >= 1 else (1 - acceptance ** (gamma + 1)) / (1 - acceptance)
     return expected / (costs.v(gamma + 1, rows) + gamma * costs.c(drafter, rows) + costs.o(rows))

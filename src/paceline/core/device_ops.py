@@ -1,8 +1,8 @@
-"""What a device does between forward passes: pick tokens, grow and match trees, lay out slots, commit tokens.
+"""The operations between forward passes: pick tokens, grow and match trees, find cache slots, commit tokens.
 
-`DeviceOps` does it by torch, on every device. A subclass does some of it by kernels of its own and leaves the rest to
-torch: `models.cpu.cpu_ops` does trees on a CPU, `models.cuda.cuda_ops` does whole rounds on a CUDA device, where a
-step of torch costs as much as a small kernel. The results are the same. The target owns one (`LanguageModel.ops`).
+`DeviceOps` implements them in torch, for every device. A subclass replaces some of them by kernels with the same
+results: `models.cpu.cpu_ops` the trees on a CPU, `models.cuda.cuda_ops` whole rounds on a CUDA device, where a torch
+call costs as much as a small kernel. The target owns the object (`LanguageModel.ops`).
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ if TYPE_CHECKING:
     from paceline.core.law import Law
     from paceline.core.tree import TokenTree
 
-# ---- Constant tensors. A CUDA graph cannot take numbers from the host. No constant is dropped: graphs still read it
+# ---- Constant tensors. A CUDA graph cannot copy numbers from the host. No constant is freed: graphs still read it
 
-_BEFORE = 4096  # how far below 0 the long tables begin
+_BEFORE = 4096  # the long tables begin at minus this number
 _SHORT = 64
 
 
 class Constants:
-    """The constants of a process. A cache of functools returns a known constant without a Python call."""
+    """The constants of a process. `functools.cache` returns a known constant without a Python call."""
 
     def __init__(self) -> None:
         self._short: dict[tuple[int, int, torch.device], Tensor] = {}  # by start, stop and device
@@ -41,7 +41,7 @@ class Constants:
         self.integers = cache(_integers)
 
     def arange(self, start: int, stop: int, device: torch.device) -> Tensor:
-        """The numbers start..stop-1: a constant if short, else a part of one long table."""
+        """Return the numbers start..stop-1: a constant of its own if it is short, else a part of one long table."""
         if stop - start <= _SHORT and start <= _SHORT:
             known = self._short.get((start, stop, device))
             if known is None:
@@ -56,17 +56,17 @@ class Constants:
 
 
 def _multiples(start: int, stop: int, of: int, device: torch.device) -> Tensor:
-    """The numbers start..stop-1, times `of`."""
+    """Return the numbers start..stop-1, times `of`."""
     return torch.arange(start, stop, device=device) * of
 
 
 def _zeros(rows: int, device: torch.device) -> Tensor:
-    """[rows,1], int64."""
+    """Return int64 zeros [rows,1]."""
     return torch.zeros(rows, 1, dtype=torch.int64, device=device)
 
 
 def _integers(numbers: tuple[int, ...], device: torch.device) -> Tensor:
-    """[len(numbers)], int64."""
+    """Return the numbers as an int64 tensor."""
     return torch.tensor(numbers, dtype=torch.int64, device=device)
 
 
@@ -78,24 +78,24 @@ arange, multiples, zeros, integers = CONSTANTS.arange, CONSTANTS.multiples, CONS
 
 
 class TreeBuilder(Protocol):
-    """A draft tree that grows by its best nodes."""
+    """A draft tree that grows at its best nodes."""
 
-    num_expanded: int  # nodes that `expand_best` has given out
+    num_expanded: int  # the number of nodes that `expand_best` has returned
 
     @property
     def slots(self) -> Tensor | None:
-        """[R,N]: the number of each node among them, once the tree is finished; -1: never expanded."""
+        """Return [R,N], for a finished tree: the number of each node in the order of expansion, or -1."""
         ...
 
     def add(self, logits: Tensor, k: int) -> None:
-        """Add k children to each of the nodes expanded last (at first: to the text), whose logits are [R,W,V]."""
+        """Add k children to each node that was expanded last (first: to the text). logits [R,W,V]: of these nodes."""
 
     def expand_best(self, spread: int) -> tuple[Tensor, Tensor]:
-        """The `spread` best nodes not expanded yet: tokens [R,spread], and their parents among the expanded nodes."""
+        """Expand the `spread` best open nodes. Return their tokens [R,spread] and the numbers of their parents."""
         ...
 
     def finish(self, most: int) -> TokenTree:
-        """The tree of the best `most` nodes."""
+        """Return the tree of the best `most` nodes."""
         ...
 
 
@@ -109,16 +109,16 @@ class Texts(Protocol):
     seen: Tensor | None  # [R,V]: occurrences in prompt and text
 
     def advance(self, accepted: Tensor) -> None:
-        """Lengths grow by accepted [R,1] + 1."""
+        """Add accepted [R,1] + 1 to the lengths."""
 
 
 class DeviceOps:
-    """The operations, by torch."""
+    """The operations, in torch."""
 
     # ---- tokens
 
     def pick(self, choice: Choice, logits: Tensor) -> Tensor:
-        """[R,Q]: the target's token at each position, or BROKEN where none can be chosen."""
+        """Return [R,Q]: the target's token at each position, or BROKEN where no token can be chosen."""
         if choice.batch.deterministic:
             scores = logits if choice.prefix is None else choice.edited(logits)
             index = first_best(scores)
@@ -129,21 +129,21 @@ class DeviceOps:
     def guess(
         self, choice: Choice, logits: Tensor, draw: Draw, into: Tensor | None = None
     ) -> tuple[Tensor, Law | None]:
-        """[R,Q]: one drafted token per position, and the law it was drawn from (None: a point mass). `into` [R,Q] is a
-        part of `chain_buffer`: the tokens may be written there."""
+        """Return one drafted token per position [R,Q], and the law it was drawn from (None: a point mass). `into` [R,Q]
+        is a part of `chain_buffer`: the tokens may be written there."""
         if choice.batch.deterministic or draw == "certain":
             return first_best(logits if choice.prefix is None else choice.edited(logits)), None
         law = choice.law(logits)
         return choice.sample(law, logits.shape[-1], Purpose.TARGET if draw == "coupled" else Purpose.DRAFT), law
 
     def chain_buffer(self, depth: int, rows: int, device: torch.device) -> Tensor | None:
-        """[depth,R,1], for `guess` to write the tokens of a chain into; None: `guess` returns new tensors."""
+        """Return a buffer [depth,R,1] for the tokens that `guess` draws. None: `guess` returns new tensors."""
         return None
 
     # ---- verdicts
 
     def match_chain(self, tree: TokenTree, picks: Tensor) -> Verdict:
-        """The verdict of rule `match` on a chain; picks [R,1+N]: the target's token after the text and every node."""
+        """Return the verdict of rule `match` on a chain. picks [R,1+N]: the target's token after text and each node."""
         agree = tree.tokens == picks[:, :-1]
         if tree.count is not None and tree.in_use is not None:
             agree = agree & tree.in_use
@@ -151,7 +151,7 @@ class DeviceOps:
         return Verdict(picks.where(arange(0, picks.shape[1], picks.device) <= accepted, NOTHING), accepted)
 
     def match_tree(self, tree: TokenTree, picks: Tensor) -> Verdict:
-        """The same on a tree. Of siblings with the same token the first counts."""
+        """Return the verdict of rule `match` on a tree. Of siblings with the same token, only the first can match."""
         assert tree.parents is not None
         agree = (tree.tokens == picks.gather(1, tree.parents + 1)) & _first_of_siblings(tree.tokens, tree.parents)
         if tree.in_use is not None:
@@ -160,7 +160,7 @@ class DeviceOps:
         return _path_verdict(~broken, picks, tree.reach)
 
     def ratio(self, choice: Choice, tree: TokenTree, logits: Tensor) -> Verdict | None:
-        """The verdict of rule `ratio`, where the device has it as one kernel; None: the rule walks the tree."""
+        """Return the verdict of rule `ratio` from a kernel. None: there is no kernel, and the rule uses torch."""
         return None
 
     # ---- trees
@@ -168,14 +168,14 @@ class DeviceOps:
     def tree_builder(
         self, rows: RowsView, draw: Draw, logits: Tensor, size: int, widest: int, anywhere: bool
     ) -> TreeBuilder:
-        """A tree of at most `size` nodes, `widest` of them expanded at once. logits: of the first `add`; anywhere: are
-        nodes of earlier levels expanded, too?"""
+        """Return a builder for a tree of at most `size` nodes that expands at most `widest` nodes at once. logits: of
+        the first `add`. anywhere: it also expands nodes of earlier levels."""
         from paceline.core.tree_growth import TorchTree
 
         return TorchTree(rows, draw, anywhere)
 
     def depths(self, tree: TokenTree) -> Tensor:
-        """[R,1+N]: how many drafted tokens precede what follows the text (none) and what follows each node."""
+        """Return [R,1+N]: the number of drafted tokens up to the text (0) and up to and including each node."""
         return tree.after
 
     # ---- slots of a KV cache
@@ -188,8 +188,8 @@ class DeviceOps:
         source: Tensor,
         target: Tensor,
     ) -> None:
-        """In stores [rows,heads,slots,width] the slots `source` [R,D] past `length` [R,1] go to those `target` [D] past
-        it. addresses: where the stores are, on the device; None: they differ in shape."""
+        """Copy slots in each of the stores [rows,heads,slots,width]: from length + source [R,D] to length + target [D].
+        addresses() returns a tensor with the addresses of the stores, or None if their shapes differ."""
         R, D = source.shape
         source, target = length + source, length + target
         for store in stores:
@@ -200,20 +200,20 @@ class DeviceOps:
     def slot_mapping(
         self, text: Tensor, length: Tensor, tokens: Tensor | None, width: int, more: int
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Slots [R,Q] and ids [R,Q] of the last `width` tokens of texts [R,T] of `length` [R,1] and of `tokens` [R,fed]
-        after them. Last the slots [more,R] that follow each text, where they cost nothing (else None)."""
+        """Return slots [R,Q] and ids [R,Q] of the last `width` tokens of the texts [R,T] and of the `tokens` [R,fed]
+        after them; then the `more` slots after each text as [more,R], if the kernel computes them too (else None)."""
         return *slots_after(text, length, tokens, width, 0), None
 
     # ---- the rows of a CUDA graph
 
     def begin_round(self, length: Tensor, end: Tensor, depth: int) -> tuple[Tensor | None, Tensor | None]:
-        """The next 1 + depth positions [R,1+depth] of texts of `length` [R,1], and how many tokens each may draft [R]
-        before its `end` [R,1]. None: they are computed where they are used."""
+        """Return the next positions [R,1+depth] of texts of `length` [R,1], and the number of tokens [R] that each may
+        draft before its `end` [R,1]. None: they are computed where they are used."""
         return None, None
 
     def commit(self, rows: Texts, verdict: Verdict, tree: TokenTree) -> Tensor:
-        """Write the emitted tokens to the texts. Returns all that was decided side by side [R,C], for the one host read
-        of a round (`Rows.commit` takes it apart)."""
+        """Write the emitted tokens to the texts. Return the verdict and the tree as one tensor [R,C], so that a round
+        needs only one host read (`Rows.commit` splits it)."""
         steps = verdict.emitted.shape[1]
         rows.text.scatter_(1, rows.length + arange(0, steps, rows.text.device), verdict.emitted)
         rows.advance(verdict.accepted)
@@ -232,8 +232,8 @@ class DeviceOps:
     def say(
         self, logits: Tensor, script: Tensor, ids: Tensor, position: Tensor, length: Tensor, loudness: float
     ) -> None:
-        """In logits [R,K,V] of the last K of `ids` [R,Q] the token that the script [V,D] names after each id becomes
-        the largest. D: by how far `position` [R,Q] is past a text of `length` [R,1]."""
+        """Set one logit per position to `loudness`, in logits [R,K,V] of the last K of `ids` [R,Q]: that of the token
+        script[id, d]. The script is [V,D]; d counts from the end of the text: position [R,Q] + 1 - length [R,1]."""
         keep = logits.shape[1]
         steps: Tensor | int = 0
         if script.shape[1] > 1:
@@ -245,12 +245,12 @@ TORCH = DeviceOps()
 
 
 class KernelTree:
-    """A `TreeBuilder` whose nodes are in the hands of a kernel (`kernels.cpu.tree_growing`, `kernels.cuda`)."""
+    """A `TreeBuilder` whose nodes are stored by a kernel (`kernels.cpu.tree_growing`, `kernels.cuda`)."""
 
     slots: Tensor | None = None
 
     def __init__(self, nodes: Any, noise: tuple[Tensor, Tensor] | None, zeros: Tensor) -> None:
-        """noise: temperature [R,1,1] and key [R,1] of sampled rows. zeros: of a `SamplingBatch`, one per position."""
+        """noise: temperature [R,1,1] and key [R,1], or None if greedy. zeros: from `SamplingBatch.zeros`."""
         self._nodes, self._noise, self._zeros = nodes, noise, zeros
         self.num_expanded = self._levels = 0
 
@@ -272,8 +272,8 @@ class KernelTree:
 
 
 def slots_after(text: Tensor, length: Tensor, tokens: Tensor | None, width: int, scratch: int) -> tuple[Tensor, Tensor]:
-    """Slots [R,Q] and ids [R,Q] of the last `width` tokens of each text, and of `tokens` [R,fed] that follow `scratch`
-    drafted tokens."""
+    """Return slots [R,Q] and ids [R,Q] of the last `width` tokens of each text, and of the `tokens` [R,fed] that follow
+    `scratch` drafted tokens."""
     fed = 0 if tokens is None else tokens.shape[1]
     slots = length + arange(scratch - width, scratch + fed, text.device)
     if not width:
@@ -284,14 +284,14 @@ def slots_after(text: Tensor, length: Tensor, tokens: Tensor | None, width: int,
 
 
 def _first_of_siblings(tokens: Tensor, parents: Tensor) -> Tensor:
-    """[R,N] bool: no earlier node has the same parent and token. A device drafter is not read, so twins may occur."""
+    """Return [R,N] bool: whether no earlier node has the same parent and token. Unchecked trees can have such nodes."""
     same = (tokens.unsqueeze(1) == tokens.unsqueeze(2)) & (parents.unsqueeze(1) == parents.unsqueeze(2))
     return ~same.tril(-1).any(-1)
 
 
 def _path_verdict(taken: Tensor, picks: Tensor, reach: int) -> Verdict:
-    """The verdict for one accepted path per row, given as a set of nodes [R,N]. Parents come before their children, so
-    the order of the nodes is the order of the path. picks [R,1+N]: the token after each node."""
+    """Return the verdict for one accepted path per row, given as a set of nodes [R,N]. Parents come before children, so
+    the order of the nodes is the order of the path. picks [R,1+N]: the token after the text and each node."""
     N = taken.shape[1]
     nodes = arange(0, N, taken.device)
     accepted = taken.sum(1, keepdim=True)

@@ -1,9 +1,9 @@
-"""Logits become probabilities here and nowhere else, for a batch of rows with settings of their own.
+"""Turn logits into probabilities, for a batch of rows with different settings. Only this file does that.
 
-Order, as in transformers: penalties, bias, bans, min_new_tokens, the user's own callables; then temperature, top-k
-(with noise), top-p, min-p, typical. A control that no row uses costs nothing, and a row that does not use one is left
-exactly as it was: a row's law does not depend on its batch-mates. On the host that is true to the bit: how a sum rounds
-depends on how many numbers it has, so rows with other samplers are worked out apart.
+Order, as in transformers: penalties, bias, bans, min_new_tokens, the user's callables; then temperature, top-k (with
+noise), top-p, min-p, typical. A control that no row uses costs nothing. A control does not change rows that do not use
+it, so the law of a row does not depend on its batch-mates. On the host, rows with different samplers are computed in
+separate groups: the rounding of a sum depends on the number of its terms, and so all bits are the same, too.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from paceline.core.sampling import SamplingBatch
 
 _NEVER = float("-inf")
 _BIASES = {"logit_bias", "banned_tokens", "min_new_tokens"}
-_BESIDE_TOP_P = {"top_k", "min_p", "typical_p", "noise"}  # controls that want to see more of a law than its nucleus
+_BESIDE_TOP_P = {"top_k", "min_p", "typical_p", "noise"}  # controls that need more tokens than the nucleus
 
 
 @dataclass(frozen=True)
 class Law:
-    """weights [R,Q,K] sum to one; ids [R,Q,K] name their tokens (None: the whole vocabulary in order)."""
+    """A law per position: weights [R,Q,K], whose sum is 1, and their token ids [R,Q,K] (None: all tokens in order)."""
 
     weights: Tensor
     ids: Tensor | None = None
 
     def dense(self, vocabulary: int) -> Tensor:
-        """[R,Q,V] probabilities."""
+        """Return the probabilities of all tokens [R,Q,V]."""
         if self.ids is None:
             return self.weights
         shape = (*self.weights.shape[:-1], vocabulary)
@@ -43,9 +43,8 @@ class Law:
 
 
 class LazyLaws(Tensor):
-    """Laws [R,Q,V] that are not written down: the logits they come from, and the settings of the rows.
-
-    Put side by side they stay so. For other code they are a tensor of probabilities, written when it is read."""
+    """Laws [R,Q,V] that hold only the logits and the settings of the rows. `torch.cat` along the positions keeps them
+    lazy. Every other operation sees a tensor of probabilities, which is computed for that operation."""
 
     @staticmethod
     def __new__(cls, logits: Tensor, batch: SamplingBatch) -> LazyLaws:
@@ -59,7 +58,7 @@ class LazyLaws(Tensor):
         joins = func is torch.ops.aten.cat.default and args[1:] == (1,)
         if joins and len({getattr(each, "batch", None) for each in args[0]}) == 1:
             return cls(torch.cat([each.logits for each in args[0]], 1), args[0][0].batch)
-        if func is torch.ops.aten.select.int and args[1] == 1:  # one place: no need of the others
+        if func is torch.ops.aten.select.int and args[1] == 1:  # compute only the selected position
             return _written(args[0].logits[:, args[2], None], args[0].batch).squeeze(1)
         args, kwargs = tree_map_only(cls, lambda laws: _written(laws.logits, laws.batch), (args, kwargs or {}))
         return func(*args, **kwargs)
@@ -71,10 +70,10 @@ def _written(logits: Tensor, batch: SamplingBatch) -> Tensor:
 
 @dataclass(frozen=True)
 class Prefix:
-    """What the controls may look at: the text before each place. Only made when some control asks for it.
+    """The text before each position, for controls that need it. It is made only if a row has such a control.
 
-    seen/counts [R,Q,V]: occurrences in prompt and text / in the new text. new [R,Q]: how many new tokens precede.
-    tokens(row, place) gives the whole prefix of a place for a user's callable.
+    seen/counts [R,Q,V]: occurrences in prompt and text / in the new text. new [R,Q]: the number of new tokens before
+    the position. tokens(row, q) returns the whole prefix of a position, for a user's callable.
     """
 
     seen: Tensor | None
@@ -117,7 +116,7 @@ def _penalised(batch: SamplingBatch, scores: Tensor, prefix: Prefix) -> Tensor:
 
 
 def _bias(batch: SamplingBatch, width: int, dtype: torch.dtype, early: bool) -> Tensor:
-    """[R,1,V]: bias and bans. early: the text is too short to end, so the ends of text are forbidden, too."""
+    """Return [R,1,V]: bias and bans. early: the text is too short to end, so its end-of-text tokens are banned too."""
     bias = torch.zeros(len(batch.rows), 1, width, dtype=dtype)
     for r, row in enumerate(batch.rows):
         for token, value in row.logit_bias.items():
@@ -141,7 +140,7 @@ def _processed(batch: SamplingBatch, scores: Tensor, prefix: Prefix) -> Tensor:
 
 
 def law_of(batch: SamplingBatch, logits: Tensor, position: Tensor | None, prefix: Prefix | None) -> Law:
-    """The law each place is sampled from: [R,Q,V] logits at positions [R,Q] (asked for only if `uses_noise`)."""
+    """Return the laws of logits [R,Q,V]. The positions [R,Q] are needed only if `batch.uses_noise`."""
     scores = logits if prefix is None else edited(batch, logits, prefix)
     if scores.dtype not in (torch.float32, torch.float64):
         scores = scores.to(torch.float32)
@@ -158,7 +157,7 @@ def law_of(batch: SamplingBatch, logits: Tensor, position: Tensor | None, prefix
     ids = None
     if "top_k" in used or "top_p" in used:
         scores, ids = _ranked(batch, scores, position)
-    top = None if greedy is None else scores.max(-1, keepdim=True)  # before typical, which may cut the best token
+    top = None if greedy is None else scores.max(-1, keepdim=True)  # before typical_p, which can exclude the best token
     if "min_p" in used:
         floor = batch.column("min_p", scores.dtype)
         scores = scores.masked_fill(scores - scores.amax(-1, keepdim=True) < floor.log(), _NEVER)
@@ -166,13 +165,13 @@ def law_of(batch: SamplingBatch, logits: Tensor, position: Tensor | None, prefix
         scores = _typical(scores, batch.column("typical_p", scores.dtype))
     weights = scores.softmax(-1)
     if greedy is not None and top is not None:
-        sound = (top.values - top.values == 0).to(weights.dtype)  # NaN and -inf are no choice
+        sound = (top.values - top.values == 0).to(weights.dtype)  # NaN and -inf get weight 0: no token can be chosen
         weights = torch.where(greedy, torch.zeros_like(weights).scatter_(-1, top.indices, sound), weights)
     return Law(weights, ids)
 
 
 def _law_by_group(batch: SamplingBatch, scores: Tensor, position: Tensor | None) -> Law:
-    """The laws of edited scores [R,Q,V] of rows that differ in their samplers."""
+    """Return the laws of edited scores [R,Q,V], computed separately for each group of rows with the same samplers."""
     weights = torch.zeros_like(scores)
     for index, some in batch.alike():
         law = law_of(some, scores[index], None if position is None else position[index], None)
@@ -193,7 +192,8 @@ def _temperature(batch: SamplingBatch, scores: Tensor) -> Tensor:
 
 
 def _ranked(batch: SamplingBatch, scores: Tensor, position: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Top-k, noise and top-p on scores in falling order; the k best where every row has a k, else all."""
+    """Return scores in falling order after top-k, noise and top-p, and their ids. Without a top-k in every row, all
+    tokens are ranked."""
     V = scores.shape[-1]
     limits = [min(row.top_k or V, V) for row in batch.rows]
     scores, ids = best(scores, max(limits))
@@ -210,13 +210,13 @@ def _ranked(batch: SamplingBatch, scores: Tensor, position: Tensor | None) -> tu
     if "top_p" in batch.used:
         top_p = batch.column("top_p", scores.dtype)
         weights = scores.softmax(-1)
-        beyond = weights.cumsum(-1) - weights >= top_p  # the mass before a token already reaches top_p
+        beyond = weights.cumsum(-1) - weights >= top_p  # the sum before a token already reaches top_p
         scores = scores.masked_fill(beyond & (top_p < 1), _NEVER)
     return scores, ids
 
 
 def _limits(batch: SamplingBatch, V: int) -> Tensor:
-    """[R,1,1], on the host: how many of V tokens each row ranks."""
+    """Return [R,1,1] on the host: the number of tokens that each row ranks."""
     return torch.tensor([min(row.top_k or V, V) for row in batch.rows]).view(-1, 1, 1)
 
 
@@ -232,7 +232,7 @@ def _typical(scores: Tensor, mass: Tensor) -> Tensor:
 
 
 def _point_mass(scores: Tensor) -> Law:
-    """Greedy is a law like any other: all the weight on the best token. NaN stays NaN, so that it is noticed."""
+    """Return the greedy law: weight 1 on the best token, or 0 if its score is NaN or infinite (noticed later)."""
     index = first_best(scores).unsqueeze(-1)
     value = scores.gather(-1, index)
     return Law(torch.zeros_like(value) + (value - value == 0), index)

@@ -9,24 +9,24 @@ T = TypeVar("T")
 
 
 class PerRow(list[T]):
-    """One value per row. It follows rows that end and rows that change places."""
+    """A list with one value per row. The values move when rows end or change places."""
 
     def release(self, row: int, last: int) -> None:
-        """Row `row` ends, and row `last` takes its index. Rows that are not here yet are ignored."""
+        """Remove the value of row `row`; row `last` takes its index. Rows past the end of the list are ignored."""
         if last < len(self):
             self[row] = self[last]
             del self[last]
 
     def reorder(self, source: Sequence[int]) -> None:
-        """Row r continues as a copy of row source[r]."""
+        """Set the value of row r to the old value of row source[r]."""
         self[:] = [self[other] for other in source]
 
 
 class ReadCursor(PerRow[int]):
     """Per row, how many tokens of the sequence a KV cache holds.
 
-    While rounds run as CUDA graphs, only a bound is known: after `replayed(lag)` at most `lag` tokens are missing.
-    `settle` then makes the numbers right again.
+    While rounds run as CUDA graphs, the host has only a bound: after `replayed(lag)` at most `lag` tokens are missing.
+    `settle` then sets the numbers from the lengths.
     """
 
     _lag: int | None = None
@@ -39,12 +39,12 @@ class ReadCursor(PerRow[int]):
         self._lag = None
 
     def settle(self, lengths: Sequence[int]) -> None:
-        """Call before the numbers are used. lengths: of the sequences."""
+        """Set the numbers after replayed rounds, from the lengths of the sequences. Call it before a number is used."""
         if self._lag is not None:
             self[:] = [max(0, length - self._lag) for length in lengths]
             self._lag = None
 
     def rewind(self, lengths: Sequence[int]) -> None:
-        """The sequences were cut to these lengths. The last token is read again, for its logits."""
+        """Cut the numbers to the new lengths of the sequences, minus 1: the last token is read again for its logits."""
         self.settle(lengths)
         self[:] = [min(read, length - 1) for read, length in zip(self, lengths, strict=True)]

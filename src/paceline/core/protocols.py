@@ -1,6 +1,6 @@
-"""The optional protocols of drafters. A consumer asks `isinstance(drafter, Protocol)`, never for a name.
+"""The optional protocols of drafters. Other code tests `isinstance(drafter, Protocol)`, and never the drafter's name.
 
-A drafter inherits what it needs, instead of `Drafter`. The functions below say what holds without the protocol.
+A drafter inherits the protocols that it needs instead of `Drafter`. The functions below also accept other drafters.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ from paceline.core.contracts import Drafter, PromptTaps, Reader, RowsView, Rule
 
 
 class DraftsNothing(Drafter):
-    """Never drafts: plain decoding. It holds no state, so that any number of batches may share it."""
+    """Never drafts: plain decoding. It holds no state, so any number of batches can share it."""
 
 
 class DraftsOnDevice(Drafter):
-    """Makes no host read in `propose`, and its trees are valid by construction. The loop does not check them."""
+    """Makes no host read in `propose`. Its trees are valid by construction, so the loop does not check them."""
 
 
 class RunsModel(Drafter):
-    """Runs a model, so that a draft costs time on the device."""
+    """Runs a model, so a draft costs time on the device."""
 
-    prior_acceptance: float | None = None  # acceptance rate of a token before one is measured; None: no model runs
+    prior_acceptance: float | None = None  # assumed acceptance rate before it is measured; None: no model runs
 
 
 class NeedsHiddenStates(Drafter):
-    """Reads hidden states of the target. Those of the draft are in the `Reading` that `keep` gets."""
+    """Reads hidden states of the target. `keep` gets the hidden states of the drafted tokens in its `Reading`."""
 
     needs_taps: tuple[float, ...] = ()  # relative depths of the hidden states
 
@@ -40,18 +40,18 @@ class NeedsHiddenStates(Drafter):
     def observe_accepted(self, rows: RowsView, taps: tuple[Tensor, ...]) -> None:
         """Take the hidden states [R,1+M,D] of the last committed token and of the accepted tokens after it.
 
-        A group calls this where the tree that was read is not this drafter's own; `keep` then brings no hidden states.
-        Past the accepted tokens of a row they are arbitrary. The rows commit the tokens next.
+        A group calls this if the target read the tree of another drafter; the `Reading` of `keep` then has no hidden
+        states. Values past the accepted tokens of a row are arbitrary. The rows commit the tokens next.
         """
 
 
 class KeepsStates(NeedsHiddenStates):
-    """Stores what it computes from hidden states by position, so that a prefix need not be read again."""
+    """Stores states by position, computed from hidden states, so that the target need not read a known prefix again."""
 
     @abstractmethod
     def states_of(self, row: int, length: int) -> Any:
-        """Return a copy of what it stores for the first `length` positions of a row: a tensor [1,length,D], or a
-        dict of them. None: it stores nothing."""
+        """Return a copy of the states of the first `length` positions of a row: a tensor [1,length,D], or a dict of
+        such tensors. None: there are no states."""
 
     @abstractmethod
     def restore_states(self, rows: RowsView, row: int, states: Any) -> None:
@@ -85,28 +85,28 @@ class Graphable(Drafter):
 
     @property
     def storage_version(self) -> Hashable:
-        """Another value when the tensors are replaced. All graphs that use them are then captured again."""
+        """Return a value that changes when the tensors are replaced. Graphs that use them are then captured again."""
         return 0
 
     def on_replay(self) -> None:
-        """A graph has replayed one round: none of this object's code has run."""
+        """Note that a graph replayed one round, without a call of `propose` and `keep`."""
 
 
 class Adaptive(Drafter):
-    """Decides by measured times what to draft. Its drafts differ between two machines."""
+    """Decides what to draft by measured times. So its drafts differ from machine to machine."""
 
     reasons: Sequence[str] = ()  # per row: why the last draft has its length and its source (for the trace)
-    model_seconds: float = 0.0  # expected time of the models that the last draft asked
+    model_seconds: float = 0.0  # expected time of the models that ran for the last draft
 
     def on_round_read(self, tokens: Sequence[int], away: float) -> None:
-        """The host has read a round: `tokens` is their number per row. The next round may already run. `away` is the
-        time in seconds that the caller used since the round before."""
+        """Take the result of a round that the host has read: the number of emitted tokens per row. The next round may
+        already run. `away` is the time in seconds that the caller used since the round before."""
 
 
 class ChoosesLength(Adaptive):
     """Chooses the length of the draft itself. Then γ is only a limit."""
 
-    depth: int | None = None  # the limit where the caller gives no γ
+    depth: int | None = None  # the limit if the caller gives no γ
 
 
 class Replayable(Drafter):
@@ -114,12 +114,12 @@ class Replayable(Drafter):
 
     @classmethod
     def replay_needs(cls, options: Any) -> str | None:
-        """Return what it needs besides tokens and the prediction, in a few words. None: nothing."""
+        """Return the inputs that it needs besides tokens and the prediction, as a short phrase. None: no others."""
         return None
 
 
 class HoldsDrafters(Drafter):
-    """Calls other drafters. It is made with `(options, device)`, and loads their models to that device."""
+    """Calls other drafters. Its constructor takes `(options, device)` and loads their models to that device."""
 
     @abstractmethod
     def inside(self) -> Sequence[Drafter]:
@@ -127,29 +127,29 @@ class HoldsDrafters(Drafter):
 
 
 class Reorderable(Drafter):
-    """Follows rows that change places, as in beam search."""
+    """Can reorder its state when rows change places, as in beam search."""
 
     def reorder(self, rows: RowsView, source: Sequence[int]) -> bool:
-        """Row r continues as a copy of row source[r], with the last draft; `rows` are still in the old order. Return
-        False if the drafter cannot follow. Then it gets `restart` after the commit, and no `keep`."""
+        """Make the state of row r a copy of that of row source[r], with the last draft. `rows` are still in the old
+        order. Return False if that is impossible: the loop then calls `restart` after the commit, and not `keep`."""
         return True
 
     def restart(self, rows: RowsView, count: int) -> None:
-        """Begin again with the sequences of all rows. The first `count` rows changed places and did not end: the
-        drafter must not learn from them."""
+        """Rebuild the state from the sequences of all rows. The first `count` rows changed places and did not end, so
+        the drafter must not learn from them as ended texts."""
         restart_rows(self, rows, count)
 
 
 class Rewindable(Drafter):
-    """Keeps state by position, and can drop the end of it."""
+    """Keeps state by position, and can discard the last positions."""
 
     @abstractmethod
     def rewind(self, lengths: list[int]) -> None:
-        """The sequences were cut to these lengths: the drafter is inside another one."""
+        """Cut the state to these lengths of the sequences. Only a drafter that calls this one does that."""
 
 
 class Resolvable(Drafter):
-    """May let another drafter work in its place."""
+    """Can replace itself by another drafter that suits the target."""
 
     @abstractmethod
     def resolve_for(self, target: Any, rule: Rule) -> Drafter:
@@ -160,7 +160,7 @@ class TakesPrediction(Drafter):
     """Drafts from the output that the caller expects (`rows.predictions`)."""
 
     takes_prediction: bool = True
-    needs_prediction: bool = False  # without one it drafts nothing
+    needs_prediction: bool = False  # without a prediction it drafts nothing
 
 
 class FillsNodes(Drafter):
@@ -169,7 +169,7 @@ class FillsNodes(Drafter):
     uses_all_nodes: bool = False
 
 
-# ---- What holds for drafters with and without a protocol
+# ---- The properties of a drafter, with or without the protocol
 
 
 def speculates(drafter: Drafter) -> bool:
@@ -193,7 +193,7 @@ def takes_prediction(drafter: Drafter) -> bool:
 
 
 def can_draft(drafter: Drafter, predictions: Sequence[object]) -> bool:
-    """Return whether the drafter can draft for one of the rows with these predictions, or None for none."""
+    """Return whether the drafter can draft for at least one row. predictions: one per row, None if there is none."""
     needs = isinstance(drafter, TakesPrediction) and drafter.needs_prediction
     return not needs or any(prediction is not None for prediction in predictions)
 
@@ -203,7 +203,7 @@ def uses_all_nodes(drafter: Drafter) -> bool:
 
 
 def reads_verdicts(drafter: Drafter) -> bool:
-    """Return whether `keep` does something."""
+    """Return whether the drafter overrides `keep`."""
     return type(drafter).keep is not Drafter.keep
 
 
@@ -225,7 +225,7 @@ def reorder(drafter: Drafter, rows: RowsView, source: Sequence[int]) -> bool:
 
 
 def restart(drafter: Drafter, rows: RowsView, count: int) -> None:
-    """Make the drafter begin again with the sequences of all rows, of which it knows the first `count`."""
+    """Make the drafter rebuild its state from the sequences of all rows. It knows the first `count` of them."""
     if isinstance(drafter, Reorderable):
         drafter.restart(rows, count)
     else:
@@ -245,5 +245,5 @@ def rewind(drafter: Drafter, lengths: list[int]) -> None:
 
 
 def replay_needs_of(cls: type[Drafter], options: Any) -> str | None:
-    """Return what a replay needs besides tokens and the prediction. None: nothing."""
+    """Return the inputs that a replay needs besides tokens and the prediction. None: no others."""
     return cls.replay_needs(options) if issubclass(cls, Replayable) else "a model's logits"

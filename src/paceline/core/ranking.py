@@ -1,4 +1,4 @@
-"""The best of very many scores: what ranking a whole vocabulary comes to, without ranking all of it."""
+"""Find the best scores of a vocabulary without sorting all of it: argmax, top-k and top-p."""
 
 from __future__ import annotations
 
@@ -9,26 +9,26 @@ from torch import Tensor
 
 _READABLE = (torch.float32, torch.float64)
 _NEVER = float("-inf")
-_DOUBT = 4e-10  # of probability, per token of the vocabulary: so far rounding may move the edge of a nucleus
-_BLOCK = 64  # laws are normalised in blocks of this size: sums have an order, and zeros at the end do not change it
+_DOUBT = 4e-10  # probability per token of the vocabulary: the rounding error of a sum of weights stays below this
+_BLOCK = 64  # the scores of a law are padded with -inf to a multiple of this, so that the order of its sum is fixed
 
 
 def on_host(scores: Tensor) -> bool:
-    """Can one look at these scores without waiting for a device?"""
+    """Return whether the host can read these scores as a numpy array, without waiting for a device."""
     return scores.device.type == "cpu" and scores.dtype in _READABLE and not scores.requires_grad
 
 
 def first_best(scores: Tensor) -> Tensor:
-    """argmax over the last dimension: of equals the first, and NaN before everything."""
+    """Return the argmax over the last dimension: the first of equal scores. NaN is larger than every number."""
     if not on_host(scores):
         return scores.argmax(-1)
-    # numpy's is ten times as fast
+    # the argmax of numpy is ten times as fast
     return torch.from_numpy(scores.numpy().argmax(-1))
 
 
 def top(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """`topk` over the last dimension, in whatever order equals come. On the host few of many are sought in the blocks
-    with the largest scores alone: those that hold the k best are among the k best blocks."""
+    """Return the k largest scores of the last dimension and their indices. Equal scores come in any order. On the host,
+    if k is small, only the k blocks with the largest maxima are searched: they contain k largest scores."""
     V = scores.shape[-1]
     if not on_host(scores) or 4 * k * _SPAN > V:
         found = scores.topk(k, dim=-1)
@@ -50,10 +50,10 @@ _STEPS = torch.arange(_SPAN)
 
 
 def best(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """The k best scores in falling order and their ids; of equal scores the lower id first, in every batch.
+    """Return the k largest scores in falling order and their token ids. Of equal scores, the lower id is first.
 
-    `topk` breaks ties as it likes, and bf16 logits tie all the time: on a device, float32 scores are ranked as integers
-    that end in the token id. Float64 has no room for that and is sorted.
+    The order of equal scores in `topk` is not defined, and bf16 logits are often equal. So float32 scores on a device
+    are ranked as 64-bit integers whose low half is the token id. Scores of other dtypes are sorted.
     """
     V = scores.shape[-1]
     if k >= V or scores.dtype != torch.float32:
@@ -70,7 +70,7 @@ def best(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 
 def _best_on_host(scores: Tensor, k: int) -> Tensor | None:
-    """The same ids: nothing below the k-th best score matters, and the few others are sorted. None: there is NaN."""
+    """Return the ids of `best`: sort only the scores that are not below the k-th largest. None: a score is NaN."""
     lines = scores.reshape(-1, scores.shape[-1])
     last = top(lines, k)[0][:, [0, -1]].numpy()
     found = []
@@ -83,13 +83,13 @@ def _best_on_host(scores: Tensor, k: int) -> Tensor | None:
 
 
 def _falling(values: Any) -> Any:
-    """The order of an array from its largest value down; of equals the first."""
+    """Return the indices that sort a numpy array from its largest value down. Equal values keep their order."""
     return (-values).argsort(kind="stable")
 
 
 def nucleus(scores: Tensor, shares: list[float], greedy: list[bool]) -> tuple[Tensor, Tensor]:
-    """Top-p laws [R,Q,K] and the ids of their tokens: of every place the best tokens until their weights reach the
-    row's share (1: all), the best one alone for a greedy row. For scores on the host, in float32."""
+    """Return top-p laws [R,Q,K] and their token ids [R,Q,K], for float32 scores [R,Q,V] on the host. The law of a
+    position has the likeliest tokens until their sum reaches the `shares` of its row; of a `greedy` row, only one."""
     places = []
     for row, share, alone in zip(scores.unbind(), shares, greedy, strict=True):
         places += [_alone(line) if alone else _place(line, share) for line in row.unbind()]
@@ -102,7 +102,7 @@ def nucleus(scores: Tensor, shares: list[float], greedy: list[bool]) -> tuple[Te
         known = ids.shape[0]
         law[place, : weights.shape[0]] = weights
         names[place, :known] = ids
-        if known < widest:  # tokens without weight, none of them twice
+        if known < widest:  # fill up with other tokens of weight 0, because no id may occur twice
             free = torch.ones(widest, dtype=torch.bool)
             free[ids[ids < widest]] = False
             names[place, known:] = free.nonzero().flatten()[: widest - known]
@@ -111,15 +111,15 @@ def nucleus(scores: Tensor, shares: list[float], greedy: list[bool]) -> tuple[Te
 
 
 def _alone(line: Tensor) -> tuple[Tensor, Tensor]:
-    """A point mass; none where the best is no number."""
+    """Return the law of a greedy row and its token id: weight 1, or 0 if the best score is NaN or infinite."""
     index = first_best(line.unsqueeze(0))
     value = line[index]
     return (value - value == 0).to(line.dtype), index
 
 
 def _place(line: Tensor, share: float) -> tuple[Tensor, Tensor]:
-    """Tokens that all together weigh less than what is left out cannot be in: the others are sorted. The weights were
-    added up in another order than that of a sorted line, so that near the edge the sorted line decides."""
+    """Return the top-p law of one position and its token ids. A token with a weight below (1 - share) / V is never in
+    it, so only the others are sorted. If rounding could decide about a token, all tokens are sorted."""
     weights = line.softmax(-1).numpy()
     able = (weights > 0.99 * (1 - share) / weights.shape[0]).nonzero()[0] if share < 1 else ()
     if len(able) == 0:
@@ -142,7 +142,7 @@ def _sorted_place(line: Tensor, share: float) -> tuple[Tensor, Tensor]:
 
 
 def _normalised(line: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
-    """The weights of these tokens alone."""
+    """Return the law of these tokens only, and their ids."""
     count = ids.shape[0]
     scores = torch.full((-(-count // _BLOCK) * _BLOCK,), _NEVER)
     scores[:count] = line[ids]

@@ -15,7 +15,7 @@ from paceline.common.limits import LARGEST, TYPES
 from paceline.core.device_ops import TORCH, DeviceOps
 from paceline.core.noise import Purpose, stream_key
 
-# A user's own control: (prefix token ids [n], logits [V]) -> logits [V]. It sees the prefix of the very node it judges.
+# A control of the user: (prefix token ids [n], logits [V]) -> logits [V]. The prefix includes the drafted tokens.
 Processor = Callable[[Tensor, Tensor], Tensor]
 
 _MOST_SEED = 2**128 - 1
@@ -40,9 +40,9 @@ _LIMITS: dict[str, tuple[float, float, bool, str]] = {
 class Sampling:
     """The controls of one request. The defaults are greedy decoding with every control off.
 
-    `noise` is "top-k with Gaussian noise": its standard deviation on the logits that survive top-k, one draw per
-    position. `dynamic_temperature` moves the temperature by up to that much either way with the entropy of the
-    logits at hand. Repetition penalty counts prompt and text, presence and frequency penalties the new text only.
+    `noise` is the standard deviation of Gaussian noise that is added to the logits that remain after top-k, one number
+    per token and position. `dynamic_temperature` is the largest change of the temperature: by -d at entropy 0, by +d at
+    the largest entropy. The repetition penalty counts prompt and text, the other two penalties only the new text.
     """
 
     temperature: float = 0.0
@@ -90,7 +90,7 @@ class Sampling:
         return self.temperature == 0
 
     def check_vocabulary(self, vocabulary: int) -> None:
-        """Token ids in the controls must exist in the model's vocabulary."""
+        """Raise `InputError` if a token id in the controls is outside the vocabulary, or if all tokens are banned."""
         for name, ids in (("logit_bias", self.logit_bias), ("banned_tokens", self.banned_tokens)):
             for token in ids:
                 if not TYPES["int"][0](token) or not 0 <= token < vocabulary:
@@ -115,7 +115,7 @@ def _used(row: Sampling) -> frozenset[str]:
 
 
 class SamplingBatch:
-    """The settings of R rows, and tensors that depend on them. The tensors keep their addresses (see `adopt`)."""
+    """The settings of R rows, and tensors made from them. The tensors keep their addresses (see `adopt`)."""
 
     def __init__(
         self,
@@ -137,23 +137,23 @@ class SamplingBatch:
         self.needs_prefix = self.counts_tokens or not self.used.isdisjoint(_EDITS)
         self._tensors: dict[tuple[Any, ...], Tensor] = {}  # by the function and the arguments that made them
         self._alike: list[tuple[Tensor, SamplingBatch]] | None = None
-        self._zeros: list[Tensor] = []  # all of them: CUDA graphs use the short ones after a longer one is made
+        self._zeros: list[Tensor] = []  # none is dropped: CUDA graphs use the short ones after a longer one is made
 
     @property
     def kind(self) -> tuple[object, ...]:
-        """Batches of one kind do the same steps with their logits. Only the numbers differ, and `processors`."""
+        """Return a key. Batches with equal keys run the same operations, with other numbers and `processors`."""
         limits = {row.top_k or 0 for row in self.rows} if "top_k" in self.used else set()
         return (self.used, self.all_greedy, self.mixed, max(limits, default=0), len(limits) > 1, 0 in limits)
 
     def adopt(self, rows: Sequence[Sampling], eos: Sequence[Sequence[int]]) -> None:
-        """Take the settings of as many other rows of the same kind. Every tensor stays where it is."""
+        """Replace the settings by those of as many other rows of the same kind. All tensors keep their addresses."""
         self.rows, self.eos = list(rows), [list(ids) for ids in eos]
         self._alike = None
         for (make, *about), tensor in self._tensors.items():
             tensor.copy_(make(self, *about))
 
     def tensor(self, make: Callable[..., Tensor], *about: Any) -> Tensor:
-        """Return `make(self, *about)`, on the device. It is made once, and again by `adopt`."""
+        """Return `make(self, *about)` on the device. It is computed once, and again by `adopt`."""
         known = self._tensors.get((make, *about))
         if known is None:
             known = self._tensors[(make, *about)] = make(self, *about).to(self.device)
@@ -168,7 +168,7 @@ class SamplingBatch:
         return self.tensor(_keys, purpose)
 
     def alike(self) -> list[tuple[Tensor, SamplingBatch]]:
-        """Return groups of rows that use the same samplers, with other numbers: their indices and their settings."""
+        """Return groups of rows that use the same samplers, as (row indices, settings)."""
         if self._alike is None:
             groups = dict[object, list[int]]()
             for index, row in enumerate(self.rows):
@@ -183,8 +183,8 @@ class SamplingBatch:
         return self._alike
 
     def zeros(self, count: int) -> Tensor:
-        """Return at least `count` zeros. Kernels count with them, and leave zeros. Each batch has its own, because two
-        batches may run at the same time."""
+        """Return at least `count` zeros. Kernels count in them, and set them to zero again. Each batch has its own
+        zeros, because two batches can run at the same time."""
         if not self._zeros or self._zeros[-1].shape[0] < count:
             self._zeros.append(torch.zeros(max(64, 2 * count), dtype=torch.int32, device=self.device))
         return self._zeros[-1]

@@ -1,4 +1,4 @@
-"""What happened: per round and per token, and the numbers that follow from it."""
+"""A record of every round of a row, and the statistics of these records."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Round:
-    """One propose-verify-keep of one row, after stop trimming. parents=None is a chain."""
+    """One round of one row, after stop trimming. parents=None: the draft is a chain."""
 
     drafted: tuple[int, ...]
     parents: tuple[int, ...] | None
     path: tuple[int, ...]  # the accepted nodes that were committed
     own: int | None  # the target's own token, if it was committed
-    bonus: bool  # the own token came after full acceptance, not after a rejection
-    why: str = ""  # the reason for this draft, of a drafter that decides how much to draft
-    asked: float = 0.0  # seconds that the models it asked for it take, as it has measured them
+    bonus: bool  # `own` followed full acceptance, not a rejection
+    why: str = ""  # why the draft has this length and source, if the drafter is `Adaptive`
+    asked: float = 0.0  # measured seconds of the models that ran for this draft
 
     @property
     def depths(self) -> list[int]:
-        """Per drafted node its depth; a root has depth 0."""
+        """Return the depth of every drafted node; a node without a parent has depth 0."""
         if self.parents is None:
             return list(range(len(self.drafted)))
         depths: list[int] = []
@@ -30,12 +30,12 @@ class Round:
 
     @property
     def depth(self) -> int:
-        """Tokens on the longest path of the draft."""
+        """Return the number of tokens on the longest path of the draft."""
         return max(self.depths, default=-1) + 1
 
     @property
     def rejected(self) -> tuple[int, ...]:
-        """The drafted tokens that were not kept, in the order of the draft."""
+        """Return the drafted tokens that were not kept, in the order of the draft."""
         kept = set(self.path)
         return tuple(token for node, token in enumerate(self.drafted) if node not in kept)
 
@@ -53,18 +53,18 @@ class Trace:
 
     @property
     def from_draft(self) -> list[bool]:
-        """Per emitted token: did the drafter have it?"""
+        """Return for every emitted token whether it is a drafted token."""
         flags: list[bool] = []
         for entry in self.rounds:
             flags += [True] * len(entry.path) + ([] if entry.own is None else [False])
         return flags
 
     def explain(self, why: str, asked: float = 0.0) -> None:
-        """Of the last round."""
+        """Set `why` and `asked` of the last round."""
         self.rounds[-1] = replace(self.rounds[-1], why=why, asked=asked)
 
     def by_position(self) -> list[tuple[int, int]]:
-        """(accepted, drafted) for the 1st, 2nd, ... drafted token of a round; unconditional."""
+        """Return (accepted, drafted) for depth 0, 1, ...: the rounds with an accepted node, and those with any node."""
         table: list[list[int]] = []
         for entry in self.rounds:
             depths = entry.depths
@@ -93,8 +93,8 @@ class Trace:
 
 @dataclass(frozen=True)
 class Stats:
-    """The words of docs/exactness.md, and nothing else. `seconds` includes reading the prompt; `lossy`: the rule may
-    have changed what the target would have written."""
+    """The statistics of one row, in the words of docs/exactness.md. `seconds` includes reading the prompt. `lossy`: the
+    rule may have changed the text."""
 
     rounds: int
     drafted: int
@@ -112,7 +112,7 @@ class Stats:
 
     @property
     def accepted_prediction_tokens(self) -> int:
-        """OpenAI's word for what was drafted from the caller's prediction and accepted."""
+        """Return the accepted tokens if the caller gave a prediction, else 0. The name is that of the OpenAI API."""
         return self.accepted if self.predicted else 0
 
     @property
@@ -125,7 +125,7 @@ class Stats:
 
     @property
     def mean_accepted_length(self) -> float:
-        """τ: tokens emitted per pass of the target."""
+        """Return τ: emitted tokens per round."""
         return self.emitted / self.rounds if self.rounds else 0.0
 
     @property

@@ -1,4 +1,4 @@
-"""The draft of a batch of rows: a tree of tokens per row, and how those tokens were drawn."""
+"""The draft of a batch: a tree of tokens per row, and how the tokens were drawn."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from torch import Tensor
 
 from paceline.common.errors import DrafterError
 
-# certain: a point mass (n-gram, lookup, greedy).  coupled: drawn with the target's own noise; the laws are not needed.
-# iid / without_replacement: siblings drawn from `laws` with noise of their own; a ratio rule needs those laws.
+# certain: a point mass (n-gram, lookup, greedy).  coupled: drawn with the target's own noise; rules need no laws.
+# iid / without_replacement: siblings drawn from `laws` with noise for drafts; rules that use p/q need these laws.
 Drawn = Literal["certain", "coupled", "iid", "without_replacement"]
-LAWFUL: tuple[Drawn, ...] = ("iid", "without_replacement")  # drawn from laws of their own: nothing may be left out
+LAWFUL: tuple[Drawn, ...] = ("iid", "without_replacement")  # drawn from `laws`: no drawn node may be dropped
 
 
 @dataclass(frozen=True)
 class TokenTree:
-    """tokens [R,N] and parents [R,N]: -1 continues the committed text, and parents come before their children.
+    """A draft: tokens [R,N] and parents [R,N] (-1: the committed text). Parents come before their children.
 
-    `parents=None` is a chain. `count` [R] says how many nodes of each row are in use (None: all of them); the rest is
-    padding. `laws` [R,N,V] is the law each token was drawn from. `deepest` bounds the length of a path where it is
-    known, so that verdicts are no wider than they need be. A tree knows nothing of the text before it.
+    `parents=None` is a chain. `count` [R] is the number of nodes in use in each row (None: all); the rest is padding.
+    `laws` [R,N,V] are the laws that the tokens were drawn from. `deepest` is an upper limit of the length of a path, if
+    known; it makes verdicts smaller. A tree does not contain the text before it.
     """
 
     tokens: Tensor
@@ -60,7 +60,7 @@ class TokenTree:
 
     @property
     def reach(self) -> int:
-        """The most tokens a path can have."""
+        """Return the largest number of tokens that a path can have."""
         return self.nodes if self.deepest is None else min(self.deepest, self.nodes)
 
     @property
@@ -69,7 +69,7 @@ class TokenTree:
 
     @cached_property
     def ancestors(self) -> Tensor:
-        """[R,N,N] bool: is node j an ancestor of node i, or i itself?"""
+        """Return [R,N,N] bool: whether node j (last index) is an ancestor of node i, or i itself."""
         R, N = self.tokens.shape
         if self.parents is None:
             return torch.ones(N, N, dtype=torch.bool, device=self.tokens.device).tril().expand(R, N, N)
@@ -77,25 +77,25 @@ class TokenTree:
 
     @cached_property
     def depth(self) -> Tensor:
-        """[R,N]: 0 for the first drafted token of a path."""
+        """Return the depth of every node [R,N]: 0 for the first drafted token of a path."""
         if self.parents is None:
             return torch.arange(self.nodes, device=self.tokens.device).expand(self.rows, self.nodes)
         return self.ancestors.sum(-1) - 1
 
     @cached_property
     def after(self) -> Tensor:
-        """[R,1+N]: how many drafted tokens precede what follows the text (none) and what follows each node."""
+        """Return [R,1+N]: the number of drafted tokens up to the text (0) and up to and including each node."""
         return torch.nn.functional.pad(self.depth + 1, (1, 0))
 
     @cached_property
     def in_use(self) -> Tensor | None:
-        """[R,N] bool, or None where every node is in use."""
+        """Return [R,N] bool: whether each node is in use. None: all nodes are."""
         if self.count is None:
             return None
         return torch.arange(self.nodes, device=self.tokens.device) < self.count.unsqueeze(1)
 
     def validate(self, vocabulary: int, most: int, deepest: int, rows: int) -> None:
-        """Read the whole tree and refuse nonsense. For drafters on the host, and for tests: it is a host read."""
+        """Read the whole tree on the host. Raise `DrafterError` if it is invalid."""
         if self.rows != rows:
             raise DrafterError(f"A draft has {self.rows} rows for {rows} texts.")
         if self.laws is not None and self.laws.shape[2] != vocabulary:
@@ -117,14 +117,14 @@ class TokenTree:
             raise DrafterError(f"A draft declares deepest={self.deepest!r}, and its longest path has {longest} tokens.")
 
     def clean(self) -> TokenTree:
-        """The same tree with padding that can be read by a model, whatever its drafter left there."""
+        """Return the tree with token 0 and parent -1 in the padding, which a model can read."""
         if self.in_use is None:
             return self
         parents = None if self.parents is None else self.parents.where(self.in_use, -1)
         return replace(self, tokens=self.tokens.where(self.in_use, 0), parents=parents)
 
     def to(self, device: torch.device) -> TokenTree:
-        """The same tree on the device of the target."""
+        """Return the tree with its tensors on this device."""
         if self.tokens.device == device:
             return self
 
@@ -137,12 +137,12 @@ class TokenTree:
 
     @staticmethod
     def empty(rows: int, device: torch.device | str) -> TokenTree:
-        """No draft at all: plain decoding."""
+        """Return an empty draft, for plain decoding."""
         return TokenTree(torch.empty(rows, 0, dtype=torch.int64, device=device))
 
     @staticmethod
     def from_chains(chains: Sequence[Sequence[int]], device: torch.device | str, drawn: Drawn = "certain") -> TokenTree:
-        """Ragged chains, from the host."""
+        """Return the draft of one chain per row, from lists on the host. The lengths can differ."""
         most = max((len(chain) for chain in chains), default=0)
         padded = [list(chain) + [0] * (most - len(chain)) for chain in chains]
         tokens = torch.tensor(padded, dtype=torch.int64, device=device).view(len(chains), most)
@@ -154,14 +154,14 @@ class TokenTree:
     def from_rows(
         rows: Sequence[tuple[Sequence[int], Sequence[int]]], device: torch.device | str, drawn: Drawn = "certain"
     ) -> TokenTree:
-        """Ragged trees, from the host: (tokens, parents) per row."""
+        """Return the draft of one tree per row, from (tokens, parents) on the host. The sizes can differ."""
         chains = TokenTree.from_chains([tokens for tokens, _ in rows], device, drawn)
         most = chains.nodes
         padded = [list(above) + [-1] * (most - len(above)) for _, above in rows]
         for row, (tokens, above) in enumerate(rows):
             if len(tokens) != len(above):
                 raise DrafterError(f"Row {row} of a draft has {len(tokens)} tokens but {len(above)} parents.")
-        if most == 0:  # no row has a draft: nothing branches
+        if most == 0:  # no row has a draft
             return chains
         parents = torch.tensor(padded, dtype=torch.int64, device=device).view(len(rows), most)
         return TokenTree(chains.tokens, parents, chains.count, drawn, deepest=max(map(_depth, rows), default=0))
@@ -170,21 +170,21 @@ class TokenTree:
     def from_lists(
         rows: Sequence[tuple[Sequence[int], Sequence[int]]], device: torch.device | str, drawn: Drawn = "certain"
     ) -> TokenTree:
-        """The same, as a chain where nothing branches."""
+        """Return the draft of one tree per row, from (tokens, parents). If no tree branches, the draft is a chain."""
         if all(list(above) == chain_parents(len(above)) for _, above in rows):
             return TokenTree.from_chains([tokens for tokens, _ in rows], device, drawn)
         return TokenTree.from_rows(rows, device, drawn)
 
     @staticmethod
     def from_branches(rows: Sequence[Sequence[Sequence[int]]], most: int, device: torch.device | str) -> TokenTree:
-        """Some chains per row, the likeliest first, merged where they begin alike; a chain if no row has two."""
+        """Return the draft of several chains per row, the likeliest first, merged into at most `most` nodes per row."""
         if all(len(chains) <= 1 for chains in rows):
             return TokenTree.from_chains([chains[0][:most] if chains else [] for chains in rows], device)
         return TokenTree.from_rows([merge_chains(chains, most) for chains in rows], device)
 
 
 def longest_path(parents: Sequence[int]) -> int:
-    """The tokens of the longest path of one row."""
+    """Return the number of tokens on the longest path of one row."""
     depths: list[int] = []
     for parent in parents:
         depths.append(1 if parent < 0 else depths[parent] + 1)
@@ -192,12 +192,12 @@ def longest_path(parents: Sequence[int]) -> int:
 
 
 def chain_parents(length: int) -> list[int]:
-    """Of a chain: each node follows the one before."""
+    """Return the parents of a chain: each node follows the one before."""
     return list(range(-1, length - 1))
 
 
 def merge_chains(chains: Sequence[Sequence[int]], most: int) -> tuple[list[int], list[int]]:
-    """Chains with common beginnings as one tree of at most `most` nodes: (tokens, parents)."""
+    """Merge the common prefixes of chains. Return one tree of at most `most` nodes: (tokens, parents)."""
     tokens: list[int] = []
     parents: list[int] = []
     known: dict[tuple[int, int], int] = {}
@@ -216,7 +216,7 @@ def merge_chains(chains: Sequence[Sequence[int]], most: int) -> tuple[list[int],
 
 
 def _depth(row: tuple[Sequence[int], Sequence[int]]) -> int:
-    """The longest path of one row; nonsense counts as a chain, and is refused by `validate`."""
+    """Return the length of the longest path of one row, or N if a parent is invalid (`validate` refuses that later)."""
     depths: list[int] = []
     for node, parent in enumerate(row[1]):
         depths.append(depths[parent] + 1 if 0 <= parent < node else 1 if parent == -1 else len(row[1]))
@@ -224,7 +224,7 @@ def _depth(row: tuple[Sequence[int], Sequence[int]]) -> int:
 
 
 def closure(parents: Tensor) -> Tensor:
-    """Ancestors [R,N,N] (a node counts as its own) from parents [R,N], by pointer doubling: no host read."""
+    """Return ancestors [R,N,N] (a node is its own ancestor) from parents [R,N], by pointer doubling: no host read."""
     R, N = parents.shape
     jump = torch.cat([parents.new_zeros(R, 1), parents + 1], 1)  # node 0 is the text here
     closed = torch.eye(N + 1, dtype=torch.bool, device=parents.device).expand(R, N + 1, N + 1)
@@ -237,8 +237,8 @@ def closure(parents: Tensor) -> Tensor:
 def check_row(
     tokens: Sequence[int], parents: Sequence[int], limits: tuple[int, int, int], row: int, twins: bool = False
 ) -> None:
-    """Refuse one row of nonsense: too much, ids outside the vocabulary, cycles, siblings with the same token (but for
-    independent draws)."""
+    """Raise `DrafterError` for one invalid row: too many nodes, too deep, a token outside the vocabulary, a parent that
+    comes later, or equal siblings (unless `twins` allows them). limits: (vocabulary, nodes, depth)."""
     vocabulary, most, deepest = limits
     if len(tokens) > most:
         raise DrafterError(f"Row {row} of a draft has {len(tokens)} nodes, the budget is {most}.")

@@ -1,8 +1,8 @@
-"""The shape of a draft, and how it grows: what every drafter that has logits shares.
+"""Grow the draft of any drafter that has logits: a chain, or a tree of a fixed or a growing shape.
 
-`Grower.run(rows, budget, expand)` asks `expand(tokens, parents)` for the logits [R,W,V] after the text (tokens=None)
-and then after the nodes it has chosen; `parents` numbers those nodes in the order they were asked for (-1: the text,
-None: a chain). The same code draws chains and trees of every shape, coupled with the target or with laws of their own.
+`Grower.run(rows, budget, expand)` calls `expand(tokens, parents)` for the logits [R,W,V] after the text (tokens=None)
+and then after the nodes that it chooses. The nodes are numbered in the order of expansion, and `parents` are such
+numbers (-1: the text; None: a chain). The draft is greedy, coupled with the target, or drawn with noise for drafts.
 """
 
 from __future__ import annotations
@@ -24,14 +24,13 @@ from paceline.core.law import Law
 from paceline.core.tree import Drawn, TokenTree
 from paceline.core.verdict import Verdict
 
-# ---- The shape of a tree, decided before anything is drawn: given by hand, or the best for measured acceptance
+# ---- The shape of a tree, fixed before a token is drawn: given by the user, or the best one for measured acceptance
 
 
 @dataclass(frozen=True)
 class Shape:
-    """Nodes by the ranks on the way to them: (0,) is the surest first token, (0, 1) the second surest after it.
-
-    Parents come before children, and a node with a second child has a first.
+    """The shape of a tree. A node is named by the ranks on its path: (0,) is the likeliest first token, (0, 1) the
+    second likeliest token after it. Parents come before children. A node with a child of rank 1 has one of rank 0.
     """
 
     paths: tuple[tuple[int, ...], ...]
@@ -48,7 +47,7 @@ class Shape:
 
     @staticmethod
     def of(given: Any) -> Shape:
-        """From paths, or from the children per level as "3x2x1"."""
+        """Return the shape given as paths, or as the children per level: "3x2x1"."""
         if isinstance(given, Shape):
             return given
         if not isinstance(given, str):
@@ -80,13 +79,13 @@ class Shape:
 
     @staticmethod
     def optimal(acceptance: Sequence[float], nodes: int, depth: int) -> Shape:
-        """The tree of `nodes` nodes with the most accepted tokens on average, if the child of rank r is accepted with
-        probability acceptance[r], whatever came before (Sequoia's dynamic programme, arXiv 2402.12374)."""
+        """Return the tree of `nodes` nodes with the most accepted tokens on average, if the child of rank r is always
+        accepted with probability acceptance[r] (Sequoia's dynamic programme, arXiv 2402.12374)."""
         kept = tuple(round(float(chance), 6) for chance in acceptance)
         return Shape(tuple(sorted(_grow(kept, nodes, depth), key=_order)))
 
     def expected(self, acceptance: Sequence[float]) -> float:
-        """Accepted tokens on average, if ranks are accepted with these probabilities."""
+        """Return the accepted tokens on average, if rank r is accepted with probability acceptance[r]."""
         total = 0.0
         for path in self.paths:
             chance = 1.0
@@ -96,13 +95,13 @@ class Shape:
         return total
 
     def within(self, depth: int, nodes: int, widest: int) -> Shape:
-        """What of it fits a budget and a vocabulary; the first levels stay."""
+        """Return the first nodes of this shape that fit the depth, the number of nodes and the vocabulary `widest`."""
         fitting = [path for path in self.paths if len(path) <= depth and max(path) < widest]
         return self if len(fitting) == len(self.paths) <= nodes else Shape(tuple(fitting[:nodes]))
 
     @cached_property
     def levels(self) -> list[list[tuple[int, int]]]:
-        """Per level, who has how many children: (index within the level before, children)."""
+        """Return for each level the nodes of the level before that have children: (index in that level, children)."""
         found: list[list[tuple[int, int]]] = []
         above: list[tuple[int, ...]] = [()]
         while above:
@@ -121,7 +120,7 @@ def _grow(acceptance: tuple[float, ...], nodes: int, depth: int) -> list[tuple[i
     split = _splits(acceptance, nodes, depth)
 
     def below(path: tuple[int, ...], size: int, levels: int) -> list[tuple[int, ...]]:
-        """The nodes under `path`, when `size` of them and `levels` levels are left."""
+        """Return the best `size` nodes below `path`, in at most `levels` levels."""
         found: list[tuple[int, ...]] = []
         rank = 0
         while size > 0 and levels > 0 and rank < len(acceptance):
@@ -139,8 +138,8 @@ def _grow(acceptance: tuple[float, ...], nodes: int, depth: int) -> list[tuple[i
 
 @lru_cache(maxsize=64)
 def _splits(acceptance: tuple[float, ...], nodes: int, depth: int) -> list[list[list[int]]]:
-    """[d][r][n]: with n nodes and d levels left for the children of rank r and up, how many of the n go to the child of
-    rank r, itself included. `value` is the most tokens they can bring."""
+    """Return split[d][r][n]: if the siblings of ranks r, r+1, ... share n nodes in d levels, the number of nodes in the
+    subtree of rank r. value[d][r][n] is the largest expected number of accepted tokens of these n nodes."""
     ranks = len(acceptance)
     value = [[[0.0] * (nodes + 1) for _ in range(ranks + 1)] for _ in range(depth + 1)]
     split = [[[0] * (nodes + 1) for _ in range(ranks + 1)] for _ in range(depth + 1)]
@@ -154,23 +153,23 @@ def _splits(acceptance: tuple[float, ...], nodes: int, depth: int) -> list[list[
     return split
 
 
-# ---- How often the first, the second, the third guess comes true: what the best shape of a tree depends on
+# ---- The measured acceptance of each rank, which decides the best shape
 
-_FIRST_LOOK = 16  # rounds before the shape is first fitted to what was measured; then at every doubling
+_FIRST_LOOK = 16  # rounds before the shape is first fitted to the measurement; then at every doubling
 
 
 class RankMeter:
-    """How often the child of each rank was the accepted one. Counted on the device, read at every doubling."""
+    """Counts how often the child of each rank is accepted. The counts stay on the device and are read rarely."""
 
     _MOST = 64  # ranks that are counted
 
     def __init__(self) -> None:
         self._rounds, self._next = 0, _FIRST_LOOK
-        self._hits: Tensor | int = 0  # [64] places where the child of that rank was accepted
-        self._tries: Tensor | int = 0  # [64] places, of those that were reached, that had such a child
+        self._hits: Tensor | int = 0  # [64] accepted nodes of each rank
+        self._tries: Tensor | int = 0  # [64] nodes of each rank whose parent was accepted
 
     def add(self, ranks: Tensor, parents: Tensor, verdict: Verdict) -> None:
-        """`ranks` [R,N]: the rank of every node among its siblings."""
+        """Count the nodes of one verdict. `ranks` [R,N]: the rank of every node among its siblings."""
         assert verdict.path is not None
         R, N = ranks.shape
         children = torch.zeros(R, N + 1, dtype=torch.int64, device=ranks.device)
@@ -190,21 +189,22 @@ class RankMeter:
         return True
 
     def acceptance(self, ranks: int) -> list[float]:
-        """A share for each rank, falling; a rank that was never tried gets half of the one before it."""
+        """Return the acceptance of each rank, which never rises with the rank. A rank without a trial has half of the
+        one before."""
         assert isinstance(self._hits, Tensor)
         assert isinstance(self._tries, Tensor)
         found: list[float] = []
         for hits, tries in zip(self._hits[:ranks].tolist(), self._tries[:ranks].tolist(), strict=True):
             before = found[-1] if found else 1.0
-            # half a hit in advance: a few misses decide nothing, and no share is 0
+            # start with half a hit in one trial, so that a few rejections decide little and no acceptance is 0
             found.append(min(before, (hits + 0.5) / (tries + 1)) if tries else before / 2)
         return found
 
 
-# ---- Growing a draft: what every drafter that has logits shares. It says what follows a node; here it becomes a tree
+# ---- Growing a draft from the logits that the drafter returns
 
 Expand = Callable[[Tensor | None, Tensor | None], Tensor]
-Chain = Callable[[int], Tensor | None]  # number of steps -> tokens [R,steps]; None: it cannot
+Chain = Callable[[int], Tensor | None]  # number of steps -> greedy tokens [R,steps], or None if that is impossible
 _NEVER = float("-inf")
 
 
@@ -215,7 +215,7 @@ class TreeOptions(Limited):
     tree: Literal["chain", "levels", "best-first", "static", "optimal"] = "chain"
     branch: int = limited(2, 1, NODES_LIMIT)  # children of a node that is expanded (levels, best-first)
     width: int = limited(2, 1, NODES_LIMIT)  # nodes expanded per step (levels, best-first)
-    shape: Any = "3x2x1x1"  # static: children per level, or paths; optimal: where it starts
+    shape: Any = "3x2x1x1"  # static: children per level, or paths; optimal: the first shape
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -227,14 +227,14 @@ class Grower:
 
     def __init__(self, options: TreeOptions) -> None:
         self.options = options
-        self.fed = 0  # tokens the last draft asked `expand` for
-        self.slots: Tensor | None = None  # [R,N]: the number of each node among them, -1: never asked (None: a chain)
+        self.fed = 0  # the number of tokens that `expand` read for the last draft
+        self.slots: Tensor | None = None  # [R,N]: the number of each node among these, -1: not read (None: a chain)
         self._shape = Shape.of(options.shape)
         self._meter = RankMeter()
-        self._last: TorchTree | None = None  # what was grown last, while its shape is fitted to what is accepted
+        self._last: TorchTree | None = None  # the last tree, if the shape is fitted to the acceptance
 
     def run(self, rows: RowsView, budget: Budget, expand: Expand, chain: Chain | None = None) -> TokenTree:
-        """A draft within the budget. chain: does at once what `expand` and a choice of the likeliest come to."""
+        """Return a draft within the budget. chain: a function that computes a whole greedy chain at once."""
         if self.options.tree == "chain":
             return self._likeliest(rows, budget, chain) or self._chain(rows, budget, expand)
         logits = expand(None, None)
@@ -243,15 +243,15 @@ class Grower:
         return self._by_score(rows, budget, expand, logits)
 
     def judged(self, verdict: Verdict) -> None:
-        """What became of the draft just grown, for those that keep nothing of it."""
+        """Take the verdict on the last draft, and forget the draft."""
         last = self._last
-        self.slots = self._last = None  # of these rows: the next draft may be of others
+        self.slots = self._last = None  # the next draft may be for other rows
         if last is not None and verdict.path is not None and verdict.path.shape[1]:
             self._meter.add(last.rank, last.parents, verdict)
 
     def kept(self, verdict: Verdict) -> Tensor | None:
-        """The accepted path as numbers of what `expand` was asked for: what a reader has to keep. An accepted leaf that
-        was never expanded is given as 0, and must be read again."""
+        """Take the verdict on the last draft. Return the accepted path as numbers of the tokens that `expand` read, for
+        `Reader.keep`. An accepted leaf that was not read has the number 0; the reader must read it again."""
         path, slots = verdict.path, self.slots
         self.judged(verdict)
         if path is None or slots is None or path.shape[1] == 0:
@@ -259,14 +259,14 @@ class Grower:
         return slots.gather(1, path).clamp(min=0)
 
     def reorder(self, source: Sequence[int]) -> None:
-        """Row r goes on as a copy of row source[r], with the draft just grown."""
+        """Make the state of row r a copy of that of row source[r], with the last draft."""
         some = list(source)
         self.slots = None if self.slots is None else self.slots[some]
         if self._last is not None:
             self._last.rank, self._last.parents = self._last.rank[some], self._last.parents[some]
 
     def _likeliest(self, rows: RowsView, budget: Budget, chain: Chain | None) -> TokenTree | None:
-        """The same as `_chain` in one step, where only the likeliest tokens are wanted."""
+        """Return a greedy chain from `chain`, or None if the draft is not greedy or `chain` returns None."""
         if chain is None or rows.needs_path or not rows.choice(slice(0, 1)).greedy(budget.draw):
             return None
         tokens = chain(budget.depth)
@@ -297,8 +297,8 @@ class Grower:
         return TokenTree(drafted, drawn="iid", laws=torch.cat(dense, 1))
 
     def _by_score(self, rows: RowsView, budget: Budget, expand: Expand, logits: Tensor) -> TokenTree:
-        """Expand the best nodes, of the last level or of the whole tree. A draft without laws grows more nodes than the
-        budget has, and keeps the best; where laws matter no node that was drawn may be dropped."""
+        """Return a tree that expands its best nodes, of the last level or of the whole tree. A draft without laws grows
+        more nodes than the budget and keeps the best. With laws, no drawn node may be dropped."""
         branch = min(self.options.branch, budget.nodes, logits.shape[-1])
         spreads = [1]
         while len(spreads) < budget.depth:
@@ -319,7 +319,7 @@ class Grower:
         return finished
 
     def _by_shape(self, rows: RowsView, budget: Budget, expand: Expand, logits: Tensor) -> TokenTree:
-        """A tree whose shape is fixed before a token is drawn."""
+        """Return a tree whose shape is fixed before a token is drawn."""
         tree = TorchTree(rows, budget.draw)
         for level, parents in enumerate(self._fitting(budget, logits.shape[-1]).levels):
             start = tree.nodes - tree.newest
@@ -332,7 +332,7 @@ class Grower:
         return tree.finish(tree.nodes)
 
     def _fitting(self, budget: Budget, vocabulary: int) -> Shape:
-        """The given shape, or the best one for the acceptance measured so far; only past rounds decide."""
+        """Return the given shape, or the best one for the acceptance of past rounds, cut to the budget."""
         if self.options.tree == "optimal" and self._meter.due():
             widest = 1 + max(max(path) for path in self._shape.paths)
             acceptance = self._meter.acceptance(max(widest, 4))
@@ -341,13 +341,13 @@ class Grower:
 
 
 def _chain_path(tokens: list[Tensor]) -> tuple[Tensor, Tensor]:
-    """The drafted tokens before the next place of a chain, for controls that look at the prefix."""
+    """Return the `path` of `RowsView.choice` for the next position of a chain: all tokens drafted so far."""
     drafted = torch.cat(tokens, 1)
     return drafted, torch.ones_like(drafted, dtype=torch.bool).unsqueeze(1)
 
 
 class TorchTree:
-    """A `TreeBuilder` of torch steps. Node numbers are final unless the tree is pruned at the end."""
+    """A `TreeBuilder` in torch. A node keeps its index, unless the tree is pruned at the end."""
 
     def __init__(self, rows: RowsView, draw: Draw, anywhere: bool = False) -> None:
         self.rows, self.draw, self.anywhere = rows, draw, anywhere
@@ -357,12 +357,12 @@ class TorchTree:
         self.parents, self.depth, self.rank = self.tokens, self.tokens, self.tokens
         self.slots: Tensor = self.tokens
         self.ancestors = torch.empty(self.R, 0, 0, dtype=torch.bool, device=self.device)
-        self.score = torch.empty(self.R, 0, dtype=torch.float64, device=self.device)  # log of the joint sureness
+        self.score = torch.empty(self.R, 0, dtype=torch.float64, device=self.device)  # sum of the log-confidences
         self.laws: list[Tensor] = []
         self.newest = 0  # nodes added by the last step
         self.num_expanded = 0
         self.certain = False
-        self.steps = 0  # no path is longer
+        self.steps = 0  # the number of levels, so an upper limit of the length of a path
         self._expanded = torch.full((self.R, 1), -1, device=self.device)  # the nodes to add children to; -1: the text
 
     @property
@@ -370,16 +370,16 @@ class TorchTree:
         return self.tokens.shape[1]
 
     def expand_best(self, spread: int) -> tuple[Tensor, Tensor]:
-        """The best nodes not expanded yet, of the whole tree or of the last level; of equals the elder."""
+        """Expand the `spread` best open nodes, of the whole tree or of the last level; of equal nodes the first."""
         open_nodes = self.slots < 0
         if not self.anywhere:
             open_nodes = open_nodes & (arange(0, self.nodes, self.device) >= self.nodes - self.newest)
-        score = self.score.clamp(min=-1e300)  # an impossible open node still comes before one that is expanded already
+        score = self.score.clamp(min=-1e300)  # an open node of probability 0 still wins over an expanded node
         score = score.masked_fill(~open_nodes, _NEVER)
         return self.expand(score.sort(dim=1, descending=True, stable=True).indices[:, :spread].sort(1).values)
 
     def expand(self, chosen: Tensor) -> tuple[Tensor, Tensor]:
-        """Tokens of the chosen nodes [R,W], and their parents among the nodes expanded before."""
+        """Expand the chosen nodes [R,W]. Return their tokens [R,W] and the numbers of their parents [R,W]."""
         above = torch.cat([torch.full_like(self.slots[:, :1], -1), self.slots], 1)
         parents = above.gather(1, self.parents.gather(1, chosen) + 1)
         numbers = arange(self.num_expanded, self.num_expanded + chosen.shape[1], self.device).expand_as(chosen)
@@ -389,7 +389,7 @@ class TorchTree:
         return self.tokens.gather(1, chosen), parents
 
     def add(self, logits: Tensor, k: int, counts: list[int] | None = None) -> None:
-        """k children for each node expanded last, or of each the first `counts`, fixed before anything was drawn."""
+        """Add k children to each node that was expanded last, or only the first counts[w] of them to node w."""
         chosen, (R, W) = self._expanded, self._expanded.shape
         known = chosen.clamp(min=0)
         deep = self.depth.gather(1, known) + 1 if self.nodes else torch.zeros_like(chosen)
@@ -439,7 +439,7 @@ class TorchTree:
         return TokenTree(self.tokens, self.parents, drawn=drawn, laws=laws, deepest=self.steps)
 
     def _prune(self, most: int) -> None:
-        """Only the best `most` nodes. No node scores above its parent, so ancestors stay; of equals the elder."""
+        """Keep the best `most` nodes, of equal ones the first. No score is above its parent's, so ancestors stay."""
         order = self.score.clamp(min=-1e300).sort(dim=1, descending=True, stable=True).indices
         kept = order[:, :most].sort(1).values
         where = torch.full((self.R, self.nodes + 1), -1, device=self.device)
@@ -452,14 +452,14 @@ class TorchTree:
 
 
 def _flat(of_children: Tensor, some: list[int] | None) -> Tensor:
-    """[R,W,k,...] -> [R,W*k,...], or of those the children `some`."""
+    """Return [R,W*k,...] from [R,W,k,...], or only the children with the indices `some` of it."""
     flat = of_children.flatten(1, 2)
     return flat if some is None else flat.index_select(1, integers(tuple(some), flat.device))
 
 
 def _sibling_laws(law: Tensor, tokens: Tensor) -> Tensor:
-    """[R,W,k,V]: the law of each sibling given its elders, whose tokens it can no longer be. Where nothing is left,
-    the next token was not drawn but fixed: a point mass."""
+    """Return [R,W,k,V]: the law of each sibling, given that its token is none of the earlier siblings'. If no
+    probability is left, the token was fixed and not drawn: the law is a point mass."""
     laws = []
     for i in range(tokens.shape[2]):
         total = law.sum(-1, keepdim=True)

@@ -1,5 +1,5 @@
 """The rules, one file each: functions of distributions over the vocabulary. A "law" is such a distribution, after all
-controls. To import this package registers every rule."""
+controls. The import of this package registers every rule."""
 
 from importlib import import_module
 from pkgutil import iter_modules

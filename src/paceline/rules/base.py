@@ -28,11 +28,11 @@ class Shares(Limited):
 
 
 class Plausible(Rule):
-    """Keep the longest path on which every token has at least the probability `floor`. The token after it is the
+    """Keep the longest path on which every token has at least the probability `floor`. The token after the path is the
     target's own sample.
 
-    How the draft was drawn does not matter. At temperature 0 the law is a point mass, so only the target's own token is
-    accepted and the text is the greedy one.
+    The rule accepts every kind of draft. At temperature 0 the law is a point mass, so the rule accepts only the
+    target's own token, and the text is the greedy one.
     """
 
     exact = ""
@@ -48,7 +48,7 @@ class Plausible(Rule):
         if tree.in_use is not None:
             fine = fine & tree.in_use
         reached = ~(tree.ancestors & ~fine.unsqueeze(1)).any(-1)
-        # the deepest accepted node; the first of equal ones, which the draft ranks highest
+        # the deepest accepted node; of equally deep nodes the first, which has the best rank in the draft
         depth = (tree.depth + 1).where(reached, 0)
         end = depth.argmax(1, keepdim=True)
         taken = tree.ancestors.gather(1, end.unsqueeze(-1).expand(-1, -1, tree.nodes)).squeeze(1) & reached

@@ -22,9 +22,9 @@ _ENDLESS = 1 << 60
 class Beam(Rule):
     """Keep the result of transformers' beam search, with several tokens per forward pass.
 
-    At each depth the best of score + log p over all children of all beams continue, in the tree of their row. The
-    search stops at the first depth at which a beam was not drafted. A row without a search is a search with one beam.
-    Unlike other rules it reads to the host: the best candidates of every node, once per round.
+    At each depth, the children with the best score + log p of all beams continue, in the tree of their row. The round
+    ends at the first depth at which the draft does not contain a beam. A row without a search is a search with one
+    beam. Unlike other rules, this rule makes a host read: the best candidates of every node, once per round.
     """
 
     exact = "beam"
@@ -59,13 +59,13 @@ class Beam(Rule):
 
 
 def log_probabilities(logits: Tensor, choice: Choice) -> Tensor:
-    """Return [R,1+N,V] in float32. Controls change log-probabilities, which are not normalised again, as in
-    transformers."""
+    """Return the log-probabilities [R,1+N,V] in float32 after the controls. As in transformers, they are not normalised
+    again."""
     return choice.edited(logits.to(torch.float32).log_softmax(-1)).to(torch.float32)
 
 
 def _logprobs(logits: Tensor, processed: Tensor, tokens: Tensor) -> BeamLogprobs:
-    """Return the candidates [R,1+N,K] with their raw log-probabilities, and the K likeliest by those."""
+    """Return the candidates [R,1+N,K] with their raw log-probabilities, and the K tokens with the largest ones."""
     raw = logits.to(torch.float32).log_softmax(-1)
     top = raw.topk(tokens.shape[-1], dim=-1)
     return BeamLogprobs(
@@ -74,7 +74,7 @@ def _logprobs(logits: Tensor, processed: Tensor, tokens: Tensor) -> BeamLogprobs
 
 
 def children(tree: TokenTree) -> dict[tuple[int, int, int], int]:
-    """Return (row, parent, token) -> node for all nodes in use; -1 is the text. Of equal siblings the first."""
+    """Return (row, parent, token) -> node for all nodes in use; parent -1 is the text. Of equal siblings, the first."""
     tokens = tree.tokens.tolist()
     parents = [list(range(-1, tree.nodes - 1))] * tree.rows if tree.parents is None else tree.parents.tolist()
     counts = [tree.nodes] * tree.rows if tree.count is None else tree.count.tolist()
@@ -88,8 +88,8 @@ def children(tree: TokenTree) -> dict[tuple[int, int, int], int]:
 def walk(
     state: BeamState, members: Sequence[int], values: Tensor, ids: Tensor, drafted: dict[tuple[int, int, int], int]
 ) -> BeamState:
-    """Step one search until it ends or a beam is not in the draft. values/ids [R,1+N,K]: the best candidates after the
-    text (0) and after every node (1+node) of every row."""
+    """Return one search after all steps until it ends or the draft does not contain a beam. values and ids [R,1+N,K]:
+    the best candidates after the text (0) and after every node (1+node) of every row."""
     while True:
         rows = [members[beam.row] for beam in state.beams]
         places = [beam.node + 1 for beam in state.beams]

@@ -16,7 +16,7 @@ from paceline.rules.ratio import draft_law, pack
 class Block(Rule):
     """Keep the target's distribution on chains (block verification, Sun et al.).
 
-    No exact rule keeps more of a chain.
+    No exact rule accepts more tokens of a chain on average.
     """
 
     exact = "law"
@@ -48,8 +48,8 @@ def judge_chain(tree: TokenTree, laws: Tensor, choice: Choice) -> Verdict:
         place, end = arange(0, N + 1, laws.device), tree.count[:, None]
         chance = torch.where(place < end, chance, torch.where(place == end, share, 0.0))
         left = torch.where((place < end).unsqueeze(-1), left, laws)
-    # All coins of a round are keyed by its first position. The next round begins later, so no number is used twice,
-    # also if the next round drafts the same positions again.
+    # All coins of a round are keyed by its first position. The next round begins at a later position, so no number is
+    # used twice, even if the next round drafts the same positions again.
     start = torch.zeros(R, dtype=torch.int64, device=laws.device)
     accepted = start
     for node in range(N):
@@ -64,8 +64,8 @@ def after_rejection(share: Tensor, p: Tensor, q: Tensor) -> tuple[Tensor, Tensor
     left = (share.unsqueeze(-1) * p - q).clamp(min=0)
     total = left.sum(-1)
     some = total > 0
-    # No residual: the child used all of the share, or (share 1) p = q up to rounding, and then p itself is the right
-    # law. NaN keeps its share, so that a broken law is reported and not skipped.
+    # No residual: the child used all of the share, or the share is 1 and p = q up to rounding. In the second case p
+    # itself is the right law. NaN keeps its share, so that a broken law is reported and not skipped.
     none = torch.where((total == 0) & (share < 1), 0.0, share)
     return torch.where(some, total / (total + (1 - share)), none), torch.where(
         some.unsqueeze(-1), left / total.unsqueeze(-1), p

@@ -18,10 +18,10 @@ _STEPS = 60  # bisections of an interval up to k: rho then has the precision of 
 class KSeq(Ratio):
     """Keep the target's distribution on trees of independent siblings (SpecTr): accept draft i with min(1, p/(rho q)).
 
-    The k siblings below a node are all tried on the same p, with the least rho at which no token is emitted more often
-    than p allows. Equal siblings are separate drafts: the rule continues below the accepted one only, because whether
-    the other one has children depends on what was drawn. A chain, and a point mass, has one draft per position: rho is
-    1, and the rule is `ratio`.
+    The k siblings below a node are all tested against the same p, with the smallest rho at which no token is emitted
+    more often than p allows. Equal siblings are separate drafts: the rule continues only below the accepted one,
+    because the other one's children depend on what was drawn. Chains and point masses have one draft per position:
+    then rho is 1, and the rule is `ratio`.
     """
 
     draw = "iid"
@@ -40,7 +40,7 @@ class KSeq(Ratio):
         chance = self.chance(p, rho.gather(1, above) * q)
         if tree.in_use is not None:
             chance = torch.where(tree.in_use, chance, 0.0)
-        # coins keyed by the first position of the round, as in `block`
+        # all coins are keyed by the first position of the round, as in `block`
         start = torch.zeros(tree.rows, dtype=torch.int64, device=laws.device)
         heads = torch.stack([choice.coin(chance[:, node], start, node) for node in range(tree.nodes)], 1)
         siblings = (tree.parents.unsqueeze(1) == tree.parents.unsqueeze(2)).tril(-1)  # [R,N,N]: j is an elder of i
@@ -52,7 +52,7 @@ class KSeq(Ratio):
 
 
 def _at(laws: Tensor, place: Tensor) -> Tensor:
-    """Return [R,V]: of laws [R,N,V] those at `place` [R,1]."""
+    """Return [R,V]: the laws [R,N,V] at the index `place` [R,1]."""
     return laws.gather(1, place.unsqueeze(-1).expand(-1, 1, laws.shape[2])).squeeze(1).to(torch.float64)
 
 
@@ -67,8 +67,8 @@ def _children(tree: TokenTree) -> tuple[Tensor, Tensor]:
 
 
 def _rho(laws: Tensor, drafts: Tensor, k: Tensor, eldest: Tensor) -> Tensor:
-    """Return [R,1+N] float64: the least rho in [1, k] with rho * beta(rho) >= 1 - (1 - beta(rho))^k, for beta(rho) =
-    sum of min(q, p/rho). Between two neighbours among the ratios p/q, beta is A + B/rho. A and B are computed once for
+    """Return [R,1+N] float64: the smallest rho in [1, k] with rho * beta(rho) >= 1 - (1 - beta(rho))^k, where beta(rho)
+    is the sum of min(q, p/rho). Between two neighbouring ratios p/q, beta is A + B/rho. A and B are computed once for
     every node, and the bisection uses only them."""
     parts = []
     for place in range(laws.shape[1]):
@@ -92,10 +92,10 @@ def _piece(p: Tensor, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Tensor, Ten
     """Return A, B and the bounds [R] of the piece of beta that contains rho, from p and q [R,V] and k [R,1]."""
     ratio, order = torch.where(q > 0, p / q, torch.where(p > 0, torch.inf, 0.0)).sort(1)
     p, q = p.gather(1, order), q.gather(1, order)
-    # with rho at the ratio of token i: smaller ratios give p/rho, the others q
+    # If rho is the ratio of token i, min(q, p/rho) is p/rho for tokens with smaller ratios, and q for the others.
     served, kept = p.cumsum(1) - p, q.flip(1).cumsum(1).flip(1)
     beta = kept + torch.where(ratio > 0, served / ratio, 0.0)
-    short = ratio * beta < _any_of(beta, k)  # true up to a ratio, then false: rho * beta rises, the other side falls
+    short = ratio * beta < _any_of(beta, k)  # true, then false: with rho the left side rises, the right side falls
     corner = short.sum(1, keepdim=True)
     inside = corner < ratio.shape[1]
     at = corner.clamp(max=ratio.shape[1] - 1)
@@ -107,7 +107,7 @@ def _piece(p: Tensor, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Tensor, Ten
 
 
 def _left(p: Tensor, q: Tensor, rho: Tensor, k: Tensor) -> Tensor:
-    """Return [R,V]: the residual law after k rejected drafts of q. It is right for every rho that is large enough."""
+    """Return [R,V]: the residual law after k rejected drafts of q. It is exact for every rho that is large enough."""
     each = torch.minimum(q, p / rho)
     beta = each.sum(1, keepdim=True)
     served = each * torch.where(beta > 0, _any_of(beta, k.clamp(min=1)) / beta, 0.0)

@@ -1,4 +1,4 @@
-"""Try the siblings of a tree one after the other, each on the residual of the ones before."""
+"""Test the siblings of a tree one after the other, each against the residual law of the siblings before it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from paceline.rules.ratio import Ratio
 class MultiRound(Ratio):
     """Keep the target's distribution on trees (SpecInfer, Sequoia): `ratio`, with an option for how siblings are drawn.
 
-    The rule is `ratio`: after a rejected sibling the residual is norm((p - q)+), and the next one is tried on that.
+    After a rejected sibling the residual law is norm((p - q)+), and the next sibling is tested against this law.
     """
 
     @dataclass(frozen=True)

@@ -18,8 +18,8 @@ class Ratio(Rule):
     """Keep the target's distribution: accept with min(1, p/q), else draw from the residual (Leviathan, Chen).
 
     One loop over the nodes verifies chains, trees and point-mass drafts. `left` is the residual law at the last
-    accepted node. Siblings are tried in order, each on the residual of the ones before. Without replacement, the law of
-    a sibling excludes the tokens of the siblings before it (Leviathan 2023, Miao 2024, Chen 2024).
+    accepted node. Siblings are tested in order, each against the residual law of the siblings before it. Without
+    replacement, the law of a sibling excludes the tokens of earlier siblings (Leviathan 2023, Miao 2024, Chen 2024).
     """
 
     exact = "law"
@@ -53,7 +53,7 @@ class Ratio(Rule):
 
     @property
     def _plain(self) -> bool:
-        """Return whether this is the ratio test itself. A subclass can change a part of it."""
+        """Return whether this class uses the ratio test unchanged. A subclass can change a part of it."""
         return all(getattr(type(self), part) is getattr(Ratio, part) for part in ("verify", "chance", "rest"))
 
     def chance(self, p: Tensor, q: Tensor) -> Tensor:
@@ -64,20 +64,20 @@ class Ratio(Rule):
         """Return [R,V]: the residual law after a rejection."""
         residual = (left - q).clamp(min=0)
         total = residual.sum(1, keepdim=True)
-        # p = q up to rounding has no residual: then a rejection has probability ~0, and p itself is the right law
+        # If p = q up to rounding there is no residual. A rejection then has probability ~0, and p is the right law.
         return torch.where(total > 0, residual / total, left)
 
 
 def draft_law(tree: TokenTree, nodes: int | slice, like: Tensor) -> Tensor:
-    """Return [R,V] or [R,N,V]: the law that each node was drawn from. Laws of later siblings already exclude earlier
-    ones."""
+    """Return [R,V] or [R,N,V]: the law that each node was drawn from. The law of a sibling drawn without replacement
+    excludes the tokens of earlier siblings already."""
     if tree.drawn == "certain" or tree.laws is None:
         return torch.zeros_like(like).scatter_(-1, tree.tokens[:, nodes].unsqueeze(-1), 1.0)
     return tree.laws[:, nodes].to(like.dtype)
 
 
 def pack(tree: TokenTree, taken: Tensor, last: Tensor) -> Verdict:
-    """Return the verdict with the tokens of the nodes `taken` [R,N] in front, then the last token [R]."""
+    """Return the verdict that emits the tokens of the nodes `taken` [R,N] (bool), then the token `last` [R]."""
     if tree.nodes == 0:
         return Verdict(last[:, None], torch.zeros_like(last)[:, None])
     accepted = taken.sum(1, keepdim=True)

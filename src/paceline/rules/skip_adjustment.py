@@ -1,4 +1,4 @@
-"""The ratio test without the residual. Lossy."""
+"""The ratio test without the residual law. Lossy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Accept tokens above a probability, or near the best token's probability. Lossy."""
+"""Accept tokens above a fixed probability, or above a share of the best token's probability. Lossy."""
 
 from __future__ import annotations
 

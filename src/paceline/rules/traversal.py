@@ -17,9 +17,9 @@ from paceline.rules.ratio import draft_law, pack
 class Traversal(Rule):
     """Keep the target's distribution on trees, from the leaves up (traversal verification); `block` on chains.
 
-    The share and the law of a node after its children are rejected do not depend on coins. So they are computed first,
-    parents before children. Then every node has one coin. The path ends at the first node in traversal order (first
-    branch first, children before their parent) whose coin is true.
+    First the rule computes the share and the residual law that each node has if all its children are rejected. Then
+    each node has one coin. The path ends at the first node in traversal order (first branch first, children before
+    their parent) whose coin is true.
     """
 
     exact = "law"
@@ -35,13 +35,14 @@ class Traversal(Rule):
         start = torch.zeros(tree.rows, dtype=torch.int64, device=laws.device)
         heads = torch.stack([choice.coin(share[:, node + 1], start, node) for node in range(tree.nodes)], 1)
         taken = _first_leaf(tree, heads)
-        end = (taken * arange(1, tree.nodes + 1, laws.device)).amax(1)  # the last node of the path, 0: the text
+        end = (taken * arange(1, tree.nodes + 1, laws.device)).amax(1)  # 1 + the last node of the path; 0: the text
         last = left.gather(1, end.view(-1, 1, 1).expand(-1, 1, left.shape[2])).squeeze(1)
         return pack(tree, taken, choice.draw(last, taken.sum(1)))
 
 
 def _served(tree: TokenTree, laws: Tensor) -> tuple[Tensor, Tensor]:
-    """Return share [R,1+N] and law [R,1+N,V] of the text and of every node after all its children are rejected."""
+    """Return the share [R,1+N] and the residual law [R,1+N,V] of the text and of every node, if all its children are
+    rejected. The share is the part of the node's probability that the target can use."""
     assert tree.parents is not None
     left = laws.clone()
     share = torch.zeros_like(laws[:, :, 0])
@@ -65,11 +66,11 @@ def _served(tree: TokenTree, laws: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _first_leaf(tree: TokenTree, heads: Tensor) -> Tensor:
-    """Return [R,N]: the path to the first node with `heads` [R,N], through the first child that has such a node
-    below."""
+    """Return [R,N] bool: the nodes on the path to the first node in traversal order whose coin `heads` [R,N] is true.
+    At each node the path goes to the first child whose subtree has such a node."""
     assert tree.parents is not None
     ancestors = tree.ancestors
-    some = (ancestors & heads.unsqueeze(2)).any(1)  # at this node or below
+    some = (ancestors & heads.unsqueeze(2)).any(1)  # [R,N]: a coin of this node or below it is true
     siblings = (tree.parents.unsqueeze(1) == tree.parents.unsqueeze(2)).tril(-1)  # [R,N,N]: j is an elder of i
     right = some & ~(siblings & some.unsqueeze(1)).any(-1)
     return ~(ancestors & ~right.unsqueeze(1)).any(-1)

@@ -1,1 +1,1 @@
-"""Kernels of the Llama-like forward pass: by numba for CPUs, by Triton for CUDA. Memory is passed by address."""
+"""Kernels of the Llama-like forward pass, compiled by numba for CPUs and by Triton for CUDA."""

@@ -1,7 +1,7 @@
-"""The ratio test on chains, and the draw after it. No distribution is written to memory.
+"""Apply the ratio test to chains, and draw the token after the accepted ones. No distribution is written to memory.
 
-Four kernels: the sums of each position, by chunk; the number of accepted tokens of each row; the Gumbel argmax for the
-token after them, by chunk; the best of all chunks. Scores are float32 as in `core.law`, and all results are float64.
+Four kernels compute: the sums of each chunk of each position; the number of accepted tokens of each row; the Gumbel
+argmax of each chunk for the next token; the best of all chunks. Scores are float32 as in `core.law`, results float64.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from paceline.kernels.cuda.choosing import in_steps, uniform, warmed
 from paceline.kernels.cuda.launching import after, overlapping
 
 _CHUNK = 2048  # logits of one program
-_NOTHING = tl.constexpr(-1)  # as in core.verdict: after the last emitted token
+_NOTHING = tl.constexpr(-1)  # padding after the last emitted token, as in core.verdict
 _BROKEN = tl.constexpr(-2)  # no token could be chosen
 
 
 @triton.jit(do_not_specialize=["Q", "V", "places", "chunks"])
 def _weigh(logits, drafts, temperature, tops, sums, where, Q, V, step, draft_step, places, chunks,
            CHUNK: tl.constexpr, OVERLAP: tl.constexpr):  # fmt: skip
-    """For one chunk of one position (the target's, then the draft's): the largest score, its index, and the sum of
-    exp(score - largest)."""
+    """For one chunk of one position (the target's positions, then the draft's), store the largest score, its index, and
+    the sum of exp(score - largest)."""
     after(OVERLAP)
     place = tl.program_id(0)
     chunk = tl.program_id(1)
@@ -47,8 +47,8 @@ def _weigh(logits, drafts, temperature, tops, sums, where, Q, V, step, draft_ste
 
 @triton.jit
 def _joined(tops, sums, where, place, known, chunks, CHUNKS: tl.constexpr):
-    """For positions [P]: the largest score of all chunks, the sum of exp(score - largest), the index of the largest,
-    and whether it is a number."""
+    """Return for positions [P]: the largest score of all chunks, the sum of exp(score - largest), the index of the
+    largest score, and whether that score is finite."""
     chunk = tl.arange(0, CHUNKS)
     at = (place * chunks)[:, None] + chunk[None, :]
     inside = known[:, None] & (chunk < chunks)[None, :]
@@ -63,13 +63,13 @@ def _joined(tops, sums, where, place, known, chunks, CHUNKS: tl.constexpr):
 
 @triton.jit
 def _share(score, base, total, warmth):
-    """The probability of a token with this score; its position has this largest score and this sum."""
+    """Return the probability of a token with this score. base, total: largest score and sum of its position."""
     return tl.exp(warmed(score.to(tl.float32), warmth).to(tl.float64) - base) / total
 
 
 @triton.jit
 def _of(values, this):
-    """The one value whose mask `this` is true."""
+    """Return the one value where the mask `this` is true."""
     return tl.sum(tl.where(this, values, 0), 0)
 
 
@@ -78,10 +78,10 @@ def _accept(logits, drafts, tokens, count, temperature, key, length, tops, sums,
             N, V, step, draft_step, places, chunks,
             NODES: tl.constexpr, CHUNKS: tl.constexpr, CERTAIN: tl.constexpr, ALL: tl.constexpr,
             OVERLAP: tl.constexpr):  # fmt: skip
-    """For one row: the number of accepted tokens, and the values for the draw after them.
+    """For one row, store the number of accepted tokens, and the values that the draw of the next token needs.
 
-    facts [R,5]: base and sum of the target there, of the draft, and whether something was rejected. settled [R]: the
-    token of rows without a draw.
+    facts [R,5], at the next token: base and sum of the target, base and sum of the draft, and whether a drafted token
+    was rejected. settled [R]: the next token of greedy rows; _BROKEN if there is none; _NOTHING if it must be drawn.
     """
     after(OVERLAP)
     row = tl.program_id(0)
@@ -108,7 +108,7 @@ def _accept(logits, drafts, tokens, count, temperature, key, length, tops, sums,
     coin = uniform(tl.load(key + row), tl.load(length + row) + node, node)
     stop = tl.min(tl.where(known & (coin < chance), NODES, node), 0)
     this = node == stop
-    # without a draft law the residual is the target's law
+    # if the draft's scores are not finite here, the residual is the target's law
     rejected = (stop < used) & (_of(own_sound.to(tl.int32), this) > 0)
     whole = _of(sound.to(tl.int32), this) > 0
     fixed = tl.where(whole, tl.where(warmth > 0, _NOTHING, _of(best, this)), _BROKEN)
@@ -124,8 +124,8 @@ def _accept(logits, drafts, tokens, count, temperature, key, length, tops, sums,
 @triton.jit(do_not_specialize=["N", "V", "chunks"])
 def _contend(logits, drafts, tokens, temperature, key, length, accepted, facts, best, where, N, V, step, draft_step,
              chunks, CHUNK: tl.constexpr, CERTAIN: tl.constexpr, OVERLAP: tl.constexpr):  # fmt: skip
-    """For one chunk of the position after a row's accepted tokens: the Gumbel argmax of the residual, and that of the
-    law itself, for an empty residual."""
+    """For one chunk of the position after a row's accepted tokens, store the Gumbel argmax of the residual, and of the
+    law, which is used if the residual is empty."""
     after(OVERLAP)
     row = tl.program_id(0)
     chunk = tl.program_id(1)
@@ -157,7 +157,7 @@ def _contend(logits, drafts, tokens, temperature, key, length, accepted, facts, 
 @triton.jit(do_not_specialize=["N", "chunks"])
 def _close(tokens, accepted, settled, best, where, emitted, N, chunks,
            NODES: tl.constexpr, CHUNKS: tl.constexpr, OVERLAP: tl.constexpr):  # fmt: skip
-    """For one row: the accepted tokens, the best of all chunks, and padding."""
+    """For one row, write the accepted tokens, then the best token of all chunks, then padding."""
     after(OVERLAP)
     row = tl.program_id(0)
     node = tl.arange(0, NODES)
@@ -176,8 +176,8 @@ def _close(tokens, accepted, settled, best, where, emitted, N, chunks,
 
 
 def weigh(logits: Tensor, drafts: Tensor | None, temperature: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return [P,chunks] each, for the target's positions and then the draft's: the largest scores, the sums of
-    exp(score - largest), and the indices of the largest."""
+    """Return three tensors [P,chunks], for the target's positions and then the draft's: the largest scores, the sums of
+    exp(score - largest), and the indices of the largest scores."""
     (R, Q, V), device = logits.shape, logits.device
     chunks, places = -(-V // _CHUNK), R * Q if drafts is None else R * (2 * Q - 1)
     tops = torch.empty(places, chunks, dtype=torch.float32, device=device)
@@ -199,10 +199,10 @@ def judge(
     keys: tuple[Tensor, Tensor],
     length: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """Return what rule `ratio` emits [R,N+1] and accepts [R,1] of the chains `tokens` [R,N], whose first `count` [R]
-    are in use, with the target's logits [R,1+N,V]. The draft's logits [R,N,V] (None: point masses) and the target's are
-    of one temperature [R]; 0 is greedy. `keys` are those of coins and of final tokens, [R] each, `length` [R] is that
-    of the text.
+    """Return the emitted tokens [R,N+1] and the numbers of accepted tokens [R,1] of rule `ratio` on the chains `tokens`
+    [R,N], of which the first `count` [R] are in use (None: all). logits [R,1+N,V]: the target's. drafts [R,N,V]: the
+    draft's logits (None: a certain draft). Both have the same temperature [R]; 0 is greedy. keys: the noise keys [R] of
+    coins and of final tokens. length [R]: the length of each text.
     """
     (R, N), V, device = tokens.shape, logits.shape[-1], logits.device
     logits, drafts = in_steps(logits), None if drafts is None else in_steps(drafts)

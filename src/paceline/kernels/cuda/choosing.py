@@ -1,4 +1,4 @@
-"""The argmax, or the Gumbel argmax, of logits. No distribution is written to memory."""
+"""Choose tokens from logits by argmax or by Gumbel argmax. No distribution is written to memory."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from torch import Tensor
 from paceline.kernels.cuda.launching import after, overlapping
 
 _CHUNK = 2048  # logits of one program
-_SMALL = 512  # the same, for few positions
-_MANY = 2048  # from this number of programs on they are larger
+_SMALL = 512  # logits of one program, if there are few positions
+_MANY = 2048  # a launch with more small programs than this uses programs of _CHUNK logits
 
 
 @triton.jit
@@ -22,7 +22,7 @@ def _scramble(words):
 
 @triton.jit
 def uniform(key, position, lane):
-    """The uniform number of a key, a position and a lane: `core.noise`, to the bit."""
+    """Return the uniform random number of a key, a position and a lane, with the bits of `core.noise.uniform`."""
     golden = tl.full([], 0x9E3779B97F4A7C15, tl.uint64)
     place = _scramble(position.to(tl.uint64) * golden + key.to(tl.uint64))
     words = _scramble(place + _scramble((lane + 1).to(tl.uint64) * golden))
@@ -31,8 +31,8 @@ def uniform(key, position, lane):
 
 @triton.jit
 def warmed(score, warmth):
-    """A score over the temperature of its row, rounded as torch rounds it. NaN becomes infinity, so that it is
-    noticed."""
+    """Return score / temperature (temperature 0: the score), rounded as torch rounds it. NaN becomes infinity, which
+    the kernels report as a broken row."""
     score = tl.div_rn(score, tl.where(warmth > 0, warmth, 1.0))
     return tl.where(score == score, score, float("inf"))
 
@@ -41,8 +41,8 @@ def warmed(score, warmth):
             do_not_specialize_on_alignment=["position", "out"])  # fmt: skip
 def _race(logits, temperature, key, position, best, where, done, out, Q, V, step, place_row, out_row, out_step, chunks,
           broken, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, SAMPLED: tl.constexpr, OVERLAP: tl.constexpr):  # fmt: skip
-    """For one chunk of one position: the largest score and its index, with noise if the row has a temperature. The last
-    program of a position finds the best of all its chunks."""
+    """For one chunk of one position, store the largest score (with noise if the row has a temperature) and its index.
+    The last program of a position stores the best token of all its chunks."""
     after(OVERLAP)
     place = tl.program_id(0)
     chunk = tl.program_id(1)
@@ -72,7 +72,7 @@ def _race(logits, temperature, key, position, best, where, done, out, Q, V, step
 
 @triton.jit
 def _winner(line, best, where, chunks, broken, CHUNKS: tl.constexpr):
-    """The best of all chunks; `broken` if it is not a number."""
+    """Return the best token of all chunks, or `broken` if its logit is not finite."""
     chunk = tl.arange(0, CHUNKS)
     scores = tl.load(best + chunk, mask=chunk < chunks, other=float("-inf"))
     _, first = tl.max(scores, 0, return_indices=True)
@@ -82,8 +82,8 @@ def _winner(line, best, where, chunks, broken, CHUNKS: tl.constexpr):
 
 
 def in_steps(logits: Tensor) -> Tensor:
-    """Return logits [R,Q,V] whose positions all have the same stride. torch calls a tensor contiguous whatever the
-    stride of a size of 1 is."""
+    """Return logits [R,Q,V] with one stride from position to position, also across rows. torch lets a dimension of size
+    1 have any stride, so all strides are set here."""
     R, Q, _ = logits.shape
     if logits.stride(-1) != 1 or (R > 1 and Q > 1 and logits.stride(0) != Q * logits.stride(1)):
         logits = logits.contiguous()
@@ -92,7 +92,7 @@ def in_steps(logits: Tensor) -> Tensor:
 
 
 def _chunk(places: int, V: int) -> int:
-    """Return the number of logits of one program: few if that uses more of the device. The result is the same."""
+    """Return the logits per program: few for few positions, to use the whole device. Tokens do not depend on it."""
     return _CHUNK if places * V > _MANY * _SMALL else min(_SMALL, _CHUNK)
 
 
@@ -105,10 +105,10 @@ def race(
     into: Tensor | None = None,
     done: Tensor | None = None,
 ) -> Tensor:
-    """Return [R,Q]: the token at each position of logits [R,Q,V]: the argmax, or (temperature [R], key [R], position
-    [R,Q]) the Gumbel argmax of score / temperature if the row's temperature is not 0. `broken` if no token can be
-    chosen. It is written to `into` [R,Q], if given. done: at least R*Q counters, which are zero before and after the
-    call."""
+    """Return the token [R,Q] at each position of logits [R,Q,V]: the argmax; or, in rows whose temperature [R] is given
+    and not 0, the Gumbel argmax of score / temperature, with noise of key [R] and position [R,Q]. The token is `broken`
+    if no token can be chosen. into [R,Q]: the tensor for the result (None: a new one). done: at least R*Q counters,
+    which are zero before and after the call."""
     R, Q, V = logits.shape
     logits, device, places = in_steps(logits), logits.device, R * Q
     size = _chunk(places, V)

@@ -1,10 +1,10 @@
 """Attention over the slots of a KV cache, in the order of the sequence.
 
-One program of `_spans` computes, for one row, one head of keys and one span, what a few queries make of that span:
+One program of `_spans` computes the attention of a few queries over one span, for one row and one head of keys:
 
     positions of a row   |---- span 0: SPAN ----|---- span 1 ----|---- span 2 ----|   (a tree: the text, then a branch)
     keys, values         [ TILE ][ TILE ]        ...
-    queries              (token, head) pairs: those heads of a few tokens that share this head of keys
+    queries              (token, head) pairs: the query heads, of a few tokens, that share this head of keys
 
     for each TILE of the span:  scores = q . k * scale, hidden slots are -inf
                                 peak, total, gathered = running maximum, sum and weighted values (online softmax)
@@ -24,11 +24,11 @@ from torch import Tensor
 
 from paceline.kernels.cuda.launching import after, overlapping
 
-SPAN = 256  # positions whose keys are one span
-_TILE = 128  # of them at a time
+SPAN = 256  # positions of one span
+_TILE = 128  # positions that a program loads at a time
 _QUERIES = 16  # (token, head) pairs of a program
-COUNTS = 1 << 16  # programs that can count at once
-_ROOM = 1 << 28  # the most bytes of spans that are not joined yet; more tokens take several launches
+COUNTS = 1 << 16  # the most counters that one launch uses
+_ROOM = 1 << 28  # the most bytes of spans that are not joined yet; more rows take several launches
 
 
 @triton.jit(do_not_specialize=["Q", "DEPTH", "SPANS", "window", "blocks"],
@@ -51,7 +51,7 @@ def _spans(q, keys, values, prefix, branch, deep, length, leaf, peaks, sums, mix
         seen += tl.load(deep + token, mask=ours, other=0)
     most = tl.max(seen, 0)
     active = active & (most > span * PLACES)
-    low = most * 0  # the first span that one of them sees
+    low = most * 0  # the first span that one of the queries sees
     if WINDOW:
         low = tl.maximum(tl.min(tl.where(ours, seen, 1 << 30), 0) - window, 0) // PLACES
         active = active & (span >= low)
@@ -75,7 +75,7 @@ def _spans(q, keys, values, prefix, branch, deep, length, leaf, peaks, sums, mix
                 peak, total, gathered = _tile(query, keys + base, values + base, slot * slot_step, place, most, seen,
                                               window, scale, column, WIDTH, WINDOW, EXACT, peak, total,
                                               gathered)  # fmt: skip
-        whole = ALL  # whether this span has all their keys
+        whole = ALL  # whether this span has all keys of the queries
         if not ALL and not TREE:
             whole = most <= (low + 1) * PLACES
         if whole:
@@ -92,12 +92,12 @@ def _spans(q, keys, values, prefix, branch, deep, length, leaf, peaks, sums, mix
                 if tl.atomic_add(counter, 1, sem="acq_rel") == (most + PLACES - 1) // PLACES - low - 1:
                     _join_pairs(peaks, sums, mixed, out, asked, SPANS, seen, there, low, most, window, WIDTH, BLOCK,
                                 PLACES, ROWS, WINDOW)  # fmt: skip
-                    tl.store(counter, 0)  # all other programs have written theirs
+                    tl.store(counter, 0)  # all other programs have written their spans
 
 
 @triton.jit
 def _looked_up(place, begin, known, branch):
-    """The slots of places, of which those from `begin` on are in a branch."""
+    """Return the slots of places: places before `begin` are slots, and later places are looked up in `branch`."""
     beyond = known & (place >= begin)
     return tl.where(beyond, tl.load(branch + (place - begin), mask=beyond, other=0), place.to(tl.int64))
 
@@ -105,9 +105,9 @@ def _looked_up(place, begin, known, branch):
 @triton.jit
 def _task(job, pair, row, branch, deep, length, leaf, Q, DEPTH, SPANS, blocks, GROUP: tl.constexpr,
           TOGETHER: tl.constexpr, PLACES: tl.constexpr, TREE: tl.constexpr, TAILS: tl.constexpr):  # fmt: skip
-    """The work of a program: its span, its first query, the query and the validity of every pair, whether it reads the
-    branch of that query, and whether there is work."""
-    span = job // blocks  # a span that all queries see, and some of the queries ...
+    """Return the work of a program: its span, its first query, the query and the validity of every pair, whether it
+    reads the branch of the first query, and whether there is work."""
+    span = job // blocks  # a job is a span of the text and some of the queries ...
     lead = job % blocks * TOGETHER
     asking = lead + pair // GROUP
     ours = pair < TOGETHER * GROUP
@@ -116,16 +116,16 @@ def _task(job, pair, row, branch, deep, length, leaf, Q, DEPTH, SPANS, blocks, G
     if TREE:
         ended = tl.load(length + row)
         tail = job - SPANS * blocks
-        alone = tail >= 0  # ... or a span in which a query sees its own branch, and others of that branch with it:
+        alone = tail >= 0  # ... or a span with the branch of a query, and that query with its ancestors:
         lead = tl.where(alone, tail // TAILS, lead)
         leader = row * Q + lead
         depth = tl.load(deep + leader, mask=alone, other=0)
-        ends = (depth % TOGETHER == 0) | (tl.load(leaf + leader, mask=alone, other=0) != 0)  # every node is in one
+        ends = (depth % TOGETHER == 0) | (tl.load(leaf + leader, mask=alone, other=0) != 0)  # each node is in one
         active = tl.where(alone, ends, (span + 1) * PLACES <= ended)
         span = tl.where(alone, ended // PLACES + tail % TAILS, span).to(tl.int32)
         above = depth - 1 - pair // GROUP
         slot = tl.load(branch + leader.to(tl.int64) * DEPTH + above, mask=alone & (above >= 0), other=0)
-        own = tl.where(depth == 0, lead, slot - ended - DEPTH + Q)  # the last of DEPTH scratch tokens is the last asked
+        own = tl.where(depth == 0, lead, slot - ended - DEPTH + Q)  # the last of DEPTH scratch tokens is the last query
         ours = ours & ((alone == 0) | (pair < GROUP) | ((above >= 0) & (own >= 0)))
         asking = tl.where(alone, own, asking).to(tl.int32)
         active = active & (span < SPANS)
@@ -135,7 +135,7 @@ def _task(job, pair, row, branch, deep, length, leaf, Q, DEPTH, SPANS, blocks, G
 @triton.jit
 def _tile(query, keys, values, offset, place, most, seen, window, scale, column, WIDTH: tl.constexpr,
           WINDOW: tl.constexpr, EXACT: tl.constexpr, peak, total, gathered):  # fmt: skip
-    """Add keys and values at `offset` to the online softmax, which is a peak, a sum and the weighted values."""
+    """Return the online softmax (peak, sum, weighted values) after adding the keys and values at `offset`."""
     known = place < most
     wide = column < WIDTH
     k = tl.load(keys + offset[None, :] + column[:, None], mask=known[None, :] & wide[:, None], other=0.0)
@@ -163,7 +163,7 @@ def _tile(query, keys, values, offset, place, most, seen, window, scale, column,
 @triton.jit
 def _join_pairs(peaks, sums, mixed, out, pair, SPANS, seen, there, low, most, window, WIDTH: tl.constexpr,
                 BLOCK: tl.constexpr, PLACES: tl.constexpr, ROWS: tl.constexpr, WINDOW: tl.constexpr):  # fmt: skip
-    """Do what `_join` does, for the (token, head) pairs [ROWS] of a program at once."""
+    """Join the spans of the (token, head) pairs [ROWS] of a program, in the same order as `_join`."""
     column = tl.arange(0, BLOCK)
     base = pair * SPANS
     last = (seen + PLACES - 1) // PLACES
@@ -232,13 +232,13 @@ def attend(
     q: Tensor, memory: tuple[Tensor, Tensor], prefix: Tensor, out: Tensor, per_row: int, visible: int, scale: float, *,
     done: Tensor, tree: tuple[Tensor, Tensor, Tensor, Tensor] | None = None, window: int = 0, ahead: int = 0,
 ) -> None:  # fmt: skip
-    """Write out [M,heads,width]: the attention of q [M,heads,width] over their visible slots, `visible` at most.
+    """Write to out [M,heads,width] the attention of q [M,heads,width] over the visible slots (at most `visible`).
 
-    Token m is of row m // per_row and sees the slots before prefix [M] + ahead. done: counters (`COUNTS`), which are
-    zero before and after the call. tree = (branch [M,D], deep [M], length [R], leaf [M]): it then sees the slots
-    branch[m,:deep[m]] as those places that follow; the text itself ends at `length`, and the last of the D slots after
-    it is that of the last token; leaf: no other token has it in its branch.
-    window: how many positions a token sees, its own included (0: all).
+    Token m is of row m // per_row and sees the slots before prefix [M] + ahead. done: `COUNTS` counters, which are zero
+    before and after the call. tree = (branch [M,D], deep [M], length [R], leaf [M]): token m also sees the slots
+    branch[m,:deep[m]], at the next positions. The text ends at `length`; the last of the D slots after it is the slot
+    of the last token. leaf: whether the token is in the branch of no other token.
+    window: the number of positions that a token sees, with its own position (0: all).
     """
     M, heads, width = q.shape
     keys, values = memory
@@ -267,7 +267,7 @@ def attend(
             scale, window, blocks, HEADS=heads, KV=kv, WIDTH=width, BLOCK=max(16, triton.next_power_of_2(width)),
             PLACES=SPAN, TILE=_TILE, ROWS=size, TREE=tree is not None, TAILS=max(tails, 1), WINDOW=window > 0,
             ALL=spans == 1, AHEAD=ahead, EXACT=q.dtype == torch.float32, num_warps=4, **more)  # fmt: skip
-        if spans == 1 or tree is None:  # there is one span, or the last program has joined them
+        if spans == 1 or tree is None:  # one span needs no join; the last program has joined several
             continue
         _join[(count * per_row, heads)](
             peaks, sums, mixed, prefix[some], deep, out[some], spans, window, WIDTH=width,

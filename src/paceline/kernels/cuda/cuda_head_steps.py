@@ -1,5 +1,5 @@
 """The parts of an EAGLE head besides its layer: the input of the layer, the logits over the vocabulary, and the stored
-states of the target. Each is one launch, because it is a look-up or a norm of a few numbers."""
+states of the target. Each part is one launch, because it is a look-up or a norm of a few numbers."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def _note(parts, bias, length, states, M, Q, P, D, row_step, place_step, largest
         total += tl.load(parts + (part * M + token).to(tl.int64) * D + column, mask=inside, other=0.0).to(tl.float32)
     if BIAS:
         total += tl.load(bias + column, mask=inside, other=0.0).to(tl.float32)
-    total = tl.where(total == total, total, 0.0)  # positions that were not read are NaN; the store keeps none
+    total = tl.where(total == total, total, 0.0)  # positions that were not read are NaN; states hold no NaN
     total = tl.minimum(tl.maximum(total, -largest), largest)
     place = tl.load(length + row) - 1 + token % Q
     into = states + row * row_step + place * place_step + column
@@ -95,9 +95,9 @@ def _note(parts, bias, length, states, M, Q, P, D, row_step, place_step, largest
 
 @dataclass(frozen=True)
 class Pair:
-    """The input of the layer for a token and a feature: the token's row of `table` and the feature, both normed,
-    joined.
-    most: the largest id; normed: the layer adds to the normed feature."""
+    """Builds the input of the layer for a token and a feature: the token's row of `table` and the feature, both normed,
+    side by side. most: the largest token id. normed: the residual stream starts as the normed feature, not as the
+    feature."""
 
     table: Tensor
     word_norm: Tensor
@@ -107,17 +107,17 @@ class Pair:
     normed: bool
 
     def known(self, text: Tensor, length: Tensor, states: Tensor, Q: int) -> tuple[Tensor, Tensor, Tensor]:
-        """For the last Q of `length` [R,1] entries of each text [R,T], with the features [R,P,D] of their positions,
-        return the input [RQ,E+D], the residual stream [RQ,D], and the slots [R,Q], which are the positions. A text with
-        fewer entries repeats its first one."""
+        """Return the input [RQ,E+D], the residual stream [RQ,D] and the slots [R,Q] (the positions) of the last Q of
+        `length` [R,1] entries of each text [R,T]. states [R,P,D]: the features of the positions. A text with fewer
+        entries repeats its first one."""
         return self._see(text, length, None, states, Q, -Q, known=True)
 
     def drafted(
         self, tokens: Tensor, length: Tensor, before: int, made: Tensor, above: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """The same for drafted tokens [R,Q], after `before` others and `length` [R,1] entries. made [R,1+M,D]: features
-        after the text and after those others. above [R,Q]: the parent of each token (-1: the text); None: the token
-        before it."""
+        """Return input, residual stream and slots of drafted tokens [R,Q], which follow `length` [R,1] entries and
+        `before` other drafted tokens. made [R,1+M,D]: features after the text and after those other tokens. above
+        [R,Q]: the parent of each token (-1: the text); None: the parent is the previous token."""
         return self._see(tokens, length, above, made, tokens.shape[1], before, known=False)
 
     def _see(
@@ -151,8 +151,8 @@ def spread(parts: Tensor, where: Tensor | None, vocabulary: int) -> Tensor:
 
 
 def note(parts: Tensor, bias: Tensor | None, length: Tensor, states: Tensor) -> None:
-    """Write the sum of parts [P,M,D] and the bias to states [R,T,D], from the last position of a text of `length` [R,1]
-    on. NaN becomes 0, and infinity the largest number."""
+    """Write the sum of parts [P,M,D] and the bias to states [R,T,D], starting at the last position of each text of
+    `length` [R,1]. NaN becomes 0, and infinity becomes the largest number."""
     P, M, D = parts.shape
     _note[(M,)](
         parts, parts if bias is None else bias, length, states, M, M // length.shape[0], states.shape[1], D,

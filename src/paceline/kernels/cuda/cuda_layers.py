@@ -8,12 +8,12 @@ from torch import Tensor
 
 from paceline.kernels.cuda.launching import after, overlapping
 
-_HEADS = 4  # of a program that turns them
+_HEADS = 4  # attention heads of one program of `_turn`
 
 
 @triton.jit
 def normalised(values, weight_at, inside, eps, D, kind: tl.constexpr):
-    """RMS norm as transformers rounds it."""
+    """Return the RMS norm of values, rounded as transformers rounds it."""
     spread = tl.sum(values * values, 0) / D
     small = (values * (1 / tl.sqrt(spread + eps))).to(kind).to(tl.float32)
     weight = tl.load(weight_at, mask=inside, other=0.0).to(tl.float32)
@@ -24,7 +24,7 @@ def normalised(values, weight_at, inside, eps, D, kind: tl.constexpr):
 def _add_norm(parts, stream, weight, bias, out, M, D, eps, take, skip,
               PARTS: tl.constexpr, BIAS: tl.constexpr, NORM: tl.constexpr, BLOCK: tl.constexpr,
               OVERLAP: tl.constexpr):  # fmt: skip
-    """stream [M,D] += the sum of parts [PARTS,M,D]; out = its norm, of the last `take` of each `take + skip` tokens."""
+    """Add the sum of parts [PARTS,M,D] to stream [M,D]. out: the norm of the last `take` of `take + skip` tokens."""
     after(OVERLAP)
     token = tl.program_id(0)
     index = token // (take + skip) * take + token % (take + skip) - skip
@@ -64,7 +64,7 @@ def _turn(parts, bias, q_norm, k_norm, cos, sin, position, slots, q, keys, value
           slot_step, eps, HEADS: tl.constexpr, KV: tl.constexpr, WIDTH: tl.constexpr, HALF: tl.constexpr,
           SOME: tl.constexpr, PARTS: tl.constexpr, BIAS: tl.constexpr, NORMS: tl.constexpr,
           OVERLAP: tl.constexpr):  # fmt: skip
-    """Some heads of one token: rotate queries and keys by the position, and write keys and values to the KV cache."""
+    """Rotate queries and keys of some heads of one token by its position; write keys and values to the KV cache."""
     after(OVERLAP)
     token = tl.program_id(0)
     head = tl.program_id(1) * SOME + tl.arange(0, SOME)
@@ -125,7 +125,7 @@ def _silu_times(gate, up, count, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):
 
 
 def silu_times(gate: Tensor, up: Tensor) -> Tensor:
-    """silu(gate) * up, written over gate."""
+    """Write silu(gate) * up over gate, and return gate."""
     _silu_times[(-(-gate.numel() // 1024),)](gate, up, gate.numel(), BLOCK=1024, num_warps=4, **overlapping(up.device))
     return gate
 
@@ -134,8 +134,8 @@ def add_norm(
     parts: Tensor | None, stream: Tensor, out: Tensor | None, *, weight: Tensor | None = None,
     bias: Tensor | None = None, eps: float = 0.0, of: tuple[int, int] = (1, 0),
 ) -> None:  # fmt: skip
-    """stream [M,D] += the sum of parts [P,M,D] (None: nothing); out [n,D] = its norm. of = (take, skip): the norm only
-    of the last `take` of each `take + skip` tokens."""
+    """Add the sum of parts [P,M,D] and bias (None: nothing) to stream [M,D]. Write its norm to out [n,D] (None: no
+    norm). of = (take, skip): take the norm only of the last `take` of each `take + skip` tokens."""
     M, D = stream.shape
     take, skip = of
     _add_norm[(M,)](
@@ -146,7 +146,7 @@ def add_norm(
 
 
 def embed_norm(ids: Tensor, table: Tensor, stream: Tensor, weight: Tensor, out: Tensor, eps: float) -> None:
-    """stream [M,D] = rows `ids` [M] of `table`; out = their norm."""
+    """Write rows `ids` [M] of `table` to stream [M,D], and their norm to out [M,D]."""
     M, D = stream.shape
     _embed_norm[(M,)](
         ids, table, stream, weight, out, D, eps,
@@ -158,8 +158,8 @@ def turn(
     memory: tuple[Tensor, Tensor], per_row: int, *, bias: Tensor | None = None,
     norms: tuple[Tensor, Tensor] | None = None, eps: float = 0.0,
 ) -> None:  # fmt: skip
-    """parts [P,M,(heads + 2 kv) width]: q [M,heads,width] is turned; keys and values go to `slots` [M] of `memory`
-    (each [rows,kv,slots,width]); token m is of row m // per_row."""
+    """Sum parts [P,M,(heads + 2 kv) width], and rotate queries and keys. Write queries to q [M,heads,width], keys and
+    values to `slots` [M] of `memory` (each [rows,kv,slots,width]). Token m is of row m // per_row."""
     P, M, N = parts.shape
     _, heads, width = q.shape
     keys, values = memory

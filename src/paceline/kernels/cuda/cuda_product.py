@@ -1,7 +1,7 @@
-"""The product of a few tokens and a large matrix. Each weight is read once.
+"""Multiply a few tokens with a large matrix. Each weight is read once.
 
 The matrix is divided into tiles of outputs. If there are too few tiles for the device, the inner dimension is divided,
-too, and the reader of the result sums the parts in order. The division depends on the shape of the matrix only.
+too, and the kernel that reads the result sums the parts in order. The division depends on the matrix shape only.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from torch import Tensor
 from paceline.kernels.cuda.cuda_layers import silu_times
 from paceline.kernels.cuda.launching import after, overlapping
 
-WIDE = 64  # tokens from which torch's own product is faster
+WIDE = 64  # with more tokens torch's own product is faster
 _MOST = 128  # tokens of one launch
 _PARTS = 4
-_MANY = 64  # tokens of a tile from which shorter steps are faster
-_LARGE = 1 << 22  # weights from which a deep pipeline is faster
+_MANY = 64  # from this number of tokens per tile on, shorter steps are faster
+_LARGE = 1 << 22  # from this number of weights on, a deep pipeline is faster
 _FAST = 200 << 10  # shared memory for the pipeline of a tile, in bytes
-_PLACES = 264  # tiles that run at once: two on each of an H100's or H200's processors
+_PLACES = 264  # tiles that run at once: two on each multiprocessor of an H100 or H200
 
 
 @triton.jit
 def _summed(w_at, x_at, inner, there, K, total, STEPS: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr,
             STAGES: tl.constexpr, EXACT: tl.constexpr):  # fmt: skip
-    """total [outputs,tokens] and the product of the weights at `w_at` with the values at `x_at`, step by step; `inner`
-    says where in the inner dimension the first step is."""
+    """Return total [outputs,tokens] plus the product of the weights at `w_at` and the values at `x_at`, added step by
+    step. inner: the indices of the first step in the inner dimension."""
     for step in tl.range(0, STEPS, num_stages=STAGES):
         if EVEN:
             weights = tl.load(w_at, eviction_policy="evict_first")
@@ -53,8 +53,8 @@ def _summed(w_at, x_at, inner, there, K, total, STEPS: tl.constexpr, BK: tl.cons
 def _product(x, w0, w1, w2, out, M, N, K, second, third,
              STEPS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr,
              STAGES: tl.constexpr, EXACT: tl.constexpr, OVERLAP: tl.constexpr):  # fmt: skip
-    """out [parts,M,N] = x [M,K] times the rows of w0, w1 and w2, which follow each other: tiles from `second` on are of
-    w1, from `third` on of w2."""
+    """Write to out [parts,M,N] the product of x [M,K] and the rows of w0, w1 and w2, side by side. Tiles from `second`
+    on are of w1, tiles from `third` on of w2."""
     tile = tl.program_id(0)
     part = tl.program_id(1)
     w, own = w0, tile
@@ -79,7 +79,7 @@ def _product(x, w0, w1, w2, out, M, N, K, second, third,
 def _gated(x, gate, up, out, M, N, K,
            STEPS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr,
            STAGES: tl.constexpr, EXACT: tl.constexpr, OVERLAP: tl.constexpr):  # fmt: skip
-    """out [M,N] = silu(x times gate) * (x times up). A tile is BN rows of gate over the same BN rows of up."""
+    """Write silu(x times gate) * (x times up) to out [M,N]. A tile is BN rows of gate above the same rows of up."""
     tile = tl.program_id(0)
     both = tl.arange(0, 2 * BN)
     rows = (tile * BN + both % BN) % N
@@ -102,8 +102,8 @@ def _gated(x, gate, up, out, M, N, K,
 
 @dataclass(frozen=True)
 class Cut:
-    """Return the division of a matrix [N,K]: tiles of `outputs` rows, `parts` of the inner dimension, `inner` numbers
-    per step."""
+    """The division of a matrix [N,K]: tiles of `outputs` rows, `parts` of the inner dimension, `inner` numbers per
+    step."""
 
     outputs: int
     inner: int
@@ -115,8 +115,8 @@ class Cut:
         return -(-K // (self.inner * self.parts))
 
     def pipeline(self, tokens: int, size: int, K: int) -> dict[str, int | bool]:
-        """Return the steps of a tile with these tokens, in numbers of `size` bytes: they fit into shared memory. The
-        order of the sum is the same for all step sizes."""
+        """Return the step arguments for a tile with these tokens, whose numbers have `size` bytes, so that its pipeline
+        fits into shared memory. The order of the sum does not depend on the step size."""
         inner = self.inner if tokens < _MANY else min(self.inner, 64)
         stages = max(1, min(self.stages, _FAST // ((self.outputs + tokens) * inner * size)))
         return {"STEPS": self.steps(K) * (self.inner // inner), "BK": inner, "STAGES": stages}
@@ -127,7 +127,7 @@ class Cut:
 
 @lru_cache(256)
 def cut(N: int, K: int, align: int = 64) -> Cut:
-    """`align`: the rows at which another matrix begins are multiples of it."""
+    """Return the division of a matrix [N,K]. Each row where another matrix begins is a multiple of `align`."""
     large = N * K >= _LARGE
     inner, stages, fewest = (128, 4, 8) if large else (64, 8, 2)
     outputs = 64
@@ -156,8 +156,8 @@ def _common(a: int, b: int) -> int:
 
 
 def product(x: Tensor, weights: Sequence[Tensor], strict: bool = False) -> Tensor:
-    """[parts,M,N], to be summed: x [M,K] times each of one to three matrices [n,K], side by side. With more than `WIDE`
-    tokens torch computes it, which is faster and gives other bits, unless strict."""
+    """Return x [M,K] times one to three matrices [n,K], side by side, as parts [parts,M,N] that the caller sums. torch
+    computes more than `WIDE` tokens, unless strict: it is faster, but gives other bits."""
     (M, K), sizes = x.shape, tuple(w.shape[0] for w in weights)
     N, how = sum(sizes), _cut_of(sizes, K)
     if M > WIDE and not strict:
@@ -181,7 +181,7 @@ def product(x: Tensor, weights: Sequence[Tensor], strict: bool = False) -> Tenso
 
 
 def gated(x: Tensor, gate: Tensor, up: Tensor, strict: bool = False) -> Tensor:
-    """[M,N] = silu(x gate') * (x up'); see `product`."""
+    """Return silu(x gate') * (x up') [M,N]. torch computes more than `WIDE` tokens, unless strict."""
     (M, K), N = x.shape, gate.shape[0]
     if M > WIDE and not strict:
         return silu_times(x @ gate.t(), x @ up.t())
@@ -198,7 +198,7 @@ def gated(x: Tensor, gate: Tensor, up: Tensor, strict: bool = False) -> Tensor:
 
 
 def _pieces(x: Tensor) -> list[tuple[Tensor, int]]:
-    """Return the tokens of one launch, and the number it has room for."""
+    """Return for each launch: its tokens, and the number of tokens that it has room for."""
     if x.shape[0] <= _MOST:
         return [(x, _wide(x.shape[0]))]
     return [(some, _wide(some.shape[0])) for some in x.split(_MOST)]

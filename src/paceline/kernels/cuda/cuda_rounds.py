@@ -1,6 +1,6 @@
 """The operations between the forward passes of a round: slots of the next tokens, verification of a chain, commit.
 
-Each is one launch with one program per row, because it is sums and comparisons of a few numbers.
+Each operation is one launch with one program per row, because it is sums and comparisons of a few numbers.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from paceline.kernels.cuda.launching import after, overlapping
 
-_NOTHING = tl.constexpr(-1)  # as in core.verdict: after the last emitted token
+_NOTHING = tl.constexpr(-1)  # padding after the last emitted token, as in core.verdict
 
 
 @triton.jit(do_not_specialize=["depth"])
@@ -61,7 +61,7 @@ def _climb(parents, length, slots, position, prefix, deep, leaf, branch, M, widt
         node = long * 0 + (M - fed + place - width)
         depth = long * 0
         up = node
-        while (up >= 0) & (depth < M):  # padding that is no tree ends here, too
+        while (up >= 0) & (depth < M):  # parents of padding can form a cycle; `depth` ends it
             depth += 1
             up = tl.load(above + up * parent_step)
         tl.store(position + at, long + depth - 1)
@@ -137,8 +137,8 @@ def _say(logits, script, ids, position, length, K, Q, D, logit_row, logit_step, 
 
 
 def begin(length: Tensor, end: Tensor, depth: int) -> tuple[Tensor, Tensor]:
-    """Return the next 1 + depth positions of each row [R,1+depth], and how many tokens it may draft, at most `depth`
-    [R]."""
+    """Return the next 1 + depth positions of each row [R,1+depth], and the number of tokens [R] that it may draft, at
+    most `depth`."""
     R, device = length.shape[0], length.device
     position = torch.empty(R, depth + 1, dtype=torch.int64, device=device)
     most = torch.empty(R, dtype=torch.int64, device=device)
@@ -148,8 +148,8 @@ def begin(length: Tensor, end: Tensor, depth: int) -> tuple[Tensor, Tensor]:
 
 
 def lay(text: Tensor, length: Tensor, tokens: Tensor | None, width: int, more: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return slots [R,Q] and ids [R,Q] of the last `width` tokens of each text and of `tokens` [R,fed] after it, and
-    the slots after the text [more,R]."""
+    """Return slots [R,Q] and ids [R,Q] of the last `width` tokens of each text and of the drafted `tokens` [R,fed], and
+    the next `more` slots after each text [more,R]."""
     R, device, fed = text.shape[0], text.device, 0 if tokens is None else tokens.shape[1]
     slots = torch.empty(R, width + fed, dtype=torch.int64, device=device)
     ids, ahead = torch.empty_like(slots), torch.empty(more, R, dtype=torch.int64, device=device)
@@ -162,9 +162,9 @@ def lay(text: Tensor, length: Tensor, tokens: Tensor | None, width: int, more: i
 def climb(
     parents: Tensor, length: Tensor, slots: Tensor, fed: int
 ) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor, Tensor, Tensor]]:
-    """For a pass at `slots` [R,Q], whose last `fed` tokens are the last of scratch tokens with these parents [R,M],
-    return positions [R,Q], the number of visible slots of the text [R,Q], the slots of the branch in order [RQ,M] and
-    their number [RQ], the lengths of the texts [R], and whether a token has no children [RQ]."""
+    """Return, for a forward pass at `slots` [R,Q]: positions [R,Q], the number of visible slots of the text [R,Q], the
+    slots of the branch in order [RQ,M] and their number [RQ], the lengths of the texts [R], and whether a token has no
+    children [RQ]. The last `fed` of the Q tokens are the last of M scratch tokens with these parents [R,M]."""
     (R, Q), M, device = slots.shape, parents.shape[1], slots.device
     position = torch.empty(R, Q, dtype=torch.int64, device=device)
     prefix, deep = torch.empty_like(position), torch.empty_like(position)
@@ -176,8 +176,8 @@ def climb(
 
 
 def follow(tokens: Tensor, count: Tensor | None, picks: Tensor) -> tuple[Tensor, Tensor]:
-    """Return what rule `match` emits [R,N+1] and accepts [R,1] of chains [R,N], of which the first `count` [R] are in
-    use. picks [R,N+1]: the target's own tokens."""
+    """Return the emitted tokens [R,N+1] and the numbers of accepted tokens [R,1] of rule `match` on chains [R,N], of
+    which the first `count` [R] tokens are in use (None: all). picks [R,N+1]: the target's own tokens."""
     (R, N), picks = tokens.shape, picks.contiguous()
     emitted, accepted = torch.empty_like(picks), torch.empty(R, 1, dtype=torch.int64, device=picks.device)
     some = tokens if count is None else count.contiguous()
@@ -194,9 +194,9 @@ def write(
     count: Tensor | None,
     branch: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """Commit `emitted` [R,S] to texts = (text [R,T], length [R,1], end [R,1]): lengths grow by accepted [R,1] + 1, but
-    not past the end. Returns emitted, tokens [R,N], of a tree its branch = (accepted path [R,D], parents [R,N]), and
-    count [R] (None: left out) side by side."""
+    """Commit `emitted` [R,S] to texts = (text [R,T], length [R,1], end [R,1]). Each length grows by accepted [R,1] + 1,
+    but not past the end. Return side by side: emitted, tokens [R,N], branch = (accepted path [R,D], parents [R,N]) of a
+    tree, and count [R] if it is given."""
     text, length, end = texts
     (R, S), N = emitted.shape, tokens.shape[1]
     path, parents = (tokens, tokens) if branch is None else (branch[0].contiguous(), branch[1])
@@ -210,9 +210,9 @@ def write(
 
 
 def say(logits: Tensor, script: Tensor, ids: Tensor, position: Tensor, length: Tensor, loud: float) -> None:
-    """Set one logit per position of logits [R,K,V] (the last K of Q positions) to `loud`: that of the script's token
-    [V,D] after its token of `ids` [R,Q]. D is the distance of its `position` [R,Q] from the end of a text of `length`
-    [R,1]."""
+    """Set one logit per position of logits [R,K,V] (the last K of Q positions) to `loud`: the logit of the token that
+    `script` [V,D] has after the token of `ids` [R,Q], at the distance (below D) of its `position` [R,Q] from the end of
+    the text of `length` [R,1]."""
     (R, K, _), Q, D = logits.shape, ids.shape[1], script.shape[1]
     position = position if position.stride(1) == 1 or Q == 1 else position.contiguous()
     _say[(R * K,)](logits, script, ids, position, length, K, Q, D, logits.stride(0), logits.stride(1), *ids.stride(),

@@ -19,18 +19,18 @@ _ROWED = 128  # nodes of one warp: more do not fit into its registers
 _FOUND = 1024  # the most candidates of the last program of a position
 _COMPARED = 8192  # pairs of nodes that are compared at a time
 _NEVER = tl.constexpr(float("-inf"))
-_LEAST = tl.constexpr(-1e300)  # an impossible node comes after all others, and before none
+_LEAST = tl.constexpr(-1e300)  # the score of an impossible node: below every possible node, above _NEVER
 
 
 @triton.jit
 def _take(score, open_):
-    """The best open value, the first of equal ones, and its index. Open values are at least _LEAST."""
+    """Return the largest open value (the first of equal ones) and its index. Open values are at least _LEAST."""
     return tl.max(tl.where(open_, score, _NEVER), 0, return_indices=True, return_indices_tie_break_left=True)
 
 
 @triton.jit
 def _log_sum(values):
-    """log(sum(exp(values))); all of them can be impossible."""
+    """Return log(sum(exp(values))), also if all values are -inf."""
     top = tl.max(values, 0)
     top = tl.where(top == _NEVER, 0.0, top)
     return top + tl.log(tl.sum(tl.exp(values - top), 0))
@@ -40,8 +40,8 @@ def _log_sum(values):
 def _siblings(logits, temperature, key, position, best, where, sums, done, tokens, sure, Q, V, step, place_row, chunks,
               K: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, FOUND: tl.constexpr, SAMPLED: tl.constexpr,
               OVERLAP: tl.constexpr):  # fmt: skip
-    """For one chunk of one position: the K best logits, with noise if the row has a temperature, and the sum of all.
-    The last program of a position finds the K best of all its chunks, and their scores."""
+    """For one chunk of one position, store the K best logits (with noise if the row has a temperature) and the log-sum
+    of all. The last program of a position stores the K best tokens of all its chunks, and their scores."""
     after(OVERLAP)
     place = tl.program_id(0)
     chunk = tl.program_id(1)
@@ -63,7 +63,7 @@ def _siblings(logits, temperature, key, position, best, where, sums, done, token
         top, first = _take(score, open_)
         open_ = open_ & (token != chunk * CHUNK + first)
         tl.store(best + mine * K + k, top)
-        tl.store(where + mine * K + k, tl.where(top == _NEVER, V, chunk * CHUNK + first))  # V: the chunk has no more
+        tl.store(where + mine * K + k, tl.where(top == _NEVER, V, chunk * CHUNK + first))  # V: no more tokens
     tl.debug_barrier()
     if tl.atomic_add(done + place, 1, sem="acq_rel") == chunks - 1:
         _choose(best + place * chunks * K, where + place * chunks * K, sums + place * chunks, tokens + place * K,
@@ -73,7 +73,7 @@ def _siblings(logits, temperature, key, position, best, where, sums, done, token
 
 @triton.jit
 def _choose(best, where, sums, tokens, sure, chunks, V, K: tl.constexpr, CHUNKS: tl.constexpr, FOUND: tl.constexpr):
-    """The K best of all chunks, and the logarithm of each one's probability."""
+    """Store the K best tokens of all chunks, and the logarithms of their probabilities."""
     chunk = tl.arange(0, CHUNKS)
     total = _log_sum(tl.load(sums + chunk, mask=chunk < chunks, other=_NEVER))
     found = tl.arange(0, FOUND)
@@ -92,8 +92,8 @@ def _choose(best, where, sums, tokens, sure, chunks, V, K: tl.constexpr, CHUNKS:
 @triton.jit
 def _added(nodes, scores, chosen, tokens, sure, old, new, size, K: tl.constexpr, ROOT: tl.constexpr,
            BLOCK: tl.constexpr):  # fmt: skip
-    """The nodes of a row: `old` ones, and `new` children of those `chosen` last, K of each. nodes [4,size]: tokens,
-    parents, depths and indices among expanded nodes; the children are written there."""
+    """Write `new` children (K of each `chosen` node) after the `old` nodes of a row, and return all nodes with their
+    scores. nodes [4,size]: tokens, parents, depths and indices among expanded nodes."""
     node = tl.arange(0, BLOCK)
     known, fresh = node < old, (node >= old) & (node < old + new)
     child = node - old
@@ -121,8 +121,8 @@ def _added(nodes, scores, chosen, tokens, sure, old, new, size, K: tl.constexpr,
 @triton.jit(do_not_specialize=["size", "old", "new", "spread", "fed"])
 def _grow(nodes, scores, chosen, tokens, sure, length, ask, size, old, new, spread, fed, K: tl.constexpr,
           ROOT: tl.constexpr, ANYWHERE: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):  # fmt: skip
-    """Add children, and choose the `spread` best of all nodes that are not expanded (or of the children only). ask
-    [4,R,spread]: their indices, their tokens, the indices of their parents, and the positions after them."""
+    """Add children, and choose the `spread` best nodes that are not expanded (if not ANYWHERE: of the children). ask
+    [4,R,spread]: their indices, tokens, the indices of their parents among expanded nodes, and the next positions."""
     after(OVERLAP)
     row, rows = tl.program_id(0).to(tl.int64), tl.num_programs(0)
     nodes, scores = nodes + row * 4 * size, scores + row * size
@@ -141,11 +141,11 @@ def _grow(nodes, scores, chosen, tokens, sure, length, ask, size, old, new, spre
         picked = picked | (node == first)
         left -= 1
     order = tl.cumsum(picked.to(tl.int32), 0) - 1
-    tl.debug_barrier()  # what was added is written
+    tl.debug_barrier()  # the added children are written
     tl.store(nodes + 3 * size + node, fed + order, mask=picked)
     above = tl.load(
         nodes + 3 * size + parent, mask=picked & (parent >= 0), other=-1
-    )  # expanded earlier, so it is in memory
+    )  # the parent was expanded earlier, so its index is in memory
     out = ask + row * spread + order
     step = rows * spread
     tl.store(out, node, mask=picked)
@@ -157,8 +157,8 @@ def _grow(nodes, scores, chosen, tokens, sure, length, ask, size, old, new, spre
 @triton.jit(do_not_specialize=["size", "old", "new", "most"])
 def _prune(nodes, scores, chosen, tokens, sure, places, out, size, old, new, most, K: tl.constexpr, ROOT: tl.constexpr,
            BLOCK: tl.constexpr, TILE: tl.constexpr, OVERLAP: tl.constexpr):  # fmt: skip
-    """Add children, and keep the best `most` nodes, in order; the first of equal ones. No node is better than its
-    parent, so ancestors stay. out [3,R,most]: tokens, parents, and their indices among expanded nodes."""
+    """Add children, and keep the best `most` nodes (the first of equal ones) in their order. No node is better than its
+    parent, so its ancestors stay. out [3,R,most]: tokens, parents, and indices among expanded nodes."""
     after(OVERLAP)
     row, rows = tl.program_id(0).to(tl.int64), tl.num_programs(0)
     nodes, scores, places = nodes + row * 4 * size, scores + row * size, places + row * size
@@ -214,8 +214,8 @@ def siblings(
 
 
 class TreeBuilder:
-    """A growing tree: at most `size` nodes after texts of `length` [R,1]. The launch that chooses the next nodes, or
-    the last one, writes the added children."""
+    """Grows a tree of at most `size` nodes after each text of `length` [R,1]. `add` finds children; the launch of the
+    next `expand_best` or `tree` writes them to the tree."""
 
     def __init__(self, length: Tensor, size: int, anywhere: bool) -> None:
         R, device, length = length.shape[0], length.device, length.contiguous()
@@ -227,10 +227,10 @@ class TreeBuilder:
         self._old = self._new = self.fed = 0
         self._children: tuple[Tensor, Tensor] = (length, length)
         self._k = 1
-        self._block = triton.next_power_of_2(size)  # of the capacity: each size would compile another kernel
+        self._block = triton.next_power_of_2(size)  # from the capacity: each block size compiles a new kernel
 
     def add(self, logits: Tensor, k: int, noise: tuple[Tensor, Tensor] | None, done: Tensor) -> None:
-        """Add k children to each of the nodes that were chosen last (at first: to the text), with logits [R,W,V]."""
+        """Add k children to each node that was chosen last (first: to the text), with the logits [R,W,V] after them."""
         self._children = siblings(logits, k, noise, self._position, done)
         self._new, self._k = logits.shape[1] * k, k
 

@@ -1,7 +1,7 @@
 """The operations between the forward passes of a round with trees: depths, the accepted path, and the move of its keys,
 values and hidden states.
 
-Each is one launch. By torch they are many small operations, several of them for every layer of a KV cache.
+Each operation is one launch. torch needs many small operations for it, several of them for every layer of a KV cache.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from torch import Tensor
 from paceline.kernels.cuda.cuda_layers import warps
 from paceline.kernels.cuda.launching import after, overlapping
 
-_NOTHING = tl.constexpr(-1)  # as in core.verdict: after the last emitted token
-_TEXT = tl.constexpr(-1)  # as a parent: the committed text
+_NOTHING = tl.constexpr(-1)  # padding after the last emitted token, as in core.verdict
+_TEXT = tl.constexpr(-1)  # the parent of nodes that directly follow the committed text
 _TILE = 4096  # numbers that one program moves
 _TAPS = 3  # taps that one launch joins
 
@@ -28,7 +28,7 @@ def _depths(parents, deep, N, parent_row, parent_step, NODES: tl.constexpr, OVER
     up = tl.where(place <= N, place.to(tl.int64) - 1, _TEXT)
     depth = up * 0
     steps = tl.max(place, 0) * 0
-    while (tl.max(up, 0) >= 0) & (steps < N):  # padding that is no tree ends here, too
+    while (tl.max(up, 0) >= 0) & (steps < N):  # parents of padding can form a cycle; `steps` ends it
         depth += (up >= 0).to(tl.int64)
         up = tl.load(parents + row * parent_row + up * parent_step, mask=up >= 0, other=_TEXT)
         steps += 1
@@ -46,7 +46,7 @@ def _follow_tree(tokens, parents, count, picks, emitted, accepted, path, N, reac
     if not ALL:
         used = tl.minimum(tl.load(count + row), N).to(tl.int32)
     drafted = tl.load(tokens + row * token_row + node * token_step, mask=node < used, other=0)
-    above = tl.load(parents + row * parent_row + node * parent_step, mask=node < used, other=NODES)  # of no node
+    above = tl.load(parents + row * parent_row + node * parent_step, mask=node < used, other=NODES)  # no parent
     pick = tl.load(picks + row * (N + 1))
     line = emitted + row * (reach + 1)
     tl.store(line, pick)
@@ -76,7 +76,7 @@ def _move(stores, like, length, source, target, D, slots, source_row, source_ste
     first = tl.program_id(0).to(tl.int64) * slots + tl.load(length + row)
     here = tl.load(source + row * source_row + step * source_step, mask=step < D, other=0)
     there = tl.load(target + step, mask=step < D, other=0)
-    moves = (here != there)[:, None] & (column < WIDTH)  # those past D are in place
+    moves = (here != there)[:, None] & (column < WIDTH)  # steps past D load 0 twice, so they do not move
     kept = tl.load(store + (first + here)[:, None] * WIDTH + column, mask=moves, other=0.0)
     tl.debug_barrier()  # read all before the first write
     tl.store(store + (first + there)[:, None] * WIDTH + column, kept, mask=moves)
@@ -119,9 +119,9 @@ def depths(parents: Tensor) -> Tensor:
 def follow_tree(
     tokens: Tensor, parents: Tensor, count: Tensor | None, picks: Tensor, reach: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return what rule `match` emits [R,1+reach] and accepts [R,1] of trees [R,N], of which the first `count` [R] nodes
-    are in use, and the path [R,reach]. picks [R,1+N]: the target's own tokens after the text and after every node. Of
-    equal siblings the first counts. No path is longer than `reach`."""
+    """Return the emitted tokens [R,1+reach], the numbers of accepted tokens [R,1] and the accepted path [R,reach] of
+    rule `match` on trees [R,N], of which the first `count` [R] nodes are in use (None: all). picks [R,1+N]: the
+    target's token after the text and every node. Of equal siblings the first is accepted. `reach` limits the path."""
     (R, N), device, picks = tokens.shape, picks.device, picks.contiguous()
     emitted = torch.empty(R, reach + 1, dtype=torch.int64, device=device)
     accepted = torch.empty(R, 1, dtype=torch.int64, device=device)
@@ -134,8 +134,8 @@ def follow_tree(
 
 
 def move(stores: Tensor, like: Tensor, length: Tensor, source: Tensor, target: Tensor) -> None:
-    """In the stores at these addresses [M], all contiguous and of the size of `like` [rows,heads,slots,width], copy the
-    slots length [R,1] + `source` [R,D] to the slots length + `target` [D]. All are read before one is written."""
+    """Copy the slots length [R,1] + `source` [R,D] to the slots length + `target` [D] in every store. stores [M]: the
+    addresses of contiguous tensors like `like` [rows,heads,slots,width]. All slots are read before one is written."""
     (R, D), (_, heads, slots, width) = source.shape, like.shape
     steps = triton.next_power_of_2(D)
     block = min(triton.next_power_of_2(width), max(_TILE // steps, 16))
@@ -146,8 +146,8 @@ def move(stores: Tensor, like: Tensor, length: Tensor, source: Tensor, target: T
 
 
 def along(taps: tuple[Tensor, ...], path: Tensor | None) -> Tensor:
-    """Return [R(1+D),TH]: T taps [R,Q,H] joined, at the first position and at the nodes of a path [R,D] (node n is
-    position n+1); None: at all positions."""
+    """Return [R(1+D),TH]: T taps [R,Q,H] side by side, at the first position and at the nodes of `path` [R,D] (node n
+    is at position n+1). If path is None, return all positions [RQ,TH]."""
     if taps[0].stride(2) != 1 or any(tap.stride() != taps[0].stride() for tap in taps):
         taps = tuple(tap.contiguous() for tap in taps)
     (R, Q, H), T, device = taps[0].shape, len(taps), taps[0].device

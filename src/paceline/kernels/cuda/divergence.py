@@ -1,6 +1,6 @@
-"""The divergence between the distributions of a student's and a teacher's logits (Kullback-Leibler, or total
-variation), and its gradient. No distribution is written to memory. A program computes one position, whose logits stay
-in the cache."""
+"""Compute the divergence (Kullback-Leibler or total variation) between the distributions of a student's and a teacher's
+logits, and its gradient. No distribution is written to memory. A program computes one position, whose logits stay in
+the cache of the device."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def _far(student, wanted, own, sums, losses, slopes, V, student_step, wanted_ste
             totals += tl.where(p > 0, p * (log_p - log_q), 0.0)
             parts += p
         at += BLOCK
-    # for tv: how far the student is above the teacher; else the teacher's mass of the student's tokens
+    # for tv: the sum of q * sign(q - p); for kl: the teacher's probability of all tokens of the student
     part = tl.sum(parts, 0)
     tl.store(losses + row, tl.sum(totals, 0))
     at = V * 0
@@ -80,8 +80,8 @@ def log_sums(logits: Tensor) -> Tensor:
 
 
 def far(name: str, student: Tensor, wanted: Tensor, sums: Tensor) -> tuple[Tensor, Tensor]:
-    """Return [P] in float32: the divergence ("kl" or "tv") between the logits `student` [P,V] and `wanted` [P,V], whose
-    log-sums are `sums` [P] (of a vocabulary that can be larger); and its gradient at `student`, in the same dtype."""
+    """Return the divergence ("kl" or "tv") [P] in float32 between the logits `student` [P,V] and `wanted` [P,V], and
+    its gradient [P,V] in the student's dtype. sums [P]: `log_sums` of the teacher, whose vocabulary can be larger."""
     student, wanted = (each if each.stride(1) == 1 else each.contiguous() for each in (student, wanted))
     P, V = student.shape
     losses = torch.empty(P, dtype=torch.float32, device=student.device)

@@ -1,7 +1,7 @@
-"""Overlap of kernels: each can start before the one before it has ended, and then waits for its end.
+"""Overlap kernels: a kernel can start before the previous kernel has ended, and waits for that end in `after`.
 
-Triton compiles a kernel again if an argument becomes a multiple of 16, or stops to be one. Arguments that change from
-token to token are excluded by name, so that the second token of a draft needs no other kernel.
+Triton compiles a kernel again when an argument becomes, or stops being, a multiple of 16. So kernels name the arguments
+that change from token to token in `do_not_specialize`, and the second token of a draft needs no new kernel.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ INTERPRETED = bool(knobs.runtime.interpret)  # TRITON_INTERPRET=1: kernels run i
 
 @triton.jit
 def after(OVERLAP: tl.constexpr):
-    """Wait for the launch before. The next one can start on the device now."""
+    """Wait until the previous kernel has ended. Then let the next kernel start."""
     if OVERLAP:
         gdc_wait()
         gdc_launch_dependents()
 
 
 def overlapping(device: object) -> dict[str, bool]:
-    """Return the options of a launch on this device: whether kernels can overlap."""
+    """Return the launch options of this device, which say whether its kernels can overlap."""
     return {"OVERLAP": True, "launch_pdl": True} if _hopper(str(device)) else {"OVERLAP": False}
 
 

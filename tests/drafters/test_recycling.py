@@ -28,6 +28,7 @@ def rows_of(*texts: list[int]) -> Any:
         lengths=lengths,
         settled=lengths,
         histories=list(texts),
+        owners=[""] * len(texts),
         count=len(texts),
     )
 

@@ -236,3 +236,13 @@ def test_a_second_request_drafts_what_the_first_answered() -> None:
     assert first.tokens == second.tokens == naive(model, [7, 8, 9], 30)
     assert second.stats.rounds < first.stats.rounds
     assert second.stats.rounds <= 7
+
+
+def test_all_namespaces_together_are_bounded() -> None:
+    """A server has a namespace for each owner, and owners come and go."""
+    store = SuffixStore(40)
+    for owner in range(50):
+        store.add(f"owner {owner}", list(range(8)))
+    assert store.size("owner 49") == 9
+    assert sum(store.size(f"owner {owner}") for owner in range(50)) <= 80
+    assert store.size("owner 40") == 0, "the oldest were not dropped"

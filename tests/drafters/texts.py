@@ -14,6 +14,7 @@ class HandRows:
 
     def __init__(self, texts: list[list[int]], predictions: list[list[int] | None] | None = None) -> None:
         self.histories = [list(text) for text in texts]
+        self.owners = [""] * len(texts)
         self.tails = [0] * len(texts)
         self._predictions = predictions
 

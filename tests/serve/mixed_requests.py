@@ -242,19 +242,37 @@ def salted(asks: Sequence[Ask], salt: str | None) -> list[Ask]:
     ]
 
 
-def differences(client: Client, asks: Sequence[Ask], at_once: int, reference: Client | None = None) -> list[str]:
-    """Return one line for each answer that is not the one of the same request alone, without speculation. reference:
-    the server that writes those; None: the same one."""
-    alone = [(reference or client).send(ask) for ask in salted([plain(ask) for ask in asks], None)]
+def alone(client: Client, asks: Sequence[Ask], predictions: bool = True) -> list[Answered]:
+    """Return the answers to the requests one by one, without speculation and with a cold prefix cache."""
+    return [client.send(ask) for ask in salted([plain(ask) for ask in without_predictions(asks, predictions)], None)]
+
+
+def without_predictions(asks: Sequence[Ask], predictions: bool) -> list[Ask]:
+    """Return the same requests; if `predictions` is false, for a drafter that takes none."""
+    unknown = () if predictions else ("prediction",)
+    return [Ask(ask.path, {name: value for name, value in ask.body.items() if name not in unknown}) for ask in asks]
+
+
+def differences(
+    client: Client,
+    asks: Sequence[Ask],
+    at_once: int,
+    expected: Sequence[Answered] | None = None,
+    predictions: bool = True,
+) -> list[str]:
+    """Return one line for each answer that is not the expected one. expected: by default, the answer of the same server
+    to the same request alone, without speculation. predictions: whether the drafter takes predictions."""
+    alike = alone(client, asks, predictions) if expected is None else expected
+    asks = without_predictions(asks, predictions)
     found, cached = list[str](), dict[str, int]()
     warm = salted(asks, "warm")
     for name, sent in (("cold", salted(asks, None)), ("filling", warm), ("warm", warm)):
         answers = client.send_all(sent, at_once)
         cached[name] = sum(answer.cached for answer in answers)
-        for number, (ask, expected, answer) in enumerate(zip(asks, alone, answers, strict=True)):
-            problem = expected.problem or answer.problem
-            if problem is None and answer.choices != expected.choices:
-                problem = _difference(expected.choices, answer.choices)
+        for number, (ask, right, answer) in enumerate(zip(asks, alike, answers, strict=True)):
+            problem = right.problem or answer.problem
+            if problem is None and answer.choices != right.choices:
+                problem = _difference(right.choices, answer.choices)
             if problem is not None:
                 found.append(f"request {number}, cache {name}: {problem}; {json.dumps(ask.body)[:400]}")
     if cached["warm"] <= 0:
@@ -275,6 +293,7 @@ def main() -> int:
     parser.add_argument("--url", default="http://127.0.0.1:8000")
     parser.add_argument("--reference", help="a server whose answers are right, such as one without a drafter")
     parser.add_argument("--key")
+    parser.add_argument("--no-predictions", action="store_true", help="the drafter takes none")
     parser.add_argument("--count", type=int, default=200)
     parser.add_argument("--at-once", type=int, default=8)
     parser.add_argument("--seed", type=int, default=0)
@@ -284,7 +303,8 @@ def main() -> int:
     asks = mixed(options.count, options.seed, client.context())
     used = Counter(name for ask in asks for name in ask.controls)
     print("requests with each control:", ", ".join(f"{name} {count}" for name, count in sorted(used.items())))
-    found = differences(client, asks, options.at_once, reference)
+    takes = not options.no_predictions
+    found = differences(client, asks, options.at_once, reference and alone(reference, asks, False), takes)
     for line in found:
         print(line)
     wrong = len({line.partition(",")[0] for line in found})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import threading
 import time
+from itertools import count
 from typing import Any
 
 import pytest
@@ -132,6 +133,26 @@ def test_a_conversation_reads_only_what_is_new(model: LanguageModel) -> None:
     assert second.ending.cached_tokens == 119, "all but the last token of the first answer, which no pass has read"
     assert other.ending.cached_tokens == 0, "the KV cache of another owner was used"
     assert second.tokens == other.tokens
+
+
+@pytest.mark.parametrize("draft", ["suffix", "recycling", ("ngram", {"persistent": True})])
+def test_a_draft_has_nothing_of_another_owner(model: LanguageModel, draft: Any) -> None:
+    """Trap 16: `include_rounds` shows drafts to a client. Owner b gets the drafts that it gets without the others."""
+    prompt, names = [(7 * n * n) % 40 for n in range(60)], count()
+
+    def drafts(*owners: str) -> list[Any]:
+        jobs = [job(f"{next(names)}", prompt, owner, max_new_tokens=40) for owner in owners]
+        told = collected.run(jobs)[-1]
+        return [entry.drafted for entry in told.rounds]
+
+    with engine(model, draft) as collected:
+        expected = drafts("b")
+        assert drafts("b") != expected, "the drafter learns nothing, so there is nothing to separate"
+    with engine(model, draft) as collected:
+        assert drafts("a", "c", "b") == expected
+    with engine(model, draft) as collected:
+        drafts("a")
+        assert drafts("c", "b") == expected
 
 
 def test_several_choices_read_the_prompt_once(model: LanguageModel) -> None:

@@ -76,6 +76,11 @@ class RowsView(Protocol):
         """Return the output that the caller of each row expects, if given (see `prediction`)."""
         ...
 
+    @property
+    def owners(self) -> list[str]:
+        """Return whose sequence each row is. What a drafter learns from one owner must not be drafted for another."""
+        ...
+
     def choice(self, depth: Tensor | slice | TokenTree, path: tuple[Tensor, Tensor] | None = None) -> Choice:
         """Return the choice at the positions `depth` tokens past the committed text, or after the text and after every
         node of a tree. `path` = (tokens [R,M], member [R,Q,M]): the uncommitted tokens before each position. Give it if

@@ -153,6 +153,10 @@ class Rows(RowTensors):
     def predictions(self) -> list[list[int] | None]:
         return [row.prediction for row in self.live]
 
+    @property
+    def owners(self) -> list[str]:
+        return [row.owner for row in self.live]
+
     # ---- rows come and leave
 
     def admit(self, new: Sequence[Row], slack: int) -> int:

@@ -144,6 +144,10 @@ class StaticRows(RowTensors):
         return [None] * self.count
 
     @property
+    def owners(self) -> list[str]:
+        return [""] * self.count
+
+    @property
     def histories(self) -> list[list[int]]:
         raise AssertionError("a CUDA graph cannot read the tokens on the host")
 

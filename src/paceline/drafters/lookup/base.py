@@ -19,6 +19,16 @@ Place = TypeVar("Place")
 RANKED = 8  # followers of a context that are kept in order: the maximum number of branches
 
 
+def space_of(namespace: str, owner: str) -> str:
+    """The name of the store for texts of one owner."""
+    return f"{namespace}\n{owner}" if owner else namespace
+
+
+def is_owned(space: str) -> bool:
+    """Return whether a store of this name is for one owner."""
+    return "\n" in space
+
+
 class HostDrafter(Reorderable, Generic[State]):
     """A drafter with one state per row."""
 

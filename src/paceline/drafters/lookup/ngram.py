@@ -20,7 +20,7 @@ from paceline.core.per_row import PerRow
 from paceline.core.protocols import Replayable
 from paceline.core.tree import chain_parents
 from paceline.core.verdict import Verdict
-from paceline.drafters.lookup.base import RANKED, Followers, ListDraft, ListDrafter, grow
+from paceline.drafters.lookup.base import RANKED, Followers, ListDraft, ListDrafter, grow, is_owned, space_of
 from paceline.models.loading.weight_check import reading
 
 # ---- The store: what followed each context, in memory and on disk
@@ -118,8 +118,16 @@ class NgramStore:
 
     def __getitem__(self, namespace: str) -> Levels:
         if namespace not in self._spaces:
+            self._make_room()
             self._spaces[namespace] = Levels(self.capacity)
         return self._spaces[namespace]
+
+    def _make_room(self) -> None:
+        """Drop the n-grams of the oldest owners, if there are many. Namespaces that a user named stay."""
+        owned = [name for name in self._spaces if is_owned(name)]
+        held = sum(len(self._spaces[name]) for name in owned)
+        while owned and (len(owned) >= _OWNERS or held >= self.capacity):
+            held -= len(self._spaces.pop(owned.pop(0)))
 
     def save(self, path: str | os.PathLike[str]) -> None:
         names = self.namespaces
@@ -158,6 +166,7 @@ def as_store(given: Any, longest: int, capacity: int) -> NgramStore:
 
 # ---- A store of n-grams that adapts to every token (ANPD: Ou et al. 2024, arXiv 2404.08698)
 
+_OWNERS = 256  # whose n-grams a store keeps
 _LEAST = 0.02  # the joint probability that a branch needs
 
 
@@ -215,9 +224,16 @@ class Ngram(Replayable, ListDrafter["_Row"]):
         known = self.options.persistent or self.options.store is not None
         return self.store[self.options.namespace] if known else None
 
+    def _stored_for(self, row: _Row) -> list[Levels]:
+        """Those that this row may read: of its owner, and of the namespace itself."""
+        if self._kept is None:
+            return []
+        spaces = dict.fromkeys((row.space, self.options.namespace))
+        return [self.store[space] for space in spaces]
+
     def _learners(self, row: _Row) -> list[Levels]:
-        kept = self._kept if self.options.persistent and not self.options.frozen else None
-        return [row.own] if kept is None else [row.own, kept]
+        learns = self.options.persistent and not self.options.frozen
+        return [row.own, self.store[row.space]] if learns else [row.own]
 
     def reset(self) -> None:
         """Drop everything in this namespace."""
@@ -236,7 +252,7 @@ class Ngram(Replayable, ListDrafter["_Row"]):
     # ---- rows
 
     def begin(self, rows: RowsView, row: int) -> _Row:
-        return _Row(Levels())
+        return _Row(Levels(), space_of(self.options.namespace, rows.owners[row]))
 
     def end(self, state: _Row, rows: RowsView, row: int) -> None:
         if self.options.persistent:
@@ -288,11 +304,11 @@ class Ngram(Replayable, ListDrafter["_Row"]):
 
     def _find(self, row: _Row, words: Context) -> Followers | None:
         """The followers of the longest known context; at each length this text comes before earlier ones."""
-        own, kept = row.own, self._kept
+        levels = [row.own, *self._stored_for(row)]
         for n in self._lengths:
             if n <= len(words):
                 context = words[len(words) - n :]
-                known = own.get(context) or (kept.get(context) if kept is not None else None)
+                known = next((found for each in levels if (found := each.get(context)) is not None), None)
                 if known is not None:
                     return known
         return None
@@ -326,4 +342,5 @@ class _Row:
     """The n-grams of one text."""
 
     own: Levels
+    space: str  # the namespace of its owner
     known: int = 0  # its first tokens that were learned

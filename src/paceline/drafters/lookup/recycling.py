@@ -18,6 +18,7 @@ from paceline.common.errors import InputError, LoadError
 from paceline.common.limits import NODES_LIMIT, Limited, limited
 from paceline.common.text_formats import parse_json
 from paceline.core.contracts import DRAFTERS, Budget, Reading, RowsView, arange
+from paceline.core.per_row import PerRow
 from paceline.core.protocols import DraftsOnDevice, FillsNodes, Reorderable
 from paceline.core.ranking import top
 from paceline.core.tree import TokenTree
@@ -28,6 +29,7 @@ from paceline.models.loading.weight_check import reading
 # The rough acceptance rate of the r-th candidate. It selects the shape of a tree and never what is accepted.
 _BY_RANK = (0.45, 0.15, 0.08, 0.05, 0.04, 0.03, 0.025, 0.02)
 _NODES = 48
+_OWNERS = 8  # whose candidates are kept, beside those of live rows
 _FORMAT = "paceline.recycling.1"
 UNREAD, READ, WRITTEN = 0, 1, 2  # standing of a token in a forward pass: not read, drafted, committed
 
@@ -61,6 +63,8 @@ class Recycling(DraftsOnDevice, FillsNodes, Reorderable):
         self.namespace, self.frozen = self.options.namespace, self.options.frozen
         self.uses_all_nodes = self.options.nodes is None and self.options.shape is None
         self._memories: dict[str, _Memory] = {}
+        self._owned: dict[str, _Memory] = {}  # by owner, the last one was used last
+        self._spaces = PerRow[str]()  # whose candidates each row follows
         self._drafted: TokenTree | None = None
 
     # ---- the stored candidates
@@ -96,7 +100,8 @@ class Recycling(DraftsOnDevice, FillsNodes, Reorderable):
     # ---- rows come and go
 
     def open(self, target: Any, rows: RowsView) -> None:
-        self._drafted = None
+        self._drafted, self._spaces = None, PerRow()
+        self._owned.clear()
         memory = self._memories.get(self.namespace) if self.options.persistent or self.frozen else None
         if memory is not None and memory.vocabulary != target.vocabulary:
             raise InputError(
@@ -107,23 +112,52 @@ class Recycling(DraftsOnDevice, FillsNodes, Reorderable):
         self._memory = self._memories[self.namespace] = memory.to(rows.text.device)
 
     def admit(self, rows: RowsView, first: int) -> None:
+        self._spaces[first:] = rows.owners[first:]
         if self.options.prompt and not self.frozen:
-            for text, settled in zip(rows.histories[first:], rows.settled[first:], strict=True):
-                self._memory.note_pairs(text[:settled])
+            for owner, text, settled in zip(
+                self._spaces[first:], rows.histories[first:], rows.settled[first:], strict=True
+            ):
+                self._memory_of(owner).note_pairs(text[:settled])
+
+    def release(self, row: int, last: int, length: int) -> None:
+        self._spaces.release(row, last)
+
+    def _memory_of(self, owner: str) -> _Memory:
+        """The candidates of one owner; "" has those of the namespace."""
+        if not owner or self.frozen:
+            return self._memory
+        known = self._owned.pop(owner, None)
+        if known is None:
+            known = _Memory.empty(self._memory.vocabulary, self.options.k).to(self._memory.stamp.device)
+            unused = [each for each in self._owned if each not in self._spaces]
+            for each in unused[: max(0, len(self._owned) + 1 - _OWNERS)]:
+                del self._owned[each]
+        self._owned[owner] = known
+        return known
+
+    def _groups(self, device: torch.device) -> list[tuple[_Memory, Tensor | None]]:
+        """The candidates of each owner, and the rows that follow them. None: all rows."""
+        owners = list(dict.fromkeys(self._spaces))
+        if len(owners) < 2:
+            return [(self._memory_of(owners[0] if owners else ""), None)]
+        members = {owner: [row for row, each in enumerate(self._spaces) if each == owner] for owner in owners}
+        return [(self._memory_of(owner), torch.tensor(members[owner], device=device)) for owner in owners]
 
     # ---- drafting
 
     def propose(self, rows: RowsView, budget: Budget) -> TokenTree:
         self._drafted = None
-        if not self._memory.learned:
+        groups = self._groups(rows.text.device)
+        if not any(memory.learned for memory, _ in groups):
             return TokenTree.empty(rows.count, rows.text.device)
         plan = _plan(self._shape(budget), self.options.k, rows.text.device)
-        above = rows.text.gather(1, rows.length - 1)  # [R,W]: the nodes of a level, -1 where nothing is known
-        levels = []
-        for wanted in plan.levels:
-            above = self._memory.successors[above].flatten(1).index_select(1, wanted)
-            levels.append(above)
-        tokens = torch.cat(levels, 1)
+        last = rows.text.gather(1, rows.length - 1)
+        if groups[0][1] is None:
+            tokens = groups[0][0].follow(last, plan)
+        else:
+            tokens = last.new_empty(rows.count, len(plan.depth))
+            for memory, members in groups:
+                tokens[members] = memory.follow(last[members], plan)
         if min(budget.limits) < len(plan.levels):
             room = torch.tensor(budget.limits, device=tokens.device).unsqueeze(1)
             tokens = tokens.where(plan.depth < room, -1)
@@ -156,8 +190,13 @@ class Recycling(DraftsOnDevice, FillsNodes, Reorderable):
 
     def observe_forward(self, tokens: Tensor, logits: Tensor, standing: Tensor) -> None:
         """Learn from one forward pass: `tokens` [R,Q], the logits after them [R,Q,V], and their standing [R,Q]."""
-        if not self.frozen:
-            self._memory.learn(tokens, logits, standing)
+        if self.frozen:
+            return
+        for memory, members in self._groups(tokens.device):
+            if members is None:
+                memory.learn(tokens, logits, standing)
+            else:
+                memory.learn(tokens[members], logits[members], standing[members])
 
 
 def of_rows(tree: TokenTree, source: Sequence[int]) -> TokenTree:
@@ -230,6 +269,14 @@ class _Memory:
         if found.shape[1] < self.k:
             found = torch.nn.functional.pad(found, (0, self.k - found.shape[1]), value=-1)
         self.successors.index_copy_(0, names, found)
+
+    def follow(self, tokens: Tensor, plan: _Plan) -> Tensor:
+        """The nodes [R,N] after the last tokens [R,1] of texts, -1 where nothing is known."""
+        above, levels = tokens, []
+        for wanted in plan.levels:
+            above = self.successors[above].flatten(1).index_select(1, wanted)
+            levels.append(above)
+        return torch.cat(levels, 1)
 
     def note_pairs(self, text: list[int]) -> None:
         """For tokens that the target has not read: what followed them in a text, the latest first."""

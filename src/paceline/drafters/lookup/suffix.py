@@ -11,7 +11,7 @@ from paceline.core.contracts import DRAFTERS, Budget, RowsView
 from paceline.core.per_row import PerRow
 from paceline.core.protocols import Replayable
 from paceline.core.tree import chain_parents
-from paceline.drafters.lookup.base import RANKED, ListDraft, ListDrafter, grow
+from paceline.drafters.lookup.base import RANKED, ListDraft, ListDrafter, grow, space_of
 
 # ---- A suffix automaton that grows with a text and counts all its substrings
 
@@ -172,17 +172,20 @@ def _probability(follower: tuple[int, float, int, int]) -> float:
 
 _LEAD_IN = 8  # tokens of the prompt stored before an answer, so that its start can be matched
 _RECENT = 32  # tokens of a text that are matched in past ones
+_TOTAL, _SPACES = 2, 1024  # of all namespaces: times the capacity of one, and how many
 _PARTS = 4  # automata per namespace; the oldest is evicted as a whole
 
 Place = tuple[SuffixAutomaton, int, int]  # an automaton, a state of it, the length of the match
 
 
 class SuffixStore:
-    """Past answers by namespace. Decoders may share a store: only equal namespaces share texts."""
+    """Past answers by namespace. Decoders may share a store: only equal namespaces share texts. All namespaces together
+    have at most `_TOTAL` times the capacity of one; the least recently written are dropped."""
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
-        self._spaces: dict[str, list[SuffixAutomaton]] = {}
+        self._spaces: dict[str, list[SuffixAutomaton]] = {}  # the last one was written last
+        self._tokens = 0  # in all
 
     def __getitem__(self, namespace: str) -> list[SuffixAutomaton]:
         """The automata of a namespace, the latest first."""
@@ -195,15 +198,20 @@ class SuffixStore:
         """Add a text, and drop the oldest ones if there are too many tokens."""
         most = self.capacity // _PARTS
         text = text[-(most - 1) :]
-        parts = self._spaces.setdefault(namespace, [])
+        self._tokens -= self.size(namespace)
+        parts = self._spaces[namespace] = self._spaces.pop(namespace, [])
         if not parts or parts[0].size + len(text) + 1 > most:
             parts.insert(0, SuffixAutomaton())
             del parts[_PARTS:]
         for token in text:
             parts[0].extend(token)
         parts[0].extend(END)
+        self._tokens += self.size(namespace)
+        while len(self._spaces) > 1 and (self._tokens > _TOTAL * self.capacity or len(self._spaces) > _SPACES):
+            self.clear(next(iter(self._spaces)))
 
     def clear(self, namespace: str) -> None:
+        self._tokens -= self.size(namespace)
         self._spaces.pop(namespace, None)
 
 
@@ -244,20 +252,20 @@ class Suffix(Replayable, ListDrafter["_Row"]):
     # ---- rows
 
     def begin(self, rows: RowsView, row: int) -> _Row:
-        return _Row(rows.lengths[row])
+        return _Row(rows.lengths[row], space_of(self.options.namespace, rows.owners[row]))
 
     def end(self, state: _Row, rows: RowsView, row: int) -> None:
         """Store the answer of a request that has ended."""
         if self.options.remember and not self.options.frozen:
             answer = rows.histories[row][max(0, state.prompt - _LEAD_IN) : rows.settled[row]]
-            self.store.add(self.options.namespace, answer)
+            self.store.add(state.space, answer)
 
     def _places(self, row: _Row, text: list[int], settled: int) -> list[Place]:
         """The match of the text in each automaton, the longest first; among equals this text, then the latest."""
         own = row.own
         for place in range(row.known, settled):
             own.extend(text[place])
-        parts = self.store[self.options.namespace] if self.options.remember else []
+        parts = self.store[row.space] if self.options.remember else []
         if [part for part, _, _ in row.past] != parts:  # the store has changed
             known = {id(part): (part, state, length) for part, state, length in row.past}
             row.past = [
@@ -295,6 +303,7 @@ class _Row:
     """What was learned from one text, and its matches in past texts."""
 
     prompt: int  # its length
+    space: str  # the namespace of its owner
     own: SuffixAutomaton = field(default_factory=SuffixAutomaton)
     known: int = 0  # its first tokens that were learned
     past: list[Place] = field(default_factory=list)

@@ -116,6 +116,10 @@ class ScratchRows:
         return [None] * self.count if self._below is None else self._below[0].predictions
 
     @property
+    def owners(self) -> list[str]:
+        return [""] * self.count if self._below is None else self._below[0].owners
+
+    @property
     def ops(self) -> DeviceOps:
         return TORCH if self._below is None else self._below[0].ops
 

@@ -25,7 +25,8 @@ from pathlib import Path
 from typing import Any
 
 import harness
-from harness import Answer, Server, metrics, open_exchange, percentile, request, run, save, send, send_all, slope
+from harness import Server, percentile, run, save, slope
+from tests.serve.raw_client import Answer, Exchange, metrics, open_exchange, request, send, send_all
 
 import paceline
 from paceline.bench.prompt_sets import builtin_objects
@@ -155,7 +156,7 @@ async def _freed(port: int, slots: int, times: int) -> list[int]:
     """The rounds from the moment a client goes until its slot is free, for clients with and without a stream."""
     rounds, dice = [], random.Random(1)
 
-    async def open_one(stream: bool) -> harness.Exchange:
+    async def open_one(stream: bool) -> Exchange:
         body = {"prompt": [dice.randrange(1000) for _ in range(8)], "max_tokens": 2000, "ignore_eos": True,
                 "stream": stream}  # fmt: skip
         return await open_exchange(port, request(_COMPLETIONS, body))
@@ -240,10 +241,12 @@ async def _flood(server: Server, seconds: float) -> Figures:
 
 def soak(options: argparse.Namespace) -> Figures:
     """The store of `suffix` is small here, so that it is full long before the end."""
+    from tests.serve.soak import soak_of
+
     with tiny_model() as folder:
         flags = ("--drafter.capacity", "4000", "--max-num-seqs", "8", "--max-queued", "64")
         with Server.paceline(folder, "suffix", *flags) as server:
-            return run(soak_of(server, options.requests))
+            return run(soak_of(server.port, options.requests, server))
 
 
 @contextmanager
@@ -258,74 +261,6 @@ def tiny_model() -> Iterator[str]:
         model.save_pretrained(folder)
         words.save_pretrained(folder)
         yield folder
-
-
-_BROKEN = (
-    b'{"prompt": "a", ', b"[]", b"\xff\xfe", b'{"prompt": 7}', b'{"prompt": "a", "max_tokens": -1}', b"", b"[" * 500,
-    b'{"prompt": "a", "temperature": 1e999}', b'{"prompt": [99999999]}', b'{"messages": 1}',
-    b'{"prompt": "a", "zz": 1}',
-)  # fmt: skip
-
-
-async def soak_of(server: Any, count: int, at_once: int = 16) -> Figures:
-    """Send requests of all kinds: whole ones, clients that leave early, that are cut off, and broken bodies."""
-    dice, kinds, statuses = random.Random(7), dict[str, int](), dict[int, int]()
-    memory = list[tuple[float, float]]()
-    await send_all(server.port, _COMPLETIONS, [{"prompt": "warm", "max_tokens": 4}] * 64, at_once)
-    await _idle(server.port)
-    before = {"threads": server.threads, "sockets": server.sockets}
-    numbers = iter(range(count))
-
-    async def client() -> None:
-        for number in numbers:
-            kind = dice.choices(("whole", "leaves", "cut off", "broken", "half"), (55, 15, 10, 15, 5))[0]
-            kinds[kind] = kinds.get(kind, 0) + 1
-            status = await _one_of(server.port, kind, dice)
-            statuses[status] = statuses.get(status, 0) + 1
-            if number % max(1, count // 200) == 0:
-                memory.append((number, server.memory / 1024))
-
-    await asyncio.gather(*(client() for _ in range(at_once)))
-    left = await _idle(server.port)
-    half = [point for point in memory if point[0] >= count / 2]
-    return {
-        "requests": count,
-        "kinds": kinds,
-        "statuses": {str(status): number for status, number in sorted(statuses.items())},
-        "server_errors": sum(number for status, number in statuses.items() if status >= 500),
-        "left": {name: left[name] for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")},
-        "threads": [before["threads"], server.threads],
-        "sockets": [before["sockets"], server.sockets],
-        "memory_kib": [round(memory[0][1]), round(half[0][1]), round(half[-1][1])],
-        "memory_slope_bytes_per_request": 1024 * slope(half),
-    }
-
-
-async def _one_of(port: int, kind: str, dice: random.Random) -> int:
-    """Send one request of a kind. Return its status; 0: the client left without one."""
-    body = {"prompt": "the wind, the height of the water " * dice.randrange(1, 4), "stream": dice.random() < 0.5,
-            "max_tokens": dice.randrange(1, 12), "seed": dice.randrange(1000),
-            "n": dice.choice([1, 1, 1, 2])}  # fmt: skip
-    data = request(_COMPLETIONS, dice.choice(_BROKEN) if kind == "broken" else body)
-    if kind in ("leaves", "cut off"):
-        data = request(_COMPLETIONS, {**body, "max_tokens": 500, "ignore_eos": True})
-    if kind == "half":
-        data = data[: dice.randrange(1, len(data))]
-    leave = {"leaves": dice.randrange(1, 4) if body["stream"] else 0, "cut off": 0, "half": 0}.get(kind)
-    exchange = await open_exchange(port, data, leave)
-    await asyncio.wait_for(exchange.closed, 60)
-    return exchange.answer().status if leave is None else 0
-
-
-async def _idle(port: int) -> dict[str, float]:
-    """Wait until no sequence is live and return the metrics."""
-    for _ in range(400):
-        seen = await metrics(port)
-        if not seen["num_requests_running"] + seen["num_requests_waiting"]:
-            await asyncio.sleep(0.2)  # the last connections close
-            return seen
-        await asyncio.sleep(0.05)
-    raise RuntimeError(f"The server is still busy: {seen}")
 
 
 # ---- throughput: more at once, speculation, and what HTTP costs

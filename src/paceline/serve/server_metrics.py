@@ -88,6 +88,11 @@ class Metrics:
         self._prompts = self._histogram("request_prompt_tokens", "Prompt tokens of a sequence.", _TOKENS)
         self._written = self._histogram("request_generation_tokens", "Written tokens of a sequence.", _TOKENS)
 
+    @property
+    def live(self) -> int:
+        """Return how many jobs have not ended."""
+        return len(self._live)
+
     def render(self) -> bytes:
         return generate_latest(self.registry)
 

@@ -130,7 +130,7 @@ def test_every_round_says_why() -> None:
     rounds = out.trace.rounds[:-1]  # the last may have no room for a draft
     for entry in rounds:
         assert ("plain" in entry.why) == (not entry.drafted), entry
-        assert "passes" in entry.why or "no member has an idea" in entry.why
+        assert "passes" in entry.why or "no member has a draft" in entry.why
     assert any("suffix" in entry.why for entry in rounds)
 
 
@@ -194,7 +194,7 @@ def test_what_was_learned_is_kept_reset_and_frozen() -> None:
     [
         ({"drafters": ()}, "at least one drafter"),
         ({"costs": {1: 2}}, "costs must be"),
-        ({"costs": Costs({1: {}})}, "costs has no pass in it"),
+        ({"costs": Costs({1: {}})}, "costs has no passes"),
         ({"probing": 2.0}, "probing must be a share from 0 to 1, got 2.0"),
     ],
 )

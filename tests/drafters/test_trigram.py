@@ -82,7 +82,7 @@ def test_files_that_are_none(tmp_path: Path) -> None:
     from safetensors.torch import save_file
 
     save_file({"a": torch.zeros(1)}, tmp_path / "y")
-    with pytest.raises(LoadError, match="is no trigram model"):
+    with pytest.raises(LoadError, match="is not a trigram model"):
         TrigramTable.load(tmp_path / "y")
 
 

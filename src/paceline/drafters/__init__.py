@@ -1,4 +1,4 @@
-"""The drafters, one file per method. Importing this package registers every one of them."""
+"""The drafters, one file per method. The import of this package registers every drafter."""
 
 from importlib import import_module
 from pkgutil import walk_packages

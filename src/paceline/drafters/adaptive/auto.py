@@ -1,4 +1,4 @@
-"""Draft with whatever pays on this machine, as much as pays, or not at all."""
+"""Choose in every round the drafter and the draft that save the most time on this machine, or no draft."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ from paceline.drafters.models.self_quantized import has_fast_twin
 from paceline.drafters.shipped import best_for
 from paceline.models.pass_timing import costs_for
 
-# members that need only texts and passes
+# members that need only the texts and the target's forward passes
 _DEFAULT = (("suffix", {"branches": 4}), "recycling", ("prediction", {"prompt": False}))
-# for the conformance suite: machines on which reading is free, and on which it hardly ever pays
+# for the conformance suite: a machine where reading more tokens is free, and one where a draft seldom saves time
 _FREE = Costs({1: {1: 1.0, 64: 1.01}})
 _EXPENSIVE = Costs({1: {1: 1.0, 2: 1.7, 8: 2.1, 64: 8.0}})
 
@@ -45,10 +45,10 @@ class Auto(DrafterGroup, ChoosesLength, Replayable, Resolvable):
 
     @dataclass(frozen=True)
     class Options(Limited):
-        # names, (name, options), or drafters; a tie goes to the earlier one. None: those that need no training
+        # names, (name, options), or drafters; of equal ones the first is preferred. None: those without training
         drafters: tuple[Any, ...] | None = None
-        costs: Any = None  # a Costs, else measured once per model and machine and kept on disk
-        probing: float = 0.005  # share of the time spent on asking members that do not seem to pay
+        costs: Any = None  # a Costs. None: measured once per model and machine, and kept on disk
+        probing: float = 0.005  # share of the time for trials of members that seem too slow
         persistent: bool = True  # statistics are kept from one request to the next
         frozen: bool = False  # statistics do not change
 
@@ -59,7 +59,7 @@ class Auto(DrafterGroup, ChoosesLength, Replayable, Resolvable):
             if self.costs is not None and not isinstance(self.costs, Costs):
                 raise InputError(f"costs must be a paceline.core.costs.Costs, got {type(self.costs).__name__}.")
             if self.costs is not None and not (self.costs.passes and all(self.costs.passes.values())):
-                raise InputError("costs has no pass in it; give the seconds of at least one, such as {1: {1: 0.02}}.")
+                raise InputError("costs has no passes; give the seconds of at least one pass, such as {1: {1: 0.02}}.")
             if not 0 <= self.probing <= 1:
                 raise InputError(f"probing must be a share from 0 to 1, got {self.probing}.")
 
@@ -89,7 +89,7 @@ class Auto(DrafterGroup, ChoosesLength, Replayable, Resolvable):
             if best is not None:
                 self._set_members((*_DEFAULT, best))
         super().check(target)
-        self._measure(target)  # now, so that no request waits for it
+        self._measure(target)  # now, so that no request waits for the measurement
 
     def resolve_for(self, target: Any, rule: Rule) -> Drafter:
         default = replace(self.options, costs=None) == self.Options()
@@ -108,13 +108,13 @@ class Auto(DrafterGroup, ChoosesLength, Replayable, Resolvable):
     def open(self, target: Any, rows: RowsView) -> None:
         super().open(target, rows)
         self._measure(target)
-        self._throughput, self._value = Throughput(), PLAIN  # of another text it says little
+        self._throughput, self._value = Throughput(), PLAIN  # the throughput of other texts can be very different
         self._all_prices: dict[tuple[int, int], list[float]] = {}  # by rows and nodes
         self._prices, self._node_price, self._plain = [1.0], 0.0, (0, 0.0)
         self._cheap = [member for member in self._members if not member.runs_model]
         self._models = [member for member in self._members if member.runs_model]
         self._calibration = PerRow[Calibration]()
-        self._promised: list[float] = []  # per row: the tokens that the merged draft promises; empty: none is read
+        self._promised: list[float] = []  # per row: expected accepted tokens of the merged draft; empty: no draft
 
     def admit(self, rows: RowsView, first: int) -> None:
         super().admit(rows, first)
@@ -140,13 +140,13 @@ class Auto(DrafterGroup, ChoosesLength, Replayable, Resolvable):
             self._prices, self._node_price = prices, price_of_node(prices)
 
     def _pass_seconds(self, rows: int) -> float:
-        """The seconds of a pass without a draft."""
+        """Return the seconds of a forward pass without a draft."""
         if self._plain[0] != rows:
             self._plain = (rows, self._costs.seconds(1, rows))
         return self._plain[1]
 
     def _step_price(self, member: Member, rows: int) -> float:
-        """The price of one draft step of a model. Few timings count less than the usual price."""
+        """Return the price of one draft step of a model. With few timings, it is close to the assumed price."""
         cost = member.stats.cost
         doubt = POLICY.unknown_step_weight * max(0.0, 1.0 - cost.weight / POLICY.timings_needed)
         timed = cost.weight * cost.value / self._pass_seconds(rows)
@@ -162,8 +162,8 @@ class Auto(DrafterGroup, ChoosesLength, Replayable, Resolvable):
                 yield member, self._useful(member, budget)
 
     def _is_due(self, member: Member, rows: int) -> bool:
-        """In every round while it is cheap, or brings more than it costs. Else for some rounds after ever longer
-        pauses: a member that learns from passes must see some before it can help."""
+        """Return whether a member drafts in this round: always if it is cheap or its benefit is at least its cost. If
+        not, it drafts for some rounds after longer and longer pauses: it may have to learn first."""
         stats, plain = member.stats, self._pass_seconds(rows)
         cost = stats.cost.value + stats.observe_cost.value
         if cost <= POLICY.cheap * plain or cost <= stats.benefit.value * plain:
@@ -175,7 +175,7 @@ class Auto(DrafterGroup, ChoosesLength, Replayable, Resolvable):
         return stats.trials <= POLICY.trial_rounds
 
     def _useful(self, member: Member, budget: Budget) -> Budget:
-        """A member with low recent acceptance need not draft as deep."""
+        """Return the budget of a member. Its depth is smaller if the recent acceptance of the member is low."""
         depths = [stats[member.number].max_useful_depth(budget.depth, POLICY.min_chance) for stats in self._row_stats]
         return Budget(max(depths, default=1), budget.nodes, budget.limits, budget.draw, budget.branches)
 
@@ -186,7 +186,7 @@ class Auto(DrafterGroup, ChoosesLength, Replayable, Resolvable):
     def _observes(self, asked: bool) -> bool:
         return asked
 
-    # ---- how much is read
+    # ---- the nodes that the target reads
 
     def _choose(self, rows: RowsView, budget: Budget) -> TokenTree:
         merged, value, speculating = self._best(rows.count, budget)
@@ -201,7 +201,7 @@ class Auto(DrafterGroup, ChoosesLength, Replayable, Resolvable):
                 self.reasons = _reasons_alone(model.title, alone, self._value, budget)
                 return alone
             merged, value, speculating = self._best(rows.count, budget)
-            value = replace(value, price=value.price + spent)  # that time is gone, whatever is read now
+            value = replace(value, price=value.price + spent)  # the model has run, so its time counts
         self._value = value
         self._promised = [tree.expected_tokens(value.nodes) for tree in merged]
         tree = self._select(merged, value.nodes)
@@ -209,16 +209,16 @@ class Auto(DrafterGroup, ChoosesLength, Replayable, Resolvable):
         return tree
 
     def _best(self, count: int, budget: Budget) -> tuple[list[MergedTree], DraftValue, DraftValue]:
-        """The merged tree of every row, the best value, and the best value of those that speculate."""
+        """Return the merged tree of every row, the best value, and the best value of those with a draft."""
         merged = [self._merge(row, budget) for row in range(count)]
         pairs = zip(merged, self._calibration, strict=True)
         chances = [tree.best_chances(calibration.value) for tree, calibration in pairs]
         return merged, *best_width(chances, self._prices, self._throughput.value)
 
-    # ---- members that run a model: they cost passes, so their value is estimated before one is asked
+    # ---- members that run a model: they are slow, so their value is estimated before they draft
 
     def _model_to_ask(self, rows: RowsView, budget: Budget, value: DraftValue) -> tuple[Member | None, DraftValue]:
-        """The model whose draft would be worth more than `value`, or whose trial is due, and how deep to ask it."""
+        """Return the model that should draft (or None) and the value of the draft: the best model, or a trial."""
         throughput = self._throughput.value
         best: tuple[Member | None, DraftValue] = (None, value)
         models = [member for member in self._models if not member.failed]
@@ -233,14 +233,14 @@ class Auto(DrafterGroup, ChoosesLength, Replayable, Resolvable):
         if best[0] is None and models and not self.frozen:
             member = min(models, key=lambda member: member.stats.last_round)
             price = self._step_price(member, rows.count)
-            self._probe_budget = min(self._probe_budget, max(POLICY.probe_budget, price))  # not all for one text
+            self._probe_budget = min(self._probe_budget, max(POLICY.probe_budget, price))  # one trial
             if self._probe_budget >= price:
                 self._probe_budget -= price
                 best = (member, DraftValue(1, 1.0, price + self._prices[1]))
         return best
 
     def _ask_model(self, member: Member, rows: RowsView, budget: Budget, depth: int) -> TokenTree | None:
-        """Let a model draft so deep. Returns its tree if that must be read alone and whole."""
+        """Let a model draft to this depth. Return its tree if the target must read it whole and without others."""
         self._steps = depth
         proposal = self._ask(member, rows, replace(budget, depth=min(budget.depth, depth)))
         self._steps = 1
@@ -250,12 +250,12 @@ class Auto(DrafterGroup, ChoosesLength, Replayable, Resolvable):
             member.stats.spread.add(nodes / depth)
         return self._read_whole(proposal) if proposal is not None and alone else None
 
-    _steps = 1  # draft steps of the model that is asked: its cost is per step
+    _steps = 1  # draft steps of the model that drafts: its cost is per step
 
     def _cost(self, seconds: float, drafted: float) -> float:
         return seconds / self._steps
 
-    # ---- what became of it
+    # ---- statistics of a round
 
     def _learn(self, asked: Sequence[Proposal], outcome: Outcome) -> None:
         tokens = sum(len(row) for row in outcome.emitted) / max(1, len(outcome.emitted))
@@ -273,12 +273,12 @@ class Auto(DrafterGroup, ChoosesLength, Replayable, Resolvable):
         for stats in self._row_stats:
             for member in self._members:
                 if member.number not in known:
-                    stats[member.number].run = 0  # unknown
+                    stats[member.number].run = 0  # the member did not draft, so its run is not known
 
     def _note_benefit(self, asked: Sequence[Proposal], outcome: Outcome, throughput: float) -> None:
-        """Per member: accepted nodes that no member asked before it had, less the price of reading its nodes."""
+        """Note the benefit of each member: accepted nodes that no earlier member had, minus the price of its nodes."""
         prices, rows = self._prices, max(1, len(outcome.paths))
-        if len(asked) == 1:  # the usual case, without sets
+        if len(asked) == 1:  # the usual case needs no sets
             (proposal,) = asked
             read = max([sum([node >= 0 for node in draft.merged]) for draft in proposal.rows], default=0)
             helped = sum(map(len, outcome.paths)) / rows if read else 0.0
@@ -300,12 +300,12 @@ class Auto(DrafterGroup, ChoosesLength, Replayable, Resolvable):
     # ---- the reason of every round, for the trace
 
     def _explain(self, merged: Sequence[MergedTree], speculating: DraftValue, asked: str) -> list[str]:
-        """Per row: which nodes are read and what they should bring, or the best draft that is not read. asked: the
-        model that was asked."""
+        """Return the reason of the draft for each row: the nodes that are read and their value, or the best draft that
+        is not read. asked: the model that drafted in this round, or ""."""
         value = self._value
         more = f"at a rate of {self._throughput.value:.2f} tokens per pass" + (f", {asked} was asked" if asked else "")
         if not value.nodes or not any(tree.order for tree in merged):
-            best = f"the best draft: {_text_of(speculating)}" if speculating.nodes else "no member has an idea"
+            best = f"the best draft: {_text_of(speculating)}" if speculating.nodes else "no member has a draft"
             return [f"plain; {best}, {more}"] * len(merged)
         reasons = []
         for tree, promised, calibration in zip(merged, self._promised, self._calibration, strict=True):
@@ -315,7 +315,7 @@ class Auto(DrafterGroup, ChoosesLength, Replayable, Resolvable):
 
 
 def _reasons_alone(member: str, tree: TokenTree, value: DraftValue, budget: Budget) -> list[str]:
-    """Of a tree that is read alone; rows near their end read less of a chain."""
+    """Return the reason for each row, for a tree that is read alone. Rows near their end read less of a chain."""
     used = [max(0, min(tree.nodes, limit)) if tree.is_chain else tree.nodes for limit in budget.limits]
     return [f"{member} alone, {_text_of(replace(value, nodes=nodes))}" for nodes in used]
 

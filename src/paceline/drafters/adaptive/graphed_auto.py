@@ -1,6 +1,6 @@
-"""`auto` where whole rounds run as CUDA graphs: one trained drafter inside them, which rests where it does not pay.
+"""`auto` if whole rounds run as CUDA graphs: one trained drafter inside the graphs, which rests while it saves no time.
 
-Host drafters would be asked, and read, between two rounds. That takes longer than what they save there.
+Host drafters must run between two rounds. With CUDA graphs this takes more time than their drafts save.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ TREE = {"tree": "best-first", "branch": POLICY.graph_branch, "width": POLICY.gra
 
 
 def graphed_auto(target: LanguageModel, rule: Rule, costs: Costs) -> GraphedAuto | None:
-    """A `GraphedAuto` with the best shipped drafter for this target; None where rounds cannot run as CUDA graphs."""
+    """Return a `GraphedAuto` with the best shipped drafter for this target. None: it has none, or cannot use graphs."""
     suits = rule.on_device and rule.branches and rule.draw == "coupled" and captures(target) and by_kernels(target)
     best = best_for(target) if suits else None
     if best is None:
@@ -48,8 +48,8 @@ def graphed_auto(target: LanguageModel, rule: Rule, costs: Costs) -> GraphedAuto
 
 
 def _max_nodes(rows: RowsView) -> int:
-    """Of a draft, by the capacity that graphs are made for. The number of rows may only fall, so no round is deeper
-    than the next one can catch up with."""
+    """Return the largest number of nodes of a draft, for the number of rows that the graphs are made for. It does not
+    depend on the live rows: a round must not be deeper than the next round can catch up with."""
     return min(POLICY.graph_nodes, POLICY.graph_tokens // max(1, rows.capacity) - 1)
 
 
@@ -65,7 +65,7 @@ class GraphedAuto(DrafterWrapper, ChoosesLength, DraftsOnDevice, NeedsHiddenStat
         window = POLICY.rest_window
         self._seconds: dict[bool, deque[float]] = {resting: deque(maxlen=window) for resting in (False, True)}
         self._tokens: deque[float] = deque(maxlen=window)  # of a round, while drafting
-        self._row_count, self._last_read = 0, 0.0  # rows of a round, and when a round was last read on the host
+        self._row_count, self._last_read = 0, 0.0  # rows of the last round, and the time when the host read it
         self._begin()
 
     @property
@@ -78,14 +78,14 @@ class GraphedAuto(DrafterWrapper, ChoosesLength, DraftsOnDevice, NeedsHiddenStat
         self._tokens.clear()
 
     def reset_copy(self) -> Drafter:
-        """Itself, if the inner drafter learns nothing: round times belong to no text."""
+        """Return this drafter if `inner` learns nothing from texts, else a copy. Round times do not depend on texts."""
         inner = self.inner.reset_copy()
         return self if inner is self.inner or inner is None else GraphedAuto(inner, self._costs, self._clock)
 
     def describe(self) -> str:
         return f"auto ({self.inner.describe()}, or none)"
 
-    # ---- whether it pays
+    # ---- whether to draft or to rest
 
     @property
     def resting(self) -> bool:
@@ -94,7 +94,7 @@ class GraphedAuto(DrafterWrapper, ChoosesLength, DraftsOnDevice, NeedsHiddenStat
     def on_round_read(self, tokens: Sequence[int], away: float) -> None:
         now = self._clock()
         seconds, self._last_read = now - self._last_read - away, now
-        if len(tokens) != self._row_count:  # another number of rows takes another time
+        if len(tokens) != self._row_count:  # times with another number of rows cannot be compared
             self._row_count, self._since_change = len(tokens), 0
             for measured in (*self._seconds.values(), self._tokens):
                 measured.clear()
@@ -112,7 +112,7 @@ class GraphedAuto(DrafterWrapper, ChoosesLength, DraftsOnDevice, NeedsHiddenStat
                 self._rest()
 
     def _pays(self) -> bool:
-        """Compare tokens per second with plain decoding: as timed while resting, else from the measured passes."""
+        """Return whether drafting is as fast as plain decoding: as timed while resting, else by the measured passes."""
         timed = self._seconds[True]
         known = len(timed) >= POLICY.rest_after
         plain = median(timed) if known else self._costs.seconds(1, self._row_count) + self._costs.overhead
@@ -120,10 +120,10 @@ class GraphedAuto(DrafterWrapper, ChoosesLength, DraftsOnDevice, NeedsHiddenStat
 
     def _rest(self) -> None:
         self.graph_key = self._since_change = self._rested = 0
-        rewind(self.inner, list(self._rows.lengths))  # it reads nothing until it wakes
+        rewind(self.inner, list(self._rows.lengths))  # the inner drafter reads nothing until it wakes
 
     def _wake(self) -> None:
-        """The next draft is made outside of a graph, since it may have much to read first."""
+        """Draft again. The first draft runs outside of a graph, because the inner drafter may have much to read."""
         self.graph_key, self._catching_up, self._since_change = 1, True, 0
         self._wait = min(2 * self._wait, POLICY.longest_rest)
         self._tokens.clear()
@@ -158,7 +158,7 @@ class GraphedAuto(DrafterWrapper, ChoosesLength, DraftsOnDevice, NeedsHiddenStat
     def admit(self, rows: RowsView, first: int) -> None:
         if not first:
             self._begin()
-        self._since_change = 0  # prompts were read in between
+        self._since_change = 0  # the time of the last round contains the prefill
         self.inner.admit(rows, first)
 
     def observe_prompt(self, rows: RowsView, taps_piece: PromptTaps) -> None:

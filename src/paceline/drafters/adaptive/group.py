@@ -1,4 +1,4 @@
-"""The engine of `portfolio` and `auto`: several drafters in one. They differ in members asked and the nodes read."""
+"""The base of `portfolio` and `auto`: a drafter that merges the drafts of several drafters, its members."""
 
 from __future__ import annotations
 
@@ -56,14 +56,14 @@ T = TypeVar("T")
 
 @runtime_checkable
 class ForwardObserver(Protocol):
-    """A drafter that learns from every forward pass of the target, also of drafts by others."""
+    """A drafter that learns from every forward pass of the target, also from passes over drafts of other members."""
 
     def observe_forward(self, tokens: Tensor, logits: Tensor, standing: Tensor) -> None: ...
 
 
 @runtime_checkable
 class ListProposer(Protocol):
-    """A drafter that makes lists before it makes tensors (`lookup.base.ListDrafter`)."""
+    """A drafter that can return its drafts as lists (`lookup.base.ListDrafter`)."""
 
     def propose_lists(self, rows: RowsView, budget: Budget, branching: bool = True) -> list[ListDraft]: ...
 
@@ -75,12 +75,12 @@ class Member:
     drafter: Drafter
     title: str
     number: int
-    taps: tuple[int, ...] = ()  # which of the group's taps are its own
-    failed: bool = False  # in this batch
-    new_rows: bool = True  # the next proposal reads new rows, so that it takes longer than others
-    out_of_sync: bool = False  # it did not follow rows that changed places
-    shares_reader: bool = False  # it brought the reader of the target
-    has_own_laws: bool = False  # it draws from its own distributions where a rule permits it
+    taps: tuple[int, ...] = ()  # the indices of its taps among the group's taps
+    failed: bool = False  # it raised an error in this batch
+    new_rows: bool = True  # its next proposal reads new rows, so it takes longer than usual
+    out_of_sync: bool = False  # it could not reorder its state when rows changed places
+    shares_reader: bool = False  # the loop uses its reader
+    has_own_laws: bool = False  # its drafts have laws, because the rule uses p/q
     stats: MemberStats = field(default_factory=MemberStats)
 
     @property
@@ -89,7 +89,7 @@ class Member:
 
     @cached_property
     def observer(self) -> ForwardObserver | None:
-        """The drafter, if it learns from whole forward passes and not from what became of its own draft."""
+        """Return the drafter if it learns from whole forward passes, and not from the verdict on its own draft."""
         return self.drafter if isinstance(self.drafter, ForwardObserver) else None
 
     @cached_property
@@ -99,7 +99,7 @@ class Member:
     def keep(
         self, proposal: Proposal | None, rows: RowsView, outcome: Outcome, verdict: Verdict, reading: Reading
     ) -> None:
-        """Tell the drafter what became of the round: of its own draft, and of the text."""
+        """Give the drafter the verdict on its own draft, the hidden states of accepted tokens, and the new lengths."""
         own = outcome.own_paths(proposal)
         if proposal is not None and self.observer is None and reads_verdicts(self.drafter):
             if proposal.whole:
@@ -117,14 +117,14 @@ class Member:
 class DrafterGroup(
     Adaptive, HoldsDrafters, KeepsStates, Reorderable, Rewindable, RunsModel, SharesReader, TakesPrediction
 ):
-    """Several drafters whose drafts become one tree.
+    """A drafter that merges the drafts of its members into one tree.
 
-    A subclass decides which members are asked (`_to_ask`), and how much of the merged tree is read (`_choose`). Its
+    A subclass decides which members draft (`_to_ask`), and which nodes of the merged tree are read (`_choose`). Its
     options have `drafters`, `persistent` and `frozen`.
     """
 
-    takes_prediction = False  # unless a member does
-    leads_alone = False  # may a member with its own distributions draft alone, when no other has an idea?
+    takes_prediction = False  # true if a member takes a prediction
+    leads_alone = False  # a draft with laws is read alone if no earlier member has a draft
 
     def __init__(self, options: Any, device: Any = None) -> None:
         """Models of the members are loaded to `device`."""
@@ -136,7 +136,7 @@ class DrafterGroup(
         raise NotImplementedError
 
     def _set_members(self, specs: tuple[Any, ...]) -> None:
-        """specs: names, (name, options), or drafters. Drops all statistics."""
+        """Make the members from specs: names, (name, options), or drafters. This drops all statistics."""
         self._specs = specs
         made = [make_drafter(spec, device=self._device) for spec in specs]
         names = [drafter.name for drafter in made]
@@ -158,7 +158,7 @@ class DrafterGroup(
     # ---- statistics
 
     def reset(self) -> None:
-        """Drop what was learned about the members."""
+        """Drop all statistics of the members."""
         for member in self._members:
             member.stats = MemberStats(AcceptanceStats(prior_acceptance=prior_acceptance(member.drafter)))
         self._rounds = 0
@@ -166,7 +166,7 @@ class DrafterGroup(
         self._row_stats = PerRow[list[AcceptanceStats]]()  # per row and member
 
     def credits(self) -> dict[str, dict[str, float]]:
-        """Per member: rounds it was asked, accepted tokens in a row, those that no other member had, and its cost."""
+        """Return per member: proposals; means of accepted tokens, of those that no other member had, and of cost."""
         return {
             member.title: {
                 "asked": member.stats.asked,
@@ -182,7 +182,7 @@ class DrafterGroup(
     def check(self, target: Any) -> None:
         for member in self._members:
             member.drafter.check(target)
-        self._share_taps()  # some members know their taps only now
+        self._share_taps()  # the taps of some members depend on the target
 
     def _share_taps(self) -> None:
         taps = sorted({tap for member in self._members for tap in taps_of(member.drafter)})
@@ -202,7 +202,7 @@ class DrafterGroup(
             self._try(member, member.drafter.open, target, rows)
 
     def reader(self, target: Any) -> Reader | None:
-        """The reader of the first member that brings one. It has no taps, so that no member may need them."""
+        """Return the reader of the first member that has one. None if a member needs taps: this reader has none."""
         for member in self._working() if not self.needs_taps else []:
             if not isinstance(member.drafter, SharesReader):
                 continue
@@ -219,7 +219,7 @@ class DrafterGroup(
                 self._try(member, member.drafter.observe_prompt, rows, own)
 
     def states_of(self, row: int, length: int) -> dict[int, Any] | None:
-        """Return what each member stores, by its number. None: a member would have to read the prefix again."""
+        """Return the states of each member, by its number. None: a member cannot store its states."""
         found: dict[int, Any] = {}
         for member in self._working():
             if isinstance(member.drafter, KeepsStates):
@@ -257,8 +257,8 @@ class DrafterGroup(
             self._try(member, member.drafter.release, row, last, length)
 
     def reorder(self, rows: RowsView, source: Sequence[int]) -> bool:
-        """A member that cannot follow starts again when the round is committed. Statistics stay with the row: rows that
-        change places belong to one beam search."""
+        """Reorder all members. A member that cannot do that restarts in the next round. The statistics of the rows are
+        not reordered: rows that change places belong to one beam search."""
         for member in self._working():
             member.out_of_sync = member.out_of_sync or not self._try(member, reorder, member.drafter, rows, source)
         for proposal in self._asked:
@@ -280,7 +280,7 @@ class DrafterGroup(
         return [member for member in self._members if not member.failed]
 
     def _try(self, member: Member, act: Callable[..., T], *args: Any) -> T | None:
-        """A member that fails is left out until the next batch. The others go on."""
+        """Return act(*args). If it fails, warn, return None, and do not use the member until the next batch."""
         try:
             return act(*args)
         except UnsupportedError:
@@ -289,7 +289,7 @@ class DrafterGroup(
             member.failed = True
             warnings.warn(
                 f"Drafter '{member.title}' of '{self.name}' failed ({type(error).__name__}: {error}); "
-                "the others go on.",
+                "the other members continue.",
                 PacelineWarning,
                 stacklevel=3,
             )
@@ -303,17 +303,17 @@ class DrafterGroup(
             proposal = self._ask(member, rows, wanted)
             if proposal is not None and proposal.has_own_laws:
                 member.has_own_laws = True
-                if self.leads_alone and not self._has_ideas():
+                if self.leads_alone and not self._has_drafts():
                     return self._read_whole(proposal)
         self._tree = self._choose(rows, budget)
         return self._tree
 
     def _to_ask(self, rows: RowsView, budget: Budget) -> Iterator[tuple[Member, Budget]]:
-        """The members to ask, one after the other, and what each may draft."""
+        """Yield the members that draft in this round, in order, each with its budget."""
         raise NotImplementedError
 
     def _choose(self, rows: RowsView, budget: Budget) -> TokenTree:
-        """The tree to read, out of what was proposed."""
+        """Return the tree that the target reads, made from the proposals of this round."""
         raise NotImplementedError
 
     def _begin_round(self, rows: RowsView, budget: Budget) -> None:
@@ -351,22 +351,22 @@ class DrafterGroup(
         return proposal_of_tree(member.number, member.title, tree, rows.count, None if trusted else limits)
 
     def _branching(self, member: Member) -> bool:
-        """Is a tree of this member useful, or only a chain?"""
+        """Return whether this member should draft a tree, not only a chain."""
         return True
 
     def _cost(self, seconds: float, drafted: float) -> float:
-        """The cost of a proposal that took `seconds` and has `drafted` nodes per row."""
+        """Return the cost of a proposal that took `seconds` and has `drafted` nodes per row."""
         return seconds
 
-    def _has_ideas(self) -> bool:
-        """Did a member propose anything that can be merged?"""
+    def _has_drafts(self) -> bool:
+        """Return whether a proposal of this round has nodes that can be merged."""
         return any(draft.tokens for proposal in self._asked for draft in proposal.rows)
 
     def _merge(
         self, row: int, budget: Budget, *, by_gain: bool = False, first: bool = False, least: float = 0.0
     ) -> MergedTree:
-        """All drafts for one row as one tree. by_gain: the leading chain of the member with the highest gain is always
-        in. first: only the first draft."""
+        """Return all drafts for one row as one tree. by_gain: always keep the chain of first children of the member
+        with the highest gain. first: use only the first draft."""
         stats = self._row_stats[row]
         asked = [proposal for proposal in self._asked if proposal.rows and proposal.rows[row].tokens]
         if by_gain:
@@ -381,7 +381,7 @@ class DrafterGroup(
         return MergedTree(drafts, depth, titles=titles, least=least, lead=by_gain or first)
 
     def _select(self, merged: Sequence[MergedTree], nodes: int) -> TokenTree:
-        """The best nodes of every row, as one tree."""
+        """Return the draft with the best `nodes` nodes of every row."""
         rows = [tree.select(nodes) for tree in merged]
         if not nodes:
             return TokenTree.empty(len(merged), "cpu")
@@ -393,8 +393,8 @@ class DrafterGroup(
         return TokenTree.from_lists(rows, "cpu", drawn)
 
     def _as_drafted(self, rows: Sequence[ListDraft], merged: Sequence[MergedTree]) -> TokenTree | None:
-        """The very tree of the member whose reader is shared, if it is all that is read. Then the target continues
-        where that member stopped."""
+        """Return the original tree of the member whose reader is shared, if the selected nodes are exactly its nodes.
+        The target then continues from the layers that this member has computed. None: other nodes are selected."""
         for proposal in self._asked:
             tree = proposal.tree
             if not self._members[proposal.member].shares_reader or tree is None or not tree.nodes or not proposal.rows:
@@ -408,7 +408,7 @@ class DrafterGroup(
         return None
 
     def _read_whole(self, proposal: Proposal) -> TokenTree:
-        """Read this tree alone: it has distributions of its own, so nothing may be left out."""
+        """Return this tree as the draft, without other members: its nodes have laws, so no node may be dropped."""
         assert proposal.tree is not None
         for other in self._asked:
             for draft in other.rows:
@@ -416,7 +416,7 @@ class DrafterGroup(
         proposal.whole, self._tree = True, proposal.tree
         return proposal.tree
 
-    # ---- what became of it
+    # ---- the verdict
 
     def keep(self, rows: RowsView, verdict: Verdict, reading: Reading) -> None:
         asked, tree = self._asked, self._tree
@@ -440,15 +440,15 @@ class DrafterGroup(
                 self._try(member, member.keep, proposal, rows, outcome, verdict, reading)
 
     def _observes(self, asked: bool) -> bool:
-        """Does a member that learns from forward passes see this one?"""
+        """Return whether a member that learns from forward passes gets this one. asked: it drafted in this round."""
         return True
 
     def _learn(self, asked: Sequence[Proposal], outcome: Outcome) -> None:
-        """More statistics of a subclass, after the members are credited."""
+        """Update the statistics of a subclass, after those of the members."""
 
     def _credit(self, asked: Sequence[Proposal], outcome: Outcome) -> None:
-        """Credit every member with what its own draft had right, in the tree or not. Of a tree with distributions of
-        its own only the accepted path is known."""
+        """Update the statistics of every member with the prefix of the emitted tokens that its own draft contains, even
+        if the target did not read these nodes. For a tree with laws, only the accepted path is known."""
         for row, tokens in enumerate(outcome.emitted):
             gains = []
             for proposal in asked:
@@ -475,7 +475,7 @@ class DrafterGroup(
                 stats.pause = longer if gain <= others else max(1, stats.pause // 2)
 
     def _follow_runs(self, asked: Sequence[Proposal], outcome: Outcome) -> None:
-        """For frozen statistics: only the runs continue."""
+        """Update only the runs, for frozen statistics."""
         for row, tokens in enumerate(outcome.emitted):
             for proposal in asked:
                 own = self._row_stats[row][proposal.member]
@@ -487,7 +487,7 @@ class DrafterGroup(
 def _whole_pass(
     rows: RowsView, tree: TokenTree | None, verdict: Verdict, reading: Reading
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The tokens [R,1+N] of a pass, their logits, and their standing (see `recycling`)."""
+    """Return the tokens [R,1+N] that a forward pass read, their logits, and their standing (see `recycling`)."""
     tokens = rows.text.gather(1, rows.length - 1)
     standing = torch.full_like(tokens, WRITTEN)
     if tree is None or not tree.nodes:

@@ -1,4 +1,4 @@
-"""Several drafters at once: one tree of what they propose, shared out by what each of them has been worth."""
+"""Merge the drafts of several drafters into one tree. Its nodes are chosen by the acceptance of each drafter."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from paceline.drafters.resolve import replay_needs
 
 @DRAFTERS.register("portfolio")
 class Portfolio(DrafterGroup, FillsNodes, Replayable):
-    """Merge what several drafters propose into one tree, and learn which of them to believe."""
+    """Merge the drafts of several drafters into one tree, and learn the acceptance of each drafter."""
 
     @dataclass(frozen=True)
     class Options(Limited):
-        # names, (name, options), or drafters; a tie goes to the earlier one
+        # names, (name, options), or drafters; of equal ones the first is preferred
         drafters: tuple[Any, ...] = (
             ("suffix", {"branches": 4}),
             ("ngram", {"branches": 4}),
             "prompt-lookup",
             "recycling",
         )
-        mode: Literal["merge", "first"] = "merge"  # one tree of all, or of the first that has an idea
-        cost: Literal["time", "nodes"] = "time"  # what a proposal costs: seconds, or nodes (the same on every machine)
-        least: float = limited(0.0005, 0)  # chance below which a node is left out
+        mode: Literal["merge", "first"] = "merge"  # read a tree of all drafts, or only the first draft with nodes
+        cost: Literal["time", "nodes"] = "time"  # the cost of a proposal: seconds, or nodes (equal on every machine)
+        least: float = limited(0.0005, 0)  # nodes with a smaller chance are dropped
         persistent: bool = True  # statistics are kept from one request to the next
         frozen: bool = False  # statistics do not change
 
@@ -77,7 +77,7 @@ class Portfolio(DrafterGroup, FillsNodes, Replayable):
         timed = options.mode == "merge" and options.cost == "time" and len(options.drafters) > 1
         return "a clock, to choose the members (option cost; cost=nodes needs none)" if timed else None
 
-    # ---- which members are asked
+    # ---- which members draft
 
     def _begin_round(self, rows: RowsView, budget: Budget) -> None:
         super()._begin_round(rows, budget)
@@ -89,15 +89,15 @@ class Portfolio(DrafterGroup, FillsNodes, Replayable):
     def _to_ask(self, rows: RowsView, budget: Budget) -> Iterator[tuple[Member, Budget]]:
         own_laws = budget.draw in ("independent", "iid")
         for member in self._order(own_laws):
-            if own_laws and member.has_own_laws and self._has_ideas():
-                continue  # its tokens may not stand beside those of others
+            if own_laws and member.has_own_laws and self._has_drafts():
+                continue  # a draft with laws cannot be merged with others
             if own_laws or self._is_due(member, budget):
                 yield member, budget
             if self._first and self._all_rows_served(rows.count):
                 return
 
     def _order(self, own_laws: bool) -> list[Member]:
-        """The members, the best first. Where one may have to draft alone, each leads some rounds, and again later."""
+        """Return the members, the best first. With laws, each member is first in some rounds: only one can be read."""
         members = self._working()
         if self._first:
             return members
@@ -110,7 +110,7 @@ class Portfolio(DrafterGroup, FillsNodes, Replayable):
         return ranked
 
     def _is_due(self, member: Member, budget: Budget) -> bool:
-        """The best member is always due, another one if what it alone has is worth its cost, or after a pause."""
+        """Return whether a member drafts in this round: the best one always, others if they pay or after a pause."""
         stats = member.stats
         if self._first or stats.asked < POLICY.portfolio_trial:
             return True
@@ -127,7 +127,7 @@ class Portfolio(DrafterGroup, FillsNodes, Replayable):
     def _cost(self, seconds: float, drafted: float) -> float:
         return seconds if self.options.cost == "time" else drafted
 
-    # ---- how much is read: everything, since reading counts as free
+    # ---- the nodes that the target reads: all, because a larger pass counts as free
 
     def _choose(self, rows: RowsView, budget: Budget) -> TokenTree:
         least = 0.0 if self._first else self.options.least
@@ -139,5 +139,5 @@ class Portfolio(DrafterGroup, FillsNodes, Replayable):
 
 
 def with_the_target(target: Any) -> tuple[Any, ...]:
-    """For the conformance suite: a draft model, as a tree, beside drafters on the host and on the device."""
+    """Return members for the conformance suite: a draft model that drafts trees, and drafters on host and device."""
     return (("draft-model", {"model": target, "tree": "levels"}), "prompt-lookup", "recycling")

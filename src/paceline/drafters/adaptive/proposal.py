@@ -1,4 +1,4 @@
-"""What members propose, the one tree that it is merged into, and what became of a round."""
+"""The proposals of the members of a group, the tree that they are merged into, and the outcome of a round."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from paceline.drafters.adaptive.policy import POLICY
 from paceline.drafters.adaptive.stats import AcceptanceStats, entry_of
 from paceline.drafters.lookup.base import ListDraft
 
-MERGEABLE = ("certain", "coupled")  # drafts drawn in these ways may stand in one tree
+MERGEABLE = ("certain", "coupled")  # drafts drawn in these ways can be merged into one tree
 
 
 @dataclass
 class RowDraft:
-    """The draft of one member for one row, and the node of the merged tree that each of its nodes became."""
+    """The draft of one member for one row, and the index of each of its nodes in the merged tree."""
 
     tokens: list[int]
     parents: list[int]
@@ -35,7 +35,7 @@ class RowDraft:
 
     @property
     def leading(self) -> list[int]:
-        """The chain of first children."""
+        """Return the chain of first children."""
         chain: list[int] = []
         children = self.children.get(-1)
         while children:
@@ -44,14 +44,14 @@ class RowDraft:
         return chain
 
     def cut_to(self, nodes: Sequence[int]) -> None:
-        """Keep only these nodes; their ancestors are among them. They keep their numbers."""
+        """Keep only these nodes, which include their ancestors. They keep their indices."""
         self.children.clear()
         for node in nodes:
             self.children.setdefault(self.parents[node], []).append(node)
 
     def follow(self, emitted: Sequence[int], run: int, stats: Sequence[AcceptanceStats] = ()) -> list[int]:
-        """The nodes that agree with the emitted tokens, from the root. Notes in `stats` what was accepted after a run
-        of `run` tokens."""
+        """Return the longest path of nodes whose tokens are a prefix of the emitted tokens. `run` is the run before the
+        draft. Each object in `stats` observes every tested node."""
         path: list[int] = []
         at = -1
         for token in emitted:
@@ -73,8 +73,8 @@ class RowDraft:
         return path
 
     def run_after(self, path: Sequence[int], emitted: Sequence[int], run: int) -> int:
-        """The run after these tokens were emitted and `path` was accepted. A draft that ended before the emitted
-        tokens was not wrong about the rest."""
+        """Return the run after these tokens were emitted, with `path` from `follow`. The run is 0 after a wrong token.
+        If the draft was shorter than the emitted tokens, no token was wrong."""
         if len(path) < len(emitted) and self.children.get(path[-1] if path else -1):
             return 0
         for node in path:
@@ -84,17 +84,17 @@ class RowDraft:
 
 @dataclass
 class Proposal:
-    """What one member proposed in one round.
+    """The proposal of one member in one round.
 
-    `rows` is empty for a tree with distributions of its own: its tokens were drawn together, so that it is read whole
-    and alone, or not at all.
+    `rows` is empty for a tree with laws. Its tokens were drawn together, so the target reads all of it and no other
+    draft, or none of it.
     """
 
     member: int
     title: str
     rows: list[RowDraft] = field(default_factory=list)
-    tree: TokenTree | None = None  # as a member on the device made it
-    whole: bool = False  # this very tree was read
+    tree: TokenTree | None = None  # the tree, if the member returned one and not lists
+    whole: bool = False  # the target read exactly this tree
 
     @property
     def drawn(self) -> str:
@@ -105,14 +105,14 @@ class Proposal:
         return self.tree is not None and self.tree.drawn not in MERGEABLE and self.tree.nodes > 0
 
     def reorder(self, source: Sequence[int]) -> None:
-        """Row r continues as a copy of row source[r]."""
+        """Make row r a copy of row source[r]."""
         self.rows = [self.rows[other] for other in source] if self.rows else []
 
 
 def proposal_of_lists(
     member: int, title: str, drafts: Sequence[ListDraft], count: int, limits: tuple[int, int, int] | None
 ) -> Proposal:
-    """A proposal of lists. limits: the vocabulary, nodes and depth that a draft of a host drafter must respect."""
+    """Return a proposal made from lists. limits: the vocabulary, nodes and depth to check. None: no check."""
     if len(drafts) != count:
         raise DrafterError(f"A draft has {len(drafts)} rows for {count} texts.")
     if limits is not None:
@@ -124,7 +124,7 @@ def proposal_of_lists(
 def proposal_of_tree(
     member: int, title: str, tree: TokenTree, count: int, limits: tuple[int, int, int] | None
 ) -> Proposal:
-    """A proposal of a tree: one host read, unless the tree has distributions of its own."""
+    """Return a proposal made from a tree. This is one host read, except for a tree with laws."""
     if tree.drawn not in MERGEABLE:
         return Proposal(member, title, tree=tree)
     columns = [tree.tokens]
@@ -142,14 +142,14 @@ def proposal_of_tree(
 
 # ---- The merged tree
 
-Contribution = tuple[RowDraft, AcceptanceStats]  # a member's draft of one row, and what it has been worth to this row
+Contribution = tuple[RowDraft, AcceptanceStats]  # a member's draft for one row, and its statistics for this row
 
 
 class MergedTree:
-    """All drafts for one row as one tree: equal nodes are one. Every draft learns which nodes its own became.
+    """All drafts for one row, merged into one tree without equal siblings. It sets `merged` of every draft.
 
-    chances: that a node is accepted. It is the chance of the parent times the rate of the node, so a parent is never
-    worth less than its children. order: the nodes by value, the best first; parents come before their children.
+    chances: the probability that each node is accepted, which is the chance of its parent times its own rate. order:
+    the nodes by chance, the best first; parents come before their children.
     """
 
     __slots__ = ("_drafts", "_titles", "chances", "order", "parents", "tokens")
@@ -163,12 +163,12 @@ class MergedTree:
         least: float = 0.0,
         lead: bool = False,
     ) -> None:
-        """depth: deeper nodes are left out. least: so are nodes with a smaller chance. lead: the chain of first
-        children of the first draft is always kept, and comes first."""
+        """depth: deeper nodes are dropped. least: nodes with a smaller chance are dropped. lead: the chain of first
+        children of the first draft is always kept, and is first in `order`."""
         self._drafts, self._titles = drafts, titles
         self.tokens: list[int] = []
         self.parents: list[int] = []
-        missed: list[float] = []  # the chance that a node is wrong, if its parent is right
+        missed: list[float] = []  # the chance that a node is rejected, if its parent is accepted
         known: dict[tuple[int, int], int] = {}
         for draft, stats in drafts:
             self._add(draft, stats, depth, missed, known)
@@ -217,15 +217,15 @@ class MergedTree:
                 merged[node] = same
 
     def best_chances(self, calibration: float) -> list[float]:
-        """The chances of the nodes in order, scaled."""
+        """Return the chances of the nodes in `order`, times `calibration`."""
         return [calibration * self.chances[node] for node in self.order]
 
     def expected_tokens(self, nodes: int) -> float:
-        """The tokens that the best `nodes` nodes are expected to bring."""
+        """Return the expected number of accepted tokens of the best `nodes` nodes."""
         return sum([self.chances[node] for node in self.order[:nodes]])
 
     def select(self, nodes: int) -> ListDraft:
-        """The best nodes as a draft. Every member's draft learns where its nodes went."""
+        """Return the best nodes as a draft, and set `merged` of every member's draft to the indices in it."""
         if nodes >= len(self.tokens) == len(self.order):
             return self.tokens, self.parents
         kept = sorted(self.order[:nodes])
@@ -235,20 +235,20 @@ class MergedTree:
         return [self.tokens[node] for node in kept], [index.get(self.parents[node], -1) for node in kept]
 
     def place_as(self, draft: RowDraft) -> None:
-        """The tree that is read is this draft itself: number the nodes of all drafts as it does."""
+        """Set `merged` of every draft to the indices in this draft, because the target reads it unchanged."""
         index = {node: i for i, node in enumerate(draft.merged)}
         for other, _ in self._drafts:
             other.merged[:] = [index.get(node, -1) for node in other.merged]
 
     @property
     def names(self) -> list[str]:
-        """The members with nodes in the selected tree."""
+        """Return the titles of the members with nodes in the selected tree."""
         return [title for (draft, _), title in zip(self._drafts, self._titles, strict=True) if max(draft.merged) >= 0]
 
 
 def _weaken_rivals(parents: Sequence[int], missed: Sequence[float]) -> list[float]:
-    """The rate of each node, if its parent is right. Only one child can be right, so siblings share what the likelier
-    ones leave, and weaken each other. Otherwise every disagreement of two members would look worth reading."""
+    """Return the rate of each node, if its parent is accepted. Only one child can be accepted, so the rate of a sibling
+    is reduced by those of the likelier ones. Else two members that disagree would have too high a sum of rates."""
     children: dict[int, list[int]] = {}
     for node, parent in enumerate(parents):
         children.setdefault(parent, []).append(node)
@@ -265,7 +265,7 @@ def _weaken_rivals(parents: Sequence[int], missed: Sequence[float]) -> list[floa
 
 
 def best_chain(drafts: Sequence[Contribution]) -> list[Contribution]:
-    """For rules that verify chains: the leading chain with the most expected tokens."""
+    """Return a list with the draft whose chain of first children is expected to bring most, cut to this chain."""
     best: list[Contribution] = []
     most = 0.0
     for draft, stats in drafts:
@@ -277,19 +277,19 @@ def best_chain(drafts: Sequence[Contribution]) -> list[Contribution]:
     return best
 
 
-# ---- What became of a round
+# ---- The outcome of a round
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a round emitted, on the host: per row the tokens, and the accepted nodes of the tree that was read."""
+    """The result of a round on the host: the emitted tokens and the accepted nodes of every row."""
 
     emitted: list[list[int]]
     paths: list[list[int]]
 
     @staticmethod
     def of(verdict: Verdict) -> Outcome:
-        """One host read. The accepted length of a chain follows from what was emitted."""
+        """Return the outcome of a verdict, with one host read."""
         width, paths = verdict.emitted.shape[1], []
         table = verdict.emitted if verdict.path is None else torch.cat([verdict.emitted, verdict.path], 1)
         emitted: list[list[int]] = []
@@ -301,7 +301,7 @@ class Outcome:
         return Outcome(emitted, paths)
 
     def own_paths(self, proposal: Proposal | None) -> list[list[int]]:
-        """Per row, the nodes of a member's own draft that are a prefix of the accepted path."""
+        """Return for each row the longest path of the member's own draft that is a prefix of the accepted tokens."""
         if proposal is None or not (proposal.whole or proposal.rows):
             return [[] for _ in self.paths]
         if proposal.whole:
@@ -310,13 +310,13 @@ class Outcome:
         return [draft.follow(tokens[: len(path)], 0) for draft, tokens, path in rows]
 
     def known_lengths(self, own: Sequence[Sequence[int]], lengths: Sequence[int]) -> list[int]:
-        """How far a member's KV cache is right after the round: it has not read tokens that others drafted."""
+        """Return for each row the length to which a member rewinds: it did not read other members' tokens."""
         rows = zip(lengths, own, self.paths, strict=True)
         return [start + len(nodes) + (len(nodes) == len(path)) for start, nodes, path in rows]
 
     def taps_along(self, taps: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """Of taps [R,1+N,D], those of the last committed token and of the accepted path [R,1+M,D], of any drafter.
-        A row with a shorter path repeats the first."""
+        """Return from taps [R,1+N,D] those of the last committed token and of the accepted path, [R,1+M,D]. A row with
+        a shorter path is padded with the first."""
         width = 1 + max(map(len, self.paths))
         rows = [[0, *(node + 1 for node in path)] for path in self.paths]
         index = torch.tensor([row + [0] * (width - len(row)) for row in rows], device=taps[0].device).unsqueeze(-1)
@@ -326,8 +326,8 @@ class Outcome:
 def own_round(
     proposal: Proposal, own: Sequence[Sequence[int]], verdict: Verdict, reading: Reading
 ) -> tuple[Verdict, Reading]:
-    """The round in the numbers of a member's own draft: its accepted prefix, and the logits at its nodes (NaN
-    where the target did not read them)."""
+    """Return the verdict and the reading with the node indices of a member's own draft: its accepted prefix `own`, and
+    the logits at its nodes (NaN at nodes that the target did not read)."""
     tree, rows = proposal.tree, proposal.rows
     if tree is not None:
         chain, nodes = tree.is_chain, tree.nodes
@@ -343,7 +343,7 @@ def own_round(
 
 
 class _OwnReading(Reading):
-    """The logits at some nodes. They are gathered at the first use, since they are large and few members need them."""
+    """The logits at some nodes. They are gathered at the first use, because they are large and few members use them."""
 
     def __init__(self, logits: Tensor, nodes: list[list[int]]) -> None:
         self.__dict__.update(_all=logits, _nodes=nodes)  # the base class is frozen

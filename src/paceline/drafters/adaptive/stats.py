@@ -1,9 +1,8 @@
-"""What members have been worth, and what a draft is worth against its forward pass. Pure arithmetic.
+"""The acceptance and the cost of members, and the value of a draft compared with its forward pass.
 
-A round that emits t tokens in the time of p plain passes is worth t - throughput * p: `throughput` is the tokens per
-plain pass that decoding yields at present, at least 1. The best sum of these values gives the most tokens over time.
-Whether to speculate at all is another question: more than one token per plain pass beats plain decoding, whatever the
-throughput is.
+A round that emits t tokens in the time of p plain passes has the value t - throughput * p. `throughput` is the present
+number of tokens per plain pass, at least 1. The largest sum of these values gives the most tokens over time. Whether to
+draft at all is a separate question: a round with t > p is better than plain decoding, for every throughput.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ _PRIOR = POLICY.first_child + tuple(rate for rate in POLICY.later_child[1:] for 
 
 @dataclass
 class Mean:
-    """A mean whose past fades. It starts at `value`, as if that had been seen `weight` times."""
+    """A mean in which older values count less. It starts at `value`, which counts as `weight` observations."""
 
     value: float = 0.0
     weight: float = 0.0
@@ -36,28 +35,28 @@ class Mean:
 
 
 class AcceptanceStats:
-    """How often a member's nodes were accepted once their parents were: by rank among siblings, and by run.
+    """The acceptance rates of a member's nodes whose parents were accepted, by rank among siblings and by run.
 
-    The run is the number of tokens in a row that the member has just had right. A drafter that copies is right for a
-    while, so the run says more than an average.
+    The run is the number of tokens in a row that the member predicted correctly just before. A drafter that copies is
+    often right for many tokens, so rates by run are more precise than one average.
     """
 
     def __init__(self, above: AcceptanceStats | None = None, prior_acceptance: float | None = None) -> None:
-        """above: the statistics of all rows, where those of one row start. prior_acceptance: the rate of a first child
-        before any observation, for a drafter that runs a model."""
+        """above: the statistics of all rows, which are the start of those of one row. prior_acceptance: the rate of a
+        first child before any observation, for a drafter that runs a model."""
         self.rates: list[float] = list(above.rates if above is not None else _PRIOR)
         if prior_acceptance is not None:
             self.rates[:BUCKETS] = [prior_acceptance] * BUCKETS
         self.gain: Mean = (
             Mean() if above is None else Mean(above.gain.value, POLICY.prior_weight)
-        )  # accepted tokens in a row
+        )  # accepted tokens per proposal
         self.run = 0
-        self._expected = self._accepted = POLICY.temper_weight  # first children: sum of rates, and those accepted
+        self._expected = self._accepted = POLICY.temper_weight  # sum of rates of first children; accepted ones
         self._weight = [POLICY.prior_weight] * len(self.rates)
 
     @property
     def temper(self) -> float:
-        """Accepted first children over expected ones, at most 1. It corrects long drafts, which are seen rarely."""
+        """Return accepted / expected first children, at most 1. It corrects long drafts, which are rare."""
         return min(self._accepted / self._expected, 1.0)
 
     def observe(self, entry: int, accepted: bool) -> None:
@@ -68,17 +67,17 @@ class AcceptanceStats:
         self.rates[entry] += (accepted - self.rates[entry]) / weight
 
     def observe_chain(self, length: int, accepted: int, run: int) -> None:
-        """A chain of `length` tokens after a run; its first `accepted` tokens were accepted."""
+        """Observe a chain of `length` tokens after a run, of which the first `accepted` tokens were accepted."""
         for depth in range(min(length, accepted + 1)):
             self.observe(entry_of(0, run + depth), depth < accepted)
 
     @property
     def second_child(self) -> float:
-        """The rate of a second child, drafted now."""
+        """Return the rate of a second child at the present run."""
         return self.rates[BUCKETS + _BUCKET[min(self.run, _LONGEST_RUN)]]
 
     def max_useful_depth(self, depth: int, least: float) -> int:
-        """How deep a chain drafted now is useful: while its chance is at least `least`."""
+        """Return how deep to draft: until the probability that all tokens are accepted falls below `least`."""
         rates, run = self.rates, self.run
         chance, useful = rates[_BUCKET[min(run, _LONGEST_RUN)]], 1
         while useful < depth and chance >= least:
@@ -87,7 +86,7 @@ class AcceptanceStats:
         return useful
 
     def expected(self, length: int) -> list[float]:
-        """The chance of each token of a chain, drafted now, to be accepted with all tokens before it."""
+        """Return for each token of a chain the probability that it and all tokens before it are accepted."""
         chances: list[float] = []
         chance, temper = 1.0, self.temper
         for depth in range(length):
@@ -97,24 +96,24 @@ class AcceptanceStats:
 
 
 def entry_of(rank: int, run: int) -> int:
-    """The index of a rate: of the child of this rank, below a node that ends a run."""
+    """Return the index of the rate of a child of this rank after a run of this length."""
     return min(rank, POLICY.ranks - 1) * BUCKETS + _BUCKET[min(run, _LONGEST_RUN)]
 
 
 @dataclass
 class MemberStats:
-    """What one member has been worth, over all rows."""
+    """The statistics of one member over all rows."""
 
     acceptance: AcceptanceStats = field(default_factory=AcceptanceStats)
-    alone: Mean = field(default_factory=Mean)  # accepted tokens in a row that no other member had
-    cost: Mean = field(default_factory=Mean)  # of a proposal
+    alone: Mean = field(default_factory=Mean)  # accepted tokens per proposal that no other member had
+    cost: Mean = field(default_factory=Mean)  # cost of a proposal
     observe_cost: Mean = field(default_factory=Mean)  # seconds of `observe_forward`
-    asked: int = 0
-    last_round: int = 0  # when it was asked
-    leads: int = 0  # rounds it was asked first, where only one may draft
-    trials: int = 0  # rounds in a row it was asked without a benefit
+    asked: int = 0  # number of proposals
+    last_round: int = 0  # the round of the last proposal
+    leads: int = 0  # rounds in which it drafted first, for rules that use p/q
+    trials: int = 0  # rounds of the present trial
     wait: int = POLICY.first_pause  # rounds before the next trial
-    benefit: Mean = field(default_factory=Mean)  # tokens that no member before it had, less the price of its nodes
+    benefit: Mean = field(default_factory=Mean)  # tokens that no earlier member had, minus the price of its nodes
     spread: Mean = field(default_factory=lambda: Mean(1.0, 1.0))  # nodes per depth of its trees that are read whole
     pause: int = 1  # rounds before `portfolio` asks it again, while it has no benefit
 
@@ -124,7 +123,7 @@ class MemberStats:
 
 @dataclass(frozen=True)
 class DraftValue:
-    """One way to spend a round: nodes per row, and the expected tokens per row for a price in plain passes."""
+    """One possible draft: nodes per row, expected tokens per row, and the price of the round in plain passes."""
 
     nodes: int
     tokens: float = 1.0
@@ -135,7 +134,7 @@ class DraftValue:
 
     @property
     def pays(self) -> bool:
-        """Is it better than plain decoding?"""
+        """Return whether it is better than plain decoding."""
         return self.tokens > self.price
 
 
@@ -143,7 +142,7 @@ PLAIN = DraftValue(0)
 
 
 class Throughput:
-    """Tokens per plain pass at present, at least 1. The past fades."""
+    """The present number of tokens per plain pass, at least 1. Older rounds count less."""
 
     def __init__(self) -> None:
         self._tokens = self._passes = POLICY.throughput_weight
@@ -154,15 +153,15 @@ class Throughput:
 
     def add(self, tokens: float, price: float) -> None:
         fade = POLICY.throughput_fade
-        start = (1 - fade) * POLICY.throughput_weight  # the start never fades completely
+        start = (1 - fade) * POLICY.throughput_weight  # keeps the start value in the mean
         self._tokens = self._tokens * fade + tokens + start
         self._passes = self._passes * fade + price + start
 
 
 class Calibration:
-    """The share of promised tokens that were accepted in one text, at most 1.
+    """Accepted / expected tokens of one text, at most 1.
 
-    Drafts are read where they promise most, so promises are too high on average.
+    The chosen drafts are those with the largest expectations, so the expectations are too high on average.
     """
 
     def __init__(self) -> None:
@@ -178,7 +177,7 @@ class Calibration:
 
 
 def price_of_node(prices: Sequence[float]) -> float:
-    """The price of one more node where nodes are cheapest. The first node may be dear or free and does not count."""
+    """Return the price of one more node, where nodes are cheapest. The first node is ignored: its price is unusual."""
     step = POLICY.node_step
     steps = [prices[n + step] - prices[n] for n in range(1, min(len(prices) - step, POLICY.node_limit))]
     return min(steps, default=0.0) / step
@@ -187,10 +186,10 @@ def price_of_node(prices: Sequence[float]) -> float:
 def best_width(
     chances: Sequence[Sequence[float]], prices: Sequence[float], throughput: float
 ) -> tuple[DraftValue, DraftValue]:
-    """How many nodes to read: the best value, and the best value of those that speculate.
+    """Return the best number of nodes to read as (the best value, the best value with at least one node).
 
-    chances: of the nodes of every row, the best first. prices[n]: a pass with n nodes per row; all rows are read in one
-    pass, as wide as the widest. Both results have no nodes if no row has any.
+    chances: of the nodes of every row, the best first. prices[n]: the price of a pass with n nodes per row; one pass
+    reads all rows, padded to the widest. Both results are PLAIN if no row has a node.
     """
     best, most, gained = 0, 0.0, 0.0
     rows, tokens = len(chances), [1.0]
@@ -198,7 +197,7 @@ def best_width(
     for nodes in range(1, widest + 1):
         gained += sum([row[nodes - 1] for row in chances if len(row) >= nodes])
         tokens.append(1.0 + gained / rows)
-        value = tokens[nodes] - throughput * prices[nodes]  # `DraftValue.at`, inline: once per node and round
+        value = tokens[nodes] - throughput * prices[nodes]  # `DraftValue.at`, inlined because this loop is hot
         if not best or value > most:
             best, most = nodes, value
     if not best:
@@ -208,7 +207,7 @@ def best_width(
 
 
 def best_depth(chances: Sequence[float], prices: Sequence[float], step: float, throughput: float) -> DraftValue:
-    """How deep a chain to draft whose tokens have these chances. `step` is the price of one draft step."""
+    """Return the best depth of a chain whose tokens have these chances. `step` is the price of one draft step."""
     best, tokens = PLAIN, 1.0
     for depth, chance in enumerate(chances[: len(prices) - 1], 1):
         tokens += chance
@@ -219,5 +218,5 @@ def best_depth(chances: Sequence[float], prices: Sequence[float], step: float, t
 
 
 def average(rows: Sequence[Sequence[float]]) -> list[float]:
-    """The mean of several rows, position by position."""
+    """Return the mean of several rows, for each position."""
     return [sum(column) / len(rows) for column in zip(*rows, strict=True)]

@@ -1,4 +1,4 @@
-"""Base of drafters that work on the host: a state per row, counts of followers, and tree growth."""
+"""The base of drafters on the host: a state per row, counts of the tokens after a context, and tree growth."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ListDraft = tuple[list[int], list[int]]  # the tokens and the parents of one row
 State = TypeVar("State")
 Place = TypeVar("Place")
 
-RANKED = 8  # followers of a context that are kept in order: the maximum number of branches
+RANKED = 8  # the most frequent followers of a context are kept in order; the largest number of branches
 
 
 def space_of(namespace: str, owner: str) -> str:
@@ -49,33 +49,33 @@ class HostDrafter(Reorderable, Generic[State]):
         self._states.release(row, last)
 
     def reorder(self, rows: RowsView, source: Sequence[int]) -> bool:
-        return True  # states know settled tokens only, which all beams of a search share
+        return True  # a state depends only on settled tokens, which are equal in all beams of a search
 
     def restart(self, rows: RowsView, count: int) -> None:
         self.admit(rows, 0)  # no `end`: an unfinished answer is not learned
 
     @abstractmethod
     def begin(self, rows: RowsView, row: int) -> State:
-        """The state of a new row."""
+        """Return the state of a new row."""
 
     def end(self, state: State, rows: RowsView, row: int) -> None:
-        """A row ends. Its text is still in `rows`."""
+        """Take the state of a row that ends. Its text is still in `rows`."""
 
 
 class ListDrafter(HostDrafter[State]):
-    """A host drafter whose drafts are lists. A group of drafters takes the lists, without a way through tensors."""
+    """A host drafter whose drafts are lists. A group of drafters uses the lists without a conversion to tensors."""
 
     @abstractmethod
     def propose_lists(self, rows: RowsView, budget: Budget, branching: bool = True) -> list[ListDraft]:
-        """A draft for every row, within the budget. branching: false asks for chains, whatever the options are."""
+        """Return a draft for every row, within the budget. branching: false gives chains, for all options."""
 
     def propose(self, rows: RowsView, budget: Budget) -> TokenTree:
-        """Trees for any rule: the loop refuses a tree if the rule verifies chains only, so no option is ignored."""
+        """Return trees, for every rule. The loop refuses a tree if the rule verifies only chains."""
         return TokenTree.from_lists(self.propose_lists(rows, budget), "cpu")
 
 
 class Followers:
-    """How often each token followed one context, and the most frequent ones in order; of equals the latest."""
+    """The count of each token after one context, and the most frequent tokens in order (of equal ones the latest)."""
 
     __slots__ = ("counts", "ranked", "total")
 
@@ -107,10 +107,10 @@ Expand = Callable[[Place], Iterable[tuple[int, float, Place]]]
 
 
 def grow(start: Place, expand: Expand[Place], nodes: int, depth: int, sure: int, least: float) -> ListDraft:
-    """Tokens and parents of a tree that grows where it is most probable.
+    """Return the tokens and parents of a tree that always adds the most probable node next.
 
-    `expand(place)` gives distinct next tokens, the best first, each with its probability and the place after it. The
-    first `sure` tokens of the chain of best tokens are always in. Other nodes need a joint probability of `least`.
+    `expand(place)` returns different next tokens, the best first, each with its probability and the place after it. The
+    first `sure` tokens of the chain of best tokens are always added. Other nodes need a joint probability of `least`.
     """
     tokens: list[int] = []
     parents: list[int] = []

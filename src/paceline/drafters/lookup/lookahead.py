@@ -1,4 +1,4 @@
-"""Guess many tokens at once, let the target correct them, and keep the n-grams it settles on (Fu et al. 2402.02057)."""
+"""Lookahead decoding: collect n-grams from guesses that the target corrects in parallel (Fu et al. 2402.02057)."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from paceline.core.protocols import FillsNodes, Replayable
 from paceline.core.tree import TokenTree
 from paceline.core.verdict import Verdict
 
-_KEYS = 4096  # first tokens with n-grams in a pool; the least recently used are dropped
+_KEYS = 4096  # first tokens with n-grams in a pool; the least recently used ones are dropped
 _SCATTER = 2654435761  # spreads neighbouring positions over a text (Knuth's multiplicative hash)
 
 
 @DRAFTERS.register("lookahead")
 class Lookahead(FillsNodes, Replayable):
-    """Collect n-grams from guesses the target corrects beside the text, and draft those that fit.
+    """Collect n-grams from guessed tokens that the target corrects, and draft those that continue the text.
 
-    The guesses for the next `window` positions are a chain in the tree. The target's token after a guess becomes its
-    child in the next round. So the target corrects the guesses in the same forward pass, and accepts right ones.
+    The guesses for the next `window` positions are a chain in the tree. In the next round, the target's token after a
+    guess is the child of this guess. So one forward pass corrects the guesses, and it also accepts correct guesses.
     """
 
     @dataclass(frozen=True)
     class Options(Limited):
-        window: int = limited(6, 0, 256)  # positions ahead that are guessed
-        ngram: int = limited(4, 2, 64)  # tokens of the n-grams that are collected
+        window: int = limited(6, 0, 256)  # the number of next positions with a guess
+        ngram: int = limited(4, 2, 64)  # the length of the collected n-grams, in tokens
         candidates: int = limited(6, 1, 256)  # n-grams proposed at once
-        prompt: bool = True  # the n-grams of the text itself are collected as well
+        prompt: bool = True  # collect also the n-grams of the text
 
         @classmethod
         def conformance_variants(cls) -> list[Mapping[str, Any]]:
@@ -73,26 +73,26 @@ class Lookahead(FillsNodes, Replayable):
         drafts, self._drafts = self._drafts, []
         if not any(draft.columns for draft in drafts):
             return
-        best = reading.logits.max(-1)  # not the sampled token: guesses must become stable
+        best = reading.logits.max(-1)  # the likeliest tokens, not samples: only then the guesses converge
         verified: list[list[int]] = torch.where(best.values - best.values == 0, best.indices, -1).tolist()
         for state, draft, tokens in zip(self._states, drafts, verified, strict=True):
             state.correct(draft, tokens)
 
 
 class _Draft:
-    """One row's tree while it grows: equal siblings are one node."""
+    """The tree of one row while it grows. It has no equal siblings."""
 
     def __init__(self, depth: int, room: int) -> None:
         self.tokens: list[int] = []
         self.parents: list[int] = []
-        self.columns: list[int] = []  # the last node of each guessed column that is in the tree
-        self.room = room  # nodes, at most
+        self.columns: list[int] = []  # the last node of each column of guesses in the tree
+        self.room = room  # the largest number of nodes
         self._depth = depth
         self._depths: list[int] = []
         self._known: dict[tuple[int, int], int] = {}
 
     def add(self, parent: int, tokens: Sequence[int]) -> list[int]:
-        """The nodes of `tokens` below `parent` (-1: the text). If they do not fit, adds nothing and returns []."""
+        """Add `tokens` as a chain below `parent` (-1: the text) and return its nodes. If they do not fit, return []."""
         above = self._depths[parent] if parent >= 0 else 0
         if above + len(tokens) > self._depth:
             return []
@@ -126,7 +126,7 @@ class _Row:
         self._start = 0  # the position of the first column
 
     def learn(self, text: list[int], settled: int) -> None:
-        """Learn the n-grams of the text itself."""
+        """Add the n-grams of the settled text to the pool."""
         if not self.options.prompt:
             return
         for end in range(max(self._learned, self.options.ngram - 1), settled):
@@ -136,7 +136,7 @@ class _Row:
     def _store(self, ngram: Sequence[int]) -> None:
         first, rest = ngram[0], tuple(ngram[1:])
         known = self._pool.pop(first, {})
-        self._pool[first] = known  # the latest key is the last as well
+        self._pool[first] = known  # the latest key is the last one
         known.pop(rest, None)
         known[rest] = None
         if len(known) > self.options.candidates:
@@ -147,9 +147,9 @@ class _Row:
     # ---- a round
 
     def draft(self, text: list[int], depth: int, nodes: int) -> _Draft:
-        """The n-grams that continue the last token, the latest first, and the guesses below the text."""
+        """Return a tree with the n-grams that start with the last token, the latest first, and with the guesses."""
         guesses = self.options.window > 0 and depth >= self.options.ngram - 1
-        tree = _Draft(depth, (nodes + 1) // 2 if guesses else nodes)  # else a full pool leaves no room for guesses
+        tree = _Draft(depth, (nodes + 1) // 2 if guesses else nodes)  # half of the nodes are for the guesses
         for rest in reversed(self._pool.get(text[-1], {})):
             tree.add(-1, rest[: min(depth, tree.room - len(tree.tokens))])
         tree.room = nodes
@@ -164,7 +164,7 @@ class _Row:
         return tree
 
     def _align(self, text: list[int]) -> None:
-        """Drop the columns that the text has passed. New ones start with tokens of the text, selected by a hash."""
+        """Drop the columns of positions that now have text. Add columns of text tokens, which a hash selects."""
         passed = len(text) - self._start
         self._columns = self._columns[passed:] if passed >= 0 else []
         self._start = len(text)
@@ -173,8 +173,8 @@ class _Row:
             self._columns.append([text[(where + i) % len(text)] for i in range(self.options.ngram - 1)])
 
     def correct(self, draft: _Draft, verified: list[int]) -> None:
-        """Learn the target's tokens after the text and after every node (-1: not read). A column and its next token are
-        an n-gram. Without its first token it is the column of the next position."""
+        """Extend every column by the target's next token, and store it as an n-gram. Without its first token it is then
+        the column of the next position. verified: the target's tokens after text and nodes (-1: the logits are NaN)."""
         grown = []
         for column, last in zip(self._columns, draft.columns, strict=False):
             if verified[last + 1] < 0:

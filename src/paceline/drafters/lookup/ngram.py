@@ -23,17 +23,17 @@ from paceline.core.verdict import Verdict
 from paceline.drafters.lookup.base import RANKED, Followers, ListDraft, ListDrafter, grow, is_owned, space_of
 from paceline.models.loading.weight_check import reading
 
-# ---- The store: what followed each context, in memory and on disk
+# ---- The store: the tokens after each context, in memory and on disk
 
 _FORMAT = "paceline-ngram-1"
 Context = tuple[int, ...]
 
 
 class Levels:
-    """The followers of contexts of every length. The empty context is followed by every token.
+    """The followers of contexts of every length. Every token follows the empty context.
 
-    Two generations limit its size: when the young one is full, it becomes the old one, and the contexts that were not
-    used since are dropped.
+    Two generations limit the size. When the young generation is full, it becomes the old one, and the contexts of the
+    previous old one are dropped. A context that is used moves to the young generation.
     """
 
     def __init__(self, capacity: int = 1 << 62) -> None:
@@ -59,7 +59,7 @@ class Levels:
                     self.followers(tuple(text[place - n : place])).see(token)
 
     def followers(self, context: Context) -> Followers:
-        """The followers of a context, which is added if it is new."""
+        """Return the followers of a context. Add the context if it is new."""
         known = self._young.get(context)
         if known is None:
             if 2 * len(self._young) >= self.capacity:
@@ -68,8 +68,8 @@ class Levels:
         return known
 
     def arrays(self) -> dict[str, Any]:
-        """All contexts as arrays: the old generation first, and the least frequent and oldest followers first. To read
-        them in this order restores the order."""
+        """Return all contexts as arrays: the old generation first, and of each context the least frequent and oldest
+        followers first. `restore` reads them in this order, so the ranks are the same again."""
         contexts = [*self._old.items(), *self._young.items()]
         pairs = [(token, known.counts[token]) for _, known in contexts for token in _in_order(known)]
         return {
@@ -83,7 +83,7 @@ class Levels:
     def restore(self, arrays: dict[str, Any]) -> None:
         for name in _ARRAYS:
             if arrays[name].ndim != 1 or arrays[name].dtype.kind not in "iu" or (arrays[name] < 0).any():
-                raise ValueError(f"its '{name}' is no list of whole numbers")
+                raise ValueError(f"its '{name}' is not a list of whole numbers")
         lengths, contexts, sizes, tokens, counts = (arrays[name].tolist() for name in _ARRAYS)
         if sum(lengths) != len(contexts) or sum(sizes) != len(tokens):
             raise ValueError(f"it announces {sum(lengths)} tokens of contexts and has {len(contexts)}")
@@ -106,7 +106,7 @@ def _in_order(followers: Followers) -> list[int]:
 
 
 class NgramStore:
-    """Levels by namespace, kept between requests. Decoders may share a store: only equal namespaces share texts."""
+    """The n-grams of each namespace, kept between requests. Decoders can share a store; namespaces stay separate."""
 
     def __init__(self, longest: int, capacity: int) -> None:
         self.longest, self.capacity = longest, capacity
@@ -133,7 +133,7 @@ class NgramStore:
         names = self.namespaces
         arrays = {f"{i}.{key}": value for i, name in enumerate(names) for key, value in self[name].arrays().items()}
         about = {"format": _FORMAT, "longest": str(self.longest), "namespaces": json.dumps(names)}
-        beside = Path(f"{os.fspath(path)}.{os.getpid()}.part")  # no reader sees half a file
+        beside = Path(f"{os.fspath(path)}.{os.getpid()}.part")  # another process never reads an incomplete file
         save_file(arrays, beside, about)
         beside.replace(path)
 
@@ -142,7 +142,7 @@ class NgramStore:
         with reading("The n-gram store", path), safe_open(os.fspath(path), "np") as file:
             about = file.metadata() or {}
             if about.get("format") != _FORMAT:
-                raise LoadError(f"{path} is no n-gram store; make one with the save() of the drafter 'ngram'.")
+                raise LoadError(f"{path} is not an n-gram store; make one with save() of the drafter 'ngram'.")
             store = NgramStore(int(about["longest"]), capacity)
             for i, name in enumerate(parse_json(about["namespaces"])):
                 if not isinstance(name, str):
@@ -152,19 +152,19 @@ class NgramStore:
 
 
 def as_store(given: Any, longest: int, capacity: int) -> NgramStore:
-    """A store, a path to one, or None for a new one."""
+    """Return the store `given` as a store, as a path, or as None for a new one."""
     if given is None:
         return NgramStore(longest, capacity)
     store = given if isinstance(given, NgramStore) else NgramStore.load(given, capacity)
     if store.longest < longest:
         raise InputError(
-            f"This n-gram store knows contexts of {store.longest} tokens; order must be at most {store.longest + 1}, "
+            f"This n-gram store has contexts of {store.longest} tokens; order must be at most {store.longest + 1}, "
             f"got {longest + 1}."
         )
     return store
 
 
-# ---- A store of n-grams that adapts to every token (ANPD: Ou et al. 2024, arXiv 2404.08698)
+# ---- The drafter
 
 _OWNERS = 256  # whose n-grams a store keeps
 _LEAST = 0.02  # the joint probability that a branch needs
@@ -172,21 +172,21 @@ _LEAST = 0.02  # the joint probability that a branch needs
 
 @DRAFTERS.register("ngram")
 class Ngram(Replayable, ListDrafter["_Row"]):
-    """Draft what most often followed the same tokens so far, in this text and, if wanted, in earlier ones."""
+    """Draft the token that most often followed the last tokens, in this text and, as an option, in earlier texts."""
 
     @dataclass(frozen=True)
     class Options(Limited):
         order: int = limited(4, 2, 64)  # the longest n-gram: contexts have order-1 tokens, order-2, ... 1
-        levels: Literal["all", "one"] = "all"  # back off to shorter contexts, or the longest alone
+        levels: Literal["all", "one"] = "all"  # back off to shorter contexts, or use only the longest
         branches: int = limited(1, 1, RANKED)  # different continuations of a context to propose at once, as a tree
         stop_if_unknown: bool = True  # an unknown context ends the draft; false: continue with the most frequent token
         # also learn this number of the target's most likely tokens after every accepted token
         filler: int = limited(0, 0, 256)
         persistent: bool = False  # keep the n-grams of earlier requests
-        store: Any = None  # earlier n-grams: a file written by save(), or an NgramStore that others share
-        namespace: str = ""  # of the store; other namespaces are never read
-        frozen: bool = False  # read the store, add nothing
-        # contexts stored per namespace; the longest unused are dropped
+        store: Any = None  # earlier n-grams: a file written by save(), or an NgramStore that drafters share
+        namespace: str = ""  # the namespace of the store; other namespaces are never read
+        frozen: bool = False  # read the store, and add nothing
+        # contexts stored per namespace; those that were not used for the longest time are dropped
         capacity: int = limited(1_000_000, 2, 10**8)
 
         def __post_init__(self) -> None:
@@ -220,7 +220,7 @@ class Ngram(Replayable, ListDrafter["_Row"]):
 
     @property
     def _kept(self) -> Levels | None:
-        """The n-grams of earlier requests, if they are used."""
+        """Return the n-grams of earlier requests, or None if the options do not use them."""
         known = self.options.persistent or self.options.store is not None
         return self.store[self.options.namespace] if known else None
 
@@ -236,7 +236,7 @@ class Ngram(Replayable, ListDrafter["_Row"]):
         return [row.own, self.store[row.space]] if learns else [row.own]
 
     def reset(self) -> None:
-        """Drop everything in this namespace."""
+        """Drop all n-grams of this namespace."""
         self.store[self.options.namespace].clear()
         for row in self._states:
             row.own.clear()
@@ -265,7 +265,7 @@ class Ngram(Replayable, ListDrafter["_Row"]):
             row.known = settled
 
     def keep(self, rows: RowsView, verdict: Verdict, reading: Reading) -> None:
-        """Learn the filler: other likely tokens of the target after the text and after every accepted token."""
+        """Learn the filler: the target's likeliest tokens after the text and after every accepted token."""
         if not self.options.filler:
             return
         best = reading.logits.topk(min(self.options.filler, reading.logits.shape[-1]), dim=-1).indices.tolist()
@@ -278,7 +278,7 @@ class Ngram(Replayable, ListDrafter["_Row"]):
                 self._fill(self._states[row], words + emitted[row][:i], best[row][node + 1])
 
     def _fill(self, row: _Row, words: list[int], likely: list[int]) -> None:
-        for token in reversed(likely):  # the most likely last: among equals the latest is first
+        for token in reversed(likely):  # the likeliest last, because of equal counts the latest has the best rank
             for levels in self._learners(row):
                 levels.learn([*words, token], len(words), len(words) + 1, self._lengths)
 
@@ -326,7 +326,7 @@ class Ngram(Replayable, ListDrafter["_Row"]):
         return drafted
 
     def _after(self, row: _Row, words: Context) -> list[tuple[int, float, Context]]:
-        """The next tokens with their probabilities, for a tree."""
+        """Return the next tokens with their probabilities and contexts, for `grow`."""
         known = self._find(row, words)
         if known is None:
             return []

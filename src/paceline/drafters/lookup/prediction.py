@@ -1,4 +1,4 @@
-"""Follow the caller's guess of the output ("predicted outputs"), and find the position again after an edit."""
+"""Draft from the output that the caller predicts ("predicted outputs"). After an edit, find the position again."""
 
 from __future__ import annotations
 
@@ -11,29 +11,29 @@ from paceline.core.protocols import Replayable, TakesPrediction
 from paceline.core.tree import TokenTree
 from paceline.drafters.lookup.base import HostDrafter
 
-_PATIENCE = 4  # tokens without a match before drafts stop until the next match
-_LOOK_BACK = 16  # tokens of a match that are compared
-_CANDIDATES = 32  # positions compared on either side
+_PATIENCE = 4  # after more tokens without a match, drafts stop until the next match
+_LOOK_BACK = 16  # the largest number of tokens that a match compares
+_CANDIDATES = 32  # the number of positions compared on each side of the expected one
 
 
 @DRAFTERS.register("prediction")
 class Prediction(TakesPrediction, Replayable, HostDrafter["_Row"]):
-    """Follow the caller's guess of the output: generate(prompt, prediction=...); found again after every edit."""
+    """Draft from the caller's prediction of the output: generate(prompt, prediction=...). It may have edits."""
 
     @dataclass(frozen=True)
     class Options(Limited):
-        # tokens of the prediction on either side of the last position, where the text may continue
+        # how far before and after the last position the text may continue, in tokens of the prediction
         window: int = limited(512, 1, 2**20)
-        # continuations proposed after an edit: a token was replaced, added or left out
+        # the number of continuations proposed after an edit: a token was replaced, added or dropped
         branches: int = limited(1, 1, 256)
-        prompt: bool = True  # without a prediction, follow the prompt
+        prompt: bool = True  # without a prediction, use the prompt as the prediction
 
     def __init__(self, options: Options | None = None) -> None:
         self.options = options or self.Options()
         self.needs_prediction = not self.options.prompt
 
     def begin(self, rows: RowsView, row: int) -> _Row:
-        """Without a prediction the prompt replaces it, unless an option forbids that: many answers repeat it."""
+        """Return the state of a new row. Many answers repeat the prompt, so it can stand in for a prediction."""
         given = rows.predictions[row]
         if given is None:
             given = rows.histories[row][:] if self.options.prompt else []
@@ -59,14 +59,14 @@ class _Row:
 
 @dataclass(frozen=True)
 class _Trail:
-    """How far a text was followed, and where in the prediction it continues."""
+    """The number of tokens of a text that were compared, and the position in the prediction where it continues."""
 
     read: int  # tokens of the text that were compared
     place: int = 0  # index in the prediction after the last match
     missed: int = 0  # tokens since then without a match
 
     def ways(self, most: int) -> list[int]:
-        """Where the text may continue. A token without a match replaced one, was added, or follows a dropped one."""
+        """Return positions where the text may continue, if a token was replaced, added or dropped."""
         if self.missed == 0:
             return [self.place]
         if self.missed > _PATIENCE:
@@ -84,7 +84,7 @@ class _Predicted:
             self._where.setdefault(token, []).append(place)
 
     def follow(self, trail: _Trail, text: list[int], stop: int, window: int) -> _Trail:
-        """Read the text up to `stop`."""
+        """Return the trail after comparing the text up to the index `stop`."""
         read, place, missed = trail.read, trail.place, trail.missed
         for at in range(read, stop):
             if not missed and place < len(self.tokens) and self.tokens[place] == text[at]:
@@ -98,7 +98,7 @@ class _Predicted:
         return replace(trail, read=max(read, stop), place=place, missed=missed)
 
     def _find(self, text: list[int], at: int, expected: int, window: int) -> int | None:
-        """Where the text up to its token `at` ends in the prediction: the longest match, among equals the nearest."""
+        """Return where the longest match that ends with text[at] ends in the prediction; of equal ones the nearest."""
         places = self._where.get(text[at], [])
         middle = bisect_left(places, expected)
         near = places[max(0, middle - _CANDIDATES) : middle + _CANDIDATES]

@@ -1,4 +1,4 @@
-"""Copy what followed the last tokens at their last occurrence (Saxena 2023; Yang et al. 2023, arXiv 2304.04487)."""
+"""Copy the tokens after an earlier occurrence of the last tokens (Saxena 2023; Yang et al. 2023, arXiv 2304.04487)."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from paceline.drafters.lookup.base import ListDraft, ListDrafter
 
 @DRAFTERS.register("prompt-lookup")
 class PromptLookup(Replayable, ListDrafter["_Index"]):
-    """Copy from the prompt and the text so far: what followed the same tokens before."""
+    """Copy from the prompt and the text so far: the tokens after an earlier occurrence of the last tokens."""
 
     @dataclass(frozen=True)
     class Options(Limited):
-        longest: int = limited(3, most=4096)  # tokens to match, at most (transformers: max_matching_ngram_size)
-        shortest: int = limited(1, most=4096)  # and at least
+        longest: int = limited(3, most=4096)  # the longest match, in tokens (transformers: max_matching_ngram_size)
+        shortest: int = limited(1, most=4096)  # the shortest match
         branches: int = limited(1, 1, 256)  # different continuations to propose at once, as a tree
 
         def __post_init__(self) -> None:
@@ -51,15 +51,15 @@ class PromptLookup(Replayable, ListDrafter["_Index"]):
 
 
 class _Index:
-    """Where each n-gram of one text ended, the latest first. Every token is read once."""
+    """The end positions of each n-gram of one text, the latest first. It reads every token once."""
 
     def __init__(self, options: PromptLookup.Options) -> None:
         self.options = options
-        self._known = 1  # the last n-gram of the text is not known, so that it does not find itself
+        self._known = 1  # the index never contains the last n-gram of the text, which would match itself
         self._ends: dict[tuple[int, ...], deque[int]] = {}
 
     def learn(self, text: list[int], settled: int) -> None:
-        """Learn the first `settled` tokens of the text; the others may be taken back."""
+        """Add the n-grams of the first `settled` tokens of the text. Later tokens can still change."""
         for end in range(self._known, settled):
             for n in range(self.options.shortest, min(self.options.longest, end) + 1):
                 places = self._ends.setdefault(tuple(text[end - n : end]), deque(maxlen=self.options.branches))
@@ -67,7 +67,7 @@ class _Index:
         self._known = max(self._known, settled)
 
     def continuations(self, text: list[int], most: int) -> list[list[int]]:
-        """Up to `branches` continuations, from the longest match down."""
+        """Return up to `branches` continuations of at most `most` tokens, that of the longest match first."""
         if most < 1:
             return []
         ends: list[int] = []
@@ -79,6 +79,6 @@ class _Index:
 
 
 def _copy(text: list[int], start: int, most: int) -> list[int]:
-    """`most` tokens from `start`. A copy that reaches the end repeats itself."""
+    """Return `most` tokens from `start` on. At the end of the text, the copy starts again at `start`."""
     period = len(text) - start
     return [text[start + i % period] for i in range(most)]

@@ -1,4 +1,4 @@
-"""Recycle the candidates of earlier forward passes: the target's likely tokens after each token (arXiv 2408.08696)."""
+"""Token recycling: draft from the target's likeliest tokens after each token, stored earlier (arXiv 2408.08696)."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from paceline.core.tree_growth import Shape
 from paceline.core.verdict import Verdict
 from paceline.models.loading.weight_check import reading
 
-# The rough acceptance rate of the r-th candidate. It selects the shape of a tree and never what is accepted.
+# The rough acceptance rate of the r-th candidate. It only selects the shape of the tree.
 _BY_RANK = (0.45, 0.15, 0.08, 0.05, 0.04, 0.03, 0.025, 0.02)
 _NODES = 48
 _OWNERS = 8  # whose candidates are kept, beside those of live rows
@@ -36,15 +36,15 @@ UNREAD, READ, WRITTEN = 0, 1, 2  # standing of a token in a forward pass: not re
 
 @DRAFTERS.register("recycling")
 class Recycling(DraftsOnDevice, FillsNodes, Reorderable):
-    """Follow the most likely tokens of the target after each token, as of the last time it read that token."""
+    """Draft the tokens that were the target's likeliest when it last read the token before them."""
 
     @dataclass(frozen=True)
     class Options(Limited):
         k: int = limited(8, 1, 256)  # candidates stored for each token
-        # of the tree, at most; None: what the decoder allows, and 48 at most
+        # the largest number of nodes of the tree; None: the number that the decoder allows, at most 48
         nodes: int | None = limited(None, 1, NODES_LIMIT)
-        shape: Any = None  # the tree, as "4x2x1" or paths; None: a good one with `nodes` nodes
-        prompt: bool = True  # after tokens that the target has not read, follow the prompt
+        shape: Any = None  # the tree, as "4x2x1" or paths; None: a good shape with `nodes` nodes
+        prompt: bool = True  # after a token that the target has not read, use its followers in the prompt
         persistent: bool = False  # keep the candidates from one request to the next
         frozen: bool = False  # learn nothing
         namespace: str = ""  # the name of the store; set `drafter.namespace` between requests to change it
@@ -70,11 +70,11 @@ class Recycling(DraftsOnDevice, FillsNodes, Reorderable):
     # ---- the stored candidates
 
     def reset(self) -> None:
-        """Drop what was learned under this namespace."""
+        """Drop the candidates of this namespace."""
         self._memories.pop(self.namespace, None)
 
     def save(self, path: str | Path) -> None:
-        """Write what was learned under this namespace, as safetensors."""
+        """Write the candidates of this namespace to a safetensors file."""
         if self.namespace not in self._memories:
             raise InputError(f"recycling has learned nothing under namespace '{self.namespace}'; generate first.")
         memory = self._memories[self.namespace]
@@ -82,7 +82,7 @@ class Recycling(DraftsOnDevice, FillsNodes, Reorderable):
         save_file({"successors": memory.successors.cpu(), "stamp": memory.stamp.cpu()}, str(path), about)
 
     def load(self, path: str | Path) -> None:
-        """Load what was saved, under this namespace."""
+        """Load candidates from a file of `save`, into this namespace."""
         if not (self.options.persistent or self.frozen):
             raise InputError(
                 "recycling keeps nothing between requests; load a file with persistent=True or frozen=True."
@@ -90,7 +90,7 @@ class Recycling(DraftsOnDevice, FillsNodes, Reorderable):
         with reading("The candidates of recycling in", path), safe_open(str(path), "pt") as file:
             about = file.metadata() or {}
             if about.get("format") != _FORMAT:
-                raise LoadError(f"{path} is no file of recycling; write one with `save`.")
+                raise LoadError(f"{path} is not a file of recycling; write one with `save`.")
             memory = _Memory(file.get_tensor("successors"), file.get_tensor("stamp"), parse_json(about["learned"]))
             memory.check()
         if memory.k != self.options.k:
@@ -186,7 +186,7 @@ class Recycling(DraftsOnDevice, FillsNodes, Reorderable):
 
     def reorder(self, rows: RowsView, source: Sequence[int]) -> bool:
         self._drafted = None if self._drafted is None else of_rows(self._drafted, source)
-        return True  # the store belongs to no row
+        return True  # the candidates do not depend on the row
 
     def observe_forward(self, tokens: Tensor, logits: Tensor, standing: Tensor) -> None:
         """Learn from one forward pass: `tokens` [R,Q], the logits after them [R,Q,V], and their standing [R,Q]."""
@@ -200,14 +200,14 @@ class Recycling(DraftsOnDevice, FillsNodes, Reorderable):
 
 
 def of_rows(tree: TokenTree, source: Sequence[int]) -> TokenTree:
-    """Row r is row source[r] of the tree."""
+    """Return a tree whose row r is row source[r] of `tree`."""
     some = list(source)
     parts = {name: getattr(tree, name) for name in ("tokens", "parents", "count", "laws")}
     return replace(tree, **{name: part[some] for name, part in parts.items() if part is not None})
 
 
 def accepted_nodes(verdict: Verdict, standing: Tensor) -> Tensor:
-    """`standing` [R,N] of drafted nodes, with WRITTEN for accepted ones."""
+    """Return `standing` [R,N] of drafted nodes, with WRITTEN at the accepted nodes."""
     places = arange(0, standing.shape[1], standing.device)
     if verdict.path is None:
         return standing.masked_fill(places < verdict.accepted, WRITTEN)
@@ -219,13 +219,13 @@ def accepted_nodes(verdict: Verdict, standing: Tensor) -> Tensor:
 class _Memory:
     """The candidates after each token.
 
-    successors [V+2,k]: the most likely first, -1 where unknown. Row V takes writes that must have no effect. The last
-    row, which is also row -1, stays unknown. stamp [V+1]: when a row was last learned from the target, 0: never.
+    successors [V+2,k]: the likeliest first, -1 if unknown. Writes that must have no effect go to row V. The last row,
+    which is also row -1, is always -1. stamp [V+1]: the time when a row was last learned from the target, 0: never.
     """
 
     def __init__(self, successors: Tensor, stamp: Tensor, learned: int) -> None:
         self.successors, self.stamp = successors, stamp
-        self.learned = learned  # tokens learned from so far
+        self.learned = learned  # a clock for `stamp`: it grows with every token learned; 0: nothing is learned
 
     @staticmethod
     def empty(vocabulary: int, k: int) -> _Memory:
@@ -233,12 +233,12 @@ class _Memory:
         return _Memory(successors, torch.zeros(vocabulary + 1, dtype=torch.int64), 0)
 
     def check(self) -> None:
-        """Raise ValueError if a file holds anything but tokens of its vocabulary."""
+        """Raise ValueError if the tensors of a file do not fit together or hold other values than tokens."""
         rows, stamps = tuple(self.successors.shape), tuple(self.stamp.shape)
         if len(rows) != 2 or len(stamps) != 1 or rows[0] != stamps[0] + 1 or 0 in (*rows, stamps[0]):
             raise ValueError(f"its tensors have the shapes {rows} and {stamps}")
         if {self.successors.dtype, self.stamp.dtype} != {torch.int64} or type(self.learned) is not int:
-            raise ValueError("its numbers are not whole")
+            raise ValueError("its numbers are not whole numbers")
         least, most = int(self.successors.min()), int(self.successors.max())
         if least < -1 or most >= self.vocabulary:
             raise ValueError(f"it names tokens from {least} to {most}, and its vocabulary has {self.vocabulary}")
@@ -255,8 +255,8 @@ class _Memory:
         return _Memory(self.successors.to(device), self.stamp.to(device), self.learned)
 
     def learn(self, tokens: Tensor, logits: Tensor, standing: Tensor) -> None:
-        """If a token occurs several times, the committed one counts, else the first. The order of writes does not
-        matter: a device does not guarantee it."""
+        """Store the candidates after each token. If a token occurs several times, the committed one counts, else the
+        first. The result does not depend on the order of writes, which a device does not guarantee."""
         values, likely = top(logits, min(self.k, logits.shape[-1]))
         fine = (standing > UNREAD) & (values[..., 0] - values[..., 0] == 0)
         names = tokens.where(fine, self.vocabulary).flatten()
@@ -279,7 +279,7 @@ class _Memory:
         return torch.cat(levels, 1)
 
     def note_pairs(self, text: list[int]) -> None:
-        """For tokens that the target has not read: what followed them in a text, the latest first."""
+        """Store the followers of each token in a text, the latest first, if the target has not read the token."""
         after: dict[int, list[int]] = {}
         for here, there in zip(reversed(text[:-1]), reversed(text[1:]), strict=True):
             known = after.setdefault(here, [])
@@ -301,7 +301,7 @@ def _good_shape(ranks: int, nodes: int, depth: int) -> Shape:
 
 @dataclass(frozen=True)
 class _Plan:
-    """A shape as tensors: per level, which entries of the level before's candidates [W*k] become nodes."""
+    """A shape as tensors. levels: the indices of the nodes of each level in the candidates [W*k] above."""
 
     levels: tuple[Tensor, ...]
     parents: Tensor | None  # [N]; None: a chain
@@ -322,7 +322,7 @@ def _plan(shape: Shape, k: int, device: torch.device) -> _Plan:
 
 
 def _compact(tokens: Tensor, plan: _Plan) -> TokenTree:
-    """Move the known nodes [R,N] and their parents to the front, without a host read."""
+    """Return a tree with the known nodes of `tokens` [R,N] at the front, without a host read."""
     R, N = tokens.shape
     known = tokens >= 0
     count = known.sum(1)

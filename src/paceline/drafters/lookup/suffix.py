@@ -1,4 +1,4 @@
-"""Suffix automata over this text and over past ones (SuffixDecoding, arXiv 2411.04975; SAM decoding, 2411.10666)."""
+"""Draft from suffix automata of this text and of past texts (SuffixDecoding, 2411.04975; SAM decoding, 2411.10666)."""
 
 from __future__ import annotations
 
@@ -15,32 +15,32 @@ from paceline.drafters.lookup.base import RANKED, ListDraft, ListDrafter, grow, 
 
 # ---- A suffix automaton that grows with a text and counts all its substrings
 
-# a state for each class of substrings that end at the same positions; 0 is the empty string
+# A state is a class of substrings that end at the same positions. State 0 is the empty string.
 ROOT = 0
-END = -1  # separates two texts in one automaton; never matched, never drafted
-_CONTEXTS = 4  # contexts that are mixed for a next token
-_OPEN = 0.02  # remaining probability at which shorter contexts are ignored
-_CLIMB = 24  # contexts counted per token, the longest first: a bound for texts like "aaaa"
+END = -1  # separates two texts in one automaton; it is never matched and never drafted
+_CONTEXTS = 4  # the number of contexts that are mixed for a next token
+_OPEN = 0.02  # below this remaining probability, shorter contexts are ignored
+_CLIMB = 24  # the largest number of contexts counted per token, the longest first; texts like "aaaa" have many
 
 
 class SuffixAutomaton:
-    """All substrings of a text, in at most two states per token. Learning or following a token is O(1) amortised.
+    """All substrings of a text, in at most two states per token. To learn or to match a token is O(1) amortised.
 
-    Counts are exact: every context of the new token counts it. The contexts are the suffix links, a few in real text;
-    at most `_CLIMB` of them are counted.
+    Every context of a new token counts it. The contexts are the states on the suffix links; real text has a few of
+    them, and at most `_CLIMB` are counted.
     """
 
     def __init__(self) -> None:
         self._next: list[dict[int, int]] = [{}]
         self._link = [-1]
-        self._length = [0]  # of the longest string of a state
-        self._count = [0]  # how often it occurred
-        self._ranked: dict[int, list[int]] = {}  # its most frequent followers, if it has several
-        self._last = ROOT  # the whole text
+        self._length = [0]  # length of the longest string of each state
+        self._count = [0]  # occurrences of each state
+        self._ranked: dict[int, list[int]] = {}  # the most frequent followers of a state, if it has several
+        self._last = ROOT  # the state of the whole text
         self.size = 0
 
     def extend(self, token: int) -> None:
-        """Learn one more token of the text."""
+        """Add the next token of the text."""
         before, link, following = self._last, self._link, self._next
         new = self._add({}, 0, self._length[before] + 1, 0)
         at = before
@@ -68,7 +68,7 @@ class SuffixAutomaton:
         return len(self._link) - 1
 
     def _split(self, at: int, token: int, there: int) -> int:
-        """Give the shorter strings of a state their own state: they now end at a position where the longer do not."""
+        """Return a new state for the shorter strings of a state: they now end at a position where the longer do not."""
         link, following = self._link, self._next
         short = self._add(dict(following[there]), link[there], self._length[at] + 1, self._count[there])
         if there in self._ranked:
@@ -80,7 +80,7 @@ class SuffixAutomaton:
         return short
 
     def _rank(self, context: int, token: int) -> None:
-        """Move the token up among the followers of its contexts. Among equals the latest is first."""
+        """Move the token up among the ranked followers of its contexts. Of equal counts, the latest is first."""
         count, link = self._count, self._link
         for _ in range(_CLIMB):
             if context <= ROOT:
@@ -110,15 +110,15 @@ class SuffixAutomaton:
 
     @property
     def repeated(self) -> tuple[int, int]:
-        """The longest suffix of the text that occurred before: its state and its length."""
+        """Return the state and the length of the longest suffix of the text that also occurred earlier."""
         state = max(self._link[self._last], ROOT)
         return state, self._length[state]
 
     def step(self, state: int, length: int, token: int) -> tuple[int, int]:
-        """The longest known suffix of (a match of `length` tokens in `state`) + token."""
+        """Return the state and length of the longest match after one more token. state, length: the match before it."""
         link = self._link
         while state > ROOT and self._length[link[state]] >= length:
-            state = link[state]  # the state was split later
+            state = link[state]  # the state was split after the match was found
         while token not in self._next[state]:
             state = link[state]
             if state < ROOT:
@@ -127,16 +127,16 @@ class SuffixAutomaton:
         return self._next[state][token], length + 1
 
     def followers(self, state: int) -> tuple[list[int], list[int]]:
-        """The followers of a state and their counts: the most frequent first, among equals the latest."""
+        """Return the followers of a state and their counts: the most frequent first, of equal counts the latest."""
         following = self._next[state]
         ranked = self._ranked.get(state) or [token for token in following if token != END]
         return ranked, [self._count[following[token]] for token in ranked]
 
     def after(self, state: int, length: int, most: int) -> list[tuple[int, float, int, int]]:
-        """The next tokens after a match, the best first: (token, probability, state, length).
+        """Return up to `most` next tokens after a match, the best first, as (token, probability, state, length).
 
-        The longest contexts are mixed. Each one leaves some probability to shorter ones: less, if it is longer and more
-        frequent.
+        The probabilities mix the longest contexts. Each context leaves a part of the probability to shorter ones: less,
+        if it is longer and more frequent.
         """
         found: dict[int, tuple[int, float, int, int]] = {}
         mass, contexts = 1.0, _CONTEXTS
@@ -156,7 +156,7 @@ class SuffixAutomaton:
                 mass -= share * total
                 contexts -= 1
                 if most == 1 and len(found) == 1 and share * total >= mass:
-                    break  # no other token can be better
+                    break  # no other token can have a larger probability
             state = self._link[state]
             length = self._length[state]
         if most == 1 or len(found) == 1:
@@ -168,14 +168,14 @@ def _probability(follower: tuple[int, float, int, int]) -> float:
     return follower[1]
 
 
-# ---- Suffix automata over this text and over past ones (SuffixDecoding, arXiv 2411.04975; SAM decoding, 2411.10666)
+# ---- The drafter
 
 _LEAD_IN = 8  # tokens of the prompt stored before an answer, so that its start can be matched
 _RECENT = 32  # tokens of a text that are matched in past ones
 _TOTAL, _SPACES = 2, 1024  # of all namespaces: times the capacity of one, and how many
 _PARTS = 4  # automata per namespace; the oldest is evicted as a whole
 
-Place = tuple[SuffixAutomaton, int, int]  # an automaton, a state of it, the length of the match
+Place = tuple[SuffixAutomaton, int, int]  # an automaton, a state, and the length of the match
 
 
 class SuffixStore:
@@ -188,14 +188,14 @@ class SuffixStore:
         self._tokens = 0  # in all
 
     def __getitem__(self, namespace: str) -> list[SuffixAutomaton]:
-        """The automata of a namespace, the latest first."""
+        """Return the automata of a namespace, the latest first."""
         return self._spaces.get(namespace, [])
 
     def size(self, namespace: str) -> int:
         return sum(part.size for part in self[namespace])
 
     def add(self, namespace: str, text: list[int]) -> None:
-        """Add a text, and drop the oldest ones if there are too many tokens."""
+        """Add a text. Drop the oldest texts if the namespace has too many tokens."""
         most = self.capacity // _PARTS
         text = text[-(most - 1) :]
         self._tokens -= self.size(namespace)
@@ -217,18 +217,18 @@ class SuffixStore:
 
 @DRAFTERS.register("suffix")
 class Suffix(Replayable, ListDrafter["_Row"]):
-    """Draft what followed the longest match, in this text and in past answers, as far as the evidence reaches."""
+    """Draft the tokens after the longest match of the last tokens, in this text and in past answers."""
 
     @dataclass(frozen=True)
     class Options(Limited):
         branches: int = limited(1, 1, RANKED)  # continuations of a match to propose at once, as a tree
-        # the draft ends, or does not branch, below this estimate (the first token is free)
+        # tokens with a smaller estimated joint probability are not drafted (except the first token)
         min_probability: float = limited(0.05, 0, 1)
         remember: bool = True  # learn from the answers of past requests
-        store: Any = None  # the store of answers: a SuffixStore that others share (None: its own)
-        namespace: str = ""  # of the store; other namespaces are never read
-        frozen: bool = False  # read the store, add nothing
-        # tokens stored per namespace; the oldest requests are dropped
+        store: Any = None  # a SuffixStore that drafters share; None: a new one
+        namespace: str = ""  # the namespace of the store; other namespaces are never read
+        frozen: bool = False  # read the store, and add nothing
+        # tokens stored per namespace; the oldest answers are dropped
         capacity: int = limited(100_000, 4 * _PARTS, 10**8)
 
         def __post_init__(self) -> None:
@@ -261,7 +261,7 @@ class Suffix(Replayable, ListDrafter["_Row"]):
             self.store.add(state.space, answer)
 
     def _places(self, row: _Row, text: list[int], settled: int) -> list[Place]:
-        """The match of the text in each automaton, the longest first; among equals this text, then the latest."""
+        """Return the match in each automaton, the longest first; of equal ones this text, then the latest text."""
         own = row.own
         for place in range(row.known, settled):
             own.extend(text[place])
@@ -300,12 +300,12 @@ class Suffix(Replayable, ListDrafter["_Row"]):
 
 @dataclass
 class _Row:
-    """What was learned from one text, and its matches in past texts."""
+    """The automaton of one text, and the matches of this text in past texts."""
 
     prompt: int  # its length
     space: str  # the namespace of its owner
     own: SuffixAutomaton = field(default_factory=SuffixAutomaton)
-    known: int = 0  # its first tokens that were learned
+    known: int = 0  # the number of its tokens that were learned
     past: list[Place] = field(default_factory=list)
 
 
@@ -325,7 +325,7 @@ def _match(automaton: SuffixAutomaton, tokens: list[int]) -> Place:
 
 
 def _chain(places: list[Place], depth: int, least: float) -> list[int]:
-    """What follows the longest match that has a follower."""
+    """Return the chain of likeliest tokens after the longest match that has a follower."""
     drafted: list[int] = []
     joint = 1.0
     for automaton, state, length in places:
@@ -344,8 +344,8 @@ def _chain(places: list[Place], depth: int, least: float) -> list[int]:
 
 
 def _after(places: list[Place], most: int) -> list[tuple[int, float, list[Place]]]:
-    """The next tokens with their probabilities, for a tree. If several automata match, each adds new tokens with half
-    the weight of the one before."""
+    """Return the next tokens with their probabilities and places, for `grow`. If several automata match, each adds new
+    tokens with half the weight of the one before."""
     tokens: dict[int, tuple[int, float, list[Place]]] = {}
     mass = 1.0
     for automaton, state, length in places:

@@ -33,15 +33,15 @@ from paceline.models.loading.weight_check import reading
 _FORMAT = "paceline-trigram-1"
 _ARRAYS = ("unigram", "keys2", "starts2", "tokens2", "logs2", "open2", "keys3", "starts3", "tokens3", "logs3", "open3")
 _SMALL = 5  # Katz: larger counts are not discounted
-_LEAST = 0.1  # added to every unigram, so that no token is impossible
+_LEAST = 0.1  # added to the count of every unigram, so that no token has probability 0
 
 Array = npt.NDArray[Any]
 
 
 @dataclass(frozen=True)
 class _Level:
-    """The n-grams of one order by context: keys [K] sorted, tokens and log-probabilities of the followers of key i at
-    starts[i]:starts[i+1], and `open` [K]: the log of the back-off weight."""
+    """The n-grams of one order. keys [K]: the contexts, sorted. The followers of context i are the tokens and the
+    log-probabilities starts[i]:starts[i+1]. open [K]: the log of the back-off weight of each context."""
 
     keys: Array
     starts: Array
@@ -50,7 +50,7 @@ class _Level:
     open: Array
 
     def check(self, vocabulary: int) -> None:
-        """Raise ValueError if the arrays of a file do not fit together or hold no tokens."""
+        """Raise ValueError if the arrays of a file do not fit together or hold values that are not tokens."""
         keys, starts, tokens = self.keys, self.starts, self.tokens
         whole = all(array.ndim == 1 and array.dtype.kind in "iu" for array in (keys, starts, tokens))
         if not whole or self.logs.shape != tokens.shape or self.open.shape != keys.shape:
@@ -61,7 +61,7 @@ class _Level:
             or starts[-1] != len(tokens)
             or (starts[1:] < starts[:-1]).any()
         ):
-            raise ValueError("its followers are not one after the other")
+            raise ValueError("its followers do not fit its contexts")
         if len(tokens) and not 0 <= int(tokens.min()) <= int(tokens.max()) < vocabulary:
             raise ValueError(f"it names tokens outside its vocabulary of {vocabulary}")
 
@@ -74,7 +74,7 @@ class _Level:
 
 @dataclass
 class TrigramTable:
-    """P(w | u v): discounted if u v w was seen, else the rest, distributed like P(w | v). `law` sums to one."""
+    """P(w | u v): discounted if u v w was counted; the rest of the probability is distributed like P(w | v)."""
 
     vocabulary: int
     unigram: Array  # [V] log-probabilities
@@ -83,15 +83,15 @@ class TrigramTable:
     _best: dict[tuple[int, ...], int] = field(default_factory=dict)
 
     def logits(self, words: Sequence[int]) -> Tensor:
-        """[V] float32 log-probabilities of the next token after (the last two of) `words`."""
+        """Return the float32 log-probabilities [V] of the next token after the last two of `words`."""
         return torch.from_numpy(self._row(words, np.empty(self.vocabulary, dtype=np.float32)))
 
     def law(self, words: Sequence[int]) -> Tensor:
-        """[V] float64 probabilities of the next token."""
+        """Return the float64 probabilities [V] of the next token after the last two of `words`. Their sum is 1."""
         return torch.from_numpy(self._row(words, np.empty(self.vocabulary))).exp()
 
     def _row(self, words: Sequence[int], row: Array) -> Array:
-        """The unigrams of the whole vocabulary, replaced by pairs and triples where these are known."""
+        """Fill `row` with the log-probabilities of unigrams, then with those of known pairs and triples; return it."""
         pair = self.pairs.find(int(words[-1])) if len(words) else None
         triple = self.triples.find(int(words[-2]) * self.vocabulary + int(words[-1])) if len(words) > 1 else None
         left = triple[1] if triple else 0.0
@@ -103,7 +103,7 @@ class TrigramTable:
         return row
 
     def best(self, words: Sequence[int]) -> int:
-        """The most likely next token, cached."""
+        """Return the likeliest next token, from a cache."""
         key = tuple(words[-2:])
         if key not in self._best:
             self._best[key] = int(self.logits(key).argmax())
@@ -115,18 +115,18 @@ class TrigramTable:
                   triples.keys, triples.starts, triples.tokens, triples.logs, triples.open)  # fmt: skip
         tensors = {name: torch.from_numpy(np.ascontiguousarray(a)) for name, a in zip(_ARRAYS, arrays, strict=True)}
         about = {"format": _FORMAT, "about": json.dumps({"vocabulary": self.vocabulary, "triples": len(triples.logs)})}
-        beside = Path(f"{os.fspath(path)}.{os.getpid()}.part")  # no reader sees half a file
+        beside = Path(f"{os.fspath(path)}.{os.getpid()}.part")  # another process never reads an incomplete file
         save_file(tensors, beside, about)
         beside.replace(path)
 
     @staticmethod
     def load(path: str | os.PathLike[str]) -> TrigramTable:
-        """Map the arrays into memory. Parts that are never used are never read."""
+        """Return the table of a file. The arrays are mapped into memory: unused parts are not read."""
         with reading("The trigram model", path):
             with safe_open(os.fspath(path), "pt") as file:
                 about = file.metadata() or {}
                 if about.get("format") != _FORMAT:
-                    raise LoadError(f"{path} is no trigram model; make one with train_trigram(...).save(path).")
+                    raise LoadError(f"{path} is not a trigram model; make one with train_trigram(...).save(path).")
                 arrays = [file.get_tensor(name).numpy() for name in _ARRAYS]
             vocabulary = parse_json(about["about"])["vocabulary"]
             if type(vocabulary) is not int or arrays[0].shape != (vocabulary,):
@@ -141,8 +141,8 @@ class TrigramTable:
 
 
 def train_trigram(sequences: Iterable[Sequence[int]], vocabulary: int, least: int = 1) -> TrigramTable:
-    """Train by counting. sequences: texts as token ids, of files (`read_texts`) or of a model (`own_samples`). least:
-    rarer pairs and triples count as unseen, for a smaller table."""
+    """Return a model trained by counting. sequences: texts as token ids, from files (`read_texts`) or from a model
+    (`own_samples`). least: pairs and triples with a smaller count are ignored, for a smaller table."""
     texts = [np.asarray(list(text), dtype=np.int64) for text in sequences]
     texts = [text for text in texts if len(text)]
     for text in texts:
@@ -156,14 +156,14 @@ def train_trigram(sequences: Iterable[Sequence[int]], vocabulary: int, least: in
         pairs.append(text[:-1] * vocabulary + text[1:])
         triples.append(pairs[-1][:-1] * vocabulary + text[2:])
     keys, second = _level(pairs, vocabulary, least, lambda keys: unigram[keys % vocabulary])
-    # if u v w was seen, v w was seen too, so its shorter context is in the table of pairs
+    # if u v w was counted, v w was counted too, so the shorter n-gram is in the table of pairs
     place = lambda grams: keys.searchsorted(grams % (vocabulary * vocabulary))  # noqa: E731
     _, third = _level(triples, vocabulary, least, lambda grams: second.logs[place(grams)])
     return TrigramTable(vocabulary, unigram, second, third)
 
 
 def _level(grams: list[Array], vocabulary: int, least: int, below: Callable[[Array], Array]) -> tuple[Array, _Level]:
-    """The distinct n-grams in order, and their level; `below` gives the log-probabilities of shorter contexts."""
+    """Return the sorted distinct n-grams, and their level. `below` returns log-probabilities with a shorter context."""
     every = np.concatenate(grams) if grams else np.zeros(0, dtype=np.int64)
     keys, counts = np.unique(every, return_counts=True)
     keys, counts = keys[counts >= least], counts[counts >= least]
@@ -174,14 +174,14 @@ def _level(grams: list[Array], vocabulary: int, least: int, below: Callable[[Arr
     sizes = np.diff(np.append(starts, len(keys)))
 
     def total(values: Array) -> Array:
-        """[K]: the sum over the followers of each context."""
+        """Return [K]: the sum over the followers of each context."""
         return np.add.reduceat(values.astype(np.float64), starts)
 
     share = _discounted(counts) / total(counts).repeat(sizes)
-    rest = 1.0 - total(np.exp(below(keys)))  # the probability of unseen followers in shorter contexts
-    full = (rest < 1e-9) | (sizes == vocabulary)  # all tokens were seen: no rest
+    rest = 1.0 - total(np.exp(below(keys)))  # the probability that shorter contexts give to all other tokens
+    full = (rest < 1e-9) | (sizes == vocabulary)  # there are no other tokens
     seen = total(share)
-    wanted = np.where(full, 1.0, np.minimum(seen, total(counts) / (total(counts) + 0.5)))  # else keep a rest
+    wanted = np.where(full, 1.0, np.minimum(seen, total(counts) / (total(counts) + 0.5)))  # else < 1
     logs = np.log(share * (wanted / seen).repeat(sizes))
     left = 1.0 - total(np.exp(logs))
     safe = np.where(full, 1.0, rest)
@@ -190,8 +190,8 @@ def _level(grams: list[Array], vocabulary: int, least: int, below: Callable[[Arr
 
 
 def _discounted(counts: Array) -> Array:
-    """Discounted counts: Good-Turing for small ones, as in Katz. A text too small for that gets absolute
-    discounting."""
+    """Return discounted counts: by Good-Turing for small counts, as in Katz. If the text is too small for Good-Turing,
+    all counts get absolute discounting."""
     n = np.bincount(np.minimum(counts, _SMALL + 2), minlength=_SMALL + 3)[: _SMALL + 2].astype(np.float64)
     r = np.arange(1, _SMALL + 1)
     common = (_SMALL + 1) * n[_SMALL + 1] / max(n[1], 1.0)
@@ -205,14 +205,14 @@ def _discounted(counts: Array) -> Array:
 
 
 def read_texts(paths: Iterable[str | os.PathLike[str]], tokenizer: Any) -> Iterator[list[int]]:
-    """Text files as token ids."""
+    """Yield the token ids of each text file."""
     for path in paths:
         yield list(tokenizer.encode(Path(path).read_text(encoding="utf-8"), add_special_tokens=False))
 
 
 def own_samples(generate: Callable[[Any], Any], prompts: Iterable[Any]) -> Iterator[list[int]]:
-    """The texts that a model writes after each prompt, as token ids. generate: of a decoder, or anything that returns
-    `tokens` and `prompt_tokens`. A draft trained on samples of its target is accepted more often."""
+    """Yield the token ids of each prompt with the text that a model writes after it. generate: the method of a decoder,
+    or a function whose result has `tokens` and `prompt_tokens`. Drafts trained on such texts are accepted more often."""
     for prompt in prompts:
         written = generate(prompt)
         for text in written if isinstance(written, list) else [written]:
@@ -224,12 +224,12 @@ def own_samples(generate: Callable[[Any], Any], prompts: Iterable[Any]) -> Itera
 
 @DRAFTERS.register("trigram")
 class Trigram(Replayable, HostDrafter[TrigramTable]):
-    """Let a trigram model write ahead: trained on texts or on the target's own samples, else on the prompt."""
+    """Draft with a trigram model, trained on texts or on the target's own samples, else on the prompt."""
 
     @dataclass(frozen=True)
     class Options(TreeOptions):
         file: str | None = None  # a model written by train_trigram(...).save(path)
-        table: Any = None  # or the model, a TrigramTable; without both, the shipped one, else one of the prompt
+        table: Any = None  # or a TrigramTable; without both, the shipped model, else one trained on the prompt
 
         def __post_init__(self) -> None:
             super().__post_init__()
@@ -240,7 +240,7 @@ class Trigram(Replayable, HostDrafter[TrigramTable]):
 
         @classmethod
         def conformance_variants(cls) -> list[dict[str, Any]]:
-            """A tiny model for the target."""
+            """Return options with a small table for the target."""
 
             def trained(lm: Any) -> TrigramTable:
                 texts = torch.randint(0, lm.vocabulary, (12, 60), generator=torch.Generator().manual_seed(1))
@@ -281,7 +281,7 @@ class Trigram(Replayable, HostDrafter[TrigramTable]):
         self._vocabulary: int = target.vocabulary
 
     def begin(self, rows: RowsView, row: int) -> TrigramTable:
-        """The given model, or one of the prompt alone."""
+        """Return the given model, or one trained on the prompt."""
         return self._given or train_trigram([rows.histories[row]], self._vocabulary)
 
     def reorder(self, rows: RowsView, source: Sequence[int]) -> bool:
@@ -289,7 +289,7 @@ class Trigram(Replayable, HostDrafter[TrigramTable]):
         return True
 
     def keep(self, rows: RowsView, verdict: Verdict, reading: Reading) -> None:
-        self._grower.judged(verdict)  # it measures which ranks are accepted
+        self._grower.judged(verdict)  # the grower measures which ranks are accepted
 
     # ---- drafting
 
@@ -302,10 +302,10 @@ class Trigram(Replayable, HostDrafter[TrigramTable]):
         return self._grower.run(rows, budget, self._expand(rows))
 
     def _expand(self, rows: RowsView) -> Expand:
-        """The logits after the text, and then after drafted tokens. Only the last two tokens of a path matter."""
+        """Return the function that computes logits after the text and after nodes. They depend on the last two tokens."""
         asked: list[list[list[int]]] = [
             [text[-2:]] for text in rows.histories
-        ]  # per row: the last tokens of the text, and of every node
+        ]  # per row: the last two tokens of the text, and of the path to every node
 
         def expand(tokens: Tensor | None, parents: Tensor | None) -> Tensor:
             start = 0
@@ -323,7 +323,7 @@ class Trigram(Replayable, HostDrafter[TrigramTable]):
 
 
 def _likeliest(table: TrigramTable, text: list[int], limit: int, depth: int) -> list[int]:
-    """The most likely tokens of a chain, without logits over the vocabulary."""
+    """Return the likeliest chain. The table caches the likeliest token, so no logits are computed."""
     words = text[-2:]
     for _ in range(min(limit, depth)):
         words.append(table.best(words[-2:]))

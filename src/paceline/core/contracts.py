@@ -78,7 +78,7 @@ class RowsView(Protocol):
 
     @property
     def owners(self) -> list[str]:
-        """Return whose sequence each row is. What a drafter learns from one owner must not be drafted for another."""
+        """Return the owner of each row. A drafter must not draft from the texts of another owner."""
         ...
 
     def choice(self, depth: Tensor | slice | TokenTree, path: tuple[Tensor, Tensor] | None = None) -> Choice:

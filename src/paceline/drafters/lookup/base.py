@@ -20,12 +20,12 @@ RANKED = 8  # the most frequent followers of a context are kept in order; the la
 
 
 def space_of(namespace: str, owner: str) -> str:
-    """The name of the store for texts of one owner."""
+    """Return the name of the store for the texts of one owner."""
     return f"{namespace}\n{owner}" if owner else namespace
 
 
 def is_owned(space: str) -> bool:
-    """Return whether a store of this name is for one owner."""
+    """Return whether the store of this name is for one owner only."""
     return "\n" in space
 
 

@@ -123,7 +123,7 @@ class NgramStore:
         return self._spaces[namespace]
 
     def _make_room(self) -> None:
-        """Drop the n-grams of the oldest owners, if there are many. Namespaces that a user named stay."""
+        """Drop the n-grams of the oldest owners while there are too many. Namespaces without an owner stay."""
         owned = [name for name in self._spaces if is_owned(name)]
         held = sum(len(self._spaces[name]) for name in owned)
         while owned and (len(owned) >= _OWNERS or held >= self.capacity):
@@ -166,7 +166,7 @@ def as_store(given: Any, longest: int, capacity: int) -> NgramStore:
 
 # ---- The drafter
 
-_OWNERS = 256  # whose n-grams a store keeps
+_OWNERS = 256  # a store keeps the n-grams of this number of owners
 _LEAST = 0.02  # the joint probability that a branch needs
 
 
@@ -225,7 +225,7 @@ class Ngram(Replayable, ListDrafter["_Row"]):
         return self.store[self.options.namespace] if known else None
 
     def _stored_for(self, row: _Row) -> list[Levels]:
-        """Those that this row may read: of its owner, and of the namespace itself."""
+        """Return the stored n-grams that this row may read: those of its owner, and those of the namespace."""
         if self._kept is None:
             return []
         spaces = dict.fromkeys((row.space, self.options.namespace))
@@ -303,7 +303,7 @@ class Ngram(Replayable, ListDrafter["_Row"]):
         return drafts
 
     def _find(self, row: _Row, words: Context) -> Followers | None:
-        """The followers of the longest known context; at each length this text comes before earlier ones."""
+        """Return the followers of the longest known context (or None); at each length, this text has priority."""
         levels = [row.own, *self._stored_for(row)]
         for n in self._lengths:
             if n <= len(words):
@@ -343,4 +343,4 @@ class _Row:
 
     own: Levels
     space: str  # the namespace of its owner
-    known: int = 0  # its first tokens that were learned
+    known: int = 0  # the number of its tokens that were learned

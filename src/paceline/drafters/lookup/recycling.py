@@ -29,7 +29,7 @@ from paceline.models.loading.weight_check import reading
 # The rough acceptance rate of the r-th candidate. It only selects the shape of the tree.
 _BY_RANK = (0.45, 0.15, 0.08, 0.05, 0.04, 0.03, 0.025, 0.02)
 _NODES = 48
-_OWNERS = 8  # whose candidates are kept, beside those of live rows
+_OWNERS = 8  # the candidates of this number of owners are kept, and always those of live rows
 _FORMAT = "paceline.recycling.1"
 UNREAD, READ, WRITTEN = 0, 1, 2  # standing of a token in a forward pass: not read, drafted, committed
 
@@ -63,8 +63,8 @@ class Recycling(DraftsOnDevice, FillsNodes, Reorderable):
         self.namespace, self.frozen = self.options.namespace, self.options.frozen
         self.uses_all_nodes = self.options.nodes is None and self.options.shape is None
         self._memories: dict[str, _Memory] = {}
-        self._owned: dict[str, _Memory] = {}  # by owner, the last one was used last
-        self._spaces = PerRow[str]()  # whose candidates each row follows
+        self._owned: dict[str, _Memory] = {}  # by owner, in the order of the last use
+        self._spaces = PerRow[str]()  # the owner of each row
         self._drafted: TokenTree | None = None
 
     # ---- the stored candidates
@@ -123,7 +123,7 @@ class Recycling(DraftsOnDevice, FillsNodes, Reorderable):
         self._spaces.release(row, last)
 
     def _memory_of(self, owner: str) -> _Memory:
-        """The candidates of one owner; "" has those of the namespace."""
+        """Return the candidates of one owner, or those of the namespace for owner ""."""
         if not owner or self.frozen:
             return self._memory
         known = self._owned.pop(owner, None)
@@ -136,7 +136,7 @@ class Recycling(DraftsOnDevice, FillsNodes, Reorderable):
         return known
 
     def _groups(self, device: torch.device) -> list[tuple[_Memory, Tensor | None]]:
-        """The candidates of each owner, and the rows that follow them. None: all rows."""
+        """Return the candidates of each owner of a live row, and the indices of its rows (None: all rows)."""
         owners = list(dict.fromkeys(self._spaces))
         if len(owners) < 2:
             return [(self._memory_of(owners[0] if owners else ""), None)]
@@ -189,7 +189,7 @@ class Recycling(DraftsOnDevice, FillsNodes, Reorderable):
         return True  # the candidates do not depend on the row
 
     def observe_forward(self, tokens: Tensor, logits: Tensor, standing: Tensor) -> None:
-        """Learn from one forward pass: `tokens` [R,Q], the logits after them [R,Q,V], and their standing [R,Q]."""
+        """Learn from one forward pass: `tokens` [R,Q], the logits after them [R,Q,V], and their `standing` [R,Q]."""
         if self.frozen:
             return
         for memory, members in self._groups(tokens.device):
@@ -271,7 +271,7 @@ class _Memory:
         self.successors.index_copy_(0, names, found)
 
     def follow(self, tokens: Tensor, plan: _Plan) -> Tensor:
-        """The nodes [R,N] after the last tokens [R,1] of texts, -1 where nothing is known."""
+        """Return the tokens of the nodes [R,N] after the last tokens [R,1] of texts; -1: no candidate is known."""
         above, levels = tokens, []
         for wanted in plan.levels:
             above = self.successors[above].flatten(1).index_select(1, wanted)

@@ -170,22 +170,22 @@ def _probability(follower: tuple[int, float, int, int]) -> float:
 
 # ---- The drafter
 
-_LEAD_IN = 8  # tokens of the prompt stored before an answer, so that its start can be matched
-_RECENT = 32  # tokens of a text that are matched in past ones
-_TOTAL, _SPACES = 2, 1024  # of all namespaces: times the capacity of one, and how many
-_PARTS = 4  # automata per namespace; the oldest is evicted as a whole
+_LEAD_IN = 8  # the last tokens of the prompt are stored with an answer, so that its start can be matched
+_RECENT = 32  # the number of last tokens of a text that are matched in past texts
+_TOTAL, _SPACES = 2, 1024  # limits of a store: tokens, in capacities of one namespace; number of namespaces
+_PARTS = 4  # automata per namespace; the oldest one is dropped as a whole
 
 Place = tuple[SuffixAutomaton, int, int]  # an automaton, a state, and the length of the match
 
 
 class SuffixStore:
-    """Past answers by namespace. Decoders may share a store: only equal namespaces share texts. All namespaces together
-    have at most `_TOTAL` times the capacity of one; the least recently written are dropped."""
+    """The past answers of each namespace. Decoders can share a store; namespaces stay separate. All namespaces together
+    hold at most `_TOTAL` times the capacity of one. The least recently written namespaces are dropped."""
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
-        self._spaces: dict[str, list[SuffixAutomaton]] = {}  # the last one was written last
-        self._tokens = 0  # in all
+        self._spaces: dict[str, list[SuffixAutomaton]] = {}  # in the order of the last write
+        self._tokens = 0  # tokens of all namespaces
 
     def __getitem__(self, namespace: str) -> list[SuffixAutomaton]:
         """Return the automata of a namespace, the latest first."""
@@ -302,7 +302,7 @@ class Suffix(Replayable, ListDrafter["_Row"]):
 class _Row:
     """The automaton of one text, and the matches of this text in past texts."""
 
-    prompt: int  # its length
+    prompt: int  # the length of the prompt
     space: str  # the namespace of its owner
     own: SuffixAutomaton = field(default_factory=SuffixAutomaton)
     known: int = 0  # the number of its tokens that were learned

@@ -212,7 +212,7 @@ def read_texts(paths: Iterable[str | os.PathLike[str]], tokenizer: Any) -> Itera
 
 def own_samples(generate: Callable[[Any], Any], prompts: Iterable[Any]) -> Iterator[list[int]]:
     """Yield the token ids of each prompt with the text that a model writes after it. generate: the method of a decoder,
-    or a function whose result has `tokens` and `prompt_tokens`. Drafts trained on such texts are accepted more often."""
+    or a function whose result has `tokens` and `prompt_tokens`. Training on such texts gives a higher acceptance."""
     for prompt in prompts:
         written = generate(prompt)
         for text in written if isinstance(written, list) else [written]:
@@ -302,7 +302,7 @@ class Trigram(Replayable, HostDrafter[TrigramTable]):
         return self._grower.run(rows, budget, self._expand(rows))
 
     def _expand(self, rows: RowsView) -> Expand:
-        """Return the function that computes logits after the text and after nodes. They depend on the last two tokens."""
+        """Return a function that computes logits after the text and after nodes, from the last two tokens."""
         asked: list[list[list[int]]] = [
             [text[-2:]] for text in rows.histories
         ]  # per row: the last two tokens of the text, and of the path to every node

@@ -52,7 +52,8 @@ def put_all(path: Any, header: Any, texts: Any) -> None:
 
 def test_what_is_written_is_read_again(header: TraceHeader, tmp_path: Path) -> None:
     path = tmp_path / "t.jsonl"
-    texts = (TEXT, replace(TEXT, id="82", prediction=(1, 2), predicted=True), replace(TEXT, id="83", rounds=None))
+    texts = (replace(TEXT, seconds=(0.5, 2.0)), replace(TEXT, id="82", prediction=(1, 2), predicted=True),
+             replace(TEXT, id="83", rounds=None))  # fmt: skip
     put_all(path, header, texts)
     found = read_trace(path)
     assert (found.texts, found.notes) == (texts, ())
@@ -87,6 +88,7 @@ def test_a_generation_and_a_run_of_a_benchmark(lm: Any, header: TraceHeader, tmp
         assert writer.count == 2
     first, second = read_trace(path).texts
     assert first.rounds == second.rounds == tuple(out.trace.rounds)
+    assert (first.seconds, second.seconds) == (tuple(out.trace.seconds), ())
     assert (first.prompt, first.tokens) == ((1, 2, 1, 2, 1), tuple(out.tokens))
     assert (first.limit, first.finish, first.seed, first.prediction) == (12, "length", out.seed, (5,))
     assert (second.limit, second.finish, second.seed) == (12, "length", 9)
@@ -181,6 +183,8 @@ ROUND = {"drafted": [4, 5], "parents": None, "path": [0], "own": 7, "bonus": Fal
         ({"id": 81}, "id must be a text, got 81."),
         ({"run": "other"}, "no header names the run 'other'."),
         ({"rounds": [5]}, "a round must be an object, got 5."),
+        ({"seconds": [1, 2, 3]}, "seconds must hold a number for each of the 2 rounds, got [1, 2, 3]."),
+        ({"seconds": [1, "a"]}, "seconds must hold a number for each of the 2 rounds, got [1, 'a']."),
         ({"rounds": [{**ROUND, "path": [1]}]}, "path [1] is not a path of the draft."),
         ({"rounds": [{**ROUND, "path": [0, 1, 2]}]}, "path [0, 1, 2] is not a path of the draft."),
         ({"rounds": [{**ROUND, "parents": [-1]}]}, "parents [-1] do not fit 2 drafted tokens."),

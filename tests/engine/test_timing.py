@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from tests.toys import letters, llama
 
+import paceline
 from paceline.core.contracts import Drafter
 from paceline.drafters.resolve import make_drafter
+from paceline.engine.drafter_calls import RoundClock
 from paceline.engine.round_timing import full_costs, measure_drafter, measure_overhead, time_rounds
 from paceline.models.language_model import LanguageModel
 
@@ -62,3 +65,29 @@ def test_what_is_known_is_not_measured_again() -> None:
     assert first.drafters["suffix"] > 0
     assert full_costs(lm, {"suffix": make}) == first
     assert len(made) == 1
+
+
+# ---- times in a trace
+
+
+def test_the_time_of_the_caller_is_no_time_of_a_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = iter([10.0, 13.0, 14.0, 20.0, 22.0, 23.0])
+    monkeypatch.setattr("paceline.engine.drafter_calls.time", SimpleNamespace(perf_counter=lambda: next(now)))
+    clock = RoundClock()
+    clock.resume()
+    assert clock.take() == (3.0, 10.0)
+    clock.pause()
+    clock.resume()
+    assert clock.take() == (3.0, 6.0)
+    assert clock.take() == (1.0, 0.0)  # a second round in the same step
+
+
+@pytest.mark.parametrize("draft", [None, "suffix"])
+def test_every_round_of_a_trace_has_its_seconds(draft: str | None) -> None:
+    decoder = paceline.SpeculativeDecoder(LanguageModel(llama()), draft, rows=2)
+    results = decoder.generate([[1, 2, 1, 2, 1], [3], [4, 4, 4]], max_new_tokens=[12, 3, 8], ignore_eos=True)
+    for result in results:
+        assert len(result.trace.seconds) == len(result.trace.rounds)
+        assert all(seconds > 0 for seconds in result.trace.seconds)
+        assert sum(result.trace.seconds) <= result.stats.seconds
+    assert decoder.generate([1, 2], max_new_tokens=4, num_beams=2).trace.seconds == []

@@ -95,6 +95,15 @@ def round_of(found: Any) -> Round:
     return entry
 
 
+def _seconds(found: Mapping[str, Any], rounds: Sequence[Round]) -> tuple[float, ...]:
+    """The seconds of the rounds. Files of older versions have none."""
+    seconds = found.get("seconds", [])
+    numbers = isinstance(seconds, list) and all(type(each) in (int, float) and each >= 0 for each in seconds)
+    if not numbers or len(seconds) not in (0, len(rounds)):
+        raise InputError(f"seconds must hold a number for each of the {len(rounds)} rounds, got {seconds!r}")
+    return tuple(map(float, seconds))
+
+
 # ---- the header's
 
 
@@ -179,6 +188,7 @@ class TraceText:
     prediction: tuple[int, ...] | None = None  # what the caller expected
     predicted: bool = False  # it expected something, whether or not that was recorded
     rounds: tuple[Round, ...] | None = None
+    seconds: tuple[float, ...] = ()  # of each round; empty where they are not known
     run: str = ""  # that of its header
 
     def as_dict(self) -> dict[str, Any]:
@@ -199,7 +209,8 @@ class TraceText:
             if tuple(token for each in rounds for token in each.emitted) != tokens:
                 raise InputError("the rounds do not add up to the tokens")
         least = {"limit": len(tokens), "seed": None}
-        return _made(TraceText, found, least, predicted=bool(found.get("predicted")), rounds=rounds)
+        more = {"predicted": bool(found.get("predicted")), "seconds": _seconds(found, rounds or ())}
+        return _made(TraceText, found, least, rounds=rounds, **more)
 
 
 # ---- Recorded texts and their rounds, in a file: JSON lines, first how they were written, then one line per text
@@ -304,6 +315,7 @@ class TraceWriter:
             TraceText(
                 id, category, tuple(result.prompt_tokens), tuple(result.tokens), limit, result.finish_reason,
                 result.seed, expected, result.stats.predicted, tuple(result.trace.rounds),
+                tuple(result.trace.seconds),
             )
         )  # fmt: skip
 
@@ -391,10 +403,10 @@ class Tracing:
             return
         names = task.id.split("+") if len(task.prompts) > 1 else [task.id]
         for row, (name, prompt) in enumerate(zip(names, task.prompts, strict=True)):
-            limit, seed, rounds = self._plan.tokens, self._plan.seed + row, tuple(run.traces[row].rounds)
+            limit, seed, trace = self._plan.tokens, self._plan.seed + row, run.traces[row]
             self._writer.put(
-                TraceText(name, task.category, prompt, run.tokens[row], limit, seed=seed, rounds=rounds,
-                          run=run.contestant)
+                TraceText(name, task.category, prompt, run.tokens[row], limit, seed=seed, rounds=tuple(trace.rounds),
+                          seconds=tuple(trace.seconds), run=run.contestant)
             )  # fmt: skip
 
     def close(self) -> None:

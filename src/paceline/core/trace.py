@@ -50,6 +50,9 @@ class Trace:
     """The rounds of one row, in order."""
 
     rounds: list[Round] = field(default_factory=list)
+    # of each round, for the whole batch: from the end of the last round, without the time of the caller. Empty for a
+    # beam search
+    seconds: list[float] = field(default_factory=list, compare=False)
 
     @property
     def from_draft(self) -> list[bool]:

@@ -239,10 +239,10 @@ def _within(tree: TokenTree, limits: Sequence[int]) -> TokenTree:
 
 
 class RoundClock:
-    """Measures the time that the caller takes between two steps of a loop."""
+    """Measures rounds, and the time that the caller takes between two steps of a loop."""
 
     def __init__(self) -> None:
-        self._paused_at = self._away = 0.0
+        self._paused_at = self._away = self._taken_at = 0.0
 
     def resume(self) -> None:
         self._away += time.perf_counter() - self._paused_at
@@ -250,10 +250,12 @@ class RoundClock:
     def pause(self) -> None:
         self._paused_at = time.perf_counter()
 
-    def take(self) -> float:
-        """Return the seconds of the caller since the last call."""
+    def take(self) -> tuple[float, float]:
+        """Return the seconds of the loop and those of the caller since the last call."""
+        now = time.perf_counter()
         away, self._away = self._away, 0.0
-        return away
+        began, self._taken_at = self._taken_at, now
+        return now - began - away, away
 
 
 # ---- The batch and the loop of a drafter. It holds the state of its rows, so it has one batch at a time

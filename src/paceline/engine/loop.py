@@ -94,7 +94,12 @@ class Loop:
         rows.in_flight = len(self.pending)
         events = rows.commit(pending.read(), output.verdict, output.tree, pending.reasons, pending.model_seconds)
         hand_out(rows, pending.logprobs, events)
-        self.drafting.round_read([len(row) for row in events], self.clock.take())
+        seconds, away = self.clock.take()
+        self.drafting.round_read([len(row) for row in events], away)
+        if output.verdict.beams is None:
+            for row, committed in zip(rows.live, events, strict=True):
+                if committed:
+                    row.trace.seconds.append(seconds)
         self._events += [event for row in events for event in row]
         ended = [index for index, row in enumerate(rows.live) if row.stopper.stop is not None]
         if ended and not self.slots.keep_idle(ended):

@@ -219,24 +219,20 @@ class EngineThread:
 
     def _turn(self) -> None:
         """One round, and what it brought."""
-        began = time.perf_counter()
         events = self._scheduler.step()
-        seconds = time.perf_counter() - began
         self._scheduler.loop.rows.failed.clear()
         by_row = {id(sequence.row): sequence for sequence in self._sequences.values()}
         for event in events:
             _note(by_row[id(event.row)], event)
         updates = [
-            update
-            for sequence in list(self._sequences.values())
-            if (update := self._update_of(sequence, seconds)) is not None
+            update for sequence in list(self._sequences.values()) if (update := self._update_of(sequence)) is not None
         ]
         with self._wake:
             self._state = self._state_of(len(self._scheduler.waiting))
         if updates:
             self._deliver(updates)
 
-    def _update_of(self, sequence: _Sequence, seconds: float) -> Update | None:
+    def _update_of(self, sequence: _Sequence) -> Update | None:
         """Return what is new, or None."""
         row, job = sequence.row, sequence.job
         ended, rounds = row.stopper.stop is not None, row.trace.rounds
@@ -249,7 +245,10 @@ class EngineThread:
             row.tokens[sequence.tokens :],
             sequence.from_draft,
             row.logprobs[sequence.tokens :],
-            [RoundReport(each, seconds) for each in rounds[sequence.rounds :]],
+            [
+                RoundReport(entry, seconds)
+                for entry, seconds in zip(rounds[sequence.rounds :], row.trace.seconds[sequence.rounds :], strict=True)
+            ],
             sequence.scores if has_scores else None,
             self._ending(sequence) if ended else None,
         )

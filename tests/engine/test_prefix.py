@@ -55,6 +55,7 @@ def test_the_second_turn_reads_only_what_is_new(
         assert (result.tokens, result.logprobs) == (alone.tokens, alone.logprobs)
         # 4 new tokens less the last one, the last token of the text before, and one that proves the weights
         assert sum(seen) == (len(prompt) - 1 if turn == 0 else 5)
+        assert (result.cached_tokens, alone.cached_tokens) == (0 if turn == 0 else len(prompt) - 5, 0)
         prompt += [*result.tokens, 3, 1, 4, 1]
 
 

@@ -74,6 +74,7 @@ def result_as_dict(result: Generation, tokenizer: Any) -> dict[str, Any]:
         "stop_reason": result.stop_reason,
         "seed": result.seed,
         "prompt_tokens": len(result.prompt_tokens),
+        "cached_tokens": result.cached_tokens,
         "from_draft": result.trace.from_draft,
         "stats": result.stats.as_dict(),
     }

@@ -157,6 +157,7 @@ class Generation:
     seed: int
     logprobs: list[TokenLogprob] | None = None
     beams: list[BeamResult] | None = None  # of a beam search the num_return_sequences best, this one first
+    cached_tokens: int = field(default=0, compare=False)  # tokens of the prompt that were in the KV cache
 
     _tokenizer: ClassVar[Any] = None  # an attribute and not a field, because it is no part of the result
 

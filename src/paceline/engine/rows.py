@@ -83,6 +83,7 @@ class Row:
             seed=self.request.sampling.seed,
             logprobs=None if self.request.logprobs is None else self.logprobs,
             beams=self.beams,
+            cached_tokens=self.cached,
         )
 
     @property

@@ -8,13 +8,16 @@ import platform
 import shutil
 import tempfile
 import textwrap
+import time
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from typing import TYPE_CHECKING, Any
 
 import typer
 
+from paceline.cli.expected_speed import costs_of, expected
 from paceline.cli.settings import command_from
 from paceline.cli.terminal import preparing
 from paceline.common.errors import PacelineError
@@ -22,16 +25,18 @@ from paceline.common.options import like, option
 from paceline.engine.decoder_config import TargetOptions
 
 if TYPE_CHECKING:
-    from paceline.core.costs import Costs
     from paceline.engine.decoder import SpeculativeDecoder
+    from paceline.engine.request import Generation
     from paceline.models import LanguageModel
 
 _TARGET = TargetOptions.target
 _PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "numba", "gguf")
 _FEATURES = ("avx2", "fma", "avx512f", "avx512vnni", "avx512bf16", "amx-int8", "neon", "dotprod", "i8mm")
-_GAMMA = 4  # drafted tokens of the speed-up that is worked out
-_RATES = (0.6, 0.8, 0.9)
-_TOKENS = 48  # of the text that --measure writes
+_EXTRAS = {"serve": ("fastapi", "uvicorn", "uvloop", "prometheus-client"), "grammar": ("llguidance",)}
+_SECONDS = 20.0  # that measuring may take
+_TABLE = 300  # passes over one token that measuring v(n) takes, about
+_TOKENS = 48  # of the text that is measured
+_CGROUP, _MEMINFO = Path("/sys/fs/cgroup"), Path("/proc/meminfo")
 _PROMPT = "Explain in a few sentences why the sky is blue, and then say it again in other words."
 
 
@@ -48,7 +53,7 @@ class DoctorOptions:
     draft: str = option("auto", "The drafter or draft model to try.", metavar="DRAFT", names="draft")
     dtype: str | None = like(TargetOptions, "dtype", group="", help="As for `paceline generate`.")
     device: str | None = like(TargetOptions, "device", group="", help="As for `paceline generate`.")
-    measure: bool = option(False, "Measure forward passes and one text now (some seconds).")
+    measure: bool = option(True, "Measure forward passes and one text, for at most 20 seconds.")
     json: bool = option(False, "Write one JSON object to stdout.")
 
 
@@ -82,8 +87,8 @@ class _Checks:
 
     def run(self) -> Iterator[tuple[str, Found]]:
         """Each check by its name. One that fails says why, and the next one goes on if it can."""
-        for look in (_versions, _processor, _devices, _kernels, _cache, self._target, self._pair, self._rollback,
-                     self._speed_up):  # fmt: skip
+        for look in (_versions, _processor, _memory, _devices, _kernels, _cache, self._target, self._runner, self._pair,
+                     self._template, self._rollback, self._speed_up):  # fmt: skip
             try:
                 found = look()
             except PacelineError as error:
@@ -111,6 +116,19 @@ class _Checks:
         text += f"{str(lm.dtype).removeprefix('torch.')} on {lm.device}, {lm.vocabulary} tokens, context {lm.context}"
         return "ok", text, {"target": lm.name, "architecture": lm.architecture.name}
 
+    def _runner(self) -> Found:
+        """What runs the forward passes, and why."""
+        from paceline.models.runtime import running
+
+        assert self.lm is not None
+        how = running(self.lm)
+        why = "" if how.by == "eager" else ", because they know every module of this model"
+        if how.bits:
+            why += "; `--strict` makes texts independent of the batch"
+        else:
+            why += "; the bits of a text are the same in any batch"
+        return "ok", how.describe() + why, {"runner": how.by, "why": how.why, "ties_depend_on": how.bits}
+
     def _pair(self) -> Found:
         from paceline.engine.decoder import SpeculativeDecoder
 
@@ -119,6 +137,26 @@ class _Checks:
         has_model = getattr(self.decoder.drafter, "lm", None) is not None
         match = f"; the vocabularies match ({self.lm.vocabulary} tokens)" if has_model else ""
         return "ok", self.decoder.describe() + match, {"draft": self.decoder.drafter.name}
+
+    def _template(self) -> Found:
+        """A draft model that reads conversations in another form drafts worse."""
+        assert self.lm is not None
+        assert self.decoder is not None
+        own = getattr(self.lm.tokenizer, "chat_template", None)
+        small = getattr(self.decoder.drafter, "lm", None)
+        facts = {"chat_template": own is not None}
+        if own is None:
+            return "note", "the target has no chat template: it continues texts, and does not answer messages", facts
+        text = "the target has a chat template"
+        if small is None or small.tokenizer is None:
+            return "ok", text, facts
+        same = getattr(small.tokenizer, "chat_template", None) == own
+        if same:
+            return "ok", f"{text}, and the draft model has the same", {**facts, "same_template": True}
+        text += (
+            f", and {small.name} has another one or none: it was not trained on such prompts, so fewer of its tokens "
+        )
+        return "note", text + "may be accepted", {**facts, "same_template": False}
 
     def _rollback(self) -> Found:
         """Speculation needs a KV cache that can discard rejected tokens."""
@@ -136,46 +174,31 @@ class _Checks:
         from paceline.bench.machine_use import how_busy
         from paceline.models.pass_timing import costs_for, known_costs
 
-        decoder, measure = self.decoder, self.options.measure
+        decoder = self.decoder
         assert decoder is not None
         if not decoder.speculates:
             return "note", "plain decoding: nothing is drafted", {}
-        look = costs_for if measure else known_costs
-        costs, name, small = look(decoder.target), decoder.drafter.name, getattr(decoder.drafter, "lm", None)
-        if costs is None:
-            return "note", "not known: no pass was measured here yet; run again with --measure", {}
-        drafts = None if small is None else look(small)
-        if drafts is not None:  # a draft step is a pass of the draft model
-            costs = replace(costs, drafters={**costs.drafters, name: drafts.seconds(1)})
-        text, facts = _expected(costs, name)
-        if not measure:
-            return "ok", text, facts
+        if not self.options.measure:
+            costs = costs_of(decoder, known_costs)
+            if costs is None:
+                return "note", "not known: no pass was measured here yet; run again without --no-measure", {}
+            return "ok", *expected(costs, decoder.drafter.name)
+        deadline = time.perf_counter() + _SECONDS
         busy = how_busy(decoder.target.device)
-        more, measured = _one_text(decoder)
-        text, facts = f"{text}. {more}", {**facts, **measured}
+        text, facts = _one_text(decoder, deadline)
+        is_quick = facts["seconds_per_token"] * _TABLE < deadline - time.perf_counter()
+        costs = costs_of(decoder, costs_for if is_quick else known_costs)
+        if costs is not None:
+            more, found = expected(costs, decoder.drafter.name)
+            text, facts = f"{text}. {more[:1].upper()}{more[1:]}", {**facts, **found}
         if busy.loaded:
             return "note", f"{text}. Others use {busy.describe()}: these times say little", facts
-        return "ok", text, facts
+        return "ok" if facts["same_text"] else "note", text, facts
 
 
-def _expected(costs: Costs, name: str) -> tuple[str, dict[str, Any]]:
-    """What v(n) allows: (1-α^(γ+1))/(1-α) tokens for the price of v(γ+1) + γc."""
-    from paceline.core.costs import bound
-
-    widths = {n: round(costs.v(n), 2) for n in (2, 4, 8, 16)}
-    passes = ", ".join(f"v({n}) {value:.2f}" for n, value in widths.items())
-    speeds = {rate: round(bound(rate, _GAMMA, costs, name), 2) for rate in _RATES}
-    ways = " / ".join(f"{100 * rate:.0f} %" for rate in speeds)
-    step = f"a draft step costs c {costs.c(name):.2f}" if name in costs.drafters else "drafts cost nothing"
-    text = (
-        f"a pass over n tokens costs {passes} passes over one. If {step} and {ways} of γ={_GAMMA} drafted tokens are "
-    )
-    text += f"accepted: {' / '.join(f'{value:.1f}' for value in speeds.values())} times plain decoding"
-    return text, {"v": widths, "expected": {str(rate): value for rate, value in speeds.items()}}
-
-
-def _one_text(decoder: SpeculativeDecoder) -> tuple[str, dict[str, Any]]:
-    """One text plainly and one with drafts, after a warm-up of both: a first look, not a benchmark."""
+def _one_text(decoder: SpeculativeDecoder, deadline: float) -> tuple[str, dict[str, Any]]:
+    """One text plainly and one with drafts, after a warm-up of both: a first look, not a benchmark. Each has half of
+    the time, so the texts of a slow model are shorter."""
     from paceline.engine.decoder import SpeculativeDecoder
 
     lm = decoder.target
@@ -185,47 +208,73 @@ def _one_text(decoder: SpeculativeDecoder) -> tuple[str, dict[str, Any]]:
         asked = [{"role": "user", "content": _PROMPT}] if chat else _PROMPT
     plain = SpeculativeDecoder(lm, None)
     for each in (plain, decoder):
-        each.generate(asked, max_new_tokens=8)
+        each.keeps_prefix = False  # both read the prompt
+        each.generate(asked, max_new_tokens=2, ignore_eos=True)
     decoder.forget()
-    slow = plain.generate(asked, max_new_tokens=_TOKENS, ignore_eos=True)
-    fast = decoder.generate(asked, max_new_tokens=_TOKENS, ignore_eos=True)
+    slow = _written(plain, asked, (time.perf_counter() + deadline) / 2)
+    fast = _written(decoder, asked, deadline)
+    if not slow.tokens or not fast.tokens:
+        facts = {"seconds_per_token": _SECONDS, "same_text": True}
+        return f"this model writes no token in {_SECONDS / 2:.0f} seconds; `paceline bench` measures it", facts
     ratio = fast.stats.tokens_per_second / max(slow.stats.tokens_per_second, 1e-9)
-    same = "the same text" if fast.tokens == slow.tokens else "ANOTHER TEXT: run `paceline audit`"
-    text = f"One text of {_TOKENS} tokens: {slow.stats.tokens_per_second:.1f} tokens/s plainly, {ratio:.2f} times that "
+    common = min(len(slow.tokens), len(fast.tokens))
+    same = slow.tokens[:common] == fast.tokens[:common]
+    told = "the same text" if same else "ANOTHER TEXT: run `paceline audit`"
+    text = f"one text of {common} tokens: {slow.stats.tokens_per_second:.1f} tokens/s plainly, {ratio:.2f} times that "
     text += (
-        f"with {decoder.drafter.name} (τ {fast.stats.mean_accepted_length:.2f}, {same}); `paceline bench` measures more"
+        f"with {decoder.drafter.name} (τ {fast.stats.mean_accepted_length:.2f}, {told}); `paceline bench` measures more"
     )
-    return text, {"measured": round(ratio, 3), "same_text": fast.tokens == slow.tokens}
+    return text, {
+        "measured": round(ratio, 3),
+        "tokens_per_second": round(fast.stats.tokens_per_second, 3),
+        "seconds_per_token": median(slow.trace.seconds),
+        "same_text": same,
+    }
+
+
+def _written(decoder: SpeculativeDecoder, asked: Any, deadline: float) -> Generation:
+    return decoder.generate(
+        asked, max_new_tokens=_TOKENS, ignore_eos=True, cancel=lambda: time.perf_counter() > deadline
+    )
 
 
 # ---- the machine
 
 
 def _versions() -> Found:
-    from importlib.metadata import PackageNotFoundError, version
-
     from paceline import __version__
 
     found = {"paceline": __version__, "python": platform.python_version()}
-    lacking = []
-    for name in _PACKAGES:
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            lacking.append(name)
+    found |= {name: number for name in _PACKAGES if (number := _version_of(name)) is not None}
+    lacking = [name for name in _PACKAGES if name not in found]
     text = ", ".join(f"{name} {number}" for name, number in found.items())
+    for extra, names in _EXTRAS.items():
+        here = {name: number for name in names if (number := _version_of(name)) is not None}
+        found |= here
+        told = ", ".join(f"{name} {number}" for name, number in here.items()) or "not installed"
+        text += f"; extra {extra}: {told}"
     if lacking:
         return "note", f"{text}; not installed: {', '.join(lacking)}", {"versions": found}
     return "ok", text, {"versions": found}
 
 
+def _version_of(package: str) -> str | None:
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
 def _processor() -> Found:
     import torch
 
+    from paceline.models.cpu.threads import usual_threads
     from paceline.models.device import device_name
     from paceline.models.runtime import cores_here
 
-    name, cores = device_name(torch.device("cpu")), cores_here()
+    name, cores, threads = device_name(torch.device("cpu")), cores_here(), usual_threads()
     try:
         from paceline.kernels.cpu.machine import features
 
@@ -234,8 +283,37 @@ def _processor() -> Found:
     except ImportError:  # numba knows them
         abilities = []
     told = f" ({', '.join(abilities)})" if abilities else ""
-    facts = {"processor": name, "machine": platform.machine(), "cores": cores, "features": abilities}
-    return "ok", f"{name}, {platform.machine()}, {cores} cores for us{told}", facts
+    facts = {"processor": name, "machine": platform.machine(), "cores": cores, "threads": threads,
+             "features": abilities}  # fmt: skip
+    return "ok", f"{name}, {platform.machine()}, {cores} cores for us, {threads} threads{told}", facts
+
+
+def _memory() -> Found:
+    """What this process may use: of the machine, or of its container."""
+    try:
+        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, ValueError, OSError):
+        return "note", "unknown: this system does not say", {}
+    limit = _number_in(_CGROUP / "memory.max")
+    used = _number_in(_CGROUP / "memory.current")
+    free = next((1024 * int(line.split()[1]) for line in _lines(_MEMINFO) if line.startswith("MemAvailable")), None)
+    if limit is not None and limit < total:
+        total, left = limit, None if used is None else limit - used
+        free = left if free is None or left is None else min(free, left)
+    facts = {"memory_bytes": total, "free_bytes": free}
+    text = f"{total / 2**30:.1f} GiB"
+    return "ok", text if free is None else f"{text}, {free / 2**30:.1f} GiB free", facts
+
+
+def _lines(file: Path) -> list[str]:
+    try:
+        return file.read_text("ascii").splitlines()
+    except (OSError, UnicodeError):
+        return []
+
+
+def _number_in(file: Path) -> int | None:
+    return next((int(line) for line in _lines(file) if line.isdigit()), None)
 
 
 def _devices() -> Found:

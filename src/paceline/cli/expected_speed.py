@@ -1,0 +1,58 @@
+"""The speed-up that the measured costs of forward passes allow: for `paceline doctor` and the start of a server."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from paceline.core.costs import Costs
+    from paceline.engine.decoder import SpeculativeDecoder
+    from paceline.models import LanguageModel
+
+_GAMMA = 4  # drafted tokens of the speed-up that is worked out
+_RATES = (0.6, 0.8, 0.9)
+_WIDTHS = (2, 4, 8, 16)
+
+
+def costs_of(decoder: SpeculativeDecoder, look: Callable[[LanguageModel], Costs | None]) -> Costs | None:
+    """The costs of the target, with those of the draft model as the drafter's. look: `known_costs`, or `costs_for`,
+    which measures what is not known."""
+    costs, small = look(decoder.target), getattr(decoder.drafter, "lm", None)
+    drafts = None if costs is None or small is None else look(small)
+    if costs is None or drafts is None:
+        return costs
+    # a draft step is a pass of the draft model
+    return replace(costs, drafters={**costs.drafters, decoder.drafter.name: drafts.seconds(1)})
+
+
+def expected(costs: Costs, name: str) -> tuple[str, dict[str, Any]]:
+    """What v(n) allows: (1-α^(γ+1))/(1-α) tokens for the price of v(γ+1) + γc. A sentence, and its facts."""
+    widths = {n: round(costs.v(n), 2) for n in _WIDTHS}
+    speeds = _speeds(costs, name)
+    passes = ", ".join(f"v({n}) {value:.2f}" for n, value in widths.items())
+    step = f"a draft step costs c {costs.c(name):.2f}" if name in costs.drafters else "drafts cost nothing"
+    text = f"a pass over n tokens costs {passes} passes over one. If {step} and {_shares()} are accepted: "
+    text += f"{_times(speeds)} times plain decoding"
+    return text, {"v": widths, "expected": {str(rate): value for rate, value in speeds.items()}}
+
+
+def expected_briefly(costs: Costs, name: str) -> str:
+    """The same as a part of a line."""
+    free = "" if name in costs.drafters else " and drafts cost nothing"
+    return f"expected speed-up {_times(_speeds(costs, name))} if {_shares()} are accepted{free}"
+
+
+def _speeds(costs: Costs, name: str) -> dict[float, float]:
+    from paceline.core.costs import bound
+
+    return {rate: round(bound(rate, _GAMMA, costs, name), 2) for rate in _RATES}
+
+
+def _shares() -> str:
+    return f"{' / '.join(f'{rate:.0%}' for rate in _RATES)} of γ={_GAMMA} drafted tokens"
+
+
+def _times(speeds: dict[float, float]) -> str:
+    return " / ".join(f"{value:.1f}" for value in speeds.values())

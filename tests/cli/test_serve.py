@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import socket
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from paceline.core.costs import Costs
 from paceline.serve.service import Service
 from tests.serve.fakes import FakeEngine
 
@@ -27,11 +29,12 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Service, dict[str, Any
         arguments.append({"decoder": decoder, **given})
         return FakeEngine(deliver, slots=given["slots"], context=given["max_model_len"])
 
-    def run_service(service: Service, started: Callable[[str], None]) -> None:
+    def run_service(service: Service, started: Callable[[str], None], sockets: list[Any]) -> None:
         started("http://127.0.0.1:1")
         found.append((service, arguments[-1]))
         service.close()
 
+    monkeypatch.setattr("paceline.cli.commands.serve.bind_sockets", lambda options: [])  # the port may be in use
     monkeypatch.setitem(sys.modules, "paceline.serve.engine_thread", SimpleNamespace(EngineThread=engine))
     monkeypatch.setattr("paceline.serve.http_server.serve", run_service)
     return found
@@ -46,11 +49,16 @@ def test_the_command_starts_a_server(target: str, served: list[tuple[Service, di
     assert (service.options.host, service.options.port) == ("127.0.0.1", 8000)
     told = result.stderr.splitlines()
     assert "fake with nothing" in told
-    assert any("8 slots of 2,048 tokens" in line and "temperature 1 where" in line for line in told)
+    assert told[1] == "8 slots of 2,048 tokens, 0 MiB of KV cache"
+    assert told[2] == "temperature 1 where a request gives none: OpenAI's default, because the model states none"
+    assert told[3] == "the bits of a text are the same alone and in any batch, with a cold and a warm cache"
     assert told[-1] == "fake at http://127.0.0.1:1"
 
 
-def test_every_option_arrives(target: str, served: list[tuple[Service, dict[str, Any]]], tmp_path: Path) -> None:
+def test_every_option_arrives(
+    target: str, served: list[tuple[Service, dict[str, Any]]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("paceline.cli.commands.serve.check_tls", lambda options: None)  # the files are empty
     (tmp_path / "keys").write_text("two\n")
     for name in ("cert", "key"):
         (tmp_path / name).write_text("")
@@ -89,9 +97,35 @@ def test_keys_come_from_the_environment_and_are_not_shown(
 def test_the_default_temperature_is_the_models(target: str, served: list[Any], tmp_path: Path) -> None:
     own = shutil.copytree(target, tmp_path / "own")
     (own / "generation_config.json").write_text('{"do_sample": true, "temperature": 0.25}')
-    for folder, expected in ((own, 0.25), (Path(target), 1.0)):
-        assert run("serve", "--target", str(folder), "--draft", "none").exit_code == 0
+    for folder, expected, source in ((own, 0.25, "the model's generation config"), (Path(target), 1.0, "OpenAI's")):
+        result = run("serve", "--target", str(folder), "--draft", "none")
+        assert result.exit_code == 0
         assert served[-1][1]["default_temperature"] == expected
+        assert f"where a request gives none: {source}" in result.stderr
+
+
+def test_the_start_lines_say_what_ties_depend_on(target: str, served: list[Any]) -> None:
+    ties = "only where two tokens tie in float32, a text can depend on the batch and the draft; --strict prevents that"
+    same = "the bits of a text are the same alone and in any batch"
+    for more, expected in ((("--runner", "eager"), ties), (("--runner", "eager", "--strict"), same), ((), same)):
+        lines = run("serve", "--target", target, "--draft", "none", *more).stderr.splitlines()
+        assert any(line.startswith(expected) for line in lines), lines
+
+
+def test_the_start_lines_say_what_speed_to_expect(
+    target: str, served: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    costs: list[Costs | None] = [None, Costs({1: {1: 1.0, 8: 1.0}}), Costs({1: {1: 1.0, 8: 1.0}}, 0.0, {"suffix": 0.1})]
+    monkeypatch.setattr("paceline.models.pass_timing.known_costs", lambda lm: costs.pop(0))
+    shares = "if 60% / 80% / 90% of γ=4 drafted tokens are accepted"
+    expected = [
+        "expected speed-up: not measured on this machine yet; `paceline doctor` measures it",
+        f"expected speed-up 2.3 / 3.4 / 4.1 {shares} and drafts cost nothing",
+        f"expected speed-up 1.6 / 2.4 / 2.9 {shares}",
+    ]
+    for line in expected:
+        assert line in run("serve", "--target", target, "--draft", "suffix").stderr.splitlines()
+    assert "speed-up" not in run("serve", "--target", target, "--draft", "none").stderr
 
 
 def test_without_a_key_an_open_address_is_told(target: str, served: list[Any]) -> None:
@@ -105,7 +139,32 @@ def test_what_is_refused_before_anything_listens(target: str, served: list[Any],
     assert "belong together" in refusal("serve", "--ssl-certfile", "a.pem", code=2)
     assert "cannot be read" in refusal("serve", "--api-key-file", str(tmp_path / "none"), code=2)
     assert "at most 65,535" in refusal("serve", "--port", "70000", code=2)
+    assert "did you mean" in refusal("serve", "--target", "smollm2-135n", code=2).lower()
     assert not served
+
+
+def test_an_address_that_is_taken_or_wrong_is_refused_before_a_model_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("paceline.cli.commands.serve.open_decoder", lambda *_: pytest.fail("loaded"))
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        assert refusal("serve", "--port", str(port), code=2) == (
+            f"error: Port {port} of 127.0.0.1 is in use; choose another one with --port, or 0 for a free one."
+        )
+    assert "is no address of this machine" in refusal("serve", "--host", "no.such.host.invalid", "--port", "0", code=2)
+    assert "cannot listen on 192.0.2.1" in refusal("serve", "--host", "192.0.2.1", "--port", "0", code=2)
+
+
+def test_wrong_tls_files_are_refused_before_a_model_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("paceline.cli.commands.serve.open_decoder", lambda *_: pytest.fail("loaded"))
+    text = tmp_path / "text.pem"
+    text.write_text("no certificate")
+    for cert, key, expected in (
+        (tmp_path / "none.pem", text, "--ssl-certfile"),
+        (text, tmp_path / "none.pem", "--ssl-keyfile"),
+        (text, text, "are no certificate and its unencrypted key"),
+    ):
+        files = ("--ssl-certfile", str(cert), "--ssl-keyfile", str(key))
+        assert expected in refusal("serve", "--port", "0", *files, code=2)
 
 
 def test_without_the_packages_one_sentence_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

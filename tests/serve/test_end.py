@@ -20,13 +20,14 @@ from .test_http import COMPLETIONS, HELLO
 SERVER = """
 import sys
 from paceline.serve.http_server import serve
+from paceline.serve.listening import bind_sockets
 from paceline.serve.server_options import ServerOptions
 from paceline.serve.service import Service
 from tests.serve.fakes import FakeEngine, tokenizer
 
 options = ServerOptions(port=0, drain_seconds=30, log_requests=False)
 service = Service(lambda deliver: FakeEngine(deliver, pause=0.05, script=lambda job: "x" * 60), tokenizer(), options)
-serve(service, lambda url: print(url, flush=True))
+serve(service, lambda url: print(url, flush=True), bind_sockets(options))
 print("ended", flush=True)
 """
 

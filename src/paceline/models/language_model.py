@@ -92,10 +92,10 @@ class LanguageModel:
         return ()
 
     @property
-    def usual_temperature(self) -> float:
-        """The temperature of the generation config, else 1."""
+    def usual_temperature(self) -> float | None:
+        """The temperature of the generation config, if it has one."""
         given = getattr(getattr(self.model, "generation_config", None), "temperature", None)
-        return 1.0 if given is None else float(given)
+        return None if given is None else float(given)
 
     @property
     def logits(self) -> int:

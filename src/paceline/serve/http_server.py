@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import signal
+import socket
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -18,6 +19,7 @@ import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from paceline.serve.app import make_app
+from paceline.serve.listening import address_error
 from paceline.serve.middleware import LOGGER
 from paceline.serve.openai.api_errors import ApiError, encode_json
 from paceline.serve.service import Service
@@ -121,7 +123,10 @@ class HttpServer(uvicorn.Server):
 
     async def startup(self, sockets: Any = None) -> None:
         self._loop = asyncio.get_running_loop()
-        await super().startup(sockets)
+        try:
+            await super().startup(sockets)
+        except OSError as error:  # another program has listened since the sockets were bound
+            raise address_error(self._service.options, error) from None
         if self.started:
             host, port = self.servers[0].sockets[0].getsockname()[:2]
             scheme = "https" if self.config.is_ssl else "http"
@@ -150,11 +155,11 @@ class HttpServer(uvicorn.Server):
         self.should_exit = True
 
 
-def serve(service: Service, started_at: Callable[[str], None]) -> None:
-    """Serve until a signal comes, and end the engine."""
+def serve(service: Service, started_at: Callable[[str], None], sockets: list[socket.socket] | None = None) -> None:
+    """Serve until a signal comes, and end the engine. sockets: bound before, by `bind_sockets`."""
     configure_logs()
     try:
-        HttpServer(service, started_at).run()
+        HttpServer(service, started_at).run(sockets)
     finally:
         service.close()
 

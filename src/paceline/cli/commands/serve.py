@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import typer
 
 from paceline.cli.command_options import ServeOptions, resolve_drafter
 from paceline.cli.decoder_session import open_decoder
+from paceline.cli.expected_speed import costs_of, expected_briefly
 from paceline.cli.settings import command_from
 from paceline.cli.terminal import info
 from paceline.common.errors import InputError
+from paceline.serve.listening import bind_sockets, check_tls
 from paceline.serve.server_options import check_packages
 
 if TYPE_CHECKING:
@@ -18,6 +21,7 @@ if TYPE_CHECKING:
     from paceline.serve.jobs import EngineFacts
 
 _USUAL_LENGTH = 4096  # of a slot, if the model has a longer context
+_OPENAIS = 1.0  # the default temperature of OpenAI's API
 _LOCAL = ("127.0.0.1", "localhost", "::1")
 
 EPILOG = """
@@ -38,25 +42,28 @@ def serve(ctx: typer.Context, options: ServeOptions) -> None:
     """Serve a target model to clients of OpenAI's API. The texts do not depend on the load."""
     check_packages()
     keys = options.keys()
+    check_tls(options)
+    sockets = bind_sockets(options)
     decoder = open_decoder(options, {}, options.max_num_seqs)
     if decoder.target.tokenizer is None:
         raise InputError(f"{decoder.target.name} has no tokenizer, and the server needs one.")
-    from paceline.serve.engine_thread import EngineThread  # type: ignore[import-not-found,unused-ignore]
+    from paceline.serve.engine_thread import EngineThread
     from paceline.serve.http_server import serve as run
     from paceline.serve.service import Service
 
-    length = model_length(options, decoder)
+    length, own = model_length(options, decoder), decoder.target.usual_temperature
     service = Service(
         lambda deliver: EngineThread(decoder, slots=options.max_num_seqs, max_model_len=length,
                                      max_queued=options.max_queued, deliver=deliver,
-                                     default_temperature=decoder.target.usual_temperature),
+                                     default_temperature=_OPENAIS if own is None else own),
         decoder.target.tokenizer,
         options,
     )  # fmt: skip
-    info(beginning(service.engine.facts))
+    for line in beginning(service.engine.facts, decoder):
+        info(line)
     if not keys and options.host not in _LOCAL:
         info(f"{options.host} is not only this machine, and there is no --api-key: everyone who reaches it is served")
-    run(service, lambda url: info(f"{', '.join(service.names)} at {url}"))
+    run(service, lambda url: info(f"{', '.join(service.names)} at {url}"), sockets)
 
 
 def model_length(options: ServeOptions, decoder: SpeculativeDecoder) -> int:
@@ -69,7 +76,35 @@ def model_length(options: ServeOptions, decoder: SpeculativeDecoder) -> int:
     return asked
 
 
-def beginning(facts: EngineFacts) -> str:
-    """The first lines: what drafts for what, the slots and their memory, the default temperature."""
-    memory = f"{facts.slots} slots of {facts.max_model_len:,} tokens, {facts.kv_bytes / 2**20:,.0f} MiB of KV cache"
-    return f"{facts.description}\n{memory}; temperature {facts.default_temperature:g} where a request gives none"
+def beginning(facts: EngineFacts, decoder: SpeculativeDecoder) -> Iterator[str]:
+    """The first lines: what drafts for what, the slots and their memory, the default temperature, what the bits depend
+    on, and the speed-up to expect."""
+    yield facts.description
+    yield f"{facts.slots} slots of {facts.max_model_len:,} tokens, {facts.kv_bytes / 2**20:,.0f} MiB of KV cache"
+    states = decoder.target.usual_temperature is not None
+    source = "the model's generation config" if states else "OpenAI's default, because the model states none"
+    yield f"temperature {facts.default_temperature:g} where a request gives none: {source}"
+    yield _bits(decoder)
+    if decoder.speculates:
+        yield _speed(decoder)
+
+
+def _bits(decoder: SpeculativeDecoder) -> str:
+    """What the load can change."""
+    from paceline.models.runtime import running
+
+    how = running(decoder.target)
+    if not how.bits:
+        return "the bits of a text are the same alone and in any batch, with a cold and a warm cache"
+    dtype = str(decoder.target.dtype).removeprefix("torch.")
+    remedy = "" if how.strict else "; --strict prevents that"
+    return f"only where two tokens tie in {dtype}, a text can depend on {how.bits}{remedy}"
+
+
+def _speed(decoder: SpeculativeDecoder) -> str:
+    from paceline.models.pass_timing import known_costs
+
+    costs = costs_of(decoder, known_costs)
+    if costs is None:
+        return "expected speed-up: not measured on this machine yet; `paceline doctor` measures it"
+    return expected_briefly(costs, decoder.drafter.name)

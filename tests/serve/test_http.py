@@ -6,6 +6,7 @@ import asyncio
 import json
 import logging
 import time
+from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -204,6 +205,8 @@ def test_a_line_for_each_request_without_secrets(caplog: pytest.LogCaptureFixtur
     for line in log_lines(caplog):
         assert (line["request_id"], line["path"], line["status"]) == ("r1", COMPLETIONS, 200)
         assert (line["prompt_tokens"], line["completion_tokens"]) == (13, 5)
+        assert (line["drafted_tokens"], line["accepted_tokens"], line["finish_reasons"]) == (4, 3, ["length"])
+        assert datetime.fromisoformat(line["time"]).utcoffset() == timedelta(0)
     assert "private" not in caplog.text
     assert "hidden" not in caplog.text
     caplog.clear()
@@ -211,6 +214,18 @@ def test_a_line_for_each_request_without_secrets(caplog: pytest.LogCaptureFixtur
         running.post(COMPLETIONS, {"prompt": "private words", "max_tokens": 5})
         wait_for(lambda: log_lines(caplog))
     assert log_lines(caplog)[0]["prompts"] == ["private words"]
+
+
+def test_the_line_of_a_refused_request_has_the_code_of_its_error(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, LOGGER)
+    with serving({"log_requests": True, "max_body_bytes": 1000}) as running:
+        for body in ({**HELLO, "top_k": "all"}, {**HELLO, "prompt": [10**6]}, {"prompt": "a" * 2000}):
+            assert running.post(COMPLETIONS, body).is_client_error
+        running.get("/nowhere")
+        wait_for(lambda: len(log_lines(caplog)) == 4)
+    found = [(line["error"], line.get("param")) for line in log_lines(caplog)]
+    assert found == [("invalid_value", "top_k"), ("invalid_value", "prompt"), ("body_too_large", None),
+                     ("unknown_endpoint", None)]  # fmt: skip
 
 
 def test_browsers_may_call_only_if_asked_for(server: Running) -> None:
@@ -235,7 +250,7 @@ def test_an_unexpected_error_is_status_500(caplog: pytest.LogCaptureFixture, mon
         error_of(running.post(CHAT, {"messages": [{"role": "user", "content": "a"}]}), 500)
         assert running.get("/health").status_code == 200
     failed = [line for line in log_lines(caplog) if "traceback" in line]
-    assert [line["error"] for line in failed] == ["ZeroDivisionError", "KeyError"]
+    assert [line["exception"] for line in failed] == ["ZeroDivisionError", "KeyError"]
     assert all(any("test_http.py" in frame for frame in line["traceback"]) for line in failed)
     assert "a word of the prompt" not in caplog.text
 
@@ -273,7 +288,7 @@ def test_a_client_that_goes_ends_its_jobs() -> None:
                 client.post(COMPLETIONS, json=body, timeout=0.2)
         wait_for(lambda: len(running.engine.cancelled) == 4)
         wait_for(lambda: running.engine.state().running == 0)
-        assert running.service.mailbox.waiting == 0
+        wait_for(lambda: running.service.mailbox.waiting == 0)
 
 
 def test_a_request_that_takes_too_long(server: Running) -> None:
@@ -294,7 +309,7 @@ def test_many_requests_leave_nothing_behind(server: Running) -> None:
     assert set(found) <= {200, 429}
     assert 200 in found
     wait_for(lambda: server.engine.state().running == 0)
-    assert server.service.mailbox.waiting == 0
+    wait_for(lambda: server.service.mailbox.waiting == 0)
 
 
 def test_an_engine_that_ended_is_not_healthy() -> None:

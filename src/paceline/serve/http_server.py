@@ -148,11 +148,20 @@ class HttpServer(uvicorn.Server):
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """The first signal: no new requests, and the running ones come to their end. The second: end now."""
         engine = self._service.engine
-        ask = engine.close if self.should_exit else engine.drain
+        ask = engine.close if self.should_exit else self._drain
         if self._loop is not None:  # not here: a signal may come while this thread holds a lock of the engine
             self._loop.call_soon_threadsafe(ask)
         self.force_exit = self.should_exit
         self.should_exit = True
+
+    def _drain(self) -> None:
+        self._service.engine.drain()
+        state = self._service.engine.state()
+        logging.getLogger(LOGGER).info(
+            "%d sequences are in work and have %g seconds; a second signal ends them",
+            state.running + state.reading + state.waiting,
+            self._service.options.drain_seconds,
+        )
 
 
 def serve(service: Service, started_at: Callable[[str], None], sockets: list[socket.socket] | None = None) -> None:

@@ -13,12 +13,13 @@ import secrets
 import time
 from collections.abc import Iterable
 from contextlib import suppress
+from datetime import datetime, timezone
 from traceback import extract_tb
 from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from paceline.serve.openai.api_errors import ApiError, JsonResponse
+from paceline.serve.openai.api_errors import ApiError, JsonResponse, note_error
 
 LOGGER = "paceline.serve"
 _OPEN = ("/health",)
@@ -33,6 +34,7 @@ def header(scope: Scope, name: bytes) -> str:
 
 
 async def _refuse(error: ApiError, scope: Scope, receive: Receive, send: Send) -> None:
+    note_error(scope, error)
     await JsonResponse(error.body, error.status_code, error.headers)(scope, receive, send)
 
 
@@ -85,7 +87,9 @@ class RequestLog:
             return
         given = header(scope, b"x-request-id")
         request_id = given if _REQUEST_ID.fullmatch(given) else secrets.token_hex(12)
-        line: dict[str, Any] = {"request_id": request_id, "method": scope["method"], "path": scope["path"][:200]}
+        line: dict[str, Any] = {"time": datetime.now(timezone.utc).isoformat(timespec="milliseconds"),
+                                "request_id": request_id, "method": scope["method"],
+                                "path": scope["path"][:200]}  # fmt: skip
         scope.setdefault("state", {})["log"] = line
         begun, status = time.perf_counter(), 0
 
@@ -102,7 +106,7 @@ class RequestLog:
         except Exception as error:
             # not the message of the error: it may have words of the prompt
             where = [f"{frame.filename}:{frame.lineno} {frame.name}" for frame in extract_tb(error.__traceback__)]
-            self._log.error("%s", json.dumps({**line, "error": type(error).__name__, "traceback": where}))
+            self._log.error("%s", json.dumps({**line, "exception": type(error).__name__, "traceback": where}))
             if status:
                 return  # the answer has begun: uvicorn closes the connection
             told = f"The server failed with {type(error).__name__}; its log says where for {request_id}."

@@ -120,6 +120,10 @@ class Service:
         line["model"], line["texts"] = answer.plan.model, len(answer.choices)
         line["prompt_tokens"], line["completion_tokens"] = usage["prompt_tokens"], usage["completion_tokens"]
         line["cached_tokens"] = usage["prompt_tokens_details"]["cached_tokens"]
+        stats = answer.metrics()["speculative_decoding"]
+        line["drafted_tokens"], line["accepted_tokens"] = stats["num_draft_tokens"], stats["num_accepted_draft_tokens"]
+        endings = [choice.ending for choice in answer.choices]
+        line["finish_reasons"] = [None if ending is None else ending.finish_reason for ending in endings]
         if self.options.log_prompts:
             line["prompts"] = [self.texts.decode(prompt) for prompt in answer.plan.prompts]
 

@@ -69,6 +69,14 @@ def encode_json(content: Any) -> bytes:
     return json.dumps(content, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode("utf-8")
 
 
+def note_error(scope: Mapping[str, Any], error: ApiError) -> None:
+    """Add the code of an error, and its parameter, to the log line of the request."""
+    line = scope.get("state", {}).get("log", {})
+    line["error"] = error.code
+    if error.param is not None:
+        line["param"] = error.param
+
+
 def from_paceline(error: PacelineError, draining: bool = False) -> ApiError:
     """The answer for an error of the library."""
     message = str(error)
@@ -132,16 +140,19 @@ async def on_http_error(request: Request, error: Exception) -> Response:
         else:
             detail = "is not allowed; /openapi.json lists the methods" if status == 405 else "cannot be read"
             error = ApiError(status, f"{where} {detail}.", None, "invalid_request", getattr(error, "headers", None))
+    note_error(request.scope, error)
     return JsonResponse(error.body, error.status_code, error.headers)
 
 
 async def on_invalid(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
     answer = from_validation(error.errors())
+    note_error(request.scope, answer)
     return JsonResponse(answer.body, answer.status_code)
 
 
 async def on_paceline_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, PacelineError)
     answer = from_paceline(error, request.app.state.service.engine.state().draining)
+    note_error(request.scope, answer)
     return JsonResponse(answer.body, answer.status_code, answer.headers)

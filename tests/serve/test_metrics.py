@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import re
+from pathlib import Path
+from typing import Any
+
+import pytest
 
 from .fakes import serving
+
+DASHBOARD = Path(__file__).parents[2] / "docs" / "grafana-dashboard.json"
 
 BODY = {"prompt": "Hello", "max_tokens": 30, "seed": 7}
 
@@ -56,3 +63,55 @@ def test_the_engines_state_and_the_prefix() -> None:
     assert found["vllm:num_requests_running"] == found["vllm:num_requests_waiting"] == 0
     assert 'model_name="alias"' in text
     assert "paceline:" not in text
+
+
+# ---- the dashboard for Grafana
+
+
+def dashboard() -> Any:
+    """The file, read as strict JSON: a repeated key or NaN is an error."""
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        assert len({key for key, _ in pairs}) == len(pairs), pairs
+        return dict(pairs)
+
+    def refuse(word: str) -> None:
+        raise ValueError(word)
+
+    return json.loads(DASHBOARD.read_text(encoding="utf-8"), object_pairs_hook=unique, parse_constant=refuse)
+
+
+@pytest.mark.parametrize("prefix", ["paceline", "vllm"])
+def test_every_metric_and_label_of_the_dashboard_exists(prefix: str) -> None:
+    with serving({"metrics_prefix": prefix}) as running:
+        running.post("/v1/completions", BODY)
+        text = running.get("/metrics").text
+    labels: dict[str, set[str]] = {}
+    for name, found in re.findall(r"^([\w:]+)\{(.*)\} ", text, re.MULTILINE):
+        labels.setdefault(name, set()).update(re.findall(r'(\w+)="', found))
+    content = dashboard()
+    variables = {each["name"]: each for each in content["templating"]["list"]}
+    assert prefix in variables["prefix"]["query"].split(",")
+    expressions = [target["expr"] for panel in content["panels"] for target in panel.get("targets", ())]
+    assert len(expressions) > 20
+    for expression in [*expressions, variables["model"]["query"]["query"].replace(", model_name", "{model_name}")]:
+        filled = expression.replace("${prefix}", prefix)
+        used = re.findall(rf"({prefix}:\w+)\{{(\w+)", filled)
+        assert len(used) == filled.count(f"{prefix}:") > 0, filled
+        for name, label in used:
+            assert label in labels[name]
+        for name, label in zip((name for name, _ in used), re.findall(r"by \((\w+)\)", filled), strict=False):
+            assert label in labels[name], filled
+        assert set(re.findall(r"\$(\w+)", filled)) <= {*variables, "__rate_interval"}
+
+
+def test_the_panels_of_the_dashboard_do_not_overlap() -> None:
+    panels = dashboard()["panels"]
+    assert len({panel["id"] for panel in panels}) == len({panel["title"] for panel in panels}) == len(panels)
+    taken = set[tuple[int, int]]()
+    for panel in panels:
+        at = panel["gridPos"]
+        cells = {(x, y) for x in range(at["x"], at["x"] + at["w"]) for y in range(at["y"], at["y"] + at["h"])}
+        assert not taken & cells, panel["title"]
+        assert max(x for x, _ in cells) < 24
+        taken |= cells

@@ -6,12 +6,14 @@ import shutil
 import socket
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from paceline.cli.commands.serve import beginning
 from paceline.core.costs import Costs
 from paceline.serve.service import Service
 from tests.serve.fakes import FakeEngine
@@ -49,7 +51,7 @@ def test_the_command_starts_a_server(target: str, served: list[tuple[Service, di
     assert (service.options.host, service.options.port) == ("127.0.0.1", 8000)
     told = result.stderr.splitlines()
     assert "fake with nothing" in told
-    assert told[1] == "8 slots of 2,048 tokens, 0 MiB of KV cache"
+    assert told[1] == "8 slots of 2,048 tokens, 0 MiB of KV cache, which is reserved and keeps prefixes"
     assert told[2] == "temperature 1 where a request gives none: OpenAI's default, because the model states none"
     assert told[3] == "the bits of a text are the same alone and in any batch, with a cold and a warm cache"
     assert told[-1] == "fake at http://127.0.0.1:1"
@@ -110,6 +112,15 @@ def test_the_start_lines_say_what_ties_depend_on(target: str, served: list[Any])
     for more, expected in ((("--runner", "eager"), ties), (("--runner", "eager", "--strict"), same), ((), same)):
         lines = run("serve", "--target", target, "--draft", "none", *more).stderr.splitlines()
         assert any(line.startswith(expected) for line in lines), lines
+
+
+def test_the_start_lines_say_what_cuda_graphs_lack(target: str, served: list[tuple[Service, dict[str, Any]]]) -> None:
+    run("serve", "--target", target, "--draft", "none")
+    ((service, given),) = served
+    lines = list(beginning(replace(service.engine.facts, reserves=False), given["decoder"]))
+    assert (
+        "2,048 tokens; with CUDA graphs the KV cache grows, keeps no prefixes, and prompts are read whole" in lines[1]
+    )
 
 
 def test_the_start_lines_say_what_speed_to_expect(

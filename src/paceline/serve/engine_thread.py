@@ -192,6 +192,7 @@ class EngineThread:
             speculates=decoder.speculates,
             takes_prediction=takes_prediction(decoder.drafter),
             default_temperature=self._default_temperature,
+            reserves=self._scheduler.kept is not None,
         )
 
     def _wait_for_work(self) -> bool:

@@ -80,13 +80,20 @@ def beginning(facts: EngineFacts, decoder: SpeculativeDecoder) -> Iterator[str]:
     """The first lines: what drafts for what, the slots and their memory, the default temperature, what the bits depend
     on, and the speed-up to expect."""
     yield facts.description
-    yield f"{facts.slots} slots of {facts.max_model_len:,} tokens, {facts.kv_bytes / 2**20:,.0f} MiB of KV cache"
+    yield _slots(facts)
     states = decoder.target.usual_temperature is not None
     source = "the model's generation config" if states else "OpenAI's default, because the model states none"
     yield f"temperature {facts.default_temperature:g} where a request gives none: {source}"
     yield _bits(decoder)
     if decoder.speculates:
         yield _speed(decoder)
+
+
+def _slots(facts: EngineFacts) -> str:
+    slots = f"{facts.slots} slots of {facts.max_model_len:,} tokens"
+    if facts.reserves:
+        return f"{slots}, {facts.kv_bytes / 2**20:,.0f} MiB of KV cache, which is reserved and keeps prefixes"
+    return f"{slots}; with CUDA graphs the KV cache grows, keeps no prefixes, and prompts are read whole"
 
 
 def _bits(decoder: SpeculativeDecoder) -> str:

@@ -1,4 +1,4 @@
-"""A benchmark as it happens: a table on a terminal, lines elsewhere. Nothing is drawn during a timed run."""
+"""Show a running benchmark: as a table on a terminal, as lines elsewhere. Nothing is drawn during a timed run."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Standings:
 
     @property
     def left(self) -> str:
-        """An estimate from the runs so far. Failed candidates make it shorter."""
+        """The time that is left, estimated from the runs so far. Failed candidates make it shorter."""
         if not self.results:
             return ""
         rest = (time.monotonic() - self._began) / len(self.results) * max(0, self.runs - len(self.results))
@@ -44,12 +44,12 @@ class Standings:
         return f"{hours}:{minutes:02}:{secs:02} left" if hours else f"{minutes}:{secs:02} left"
 
     def table(self) -> Table:
-        """As the table at the end, without spreads."""
+        """Return the results so far as the table at the end, without spreads."""
         report = Report({}, self.members, tuple(self.results))
         return overall(report, summarise(report, per_task=False, live=True))
 
     def speed_ups(self, task: str) -> str:
-        """How fast each candidate is on one task, over plain decoding."""
+        """Return the speed-up of each candidate over plain decoding on one task."""
         report = Report({}, self.members, tuple(result for result in self.results if result.run.task == task))
         lines = summarise(report, per_task=False, live=True).lines
         return ", ".join(
@@ -86,13 +86,13 @@ class LiveTable(Watcher):
             self.draw()
 
     def progress(self, label: str, done: int, total: int | None) -> None:
-        """Before the first run, while models are loaded and forward passes are timed: a new label only."""
+        """Show a new label before the first run, while models are loaded and forward passes are timed."""
         if label and label != self._bar.tasks[0].description:
             self._bar.update(self._task, description=label)
             self.draw()
 
     def noted(self, sentence: str) -> None:
-        """Shown with the next drawing."""
+        """Keep a sentence, which the next drawing shows."""
         self._sentences.append(sentence)
 
     def draw(self) -> None:
@@ -113,7 +113,7 @@ class LiveTable(Watcher):
 
 
 class Lines(Watcher):
-    """Without a terminal: a line when all candidates have done a task, and at least every ten seconds."""
+    """Writes a line when all candidates have done a task, and at least every ten seconds, if there is no terminal."""
 
     def __init__(self, write: Callable[[str], None] | ProgressLines) -> None:
         self._lines = write if isinstance(write, ProgressLines) else ProgressLines(write)
@@ -152,7 +152,7 @@ class Lines(Watcher):
 
 @contextmanager
 def watching() -> Iterator[LiveTable | Lines]:
-    """On stdout where that is a terminal, else on stderr; there as lines, if that is none either."""
+    """Yield a watcher: a table on stdout or else on stderr if one of them is a terminal, and lines on stderr if not."""
     console = Console(stderr=not sys.stdout.isatty())
     if not console.is_terminal:
         with shown_already(), progress_lines("preparing") as told:
@@ -174,7 +174,7 @@ def watching() -> Iterator[LiveTable | Lines]:
 
 
 def show(table: Table, console: Console | None = None) -> None:
-    """On stdout: in colour on a terminal, plain columns elsewhere."""
+    """Write a table to stdout: in colour on a terminal, in plain columns elsewhere."""
     console = console or Console(highlight=False)
     if not console.is_terminal:
         print(as_text(table), flush=True)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from paceline.engine.request import Generation
     from paceline.models import LanguageModel
 
-# what can run for a message, in this order; the others are compared with the first
+# the modes that can answer a message, in this order; answers are compared with the first answer
 MODES = {
     "target": "the target alone",
     "speculative": "the target with the drafter of /draft",
@@ -114,7 +114,7 @@ class ChatState:
         return self.drafters[mode]
 
     def decoder(self, mode: str) -> SpeculativeDecoder:
-        """The decoder of a mode with the current settings."""
+        """Return the decoder of a mode with the current settings."""
         if mode not in self.decoders:
             self.decoders[mode] = self._make(mode)
         return self.decoders[mode]
@@ -158,7 +158,7 @@ class Again(Exception):  # noqa: N818  not an error: answer the last message aga
 
 
 def execute(line: str, state: ChatState, terminal: Terminal) -> None:
-    """One line that begins with a slash."""
+    """Run a line that begins with a slash."""
     try:
         name, *words = shlex.split(line[1:])
     except ValueError as error:
@@ -238,7 +238,7 @@ def _settings(state: ChatState, words: list[str], terminal: Terminal) -> None:
 
 
 def _cache(state: ChatState, words: list[str], terminal: Terminal) -> None:
-    terminal.write("the KV cache is always on: to discard a rejected draft costs nothing\n")
+    terminal.write("the KV cache is always on: it costs nothing to discard a rejected draft\n")
 
 
 # ---- sampler, drafter and rule

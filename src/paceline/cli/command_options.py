@@ -40,7 +40,7 @@ class FirstMessage(Limited):
 
 @dataclass(frozen=True)
 class PairOptions(RunnerOptions):
-    """The models, the drafter and the rule: the same for every command that decodes."""
+    """The models, the drafter and the rule, for every command that decodes."""
 
     target: str = like(RunnerOptions, "target", names="model")
     runner: str = like(RunnerOptions, "runner", help="auto, eager, cuda_graph or kernels (docs/gpu.md).")
@@ -61,7 +61,7 @@ class PairOptions(RunnerOptions):
     allow_lossy: bool = like(DecoderOptions, "allow_lossy")
     strict: bool = like(DecoderOptions, "strict")
     first_target: bool = like(DecoderOptions, "first_target")
-    speculative_config: str | None = option(None, "The same with vLLM's keys: method, model, num_speculative_tokens …",
+    speculative_config: str | None = option(None, "vLLM's keys for this group: method, model, num_speculative_tokens …",
                                             _DRAFT, metavar="JSON")  # fmt: skip
 
 
@@ -81,7 +81,7 @@ class WritingOptions(PairOptions):
     dynamic_temperature: float | None = option(None, "Change the temperature by up to X with the entropy.", _CHOICE)
     repetition_penalty: float | None = option(None, "Weaken tokens of the prompt and the text; 1 is off.", _CHOICE)
     presence_penalty: float | None = option(None, "Weaken the tokens of the new text.", _CHOICE)
-    frequency_penalty: float | None = option(None, "The same, for each time that they occur.", _CHOICE)
+    frequency_penalty: float | None = option(None, "Weaken them for each time they occur.", _CHOICE)
     logit_bias: tuple[str, ...] = option((), "Add X to the logit of a token; repeatable.", _CHOICE, metavar="ID=X")
     ban: tuple[int, ...] = option((), "Never write this token; repeatable.", _CHOICE, metavar="ID")
     beams: int | None = option(None, "Beam search with N beams; greedy only.", _CHOICE)
@@ -201,7 +201,7 @@ class VllmConfig:
 
 
 def from_vllm(text: str) -> VllmConfig:
-    """As in vLLM, one of prompt_lookup_max and prompt_lookup_min sets both."""
+    """Read vLLM's JSON. As in vLLM, one of prompt_lookup_max and prompt_lookup_min sets both."""
     try:
         config = parse_json(text)
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""From options to a decoder. Whatever needs no model is checked before a model is read."""
+"""Make a decoder from the options of a command. Checks that need no model run before a model is read."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "s": " ", "\\": "\\"}
 
 
 def read_prompt(options: GenerateOptions) -> Any:
-    """The text, or a conversation that contains it."""
+    """Return the text, or a conversation that contains it."""
     text = options.prompt
     if text is None:
         raise InputError("The prompt is missing; give one, or '-' to read it from standard input.")
@@ -55,7 +55,7 @@ def read_prompt(options: GenerateOptions) -> Any:
 
 
 def read_settings(options: WritingOptions) -> dict[str, Any]:
-    """The arguments of `decoder.generate`, without those that were not given."""
+    """Return the arguments of `decoder.generate`, without those that were not given."""
     values = {name: getattr(options, name, None) for name in _SETTINGS}
     settings = {_SETTINGS[name]: value for name, value in values.items() if value is not None}
     if options.stop:
@@ -81,7 +81,7 @@ def _read_prediction(text: str) -> str:
 
 
 def _unescape(text: str) -> str:
-    r"""\n, \t, \r, \s (a space), \\, \xHH and \uHHHH; any other backslash stays."""
+    r"""Replace \n, \t, \r, \s (a space), \\, \xHH and \uHHHH. Any other backslash stays."""
 
     def replace(match: re.Match[str]) -> str:
         code = match[2] or match[3]
@@ -114,7 +114,7 @@ def open_decoder(options: PairOptions, settings: dict[str, Any], rows: int = 16)
 
 
 def check_settings(settings: dict[str, Any], rule: Rule) -> None:
-    """Refuse now what would be refused with the first prompt. A rule that searches sets the number of beams."""
+    """Refuse settings that the first prompt would be refused for. A beam-search rule sets the number of beams."""
     from paceline.engine.request import build_requests
 
     build_requests(1, {"num_beams": rule.num_beams, **settings})
@@ -130,7 +130,7 @@ def _check_branches(options: PairOptions) -> None:
 
 
 def _load_target(options: PairOptions) -> LanguageModel:
-    """The target, with a second branch for guidance or contrastive decoding."""
+    """Load the target. Guidance and contrastive decoding give it a second branch."""
     target = _load(options, options.target, options.quantize, options.tp_plan)
     if options.strict:
         from paceline.models.runtime import with_strict
@@ -157,7 +157,7 @@ def _load(options: PairOptions, source: str, quantize: str | None = None, tp_pla
 
 
 def open_drafter(options: PairOptions) -> Drafter:
-    """The drafter with its options. A draft model is loaded in the same way as the target."""
+    """Make the drafter with its options. A draft model is loaded in the same way as the target."""
     from paceline.core.contracts import DRAFTERS
     from paceline.drafters.resolve import make_drafter, resolve_draft
 
@@ -170,7 +170,7 @@ def open_drafter(options: PairOptions) -> Drafter:
 
 
 def open_rule(options: PairOptions) -> Rule:
-    """The rule with its options. A lossy rule is refused without --allow-lossy."""
+    """Make the rule with its options. A lossy rule is refused without --allow-lossy."""
     from paceline.core.contracts import RULES
     from paceline.engine.decoder import check_lossless, make_rule
 
@@ -183,7 +183,7 @@ def open_rule(options: PairOptions) -> Rule:
 def make_decoder(
     options: PairOptions, target: LanguageModel, drafter: Drafter, rule: Rule, rows: int = 16
 ) -> SpeculativeDecoder:
-    """The decoder of a loaded target, a drafter and a rule."""
+    """Make the decoder of a loaded target, a drafter and a rule."""
     from paceline.core.protocols import chooses_length
     from paceline.engine.decoder import SpeculativeDecoder
 
@@ -194,7 +194,7 @@ def make_decoder(
 
 
 def _measure_costs(target: LanguageModel) -> None:
-    """The first measurement on a machine takes some seconds, so it shows its progress."""
+    """Measure forward passes. The first measurement on a machine takes some seconds, so it shows its progress."""
     from paceline.models.pass_timing import costs_for
 
     with preparing("measuring forward passes") as progress:
@@ -202,14 +202,14 @@ def _measure_costs(target: LanguageModel) -> None:
 
 
 def plain_decoder(target: LanguageModel, rule: Rule) -> SpeculativeDecoder:
-    """The target alone; it uses beam search if the rule does."""
+    """Return a decoder without a drafter. It uses beam search if the rule does."""
     from paceline.engine.decoder import SpeculativeDecoder
 
     return SpeculativeDecoder(target, None, rule=rule if rule.exact == "beam" else "match")
 
 
 def fitting(decoder: SpeculativeDecoder, settings: dict[str, Any]) -> dict[str, Any]:
-    """The settings without `prediction` if the drafter cannot use one."""
+    """Return the settings, without `prediction` if the drafter cannot use one."""
     from paceline.core.protocols import takes_prediction
 
     return {k: v for k, v in settings.items() if k != "prediction" or takes_prediction(decoder.drafter)}

@@ -65,7 +65,7 @@ class OneLineErrors(TyperGroup):
 
 
 def _explain(failure: Exception) -> tuple[str, int]:
-    """The message and the exit code of an error."""
+    """Return the message and the exit code of an error."""
     if isinstance(failure, PacelineError):
         return str(failure), failure.exit_code
     if isinstance(failure, _UsageError):

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def versions() -> dict[str, str]:
-    """The versions of the main packages, without importing them."""
+    """Return the versions of the main packages, without importing them."""
     from importlib.metadata import version
 
     from paceline import __version__
@@ -28,7 +28,7 @@ def versions() -> dict[str, str]:
 
 
 def beginning(decoder: SpeculativeDecoder, settings: dict[str, Any]) -> str:
-    """The first line: the target, the drafter, and the rule for these settings."""
+    """Return the first line: the target, the drafter, and the rule for these settings."""
     text, beams = decoder.describe(), settings.get("num_beams", decoder.rule.num_beams)
     searches = decoder.rule.exact == "beam"
     if beams == 1 and not searches:
@@ -164,7 +164,7 @@ class Recording:
             raise InputError("--trace records one text, and a beam search writes several; leave one of the two out.")
         draft, values, source = resolve_draft(options.draft, options.options, text_prefix="--drafter.")
         if source is not None and draft == "draft-model":
-            draft = values.pop("model")  # a model has its own name in a trace
+            draft = values.pop("model")  # a trace names the draft model itself
         rule_values = convert_options(options.rule_options, RULES[options.rule].Options, "rule", options.rule)
         gamma = "auto" if chooses_length(decoder.drafter) else decoder.gamma
         entry = RunSpec(options.draft, draft, values, gamma, options.nodes, options.rule, rule_values)

@@ -35,8 +35,8 @@ _DECODER = "decoder"  # the table that `paceline tune` writes and `SpeculativeDe
 
 @dataclasses.dataclass
 class Given:
-    """The values that a command was given and where each comes from, by the fields of its dataclass. `tables` has the
-    names and values of a table (`--drafter.longest 4`), a list of (origin, values) with the strongest origin last."""
+    """The values of a call and their origins, by the fields of the command's dataclass. tables: the names and values of
+    each field that is a table (`--drafter.longest 4`), as a list of (origin, values), the strongest origin last."""
 
     values: dict[str, Any]
     origins: dict[str, str]
@@ -80,7 +80,7 @@ def command_from(
 
 
 def is_given(ctx: typer.Context) -> set[str]:
-    """The fields with a value from a flag, the environment or the config file."""
+    """Return the fields with a value from a flag, the environment or the config file."""
     return {field for field, origin in ctx.obj.items() if origin != "default"}
 
 
@@ -89,7 +89,7 @@ def _keyword(name: str, kind: Any, default: Any, option: Any) -> inspect.Paramet
 
 
 def _parameter(field: Declared) -> inspect.Parameter:
-    """Values are texts here; `Declared.read` gives them their types, with one kind of message."""
+    """Return a field as a parameter of typer. Its values are texts, which `Declared.read` checks and converts."""
     about = field.about
     more: dict[str, Any] = {"help": about.help, "metavar": field.metavar, "show_envvar": False}
     if about.group:
@@ -129,7 +129,7 @@ def _common_parameters(command: str | None) -> Iterator[inspect.Parameter]:
 
 
 def _as_text(value: Any) -> Any:
-    """A default as a flag gives it."""
+    """Return a default in the form that a flag gives."""
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, (tuple, dict)):
@@ -162,7 +162,7 @@ def source(ctx: typer.Context, name: str) -> str:
 
 
 def _levels(ctx: typer.Context, field: Declared, raw: Iterable[str] | None) -> list[tuple[str, dict[str, Any]]]:
-    """The names and values of a table, by where they come from."""
+    """Return the names and values of a table by their origins."""
     start = f"{PREFIX}_{field.flag[2:].partition('.')[0].upper()}_"
     environment = {k.removeprefix(start).lower(): v for k, v in os.environ.items() if k.startswith(start)}
     flags = raw if source(ctx, field.name) == "flag" else ()
@@ -178,8 +178,8 @@ def _pairs(texts: Iterable[str]) -> dict[str, Any]:
 
 
 def _merge_tables(given: Given, fields: list[Declared]) -> None:
-    """Options belong to what is named beside them: a drafter from the command line does not take the options of the
-    drafter in the config file."""
+    """Merge the options of drafters and rules. An option belongs to the name from the same origin: a drafter from the
+    command line does not take the options of the drafter in the config file."""
     for field in fields:
         if not field.is_table:
             continue
@@ -194,7 +194,7 @@ def _merge_tables(given: Given, fields: list[Declared]) -> None:
 
 
 class SettingsCommand(TyperCommand):
-    """A command that understands `--drafter.NAME VALUE` and `--rule.NAME VALUE`, whatever the options are called."""
+    """A command that understands `--drafter.NAME VALUE` and `--rule.NAME VALUE` for every name of an option."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         return super().parse_args(ctx, list(_undotted(_unworded(args))))
@@ -213,7 +213,7 @@ class SettingsCommand(TyperCommand):
 
 
 def _unworded(args: list[str]) -> list[str]:
-    """A flag that also takes a word (`--memory lines`, `--memory=lines`) as flags, which can be declared."""
+    """Replace a flag with a word (`--memory lines`, `--memory=lines`) by plain flags, which typer can declare."""
     out: list[str] = []
     for index, arg in enumerate(args):
         name, _, word = arg.partition("=")
@@ -229,7 +229,7 @@ def _unworded(args: list[str]) -> list[str]:
 
 
 def _undotted(args: list[str]) -> Iterator[str]:
-    """`--drafter.longest 4` and `--drafter.longest=4` as `--drafter.NAME longest=4`, which can be declared."""
+    """Replace `--drafter.longest 4` and `--drafter.longest=4` by `--drafter.NAME longest=4`, which typer knows."""
     rest = iter(args)
     for arg in rest:
         if arg == "--":
@@ -257,8 +257,8 @@ def read_config(ctx: typer.Context, value: Path | None) -> Path | None:
 
 
 def _defaults(ctx: typer.Context, path: Path, content: dict[str, Any]) -> dict[str, Any]:
-    """The table [decoder] is for all commands, and the command's own table replaces its values. Tables of other
-    commands are ignored. Anything else is a mistake."""
+    """Return the values of a config file. The table [decoder] is for all commands; the command's own table replaces its
+    values. Tables of other commands are ignored, and any other table is an error."""
     group = ctx.parent.command if ctx.parent is not None else None
     commands = getattr(group, "commands", {ctx.info_name: None})
     for name, table in content.items():
@@ -268,7 +268,7 @@ def _defaults(ctx: typer.Context, path: Path, content: dict[str, Any]) -> dict[s
             raise InputError(f"'{name}' in '{path}' must be a table, [{name}], not a value.")
     base, own = decoder_table(path, content.get(_DECODER, {})), content.get(str(ctx.info_name), {})
     for name, table in (("draft", "drafter"), ("rule", "rule_options")):
-        if name in own:  # options belong to the drafter or the rule that is named beside them
+        if name in own:  # options belong to the drafter or the rule of the same table
             base.pop(table, None)
     options = [param for param in ctx.command.params if param.param_type_name == "option"]
     known = {param.name: param for param in options if param.name and param.name not in _COMMON}
@@ -290,14 +290,14 @@ def decoder_table(path: Path, table: dict[str, Any]) -> dict[str, Any]:
 
 
 def _texts(value: Any) -> list[Any]:
-    """A table of names and values, a list, or a single value, as the list that a repeated flag gives."""
+    """Return a table, a list or a single value as the list that a repeated flag gives."""
     if isinstance(value, dict):
         return [f"{name.replace('-', '_')}={_flag_text(inner)}" for name, inner in value.items()]
     return list(value) if isinstance(value, list) else [value]
 
 
 def _flag_text(value: Any) -> str:
-    """A value as a flag writes it: commas between plain values, JSON for nested ones."""
+    """Return a value as the text of a flag: commas between plain values, JSON for nested ones."""
     if isinstance(value, dict) or (isinstance(value, list) and any(isinstance(item, (dict, list)) for item in value)):
         return json.dumps(value, ensure_ascii=False)
     return ",".join(str(item) for item in value) if isinstance(value, list) else str(value)
@@ -307,7 +307,7 @@ def _flag_text(value: Any) -> str:
 
 
 def show_config(command: str, given: Given, fields: list[Declared]) -> str:
-    """The settings as a config file that gives the same values. A setting without a value is a comment."""
+    """Return the settings as a config file that gives the same values. A setting without a value is a comment."""
     lines, tables = [f"[{command}]"], list[str]()
     for field in fields:
         value = given.values[field.field]
@@ -331,7 +331,7 @@ def _key(name: str) -> str:
 
 
 def _literal(value: Any) -> str:
-    """The options of a drafter or a rule are texts until their types are known. A number need not look like text."""
+    """Return an option of a drafter or a rule as TOML. It is a text, but a text that is a number needs no quotes."""
     is_plain = isinstance(value, str) and re.fullmatch(r"-?\d+(\.\d+)?|true|false", value)
     return str(value) if is_plain else toml_value(value)
 
@@ -366,7 +366,7 @@ def _check_table(kind: str, name: str, table: Any) -> None:
 
 
 def _check_run(text: str) -> None:
-    """A run as the command line writes it: "ngram:gamma=8,rule=ratio", JSON, a model or a folder."""
+    """Check a run of the command line: "ngram:gamma=8,rule=ratio", JSON, a model or a folder."""
     if text.lstrip().startswith("{") or os.path.exists(text):
         return  # `bench.candidate` reads it in full
     name, options = names.split_spec(text)
@@ -378,7 +378,7 @@ def _check_run(text: str) -> None:
     names.check_options("rule", options.get("rule", "match"), [key[5:] for key in options if key.startswith("rule.")])
 
 
-# kind of name -> its check; the others are names of the index. "model path": a missing folder is reported later.
+# kind of name -> its check; `names.check_name` checks other kinds. "model path": a missing folder is reported later.
 _CHECKS: dict[str, Callable[[str], None]] = {
     "model": names.check_model,
     "model path": lambda name: names.check_model(name, paths=False),
@@ -394,7 +394,7 @@ _COMPLETED = {"draft": ("drafter", "model"), "run": ("drafter", "model"), "model
 
 
 def _completion(kind: str, choices: tuple[str, ...]) -> Callable[[str], list[str]] | None:
-    """What a shell offers for a value; None: files, as it does by itself."""
+    """Return the function that completes a value in a shell; None: the shell completes file names."""
     if not kind and not choices:
         return None
 

@@ -37,8 +37,8 @@ _TAB = 8  # columns from one tab stop to the next
 class WordWrap:
     """Writes each word when it is complete, on the line where it fits.
 
-    `write` takes a text and its style; `width` gives the columns of the terminal now. A word is complete when a space
-    follows or when it fills a line. Wide characters (Chinese, Japanese, Korean) are words by themselves.
+    `write` takes a text and its style; `width` returns the current columns of the terminal. A word is complete when a
+    space follows or when it fills a line. Wide characters (Chinese, Japanese, Korean) are words by themselves.
     """
 
     def __init__(self, write: Callable[[str, Style | None], None], width: Callable[[], int]) -> None:
@@ -66,12 +66,12 @@ class WordWrap:
                     self._put_word()
 
     def flush(self) -> None:
-        """Write the last word: nothing follows it."""
+        """Write the last word, which no space follows."""
         self._put_word()
         self._space.clear()
 
     def reset(self) -> None:
-        """The cursor is at the start of a line."""
+        """Count columns from the start of a line again."""
         self._column = 0
 
     def _put_word(self) -> None:
@@ -81,7 +81,7 @@ class WordWrap:
         after = self._column
         for letter, _ in self._space:
             after += _TAB - after % _TAB if letter == "\t" else 1
-        if after + wanted > self._width():  # the spaces before the word go
+        if after + wanted > self._width():  # the spaces before the word are left out
             if self._column:
                 self._write("\n", None)
             self._column = 0
@@ -112,7 +112,7 @@ T = TypeVar("T")
 
 
 def info(text: str, style: str = "dim") -> None:
-    """One line on stderr."""
+    """Write one line to stderr."""
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     if console.is_terminal:
         console.print(Text(text, style))
@@ -121,7 +121,7 @@ def info(text: str, style: str = "dim") -> None:
 
 
 def error(message: str) -> None:
-    """An error as one line on stderr."""
+    """Write an error as one line to stderr."""
     info(f"error: {' '.join(message.split())}", "red")
 
 
@@ -179,7 +179,7 @@ class Terminal:
 
 @contextmanager
 def silent_keys() -> Iterator[None]:
-    """Typed keys, such as ^C, do not show on the terminal inside."""
+    """Hide typed keys, such as ^C, on the terminal inside the context."""
     before = _set_echo(None)
     try:
         yield
@@ -189,8 +189,8 @@ def silent_keys() -> Iterator[None]:
 
 
 def _set_echo(state: list[Any] | None) -> list[Any] | None:
-    """Set the state of the keyboard; None switches the echo off. Returns the state before, or None if nothing was done:
-    there is no terminal, or this is a background job, which a change would stop."""
+    """Set the state of the keyboard; None switches the echo off. Return the state before, or None if nothing changed:
+    there is no terminal, or this is a background job, which the system would stop."""
     try:
         import termios
     except ImportError:  # another system
@@ -245,7 +245,7 @@ class _BarReporter(Reporter):
 
     def __call__(self, label: str, done: int, total: int | None, more: str = "", unit: str = "") -> None:
         if label != self._label:
-            self._bars.reset(self._task)  # the time that remains is that of this label
+            self._bars.reset(self._task)  # the remaining time is that of this label
             self._label = label
         done = done if total is None else min(done, total)
         self._bars.update(self._task, description=label, completed=done, total=total, more=more, unit=unit)
@@ -255,7 +255,7 @@ class _BarReporter(Reporter):
 
 
 def counted(pieces: Iterable[T], what: str, live: bool) -> Iterator[T]:
-    """The same pieces. If they are not shown and there is no terminal, a line every ten seconds counts them."""
+    """Yield the pieces. If they are not shown and stderr is no terminal, write their number every ten seconds."""
     if live or Console(stderr=True).is_terminal:
         yield from pieces
         return
@@ -320,12 +320,12 @@ def write_text(
 
 
 class TokenPrinter:
-    """Writes the pieces of a stream: at once on `terminal`, or all at the end without it."""
+    """Writes the pieces of a stream: at once if there is a `terminal`, else all of them in `finish`."""
 
     def __init__(self, stream: Stream, terminal: Terminal | None, tokenizer: Any, drafts: bool) -> None:
         self._stream, self._ink, self._tokenizer, self._drafts = stream, terminal, tokenizer, drafts
         self._tokens: list[int] = []
-        self._length = 0  # characters of the text that were handed out
+        self._length = 0  # characters of the text in the pieces so far
         self._waiting: list[tuple[str, str, Style]] = []
 
     def add(self, piece: Piece) -> None:
@@ -350,7 +350,7 @@ class TokenPrinter:
         self._waiting.clear()
 
     def _rejected(self) -> str:
-        """The rejected draft of this round as text; bars separate branches."""
+        """Return the rejected draft of this round as text; bars separate branches."""
         last = self._stream.traces[0].rounds[-1]
         if self._tokenizer is None:
             return " ".join(str(token) for token in last.rejected)

@@ -1,4 +1,4 @@
-"""`paceline audit`: is speculation lossless here?"""
+"""`paceline audit`: test whether speculation is lossless here."""
 
 from __future__ import annotations
 

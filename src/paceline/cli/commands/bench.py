@@ -1,4 +1,4 @@
-"""`paceline bench`: speed against plain decoding and other libraries, and what explains it."""
+"""`paceline bench`: measure the speed against plain decoding and other libraries, and what explains it."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def bench(ctx: typer.Context, options: BenchCommandOptions) -> None:
 
 
 def _check(options: BenchCommandOptions) -> None:
-    """Refuse before anything is measured."""
+    """Refuse wrong options before anything is measured."""
     from paceline.bench.results.charts import check_png
     from paceline.bench.results.outputs import check_wandb
     from paceline.bench.results.records import check_writable
@@ -141,7 +141,7 @@ def _check(options: BenchCommandOptions) -> None:
 
 
 def _versus(options: BenchCommandOptions, names: list[str]) -> tuple[str, str]:
-    """The two candidates of one chart."""
+    """Return the two candidates of one chart."""
     if len(options.versus) != 2:
         raise InputError(f"--versus is given twice, with the names of two candidates; got {len(options.versus)}.")
     for name in options.versus:
@@ -160,7 +160,7 @@ def _read(path: Path) -> Report:
 
 
 def _measured(ctx: typer.Context, options: BenchCommandOptions) -> BenchOptions:
-    """What is measured: the options, the preset, and the tuned decoder of a config."""
+    """Return what is measured: by the options, the preset, and the tuned decoder of a config."""
     from paceline.bench.bench_options import apply_preset, is_synthetic
 
     config = ctx.params.get("config")
@@ -191,7 +191,7 @@ def _measure(ctx: typer.Context, options: BenchCommandOptions) -> Report:
 
 
 def _replay(ctx: typer.Context, options: BenchCommandOptions, path: Path) -> None:
-    """Each --run on the texts of a trace. Without --run, the recorded drafters with other gammas."""
+    """Replay each --run on the texts of a trace. Without --run, replay the recorded drafters with other gammas."""
     from paceline.bench.candidate import RunSpec, parse_run_specs
     from paceline.bench.replay import lines, replay_all
     from paceline.bench.trace_files import read_traces
@@ -215,7 +215,7 @@ def _replay(ctx: typer.Context, options: BenchCommandOptions, path: Path) -> Non
 
 @contextmanager
 def _record(options: BenchCommandOptions) -> Iterator[tuple[Sink | None, Report | None]]:
-    """The file that gets the record, and the earlier record in it if it is resumed. With --json alone it is stdout."""
+    """Yield the file for the record (stdout with --json alone), and the earlier record in it if it is resumed."""
     from paceline.bench.results.records import open_record
 
     if options.out is None:
@@ -228,7 +228,7 @@ def _record(options: BenchCommandOptions) -> Iterator[tuple[Sink | None, Report 
 
 @contextmanager
 def _warnings_in(watcher: LiveTable | Lines) -> Iterator[None]:
-    """Warnings go to the watcher: a line in the middle of a live table would break it."""
+    """Give warnings to the watcher, because a line in the middle of a live table would break the table."""
     before = warnings.showwarning
 
     def show(message: Warning | str, *_: Any, **__: Any) -> None:
@@ -245,7 +245,7 @@ def _warnings_in(watcher: LiveTable | Lines) -> Iterator[None]:
 
 
 def _show(report: Report, options: BenchCommandOptions) -> bool:
-    """Show it and write it. Returns whether --compare finds something slower."""
+    """Show and write the report. Return whether --compare finds something slower."""
     from paceline.bench.results.metrics import compare, differences, summarise
     from paceline.bench.results.tables import changed, short
     from paceline.cli.bench_table import show
@@ -273,7 +273,7 @@ def _show(report: Report, options: BenchCommandOptions) -> bool:
 
 
 def _copy_record(options: BenchCommandOptions) -> None:
-    """To stdout, unless it was written there."""
+    """Copy the record to stdout, unless it was written there."""
     path = options.report or (None if options.out is None else options.out / "bench.jsonl")
     if path is not None:
         with path.open(encoding="utf-8") as file:
@@ -308,7 +308,7 @@ def _write(report: Report, summary: Summary, options: BenchCommandOptions) -> No
 
 
 def bench_options(options: BenchCommandOptions, config: Path | None) -> BenchOptions:
-    """The part that decides what is measured. gamma = "auto" in the [decoder] table belongs to that decoder alone."""
+    """Return the options that decide what is measured. gamma = "auto" of a [decoder] table is for that decoder only."""
     values = {field.name: getattr(options, field.name) for field in fields(BenchOptions)}
     if values["gamma"] == "auto":
         if _decoder(config).get("gamma") != "auto":
@@ -318,7 +318,7 @@ def bench_options(options: BenchCommandOptions, config: Path | None) -> BenchOpt
 
 
 def tuned(config: Path | None) -> tuple[str, ...]:
-    """The run that the [decoder] table of a config describes, as `paceline tune` writes it; none without a draft."""
+    """Return the run of the [decoder] table in a config that `paceline tune` wrote; no run if it names no draft."""
     table = _decoder(config)
     if "draft" not in table:
         return ()

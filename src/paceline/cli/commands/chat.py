@@ -30,7 +30,7 @@ def chat(ctx: typer.Context, options: ChatOptions) -> None:
     settings = read_settings(options)
     decoder = open_decoder(options, settings)
     state = ChatState(options, decoder.target, drafters={"speculative": decoder.drafter})
-    state.change()  # refuses settings that every message would be refused for
+    state.change()  # refuses settings with which every message would fail
     debug = bool(ctx.params.get("debug"))
     chat = bool(getattr(state.target.tokenizer, "chat_template", None))
     state.switches.update(chat=chat, drafts=options.show_drafts, debug=debug)
@@ -107,7 +107,7 @@ def _prompt(state: ChatState, text: str) -> Any:
 
 
 def _summary(state: ChatState, decoder: SpeculativeDecoder, result: Generation) -> str:
-    """The numbers of one answer, and its speed against the first answer."""
+    """Return the numbers of one answer, and its speed against the first answer."""
     line = summary(result, speculates=decoder.speculates)
     mode, first = next(iter(state.answers.items()))
     if len(state.answers) > 1 and first.stats.tokens_per_second > 0:
@@ -121,7 +121,7 @@ def _summary(state: ChatState, decoder: SpeculativeDecoder, result: Generation) 
 
 
 def _lines() -> Iterator[str]:
-    """From a terminal with history and completion, or from a pipe; a backslash at the end continues the line."""
+    """Yield lines from a terminal with history and completion, or from a pipe. A backslash at the end continues one."""
     if sys.stdin.isatty():
         yield from _typed()
         return
@@ -154,7 +154,7 @@ def _typed() -> Iterator[str]:
             line = session.prompt("› ")
             while line.endswith("\\"):
                 line = line[:-1] + "\n" + session.prompt("… ")
-        except KeyboardInterrupt:  # an empty line again
+        except KeyboardInterrupt:  # Ctrl-C clears the line
             continue
         except EOFError:
             return
@@ -162,8 +162,8 @@ def _typed() -> Iterator[str]:
 
 
 def history_file() -> Path | None:
-    """The file with the lines of earlier chats: in the state folder of the user, else in the cache folder; None where
-    neither can be written. A file that an older version left in the cache folder is continued."""
+    """Return the file with the lines of earlier chats. It is in the state folder of the user, else in the cache folder;
+    None if neither can be written. A file that an older version left in the cache folder stays in use."""
     from paceline.models.loading.disk_cache import cache_folder
 
     state = Path(os.environ.get("XDG_STATE_HOME") or "~/.local/state").expanduser()

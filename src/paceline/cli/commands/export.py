@@ -1,4 +1,4 @@
-"""`paceline export`: a trained head in the format of other programs."""
+"""`paceline export`: write a trained head in the format of other programs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`paceline generate`: write on from a prompt."""
+"""`paceline generate`: continue a prompt."""
 
 from __future__ import annotations
 
@@ -134,8 +134,8 @@ def _in_turns(
     repeats: int,
     cancelled: Callable[[], bool],
 ) -> tuple[Side, Side] | None:
-    """A warm-up of each, then runs in turns, so that a busy machine slows both. A drafter that learns from texts
-    discards this one before each run. None: cancelled."""
+    """Warm up each decoder, then run them in turns, so that a busy machine slows both. A drafter that learns from texts
+    forgets this text before each run. Return None if the comparison is cancelled."""
     short = {**settings, "max_new_tokens": min(_WARM_UP, settings["max_new_tokens"]), "min_new_tokens": 0}
     for decoder in decoders.values():
         decoder.generate(prompt, cancel=cancelled, **fitting(decoder, short))
@@ -201,7 +201,7 @@ def _print(
 
 
 def _text(terminal: Terminal, result: Generation, tokenizer: Any) -> None:
-    """The text in the colours of its tokens, decoded like a stream."""
+    """Write the text in the colours of its tokens, decoded like a stream."""
     if tokenizer is None:
         terminal.write(" ".join(str(token) for token in result.tokens))
     else:

@@ -92,7 +92,7 @@ _MAKERS = {"drafters": _drafters, "rules": _rules, "models": _models}
 
 
 def _print(entries: list[dict[str, Any]]) -> None:
-    """A table on a terminal; in a pipe one paragraph per entry, for `grep` and for narrow windows."""
+    """Write a table to a terminal, and one paragraph per entry to a pipe, for `grep` and for narrow windows."""
     from rich.console import Console
 
     console = Console(file=sys.stdout, highlight=False)
@@ -117,7 +117,7 @@ def _table(entries: list[dict[str, Any]]) -> Any:
 
 
 def _paragraph(entry: dict[str, Any], column: int) -> list[str]:
-    """The name, and beside it the summary and the other facts, in lines that fit."""
+    """Return lines that fit: the name, and beside it the summary and the other facts."""
     others = {name: value for name, value in entry.items() if name not in ("name", "summary")}
     facts = "; ".join(f"{name}: {_cell(value)}" for name, value in others.items())
     texts = [entry["summary"], facts] if "summary" in entry else [facts]

@@ -1,4 +1,4 @@
-"""`paceline train`: a drafter for a target, from texts that the target writes itself."""
+"""`paceline train`: train a drafter for a target, from texts that the target writes itself."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def train(ctx: typer.Context, options: TrainOptions) -> None:
         try:
             folder = run(options, reporter, cancel, given=is_given(ctx))
         except KeyboardInterrupt:
-            info("stopped; the same command goes on from here", "yellow")
+            info("stopped; run the same command again to continue", "yellow")
             raise typer.Exit(_INTERRUPTED) from None
     made = options.kind if options.kind == "pair" else f"{options.kind} for {options.target}"
     info(f"{made} is in {folder}; try it: {example_command(options.kind, options.target, folder)}", "green")

@@ -1,4 +1,4 @@
-"""`paceline tune`: which drafter, how long, how wide, with which rule, on this machine?"""
+"""`paceline tune`: find the fastest drafter, draft length, tree width and rule on this machine."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def _show(tuning: Tuning, options: TuneCommandOptions) -> None:
 
 
 def _table(tuning: Tuning) -> None:
-    """What was measured, and the best setting of every other drafter; the choice is green."""
+    """Show what was measured, and the best setting of every other drafter. The choice is green."""
     from paceline.bench.results.tables import Cell, Table, number, share, times
     from paceline.cli.bench_table import show
 

@@ -1,4 +1,4 @@
-"""The endpoints, each with and without `/v1`."""
+"""The endpoints. Each one has a path with and a path without `/v1`."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ _ERRORS: dict[int | str, dict[str, Any]] = {
 
 
 def _object(*required: str, stream: bool = False) -> dict[int | str, dict[str, Any]]:
-    """The documentation of an answer with status 200."""
+    """Return the documentation of the answers of an endpoint: status 200, and errors."""
     content: dict[str, Any] = {"application/json": {"schema": {"type": "object", "required": list(required)}}}
     if stream:
         content["text/event-stream"] = {"schema": {"type": "string"}}
@@ -89,7 +89,7 @@ class _Route(APIRoute):
 
 
 def make_app(service: Service) -> FastAPI:
-    """The application: the endpoints, and what every request passes before them."""
+    """Return the application: the endpoints, and the middleware that every request passes."""
 
     app = FastAPI(title="Paceline", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False)
     app.state.service = service
@@ -110,7 +110,7 @@ def make_app(service: Service) -> FastAPI:
 
 
 class _Endpoints:
-    """The functions behind the paths."""
+    """The functions of the endpoints. Their docstrings are descriptions in the OpenAPI document."""
 
     def __init__(self, service: Service) -> None:
         self._service, self._begun = service, int(time.time())
@@ -150,11 +150,11 @@ class _Endpoints:
     # ---- tokens
 
     async def count_chat(self, body: ChatRequest) -> Response:
-        """The tokens of the prompt that a chat would have."""
+        """Count the tokens of the prompt of a chat."""
         return await self._count(self._service.planner.chat, body)
 
     async def count_response(self, body: ResponsesRequest) -> Response:
-        """The tokens of the prompt that a response would have."""
+        """Count the tokens of the prompt of a response."""
         return await self._count(partial(plan_response, self._service.planner), body)
 
     async def _count(self, plan: Callable[..., Plan], body: Any) -> Response:
@@ -162,7 +162,7 @@ class _Endpoints:
         return JsonResponse({"object": "response.input_tokens", "input_tokens": len(made.prompts[0])})
 
     async def tokenize(self, body: TokenizeRequest) -> Response:
-        """The tokens of a text or of a conversation."""
+        """Return the tokens of a text or of a conversation."""
         service = self._service
         service.model(body.model)
         tokens = await service.in_worker(_encode, service.planner, body, service.engine.facts.max_model_len)
@@ -172,7 +172,7 @@ class _Endpoints:
         return JsonResponse(content)
 
     async def detokenize(self, body: DetokenizeRequest) -> Response:
-        """The text of tokens; `content` is llama.cpp's name of it."""
+        """Return the text of tokens, as `prompt` and under llama.cpp's name `content`."""
         service = self._service
         service.model(body.model)
         wrong = next((token for token in body.tokens if token >= service.engine.facts.vocabulary), None)
@@ -183,7 +183,7 @@ class _Endpoints:
         return JsonResponse({"prompt": text, "content": text})
 
     async def tokenizer_info(self) -> Response:
-        """The class, the special tokens and the chat template of the tokenizer."""
+        """Return the class, the special tokens and the chat template of the tokenizer."""
         tokenizer, facts = self._service.texts.tokenizer, self._service.engine.facts
         names = ("bos_token", "eos_token", "pad_token", "unk_token")
         return JsonResponse({
@@ -197,11 +197,11 @@ class _Endpoints:
     # ---- the server
 
     async def models(self) -> Response:
-        """The names of the model."""
+        """List the names under which the model is served."""
         return JsonResponse({"object": "list", "data": [self._card(name) for name in self._service.names]})
 
     async def model(self, model: str) -> Response:
-        """One name of the model."""
+        """Describe the model under one of its names."""
         return JsonResponse(self._card(self._service.model(model)))
 
     def _card(self, name: str) -> dict[str, Any]:
@@ -210,14 +210,14 @@ class _Endpoints:
                 "parent": None, "max_model_len": facts.max_model_len}  # fmt: skip
 
     async def health(self) -> Response:
-        """Status 200 while the engine runs."""
+        """Answer with status 200 while the engine runs."""
         failed = self._service.engine.state().failed
         if failed is not None:
             raise ApiError(503, f"The engine ended: {failed}", None, "engine_failed")
         return JsonResponse({"status": "ok"})
 
     async def ready(self) -> Response:
-        """Status 200 while the server takes requests."""
+        """Answer with status 200 while the server takes requests."""
         state, options = self._service.engine.state(), self._service.options
         reason = "failed" if state.failed is not None else "draining" if state.draining else None
         if reason is None and state.waiting >= max(1, options.max_queued):
@@ -227,11 +227,11 @@ class _Endpoints:
         return JsonResponse({"status": "ready", "running": state.running + state.reading, "waiting": state.waiting})
 
     async def version(self) -> Response:
-        """The version of Paceline."""
+        """Return the version of Paceline."""
         return JsonResponse({"version": __version__})
 
     async def metrics(self) -> Response:
-        """Prometheus metrics."""
+        """Return Prometheus metrics."""
         return Response(self._service.metrics.render(), media_type=CONTENT_TYPE_LATEST)
 
 

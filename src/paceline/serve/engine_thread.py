@@ -24,14 +24,14 @@ from paceline.models.slot_cache import caches_held_by
 from paceline.serve.jobs import Ending, EngineFacts, EngineState, Job, QueueFullError, RoundReport, Update
 
 _SPARE = 2  # rows of the KV cache beyond the slots: one for a prompt that is read, one for a prefix
-_WAIT = 0.5  # seconds between two looks at the clock while nothing is to do
+_WAIT = 0.5  # seconds between two checks for work while there is none
 
 Deliver = Callable[[list[Update]], None]
 
 
 @dataclass(eq=False)
 class _Sequence:
-    """A job in work, and how much of it was delivered."""
+    """A job that the engine decodes, and how much of it was delivered."""
 
     job: Job
     party: Party
@@ -61,7 +61,7 @@ class EngineThread:
         deliver: Deliver,
         default_temperature: float = 1.0,
     ) -> None:
-        """deliver: called in the engine thread after every round, with what the sequences got."""
+        """deliver: called in the engine thread after every round, with the updates of the sequences."""
         lm = decoder.target
         if not 1 <= slots <= 1024:
             raise InputError(f"The number of slots must be from 1 to 1024, got {slots}.")
@@ -108,7 +108,7 @@ class EngineThread:
                 raise QueueFullError(waiting, self._max_queued, self._retry_after())
 
     def cancel(self, ids: Sequence[str]) -> None:
-        """End these jobs. Each one that lives gets a last update; unknown ids are ignored."""
+        """End these jobs. Each one that has not ended gets a last update; unknown ids are ignored."""
         with self._wake:
             self._cancelled.update(ids)
             self._wake.notify()
@@ -157,14 +157,14 @@ class EngineThread:
                 while self._wait_for_work():
                     self._turn()
                 self._end_all("cancelled", None)
-        except Exception as error:  # the thread must say why it ends, whatever happened
+        except Exception as error:  # after any error, clients must see why the thread ended
             self._failed = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
             self._end_all("error", f"The engine has stopped ({self._failed}).")
         finally:
             self._ready.set()
 
     def _begin(self) -> None:
-        """Make the loop, reserve the KV cache and run one short job, so that the first request waits for nothing."""
+        """Make the loop, reserve the KV cache and run a short job, so that the first request does not wait for them."""
         decoder, length = self._decoder, self._lm.context
         loop = decoder.new_loop()
         slot_tokens = length + loop.limits.nodes + 1
@@ -219,7 +219,7 @@ class EngineThread:
         self._scheduler.submit(party)
 
     def _turn(self) -> None:
-        """One round, and what it brought."""
+        """Run one round, and deliver its updates."""
         events = self._scheduler.step()
         self._scheduler.loop.rows.failed.clear()
         by_row = {id(sequence.row): sequence for sequence in self._sequences.values()}
@@ -234,7 +234,7 @@ class EngineThread:
             self._deliver(updates)
 
     def _update_of(self, sequence: _Sequence) -> Update | None:
-        """Return what is new, or None."""
+        """Return what is new in a sequence, or None."""
         row, job = sequence.row, sequence.job
         ended, rounds = row.stopper.stop is not None, row.trace.rounds
         has_scores = sequence.scores is not None and not sequence.scores_told and sequence.party.joined > 0
@@ -294,7 +294,7 @@ class EngineThread:
         )
 
     def _end_all(self, reason: str, error: str | None) -> None:
-        """Tell the end of every job that lives."""
+        """Deliver an ending for every job that has not ended."""
         with self._wake:
             self._draining = True
             new, self._inbox = self._inbox, []
@@ -323,7 +323,7 @@ class _Scores:
         self._prompt, self._count, self._found = prompt, count, found
 
     def take(self, start: int, logits: Tensor) -> None:
-        """logits [1,Q,V] of the prompt tokens `start`..."""
+        """Add the log-probabilities that follow from logits [1,Q,V] of the prompt tokens `start`..."""
         values = logits[0].to(torch.float64 if logits.dtype == torch.float64 else torch.float32).log_softmax(-1)
         top = values.topk(max(1, min(self._count, values.shape[-1])), -1)
         following = self._prompt[start + 1 : start + 1 + len(values)]

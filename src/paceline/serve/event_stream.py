@@ -1,4 +1,4 @@
-"""Answers that end when their client goes: as a stream of events, or whole."""
+"""Answers that end when their client disconnects: as a stream of events, or whole."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from starlette.types import Receive, Scope, Send
 
 @asynccontextmanager
 async def cancelled_when_gone(receive: Receive, cancel: Callable[[], None]) -> AsyncIterator[None]:
-    """Call `cancel` if the client closes the connection before the block ends. The body has been read."""
+    """Call `cancel` if the client closes the connection before the block ends. The body must have been read before."""
 
     async def watch() -> None:
         while (await receive())["type"] != "http.disconnect":

@@ -1,4 +1,4 @@
-"""uvicorn with our limits: slow clients are cut off, the first signal drains, and the second one ends."""
+"""Run uvicorn with our limits: it disconnects slow clients, drains at the first signal and ends at the second one."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _UNREAD_SECONDS = 60  # that a client may leave a full buffer unread
 
 class TimedProtocol(H11Protocol):
     """Closes a connection on which a request line and its headers are not complete in time, or whose client does not
-    read what it is sent. Answers what is no HTTP in OpenAI's shape of errors."""
+    read what it is sent. Answers input that is not HTTP with an error in OpenAI's format."""
 
     _timer: asyncio.TimerHandle | None = None
     _unread: asyncio.TimerHandle | None = None
@@ -68,7 +68,7 @@ class TimedProtocol(H11Protocol):
 
     def send_400_response(self, msg: str) -> None:
         if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE):
-            self.transport.abort()  # an answer has begun, so there is no place for another one
+            self.transport.abort()  # an answer has begun, so no other answer can be sent
             return
         error = ApiError(400, "The request is no valid HTTP/1.1, or its headers are too large.", None, "invalid_http")
         body = encode_json(error.body)
@@ -146,10 +146,10 @@ class HttpServer(uvicorn.Server):
                 signal.signal(number, handler)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """The first signal: no new requests, and the running ones come to their end. The second: end now."""
+        """Drain at the first signal: take no new requests, and finish the running ones. End now at the second one."""
         engine = self._service.engine
         ask = engine.close if self.should_exit else self._drain
-        if self._loop is not None:  # not here: a signal may come while this thread holds a lock of the engine
+        if self._loop is not None:  # call it later: this thread may hold a lock of the engine now
             self._loop.call_soon_threadsafe(ask)
         self.force_exit = self.should_exit
         self.should_exit = True
@@ -174,7 +174,7 @@ def serve(service: Service, started_at: Callable[[str], None], sockets: list[soc
 
 
 def configure_logs() -> None:
-    """Lines of requests go to stderr as they are; uvicorn's own only if something is wrong."""
+    """Write the lines of requests to stderr without a prefix, and uvicorn's own lines only if they are warnings."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(logging.Formatter("%(message)s"))
     for name, level in ((LOGGER, logging.INFO), ("uvicorn", logging.WARNING)):

@@ -43,15 +43,15 @@ class Ending:
     cached_tokens: int = 0  # tokens of the prompt that were in a KV cache
     by_position: Sequence[tuple[int, int]] = ()  # (accepted, drafted) of the 1st, 2nd ... drafted token of a round
     queued_seconds: float = 0.0  # from the submission to the first chunk of the prompt
-    prompt_seconds: float = 0.0  # from there to the first round
+    prompt_seconds: float = 0.0  # from the first chunk of the prompt to the first round
 
 
 @dataclass(frozen=True)
 class Update:
-    """What a sequence got since its last update: always the tokens of whole rounds."""
+    """What a sequence wrote since its last update: always the tokens of whole rounds."""
 
     job: str
-    text: str = ""  # new text; it holds back what may become a stop string, or half of a character
+    text: str = ""  # new text, without an end that may become a stop string or a character
     tokens: Sequence[int] = ()
     from_draft: Sequence[bool] = ()  # per token
     logprobs: Sequence[TokenLogprob] = ()  # per token, where the request asks for them
@@ -62,7 +62,7 @@ class Update:
 
 @dataclass(frozen=True)
 class EngineFacts:
-    """What does not change while the server runs."""
+    """Facts about the engine that do not change while the server runs."""
 
     model: str  # the name of the target
     description: str  # the start line: what drafts for what, and how passes run
@@ -80,7 +80,7 @@ class EngineFacts:
 
 @dataclass(frozen=True)
 class EngineState:
-    """What changes: for /metrics and /ready."""
+    """Figures of the engine that change, for /metrics and /ready."""
 
     running: int = 0  # sequences that write
     reading: int = 0  # prompts that are read
@@ -103,7 +103,7 @@ class QueueFullError(PacelineError):
 
 
 class Engine(Protocol):
-    """What the HTTP side asks of the engine. Every method may be called from any thread and returns at once."""
+    """The engine, as the HTTP side uses it. Any thread may call every method, and it returns at once."""
 
     facts: EngineFacts
 
@@ -116,7 +116,7 @@ class Engine(Protocol):
         ...
 
     def cancel(self, ids: Sequence[str]) -> None:
-        """End these jobs. Each one that lives gets a last update; unknown ids are ignored."""
+        """End these jobs. Each one that has not ended gets a last update; unknown ids are ignored."""
         ...
 
     def state(self) -> EngineState: ...

@@ -1,4 +1,4 @@
-"""From the engine thread to the requests that wait for it: one hand-over per round."""
+"""Pass updates from the engine thread to the requests that wait for them, once per round."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ class Ticket:
             yield self._index[update.job], update
 
     def cancel(self) -> None:
-        """End the jobs that still live; their last updates come as usual."""
+        """End the jobs that have not ended. Each of them gets a last update."""
         if self._open:
             self._engine.cancel(sorted(self._open))
 
     def expire(self) -> None:
-        """The request took too long."""
+        """Cancel the jobs of a request that took too long."""
         self.expired = True
         self.cancel()
 
@@ -58,14 +58,14 @@ class Mailbox:
             loop.call_soon_threadsafe(self._sort, updates)
 
     def open(self, engine: Engine, jobs: Sequence[Job]) -> Ticket:
-        """A ticket for jobs that will be submitted now."""
+        """Return a ticket for jobs that are submitted next."""
         self._loop = asyncio.get_running_loop()
         ticket = Ticket(engine, jobs)
         self._tickets.update((job.id, ticket) for job in jobs)
         return ticket
 
     def close(self, jobs: Sequence[Job]) -> None:
-        """Discard what still comes for these jobs."""
+        """Discard all later updates of these jobs."""
         for job in jobs:
             self._tickets.pop(job.id, None)
 

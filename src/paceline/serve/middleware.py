@@ -1,5 +1,5 @@
-"""What every request passes: its id and its line in the log, the keys, the limit of the body. Pure ASGI: a request
-behind Starlette's BaseHTTPMiddleware does not see that its client goes."""
+"""The middleware of all requests: id and log line, keys, limit of the body. It is pure ASGI, because a request behind
+Starlette's BaseHTTPMiddleware does not see that its client disconnects."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from paceline.serve.openai.api_errors import ApiError, JsonResponse, note_error
 
 LOGGER = "paceline.serve"
 _OPEN = ("/health",)
-_AT_ONCE = 8  # bodies of the largest size
+_AT_ONCE = 8  # bodies of the largest size that the server holds that the server holds
 _LINGER = 2.0  # seconds
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 
 def header(scope: Scope, name: bytes) -> str:
-    """The value of a header, or an empty text."""
+    """Return the value of a header, or an empty text."""
     return next((value.decode("latin-1") for key, value in scope["headers"] if key == name), "")
 
 
@@ -39,7 +39,7 @@ async def _refuse(error: ApiError, scope: Scope, receive: Receive, send: Send) -
 
 
 def _given_first(parts: list[bytes], receive: Receive) -> Receive:
-    """Gives the body as one message, and then what comes after it."""
+    """Return a function that gives the body as one message, and then the messages after it."""
     given = False
 
     async def receive_body() -> Message:
@@ -60,7 +60,7 @@ async def _read_to_end(receive: Receive) -> None:
 
 
 async def _refuse_and_read(error: ApiError, scope: Scope, receive: Receive, send: Send) -> None:
-    """Answer, and read what still comes for a moment: a connection that closes before that loses the answer."""
+    """Send the error and read the rest of the body for a moment. A connection that closes earlier loses the error."""
 
     async def send_and_read(message: Message) -> None:
         if message["type"] == "http.response.body":
@@ -165,7 +165,7 @@ class BodyLimit:
             self._held -= sum(map(len, parts))
 
     async def _has_read(self, parts: list[bytes], scope: Scope, receive: Receive, send: Send) -> bool:
-        """Put the body into `parts`, or refuse it."""
+        """Put the body into `parts` and return True, or refuse it and return False."""
         try:
             return await asyncio.wait_for(self._read(scope, receive, parts), self._seconds)
         except asyncio.TimeoutError:
@@ -176,7 +176,7 @@ class BodyLimit:
         return False
 
     async def _read(self, scope: Scope, receive: Receive, parts: list[bytes]) -> bool:
-        """Put the body into `parts`. Return False if the client goes."""
+        """Put the body into `parts`. Return False if the client disconnects."""
         declared = header(scope, b"content-length")
         if declared.isdigit() and int(declared[:20]) > self._most:
             raise self._too_large()

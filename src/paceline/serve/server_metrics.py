@@ -30,7 +30,7 @@ class _Live:
 
 
 class EngineCollector(Collector):
-    """What the engine counts itself, read when /metrics is."""
+    """Reads the figures that the engine counts itself, when a client reads /metrics."""
 
     def __init__(self, engine: Engine, prefix: str, model: str) -> None:
         self._engine, self._prefix, self._model = engine, prefix, model
@@ -102,7 +102,7 @@ class Metrics:
             self._live[job.id] = _Live(len(job.prompt), now, now)
 
     def refused(self, jobs: Sequence[Job], full: bool) -> None:
-        """The engine did not take these jobs. `full`: the queue was the reason."""
+        """Count a request whose jobs the engine refused. full: the queue had no room."""
         self._refused.inc(full)
         for job in jobs:
             self._live.pop(job.id, None)

@@ -63,7 +63,7 @@ class ServerOptions(Limited):
             )
 
     def keys(self) -> frozenset[str]:
-        """The API keys of the flag and of the file. Without a key every client is served."""
+        """Return the API keys of the flag and of the file. Without a key every client is served."""
         found = list(self.api_key)
         if self.api_key_file is not None:
             try:

@@ -28,7 +28,7 @@ Deliver = Callable[[list[Update]], None]
 
 
 class Service:
-    """What all endpoints use. `make_engine` takes the function that the engine delivers its updates to."""
+    """The parts that all endpoints share. `make_engine` takes the function to which the engine delivers updates."""
 
     def __init__(self, make_engine: Callable[[Deliver], Engine], tokenizer: Any, options: ServerOptions) -> None:
         self.options, self.mailbox = options, Mailbox()
@@ -39,12 +39,12 @@ class Service:
         self.planner = Planner(facts, self.texts.fork(), facts.slots + options.max_queued)
         self.metrics = Metrics(self.engine, options.metrics_prefix, self.names[0])
         self.mailbox.listen(self.metrics.updated)
-        # prompts are encoded there, one by one: a long one does not stop the event loop
+        # `_worker` encodes prompts one by one, so that a long prompt does not block the event loop
         self._planning = 0  # requests whose prompts are being encoded
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="paceline-prompts")
 
     async def in_worker(self, work: Callable[..., T], *arguments: Any) -> T:
-        """The result of work with the planner's tokenizer."""
+        """Run work that uses the planner's tokenizer in the worker thread, and return its result."""
         return await asyncio.get_running_loop().run_in_executor(self._worker, work, *arguments)
 
     def close(self) -> None:
@@ -52,7 +52,7 @@ class Service:
         self._worker.shutdown(wait=False, cancel_futures=True)
 
     def model(self, asked: str | None) -> str:
-        """The name of the model in the answer."""
+        """Return the name of the model for the answer. Refuse a name that is not served."""
         if asked is None:
             return self.names[0]
         if asked not in self.names:
@@ -61,7 +61,7 @@ class Service:
         return asked
 
     async def answer(self, http: Request, body: Any, plan: Callable[..., Plan], kind: type[Answer]) -> Response:
-        """Submit the jobs of a request, and give back what they write."""
+        """Submit the jobs of a request, and return the response with their texts."""
         model = self.model(body.model)
         state = http.scope.get("state", {})
         made = await self._planned(plan, body, model, state.get("owner", ""))
@@ -92,7 +92,7 @@ class Service:
         return JsonResponse(answer.whole())
 
     async def _planned(self, plan: Callable[..., Plan], body: Any, model: str, owner: str) -> Plan:
-        """The plan of a request. A full queue refuses it before its prompt is encoded, so that this costs nothing."""
+        """Return the plan of a request. A full queue refuses it before time is spent to encode its prompt."""
         with self._refusals(()):
             self.engine.check_room(self._planning + 1)
         self._planning += 1
@@ -108,7 +108,7 @@ class Service:
 
     @contextmanager
     def _refusals(self, jobs: Sequence[Job]) -> Iterator[None]:
-        """Count what the engine refuses, and make an answer of it."""
+        """Count the request that the engine refuses, and raise the `ApiError` of the refusal."""
         try:
             yield
         except PacelineError as error:
@@ -129,7 +129,7 @@ class Service:
 
 
 async def _events(answer: Answer, ticket: Ticket) -> AsyncIterator[bytes]:
-    """The events of a stream: those of every update, then the last ones."""
+    """Yield the events of a stream: the events of every update, then the last events."""
     start = answer.start()
     if start:
         yield start

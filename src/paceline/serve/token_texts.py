@@ -11,15 +11,15 @@ from paceline.models.translation import Pieces
 
 
 class TokenTexts:
-    """A tokenizer of its own: fast tokenizers of Hugging Face fail if two threads use one. It has the attributes of a
-    `LanguageModel` that prompts need."""
+    """Holds a copy of a tokenizer, because a fast tokenizer of Hugging Face fails if two threads use it. It has the
+    attributes of a `LanguageModel` that prompts need."""
 
     def __init__(self, tokenizer: Any, name: str, vocabulary: int) -> None:
         self.tokenizer, self.name, self.vocabulary = copy.deepcopy(tokenizer), name, vocabulary
         self._known: dict[int, str] = {}
 
     def fork(self) -> TokenTexts:
-        """The same for another thread."""
+        """Return a copy for another thread."""
         return TokenTexts(self.tokenizer, self.name, self.vocabulary)
 
     @cached_property
@@ -33,21 +33,21 @@ class TokenTexts:
         return max(map(len, [*self._bytes.of.values(), *names]), default=1)
 
     def check_length(self, text: str, limit: int) -> None:
-        """Refuse a text that has more tokens than the limit, whatever they are, without encoding it."""
+        """Refuse a text that is too long for `limit` tokens of any kind, without encoding it."""
         if len(text) > limit * self.longest:
             raise InputError(
                 f"The prompt has {len(text):,} characters, more than a context of {limit:,} tokens holds; shorten it."
             )
 
     def token(self, token: int) -> str:
-        """The text of one token."""
+        """Return the text of one token."""
         known = self._known.get(token)
         if known is None:
             known = self._known[token] = str(self.tokenizer.decode([token], clean_up_tokenization_spaces=False))
         return known
 
     def token_bytes(self, token: int) -> list[int]:
-        """The bytes of one token: part of a character, perhaps."""
+        """Return the bytes of one token, which may be a part of a character."""
         piece = self._bytes.of.get(token)
         return list(piece if piece is not None else self.token(token).encode("utf-8"))
 

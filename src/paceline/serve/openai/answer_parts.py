@@ -50,13 +50,13 @@ class Choice:
 
     @property
     def failure(self) -> str | None:
-        """Why it did not come to its end."""
+        """Why the choice failed; None if it did not."""
         if self.ending is None or self.ending.finish_reason in ("stop", "length"):
             return None
         return self.ending.error or "The text was cancelled before its end."
 
     def stop_reason(self, eos: Sequence[int]) -> int | str | None:
-        """The stop string or the token that the client asked to stop at; None for the model's own end."""
+        """Return the stop string or the token that the client asked to stop at; None for the model's own end."""
         reason = self.ending.stop_reason if self.ending is not None else None
         return None if isinstance(reason, int) and reason in eos else reason
 
@@ -90,7 +90,7 @@ class Answer:
         return text
 
     def whole(self) -> dict[str, Any]:
-        """The answer without a stream."""
+        """Return the answer without a stream."""
         content = {**self.head(self.kind), "choices": [self.finished(at) for at in range(len(self.choices))]}
         return content | {"usage": self.usage(), "metrics": self.metrics()}
 
@@ -115,27 +115,27 @@ class Answer:
     # ---- a stream as events
 
     def start(self) -> bytes:
-        """The events before the first update."""
+        """Return the events before the first update."""
         return b""
 
     def events(self, index: int, update: Update) -> bytes:
-        """The events for one update."""
+        """Return the events for one update."""
         hide = self._wants("include_obfuscation")
         return b"".join(as_event(chunk, hide) for chunk in self.chunks(index, update))
 
     def stop(self) -> bytes:
-        """The events after the last update."""
+        """Return the events after the last update."""
         if not self._wants("include_usage"):
             return DONE
         last = {**self.head(self.chunk_kind), "choices": [], "usage": self.usage(), "metrics": self.metrics()}
         return as_event(last, False) + DONE
 
     def failed(self, error: ApiError) -> bytes:
-        """The events of an error that ends the stream."""
+        """Return the events of an error that ends the stream."""
         return as_event(error.body, False) + DONE
 
     def error(self, ticket: Ticket) -> ApiError | None:
-        """The error that is the whole answer: the request took too long, or no choice came to its end."""
+        """Return the error that replaces the answer: the request took too long, or every choice failed."""
         if ticket.expired:
             return ApiError(504, "The request took longer than this server allows.", None, "timeout")
         failures = [choice.failure for choice in self.choices]
@@ -149,7 +149,7 @@ class Answer:
     # ---- for the kinds of answers
 
     def finished(self, index: int) -> dict[str, Any]:
-        """A choice of an answer without a stream."""
+        """Return a choice of an answer without a stream."""
         raise NotImplementedError
 
     def deltas(self, index: int, update: Update, text: str) -> Iterator[dict[str, Any]]:
@@ -157,7 +157,7 @@ class Answer:
         raise NotImplementedError
 
     def root(self, choice: Choice, update: Update, first: bool) -> dict[str, Any]:
-        """What a chunk of a stream has beside the choices. `first`: it is the first chunk of the update."""
+        """Return what a chunk of a stream has beside the choices. first: it is the first chunk of the update."""
         return {}
 
     # ---- parts
@@ -179,7 +179,7 @@ class Answer:
                 "system_fingerprint": FINGERPRINT}  # fmt: skip
 
     def ends_with(self, choice: Choice, reason: str | None = None) -> dict[str, Any]:
-        """finish_reason and stop_reason, and the error of a choice that failed."""
+        """Return finish_reason and stop_reason, and the error of a choice that failed."""
         assert choice.ending is not None
         if choice.failure is not None:
             return {"finish_reason": "error", "stop_reason": None, "error": choice.failure}
@@ -189,7 +189,7 @@ class Answer:
         }
 
     def usage(self) -> dict[str, Any]:
-        """OpenAI's usage. The prompt of several choices counts once."""
+        """Return OpenAI's usage. The prompt of several choices counts once."""
         prompt = sum(map(len, self.plan.prompts))
         written = sum(len(choice.tokens) for choice in self.choices)
         first = self.choices[:: self._per_prompt]
@@ -207,7 +207,7 @@ class Answer:
         }
 
     def metrics(self) -> dict[str, Any]:
-        """The statistics of speculation in vLLM's shape. A step is a round with a draft."""
+        """Return the statistics of speculation in vLLM's shape. A step is a round with a draft."""
         steps = [step for choice in self.choices for step in choice.steps]
         accepted, drafted = sum(step[0] for step in steps), sum(step[1] for step in steps)
         longest = max((depth for _, _, depth in steps), default=0)
@@ -232,7 +232,7 @@ class Answer:
         return self.texts.token(token)
 
     def logprob_entries(self, entries: Iterable[TokenLogprob], most: int) -> list[dict[str, Any]]:
-        """OpenAI's log-probabilities of a chat, with at most this number of alternatives."""
+        """Return OpenAI's log-probabilities of a chat, with at most `most` alternatives per token."""
         return [
             {
                 **self._token_entry(entry.token, entry.raw),
@@ -245,20 +245,20 @@ class Answer:
         return {"token": self.token_text(token), "logprob": finite(value), "bytes": self.texts.token_bytes(token)}
 
     def token_ids(self, tokens: Sequence[int]) -> dict[str, Any]:
-        """vLLM's token ids, where they are asked for."""
+        """Return vLLM's token ids if the request asks for them."""
         return {"token_ids": list(tokens)} if getattr(self.plan.body, "return_token_ids", False) else {}
 
     def prompt_token_ids(self, choice: Choice) -> dict[str, Any]:
-        """Those of the prompt; a stream has them once."""
+        """Return the token ids of the prompt if the request asks for them; a stream has them once."""
         asked = getattr(self.plan.body, "return_token_ids", False)
         return {"prompt_token_ids": self.plan.prompts[choice.prompt]} if asked else {}
 
     def of_prompt(self, choice: Choice) -> Choice:
-        """The first choice of the same prompt, which has the log-probabilities of the prompt."""
+        """Return the first choice of the same prompt, which has the log-probabilities of the prompt."""
         return self.choices[choice.prompt * self._per_prompt]
 
     def prompt_logprobs(self, choice: Choice) -> dict[str, Any]:
-        """vLLM's log-probabilities of the prompt: a mapping by token id for each token."""
+        """Return vLLM's log-probabilities of the prompt: a mapping by token id for each token."""
         if getattr(self.plan.body, "prompt_logprobs", None) is None:
             return {}
         entries = self.of_prompt(choice).prompt_logprobs or ()
@@ -274,12 +274,12 @@ class Answer:
 
 
 def finite(value: float) -> float:
-    """A log-probability that JSON can hold."""
+    """Return a log-probability that JSON can hold."""
     return max(value, _LEAST_LOGPROB)
 
 
 def round_of(report: RoundReport) -> dict[str, Any]:
-    """A round as a client sees it."""
+    """Return a round as a client sees it."""
     entry = report.round
     return {
         "drafted": list(entry.drafted),

@@ -56,7 +56,7 @@ class ApiError(HTTPException):
 
 
 class JsonResponse(Response):
-    """Strict JSON: no infinity, characters as they are."""
+    """An answer in strict JSON: without infinity, and with characters that are not escaped."""
 
     media_type = "application/json"
 
@@ -78,7 +78,7 @@ def note_error(scope: Mapping[str, Any], error: ApiError) -> None:
 
 
 def from_paceline(error: PacelineError, draining: bool = False) -> ApiError:
-    """The answer for an error of the library."""
+    """Return the answer for an error of the library."""
     message = str(error)
     if isinstance(error, QueueFullError):
         wait = {"Retry-After": str(max(1, round(error.retry_after)))}
@@ -96,7 +96,7 @@ def from_paceline(error: PacelineError, draining: bool = False) -> ApiError:
 
 
 def from_validation(errors: Sequence[Mapping[str, Any]]) -> ApiError:
-    """One sentence for the first parameter that is wrong."""
+    """Return one sentence about the first parameter that is wrong."""
     first = _path(errors[0])
     field = first[0] if first else None
     kind = errors[0]["type"]
@@ -118,7 +118,7 @@ def from_validation(errors: Sequence[Mapping[str, Any]]) -> ApiError:
 
 
 def _path(error: Mapping[str, Any]) -> list[str]:
-    """Names of fields and numbers of items; types of a union are left out."""
+    """Return the names of fields and numbers of items on the path, without types of a union."""
     parts = [str(part)[:_SHOWN_NAME] for part in error["loc"][1:]]
     return parts[:1] + [part for part in parts[1:] if re.fullmatch(r"[a-z0-9_]{1,64}", part) and part not in _PLAIN]
 
@@ -129,7 +129,7 @@ def _cause(error: Mapping[str, Any]) -> str:
 
 
 async def on_http_error(request: Request, error: Exception) -> Response:
-    """The answer for an unknown path, another method, or an `ApiError`."""
+    """Return the answer for an unknown path, another method, or an `ApiError`."""
     assert isinstance(error, HTTPException) or hasattr(error, "status_code")
     if not isinstance(error, ApiError):
         status = error.status_code  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""What clients may send: strict models with OpenAI's and vLLM's names. Every other field is refused by its name."""
+"""The bodies that clients may send: strict models with OpenAI's and vLLM's names. Every other field is refused."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class ResponseFormat(Strict):
 
 
 class StructuredOutputs(Strict):
-    """vLLM's shape: one of these."""
+    """vLLM's structured outputs: one of these fields is set."""
 
     json_schema: str | dict[str, Any] | bool | None = Field(None, alias="json")
     json_object: bool | None = None
@@ -196,7 +196,7 @@ Tools = Annotated[list[Tool], Field(fail_fast=True, max_length=128)]
 
 
 class Conversation(Strict):
-    """The parameters that make a prompt of a conversation."""
+    """The parameters that decide how a conversation becomes a prompt."""
 
     tools: Tools | None = None
     add_generation_prompt: bool | None = None

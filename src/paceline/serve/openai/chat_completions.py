@@ -33,7 +33,7 @@ class ChatAnswer(Answer):
         return super().whole() | self.prompt_logprobs(self.choices[0]) | self.prompt_token_ids(self.choices[0])
 
     def root(self, choice: Choice, update: Update, first: bool) -> dict[str, Any]:
-        """vLLM has what belongs to the prompt beside the choices."""
+        """Return what belongs to the prompt. As in vLLM, it stands beside the choices."""
         if not first or choice is not self.choices[0]:
             return {}
         scores = self.prompt_logprobs(choice) if update.prompt_logprobs is not None else {}
@@ -41,7 +41,7 @@ class ChatAnswer(Answer):
 
     def deltas(self, index: int, update: Update, text: str) -> Iterator[dict[str, Any]]:
         choice = self.choices[index]
-        if choice.updates == 1:  # the role comes alone, as clients expect it
+        if choice.updates == 1:  # clients expect a first chunk with the role only
             yield {"index": index, "delta": {"role": "assistant", "content": ""}, "logprobs": None,
                    "finish_reason": None, **self.token_ids(())}  # fmt: skip
         found = split_calls(choice, text, update.ending is not None)
@@ -60,7 +60,7 @@ class ChatAnswer(Answer):
             }
 
     def _reason(self, choice: Choice) -> str | None:
-        """A call that the model chose ends with "tool_calls"; a named function does not, as OpenAI has it."""
+        """Return "tool_calls" if the model chose to call a function. As at OpenAI, a named function does not count."""
         reader = choice.reader
         named = self.plan.tools is not None and isinstance(self.plan.tools.style, NamedTool)
         called = reader is not None and reader.count > 0 and not named
@@ -73,14 +73,14 @@ class ChatAnswer(Answer):
 
 
 def split_calls(choice: Choice, text: str, last: bool) -> list[dict[str, Any]]:
-    """The content and the calls in new text."""
+    """Return the content and the calls in new text."""
     if choice.reader is not None:
         return choice.reader.push(text, last)
     return [{"content": text}] if text else []
 
 
 def join_calls(deltas: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The calls of all deltas, each with its whole arguments."""
+    """Return the calls of all deltas, each with its whole arguments."""
     calls: list[dict[str, Any]] = []
     for part in (part for delta in deltas for part in delta.get("tool_calls", ())):
         if "id" in part:

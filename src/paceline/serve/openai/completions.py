@@ -42,14 +42,14 @@ class CompletionAnswer(Answer):
         }
 
     def _prompt(self, choice: Choice) -> Sequence[TokenLogprob | None]:
-        """The log-probabilities of the prompt, where the answer repeats it: those of its first choice."""
+        """Return the log-probabilities of the prompt if the answer repeats it. The prompt's first choice has them."""
         if not self.plan.body.echo or self.plan.body.logprobs is None:
             return ()
         return self.of_prompt(choice).prompt_logprobs or ()
 
     def _logprobs(self, choice: Choice, entries: Sequence[TokenLogprob | None]) -> dict[str, Any] | None:
-        """OpenAI's four lists. The first token of a prompt has no log-probability. An offset is the length of the
-        tokens before: so it does not depend on the rounds that a stream has come in."""
+        """Return OpenAI's four lists. The first token of a prompt has no log-probability. The offset of a token is the
+        length of the tokens before it, so it does not depend on the division of a stream into updates."""
         if self.plan.body.logprobs is None:
             return None
         offsets, names = list[int](), list[str]()
@@ -67,7 +67,7 @@ class CompletionAnswer(Answer):
         }
 
     def _top(self, entry: TokenLogprob) -> dict[str, float]:
-        """The likeliest tokens and the chosen one. Of two tokens with one text the likelier counts."""
+        """Return the likeliest tokens and the chosen one by text. Of tokens with equal texts, the likeliest counts."""
         found: dict[str, float] = {}
         for token, value in [*entry.top_raw[: self.plan.body.logprobs], (entry.token, entry.raw)]:
             found.setdefault(self.token_text(token), finite(value))

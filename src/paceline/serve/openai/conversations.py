@@ -1,4 +1,4 @@
-"""From a conversation with tools to the text of a prompt."""
+"""Write a conversation with tools as the text of a prompt."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ _NO_TOOLS_IN_TEMPLATE = (
 
 
 def template_of(texts: TokenTexts) -> str:
-    """The chat template as one text; templates may be several by name."""
+    """Return the chat template as one text. A tokenizer can have several templates by name."""
     template = getattr(texts.tokenizer, "chat_template", None) or ""
     return "\n".join(map(str, template.values())) if isinstance(template, Mapping) else str(template)
 
 
 def write_prompt(messages: Sequence[Message], body: Conversation, texts: TokenTexts, tools: bool) -> str:
-    """The prompt that the chat template makes. `tools`: the model may call the tools of the body."""
+    """Return the prompt that the chat template makes. `tools`: the model may call the tools of the body."""
     plain = [_plain(message) for message in messages]
     wanted = [tool.model_dump(exclude_none=True) for tool in body.tools or ()] if tools else []
     options: dict[str, Any] = _template_options(body, texts)
@@ -59,7 +59,7 @@ def _template_options(body: Conversation, texts: TokenTexts) -> dict[str, Any]:
 
 
 def _plain(message: Message) -> dict[str, Any]:
-    """The message as templates know it: arguments of calls are objects."""
+    """Return the message as templates expect it: the arguments of calls are objects."""
     plain = message.model_dump(exclude_none=True)
     for call in plain.get("tool_calls", ()):
         call.pop("index", None)
@@ -71,7 +71,7 @@ def _plain(message: Message) -> dict[str, Any]:
 
 
 def _without_tool_roles(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Calls and their results as plain text, for a template that knows neither."""
+    """Write calls and their results as plain text, for a template that supports neither."""
     found = []
     for message in messages:
         calls = message.pop("tool_calls", None)
@@ -93,7 +93,7 @@ def _text(content: Any) -> str:
 
 
 def _with_tools_in_system(messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The tools in the system message, for a template that cannot write them."""
+    """Write the tools into the system message, for a template that cannot write them."""
     text = _NO_TOOLS_IN_TEMPLATE.format(tools="\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools))
     if messages[0]["role"] != "system":
         return [{"role": "system", "content": text}, *messages]

@@ -1,4 +1,4 @@
-"""From the request of a client to the jobs of the engine: one for each choice of each prompt."""
+"""Make the jobs of the engine from a client's request: one job for each choice of each prompt."""
 
 from __future__ import annotations
 
@@ -35,21 +35,21 @@ class ToolUse:
 
 @dataclass(frozen=True)
 class Plan:
-    """A request of a client as jobs, by prompt and then by choice, and what its answer needs besides."""
+    """A client's request as jobs, by prompt and then by choice, and the other values that its answer needs."""
 
     id: str
     model: str
     body: Any
     prompts: list[list[int]]
     jobs: list[Job]
-    echoes: list[str] = field(default_factory=list)  # per prompt, where the answer repeats it
+    echoes: list[str] = field(default_factory=list)  # the text of each prompt, if the answer repeats it
     tools: ToolUse | None = None
     created: int = field(default_factory=lambda: int(time.time()))
 
 
 def seed_of_choice(seed: int, choice: int) -> int:
-    """The first choice has the seed of the request, so that it is the text of n=1. The others have seeds of their
-    own."""
+    """Return the seed of a choice. The first choice has the seed of the request, so that it is the text of n=1. The
+    others have other seeds."""
     if choice == 0:
         return seed
     return int.from_bytes(hashlib.blake2b(f"{seed}/{choice}".encode(), digest_size=8).digest(), "big") >> 1
@@ -116,7 +116,7 @@ class Planner:
         return prompt  # type: ignore[no-any-return]
 
     def _limit(self, prompt: list[int], asked: int | None, default: int, score_only: bool) -> int:
-        """Tokens to write: what was asked for, or the default as far as the context goes."""
+        """Return the number of tokens to write: `asked`, or the default within the context."""
         context, room = self._facts.max_model_len, self._facts.max_model_len - len(prompt)
         if score_only and room >= 0:
             return 1  # a request needs a limit, and nothing is written
@@ -131,7 +131,7 @@ class Planner:
     # ---- settings
 
     def _settings(self, body: Sampled, schema: dict[str, Any] | None = None) -> dict[str, Any]:
-        """The settings of `build_requests`, without the length of the text and the log-probabilities."""
+        """Return the settings of `build_requests`, without the length of the text and the log-probabilities."""
         facts = self._facts
         settings: dict[str, Any] = {name: getattr(body, name) for name in _SAME_NAMES}
         if settings["temperature"] is None:
@@ -170,7 +170,7 @@ class Planner:
         return list(self._texts.tokenizer.encode(text, add_special_tokens=False)) or None
 
     def _constraint(self, body: Sampled, schema: dict[str, Any] | None) -> dict[str, Any]:
-        """The one constraint of the text as a setting of `Request`; refused where there is no such setting."""
+        """Return the constraint of the text as a setting of `Request`. Refuse it if there is no such setting."""
         found = [("tool_choice", "json_schema", schema)] if schema is not None else []
         found += _constraints(body)
         if not found:
@@ -185,7 +185,7 @@ class Planner:
         return {name: [value] if isinstance(value, list) else value}  # a bare list would be one value per prompt
 
     def _tools(self, body: ChatRequest) -> tuple[ToolUse | None, dict[str, Any] | None]:
-        """How calls are found, and the schema that forces them."""
+        """Return how calls are found in the text, and the schema that forces calls (None: the model may write text)."""
         choice = body.tool_choice
         if not body.tools:
             if choice in (None, "none"):
@@ -223,7 +223,7 @@ class Planner:
 
 
 def _max_draft(config: Any) -> int | None:
-    """Tokens to draft in a row: 0 for false, None for the server's own number."""
+    """Return the number of tokens to draft in a row: 0 for false, None for the server's own number."""
     if config is None or config is True:
         return None
     if config is False:
@@ -232,7 +232,7 @@ def _max_draft(config: Any) -> int | None:
 
 
 def _constraints(body: Sampled) -> list[tuple[str, str, Any]]:
-    """(parameter, setting, value) of every constraint in the body."""
+    """Return (parameter, setting, value) of every constraint in the body."""
     found: list[tuple[str, str, Any]] = []
     form = body.response_format
     if form is not None and form.type == "json_object":

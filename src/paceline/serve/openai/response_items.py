@@ -1,4 +1,4 @@
-"""The answers of `/v1/responses`: a chat whose input, output and stream have other shapes. Nothing is stored."""
+"""The answers of `/v1/responses`: chats with another form of input, output and stream. No response is stored."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _BLOCK = 256
 
 
 def plan_response(planner: Planner, body: ResponsesRequest, model: str, key: str, id: str) -> Plan:
-    """The plan of the chat that a response is."""
+    """Return the plan of a response, which is the plan of a chat."""
     content: dict[str, Any] = {name: getattr(body, name) for name in _SAME}
     content["messages"] = list(_messages(body))
     content["max_completion_tokens"] = body.max_output_tokens
@@ -77,7 +77,7 @@ def _messages(body: ResponsesRequest) -> Iterator[dict[str, Any]]:
 
 
 def _content(given: Any, at: int) -> str:
-    """The text of a message or of the output of a function."""
+    """Return the text of a message or of the output of a function."""
     if isinstance(given, str):
         return given
     texts = []
@@ -136,7 +136,7 @@ class ResponseAnswer(Answer):
     # ---- items
 
     def _read(self, text: str, last: bool) -> list[tuple[str, dict[str, Any]]]:
-        """Add new text to the items. Return the events of that."""
+        """Add new text to the items, and return its events."""
         events: list[tuple[str, dict[str, Any]]] = []
         for delta in split_calls(self.choices[0], text, last):
             if delta.get("content"):
@@ -177,7 +177,7 @@ class ResponseAnswer(Answer):
         return "response.output_item.added", {"output_index": len(self._output) - 1, "item": {**item}}
 
     def _close(self) -> Iterator[tuple[str, dict[str, Any]]]:
-        """The last item is complete."""
+        """Complete the last item, and yield its events."""
         if not self._output or self._output[-1]["status"] == "completed":
             return
         item = self._output[-1]

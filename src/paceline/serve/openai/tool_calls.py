@@ -1,4 +1,4 @@
-"""From the text of a model to calls of tools, while the text is written.
+"""Find calls of tools in the text of a model, while the model writes it.
 
 A model without a constraint writes calls in the format of its chat template: `<tool_call>{...}</tool_call>` (Hermes,
 Qwen, and our own instruction for templates without tools), `[TOOL_CALLS][...]` (Mistral), or a bare JSON object
@@ -19,7 +19,7 @@ from paceline.serve.openai.api_models import NamedTool, Tool
 
 @dataclass(frozen=True)
 class CallFormat:
-    """How a family of models writes calls. `end` closes a call; without it the whole text is calls or none is."""
+    """How a family of models writes calls. `end` closes a call. Without `end`, all or nothing of a text is calls."""
 
     start: str
     end: str = ""
@@ -32,7 +32,7 @@ LLAMA3 = CallFormat("{")
 
 
 def format_of(template: str) -> CallFormat:
-    """The format in which the model of a chat template writes calls."""
+    """Return the format in which the model of a chat template writes calls."""
     if "<tool_call>" in template or "tools" not in template:
         return HERMES
     if "[TOOL_CALLS]" in template:
@@ -46,7 +46,7 @@ def format_of(template: str) -> CallFormat:
 
 
 def schema_for(tools: Sequence[Tool], choice: str | NamedTool, several: bool) -> dict[str, Any]:
-    """The JSON schema of the text: the arguments of the named function, or a list of calls."""
+    """Return the JSON schema of the text: the arguments of the named function, or a list of calls."""
     if isinstance(choice, NamedTool):
         found = [tool for tool in tools if tool.function.name == choice.function.name]
         if not found:
@@ -78,7 +78,7 @@ class ToolReader:
         self.count = 0
 
     def push(self, text: str, last: bool = False) -> list[dict[str, Any]]:
-        """The deltas of new text. `last`: no more will come."""
+        """Return the deltas of new text. last: no more text follows."""
         self._text += text
         if isinstance(self._style, NamedTool):
             return self._named()
@@ -87,7 +87,7 @@ class ToolReader:
         return list(self._free(self._style, last))
 
     def _named(self) -> list[dict[str, Any]]:
-        """The text is the arguments of the one call."""
+        """Read a text that is the arguments of one call."""
         assert isinstance(self._style, NamedTool)
         text, self._text = self._text, ""
         if not self._begun:
@@ -96,7 +96,7 @@ class ToolReader:
         return [{"tool_calls": [{"index": 0, "function": {"arguments": text}}]}] if text else []
 
     def _listed(self) -> Iterator[dict[str, Any]]:
-        """The text is a JSON list of calls."""
+        """Read a text that is a JSON list of calls."""
         while True:
             self._text = self._text.lstrip(" \n\r\t,") if self._begun else self._text.lstrip()
             if not self._begun and self._text.startswith("["):
@@ -125,7 +125,7 @@ class ToolReader:
             yield from self._read(block, style)
 
     def _content(self, style: CallFormat, last: bool) -> Iterator[dict[str, Any]]:
-        """What is content for certain: all up to a call, or up to what may become the start of one."""
+        """Yield the text that is certainly content: all text before a call, or before a possible start of a call."""
         if style.end:
             at = self._text.find(style.start)
             self._in_call = at >= 0
@@ -143,7 +143,7 @@ class ToolReader:
             self._text = self._text[size:]
 
     def _read(self, block: str, style: CallFormat) -> Iterator[dict[str, Any]]:
-        """The calls of a block; a block that is no call of a known function is content."""
+        """Yield the calls of a block. A block without a call of a known function is content."""
         calls = _calls_in(block.strip().removeprefix(style.mark).removesuffix(style.end), self._names)
         if not calls:
             yield {"content": block}
@@ -157,7 +157,7 @@ class ToolReader:
 
 
 def _calls_in(text: str, names: frozenset[str]) -> list[tuple[str, Any]]:
-    """(name, arguments) of each call in a JSON object, in a list, or in objects with semicolons between them."""
+    """Return (name, arguments) of each call in a JSON object, a list, or objects with semicolons between them."""
     decoder, found, at = json.JSONDecoder(), list[Any](), 0
     text = text.strip()
     while at < len(text):

@@ -30,8 +30,8 @@ class BatchSlots:
         return self.rows.count - len(self._idle)
 
     def admit(self, new: Sequence[Row], nodes: int, prefilled: Prefilled | None = None) -> None:
-        """Give slots to new rows and prefill their prompts. A round adds at most `nodes` tokens and one. prefilled: of
-        a prompt that the KV cache has already."""
+        """Give slots to new rows and prefill their prompts. A round adds at most nodes + 1 tokens. prefilled: the
+        hidden states and drafter states of a prompt that is in the KV cache already."""
         self.compact()
         first, reader = self.rows.admit(new, nodes), self._reader
         if prefilled is None:
@@ -55,8 +55,8 @@ class BatchSlots:
         return True
 
     def free(self, ended: Sequence[int]) -> None:
-        """Free the slots of rows that ended, the last index first. Into each free slot moves the row that is the last
-        one at that time."""
+        """Free the slots of rows that ended, the last index first. The row that is the last one at that time moves into
+        each free slot."""
         if self._idle:
             self._idle.update(ended)
             self.compact()

@@ -43,8 +43,8 @@ class BeamGroup:
         self.state = BeamState.start(settings)
         endless = [Stopper((), (), sys.maxsize, None) for _ in range(request.num_beams)]
         self.rows = [replace(asked, stopper=each, tokens=[], trace=Trace(), group=self) for each in endless]
-        self._log: list[tuple[list[Draft], list[str]]] = []  # per round, the drafts of the rows, and why
-        self._logprobs: list[BeamLogprobs] = []  # per round, where the request asks for them
+        self._log: list[tuple[list[Draft], list[str]]] = []  # per round, the drafts of the rows, and their reasons
+        self._logprobs: list[BeamLogprobs] = []  # per round, if the request asks for them
 
     @property
     def settled(self) -> int:

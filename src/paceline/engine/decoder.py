@@ -90,7 +90,7 @@ def translate(
 
 
 def make_rule(rule: str | Rule, options: Mapping[str, Any]) -> Rule:
-    """A rule from its name and its options."""
+    """Return a rule from its name and its options."""
     if isinstance(rule, Rule):
         if options:
             raise InputError(f"rule_options {sorted(options)} belong to a rule given by name; this one is made.")
@@ -150,7 +150,7 @@ class Stream(Iterator[Piece]):
 
 
 def results_of(rows: list[Row], tokenizer: Any) -> list[Generation]:
-    """The results of rows that ended, with the tokenizer that shows them in a notebook."""
+    """Return the results of rows that ended, with the tokenizer that shows them in a notebook."""
     return [row.result().shown_by(tokenizer) for row in rows]
 
 
@@ -211,7 +211,7 @@ class SpeculativeDecoder:
 
     target: a LanguageModel, a transformers model, or anything `paceline.load` takes. draft: the name of a drafter, a
     Drafter, or a model (object, catalogue name, hub id, folder, .gguf). The default "auto" measures this machine and
-    drafts what pays; None is plain decoding. options: of the drafter, by name; rule_options: of the rule. gamma: tokens
+    drafts what is fastest; None is plain decoding. options: of the drafter; rule_options: of the rule. gamma: tokens
     drafted in a row (default 5), or "auto": as many as pay by measured costs and acceptance; nodes: the most nodes of a
     tree; rows: prompts decoded at once; allow_lossy: permits rules that change the text. runner: how forward passes
     run, "auto" (Paceline's kernels if they can), "eager" (transformers), "kernels" (or an error) or, on CUDA,
@@ -275,8 +275,8 @@ class SpeculativeDecoder:
     def from_config(
         cls, source: str | os.PathLike[str] | Mapping[str, Any], target: Any = None, **overrides: Any
     ) -> SpeculativeDecoder:
-        """From a TOML file (`paceline tune` writes one) or a mapping with these arguments, at the top or in [decoder].
-        `target` and the overrides replace its values."""
+        """Make a decoder from a TOML file (`paceline tune` writes one) or a mapping. Its arguments stand at the top or
+        in [decoder]. `target` and the overrides replace its values."""
         return cls(**decoder_settings(source, target, overrides))
 
     @property
@@ -359,7 +359,7 @@ class SpeculativeDecoder:
     def stream(
         self, prompt: OnePrompt | Batch | Array, *, cancel: Cancel | None = None, **settings: Unpack[Settings]
     ) -> Stream:
-        """The same, one `Piece` per token as it is committed; the text of a beam search comes when the search ends."""
+        """Continue prompts as `generate`, with one `Piece` per committed token; of a beam search when it has ended."""
         prompts, _ = encode_all(prompt, self.target)
         rows = self._rows(prompts, self._requests(len(prompts), settings))
         return Stream(rows, self._run(rows, question_of(cancel)), self.target.tokenizer)
@@ -433,7 +433,7 @@ class SpeculativeDecoder:
                     row.cancel()
 
     def _decode(self, waiting: list[list[Row]], cancel: Question | None) -> Iterator[Event]:
-        """The drafter belongs to these rows until they end, or until the iterator is closed."""
+        """Decode rows of one rule. They own the drafter until they end, or until the iterator is closed."""
         rule = self._rule_for(waiting[0][0].request)
         drafter = self._drafter_for(row for party in waiting for row in party)
         with claimed(drafter):
@@ -475,7 +475,7 @@ class SpeculativeDecoder:
 
 
 def check_request(lm: LanguageModel, prompt: list[int], request: Request) -> None:
-    """Refuse what this model cannot read or do."""
+    """Refuse a prompt that this model cannot read, and settings that it does not support."""
     check_prompt(prompt, lm)
     request.sampling.check_vocabulary(lm.vocabulary)
     if request.stop and lm.tokenizer is None:

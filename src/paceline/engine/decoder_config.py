@@ -76,14 +76,14 @@ class DecoderOptions:
 
 KEYS = tuple(field.name for field in fields(DecoderOptions))
 _LOADING = ("dtype", "device")  # keys of a config for `load`
-_AS_FLAGS = {"drafter": "options"}  # tables that the command line calls otherwise
+_AS_FLAGS = {"drafter": "options"}  # tables that have another name on the command line
 _OPTIONS_OF = {"draft": "options", "rule": "rule_options"}  # a new draft or rule discards the options of the old one
 
 
 def decoder_settings(
     source: str | os.PathLike[str] | Mapping[str, Any], target: Any, overrides: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return the arguments of `SpeculativeDecoder` from a file or a mapping; `target` and `overrides` go first."""
+    """Return the arguments of `SpeculativeDecoder` from a file or a mapping, which `target` and `overrides` replace."""
     settings = _read(source)
     for name in overrides:
         if name not in KEYS:
@@ -135,7 +135,7 @@ def read_table(table: Mapping[str, Any], kind: str, others: Iterable[str] = ()) 
 
 
 def _plain(value: Any) -> Any:
-    """Return a value; the names of options may have dashes, as flags do."""
+    """Return a value. The names of options may have dashes, as flags have, which become underscores."""
     if isinstance(value, Mapping):
         return {str(name).replace("-", "_"): option for name, option in value.items()}
     return value

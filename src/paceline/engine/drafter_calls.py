@@ -41,7 +41,7 @@ FIRST_PAUSE, LONGEST_PAUSE = 16, 512  # rounds without drafts after a failure: t
 
 @dataclass(frozen=True)
 class RoundLimits:
-    """What a round may draft, by the arguments of the decoder, the rule and the reader."""
+    """The limits of a draft, by the arguments of the decoder, the rule and the reader."""
 
     rule: Rule
     gamma: int
@@ -136,7 +136,7 @@ class DrafterCalls:
         return self._try(drafter.states_of, row, length) if isinstance(drafter, KeepsStates) else None
 
     def admit(self, first: int, prompt_taps: Sequence[PromptTaps], states: Any = None) -> None:
-        """New rows. states: what `states_of` returned, for the prefix of one new row."""
+        """Give new rows to the drafter. states: what `states_of` returned, for the prefix of one new row."""
         drafter = self.active
         if states is not None and isinstance(drafter, KeepsStates):
             self._try(drafter.restore_states, self._rows, first, states)
@@ -184,7 +184,7 @@ class DrafterCalls:
         self._try(self.active.keep, rows, verdict, reading)
 
     def on_replay(self) -> None:
-        """A graph has replayed a round with the drafter inside."""
+        """Inform the drafter that a graph has replayed a round that contains its draft."""
         self._try(on_replay, self.active)
 
     def graphable(self, longest: int) -> bool:
@@ -202,7 +202,7 @@ class DrafterCalls:
         return self._try(lambda: (tuple(drafter.reasons), float(drafter.model_seconds))) or ((), 0.0)
 
     def round_read(self, tokens: Sequence[int], away: float) -> None:
-        """The host has read a round, with the number of tokens per row; `away` is the time of the caller before it."""
+        """Give the drafter the tokens per row of a round that the host read. away: the caller's seconds before it."""
         self._waited += 1
         if isinstance(self.active, Adaptive):
             self._try(self.active.on_round_read, tokens, away)
@@ -312,7 +312,7 @@ class _Claim:
 
 @contextmanager
 def claimed(drafter: Drafter) -> Iterator[None]:
-    """The drafter, and all drafters inside it, belong to one batch. Raises `InputError` if one has a batch already."""
+    """Let one batch own the drafter and all drafters inside it. Raise `InputError` if one of them has a batch."""
     claim, taken = _Claim(), list[Drafter]()
     try:
         for wanted in (drafter, *all_inside(drafter)) if speculates(drafter) else ():
@@ -332,7 +332,7 @@ def claimed(drafter: Drafter) -> Iterator[None]:
 
 def _take(drafter: Drafter, claim: _Claim) -> bool:
     claim.ids.add(id(drafter))
-    holder: Any = drafter.__dict__.setdefault(_CLAIM, claim)  # one step, so that of two threads one is first
+    holder: Any = drafter.__dict__.setdefault(_CLAIM, claim)  # one atomic step: only one of two threads gets it
     if holder is not claim and id(drafter) not in holder.ids:  # the claim was copied with the drafter
         drafter.__dict__[_CLAIM] = holder = claim
     return holder is claim

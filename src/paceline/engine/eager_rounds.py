@@ -35,7 +35,7 @@ class RoundOutput:
     follows: bool = True  # whether the drafter followed rows that changed places
 
     def of(self, tree: TokenTree) -> RoundOutput:
-        """Return the same result for the draft without its padding."""
+        """Return the result for `tree`, which is the draft without its padding."""
         R, N, D, verdict = tree.rows, tree.nodes, tree.reach, self.verdict
         path = None if verdict.path is None or tree.parents is None else verdict.path[:R, :D]
         return RoundOutput(

@@ -34,7 +34,7 @@ class Kept:
 
     tokens: list[int]  # those that the row holds
     owner: str
-    used: int  # when it was kept, in numbers that grow
+    used: int  # a number that grows with every use
     states: Any  # of the drafter
 
 
@@ -51,7 +51,7 @@ class KeptRows:
     """Records which sequences the rows of a KV cache hold, and finds a row for a new prompt."""
 
     def __init__(self, reader: ReadsPieces, rows: Rows, drafter: DrafterCalls, total: int) -> None:
-        """total: rows of the KV cache in all."""
+        """total: the number of rows in the KV cache."""
         self._reader, self._rows, self._drafter, self.total = reader, rows, drafter, total
         self._kept: dict[int, Kept] = {}
         self._clock = 0
@@ -85,7 +85,7 @@ class KeptRows:
         self._kept[target] = Kept(tokens, row.owner, self._clock, states)
 
     def _held(self, index: int) -> list[int]:
-        """The tokens of a live row that the KV cache holds as a new prompt would be read."""
+        """Return the tokens of a live row whose entries in the KV cache have the bits that a new prompt would get."""
         row, grid = self._rows.live[index], self._reader.grid
         if grid == 1:
             return self._rows.histories[index][:-1]
@@ -106,7 +106,7 @@ class KeptRows:
             self._unproven = True
 
     def _proves(self, row: int, known: Sequence[int]) -> bool:
-        """Read the last known token again. Return whether the KV cache has the same bits: the model is the same."""
+        """Read the last known token again. Return whether its bits in the KV cache are equal: the model is the same."""
         at, cache = len(known) - 1, self._reader.cache
         before = cache.slot(row, at)
         self._reader.read_piece(row, torch.tensor([[known[at]]], device=self._rows.device), at)
@@ -184,7 +184,7 @@ class KeptRows:
             self._kept[source] = kept
 
     def drop(self, first: int, count: int) -> None:
-        """Other rows are written to these rows next."""
+        """Forget these rows, because other rows are written to them next."""
         for row in range(first, first + count):
             self._kept.pop(row, None)
 

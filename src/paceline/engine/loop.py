@@ -65,7 +65,7 @@ class Loop:
         """Launch the next round, read the oldest one, and return the tokens that were committed.
 
         A round drafts, runs the target over the draft, verifies it and keeps the accepted path: see `EagerRounds.run`.
-        `GraphRounds` does the same in CUDA graphs, and may launch a round before the last one is read.
+        `GraphRounds` runs these steps in CUDA graphs, and may launch a round before the last one is read.
         """
         self.clock.resume()
         if self.drafting.is_due:
@@ -153,7 +153,7 @@ class Loop:
 
     @torch.inference_mode()
     def admit(self, new: Sequence[Row], prefilled: Prefilled | None = None) -> None:
-        """Add rows to the batch. prefilled: of a prompt that the KV cache has already."""
+        """Add rows to the batch. prefilled: the states of a prompt that is in the KV cache already."""
         self._drain()
         self.slots.admit(new, self.limits.nodes, prefilled)
 

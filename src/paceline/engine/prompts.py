@@ -95,7 +95,7 @@ def encode_all(prompt: Any, lm: LanguageModel) -> tuple[list[list[int]], bool]:
 
 
 def encode(prompt: Any, lm: LanguageModel) -> list[int]:
-    """One prompt as token ids."""
+    """Return one prompt as token ids."""
     if _is_ids(prompt):
         return [int(token) for token in prompt]
     if isinstance(prompt, (str, list, tuple)) and not prompt:
@@ -113,7 +113,7 @@ def encode(prompt: Any, lm: LanguageModel) -> list[int]:
 
 
 def encode_prediction(prediction: str | tuple[int, ...] | None, lm: LanguageModel) -> list[int] | None:
-    """What the caller expects to be written, as token ids that continue the prompt: no special tokens."""
+    """Return the output that the caller expects, as token ids without special tokens: they continue the prompt."""
     if not isinstance(prediction, str):
         for token in prediction or ():
             if not 0 <= token < lm.vocabulary:
@@ -125,7 +125,7 @@ def encode_prediction(prediction: str | tuple[int, ...] | None, lm: LanguageMode
 
 
 def _checked(text: str, what: str = "prompt") -> str:
-    """The text, if UTF-8 can write it: tokenizers read nothing else."""
+    """Return the text. Refuse it if UTF-8 cannot encode it, because tokenizers cannot read it."""
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:

@@ -33,7 +33,7 @@ ALIASES = {
     "bad_token_ids": "banned_tokens",
 }
 _SAMPLERS = ("top_k", "top_p", "min_p", "typical_p", "noise", "dynamic_temperature")
-# A stopping criterion of the caller: all token ids so far, the prompt included -> stop now?
+# A stopping criterion of the caller: takes all token ids so far, with the prompt, and returns whether to stop
 Criterion = Callable[[list[int]], bool]
 
 _HEAD = 40  # characters of the text in a repr
@@ -156,7 +156,7 @@ class Generation:
     prompt_tokens: list[int]
     seed: int
     logprobs: list[TokenLogprob] | None = None
-    beams: list[BeamResult] | None = None  # of a beam search the num_return_sequences best, this one first
+    beams: list[BeamResult] | None = None  # the num_return_sequences best texts of a beam search, this one first
     cached_tokens: int = field(default=0, compare=False)  # tokens of the prompt that were in the KV cache
 
     _tokenizer: ClassVar[Any] = None  # an attribute and not a field, because it is no part of the result
@@ -198,13 +198,13 @@ _CONTEXT = 8  # tokens of the text that a rejected draft is decoded with
 
 
 def _summary(result: Generation) -> str:
-    """Tokens, τ and the end of a generation, in one line."""
+    """Return the number of tokens, τ and the end of a generation, in one line."""
     stats = result.stats
     return f"{len(result.tokens)} tokens, τ {stats.mean_accepted_length:.2f}, {result.finish_reason}"
 
 
 def _as_html(result: Generation, tokenizer: Any) -> str:
-    """The text with one colour per kind of token, and one line of numbers. Everything is escaped."""
+    """Return HTML: the text with one colour per kind of token, and one line of numbers. All texts are escaped."""
     pieces = [piece for piece in _coloured(result, tokenizer) if piece[1]]
     shown = "".join(
         _marked(kind, "".join(text for _, text in group)) for kind, group in groupby(pieces, lambda piece: piece[0])
@@ -258,7 +258,7 @@ def _rejected(entry: Any, written: list[int], tokenizer: Any) -> str:
 
 
 def build_requests(count: int, settings: Mapping[str, Any]) -> list[Request]:
-    """One `Request` per prompt. A setting given as a list holds one value per prompt."""
+    """Return one `Request` per prompt. A setting given as a list holds one value per prompt."""
     settings = {name: _plain(value) for name, value in settings.items() if value is not None}
     for name in ALIASES.keys() & settings.keys():
         if ALIASES[name] in settings:

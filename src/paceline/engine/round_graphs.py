@@ -30,12 +30,12 @@ if TYPE_CHECKING:
 
 _SHORTEST = 256  # the fewest slots of a graph
 _ROOMY, _FEW = 1024, 8  # the fewest KV slots of each row, in a batch of up to 8 rows
-_LONG = 4096  # up to here the slots double; beyond, they grow by this number
+_LONG = 4096  # up to this number of slots they double; above it, they grow by this number
 _WIDTHS = (0, 1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # nodes of a draft that a graph verifies
 
 
 def graphs_of(target: LanguageModel, rule: Rule) -> ProgramRunner | None:
-    """Return what captures and replays the rounds of this target. None: rounds run eagerly."""
+    """Return the runner that captures and replays the rounds of this target. None: rounds run eagerly."""
     return programs_for(target) if rule.on_device else None
 
 
@@ -107,7 +107,7 @@ class GraphRounds:
         return self._drafter.graphable(deepest)
 
     def may_overlap(self, rows: Rows) -> bool:
-        """Return whether a second round may start now: not if the one in flight may be the last of every row."""
+        """Return whether a second round may start now. It may not if the one in flight may be the last of every row."""
         if rows.in_flight != 1 or not self.drafts(rows):
             return False
         return max(row.remaining for row in rows.live) > self._limits.gamma + 1

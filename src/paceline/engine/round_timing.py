@@ -1,4 +1,4 @@
-"""The cost of a round besides the target's forward pass: the draft (c) and everything else (o), from a few real
+"""Measure the cost of a round outside the target's forward pass: the draft (c) and everything else (o), in a few real
 rounds."""
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def time_rounds(
 
 
 def _captured(loop: Loop, row: Row, stopwatch: Stopwatch, costs: Costs) -> list[RoundTime]:
-    """The parts of a round in a CUDA graph cannot be timed. The target's part is the time of forward passes of that
+    """Time rounds in CUDA graphs, whose parts cannot be timed. The target's part is the time of forward passes of that
     width. The draft's part is the time of drafts alone, or, for drafts on the host, the rest of the round."""
     loop.admit([row])
     found: list[RoundTime] = []

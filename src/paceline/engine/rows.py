@@ -118,7 +118,7 @@ class Rows(RowTensors):
         ops: DeviceOps = TORCH,
     ) -> None:
         self.vocabulary, self.device, self.ops = vocabulary, device, ops
-        self._rows_for, self._slots_for = rows_for, slots_for  # room for rows and slots, if this number is needed
+        self._rows_for, self._slots_for = rows_for, slots_for  # return the room for a needed number of rows or slots
         self.live: list[Row] = []
         self.lengths: list[int] = []
         self.histories: list[list[int]] = []
@@ -194,7 +194,7 @@ class Rows(RowTensors):
         self.storage_version += 1
 
     def release(self, index: int) -> None:
-        """The last row takes the index `index`; call `refresh` afterwards."""
+        """Remove row `index`: the last row takes its place. Call `refresh` afterwards."""
         last = self.count - 1
         for table in (self.store, self.all_lengths, self.all_prompts, self.all_ends):
             table[index] = table[last]
@@ -206,7 +206,7 @@ class Rows(RowTensors):
             del values[last]
 
     def mark_idle(self, ended: Sequence[int]) -> None:
-        """These rows have ended. Their slots stay idle until `compact`."""
+        """Mark rows that have ended. Their slots stay idle until `compact`."""
         if not ended:
             return
         index = torch.tensor(ended, device=self.device)
@@ -216,7 +216,7 @@ class Rows(RowTensors):
             self.lengths[row], self.histories[row] = IDLE, []
 
     def compact(self, free: Sequence[int], movers: Sequence[int], left: int) -> None:
-        """The rows `movers` take the slots `free`; `left` rows remain."""
+        """Move the rows `movers` to the slots `free`; `left` rows remain."""
         if movers:
             here, there = (torch.tensor(slots, device=self.device) for slots in (free, movers))
             for table in (self.store, self.all_lengths, self.all_prompts, self.all_ends):
@@ -289,7 +289,7 @@ class Rows(RowTensors):
     def _commit_beams(
         self, lines: list[list[int]], verdict: Verdict, tree: TokenTree, reasons: Sequence[str]
     ) -> list[list[Event]]:
-        """The rows have changed places; the trees in `lines` are those of the rows that drafted them."""
+        """Commit a round of beam search. Rows have changed places since the draft; the trees in `lines` have not."""
         assert verdict.beams is not None
         drafts = [draft_in(line, verdict, tree) for line in lines]
         for r, line in enumerate(lines):
@@ -329,7 +329,7 @@ class Rows(RowTensors):
         return events
 
     def _commit_token(self, r: int, line: list[int], verdict: Verdict, tree: TokenTree) -> list[Event]:
-        """`_commit_row` without a draft: in a large batch, most of the work of the host."""
+        """Commit a round without a draft. It is a short `_commit_row`, because a large batch spends much time here."""
         token = line[0]
         if token < 0:
             return self._commit_row(r, line, verdict, tree)
@@ -353,7 +353,7 @@ class Rows(RowTensors):
         return events
 
     def _fail(self, r: int, at: int) -> list[Event]:
-        """End a row for which no token can be chosen `at` tokens past its end. The others go on."""
+        """End a row for which no token can be chosen `at` tokens past its end. The other rows continue."""
         row = self.live[r]
         where = len(row.prompt) + len(row.tokens) + at
         row.fail(
@@ -382,12 +382,12 @@ def _columns(rows: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
     return lengths, prompts, ends
 
 
-# ---- Log-probabilities of emitted tokens, from the forward pass that verified them, for the rows that want them
+# ---- Log-probabilities of emitted tokens, from the forward pass that verified them, for rows that ask for them
 
 
 def measure(rows: Rows, logits: Tensor, choice: Choice, verdict: Verdict) -> list[list[TokenLogprob]] | None:
     """Return, per row and token of the verdict, raw values (of the logits) and processed ones (after all controls)."""
-    if verdict.beams is not None:  # a search keeps those of its candidates
+    if verdict.beams is not None:  # a search has the values of its candidates
         return None
     wanted = [row.request.logprobs for row in rows.live]
     if all(k is None for k in wanted):
@@ -427,7 +427,7 @@ def _log(weight: float) -> float:
 
 
 def hand_out(rows: Rows, logprobs: list[list[TokenLogprob]] | None, events: list[list[Event]]) -> None:
-    """Append the values of the committed tokens to the rows that want them."""
+    """Append the values of the committed tokens to the rows that ask for them."""
     for r, (row, committed) in enumerate(zip(rows.live, events, strict=True)):
         if logprobs is not None and row.request.logprobs is not None:
             row.logprobs += logprobs[r][: len(committed)]

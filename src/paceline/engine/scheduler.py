@@ -1,4 +1,4 @@
-"""Which sequences the loop decodes: they wait, their prompts are read between rounds, and they join the batch.
+"""Choose the sequences that the loop decodes. They wait, are read between rounds, and then join the batch.
 
 One scheduler serves `SpeculativeDecoder` and the server. The schedule does not change the tokens of a sequence: its
 prompt is read alone, on a fixed grid, and its random numbers depend on its seed and positions only.
@@ -48,7 +48,7 @@ class Party:
 
 @dataclass
 class _Reading:
-    """A prompt that is read."""
+    """A prompt that is being read."""
 
     party: Party
     ids: Tensor  # [1,T]
@@ -102,7 +102,7 @@ class Scheduler:
     @own_threads()
     @torch.inference_mode()
     def step(self) -> list[Event]:
-        """Let sequences join that wait, read a piece of a prompt, and run one round."""
+        """Let waiting sequences join, read a piece of a prompt, and run one round."""
         if self.waiting or self.reading is not None:
             self._drop_cancelled()
             self._fill_slots()

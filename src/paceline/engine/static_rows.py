@@ -157,7 +157,7 @@ class StaticRows(RowTensors):
         return [row.request.sampling for row in live], [row.eos for row in live]
 
     def take_settings(self, rows: Rows) -> None:
-        """Take over the settings of the live rows: of the same kind, with other values."""
+        """Copy the settings of the live rows, which are of the same kind and have other values."""
         if self._changes == rows.changes:
             return
         self._changes = rows.changes
@@ -173,7 +173,7 @@ class StaticRows(RowTensors):
         return self.ops.commit(self, verdict, tree)
 
     def advance(self, accepted: Tensor) -> None:
-        """A row at its end does not grow: its last round may not be read yet."""
+        """Grow each row, but not past its end: the host may not have read its last round yet."""
         self.length.add_(torch.minimum(accepted + 1, self.end - self.length))
 
     def limited(self, tree: TokenTree) -> TokenTree:

@@ -29,7 +29,7 @@ class Detokenizer:
         return str(self._tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
     def fork(self) -> Detokenizer:
-        """The same state, to go on with other tokens."""
+        """Return a copy of the state for other tokens."""
         other = copy.copy(self)
         other._ids = list(self._ids)
         return other
@@ -49,7 +49,7 @@ class Detokenizer:
         return self._tell(len(self._ids))
 
     def _tell(self, upto: int, text: str | None = None) -> str:
-        """Return the new text up to there. `text`: the text from the start on, if it is known."""
+        """Return the new text of ids[:upto]. text: the text of ids[start:upto], if it is known."""
         text = self._decode(self._ids[self._start : upto]) if text is None else text
         piece = text[len(self._told_text) :]
         self._start, self._told = self._told, upto
@@ -67,7 +67,7 @@ class Detokenizer:
 
 
 def special_stops(tokenizer: Any, strings: Sequence[str]) -> dict[int, str]:
-    """The stop strings that are special tokens of a tokenizer, such as "<|im_end|>", by token id."""
+    """Return the stop strings that are special tokens of a tokenizer, such as "<|im_end|>", by token id."""
     added = getattr(tokenizer, "added_tokens_decoder", None) or {}
     return {token: str(entry) for token, entry in added.items() if str(entry) in strings and entry.special}
 

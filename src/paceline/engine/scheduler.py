@@ -7,8 +7,10 @@ prompt is read alone, on a fixed grid, and its random numbers depend on its seed
 from __future__ import annotations
 
 import time
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from heapq import heapify, heappop, heapreplace
 from typing import Any
 
 import torch
@@ -149,7 +151,8 @@ class Scheduler:
         new = [row for party in fitting for row in party.rows]
         if self.kept is not None:
             self.kept.drop(self.loop.rows.count, len(new))
-        self.waiting = [party for party in self.waiting if party not in fitting]
+        joining = {party.number for party in fitting}
+        self.waiting = [party for party in self.waiting if party.number not in joining]
         for party in fitting:
             party.began = now
         self.loop.admit(new)
@@ -160,19 +163,29 @@ class Scheduler:
     def _fitting(self) -> list[Party]:
         """Return the parties that get slots, in the order in which they join. A party with more rows than `slots` is
         decoded alone."""
-        owners: dict[str, int] = {}
-        for row in self.loop.rows.live:
-            owners[row.owner] = owners.get(row.owner, 0) + 1
         taken, fitting = self.loop.slots.taken, list[Party]()
-        left = list(self.waiting)
-        while left:
-            party = min(left, key=lambda each: (each.priority, owners.get(each.owner, 0), each.number))
-            if taken and taken + len(party.rows) > self.slots:
-                break
-            left.remove(party)
-            fitting.append(party)
-            taken += len(party.rows)
-            owners[party.owner] = owners.get(party.owner, 0) + len(party.rows)
+        if taken >= self.slots:
+            return fitting
+        owned = Counter(row.owner for row in self.loop.rows.live)
+        queues: dict[tuple[int, str], deque[Party]] = {}
+        for party in self.waiting:  # in the order of arrival
+            queues.setdefault((party.priority, party.owner), deque()).append(party)
+        first = [(priority, owned[owner], queue[0].number, owner) for (priority, owner), queue in queues.items()]
+        heapify(first)
+        while first:
+            priority, known, _, owner = first[0]
+            queue = queues[priority, owner]
+            if known == owned[owner]:  # else the owner got rows of another priority
+                party = queue[0]
+                if taken and taken + len(party.rows) > self.slots:
+                    break
+                fitting.append(queue.popleft())
+                taken += len(party.rows)
+                owned[owner] += len(party.rows)
+            if queue:
+                heapreplace(first, (priority, owned[owner], queue[0].number, owner))
+            else:
+                heappop(first)
         return fitting
 
     def _reads_in_pieces(self, party: Party) -> bool:

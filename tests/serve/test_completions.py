@@ -197,6 +197,7 @@ def test_usage_in_streams(server: Running) -> None:
     counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
     assert counts == sorted(counts)
     assert counts[-1] == last["usage"]["completion_tokens"] == whole["completion_tokens"]
+    assert all("usage" not in chunk for chunk in stream(server, stream_options={"continuous_usage_stats": True}))
 
 
 def test_rounds_in_streams(server: Running) -> None:

@@ -95,7 +95,10 @@ class Answer:
         return content | {"usage": self.usage(), "metrics": self.metrics()}
 
     def chunks(self, index: int, update: Update) -> Iterator[dict[str, Any]]:
-        """The chunks of a stream for one update."""
+        """The chunks of a stream for one update. The last one counts its tokens."""
+        with_usage = self._wants("include_usage")
+        continuous = with_usage and self._wants("continuous_usage_stats")
+        usage = self.usage() if continuous else None
         choice, text = self.choices[index], self.take(index, update)
         deltas = list(self.deltas(index, update, text))
         for at, delta in enumerate(deltas):
@@ -104,11 +107,9 @@ class Answer:
                                      **self.root(choice, update, at == 0)}  # fmt: skip
             if last and self._wants("include_rounds") and update.rounds:
                 chunk["rounds"] = [round_of(report) for report in update.rounds]
-            if self._wants("continuous_usage_stats"):
-                chunk["usage"] = self.usage()
-            elif self._wants("include_usage"):
-                chunk["usage"] = None
-            if last and choice.ending is not None and self.ended and not self._wants("include_usage"):
+            if with_usage:
+                chunk["usage"] = self.usage() if last and continuous else usage
+            if last and choice.ending is not None and self.ended and not with_usage:
                 chunk["metrics"] = self.metrics()
             yield chunk
 

@@ -42,6 +42,9 @@ def test_a_response_has_openais_shape(server: Running) -> None:
     assert part["text"].startswith("Text 7 of")
     usage = answer["usage"]
     assert usage["input_tokens"] + usage["output_tokens"] == usage["total_tokens"]
+    assert sum(usage["input_tokens_details"].values()) == usage["input_tokens"]  # cached, and written to the cache
+    assert "user" not in answer  # OpenAI's schema has no null for it
+    assert ask(server, user="me")["user"] == "me"
     assert answer["metadata"] == {"a": "b"}
     assert answer["metrics"]["speculative_decoding"]["num_spec_steps"] > 0
 

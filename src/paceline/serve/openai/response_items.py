@@ -222,16 +222,20 @@ class ResponseAnswer(Answer):
             "truncation": "disabled",
             "usage": None if status == "in_progress" else self._usage(),
         }
-        for name in ("instructions", "max_output_tokens", "temperature", "top_p", "user", "metadata"):
+        for name in ("instructions", "max_output_tokens", "temperature", "top_p", "metadata"):
             content[name] = getattr(body, name)
-        given = body.model_dump(by_alias=True, exclude_none=True, include={"text", "tools", "tool_choice"})
+        given = body.model_dump(by_alias=True, exclude_none=True, include={"text", "tools", "tool_choice", "user"})
         return content | given | ({} if status == "in_progress" else {"metrics": self.metrics()})
 
     def _usage(self) -> dict[str, Any]:
         usage = self.usage()
+        cached = usage["prompt_tokens_details"]["cached_tokens"]
         return {
             "input_tokens": usage["prompt_tokens"],
-            "input_tokens_details": usage["prompt_tokens_details"],
+            "input_tokens_details": {
+                "cached_tokens": cached,
+                "cache_write_tokens": usage["prompt_tokens"] - cached,
+            },
             "output_tokens": usage["completion_tokens"],
             "output_tokens_details": {"reasoning_tokens": 0},
             "total_tokens": usage["total_tokens"],

@@ -68,7 +68,7 @@ def test_the_chunk_with_the_role_counts_no_tokens(server: Running) -> None:
     chunks = stream(server, stream_options={"include_usage": True, "continuous_usage_stats": True})
     counts = [chunk["usage"]["completion_tokens"] for chunk in chunks if chunk["choices"]]
     assert counts[0] == 0
-    assert all(before < after for before, after in zip(counts, counts[1:], strict=False))
+    assert counts == sorted(set(counts))
 
 
 def test_several_choices_stream_side_by_side(server: Running) -> None:

@@ -220,12 +220,12 @@ class ResponseAnswer(Answer):
             "tool_choice": "auto",
             "tools": [],
             "truncation": "disabled",
-            "usage": None if status == "in_progress" else self._usage(),
         }
         for name in ("instructions", "max_output_tokens", "temperature", "top_p", "metadata"):
             content[name] = getattr(body, name)
         given = body.model_dump(by_alias=True, exclude_none=True, include={"text", "tools", "tool_choice", "user"})
-        return content | given | ({} if status == "in_progress" else {"metrics": self.metrics()})
+        counted = {} if status == "in_progress" else {"usage": self._usage(), "metrics": self.metrics()}
+        return content | given | counted
 
     def _usage(self) -> dict[str, Any]:
         usage = self.usage()

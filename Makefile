@@ -20,7 +20,7 @@ QUICK   := $(addprefix tests/,core rules conformance engine drafters models muta
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo install docs weights test check nightly lint format types layers unit coverage quick real mutants models clean FORCE
+.PHONY: help demo install docs weights test check nightly lint format types layers unit coverage quick real mutants conformance models clean FORCE
 
 help:  ## this list
 	@sed -n 's/^\([a-z]*\):.*  ## \(.*\)/  make \1|\2/p' Makefile | awk -F'|' '{printf "%-16s %s\n", $$1, $$2}'
@@ -73,6 +73,10 @@ real: $(DEV) weights  ## the tests on SmolLM2, alone and with all threads
 
 mutants: $(DEV)  ## each small wrong change of tests/mutants must fail its named test
 	$(ONE_THREAD) $(PY) -m tests.mutants
+
+# The private environments of the tools are kept below build/third-party. Name some: make conformance SUITES="vllm litellm".
+conformance: $(DEV)  ## other people's clients and test suites on our server (docs/conformance-suites.md)
+	$(ONE_THREAD) $(PY) -m tests.third_party $(SUITES)
 
 models: $(DEV)  ## try every class of transformers, tiny (20 minutes); writes docs/models.md
 	$(ONE_THREAD) $(PY) -m tests.models.survey

@@ -1,0 +1,5 @@
+"""Stands for a module of vLLM."""
+
+
+class CompletionRequest:
+    """Not used by the tests that apply."""

@@ -1,0 +1,5 @@
+"""Stands for a module of vLLM."""
+
+
+class VLLMValidationError(ValueError):
+    """Not raised here."""

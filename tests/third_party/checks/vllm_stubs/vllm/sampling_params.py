@@ -1,0 +1,5 @@
+"""Stands for a module of vLLM."""
+
+
+class SamplingParams:
+    """Not used by the tests that apply."""

@@ -23,7 +23,7 @@ QUICK   := $(addprefix tests/,core rules conformance engine drafters models muta
 .PHONY: help demo install docs weights test check nightly lint format types layers unit coverage quick real mutants conformance models clean FORCE
 
 help:  ## this list
-	@sed -n 's/^\([a-z]*\):.*  ## \(.*\)/  make \1|\2/p' Makefile | awk -F'|' '{printf "%-16s %s\n", $$1, $$2}'
+	@sed -n 's/^\([a-z]*\):.*  ## \(.*\)/  make \1|\2/p' Makefile | awk -F'|' '{printf "%-18s %s\n", $$1, $$2}'
 
 demo: $(STAMP)  ## install, fetch SmolLM2-135M, generate with and without drafts, compare
 	@echo "[4/4] Generate with and without drafts. The first run fetches SmolLM2-135M (93 MB) and compiles the CPU kernels."

@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 
+import paceline
 from paceline.bench.machine_use import Busy
 from paceline.cli.commands import doctor
+from paceline.cli.expected_speed import expected_briefly, measured_before
 from paceline.common.errors import UnsupportedError
 from paceline.core.costs import Costs
 from paceline.models import pass_timing as pass_times
@@ -104,9 +106,14 @@ def test_the_speed_up_is_measured(target: str, monkeypatch: pytest.MonkeyPatch) 
     assert found["same_text"] is True
     assert found["measured"] > 0
     assert "one text of 8 tokens" in found["text"]
+    decoder = paceline.SpeculativeDecoder(target, "suffix")
+    assert measured_before(decoder) == found["measured"]
+    assert f"expected speed-up {found['measured']:.2f}:" in expected_briefly(decoder)
+    assert measured_before(paceline.SpeculativeDecoder(target, "ngram")) is None
     loaded = checks("--target", target, "--draft", "suffix")["speed-up"]
     assert loaded["status"] == "note"
     assert "Others use 80% of the processors" in loaded["text"]
+    assert measured_before(decoder) == found["measured"]  # not what a busy machine gave
 
 
 def test_a_slow_model_is_not_measured_for_longer(target: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -38,10 +39,45 @@ def expected(costs: Costs, name: str) -> tuple[str, dict[str, Any]]:
     return text, {"v": widths, "expected": {str(rate): value for rate, value in speeds.items()}}
 
 
-def expected_briefly(costs: Costs, name: str) -> str:
-    """The same as a part of a line."""
-    free = "" if name in costs.drafters else " and drafts cost nothing"
-    return f"expected speed-up {_times(_speeds(costs, name))} if {_shares()} are accepted{free}"
+def expected_briefly(decoder: SpeculativeDecoder) -> str:
+    """What a decoder may gain here, as a line: what doctor measured, else what the costs of passes allow."""
+    from paceline.models.pass_timing import known_costs
+
+    ratio = measured_before(decoder)
+    if ratio is not None:
+        return f"expected speed-up {ratio:.2f}: what `paceline doctor` measured for one text"
+    costs, name = costs_of(decoder, known_costs), decoder.drafter.name
+    if costs is None:
+        return "expected speed-up: not measured on this machine yet; `paceline doctor` measures it"
+    most = "" if name in costs.drafters else "at most "
+    speeds = _times(_speeds(costs, name))
+    return f"expected speed-up {most}{speeds} if {_shares()} are accepted; `paceline doctor` measures it"
+
+
+# ---- what doctor measured, kept for this machine, target and drafter
+
+
+def _kept(decoder: SpeculativeDecoder) -> Path:
+    from paceline.models.pass_timing import costs_key, kept_file
+
+    return kept_file(costs_key(decoder.target), "-speed-up")
+
+
+def keep_measured(decoder: SpeculativeDecoder, ratio: float) -> None:
+    """Keep a measured speed-up."""
+    from paceline.models.loading.disk_cache import read_json
+    from paceline.models.pass_timing import keep
+
+    path = _kept(decoder)
+    keep(path, {**(read_json(path) or {}), decoder.describe(): ratio})
+
+
+def measured_before(decoder: SpeculativeDecoder) -> float | None:
+    """The kept speed-up of this decoder."""
+    from paceline.models.loading.disk_cache import read_json
+
+    ratio = (read_json(_kept(decoder)) or {}).get(decoder.describe())
+    return float(ratio) if isinstance(ratio, (int, float)) else None
 
 
 def _speeds(costs: Costs, name: str) -> dict[float, float]:

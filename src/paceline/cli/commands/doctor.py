@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from paceline.cli.expected_speed import costs_of, expected
+from paceline.cli.expected_speed import costs_of, expected, keep_measured
 from paceline.cli.settings import command_from
 from paceline.cli.terminal import preparing
 from paceline.common.errors import PacelineError
@@ -193,7 +193,11 @@ class _Checks:
             text, facts = f"{text}. {more[:1].upper()}{more[1:]}", {**facts, **found}
         if busy.loaded:
             return "note", f"{text}. Others use {busy.describe()}: these times say little", facts
-        return "ok" if facts["same_text"] else "note", text, facts
+        if not facts["same_text"]:
+            return "note", text, facts
+        if "measured" in facts:
+            keep_measured(decoder, facts["measured"])
+        return "ok", text, facts
 
 
 def _one_text(decoder: SpeculativeDecoder, deadline: float) -> tuple[str, dict[str, Any]]:

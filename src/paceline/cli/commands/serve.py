@@ -9,7 +9,7 @@ import typer
 
 from paceline.cli.command_options import ServeOptions, resolve_drafter
 from paceline.cli.decoder_session import open_decoder
-from paceline.cli.expected_speed import costs_of, expected_briefly
+from paceline.cli.expected_speed import expected_briefly
 from paceline.cli.settings import command_from
 from paceline.cli.terminal import info
 from paceline.common.errors import InputError
@@ -86,7 +86,7 @@ def beginning(facts: EngineFacts, decoder: SpeculativeDecoder) -> Iterator[str]:
     yield f"temperature {facts.default_temperature:g} where a request gives none: {source}"
     yield _bits(decoder)
     if decoder.speculates:
-        yield _speed(decoder)
+        yield expected_briefly(decoder)
 
 
 def _slots(facts: EngineFacts) -> str:
@@ -106,12 +106,3 @@ def _bits(decoder: SpeculativeDecoder) -> str:
     dtype = str(decoder.target.dtype).removeprefix("torch.")
     remedy = "" if how.strict else "; --strict prevents that"
     return f"only where two tokens tie in {dtype}, a text can depend on {how.bits}{remedy}"
-
-
-def _speed(decoder: SpeculativeDecoder) -> str:
-    from paceline.models.pass_timing import known_costs
-
-    costs = costs_of(decoder, known_costs)
-    if costs is None:
-        return "expected speed-up: not measured on this machine yet; `paceline doctor` measures it"
-    return expected_briefly(costs, decoder.drafter.name)

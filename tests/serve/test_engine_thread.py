@@ -56,7 +56,7 @@ def same(told: Any, alone: Generation) -> None:
     assert told.text == alone.text
     assert told.ending.finish_reason == alone.finish_reason
     assert told.ending.stop_reason == alone.stop_reason
-    assert told.logprobs == alone.logprobs
+    assert told.logprobs == (alone.logprobs or [])
     assert told.ending.stats.emitted == len(alone.tokens)
     assert len(told.from_draft) == len(alone.tokens)
     assert told.ending.stats.accepted == sum(told.from_draft)
@@ -64,12 +64,12 @@ def same(told: Any, alone: Generation) -> None:
 
 def check_all(collected: Collected, plain: Any, texts: list[list[int]], repeats: int, **more: Any) -> None:
     """Each request, in batches that change, has the text and the log-probabilities that it has alone."""
-    alone = [plain.generate(text, **settings(number)) for number, text in enumerate(texts)]
+    alone = [plain.generate(text, **{**settings(number), **more}) for number, text in enumerate(texts)]
     for again in range(repeats):
         dice = random.Random(again)
         order = dice.sample(range(len(texts)), len(texts))
         jobs = [
-            job(f"{again}.{n}", texts[n], **settings(n), **({"max_draft": n % 3} if n % 2 else {}), **more)
+            job(f"{again}.{n}", texts[n], **{**settings(n), **({"max_draft": n % 3} if n % 2 else {}), **more})
             for n in order
         ]
         told = collected.run(jobs)

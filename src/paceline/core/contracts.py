@@ -189,6 +189,11 @@ class ReadsPieces(Protocol):
         """Return a number: each piece begins at a multiple of it and ends at the next one or at the prompt's end."""
         ...
 
+    @property
+    def scores(self) -> bool:
+        """Return whether `read_piece` can give logits."""
+        ...
+
     def begin(self, rows: RowsView, first: int, room: int, prefilled: bool = False) -> int:
         """See `Reader.begin`. prefilled: the KV cache holds the prompts of these rows already."""
         ...

@@ -29,10 +29,13 @@ class BatchSlots:
         """Return how many slots live rows have."""
         return self.rows.count - len(self._idle)
 
+    def padded(self, count: int) -> int:
+        """Return how many rows of the KV cache the CUDA graphs for this number of rows write to; 0 without graphs."""
+        return self._capacity.rows(count) if self._capacity.captured else 0
+
     def admit(self, new: Sequence[Row], nodes: int, prefilled: Prefilled | None = None) -> None:
-        """Give slots to new rows and prefill their prompts. A round adds at most nodes + 1 tokens. prefilled: the
-        hidden states and drafter states of a prompt that is in the KV cache already."""
-        self.compact()
+        """Give slots to new rows and prefill their prompts. No slot may be idle. A round adds at most nodes + 1 tokens.
+        prefilled: the hidden states and drafter states of a prompt that is in the KV cache already."""
         first, reader = self.rows.admit(new, nodes), self._reader
         if prefilled is None:
             self.rows.to_read = reader.begin(self.rows, first, self.rows.room)
@@ -50,7 +53,10 @@ class BatchSlots:
             return False
         if self._capacity.rows(rows.count - len(ended)) != rows.capacity:
             return False
-        rows.mark_idle([index for index in ended if index not in self._idle])
+        new = [index for index in ended if index not in self._idle]
+        for index in new if self.on_leave is not None else ():
+            self.on_leave(index)
+        rows.mark_idle(new)
         self._idle.update(ended)
         return True
 

@@ -1,6 +1,7 @@
 """The prefix cache: rows of the KV cache behind the live ones, which still hold sequences that ended.
 
 Live rows are 0..R-1. Each row from R on is free, holds a sequence that ended, or is the row that a prompt is read into.
+With CUDA graphs these rows begin behind the largest batch.
 A new prompt continues from the longest prefix that a row holds, live or not.
 """
 
@@ -50,9 +51,10 @@ class Parked:
 class KeptRows:
     """Records which sequences the rows of a KV cache hold, and finds a row for a new prompt."""
 
-    def __init__(self, reader: ReadsPieces, rows: Rows, drafter: DrafterCalls, total: int) -> None:
-        """total: the number of rows in the KV cache."""
-        self._reader, self._rows, self._drafter, self.total = reader, rows, drafter, total
+    def __init__(self, reader: ReadsPieces, rows: Rows, drafter: DrafterCalls, total: int, batch: int = 0) -> None:
+        """total: the number of rows in the KV cache. batch: the first rows, which only live rows use: a CUDA graph
+        writes to rows of the batch that are not live."""
+        self._reader, self._rows, self._drafter, self.total, self._batch = reader, rows, drafter, total, batch
         self._kept: dict[int, Kept] = {}
         self._clock = 0
         self._unproven = False  # the KV cache is of an earlier call, and the model may have changed
@@ -69,16 +71,14 @@ class KeptRows:
     def leave(self, index: int) -> None:
         """Keep the sequence of the live row `index`, which has ended, if a row is free. The last live row takes its
         place next."""
-        row, last = self._rows.live[index], self._rows.count - 1
-        tokens = self._held(index)
+        row, tokens = self._rows.live[index], self._held(index)
         if len(tokens) < _SHORTEST or row.error is not None or row.group is not None:
             return
-        target: int | None = last
-        if index != last:
-            target = self._free_row(self._rows.count, ())
+        stays = index == self._rows.count - 1 and index >= self._batch
+        target = index if stays else self._free_row(())
         if target is None or target >= self.total:
             return
-        if index != last:
+        if not stays:
             self._reader.copy_row(index, target, len(tokens))
         self._clock += 1
         states = self._drafter.states_of(index, len(tokens))
@@ -117,18 +117,18 @@ class KeptRows:
     def take(self, prompt: Sequence[int], owner: str, reuse: bool) -> tuple[int, int, Any]:
         """Return a row to read this prompt into, how many of its tokens the row holds already, and what the drafter
         stored for those."""
-        first, grid = self._rows.count, self._reader.grid
+        grid = self._reader.grid
         source, known = self._longest(list(prompt[:-1]), owner) if reuse else (None, 0)
         known = known // grid * grid
         if source is None or known < _SHORTEST:
-            target = self._free_row(first, ())
+            target = self._free_row(())
             assert target is not None
             return (*self._use(target, 0), None)
         kept = self._kept.get(source)
         states = self._drafter.states_of(source, known) if kept is None else kept.states
         if states is None and taps_of(self._drafter.drafter):
             return self.take(prompt, owner, False)
-        target = None if kept is not None and known == len(kept.tokens) else self._free_row(first, (source,))
+        target = None if kept is not None and known == len(kept.tokens) else self._free_row((source,))
         if target is None:  # the new prompt continues the whole sequence, or there is no other row
             assert kept is not None
             if self._unproven and not self._proves(source, prompt[:known]):
@@ -149,7 +149,8 @@ class KeptRows:
 
     def _longest(self, prompt: list[int], owner: str) -> tuple[int | None, int]:
         found: tuple[int | None, int] = (None, 0)
-        live = ((i, self._held(i)) for i, row in enumerate(self._rows.live) if row.owner == owner and row.error is None)
+        running = [i for i, row in enumerate(self._rows.live) if row.owner == owner and row.stopper.stop is None]
+        live = ((i, self._held(i)) for i in running)  # a graph writes to an idle row
         kept = ((i, each.tokens) for i, each in self._kept.items() if each.owner == owner)
         for index, tokens in (*live, *kept):
             length = common_prefix(tokens, prompt)
@@ -157,8 +158,9 @@ class KeptRows:
                 found = (index, length)
         return found
 
-    def _free_row(self, first: int, excluded: Sequence[int]) -> int | None:
-        """Return a row from `first` on: a free row, or the row that was used the longest time ago."""
+    def _free_row(self, excluded: Sequence[int]) -> int | None:
+        """Return a row behind the batch: a free row, or the row that was used the longest time ago."""
+        first = max(self._rows.count, self._batch)
         rows = [row for row in range(first, self.total) if row != self.reading and row not in excluded]
         free = next((row for row in rows if row not in self._kept), None)
         if free is not None or not rows:

@@ -117,8 +117,7 @@ class Loop:
 
     def _retry_drafter(self) -> None:
         """Open the drafter again after its pause."""
-        self._drain()
-        self.slots.compact()
+        self.settle()
         if self.rows.count:
             self.drafting.retry()
 
@@ -154,8 +153,14 @@ class Loop:
     @torch.inference_mode()
     def admit(self, new: Sequence[Row], prefilled: Prefilled | None = None) -> None:
         """Add rows to the batch. prefilled: the states of a prompt that is in the KV cache already."""
-        self._drain()
+        self.settle()
         self.slots.admit(new, self.limits.nodes, prefilled)
+
+    @torch.inference_mode()
+    def settle(self) -> None:
+        """Read all rounds in flight and free idle slots. Then the host knows the length of every row."""
+        self._drain()
+        self.slots.compact()
 
     @torch.inference_mode()
     def swap_drafter(self, drafter: Drafter) -> bool:

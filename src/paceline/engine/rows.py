@@ -180,6 +180,12 @@ class Rows(RowTensors):
         self.refresh()
         return first
 
+    def reserve(self, count: int, tokens: int) -> None:
+        """Make room for this number of rows of this number of tokens."""
+        self.capacity = max(self.capacity, self._rows_for(count))
+        self.room = max(self.room, self._slots_for(tokens, self.capacity))
+        self._reserve()
+
     def _reserve(self) -> None:
         """Make room: replace the tensors by larger ones if needed."""
         rows, width = self.store.shape

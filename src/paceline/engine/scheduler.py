@@ -68,8 +68,8 @@ class Scheduler:
         self, loop: Loop, slots: int, *, total: int = 0, slot_tokens: int = 0, interleave: bool = False
     ) -> None:
         """slots: the most sequences that are decoded at once. total: the rows of the KV cache (0: no prefix cache). The
-        rows behind the live rows are the prefix cache. slot_tokens: the size of a row. interleave: between two rounds,
-        read only a piece of a prompt."""
+        rows behind the live rows are the prefix cache; with CUDA graphs, the rows behind the largest batch.
+        slot_tokens: the size of a row. interleave: between two rounds, read only a piece of a prompt."""
         self.loop, self.slots, self._slot_tokens = loop, slots, slot_tokens
         self.waiting: list[Party] = []
         self.reading: _Reading | None = None
@@ -77,12 +77,15 @@ class Scheduler:
         self._arrivals = 0
         self._round_seconds = self._token_seconds = 0.0
         reader = loop.reader
-        self._reader = reader if isinstance(reader, ReadsPieces) and not loop.captures and total else None
+        self._reader = reader if isinstance(reader, ReadsPieces) and total else None
         self._interleave = interleave and self._reader is not None
         self.kept: KeptRows | None = None
         if self._reader is not None:
-            self._reader.reserve_rows(total, slot_tokens)
-            self.kept = KeptRows(self._reader, loop.rows, loop.drafting, total)
+            if loop.captures:  # CUDA kernels pad the last piece of a prompt
+                grid, text = self._reader.grid, slot_tokens - loop.limits.nodes - 1
+                self._slot_tokens = max(slot_tokens, -(-text // grid) * grid)
+            self._reader.reserve_rows(total, self._slot_tokens)
+            self.kept = KeptRows(self._reader, loop.rows, loop.drafting, total, loop.slots.padded(slots))
             loop.slots.on_leave = self.kept.leave
 
     @property
@@ -92,7 +95,7 @@ class Scheduler:
     @property
     def can_score(self) -> bool:
         """Return whether it can compute the log-probabilities of prompts."""
-        return self._reader is not None
+        return self._reader is not None and self._reader.scores
 
     def submit(self, party: Party) -> None:
         self._arrivals += 1
@@ -240,6 +243,7 @@ class Scheduler:
             self.kept.reading = None
             party.rows[0].stopper.end()
         else:
+            self.loop.settle()
             self.kept.join(reading.end)
             self.loop.admit(party.rows, Prefilled(reading.taps, reading.states))
         party.joined = time.perf_counter()

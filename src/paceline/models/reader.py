@@ -292,6 +292,11 @@ class SlotReader:
         Another piece would have other bits."""
         return self._executor.grid
 
+    @property
+    def scores(self) -> bool:
+        """Whether `read_piece` can give logits: CUDA kernels read prompts without them."""
+        return self.kernels is None or isinstance(self.kernels, CpuForward)
+
     def reserve_rows(self, rows: int, slots: int) -> None:
         """Make room in the KV cache for prompts that are read before they join the batch."""
         self.cache.reserve(rows, slots)

@@ -168,9 +168,10 @@ class EngineThread:
         decoder, length = self._decoder, self._lm.context
         loop = decoder.new_loop()
         slot_tokens = length + loop.limits.nodes + 1
-        self._scheduler = Scheduler(
-            loop, self._slots, total=self._slots + _SPARE, slot_tokens=slot_tokens, interleave=True
-        )
+        batch = loop.slots.padded(self._slots)
+        total = _SPARE + (batch + self._slots // 2 if batch else self._slots)
+        loop.rows.reserve(self._slots, slot_tokens)
+        self._scheduler = Scheduler(loop, self._slots, total=total, slot_tokens=slot_tokens, interleave=True)
         prompt = [0] * min(4, length - 1)
         self._scheduler.submit(Party([new_row(self._lm, 0, prompt, Request(max_new_tokens=2), decoder.rule)]))
         while self._scheduler.busy:

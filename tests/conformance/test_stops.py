@@ -211,7 +211,7 @@ def test_a_draft_that_reads_less_than_the_target(case: str, variant: Variant) ->
     prompts = [[(3 * i) % 11 for i in range(length)] for length in (SHORT - 4, 9, 1)]
     wanted = [PLAIN.decoder(case).generate(prompt, max_new_tokens=30, ignore_eos=True).tokens for prompt in prompts]
     made = Variant(variant.drafter, {**variant.options, "model": small})
-    with pytest.warns(PacelineWarning, match="outgrown the context") as warnings:
+    with pytest.warns(PacelineWarning, match="longer than the context") as warnings:
         outs = made.decoder(case, lm, gamma=4).generate(prompts, max_new_tokens=30, ignore_eos=True)
     assert [out.tokens for out in outs] == wanted
     assert len(warnings) == 1

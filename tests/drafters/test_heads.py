@@ -182,7 +182,7 @@ def test_what_is_no_head_is_not_loaded(tmp_path: Path) -> None:
     config = json.loads((tmp_path / "config.json").read_text())
     for change, message in [
         ({"format": 2}, "format 2"),
-        ({"target": None}, "which target"),
+        ({"target": None}, "name the target"),
         ({"heads": 3}, "does not fit its own config"),
         ({"colour": "red"}, "does not fit its own config"),
     ]:
@@ -270,7 +270,7 @@ def test_eagle_may_say_tokens_by_rows_of_the_target(few: int | None, tmp_path: P
 def test_rows_of_another_width_cannot_be_borrowed() -> None:
     lm = fitting.target()
     head = EagleHead.random(lm, 0, replace(EagleHead.sizes(lm), width=16, heads=2, kv_heads=2, own_output=False))
-    with pytest.raises(UnsupportedError, match="no linear layer of 16 features; train one with own_output=true"):
+    with pytest.raises(UnsupportedError, match="not a linear layer of 16 features; train one with own_output=true"):
         SpeculativeDecoder(lm, "eagle", options={"head": head}).generate([1, 2, 3], max_new_tokens=2)
 
 

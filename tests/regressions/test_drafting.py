@@ -185,7 +185,7 @@ def test_a_draft_model_with_a_shorter_context_falls_silent_once_it_is_full(promp
     """Traps 9 and 24: the text goes on as it would have, and there is one warning."""
     target, draft = gpt2(n_positions=40), LanguageModel(gpt2(1, n_positions=12), name="small-draft")
     decoder = SpeculativeDecoder(target, draft, gamma=3)
-    with pytest.warns(PacelineWarning, match=r"outgrown the context of small-draft \(12 tokens\)") as told:
+    with pytest.warns(PacelineWarning, match=r"longer than the context of small-draft \(12 tokens\)") as told:
         out = decoder.generate(prompt, max_new_tokens=20)
     assert len(told) == 1
     assert out.tokens == naive(target, prompt, 20)

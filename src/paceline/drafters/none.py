@@ -11,7 +11,7 @@ from paceline.core.tree import TokenTree
 
 @DRAFTERS.register("none")
 class NoDraft(DraftsNothing, DraftsOnDevice, Graphable, Replayable):
-    """Draft nothing: plain decoding, one token a round."""
+    """Draft nothing: plain decoding, one token per round."""
 
     @dataclass(frozen=True)
     class Options:

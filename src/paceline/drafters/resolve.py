@@ -1,4 +1,4 @@
-"""What a string, a mapping, a folder or a model means as a draft, and the drafter that it makes."""
+"""Make a drafter from a name, a mapping, a folder, a hub id or a model."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ from paceline.models.loading.weight_check import place_of
 class ResolvedDraft(NamedTuple):
     """The registered name of a drafter and all its options.
 
-    `source` is the model or the file of trained weights that was given instead of a registered name, else None. It is
-    one of the options, too.
+    `source` is the model or the trained weights that were given instead of a registered name, else None. The options
+    contain it, too.
     """
 
     name: str
@@ -51,13 +51,13 @@ def resolve_draft(
     text_prefix: str | None = None,
     fetch: bool = False,
 ) -> ResolvedDraft:
-    """Which drafter a specification names. Reads a few file headers and loads no weights.
+    """Return the drafter that a specification names. This reads some file headers, and loads no weights.
 
-    spec: a registered name, (name, options), {"name": ..., options} or that as JSON, a model or the name of one, or a
-        folder with a trained head. None is plain decoding.
-    options: more options; they beat those inside `spec`.
+    spec: a registered name, (name, options), {"name": ..., options} or this mapping as JSON, a model or the name of a
+        model, or a folder with a trained head. None is plain decoding.
+    options: more options. They have priority over options in `spec`.
     text_prefix: convert options given as text to the types of their fields. Messages show it before an option's name.
-    fetch: download a hub id to see whether it holds a trained head. Otherwise a hub id is a model.
+    fetch: download a hub id to find out whether it holds a trained head. Otherwise a hub id is a model.
     """
     if options is not None and not isinstance(options, Mapping):
         raise InputError(f"options of a drafter must be a mapping of names to values, got {shown(options)}.")
@@ -83,13 +83,13 @@ def resolve_draft(
 def make_drafter(
     spec: Any, options: Mapping[str, Any] | None = None, device: Any = None, runner: str | None = None
 ) -> Drafter:
-    """The drafter that `spec` names (see `resolve_draft`), or `spec` itself if it is a Drafter.
+    """Return the drafter that `spec` names (see `resolve_draft`), or `spec` if it is a Drafter.
 
-    A model that has to be loaded goes to `device` and runs with `runner`.
+    A model that must be loaded is put on `device` and runs with `runner`.
     """
     if isinstance(spec, Drafter):
         if options:
-            raise InputError(f"options {sorted(options)} belong to a drafter given by name; this one is already made.")
+            raise InputError(f"options {sorted(options)} are for a drafter given by name, but this one is an object.")
         return spec
     name, given, _ = resolve_draft(spec, options)
     model = given.get("model")
@@ -106,10 +106,10 @@ def load_drafter(where: str | os.PathLike[str], target: Any = None, **options: A
     """Return the drafter in a folder or a hub repository, ready for `SpeculativeDecoder(target, drafter)`.
 
     The files decide which drafter it is: a head trained with Paceline, a head in another format (Medusa, EAGLE-1,
-    EAGLE-3, `speculators`), a trigram model, or a draft model. The name of a drafter works too, if no folder has that
-    name: "eagle" uses the shipped head for its target.
+    EAGLE-3, `speculators`), a trigram model, or a draft model. If no folder has the given name, it can be the name of a
+    drafter: "eagle" uses the shipped head for its target.
 
-    target: the target model. The drafter is checked against it now and shares equal weights with it.
+    target: the target model. The drafter is checked against it now, and an equal embedding is shared with it.
     options: options of the drafter, such as tree="levels".
     """
     if not isinstance(where, (str, os.PathLike)):
@@ -126,7 +126,7 @@ def load_drafter(where: str | os.PathLike[str], target: Any = None, **options: A
 
 
 def replay_needs(spec: Any, options: Mapping[str, Any] | None = None) -> str | None:
-    """Return `Replayable.replay_needs` of the drafter that `spec` names. Loads nothing."""
+    """Return `Replayable.replay_needs` of the drafter that `spec` names. This loads nothing."""
     if isinstance(spec, Drafter):
         return replay_needs_of(type(spec), getattr(spec, "options", None))
     name, given, _ = resolve_draft(spec, options)
@@ -134,7 +134,7 @@ def replay_needs(spec: Any, options: Mapping[str, Any] | None = None) -> str | N
 
 
 def _split_spec(spec: Any) -> tuple[Any, dict[str, Any]]:
-    """What names the drafter, and the options beside it."""
+    """Return the part of `spec` that names the drafter, and the options in `spec`."""
     if spec is None:
         return "none", {}
     if isinstance(spec, str) and spec.lstrip().startswith("{"):
@@ -153,7 +153,7 @@ def _split_spec(spec: Any) -> tuple[Any, dict[str, Any]]:
 
 
 def _trained(draft: Any, fetch: bool) -> tuple[str, Path] | None:
-    """The drafter of a folder, file or hub repository with trained weights, and where these are."""
+    """Return the drafter of a folder, file or hub repository with trained weights, and their path; None if none."""
     if not isinstance(draft, (str, os.PathLike)):
         return None
     trained = drafter_of_folder(draft)
@@ -164,7 +164,7 @@ def _trained(draft: Any, fetch: bool) -> tuple[str, Path] | None:
 
 
 def _sharing(head: Any, target: LanguageModel | None) -> Any:
-    """An EAGLE head without its own embedding, if that is equal to the target's."""
+    """Return the head. If it is an EAGLE head whose embedding equals the target's, it uses that of the target."""
     if target is None or not isinstance(head, EagleHead) or head.words is None:
         return head
     own = head.words.weight.detach()
@@ -178,11 +178,11 @@ def _sharing(head: Any, target: LanguageModel | None) -> Any:
     return head
 
 
-# ---- Trained weights in a folder, a file or a hub repository: which drafter they belong to, and the heads in them
+# ---- Trained weights in a folder, a file or a hub repository: find their drafter, and read their heads
 
 H = TypeVar("H", bound=DraftHead)
 
-_TRIGRAM = "paceline-trigram"  # how the format of trigram models begins
+_TRIGRAM = "paceline-trigram"  # the format of a trigram model begins with this
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
 # kind of head -> the drafter that uses it, and the function that reads it
@@ -201,9 +201,9 @@ _SPECULATORS = {"eagle3": "EAGLE-3 in the speculators format", "eagle": "EAGLE-1
 
 
 def drafter_of_folder(where: str | os.PathLike[str]) -> tuple[str, Path] | None:
-    """The drafter that a folder (or the file of a trigram model) is made for, and where its weights are.
+    """Return the name of the drafter for a folder (or for the file of a trigram model), and the path of its weights.
 
-    None if it holds something else, such as a language model. Reads a few file headers and downloads nothing.
+    None: it holds something else, for example a language model. This only reads some file headers.
     """
     path = place_of(where)
     if find_entry(os.fspath(where)) is not None or not path.exists():
@@ -215,24 +215,24 @@ def drafter_of_folder(where: str | os.PathLike[str]) -> tuple[str, Path] | None:
     if kind is None or kind in _HEADS:
         return None if kind is None else (_HEADS[kind][0], path)
     if "head" not in (field.name for field in fields(DRAFTERS[kind].Options)):
-        raise LoadError(f"'{path}' holds a head of kind '{kind}', but the drafter of this name takes none.")
+        raise LoadError(f"'{path}' holds a head of kind '{kind}', but the drafter of this name takes no head.")
     return kind, path
 
 
 def is_head(folder: Path) -> bool:
-    """Does this folder hold a head that `read_head` reads?"""
+    """Return whether this folder holds a head that `read_head` can read."""
     return _kind_of(folder) in _HEADS
 
 
 def read_head(where: str | os.PathLike[str], Head: type[H]) -> H:
-    """The head in a folder or on the hub. `Head`: the class that is needed."""
+    """Return the head in a folder or on the hub. `Head`: the class that it must have."""
     folder = fetch_head(where) or place_of(where)
     kind = _kind_of(folder)
     if kind not in _HEADS:
         if hasattr(Head, "kind"):
-            return Head.load(folder)  # raises an error that says what is missing
-        what = "no head" if kind is None else f"a head of kind '{kind}', and none"
-        raise LoadError(f"'{folder}' holds {what} that is known here; give the folder of a trained head.")
+            return Head.load(folder)  # raises an error that names what is missing
+        what = "no head" if kind is None else f"a head of the unknown kind '{kind}'"
+        raise LoadError(f"'{folder}' holds {what}; give the folder of a trained head.")
     head = _HEADS[kind][1](folder)
     if not isinstance(head, Head):
         raise LoadError(
@@ -242,7 +242,7 @@ def read_head(where: str | os.PathLike[str], Head: type[H]) -> H:
 
 
 def fetch_head(where: str | os.PathLike[str]) -> Path | None:
-    """Download the head of a hub id. None if `where` is no hub id."""
+    """Download the head of a hub id, and return its folder. None: `where` is not a hub id."""
     repository = os.fspath(where)
     if place_of(repository).exists() or find_entry(repository) is not None or not _HUB_ID.fullmatch(repository):
         return None
@@ -256,9 +256,9 @@ def fetch_head(where: str | os.PathLike[str]) -> Path | None:
 
 
 def _kind_of(folder: Path) -> str | None:
-    """The kind of the head in a folder, from its config and its tensor names; None if it holds no head.
+    """Return the kind of the head in a folder, from its config and its tensor names. None: it holds no head.
 
-    Paceline's own kinds have the names of their drafters. Other packages may add some.
+    Paceline's kinds have the names of their drafters. Other packages can add kinds.
     """
     config = read_config(folder) if folder.is_dir() else None
     if config is None:
@@ -269,7 +269,7 @@ def _kind_of(folder: Path) -> str | None:
         kind = config["speculators_model_type"]
         if kind not in _SPECULATORS:
             raise UnsupportedError(
-                f"'{folder}' holds a speculator of type '{kind}', and only {' and '.join(_SPECULATORS)} are known here."
+                f"'{folder}' holds a speculator of type '{kind}'; only {' and '.join(_SPECULATORS)} are supported."
             )
         return _SPECULATORS[kind]
     if config.get("model_type") == "medusa" or "medusa_num_heads" in config:
@@ -282,7 +282,7 @@ def _kind_of(folder: Path) -> str | None:
 
 
 def _trigram(path: Path) -> Path | None:
-    """The file of a trigram model: this one, or the only one in a folder."""
+    """Return the file of a trigram model: this path, or the only safetensors file of a folder. None: it has none."""
     if path.is_dir():
         inside = sorted(path.glob("*.safetensors"))
         return _trigram(inside[0]) if len(inside) == 1 else None

@@ -105,8 +105,8 @@ def test_what_was_exported_knows_its_target(tmp_path: Path) -> None:
         (lambda: FirstEagleHead.random(target()), "speculators", "cannot hold heads of kind 'eagle-1'"),
         (lambda: MedusaHead.random(target()), "speculators", "export it to medusa"),
         (eagle, "medusa", "export it to speculators"),
-        (lambda: eagle(width=16), "speculators", "16 wide on states of 32"),
-        (lambda: eagle(fuse_bias=True), "speculators", "fuses with a bias"),
+        (lambda: eagle(width=16), "speculators", "width 16, hidden states of 32"),
+        (lambda: eagle(fuse_bias=True), "speculators", "has a bias in fc"),
         (lambda: eagle(taps=(0.25, 0.5, 1.0)), "speculators", "takes different ones from 0 to 7"),
         (lambda: eagle(taps=(0.25, 0.26, 0.5)), "speculators", "takes different ones from 0 to 7"),
     ],
@@ -121,7 +121,7 @@ def test_a_head_that_the_format_cannot_hold_is_refused(make: Any, format: str, w
 def test_where_and_how_is_checked(tmp_path: Path) -> None:
     head = eagle()
     head.save(tmp_path)
-    with pytest.raises(InputError, match="into its own folder"):
+    with pytest.raises(InputError, match="to its own folder"):
         export_head(tmp_path, target(), tmp_path)
     with pytest.raises(UnknownNameError, match=r"'speculator'.*Did you mean 'speculators'"):
         export_head(head, target(), tmp_path / "out", "speculator")

@@ -55,7 +55,7 @@ def test_kinds_that_others_add_are_called_like_their_drafter(tmp_path: Path) -> 
     with pytest.raises(UnknownNameError, match="Unknown drafter 'eagle-9'"):
         load_drafter(tmp_path / "some")
     save_head(tmp_path / "none", "suffix", {"target": fingerprint(target())}, {"x": torch.zeros(1)})
-    with pytest.raises(LoadError, match="kind 'suffix', but the drafter of this name takes none"):
+    with pytest.raises(LoadError, match="kind 'suffix', but the drafter of this name takes no head"):
         load_drafter(tmp_path / "none")
 
 

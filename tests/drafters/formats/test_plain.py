@@ -43,7 +43,7 @@ def test_it_drafts_as_before(tmp_path: Path, kept: int) -> None:
 
 def test_as_many_layers_as_there_are_cannot_be_kept() -> None:
     for many in (2, -1):
-        with pytest.raises(InputError, match=rf"keeps 0 to 1 of the layers of .*, got {many}\."):
+        with pytest.raises(InputError, match=rf"can keep 0 to 1 layers of .*, got {many}\."):
             DraftLayers(paceline.LanguageModel(llama(0)), (0,), many)
 
 
@@ -51,7 +51,7 @@ def test_what_is_kept_is_a_number(tmp_path: Path) -> None:
     lm = paceline.LanguageModel(llama(0))
     DraftLayers(lm, (0,)).save(tmp_path / "draft")
     saved = SavedLayers.load(tmp_path / "draft")
-    with pytest.raises(LoadError, match=r"keeps a number of layers, and config\.json has '1'"):
+    with pytest.raises(LoadError, match=r"'kept' in the config\.json of .* must be a number of layers, got '1'"):
         SavedLayers({**saved.config, "kept": "1"}, saved.tensors, saved.folder).fitted(lm)
 
 
@@ -68,7 +68,7 @@ def test_a_target_in_fewer_bits_is_refused(tmp_path: Path) -> None:
     lm = paceline.LanguageModel(llama(0))
     DraftLayers(lm, (0,)).save(tmp_path / "draft")
     packed = quantized(lm, "int8")
-    with pytest.raises(UnsupportedError, match="are quantized, and a draft-lm needs the original weights"):
+    with pytest.raises(UnsupportedError, match="are quantized, but a draft-lm needs the original weights"):
         SavedLayers.load(tmp_path / "draft").fitted(packed)
 
 

@@ -1,6 +1,6 @@
-"""Trained heads: their base, the hidden states that they draft from, and the base of their drafters.
+"""Trained heads: the base of all heads, the store of their hidden states, and the base of their drafters.
 
-A head fits one target, can be saved and loaded, and drafts from stored hidden states.
+A head is made for one target, can be saved and loaded, and drafts from stored hidden states.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ H = TypeVar("H", bound="DraftHead")
 
 
 class DraftHead(nn.Module):
-    """Weights that draft for one target. A subclass has a `kind`, a `Config`, and the `sizes` for a target."""
+    """A network that drafts for one target. A subclass has a `kind`, a `Config`, and the method `sizes`."""
 
     kind: ClassVar[str]
     Config: ClassVar[Any]  # a dataclass of plain values: the content of config.json
@@ -44,34 +44,34 @@ class DraftHead(nn.Module):
 
     @property
     def remembers(self) -> int:
-        """The width of the vector that is stored for every position."""
+        """Return the width of the vector that is stored for every position."""
         return int(self.config.hidden)
 
     @classmethod
     def sizes(cls, target: LanguageModel) -> Any:
-        """The default config for this target."""
+        """Return the default config for this target."""
         raise NotImplementedError
 
     @classmethod
     def random(cls: type[H], target: LanguageModel, seed: int = 0, config: Any = None) -> H:
-        """Untrained weights that fit the target, in its dtype and on its device."""
+        """Return a head with random weights for the target, in its dtype and on its device."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             head = cls(config or cls.sizes(target), fingerprint(target))
         return head.to(target.device, target.dtype)
 
     def save(self, folder: str | os.PathLike[str], numbers: str | None = None) -> None:
-        """numbers: the dtype on disk, float32, bfloat16 or int8. None: the dtype of the weights."""
+        """Write the head. numbers: the dtype on disk, float32, bfloat16 or int8. None: the dtype of the weights."""
         config = {**asdict(self.config), "target": self.made_for}
         save_head(folder, self.kind, config, self.own_weights(), numbers)
 
     def own_weights(self) -> dict[str, Tensor]:
-        """The weights that do not belong to the target."""
+        """Return the weights that do not belong to the target."""
         return dict(self.state_dict())
 
     @classmethod
     def load(cls: type[H], folder: str | os.PathLike[str]) -> H:
-        """The head as it was saved, dtype included, on the CPU."""
+        """Return the head that was saved in a folder, in its dtype on disk, on the CPU."""
         config, tensors = load_head(folder, cls.kind)
         made_for = config.pop("target")
         dtypes = [tensor.dtype for tensor in tensors.values() if tensor.is_floating_point()]
@@ -92,20 +92,20 @@ class DraftHead(nn.Module):
         wanted, given = getattr(self.config, "embedding", None), target.model.get_input_embeddings().embedding_dim
         if wanted not in (None, given) and getattr(self, "words", None) is None:
             raise UnsupportedError(
-                f"This {self.kind} head reads embeddings of width {wanted}, those of {target.name} have {given}; "
+                f"This {self.kind} head reads embeddings of width {wanted}, but those of {target.name} have {given}; "
                 "use a head trained for this target."
             )
 
 
 def _frozen(value: Any) -> Any:
-    """A tuple for every list, since JSON has no tuples."""
+    """Return a tuple for a list, because JSON has no tuples; return other values unchanged."""
     return tuple(value) if isinstance(value, list) else value
 
 
 def depths(numbers: Sequence[int], layers: int) -> tuple[float, ...]:
-    """The relative depths of hidden states by number (0: the embeddings) in a target with `layers` layers.
+    """Return the relative depths of the hidden states `numbers` (0: the embeddings) in a target of `layers` layers.
 
-    The last one is refused: Paceline applies the final norm to it, the projects that train such heads do not.
+    The last hidden state is refused: Paceline applies the final norm to it, other projects do not.
     """
     if len(set(numbers)) < len(numbers) or not all(0 <= number < layers for number in numbers):
         raise UnsupportedError(
@@ -116,32 +116,32 @@ def depths(numbers: Sequence[int], layers: int) -> tuple[float, ...]:
 
 
 class PlaceStore:
-    """One hidden state [D] per row and position. Rejected positions are overwritten, so a rewind costs nothing."""
+    """One hidden state [D] per row and position. Rejected positions are overwritten later, so a rewind does nothing."""
 
     def __init__(self, width: int, dtype: torch.dtype, device: torch.device) -> None:
         self._states = torch.zeros(0, 0, width, dtype=dtype, device=device)  # [R,T,D]
-        self.storage_version: Hashable = object()  # another one when the tensor is replaced
+        self.storage_version: Hashable = object()  # replaced when the tensor is replaced
 
     def write(self, rows: slice, position: Tensor, states: Tensor, places: int) -> None:
-        """Store `states` [R,Q,D] of the rows at `position` [R,Q]; all are below `places`."""
+        """Store `states` [R,Q,D] of the rows at `position` [R,Q]. All positions are below `places`."""
         self.reserve(rows.stop, places)
-        states = states.to(self._states.dtype).nan_to_num()  # a NaN of a broken target would stay for ever
+        states = states.to(self._states.dtype).nan_to_num()  # a NaN of a broken target would never be cleared
         self._states[rows].scatter_(1, position.unsqueeze(-1).expand_as(states), states)
 
     def at(self, rows: slice, position: Tensor) -> Tensor:
-        """[R,Q,D] at `position` [R,Q]; zeros where nothing is stored, such as before the text."""
+        """Return the states [R,Q,D] at `position` [R,Q]; zeros where none is stored, for example before the text."""
         self.reserve(rows.stop, 1)
         known = position.clamp(0, self._states.shape[1] - 1)
         states = self._states[rows].gather(1, known.unsqueeze(-1).expand(*known.shape, self._states.shape[2]))
         return states.where((known == position).unsqueeze(-1), 0)
 
     def states(self, rows: int, places: int) -> Tensor:
-        """[R,T,D]: the whole tensor of the first `rows`, with room for `places` positions, for kernels that write."""
+        """Return the tensor [R,T,D] of the first `rows` rows, with at least `places` positions. Kernels write to it."""
         self.reserve(rows, places)
         return self._states[:rows]
 
     def reserve(self, rows: int, places: int) -> None:
-        """Make room for rows and positions. The number of positions doubles."""
+        """Allocate at least this number of rows and positions. The number of positions doubles if it must grow."""
         old = self._states
         if rows <= old.shape[0] and places <= old.shape[1]:
             return
@@ -152,12 +152,12 @@ class PlaceStore:
         self.storage_version = object()
 
     def reorder(self, source: Sequence[int]) -> None:
-        """Row r becomes a copy of row source[r]."""
+        """Make row r a copy of row source[r]."""
         self.reserve(len(source), 1)
         self._states[: len(source)] = self._states[list(source)]
 
     def release(self, row: int, last: int) -> None:
-        """Row `last` takes the index of row `row`. Its old states are cleared for the next row."""
+        """Move row `last` to the index `row`. The old place of row `last` is cleared for the next row."""
         if last < self._states.shape[0]:
             self._states[row] = self._states[last]
             self._states[last] = 0
@@ -168,12 +168,12 @@ class PlaceStore:
 
 @dataclass(frozen=True)
 class HeadOptions(TreeOptions):
-    """The tree, and the head: a folder or hub id, or the module itself (moved to the target's device and dtype). None:
-    the shipped head for the target."""
+    """The options of the tree, and the head: a folder, a hub id, or the module (moved to the target's device and
+    dtype). None: the shipped head for the target."""
 
     head: Any = None
     Head: ClassVar[type[DraftHead]]
-    required: ClassVar[tuple[str, ...]] = ("head",)  # there is no drafting without a head
+    required: ClassVar[tuple[str, ...]] = ("head",)  # the drafter cannot draft without a head
 
     @classmethod
     def conformance_variants(cls) -> list[Mapping[str, Any]]:
@@ -183,8 +183,8 @@ class HeadOptions(TreeOptions):
 class HeadDrafter(DraftsOnDevice, RunsModel, KeepsStates, Graphable, Reorderable):
     """A drafter with a trained head.
 
-    `places` holds the hidden states of positions 0 ... length-2 of every row. The target has not read the last
-    committed token when a draft is made.
+    `places` holds the hidden states of the positions 0 ... length-2 of every row. There is none for the last committed
+    token: the target has not read it yet when the head drafts.
     """
 
     prior_acceptance = 0.6
@@ -192,9 +192,9 @@ class HeadDrafter(DraftsOnDevice, RunsModel, KeepsStates, Graphable, Reorderable
 
     def __init__(self, options: HeadOptions | None = None) -> None:
         self.options: HeadOptions = options or self.Options()
-        # None: the shipped head, once the target is known (`check`)
+        # None: `check` loads the shipped head for the target
         self.head: Any = None if self.options.head is None else self._take(self.options.head)
-        self.light: Any = self.head  # the head as it drafts, after `open`: on a CPU in int8
+        self.light: Any = self.head  # the head that drafts, set by `open`: on a CPU, its int8 copy
         self._grower = Grower(self.options)
 
     def _take(self, given: Any) -> DraftHead:
@@ -213,7 +213,7 @@ class HeadDrafter(DraftsOnDevice, RunsModel, KeepsStates, Graphable, Reorderable
         return self.name if self.options.tree == "chain" else f"{self.name}, tree {self.options.tree}"
 
     def reset_copy(self) -> Drafter:
-        """Itself, if it learns nothing from a text."""
+        """Return this drafter if it learns nothing from texts, else a copy with the same head."""
         learns = self.options.tree == "optimal"
         return type(self)(replace(self.options, head=self.head)) if learns else self
 
@@ -266,19 +266,19 @@ class HeadDrafter(DraftsOnDevice, RunsModel, KeepsStates, Graphable, Reorderable
         self.places.write(slice(row, row + 1), position, states, max(rows.lengths))
 
     def keep(self, rows: RowsView, verdict: Verdict, reading: Reading) -> None:
-        """Take the hidden states of the last committed token (position 0) and of the accepted path (node n is position
-        n+1). States written past that path are overwritten later."""
+        """Store the hidden states of the last committed token (index 0 of the taps) and of the accepted path (index
+        n+1 for node n). States stored past the end of a path are overwritten later."""
         self._grower.judged(verdict)
-        if reading.taps:  # none: the draft was made to time it, or the taps follow in `observe_accepted`
+        if reading.taps:  # empty: the draft was only timed, or `observe_accepted` gets the taps
             self.note(rows, *_followed(reading.taps, verdict))
 
     def observe_accepted(self, rows: RowsView, taps: tuple[Tensor, ...]) -> None:
-        """The same states in the order of the text, where another drafter made the draft."""
+        """Store the hidden states of accepted tokens of another drafter's draft."""
         self.note(rows, taps)
 
     def note(self, rows: RowsView, taps: tuple[Tensor, ...], path: Tensor | None = None) -> None:
-        """Store the hidden states [R,Q,D] of the last committed token and of those that follow. path [R,M]: the nodes
-        of a tree that follow."""
+        """Store the hidden states [R,Q,D] of the last committed token and of the tokens after it. path [R,M]: the nodes
+        of these tokens, if the taps are those of a tree."""
         if path is not None:
             way = torch.nn.functional.pad(path + 1, (1, 0))
             taps = tuple(tap.gather(1, way.unsqueeze(-1).expand(*way.shape, tap.shape[2])) for tap in taps)
@@ -287,23 +287,23 @@ class HeadDrafter(DraftsOnDevice, RunsModel, KeepsStates, Graphable, Reorderable
         self.places.write(slice(0, rows.count), position, states, max(rows.lengths) + states.shape[1])
 
     def digest(self, taps: tuple[Tensor, ...]) -> Tensor:
-        """The vector to store for the hidden states [R,Q,D] of a position."""
+        """Return the vector [R,Q,D'] to store for each position, from its hidden states."""
         return taps[0]
 
     # ---- for drafting
 
     def embed(self, tokens: Tensor) -> Tensor:
-        """[R,Q] -> [R,Q,E] with the target's embedding. Tokens past the end of a text are arbitrary, and a draft model
-        inside `staged` may not know a token."""
+        """Return the target's embeddings [R,Q,E] of tokens [R,Q]. Ids are clamped: tokens past the end of a text are
+        arbitrary, and inside `staged` a token can be outside the vocabulary."""
         return self._embedding(tokens.clamp(0, self.head.made_for["vocabulary"] - 1))
 
     def last_state(self, rows: RowsView) -> Tensor:
-        """[R,1,D]: the hidden state before the last committed token; zeros if there is none."""
+        """Return [R,1,D]: the hidden state before the last committed token, or zeros if there is none."""
         return self.places.at(slice(0, rows.count), rows.length - 2)
 
     def shared(self, states: Tensor) -> Tensor:
-        """[...,D] -> [...,V] with the target's output layer, for heads without their own."""
-        if self._shared is None:  # made at the first use: most heads have their own
+        """Return logits [...,V] of states [...,D] by the target's output layer, for heads without their own."""
+        if self._shared is None:  # made at the first use, because most heads have their own output layer
             self._shared = drafting(self._output)
         logits: Tensor = self._shared(states)
         return logits
@@ -314,8 +314,8 @@ class HeadDrafter(DraftsOnDevice, RunsModel, KeepsStates, Graphable, Reorderable
 
 
 def _followed(taps: tuple[Tensor, ...], verdict: Verdict) -> tuple[tuple[Tensor, ...], Tensor | None]:
-    """Cut the taps and the path to the longest accepted path, if that costs no wait for a device. Most of a draft may
-    have been rejected."""
+    """Return the taps and the path, cut to the longest accepted path of the batch. On a device they are returned
+    unchanged, because the cut needs a host read."""
     path = verdict.path
     if verdict.emitted.device.type != "cpu":
         return taps, path

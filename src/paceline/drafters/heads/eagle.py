@@ -1,4 +1,4 @@
-"""EAGLE: one decoder layer continues the hidden states of the target, and an output layer gives their logits."""
+"""EAGLE: one decoder layer predicts the next hidden states of the target, and an output layer gives their logits."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from paceline.models.language_model import LanguageModel
 from paceline.models.masks import chain_mask
 from paceline.models.slot_cache import SlotCache
 
-# ---- The steps of an EAGLE head: entries of the text, drafted tokens after it, and their common KV cache
+# ---- The steps of an EAGLE head, for entries of the text and for drafted tokens. They use one KV cache
 
 
 class Steps:
     """Runs an EAGLE head. An entry is the feature of one position and the token after it.
 
-    light: the head in the dtype of drafting. kernels: the same with kernels of the device, or None. Sizes that the
-    kernels do not take run through the modules. Both write to the same KV cache; only modules need masks.
+    light: the head in the dtype of drafting. kernels: the kernels of the device for this head, or None. Sizes that the
+    kernels cannot process run with the modules. Both use the same KV cache; only the modules need masks.
     """
 
     def __init__(
@@ -44,17 +44,17 @@ class Steps:
         self._remember = by_slot(self.cache, 0)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_kernels": None}  # addresses are not valid in a copy
+        return {**self.__dict__, "_kernels": None}  # the kernels hold addresses, which are not valid in a copy
 
     def note(self, rows: RowsView, taps: tuple[Tensor, ...], path: Tensor | None = None) -> bool:
-        """`HeadDrafter.note` with kernels. False: they cannot do it."""
+        """Run `HeadDrafter.note` with kernels. Return False if the kernels cannot do it."""
         R, Q = taps[0].shape[0], taps[0].shape[1] if path is None else path.shape[1] + 1
         if self._kernels is None or not self._kernels.takes(R * Q):
             return False
         return self._kernels.note(taps, path, rows.length, self._places.states(R, max(rows.lengths) + Q))
 
     def read(self, rows: RowsView, some: slice, position: Tensor, visible: int) -> Tensor:
-        """Read entries of the text, made of true features, at `position` [R,Q] of some rows."""
+        """Read the entries of the text at `position` [R,Q] of some rows, and return the next features [R,Q,D]."""
         self.cache.set_next_write(some, position, visible, 0)
         embedded = self._embed(rows.text[some].gather(1, position + 1))
         mask = chain_mask(position, visible)
@@ -62,8 +62,8 @@ class Steps:
         return self._light.step(embedded, features, position, mask, self._remember)  # type: ignore[no-any-return]
 
     def draft(self, rows: RowsView, width: int) -> Expand:
-        """First read the last `width` entries of the text, with the target's own features. Then read drafted tokens,
-        each with the output of its parent as its feature."""
+        """Return the function that reads first the last `width` entries of the text, with the target's features, and
+        then drafted tokens, each with the output of its parent as its feature."""
         longest = max(rows.lengths) - 1
         scratch = Scratch(rows.length - 1, longest)
         made: Tensor = torch.empty(0)  # [R,1+M,D]: the features after the text and after every scratch token
@@ -82,7 +82,7 @@ class Steps:
         return expand
 
     def chain(self, rows: RowsView, width: int, depth: int) -> Tensor | None:
-        """The most likely tokens [R,depth] of a chain, in one kernel call. None: draft step by step."""
+        """Return the likeliest chain [R,depth], drafted in one kernel call. None: the kernels cannot do it."""
         if self._kernels is None or not self._kernels.takes(rows.count * width):
             return None
         entries = max(1, max(rows.lengths) - 1)
@@ -91,18 +91,18 @@ class Steps:
         return self._kernels.chain(*about, entries, depth)
 
     def _caught_up(self, rows: RowsView, entries: Tensor, width: int, visible: int) -> tuple[Tensor, Tensor]:
-        """The feature after the text [R,1,D] and its logits. A row with fewer new entries reads some again, with the
-        same result. A text of one token has no entry and reads an arbitrary one."""
+        """Return the feature after the text [R,1,D] and its logits [R,1,V]. A row with fewer than `width` new entries
+        reads older ones again, with the same result. A text of one token has no entry and reads an arbitrary one."""
         self.cache.reserve(rows.capacity, visible)
         if self._kernels is not None and self._kernels.takes(rows.count * width):
             states = self._places.states(rows.count, 1)
             return self._kernels.caught_up(rows.text, entries, states, width, self.cache, visible)
         position = (entries + arange(-width, 0, entries.device)).clamp(min=0)
         made = self.read(rows, slice(0, rows.count), position, visible)[:, -1:]
-        return made, self._light.say(made, self._shared)
+        return made, self._light.logits(made, self._shared)
 
     def _ahead(self, tokens: Tensor, parents: Tensor | None, made: Tensor, scratch: Scratch) -> tuple[Tensor, Tensor]:
-        """The features after drafted tokens [R,Q] and their logits."""
+        """Return the features [R,Q,D] after the drafted tokens [R,Q], and their logits [R,Q,V]."""
         if self._kernels is not None and self._kernels.takes(tokens.numel(), parents is not None):
             return self._kernels.ahead(tokens, parents, made, scratch, self.cache)
         slots, position, mask = scratch.placed()
@@ -111,7 +111,7 @@ class Steps:
         if parents is not None:
             above = made.gather(1, (parents + 1).unsqueeze(-1).expand(*parents.shape, made.shape[2]))
         fresh = self._light.step(self._embed(tokens), above, position, mask, self._remember)
-        return fresh, self._light.say(fresh, self._shared)
+        return fresh, self._light.logits(fresh, self._shared)
 
 
 # ---- The head
@@ -127,9 +127,9 @@ Shared = Callable[[Tensor], Tensor]  # states [...,D] -> logits [...,V]
 class EagleConfig(LayerConfig):
     """Sizes of an EAGLE head.
 
-    hidden, embedding: the target's widths. taps: the relative depths of its hidden states. draft_vocabulary: the number
-    of tokens that it has logits for (None: all). tap_layers, of other projects: the numbers of the hidden states
-    instead of taps, or () for 2, L//2, L-3 of L layers. norm_before_residual: the layer adds to the normed feature.
+    hidden, embedding: the widths of the target. taps: the relative depths of the hidden states that the head reads.
+    draft_vocabulary: the number of tokens with logits (None: all). tap_layers: numbers of hidden states instead of
+    taps, for heads of other projects; () is 2, L//2, L-3. norm_before_residual: the residual is the normed feature.
     """
 
     hidden: int = 0
@@ -153,21 +153,21 @@ class EagleConfig(LayerConfig):
 
     @property
     def tapped(self) -> int:
-        """The number of hidden states that it reads."""
+        """Return the number of hidden states that the head reads."""
         return len(self.taps) if self.tap_layers is None else len(self.tap_layers) or _PUBLISHED
 
     def taps_of(self, layers: int) -> tuple[float, ...]:
-        """The relative depths of its hidden states, in a target with `layers` layers."""
+        """Return the relative depths of the hidden states that the head reads, in a target of `layers` layers."""
         if self.tap_layers is None:
             return self.taps
         return depths(self.tap_layers or (2, layers // 2, layers - 3), layers)
 
 
 class EagleHead(DraftHead):
-    """EAGLE-3 (arXiv 2503.01840): fuses hidden states of three depths to a feature; one layer continues the features.
+    """EAGLE-3 (arXiv 2503.01840): joins hidden states of three depths to a feature; one layer predicts the next one.
 
-    Entry j joins the feature of position j and token j+1, and guesses token j+2. After the text, the layer's own output
-    replaces the feature.
+    Entry j has the feature of position j and token j+1, and predicts token j+2. After the text, the output of the layer
+    is used as the feature.
     """
 
     kind = "eagle"
@@ -185,7 +185,7 @@ class EagleHead(DraftHead):
         self.output: Any = None  # see `borrow`
         if config.own_output:
             self.output = nn.Linear(D, config.vocabulary if size is None else size, bias=False)
-        # the target's id of every draft id; training fills it with the most frequent ones
+        # the target's id of every draft id; training fills it with the most frequent tokens
         self.register_buffer("d2t", None if size is None else torch.arange(size))
         self.words = nn.Embedding(config.vocabulary, config.embedding) if config.own_embedding else None
 
@@ -210,13 +210,13 @@ class EagleHead(DraftHead):
         self.borrow(target)
 
     def borrow(self, target: LanguageModel) -> None:
-        """If the head has no output layer, use rows of the target's."""
+        """Set the output layer to rows of the target's output layer, if the head has none."""
         if self.output is not None:
             return
         whole = target.model.get_output_embeddings()
         if getattr(whole, "in_features", None) != self.config.width:
             raise UnsupportedError(
-                f"This eagle head uses the target's output layer, but that of {target.name} is no linear layer of "
+                f"This eagle head uses the target's output layer, but that of {target.name} is not a linear layer of "
                 f"{self.config.width} features; train one with own_output=true."
             )
         ids = arange(0, self.config.vocabulary, target.device) if self.d2t is None else self.d2t.to(target.device)
@@ -230,16 +230,16 @@ class EagleHead(DraftHead):
     def step(
         self, embedded: Tensor, features: Tensor, position: Tensor, mask: Tensor | None, remember: Remember | Unrolled
     ) -> Tensor:
-        """embedded [R,Q,E], features [R,Q,D] -> the next features [R,Q,D]."""
+        """Return the next features [R,Q,D] from embedded tokens [R,Q,E] and features [R,Q,D]."""
         normed = self.feature_norm(features)
         seen = torch.cat([self.embed_norm(embedded), normed], -1)
         stream = normed if self.config.norm_before_residual else features
         return self.layer(seen, stream, position, mask, remember)  # type: ignore[no-any-return]
 
-    def say(self, features: Tensor, shared: Shared | None = None) -> Tensor:
-        """[...,D] -> logits [...,V] over the target's vocabulary; -inf for tokens outside the draft vocabulary.
+    def logits(self, features: Tensor, shared: Shared | None = None) -> Tensor:
+        """Return logits [...,V] over the target's vocabulary from features [...,D].
 
-        shared: the target's output layer, for heads without their own.
+        Tokens outside the draft vocabulary have -inf. shared: the target's output layer, for heads without their own.
         """
         logits: Tensor = self.output(self.norm(features))
         return logits if self.d2t is None else spread(logits, self.d2t, self.config.vocabulary)
@@ -247,12 +247,12 @@ class EagleHead(DraftHead):
     def forward(
         self, embedded: Tensor, taps: Sequence[Tensor], steps: int, shared: Shared | None = None
     ) -> list[Tensor]:
-        """Logits [R,T,V] of `steps` steps over whole texts, see `unrolled`."""
-        return [self.say(features, shared) for features in self.unrolled(embedded, taps, steps)]
+        """Return the logits [R,T,V] of each of `steps` steps over whole texts, see `unrolled`."""
+        return [self.logits(features, shared) for features in self.unrolled(embedded, taps, steps)]
 
     def unrolled(self, embedded: Tensor, taps: Sequence[Tensor], steps: int) -> Iterator[Tensor]:
-        """Run whole texts as in drafting ("training-time test"): `embedded` [R,T,E] are the tokens after the positions
-        of `taps` [R,T,D]. Yields features [R,T,D] for each step: at position t, step s used true features up to t-s."""
+        """Run whole texts as in drafting ("training-time test"), and yield the features [R,T,D] of each step. embedded
+        [R,T,E]: the tokens after the positions of `taps` [R,T,D]. At position t, step s has true features up to t-s."""
         features = self.fuse(torch.cat(list(taps), -1))
         position = arange(0, features.shape[1], features.device).unsqueeze(0)
         remember = Unrolled()
@@ -264,7 +264,7 @@ class EagleHead(DraftHead):
 
 @DRAFTERS.register("eagle")
 class Eagle(HeadDrafter, Rewindable):
-    """Let one trained layer write ahead in the target's own hidden states."""
+    """Draft with one trained layer that predicts the target's next hidden states."""
 
     needs_taps = EagleConfig.taps
 
@@ -279,8 +279,8 @@ class Eagle(HeadDrafter, Rewindable):
     def __init__(self, options: HeadOptions | None = None) -> None:
         super().__init__(options)
         known = self.head is not None and self.head.config.tap_layers is None
-        self.needs_taps = self.head.config.taps if known else ()  # `check` knows the others
-        self._read = ReadCursor()  # entries in the KV cache that were made from hidden states of the target
+        self.needs_taps = self.head.config.taps if known else ()  # else `check` sets them
+        self._read = ReadCursor()  # entries in the KV cache that were computed from hidden states of the target
         self._graph_width = 0  # entries that a draft inside a CUDA graph reads first
 
     def reset_copy(self) -> Drafter:
@@ -325,7 +325,7 @@ class Eagle(HeadDrafter, Rewindable):
             )
 
     def admit(self, rows: RowsView, first: int) -> None:
-        """Read the prompts except their last entry, which the first draft reads."""
+        """Read the entries of the prompts, except the last one of each, which the first draft reads."""
         super().admit(rows, first)
         self._read.settle(rows.lengths[:first])
         entries = [length - 1 for length in rows.lengths[first:]]
@@ -373,19 +373,19 @@ class Eagle(HeadDrafter, Rewindable):
         return tree
 
     def _expand(self, rows: RowsView, width: int) -> Expand:
-        """Reads the last `width` entries first, some of them again."""
+        """Return `Steps.draft` with logits over the target's vocabulary. It first reads the last `width` entries."""
         draft = self._steps.draft(rows, width)
         return lambda tokens, parents: self.usable(draft(tokens, parents))
 
 
 def _with_shared_output(target: LanguageModel) -> EagleHead:
-    """The same, with rows of the target's output layer."""
+    """Return a head for the conformance suite that uses rows of the target's output layer."""
     whole = target.model.get_output_embeddings()
     return _with_few_tokens(target, own=getattr(whole, "in_features", None) != EagleHead.sizes(target).width)
 
 
 def _with_few_tokens(target: LanguageModel, own: bool = True) -> EagleHead:
-    """For the conformance suite: random weights with a draft vocabulary."""
+    """Return a head for the conformance suite, with random weights and a draft vocabulary."""
     sizes = EagleHead.sizes(target)
     few = replace(sizes, draft_vocabulary=sizes.vocabulary * 3 // 4, own_output=own)
     head = EagleHead.random(target, 0, few)

@@ -26,9 +26,9 @@ from paceline.models.language_model import LanguageModel
 from paceline.models.loading.catalogue import find_entry
 from paceline.models.loading.hub import quiet
 
-_SPECULATORS = "0.9.0"  # the version whose loader was tested; the format stores it
-_AHEAD = 3  # tokens that its users draft by default
-WHOLE = "hf"  # a draft-lm as a complete model
+_SPECULATORS = "0.9.0"  # the format stores this version, whose loader was tested
+_AHEAD = 3  # the default number of drafted tokens for users of the format
+WHOLE = "hf"  # the format of a draft-lm that is exported as a complete model
 
 
 def export_head(
@@ -37,15 +37,15 @@ def export_head(
     folder: str | os.PathLike[str],
     format: str = "speculators",
 ) -> None:
-    """Write a head (or the head in a folder) for `target` into `folder`.
+    """Write a head (or the head of a folder) for `target` to `folder`.
 
-    format: "speculators" or "medusa"; "hf" for a draft-lm, as a complete model.
+    format: "speculators" or "medusa". "hf" writes a draft-lm as a complete model.
     """
     if format not in (*_WRITERS, WHOLE):
         raise UnknownNameError("format of heads", format, (*_WRITERS, WHOLE))
     if isinstance(head, (str, os.PathLike)):
         if Path(head).resolve() == Path(folder).resolve():
-            raise InputError(f"The head cannot be exported into its own folder '{folder}'; name another.")
+            raise InputError(f"The head cannot be exported to its own folder '{folder}'; give another folder.")
         if format == WHOLE:
             _export_layers(head, target, folder)
             return
@@ -57,7 +57,7 @@ def export_head(
         fitting = next((name for name, (kind, _) in _WRITERS.items() if type(head) is kind), None)
         advice = f"export it to {fitting}" if fitting else "only eagle, medusa and draft-lm can be exported"
         raise UnsupportedError(f"The format '{format}' cannot hold heads of kind '{head.kind}'; {advice}.")
-    # on the CPU: nothing is decoded
+    # on the CPU, because only weights are read
     lm = load(target, dtype="auto", device="cpu") if isinstance(target, (str, os.PathLike)) else load(target)
     head.check(lm)
     config, tensors = write(head, lm)
@@ -87,15 +87,15 @@ def _speculators(head: EagleHead, target: LanguageModel) -> tuple[dict[str, Any]
     config = head.config
     if not config.width == config.hidden == config.embedding:
         raise UnsupportedError(
-            f"This eagle head is {config.width} wide on states of {config.hidden} and embeddings of "
-            f"{config.embedding}, and the format 'speculators' has one width for all; train one as wide as its target."
+            f"This eagle head has width {config.width}, hidden states of {config.hidden} and embeddings of "
+            f"{config.embedding}, but the format 'speculators' has one width; train a head as wide as its target."
         )
     if config.fuse_bias:
-        raise UnsupportedError("This eagle head fuses with a bias, which the format 'speculators' cannot hold.")
+        raise UnsupportedError("This eagle head has a bias in fc, which the format 'speculators' cannot hold.")
     tensors: dict[str, Tensor] = {theirs: head.get_parameter(ours) for ours, theirs in WEIGHTS.items()}
     tensors["embed_tokens.weight"] = _words(head, target)
     if head.d2t is not None:
-        ids, order = head.d2t.sort()  # other projects expect the order of the target's ids
+        ids, order = head.d2t.sort()  # other projects expect sorted target ids
         tensors["lm_head.weight"] = tensors["lm_head.weight"][order]
         tensors["d2t"] = ids - torch.arange(ids.shape[0], device=ids.device)
         tensors["t2d"] = torch.zeros(config.vocabulary, dtype=torch.bool, device=ids.device).index_fill(0, ids, True)
@@ -116,7 +116,7 @@ def _speculators(head: EagleHead, target: LanguageModel) -> tuple[dict[str, Any]
 
 
 def _words(head: EagleHead, target: LanguageModel) -> Tensor:
-    """The embeddings of all tokens, as the head gets them: some models scale them."""
+    """Return the embeddings of all tokens that the head gets. Some models scale them."""
     if head.words is not None:
         return head.words.weight
     embedding = target.model.get_input_embeddings()
@@ -126,18 +126,18 @@ def _words(head: EagleHead, target: LanguageModel) -> Tensor:
 
 
 def _numbers(head: EagleHead, target: LanguageModel) -> list[int]:
-    """The numbers of its hidden states. Refuses the last one: only Paceline applies the final norm to it."""
+    """Return the numbers of the head's hidden states. The last one is refused: only Paceline applies the final norm."""
     numbers = [round(share * target.layers) for share in head.config.taps_of(target.layers)]
     if target.layers in numbers or len(set(numbers)) < len(numbers):
         raise UnsupportedError(
             f"This eagle head reads the hidden states {', '.join(map(str, numbers))}, and the format 'speculators' "
-            f"takes different ones from 0 to {target.layers - 1}; train one with other taps."
+            f"takes different ones from 0 to {target.layers - 1}; train a head with other taps."
         )
     return numbers
 
 
 def _layer_config(head: EagleHead, target: LanguageModel) -> dict[str, Any]:
-    """The config of a Llama with one layer. Rotary positions are written for newer and for older readers."""
+    """Return the config of a Llama with one layer. Rotary positions are given in the newer and in the older form."""
     config = head.config
     scaling: dict[str, Any] = {"rope_type": "default"}
     if config.rope_scaling is not None:
@@ -180,7 +180,7 @@ def _plan(target: LanguageModel) -> dict[str, Any]:
 
 
 def _address(target: LanguageModel) -> str | None:
-    """Where others find the target: on the hub, or in its folder; None for a model made in memory."""
+    """Return the hub id or the folder of the target. None: the model was made in memory."""
     entry = find_entry(target.name)
     if entry is not None:
         return entry.hub_id
@@ -230,14 +230,14 @@ def _medusa(head: MedusaHead, target: LanguageModel) -> tuple[dict[str, Any], di
 
 
 def _output(head: MedusaHead, target: LanguageModel) -> Tensor:
-    """The weight of the target's output layer, which these heads share."""
+    """Return the weight of the target's output layer, which all heads without their own use."""
     layer = target.model.get_output_embeddings()
     weight = getattr(layer, "weight", None)
     plain = isinstance(weight, Tensor) and weight.is_floating_point() and getattr(layer, "bias", None) is None
     if not plain or weight is None or tuple(weight.shape) != (head.config.vocabulary, head.config.hidden):
         raise UnsupportedError(
-            f"The output layer of {target.name} is no plain matrix of {head.config.vocabulary} x {head.config.hidden}, "
-            "so that it cannot be written beside this medusa head; export with the target in float32 or bfloat16."
+            f"The output layer of {target.name} is not a plain matrix of {head.config.vocabulary} x "
+            f"{head.config.hidden}, so it cannot be written with this head; load the target in float32 or bfloat16."
         )
     return weight
 

@@ -1,9 +1,9 @@
-"""Heads of other projects: EAGLE-3 and EAGLE-1, as their authors publish them and in the `speculators` format, and
-Medusa, as FasterDecoding publishes it and in the layout of vLLM.
+"""Read heads of other projects: EAGLE-3 and EAGLE-1, in the format of their authors and in the `speculators` format,
+and Medusa, in the format of FasterDecoding and in that of vLLM.
 
-An EAGLE-3 checkpoint names the hidden states that it fuses in one of three ways: no number at all (then they are 2,
-L//2 and L-3), the numbers of hidden states (0: the embeddings; `eagle_aux_hidden_state_layer_ids`), or, inside
-`eagle_config`, the numbers of layers, whose output is the next hidden state.
+An EAGLE-3 checkpoint names its hidden states in one of three ways. Without numbers they are 2, L//2 and L-3.
+`eagle_aux_hidden_state_layer_ids` has the numbers of hidden states (0: the embeddings). The same key inside
+`eagle_config` has the numbers of layers; the output of layer n is hidden state n+1.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from paceline.models.loading.weight_check import Table, bounded, check_link, hea
 
 H = TypeVar("H", bound=DraftHead)
 
-OURS = "paceline"  # the key of the config where our exports store the fingerprint of the target
+OURS = "paceline"  # the key of the config under which Paceline exports the fingerprint of the target
 _WEIGHTS = ("model.safetensors", "model-*.safetensors", "medusa_lm_head.safetensors")
 
 
 def read_config(folder: Path) -> dict[str, Any] | None:
-    """The content of config.json; None if there is no such file."""
+    """Return the content of config.json, or None if there is no such file."""
     check_link(folder / "config.json")
     try:
         config = read_json(folder / "config.json", MOST_CONFIG)
@@ -47,7 +47,7 @@ def read_config(folder: Path) -> dict[str, Any] | None:
     except (OSError, ValueError) as error:
         raise LoadError(f"'{folder / 'config.json'}' cannot be read: {error}.") from error
     if not isinstance(config, dict):
-        raise LoadError(f"'{folder / 'config.json'}' holds no JSON object, so it describes no model.")
+        raise LoadError(f"'{folder / 'config.json'}' holds no JSON object, so it does not describe a model.")
     return config
 
 
@@ -56,12 +56,12 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def weight_names(folder: Path) -> set[str]:
-    """The names of all tensors, from the file headers."""
+    """Return the names of all tensors, from the file headers."""
     return {name for path in weight_files(folder) for name in header_of(path)}
 
 
 class Checkpoint:
-    """The config and the tensors of a head. A reader takes the tensors that it knows; `finish` refuses the rest."""
+    """The config and the tensors of a head. A reader takes the tensors that it knows; `finish` refuses all others."""
 
     def __init__(self, folder: Path, kind: str) -> None:
         self.folder, self.kind = folder, kind
@@ -101,19 +101,19 @@ class Checkpoint:
         self._tensors.pop(name, None)
 
     def number(self, *path: str, default: Any = None) -> Any:
-        """A number of the config, under the first of these names that is there."""
+        """Return a number of the config, from the first of these names that the config has."""
         for name in path:
             value = self.config.get(name)
             if isinstance(value, (int, float)) and not isinstance(value, bool):
-                if not abs(value) <= LARGEST:  # NaN is not, either
-                    raise LoadError(f"'{name}' in the config.json of '{self.folder}' is {shown(value)}; get it again.")
+                if not abs(value) <= LARGEST:  # also true for NaN
+                    raise LoadError(f"'{name}' in config.json of '{self.folder}' is {shown(value)}; download it again.")
                 return value
         if default is None:
             raise LoadError(f"config.json of the {self.kind} head in '{self.folder}' needs a number '{path[0]}'.")
         return default
 
     def target(self, name: Any) -> dict[str, Any]:
-        """The fingerprint of the target, if Paceline exported the head; else its name, if known."""
+        """Return the fingerprint of the target, if Paceline exported the head, else its name, if it is known."""
         own = self.config.get(OURS)
         if isinstance(own, dict) and isinstance(own.get("target"), dict):
             return dict(own["target"])
@@ -127,14 +127,14 @@ class Checkpoint:
     def finish(
         self, Head: type[H], config: Mapping[str, Any], made_for: dict[str, Any], weights: dict[str, Tensor]
     ) -> H:
-        """The head, on the CPU and in the dtype of its first weight."""
+        """Return the head on the CPU, in the dtype of its first weight. Refuse tensors that no reader took."""
         if self._tensors:
             raise self.refusal(f"a tensor '{min(self._tensors)}'")
         dtype = next(tensor.dtype for tensor in weights.values() if tensor.is_floating_point())
         whole = {n: t.to(dtype) if t.is_floating_point() else t for n, t in weights.items()}
         try:
             table = Table(len(whole), sum(tensor.numel() for tensor in whole.values()))
-            with bounded(table, self.folder), torch.device("meta"):  # the weights follow
+            with bounded(table, self.folder), torch.device("meta"):  # `load_state_dict` assigns the weights
                 head = Head(Head.Config(**config), made_for)
             head.load_state_dict(whole, assign=True)
         except (ArithmeticError, AttributeError, InputError, LookupError, RuntimeError, TypeError) as error:
@@ -154,12 +154,12 @@ PARTS = {
     **{f"layer.{name}_proj.weight": f"mlp.{name}_proj.weight" for name in ("gate", "up", "down")},
 }
 
-# the names in Llama 3 of the parts of our rope_scaling
+# the names in Llama 3 of the entries of rope_scaling
 SCALING = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 
 
 def take_layer(found: Checkpoint, prefix: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """The sizes, as fields of a LayerConfig, and the weights under our names. Refuses parts that our layer lacks."""
+    """Return the sizes, as fields of a LayerConfig, and the weights under Paceline's names. Refuse unknown parts."""
     _refuse(found, prefix)
     weights = {ours: found.take(prefix + theirs) for ours, theirs in PARTS.items()}
     heads = found.number("num_attention_heads")
@@ -197,7 +197,7 @@ def _refuse(found: Checkpoint, prefix: str) -> None:
 
 
 def _rope(found: Checkpoint) -> dict[str, Any]:
-    """rope_theta is inside `rope_parameters`, or beside a separate `rope_scaling`."""
+    """Return the rotary fields of a LayerConfig. rope_theta is in `rope_parameters`, or beside `rope_scaling`."""
     rope = found.config.get("rope_parameters") or found.config.get("rope_scaling") or {}
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind not in (None, "default", "llama3"):
@@ -233,12 +233,12 @@ _OF_HEAD = [ours for ours in WEIGHTS if ours not in PARTS]
 
 
 def read_eagle3(folder: Path) -> EagleHead:
-    """The format of SafeAILab and SpecForge: a config like that of Llama, and `midlayer`."""
+    """Read the format of SafeAILab and SpecForge: a config like that of Llama, and the layer `midlayer`."""
     return _eagle3(Checkpoint(folder, "eagle"), {})
 
 
 def read_eagle3_speculators(folder: Path) -> EagleHead:
-    """The `speculators` format: the config of the layer is a part of the config."""
+    """Read the `speculators` format: the config of the layer is a part of the config."""
     found = Checkpoint(folder, "eagle")
     layer = found.config.get("transformer_layer_config")
     if not isinstance(layer, dict):
@@ -249,7 +249,7 @@ def read_eagle3_speculators(folder: Path) -> EagleHead:
 
 
 def verifier_of(config: Mapping[str, Any]) -> Any:
-    """The name of the target in a `speculators` config."""
+    """Return the name of the target in a `speculators` config."""
     return ((config.get("speculators_config") or {}).get("verifier") or {}).get("name_or_path")
 
 
@@ -296,7 +296,7 @@ def _refuse_settings(found: Checkpoint) -> None:
 
 
 def _tap_layers(found: Checkpoint) -> tuple[int, ...]:
-    """The numbers of the hidden states; () if the files do not name them."""
+    """Return the numbers of the hidden states, or () if the files do not name them."""
     inside = (found.config.get("eagle_config") or {}).get(_IDS)
     given = found.config.get(_IDS) or [layer + 1 for layer in inside or ()]
     if not all(isinstance(layer, int) and layer >= 0 for layer in given):
@@ -305,7 +305,7 @@ def _tap_layers(found: Checkpoint) -> tuple[int, ...]:
 
 
 def _vocabulary(found: Checkpoint, weights: Mapping[str, Tensor]) -> int:
-    """The size of the target's vocabulary."""
+    """Return the size of the target's vocabulary."""
     if "words.weight" in weights:
         return int(weights["words.weight"].shape[0])
     if "t2d" in found:
@@ -314,7 +314,7 @@ def _vocabulary(found: Checkpoint, weights: Mapping[str, Tensor]) -> int:
 
 
 def _draft_ids(found: Checkpoint, count: int, vocabulary: int) -> Tensor | None:
-    """The target's id of every draft id. The file holds the difference of the two."""
+    """Return the target's id of every draft id, or None if they are equal. The file holds the difference of the ids."""
     found.drop("t2d")  # the inverse of d2t
     if "d2t" not in found:
         if count != vocabulary:
@@ -333,10 +333,10 @@ def _draft_ids(found: Checkpoint, count: int, vocabulary: int) -> Tensor | None:
 
 
 class FirstEagleHead(EagleHead):
-    """EAGLE-1 (arXiv 2401.15077; also EAGLE-2 and HASS): continues the last hidden state of the target.
+    """EAGLE-1 (arXiv 2401.15077; also EAGLE-2 and HASS): predicts the next last hidden state of the target.
 
-    One linear layer joins the token and the hidden state. One decoder layer without an input norm gives the next
-    hidden state, so that the target's own output layer gives the logits.
+    One linear layer joins the token and the hidden state. One decoder layer without an input norm computes the next
+    hidden state, and the output layer of the target computes the logits.
     """
 
     kind = "eagle-1"
@@ -361,7 +361,7 @@ class FirstEagleHead(EagleHead):
         return EagleConfig(*sizes, usual.hidden, usual.embedding, usual.vocabulary, taps=(1.0,), fuse_bias=True)
 
     def borrow(self, target: Any) -> None:
-        """Nothing to do: `say` gets the target's whole output layer."""
+        """Do nothing: `logits` gets the target's whole output layer."""
 
     def step(
         self, embedded: Tensor, features: Tensor, position: Tensor, mask: Tensor | None, remember: Remember | Unrolled
@@ -369,7 +369,7 @@ class FirstEagleHead(EagleHead):
         joined = self.join(torch.cat([embedded, features], -1))
         return self.layer(joined, joined, position, mask, remember)  # type: ignore[no-any-return]
 
-    def say(self, features: Tensor, shared: Shared | None = None) -> Tensor:
+    def logits(self, features: Tensor, shared: Shared | None = None) -> Tensor:
         assert shared is not None
         return shared(features)
 
@@ -379,7 +379,7 @@ def read_eagle1(folder: Path) -> FirstEagleHead:
 
 
 def read_eagle1_speculators(folder: Path) -> FirstEagleHead:
-    """The first versions of the `speculators` format. Version 0.9.0 has no EAGLE-1."""
+    """Read the first versions of the `speculators` format. Version 0.9.0 has no EAGLE-1."""
     found = Checkpoint(folder, "EAGLE-1")
     if found.config.get("layernorms"):
         raise found.refusal("the setting 'layernorms'")
@@ -397,7 +397,7 @@ def _eagle1(found: Checkpoint, known: dict[str, Any]) -> FirstEagleHead:
         weights["join.bias"] = found.take("fc.bias")
     if "embed_tokens.weight" in found:
         weights["words.weight"] = found.take("embed_tokens.weight")
-    found.drop("lm_head.weight")  # the target has it
+    found.drop("lm_head.weight")  # the output layer of the target is used
     sizes, of_layer = take_layer(found, LAYER)
     width, joined = weights["join.weight"].shape
     vocabulary = weights["words.weight"].shape[0] if "words.weight" in weights else found.number("vocab_size")
@@ -420,7 +420,7 @@ def _eagle1(found: Checkpoint, known: dict[str, Any]) -> FirstEagleHead:
 
 # ---- Medusa
 
-# two sets of names for the same tensors: the number of the head, then of the block
+# two sets of names for the same tensors: the number of the head, then the number of the block
 _PUBLISHED = re.compile(r"(\d+)\.(\d+)\.linear\.weight")
 _SERVED = re.compile(r"blocks\.(\d+)\.layers\.(\d+)\.weight")
 
@@ -458,7 +458,7 @@ def read_medusa(folder: Path) -> MedusaHead:
 
 
 def _counts(found: Checkpoint, pattern: re.Pattern[str]) -> tuple[int, int]:
-    """The number of heads, and of the blocks of each."""
+    """Return the number of heads, and the number of blocks per head."""
     numbers = [match.groups() for match in map(pattern.fullmatch, found) if match]
     if not numbers:
         raise LoadError(f"The medusa head in '{found.folder}' has no blocks, such as 'blocks.0.layers.0.weight'.")
@@ -472,7 +472,7 @@ def _bias(found: Checkpoint, block: str, blocks: Tensor) -> Tensor:
 
 
 def _outputs(found: Checkpoint, names: str, heads: int) -> Tensor | None:
-    """[K,V,D], or None if the heads share the target's output layer."""
+    """Return the output layers [K,V,D], or None if the heads use the target's output layer."""
     if found.config.get("original_lm_head"):
         for name in [name for name in found if name.startswith(("lm_heads.", "lm_head."))]:
             found.drop(name)

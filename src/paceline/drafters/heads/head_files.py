@@ -1,8 +1,8 @@
 """Trained heads on disk: a folder with config.json (kind, sizes, target) and model.safetensors (the weights).
 
 The config has the fingerprint of the target under "target". A drafter cannot change a text, so `check_target` refuses
-only a target that the head cannot work with: another vocabulary, width, depth or architecture. Other weights of the
-same sizes give one warning. Values that a fingerprint lacks are not compared.
+only a target with another vocabulary, width, depth or architecture: the head cannot work with it. A target of the same
+sizes with other weights gives one warning. Values that a fingerprint does not have are not compared.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from paceline.models.loading.weight_check import check_link, header_of
 if TYPE_CHECKING:
     from paceline.models.language_model import LanguageModel
 
-# ---- Weights in fewer bytes on disk. A draft need not be exact: the target verifies it
+# ---- Weights in fewer bytes on disk. The target verifies every draft, so the weights need not be exact
 
 NUMBERS = ("float32", "bfloat16", "int8")
 _SCALE = ".scale"
 
 
 def packed(tensors: Mapping[str, Tensor], numbers: str | None) -> dict[str, Tensor]:
-    """The tensors in another dtype. int8: matrices by rows, each with a scale (`name.scale`), and everything else in
-    bfloat16. None: unchanged."""
+    """Return the tensors on the CPU in another dtype. int8: matrices in int8 with a scale per row (`name.scale`), all
+    other weights in bfloat16. None: the same dtypes."""
     if numbers is not None and numbers not in NUMBERS:
         raise UnknownNameError("kind of numbers", numbers, NUMBERS)
     whole = {name: tensor.detach().to("cpu").contiguous().clone() for name, tensor in tensors.items()}
@@ -55,7 +55,7 @@ def packed(tensors: Mapping[str, Tensor], numbers: str | None) -> dict[str, Tens
 
 
 def unpacked(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors with int8 matrices as float32. Beside such matrices everything is float32."""
+    """Return the tensors with all int8 matrices converted to float32. If there are any, all weights are float32."""
     scaled = {name for name in tensors if name + _SCALE in tensors and tensors[name].dtype == torch.int8}
     if not scaled:
         return dict(tensors)
@@ -63,8 +63,8 @@ def unpacked(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     for name, tensor in tensors.items():
         if name in scaled:
             scale = tensors[name + _SCALE]
-            if scale.shape != (*tensor.shape[:-1], 1):  # a product of two other shapes may be huge
-                raise ValueError(f"'{name}{_SCALE}' has the shape {tuple(scale.shape)} beside {tuple(tensor.shape)}")
+            if scale.shape != (*tensor.shape[:-1], 1):  # a broadcast of other shapes can be huge
+                raise ValueError(f"'{name}{_SCALE}' has the shape {tuple(scale.shape)} for {tuple(tensor.shape)}")
             found[name] = tensor.float() * tensors[name + _SCALE].float()
         elif not (name.endswith(_SCALE) and name.removesuffix(_SCALE) in scaled):
             found[name] = tensor.float() if tensor.is_floating_point() else tensor
@@ -82,7 +82,7 @@ _FINGERPRINT = {
     "model_type": "the architecture '{}'",
 }
 _ALWAYS = ("vocabulary", "hidden")  # always compared
-_VALUES = 24  # stored of each weight in a fingerprint
+_VALUES = 24  # the number of values of each weight in a fingerprint
 _NEAR = 2.0**-8  # relative error of a weight after bfloat16
 _TINY = 1e-7  # absolute error: float16 has no smaller digits
 MOST_CONFIG = 1 << 22  # bytes
@@ -90,7 +90,7 @@ DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 def fingerprint(target: LanguageModel) -> dict[str, Any]:
-    """The sizes of a target, some values of its weights, and its name and source (not compared)."""
+    """Return the sizes of a target, some values of its weights, and its name and source, which are not compared."""
     source = {"source": str(target.weights)} if str(target.weights) else {}
     return {**_sizes(target), "name": target.name, "weights": _samples(target.model), **source}
 
@@ -106,7 +106,7 @@ def _sizes(target: LanguageModel) -> dict[str, Any]:
 
 
 def check_target(kind: str, made_for: Mapping[str, Any], target: LanguageModel) -> None:
-    """Raise `UnsupportedError` if the head cannot work with this target. Warn if the weights are others."""
+    """Raise `UnsupportedError` if the head cannot work with this target. Warn if it was trained on other weights."""
     wrong = _misfit(made_for, target)
     if wrong is not None:
         known = f" ({made_for['name']})" if made_for.get("name") else ""
@@ -133,12 +133,12 @@ def warn_of_other_weights(kind: str, made_for: Mapping[str, Any], target: Langua
 
 
 def fits(made_for: Mapping[str, Any], target: LanguageModel) -> bool:
-    """Can a head with this fingerprint draft for the target?"""
+    """Return whether a head with this fingerprint can draft for the target."""
     return _misfit(made_for, target) is None
 
 
 def other_weights(made_for: Mapping[str, Any], target: LanguageModel) -> bool:
-    """Do the sizes or the weights of the target differ from the fingerprint?"""
+    """Return whether the sizes or the weights of the target differ from the fingerprint."""
     if _misfit(made_for, target) is not None:
         return True
     weights = _plain(target.model)
@@ -147,7 +147,7 @@ def other_weights(made_for: Mapping[str, Any], target: LanguageModel) -> bool:
 
 
 def _misfit(made_for: Mapping[str, Any], target: LanguageModel) -> str | None:
-    """The first size that differs."""
+    """Return the name of the first size that differs, or None."""
     here = _sizes(target)
     compared = (key for key in _FINGERPRINT if key in made_for or key in _ALWAYS)
     return next((key for key in compared if made_for.get(key) != here[key]), None)
@@ -157,12 +157,12 @@ def _title(name: Any, source: Any) -> str:
     return ", ".join(str(part) for part in (name, source) if part and str(part)) or "unnamed"
 
 
-# ---- a few values of the weights: the same on every device and nearly the same in every dtype
+# ---- some values of the weights: equal on every device and almost equal in every dtype
 
 
 def _samples(model: Any) -> dict[str, str]:
-    """A few values of the embedding, of the last norm and of the last linear layer, by name. Of a quantized model only
-    some of them can be compared."""
+    """Return some values of the embedding, of the last norm and of the last linear layer, by name. A quantized model
+    has only some of them."""
     weights = _plain(model)
     ends = [getattr(end, "weight", None) for end in (model.get_input_embeddings(), model.get_output_embeddings())]
     inner = [name for name, weight in weights.items() if name.endswith("weight") and all(weight is not e for e in ends)]
@@ -173,7 +173,7 @@ def _samples(model: Any) -> dict[str, str]:
 
 
 def _plain(model: Any) -> dict[str, Tensor]:
-    """The weights that are plain tensors: not packed, not sharded, and in memory."""
+    """Return the weights that are plain tensors: not packed, not sharded, and in memory."""
     return {
         name: weight
         for name, weight in model.named_parameters()
@@ -182,7 +182,7 @@ def _plain(model: Any) -> dict[str, Tensor]:
 
 
 def _sample(weight: Tensor) -> str:
-    """Some values, spread evenly, in one line."""
+    """Return evenly spaced values of a weight, as one line of text."""
     count = min(_VALUES, weight.numel())
     places = [place * weight.numel() // count for place in range(count)]
     flat = weight.detach().flatten()
@@ -203,7 +203,7 @@ def save_head(
     numbers: str | None = None,
 ) -> None:
     """Write a head. config: its sizes and, under "target", the fingerprint of its target. numbers: the dtype on disk.
-    Files of an older head stay if this fails."""
+    If this fails, the files of an older head do not change."""
     place = Path(folder)
     text = json.dumps({"kind": kind, "format": FORMAT, **config}, indent=2, sort_keys=True)
     halves = {place / f".{name}.part": place / name for name in (WEIGHTS, _CONFIG)}
@@ -221,7 +221,7 @@ def save_head(
 
 
 def _check_samples(samples: Any, place: Path) -> None:
-    """Refuse samples of weights that are not lines of numbers."""
+    """Raise `LoadError` if the samples of weights are not lines of numbers."""
     try:
         wrong = any(
             not isinstance(line, str) or any(value != value for value in map(float, line.split()))
@@ -234,12 +234,12 @@ def _check_samples(samples: Any, place: Path) -> None:
 
 
 def load_head(folder: str | os.PathLike[str], kind: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """The config and the weights of a head, on the CPU."""
+    """Return the config and the weights of a head, on the CPU."""
     place = Path(folder)
     check_link(place / _CONFIG)
     try:
         config = read_json(place / _CONFIG, MOST_CONFIG)
-        if (place / WEIGHTS).exists():  # if missing, the next line raises
+        if (place / WEIGHTS).exists():  # if it is missing, `load_file` raises an error
             header_of(place / WEIGHTS)
         tensors = unpacked(load_file(place / WEIGHTS))
     except (OSError, ValueError, SafetensorError) as error:
@@ -249,10 +249,10 @@ def load_head(folder: str | os.PathLike[str], kind: str) -> tuple[dict[str, Any]
         raise LoadError(f"'{place}' holds a head of kind {found!r}, not '{kind}'; give the folder of a {kind} head.")
     if config.get("format") != FORMAT:
         raise LoadError(
-            f"'{place}' is written in format {config.get('format')!r} of heads, this version reads {FORMAT}; "
+            f"'{place}' has format {config.get('format')!r} of heads, but this version reads format {FORMAT}; "
             "save it again with this version."
         )
     if not isinstance(config.get("target"), dict):
-        raise LoadError(f"'{place}' does not say which target it was made for; its config.json needs a 'target'.")
+        raise LoadError(f"'{place}' does not name the target that it was made for; its config.json needs a 'target'.")
     _check_samples(config["target"].get("weights", {}), place)
     return {name: value for name, value in config.items() if name not in ("kind", "format")}, tensors

@@ -1,4 +1,4 @@
-"""Medusa: several heads on the last hidden state of the target. Each one guesses a token further ahead."""
+"""Medusa: several heads on the last hidden state of the target. Head k drafts the token k+2 positions later."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from paceline.models.language_model import LanguageModel
 
 @dataclass(frozen=True)
 class MedusaConfig:
-    """heads: tokens guessed ahead; layers: residual blocks of each; own_output: false shares the target's."""
+    """heads: the number of drafted tokens. layers: blocks per head. own_output: false uses the target's layer."""
 
     hidden: int
     vocabulary: int
@@ -35,7 +35,7 @@ class MedusaConfig:
 
 
 class MedusaHead(DraftHead):
-    """K residual heads (arXiv 2401.10774): head k guesses the token k+2 positions after its hidden state."""
+    """K residual heads (arXiv 2401.10774): head k drafts the token k+2 positions after its hidden state."""
 
     kind = "medusa"
     Config = MedusaConfig
@@ -43,7 +43,7 @@ class MedusaHead(DraftHead):
     def __init__(self, config: MedusaConfig, made_for: dict[str, Any]) -> None:
         super().__init__(config, made_for)
         K, D = config.heads, config.hidden
-        # the blocks start at zero: a new head applies its output layer to the hidden state itself
+        # the blocks start at zero, so a new head applies its output layer directly to the hidden state
         self.blocks = nn.Parameter(torch.zeros(config.layers, K, D, D))
         self.biases = nn.Parameter(torch.zeros(config.layers, K, 1, D))
         self.output = nn.Parameter(torch.randn(K, config.vocabulary, D) / D**0.5) if config.own_output else None
@@ -54,13 +54,13 @@ class MedusaHead(DraftHead):
         return MedusaConfig(config.hidden_size, config.vocab_size)
 
     def states(self, hidden: Tensor, head: int) -> Tensor:
-        """[...,D] -> [...,D]: the input of the output layer of one head."""
+        """Return the input [...,D] of the output layer of one head, from hidden states [...,D]."""
         for block, bias in zip(self.blocks[:, head], self.biases[:, head], strict=True):
             hidden = hidden + F.silu(F.linear(hidden, block, bias.squeeze(0)))
         return hidden
 
     def forward(self, hidden: Tensor, shared: Callable[[Tensor], Tensor], most: int) -> Tensor:
-        """hidden [...,D] -> logits [K,...,V] of the first `most` heads; `shared` is the target's own output layer."""
+        """Return logits [K,...,V] of the first `most` heads from hidden [...,D]. shared: the target's output layer."""
         K = min(most, self.config.heads)
         states = hidden.reshape(1, -1, hidden.shape[-1]).expand(K, -1, -1)  # [K,P,D]
         for block, bias in zip(self.blocks, self.biases, strict=True):
@@ -69,7 +69,7 @@ class MedusaHead(DraftHead):
         return logits.view(K, *hidden.shape[:-1], -1)
 
     def light(self) -> nn.Module:
-        """The same heads in the dtype of drafting, see `cpu_linear.drafting`."""
+        """Return these heads with int8 linear layers, see `cpu_linear.drafting`."""
         return _LightHeads(self)
 
 
@@ -99,7 +99,7 @@ class _LightHeads(nn.Module):
 
 @DRAFTERS.register("medusa")
 class Medusa(HeadDrafter):
-    """Let trained heads guess several tokens ahead from the target's last hidden state."""
+    """Draft with several trained heads on the target's last hidden state, one head for each position."""
 
     @dataclass(frozen=True)
     class Options(HeadOptions):
@@ -110,11 +110,11 @@ class Medusa(HeadDrafter):
         return self._grower.run(rows, replace(budget, depth=depth), self._expand(rows, depth))
 
     def _expand(self, rows: RowsView, depth: int) -> Expand:
-        """All nodes of one depth have the same logits: those of the head for that depth."""
+        """Return the function that looks up logits. All nodes of one depth have the logits of one head."""
         hidden = self.last_state(rows).squeeze(1)
         logits = self.usable(self.light(hidden, self.shared, depth)).transpose(0, 1)  # [R,K,V]
         row = arange(0, rows.count, logits.device).unsqueeze(1)
-        depths = rows.length.new_empty(rows.count, 0)  # of the nodes expanded so far; 1: the children of the text
+        depths = rows.length.new_empty(rows.count, 0)  # depth of every expanded node; 1: a child of the text
 
         def expand(tokens: Tensor | None, parents: Tensor | None) -> Tensor:
             nonlocal depths

@@ -1,4 +1,4 @@
-"""Prophet: a small transformer, started from the target's last hidden state, writes the next few tokens."""
+"""Prophet: a small transformer drafts the next tokens from the target's last hidden state."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ _START = 2  # positions before the draft: the target's hidden state, and the las
 
 @dataclass(frozen=True)
 class ProphetConfig(LayerConfig):
-    """hidden, embedding: the target's widths; width: its own; layers: their number; own_output: false uses the target's
-    output layer."""
+    """hidden, embedding: the widths of the target. width: the width of the head. layers: the number of its layers.
+    own_output: false uses the output layer of the target."""
 
     hidden: int = 0
     embedding: int = 0
@@ -41,7 +41,7 @@ class ProphetConfig(LayerConfig):
 
 
 class ProphetHead(DraftHead):
-    """A small causal transformer over the target's hidden state, the token chosen there, and the drafted tokens."""
+    """A small causal transformer over the target's last hidden state, the token after it, and the drafted tokens."""
 
     kind = "prophet"
     Config = ProphetConfig
@@ -56,7 +56,7 @@ class ProphetHead(DraftHead):
         self.norms = nn.ModuleList(Norm(D, eps=1e-6) for _ in range(config.layers))
         self.layers = nn.ModuleList(DecoderLayer(config, D) for _ in range(config.layers))
         self.norm = Norm(D, eps=1e-6)
-        # to logits, or to the input of the target's output layer
+        # maps to logits, or to the input of the target's output layer
         self.output = nn.Linear(D, config.vocabulary if config.own_output else config.hidden, bias=False)
 
     @classmethod
@@ -68,15 +68,15 @@ class ProphetHead(DraftHead):
         return ProphetConfig(width, heads, heads, 3 * width, 10000.0, config.hidden_size, embedding, config.vocab_size)
 
     def states(self, hidden: Tensor, embedded: Tensor) -> Tensor:
-        """hidden [R,1,D] and the embedded tokens after it [R,Q,E] -> [R,Q,D]: the last hidden state of each token."""
+        """Return the last hidden states [R,Q,D] of tokens. hidden [R,1,D]: of the target; embedded [R,Q,E]: tokens."""
         stream = self.start(hidden, embedded)
         position = arange(0, stream.shape[1], stream.device).unsqueeze(0)
         remember = [alone] * len(self.layers)
-        return self.think(stream, position, chain_mask(position, stream.shape[1]), remember)[:, 1:]
+        return self.run_layers(stream, position, chain_mask(position, stream.shape[1]), remember)[:, 1:]
 
     def forward(self, hidden: Tensor, embedded: Tensor, shared: Shared | None = None) -> Tensor:
-        """The same -> logits [R,Q,V] after each token. shared: the target's output layer."""
-        return self.say(self.states(hidden, embedded), shared)
+        """Return the logits [R,Q,V] after each token. hidden, embedded: as in `states`. shared: the output layer."""
+        return self.logits(self.states(hidden, embedded), shared)
 
     def start(self, hidden: Tensor, embedded: Tensor) -> Tensor:
         return torch.cat([self.begin(self.begin_norm(hidden)), self.read(embedded)], 1)
@@ -84,12 +84,12 @@ class ProphetHead(DraftHead):
     def read(self, embedded: Tensor) -> Tensor:
         return self.embed(self.embed_norm(embedded))  # type: ignore[no-any-return]
 
-    def think(self, stream: Tensor, position: Tensor, mask: Tensor, remember: Sequence[Remember]) -> Tensor:
+    def run_layers(self, stream: Tensor, position: Tensor, mask: Tensor, remember: Sequence[Remember]) -> Tensor:
         for norm, layer, store in zip(self.norms, self.layers, remember, strict=True):
             stream = layer(norm(stream), stream, position, mask, store)
         return stream
 
-    def say(self, stream: Tensor, shared: Shared | None = None) -> Tensor:
+    def logits(self, stream: Tensor, shared: Shared | None = None) -> Tensor:
         states: Tensor = self.output(self.norm(stream))
         if self.config.own_output:
             return states
@@ -99,7 +99,7 @@ class ProphetHead(DraftHead):
 
 @DRAFTERS.register("prophet")
 class Prophet(HeadDrafter):
-    """Let a small transformer, started from the target's last hidden state, write the next few tokens."""
+    """Draft with a small transformer that starts from the target's last hidden state."""
 
     @dataclass(frozen=True)
     class Options(HeadOptions):
@@ -117,7 +117,7 @@ class Prophet(HeadDrafter):
         return self._grower.run(rows, budget, self._expand(rows))
 
     def _expand(self, rows: RowsView) -> Expand:
-        """Its KV cache holds the draft only: every round starts in slot 0."""
+        """Return the function that runs the head. Its KV cache holds only the draft: each round starts at slot 0."""
         cache, every_row, head = self._cache, slice(0, rows.count), self.light
         remember = [by_slot(cache, layer) for layer in range(head.config.layers)]
         scratch = Scratch(torch.full_like(rows.length, _START), _START)
@@ -129,12 +129,12 @@ class Prophet(HeadDrafter):
                 position = arange(0, _START, stream.device).unsqueeze(0)
                 cache.reserve(rows.capacity, _START)
                 cache.set_next_write(every_row, position.expand(rows.count, -1), _START, 0)
-                states = head.think(stream, position, chain_mask(position, _START), remember)[:, -1:]
-                return self.usable(head.say(states, self.shared))
+                states = head.run_layers(stream, position, chain_mask(position, _START), remember)[:, -1:]
+                return self.usable(head.logits(states, self.shared))
             slots, position, mask, visible = scratch.add(tokens.shape[1], parents)
             cache.reserve(rows.capacity, visible)
             cache.set_next_write(every_row, slots, visible, 0)
-            states = head.think(head.read(self.embed(tokens)), position, mask, remember)
-            return self.usable(head.say(states, self.shared))
+            states = head.run_layers(head.read(self.embed(tokens)), position, mask, remember)
+            return self.usable(head.logits(states, self.shared))
 
         return expand

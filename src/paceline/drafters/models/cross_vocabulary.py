@@ -1,4 +1,4 @@
-"""A draft model with another tokenizer, by common tokens or by text (Timor et al. 2025, arXiv 2502.05202)."""
+"""Draft with a model that has another tokenizer, by common tokens or by text (Timor et al. 2025, arXiv 2502.05202)."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ from paceline.models.language_model import LanguageModel
 from paceline.models.readers.scratch_reader import ScratchReader, ScratchRows
 from paceline.models.translation import Transcript, Translation
 
-_MOST_STEPS = 4  # draft tokens per token of the target, at most
+_MOST_STEPS = 4  # the largest number of draft tokens per token of the target
 
 
 @DRAFTERS.register("cross-vocabulary")
 class CrossVocabulary(ModelDrafter):
-    """Let a smaller model with another tokenizer write ahead, by the tokens both know or by the text it writes.
+    """Draft with a smaller model with another tokenizer, by the tokens that both models have or by text.
 
-    The draft model reads the text in its own tokens. As the text grows, only its end is encoded again, and the KV cache
-    of the rest stays valid.
+    The draft model reads the text in its own tokens. When the text grows, only its end is encoded again, and the KV
+    cache of the other tokens stays valid.
     """
 
     @dataclass(frozen=True)
     class Options(Limited):
-        model: Any = None  # a LanguageModel, or anything `paceline.load` takes
-        mode: Literal["intersection", "text"] = "intersection"  # tokens that both have, or any text, encoded again
+        model: Any = None  # a LanguageModel, or an argument of `paceline.load`
+        mode: Literal["intersection", "text"] = "intersection"  # draft common tokens, or text that is encoded again
 
     def __init__(self, options: Options | None = None) -> None:
         super().__init__(options)
@@ -59,7 +59,7 @@ class CrossVocabulary(ModelDrafter):
             )
 
     def _translation(self, target: LanguageModel) -> Translation:
-        """Made once per target: it compares whole vocabularies."""
+        """Return the translation for this target. It is made once, because it compares whole vocabularies."""
         if self._translated is None or self._translated[0] is not target:
             self._translated = (target, Translation(target, self.lm))
         return self._translated[1]
@@ -96,7 +96,7 @@ class CrossVocabulary(ModelDrafter):
         return self._by_text(rows, budget, steps) if by_text else self._by_tokens(rows, budget)
 
     def _by_tokens(self, rows: RowsView, budget: Budget) -> TokenTree:
-        """Draft from the distribution over the tokens that both models have."""
+        """Return a draft from the distribution over the tokens that both models have."""
 
         def expand(tokens: Tensor | None, parents: Tensor | None) -> Tensor:
             if tokens is None:
@@ -113,7 +113,7 @@ class CrossVocabulary(ModelDrafter):
         return replace(tree, count=torch.tensor(counts, device=tree.tokens.device))
 
     def _steps(self, rows: RowsView, depth: int) -> int:
-        """The number of draft tokens to write: one more than needed, since the last may be incomplete."""
+        """Return the number of draft tokens to write: one more than needed, because the last can be incomplete."""
         if self.words.pieces is None:
             return depth
         lengths = zip(self._transcripts, rows.lengths, strict=True)
@@ -121,7 +121,7 @@ class CrossVocabulary(ModelDrafter):
         return math.ceil((depth + 1) * min(max(ratio, 1.0), _MOST_STEPS))
 
     def _by_text(self, rows: RowsView, budget: Budget, steps: int) -> TokenTree:
-        """The draft model writes text. Its encoding in the target's tokens is the draft."""
+        """Return as the draft the text that the draft model writes, encoded in tokens of the target."""
         logits = self.book.extend().logits
         sampler = _DraftSampler(rows, budget, self.words)
         written = [sampler.draw(logits)]
@@ -138,10 +138,10 @@ class CrossVocabulary(ModelDrafter):
 
 
 class _DraftSampler:
-    """Selects the draft's own tokens, one at a time.
+    """Selects tokens of the draft model, one at a time.
 
-    As long as all tokens exist in both vocabularies, it draws with the target's noise. After that it takes the most
-    likely token.
+    While all tokens exist in both vocabularies, it draws with the target's noise. After that it selects the likeliest
+    token.
     """
 
     def __init__(self, rows: RowsView, budget: Budget, words: Translation) -> None:
@@ -150,7 +150,7 @@ class _DraftSampler:
         self._aligned = torch.ones(rows.count, 1, dtype=torch.bool, device=rows.text.device)
 
     def draw(self, logits: Tensor) -> Tensor:
-        """[R,1]: the next token in the draft's ids."""
+        """Return the next tokens [R,1] as ids of the draft model."""
         own = logits.argmax(-1)
         step = len(self._guesses)
         if step >= self._budget.depth:

@@ -1,4 +1,4 @@
-"""A small model made from the target: a few trained layers between its embedding and its output layer."""
+"""Draft with a small model made from the target: some trained layers between its embedding and its output layer."""
 
 from __future__ import annotations
 
@@ -28,25 +28,25 @@ KIND = "draft-lm"
 
 
 class DraftLayers(nn.Module):
-    """The trained layers, which start as copies of layers of the target. Embedding, final norm, output layer and, if
-    `kept`, the first layers are the target's own."""
+    """The trained layers. Before the training they are copies of layers of the target. The small model uses the
+    embedding, the final norm, the output layer and the `kept` first layers of the target."""
 
     def __init__(self, target: LanguageModel, layers: Sequence[int], kept: int = 0) -> None:
-        """layers: the numbers of the target's layers to copy. kept: the number of the target's first layers to run
-        before them, unchanged."""
+        """layers: the numbers of the target's layers to copy. kept: the number of the target's first layers that run
+        unchanged before the copies."""
         super().__init__()
         every = layers_of(target)
         if not 0 <= kept < len(every):
-            raise InputError(f"A draft-lm keeps 0 to {len(every) - 1} of the layers of {target.name}, got {kept}.")
+            raise InputError(f"A draft-lm can keep 0 to {len(every) - 1} layers of {target.name}, got {kept}.")
         wrong = [layer for layer in layers if not 0 <= layer < len(every)]
         if wrong or not layers:
             raise InputError(
-                f"A draft-lm is made of layers 0 to {len(every) - 1} of {target.name}, got {list(layers)}."
+                f"A draft-lm copies some of the layers 0 to {len(every) - 1} of {target.name}, got {list(layers)}."
             )
         packed = any(isinstance(module, PackedLinear) for module in every[0].modules())
         if packed or any(not weight.is_floating_point() for weight in every[0].state_dict().values()):
             raise UnsupportedError(
-                f"The layers of {target.name} are quantized, and a draft-lm needs the original weights; load the "
+                f"The layers of {target.name} are quantized, but a draft-lm needs the original weights; load the "
                 "target without quantize."
             )
         self.sources, self.kept = tuple(layers), kept
@@ -59,7 +59,7 @@ class DraftLayers(nn.Module):
             weight.requires_grad_(True)
 
     def model(self, target: LanguageModel) -> Any:
-        """The small model: a view of the target with these layers."""
+        """Return the small model: a view of the target with these layers."""
         return with_layers(target, [*layers_of(target)[: self.kept], *self.layers], self._kinds, None)
 
     def save(self, folder: str | os.PathLike[str], numbers: str | None = None) -> None:
@@ -69,7 +69,7 @@ class DraftLayers(nn.Module):
 
 @dataclass(frozen=True)
 class SavedLayers:
-    """The content of a folder. `fitted` makes the layers, once the target is known."""
+    """The content of a folder. `fitted` makes the layers for a target."""
 
     config: dict[str, Any]
     tensors: dict[str, Tensor]
@@ -82,22 +82,22 @@ class SavedLayers:
         return saved
 
     def _layers(self) -> tuple[int, list[int]]:
-        """The number of kept layers of the target, and the numbers of the copied ones."""
+        """Return the number of kept layers of the target, and the numbers of the copied layers."""
         kept, sources = self.config.get("kept", 0), self.config.get("sources")
         if type(kept) is not int:
             raise LoadError(
-                f"The draft-lm in '{self.folder}' keeps a number of layers, and config.json has {shown(kept)}."
+                f"'kept' in the config.json of '{self.folder}' must be a number of layers, got {shown(kept)}."
             )
         if not isinstance(sources, list) or not all(type(layer) is int for layer in sources):
             raise LoadError(f"'sources' in the config.json of '{self.folder}' must be layers, got {shown(sources)}.")
-        if len(sources) > len(self.tensors):  # before that number of layers is copied
+        if len(sources) > len(self.tensors):  # refused before the layers are copied
             raise LoadError(
                 f"The draft-lm in '{self.folder}' has {len(sources)} layers, but {len(self.tensors)} tensors."
             )
         return kept, sources
 
     def check(self, target: LanguageModel) -> None:
-        """Raise an error for a target with other sizes, since the layers must fit between its own."""
+        """Raise an error if the layers do not fit the sizes of the target."""
         kept, sources = self._layers()
         compared = layers_of(target)[: len(sources)] if fits(self.config["target"], target) else []
         for index, layer in enumerate(compared):
@@ -130,13 +130,13 @@ class SavedLayers:
 
 @DRAFTERS.register(KIND)
 class DraftLm(SelfDraft):
-    """Let a few trained layers draft, between the target's own embedding and its own output layer."""
+    """Draft with some trained layers between the target's embedding and its output layer."""
 
     @dataclass(frozen=True)
     class Options(TreeOptions):
-        head: Any = None  # its folder, or the DraftLayers; None: the shipped one for the target
-        quantize: str | None = "auto"  # the dtype of the draft: int8, int4 or bfloat16; auto: int8 if kernels read it
-        # size of its output vocabulary: the most frequent tokens and those of the texts (None: all)
+        head: Any = None  # the folder of a draft-lm, or a DraftLayers; None: the shipped one for the target
+        quantize: str | None = "auto"  # dtype of the draft: int8, int4 or bfloat16; auto: int8 if the kernels run it
+        # size of the output vocabulary: the most frequent tokens and the tokens of the texts (None: all)
         vocabulary: int | None = limited(None, most=2**24)
 
         required = ("head",)

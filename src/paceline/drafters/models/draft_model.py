@@ -1,4 +1,4 @@
-"""A smaller model drafts a chain, or a tree that grows where its probabilities are highest."""
+"""Draft with a smaller model: a chain, or a tree that grows at its most probable nodes."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from paceline.models.language_model import LanguageModel
 from paceline.models.runtime import check_quantization, quantize_as
 from paceline.models.translation import check_same_vocabulary
 
-_FEWEST = 8  # tokens that a draft model must have logits for
-_GRAPH_WIDTH = 2  # tokens that a draft inside a CUDA graph reads first: all others are in the KV cache
+_FEWEST = 8  # the smallest output vocabulary of a draft model
+_GRAPH_WIDTH = 2  # a draft inside a CUDA graph first reads this number of tokens; the KV cache holds all others
 
 
 class ModelDrafter(RunsModel, Rewindable):
-    """Base of drafters that run a smaller model."""
+    """The base of drafters that run a smaller model."""
 
     Options: ClassVar[type]
     prior_acceptance = 0.7
@@ -50,14 +50,14 @@ class ModelDrafter(RunsModel, Rewindable):
         check_same_vocabulary(target, self.lm)
 
     def outgrown(self, lengths: list[int], depth: int) -> bool:
-        """Return whether no row has room left in the context of the draft model. Warns once."""
+        """Return whether a draft of this depth exceeds the context of the draft model in every row. Warn once."""
         if min(lengths) + depth <= self.lm.context:
             return False
         if not self._warned:
             self._warned = True
             warnings.warn(
-                f"The text has outgrown the context of {self.lm.name} ({self.lm.context} tokens); "
-                "plain decoding goes on.",
+                f"The text is longer than the context of {self.lm.name} ({self.lm.context} tokens); "
+                "plain decoding continues.",
                 PacelineWarning,
                 stacklevel=2,
             )
@@ -65,7 +65,7 @@ class ModelDrafter(RunsModel, Rewindable):
 
 
 def over_vocabulary(logits: Tensor, vocabulary: int) -> Tensor:
-    """Cut or pad logits to the target's vocabulary. Padded ids get -inf."""
+    """Return the logits cut or padded to the target's vocabulary. Padded ids have -inf."""
     extra = logits.shape[-1] - vocabulary
     if extra > 0:
         return logits[..., :vocabulary]
@@ -74,14 +74,14 @@ def over_vocabulary(logits: Tensor, vocabulary: int) -> Tensor:
 
 @DRAFTERS.register("draft-model")
 class DraftModel(ModelDrafter, DraftsOnDevice, Graphable, Reorderable):
-    """Let a smaller model with the same vocabulary write ahead, as a chain or as a tree."""
+    """Draft a chain or a tree with a smaller model that has the same vocabulary."""
 
     @dataclass(frozen=True)
     class Options(TreeOptions):
-        model: Any = None  # a LanguageModel, or anything `paceline.load` takes
+        model: Any = None  # a LanguageModel, or an argument of `paceline.load`
         quantize: str | None = None  # the dtype of its weights: int8, int4 or bfloat16
 
-        # size of its output vocabulary: the most frequent tokens and those of the texts (None: all)
+        # size of its output vocabulary: the most frequent tokens and the tokens of the texts (None: all)
         vocabulary: int | None = limited(None, most=2**24)
 
         def __post_init__(self) -> None:
@@ -99,10 +99,10 @@ class DraftModel(ModelDrafter, DraftsOnDevice, Graphable, Reorderable):
         self.lm = quantize_as(self.lm, self.options.quantize)
         self._read = ReadCursor()  # committed tokens in the draft's KV cache
         self._drafted_at = PerRow[int]()  # the length of the sequence when the last draft was made
-        self._drafted = False  # was there one since `_read` was right?
+        self._drafted = False  # a draft was made after the last `_settle`
         self._fed: int | None = None  # drafted tokens of a chain that it read; None: the draft is a tree
         self._grower = Grower(self.options)
-        self._subset: SubsetHead | None = None  # its output layer, if it has logits for some tokens only
+        self._subset: SubsetHead | None = None  # its output layer, if it has logits only for some tokens
         self._learned = PerRow[int]()  # tokens of the text that the subset has learned
 
     def describe(self) -> str:
@@ -112,7 +112,7 @@ class DraftModel(ModelDrafter, DraftsOnDevice, Graphable, Reorderable):
 
     @property
     def learns(self) -> bool:
-        """Does it learn from one text for the next?"""
+        """Return whether it has state that it learned from earlier texts."""
         return self._subset is not None or self.options.tree == "optimal"
 
     def reset_copy(self) -> Drafter:
@@ -145,8 +145,8 @@ class DraftModel(ModelDrafter, DraftsOnDevice, Graphable, Reorderable):
             state.release(row, last)
 
     def _settle(self, lengths: list[int]) -> None:
-        """Update `_read` once the last round is known: accepted tokens are in the KV cache as far as the draft model
-        read them. Of the accepted path of a tree it read all tokens, except perhaps the last one."""
+        """Update `_read` after the last round was committed: the KV cache has the accepted tokens that the draft model
+        read. Of the accepted path of a tree, it read all tokens except possibly the last one."""
         self._read.settle(lengths)
         for row, length in enumerate(lengths if self._drafted else []):
             start = self._drafted_at[row]
@@ -155,12 +155,12 @@ class DraftModel(ModelDrafter, DraftsOnDevice, Graphable, Reorderable):
         self._drafted = False
 
     def keep(self, rows: RowsView, verdict: Verdict, reading: Reading) -> None:
-        # an accepted leaf may not have been read: the next round reads it again
+        # the draft model may not have read an accepted leaf: the next round reads it again
         self._reader.keep(rows, self._grower.kept(verdict))
 
     def reorder(self, rows: RowsView, source: Sequence[int]) -> bool:
         self._reader.reorder(rows, source)
-        # a KV cache that is put together from two rows is right as far as both of them were
+        # a KV cache made from two rows is right up to the shorter of their two lengths
         self._read[:] = [min(self._read[row], self._read[other]) for row, other in enumerate(source)]
         if self._drafted:
             self._drafted_at.reorder(source)
@@ -187,13 +187,13 @@ class DraftModel(ModelDrafter, DraftsOnDevice, Graphable, Reorderable):
 
     def propose(self, rows: RowsView, budget: Budget) -> TokenTree:
         if rows.bound is not None:
-            self._reader.forget()  # a failed capture may leave half a round
+            self._reader.forget()  # a failed capture may leave drafted tokens of an incomplete round
             return self._grower.run(rows, budget, self._expand(rows, _GRAPH_WIDTH))
         self._settle(rows.lengths)
         if self.outgrown(rows.lengths, budget.depth):
             return TokenTree.empty(rows.count, rows.text.device)
         width = max(length - read for length, read in zip(rows.lengths, self._read, strict=True))
-        if width > min(rows.lengths):  # a new row is shorter than what the others must catch up
+        if width > min(rows.lengths):  # a new row is shorter than the number of tokens that another row must read
             self._reader.prefill(rows, 0, [length - 1 for length in rows.lengths])
             width = 1
         self._drafted_at[:] = rows.lengths
@@ -203,7 +203,7 @@ class DraftModel(ModelDrafter, DraftsOnDevice, Graphable, Reorderable):
         return tree
 
     def _learn_tokens(self, rows: RowsView) -> None:
-        """Add the new tokens of the texts to the subset of the vocabulary that it has logits for."""
+        """Add the new tokens of the texts to the subset of the vocabulary with logits."""
         if self._subset is None:
             return
         for row, (text, settled) in enumerate(zip(rows.histories, rows.settled, strict=True)):
@@ -211,7 +211,7 @@ class DraftModel(ModelDrafter, DraftsOnDevice, Graphable, Reorderable):
             self._learned[row] = max(self._learned[row], settled)
 
     def _expand(self, rows: RowsView, width: int) -> Expand:
-        """The logits after the text, and then after drafted tokens. The last `width` tokens of the text are read."""
+        """Return the function that computes logits after the text, reading its last `width` tokens, and after nodes."""
 
         def expand(tokens: Tensor | None, parents: Tensor | None) -> Tensor:
             logits = self._reader.extend(rows, width if tokens is None else 0, tokens, parents).logits

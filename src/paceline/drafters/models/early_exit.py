@@ -1,4 +1,4 @@
-"""The target drafts with its first layers. To verify, it runs the other layers on their output."""
+"""Draft with the first layers of the target. The verification runs only the other layers, on their output."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ KIND = "early-exit"
 
 
 class ExitHead(nn.Module):
-    """A trained exit: an optional extra block, a norm, and an output layer of its own or the target's.
+    """A trained exit: an optional extra block, a norm, and an output layer (its own, or that of the target).
 
-    In a new head the block adds zeros, so that only the norm differs from the target.
+    In a new head the block adds zeros, so only the norm differs from the target.
     """
 
     def __init__(self, config: Mapping[str, Any]) -> None:
@@ -53,7 +53,7 @@ class ExitHead(nn.Module):
 
     @classmethod
     def fresh(cls, target: LanguageModel, layers: int, block: int = 0, own_output: bool = False) -> ExitHead:
-        """An untrained head."""
+        """Return an untrained head."""
         return cls({"layers": layers, "block": block, "own_output": own_output, "target": fingerprint(target)})
 
     @classmethod
@@ -70,26 +70,26 @@ class ExitHead(nn.Module):
         save_head(folder, KIND, self.config, self.state_dict(), numbers)
 
     def states(self, hidden: Tensor) -> Tensor:
-        """hidden [...,D] after the last layer before the exit -> the input of the output layer [...,D]."""
+        """Return the input [...,D] of the output layer, from hidden states [...,D] after the last layer that runs."""
         if self.enter is not None and self.up is not None and self.down is not None:
             hidden = hidden + self.down(nn.functional.silu(self.up(self.enter(hidden))))
         return self.norm(hidden)  # type: ignore[no-any-return]
 
     def forward(self, hidden: Tensor, output: Callable[[Tensor], Tensor]) -> Tensor:
-        """hidden [R,Q,D] -> logits [R,Q,V]."""
+        """Return logits [R,Q,V] from hidden [R,Q,D]. output: the target's output layer, for a head without its own."""
         return (self.output or output)(self.states(hidden))
 
 
 @DRAFTERS.register("early-exit")
 class EarlyExit(SelfDraft, SharesReader):
-    """Let the target's first layers draft; verification continues from where they stopped."""
+    """Draft with the target's first layers; the verification runs only the layers after them."""
 
     @dataclass(frozen=True)
     class Options(TreeOptions):
-        # the exit is after this layer; 0: where its head was trained, else after a third of the layers
+        # the number of layers before the exit; 0: the number that the head was trained with, else a third of them
         layers: int = limited(0, most=10_000)
-        skip: tuple[int, ...] = ()  # instead of an exit: draft with the target without these layers
-        head: Any = None  # a trained exit: an ExitHead, or its folder; None: the shipped one, unless `layers` is given
+        skip: tuple[int, ...] = ()  # instead of an exit: draft with all layers except these
+        head: Any = None  # an ExitHead, or its folder; None: the shipped head, unless `layers` is given
 
         def __post_init__(self) -> None:
             super().__post_init__()
@@ -100,7 +100,7 @@ class EarlyExit(SelfDraft, SharesReader):
             if self.head is not None and not isinstance(self.head, (str, Path, ExitHead)):
                 raise InputError(f"head must be a folder or an ExitHead, got {shown(self.head)}.")
             if self.skip and (self.layers or self.head is not None):
-                raise InputError("early-exit either leaves the target early (layers, head) or skips layers, not both.")
+                raise InputError("early-exit takes either an exit (layers, head) or skip, and got both; leave one out.")
 
         @classmethod
         def conformance_variants(cls) -> list[dict[str, Any]]:
@@ -111,7 +111,7 @@ class EarlyExit(SelfDraft, SharesReader):
         given = self.options.head
         self._head: ExitHead | None = ExitHead.load(given) if isinstance(given, (str, Path)) else given
         self._fitted: tuple[LanguageModel, ExitHead] | None = (
-            None  # the target, and the head on its device and in its dtype
+            None  # the target, and a copy of the head on its device and in its dtype
         )
         self._depth = self.options.layers
 
@@ -127,7 +127,7 @@ class EarlyExit(SelfDraft, SharesReader):
         fresh._head, fresh._fitted = self._head, self._fitted
         return fresh
 
-    # ---- which layers
+    # ---- the layers that draft
 
     def check(self, target: LanguageModel) -> None:
         if self.options.skip:
@@ -164,9 +164,9 @@ class EarlyExit(SelfDraft, SharesReader):
         return reader
 
     def made_from(self, target: LanguageModel) -> LanguageModel:
-        """Some of the layers with their own KV cache: to skip layers, or if the loop does not share a reader."""
+        """Return a model of some layers with its own KV cache: to skip layers, or if the loop shares no reader."""
         head, depth = (None, 0) if self.options.skip else (self._head_for(target), self._exit_of(target))
-        if head is None:  # layers of the target only, so that kernels can run them
+        if head is None:  # only layers of the target, so that kernels can run them
             part = without_layers(target, self.options.skip or range(depth, target.layers))
         else:
             part = Split(target, depth, head).lower
@@ -177,12 +177,12 @@ def _check_skip(target: LanguageModel, skip: tuple[int, ...]) -> None:
     wrong = [layer for layer in skip if not 0 <= layer < target.layers]
     if wrong or len(set(skip)) >= target.layers:
         raise InputError(
-            f"skip names layers 0 to {target.layers - 1} of {target.name} and leaves at least one, got {list(skip)}."
+            f"skip must be some of the layers 0 to {target.layers - 1} of {target.name}, not all, got {list(skip)}."
         )
 
 
 def _random_head(target: LanguageModel) -> ExitHead:
-    """For the conformance suite: a head with random weights."""
+    """Return a head with random weights, for the conformance suite."""
     generator = torch.Generator().manual_seed(3)
     head = ExitHead.fresh(target, 1, block=8)
     with torch.no_grad():

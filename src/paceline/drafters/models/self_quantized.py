@@ -16,7 +16,7 @@ from paceline.models.runtime import extra_bytes, parts, quantization_of, quantiz
 
 @DRAFTERS.register("self-quantized")
 class SelfQuantized(SelfDraft, SharesReader):
-    """Let the target itself draft with its weights in int8."""
+    """Draft with the target's own weights in int8."""
 
     prior_acceptance = 0.9  # int8 weights change few tokens
 
@@ -32,7 +32,7 @@ class SelfQuantized(SelfDraft, SharesReader):
         self.draft_of(target)
 
     def reader(self, target: LanguageModel) -> Reader | None:
-        """Draft and target share one KV cache, so that the draft reads no prompt."""
+        """Return a reader with one KV cache for draft and target, so that the draft reads no prompt."""
         reader = TwinReader(target, self.draft_of(target))
         self._inner = Ahead(reader, self.options)
         return reader
@@ -41,11 +41,11 @@ class SelfQuantized(SelfDraft, SharesReader):
         return with_runner(quantized(target, "int8", self.options.head), target.runner)
 
 
-_SHARE = 0.5  # of the free memory: `auto` takes no more
+_SHARE = 0.5  # `auto` uses at most this share of the free memory
 
 
 def has_fast_twin(target: LanguageModel) -> bool:
-    """Does `auto` use this drafter here? Only if kernels read int8 weights and enough memory is free."""
+    """Return whether `auto` uses this drafter: kernels can read int8 weights, and enough memory is free."""
     if parts(target) != [target] or running(target).by != "kernels" or quantization_of(target) is not None:
         return False
     weights = sum(parameter.numel() for parameter in target.model.parameters())

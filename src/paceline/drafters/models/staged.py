@@ -1,4 +1,4 @@
-"""A draft model that is itself decoded speculatively, to any depth (Spector & Re 2023, arXiv 2308.04623)."""
+"""Draft with a model that is decoded speculatively, to any depth (Spector & Re 2023, arXiv 2308.04623)."""
 
 from __future__ import annotations
 
@@ -38,19 +38,19 @@ from paceline.rules.match import Match
 
 @DRAFTERS.register("staged")
 class Staged(ModelDrafter, Reorderable, TakesPrediction):
-    """Let a smaller model write ahead, and another drafter write ahead of that one; to any depth.
+    """Draft with a smaller model that verifies the drafts of another drafter, to any depth.
 
-    The draft is that of `draft-model`, token for token, in fewer forward passes: each token depends on the distribution
-    of the draft model and the noise of its position, not on the guess of the inner drafter.
+    The draft has the same tokens as that of `draft-model`, with fewer forward passes: each token depends only on the
+    distribution of the draft model and on the noise of its position, and not on the draft of the inner drafter.
     """
 
     @dataclass(frozen=True)
     class Options(Limited):
-        model: Any = None  # a LanguageModel, or anything `paceline.load` takes
+        model: Any = None  # a LanguageModel, or an argument of `paceline.load`
         inner: Any = (
             "prompt-lookup"  # a drafter: its name, {"name": ..., options}, a Drafter, or a function of the model
         )
-        inner_gamma: int = limited(4, 1, GAMMA_LIMIT)  # tokens the inner drafter drafts in a row
+        inner_gamma: int = limited(4, 1, GAMMA_LIMIT)  # tokens that the inner drafter drafts in a row
 
         @classmethod
         def conformance_variants(cls) -> list[Mapping[str, Any]]:
@@ -58,10 +58,10 @@ class Staged(ModelDrafter, Reorderable, TakesPrediction):
 
         @classmethod
         def _nested(cls, lm: LanguageModel) -> Mapping[str, Any]:
-            """A model that drafts for the draft model, with its own inner drafter."""
+            """Return a spec of a model that drafts for the draft model, with its own inner drafter."""
             return {"name": "staged", "model": lm, "inner_gamma": 2}
 
-    takes_prediction = False  # unless the inner drafter does
+    takes_prediction = False  # true if the inner drafter takes a prediction
 
     def __init__(self, options: Options | None = None) -> None:
         super().__init__(options)
@@ -72,8 +72,8 @@ class Staged(ModelDrafter, Reorderable, TakesPrediction):
         except InputError as error:
             raise InputError(f"inner of staged is not a drafter: {error}") from None
         self.takes_prediction = takes_prediction(self.inner)
-        self._speaks: tuple[LanguageModel, LanguageModel] | None = None
-        self._base = PerRow[int]()  # committed tokens that the scratch reader has taken over
+        self._widened: tuple[LanguageModel, LanguageModel] | None = None  # the target, and `_inner_target` of it
+        self._base = PerRow[int]()  # committed tokens that the scratch reader has
 
     def describe(self) -> str:
         return f"staged {self.lm.name} ({self.inner.describe()})"
@@ -83,22 +83,22 @@ class Staged(ModelDrafter, Reorderable, TakesPrediction):
 
     def check(self, target: LanguageModel) -> None:
         super().check(target)
-        self.inner.check(self._speaker(target))
+        self.inner.check(self._inner_target(target))
 
-    def _speaker(self, target: LanguageModel) -> LanguageModel:
-        """The target of the inner drafter: the draft model with the target's vocabulary. Made once per target, since an
-        inner drafter may be made from it."""
-        if self._speaks is None or self._speaks[0] is not target:
-            self._speaks = (target, self.lm.with_vocabulary_of(target))
-        return self._speaks[1]
+    def _inner_target(self, target: LanguageModel) -> LanguageModel:
+        """Return the target of the inner drafter: the draft model with the target's vocabulary. It is made once per
+        target, because an inner drafter can be made from it."""
+        if self._widened is None or self._widened[0] is not target:
+            self._widened = (target, self.lm.with_vocabulary_of(target))
+        return self._widened[1]
 
     # ---- rows come and go
 
     def open(self, target: LanguageModel, rows: RowsView) -> None:
         self.vocabulary, self._rows = target.vocabulary, rows
-        scratch, speaker = ScratchRows(rows.text.device), self._speaker(target)
-        self.inner.open(speaker, scratch)
-        shared = self.inner.reader(speaker) if isinstance(self.inner, SharesReader) else None
+        scratch, inner_target = ScratchRows(rows.text.device), self._inner_target(target)
+        self.inner.open(inner_target, scratch)
+        shared = self.inner.reader(inner_target) if isinstance(self.inner, SharesReader) else None
         reader: Any = self.lm.reader_around(shared) if shared else self.lm.reader(taps_of(self.inner))
         if self.lm.vocabulary < target.vocabulary:
             reader.max_token_id = self.lm.vocabulary - 1
@@ -117,7 +117,7 @@ class Staged(ModelDrafter, Reorderable, TakesPrediction):
         self.inner.admit(self.book.rows, first)
 
     def release(self, row: int, last: int, length: int) -> None:
-        self._take_over(self._rows, len(self._base))  # an inner store learns the committed text, not the draft
+        self._take_over(self._rows, len(self._base))  # the inner drafter learns the committed text, not the draft
         self.inner.release(row, last, self.book.rows.lengths[last])
         self.book.release(row, last)
         self._base.release(row, last)
@@ -156,13 +156,13 @@ class Staged(ModelDrafter, Reorderable, TakesPrediction):
                 break
             emitted = self._round(left, budget, laws, tails)
             for tail, new in zip(tails, emitted, strict=True):
-                tail += new  # a complete row continues with the others and is cut at the end
+                tail += new  # a complete row continues with the others, and its chain is cut below
         chains = [tail[:goal] for tail, goal in zip(tails, goals, strict=True)]
         tree = TokenTree.from_chains(chains, rows.text.device)
         return laws.attached(tree, budget.draw)
 
     def _round(self, left: list[int], budget: Budget, laws: _Laws, tails: list[list[int]]) -> list[list[int]]:
-        """One inner round: the inner drafter drafts, and the draft model verifies."""
+        """Run one inner round: the inner drafter drafts, and the draft model verifies. Return the emitted tokens."""
         rows = self.book.rows
         tree = self._inner_draft(left, budget)
         reading = self.book.extend(tree.tokens, tree.parents)
@@ -175,7 +175,7 @@ class Staged(ModelDrafter, Reorderable, TakesPrediction):
 
     def _inner_draft(self, left: list[int], budget: Budget) -> TokenTree:
         rows = self.book.rows
-        limits = tuple(max(0, tokens - 1) for tokens in left)  # the last token is the draft model's own
+        limits = tuple(max(0, tokens - 1) for tokens in left)  # the last token is one of the draft model
         depth = min(self.options.inner_gamma, max(limits))
         if depth == 0:
             return TokenTree.empty(rows.count, rows.device)
@@ -189,7 +189,7 @@ class Staged(ModelDrafter, Reorderable, TakesPrediction):
 
 
 class _Guess(Choice):
-    """A choice of the draft model: it picks the token that it would draft."""
+    """The choice of the draft model. Its pick is the token that the draft model drafts."""
 
     def __init__(self, choice: Choice, draw: Draw) -> None:
         super().__init__(choice.batch, choice.table, choice.depth, choice.prefix)
@@ -202,7 +202,7 @@ class _Guess(Choice):
 
 
 class _Laws:
-    """The distributions of the drafted tokens, for rules that need them."""
+    """The laws of the drafted tokens, for rules that use p/q."""
 
     def __init__(self, rows: RowsView, depth: int) -> None:
         self._depth, self._device = depth, rows.text.device
@@ -210,7 +210,7 @@ class _Laws:
         self._dense: Tensor | None = None  # [R,depth,V]
 
     def add(self, law: Law | None, verdict: Verdict, starts: list[int], vocabulary: int, draw: Draw) -> None:
-        """law: after the text and after every node. starts: the drafted tokens of each row before this round."""
+        """Add the laws of an inner round. law: after text and nodes. starts: drafted tokens of each row before it."""
         self._certain = law is None
         if law is None or draw == "coupled":
             return
@@ -224,7 +224,7 @@ class _Laws:
             place = torch.nn.functional.pad(verdict.path + 1, (1, 0))
         drawn = dense.gather(1, place.unsqueeze(-1).expand(R, steps, vocabulary))
         where = torch.tensor(starts, device=self._device).view(-1, 1) + torch.arange(steps, device=self._device)
-        where = where.clamp(max=self._depth).unsqueeze(-1).expand_as(drawn)  # one more slot takes tokens past the depth
+        where = where.clamp(max=self._depth).unsqueeze(-1).expand_as(drawn)  # the last slot takes tokens past the depth
         self._dense.scatter_(1, where, drawn)
 
     def attached(self, tree: TokenTree, draw: Draw) -> TokenTree:

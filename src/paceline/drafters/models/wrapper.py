@@ -1,4 +1,4 @@
-"""Drafters that wrap another one, and the base of drafters whose model is made from the target."""
+"""The base of drafters that wrap another drafter, and of drafters whose model is made from the target."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from paceline.models.readers.drafting_ahead import AheadReader
 
 
 class DrafterWrapper(Graphable, Reorderable, Rewindable):
-    """Passes every call on to `inner`, unless a subclass handles it."""
+    """Forwards every call to the drafter `inner`, unless a subclass overrides the method."""
 
     @property
     @abstractmethod
@@ -71,7 +71,7 @@ class DrafterWrapper(Graphable, Reorderable, Rewindable):
 
 
 class SelfDraft(DrafterWrapper, BuiltFromTarget, DraftsOnDevice, RunsModel):
-    """Drafts like `draft-model`, with a model made from the target."""
+    """Drafts as `draft-model` does, with a model made from the target."""
 
     Options: ClassVar[type]
     prior_acceptance = 0.7
@@ -83,10 +83,10 @@ class SelfDraft(DrafterWrapper, BuiltFromTarget, DraftsOnDevice, RunsModel):
 
     @abstractmethod
     def made_from(self, target: LanguageModel) -> LanguageModel:
-        """The draft model."""
+        """Return the draft model."""
 
     def draft_of(self, target: LanguageModel) -> LanguageModel:
-        """The draft model, made once per target."""
+        """Return the draft model. It is made once per target."""
         if self._made is None or self._made[0] is not target:
             self._made = (target, self.made_from(target))
         return self._made[1]
@@ -99,12 +99,12 @@ class SelfDraft(DrafterWrapper, BuiltFromTarget, DraftsOnDevice, RunsModel):
         return fresh
 
     def inner_options(self) -> dict[str, Any]:
-        """More options of the draft model."""
+        """Return more options of the draft model."""
         return {}
 
     @property
     def inner(self) -> Drafter:
-        """The drafter of this batch. It is made at the first use: a drafter that shares a reader sets it itself."""
+        """Return the inner drafter of this batch. It is made at the first use, except if `reader` has set it."""
         if self._inner is None:
             target, rows = self._opened
             growth: dict[str, Any] = {entry.name: getattr(self.options, entry.name) for entry in fields(TreeOptions)}
@@ -115,7 +115,7 @@ class SelfDraft(DrafterWrapper, BuiltFromTarget, DraftsOnDevice, RunsModel):
 
     @property
     def shape(self) -> str:
-        """The shape of the draft, for `describe`; nothing for a chain."""
+        """Return the shape of the draft for `describe`, or "" for a chain."""
         return "" if self.options.tree == "chain" else f", tree {self.options.tree}"
 
     def open(self, target: LanguageModel, rows: RowsView) -> None:
@@ -123,7 +123,7 @@ class SelfDraft(DrafterWrapper, BuiltFromTarget, DraftsOnDevice, RunsModel):
 
 
 class Ahead(DraftsOnDevice, Reorderable, Rewindable):
-    """Drafts with a reader that the loop shares."""
+    """Drafts with a reader that the loop uses too."""
 
     def __init__(self, reader: AheadReader, options: TreeOptions) -> None:
         self._reader = reader
@@ -141,7 +141,7 @@ class Ahead(DraftsOnDevice, Reorderable, Rewindable):
         return tree
 
     def keep(self, rows: RowsView, verdict: Verdict, reading: Reading) -> None:
-        self._grower.judged(verdict)  # the loop keeps the reader; this fits the tree shape
+        self._grower.judged(verdict)  # measures the acceptance; the loop calls `keep` of the reader
 
     def reorder(self, rows: RowsView, source: Sequence[int]) -> bool:
         self._grower.reorder(source)

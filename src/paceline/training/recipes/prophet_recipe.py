@@ -69,7 +69,7 @@ class ProphetRecipe(HeadRecipe):
         return self.head.states(batch.taps[0][rows, positions].unsqueeze(1), self.teacher.embed(ids))
 
     def _logits(self, states: Tensor) -> Tensor:
-        return self.head.say(states, self.teacher.logits)[..., : self.teacher.lm.vocabulary]
+        return self.head.logits(states, self.teacher.logits)[..., : self.teacher.lm.vocabulary]
 
     def predictions(self, batch: Batch) -> Tensor:
         R, T = batch.ids.shape

@@ -1,5 +1,5 @@
 # What docs/results/gpu.md was measured with. On a machine with an H200, from the repository's root:
-#   bash docs/results/gpu/measure.sh checks|epsilons|speed|drafts|tables|construction|strict|picture [...]
+#   bash docs/results/gpu/measure.sh checks|epsilons|speed|serving|drafts|tables|construction|strict|picture [...]
 # Records go to /tmp/measured, and packed to $OUT if that is set. pytest is not needed. `paceline bench` needs typer and rich (pure Python wheels on PYTHONPATH).
 set -u
 export PYTHONPATH=src PYTHONUNBUFFERED=1
@@ -37,6 +37,11 @@ PY
 }
 
 speed() { "$python" tests/gpu/speed.py llama-135m llama-7b 2>&1 | tee "$into/speed.txt"; }
+
+serving() { # the engine thread of the server: texts under load, then tokens per second, gaps and first tokens
+  PYTHONPATH=src:. timeout 150 "$python" tests/gpu/serving.py checks 2>&1 | tee "$into/serving-checks.txt"
+  PYTHONPATH=src:. timeout 200 "$python" tests/gpu/serving.py speed llama-135m llama-7b 2>&1 | tee "$into/serving-speed.txt"
+}
 
 drafts() { "$python" tests/gpu/drafts.py llama-135m llama-7b 2>&1 | tee "$into/drafts.txt"; } # and whole rounds with trees
 

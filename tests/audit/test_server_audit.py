@@ -126,7 +126,7 @@ def test_log_probabilities_that_differ_are_reported_and_no_finding() -> None:
 
 SWITCHES: dict[str, tuple[dict[str, Any], str]] = {
     "refused": ({"switches": False}, "the server does not switch it per request (HTTP 400: unknown field"),
-    "not reported": ({"metrics": without}, "does not report drafted tokens, so it may ignore it"),
+    "not reported": ({"metrics": without}, "reports no drafted tokens, so it may ignore the field"),
     "ignored": ({"metrics": lambda call: SPECULATES}, "drafts 56 tokens with speculative_config false"),
     "never on": ({"metrics": lambda call: {"speculative_decoding": {"num_draft_tokens": 0}}}, "nothing was drafted"),
 }
@@ -204,7 +204,7 @@ def test_the_load_reaches_the_server_at_once() -> None:
 
 
 def test_mistakes_are_one_sentence() -> None:
-    with pytest.raises(InputError, match="begins with http"):
+    with pytest.raises(InputError, match="must begin with http"):
         audit_server(Target("localhost:8000"))
     with pytest.raises(InputError, match="cannot be reached"):
         audit_server(Target("http://127.0.0.1:9"))

@@ -25,8 +25,8 @@ def test_an_exact_pair_ends_with_0(target: str, draft: str, tmp_path: Path) -> N
     result = run("audit", "--target", target, "--draft", draft, *QUICK, "--report", str(page))
     assert result.exit_code == 0, result.output
     assert result.stdout.endswith("verdict: exact\n")
-    assert "2 of 2 texts are those of plain decoding" in result.stdout
-    assert "An exact decoder fails any of them with probability 0.0001" in result.stdout
+    assert "2 of 2 texts have the same tokens as plain decoding" in result.stdout
+    assert "An exact decoder fails one of these tests with probability 0.0001" in result.stdout
     assert "Verdict" not in result.stderr
     assert page.read_text("utf-8").startswith("<!doctype html>")
 
@@ -164,6 +164,6 @@ def test_flags_of_the_other_audit_are_refused(tmp_path: Path) -> None:
     assert "--draft is for models here" in refusal("audit", "--server", "http://x", "--draft", "suffix", code=2)
     assert "--samples is for models here" in refusal("audit", "--server", "http://x", "--samples", "0", code=2)
     assert "at least 4" in refusal("audit", "--server", "http://x", "--requests", "3", code=2)
-    assert "begins with http" in refusal("audit", "--server", "localhost:8000", code=2)
+    assert "must begin with http" in refusal("audit", "--server", "localhost:8000", code=2)
     assert "cannot be reached" in refusal("audit", "--server", "http://127.0.0.1:9", code=2)
     assert ".html or .md" in refusal("audit", "--server", "http://x", "--report", "a.pdf", code=2)

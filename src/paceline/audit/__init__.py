@@ -1,4 +1,4 @@
-"""Tests whether speculation is lossless: a rule by enumeration, a decoder by equal texts and by statistics."""
+"""Test whether speculation is lossless: a rule by enumeration, a decoder by equal texts and by statistics."""
 
 from paceline.audit.audit_run import Report, audit, audit_only_rule
 

@@ -1,6 +1,6 @@
-"""Compares a decoder with plain decoding: texts token by token, and by sampling the law of the next two tokens.
+"""Compare a decoder with plain decoding: the texts token by token, and the law of the next two tokens by samples.
 
-A difference of two texts is a tie of the dtype, or a bug.
+A difference between two texts is either a tie of two scores in this dtype, or a bug.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from paceline.core.trace import Round
 from paceline.engine.decoder import SpeculativeDecoder
 from paceline.engine.request import Generation
 
-# Two scores are a tie if they differ by at most this many rounding units at the size of the logits. A forward pass over
-# several tokens sums in another order than a forward pass over one.
+# Two scores are a tie if they differ by at most this number of rounding units of the largest logit. A forward pass over
+# several tokens adds numbers in another order than a forward pass over one token.
 TIE = 4.0
 Cancel = Callable[[], bool]
 Progress = Callable[[str, int, int | None], None]
@@ -37,14 +37,14 @@ class AuditCancelledError(PacelineError):
 
 @dataclass(frozen=True)
 class Divergence:
-    """The first difference of two texts: the token of each, and the distance of the target's scores."""
+    """The first difference of two texts: the token of each text, and the difference of their scores."""
 
     prompt: int
-    position: int  # new tokens before it
+    position: int  # number of new tokens before the difference
     plain: int | None  # None: this text has ended
     speculative: int | None
     gap: float | None
-    top_gap: float | None  # between the two best scores
+    top_gap: float | None  # difference of the two best scores
     tolerance: float | None
 
     @property
@@ -54,7 +54,7 @@ class Divergence:
 
 @dataclass(frozen=True)
 class Agreement:
-    """How many texts are equal, token for token."""
+    """The result of comparing texts with plain decoding, token by token."""
 
     temperature: float
     texts: int
@@ -79,10 +79,9 @@ def agreement(
     progress: Progress,
     cancel: Cancel,
 ) -> tuple[Agreement, list[list[int]]]:
-    """Decode all prompts in one batch with `decoder`, and one by one plainly; returns the plain texts too.
-
-    settings: max_new_tokens, temperature and the seed of the first prompt. Each next prompt has the next seed.
-    """
+    """Decode all prompts in one batch with `decoder`, and one by one with plain decoding. Return the result of the
+    comparison, and the plain texts. settings: max_new_tokens, temperature and the seed of the first prompt. The seed of
+    each next prompt is larger by 1."""
     seeds = [settings["seed"] + row for row in range(len(prompts))]
     label = "greedy text" if settings["temperature"] == 0 else "same-seed text"
     progress(f"{label}, speculatively", 0, None)
@@ -115,7 +114,7 @@ def _divergence(
     plain, drafted = texts
     shorter = min(len(plain), len(drafted))
     at = next((i for i, (one, other) in enumerate(zip(plain, drafted, strict=False)) if one != other), shorter)
-    if at == shorter:  # one of them ended, which is never a tie
+    if at == shorter:  # one of the texts has ended, which is never a tie
         next_plain, next_drafted = (text[at] if at < len(text) else None for text in texts)
         return Divergence(row, at, next_plain, next_drafted, None, None, None)
     logits = logits_after(decoder, prompt, plain[:at])
@@ -128,16 +127,16 @@ def _divergence(
 
 
 def tolerance(logits: Tensor, dtype: torch.dtype) -> float:
-    """The largest difference of two scores that counts as a tie. The unit is never finer than that of float32, the
-    dtype of softmax and norms."""
+    """Return the largest difference of two scores that counts as a tie. The rounding unit is at least that of float32,
+    the dtype of softmax and norms."""
     unit = max(torch.finfo(dtype).eps, torch.finfo(torch.float32).eps)
     return TIE * unit * float(logits[logits.isfinite()].abs().max())
 
 
 def logits_after(decoder: SpeculativeDecoder, prompt: Sequence[int], written: Sequence[int] = ()) -> Tensor:
-    """[V]: the target's logits after prompt + written, from plain decoding.
+    """Return the target's logits [V] after prompt + written, from plain decoding.
 
-    The two are separate arguments because a guided target reads another prompt in its second branch.
+    The two are separate arguments, because a guided target reads another prompt in its second branch.
     """
     seen: list[Tensor] = []
 
@@ -156,8 +155,8 @@ def logits_after(decoder: SpeculativeDecoder, prompt: Sequence[int], written: Se
 
 
 def _scores(logits: Tensor, sampling: Sampling, length: int) -> Tensor:
-    """[V]: the scores whose argmax is the token at this position, in units of a logit: the logits, plus the noise of
-    the seed if the text is sampled."""
+    """Return the scores [V] whose argmax is the token at this position, in units of a logit: the logits, plus the noise
+    of the seed if the text is sampled."""
     if sampling.greedy:
         return logits
     batch = SamplingBatch([sampling], [()], "cpu")
@@ -173,13 +172,13 @@ ALPHA = 1e-6
 
 
 def tail(statistic: float, freedom: int) -> float:
-    """P(chi-square > statistic)."""
+    """Return P(chi-square > statistic)."""
     half = torch.tensor([freedom / 2, statistic / 2], dtype=torch.float64)
     return float(torch.special.gammaincc(half[0], half[1]))
 
 
 def critical(freedom: int, alpha: float = ALPHA) -> float:
-    """The statistic that an exact sample exceeds with probability alpha."""
+    """Return the statistic that an exact sample exceeds with probability alpha."""
     low, high = 0.0, 10.0 * freedom + 200
     for _ in range(100):
         middle = (low + high) / 2
@@ -188,7 +187,7 @@ def critical(freedom: int, alpha: float = ALPHA) -> float:
 
 
 def detectable(count: int, freedom: int, alpha: float = ALPHA) -> float:
-    """The smallest total variation that fails the test in nine runs of ten (the divergence is at least 4 TV²)."""
+    """Return the smallest total variation that fails the test in 9 of 10 runs (the divergence is at least 4 TV²)."""
     shift = limit = critical(freedom, alpha)
     for _ in range(50):
         shift = limit - freedom + 1.2816 * math.sqrt(2 * (freedom + 2 * shift))
@@ -196,7 +195,7 @@ def detectable(count: int, freedom: int, alpha: float = ALPHA) -> float:
 
 
 def pooled(counts: Tensor, law: Tensor) -> tuple[Tensor, Tensor]:
-    """Counts and expected counts, cell by cell. Cells with fewer than 5 expected counts are joined."""
+    """Return the counts and the expected counts of all cells. Cells with an expected count below 5 are joined."""
     counts, expected = counts.flatten().double(), law.flatten().double() * counts.sum()
     rare = expected < 5
     counts = torch.cat([counts[~rare], counts[rare].sum().view(1)])
@@ -205,7 +204,7 @@ def pooled(counts: Tensor, law: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def p_value(counts: Tensor, law: Tensor) -> float:
-    """The p-value of a sample; 0 if it has an impossible outcome."""
+    """Return the p-value of a sample, or 0 if it has an impossible outcome."""
     if float(counts.flatten()[law.flatten() == 0].sum()) > 0:
         return 0.0
     counts, expected = pooled(counts, law)
@@ -216,20 +215,20 @@ def p_value(counts: Tensor, law: Tensor) -> float:
 
 # ---- The next two tokens of a decoder
 
-TOP = 4  # tokens with a cell of their own at each of the two positions; the others share a cell
-KEPT = 20  # top-k of the samples: a control that both sides must apply
-SEARCHED = 8  # texts in which positions are chosen
-WINDOW = 16  # tokens of a prefix: every sample reads the prefix
+TOP = 4  # at each of the two positions, the 4 likeliest tokens have one cell each; the others share a cell
+KEPT = 20  # top-k of the samples, so that a control is tested too
+SEARCHED = 8  # positions are chosen in this number of texts
+WINDOW = 16  # tokens of a prefix; it is short, because every sample reads the prefix
 
 
 @dataclass(frozen=True)
 class AuditPlan(Limited):
-    """How much an audit does."""
+    """The size of an audit."""
 
     tokens: int = limited(32, 1)  # of each text that is compared
     positions: int = limited(2, 0)
     samples: int = limited(256, 0)  # at each position
-    temperature: float = limited(0.8, above=0)  # of what is sampled; greedy is tested anyway
+    temperature: float = limited(0.8, above=0)  # of sampled texts; greedy texts are always tested
     false_alarm: float = limited(1e-4, most=0.1, above=0)  # of all positions together
     seed: int = limited(0, -(2**63), 2**63 - 1)
 
@@ -241,14 +240,14 @@ class AuditPlan(Limited):
 
 @dataclass(frozen=True)
 class LawTest:
-    """The result at one position. detectable: the smallest total variation that the test sees."""
+    """The result at one position. detectable: the smallest total variation that the test can find."""
 
     prompt: int
     length: int  # tokens of the prefix
     samples: int
     cells: int
     p: float
-    distance: float  # total variation between sample and law; more than 0 by chance alone
+    distance: float  # total variation between sample and law; it is above 0 also for an exact decoder
     detectable: float
     drafted: int
     accepted: int
@@ -256,7 +255,7 @@ class LawTest:
 
 @dataclass(frozen=True)
 class LawAudit:
-    """The results at all positions. Each is tested at an equal share of the false alarms."""
+    """The results at all positions. Each position has an equal share of the probability of a false alarm."""
 
     plan: AuditPlan
     tests: tuple[LawTest, ...]
@@ -285,10 +284,10 @@ def law_audit(
     progress: Progress,
     cancel: Cancel,
 ) -> LawAudit:
-    """Test at positions of the texts prompts + written."""
+    """Return the results of tests at some positions of the texts prompts + written."""
     tester = _LawTester(decoder, plan, progress, cancel)
     positions = tester.positions(list(zip(prompts, written, strict=True))[:SEARCHED])
-    # the level follows from the number of positions, so it is known before sampling
+    # the level depends only on the number of positions, so it is known before sampling
     return LawAudit(plan, tuple(tester.test(each, plan.false_alarm / len(positions)) for each in positions))
 
 
@@ -297,8 +296,8 @@ class _LawTester:
         self._decoder, self._plan, self._progress, self._cancel = decoder, plan, progress, cancel
 
     def positions(self, texts: Sequence[tuple[list[int], list[int]]]) -> list[_Position]:
-        """Prefixes: first those with a draft, then those of different prompts, then those with the least certain next
-        token. The choice reads the law and one draft, never a counted sample."""
+        """Return the prefixes to test: first those with a draft, then those of different prompts, then those with the
+        least certain next token. The choice depends on the law and on one draft, and not on a counted sample."""
         ranked: list[tuple[tuple[bool, int, float], _Position]] = []
         for row, (prompt, text) in enumerate(texts):
             self._progress("choosing positions", row, len(texts))
@@ -348,7 +347,7 @@ class _LawTester:
         )  # fmt: skip
 
     def _pairs(self, position: _Position, seeds: list[int]) -> tuple[list[tuple[int, int]], list[Round]]:
-        """Two tokens for every seed, and the rounds that wrote them."""
+        """Return two tokens for every seed, and the rounds that wrote them."""
         texts: list[list[int]] = [[] for _ in seeds]
         missing = len(seeds)
         prompts = [position.prefix] * len(seeds)
@@ -363,23 +362,23 @@ class _LawTester:
         return [(t[0], t[1]) for t in texts], [entry for trace in stream.traces for entry in trace.rounds]
 
     def _law(self, prompt: list[int], written: list[int]) -> Tensor:
-        """[V]: of the token after a text, without the code that is audited."""
+        """Return the law [V] of the token after a text, computed without the code that is audited."""
         scores = logits_after(self._decoder, prompt, written) / self._plan.temperature
         least = scores.topk(min(KEPT, len(scores))).values[-1]
         return scores.masked_fill(scores < least, float("-inf")).softmax(-1)
 
     def _settings(self) -> dict[str, Any]:
-        """Settings for more tokens than are counted, so that the counted ones come from full rounds."""
+        """Return settings for more tokens than are counted, so that the counted tokens are from full rounds."""
         tokens, top_k = 2 + self._decoder.gamma, min(KEPT, self._decoder.target.vocabulary)
         return {
             "max_new_tokens": tokens, "ignore_eos": True, "temperature": self._plan.temperature, "top_k": top_k
         }  # fmt: skip
 
     def _seed(self, number: int) -> int:
-        """A seed that no text has. -1 is for the draft that chooses positions."""
+        """Return a seed that no other text has. -1 is the number of the draft that chooses positions."""
         return self._plan.seed + 1_000_003 * (number + 2)
 
 
 def _window(text: list[int]) -> tuple[int, ...]:
-    """The end of a text and its first token, which is BOS for many models."""
+    """Return the first token of a text, which is BOS for many models, and its last tokens."""
     return tuple(text if len(text) <= WINDOW else [text[0], *text[1 - WINDOW :]])

@@ -1,5 +1,4 @@
-"""The audit: a rule on toy distributions, then a decoder on prompts, the verdict that follows, and the sections of its
-report."""
+"""Audit a rule on toy distributions and a decoder on prompts, give the verdict, and make the sections of the report."""
 
 from __future__ import annotations
 
@@ -28,11 +27,11 @@ from paceline.core.contracts import Drafter, Rule
 from paceline.engine.decoder import SpeculativeDecoder
 from paceline.engine.prompts import encode_all
 
-# ---- What is audited
+# ---- The subject of an audit
 
 
 def subject_of(decoder: SpeculativeDecoder) -> dict[str, Any]:
-    """The target, the drafter and the rule of a decoder with their options, as plain values."""
+    """Return the target, the drafter and the rule of a decoder with their options, as plain values."""
     lm = decoder.target
     return {
         "target": lm.name,
@@ -49,14 +48,14 @@ def subject_of(decoder: SpeculativeDecoder) -> dict[str, Any]:
 
 
 def options_of(owner: Drafter | Rule) -> dict[str, Any]:
-    """The options as plain values; a model is its name."""
+    """Return the options of a drafter or a rule as plain values. A model is given by its name."""
     options = getattr(owner, "options", None)
     values = {item.name: getattr(options, item.name) for item in fields(options)} if is_dataclass(options) else {}
     return {name: getattr(value, "name", value) for name, value in values.items()}
 
 
-# Chat, code, a summary, an edit, a table, a list, arithmetic, a story. Some repeat themselves, so that lookup drafters
-# draft something.
+# Chat, code, a summary, an edit, a table, a list, arithmetic, a story. Some contain repetitions, so that look-up
+# drafters draft tokens.
 PROMPTS = (
     "User: Which is heavier, a litre of water or a litre of oil, and why?\nAssistant:",
     "def area(width, height):\n    return width * height\n\n\ndef perimeter(width, height):\n    return",
@@ -71,7 +70,7 @@ PROMPTS = (
 
 
 def read_prompts(path: Path) -> list[str]:
-    """One prompt per line of a text file; of a .jsonl file the field "prompt" of each line, or the first of "turns"."""
+    """Return one prompt per line of a text file. In a .jsonl file, it is "prompt" or the first of "turns"."""
     try:
         lines = [line for line in path.read_text("utf-8").splitlines() if line.strip()]
     except (OSError, UnicodeDecodeError) as error:
@@ -103,7 +102,7 @@ def _prompt_of(line: str, where: str) -> str:
 
 @dataclass(frozen=True)
 class Report:
-    """The results of an audit. A part that was not run is None."""
+    """The results of an audit. A part that did not run is None."""
 
     subject: dict[str, Any]  # see `subject_of`
     rule: RuleAudit
@@ -114,7 +113,7 @@ class Report:
 
     @property
     def findings(self) -> list[str]:
-        """What is not lossless, one phrase each."""
+        """Return a phrase for each difference from plain decoding."""
         return [*self._of_rule(), *self._of_text(), *self._of_law()]
 
     @property
@@ -138,7 +137,7 @@ class Report:
         exact = f"exact up to ties of {self.subject['dtype']}" if self.ties else "exact"
         drafted = [part.drafted for part in (self.greedy, self.seeded) if part is not None]
         if drafted and not sum(drafted):
-            return f"{exact}, but nothing was drafted: only plain decoding was seen"
+            return f"{exact}, but nothing was drafted: the audit tested only plain decoding"
         return exact
 
     def _of_rule(self) -> list[str]:
@@ -157,7 +156,7 @@ class Report:
             if part is None or not part.bugs:
                 continue
             first = part.bugs[0]
-            gap = "" if first.gap is None else f", scores {first.gap:.3g} apart where {first.tolerance:.1g} is a tie"
+            gap = "" if first.gap is None else f", scores differ by {first.gap:.3g} (a tie: {first.tolerance:.1g})"
             findings.append(
                 f"{name} text differs from plain decoding in {len(part.bugs)} of {part.texts} texts, first in prompt "
                 f"{first.prompt + 1} at new token {first.position + 1}{gap}"
@@ -174,7 +173,7 @@ class Report:
         ]
 
     def as_dict(self) -> dict[str, Any]:
-        """The report as JSON."""
+        """Return the report as a dict for JSON."""
         rule = {
             "name": self.rule.rule,
             "keeps": self.rule.keeps,
@@ -223,9 +222,9 @@ def audit(
 ) -> Report:
     """Test whether a decoder is lossless.
 
-    First the rule is enumerated on toy distributions. Then every prompt is decoded greedily, and with a seed if the
-    rule keeps the text, and compared with plain decoding for `tokens` tokens. At last `samples` pairs of tokens at each
-    of `positions` positions are tested against the target's distribution. An exact decoder fails this test with the
+    First the rule is enumerated on toy distributions. Then every prompt is decoded greedily, and also with a seed if
+    the rule keeps the text; `tokens` tokens are compared with plain decoding. Then `samples` pairs of tokens at each of
+    `positions` positions are tested against the target's distribution. An exact decoder fails this last test with
     probability `false_alarm`.
     """
     plan = AuditPlan(tokens, positions, samples, temperature, false_alarm, seed)
@@ -233,7 +232,7 @@ def audit(
     texts, _ = encode_all(list(prompts) if isinstance(prompts, tuple) else prompts, decoder.target)
     rule = audit_rule(decoder.rule, progress)
     settings = {"max_new_tokens": tokens, "temperature": 0.0, "seed": seed}
-    # greedy text continues after EOS, so that it is long enough; sampled text ends with EOS, which is a part of it
+    # Greedy text continues after EOS, so that it is long enough. Sampled text ends with EOS, so that the end is tested.
     greedy, written = agreement(decoder, texts, {**settings, "ignore_eos": True}, progress, cancel)
     seeded = law = None
     if decoder.rule.exact == "text":
@@ -244,7 +243,7 @@ def audit(
 
 
 def audit_only_rule(rule: Rule, progress: Progress = lambda label, done, total: None) -> Report:
-    """The first part of `audit`, which needs no model."""
+    """Run only the first part of `audit`, which needs no model."""
     started = time.perf_counter()
     result = audit_rule(rule, progress)
     return Report({"rule": rule.name, "rule_options": options_of(rule)}, result, seconds=time.perf_counter() - started)
@@ -256,7 +255,7 @@ TokenText = Callable[[int], str]  # the text of a token
 
 
 def page_of(report: Report, token_text: TokenText) -> Page:
-    """The report as a page. A terminal shows long tables only if the rule fails."""
+    """Return the report as a page. A terminal shows long tables only if the rule fails."""
     about = {name: value for name, value in report.subject.items() if value not in ({}, None)}
     sections = [Section("What was audited", [f"{name.replace('_', ' ')}: {_shown(v)}" for name, v in about.items()])]
     sections.append(_rule(report.rule))
@@ -282,7 +281,7 @@ def _rule(rule: RuleAudit) -> Section:
         f"The largest total variation is {rule.largest:.2g}; below {BOUND:g} it is rounding.",
     ]
     for drawn, (mean, largest) in rule.by_drawn.items() if not rule.keeps else ():
-        of = " (of each point mass the worst)" if drawn == "certain" else ""
+        of = " (the worst point mass of each case)" if drawn == "certain" else ""
         lines.append(f"Drawn {drawn}{of}: {mean:.3f} on average over random distributions, {largest:.3f} at most.")
     lines += [f"It fails on {item.case}: {item.failure}" for item in rule.measured if item.failure is not None]
     table: Table = [("drawn", "shape", "temperature", "mean", "largest")]
@@ -296,14 +295,12 @@ def _rule(rule: RuleAudit) -> Section:
 def _texts(title: str, part: Agreement, report: Report, token_text: TokenText) -> Section:
     same = part.texts - len(part.divergences)
     share = f"{part.drafted} tokens were drafted, {part.accepted} accepted"
-    lines = [
-        f"{same} of {part.texts} texts are those of plain decoding, token for token ({part.tokens} tokens; {share})."
-    ]
+    lines = [f"{same} of {part.texts} texts have the same tokens as plain decoding ({part.tokens} tokens; {share})."]
     if not part.divergences:
         return Section(title, lines)
     dtype = report.subject["dtype"]
     if part.ties:
-        lines.append(f"{len(part.ties)} differ at a tie of {dtype}: the scores are closer than its rounding.")
+        lines.append(f"{len(part.ties)} differ at a tie: the scores are closer than the rounding of {dtype}.")
     if part.bugs:
         lines.append(f"{len(part.bugs)} differ without a tie: rounding cannot explain this.")
     table: Table = [("prompt", "new token", "plain", "speculative", "gap", "top-2 gap", "a tie is below", "tie")]
@@ -328,10 +325,10 @@ def _law(law: LawAudit) -> Section:
     lines = [
         f"{plan.samples} samples of the next two tokens at each of {len(law.tests)} positions, temperature "
         f"{plan.temperature:g} and top-k {KEPT}, against the target's distribution (chi-square).",
-        f"An exact decoder fails any of them with probability {plan.false_alarm:g} (each at {law.level:g}).",
-        "The test does not see smaller differences than the last column.",
+        f"An exact decoder fails one of these tests with probability {plan.false_alarm:g} (each with {law.level:g}).",
+        "The last column is the smallest distance that the test can find.",
     ]
-    table: Table = [("prompt", "tokens before", "cells", "drafted", "accepted", "p", "distance", "seen from")]
+    table: Table = [("prompt", "tokens before", "cells", "drafted", "accepted", "p", "distance", "detectable")]
     for test in law.tests:
         table.append(
             (

@@ -1,8 +1,8 @@
-"""The exact distribution (law) of the tokens that a rule emits, by enumeration of every random branch.
+"""Compute the exact distribution (law) of the tokens that a rule emits, by enumeration of all random outcomes.
 
 A `World` is a target and a draft model as tables. A rule reads them through a `Choice` whose coins and draws are not
-random: each row of a large batch gets other outcomes, and its weight is multiplied by their probability. The emitted
-tokens, continued with the target's law to a fixed horizon, must have the target's joint law.
+random: each row of a large batch has different outcomes, and a weight, the probability of these outcomes. The emitted
+tokens, continued with the target's law up to a fixed horizon, must have the target's joint law.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from paceline.core.sampling import Sampling, SamplingBatch
 from paceline.core.tree import Drawn, TokenTree
 from paceline.core.verdict import BROKEN, NOTHING, Verdict
 
-Table = list[Tensor]  # [k]: the laws after k tokens, [V, ..., V] with k+1 axes
+Table = list[Tensor]  # entry k: the laws after all texts of k tokens, [V, ..., V] with k+1 axes
 
 
 def path_to(node: int, parents: list[int]) -> list[int]:
-    """The nodes from the root to `node`, with `node`."""
+    """Return the nodes from the root to `node`, including both."""
     path = []
     while node >= 0:
         path.append(node)
@@ -46,7 +46,7 @@ class World:
 
     @staticmethod
     def random(vocabulary: int, horizon: int, seed: int, likeness: float = 0.5, holes: float = 0.0) -> World:
-        """Peaked random laws; the draft resembles the target, and a share of the probabilities is exactly 0."""
+        """Return peaked random laws. likeness: the part of the target in the draft; holes: the share of zeros."""
         generator = torch.Generator().manual_seed(seed)
 
         def table() -> Table:
@@ -64,12 +64,12 @@ class World:
         return World(vocabulary, horizon, target, draft)
 
     def greedy(self) -> World:
-        """The same world at temperature 0: the target is a point mass."""
+        """Return the world at temperature 0: all laws of the target are point masses."""
         sharp = [torch.zeros_like(p).scatter_(-1, p.argmax(-1, keepdim=True), 1.0) for p in self.target]
         return World(self.vocabulary, self.horizon, sharp, self.draft)
 
     def joint(self) -> Tensor:
-        """[V, ..., V]: the probability of every text of `horizon` tokens."""
+        """Return [V, ..., V]: the probability of every text of `horizon` tokens."""
         total = self.target[0]
         for law in self.target[1:]:
             total = total.unsqueeze(-1) * law
@@ -77,22 +77,22 @@ class World:
 
 
 def law_after(table: Table, text: Tensor) -> Tensor:
-    """[R,V]: the laws after texts [R,k]."""
+    """Return the laws [R,V] after the texts [R,k]."""
     return table[text.shape[1]][tuple(text.T)] if text.shape[1] else table[0].expand(text.shape[0], -1)
 
 
-# ---- every draft, with its probability
+# ---- all drafts, with their probabilities
 
 
 @dataclass(frozen=True)
 class Drafts:
-    """All drafts of one topology: as a tree of R rows, and the probability of each row."""
+    """All drafts of one shape: a tree of R rows, one row per draft, and the probability of each row."""
 
     tree: TokenTree
     weight: Tensor  # [R]
 
 
-Law = Callable[[Tensor, list[int]], Tensor]  # (draft law [V], tokens of the elder siblings) -> law of this sibling
+Law = Callable[[Tensor, list[int]], Tensor]  # (draft law [V], tokens of earlier siblings) -> law of this sibling
 
 
 def iid(law: Tensor, elders: list[int]) -> Tensor:
@@ -100,7 +100,7 @@ def iid(law: Tensor, elders: list[int]) -> Tensor:
 
 
 def without_replacement(law: Tensor, elders: list[int]) -> Tensor:
-    """The law without the elder siblings; if no mass is left, the first free token."""
+    """Return the law without the tokens of earlier siblings. If no probability is left: the first other token."""
     law = law.clone()
     law[elders] = 0.0
     if law.sum() > 0:
@@ -112,7 +112,7 @@ def without_replacement(law: Tensor, elders: list[int]) -> Tensor:
 def enumerate_drafts(
     world: World, parents: list[int], drawn: Drawn, draw: Law, declare: Law | None = None, chain: bool = False
 ) -> Drafts:
-    """Every draft that `draw` can make. declare: the laws that the tree claims; None takes those of `draw`."""
+    """Return all drafts that `draw` can make. declare: the laws that the tree states; None: those of `draw`."""
     rows: list[tuple[list[int], float, list[Tensor]]] = [([], 1.0, [])]
     for node, parent in enumerate(parents):
         longer = []
@@ -134,19 +134,19 @@ def enumerate_drafts(
     return Drafts(tree, torch.tensor([weight for _, weight, _ in rows], dtype=torch.float64))
 
 
-# ---- every random decision of a rule
+# ---- all random decisions of a rule
 
 
 class Dice:
-    """Many branches at once: the digits of `branch[i]` are the outcomes of row i."""
+    """The outcomes of all decisions of R rows: the digits of `branch[i]` are the outcomes of row i."""
 
     def __init__(self, branch: Tensor, weight: Tensor) -> None:
-        self.weight = weight  # [R]: the probability of each row's branch so far
+        self.weight = weight  # [R]: the probability of the outcomes of each row so far
         self.outcomes: list[int] = []  # the number of outcomes of each decision
         self._rest = branch
 
     def decide(self, law: Tensor) -> Tensor:
-        """[R]: the outcome of every row. law [R,M]: the probabilities of the outcomes."""
+        """Return the outcome of every row [R]. law [R,M]: the probabilities of the M outcomes."""
         which = self._rest % law.shape[1]
         self._rest = self._rest // law.shape[1]
         self.outcomes.append(law.shape[1])
@@ -165,37 +165,37 @@ class Enumerated(Choice):
 
     def coin(self, probability: Tensor, depth: Tensor, lane: int) -> Tensor:
         real = self.dice.weight > 0
-        assert bool(((probability >= 0) & (probability <= 1))[real].all()), f"a coin was asked for {probability}"
+        assert bool(((probability >= 0) & (probability <= 1))[real].all()), f"a coin has the probability {probability}"
         again = [bool((depth == before).any()) for before, same in self._asked if same == lane]
-        assert not any(again), f"a coin was asked for twice, at lane {lane}: it would fall the same way"
+        assert not any(again), f"the rule uses the coin of lane {lane} twice: both results would be equal"
         self._asked.append((depth, lane))
         return self.dice.decide(torch.stack([1 - probability, probability], 1).where(real[:, None], 0.0)) == 1
 
     def draw(self, weights: Tensor, depth: Tensor) -> Tensor:
         total = weights.sum(-1, keepdim=True)
         real = self.dice.weight > 0
-        assert bool((weights >= 0)[real].all() and (total > 0)[real].all()), f"nothing can be drawn from {weights}"
+        assert bool((weights >= 0)[real].all() and (total > 0)[real].all()), f"{weights} is not a law to draw from"
         return self.dice.decide((weights / total).where(real[:, None], 0.0))
 
     def pick(self, logits: Tensor) -> Tensor:
-        """The target's token at every position, each with an independent decision."""
+        """Return the target's token at every position, with an independent decision for each."""
         law = self.law(logits).dense(logits.shape[-1])
         return torch.stack([self.dice.decide(law[:, position]) for position in range(logits.shape[1])], 1)
 
 
-_AT_ONCE = 40_000  # rows of one call of a rule
+_AT_ONCE = 40_000  # rows in one call of a rule
 
 
 def every_branch(
     rule: Rule, world: World, drafts: Drafts, temperature: float, see: Callable[[Tensor, Tensor, Verdict], None]
 ) -> None:
-    """Call `see(row, probability of the branch, verdict)` with every outcome of every decision, for many rows [B] of
-    the drafts at once. A rule reads nothing on the host, so its decisions do not depend on earlier outcomes."""
+    """Call `see(row, weight, verdict)` with all outcomes of all decisions, for many rows [B] of the drafts at once. The
+    weight is the probability of the outcomes. A rule makes no host read, so its decisions are always the same ones."""
     tree = drafts.tree
     after = [law_after(world.target, tree.tokens[:, :0])]
     parents = list(range(-1, tree.nodes - 1)) if tree.parents is None else tree.parents[0].tolist()
     after += [law_after(world.target, tree.tokens[:, path_to(node, parents)]) for node in range(tree.nodes)]
-    logits = torch.stack(after, 1).log()  # before the temperature, which the rule applies
+    logits = torch.stack(after, 1).log()  # the rule divides them by the temperature
     batch = SamplingBatch([Sampling(temperature=temperature)], [()], "cpu")  # one row of settings for all rows
 
     def run(row: Tensor, branch: Tensor) -> tuple[Dice, Verdict]:
@@ -225,7 +225,7 @@ def _rows_of(tree: TokenTree, row: Tensor) -> TokenTree:
 
 
 def _check_path(tree: TokenTree, verdict: Verdict, real: Tensor) -> None:
-    """The accepted nodes must be a path of nodes in use, and equal to the emitted tokens."""
+    """Assert that the accepted nodes are a path of nodes in use, and that their tokens are the emitted tokens."""
     path = torch.arange(tree.nodes).expand(tree.rows, -1) if verdict.path is None else verdict.path
     inside = (torch.arange(path.shape[1]) < verdict.accepted) & real[:, None]
     above = torch.nn.functional.pad(path[:, :-1], (1, 0), value=-1)[:, : path.shape[1]]
@@ -233,15 +233,15 @@ def _check_path(tree: TokenTree, verdict: Verdict, real: Tensor) -> None:
     fine = (parents.gather(1, path) == above) & (tree.tokens.gather(1, path) == verdict.emitted[:, : path.shape[1]])
     if tree.in_use is not None:
         fine = fine & tree.in_use.gather(1, path)
-    assert bool(fine[inside].all()), "an accepted path is no path of the draft"
+    assert bool(fine[inside].all()), "an accepted path is not a path of the draft"
 
 
 # ---- the check
 
 
 def emitted_law(rule: Rule, world: World, drafts: Drafts, temperature: float, apart: bool = False) -> Tensor:
-    """[1 or R, V, ..., V]: the joint law of `horizon` tokens if `rule` verifies these drafts. apart: one law for each
-    draft instead of one for their mixture."""
+    """Return [1 or R, V, ..., V]: the joint law of `horizon` tokens if `rule` verifies these drafts. apart: one law for
+    each draft, and not one for the mixture of all drafts."""
     V, H = world.vocabulary, world.horizon
     texts = (V + 1) ** H
     found = torch.zeros((drafts.tree.rows if apart else 1) * texts, dtype=torch.float64)
@@ -259,10 +259,10 @@ def emitted_law(rule: Rule, world: World, drafts: Drafts, temperature: float, ap
 
 
 def _continued(found: Tensor, world: World) -> Tensor:
-    """The law of `horizon` tokens: the emitted tokens, continued with the target's law."""
+    """Return the law of `horizon` tokens: that of the emitted tokens `found`, continued with the target's law."""
     V, H = world.vocabulary, world.horizon
     joint = found.view(-1, *[V + 1] * H)
-    # k emitted tokens: the axes after k are NOTHING (index 0), and the target continues
+    # texts with k emitted tokens: the other axes are NOTHING (index 0), and the target continues
     total = torch.zeros(found.shape[0], *[V] * H, dtype=torch.float64)
     for k in range(1, H + 1):
         where: list[slice | int] = [slice(None), *[slice(1, None)] * k, *[0] * (H - k)]
@@ -274,7 +274,7 @@ def _continued(found: Tensor, world: World) -> Tensor:
 
 
 def total_variation(rule: Rule, world: World, drafts: Drafts, temperature: float = 1.0, apart: bool = False) -> float:
-    """The largest total variation between the emitted tokens and the target's joint law."""
+    """Return the largest total variation between the law of the emitted tokens and the target's joint law."""
     law = emitted_law(rule, world, drafts, temperature, apart)
     target = (world if temperature > 0 else world.greedy()).joint()
     return float((law - target).abs().flatten(1).sum(1).max() / 2)
@@ -283,7 +283,7 @@ def total_variation(rule: Rule, world: World, drafts: Drafts, temperature: float
 # ---- A rule on toy worlds: chains and trees, sampled and greedy
 
 BOUND = 1e-9  # a smaller total variation is rounding
-# A coupled draft has no distribution of its own; the comparison of texts with the same seed tests it.
+# Coupled drafts are not enumerated: the comparison of texts with the same seed tests them.
 HOW: dict[Drawn, Law] = {"certain": without_replacement, "iid": iid, "without_replacement": without_replacement}
 CHAINS = ([-1], [-1, 0], [-1, 0, 1])
 TREES = ([-1, -1], [-1, -1, 0, 0], [-1, 0, 0, -1])
@@ -307,7 +307,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Measured:
-    """The total variation of a case: its mean over random worlds and its maximum over all. None: the rule refused."""
+    """The total variation of a case: its mean over random worlds and its maximum over all. None: it was refused."""
 
     case: Case
     mean: float | None = None
@@ -333,7 +333,7 @@ class RuleAudit:
 
     @property
     def by_drawn(self) -> dict[str, tuple[float, float]]:
-        """Of the sampled cases, per way of drawing: the mean over random worlds and the maximum over all."""
+        """Return the mean over random worlds and the maximum over all, for each way of drawing (sampled cases only)."""
         result: dict[str, tuple[float, float]] = {}
         for drawn in HOW:
             items = [item for item in self.judged if item.case.drawn == drawn and item.case.temperature > 0]
@@ -343,7 +343,7 @@ class RuleAudit:
 
     @property
     def worst(self) -> Measured | None:
-        """The case that shows that the rule is not exact."""
+        """Return the case with an error or with the largest total variation above BOUND. None: the rule is exact."""
         for item in self.measured:
             if item.failure is not None:
                 return item
@@ -352,7 +352,7 @@ class RuleAudit:
 
 
 def cases(rule: Rule) -> Iterator[Case]:
-    """Every kind of draft that the rule declares in `judges`: chains and trees, sampled and greedy."""
+    """Yield all cases for the drafts that the rule declares in `judges`: chains and trees, sampled and greedy."""
     for drawn in HOW:
         if drawn not in rule.judges:
             continue
@@ -364,7 +364,7 @@ def cases(rule: Rule) -> Iterator[Case]:
 
 
 def worlds(horizon: int) -> tuple[list[World], list[World]]:
-    """Random worlds, and hard worlds: impossible tokens, equal distributions, distributions without overlap."""
+    """Return random worlds and hard worlds: with impossible tokens, with equal laws, with laws without overlap."""
     apart = World.random(3, horizon, 6)
     left = [torch.zeros_like(p).index_fill_(-1, torch.tensor([0]), 1.0) for p in apart.target]
     right = [torch.zeros_like(p).index_fill_(-1, torch.tensor([1, 2]), 0.5) for p in apart.target]
@@ -378,10 +378,10 @@ def worlds(horizon: int) -> tuple[list[World], list[World]]:
 
 
 def audit_rule(rule: Rule, progress: Progress = lambda label, done, total: None) -> RuleAudit:
-    """Enumerate every case in every world."""
+    """Return the total variation of a rule in all cases, over all worlds."""
     if rule.exact not in ("text", "law", ""):
         raise UnsupportedError(
-            f"Rule '{rule.name}' keeps the {rule.exact} and neither text nor law, which is what an audit tests; use "
+            f"Rule '{rule.name}' keeps the {rule.exact}, but an audit tests only rules that keep text or law; use "
             "another rule."
         )
     todo = list(cases(rule))
@@ -396,7 +396,7 @@ def _measure(rule: Rule, case: Case) -> Measured:
     parents = list(case.parents)
     deepest = max(len(path_to(node, parents)) for node in range(len(parents)))
     random, hard = worlds(deepest + 1)
-    if rule.exact == "text":  # the rule reads only the target's tokens and no law, so a few worlds are enough
+    if rule.exact == "text":  # the rule reads the target's tokens and no laws, so few worlds are enough
         random, hard = random[::3], hard[::2]
     try:
         distances = [_distance(rule, case, world) for world in [*random, *hard]]

@@ -1,4 +1,4 @@
-"""The report of an audit: sections of sentences and tables, as plain text, as Markdown and as one HTML page."""
+"""Write the report of an audit as plain text, as Markdown or as one HTML page: sections of sentences and tables."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from paceline.common.errors import InputError
 
 Table = list[tuple[str, ...]]  # the first row is the header
-_SHORT = 12  # rows of a table that a terminal always shows
+_SHORT = 12  # a terminal always shows a table with at most this number of rows
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class Section:
 
 @dataclass(frozen=True)
 class Page:
-    """A verdict and the sections that it follows from. long_tables: a terminal shows them too."""
+    """A verdict and the sections with its reasons. long_tables: whether a terminal shows long tables."""
 
     verdict: str
     lossless: bool
@@ -31,7 +31,7 @@ class Page:
     long_tables: bool = False
 
     def as_text(self) -> str:
-        """For a terminal."""
+        """Return the page as text for a terminal."""
         parts = []
         for section in self.sections:
             shown = section.table if len(section.table) <= _SHORT or self.long_tables else []
@@ -70,9 +70,9 @@ class Page:
 
 
 def check_path(path: Path) -> None:
-    """Refuse a path that no report can be written to."""
+    """Raise `InputError` if no report can be written to this path."""
     if path.suffix not in (".html", ".md"):
-        raise InputError(f"A report ends in .html or .md, got '{path}'.")
+        raise InputError(f"The path of a report must end in .html or .md, got '{path}'.")
     if not path.parent.is_dir():
         raise InputError(f"The folder of the report '{path}' does not exist; make it first.")
 

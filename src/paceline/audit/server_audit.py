@@ -1,5 +1,5 @@
-"""The audit of a server with OpenAI's API: the same requests alone and under load, with a cold and a warm cache, with
-speculation and without. All texts of a request must be equal."""
+"""Audit a server with the OpenAI API: send the same requests alone and under load, with a cold and a warm cache, with
+and without speculation. All texts of a request must be equal."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from paceline.audit.server_report import Run, ServerReport
 from paceline.common.errors import InputError, UnknownNameError, UnsupportedError
 from paceline.common.limits import Limited, limited
 
-OFF = {"speculative_config": False}  # our field of a request: no drafts
+OFF = {"speculative_config": False}  # a field of Paceline's API: no drafts for this request
 _MOST_WORKERS = 256
-_OTHER_SEED = 4  # sampled requests that are repeated with another seed
-_SHARED = (  # a beginning that half of the prompts share, so that a prefix cache has work
+_OTHER_SEED = 4  # this number of sampled requests is repeated with another seed
+_SHARED = (  # half of the prompts begin with this text, so that a prefix cache is used
     "These are the notes of a small library by a river. The library has two floors. On the first floor there are "
     "newspapers, maps and books for children. On the second floor there are novels, plays and a quiet room with "
     "six desks. It opens at nine in the morning and closes at seven in the evening. On Sundays it stays closed. "
@@ -32,7 +32,7 @@ _SHARED = (  # a beginning that half of the prompts share, so that a prefix cach
 
 @dataclass(frozen=True)
 class ServerPlan(Limited):
-    """How much an audit of a server does."""
+    """The size of an audit of a server."""
 
     requests: int = limited(16, 4, 4096)
     concurrency: int = limited(8, 2, _MOST_WORKERS)
@@ -44,7 +44,7 @@ class ServerPlan(Limited):
 
 @dataclass(frozen=True)
 class Target:
-    """A server, and the key and the name of the model there. None: no key, the only model."""
+    """A server, its API key (None: no key), and the name of the model (None: the only model of the server)."""
 
     url: str
     api_key: str | None = None
@@ -59,14 +59,14 @@ def audit_server(
     progress: Progress = lambda label, done, total: None,
     cancel: Cancel = lambda: False,
 ) -> ServerReport:
-    """Test whether the text of a server depends on its load, its cache or speculation. `against`: another server of the
-    same model, such as one without speculation; its texts alone are then the right ones."""
+    """Test whether the text of a server depends on its load, its cache or speculation. `against`: another server with
+    the same model, for example one without speculation. Its texts, sent alone, are then the expected ones."""
     return _ServerAudit(server, against, prompts, plan or ServerPlan(), progress, cancel).report()
 
 
 @dataclass
 class _Abilities:
-    """What a server offers. reasons: what it does not, and why."""
+    """The features that a server has. reasons: the features that it does not have, and why."""
 
     endpoints: list[Endpoint] = field(default_factory=list)
     logprobs: set[Endpoint] = field(default_factory=set)
@@ -92,13 +92,13 @@ class _ServerAudit:
         if against is not None:
             self._against, other = _connect(against, plan)
             length = min(length, other)
-        # the prompts of each audit are new to the server: an earlier audit does not warm its cache
+        # each audit has other prompts, so that the cache of the server does not hold those of an earlier audit
         self._mark = secrets.token_hex(4)
         self._shared = _SHARED[: max(0, length // 4)]
         self._runs: list[Run] = []
 
     def report(self) -> ServerReport:
-        """Run everything."""
+        """Run all parts of the audit, and return the report."""
         began = time.perf_counter()
         abilities = self._look(self._server)
         if self._against is not None:
@@ -152,10 +152,10 @@ class _ServerAudit:
             seconds=time.perf_counter() - began,
         )
 
-    # ---- what the server offers
+    # ---- the features of a server
 
     def _look(self, server: ServerClient) -> _Abilities:
-        """Try one request of each kind."""
+        """Return the features of a server, found with one request of each kind."""
         found = _Abilities()
         self._progress(f"looking at {server.url}", 0, None)
         names: tuple[Endpoint, ...] = ("chat", "completions")
@@ -183,13 +183,13 @@ class _ServerAudit:
     def _one(self, server: ServerClient, ask: Ask, more: dict[str, bool] | None = None) -> Reply:
         reply = server.ask_all([ask], lambda ask: more or {}, 1, lambda done: None, self._cancel)[ask.number]
         if reply.status in (0, 401, 403):
-            raise InputError(f"{server.url} answers no request: {reply.error}.")
+            raise InputError(f"{server.url} does not answer a request: {reply.error}.")
         return reply
 
     # ---- the requests
 
     def _asks(self, abilities: _Abilities) -> list[Ask]:
-        """Greedy and sampled, chat and completions, with log-probabilities and without, short and long prompts."""
+        """Return the requests: greedy or sampled, chat or completions, short or long, some with log-probabilities."""
         plan, asks = self._plan, []
         for number in range(plan.requests):
             endpoint = abilities.endpoints[(number >> 1) % len(abilities.endpoints)]
@@ -222,17 +222,17 @@ class _ServerAudit:
         server: ServerClient | None = None,
     ) -> dict[int, Reply]:
         order = list(asks)
-        if workers > 1:  # other requests than before are in a batch together
+        if workers > 1:  # another order gives other batches
             random.Random(self._plan.seed).shuffle(order)
-        told: Callable[[int], None] = lambda done: self._progress(name, done, len(order))  # noqa: E731
-        return (server or self._server).ask_all(order, more, workers, told, self._cancel)
+        report: Callable[[int], None] = lambda done: self._progress(name, done, len(order))  # noqa: E731
+        return (server or self._server).ask_all(order, more, workers, report, self._cancel)
 
 
 _TITLES: dict[Endpoint, str] = {"chat": "chat completions", "completions": "completions"}
 
 
 def _connect(target: Target, plan: ServerPlan) -> tuple[ServerClient, int]:
-    """The client of a server, and the tokens of its context; a large number if the server does not say."""
+    """Return the client of a server, and the context length of the model (a large number if it is not known)."""
     client = ServerClient(target.url, target.api_key, plan.timeout)
     cards = client.models()
     names = [card["id"] for card in cards]

@@ -1,4 +1,4 @@
-"""A client of OpenAI's API for audits: it needs only the standard library."""
+"""A client of the OpenAI API for audits. It needs only the standard library."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from paceline.common.errors import InputError, in_one_line, shown
 
 Endpoint = Literal["chat", "completions"]
 PATHS: dict[str, str] = {"chat": "/chat/completions", "completions": "/completions"}
-TOP = 2  # alternatives of a log-probability: they give the distance of the two best tokens
-_MOST_BYTES = 64 * 2**20  # of an answer
-_TRIES = 20  # of a request that the server refuses because it is full
+TOP = 2  # alternatives per log-probability, for the difference of the two best tokens
+_MOST_BYTES = 64 * 2**20  # the largest answer that is read
+_TRIES = 20  # tries of a request that the server refuses because it is full
 _LONGEST_WAIT = 30.0  # seconds before the next try
-_LOOK = 0.05  # seconds between two looks at Ctrl-C
+_LOOK = 0.05  # seconds between two checks of Ctrl-C
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Ask:
         return self.temperature > 0
 
     def body(self, **more: Any) -> dict[str, Any]:
-        """The JSON of the request, with fields that every server has."""
+        """Return the JSON body of the request. It has only fields that every server accepts, and `more`."""
         body: dict[str, Any] = {"temperature": self.temperature, "seed": self.seed, "max_tokens": self.tokens}
         if self.endpoint == "chat":
             body["messages"] = [{"role": "user", "content": self.prompt}]
@@ -55,8 +55,8 @@ class Ask:
 
 @dataclass(frozen=True)
 class Reply:
-    """The answer to a request, or why there is none. logprobs: one number for each token. gaps: the distance of the two
-    best tokens. drafted, cached: None if the server does not report them."""
+    """The answer to a request, or its error. logprobs: one number for each token. gaps: the difference of the two best
+    log-probabilities at each token. drafted, cached: None if the server does not report them."""
 
     text: str = ""
     finish_reason: str | None = None
@@ -77,7 +77,7 @@ class Reply:
 
 
 def read_reply(ask: Ask, body: Any) -> Reply:
-    """The reply in the JSON of an answer."""
+    """Return the reply in the JSON of an answer."""
     try:
         choice = body["choices"][0]
         text = choice["message"]["content"] if ask.endpoint == "chat" else choice["text"]
@@ -86,11 +86,11 @@ def read_reply(ask: Ask, body: Any) -> Reply:
         cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
         return Reply(text or "", choice.get("finish_reason"), tokens, values, gaps, _drafted(body), cached)
     except (KeyError, IndexError, TypeError, AttributeError, ValueError) as error:
-        return Reply(error=f"the answer has another shape than OpenAI's ({type(error).__name__}: {error})")
+        return Reply(error=f"the answer is not in the format of OpenAI ({type(error).__name__}: {error})")
 
 
 def _logprobs(given: dict[str, Any]) -> tuple[tuple[str, ...], tuple[float, ...], tuple[float | None, ...]]:
-    """Tokens, log-probabilities and gaps, of a chat or of completions."""
+    """Return tokens, log-probabilities and gaps, from the answer of a chat or of completions."""
     if "content" in given:
         entries = given["content"] or []
         best = [[float(top["logprob"]) for top in entry.get("top_logprobs") or ()] for entry in entries]
@@ -104,26 +104,26 @@ def _logprobs(given: dict[str, Any]) -> tuple[tuple[str, ...], tuple[float, ...]
 
 
 def _drafted(body: dict[str, Any]) -> int | None:
-    """Drafted tokens, as vLLM and Paceline report them, or as llama.cpp does."""
+    """Return the number of drafted tokens in the format of vLLM and Paceline, or in that of llama.cpp."""
     speculation = (body.get("metrics") or {}).get("speculative_decoding") or {}
     found = speculation.get("num_draft_tokens", (body.get("timings") or {}).get("draft_n"))
     return None if found is None else int(found)
 
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):
-    """A redirect would carry the API key to another server."""
+    """Refuses redirects, which would send the API key to another server."""
 
     def redirect_request(self, *_: Any) -> None:
         return None
 
 
 class ServerClient:
-    """One server: `ask` sends a request, `ask_all` sends several at once."""
+    """The client of one server: `ask` sends one request, `ask_all` sends several at the same time."""
 
     def __init__(self, url: str, api_key: str | None, timeout: float) -> None:
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.netloc:
-            raise InputError(f"The URL of a server begins with http:// or https://, got {shown(url)}.")
+            raise InputError(f"The URL of a server must begin with http:// or https://, got {shown(url)}.")
         base = url.rstrip("/")
         self.url = base if base.endswith("/v1") else f"{base}/v1"
         self.model: str | None = None
@@ -133,16 +133,16 @@ class ServerClient:
     # ---- one request
 
     def models(self) -> list[dict[str, Any]]:
-        """The models that the server names. Refuses a server that cannot be reached."""
+        """Return the models that the server lists. Raise `InputError` if it cannot be reached or refuses the key."""
         status, body = self._send("/models", None)
         if status in (401, 403):
             raise InputError(f"{self.url} refuses the key ({_why(status, body)}); give the right one with --api-key.")
         if status != 200 or not isinstance(body, dict) or not isinstance(body.get("data"), list):
-            raise InputError(f"{self.url}/models is no list of models ({_why(status, body)}); give another URL.")
+            raise InputError(f"{self.url}/models is not a list of models ({_why(status, body)}); give another URL.")
         return [entry for entry in body["data"] if isinstance(entry, dict) and isinstance(entry.get("id"), str)]
 
     def ask(self, ask: Ask, more: dict[str, Any] | None = None, ended: threading.Event | None = None) -> Reply:
-        """The reply to one request. A server that is full is asked again."""
+        """Return the reply to one request. If the server is full, the request is sent again."""
         wait = (ended or threading.Event()).wait
         for _ in range(_TRIES):
             try:
@@ -154,7 +154,7 @@ class ServerClient:
         return read_reply(ask, body) if status == 200 else Reply(error=_why(status, body), status=status)
 
     def _send(self, path: str, body: Any) -> tuple[int, Any]:
-        """The status and the JSON of an answer. Of a refusal that names a time, the JSON is that number of seconds."""
+        """Return the status and the JSON of an answer. If a refusal has Retry-After, return its seconds as the JSON."""
         headers = {"Content-Type": "application/json", "Accept": "application/json"}
         if self._key is not None:
             headers["Authorization"] = f"Bearer {self._key}"
@@ -168,11 +168,11 @@ class ServerClient:
                 content = _json(error.read(_MOST_BYTES))
             retry = error.headers.get("Retry-After", "") if error.code in (429, 503) else ""
             return error.code, float(retry) if retry.isdecimal() else content
-        except (OSError, HTTPException, ValueError) as error:  # refused, timed out, cut off, a key with odd characters
-            told = in_one_line(getattr(error, "reason", None) or error)  # type: ignore[arg-type]
-            raise InputError(f"{self.url} cannot be reached: {told}.") from None
+        except (OSError, HTTPException, ValueError) as error:  # refused, timed out, cut off, an invalid key
+            reason = in_one_line(getattr(error, "reason", None) or error)  # type: ignore[arg-type]
+            raise InputError(f"{self.url} cannot be reached: {reason}.") from None
 
-    # ---- several at once
+    # ---- several requests at the same time
 
     def ask_all(
         self,
@@ -182,7 +182,7 @@ class ServerClient:
         progress: Callable[[int], None],
         cancel: Cancel,
     ) -> dict[int, Reply]:
-        """The replies by the numbers of the requests, with `workers` requests at a time. The threads are daemons: a
+        """Return the replies by the numbers of the requests. `workers` threads send them. The threads are daemons, so a
         cancelled audit does not wait for their answers."""
         todo: queue.SimpleQueue[Ask] = queue.SimpleQueue()
         done: queue.SimpleQueue[tuple[int, Reply | Exception]] = queue.SimpleQueue()
@@ -225,7 +225,7 @@ class ServerClient:
 
 
 def _json(data: bytes) -> Any:
-    """The JSON of an answer, or its text."""
+    """Return the value of a JSON answer, or its text if it is not JSON."""
     try:
         return json.loads(data)
     except (ValueError, RecursionError):
@@ -233,12 +233,12 @@ def _json(data: bytes) -> Any:
 
 
 def _why(status: int, body: Any) -> str:
-    """A phrase about a refusal, with the message of the server."""
+    """Return a phrase about a refusal, with the status and the message of the server."""
     found = body.get("error", body) if isinstance(body, dict) else body
     message = found.get("message", found) if isinstance(found, dict) else found
     return f"HTTP {status}: {in_one_line(ValueError(str(message)), 160)}"
 
 
 def _seconds(body: Any) -> float:
-    """How long to wait for a server that is full."""
+    """Return the seconds to wait for a server that is full."""
     return min(_LONGEST_WAIT, max(0.05, body)) if isinstance(body, float) else 1.0

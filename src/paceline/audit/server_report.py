@@ -1,4 +1,4 @@
-"""The verdict on a server: which texts are equal, where the first difference is, and what was not tested."""
+"""The report of the audit of a server: the equal texts, the first differences, and the parts that were not tested."""
 
 from __future__ import annotations
 
@@ -10,27 +10,27 @@ from typing import Any
 from paceline.audit.report_page import Page, Section, Table
 from paceline.audit.server_client import Ask, Reply
 
-_BEFORE, _AFTER = 24, 40  # characters of a text that a divergence shows
+_BEFORE, _AFTER = 24, 40  # characters that a report shows before and after the first difference
 
 
 @dataclass(frozen=True)
 class Run:
-    """All requests of an audit under one condition: the replies by the numbers of the requests."""
+    """The replies to the requests of an audit under one condition, by the numbers of the requests."""
 
     name: str
     replies: dict[int, Reply]
     seconds: float
 
     def total(self, field: str) -> int | None:
-        """The sum of what the server reports; None if it reports nothing."""
+        """Return the sum of a field over all replies that have it, or None if no reply has it."""
         known = [value for reply in self.replies.values() if (value := getattr(reply, field)) is not None]
         return sum(known) if known else None
 
 
 @dataclass(frozen=True)
 class ServerDivergence:
-    """A text that differs from the right one. position: the characters before the first difference. token: the tokens
-    before it, where the server reports tokens; gap: the distance of the two best tokens there."""
+    """A text that differs from the expected one. position: the number of characters before the first difference. token:
+    the number of tokens before it, if the server reports tokens. gap: the difference of the two best tokens there."""
 
     run: str
     request: int
@@ -45,7 +45,7 @@ class ServerDivergence:
     error: str | None = None
 
     def excerpts(self) -> tuple[str, str]:
-        """The two texts around the first difference."""
+        """Return the expected and the found text around the first difference."""
         return self._around(self.expected, self.expected_end), self._around(self.found, self.found_end)
 
     def _around(self, text: str, end: str | None) -> str:
@@ -56,8 +56,8 @@ class ServerDivergence:
 
 @dataclass(frozen=True)
 class Comparison:
-    """A run against the right texts. scored: texts with log-probabilities on both sides; spread: their largest
-    difference, where the texts are equal."""
+    """A run compared with the expected texts. scored: the number of equal texts with log-probabilities on both sides.
+    scores_differ: the number of those with different log-probabilities. spread: the largest difference."""
 
     run: Run
     texts: int
@@ -73,8 +73,8 @@ class Comparison:
 
 @dataclass(frozen=True)
 class ServerReport:
-    """The results of the audit of a server. `warm` and `again` are the same requests alone; `plain` has no speculation;
-    `other` is of the other server. None: not run."""
+    """The results of the audit of a server. `warm` and `again`: the same requests, sent alone. `plain`: without
+    speculation. `other`: from the other server. None: this part did not run."""
 
     subject: dict[str, Any]
     asks: Sequence[Ask]
@@ -88,20 +88,20 @@ class ServerReport:
     reasons: Sequence[str]
     seconds: float
 
-    # ---- what can be judged
+    # ---- the requests that the verdict uses
 
     @property
     def reference(self) -> Run:
-        """The run with the right texts."""
+        """Return the run with the expected texts."""
         return self.other or self.plain or self.warm
 
     def changed(self, one: Run, two: Run) -> list[Ask]:
-        """The requests that have two texts in these runs."""
+        """Return the requests whose texts differ in these two runs."""
         return [ask for ask in self.asks if _differ(one.replies[ask.number], two.replies[ask.number])]
 
     @property
     def unrepeatable(self) -> list[tuple[str, list[Ask]]]:
-        """Per server: the requests that have two texts alone, with the same seed."""
+        """Return for each server the requests whose text changes when they are sent alone again with the same seed."""
         pairs = [("", self.warm, self.again)]
         if self.other is not None and self.other_again is not None:
             pairs.append((" of the other server", self.other, self.other_again))
@@ -109,14 +109,14 @@ class ServerReport:
 
     @property
     def judged(self) -> list[Ask]:
-        """The requests whose text is settled: their kind repeats, and the right text is known."""
+        """Return the requests with a known expected text, of kinds whose text does not change when it is repeated."""
         wavering = {(ask.endpoint, ask.sampled) for _, asks in self.unrepeatable for ask in asks}
         fine = [ask for ask in self.asks if self.reference.replies[ask.number].error is None]
         return [ask for ask in fine if (ask.endpoint, ask.sampled) not in wavering]
 
     @property
     def comparisons(self) -> list[Comparison]:
-        """Every run against the right texts. A repetition that shows an unsettled text is not compared again."""
+        """Return every run compared with the expected texts, except the repetition of the other server."""
         left_out = (self.reference, self.other_again)
         return [self._compared(run) for run in self.runs if run not in left_out]
 
@@ -131,14 +131,14 @@ class ServerReport:
 
     @property
     def switched(self) -> bool:
-        """True if the reports of the server show that speculation was on, and that requests switch it off."""
+        """Return whether the server reports drafted tokens with speculation, and none without."""
         return self.plain is not None and self.plain.total("drafted") == 0 and bool(self.warm.total("drafted"))
 
     # ---- the verdict
 
     @property
     def findings(self) -> list[str]:
-        """What is not lossless, one phrase each."""
+        """Return a phrase for each way in which the texts differ."""
         findings = []
         for who, asks in self.unrepeatable:
             for name, is_sampled in (("sampled", True), ("greedy", False)):
@@ -161,13 +161,13 @@ class ServerReport:
 
     @property
     def untested(self) -> list[str]:
-        """What this audit says nothing about, and why."""
+        """Return a phrase for each feature that this audit did not test, with the reason."""
         missing = list(self.reasons)
         drafted = self.warm.total("drafted")
         if self.plain is not None and not self.switched:
             off = self.plain.total("drafted")
             if off is None:
-                why = "the server takes the field and does not report drafted tokens, so it may ignore it"
+                why = "the server accepts the field, but reports no drafted tokens, so it may ignore the field"
             elif off:
                 why = f"the server drafts {off} tokens with speculative_config false"
             else:
@@ -218,10 +218,10 @@ class ServerReport:
             verdict += "; speculation was not compared with plain decoding"
         return verdict
 
-    # ---- what people and programs read
+    # ---- the report
 
     def as_dict(self) -> dict[str, Any]:
-        """The report as JSON."""
+        """Return the report as a dict for JSON."""
         return {
             "verdict": self.verdict,
             "lossless": self.lossless,
@@ -247,7 +247,7 @@ class ServerReport:
         }
 
     def page(self) -> Page:
-        """The report as sections."""
+        """Return the report as a page."""
         about = [f"{name}: {value}" for name, value in self.subject.items() if value is not None]
         sections = [Section("What was audited", about), self._texts()]
         divergences = [item for each in self.comparisons for item in each.divergences[:1]]
@@ -262,7 +262,7 @@ class ServerReport:
         return Page(self.verdict, self.lossless, sections, long_tables=True)
 
     def _texts(self) -> Section:
-        lines = [f"Every text must be that of the run '{self.reference.name}'."]
+        lines = [f"Every text must equal the text of the run '{self.reference.name}'."]
         drafted, off = self.warm.total("drafted"), None if self.plain is None else self.plain.total("drafted")
         if drafted is not None:
             without = "" if off is None else f", and {off} in those without speculation"
@@ -278,7 +278,7 @@ class ServerReport:
 
 
 def _differ(one: Reply, two: Reply) -> bool:
-    """True if two replies to a request show that its text is not settled. A request that fails twice is settled."""
+    """Return whether two replies to a request differ. Two errors do not differ."""
     if one.error is not None or two.error is not None:
         return (one.error is None) != (two.error is None)
     return one.content != two.content
@@ -296,12 +296,12 @@ def _divergence(run: str, ask: Ask, right: Reply, found: Reply) -> ServerDiverge
 
 
 def _first_difference(one: Sequence[str], two: Sequence[str]) -> int:
-    """The index of the first difference; the common length if there is none."""
+    """Return the index of the first difference, or the common length if there is none."""
     return next((i for i, (a, b) in enumerate(zip_longest(one, two)) if a != b), len(one))
 
 
 def _lines(item: ServerDivergence) -> list[str]:
-    """A difference as sentences."""
+    """Return a difference as lines of text."""
     head = f"{item.run}, request {item.request + 1} ({item.kind})"
     if item.error is not None:
         return [f"{head}: {item.error}"]

@@ -51,14 +51,14 @@ def test_odd_inputs_are_refused() -> None:
     right[0, -1] = 0
     ask: dict[str, Any] = {"max_new_tokens": 4, "do_sample": False}
     for inputs, message in (
-        ({"inputs": torch.cat([PROMPT, PROMPT], 1), "past_key_values": cache}, "cache that already holds a text"),
+        ({"inputs": torch.cat([PROMPT, PROMPT], 1), "past_key_values": cache}, "past_key_values that hold a text"),
         ({"inputs_embeds": embeddings}, "inputs_embeds"),
         ({"inputs": PROMPT, "attention_mask": gaps}, "gaps or padding on the right"),
         ({"inputs": PROMPT, "attention_mask": right}, "gaps or padding on the right"),
     ):
         with pytest.raises(UnsupportedError, match=message):
             model().generate(**inputs, **ask, custom_generate=CustomGenerate())
-    with pytest.raises(UnsupportedError, match="A streamer follows one text, and there are 3"):
+    with pytest.raises(UnsupportedError, match="A streamer shows one text, but there are 3 prompts"):
         model().generate(BATCH, attention_mask=MASK, **ask, custom_generate=CustomGenerate(streamer=Listener()))
 
 

@@ -1,1 +1,1 @@
-"""What every room may import: errors, limits, names, config files, progress."""
+"""Modules that every other package can import: errors, limits, names, options, text formats, progress."""

@@ -9,28 +9,28 @@ _SHOWN = 80  # characters of a value inside a message
 
 
 def shown(value: object) -> str:
-    """The value in a message: on one line, and shortened if it is long."""
+    """Return a value as text for a message: on one line, and shortened if it is long."""
     try:
         text = " ".join(repr(value).split())
-    except ValueError:  # Python does not write numbers of more than 4,300 digits
+    except ValueError:  # Python does not convert numbers of more than 4,300 digits to text
         return "a number of thousands of digits"
     return text if len(text) <= _SHOWN else f"{text[: _SHOWN - 20]}… ({len(text):,} characters)"
 
 
 def in_one_line(error: BaseException, limit: int = 200) -> str:
-    """The message of another library's error, short enough to be part of one of our sentences."""
+    """Return the message of another library's error on one line, short enough for a part of a sentence."""
     text = " ".join(str(error).split()).rstrip(".") or type(error).__name__
     return text if len(text) <= limit else text[: limit - 1] + "…"
 
 
 class PacelineError(Exception):
-    """The base of all errors. The command line shows it as one line and exits with `exit_code`."""
+    """The base of all errors. The command line shows an error as one line and exits with `exit_code`."""
 
     exit_code = 70  # not 1: an audit exits with 1 if a decoder is not lossless
 
 
 class InputError(PacelineError, ValueError):
-    """A value from the caller is not possible."""
+    """A value from the caller is not valid."""
 
     exit_code = 2
 
@@ -48,7 +48,7 @@ class UnknownNameError(InputError):
 
 
 class UnsupportedError(PacelineError):
-    """A model, rule or drafter that cannot be decoded exactly."""
+    """A model, rule, drafter or option that Paceline cannot use exactly."""
 
     exit_code = 3
 
@@ -60,17 +60,17 @@ class LoadError(PacelineError):
 
 
 class DrafterError(PacelineError):
-    """A drafter broke its contract. The decoder warns and continues with plain decoding."""
+    """A drafter returned an invalid draft. The decoder warns and continues with plain decoding."""
 
 
 class ModelOutputError(PacelineError):
-    """The model gave an output without a possible token, such as NaN logits."""
+    """The model gave an output from which no token can be chosen, for example NaN logits."""
 
     exit_code = 5
 
 
 class PacelineWarning(UserWarning):
-    """A fact that does not change the text."""
+    """A warning about a fact that does not change the text."""
 
 
 class DrafterWarning(PacelineWarning):

@@ -1,9 +1,9 @@
-"""Declared limits of options: the values that a field takes, and one check with one kind of message.
+"""Declare the limits of options on the fields of a dataclass, and check values against them.
 
     order: int = limited(4, 2, 64)  # from 2 to 64
 
-A dataclass that inherits from `Limited` checks its fields when it is made. `build_options` applies the same check to
-every other dataclass, so options of other packages have the default limits.
+A dataclass that inherits from `Limited` checks its fields when it is made. `build_options` checks the fields of every
+other dataclass in the same way, so options of other packages have the default limits.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from typing import Any
 
 from paceline.common.errors import InputError, shown
 
-LARGEST = 2**31 - 1  # of a whole number without declared limits
+LARGEST = 2**31 - 1  # the limit of a whole number without declared limits
 GAMMA_LIMIT = 4096  # tokens drafted in a row
-NODES_LIMIT = 4096  # nodes of a tree: its mask grows with the square
+NODES_LIMIT = 4096  # nodes of a tree: the size of its mask is the square of this
 BEAMS_LIMIT = 1024
 ROWS_LIMIT = 2**16  # prompts decoded at once
 SEED: dict[str, Any] = {"least": -(2**63), "most": 2**63 - 1}
-LONGEST = 4096  # characters of a text: the longest path that Linux takes
+LONGEST = 4096  # characters of a text: the longest path that Linux accepts
 _LIMITS = "limits"  # the key in a field's metadata
 _LITERAL = r"Literal\[([^\]]*)\]"
 
@@ -35,7 +35,7 @@ def _is_finite(value: Any) -> bool:
         return False
 
 
-# type of an option -> does a value have it, and how a message names it
+# type of an option -> (whether a value has this type, the words for this type in a message)
 TYPES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "int": (lambda value: isinstance(value, int) and not isinstance(value, bool), "a whole number"),
     "float": (lambda value: isinstance(value, (int, float)) and not isinstance(value, bool) and _is_finite(value),
@@ -58,12 +58,12 @@ class Limits:
 def limited(
     default: Any, least: float | None = None, most: float | None = None, *, above: float | None = None, **metadata: Any
 ) -> Any:
-    """A dataclass field with limits. `metadata` goes into the field as it is."""
+    """Return a dataclass field with limits. `metadata` is added to the metadata of the field."""
     return dataclasses.field(default=default, metadata={_LIMITS: Limits(least, most, above), **metadata})
 
 
 def check_number(name: str, value: Any, least: int, most: int, more: str = "") -> None:
-    """Refuse a value that is not a whole number from `least` to `most`. `more`: other values, for the message."""
+    """Raise `InputError` if a value is not a whole number from `least` to `most`. `more`: words for other values."""
     if not TYPES["int"][0](value):
         raise InputError(f"{name} must be a whole number of at least {least}{more}, got {shown(value)}.")
     if value < least:
@@ -73,8 +73,8 @@ def check_number(name: str, value: Any, least: int, most: int, more: str = "") -
 
 
 def check_field(field: dataclasses.Field[Any], value: Any, owner: str = "", flag: str = "") -> None:
-    """Refuse a value of another type than the field has, or outside its limits. The class of the field checks a type
-    that is not plain. A message names the flag, or else the field and its owner."""
+    """Raise `InputError` if a value has another type than the field, or is outside its limits. Types that are not plain
+    are not checked here, but by the dataclass. The message names the flag, else the field and its owner."""
     wanted, choices = _plain_parts(field.type)
     name = flag or field.name
     if flag:
@@ -89,7 +89,7 @@ def check_field(field: dataclasses.Field[Any], value: Any, owner: str = "", flag
         raise InputError(f"{name}{f' of {owner}' if owner else ''} must be {words}, got {shown(value)}.")
     if isinstance(value, str) and len(value) > LONGEST:
         raise InputError(f"{name} must have at most {LONGEST:,} characters, got {len(value):,}.")
-    if isinstance(value, str) and "\0" in value:  # no name, and no path
+    if isinstance(value, str) and "\0" in value:  # not possible in a name or a path
         raise InputError(f"{name} must be a text without zero bytes, got {shown(value)}.")
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return
@@ -105,7 +105,7 @@ def check_field(field: dataclasses.Field[Any], value: Any, owner: str = "", flag
 
 
 class Limited:
-    """A base of dataclasses: every field is checked when the object is made."""
+    """A base of dataclasses that checks every field when the object is made."""
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):  # type: ignore[arg-type]
@@ -113,13 +113,13 @@ class Limited:
 
 
 def plain_types(annotation: Any) -> list[str]:
-    """["int", "None"] of `int | None`; [] if a part of it is not a plain type."""
+    """Return the plain types of a union: ["int", "None"] for `int | None`, [] if a part is not a plain type."""
     wanted, choices = _plain_parts(annotation)
     return [] if choices else wanted
 
 
 def _plain_parts(annotation: Any) -> tuple[list[str], list[str]]:
-    """The plain types and the texts of a Literal in a union; nothing if it has a part of another kind."""
+    """Return the plain types and the texts of Literals in a union. Both are empty if another type is in it."""
     text = annotation.__name__ if isinstance(annotation, type) else str(annotation)
     text = text.replace("typing.", "")
     if text.startswith("Optional["):

@@ -1,7 +1,7 @@
-"""The names that users can write, without torch: a misspelt name is refused before anything heavy is imported.
+"""Check names that users write, without torch: a misspelt name is refused before large packages are imported.
 
-`names.json` holds them. `python tools/name_index.py` writes it from the registries, and a test compares the two.
-Names that other packages add (entry points), and those of a new file that the index lacks, are found as well.
+`names.json` holds the names. `python tools/name_index.py` writes it from the registries, and a test compares the two.
+Names that other packages add by entry points, and names in new files that are not in the index, are found too.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 from paceline.common.errors import InputError, LoadError, UnknownNameError
 
 FILE = Path(__file__).with_name("names.json")
-RUN_KEYS = ("name", "gamma", "nodes", "rule", "label")  # of a run of `bench`; its other keys belong to the drafter
+RUN_KEYS = ("name", "gamma", "nodes", "rule", "label")  # keys of a run of `bench`; others are options of the drafter
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 # kind -> the group of its entry points, and the registry (module, name)
 _OPEN = {
@@ -32,28 +32,28 @@ _OPEN = {
 
 @cache
 def index() -> dict[str, dict[str, list[str]]]:
-    """kind -> name -> its options, or the other names of a model."""
+    """Return the index: kind -> name -> its options, or the other names of a model."""
     return dict(json.loads(FILE.read_text("utf-8")))
 
 
 def names(kind: str) -> list[str]:
-    """All names of a kind, sorted: "drafter", "rule", "model", "runner", "quantize", "dtype", "kind" (of training) …"""
+    """Return all names of a kind, sorted. Kinds: "drafter", "rule", "model", "runner", "quantize", "dtype", "kind" …"""
     return sorted({*index()[kind], *_added(kind)})
 
 
 def is_known(kind: str, name: str) -> bool:
-    """Whether this is a name of the kind. The index is the fastest of the three sources."""
+    """Return whether this is a name of the kind. The fastest of the three sources, the index, is searched first."""
     return name in index()[kind] or name in _added(kind) or _in_sources(kind, name)
 
 
 def check_name(kind: str, name: str | None, title: str | None = None) -> None:
-    """Refuse a name that is not of this kind. None is no name. title: the kind in messages."""
+    """Raise an error if this is not a name of the kind. None is accepted. title: the word for the kind in messages."""
     if name is not None and not is_known(kind, name):
         raise UnknownNameError(title or kind, name, names(kind))
 
 
 def check_options(kind: str, name: str, options: Iterable[str]) -> None:
-    """Refuse an option that `name` does not have. Options of other packages are not known here."""
+    """Raise an error for an option that `name` does not have. Options of names outside the index are not checked."""
     if name not in index()[kind]:
         return
     known = index()[kind][name]
@@ -63,14 +63,14 @@ def check_options(kind: str, name: str, options: Iterable[str]) -> None:
 
 
 def is_catalogued(source: str) -> bool:
-    """Whether this is a name of a model of the catalogue."""
+    """Return whether this is a name of a model in the catalogue."""
     wanted = source.lower()
     return any(wanted == name or wanted in others for name, others in index()["model"].items())
 
 
 def check_model(source: str | None, paths: bool = True) -> None:
-    """Refuse a text that is no catalogue name, no hub id, and no existing file or folder. paths: false accepts a path
-    that does not exist."""
+    """Raise an error if a text is not a catalogue name, a hub id, or an existing file or folder. paths: false accepts
+    paths that do not exist."""
     if source is None or is_catalogued(source) or os.path.exists(os.path.expanduser(source)):
         return
     if not paths and ("/" in source or os.sep in source or source.lower().endswith(".gguf")):
@@ -85,18 +85,18 @@ def check_model(source: str | None, paths: bool = True) -> None:
 
 
 def check_dtype(dtype: str | None) -> None:
-    """Refuse a text that is no floating-point dtype. torch may have more small dtypes than the index."""
+    """Raise an error if a text is not a floating-point dtype. Small dtypes of torch that are not in the index pass."""
     plain = (dtype or "auto").removeprefix("torch.")
     if plain not in index()["dtype"] and not plain.startswith(("float8_", "float4_")):
         raise InputError(f"Unknown dtype {dtype!r}: use float32, bfloat16, float16, float64 or auto.")
 
 
 def check_draft(draft: str, options: Iterable[str] = ()) -> None:
-    """Refuse a text that names neither a drafter nor a model, and options that the drafter does not have."""
+    """Raise an error if a text names neither a drafter nor a model, or if the drafter does not have an option."""
     if draft.lstrip().startswith("{"):
         inside = _mapping(draft)
         if inside is None or not isinstance(inside.get("name"), str):
-            return  # `drafters.resolve` says what is wrong
+            return  # `drafters.resolve` raises an error later
         draft, options = inside["name"], [*(key for key in inside if key != "name"), *options]
     if is_known("drafter", draft):
         check_options("drafter", draft, options)
@@ -116,10 +116,10 @@ def _mapping(text: str) -> Mapping[str, Any] | None:
 
 
 def split_spec(text: str) -> tuple[str, dict[str, str]]:
-    """The name and the options of "ngram:gamma=8,branches=4".
+    """Return the name and the options of a text like "ngram:gamma=8,branches=4".
 
     A piece without `=` belongs to the value before it, so that a value can be a list: "early-exit:skip=1,2,gamma=4".
-    A first piece without a key gets the key "".
+    A first piece without `=` has the key "".
     """
     name, colon, rest = text.partition(":")
     options: dict[str, str] = {}
@@ -142,7 +142,7 @@ def split_spec(text: str) -> tuple[str, dict[str, str]]:
 
 
 def _added(kind: str) -> list[str]:
-    """The names of other packages and of this process."""
+    """Return the names of entry points, and the names that this process has registered."""
     if kind not in _OPEN:
         return []
     group, (module, registry) = _OPEN[kind]
@@ -156,7 +156,7 @@ def _points(group: str) -> tuple[Any, ...]:
 
 
 def _in_sources(kind: str, name: str) -> bool:
-    """Whether a source file of Paceline registers it. A new file works before the index is written."""
+    """Return whether a source file of Paceline registers the name. So a new file works before the index is written."""
     if kind not in _OPEN:
         return False
     group, (_, registry) = _OPEN[kind]

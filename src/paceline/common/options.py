@@ -1,12 +1,12 @@
-"""One declaration of an option: its default, its limits, its help text and its flag, on a field of a dataclass.
+"""Declare an option once, on a field of a dataclass: its default, its limits, its help text and its flag.
 
     tokens: int = option(64, "Tokens to write for each prompt.", "Prompts", metavar="N", least=1)
 
-Python code makes the dataclass. `cli.settings.command_from` makes the flags, the environment variables and the keys of
-the config file from the same fields. A field without this declaration is an option of Python code only.
+Python code uses the dataclass. `cli.settings.command_from` makes the flags, the environment variables and the keys of
+the config file from the same fields. A field without this declaration is an option only of Python code.
 
 Types of fields: `str`, `int`, `float`, `bool`, `Path`, `Literal`, unions of these with None, `tuple[X, ...]` for a flag
-that may be repeated, and `dict[str, Any]` for a table of names and values such as `--drafter.longest 4`.
+that can be repeated, and `dict[str, Any]` for a table of names and values such as `--drafter.longest 4`.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ _KEY = "option"  # the key in a field's metadata
 
 @dataclasses.dataclass(frozen=True)
 class Option:
-    """What the command line needs to know about a field.
+    """The declaration of a field for the command line.
 
-    group: the panel of `--help`. metavar: how `--help` shows a value that is no number. flags: other flags than
-    the field's name. key: another name in the config file and in the environment. names: the kind of names
-    (`common/names.py`) that the value is one of; they are checked early, and a shell completes them. commas: a text of
-    a list holds several values between commas; lists of numbers always do. of: the option that these options belong to,
-    such as `draft`. argument: given by position, without a flag. environment: other variables; () means none.
-    secret: `--print-config` does not show the value.
+    group: the panel of `--help`. metavar: the placeholder of a value in `--help`. flags: flags that replace the name of
+    the field. key: another name in the config file and in the environment. names: the kind of the name that the value
+    must be (`common/names.py`); the value is checked early, and a shell can complete it. commas: each text of a list
+    can hold several values, separated by commas; for lists of numbers this is always so. of: the option that a table of
+    options belongs to, such as `draft`. argument: it is given by position, without a flag. environment: other
+    variables; () means none. secret: `--print-config` does not show the value.
     """
 
     help: str
@@ -59,14 +59,14 @@ def option(
     above: float | None = None,
     **about: Any,
 ) -> Any:
-    """A dataclass field that is an option. `about`: the other fields of `Option`. `dict` as default makes an empty
-    table."""
+    """Return a dataclass field that is an option. `about`: the other fields of `Option`. The default `dict` gives an
+    empty table."""
     field: dataclasses.Field[Any] = limited(default, least, most, above=above, **{_KEY: Option(help, group, **about)})
     return _field(default, field.metadata)
 
 
 def like(options: type, name: str, **changes: Any) -> Any:
-    """The option `name` of another dataclass. `changes`: another `default`, or other values of `Option`."""
+    """Return a copy of the option `name` of another dataclass. `changes`: another `default`, or fields of `Option`."""
     (field,) = (field for field in dataclasses.fields(options) if field.name == name)
     default = changes.pop("default", field.default)
     metadata = {**field.metadata, _KEY: dataclasses.replace(field.metadata[_KEY], **changes)}
@@ -93,17 +93,17 @@ class Declared:
 
     @property
     def default(self) -> Any:
-        """`dataclasses.MISSING` if the option is required."""
+        """Return the default, or `dataclasses.MISSING` if the option is required."""
         return {} if self.is_table else self.definition.default
 
     @property
     def name(self) -> str:
-        """The name in the config file and in the environment."""
+        """Return the name in the config file and in the environment."""
         return self.about.key or self.field
 
     @property
     def kinds(self) -> list[Any]:
-        """The types that a value may have, without None."""
+        """Return the types that a value can have, without None."""
         return _kinds(self.hint)
 
     @property
@@ -124,7 +124,7 @@ class Declared:
 
     @property
     def metavar(self) -> str | None:
-        """How `--help` shows the value: as declared, else the choices, else N or X for a number."""
+        """Return the placeholder of the value in `--help`: as declared, else the choices, else N or X for a number."""
         letter = {(int,): "N", (float,): "X"}.get(get_args(self.hint)[:1] if self.is_list else tuple(self.kinds))
         number = f"{letter},{letter}" if letter and self.is_list else letter
         return self.about.metavar or "|".join(self.choices) or number
@@ -134,7 +134,7 @@ class Declared:
         return next(iter(self.about.flags), f"--{self.name.replace('_', '-')}").partition("/")[0]
 
     def read(self, given: Any) -> Any:
-        """The value of a text, or of the texts of a repeated flag."""
+        """Return the value of the option from a text, or from the texts of a repeated flag."""
         flag = self.flag
         if not self.is_list:
             value = from_text(flag, given, self.hint) if isinstance(given, str) else given
@@ -148,7 +148,7 @@ class Declared:
 
 
 def declared(options: type) -> Iterator[Declared]:
-    """The fields of a dataclass that are options of the command line."""
+    """Yield the fields of a dataclass that are options of the command line."""
     hints = get_type_hints(options)
     for field in dataclasses.fields(options):
         about = field.metadata.get(_KEY)
@@ -156,14 +156,14 @@ def declared(options: type) -> Iterator[Declared]:
             yield Declared(field, about, hints[field.name])
 
 
-# ---- text becomes what the field's type says
+# ---- conversion of texts to the types of the fields
 
 
 def convert_options(
     options: Mapping[str, Any], cls: type, owner: str, name: str, prefix: str | None = None
 ) -> dict[str, Any]:
-    """Values of the types that the fields of `cls` have: the Options of a drafter or a rule (`owner`) called `name`.
-    Only texts are converted. `prefix`: what a message writes before the option's name; `--drafter.` without it."""
+    """Return the options with texts converted to the types of the fields of `cls`, the Options of a drafter or a rule
+    (`owner`) with this name. `prefix`: the text before the name of an option in messages; default `--drafter.`."""
     before = f"--{owner}." if prefix is None else prefix
     hints = get_type_hints(cls)
     check_known(options, (field.name for field in dataclasses.fields(cls)), f"option of {owner} '{name}'")
@@ -174,7 +174,7 @@ def convert_options(
 
 
 def check_known(given: Iterable[str], known: Iterable[str], kind: str) -> None:
-    """Refuse a name that is not known."""
+    """Raise `UnknownNameError` for the first name that is not known."""
     names = list(known)
     for name in given:
         if name not in names:
@@ -192,7 +192,7 @@ def _text_or_none(flag: str, text: str, hint: Any) -> Any:
 
 
 def from_text(flag: str, text: str, hint: Any) -> Any:
-    """The value of the type `hint` that a text describes. `flag` is what a message calls it."""
+    """Return the value of a text, converted to the type `hint`. `flag`: the name of the option in messages."""
     words = {str(value): value for kind in _kinds(hint) if get_origin(kind) is Literal for value in get_args(kind)}
     if text in words:
         return words[text]
@@ -208,7 +208,7 @@ def from_text(flag: str, text: str, hint: Any) -> Any:
 
 
 def _converted(flag: str, text: str, kind: Any, words: list[str]) -> Any:
-    """words: what the option takes besides, for the message."""
+    """Return the text converted to one type. words: other valid texts, for the message."""
     origin = get_origin(kind)
     if origin in (list, tuple):
         if text.lstrip().startswith(("[", "{")):
@@ -228,11 +228,11 @@ def _converted(flag: str, text: str, kind: Any, words: list[str]) -> Any:
 
 
 def _json_list(flag: str, text: str) -> list[Any]:
-    """A list in JSON, for values that contain commas. A single object is a list of one."""
+    """Return the list of a JSON text, for values that contain commas. A single value gives a list of one."""
     try:
         value = parse_json(text)
     except ValueError as error:
-        raise InputError(f"{flag} begins like JSON and is not valid JSON: {error}; got {shown(text)}.") from None
+        raise InputError(f"{flag} begins like JSON, but is not valid JSON: {error}; got {shown(text)}.") from None
     return value if isinstance(value, list) else [value]
 
 

@@ -1,4 +1,4 @@
-"""The process: locks that a fork opens, the start of a command, and Ctrl-C as a request to stop at a safe point."""
+"""Control the process: the start of a command, Ctrl-C as a request to stop, and locks that are open after a fork."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from typing import Any
 from weakref import WeakSet
 
 SWITCH = "PACELINE_SLIM"
-_SHORT = ("generate", "chat")  # commands of one process
+_SHORT = ("generate", "chat")  # commands that use one process
 _LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK")  # torchrun and accelerate set them
 _USUAL = gc.get_threshold()
-_SELDOM = (200_000, 20, 100)  # garbage collection among modules takes a sixth of the start
+_SELDOM = (200_000, 20, 100)  # during imports, garbage collection takes a sixth of the time of the start
 
 
 def decide(arguments: Sequence[str]) -> None:
-    """Decide whether this process needs the parts for several processes and compilers. Only the command line calls
-    it."""
+    """Decide whether this process can leave out the modules for several processes and for compilers ("slim"). Only the
+    command line calls this function."""
     switched_off = os.environ.get(SWITCH, "").lower() in ("0", "off", "no", "false")
     single = not any(name in os.environ for name in _LAUNCHER_VARIABLES)
     slim = single and not switched_off and next((word for word in arguments if not word.startswith("-")), "") in _SHORT
@@ -29,12 +29,12 @@ def decide(arguments: Sequence[str]) -> None:
 
 
 def is_slim() -> bool:
-    """Return whether this process may leave those parts out. It is asked before `started`."""
+    """Return whether this process is slim (see `decide`). Call it before `started`."""
     return gc.get_threshold() == _SELDOM
 
 
 def started() -> None:
-    """Everything is loaded: exclude it from garbage collection."""
+    """Exclude all loaded objects from garbage collection. Call it when all modules are loaded."""
     if gc.get_threshold() == _SELDOM:
         gc.freeze()
         gc.set_threshold(*_USUAL)
@@ -42,7 +42,7 @@ def started() -> None:
 
 @contextmanager
 def interruptible() -> Iterator[Callable[[], bool]]:
-    """The first Ctrl-C requests a stop after this round. The second one raises KeyboardInterrupt."""
+    """Give a function that returns whether Ctrl-C was pressed. A second Ctrl-C raises KeyboardInterrupt."""
     asked = False
 
     def ask(number: int, frame: Any) -> None:
@@ -63,13 +63,13 @@ def interruptible() -> Iterator[Callable[[], bool]]:
         signal.signal(signal.SIGINT, before)
 
 
-# ---- locks that are open in the child of a fork: the child has none of the threads that could hold them
+# ---- locks that are open in the child of a fork, because the child has none of the threads that can hold them
 
-_ALL: WeakSet[ForkLock] = WeakSet()  # locks to open in a child
+_ALL: WeakSet[ForkLock] = WeakSet()  # locks to open in a child process
 
 
 class ForkLock:
-    """`with lock:` lets one thread at a time enter. The same thread may enter again."""
+    """A lock for `with`. One thread at a time can hold it, and this thread can take it again."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()

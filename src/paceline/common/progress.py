@@ -1,7 +1,7 @@
-"""Progress of long work as lines: one mechanism for all commands and for the library.
+"""Show the progress of long work as lines, for all commands and for the library.
 
-A line is written for a new label and at least every ten seconds, also if the work does not report: a log file shows
-that the process is alive. On a terminal the library rewrites one line; the command line has its own bars.
+A line is written for a new label, and at least every ten seconds even if the work reports nothing, so that a log file
+shows that the process is alive. On a terminal the library rewrites one line; the command line has its own bars.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, TextIO
 
-EVERY = 10.0  # seconds between two lines, at most
-_PATIENCE = 1.0  # seconds of work without a line
-_LIVE = 0.2  # seconds between two states of a line on a terminal
-FEW = 100_000  # a smaller total counts pieces, not bytes
+EVERY = 10.0  # the longest time between two lines, in seconds
+_PATIENCE = 1.0  # seconds before the first line
+_LIVE = 0.2  # seconds between two updates of a line on a terminal
+FEW = 100_000  # a smaller total is a number of items, not of bytes
 _CLEAR = "\r\x1b[2K"
 
 Progress = Callable[[str, int, "int | None"], None]
@@ -25,20 +25,20 @@ Progress = Callable[[str, int, "int | None"], None]
 
 
 class Reporter:
-    """A `Progress` with notes. This one shows nothing."""
+    """A `Progress` that can also show notes. The base class shows nothing."""
 
     def __call__(self, label: str, done: int, total: int | None, more: str = "", unit: str = "") -> None:
-        """more: other text, such as a loss. unit: what a large total counts, instead of bytes."""
+        """Report progress. more: other text, such as a loss. unit: the unit of a large total, if it is not bytes."""
 
     def note(self, sentence: str) -> None:
         """Show a sentence now."""
 
 
 class ProgressLines(Reporter):
-    """A `Progress` that writes lines. Inside `with`, a thread writes lines while the work does not report.
+    """A `Progress` that writes lines. Inside `with`, a thread writes lines while the work reports nothing.
 
-    every: seconds between two lines, at most. announce: a new label is a line of its own. patience: seconds at the
-    beginning without any line.
+    every: the longest time between two lines, in seconds. announce: write a line for every new label. patience: seconds
+    before the first line.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class ProgressLines(Reporter):
         self._lock = threading.Lock()
         self._seen: set[str] = set()
         self._state: tuple[str, int, int | None, str, str] = ("", 0, None, "", "")
-        self._began = self._last = clock()  # of the label, and of the last line
+        self._began = self._last = clock()  # the start of the label, and the time of the last line
         self._silent_until = self._last + patience
         self._end = threading.Event()
 
@@ -76,7 +76,7 @@ class ProgressLines(Reporter):
             self._began, self._state = self._clock(), (label, 0, None, "", "")
 
     def reached(self, label: str, done: int, total: int | None, more: str = "") -> None:
-        """Report without a line for a new label."""
+        """Report progress. A new label gets no line of its own."""
         with self._lock:
             self._seen.add(label)
         self(label, done, total, more)
@@ -86,7 +86,7 @@ class ProgressLines(Reporter):
             self._say(sentence)
 
     def tick(self) -> float:
-        """Write a line if it is due. Returns the seconds until the next one is due."""
+        """Write a line if it is due. Return the seconds until the next line is due."""
         with self._lock:
             if not self._end.is_set():
                 self._if_due()
@@ -115,7 +115,7 @@ class ProgressLines(Reporter):
 
 
 def described(label: str, done: int, total: int | None, more: str, unit: str, seconds: float) -> str:
-    """ "downloading x: 45 % (42 of 93 MB), 12 s"."""
+    """Return a line such as "downloading x: 45 % (42 of 93 MB), 12 s"."""
     parts = [f"{seconds:.0f} s"]
     if total:
         counts = bool(unit) or total < FEW
@@ -134,7 +134,7 @@ _SHOWN: ContextVar[bool] = ContextVar("shown", default=False)  # whether a calle
 
 @contextmanager
 def shown_already() -> Iterator[None]:
-    """The library shows no progress inside, because a command does."""
+    """Inside `with`, the library shows no progress, because a command shows it."""
     before = _SHOWN.set(True)
     try:
         yield
@@ -144,7 +144,7 @@ def shown_already() -> Iterator[None]:
 
 @contextmanager
 def reporting(progress: Progress | None, what: str, stream: TextIO | None = None) -> Iterator[Progress]:
-    """The given progress, or lines on stderr if the work takes more than a second."""
+    """Give the progress of the caller, or one that writes lines to stderr if the work takes more than a second."""
     if progress is not None:
         yield progress
         return

@@ -1,4 +1,4 @@
-"""One registry for everything that has a name: a dictionary, filled by a decorator and by entry points."""
+"""The registry for drafters, rules and recipes: a dictionary that a decorator and entry points fill."""
 
 from __future__ import annotations
 
@@ -15,18 +15,19 @@ T = TypeVar("T")
 
 
 class _Names(dict[str, Any]):
-    """Classes by name."""
+    """The classes of one registry, by name."""
 
-    complete = False  # the room and the entry points were imported
+    complete = False  # the package and the entry points were imported
 
 
-_REGISTERED: dict[str, _Names] = {}  # by kind: the classes of all registries
+_REGISTERED: dict[str, _Names] = {}  # the classes of all registries, by kind
 
 
 class Registry(Generic[T]):
-    """Names to classes. A class registers itself where it is written; other packages through an entry point.
+    """Finds classes by name. A decorator registers the classes of Paceline, entry points those of other packages.
 
-    `group` names both: our own room, imported at the first look, and the entry points of others.
+    `group` is the name of Paceline's package with these classes, which is imported at the first use, and also the name
+    of the group of entry points.
     """
 
     def __init__(self, kind: str, group: str) -> None:
@@ -39,7 +40,7 @@ class Registry(Generic[T]):
         return _REGISTERED[self.kind]
 
     def register(self, name: str) -> Callable[[type[T]], type[T]]:
-        """Class decorator; the name is also written onto the class so that traces can show it."""
+        """Return a class decorator that registers a class. It also sets `name` of the class."""
 
         def add(cls: type[T]) -> type[T]:
             found = self._found
@@ -52,10 +53,10 @@ class Registry(Generic[T]):
         return add
 
     def registered(self) -> list[str]:
-        """The names that are there already; nothing is imported to find more."""
+        """Return the names that are registered now, without an import."""
         return list(self._found)
 
-    def _look(self) -> None:
+    def _complete(self) -> None:
         found = self._found
         if found.complete:
             return
@@ -66,28 +67,27 @@ class Registry(Generic[T]):
                 self.register(point.name)(point.load())
 
     def __getitem__(self, name: str) -> type[T]:
-        self._look()
+        self._complete()
         if not isinstance(name, str) or name not in self._found:
             raise UnknownNameError(self.kind, name, self._found)
         return cast(type[T], self._found[name])
 
     def __contains__(self, name: object) -> bool:
-        self._look()
+        self._complete()
         return isinstance(name, str) and name in self._found
 
     def __iter__(self) -> Iterator[str]:
-        self._look()
+        self._complete()
         return iter(sorted(self._found))
 
     def summary(self, name: str) -> str:
-        """The first line of the class's docstring: what `paceline list` shows."""
+        """Return the first line of the docstring of a class, which `paceline list` shows."""
         return (self[name].__doc__ or "").strip().split("\n")[0]
 
 
 def build_options(cls: type, given: Mapping[str, Any], owner: str) -> Any:
-    """The dataclass `cls` from a plain mapping; an unknown option is refused with the nearest known one, and a value
-    of another type than the field says or outside its limits (`limits.limited`). What is no plain type is the business
-    of `cls`."""
+    """Return the dataclass `cls` made from a mapping. Raise `InputError` for an unknown option, and for a value of
+    another type than the field or outside its limits (`limits.limited`). `cls` checks types that are not plain."""
     if not isinstance(given, Mapping):
         raise InputError(f"Options of {owner} are given by name, such as {{'name': value}}; got {shown(given)}.")
     known = {field.name: field for field in dataclasses.fields(cls)}

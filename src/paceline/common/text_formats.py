@@ -13,7 +13,7 @@ from paceline.common.errors import InputError
 
 
 def read_text(path: Path, what: str) -> str:
-    """The text of a UTF-8 file, with its line ends. what: how an error calls it, such as "The prompts"."""
+    """Return the text of a UTF-8 file, with its line ends. what: the subject of an error, such as "The prompts"."""
     try:
         return path.read_bytes().decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -22,11 +22,11 @@ def read_text(path: Path, what: str) -> str:
         raise InputError(f"{what} '{path}' cannot be read: {error.strerror or error}.") from error
 
 
-# ---- JSON: every mistake in a text is a ValueError
+# ---- JSON: every invalid text raises a ValueError
 
 
 def parse_json(text: str | bytes) -> Any:
-    """The value of a JSON text."""
+    """Return the value of a JSON text."""
     try:
         return json.loads(text)
     except (json.JSONDecodeError, UnicodeDecodeError):
@@ -38,9 +38,9 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def json_lines(text: str, path: object, cut: Callable[[str], None] | None = None) -> Iterator[tuple[int, Any]]:
-    """The number and the value of each line that is not empty. cut: accept an incomplete last line, which a process
-    leaves that was killed; it is called with a sentence about it."""
-    lines = text.split("\n")  # not `splitlines`: JSON strings may hold other line separators
+    """Yield the number and the value of each line that is not empty. cut: a function that is called with a sentence if
+    the last line is incomplete, because a process was killed; without it, such a line is an error."""
+    lines = text.split("\n")  # not `splitlines`: JSON strings can contain other line separators
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
@@ -53,14 +53,14 @@ def json_lines(text: str, path: object, cut: Callable[[str], None] | None = None
 
 
 def read_json(path: Path, most: int) -> Any:
-    """The value in a JSON file of at most `most` bytes. Raises ValueError or OSError."""
+    """Return the value in a JSON file of at most `most` bytes. Raise ValueError or OSError."""
     size = path.stat().st_size
     if size > most:
-        raise ValueError(f"it has {size:,} bytes, and {most:,} is the most")
+        raise ValueError(f"it has {size:,} bytes, but at most {most:,} are allowed")
     return parse_json(path.read_bytes())
 
 
-# ---- TOML: every mistake in a file is an InputError
+# ---- TOML: every invalid file raises an InputError
 
 
 def read_toml(path: str | os.PathLike[str]) -> dict[str, Any]:
@@ -82,7 +82,7 @@ def read_toml(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def toml_value(value: Any) -> str:
-    """A value as TOML: text, path, number, true or false, a list of them, or a mapping as an inline table."""
+    """Return a value as TOML: a text, path, number, bool, a list of these, or a mapping as an inline table."""
     if isinstance(value, Mapping):
         return f"{{{', '.join(f'{json.dumps(str(name))} = {toml_value(item)}' for name, item in value.items())}}}"
     if isinstance(value, (list, tuple)):

@@ -1,1 +1,1 @@
-"""Other libraries: transformers' custom_generate, Weights & Biases."""
+"""Connections to other libraries: transformers' custom_generate, Weights & Biases."""

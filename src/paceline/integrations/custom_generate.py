@@ -1,4 +1,4 @@
-"""A drop-in for `model.generate`: `model.generate(..., custom_generate=CustomGenerate("prompt-lookup"))`."""
+"""Use Paceline in transformers: `model.generate(..., custom_generate=CustomGenerate("prompt-lookup"))`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from paceline.engine.decoder import SpeculativeDecoder
 from paceline.engine.request import Criterion, Generation, refuse_memory
 from paceline.models import LanguageModel, generate_output
 
-# what transformers prepares for its own loops and we do not need
+# inputs that transformers prepares for its own loops; Paceline does not need them
 _IGNORED = frozenset(
     ["attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep", "cache_position"]
 )
@@ -33,10 +33,10 @@ _REFUSED = (
 
 
 class CustomGenerate:
-    """Speculative decoding behind transformers' own `generate`, with all its processors and criteria.
+    """Speculative decoding inside transformers' `generate`, with all its processors and criteria.
 
-    Transformers drops `streamer`, `tokenizer` and `assistant_model` before it calls us and refuses `stop_strings`, so
-    they are given here. Sampling takes its seed from torch's generator (`torch.manual_seed`) unless one is given.
+    transformers does not forward `streamer`, `tokenizer` and `assistant_model`, and it refuses `stop_strings`, so they
+    are arguments of this class. Without `seed`, the seeds are drawn from torch's generator (`torch.manual_seed`).
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class CustomGenerate:
         self.rule_options, self.allow_lossy = rule_options, allow_lossy
         self.nodes, self.prediction = nodes, prediction
         self.tokenizer, self.streamer, self.stop_strings, self.seed = tokenizer, streamer, stop_strings, seed
-        self.generations: list[Generation] = []  # of the last call, with their traces
+        self.generations: list[Generation] = []  # the results of the last call, with their traces
         self._decoder: SpeculativeDecoder | None = None
 
     def __call__(
@@ -95,14 +95,14 @@ class CustomGenerate:
         for process in logits_processor:
             refuse_memory(process)
             if type(process).__name__ == "PrefixConstrainedLogitsProcessor" and len(ids) > 1:
-                raise UnsupportedError("prefix_allowed_tokens_fn is asked about one text at a time; give one prompt.")
+                raise UnsupportedError("prefix_allowed_tokens_fn works with one text at a time; give one prompt.")
         if self.streamer is not None:
             self.streamer.put(input_ids.cpu())
         self.generations = self._write(decoder, prompts, settings)
         written = [[g.tokens] if g.beams is None else [b.tokens for b in g.beams] for g in self.generations]
         wanted = generation_config.num_return_sequences if beams > 1 else 1
         for texts in written:
-            texts += [[]] * (wanted - len(texts))  # fewer texts than asked for are possible: the rest is padding
+            texts += [[]] * (wanted - len(texts))  # a search can find fewer texts: the others are padding
         prompted = input_ids.repeat_interleave(wanted, 0)
         sequences = _rectangle(prompted, [tokens for texts in written for tokens in texts], _pad_id(generation_config))
         return generate_output(sequences) if generation_config.return_dict_in_generate else sequences
@@ -113,7 +113,7 @@ class CustomGenerate:
         if self.streamer is None:
             return list(decoder.generate(prompts, **settings))
         if len(prompts) > 1:
-            raise UnsupportedError(f"A streamer follows one text, and there are {len(prompts)}; leave one of them out.")
+            raise UnsupportedError(f"A streamer shows one text, but there are {len(prompts)} prompts; give one prompt.")
         stream = decoder.stream(prompts, **settings)
         for piece in stream:
             self.streamer.put(torch.tensor([piece.token]))
@@ -137,14 +137,14 @@ class CustomGenerate:
         return self._decoder
 
     def _seeds(self, count: int) -> list[int]:
-        """One seed per row; from torch's generator, so that `torch.manual_seed` means what people expect."""
+        """Return one seed per row. Without a given seed they are drawn from torch's generator, as users expect."""
         if self.seed is not None:
             return [self.seed + row for row in range(count)]
         return torch.randint(0, 1 << 62, (count,)).tolist() if count else [fresh_seed()]
 
 
 def _refuse(generation_config: Any, model_kwargs: Mapping[str, Any]) -> None:
-    """What cannot be honoured is an error, never silently dropped."""
+    """Raise `UnsupportedError` for a setting or an input that Paceline cannot follow."""
     if (generation_config.num_beams or 1) > 1 and generation_config.do_sample:
         raise UnsupportedError(
             f"num_beams={generation_config.num_beams} with do_sample=True is not supported; leave one of them out."
@@ -158,14 +158,15 @@ def _refuse(generation_config: Any, model_kwargs: Mapping[str, Any]) -> None:
             raise UnsupportedError(f"{name} is not supported under custom_generate; leave it out.")
     cache = model_kwargs.get("past_key_values")
     if cache is not None and cache.get_seq_length() > 0:
-        raise UnsupportedError("A cache that already holds a text cannot be continued here; give the whole prompt.")
+        raise UnsupportedError("past_key_values that hold a text are not supported here; give the whole prompt.")
     for name in sorted(set(model_kwargs) - _IGNORED):
         if model_kwargs[name] is not None:
             raise UnsupportedError(f"The model input '{name}' is not supported here; give token ids only.")
 
 
 def _search(generation_config: Any, stopping_criteria: Any, pads: list[list[int]]) -> dict[str, Any]:
-    """The settings of a beam search. Its ends of text are named, not asked for: it needs as many candidates more."""
+    """Return the settings of a beam search. The end-of-text tokens are given as ids, and not as a criterion: the search
+    needs one more candidate for each of them."""
     eos = generation_config.eos_token_id
     own = [c for c in stopping_criteria if type(c).__name__ not in ("EosTokenCriteria", "MaxLengthCriteria")]
     return {
@@ -179,7 +180,7 @@ def _search(generation_config: Any, stopping_criteria: Any, pads: list[list[int]
 
 
 def _padding(input_ids: Tensor, mask: Tensor | None) -> list[int]:
-    """How many tokens of padding each row has on the left."""
+    """Return the number of padding tokens on the left of each row."""
     if mask is None:
         return [0] * input_ids.shape[0]
     skips = (mask == 0).sum(1)
@@ -190,14 +191,14 @@ def _padding(input_ids: Tensor, mask: Tensor | None) -> list[int]:
 
 def _pad_id(generation_config: Any) -> int:
     pad = generation_config.pad_token_id
-    if pad is None or (pad == 0 and (generation_config.num_beams or 1) > 1):  # as transformers' beam search has it
+    if pad is None or (pad == 0 and (generation_config.num_beams or 1) > 1):  # as in transformers' beam search
         eos = generation_config.eos_token_id
         pad = eos[0] if isinstance(eos, (list, tuple)) else eos
     return 0 if pad is None else int(pad)
 
 
 def _processor(process: Any, pad: list[int]) -> Processor:
-    """One of transformers' processors, on the ids it expects to see: padding, prompt and text."""
+    """Return a control that calls one of transformers' processors with padding, prompt and text, as it expects."""
 
     def call(prefix: Tensor, logits: Tensor) -> Tensor:
         ids = torch.cat([prefix.new_tensor(pad), prefix])[None]

@@ -1,4 +1,4 @@
-"""What a result or a file depends on: versions, machine, commit, arguments."""
+"""Record the origin of a result or a file: versions, machine, commit, arguments."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from paceline.models.device import device_name
 
 
 def provenance(arguments: Mapping[str, Any], device: torch.device | None = None) -> dict[str, Any]:
-    """Return what a result depends on, as a dict for JSON."""
+    """Return the versions, the machine, the commit and the arguments of a result, as a dict for JSON."""
     device = device or torch.device("cpu")
     found: dict[str, Any] = {
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
@@ -33,7 +33,7 @@ def provenance(arguments: Mapping[str, Any], device: torch.device | None = None)
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "device": str(device),
-        "arguments": json.loads(json.dumps(dict(arguments), default=str)),  # as it will be read back: lists, no tuples
+        "arguments": json.loads(json.dumps(dict(arguments), default=str)),  # JSON has lists, no tuples
     }
     if device.type == "cuda":
         found["gpu"] = device_name(device)
@@ -52,14 +52,14 @@ def _commit() -> dict[str, Any]:
 
 
 def of_the_card(what: str, device: torch.device) -> str | None:
-    """Return one value of `nvidia-smi` for a device; None without that program. It numbers all cards of the machine."""
+    """Return one value of `nvidia-smi` for a device, or None without that program, which numbers all GPUs."""
     place, visible = device.index or 0, os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
     card = visible[place] if visible[0] and place < len(visible) else str(place)
     return _output(["nvidia-smi", f"--query-gpu={what}", "--format=csv,noheader,nounits", f"--id={card}"])
 
 
 def _output(command: list[str]) -> str | None:
-    """Return the output of a program; None if it does not exist or fails."""
+    """Return the output of a program, or None if it does not exist or fails."""
     try:
         result = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
     except (OSError, subprocess.TimeoutExpired):
@@ -70,5 +70,5 @@ def _output(command: list[str]) -> str | None:
 def _version(package: str) -> str | None:
     try:
         return version(package)
-    except PackageNotFoundError:  # run from a folder, or a bare machine
+    except PackageNotFoundError:  # the package is not installed
         return None

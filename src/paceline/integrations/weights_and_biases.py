@@ -1,4 +1,4 @@
-"""Weights & Biases. Without a key, runs stay on disk (offline)."""
+"""Log runs to Weights & Biases. Without a key, runs stay on disk (offline)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from paceline.common.errors import UnsupportedError
 
 
 def check_wandb() -> None:
-    """Raise `UnsupportedError` if the package is missing, before any work is done."""
+    """Raise `UnsupportedError` if the package is missing. Call it before the work begins."""
     if find_spec("wandb") is None:
         raise UnsupportedError("--wandb needs the package 'wandb': pip install 'paceline[bench]'.")
 

@@ -14,11 +14,11 @@ from statistics import median
 from typing import Any
 
 import torch
+from tests.serve.collected import Collected, engine, job
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import paceline
 from paceline.models.synthetic import Script, ScriptedModel, random_model, usual_draft
-from tests.serve.collected import Collected, engine, job
 
 SETTINGS: list[dict[str, Any]] = [
     {},

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import warnings
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
@@ -97,7 +99,7 @@ class Programs:
         stream = torch.cuda.Stream(self.device)
         stream.wait_stream(here)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.stream(stream):
+        with torch.cuda.stream(stream), _without_collection():
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
                 result = program()
@@ -106,6 +108,19 @@ class Programs:
         here.wait_stream(stream)
         self.captured += 1
         return _Program(graph, result)
+
+
+@contextmanager
+def _without_collection() -> Iterator[None]:
+    """Pause the garbage collector: it may destroy a graph that is no longer used, and that ends a capture in this thread
+    with an error."""
+    runs = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if runs:
+            gc.enable()
 
 
 class CudaHostCopy:

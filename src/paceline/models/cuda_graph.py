@@ -112,8 +112,8 @@ class Programs:
 
 @contextmanager
 def _without_collection() -> Iterator[None]:
-    """Pause the garbage collector: it may destroy a graph that is no longer used, and that ends a capture in this thread
-    with an error."""
+    """Pause the garbage collector. It may destroy a graph that is no longer used, and CUDA then ends the
+    capture with an error."""
     runs = gc.isenabled()
     gc.disable()
     try:

@@ -48,6 +48,7 @@ def writes(server: Running, text: str) -> Iterator[None]:
 def test_an_answer_has_openais_shape(server: Running) -> None:
     answer = ask(server)
     assert answer["object"] == "chat.completion"
+    assert answer["prompt_logprobs"] is None
     (choice,) = answer["choices"]
     text = f"Text 7 of {len('user: Hello') + 1 + len('assistant:')} tokens: café."
     assert choice["message"] == {"role": "assistant", "content": text, "refusal": None}

@@ -37,6 +37,7 @@ def test_a_text_has_openais_shape(server: Running) -> None:
     assert choice["text"] == "Text 7 of 5 tokens: café."
     assert (choice["index"], choice["finish_reason"], choice["stop_reason"]) == (0, "stop", None)
     assert choice["logprobs"] is None
+    assert choice["prompt_logprobs"] is None
     usage = answer["usage"]
     assert usage["prompt_tokens"] == 5
     assert usage["completion_tokens"] == len("Text 7 of 5 tokens: café.".encode()) + 1  # and the end

@@ -259,9 +259,9 @@ class Answer:
         return self.choices[choice.prompt * self._per_prompt]
 
     def prompt_logprobs(self, choice: Choice) -> dict[str, Any]:
-        """Return vLLM's log-probabilities of the prompt: a mapping by token id for each token."""
+        """Return vLLM's log-probabilities of the prompt: a mapping by token id for each token; None if not asked for."""
         if getattr(self.plan.body, "prompt_logprobs", None) is None:
-            return {}
+            return {"prompt_logprobs": None}
         entries = self.of_prompt(choice).prompt_logprobs or ()
         return {"prompt_logprobs": [None if entry is None else self._prompt_entry(entry) for entry in entries]}
 

@@ -89,25 +89,19 @@ def _environment(suite: Suite, work: Path, theirs: Path | None) -> dict[str, str
 def _check(suite: Suite, place: Path, folder: Path, theirs: Path | None, seen: dict[str, str]) -> None:
     """Run the checks. Their output goes to a file, and its end to the screen if one fails."""
     report, output, where = folder / "report.xml", folder / "output.txt", folder / "work"
+    checks = str(HERE / "checks" / suite.checks)
     if suite.kind == "node":
-        command = ["node", "--test", "--test-reporter=junit", f"--test-reporter-destination={report}",
-                   str(HERE / "checks" / suite.checks)]  # fmt: skip
+        command = ["node", "--test", "--test-reporter=junit", f"--test-reporter-destination={report}", checks]
         seen["PACELINE_PACKAGES"] = str(place)
     else:
         command = [str(place), "-m", "pytest", "-q", "-rfEs", "-p", "no:cacheprovider", f"--junitxml={report}"]
         if theirs is not None and suite.plugin:
             where = theirs / suite.root
-            command += ["-p", suite.plugin, f"--rootdir={where}", suite.checks]
+            command += ["-p", suite.plugin, suite.checks]
         else:
-            command += [
-                "-p",
-                "shared",
-                "--noconftest",
-                "-c",
-                os.devnull,
-                f"--rootdir={where}",
-                str(HERE / "checks" / suite.checks),
-            ]
+            command += ["-p", "shared", "--noconftest", checks]
+        settings = where / "pytest.ini"  # else pytest would take ours
+        command += [f"--rootdir={where}", "-c", str(settings) if settings.exists() else os.devnull]
     with output.open("wb") as lines:
         ended = subprocess.run(command, cwd=where, env=seen, stdout=lines, stderr=subprocess.STDOUT, timeout=_SECONDS)
     if ended.returncode:

@@ -1,0 +1,1 @@
+"""Stands for a package of vLLM."""

@@ -259,7 +259,7 @@ class Answer:
         return self.choices[choice.prompt * self._per_prompt]
 
     def prompt_logprobs(self, choice: Choice) -> dict[str, Any]:
-        """Return vLLM's log-probabilities of the prompt: a mapping by token id for each token; None if not asked for."""
+        """Return vLLM's log-probabilities of the prompt: a mapping by token id for each token, or None."""
         if getattr(self.plan.body, "prompt_logprobs", None) is None:
             return {"prompt_logprobs": None}
         entries = self.of_prompt(choice).prompt_logprobs or ()

@@ -34,6 +34,11 @@ def test_an_answer_is_that_of_generate(target: str) -> None:
     assert talk(target, "hello").stdout == alone
 
 
+def test_the_second_turn_does_not_read_the_first_again(target: str) -> None:
+    first, second = map(json.loads, talk(target, "hello", "and again", more=("--json",)).stdout.splitlines())
+    assert (first["cached_tokens"], second["cached_tokens"]) == (0, first["prompt_tokens"])
+
+
 def test_the_conversation_is_remembered_and_cleared(target: str) -> None:
     twice = talk(target, "hello", "hello", "/history").stdout
     assert twice.count("user: hello") == 2

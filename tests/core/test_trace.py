@@ -66,3 +66,23 @@ def test_the_numbers_of_a_generation_by_hand() -> None:
     assert stats.mean_accepted_length == 2.0
     assert stats.acceptance_rate == 0.5
     assert stats.tokens_per_second == 4.0
+
+
+def counted(rounds: list[Round], prediction: list[int]) -> tuple[int, int]:
+    stats = Trace(rounds).stats(1.0, predicted=prediction)
+    assert stats.predicted
+    return stats.accepted_prediction_tokens, stats.rejected_prediction_tokens
+
+
+def test_only_tokens_that_continue_the_prediction_are_counted() -> None:
+    """Other drafters draft in the same round, and what they draft is not counted."""
+    assert counted([FULL], [4, 5, 6, 7]) == (3, 0)
+    assert counted([FULL], [1, 2, 3]) == (0, 0)
+    assert counted([PART], [4, 5, 6]) == (1, 2)
+    assert counted([PART], [1, 5, 6]) == (0, 2)  # a run that begins after a token that the text has in place of 1
+    assert counted([FULL, Round((8, 9), None, (), 1, False)], [7, 8]) == (0, 1)  # after the last token of the text
+    assert counted([TREE], [4, 6, 8]) == (1, 1)  # 4 begins the prediction, and 6 follows it in the tree
+    assert counted([PLAIN], [3]) == (0, 0)
+    assert counted([FULL], []) == (0, 0)
+    unasked = Trace([FULL]).stats(1.0)
+    assert (unasked.predicted, unasked.accepted_prediction_tokens, unasked.rejected_prediction_tokens) == (False, 0, 0)

@@ -48,7 +48,7 @@ def timed(decoder: Any, prompts: list[list[int]], repeats: int = 5, **settings: 
         took = time.perf_counter() - began - first
         if repeat >= 3:
             found.append((first, rest / took))
-    tau = median(trace.stats(1.0, "", False, False).mean_accepted_length for trace in stream.traces)
+    tau = median(trace.stats(1.0).mean_accepted_length for trace in stream.traces)
     return Timed(median(f for f, _ in found), median(r for _, r in found), tau)
 
 

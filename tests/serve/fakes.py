@@ -190,9 +190,8 @@ class FakeEngine:
         )
 
     def _ending(self, writer: Writer, reason: str, cause: int | str | None = None) -> Ending:
-        stats = writer.trace.stats(
-            time.perf_counter() - writer.begun, "match", False, bool(writer.job.request.prediction)
-        )
+        expected: Any = writer.job.request.prediction  # token ids
+        stats = writer.trace.stats(time.perf_counter() - writer.begun, "match", False, expected)
         return Ending(reason, stats, cause, None, len(writer.job.prompt) // 2, writer.trace.by_position(), 0.01, 0.02)
 
     def _logprob(self, token: int, most: int) -> TokenLogprob:

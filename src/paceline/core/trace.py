@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
+from itertools import pairwise
 from typing import Any
 
 
@@ -17,6 +19,11 @@ class Round:
     bonus: bool  # `own` followed full acceptance, not a rejection
     why: str = ""  # why the draft has this length and source, if the drafter is `Adaptive`
     asked: float = 0.0  # measured seconds of the models that ran for this draft
+
+    @property
+    def above(self) -> Sequence[int]:
+        """Per drafted node its parent; -1 for a root."""
+        return range(-1, len(self.drafted) - 1) if self.parents is None else self.parents
 
     @property
     def depths(self) -> list[int]:
@@ -79,8 +86,31 @@ class Trace:
                 table[depths[node]][0] += 1
         return [(accepted, drafted) for accepted, drafted in table]
 
-    def stats(self, seconds: float, rule: str = "", lossy: bool = False, predicted: bool = False) -> Stats:
+    def of_prediction(self, prediction: Sequence[int]) -> tuple[int, int]:
+        """(accepted, drafted) tokens that continue the prediction of the caller: tokens that follow the same token in
+        it, or begin it, or are the first of such a run in a draft. Other drafters may have drafted them too."""
+        pairs = set(pairwise(prediction))
+        accepted = drafted = 0
+        last: int | None = None  # token of the text
+        for entry in self.rounds:
+            found = set[int]()
+            for node, (token, parent) in enumerate(zip(entry.drafted, entry.above, strict=True)):
+                before = last if parent < 0 else entry.drafted[parent]
+                if (before, token) in pairs:
+                    found |= {node} if parent < 0 else {node, parent}
+                elif before is None and token == next(iter(prediction), None):
+                    found.add(node)
+            drafted += len(found)
+            accepted += len(found.intersection(entry.path))
+            last = next(reversed(entry.emitted), last)
+        return accepted, drafted
+
+    def stats(
+        self, seconds: float, rule: str = "", lossy: bool = False, predicted: Sequence[int] | None = None
+    ) -> Stats:
+        """predicted: the tokens that the caller expects."""
         rounds = self.rounds
+        accepted, drafted = (0, 0) if predicted is None else self.of_prediction(predicted)
         return Stats(
             rounds=len(rounds),
             drafted=sum(len(r.drafted) for r in rounds),
@@ -90,7 +120,9 @@ class Trace:
             seconds=seconds,
             rule=rule,
             lossy=lossy,
-            predicted=predicted,
+            predicted=predicted is not None,
+            accepted_prediction_tokens=accepted,
+            rejected_prediction_tokens=drafted - accepted,
         )
 
 
@@ -108,19 +140,13 @@ class Stats:
     rule: str = ""
     lossy: bool = False
     predicted: bool = False  # the caller gave a prediction
+    # OpenAI's words for drafted tokens that continue that prediction
+    accepted_prediction_tokens: int = 0
+    rejected_prediction_tokens: int = 0
 
     @property
     def emitted(self) -> int:
         return self.accepted + self.recovered + self.bonus
-
-    @property
-    def accepted_prediction_tokens(self) -> int:
-        """Return the accepted tokens if the caller gave a prediction, else 0. The name is that of the OpenAI API."""
-        return self.accepted if self.predicted else 0
-
-    @property
-    def rejected_prediction_tokens(self) -> int:
-        return self.drafted - self.accepted if self.predicted else 0
 
     @property
     def acceptance_rate(self) -> float:
@@ -136,8 +162,7 @@ class Stats:
         return self.emitted / self.seconds if self.seconds > 0 else 0.0
 
     def as_dict(self) -> dict[str, Any]:
-        names: tuple[str, ...] = ("emitted", "acceptance_rate", "mean_accepted_length", "tokens_per_second")
-        if self.predicted:
-            names += ("accepted_prediction_tokens", "rejected_prediction_tokens")
-        kept = {name: value for name, value in asdict(self).items() if name != "predicted"}
+        names = ("emitted", "acceptance_rate", "mean_accepted_length", "tokens_per_second")
+        kept = {name: value for name, value in asdict(self).items() if self.predicted or "predict" not in name}
+        kept.pop("predicted", None)
         return {**kept, **{name: getattr(self, name) for name in names}}

@@ -77,7 +77,7 @@ class Row:
             tokens=self.tokens,
             finish_reason=stop.finish_reason,
             stop_reason=stop.cause,
-            stats=self.trace.stats(self.seconds, self.rule, self.lossy, self.prediction is not None),
+            stats=self.trace.stats(self.seconds, self.rule, self.lossy, self.prediction),
             trace=self.trace,
             prompt_tokens=self.prompt,
             seed=self.request.sampling.seed,

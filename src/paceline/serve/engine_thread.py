@@ -269,7 +269,7 @@ class EngineThread:
         self._mean_seconds += 0.1 * (seconds - self._mean_seconds)
         return Ending(
             stop.finish_reason,
-            row.trace.stats(seconds, row.rule, row.lossy, row.prediction is not None),
+            row.trace.stats(seconds, row.rule, row.lossy, row.prediction),
             stop.cause,
             None if row.error is None else str(row.error),
             row.cached,

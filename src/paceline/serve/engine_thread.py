@@ -136,7 +136,10 @@ class EngineThread:
         if job.request.prediction is not None and not self.facts.takes_prediction:
             raise InputError(f"Drafter '{self.facts.drafter}' takes no prediction; start the server with draft 'auto'.")
         if job.prompt_logprobs is not None and not self._scheduler.can_score:
-            raise InputError(f"The runner of {self._lm.name} cannot report log-probabilities of prompts.")
+            raise InputError(
+                f"prompt_logprobs needs the logits of a prompt, and the runner of {self._lm.name} gives none; "
+                "leave it out."
+            )
 
     def _free_slots(self) -> int:
         return max(0, self._slots - self._state.running - self._state.reading)

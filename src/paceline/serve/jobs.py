@@ -75,7 +75,7 @@ class EngineFacts:
     speculates: bool
     takes_prediction: bool
     default_temperature: float
-    reserves: bool = True  # the slots are reserved, and keep prefixes; not with CUDA graphs
+    reserves: bool = True  # the slots are reserved, and keep prefixes; not those of a target with two branches
 
 
 @dataclass(frozen=True)

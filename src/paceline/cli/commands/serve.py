@@ -93,7 +93,7 @@ def _slots(facts: EngineFacts) -> str:
     slots = f"{facts.slots} slots of {facts.max_model_len:,} tokens"
     if facts.reserves:
         return f"{slots}, {facts.kv_bytes / 2**20:,.0f} MiB of KV cache, which is reserved and keeps prefixes"
-    return f"{slots}; with CUDA graphs the KV cache grows, keeps no prefixes, and prompts are read whole"
+    return f"{slots}; for a target with two branches the KV cache grows, keeps no prefixes, and prompts are read whole"
 
 
 def _bits(decoder: SpeculativeDecoder) -> str:

@@ -15,6 +15,7 @@ from transformers import NoRepeatNGramLogitsProcessor
 
 from paceline import RULES, Generation, Sampling, UnsupportedError
 
+from .constraints import Winding
 from .drafters import PLAIN, Variant, board, in_full, some_variants
 from .models import EOS, VOCABULARY
 from .rules import RuleVariant, law_rules
@@ -50,6 +51,7 @@ EDITS: dict[str, dict[str, Any]] = {
     "callable": {"processors": by_prefix},
     "callable in place": {"processors": [in_place, by_prefix]},
     "transformers' own": {"processors": NoRepeatNGramLogitsProcessor(1)},
+    "constraint": {"constraint": Winding()},
     "minimum length": {"min_new_tokens": 9, "eos_token_ids": [25, 12, 33, EOS, 7], "ignore_eos": False},
 }
 SAMPLERS: dict[str, dict[str, Any]] = {
@@ -81,6 +83,7 @@ TOGETHER: dict[str, dict[str, Any]] = {
         "logit_bias": {3: 2.0},
         "banned_tokens": [33],
         "processors": by_prefix,
+        "constraint": Winding(),
     },
 }
 # one row each: greedy, sampled, penalised, edited by everything, with a callable of its own
@@ -96,6 +99,7 @@ MIXED: dict[str, Any] = {
     "banned_tokens": [[], [25, 33], [], [12]],
     "min_new_tokens": [0, 5, 0, 0],
     "processors": [[], [], [by_prefix], [in_place]],
+    "constraint": [None, Winding(), None, Winding()],
 }
 CONTROLS: dict[str, dict[str, Any]] = {
     **{name: {"temperature": 0.0, **control} for name, control in EDITS.items()},
@@ -163,7 +167,7 @@ def _beyond_the_end(outs: list[Generation], out: Generation) -> int:
     return sum(len(entry.drafted) - len(entry.path) for entry in out.trace.rounds[-1:] if entry.own is None)
 
 
-OFTEN = ["all", "mixed rows", "callable, sampled"]
+OFTEN = ["all", "mixed rows", "callable, sampled", "constraint"]
 
 
 @pytest.mark.parametrize("variant", [variant for variant in some_variants() if variant not in in_full()], ids=str)
@@ -187,7 +191,7 @@ def law_pairs() -> list[Any]:
 
 @pytest.mark.parametrize(("rule", "variant"), law_pairs())
 def test_every_rule_that_keeps_the_law_keeps_greedy_text(rule: RuleVariant, variant: Variant) -> None:
-    for name in ("repetition penalty", "callable", "bans"):
+    for name in ("repetition penalty", "callable", "bans", "constraint"):
         # a rule for chains refuses a drafter of trees
         refused = nullcontext() if RULES[rule.name].branches else suppress(UnsupportedError)
         with refused:

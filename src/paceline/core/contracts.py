@@ -15,6 +15,7 @@ from paceline.core.beam_search import Grouped
 from paceline.core.choice import Choice, Draw
 from paceline.core.device_ops import DeviceOps
 from paceline.core.device_ops import arange as arange
+from paceline.core.sampling import Cursor
 from paceline.core.tree import Drawn, TokenTree
 from paceline.core.verdict import Verdict
 
@@ -79,6 +80,11 @@ class RowsView(Protocol):
     @property
     def owners(self) -> list[str]:
         """Return the owner of each row. A drafter must not draft from the texts of another owner."""
+        ...
+
+    @property
+    def cursors(self) -> Sequence[Cursor | None]:
+        """Return the place of each row in its constraint, if it has one (see `grammar`)."""
         ...
 
     def choice(self, depth: Tensor | slice | TokenTree, path: tuple[Tensor, Tensor] | None = None) -> Choice:

@@ -1,9 +1,10 @@
 """Turn logits into probabilities, for a batch of rows with different settings. Only this file does that.
 
-Order, as in transformers: penalties, bias, bans, min_new_tokens, the user's callables; then temperature, top-k (with
-noise), top-p, min-p, typical. A control that no row uses costs nothing. A control does not change rows that do not use
-it, so the law of a row does not depend on its batch-mates. On the host, rows with different samplers are computed in
-separate groups: the rounding of a sum depends on the number of its terms, and so all bits are the same, too.
+Order, as in transformers: penalties, bias, bans, min_new_tokens, the user's callables, then the constraint, which they
+cannot lift; then temperature, top-k (with noise), top-p, min-p, typical. A control that no row uses costs nothing. A
+control does not change rows that do not use it, so the law of a row does not depend on its batch-mates. On the host,
+rows with different samplers are computed in separate groups: the rounding of a sum depends on the number of its terms,
+and so all bits are the same, too.
 """
 
 from __future__ import annotations
@@ -73,20 +74,23 @@ class Prefix:
     """The text before each position, for controls that need it. It is made only if a row has such a control.
 
     seen/counts [R,Q,V]: occurrences in prompt and text / in the new text. new [R,Q]: the number of new tokens before
-    the position. tokens(row, q) returns the whole prefix of a position, for a user's callable.
+    the position. tokens(row, q) returns the whole prefix of a position, for a user's callable. allowed()
+    returns per row the tokens [Q,V] that its constraint allows (None: it has none).
     """
 
     seen: Tensor | None
     counts: Tensor | None
     new: Tensor
     tokens: Callable[[int, int], Tensor]
+    allowed: Callable[[], list[Tensor | None]] = list
 
 
 # ---- logits -> edited logits
 
 
 def edited(batch: SamplingBatch, logits: Tensor, prefix: Prefix | None) -> Tensor:
-    """Return new logits after all controls that are not samplers: penalties, bias, bans, minimum length, callables."""
+    """Return new logits after all controls that are not samplers: penalties, bias, bans, minimum length, callables, and
+    the constraint."""
     if prefix is None:
         return logits
     scores = logits.to(torch.float64 if logits.dtype == torch.float64 else torch.float32)
@@ -98,6 +102,8 @@ def edited(batch: SamplingBatch, logits: Tensor, prefix: Prefix | None) -> Tenso
         scores = scores + torch.where(early, batch.tensor(_bias, *about, True), batch.tensor(_bias, *about, False))
     if "processors" in batch.used:
         scores = _processed(batch, scores, prefix)
+    if "constraint" in batch.used:
+        scores = _constrained(scores, prefix)
     return scores
 
 
@@ -133,6 +139,14 @@ def _processed(batch: SamplingBatch, scores: Tensor, prefix: Prefix) -> Tensor:
         for process in row.processors:
             for q in range(scores.shape[1]):
                 scores[r, q] = process(prefix.tokens(r, q), scores[r, q].clone())
+    return scores
+
+
+def _constrained(scores: Tensor, prefix: Prefix) -> Tensor:
+    scores = scores.clone()
+    for r, allowed in enumerate(prefix.allowed()):
+        if allowed is not None:
+            scores[r].masked_fill_(~allowed[:, : scores.shape[-1]].to(scores.device), _NEVER)
     return scores
 
 

@@ -163,6 +163,10 @@ class TakesPrediction(Drafter):
     needs_prediction: bool = False  # without a prediction it drafts nothing
 
 
+class FollowsConstraint(Drafter):
+    """Drafts only for rows with a constraint (`rows.cursors`)."""
+
+
 class FillsNodes(Drafter):
     """Grows its trees to the largest size permitted, if `uses_all_nodes`."""
 
@@ -192,10 +196,12 @@ def takes_prediction(drafter: Drafter) -> bool:
     return isinstance(drafter, TakesPrediction) and drafter.takes_prediction
 
 
-def can_draft(drafter: Drafter, predictions: Sequence[object]) -> bool:
-    """Return whether the drafter can draft for at least one row. predictions: one per row, None if there is none."""
+def can_draft(drafter: Drafter, rows: RowsView) -> bool:
+    """Return whether the drafter can draft for one of the rows: some need a prediction or a constraint."""
+    if isinstance(drafter, FollowsConstraint):
+        return any(cursor is not None for cursor in rows.cursors)
     needs = isinstance(drafter, TakesPrediction) and drafter.needs_prediction
-    return not needs or any(prediction is not None for prediction in predictions)
+    return not needs or any(prediction is not None for prediction in rows.predictions)
 
 
 def uses_all_nodes(drafter: Drafter) -> bool:

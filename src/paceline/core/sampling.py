@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -17,6 +17,37 @@ from paceline.core.noise import Purpose, stream_key
 
 # A control of the user: (prefix token ids [n], logits [V]) -> logits [V]. The prefix includes the drafted tokens.
 Processor = Callable[[Tensor, Tensor], Tensor]
+
+
+class Cursor(Protocol):
+    """The place of one sequence in a constraint. Only `commit` and `seek` move it."""
+
+    problem: str  # why no token may follow, if the constraint itself failed
+
+    def allowed(self, paths: Sequence[tuple[int, ...]]) -> Tensor:
+        """Return bool [P,V]: the tokens that may follow the committed tokens and each path of uncommitted ones."""
+        ...
+
+    def forced(self, most: int) -> list[int]:
+        """Return at most `most` tokens that probably follow, because the constraint leaves no other text."""
+        ...
+
+    def commit(self, token: int) -> bool:
+        """Append a token. Return whether the text is complete: no token but an end may follow."""
+        ...
+
+    def seek(self, tokens: Sequence[int]) -> bool:
+        """Go to these new tokens, whatever was committed before. Return whether the text is complete."""
+        ...
+
+
+class Constraint(Protocol):
+    """A control of a whole text, such as a grammar. It has no state of its own, so any number of sequences share it."""
+
+    def start(self, ends: Sequence[int]) -> Cursor:
+        """Return the place of a sequence without new tokens. `ends`: the tokens that may follow where it may end."""
+        ...
+
 
 _MOST_SEED = 2**128 - 1
 _LIMITS: dict[str, tuple[float, float, bool, str]] = {
@@ -60,6 +91,7 @@ class Sampling:
     banned_tokens: tuple[int, ...] = ()
     min_new_tokens: int = 0
     processors: tuple[Processor, ...] = ()
+    constraint: Constraint | None = None
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -77,6 +109,11 @@ class Sampling:
                 raise InputError(f"{name} must be a whole number, got {shown(value)}.")
             if abs(value) > most:
                 raise InputError(f"{name} must be at most {most:,}, got {shown(value)}.")
+        if self.constraint is not None and not callable(getattr(self.constraint, "start", None)):
+            raise InputError(
+                f"constraint must have a method start(ends), got {shown(self.constraint)}; for a grammar give "
+                "json_schema, json_object, regex, grammar or choice."
+            )
         if self.noise > 0 and self.top_k == 0:
             raise InputError(f"noise={self.noise:g} needs top_k: it perturbs the logits that survive top-k.")
         if self.dynamic_temperature > self.temperature:
@@ -106,7 +143,7 @@ class Sampling:
 _OFF = Sampling()
 _SAMPLERS = {"top_k", "top_p", "min_p", "typical_p", "noise", "dynamic_temperature"}
 _PENALTIES = {"repetition_penalty", "presence_penalty", "frequency_penalty"}
-_EDITS = {"logit_bias", "banned_tokens", "min_new_tokens", "processors"}
+_EDITS = {"logit_bias", "banned_tokens", "min_new_tokens", "processors", "constraint"}
 
 
 def _used(row: Sampling) -> frozenset[str]:

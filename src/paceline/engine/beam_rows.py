@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
 
 from paceline.core.beam_search import BeamSettings, BeamState, BeamText
+from paceline.core.sampling import Cursor
 from paceline.core.trace import Round, Trace
 from paceline.core.verdict import BeamLogprobs
 from paceline.engine.request import BeamResult, TokenLogprob
@@ -29,6 +30,8 @@ class BeamGroup:
         request, self._stopper = asked.request, stopper
         self.asked = asked
         eos = () if request.ignore_eos else asked.eos
+        constraint = request.sampling.constraint
+        self._cursor = None if constraint is None else constraint.start(eos)  # goes from text to text
         settings = BeamSettings(
             width=request.num_beams,
             limit=asked.limit,
@@ -38,11 +41,15 @@ class BeamGroup:
             length_offset=request.length_offset,
             top_k=request.beam_top_k,
             logprobs=request.logprobs,
-            ends=_ends(asked, stopper),
+            ends=_ends(asked, stopper, self._cursor),
         )
         self.state = BeamState.start(settings)
         endless = [Stopper((), (), sys.maxsize, None) for _ in range(request.num_beams)]
-        self.rows = [replace(asked, stopper=each, tokens=[], trace=Trace(), group=self) for each in endless]
+        cursors = [None if constraint is None else constraint.start(eos) for _ in endless]
+        self.rows = [
+            replace(asked, stopper=each, tokens=[], trace=Trace(), group=self, cursor=cursor)
+            for each, cursor in zip(endless, cursors, strict=True)
+        ]
         self._log: list[tuple[list[Draft], list[str]]] = []  # per round, the drafts of the rows, and their reasons
         self._logprobs: list[BeamLogprobs] = []  # per round, if the request asks for them
 
@@ -63,6 +70,8 @@ class BeamGroup:
             self._logprobs.append(logprobs)
         for row, beam in zip(self.rows, state.beams, strict=True):
             row.tokens = list(beam.tokens)
+            if row.cursor is not None:
+                row.cursor.seek(row.tokens)
         return self._finish(state.results) if state.done else []
 
     def give_up(self) -> None:
@@ -76,7 +85,7 @@ class BeamGroup:
         events = []
         for token, drafted in zip(best.tokens, from_draft, strict=True):
             row.tokens.append(token)
-            row.stopper.push(token)
+            row.stopper.push(token, self._completes(row.tokens))
             events.append(Event(row, token, drafted, row.stopper.show(), len(row.tokens)))
         row.beams = [self._told(text) for text in results[: row.request.num_return_sequences]]
         row.logprobs = row.beams[0].logprobs or []
@@ -85,12 +94,16 @@ class BeamGroup:
             live.stopper.stop = Stop("stop")
         return events
 
+    def _completes(self, tokens: Sequence[int]) -> bool:
+        """Return whether the constraint is complete after these tokens."""
+        return self._cursor is not None and self._cursor.seek(tokens)
+
     def _told(self, text: BeamText) -> BeamResult:
         tokens: list[int] = []
         stopper = self._stopper(tokens)
         for token in text.tokens:
             tokens.append(token)
-            stopper.push(token)
+            stopper.push(token, self._completes(tokens))
         if stopper.stop is None:
             stopper.cancel()
         assert stopper.stop is not None
@@ -131,15 +144,19 @@ class BeamGroup:
         return Trace(rounds)
 
 
-def _ends(asked: Row, stopper: Callable[[list[int]], Stopper]) -> Callable[[Sequence[int]], bool] | None:
-    """Return whether a stop string or a criterion of the caller ends a text with these new tokens."""
+def _ends(
+    asked: Row, stopper: Callable[[list[int]], Stopper], cursor: Cursor | None
+) -> Callable[[Sequence[int]], bool] | None:
+    """Return whether a stop string, a criterion of the caller or the constraint ends a text with these new tokens."""
     criteria, prompt = asked.request.criteria, asked.prompt
     found = _StopStrings(stopper([])) if asked.request.stop else None
-    if found is None and not criteria:
+    if found is None and not criteria and cursor is None:
         return None
 
     def ends(tokens: Sequence[int]) -> bool:
         if found is not None and found.end(tuple(tokens)):
+            return True
+        if cursor is not None and cursor.seek(tokens):
             return True
         return any(criterion([*prompt, *tokens]) for criterion in criteria)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeAlias, Union, overload
@@ -24,6 +24,7 @@ from paceline.core.protocols import (
     takes_prediction,
     uses_all_nodes,
 )
+from paceline.core.sampling import Constraint
 from paceline.core.trace import Trace
 from paceline.drafters.resolve import make_drafter
 from paceline.engine.beam_rows import BeamGroup
@@ -38,6 +39,7 @@ from paceline.engine.scheduler import Party, Scheduler
 from paceline.engine.stopping import Detokenizer, Stopper, special_stops
 from paceline.models import load
 from paceline.models.cuda.prefill import check_prompt
+from paceline.models.grammars.token_grammar import grammars_of
 from paceline.models.language_model import LanguageModel
 from paceline.models.runtime import parts, prepare, quantization_of, running, usual_nodes, with_strict
 from paceline.models.slot_cache import SlotCache, caches_held_by
@@ -346,8 +348,9 @@ class SpeculativeDecoder:
         repetition_penalty, presence_penalty, frequency_penalty, logit_bias, banned_tokens, min_new_tokens, processors,
         seed, do_sample, dynamic_exponent, stop, eos_token_ids, ignore_eos, criteria, logprobs, num_beams,
         length_penalty, length_offset, beam_top_k, early_stopping, num_return_sequences, prediction (the text you
-        expect); a list holds one value per prompt. Returns a `Generation`, or a list of them for a
-        batch. A beam search gives its best text, with the others in `beams`.
+        expect), max_draft, json_schema, json_object, regex, grammar, choice (docs/grammars.md), constraint; a list
+        holds one value per prompt. Returns a `Generation`, or a list of them for a batch. A beam search gives its best
+        text, with the others in `beams`.
         """
         prompts, single = encode_all(prompt, self.target)
         rows = self._rows(prompts, self._requests(len(prompts), settings))
@@ -403,7 +406,7 @@ class SpeculativeDecoder:
     def _requests(self, count: int, settings: Mapping[str, Any]) -> list[Request]:
         if settings.get("num_beams") is None and self.rule.num_beams > 1:
             settings = {**settings, "num_beams": self.rule.num_beams}
-        requests = build_requests(count, settings)
+        requests = with_constraints(build_requests(count, settings), self.target)
         if not self._sharded:
             return requests
         seeds = of_the_first([request.sampling.seed for request in requests])
@@ -488,14 +491,32 @@ def check_request(lm: LanguageModel, prompt: list[int], request: Request) -> Non
             )
 
 
+def with_constraints(requests: Sequence[Request], lm: LanguageModel) -> list[Request]:
+    """Return the requests with `constraint` in the place of a grammar. Requests with the same grammar share it."""
+    known: dict[tuple[str, int], Constraint] = {}
+    made = []
+    for request in requests:
+        name, value = request.grammar_setting() or ("constraint", None)
+        if name != "constraint":
+            constraint = known.get((name, id(value))) or grammars_of(lm).compile(name, value)
+            known[name, id(value)] = constraint
+            sampling = replace(request.sampling, constraint=constraint)
+            request = replace(request, sampling=sampling, **{name: getattr(Request, name)})
+        made.append(request)
+    return made
+
+
 def new_row(lm: LanguageModel, index: int, prompt: list[int], request: Request, rule: Rule) -> Row:
     """Return the row of a prompt that was checked."""
+    (request,) = with_constraints([request], lm)
     eos = lm.eos if request.eos_token_ids is None else request.eos_token_ids
     limit = min(request.max_new_tokens, lm.context - len(prompt))
     tokens: list[int] = []
     make = partial(_stopper, request, prompt, eos, limit, lm.tokenizer)
     expected = encode_prediction(request.prediction, lm)
     row = Row(index, prompt, request, eos, make(tokens), limit, tokens, expected, rule=rule.name, lossy=not rule.exact)
+    if request.sampling.constraint is not None:
+        row.cursor = request.sampling.constraint.start(() if request.ignore_eos else eos)
     row.group = BeamGroup(row, make) if request.num_beams > 1 else None
     return row
 

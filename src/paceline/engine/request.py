@@ -16,7 +16,7 @@ import torch
 from paceline.common.errors import InputError, UnknownNameError, UnsupportedError, shown
 from paceline.common.limits import BEAMS_LIMIT, LARGEST, TYPES, check_number
 from paceline.core.noise import fresh_seed
-from paceline.core.sampling import Processor, Sampling
+from paceline.core.sampling import Constraint, Processor, Sampling
 from paceline.core.trace import Stats, Trace
 from paceline.engine.stopping import Detokenizer
 
@@ -40,7 +40,8 @@ _HEAD = 40  # characters of the text in a repr
 _MOST_PENALTY = 100  # a length of 2^31 tokens to this power is still a finite float
 
 # settings whose value is a list: a list of lists has one per prompt
-_LISTS = frozenset({"stop", "eos_token_ids", "banned_tokens", "processors", "criteria"})
+_LISTS = frozenset({"stop", "eos_token_ids", "banned_tokens", "processors", "criteria", "choice"})
+GRAMMARS = ("json_schema", "json_object", "regex", "grammar", "choice")  # settings that give a text a grammar
 
 
 @dataclass(frozen=True)
@@ -62,6 +63,11 @@ class Request:
     num_return_sequences: int = 1  # beams to return
     prediction: str | tuple[int, ...] | None = None  # the output that the caller expects
     max_draft: int | None = None  # tokens drafted in a row at most; 0: plain decoding; None: the decoder's gamma
+    json_schema: Any = None  # the text is JSON of this schema: a mapping, JSON, or a model of pydantic
+    json_object: bool = False  # the text is a JSON object
+    regex: str | None = None  # the text matches all of it
+    grammar: str | None = None  # of Lark or GBNF
+    choice: tuple[str, ...] | None = None  # the text is one of these
     sampling: Sampling = field(default_factory=Sampling)
 
     def __post_init__(self) -> None:
@@ -75,10 +81,22 @@ class Request:
             check_number("logprobs", self.logprobs, 0, LARGEST)
         if self.max_draft is not None:
             check_number("max_draft", self.max_draft, 0, LARGEST)
+        if not isinstance(self.json_object, bool):
+            raise InputError(f"json_object must be True or False, got {shown(self.json_object)}.")
+        self.grammar_setting()
         if self.sampling.min_new_tokens > self.max_new_tokens:
             raise InputError(
                 f"min_new_tokens={self.sampling.min_new_tokens} is more than max_new_tokens={self.max_new_tokens}."
             )
+
+    def grammar_setting(self) -> tuple[str, Any] | None:
+        """Return the name and the value of the setting that gives the text a grammar, if there is one."""
+        found = [(name, getattr(self, name)) for name in GRAMMARS if getattr(self, name) != getattr(Request, name)]
+        if self.sampling.constraint is not None:
+            found.append(("constraint", self.sampling.constraint))
+        if len(found) > 1:
+            raise InputError(f"{found[0][0]} and {found[1][0]} both constrain the text; give one of them.")
+        return found[0] if found else None
 
 
 def _check_beams(request: Request) -> None:
@@ -425,6 +443,14 @@ class Settings(TypedDict, total=False):
     banned_tokens: PerPrompt[int | Sequence[int]]
     processors: PerPrompt[Processor | Sequence[Processor]]
     do_sample: PerPrompt[bool]
+
+    # ---- the grammar of the text
+    json_schema: PerPrompt[Mapping[str, Any] | str | bool | type]
+    json_object: PerPrompt[bool]
+    regex: PerPrompt[str]
+    grammar: PerPrompt[str]
+    choice: PerPrompt[Sequence[str]]
+    constraint: PerPrompt[Constraint]
 
     # ---- beam search
     num_beams: PerPrompt[int]

@@ -81,7 +81,9 @@ class GraphRounds:
             return False
         if not all(self._limits.in_graph(row) for row in rows.live):
             return False
-        return "processors" not in rows.batch.used and all(row.request.logprobs is None for row in rows.live)
+        if not rows.batch.used.isdisjoint({"processors", "constraint"}):
+            return False
+        return all(row.request.logprobs is None for row in rows.live)
 
     def _static(self, rows: Rows) -> StaticRows:
         drafter, gamma, drafted = self._drafter, self._limits.gamma, self._limits.nodes + 1

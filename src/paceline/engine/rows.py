@@ -19,7 +19,7 @@ from paceline.common.errors import ModelOutputError, PacelineError
 from paceline.core.beam_search import BeamState
 from paceline.core.choice import Choice
 from paceline.core.device_ops import TORCH, DeviceOps
-from paceline.core.sampling import SamplingBatch
+from paceline.core.sampling import Cursor, SamplingBatch
 from paceline.core.trace import Round, Trace
 from paceline.core.tree import TokenTree
 from paceline.core.verdict import BROKEN, NOTHING, Verdict
@@ -44,6 +44,7 @@ class Row:
     tokens: list[int] = field(default_factory=list)
     prediction: list[int] | None = None  # the output that the caller expects
     trace: Trace = field(default_factory=Trace)
+    cursor: Cursor | None = None  # its place in the constraint of the request
     logprobs: list[TokenLogprob] = field(default_factory=list)
     started: float = field(default_factory=time.perf_counter)
     seconds: float = 0.0
@@ -157,6 +158,10 @@ class Rows(RowTensors):
     @property
     def owners(self) -> list[str]:
         return [row.owner for row in self.live]
+
+    @property
+    def cursors(self) -> list[Cursor | None]:
+        return [row.cursor for row in self.live]
 
     # ---- rows come and leave
 
@@ -317,10 +322,10 @@ class Rows(RowTensors):
     def _commit_row(self, r: int, line: list[int], verdict: Verdict, tree: TokenTree) -> list[Event]:
         row, steps = self.live[r], verdict.emitted.shape[1]
         emitted = _emitted(line[:steps])
-        if BROKEN in emitted:
-            return self._fail(r, emitted.index(BROKEN))
+        accepted, broken = len(emitted) - 1, BROKEN in emitted
+        emitted = emitted[: emitted.index(BROKEN)] if broken else emitted
         drafted, parents = draft_in(line, verdict, tree)
-        path, leaf = list(range(len(emitted) - 1)), len(emitted) > len(drafted)
+        path, leaf = list(range(accepted)), accepted >= len(drafted)
         if parents is not None:
             path = line[steps + tree.nodes :][: len(path)]
             leaf = (path[-1] if path else -1) not in parents
@@ -328,10 +333,12 @@ class Rows(RowTensors):
         self.lengths[r] += len(emitted)
         events = self._push(row, emitted, len(path))
         committed = len(events)
-        own = emitted[-1] if committed == len(emitted) else None
-        row.trace.rounds.append(
-            Round(tuple(drafted), None if parents is None else tuple(parents), tuple(path[:committed]), own, leaf)
-        )
+        own = emitted[-1] if committed == len(emitted) and not broken else None
+        if committed:
+            shape = None if parents is None else tuple(parents)
+            row.trace.rounds.append(Round(tuple(drafted), shape, tuple(path[:committed]), own, leaf))
+        if broken and row.stopper.stop is None:
+            self._fail(r)
         return events
 
     def _commit_token(self, r: int, line: list[int], verdict: Verdict, tree: TokenTree) -> list[Event]:
@@ -351,25 +358,23 @@ class Rows(RowTensors):
         events = []
         for i, token in enumerate(emitted):
             row.tokens.append(token)
-            stop = row.stopper.push(token)
+            complete = row.cursor is not None and row.cursor.commit(token)
+            stop = row.stopper.push(token, complete)
             events.append(Event(row, token, i < drafted, row.stopper.show(), len(row.tokens)))
             if stop is not None:
                 row.seconds = time.perf_counter() - row.started
                 break
         return events
 
-    def _fail(self, r: int, at: int) -> list[Event]:
+    def _fail(self, r: int, at: int = 0) -> None:
         """End a row for which no token can be chosen `at` tokens past its end. The other rows continue."""
         row = self.live[r]
         where = len(row.prompt) + len(row.tokens) + at
-        row.fail(
-            ModelOutputError(
-                f"No token can be chosen at position {where} of prompt {row.index}: the logits are NaN or all tokens "
-                "are forbidden; check the weights, the dtype and the controls."
-            )
-        )
+        why = "the logits are NaN or all tokens are forbidden; check the weights, the dtype and the controls"
+        if row.cursor is not None and row.cursor.problem:
+            why = f"the grammar failed ({row.cursor.problem}); use a simpler one"
+        row.fail(ModelOutputError(f"No token can be chosen at position {where} of prompt {row.index}: {why}."))
         self.failed.append(row)
-        return []
 
 
 def _emitted(line: list[int]) -> list[int]:

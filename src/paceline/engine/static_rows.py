@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import compress
 from typing import TYPE_CHECKING
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor
 from paceline.core.choice import Choice, NoiseTable
 from paceline.core.device_ops import TORCH, DeviceOps
 from paceline.core.law import Prefix
-from paceline.core.sampling import SamplingBatch
+from paceline.core.sampling import Cursor, SamplingBatch
 from paceline.core.tree import TokenTree
 from paceline.core.verdict import Verdict
 
@@ -36,6 +37,11 @@ class RowTensors:
     counts: Tensor | None = None  # [R,V]: occurrences in the new tokens, and with the prompt
     seen: Tensor | None = None
     _table: NoiseTable
+
+    @property
+    def cursors(self) -> Sequence[Cursor | None]:
+        """Return the place of each row in its constraint, if a row may have one."""
+        return ()
 
     def begin_round(self, depth: int) -> None:
         """Prepare the noise of a round that drafts at most `depth` tokens in a row."""
@@ -62,7 +68,7 @@ class RowTensors:
             return torch.cat([committed, path[0][row][path[1][row, place]]])
 
         return Prefix(_with_path(self.seen, path, Q), _with_path(self.counts, path, Q), places - self.prompt_length,
-                      tokens)  # fmt: skip
+                      tokens, lambda: _allowed(self.cursors, path, Q))  # fmt: skip
 
     def write(self, verdict: Verdict, tree: TokenTree) -> Tensor:
         """Commit a verdict on the device; see `DeviceOps.commit`."""
@@ -81,6 +87,17 @@ def _with_path(base: Tensor | None, path: tuple[Tensor, Tensor] | None, Q: int) 
         return full
     drafted, member = path
     return full.scatter_add(2, drafted.unsqueeze(1).expand(-1, Q, -1), member.to(torch.int64))
+
+
+def _allowed(cursors: Sequence[Cursor | None], path: tuple[Tensor, Tensor] | None, Q: int) -> list[Tensor | None]:
+    """Return per row the tokens [Q,V] that its constraint allows at each position."""
+    if path is None:
+        return [None if cursor is None else cursor.allowed([()] * Q) for cursor in cursors]
+    drafted, member = path[0].tolist(), path[1].tolist()
+    return [
+        None if cursor is None else cursor.allowed([tuple(compress(drafted[row], before)) for before in member[row]])
+        for row, cursor in enumerate(cursors)
+    ]
 
 
 def occurrences(texts: Sequence[Sequence[int]], vocabulary: int) -> Tensor:

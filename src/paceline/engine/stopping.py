@@ -117,15 +117,18 @@ class Stopper:
         other._detokenizer = self._detokenizer.fork() if self._detokenizer else None
         return other
 
-    def push(self, token: int) -> Stop | None:
-        """Commit one token. Stops are tested in this order: stop string, EOS, the caller's criterion, limit."""
+    def push(self, token: int, complete: bool = False) -> Stop | None:
+        """Commit one token. Stops are tested in this order: stop string, EOS, the caller's criterion or the end of the
+        grammar (`complete`), limit."""
         self.count += 1
         if self._tokens_alone:
-            if token in self._eos or self.count >= self._limit:
-                self.stop = Stop("stop", token) if token in self._eos else Stop("length")
+            if token in self._eos:
+                self.stop = Stop("stop", token)
+            elif complete or self.count >= self._limit:
+                self.stop = Stop("stop" if complete else "length")
             return self.stop
         piece = self._detokenizer.push(token) if self._detokenizer else ""
-        chosen = self._criterion is not None and self._criterion()
+        chosen = complete or (self._criterion is not None and self._criterion())
         ended = chosen or token in self._eos or token in self._special or self.count >= self._limit
         if ended and self._detokenizer:
             piece += self._detokenizer.flush()

@@ -31,6 +31,7 @@ class ModelRecord:
     split_depths: set[int] = field(default_factory=set)  # layers after which it can be cut (early exit)
     costs: dict[str, Costs] = field(default_factory=dict)  # seconds of its passes, by `pass_timing.costs_key`
     busy: set[str] = field(default_factory=set)  # keys of the costs that were measured on a busy machine
+    grammars: dict[int, Any] = field(default_factory=dict)  # the `GrammarCompiler`, by the size of the vocabulary
     warned: set[str] = field(default_factory=set)  # warnings that were given, one for any number of decoders
 
 

@@ -11,6 +11,7 @@ from paceline.core.choice import Choice
 from paceline.core.contracts import Reader, Reading, RowsView
 from paceline.core.device_ops import TORCH, DeviceOps
 from paceline.core.per_row import PerRow
+from paceline.core.sampling import Cursor
 from paceline.core.tree import TokenTree
 from paceline.core.verdict import NOTHING, Verdict
 from paceline.models.reader import CHUNK, common_prefix
@@ -118,6 +119,11 @@ class ScratchRows:
     @property
     def owners(self) -> list[str]:
         return [""] * self.count if self._below is None else self._below[0].owners
+
+    @property
+    def cursors(self) -> list[Cursor | None]:
+        """None: a text may be ahead of the place of its row."""
+        return [None] * self.count
 
     @property
     def ops(self) -> DeviceOps:

@@ -33,7 +33,7 @@ from paceline.drafters.shipped import best_for
 from paceline.models.pass_timing import costs_for
 
 # members that need only the texts and the target's forward passes
-_DEFAULT = (("suffix", {"branches": 4}), "recycling", ("prediction", {"prompt": False}))
+_DEFAULT = ("grammar", ("suffix", {"branches": 4}), "recycling", ("prediction", {"prompt": False}))
 # for the conformance suite: a machine where reading more tokens is free, and one where a draft seldom saves time
 _FREE = Costs({1: {1: 1.0, 64: 1.01}})
 _EXPENSIVE = Costs({1: {1: 1.0, 2: 1.7, 8: 2.1, 64: 8.0}})
@@ -156,7 +156,7 @@ class Auto(DrafterGroup, ChoosesLength, Replayable, Resolvable):
 
     def _to_ask(self, rows: RowsView, budget: Budget) -> Iterator[tuple[Member, Budget]]:
         for member in self._cheap:
-            if member.failed or not can_draft(member.drafter, rows.predictions):
+            if member.failed or not can_draft(member.drafter, rows):
                 continue
             if self._is_due(member, rows.count):
                 yield member, self._useful(member, budget)

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import paceline
+from tests.toys import llama, raw_bytes
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
@@ -89,6 +92,19 @@ def test_every_drafter_has_a_page_and_every_page_a_drafter() -> None:
     assert set(paceline.DRAFTERS) == pages
     index = (ROOT / "docs" / "methods" / "README.md").read_text()
     assert all(f"({name}.md)" in index for name in pages)
+
+
+def test_the_code_of_the_page_on_grammars_works() -> None:
+    tokenizer = raw_bytes()
+    target = paceline.LanguageModel(llama(vocab_size=len(tokenizer), max_position_embeddings=256), tokenizer)
+    namespace: dict[str, Any] = {"target": target}
+    for code in blocks((ROOT / "docs" / "grammars.md").read_text(), "python"):
+        exec(code, namespace)
+    assert json.loads(namespace["out"].text)["colour"] in ("red", "green", "blue")
+    assert namespace["answer"].text in ("yes", "no")
+    assert re.fullmatch(r"20\d\d-[01]\d-[0-3]\d", namespace["date"].text)
+    assert re.match(r"\d", namespace["both"][0].text)
+    assert re.match(r"[a-z]", namespace["both"][1].text)
 
 
 def tiny_model() -> paceline.LanguageModel:

@@ -241,4 +241,4 @@ def test_by_default_it_drafts_what_pays(target: str, monkeypatch: pytest.MonkeyP
     auto, plain = (run("generate", "abcabcabc", "--target", target, *more) for more in ((), ("--draft", "none")))
     assert auto.exit_code == 0, auto.stderr
     assert auto.stdout == plain.stdout
-    assert "auto (suffix, recycling, prediction, self-quantized or none), γ≤16" in auto.stderr
+    assert "auto (grammar, suffix, recycling, prediction, self-quantized or none), γ≤16" in auto.stderr

@@ -23,16 +23,16 @@ def members(target: Any, **more: Any) -> str:
 
 
 def test_with_kernels_the_target_drafts_in_int8() -> None:
-    assert members(small("llama")) == "suffix, recycling, prediction, self-quantized"
+    assert members(small("llama")) == "grammar, suffix, recycling, prediction, self-quantized"
 
 
 @pytest.mark.parametrize("more", [{"runner": "eager"}, {"quantize": "int8"}], ids=["by torch", "in int8 already"])
 def test_not_where_it_would_not_pay(more: dict[str, Any]) -> None:
-    assert members(small("llama"), **more) == "suffix, recycling, prediction"
+    assert members(small("llama"), **more) == "grammar, suffix, recycling, prediction"
 
 
 def test_not_in_float64() -> None:
-    assert members(llama()) == "suffix, recycling, prediction"
+    assert members(llama()) == "grammar, suffix, recycling, prediction"
 
 
 @pytest.mark.parametrize(("left", "takes"), [(None, True), (10**12, True), (10**3, False)])

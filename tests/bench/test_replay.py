@@ -141,7 +141,7 @@ def test_a_replay_is_the_real_run_round_for_round(
 def test_the_texts_are_worth_drafting(plain: dict[str, TraceFile]) -> None:
     """Else the test above would say little."""
     for name, most in (("greedy", 1.3), ("sampled", 1.15), ("penalties", 1.15)):
-        taus = {entry.name: replay(plain[name], entry).tau() for entry in HOST[1:]}
+        taus = {entry.name: replay(plain[name], entry).tally().tau for entry in HOST[1:]}
         assert sorted(taus.values())[len(taus) // 2] > most, (name, taus)
 
 
@@ -188,7 +188,7 @@ def test_a_drafter_may_be_carried_from_text_to_text(
     carried, real = replay(plain["greedy"], entry, carry=True), record(target, entry, fresh=False)
     same_rounds(carried, real)
     fresh = replay(real, entry)
-    if fresh.tau() != carried.tau():
+    if fresh.tally().tau != carried.tally().tau:
         assert "kept earlier texts" in fresh.notes[0]
 
 

@@ -6,7 +6,7 @@ A difference between two texts is either a tie of two scores in this dtype, or a
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from paceline.common.errors import InputError, PacelineError
 from paceline.common.limits import Limited, limited
+from paceline.common.progress import Cancel, Progress
 from paceline.core.choice import Choice, NoiseTable
 from paceline.core.noise import Purpose
 from paceline.core.sampling import Sampling, SamplingBatch
@@ -25,8 +26,6 @@ from paceline.engine.request import Generation
 # Two scores are a tie if they differ by at most this number of rounding units of the largest logit. A forward pass over
 # several tokens adds numbers in another order than a forward pass over one token.
 TIE = 4.0
-Cancel = Callable[[], bool]
-Progress = Callable[[str, int, int | None], None]
 
 
 class AuditCancelledError(PacelineError):

@@ -8,21 +8,12 @@ from dataclasses import asdict, dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
-from paceline.audit.agreement import (
-    KEPT,
-    Agreement,
-    AuditPlan,
-    Cancel,
-    Divergence,
-    LawAudit,
-    Progress,
-    agreement,
-    law_audit,
-)
+from paceline.audit.agreement import KEPT, Agreement, AuditPlan, Divergence, LawAudit, agreement, law_audit
 from paceline.audit.enumeration import BOUND, RuleAudit, audit_rule
 from paceline.audit.report_page import Page, Section, Table
 from paceline.common.errors import InputError
-from paceline.common.text_formats import parse_json
+from paceline.common.progress import Cancel, Progress
+from paceline.common.text_formats import parse_json, read_text
 from paceline.core.contracts import Drafter, Rule
 from paceline.engine.decoder import SpeculativeDecoder
 from paceline.engine.prompts import encode_all
@@ -71,12 +62,7 @@ PROMPTS = (
 
 def read_prompts(path: Path) -> list[str]:
     """Return one prompt per line of a text file. In a .jsonl file, it is "prompt" or the first of "turns"."""
-    try:
-        lines = [line for line in path.read_text("utf-8").splitlines() if line.strip()]
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(
-            f"The prompts '{path}' cannot be read: {getattr(error, 'strerror', None) or error}."
-        ) from error
+    lines = [line for line in read_text(path, "The prompts").splitlines() if line.strip()]
     if not lines:
         raise InputError(f"The file '{path}' has no prompts; write one per line.")
     if path.suffix != ".jsonl":
@@ -174,26 +160,21 @@ class Report:
 
     def as_dict(self) -> dict[str, Any]:
         """Return the report as a dict for JSON."""
+        by_drawn = {drawn: {"mean": mean, "largest": most} for drawn, (mean, most) in self.rule.by_drawn.items()}
         rule = {
             "name": self.rule.rule,
             "keeps": self.rule.keeps,
             "bound": BOUND,
             "largest": self.rule.largest,
-            "by_drawn": {
-                drawn: {"mean": mean, "largest": largest} for drawn, (mean, largest) in self.rule.by_drawn.items()
-            },
+            "by_drawn": by_drawn,
             "cases": [asdict(case) for case in self.rule.measured],
         }
-        law = None if self.law is None else {**asdict(self.law), "level": self.law.level}
         return {
-            "verdict": self.verdict,
-            "lossless": self.lossless,
-            "findings": self.findings,
-            "subject": self.subject,
+            **{name: getattr(self, name) for name in ("verdict", "lossless", "findings", "subject")},
             "rule": rule,
             "greedy": _agreement(self.greedy),
             "same_seed": _agreement(self.seeded),
-            "law": law,
+            "law": None if self.law is None else {**asdict(self.law), "level": self.law.level},
             "seconds": self.seconds,
         }
 
@@ -217,7 +198,7 @@ def audit(
     temperature: float = 0.8,
     false_alarm: float = 1e-4,
     seed: int = 0,
-    progress: Progress = lambda label, done, total: None,
+    progress: Progress = lambda *_: None,
     cancel: Cancel = lambda: False,
 ) -> Report:
     """Test whether a decoder is lossless.
@@ -242,7 +223,7 @@ def audit(
     return Report(subject_of(decoder), rule, greedy, seeded, law, time.perf_counter() - started)
 
 
-def audit_only_rule(rule: Rule, progress: Progress = lambda label, done, total: None) -> Report:
+def audit_only_rule(rule: Rule, progress: Progress = lambda *_: None) -> Report:
     """Run only the first part of `audit`, which needs no model."""
     started = time.perf_counter()
     result = audit_rule(rule, progress)
@@ -269,9 +250,7 @@ def page_of(report: Report, token_text: TokenText) -> Page:
 
 
 def _shown(value: object) -> str:
-    if isinstance(value, dict):
-        return ", ".join(f"{name} {item}" for name, item in value.items())
-    return str(value)
+    return ", ".join(f"{name} {item}" for name, item in value.items()) if isinstance(value, dict) else str(value)
 
 
 def _rule(rule: RuleAudit) -> Section:

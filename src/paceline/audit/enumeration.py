@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from paceline.common.errors import UnsupportedError
+from paceline.common.progress import Progress
 from paceline.core.choice import Choice, NoiseTable
 from paceline.core.contracts import Rule
 from paceline.core.sampling import Sampling, SamplingBatch
@@ -193,13 +194,14 @@ def every_branch(
     weight is the probability of the outcomes. A rule makes no host read, so its decisions are always the same ones."""
     tree = drafts.tree
     after = [law_after(world.target, tree.tokens[:, :0])]
-    parents = list(range(-1, tree.nodes - 1)) if tree.parents is None else tree.parents[0].tolist()
-    after += [law_after(world.target, tree.tokens[:, path_to(node, parents)]) for node in range(tree.nodes)]
+    above = list(range(-1, tree.nodes - 1)) if tree.parents is None else tree.parents[0].tolist()
+    after += [law_after(world.target, tree.tokens[:, path_to(node, above)]) for node in range(tree.nodes)]
     logits = torch.stack(after, 1).log()  # the rule divides them by the temperature
     batch = SamplingBatch([Sampling(temperature=temperature)], [()], "cpu")  # one row of settings for all rows
 
     def run(row: Tensor, branch: Tensor) -> tuple[Dice, Verdict]:
-        part = _rows_of(tree, row)
+        parents, count, laws = (None if of is None else of[row] for of in (tree.parents, tree.count, tree.laws))
+        part = TokenTree(tree.tokens[row], parents, count, tree.drawn, laws, tree.deepest)
         table = NoiseTable(batch, torch.zeros(part.rows, 1, dtype=torch.int64), tree.nodes + 1)
         choice = Enumerated(batch, table, torch.nn.functional.pad(part.depth + 1, (1, 0)))
         choice.dice = Dice(branch, torch.ones(part.rows, dtype=torch.float64))
@@ -217,11 +219,6 @@ def every_branch(
             "the decisions of the rule depend on earlier outcomes: it reads values on the host"
         )
         see(row, dice.weight, verdict)
-
-
-def _rows_of(tree: TokenTree, row: Tensor) -> TokenTree:
-    parents, count, laws = (None if of is None else of[row] for of in (tree.parents, tree.count, tree.laws))
-    return TokenTree(tree.tokens[row], parents, count, tree.drawn, laws, tree.deepest)
 
 
 def _check_path(tree: TokenTree, verdict: Verdict, real: Tensor) -> None:
@@ -288,7 +285,6 @@ HOW: dict[Drawn, Law] = {"certain": without_replacement, "iid": iid, "without_re
 CHAINS = ([-1], [-1, 0], [-1, 0, 1])
 TREES = ([-1, -1], [-1, -1, 0, 0], [-1, 0, 0, -1])
 RANDOM = [(seed, likeness) for likeness in (0.2, 0.5, 0.8) for seed in (1, 2)]
-Progress = Callable[[str, int, int | None], None]
 
 
 @dataclass(frozen=True)

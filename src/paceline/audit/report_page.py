@@ -7,6 +7,7 @@ from html import escape
 from pathlib import Path
 
 from paceline.common.errors import InputError
+from paceline.common.text_formats import writing
 
 Table = list[tuple[str, ...]]  # the first row is the header
 _SHORT = 12  # a terminal always shows a table with at most this number of rows
@@ -63,10 +64,8 @@ class Page:
 
     def write(self, path: Path) -> None:
         """Write HTML or Markdown, by the suffix of the path."""
-        try:
+        with writing("The report", path):
             path.write_text(self.as_html() if path.suffix == ".html" else self.as_markdown(), "utf-8")
-        except OSError as error:
-            raise InputError(f"The report '{path}' cannot be written: {error.strerror or error}.") from error
 
 
 def check_path(path: Path) -> None:

@@ -6,15 +6,15 @@ from __future__ import annotations
 import random
 import secrets
 import time
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 
-from paceline.audit.agreement import Cancel, Progress
 from paceline.audit.audit_run import PROMPTS
 from paceline.audit.server_client import Ask, Endpoint, Reply, ServerClient
 from paceline.audit.server_report import Run, ServerReport
 from paceline.common.errors import InputError, UnknownNameError, UnsupportedError
 from paceline.common.limits import Limited, limited
+from paceline.common.progress import Cancel, Progress
 
 OFF = {"speculative_config": False}  # a field of Paceline's API: no drafts for this request
 _MOST_WORKERS = 256
@@ -76,14 +76,9 @@ class _Abilities:
 
 class _ServerAudit:
     def __init__(
-        self,
-        server: Target,
-        against: Target | None,
-        prompts: Sequence[str],
-        plan: ServerPlan,
-        progress: Progress,
+        self, server: Target, against: Target | None, prompts: Sequence[str], plan: ServerPlan, progress: Progress,
         cancel: Cancel,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self._prompts, self._plan, self._progress, self._cancel = prompts, plan, progress, cancel
         if not prompts:
             raise InputError("The audit has no prompts; give at least one.")
@@ -125,8 +120,7 @@ class _ServerAudit:
         if self._against is not None:
             other = self._run("other server, alone", asks, alone, server=self._against)
             other_again = self._run("other server, alone, again", asks, alone, server=self._against)
-        seeds = [Ask(ask.number, ask.endpoint, ask.prompt, ask.temperature, ask.seed + 1, ask.tokens, ask.logprobs)
-                 for ask in asks if ask.sampled][:_OTHER_SEED]  # fmt: skip
+        seeds = [replace(ask, seed=ask.seed + 1) for ask in asks if ask.sampled][:_OTHER_SEED]
         reseeded = self._send("alone, another seed", seeds, alone)
         return ServerReport(
             subject={
@@ -134,9 +128,7 @@ class _ServerAudit:
                 "model": self._server.model,
                 "against": None if self._against is None else self._against.url,
                 "requests": len(asks),
-                "tokens": self._plan.tokens,
-                "temperature": self._plan.temperature,
-                "seed": self._plan.seed,
+                **{name: getattr(self._plan, name) for name in ("tokens", "temperature", "seed")},
                 "concurrency": min(loaded, len(asks)),
                 "mark": self._mark,
             },
@@ -161,8 +153,7 @@ class _ServerAudit:
         names: tuple[Endpoint, ...] = ("chat", "completions")
         for name in names:
             ask = Ask(-1, name, f"{self._mark} {self._prompts[0]}", 0.0, self._plan.seed, 2)
-            with_logprobs = Ask(-1, name, ask.prompt, 0.0, ask.seed, 2, logprobs=True)
-            reply, scored = self._one(server, ask), self._one(server, with_logprobs)
+            reply, scored = self._one(server, ask), self._one(server, replace(ask, logprobs=True))
             if reply.error is not None:
                 found.reasons.append(f"{_TITLES[name]}: {reply.error}")
                 continue
@@ -237,13 +228,10 @@ def _connect(target: Target, plan: ServerPlan) -> tuple[ServerClient, int]:
     cards = client.models()
     names = [card["id"] for card in cards]
     if target.model is None and len(names) != 1:
-        raise InputError(f"{client.url} serves {len(names)} models; name one with --model ({_listed(names)}).")
+        listed = ", ".join(names[:8]) or "it names none"
+        raise InputError(f"{client.url} serves {len(names)} models; name one with --model ({listed}).")
     if target.model is not None and names and target.model not in names:
         raise UnknownNameError(f"model of {client.url}", target.model, names)
     client.model = target.model or names[0]
     length = next((card.get("max_model_len") for card in cards if card["id"] == client.model), None)
     return client, length if isinstance(length, int) else 2**31
-
-
-def _listed(names: Iterable[str]) -> str:
-    return ", ".join(list(names)[:8]) or "it names none"

@@ -13,8 +13,9 @@ from http.client import HTTPException
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
-from paceline.audit.agreement import AuditCancelledError, Cancel
+from paceline.audit.agreement import stop_if
 from paceline.common.errors import InputError, in_one_line, shown
+from paceline.common.progress import Cancel
 
 Endpoint = Literal["chat", "completions"]
 PATHS: dict[str, str] = {"chat": "/chat/completions", "completions": "/completions"}
@@ -207,8 +208,7 @@ class ServerClient:
         replies: dict[int, Reply] = {}
         try:
             while len(replies) < len(asks):
-                if cancel():
-                    raise AuditCancelledError("The audit was cancelled.")
+                stop_if(cancel)
                 progress(len(replies))
                 try:
                     number, reply = done.get(timeout=_LOOK)

@@ -44,11 +44,8 @@ class ServerDivergence:
     gap: float | None = None
     error: str | None = None
 
-    def excerpts(self) -> tuple[str, str]:
-        """Return the expected and the found text around the first difference."""
-        return self._around(self.expected, self.expected_end), self._around(self.found, self.found_end)
-
-    def _around(self, text: str, end: str | None) -> str:
+    def around(self, text: str, end: str | None) -> str:
+        """Return one of the two texts around the first difference."""
         start, stop = max(0, self.position - _BEFORE), self.position + _AFTER
         last = f" <{end}>" if stop >= len(text) else "…"
         return f"{'…' if start else ''}{text[start:stop]!r}{last}"
@@ -223,11 +220,7 @@ class ServerReport:
     def as_dict(self) -> dict[str, Any]:
         """Return the report as a dict for JSON."""
         return {
-            "verdict": self.verdict,
-            "lossless": self.lossless,
-            "findings": self.findings,
-            "untested": self.untested,
-            "subject": self.subject,
+            **{name: getattr(self, name) for name in ("verdict", "lossless", "findings", "untested", "subject")},
             "reference": self.reference.name,
             "speculation_switched": self.switched,
             "runs": [
@@ -307,5 +300,5 @@ def _lines(item: ServerDivergence) -> list[str]:
         return [f"{head}: {item.error}"]
     at = f"character {item.position + 1}" + ("" if item.token is None else f", token {item.token + 1}")
     gap = "" if item.gap is None else f"; the log-probabilities of the two best tokens differ there by {item.gap:.3g}"
-    right, found = item.excerpts()
+    right, found = item.around(item.expected, item.expected_end), item.around(item.found, item.found_end)
     return [f"{head} differs at {at}{gap}:", f"  expected: {right}", f"  found:    {found}"]

@@ -14,23 +14,14 @@ from typing import Any
 import torch
 
 from paceline.bench.bench_options import BenchOptions, is_synthetic
-from paceline.bench.candidate import (
-    Cancel,
-    Candidate,
-    PacelineRun,
-    Plan,
-    Run,
-    Shaped,
-    Task,
-    parse_run_specs,
-)
+from paceline.bench.candidate import Cancel, Candidate, PacelineRun, Plan, Run, Shaped, Task, parse_run_specs
 from paceline.bench.machine_use import check_quiet, how_busy, layer_table, lines_while, peak_while, wanted_device
 from paceline.bench.peers.peer_names import check_peers, draft_model_of, open_peers
 from paceline.bench.prompt_sets import read_all
 from paceline.bench.quality import Quality, judge
 from paceline.bench.results.metrics import summarise
 from paceline.bench.results.records import LeftOut, Member, Recorder, Report, Result, Sink, Tally, Watcher, busy_machine
-from paceline.bench.synthetic_pairs import SyntheticPair, synthetic_pair
+from paceline.bench.synthetic_pairs import synthetic_pair
 from paceline.bench.tasks import Conversation, Sampler, Skipped, conversations, parse_samplers, text_of
 from paceline.bench.trace_files import Tracing
 from paceline.common.errors import DrafterWarning, InputError, PacelineError, UnsupportedError
@@ -82,10 +73,9 @@ def assemble(options: BenchOptions, progress: Progress | None = None) -> Setup:
         raise InputError(
             f"quantize '{options.quantize}' is for a target that is loaded, and this one is synthetic; leave it out."
         )
-    synthetic: SyntheticPair | None = None
+    synthetic = synthetic_pair(options) if is_synthetic(options) else None
     skipped: list[LeftOut] = []
-    if is_synthetic(options):
-        synthetic = synthetic_pair(options)
+    if synthetic is not None:
         for model in filter(None, (synthetic.target, synthetic.draft)):
             model.runner = options.runner
         lm, specs = synthetic.target, list(synthetic.fitted(specs) if specs else synthetic.specs)
@@ -184,6 +174,7 @@ def evaluation_of(
             if line is None:
                 continue
             found = judged.get((member.name, sampler.name))
+            names = ("acceptance_rate", "tau", "tokens_per_second", "same", "compared")
             rows.append(
                 {
                     "sampler": sampler.name,
@@ -191,11 +182,7 @@ def evaluation_of(
                     "temperature": sampler.temperature,
                     "settings": dict(sampler.settings),
                     "quality": None if found is None else asdict(found),
-                    "acceptance_rate": line.acceptance_rate,
-                    "tau": line.tau,
-                    "tokens_per_second": line.tokens_per_second,
-                    "same": line.same,
-                    "compared": line.compared,
+                    **{name: getattr(line, name) for name in names},
                 }
             )
     return rows
@@ -285,27 +272,16 @@ class BenchSession:
         if busy.loaded:
             self.watcher.noted(busy_machine(busy.describe()))
         about, earlier = provenance(asdict(self.options), setup.lm.device), self._earlier
-        loaded = busy.loaded
+        then = {} if earlier is None else earlier.provenance
         if earlier is not None:
             check_same(earlier, about)
             self.recorder.resume(earlier)
-            loaded = loaded or bool(earlier.provenance.get("loaded"))
-        self.recorder.add(
-            "provenance",
-            {
-                **about,
-                "target": setup.lm.name,
-                "weights": setup.lm.numbers,
-                "running": running(setup.lm).describe(),
-                "busy": busy.share,
-                "loaded": loaded,
-                "busy_with": busy.describe() if busy.loaded else None,
-            },
-        )
-        if earlier is not None and earlier.provenance.get("commit") != about["commit"]:
-            self.recorder.add(
-                "note", f"The runs before --resume were measured at commit {earlier.provenance.get('commit')}."
-            )
+        about |= {"target": setup.lm.name, "weights": setup.lm.numbers, "running": running(setup.lm).describe(),
+                  "busy": busy.share, "loaded": busy.loaded or bool(then.get("loaded")),
+                  "busy_with": busy.describe() if busy.loaded else None}  # fmt: skip
+        self.recorder.add("provenance", about)
+        if then and then.get("commit") != about["commit"]:
+            self.recorder.add("note", f"The runs before --resume were measured at commit {then.get('commit')}.")
 
     def _measure_setup(self, setup: Setup) -> bool:
         """Record costs, measure, and record what needs all runs. False if cancelled."""
@@ -337,10 +313,8 @@ class BenchSession:
             judged = _judged(recorder.report(), recorder.tasks, setup.lm, lambda task: "")
             recorder.add("quality", {name: asdict(found) for (name, _), found in judged.items()})
         if setup.samplers:
-            recorder.add(
-                "evaluation",
-                evaluation_of(recorder.report(), recorder.tasks, setup.lm, setup.samplers, options.quality),
-            )
+            rows = evaluation_of(recorder.report(), recorder.tasks, setup.lm, setup.samplers, options.quality)
+            recorder.add("evaluation", rows)
         return complete
 
     def _leave_out(self, left_out: Iterable[LeftOut]) -> None:

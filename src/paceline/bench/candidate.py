@@ -14,6 +14,7 @@ from paceline.bench.machine_use import cache_bytes
 from paceline.common.errors import DrafterError, DrafterWarning, InputError, ModelOutputError
 from paceline.common.names import RUN_KEYS, split_spec
 from paceline.common.options import convert_options
+from paceline.common.progress import Cancel
 from paceline.common.registry import build_options
 from paceline.common.text_formats import parse_json
 from paceline.core.contracts import DRAFTERS, RULES, Drafter
@@ -27,8 +28,6 @@ from paceline.models.cuda_graph import captures
 from paceline.models.device import finish
 from paceline.models.language_model import LanguageModel
 from paceline.models.runtime import parts
-
-Cancel = Callable[[], bool]
 
 
 @dataclass(frozen=True)
@@ -302,16 +301,8 @@ class PacelineRun:
         if drafter is None:
             name = entry.draft if entry.draft in DRAFTERS else "draft-model"
             drafter = make_drafter(name, self._options, self.lm.device)
-        return SpeculativeDecoder(
-            self.lm,
-            drafter,
-            gamma=entry.gamma,
-            rule=entry.rule,
-            rule_options=entry.rule_options,
-            nodes=entry.nodes,
-            rows=rows,
-            allow_lossy=True,
-        )
+        how: dict[str, Any] = {name: getattr(entry, name) for name in ("gamma", "nodes", "rule", "rule_options")}
+        return SpeculativeDecoder(self.lm, drafter, rows=rows, allow_lossy=True, **how)
 
     def shape_of(self, task: Task, plan: Plan) -> Hashable:
         """CUDA graphs are captured for rows and for lengths in powers of two."""

@@ -17,8 +17,10 @@ import tempfile
 import threading
 import time
 import tracemalloc
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TypeVar
@@ -99,11 +101,8 @@ def check_quiet(busy: Busy) -> None:
 
 def tensor_bytes(tensors: Iterable[Tensor]) -> int:
     """Of the memory behind them; what several share counts once."""
-    stores = {}
-    for tensor in tensors:
-        store = tensor.untyped_storage()
-        stores[store.data_ptr()] = store.nbytes()
-    return sum(stores.values())
+    stores = (tensor.untyped_storage() for tensor in tensors)
+    return sum({store.data_ptr(): store.nbytes() for store in stores}.values())
 
 
 def _weights(module: nn.Module) -> list[Tensor]:
@@ -156,11 +155,10 @@ def layer_table(lm: LanguageModel, clock: Callable[[], float] | None = None) -> 
 
 def _dtype(weights: list[Tensor]) -> str:
     """The types of the weights, the one with the most bytes first."""
-    sizes: dict[str, int] = {}
+    sizes = Counter[str]()
     for weight in weights:
-        name = str(weight.dtype).removeprefix("torch.")
-        sizes[name] = sizes.get(name, 0) + weight.numel() * weight.element_size()
-    return ", ".join(sorted(sizes, key=lambda name: -sizes[name]))
+        sizes[str(weight.dtype).removeprefix("torch.")] += weight.numel() * weight.element_size()
+    return ", ".join(name for name, _ in sizes.most_common())
 
 
 @torch.inference_mode()
@@ -183,22 +181,16 @@ def layer_seconds(lm: LanguageModel, clock: Callable[[], float] = time.perf_coun
     started = [0.0] * len(layers)
     taken: list[list[float]] = [[] for _ in layers]
 
-    def enter(index: int) -> Callable[..., None]:
-        def hook(*_: Any) -> None:
-            finish(lm.device)
-            started[index] = clock()
+    def enter(index: int, *_: Any) -> None:
+        finish(lm.device)
+        started[index] = clock()
 
-        return hook
+    def leave(index: int, *_: Any) -> None:
+        finish(lm.device)
+        taken[index].append(clock() - started[index])
 
-    def leave(index: int) -> Callable[..., None]:
-        def hook(*_: Any) -> None:
-            finish(lm.device)
-            taken[index].append(clock() - started[index])
-
-        return hook
-
-    hooks = [layer.register_forward_pre_hook(enter(i)) for i, layer in enumerate(layers)]
-    hooks += [layer.register_forward_hook(leave(i)) for i, layer in enumerate(layers)]
+    hooks = [layer.register_forward_pre_hook(partial(enter, i)) for i, layer in enumerate(layers)]
+    hooks += [layer.register_forward_hook(partial(leave, i)) for i, layer in enumerate(layers)]
     try:
         for _ in range(passes + 1):  # the first is not counted
             _cache_of_one_token(lm)

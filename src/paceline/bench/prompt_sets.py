@@ -29,16 +29,6 @@ from paceline.bench.candidate import Prompt
 from paceline.common.errors import InputError, UnknownNameError
 from paceline.common.text_formats import json_lines, read_text
 
-# ---- Our own prompts: chat, code, summarise, edit, translate, story; written for Paceline, so they may travel with it
-
-
-def builtin_objects() -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = json.loads(files("paceline.bench").joinpath("builtin.json").read_text("utf-8"))
-    return found
-
-
-# ---- Prompt sets: our own, or files of the kinds people have
-
 _ANSWER_KEYS = ("reference", "answer", "answers", "canonical_solution")
 _ANSWER_COLUMN = re.compile(r"answers?[ _-]?\d*")
 
@@ -95,8 +85,9 @@ def _apart(read: list[tuple[str, list[_Found]]]) -> list[_Found]:
 
 
 def _read(source: str) -> Iterator[_Found]:
-    if source == "builtin":
-        for number, entry in enumerate(builtin_objects(), 1):
+    if source == "builtin":  # chat, code, summarise, edit, translate, story; written for Paceline
+        entries = json.loads(files("paceline.bench").joinpath("builtin.json").read_text("utf-8"))
+        for number, entry in enumerate(entries, 1):
             where = f"prompt {number} of the built-in set"
             yield _Found(_of_object(entry, "builtin", number, where), where)
         return

@@ -9,9 +9,10 @@ from __future__ import annotations
 import re
 import unicodedata
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import log, sqrt
+from statistics import fmean
 from typing import Any
 
 from paceline.common.errors import InputError
@@ -45,10 +46,10 @@ def judge(texts: Sequence[str], answers: Sequence[Sequence[str]]) -> Quality:
     words = TfIdf([answer for right in answers for answer in right])
     return Quality(
         len(texts),
-        _mean(_best(exact_match, text, right) for text, right in pairs),
-        _mean(_best(token_f1, text, right) for text, right in pairs),
-        _mean(_best(similarity, text, right) for text, right in pairs),
-        _mean(_best(words.similarity, text, right) for text, right in pairs),
+        *(
+            fmean(max(measure(text, answer) for answer in right) for text, right in pairs)
+            for measure in (exact_match, token_f1, similarity, words.similarity)
+        ),
         distinct(texts, 1),
         distinct(texts, 2),
     )
@@ -108,7 +109,7 @@ def distinct(texts: Iterable[str], n: int) -> float:
         grams = list(_grams(text.casefold().split(), n))
         if grams:
             shares.append(len(set(grams)) / len(grams))
-    return _mean(shares) if shares else 0.0
+    return fmean(shares) if shares else 0.0
 
 
 def _grams(items: Sequence[Hashable], n: int) -> Iterable[tuple[Hashable, ...]]:
@@ -119,12 +120,3 @@ def _cosine(ours: Mapping[Any, float], theirs: Mapping[Any, float]) -> float:
     product = sum(weight * theirs.get(name, 0) for name, weight in ours.items())
     norms = sqrt(sum(weight**2 for weight in ours.values()) * sum(weight**2 for weight in theirs.values()))
     return min(1.0, product / norms)
-
-
-def _best(measure: Callable[[str, str], float], text: str, answers: Sequence[str]) -> float:
-    return max(measure(text, answer) for answer in answers)
-
-
-def _mean(values: Iterable[float]) -> float:
-    found = list(values)
-    return sum(found) / len(found)

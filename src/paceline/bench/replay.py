@@ -63,10 +63,6 @@ class Replayed:
         texts = (text for text in self.texts if category in (None, text.category))
         return Tally.total(filter(None, (Tally.of([Trace(list(text.rounds or ()))]) for text in texts)))
 
-    def tau(self, category: str | None = None) -> float | None:
-        """Emitted tokens per round."""
-        return self.tally(category).tau
-
     def seconds(self) -> float | None:
         """Predicted seconds without the prefill."""
         if self.costs is None or not self.texts:
@@ -98,7 +94,7 @@ class Replayed:
             "knows": self.knows,
             "texts": len(self.texts),
             **known,
-            "tau_by_category": {category: self.tau(category) for category in self.categories},
+            "tau_by_category": {category: self.tally(category).tau for category in self.categories},
             "reason": self.reason,
             "notes": list(self.notes),
         }
@@ -126,15 +122,12 @@ def replay(trace: TraceFile, entry: RunSpec, costs: Costs | None = None, carry: 
 
 
 def replay_all(
-    traces: TraceFile | Sequence[TraceFile], entries: Iterable[RunSpec], costs: Costs | None = None, carry: bool = False
+    traces: TraceFile | Sequence[TraceFile], entries: Iterable[RunSpec], costs: Costs | None = None
 ) -> list[Replayed]:
     """Each entry, replayed from the first recorded run that gives an exact answer."""
     runs = [traces] if isinstance(traces, TraceFile) else list(traces)
-    replayed = []
-    for entry in entries:
-        answers = [replay(run, entry, costs, carry) for run in runs]
-        replayed.append(min(answers, key=lambda answer: answer.knows != "exact"))
-    return replayed
+    replayed = ([replay(run, entry, costs) for run in runs] for entry in entries)
+    return [min(answers, key=lambda answer: answer.knows != "exact") for answers in replayed]
 
 
 def _traces(header: TraceHeader, texts: Sequence[TraceText], entry: RunSpec, carry: bool) -> list[Trace]:
@@ -260,7 +253,9 @@ def lines(answers: Sequence[Replayed]) -> list[str]:
     if len(categories) < 2:
         return shown
     by_category = [
-        (answer.entry.name, *(number(answer.tau(name)) for name in categories)) for answer in answers if answer.texts
+        (answer.entry.name, *(number(answer.tally(name).tau) for name in categories))
+        for answer in answers
+        if answer.texts
     ]
     return [*shown, "", *aligned([("τ", *categories), *by_category])]
 
@@ -319,9 +314,7 @@ class _NoReader:
     def begin(self, rows: RowsView, first: int, room: int) -> int:
         return 1
 
-    def extend(
-        self, rows: RowsView, width: int, tokens: Tensor | None = None, parents: Tensor | None = None
-    ) -> Reading:
+    def extend(self, rows: RowsView, width: int, tokens: Tensor | None = None, parents: Any = None) -> Reading:
         positions = 1 + (0 if tokens is None else tokens.shape[1])
         return Reading(torch.empty(rows.count, positions, self._vocabulary, device="meta"))
 

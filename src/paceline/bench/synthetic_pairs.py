@@ -85,11 +85,8 @@ def synthetic_tasks(lm: LanguageModel, count: int, length: int, batch: int = 1, 
     ends = torch.randperm(len(known), generator=generator)
     texts[:, -1] = known[ends[torch.arange(count * batch) % len(known)]]
     rows = [tuple(text) for text in texts.tolist()]
-    tasks = []
-    for first in range(0, count * batch, batch):
-        name = "+".join(str(index) for index in range(first, first + batch))
-        tasks.append(Task(name, CATEGORY, tuple(rows[first : first + batch])))
-    return tasks
+    groups = [range(first, first + batch) for first in range(0, count * batch, batch)]
+    return [Task("+".join(map(str, group)), CATEGORY, tuple(rows[index] for index in group)) for group in groups]
 
 
 def _check(options: BenchOptions) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -13,8 +13,6 @@ from paceline.common.names import split_spec
 from paceline.core.sampling import Sampling
 from paceline.engine.prompts import encode
 from paceline.models.language_model import LanguageModel
-
-# ---- From prompts to tasks: token ids that fit the context, in batches, turn after turn
 
 
 @dataclass(frozen=True)
@@ -58,11 +56,10 @@ class PromptConversation(Conversation):
             if self._turn >= len(row.prompt.turns):
                 continue
             on = _continued(row, tokens, self._turn, self._lm)
-            reason = _too_long(on.ids, self._lm, self._room)
-            if reason is None:
-                going.append(on)
-            else:
+            if reason := _too_long(on.ids, self._lm, self._room):
                 self.skipped.append(Skipped(_id(row.prompt, self._turn), reason))
+            else:
+                going.append(on)
         self._rows = going
         if not going:
             return None
@@ -104,11 +101,10 @@ def conversations(
     skipped = []
     for prompt in prompts:
         row = _begun(prompt, lm, chat)
-        reason = _too_long(row.ids, lm, room)
-        if reason is None:
-            by_category.setdefault(prompt.category, []).append(row)
-        else:
+        if reason := _too_long(row.ids, lm, room):
             skipped.append(Skipped(prompt.id, reason))
+        else:
+            by_category.setdefault(prompt.category, []).append(row)
     groups = [rows[i : i + batch] for rows in by_category.values() for i in range(0, len(rows), batch)]
     each = samplers or (None,)
     return [PromptConversation(rows, lm, room, turns, sampler) for sampler in each for rows in groups], skipped
@@ -163,7 +159,6 @@ def _answers(prompt: Prompt, turn: int) -> tuple[str, ...]:
 
 ALL_SAMPLERS = "all"
 _NOISY = "top-k-noise"
-_WHOLE = ("top_k",)
 _KEYS = ("temperature", "top_k", "top_p", "min_p", "typical_p", "noise", "dynamic_temperature", "dynamic_exponent")
 
 
@@ -179,69 +174,53 @@ class Sampler:
         return float(self.settings.get("temperature", 0.0))
 
 
-@dataclass(frozen=True)
-class _Base:
-    """The controls that several samplers share, from the options."""
-
-    temperature: float
-    top_k: int
-    top_p: float
-
-    @staticmethod
-    def of(options: BenchOptions) -> _Base:
-        return _Base(options.temperature or 1.0, options.top_k or 40, options.top_p or 0.9)
-
-
-SAMPLERS: dict[str, Callable[[_Base], dict[str, Any]]] = {
-    "greedy": lambda base: {},
-    "multinomial": lambda base: {"temperature": base.temperature},
-    "top-k": lambda base: {"temperature": base.temperature, "top_k": base.top_k},
-    "nucleus": lambda base: {"temperature": base.temperature, "top_p": base.top_p},
-    "top-k-nucleus": lambda base: {"temperature": base.temperature, "top_k": base.top_k, "top_p": base.top_p},
-    _NOISY: lambda base: {"temperature": base.temperature, "top_k": base.top_k},
-    "dynamic": lambda base: {
-        "temperature": base.temperature,
-        "dynamic_temperature": min(0.5, base.temperature),
-    },
-    "typical": lambda base: {"temperature": base.temperature, "typical_p": base.top_p},
+# The controls that each sampler sets. `parse_samplers` has their values.
+SAMPLERS: dict[str, tuple[str, ...]] = {
+    "greedy": (),
+    "multinomial": ("temperature",),
+    "top-k": ("temperature", "top_k"),
+    "nucleus": ("temperature", "top_p"),
+    "top-k-nucleus": ("temperature", "top_k", "top_p"),
+    _NOISY: ("temperature", "top_k"),
+    "dynamic": ("temperature", "dynamic_temperature"),
+    "typical": ("temperature", "typical_p"),
 }
 
 
 def parse_samplers(options: BenchOptions) -> list[Sampler]:
     """The samplers that the options name, each once. "all" is every one; "top-k-noise" is one per noise level."""
-    base, found = _Base.of(options), list[Sampler]()
+    temperature, top_p, found = options.temperature or 1.0, options.top_p or 0.9, list[Sampler]()
+    usual = {"temperature": temperature, "top_k": options.top_k or 40, "top_p": top_p, "typical_p": top_p,
+             "dynamic_temperature": min(0.5, temperature)}  # fmt: skip
     for text in options.samplers:
         for name in SAMPLERS if text.strip() == ALL_SAMPLERS else (text,):
-            found += _of(name, base, options.noise_levels)
+            found += _of(name, usual, options.noise_levels)
     names = [each.name for each in found]
-    for name in names:
-        if names.count(name) > 1:
-            raise InputError(f"The sampler '{name}' is named twice; leave one out.")
+    for each in found:
+        Sampling(**each.settings)  # refuses wrong values
+        if names.count(each.name) > 1:
+            raise InputError(f"The sampler '{each.name}' is named twice; leave one out.")
     return found
 
 
-def _of(text: str, base: _Base, levels: Sequence[float]) -> Iterator[Sampler]:
+def _of(text: str, usual: Mapping[str, float], levels: Sequence[float]) -> Iterator[Sampler]:
     name, controls = split_spec(text)
     if name not in SAMPLERS:
         raise UnknownNameError("sampler", name, [*SAMPLERS, ALL_SAMPLERS])
-    settings = {**SAMPLERS[name](base), **{key: _number(text, key, value) for key, value in controls.items()}}
+    settings = {key: usual[key] for key in SAMPLERS[name]}
+    settings |= {key: _number(text, key, value) for key, value in controls.items()}
     if name != _NOISY or "noise" in controls:
-        yield _checked(Sampler(text, settings))
+        yield Sampler(text, settings)
         return
     for level in levels:
         more = ",".join([text.partition(":")[2], f"noise={level:g}"]).strip(",")
-        yield _checked(Sampler(f"{name}:{more}", {**settings, "noise": level}))
+        yield Sampler(f"{name}:{more}", {**settings, "noise": level})
 
 
 def _number(text: str, key: str, value: str) -> float:
     if key not in _KEYS:
         raise UnknownNameError(f"control of the sampler '{text}'", key, _KEYS)
     try:
-        return int(value) if key in _WHOLE else float(value)
+        return int(value) if key == "top_k" else float(value)
     except ValueError:
         raise InputError(f"{key} of the sampler '{text}' must be a number, got '{value}'.") from None
-
-
-def _checked(sampler: Sampler) -> Sampler:
-    Sampling(**sampler.settings)
-    return sampler

@@ -12,15 +12,13 @@ from typing import Any, TypeVar
 
 from paceline.bench.candidate import PacelineRun, Plan, Run, RunSpec, Task
 from paceline.common.errors import InputError, UnknownNameError
-from paceline.common.text_formats import json_lines
+from paceline.common.text_formats import json_lines, read_text, writing
 from paceline.core.contracts import DRAFTERS
 from paceline.core.costs import Costs
 from paceline.core.sampling import Sampling
 from paceline.core.trace import Round
 from paceline.engine.request import Generation, build_requests
 from paceline.models.runtime import usual_nodes
-
-# ---- The lines of a trace file as values: how texts were written, and a text each; with errors that name the line
 
 VERSION = 1
 T = TypeVar("T")
@@ -72,9 +70,6 @@ def _made(cls: type[T], found: Mapping[str, Any], least: Mapping[str, int | None
     return cls(**known)
 
 
-# ---- rounds
-
-
 def round_of(found: Any) -> Round:
     if not isinstance(found, dict):
         raise InputError(f"a round must be an object, got {found!r}")
@@ -104,16 +99,6 @@ def _seconds(found: Mapping[str, Any], rounds: Sequence[Round]) -> tuple[float, 
     return tuple(map(float, seconds))
 
 
-# ---- the header's
-
-
-def costs_of(found: Mapping[str, Any]) -> Costs:
-    try:
-        return Costs.from_dict(found)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise InputError(f"costs are not as `Costs.as_dict` writes them: {error!r}") from None
-
-
 def sampling_of(found: Mapping[str, Any], seed: int = 0) -> Sampling:
     """The controls that a header names."""
     given = dict(found)
@@ -126,9 +111,6 @@ def sampling_of(found: Mapping[str, Any], seed: int = 0) -> Sampling:
     except (AttributeError, TypeError, ValueError) as error:
         raise InputError(f"sampling is not readable: {error}") from None
     return Sampling(**given, logit_bias=bias, banned_tokens=banned, seed=seed)
-
-
-# ---- the two kinds of lines
 
 
 @dataclass(frozen=True)
@@ -163,7 +145,10 @@ class TraceHeader:
         if found.get("version") != VERSION:
             raise InputError(f"it has version {found.get('version')!r}, and this Paceline reads version {VERSION}")
         gamma = "auto" if found.get("gamma") == "auto" else _value(found, "gamma", "int", 1)
-        costs = None if found.get("costs") is None else costs_of(found["costs"])
+        try:
+            costs = None if found.get("costs") is None else Costs.from_dict(found["costs"])
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise InputError(f"costs are not as `Costs.as_dict` writes them: {error!r}") from None
         header = _made(TraceHeader, found, {"vocabulary": 1, "nodes": 1, "seed": None}, gamma=gamma, costs=costs)
         sampling_of(header.sampling)  # refused here, with its line
         return header
@@ -213,9 +198,6 @@ class TraceText:
         return _made(TraceText, found, least, rounds=rounds, **more)
 
 
-# ---- Recorded texts and their rounds, in a file: JSON lines, first how they were written, then one line per text
-
-
 @dataclass(frozen=True)
 class TraceFile:
     """The texts of one run; notes: sentences about what is not as it should be."""
@@ -227,25 +209,16 @@ class TraceFile:
 
 def _nodes(lm: Any, entry: RunSpec) -> int | None:
     """The given nodes. For a drafter that uses all nodes of the budget, their number here."""
-    if (
-        entry.nodes is None
-        and isinstance(entry.gamma, int)
-        and entry.draft in DRAFTERS
-        and getattr(DRAFTERS[entry.draft], "uses_all_nodes", False)
-    ):
+    uses_all = entry.draft in DRAFTERS and getattr(DRAFTERS[entry.draft], "uses_all_nodes", False)
+    if entry.nodes is None and isinstance(entry.gamma, int) and uses_all:
         return usual_nodes(lm, True, entry.gamma)
     return entry.nodes
 
 
 def header_of(
-    lm: Any,
-    entry: RunSpec,
-    settings: Mapping[str, Any],
-    *,
-    costs: Costs | None = None,
-    provenance: Mapping[str, Any] | None = None,
-    run: str = "",
-) -> TraceHeader:
+    lm: Any, entry: RunSpec, settings: Mapping[str, Any], *, costs: Costs | None = None,
+    provenance: Mapping[str, Any] | None = None, run: str = "",
+) -> TraceHeader:  # fmt: skip
     """Of what a target is about to write. `entry`: how the decoder was asked for; `settings`: what `generate` is given;
     `run`: a name, if the file is to hold several runs."""
     request, standard = build_requests(1, settings)[0], Sampling()
@@ -267,9 +240,6 @@ def fingerprint(lm: Any) -> str:
     return hashlib.sha256(told.encode()).hexdigest()[:16]
 
 
-# ---- writing
-
-
 class TraceWriter:
     """Writes a file, a line at a time. `append`: onto the file that is there, if it was written in the same way."""
 
@@ -277,15 +247,13 @@ class TraceWriter:
         self.path = Path(path)
         self.count = 0  # texts in the file
         self._runs = {header.run}
-        try:
+        with writing("The trace", self.path):
             there = append and self.path.exists() and self.path.stat().st_size > 0
             if there:
                 self._join(header)
             self._file = self.path.open("a" if there else "w", encoding="utf-8")
             if not there:
                 self._write(header.as_dict())
-        except OSError as error:
-            raise InputError(f"The trace {self.path} cannot be written: {error.strerror or error}.") from None
 
     def _join(self, header: TraceHeader) -> None:
         """Take up a file; half a line at its end is cut off."""
@@ -338,9 +306,6 @@ class TraceWriter:
         self.close()
 
 
-# ---- reading
-
-
 def read_trace(path: str | os.PathLike[str], run: str | None = None) -> TraceFile:
     """One run of a file: the first, or the one of that name."""
     found = read_traces(path)
@@ -352,10 +317,7 @@ def read_trace(path: str | os.PathLike[str], run: str | None = None) -> TraceFil
 
 def read_traces(path: str | os.PathLike[str]) -> list[TraceFile]:
     """Every run of a file. Half a last line, as a run that was killed leaves it, is left out; `notes` say so."""
-    try:
-        whole = Path(path).read_text(encoding="utf-8", errors="replace")
-    except OSError as error:
-        raise InputError(f"The trace {path} cannot be read: {error.strerror or error}.") from None
+    whole = read_text(Path(path), "The trace", errors="replace")
     notes: list[str] = []
     texts: dict[str, list[TraceText]] = {}
     headers: dict[str, TraceHeader] = {}

@@ -4,23 +4,13 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from paceline.bench.bench_options import BenchOptions, TuneOptions, needs_nothing
 from paceline.bench.bench_session import BenchSession
-from paceline.bench.candidate import (
-    Cancel,
-    Candidate,
-    PacelineRun,
-    Plan,
-    Prompt,
-    Run,
-    RunSpec,
-    Task,
-    parse_run_spec,
-)
+from paceline.bench.candidate import Candidate, PacelineRun, Plan, Prompt, Run, RunSpec, Task, parse_run_spec
 from paceline.bench.machine_use import how_busy
 from paceline.bench.replay import rerun
 from paceline.bench.results.metrics import Summary, summarise
@@ -28,13 +18,14 @@ from paceline.bench.results.records import Result, Watcher
 from paceline.bench.tasks import Conversation, conversations
 from paceline.bench.trace_files import TraceHeader, TraceText
 from paceline.common.errors import InputError, PacelineError
+from paceline.common.progress import Cancel, Progress
 from paceline.common.text_formats import toml_value
 from paceline.core.contracts import DRAFTERS
 from paceline.core.costs import Costs
 from paceline.core.protocols import ChoosesLength, uses_all_nodes
 from paceline.core.trace import Trace
 from paceline.drafters.resolve import make_drafter, replay_needs, resolve_draft
-from paceline.engine.round_timing import Stopwatch, full_costs
+from paceline.engine.round_timing import Clock, Stopwatch, full_costs
 from paceline.integrations.provenance import provenance
 from paceline.models.language_model import LanguageModel
 from paceline.models.runtime import usual_nodes
@@ -97,7 +88,8 @@ class Tuning:
         """One sentence."""
         best = self.chosen
         if best is not None:
-            return f"Use {best.entry.name}: {best.measured:.2f}x plain decoding{_range(best)}."
+            again = "" if best.spread is None else f" ({best.low:.2f} to {best.high:.2f} when measured again)"
+            return f"Use {best.entry.name}: {best.measured:.2f}x plain decoding{again}."
         if not any(trial.measured is not None for trial in self.trials):
             return 'Nothing was measured to be faster than plain decoding, so draft = "none".'
         if all(trial.spread is None for trial in self.trials):
@@ -136,10 +128,6 @@ class Tuning:
             **own,
             "trials": [trial.as_dict() for trial in self.trials],
         }
-
-
-def _range(trial: Trial) -> str:
-    return "" if trial.spread is None else f" ({trial.low:.2f} to {trial.high:.2f} when measured again)"
 
 
 def ranked(trials: list[Trial]) -> tuple[Trial, ...]:
@@ -184,9 +172,9 @@ def _variants(spec: str, options: TuneOptions) -> Iterator[RunSpec]:
 
 def spelled(spec: str, *settings: dict[str, Any]) -> str:
     """As the command line writes it."""
-    if spec.lstrip().startswith("{"):
-        return " ".join([spec, *(f"{key}={value}" for each in settings for key, value in each.items())])
     more = [f"{key}={value}" for each in settings for key, value in each.items()]
+    if spec.lstrip().startswith("{"):
+        return " ".join([spec, *more])
     return spec if not more else f"{spec}{',' if ':' in spec else ':'}{','.join(more)}"
 
 
@@ -252,16 +240,13 @@ def unit_of(plain: Run) -> float:
     return max((plain.seconds - plain.first) / max(1, plain.emitted - 1), 1e-12)
 
 
-# ---- Find the fastest way to decode with a target here: predict many candidates cheaply, measure the best for real
+# ---- Predict many candidates cheaply, measure the best for real
 
 ONE_REPEAT = "One repeat has no spread, so tune can rank but not recommend; use --repeats 2 or more."
 _PER_DRAFTER = 2  # of them; the next best settings of one drafter are much like its best
 _HOPELESS = 0.9  # predicted less than this, a candidate is not measured
 _WARM_UP = 8  # tokens of a first run that is not timed
 _PROBES = 2  # texts that a drafter which needs the target is tried on
-
-Progress = Callable[[str, int, "int | None"], None]
-Clock = Callable[[], float]
 
 
 def tune(
@@ -296,9 +281,6 @@ def tune(
     except _Stopped:
         complete = False
     return tuner.result(target or {"target": lm.name}, tuple(notes), complete)
-
-
-# ---- the work
 
 
 class _Stopped(Exception):  # noqa: N818  nothing went wrong
@@ -440,9 +422,9 @@ class _Tuner:
         first, *others = self.options.rules
         judged = [(replace(trial, entry=replace(trial.entry, rule=first))) for trial in chosen]
         for rule in others:
-            named = ((trial, replace(trial.entry, rule=rule, name=spelled(trial.entry.name, {"rule": rule})))
-                     for trial in chosen)  # fmt: skip
-            judged += [replace(trial, entry=entry) for trial, entry in named]
+            for trial in chosen:
+                entry = replace(trial.entry, rule=rule, name=spelled(trial.entry.name, {"rule": rule}))
+                judged.append(replace(trial, entry=entry))
         return judged
 
     # ---- measuring

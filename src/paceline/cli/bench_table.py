@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 from rich.console import Console, Group, RenderableType
@@ -15,7 +15,7 @@ from rich.table import Table as RichTable
 from rich.text import Text
 
 from paceline.bench.candidate import Candidate
-from paceline.bench.results.metrics import summarise
+from paceline.bench.results.metrics import Summary, summarise
 from paceline.bench.results.records import Member, Report, Result, Watcher
 from paceline.bench.results.tables import Cell, Table, as_text, overall, speed_up
 from paceline.cli.terminal import progress_lines
@@ -43,18 +43,19 @@ class Standings:
         hours, minutes = divmod(minutes, 60)
         return f"{hours}:{minutes:02}:{secs:02} left" if hours else f"{minutes}:{secs:02} left"
 
+    def _summary(self, results: Iterable[Result]) -> tuple[Report, Summary]:
+        report = Report({}, self.members, tuple(results))
+        return report, summarise(report, per_task=False, live=True)
+
     def table(self) -> Table:
         """Return the results so far as the table at the end, without spreads."""
-        report = Report({}, self.members, tuple(self.results))
-        return overall(report, summarise(report, per_task=False, live=True))
+        return overall(*self._summary(self.results))
 
     def speed_ups(self, task: str) -> str:
         """Return the speed-up of each candidate over plain decoding on one task."""
-        report = Report({}, self.members, tuple(result for result in self.results if result.run.task == task))
-        lines = summarise(report, per_task=False, live=True).lines
-        return ", ".join(
-            f"{line.contestant} {speed_up(line.speed_up).text}" for line in lines if line.contestant != report.plain
-        )
+        report, summary = self._summary(result for result in self.results if result.run.task == task)
+        lines = (line for line in summary.lines if line.contestant != report.plain)
+        return ", ".join(f"{line.contestant} {speed_up(line.speed_up).text}" for line in lines)
 
 
 class LiveTable(Watcher):
@@ -65,13 +66,8 @@ class LiveTable(Watcher):
         self._standings: Standings | None = None
         self._drawn = float("-inf")
         self._sentences: list[str] = []
-        columns = (
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[left]}"),
-        )
-        self._bar = Progress(*columns, auto_refresh=False)
+        text = TextColumn("{task.description}"), TextColumn("{task.fields[left]}")
+        self._bar = Progress(text[0], BarColumn(), MofNCompleteColumn(), text[1], auto_refresh=False)
         self._task = self._bar.add_task("preparing", total=None, left="")
 
     def started(self, candidates: Sequence[Candidate], runs: int) -> None:

@@ -15,6 +15,7 @@ from paceline.cli.result_lines import beginning, dump, result_as_dict, settings_
 from paceline.cli.terminal import ACCEPTED, OWN, REJECTED, Terminal
 from paceline.common.errors import InputError, UnknownNameError
 from paceline.common.options import from_text
+from paceline.common.text_formats import writing
 
 if TYPE_CHECKING:
     from paceline.core.contracts import Drafter
@@ -271,9 +272,9 @@ def _rule(state: ChatState, words: list[str], terminal: Terminal) -> None:
 
 
 def _options(owner: str, words: list[str]) -> dict[str, str]:
-    bad = next((word for word in words if "=" not in word), None)
-    if bad is not None:
-        raise InputError(f"Options of a {owner} are name=value, got '{bad}'.")
+    for word in words:
+        if "=" not in word:
+            raise InputError(f"Options of a {owner} are name=value, got '{word}'.")
     given = (word.split("=", 1) for word in words)
     return {name.replace("-", "_"): value for name, value in given}
 
@@ -284,8 +285,7 @@ def _begin(state: ChatState, terminal: Terminal) -> None:
 
 def _system(state: ChatState, words: list[str], terminal: Terminal) -> None:
     state.change(system=" ".join(words) or None)
-    state.forget()
-    terminal.write("a new conversation begins\n")
+    _clear(state, words, terminal)
 
 
 def _store(state: ChatState, words: list[str], terminal: Terminal) -> None:
@@ -367,15 +367,12 @@ def _quoted(token: int, tokenizer: Any) -> str:
 def _write(command: str, words: list[str], *lines: str) -> str:
     """Write lines to the file that the words name; only --force replaces a file. Returns its name."""
     name = next((word for word in words if word != "--force"), "")
-    try:
-        with Path(name).open("w" if "--force" in words else "x", encoding="utf-8") as file:
-            file.writelines(f"{line}\n" for line in lines)
-    except FileExistsError:
+    if Path(name).is_file() and "--force" not in words:
         raise InputError(
             f"'{name}' exists; write {command} {shlex.quote(name)} --force to replace it, or name another file."
-        ) from None
-    except OSError as error:
-        raise InputError(f"'{name}' cannot be written: {error.strerror or error}.") from error
+        )
+    with writing("The file", name), Path(name).open("w", encoding="utf-8") as file:
+        file.writelines(f"{line}\n" for line in lines)
     return name
 
 

@@ -23,8 +23,6 @@ from paceline.common.process import interruptible
 from paceline.common.progress import FEW, ProgressLines, Reporter, shown_already
 
 if TYPE_CHECKING:
-    from rich.style import Style
-
     from paceline.cli.command_options import WritingOptions
     from paceline.engine.decoder import SpeculativeDecoder, Stream
     from paceline.engine.request import Generation, Piece
@@ -65,13 +63,10 @@ class WordWrap:
                 if alone:
                     self._put_word()
 
-    def flush(self) -> None:
-        """Write the last word, which no space follows."""
+    def end(self) -> None:
+        """Write the last word, which no space follows. Count columns from the start of a line again."""
         self._put_word()
         self._space.clear()
-
-    def reset(self) -> None:
-        """Count columns from the start of a line again."""
         self._column = 0
 
     def _put_word(self) -> None:
@@ -139,8 +134,7 @@ class Terminal:
     def write(self, text: str, style: Style | None = None) -> None:
         """Write whole lines."""
         if self._wrap is not None:
-            self._wrap.flush()
-            self._wrap.reset()
+            self._wrap.end()
         self._put(text, style)
 
     def flow(self, text: str, style: Style | None = None) -> None:
@@ -171,8 +165,7 @@ class Terminal:
     def end(self) -> None:
         """End the line, so that the prompt of the shell starts a new one."""
         if self._wrap is not None:
-            self._wrap.flush()
-            self._wrap.reset()
+            self._wrap.end()
         if self.last != "\n":
             self._put("\n", None)
 

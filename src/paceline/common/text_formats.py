@@ -6,20 +6,31 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from paceline.common.errors import InputError
 
 
-def read_text(path: Path, what: str) -> str:
+def read_text(path: Path, what: str, errors: str = "strict") -> str:
     """Return the text of a UTF-8 file, with its line ends. what: the subject of an error, such as "The prompts"."""
     try:
-        return path.read_bytes().decode("utf-8-sig")
+        return path.read_bytes().decode("utf-8-sig", errors)
     except UnicodeDecodeError as error:
-        raise InputError(f"{what} '{path}' are not UTF-8 (byte {error.start}); save the file as UTF-8.") from None
+        why = f"not UTF-8 (byte {error.start}); save the file as UTF-8"
+        raise InputError(f"{what} '{path}' cannot be read: {why}.") from None
     except OSError as error:
         raise InputError(f"{what} '{path}' cannot be read: {error.strerror or error}.") from error
+
+
+@contextmanager
+def writing(what: str, path: object) -> Iterator[None]:
+    """Turn an OSError inside into an InputError that names the file. what: the subject of the error."""
+    try:
+        yield
+    except OSError as error:
+        raise InputError(f"{what} '{path}' cannot be written: {error.strerror or error}.") from error
 
 
 # ---- JSON: every invalid text raises a ValueError
@@ -71,11 +82,10 @@ def read_toml(path: str | os.PathLike[str]) -> dict[str, Any]:
             import tomli as tomllib
     except ModuleNotFoundError:
         raise InputError("Reading a config file needs Python 3.11 or the package 'tomli': pip install tomli.") from None
+    text = read_text(Path(path), "The config")
     try:
-        return tomllib.loads(Path(path).read_text("utf-8"))
-    except OSError as error:
-        raise InputError(f"The config '{path}' cannot be read: {error.strerror or error}.") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError, ValueError) as error:  # ValueError: a number of many digits
+        return tomllib.loads(text)
+    except ValueError as error:  # also a number of many digits
         raise InputError(f"The config '{path}' is not valid TOML: {' '.join(str(error).split())[:300]}.") from error
     except RecursionError:
         raise InputError(f"The config '{path}' is nested too deep; write plain tables and values.") from None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from paceline.common.errors import InputError, LoadError
-from paceline.common.progress import Reporter
+from paceline.common.progress import Cancel, Reporter
 from paceline.common.text_formats import read_text
 from paceline.core.contracts import Drafter
 from paceline.core.costs import Costs
@@ -39,7 +39,6 @@ from paceline.training.trainer import NAME as CHECKPOINT
 from paceline.training.trainer import Processes, Trainer
 from paceline.training.writing import Writer, WriterJob, WriterPool
 
-Cancel = Callable[[], bool]
 _SHARD_OF_FILE = 1024  # texts of a shard that is made from a file
 
 

@@ -26,8 +26,6 @@ from paceline.models.loading.gguf import PROVENANCE
 from paceline.models.loading.weight_check import place_of
 from paceline.models.runtime import quantization_of
 
-# ---- Where the weights of a target came from: for peers that read the file themselves, or need them unrounded
-
 
 def gguf_of(lm: LanguageModel, given: str | None) -> Path:
     """The file itself: the one that is named, or the one in the package that the catalogue fetched it from, if that is
@@ -65,7 +63,7 @@ def _packaged(name: str) -> Path | None:
     return next((place for place in places if place.is_file()), None)
 
 
-# ---- A target's own weights as a GGUF file, so that llama.cpp computes with the very same numbers
+# ---- A target's own weights as a GGUF file
 
 VERSION = 1  # of the written file; another version writes every file again
 FORMATS = ("f32", "f16", "bf16", "q8_0")
@@ -99,18 +97,18 @@ def written(lm: LanguageModel, kind: str | None = None) -> Path:
         kind = _OF_DTYPE[lm.dtype]
     family = _family_of(lm)
     key = f"{family.architecture}-{_fingerprint(model, family)}-{kind}-v{VERSION}"
-    return _kept(key, lambda path: _write(path, model, family, kind))
+    return _kept(_cache(), key, lambda path: _write(path, model, family, kind))
 
 
 def numbered(file: Path) -> Path:
     """A copy of a given GGUF file: the same tensors, bit for bit, and numbers as tokens."""
     cache = _cache()
     key = f"{file.stem}-{cache.source_sha256(file)[:32]}-v{VERSION}"
-    return _kept(key, lambda path: _renumber(file, path))
+    return _kept(cache, key, lambda path: _renumber(file, path))
 
 
-def _kept(key: str, write: Callable[[Path], None]) -> Path:
-    return _cache().obtain(key, lambda folder: write(folder / "weights.gguf")) / "weights.gguf"
+def _kept(cache: WeightCache, key: str, write: Callable[[Path], None]) -> Path:
+    return cache.obtain(key, lambda folder: write(folder / "weights.gguf")) / "weights.gguf"
 
 
 def _cache() -> WeightCache:

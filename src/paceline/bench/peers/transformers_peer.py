@@ -174,11 +174,8 @@ def _config(lm: LanguageModel, settings: dict[str, Any]) -> Any:
 
 def _constant(gamma: int) -> dict[str, Any]:
     """A fixed number of drafted tokens in each round."""
-    return {
-        "num_assistant_tokens": gamma,
-        "num_assistant_tokens_schedule": "constant",
-        "assistant_confidence_threshold": 0.0,
-    }
+    return {"num_assistant_tokens": gamma, "num_assistant_tokens_schedule": "constant",
+            "assistant_confidence_threshold": 0.0}  # fmt: skip
 
 
 def _padding(lm: LanguageModel) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from dataclasses import dataclass, replace
 from html import escape
 from importlib.util import find_spec
@@ -16,10 +16,9 @@ from typing import Any, Literal
 from paceline.bench.results.metrics import ALL, Line, Ratio, Summary
 from paceline.bench.results.records import Report
 from paceline.bench.results.tables import above_bound
-from paceline.common.errors import InputError, UnsupportedError
+from paceline.common.errors import UnsupportedError
+from paceline.common.text_formats import writing
 from paceline.core.costs import Costs
-
-__all__ = ["HOW_TO_GET", "Chart", "Point", "Series", "as_svg", "caption_of", "charts_of", "write_png"]
 
 HOW_TO_GET = "Charts need matplotlib: pip install 'paceline[bench]'."
 _LONGEST = 16  # drafted positions shown
@@ -112,9 +111,12 @@ def caption_of(report: Report) -> str:
     return " · ".join(fact for fact in facts if fact)
 
 
-def _per_member(report: Report, points: Callable[[str], Iterable[Point]]) -> tuple[Series, ...]:
-    """A series for each candidate that has points. A candidate has one colour in all charts."""
-    series = (Series(each.name, tuple(points(each.name)), colour) for colour, each in enumerate(report.members))
+def _per_member(
+    report: Report, points: Callable[[str], Iterable[Point]], names: Container[str] | None = None
+) -> tuple[Series, ...]:
+    """A series for each candidate that has points. A candidate has one colour in all charts. names: only these."""
+    colours = {each.name: colour for colour, each in enumerate(report.members) if names is None or each.name in names}
+    series = (Series(name, tuple(points(name)), colour) for name, colour in colours.items())
     return tuple(each for each in series if each.points)
 
 
@@ -183,12 +185,12 @@ def _predictions(report: Report, summary: Summary) -> Chart:
 
     def points(name: str) -> Iterator[Point]:
         for line in summary.lines:
-            if line.contestant == name and name in names and line.predicted is not None:
+            if line.contestant == name and line.predicted is not None:
                 yield from _of_ratio(line.predicted, line.speed_up)
 
     return Chart(
         "predicted", "Predicted and measured speed-up", "predicted speed-up (× plain decoding)",
-        "measured speed-up (× plain decoding)", "dots", _per_member(report, points),
+        "measured speed-up (× plain decoding)", "dots", _per_member(report, points, names),
         "One dot per candidate and category. The prediction uses the measured costs and the rounds of the run. On the "
         "dashed line both are equal.",
         diagonal=True,
@@ -226,7 +228,7 @@ def _versus(report: Report, summary: Summary) -> list[Chart]:
     return [
         Chart(
             "versus", title, "measure", "value (no unit)", "bars",
-            _per_member(report, lambda name: measures(lines[name]) if name in lines else ()),
+            _per_member(report, lambda name: measures(lines[name]), lines),
             "Tokens per round: emitted/rounds (τ). Speed-up: over plain decoding, with its spread. Efficiency: "
             "speed-up/τ. Acceptance: accepted/drafted.",
             level=1.0,
@@ -234,7 +236,7 @@ def _versus(report: Report, summary: Summary) -> list[Chart]:
         Chart(
             "versus-positions", f"{title}: accepted tokens", "length of the draft (tokens)",
             "accepted tokens per round", "lines",
-            _per_member(report, lambda name: depths(lines[name]) if name in lines else ()),
+            _per_member(report, lambda name: depths(lines[name]), lines),
             "The accepted tokens of all positions up to this one. A longer draft helps while the line rises.",
         ),
     ]  # fmt: skip
@@ -321,14 +323,12 @@ def write_png(charts: Iterable[Chart], folder: Path) -> list[Path]:
     """A file for each chart, with its name. It replaces an older one."""
     check_png()
     written = []
-    try:
+    with writing("The folder of charts", folder):
         folder.mkdir(parents=True, exist_ok=True)
         for chart in charts:
             path = folder / f"{chart.name}.png"
             figure_of(chart).savefig(path, dpi=_DOTS)
             written.append(path)
-    except OSError as error:
-        raise InputError(f"The charts cannot be written to '{folder}': {error.strerror or error}.") from error
     return written
 
 

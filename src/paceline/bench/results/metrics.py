@@ -100,7 +100,7 @@ def _few(free: int) -> float:
     return 1 + first / free + second / free**2 + third / free**3
 
 
-# ---- From runs to numbers, in the words of docs/exactness.md. Pure functions; nothing is measured here
+# ---- From runs to numbers
 
 ALL = "all"  # every category together
 
@@ -313,7 +313,6 @@ def _latency(runs: Sequence[Run]) -> tuple[float, float, float] | None:
 
 
 # ---- Two reports of the same benchmark: what has become slower or faster?
-
 
 UNKNOWN_SPREAD = 0.05
 Verdict = Literal["slower", "faster", "same", "missing", "added"]

@@ -10,19 +10,11 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any, TextIO
 
-from paceline.bench.results.charts import (
-    HOW_TO_GET,
-    as_svg,
-    can_draw,
-    caption_of,
-    charts_of,
-    pixels_of,
-    target_of,
-)
+from paceline.bench.results.charts import HOW_TO_GET, as_svg, can_draw, caption_of, charts_of, pixels_of, target_of
 from paceline.bench.results.metrics import ALL, Line, Summary
 from paceline.bench.results.records import Report
 from paceline.bench.results.tables import Table, counted, provenance, tables_of
-from paceline.common.errors import InputError
+from paceline.common.text_formats import writing
 from paceline.integrations.weights_and_biases import check_wandb, start
 
 # ---- CSV
@@ -50,11 +42,8 @@ def write_csv(summary: Summary, file: TextIO) -> None:
 
 
 def save_csv(summary: Summary, path: str | Path) -> None:
-    try:
-        with Path(path).open("w", encoding="utf-8", newline="") as file:
-            write_csv(summary, file)
-    except OSError as error:
-        raise InputError(f"The table '{path}' cannot be written: {error.strerror or error}.") from error
+    with writing("The table", path), Path(path).open("w", encoding="utf-8", newline="") as file:
+        write_csv(summary, file)
 
 
 # ---- HTML
@@ -86,10 +75,8 @@ def as_html(report: Report, summary: Summary) -> str:
 
 
 def write_html(report: Report, summary: Summary, path: Path) -> None:
-    try:
+    with writing("The report", path):
         path.write_text(as_html(report, summary), "utf-8")
-    except OSError as error:
-        raise InputError(f"The report '{path}' cannot be written: {error.strerror or error}.") from error
 
 
 def _about(report: Report, summary: Summary) -> str:
@@ -102,12 +89,9 @@ def _about(report: Report, summary: Summary) -> str:
 
 
 def _warnings(report: Report) -> Iterator[str]:
-    if not report.complete:
-        yield '<p class="warning">Interrupted: these are the runs until then.</p>'
-    if report.mark is not None:
-        yield f'<p class="warning">{escape(report.mark)}</p>'
-    for note in report.notes:
-        yield f'<p class="warning">{escape(note)}</p>'
+    interrupted = None if report.complete else "Interrupted: these are the runs until then."
+    for sentence in filter(None, (interrupted, report.mark, *report.notes)):
+        yield f'<p class="warning">{escape(sentence)}</p>'
 
 
 def _table(table: Table, kind: str = "numbers") -> Iterator[str]:

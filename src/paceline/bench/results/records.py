@@ -14,7 +14,7 @@ from typing import IO, Any, Protocol
 
 from paceline.bench.candidate import Candidate, Run, Task
 from paceline.common.errors import InputError, PacelineWarning
-from paceline.common.text_formats import json_lines
+from paceline.common.text_formats import json_lines, read_text, writing
 from paceline.core.costs import Costs
 from paceline.core.trace import Round, Trace
 
@@ -41,7 +41,8 @@ class Member:
         return Member(**known)
 
 
-_COUNTS = ("rounds", "drafted", "accepted", "recovered", "bonus", "judged")
+_STATS = ("rounds", "drafted", "accepted", "recovered", "bonus")
+_COUNTS = (*_STATS, "judged")
 
 
 @dataclass(frozen=True)
@@ -96,10 +97,13 @@ class Tally:
         stats, passes = whole.stats(0.0), list(_passes(traces))
         stopped = sum(len(entry.path) < entry.depth for entry in whole.rounds)
         return Tally(
-            **{name: getattr(stats, name) for name in _COUNTS if name != "judged"},
+            **{name: getattr(stats, name) for name in _STATS},
             judged=stats.accepted + stopped,
             by_position=tuple(whole.by_position()),
-            steps=Counter(map(_step, passes)),
+            steps=Counter(
+                (len(live), 1 + max(len(entry.drafted) for entry in live), max(entry.depth for entry in live))
+                for live in passes
+            ),
             asked=sum(max(entry.asked for entry in live) for live in passes),
         )
 
@@ -129,10 +133,6 @@ def _passes(traces: Sequence[Trace]) -> Iterator[list[Round]]:
     """Row r's k-th round was in the k-th pass: the rows of a task begin together."""
     for index in range(max(len(trace.rounds) for trace in traces)):
         yield [trace.rounds[index] for trace in traces if index < len(trace.rounds)]
-
-
-def _step(live: Sequence[Round]) -> Step:
-    return len(live), 1 + max(len(entry.drafted) for entry in live), max(entry.depth for entry in live)
 
 
 @dataclass(frozen=True)
@@ -248,14 +248,11 @@ _KINDS = {
 class Watcher:
     """Shows the progress of a benchmark. This one shows nothing."""
 
-    def started(self, candidates: Sequence[Candidate], runs: int) -> None:
-        pass
+    def started(self, candidates: Sequence[Candidate], runs: int) -> None: ...
 
-    def ran(self, result: Result) -> None:
-        pass
+    def ran(self, result: Result) -> None: ...
 
-    def noted(self, sentence: str) -> None:
-        pass
+    def noted(self, sentence: str) -> None: ...
 
 
 class Sink(Protocol):
@@ -333,14 +330,9 @@ class Recorder:
 def read_records(path: str | Path) -> Report:
     """A report from its file. A last line that was cut off is left out, with a warning; any other fault is an error
     that names the line."""
-    try:
-        text = Path(path).read_text("utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        why = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
-        raise InputError(f"The record '{path}' cannot be read: {why}.") from error
     recorder, texts, begun, complete = Recorder(), dict[str, Any](), False, False
     warn = partial(warnings.warn, category=PacelineWarning, stacklevel=3)
-    for number, found in json_lines(text, path, warn):
+    for number, found in json_lines(read_text(Path(path), "The record"), path, warn):
         where = f"Line {number} of '{path}'"
         kind = found.get("kind") if isinstance(found, dict) else None
         if kind not in (known := (*_KINDS, "run", "summary")):
@@ -384,14 +376,12 @@ def _result_of(values: dict[str, Any], texts: dict[str, tuple[tuple[int, ...], .
 def check_writable(path: Path, what: str) -> None:
     """Refuse an unwritable path before anything is measured. An existing file stays as it is."""
     there = path.exists()
-    try:
+    if path.is_dir():
+        raise InputError(f"{what} '{path}' cannot be written: it is a folder; name a file in it.")
+    with writing(what, path):
         path.open("a").close()
         if not there:
             path.unlink()
-    except IsADirectoryError:
-        raise InputError(f"{what} '{path}' cannot be written: it is a folder; name a file in it.") from None
-    except OSError as error:
-        raise InputError(f"{what} '{path}' cannot be written: {error.strerror or error}.") from error
 
 
 class RecordFile:

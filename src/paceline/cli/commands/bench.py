@@ -85,11 +85,13 @@ class BenchCommandOptions(BenchOptions):
 @command_from(BenchCommandOptions)
 def bench(ctx: typer.Context, options: BenchCommandOptions) -> None:
     """Measure plain decoding, drafters and other libraries on the same texts, in turns, in one process."""
+    from paceline.bench.results.records import read_records
+
     _check(options)
     if options.replay is not None:
         _replay(ctx, options, options.replay)
         return
-    report = _read(options.report) if options.report is not None else _measure(ctx, options)
+    report = read_records(options.report) if options.report is not None else _measure(ctx, options)
     if options.versus:
         report = replace(report, versus=_versus(options, [member.name for member in report.members]))
     slower = _show(report, options)
@@ -153,12 +155,6 @@ def _versus(options: BenchCommandOptions, names: list[str]) -> tuple[str, str]:
 # ---- Get a report
 
 
-def _read(path: Path) -> Report:
-    from paceline.bench.results.records import read_records
-
-    return read_records(path)
-
-
 def _measured(ctx: typer.Context, options: BenchCommandOptions) -> BenchOptions:
     """Return what is measured: by the options, the preset, and the tuned decoder of a config."""
     from paceline.bench.bench_options import apply_preset, is_synthetic
@@ -176,11 +172,12 @@ def _measured(ctx: typer.Context, options: BenchCommandOptions) -> BenchOptions:
 def _measure(ctx: typer.Context, options: BenchCommandOptions) -> Report:
     from paceline.bench.bench_session import BenchSession
     from paceline.bench.candidate import PLAIN, parse_run_specs
+    from paceline.bench.results.records import read_records
     from paceline.cli.bench_table import watching
 
     measured = _measured(ctx, options)
     if options.compare is not None:
-        _read(options.compare)  # a mistake in it is reported now
+        read_records(options.compare)  # a mistake in it is reported now
     if options.versus:
         specs = parse_run_specs(measured.runs, measured.gamma)
         _versus(options, [PLAIN, *(spec.name for spec in specs), *measured.peers])
@@ -247,6 +244,7 @@ def _warnings_in(watcher: LiveTable | Lines) -> Iterator[None]:
 def _show(report: Report, options: BenchCommandOptions) -> bool:
     """Show and write the report. Return whether --compare finds something slower."""
     from paceline.bench.results.metrics import compare, differences, summarise
+    from paceline.bench.results.records import read_records
     from paceline.bench.results.tables import changed, short
     from paceline.cli.bench_table import show
 
@@ -254,7 +252,7 @@ def _show(report: Report, options: BenchCommandOptions) -> bool:
     tables = list(short(report, summary))
     slower = nothing = False
     if options.compare is not None:
-        old = _read(options.compare)
+        old = read_records(options.compare)
         changes = compare(old, report)
         tables.append(changed(changes, differences(old, report)))
         slower = any(change.regression for change in changes)

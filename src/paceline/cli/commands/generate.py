@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import median
 from typing import TYPE_CHECKING, Any
@@ -15,6 +14,7 @@ from paceline.cli.decoder_session import fitting, open_decoder, plain_decoder, r
 from paceline.cli.settings import command_from
 from paceline.cli.terminal import ACCEPTED, OWN, Terminal, info, preparing, write_text
 from paceline.common.process import interruptible
+from paceline.common.progress import Cancel
 
 if TYPE_CHECKING:
     from paceline.engine.decoder import SpeculativeDecoder
@@ -128,11 +128,7 @@ def _compare(decoder: SpeculativeDecoder, prompt: Any, settings: dict[str, Any],
 
 
 def _in_turns(
-    decoders: dict[str, SpeculativeDecoder],
-    prompt: Any,
-    settings: dict[str, Any],
-    repeats: int,
-    cancelled: Callable[[], bool],
+    decoders: dict[str, SpeculativeDecoder], prompt: Any, settings: dict[str, Any], repeats: int, cancelled: Cancel
 ) -> tuple[Side, Side] | None:
     """Warm up each decoder, then run them in turns, so that a busy machine slows both. A drafter that learns from texts
     forgets this text before each run. Return None if the comparison is cancelled."""
@@ -167,13 +163,13 @@ def _divergence(plain: Side, speculative: Side, decoder: SpeculativeDecoder) -> 
 
 
 def _as_dict(plain: Side, speculative: Side, divergence: Divergence | None, tokenizer: Any) -> dict[str, Any]:
-    plain_dict, speculative_dict = (
-        {**result_lines.result_as_dict(side.result, tokenizer), "tokens_per_second": side.speed, "runs": side.speeds}
-        for side in (plain, speculative)
-    )
+    def content(side: Side) -> dict[str, Any]:
+        result = result_lines.result_as_dict(side.result, tokenizer)
+        return {**result, "tokens_per_second": side.speed, "runs": side.speeds}
+
     return {
-        "plain": plain_dict,
-        "speculative": speculative_dict,
+        "plain": content(plain),
+        "speculative": content(speculative),
         "identical": divergence is None,
         "divergence": None if divergence is None else vars(divergence),
         "speed_up": speculative.speed / plain.speed if plain.speed else None,
@@ -242,9 +238,8 @@ def _verdict(plain: Side, speculative: Side, repeats: int) -> str:
 
 def _explain(divergence: Divergence, decoder: SpeculativeDecoder) -> str:
     def shown(token: int | None) -> str:
-        return (
-            "nothing" if token is None else f"{result_lines.token_text(token, decoder.target.tokenizer)!r} (id {token})"
-        )
+        tokenizer = decoder.target.tokenizer
+        return "nothing" if token is None else f"{result_lines.token_text(token, tokenizer)!r} (id {token})"
 
     gap = "" if divergence.gap is None else f"; the target's two best logits are {divergence.gap:.3g} apart there"
     plain, speculative = shown(divergence.plain), shown(divergence.speculative)

@@ -15,6 +15,7 @@ from paceline.cli.terminal import info, preparing
 from paceline.common.errors import InputError
 from paceline.common.options import option
 from paceline.common.process import interruptible
+from paceline.common.text_formats import writing
 from paceline.engine.decoder_config import RunnerOptions
 
 if TYPE_CHECKING:
@@ -101,10 +102,8 @@ def _show(tuning: Tuning, options: TuneCommandOptions) -> None:
     if not tuning.complete:
         info("interrupted; these are the results until then", "yellow")
     if options.out is not None:
-        try:
+        with writing("The config", options.out):
             options.out.write_text(tuning.toml(), "utf-8")
-        except OSError as error:
-            raise InputError(f"The config '{options.out}' cannot be written: {error.strerror or error}.") from error
         info(f"the config is in {options.out}")
 
 

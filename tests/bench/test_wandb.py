@@ -13,7 +13,6 @@ import pytest
 from paceline.bench.results.metrics import summarise
 from paceline.bench.results.outputs import check_wandb, log
 from paceline.common.errors import UnsupportedError
-from paceline.integrations import weights_and_biases
 from tests.bench.made_reports import made_report
 
 
@@ -119,6 +118,6 @@ def test_offline_it_is_a_folder(tmp_path: Path) -> None:
 
 
 def test_without_wandb_it_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(weights_and_biases, "find_spec", lambda name: None)
+    monkeypatch.setattr("paceline.integrations.provenance.find_spec", lambda name: None)
     with pytest.raises(UnsupportedError, match=r"pip install 'paceline\[bench\]'"):
         check_wandb()

@@ -26,7 +26,7 @@ from paceline.models.cpu import cpu_forward as kernel_pass
 from paceline.models.cpu.cpu_plan import Plan, plan_of
 from paceline.models.cuda import cuda_forward as cuda_pass
 from paceline.models.cuda.cuda_forward import CudaPlan, cuda_plan
-from paceline.models.heads.subset_head import SubsetHead
+from paceline.models.heads.head_layers import SubsetHead
 from paceline.models.runtime import quantized, running
 
 PROMPT = [3, 9, 27, 4, 11, 9, 27]

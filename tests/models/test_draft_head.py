@@ -6,8 +6,7 @@ import torch
 
 from paceline.drafters.heads.base import PlaceStore
 from paceline.models.heads.head_layers import DecoderLayer, LayerConfig, Scratch, alone, by_slot
-from paceline.models.masks import chain_mask
-from paceline.models.slot_cache import SlotCache
+from paceline.models.slot_cache import SlotCache, chain_mask
 
 
 def test_places_move_with_their_rows() -> None:

@@ -6,8 +6,7 @@ import pytest
 
 pytest.importorskip("numba")
 
-from paceline.models.cpu.cpu_forward import kernels_missing
-from paceline.models.cpu.kernel_call import KernelCall
+from paceline.models.cpu.cpu_forward import KernelCall, kernels_missing
 
 NAMES = ("a", "barrier", "x", "counters", "y", "scores", "scores_step", "row", "extra", "extras", "b")
 

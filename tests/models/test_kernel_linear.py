@@ -22,8 +22,7 @@ from paceline.drafters.models.draft_lm import DraftLayers
 from paceline.drafters.models.early_exit import ExitHead
 from paceline.kernels.cpu import machine
 from paceline.models.cpu import cpu_linear as kernel_linear
-from paceline.models.cpu.cpu_layer import KernelNorm
-from paceline.models.cpu.cpu_linear import CpuLinear, drafting
+from paceline.models.cpu.cpu_linear import CpuLinear, KernelNorm, drafting
 from paceline.models.cpu.threads import THREADS
 from paceline.models.heads.head_layers import DecoderLayer, LayerConfig, Norm, Scratch, by_slot
 from paceline.models.packed_linear import BFloat16Linear, Int4Linear, Int8Linear

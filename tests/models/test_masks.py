@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from paceline.core.tree import closure
-from paceline.models.masks import additive, chain_mask, key_positions, tree_mask, within
+from paceline.models.slot_cache import additive, chain_mask, key_positions, tree_mask, within
 
 
 def as_lists(mask: Tensor) -> list[list[list[bool]]]:

@@ -10,7 +10,7 @@ from tests.conformance.chi_square import ALPHA, first_tokens, p_value
 from tests.toys import llama
 
 from paceline import InputError, LanguageModel, SpeculativeDecoder
-from paceline.models.heads.subset_head import SubsetHead, spread, usual_tokens
+from paceline.models.heads.head_layers import SubsetHead, spread, usual_tokens
 from paceline.models.runtime import quantized
 
 V = 40

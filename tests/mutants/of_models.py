@@ -9,28 +9,28 @@ MASKS = "tests/models/test_masks.py::test_"
 MUTANTS = [
     Mutant(
         "a token sees the one after it",
-        "models/masks.py",
+        "models/slot_cache.py",
         "<= position[:, None, :, None]",
         "<= position[:, None, :, None] + 1",
         MASKS + "a_chain_sees_everything_up_to_itself",
     ),
     Mutant(
         "a node sees its siblings",
-        "models/masks.py",
+        "models/slot_cache.py",
         "nodes = (known & (offset < M)[:, None])",
         "nodes = (offset < M)[:, None].expand_as(known)",
         MASKS + "a_node_sees_the_text_and_its_ancestors",
     ),
     Mutant(
         "a window is one position wider",
-        "models/masks.py",
+        "models/slot_cache.py",
         "> position[:, None, :, None] - window",
         ">= position[:, None, :, None] - window",
         MASKS + "a_window_is_what_transformers_has",
     ),
     Mutant(
         "a scratch slot stands at its slot number",
-        "models/masks.py",
+        "models/slot_cache.py",
         "torch.where(inside, length + depth.gather(",
         "torch.where(inside & False, length + depth.gather(",
         MASKS + "a_slot_stands_for_the_position_of_its_token",

@@ -113,7 +113,11 @@ class Texts(Protocol):
 
 
 class DeviceOps:
-    """The operations, in torch."""
+    """The operations, in torch. A subclass has kernels for some of them; None: torch does it."""
+
+    depths_kernel: Callable[[Tensor], Tensor] | None = None
+    match_tree_kernel: Callable[..., tuple[Tensor, Tensor, Tensor]] | None = None
+    move_kernel: Callable[..., None] | None = None  # between stores of one shape, whose addresses are on the device
 
     # ---- tokens
 
@@ -153,6 +157,8 @@ class DeviceOps:
     def match_tree(self, tree: TokenTree, picks: Tensor) -> Verdict:
         """Return the verdict of rule `match` on a tree. Of siblings with the same token, only the first can match."""
         assert tree.parents is not None
+        if self.match_tree_kernel is not None:
+            return Verdict(*self.match_tree_kernel(tree.tokens, tree.parents, tree.count, picks, tree.reach))
         agree = (tree.tokens == picks.gather(1, tree.parents + 1)) & _first_of_siblings(tree.tokens, tree.parents)
         if tree.in_use is not None:
             agree = agree & tree.in_use
@@ -176,7 +182,8 @@ class DeviceOps:
 
     def depths(self, tree: TokenTree) -> Tensor:
         """Return [R,1+N]: the number of drafted tokens up to the text (0) and up to and including each node."""
-        return tree.after
+        by_kernel = self.depths_kernel is not None and tree.parents is not None
+        return self.depths_kernel(tree.parents) if by_kernel else tree.after  # type: ignore[misc, arg-type]
 
     # ---- slots of a KV cache
 
@@ -190,6 +197,9 @@ class DeviceOps:
     ) -> None:
         """Copy slots in each of the stores [rows,heads,slots,width]: from length + source [R,D] to length + target [D].
         addresses() returns a tensor with the addresses of the stores, or None if their shapes differ."""
+        table = None if self.move_kernel is None else addresses()
+        if self.move_kernel is not None and table is not None:
+            return self.move_kernel(table[: len(stores)], stores[0], length, source, target)
         R, D = source.shape
         source, target = length + source, length + target
         for store in stores:

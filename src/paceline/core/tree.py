@@ -15,7 +15,6 @@ from paceline.common.errors import DrafterError
 # certain: a point mass (n-gram, lookup, greedy).  coupled: drawn with the target's own noise; rules need no laws.
 # iid / without_replacement: siblings drawn from `laws` with noise for drafts; rules that use p/q need these laws.
 Drawn = Literal["certain", "coupled", "iid", "without_replacement"]
-LAWFUL: tuple[Drawn, ...] = ("iid", "without_replacement")  # drawn from `laws`: no drawn node may be dropped
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Record the origin of a result or a file: versions, machine, commit, arguments."""
+"""Record the origin of a result or a file: versions, machine, commit, arguments; and log it to Weights & Biases."""
 
 from __future__ import annotations
 
@@ -9,12 +9,14 @@ import subprocess
 from collections.abc import Mapping
 from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from paceline import __version__
+from paceline.common.errors import UnsupportedError
 from paceline.models.device import device_name
 
 
@@ -72,3 +74,32 @@ def _version(package: str) -> str | None:
         return version(package)
     except PackageNotFoundError:  # the package is not installed
         return None
+
+
+# ---- Weights & Biases
+
+
+def check_wandb() -> None:
+    """Raise `UnsupportedError` if the package is missing, before any work is done."""
+    if find_spec("wandb") is None:
+        raise UnsupportedError("--wandb needs the package 'wandb': pip install 'paceline[bench]'.")
+
+
+def mode() -> Any:
+    """Return the mode: WANDB_MODE if it is set, else online with a key, else offline."""
+    chosen = os.environ.get("WANDB_MODE")
+    if chosen:
+        return chosen
+    import wandb
+
+    return "online" if wandb.api.api_key else "offline"
+
+
+def start(kind: str, config: Mapping[str, Any], folder: Any = None, project: str = "paceline") -> Any:
+    """Start and return a run. The caller finishes it."""
+    check_wandb()
+    import wandb
+
+    settings = wandb.Settings(silent=True, console="off")
+    where = None if folder is None else str(folder)
+    return wandb.init(project=project, job_type=kind, config=dict(config), mode=mode(), dir=where, settings=settings)

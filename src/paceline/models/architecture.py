@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from paceline.common.errors import InputError, UnsupportedError
 from paceline.models.cpu.cpu_plan import no_family
-from paceline.models.masks import additive
+from paceline.models.slot_cache import additive
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -18,12 +18,11 @@ from paceline.common.errors import UnsupportedError
 from paceline.core.contracts import PromptTaps, Reading, RowsView, arange
 from paceline.core.device_ops import DeviceOps, slots_after
 from paceline.core.tree import closure
-from paceline.models import masks
 from paceline.models.cpu import threads as openmp
 from paceline.models.cpu.cpu_forward import AttentionSpan, CpuForward, LayerRange, kernel_pass
 from paceline.models.cuda.prefill import PromptReader
 from paceline.models.device import without_planned_attention
-from paceline.models.slot_cache import SlotCache
+from paceline.models.slot_cache import SlotCache, chain_mask, key_positions, masks_of_layers, tree_mask
 
 if TYPE_CHECKING:
     from paceline.models.cuda.cuda_forward import CudaForward
@@ -93,7 +92,7 @@ class TransformersExecutor:
 
     def chain(self, slots: Tensor, visible: int, causal: bool) -> Any:
         """The visibility of tokens that see all slots before their own. causal: SDPA can do that without a mask."""
-        allowed = None if causal and self._may_omit_mask else masks.chain_mask(slots, visible)
+        allowed = None if causal and self._may_omit_mask else chain_mask(slots, visible)
         keys = arange(0, visible, slots.device).expand(len(slots), visible) if self._positional else None
         return allowed, keys
 
@@ -105,8 +104,8 @@ class TransformersExecutor:
         width, before = slots.shape[1] - fed, parents.shape[1] - fed
         nodes = length + depth[:, before:]
         positions = torch.cat([slots[:, :width], nodes], 1) if width else nodes
-        allowed = masks.tree_mask(positions, length, ancestors[:, before:], visible)
-        return positions, (allowed, masks.key_positions(length, depth, visible))
+        allowed = tree_mask(positions, length, ancestors[:, before:], visible)
+        return positions, (allowed, key_positions(length, depth, visible))
 
     @property
     def grid(self) -> int:
@@ -131,7 +130,7 @@ class TransformersExecutor:
         if shape.alibi:
             inputs.update(key_positions=keys, span=visible, attention_mask=allowed)
         else:
-            inputs["attention_mask"] = masks.of_layers(lm, allowed, plan.positions, keys)
+            inputs["attention_mask"] = masks_of_layers(lm, allowed, plan.positions, keys)
         if "position_ids" in shape.takes:
             inside = visible <= shape.context
             inputs["position_ids"] = plan.positions if inside else plan.positions.clamp(max=shape.context - 1)

@@ -23,8 +23,7 @@ from paceline.drafters.heads.head_files import FORMAT, WEIGHTS, check_target, fi
 from paceline.drafters.lookup.trigram import TrigramTable, train_trigram
 from paceline.drafters.models.draft_model import DraftModel
 from paceline.engine.round_timing import full_costs
-from paceline.integrations.provenance import provenance
-from paceline.integrations.weights_and_biases import check_wandb
+from paceline.integrations.provenance import check_wandb, provenance
 from paceline.models import load
 from paceline.models.language_model import LanguageModel
 from paceline.models.loading.disk_cache import file_sha256

@@ -25,7 +25,7 @@ from paceline.common.errors import InputError, PacelineError, UnsupportedError
 from paceline.common.progress import Reporter
 from paceline.common.text_formats import parse_json
 from paceline.core.costs import Costs
-from paceline.integrations.weights_and_biases import start
+from paceline.integrations.provenance import start
 from paceline.models.device import without_planned_attention
 from paceline.models.loading.weight_check import reading
 from paceline.models.tensor_parallel import leave_in_order

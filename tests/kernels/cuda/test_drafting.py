@@ -29,7 +29,7 @@ from paceline.models.cuda import cuda_head as cuda_draft
 from paceline.models.cuda.cuda_head import CudaHead
 from paceline.models.cuda.cuda_ops import CudaOps
 from paceline.models.cuda_graph import Rehearsal
-from paceline.models.heads.subset_head import spread as spread_by_torch
+from paceline.models.heads.head_layers import spread as spread_by_torch
 from paceline.models.language_model import LanguageModel
 
 pytest.importorskip("triton")

@@ -15,7 +15,7 @@ from paceline.bench.results.metrics import ALL, Line, Summary
 from paceline.bench.results.records import Report
 from paceline.bench.results.tables import Table, counted, provenance, tables_of
 from paceline.common.text_formats import writing
-from paceline.integrations.weights_and_biases import check_wandb, start
+from paceline.integrations.provenance import check_wandb, start
 
 # ---- CSV
 

@@ -19,12 +19,19 @@ from paceline.core.tree_growth import Expand
 from paceline.drafters.heads.base import DraftHead, HeadDrafter, HeadOptions, PlaceStore, depths
 from paceline.models.cpu.cpu_head import CpuHead
 from paceline.models.cuda.cuda_head import CudaHead
-from paceline.models.heads.head_layers import DecoderLayer, LayerConfig, Norm, Remember, Scratch, by_slot
-from paceline.models.heads.subset_head import rows_of, spread
+from paceline.models.heads.head_layers import (
+    DecoderLayer,
+    LayerConfig,
+    Norm,
+    Remember,
+    Scratch,
+    by_slot,
+    rows_of,
+    spread,
+)
 from paceline.models.heads.training_attention import Unrolled
 from paceline.models.language_model import LanguageModel
-from paceline.models.masks import chain_mask
-from paceline.models.slot_cache import SlotCache
+from paceline.models.slot_cache import SlotCache, chain_mask
 
 # ---- The steps of an EAGLE head, for entries of the text and for drafted tokens. They use one KV cache
 

@@ -16,8 +16,7 @@ from paceline.core.tree_growth import Expand
 from paceline.drafters.heads.base import DraftHead, HeadDrafter, HeadOptions
 from paceline.models.heads.head_layers import DecoderLayer, LayerConfig, Norm, Remember, Scratch, alone, by_slot
 from paceline.models.language_model import LanguageModel
-from paceline.models.masks import chain_mask
-from paceline.models.slot_cache import SlotCache
+from paceline.models.slot_cache import SlotCache, chain_mask
 
 Shared = Callable[[Tensor], Tensor]  # the target's output layer
 _START = 2  # positions before the draft: the target's hidden state, and the last committed token

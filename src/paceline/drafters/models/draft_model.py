@@ -18,7 +18,7 @@ from paceline.core.protocols import DraftsOnDevice, Graphable, Reorderable, Rewi
 from paceline.core.tree import TokenTree
 from paceline.core.tree_growth import Expand, Grower, TreeOptions
 from paceline.core.verdict import Verdict
-from paceline.models.heads.subset_head import SubsetHead
+from paceline.models.heads.head_layers import SubsetHead
 from paceline.models.language_model import LanguageModel
 from paceline.models.runtime import check_quantization, quantize_as
 from paceline.models.translation import check_same_vocabulary

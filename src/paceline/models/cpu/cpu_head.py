@@ -14,9 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from paceline.models.cpu import threads as openmp
-from paceline.models.cpu.cpu_layer import MOST, KernelNorm
-from paceline.models.cpu.cpu_linear import CpuLinear, listened, plain, threads_for
-from paceline.models.cpu.kernel_call import TOKEN_LISTS, KernelCall
+from paceline.models.cpu.cpu_forward import TOKEN_LISTS, KernelCall
+from paceline.models.cpu.cpu_linear import MOST, CpuLinear, KernelNorm, listened, plain, threads_for
 from paceline.models.heads.head_layers import LightLayer, Scratch
 from paceline.models.slot_cache import SlotCache
 

@@ -6,7 +6,6 @@ candidates takes a twentieth of a forward pass of a small model.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -16,16 +15,13 @@ from torch import Tensor
 from paceline.core.choice import Draw
 from paceline.core.contracts import RowsView
 from paceline.core.device_ops import DeviceOps, KernelTree, TreeBuilder
-from paceline.core.tree import TokenTree
-from paceline.core.verdict import Verdict
 
 
 class CpuOps(DeviceOps):
     """Trees by kernels. Trees that are sampled are grown by torch: the kernels draw no noise."""
 
-    def match_tree(self, tree: TokenTree, picks: Tensor) -> Verdict:
-        assert tree.parents is not None
-        return Verdict(*follow_tree(tree.tokens, tree.parents, tree.count, picks, tree.reach))
+    def __init__(self) -> None:
+        self.depths_kernel, self.match_tree_kernel, self.move_kernel = depths, follow_tree, move
 
     def tree_builder(
         self, rows: RowsView, draw: Draw, logits: Tensor, size: int, widest: int, anywhere: bool
@@ -35,30 +31,12 @@ class CpuOps(DeviceOps):
             return super().tree_builder(rows, draw, logits, size, widest, anywhere)
         return KernelTree(Nodes(rows.length, size, anywhere), None, rows.length)
 
-    def depths(self, tree: TokenTree) -> Tensor:
-        return super().depths(tree) if tree.parents is None else depths(tree.parents)
-
-    def move(
-        self,
-        stores: Sequence[Tensor],
-        addresses: Callable[[], Tensor | None],
-        length: Tensor,
-        source: Tensor,
-        target: Tensor,
-    ) -> None:
-        table = addresses()
-        if table is None:
-            return super().move(stores, addresses, length, source, target)
-        return move(table[: len(stores)], stores[0], length, source, target)
-
 
 @lru_cache(256)
 def _kernel(name: str) -> Any:
-    from paceline.kernels.cpu import team
-    from paceline.kernels.cpu import tree_growing as growing
-    from paceline.kernels.cpu import tree_paths as branches
+    from paceline.kernels.cpu import team, tree_growing
 
-    return team.direct(getattr(growing, name, None) or getattr(branches, name))
+    return team.direct(getattr(tree_growing, name))
 
 
 def _numbers(*shape: int) -> Tensor:

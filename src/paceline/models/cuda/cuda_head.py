@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from paceline.models.cpu.cpu_forward import AttentionSpan
 from paceline.models.cpu.cpu_linear import listened
 from paceline.models.cuda.cuda_forward import KINDS, CudaForward, CudaPlan, ForwardInputs, Layer, importable
-from paceline.models.heads.head_layers import LayerConfig, Scratch, angles_at
-from paceline.models.heads.subset_head import spread
+from paceline.models.heads.head_layers import LayerConfig, Scratch, angles_at, spread
 from paceline.models.slot_cache import SlotCache
 
 DEVICE = "cuda"  # where these kernels run

@@ -5,8 +5,6 @@ Settings that ask for more than a temperature, and float64, are left to torch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-
 import torch
 from torch import Tensor
 
@@ -64,10 +62,6 @@ class CudaOps(DeviceOps):
     def match_chain(self, tree: TokenTree, picks: Tensor) -> Verdict:
         return Verdict(*self.match_kernel(tree.tokens, tree.count, picks))
 
-    def match_tree(self, tree: TokenTree, picks: Tensor) -> Verdict:
-        assert tree.parents is not None
-        return Verdict(*self.match_tree_kernel(tree.tokens, tree.parents, tree.count, picks, tree.reach))
-
     def ratio(self, choice: Choice, tree: TokenTree, logits: Tensor) -> Verdict | None:
         """A chain whose laws are not written down, or are those of point masses."""
         batch, laws, drafts = choice.batch, tree.laws, None
@@ -98,23 +92,7 @@ class CudaOps(DeviceOps):
         nodes = self.tree_kernel(rows.length, size, anywhere)
         return KernelTree(nodes, noise, batch.zeros(rows.count * widest))
 
-    def depths(self, tree: TokenTree) -> Tensor:
-        return super().depths(tree) if tree.parents is None else self.depths_kernel(tree.parents)
-
     # ---- slots of a KV cache
-
-    def move(
-        self,
-        stores: Sequence[Tensor],
-        addresses: Callable[[], Tensor | None],
-        length: Tensor,
-        source: Tensor,
-        target: Tensor,
-    ) -> None:
-        table = addresses()
-        if table is None:
-            return super().move(stores, addresses, length, source, target)
-        return self.move_kernel(table[: len(stores)], stores[0], length, source, target)
 
     def slot_mapping(
         self, text: Tensor, length: Tensor, tokens: Tensor | None, width: int, more: int

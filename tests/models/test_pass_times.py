@@ -195,7 +195,7 @@ def test_the_key_follows_what_costs_depend_on(monkeypatch: pytest.MonkeyPatch) -
     keys.add(costs_key(LanguageModel(llama(num_hidden_layers=3))))
     monkeypatch.setattr(torch, "get_num_threads", lambda: 77)
     keys.add(costs_key(LanguageModel(llama())))
-    monkeypatch.setattr(pass_times, "_version", lambda name: "9.9")
+    monkeypatch.setattr(pass_times, "package_version", lambda name: "9.9")
     keys.add(costs_key(LanguageModel(llama())))
     assert len(keys) == 5
 

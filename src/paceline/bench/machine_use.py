@@ -14,7 +14,6 @@ import linecache
 import re
 import statistics
 import tempfile
-import threading
 import time
 import tracemalloc
 from collections import Counter
@@ -30,7 +29,7 @@ from torch import Tensor, nn
 
 from paceline.common.errors import InputError, UnsupportedError
 from paceline.integrations.provenance import of_the_card
-from paceline.models.device import finish
+from paceline.models.device import finish, watched
 from paceline.models.device import peak_while as peak_while
 from paceline.models.language_model import LanguageModel
 from paceline.models.module_views import layers_of
@@ -278,7 +277,7 @@ def _by_tracemalloc(act: Callable[[], T]) -> tuple[T, Counted]:
     running = tracemalloc.is_tracing()
     if not running:
         tracemalloc.start(1)
-    began, ended = tracemalloc.get_traced_memory()[0], threading.Event()
+    began = tracemalloc.get_traced_memory()[0]
     best: tuple[int, tracemalloc.Snapshot | None] = (began, None)
 
     def look(most: float = _MORE) -> None:
@@ -287,17 +286,9 @@ def _by_tracemalloc(act: Callable[[], T]) -> tuple[T, Counted]:
         if now - began > most * (best[0] - began):
             best = (now, tracemalloc.take_snapshot())
 
-    def sample_lines() -> None:
-        while not ended.wait(_EVERY):
-            look()
-
-    watcher = threading.Thread(target=sample_lines, name="paceline-memory-lines", daemon=True)
-    watcher.start()
     try:
-        result = act()
+        result = watched(act, look, _EVERY)
     finally:
-        ended.set()
-        watcher.join()
         look(1.0)
         if not running:
             tracemalloc.stop()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
 from pathlib import Path
@@ -183,7 +182,6 @@ def _sharing(head: Any, target: LanguageModel | None) -> Any:
 H = TypeVar("H", bound=DraftHead)
 
 _TRIGRAM = "paceline-trigram"  # the format of a trigram model begins with this
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
 # kind of head -> the drafter that uses it, and the function that reads it
 _HEADS: dict[str, tuple[str, Callable[[Path], Any]]] = {
@@ -244,7 +242,7 @@ def read_head(where: str | os.PathLike[str], Head: type[H]) -> H:
 def fetch_head(where: str | os.PathLike[str]) -> Path | None:
     """Download the head of a hub id, and return its folder. None: `where` is not a hub id."""
     repository = os.fspath(where)
-    if place_of(repository).exists() or find_entry(repository) is not None or not _HUB_ID.fullmatch(repository):
+    if place_of(repository).exists() or find_entry(repository) is not None or not hub.HUB_ID.fullmatch(repository):
         return None
     try:
         return hub.fetch(repository)

@@ -8,7 +8,6 @@ import platform
 import subprocess
 from collections.abc import Mapping
 from datetime import datetime, timezone
-from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ import torch
 
 from paceline import __version__
 from paceline.common.errors import UnsupportedError
-from paceline.models.device import device_name
+from paceline.models.device import device_name, package_version
 
 
 def provenance(arguments: Mapping[str, Any], device: torch.device | None = None) -> dict[str, Any]:
@@ -28,7 +27,7 @@ def provenance(arguments: Mapping[str, Any], device: torch.device | None = None)
         "versions": {
             "paceline": __version__,
             "python": platform.python_version(),
-            **{name: _version(name) for name in ("torch", "transformers", "numpy", "numba")},
+            **{name: package_version(name) for name in ("torch", "transformers", "numpy", "numba")},
         },
         "platform": platform.platform(),
         "cpu": device_name(torch.device("cpu")),
@@ -69,18 +68,11 @@ def _output(command: list[str]) -> str | None:
     return result.stdout.strip() if result.returncode == 0 else None
 
 
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:  # the package is not installed
-        return None
-
-
 # ---- Weights & Biases
 
 
 def check_wandb() -> None:
-    """Raise `UnsupportedError` if the package is missing, before any work is done."""
+    """Raise `UnsupportedError` if the package is missing. Call it before the work begins."""
     if find_spec("wandb") is None:
         raise UnsupportedError("--wandb needs the package 'wandb': pip install 'paceline[bench]'.")
 

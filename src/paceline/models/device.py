@@ -10,6 +10,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TypeVar
 
@@ -29,6 +30,14 @@ def device_name(device: torch.device) -> str:
     if device.type != "cpu":
         return str(device)
     return _processor() or platform.processor() or platform.machine()
+
+
+def package_version(package: str) -> str | None:
+    """None where the package is not installed, and for ours where it is run from a folder."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
 
 
 def _processor() -> str:
@@ -110,22 +119,31 @@ def peak_while(act: Callable[[], T], device: torch.device) -> tuple[T, int | Non
 
 def _resident_while(act: Callable[[], T], resident: Callable[[], int]) -> tuple[T, int]:
     before = most = resident()
-    ended = threading.Event()
 
     def look() -> None:
         nonlocal most
-        while not ended.wait(_EVERY):
-            most = max(most, resident())
+        most = max(most, resident())
 
-    watcher = threading.Thread(target=look, name="paceline-memory", daemon=True)
+    result = watched(act, look, _EVERY)
+    return result, most - before
+
+
+def watched(act: Callable[[], T], look: Callable[[], None], every: float) -> T:
+    """What `act` returns. Meanwhile a thread calls `look` every `every` seconds. This one calls it at the end."""
+    ended = threading.Event()
+
+    def sample() -> None:
+        while not ended.wait(every):
+            look()
+
+    watcher = threading.Thread(target=sample, name="paceline-memory", daemon=True)
     watcher.start()
     try:
-        result = act()
-        most = max(most, resident())
+        return act()
     finally:
         ended.set()
         watcher.join()
-    return result, most - before
+        look()
 
 
 def _resident() -> int:

@@ -10,7 +10,6 @@ import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -24,7 +23,7 @@ from paceline.core.costs import Costs
 from paceline.kernels.cpu.warm_up import fingerprint
 from paceline.models.cpu.threads import own_threads, usual_threads
 from paceline.models.cuda_graph import programs_for
-from paceline.models.device import device_name, finish
+from paceline.models.device import device_name, finish, package_version
 from paceline.models.language_model import LanguageModel
 from paceline.models.loading.disk_cache import Progress, cache_folder, read_json, write_json
 from paceline.models.readers.scratch_reader import ScratchRows
@@ -329,13 +328,14 @@ def costs_key(lm: LanguageModel) -> str:
 def machine_key(lm: LanguageModel) -> str:
     """A key of the model and the machine: architecture, shapes, dtypes, device, number of threads, versions, and the
     sources of the kernels."""
+    packages = ("torch", "transformers", "paceline", "numba")
     return _hashed(
         {
             "models": [_shape_of(part.model) for part in parts(lm)],
             "kind": type(lm).__name__,
             "device": [str(lm.device), device_name(lm.device)],
             "threads": [usual_threads(), os.cpu_count(), cores_here()],
-            "versions": {name: _version(name) for name in ("torch", "transformers", "paceline", "numba")},
+            "versions": {name: package_version(name) or "source" for name in packages},
             "kernels": fingerprint(),
         }
     )
@@ -354,13 +354,6 @@ def _shape_of(model: Any) -> dict[str, Any]:
         "attention": getattr(model.config, "_attn_implementation", None),
         "tensors": [[name, list(tensor.shape), str(tensor.dtype)] for name, tensor in tensors],
     }
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:  # run from a source folder
-        return "source"
 
 
 def kept_file(key: str, what: str = "") -> Path:

@@ -247,13 +247,14 @@ def _written(decoder: SpeculativeDecoder, asked: Any, deadline: float) -> Genera
 
 def _versions() -> Found:
     from paceline import __version__
+    from paceline.models.device import package_version
 
     found = {"paceline": __version__, "python": platform.python_version()}
-    found |= {name: number for name in _PACKAGES if (number := _version_of(name)) is not None}
+    found |= {name: number for name in _PACKAGES if (number := package_version(name)) is not None}
     lacking = [name for name in _PACKAGES if name not in found]
     text = ", ".join(f"{name} {number}" for name, number in found.items())
     for extra, names in _EXTRAS.items():
-        here = {name: number for name in names if (number := _version_of(name)) is not None}
+        here = {name: number for name in names if (number := package_version(name)) is not None}
         found |= here
         told = ", ".join(f"{name} {number}" for name, number in here.items()) or "not installed"
         text += f"; extra {extra}: {told}"
@@ -261,14 +262,6 @@ def _versions() -> Found:
         return "note", f"{text}; not installed: {', '.join(lacking)}", {"versions": found}
     return "ok", text, {"versions": found}
 
-
-def _version_of(package: str) -> str | None:
-    from importlib.metadata import PackageNotFoundError, version
-
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
 
 
 def _processor() -> Found:

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal, Protocol, TypeVar, runtime_checkable
 
-import torch
 from torch import Tensor
 
 from paceline.common.errors import PacelineWarning, UnsupportedError
@@ -48,7 +47,7 @@ from paceline.drafters.adaptive.proposal import (
 )
 from paceline.drafters.adaptive.stats import AcceptanceStats, Mean, MemberStats
 from paceline.drafters.lookup.base import ListDraft
-from paceline.drafters.lookup.recycling import READ, UNREAD, WRITTEN, accepted_nodes, of_rows
+from paceline.drafters.lookup.recycling import of_rows, whole_pass
 from paceline.drafters.resolve import make_drafter
 
 T = TypeVar("T")
@@ -434,7 +433,7 @@ class DrafterGroup(
             proposal = proposals.get(member.number)
             if member.observer is not None and self._observes(proposal is not None):
                 start = time.perf_counter()
-                self._try(member, member.observer.observe_forward, *_whole_pass(rows, tree, verdict, reading))
+                self._try(member, member.observer.observe_forward, *whole_pass(rows, tree, verdict, reading))
                 member.stats.observe_cost.add(time.perf_counter() - start)
             if (proposal is not None or member.taps) and not (member.failed or member.out_of_sync):
                 self._try(member, member.keep, proposal, rows, outcome, verdict, reading)
@@ -482,19 +481,3 @@ class DrafterGroup(
                 if proposal.rows:
                     draft = proposal.rows[row]
                     own.run = draft.run_after(draft.follow(tokens, own.run), tokens, own.run)
-
-
-def _whole_pass(
-    rows: RowsView, tree: TokenTree | None, verdict: Verdict, reading: Reading
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the tokens [R,1+N] that a forward pass read, their logits, and their standing (see `recycling`)."""
-    tokens = rows.text.gather(1, rows.length - 1)
-    standing = torch.full_like(tokens, WRITTEN)
-    if tree is None or not tree.nodes:
-        return tokens, reading.logits, standing
-    tree = tree.clean().to(rows.text.device)
-    below = torch.full_like(tree.tokens, READ)
-    if tree.in_use is not None:
-        below = below.where(tree.in_use, UNREAD)
-    standing = torch.cat([standing, accepted_nodes(verdict, below)], 1)
-    return torch.cat([tokens, tree.tokens], 1), reading.logits, standing

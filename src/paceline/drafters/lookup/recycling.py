@@ -174,15 +174,7 @@ class Recycling(DraftsOnDevice, FillsNodes, Reorderable):
 
     def keep(self, rows: RowsView, verdict: Verdict, reading: Reading) -> None:
         drafted, self._drafted = self._drafted, None
-        tokens = rows.text.gather(1, rows.length - 1)
-        standing = torch.full_like(tokens, WRITTEN)
-        if drafted is not None and drafted.nodes:
-            below = torch.full_like(drafted.tokens, READ)
-            if drafted.in_use is not None:
-                below = below.where(drafted.in_use, UNREAD)
-            tokens = torch.cat([tokens, drafted.tokens], 1)
-            standing = torch.cat([standing, accepted_nodes(verdict, below)], 1)
-        self.observe_forward(tokens, reading.logits, standing)
+        self.observe_forward(*whole_pass(rows, drafted, verdict, reading))
 
     def reorder(self, rows: RowsView, source: Sequence[int]) -> bool:
         self._drafted = None if self._drafted is None else of_rows(self._drafted, source)
@@ -206,8 +198,24 @@ def of_rows(tree: TokenTree, source: Sequence[int]) -> TokenTree:
     return replace(tree, **{name: part[some] for name, part in parts.items() if part is not None})
 
 
-def accepted_nodes(verdict: Verdict, standing: Tensor) -> Tensor:
-    """Return `standing` [R,N] of drafted nodes, with WRITTEN at the accepted nodes."""
+def whole_pass(
+    rows: RowsView, tree: TokenTree | None, verdict: Verdict, reading: Reading
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The tokens [R,1+N] of a forward pass, their logits, and their standing: see `Recycling.observe_forward`."""
+    tokens = rows.text.gather(1, rows.length - 1)
+    standing = torch.full_like(tokens, WRITTEN)
+    if tree is None or not tree.nodes:
+        return tokens, reading.logits, standing
+    tree = tree.clean().to(rows.text.device)
+    below = torch.full_like(tree.tokens, READ)
+    if tree.in_use is not None:
+        below = below.where(tree.in_use, UNREAD)
+    standing = torch.cat([standing, _accepted_nodes(verdict, below)], 1)
+    return torch.cat([tokens, tree.tokens], 1), reading.logits, standing
+
+
+def _accepted_nodes(verdict: Verdict, standing: Tensor) -> Tensor:
+    """`standing` [R,N] of drafted nodes, with WRITTEN for accepted ones."""
     places = arange(0, standing.shape[1], standing.device)
     if verdict.path is None:
         return standing.masked_fill(places < verdict.accepted, WRITTEN)

@@ -1,4 +1,4 @@
-"""Drafted trees on a CPU: their growth (the best tokens after some nodes, and the nodes to expand next) and their paths.
+"""Drafted trees on a CPU: growth (the best tokens after some nodes, and the nodes to expand next), and paths.
 
 Nodes are [3,R,size] int64: tokens, parents, and indices among the expanded nodes. Their log scores are [R,size]
 float64. The results are those of `core.tree_growth`, except for the last bit of a sum.

@@ -126,15 +126,8 @@ def _fit(tensors: dict[str, torch.Tensor], own: dict[str, torch.Tensor], model: 
 
 # ---- from a name to a model in memory
 
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
-_TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "tokenizer.model",
-    "spiece.model",
-    "vocab.json",
-    "vocab.txt",
-)
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "spiece.model", "vocab.json",
+                    "vocab.txt")  # fmt: skip
 _PICKLE_ENDINGS = {".bin", ".pt", ".pth", ".ckpt", ".pkl"}
 
 
@@ -249,7 +242,7 @@ def _locate(
         if revision is not None:
             raise InputError(f"A revision ('{revision}') exists only on the hub, and '{source}' is on this machine.")
         return _locate_gguf(path, need_tokenizer, progress) if not path.is_dir() else _locate_folder(path)
-    if _HUB_ID.fullmatch(source) is not None:
+    if hub.HUB_ID.fullmatch(source) is not None:
         return _locate_on_hub(source, revision, trust_remote_code, progress)
     if os.sep in source or "/" in source:
         raise LoadError(f"There is no file or folder '{source}'.")
@@ -380,7 +373,7 @@ def _load_tokenizer(tokenizer: object, trust_remote_code: bool, progress: Progre
         return _tokenizer_in_gguf(path)
     if path.is_dir():
         return _read_tokenizer(path, name, trust_remote_code, own=False)
-    if path.exists() or _HUB_ID.fullmatch(name) is None:
+    if path.exists() or hub.HUB_ID.fullmatch(name) is None:
         raise LoadError(f"No tokenizer '{name}': pass a folder that holds one, or a hub id.")
     try:
         folder = hub.fetch(name, weights=False, code=trust_remote_code, progress=progress)

@@ -171,7 +171,7 @@ def _read_vocabulary(
     scores = metadata.get("tokenizer.ggml.scores") or [0.0] * count
     if not len(kinds) == len(scores) == count:
         raise TokenizerError(f"it lists {count} tokens but {len(kinds)} token types and {len(scores)} scores")
-    ids: dict[str, int | None] = {}
+    ids: dict[str, Any] = {}
     for role in ("bos", "eos", "unknown", "padding"):
         token_id = metadata.get(f"tokenizer.ggml.{role}_token_id", (defaults or {}).get(role))
         if token_id is not None and not 0 <= token_id < count:
@@ -181,10 +181,7 @@ def _read_vocabulary(
         tokens=tokens,
         kinds=kinds,
         scores=scores,
-        bos=ids["bos"],
-        eos=ids["eos"],
-        unknown=ids["unknown"],
-        padding=ids["padding"],
+        **ids,
         adds_bos=bool(metadata.get("tokenizer.ggml.add_bos_token", adds_bos)),
         adds_eos=bool(metadata.get("tokenizer.ggml.add_eos_token", False)),
     )

@@ -59,8 +59,7 @@ class Programs:
             return result
         self._made[key] = known = self._made.pop(key)  # now the last that was used
         known.graph.replay()
-        on_replay: T = known.result
-        return on_replay
+        return known.result
 
     def host_copy(self, tensor: Tensor) -> CudaHostCopy:
         return CudaHostCopy(tensor)
@@ -134,8 +133,7 @@ class CudaHostCopy:
 
     def read(self) -> list[list[int]]:
         self._sent.synchronize()
-        lines: list[list[int]] = self._there.tolist()
-        return lines
+        return self._there.tolist()
 
 
 # ---- How rounds run: as they are, or as programs that a device repeats by itself

@@ -77,8 +77,7 @@ class Teacher:
         return logits[..., : self.lm.vocabulary]
 
     def embed(self, ids: Tensor) -> Tensor:
-        embedded: Tensor = self._model.get_input_embeddings()(ids)
-        return embedded
+        return self._model.get_input_embeddings()(ids)
 
     @torch.no_grad()
     def _check(self) -> None:
@@ -169,8 +168,7 @@ class _FusedDivergence(torch.autograd.Function):
     def forward(ctx: Any, logits: Tensor, teacher: TeacherLogits, kernels: Any, name: str) -> Tensor:
         losses, gradient = kernels.far(name, logits, teacher.logits, teacher.sums)
         ctx.save_for_backward(gradient)
-        total: Tensor = losses.sum()
-        return total
+        return losses.sum()
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:

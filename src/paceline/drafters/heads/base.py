@@ -305,8 +305,7 @@ class HeadDrafter(DraftsOnDevice, RunsModel, KeepsStates, Graphable, Reorderable
         """Return logits [...,V] of states [...,D] by the target's output layer, for heads without their own."""
         if self._shared is None:  # made at the first use, because most heads have their own output layer
             self._shared = drafting(self._output)
-        logits: Tensor = self._shared(states)
-        return logits
+        return self._shared(states)
 
     def usable(self, logits: Tensor) -> Tensor:
         """Cut or pad logits to the target's vocabulary."""

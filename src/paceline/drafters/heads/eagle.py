@@ -321,8 +321,7 @@ class Eagle(HeadDrafter, Rewindable):
 
     def digest(self, taps: tuple[Tensor, ...]) -> Tensor:
         self._check_taps(taps)
-        fused: Tensor = self.light.fuse(torch.cat(taps, -1))
-        return fused
+        return self.light.fuse(torch.cat(taps, -1))
 
     def _check_taps(self, taps: tuple[Tensor, ...]) -> None:
         if len(taps) != self.head.config.tapped:

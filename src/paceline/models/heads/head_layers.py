@@ -47,8 +47,7 @@ class _BySlot:
     layer: int
 
     def __call__(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        found: tuple[Tensor, Tensor] = self.cache.update(keys, values, self.layer)
-        return found
+        return self.cache.update(keys, values, self.layer)
 
 
 @dataclass(frozen=True)

@@ -39,8 +39,7 @@ class Unrolled:
         own = [torch.stack([_behind(each, step - made) for made, each in enumerate(some[1:], 1)], 3)
                for some in (self._keys, self._values)]  # fmt: skip
         there = _there(queries.shape[2], step, queries.device)
-        found: Tensor = _Joined.apply(queries, self._keys[0], self._values[0], *own, there)
-        return found
+        return _Joined.apply(queries, self._keys[0], self._values[0], *own, there)
 
     def _by_mask(self, queries: Tensor, step: int) -> Tensor:
         """The same with all scores, where no kernel tells their sums."""

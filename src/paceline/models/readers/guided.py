@@ -59,8 +59,7 @@ class BranchReader:
 
     @property
     def max_token_id(self) -> int | None:
-        first: int | None = self._first.max_token_id
-        return first
+        return self._first.max_token_id
 
     @max_token_id.setter
     def max_token_id(self, token: int | None) -> None:

@@ -98,8 +98,7 @@ class HeadRecipe(Recipe):
         return asdict(self.head.config), self.head.own_weights()
 
     def drafter(self, **options: Any) -> Drafter:
-        drafter: Drafter = self.drafter_class(self.drafter_class.Options(head=copy.deepcopy(self.head), **options))
-        return drafter
+        return self.drafter_class(self.drafter_class.Options(head=copy.deepcopy(self.head), **options))
 
 
 RECIPES: Registry[Recipe] = Registry("kind", "paceline.training.recipes")

@@ -71,7 +71,7 @@ def without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_it_is_the_product(outputs: int, inputs: int, biased: bool) -> None:
     bias = drawn(outputs, seed=3) if biased else None
     mapped = CpuLinear.of(drawn(outputs, inputs, seed=1), bias)
-    weight = mapped.packed.quantized.double() * mapped.packed.scale.double().unsqueeze(1)
+    weight = mapped.packed.packed.double() * mapped.packed.scales.double().unsqueeze(1)
     for rows in range(1, 21):
         x = drawn(rows, inputs, seed=2)
         wanted = x.double() @ weight.T + (0 if bias is None else bias.double())
@@ -136,7 +136,7 @@ def test_copies_have_weights_of_their_own() -> None:
     mapped, x = CpuLinear.of(drawn(33, 40), drawn(33)), drawn(2, 40)
     message = mapped(x)
     other = copy.deepcopy(mapped)
-    mapped.packed.quantized.zero_()
+    mapped.packed.packed.zero_()
     assert torch.equal(other(x), message)
     wide = other.double()
     torch.testing.assert_close(wide(x.double()), message.double(), atol=1e-4, rtol=1e-4)
@@ -182,7 +182,7 @@ def rounded(layer: DecoderLayer) -> DecoderLayer:
     for module in other.modules():
         if isinstance(module, nn.Linear):
             packed = Int8Linear(module.weight, None)
-            module.weight.data = packed.quantized * packed.scale.unsqueeze(1)
+            module.weight.data = packed.packed * packed.scales.unsqueeze(1)
     return other.double()
 
 

@@ -35,7 +35,7 @@ def small(name: str, kind: str) -> LanguageModel:
 
 def unpacked(linear: PackedLinear, dtype: torch.dtype = torch.float64) -> Tensor:
     if isinstance(linear, Int8Linear):
-        return linear.quantized.to(dtype) * linear.scale.to(dtype)[:, None]
+        return linear.packed.to(dtype) * linear.scales.to(dtype)[:, None]
     return linear.unpacked(slice(None), dtype)
 
 
@@ -78,7 +78,7 @@ def test_int4_is_as_fine_as_its_blocks() -> None:
     weight[3] = 0.0
     weight[4] = 0.5
     packed = Int4Linear(weight, None)
-    assert packed.blocks.shape == (9, 4 * 20)
+    assert packed.packed.shape == (9, 4 * 20)
     assert packed.bytes == 9 * 80
     blocks, got = weight.view(9, 4, 32), unpacked(packed).view(9, 4, 32)
     step = (blocks.amax(-1) - blocks.amin(-1)) / 15
@@ -92,7 +92,7 @@ def test_int4_blocks_are_those_of_gguf() -> None:
     gguf = pytest.importorskip("gguf")
     dice = torch.Generator().manual_seed(1)
     packed = Int4Linear(torch.randn(5, 96, generator=dice), None)
-    theirs = gguf.quants.dequantize(packed.blocks.numpy(), gguf.GGMLQuantizationType.Q4_1)
+    theirs = gguf.quants.dequantize(packed.packed.numpy(), gguf.GGMLQuantizationType.Q4_1)
     torch.testing.assert_close(unpacked(packed, torch.float32), torch.from_numpy(theirs), rtol=1e-6, atol=1e-7)
 
 
@@ -165,7 +165,7 @@ def test_kernels_know_the_formats(kind: str) -> None:
 
 def test_kernels_do_not_follow_what_they_would_misread() -> None:
     lm = quantized(LanguageModel(build("llama-tied", **EVEN)), "bfloat16")
-    lm.model.lm_head.short = lm.model.lm_head.short.float()
+    lm.model.lm_head.packed = lm.model.lm_head.packed.float()
     assert "weights are not all" in str(plan_of(lm.model, lm.architecture.kinds, None))
     lm = quantized(LanguageModel(build("llama-tied", **EVEN)), "int8")
     lm.model.model.layers[1].mlp.up_proj = Int8Linear(torch.randn(7, 64), None)

@@ -43,27 +43,16 @@ def load(
     check_runner(runner)
     check_quantization(quantize)
     check_plan(tp_plan)
+    how = {"tokenizer": tokenizer, "dtype": dtype, "device": device, "revision": revision, "tp_plan": tp_plan}
     if isinstance(source, LanguageModel):
-        changes = {
-            "tokenizer": tokenizer, "dtype": dtype, "device": device, "revision": revision, "tp_plan": tp_plan
-        }  # fmt: skip
-        for name, value in changes.items():
+        for name, value in how.items():
             if value is not None:
                 raise InputError(f"The model is loaded already; leave {name}={value!r} out, or load it again.")
         return quantize_as(with_runner(source, runner), quantize)
     from paceline.models.loading.checkpoint import load_checkpoint
 
     with reporting(progress, "loading a model") as told:
-        found = load_checkpoint(
-            source,
-            tokenizer=tokenizer,
-            dtype=dtype,
-            device=device,
-            revision=revision,
-            trust_remote_code=trust_remote_code,
-            tp_plan=tp_plan,
-            progress=told,
-        )
+        found = load_checkpoint(source, trust_remote_code=trust_remote_code, progress=told, **how)
     lm = LanguageModel(found.model, found.tokenizer, found.name)
     lm.weights = found.weights
     return quantize_as(with_runner(lm, runner), quantize)

@@ -87,7 +87,7 @@ def study(model: PreTrainedModel) -> Architecture:
         alibi=alibi,
         context=_context(config),
         takes=_takes(model),
-        run=_run_alibi if alibi else _run_plain,
+        run=_run_alibi if alibi else lambda model, inputs: model(**inputs),
     )
 
 
@@ -207,11 +207,7 @@ def _longest(config: Any) -> int:
     return _UNBOUNDED
 
 
-# ---- the two ways to call a model
-
-
-def _run_plain(model: Any, inputs: dict[str, Any]) -> Any:
-    return model(**inputs)
+# ---- the other way to call a model
 
 
 @dataclass(frozen=True)

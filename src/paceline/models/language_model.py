@@ -60,6 +60,11 @@ class LanguageModel:
             probe(self)
 
     @property
+    def title(self) -> str:
+        """The class of the model and its architecture, for messages."""
+        return f"{type(self.model).__name__} ({self.architecture.name})"
+
+    @property
     def core(self) -> PreTrainedModel:
         """The module that readers run. `model` is the one that other code gets."""
         return self.model

@@ -62,7 +62,7 @@ def with_layers(lm: LanguageModel, layers: Sequence[nn.Module], kinds: Sequence[
         own = lm.model.get_output_embeddings()
         names = [name for name, child in fresh._modules.items() if child is own and own is not None]
         if not names:
-            raise UnsupportedError(f"{_title(lm)} has no output layer of its own that can be replaced.")
+            raise UnsupportedError(f"{lm.title} has no output layer of its own that can be replaced.")
         fresh._modules[names[0]] = head
     return fresh
 
@@ -83,14 +83,14 @@ def _path(lm: LanguageModel) -> list[str]:
         if isinstance(module, nn.ModuleList) and len(module) == lm.layers
     ]
     if not found:
-        raise UnsupportedError(f"{_title(lm)} keeps its {lm.layers} layers in no list, so it cannot be cut into parts.")
+        raise UnsupportedError(f"{lm.title} keeps its {lm.layers} layers in no list, so it cannot be cut into parts.")
     return min(found, key=len)
 
 
 def _replace_layers(lm: LanguageModel, module: nn.Module, path: list[str], layers: nn.ModuleList, config: Any) -> Any:
     if "forward" in module.__dict__:
         raise UnsupportedError(
-            f"The forward of {_title(lm)} was replaced by hand (accelerate's device_map does that), so the model "
+            f"The forward of {lm.title} was replaced by hand (accelerate's device_map does that), so the model "
             "cannot be cut into parts; load it on one device."
         )
     fresh = shell(module)
@@ -125,7 +125,3 @@ def renumbered(module: nn.Module, index: int) -> Any:
         fresh.__dict__["layer_idx"] = index
     fresh._modules.update({name: child and renumbered(child, index) for name, child in module._modules.items()})
     return fresh
-
-
-def _title(lm: LanguageModel) -> str:
-    return f"{type(lm.model).__name__} ({lm.architecture.name})"

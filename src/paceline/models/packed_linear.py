@@ -41,15 +41,8 @@ class PackedLinear(nn.Module):
         self.out_features, self.in_features = weight.shape
         self.bias = bias
 
-    @property
-    def packed(self) -> Tensor:
-        """The packed weights, one row per output."""
-        raise NotImplementedError
-
-    @property
-    def scales(self) -> Tensor | None:
-        """One per output, if the format stores them separately."""
-        return None
+    packed: Tensor  # the packed weights, one row per output
+    scales: Tensor | None  # one per output; None: the format has them in the packed weights
 
     @property
     def bytes(self) -> int:
@@ -78,8 +71,7 @@ class Int8Linear(PackedLinear):
     """
 
     format = "int8"
-    quantized: Tensor
-    scale: Tensor
+    scales: Tensor
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         super().__init__(weight, bias)
@@ -93,24 +85,16 @@ class Int8Linear(PackedLinear):
                 scale = largest.clamp(min=torch.finfo(torch.float32).tiny) / 127
                 quantized[start : start + step] = (exact / scale).round_()
                 scales[start : start + step] = scale.squeeze(1)
-        self.register_buffer("quantized", quantized, persistent=False)
-        self.register_buffer("scale", scales, persistent=False)
+        self.register_buffer("packed", quantized, persistent=False)
+        self.register_buffer("scales", scales, persistent=False)
         self.kernel_rows = kernel_rows(weight.device, weight.dtype, self.in_features, self.out_features % _KERNEL_STEP)
-
-    @property
-    def packed(self) -> Tensor:
-        return self.quantized
-
-    @property
-    def scales(self) -> Tensor:
-        return self.scale
 
     def forward(self, x: Tensor) -> Tensor:
         flat = x.reshape(-1, self.in_features)
         if flat.shape[0] <= self.kernel_rows:  # it reads memory in order, whatever the strides say
-            y = torch._weight_int8pack_mm(flat.contiguous(), self.quantized, self.scale)
+            y = torch._weight_int8pack_mm(flat.contiguous(), self.packed, self.scales)
         else:
-            y = nn.functional.linear(flat, self.quantized.to(x.dtype)) * self.scale
+            y = nn.functional.linear(flat, self.packed.to(x.dtype)) * self.scales
         y = y.view(*x.shape[:-1], self.out_features)
         return y if self.bias is None else y + self.bias
 
@@ -119,8 +103,7 @@ class Int4Linear(PackedLinear):
     """Blocks of 32 weights in 20 bytes, as Q4_1 of GGUF: a scale d and a least value m in float16, and 32 numbers q
     from 0 to 15 in the lower and then the upper halves of 16 bytes. A weight is d · q + m."""
 
-    format = "q4_1"
-    blocks: Tensor
+    format, scales = "q4_1", None
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         super().__init__(weight, bias)
@@ -128,15 +111,11 @@ class Int4Linear(PackedLinear):
             raise UnsupportedError(f"int4 takes weights by {BLOCK}, and a row has {self.in_features}; use int8.")
         step = max(1, _AT_ONCE // self.in_features)
         rows = [_in_blocks(weight.detach()[start : start + step]) for start in range(0, self.out_features, step)]
-        self.register_buffer("blocks", torch.cat(rows), persistent=False)
-
-    @property
-    def packed(self) -> Tensor:
-        return self.blocks
+        self.register_buffer("packed", torch.cat(rows), persistent=False)
 
     def unpacked(self, outputs: slice, dtype: torch.dtype) -> Tensor:
         wide = torch.promote_types(dtype, torch.float32)
-        blocks = self.blocks[outputs].unflatten(1, (-1, _SIZE))
+        blocks = self.packed[outputs].unflatten(1, (-1, _SIZE))
         d, m = blocks[..., :_HEAD].contiguous().view(torch.float16).to(wide).split(1, -1)
         both = blocks[..., _HEAD:]
         q = torch.cat([both & 15, both >> 4], -1).to(wide)
@@ -161,19 +140,14 @@ def _in_blocks(weight: Tensor) -> Tensor:
 class BFloat16Linear(PackedLinear):
     """Weights in bfloat16: half the bytes of float32, and equal if the checkpoint was in bfloat16."""
 
-    format = "bfloat16"
-    short: Tensor
+    format, scales = "bfloat16", None
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         super().__init__(weight, bias)
-        self.register_buffer("short", weight.detach().to(torch.bfloat16).contiguous(), persistent=False)
-
-    @property
-    def packed(self) -> Tensor:
-        return self.short
+        self.register_buffer("packed", weight.detach().to(torch.bfloat16).contiguous(), persistent=False)
 
     def unpacked(self, outputs: slice, dtype: torch.dtype) -> Tensor:
-        return self.short[outputs].to(dtype)
+        return self.packed[outputs].to(dtype)
 
 
 @lru_cache(256)  # a property of the machine: measured once

@@ -241,7 +241,7 @@ class _DifferenceError(Exception):
 def probe(lm: LanguageModel) -> None:
     """Compare logits through a slot cache with those of the model by itself, for the given model and for a small copy
     with small windows. Raise `UnsupportedError` if they differ, or if a window of the model could not be tried."""
-    title = f"{type(lm.model).__name__} ({lm.architecture.name})"
+    title = lm.title
     plain = copy.copy(lm)
     plain.runner = "eager"
     try:
@@ -289,7 +289,7 @@ def _compare_even(lm: LanguageModel) -> None:
     length = ids.shape[1] - _ROOM
     wanted = [_alone(lm, row) for row in ids]
     for row in (0, 1):
-        if not _equal(lm, _alone(lm, ids[row, :length])[-1], wanted[row][length - 1]):
+        if not nearly_equal(lm, _alone(lm, ids[row, :length])[-1], wanted[row][length - 1]):
             raise _DifferenceError("gives a token other logits once more text follows it")
     reader: Any = lm.reader()
     start = reader.begin(ProbeText(ids, [length] * 2), 0, ids.shape[1] + _ROOM)
@@ -347,12 +347,12 @@ def _alone(lm: LanguageModel, text: Tensor) -> Tensor:
 
 
 def _compare(lm: LanguageModel, got: Tensor, wanted: Tensor, what: str) -> None:
-    if not _equal(lm, got, wanted):
+    if not nearly_equal(lm, got, wanted):
         raise _DifferenceError(f"reads {what} differently through a slot cache and a 4-D mask than by itself")
 
 
-def _equal(lm: LanguageModel, got: Tensor, wanted: Tensor) -> bool:
-    """Up to rounding."""
+def nearly_equal(lm: LanguageModel, got: Tensor, wanted: Tensor) -> bool:
+    """Are logits equal up to rounding in the dtype of the model?"""
     slack = 1e-3 if lm.dtype in (torch.float32, torch.float64) else 0.1
     return torch.allclose(got.float(), wanted, atol=slack * float(wanted.std() + 1e-6), rtol=slack)
 

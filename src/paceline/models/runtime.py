@@ -151,7 +151,7 @@ def quantized(lm: LanguageModel, kind: str = "int8", head: bool = True) -> Langu
         model = map_modules(lm.model, exchange)
     give_back()
     if not known:
-        raise UnsupportedError(f"{type(lm.model).__name__} ({lm.architecture.name}) has no linear layer to quantize.")
+        raise UnsupportedError(f"{lm.title} has no linear layer to quantize.")
     small = LanguageModel(model, lm.tokenizer, f"{lm.name} in {kind}")
     small.weights = lm.weights
     return small

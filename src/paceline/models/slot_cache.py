@@ -148,15 +148,13 @@ class SlotCache(Cache):
 
     def copy_rows(self, source: list[int], target: list[int], start: int, stop: int) -> None:
         """Copy the slots start..stop-1 of the rows `source` to the rows `target`; all reads come before the writes."""
-        for store in (self.keys, self.values):
-            for layer in store:
-                layer[target, :, start:stop] = layer[source, :, start:stop]
+        for layer in (*self.keys, *self.values):
+            layer[target, :, start:stop] = layer[source, :, start:stop]
 
     def move_row(self, source: int, target: int, length: int) -> None:
         """Copy the first `length` slots of row `source` to row `target`."""
-        for store in (self.keys, self.values):
-            for layer in store:
-                layer[target, :, :length] = layer[source, :, :length]
+        for layer in (*self.keys, *self.values):
+            layer[target, :, :length] = layer[source, :, :length]
 
     def take_over(self, other: SlotCache) -> None:
         """Hold the keys and values of another cache, which must not be used again."""
@@ -175,11 +173,8 @@ class SlotCache(Cache):
 
     def swap_rows(self, one: int, other: int, length: int) -> None:
         """Exchange the first `length` slots of two rows."""
-        for store in (self.keys, self.values):
-            for layer in store:
-                before = layer[one, :, :length].clone()
-                layer[one, :, :length] = layer[other, :, :length]
-                layer[other, :, :length] = before
+        for layer in (*self.keys, *self.values):
+            layer[[one, other], :, :length] = layer[[other, one], :, :length]
 
 
 def caches_held_by(holder: object) -> list[SlotCache]:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 # to import these compiles all kernels, except those in `LATER` of a module, which a model needs first
-MODULES = ("head_layer", "head_steps", "packed", "tree_growing")
+MODULES = ("head_steps", "packed", "tree_growing")
 _ROOM = __name__.rpartition(".")[0]
 _HERE = Path(__file__).parent
 

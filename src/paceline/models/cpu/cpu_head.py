@@ -6,7 +6,6 @@ A step is one kernel job. A whole greedy chain is one job, too. The bits are tho
 
 from __future__ import annotations
 
-from functools import cache as once
 from typing import Any
 
 import numpy as np
@@ -15,7 +14,16 @@ from torch import Tensor, nn
 
 from paceline.models.cpu import threads as openmp
 from paceline.models.cpu.cpu_forward import TOKEN_LISTS, KernelCall
-from paceline.models.cpu.cpu_linear import MOST, CpuLinear, KernelNorm, listened, plain, threads_for
+from paceline.models.cpu.cpu_linear import (
+    MOST,
+    CpuLinear,
+    KernelNorm,
+    head_kernel,
+    listened,
+    plain,
+    run_kernel,
+    threads_for,
+)
 from paceline.models.heads.head_layers import LightLayer, Scratch
 from paceline.models.slot_cache import SlotCache
 
@@ -152,7 +160,7 @@ class CpuHead:
             "row_step": 4 * keys.stride(0), "head_step": 4 * keys.stride(1), "slot_step": 4 * keys.stride(2),
             "inputs": self._inputs, "vocabulary": self._vocabulary, **named,
         }, steps * self._per_step)  # fmt: skip
-        _run(threads, _kernels()[0], self._model, call, job.floats)
+        run_kernel(threads, head_kernel("run_draft"), self._model, call, job.floats)
 
     # ---- hidden states of the target
 
@@ -180,7 +188,7 @@ class CpuHead:
         lines = 3 * drafting.COUNTER
         call = np.zeros(len(drafting.NOTE) + len(where) + lines, np.int64)
         call[:-lines] = [*self._fuse, *told, *where]
-        _run(threads, _kernels()[1], call)
+        run_kernel(threads, head_kernel("run_note"), call)
         return True
 
 
@@ -191,23 +199,6 @@ def _checked(path: Tensor, rows: int, nodes: int) -> Tensor:
     if path.numel() and not 0 <= int(path.min()) <= int(path.max()) < nodes:
         raise IndexError(f"A path goes from node {int(path.min())} to {int(path.max())} of a tree of {nodes}.")
     return path.contiguous()
-
-
-def _run(threads: int, kernel: Any, *arguments: Any) -> None:
-    from paceline.kernels.cpu import team
-
-    if threads == 1:
-        kernel(*arguments, 0)
-    else:
-        team.TEAM.run(threads, kernel, *arguments)
-
-
-@once
-def _kernels() -> tuple[Any, Any]:
-    from paceline.kernels.cpu import head_steps as drafting
-    from paceline.kernels.cpu import team
-
-    return team.direct(drafting.run_draft), team.direct(drafting.run_note)
 
 
 def _readable(weight: Tensor) -> bool:

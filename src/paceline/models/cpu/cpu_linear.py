@@ -71,7 +71,7 @@ class MapJob:
     None, it is nothing for kernels."""
 
     def __init__(self, packed: PackedLinear) -> None:
-        self.kernel = _kernel(packed.format)
+        self.kernel = None if address(packed.format) == 0 else head_kernel("run_linear")
         held = (packed.packed, packed.scales, packed.bias)
         self._held = [None if each is None else each.detach() for each in held]
         there = [each for each in self._held if each is not None]
@@ -80,7 +80,7 @@ class MapJob:
             self.kernel = None  # kernels follow addresses: what they would misread must not get there
         if self.kernel is None:
             return
-        from paceline.kernels.cpu import head_layer as heads
+        from paceline.kernels.cpu import head_steps as heads
 
         self._inputs, self._outputs = packed.in_features, packed.out_features
         self._list, self._call = np.zeros(heads.SIZE, np.int64), slice(len(heads.MAP), len(heads.JOB))
@@ -90,8 +90,6 @@ class MapJob:
         self._list[: len(numbers)] = self.numbers = numbers  # MAP
 
     def run(self, x: Tensor) -> Tensor:
-        from paceline.kernels.cpu import team
-
         assert x.shape[-1] == self._inputs
         y = torch.empty((*x.shape[:-1], self._outputs), dtype=_FLOAT, device="cpu")
         rows = y.numel() // self._outputs
@@ -99,10 +97,7 @@ class MapJob:
         threads = threads_for(self._inputs * self._outputs * (rows + 1))
         numbers = self._list.copy()
         numbers[self._call] = (rows, x.data_ptr(), y.data_ptr(), threads)
-        if threads == 1:
-            self.kernel(numbers, 0)
-        else:
-            team.TEAM.run(threads, self.kernel, numbers)
+        run_kernel(threads, self.kernel, numbers)
         return y
 
 
@@ -120,14 +115,22 @@ def threads_for(work: int) -> int:
     return team.TEAM.gather(THREADS.governor.threads(min(openmp.usual_threads(), _cores())))
 
 
-def _kernel(kind: str) -> Any:
-    """What multiplies by weights of a format; None where there are no kernels."""
-    if address(kind) == 0:
-        return None
-    from paceline.kernels.cpu import head_layer as heads
+@lru_cache(256)
+def head_kernel(name: str) -> Any:
+    """A kernel of `kernels.cpu.head_steps`, to be called directly."""
+    from paceline.kernels.cpu import head_steps, team
+
+    return team.direct(getattr(head_steps, name))
+
+
+def run_kernel(threads: int, kernel: Any, *arguments: Any) -> None:
+    """Run a kernel on this thread, or on a team of threads. Its last argument is the number of the thread."""
     from paceline.kernels.cpu import team
 
-    return team.direct(heads.run_linear)
+    if threads == 1:
+        kernel(*arguments, 0)
+    else:
+        team.TEAM.run(threads, kernel, *arguments)
 
 
 @lru_cache(256)
@@ -229,7 +232,7 @@ class KernelNorm(nn.Module):
             return self.norm(x)  # type: ignore[no-any-return]
         x = x.contiguous()
         y = torch.empty(x.shape, dtype=_FLOAT, device="cpu")
-        _norm()(x.data_ptr(), weight.data_ptr(), y.data_ptr(), x.numel() // width, width, self.norm.eps)
+        head_kernel("run_norm")(x.data_ptr(), weight.data_ptr(), y.data_ptr(), x.numel() // width, width, self.norm.eps)
         return y
 
 
@@ -238,7 +241,7 @@ class LayerJob:
     queries, keys and values together, of what is added, of gate and up together, and of what comes back."""
 
     def __init__(self, maps: tuple[CpuLinear, ...], norm: Tensor, eps: float, heads: int, shared: int, width: int):
-        from paceline.kernels.cpu import head_layer as kernels
+        from paceline.kernels.cpu import head_steps as kernels
         from paceline.kernels.cpu import llama
 
         assert width % _EVEN == 0
@@ -275,8 +278,6 @@ class LayerJob:
         turns: tuple[Tensor, Tensor],
     ) -> Tensor:  # fmt: skip
         """See `DecoderLayer.forward`; turns: cos and sin [P,W] of all positions."""
-        from paceline.kernels.cpu import team
-
         R, Q, inputs = seen.shape
         cache.allocate(layer + 1, self.shared, self.width, _FLOAT)
         keys, values, slots, visible = cache.of_layer(layer)
@@ -301,10 +302,7 @@ class LayerJob:
             "mask": mask.data_ptr(), "mask_row": 0 if mask.shape[0] == 1 else mask.stride(0),
             "mask_query": mask.stride(2), "visible": visible,
         }, self._counters)  # fmt: skip
-        if threads == 1:
-            _layer()(self.model, call, self.floats, 0)
-        else:
-            team.TEAM.run(threads, _layer(), self.model, call, self.floats)
+        run_kernel(threads, head_kernel("run_layer"), self.model, call, self.floats)
         return made
 
 
@@ -314,19 +312,3 @@ def _check(slots: Tensor, room: int, position: Tensor, known: int) -> None:
         numbers = tensor.numpy()
         if numbers.min() < 0 or numbers.max() >= limit:
             raise IndexError(f"Places {numbers.min()} to {numbers.max()} cannot be read; there is room for {limit}.")
-
-
-@once
-def _norm() -> Any:
-    from paceline.kernels.cpu import head_layer as heads
-    from paceline.kernels.cpu import team
-
-    return team.direct(heads.run_norm)
-
-
-@once
-def _layer() -> Any:
-    from paceline.kernels.cpu import head_layer as heads
-    from paceline.kernels.cpu import team
-
-    return team.direct(heads.run_layer)

@@ -372,7 +372,6 @@ def _head_of(lm: LanguageModel) -> tuple[str, Any]:
     names = [name for name, child in lm.model._modules.items() if child is own and own is not None]
     if not names or not hasattr(own, "out_features"):
         raise UnsupportedError(
-            f"{type(lm.model).__name__} ({lm.architecture.name}) has no output head of its own that could be cut; "
-            "leave out the option vocabulary."
+            f"{lm.title} has no output head of its own that could be cut; leave out the option vocabulary."
         )
     return names[0], own

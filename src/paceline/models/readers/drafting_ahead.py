@@ -24,7 +24,7 @@ from paceline.models.architecture import refuse_dropout
 from paceline.models.cpu.cpu_forward import LayerRange
 from paceline.models.language_model import LanguageModel
 from paceline.models.module_views import layers_of, with_layers
-from paceline.models.probe import ProbeText
+from paceline.models.probe import ProbeText, nearly_equal
 from paceline.models.reader import SlotReader
 
 
@@ -325,13 +325,11 @@ def check_split(lm: LanguageModel, depth: int) -> None:
             got = _in_parts(parted, rows, drafted, parents).float()
         except Exception as error:
             raise UnsupportedError(
-                f"{_title(lm)} cannot be cut after layer {depth} ({type(error).__name__}: {error}); "
-                "use another drafter."
+                f"{lm.title} cannot be cut after layer {depth} ({type(error).__name__}: {error}); use another drafter."
             ) from error
-        slack = 1e-3 if lm.dtype in (torch.float32, torch.float64) else 0.1
-        if not torch.allclose(got, wanted, atol=slack * float(wanted.std() + 1e-6), rtol=slack):
+        if not nearly_equal(lm, got, wanted):
             raise UnsupportedError(
-                f"{_title(lm)} reads a draft differently when it is cut after layer {depth}; use another drafter."
+                f"{lm.title} reads a draft differently when it is cut after layer {depth}; use another drafter."
             )
     lm.record.split_depths.add(depth)
 
@@ -347,7 +345,3 @@ def _in_parts(reader: SplitReader, rows: Any, drafted: Tensor, parents: Tensor |
         reader.lower(rows, drafted[:, 2:3], torch.ones_like(drafted[:, :1]))
         reader.hand_over(tree, torch.tensor([[1, 0, 2, -1, -1]] * 2, device=drafted.device), False)
     return reader.extend(rows, 1, tree.tokens, tree.parents).logits
-
-
-def _title(lm: LanguageModel) -> str:
-    return f"{type(lm.model).__name__} ({lm.architecture.name})"

@@ -18,7 +18,7 @@ from transformers import Qwen2Config, Qwen3Config
 from paceline.bench.candidate import Candidate, PacelineRun, Plan, Task
 from paceline.bench.peers import gguf_export as gguf_writing
 from paceline.bench.peers.gguf_peers import KINDS, LlamaCpp, Speculation
-from paceline.bench.peers.peer_names import open_peers
+from paceline.bench.peers.peer_names import PeerSetup, open_peers
 from paceline.common.errors import InputError, ModelOutputError, UnknownNameError, UnsupportedError
 from paceline.models import load
 from paceline.models.language_model import LanguageModel
@@ -48,7 +48,7 @@ def in_float32(model: Any, name: str = "tiny") -> LanguageModel:
 
 
 def opened(name: str, lm: LanguageModel) -> Candidate:
-    peers, notes = open_peers([name], lm)
+    peers, notes = open_peers([name], PeerSetup(lm))
     assert not notes
     return peers[0]
 
@@ -137,7 +137,7 @@ def test_stretched_positions_are_factors() -> None:
     ],
 )  # fmt: skip
 def test_what_a_file_cannot_say_is_left_out_in_one_line(model: Any, part: str, llama_cpp: SimpleNamespace) -> None:
-    peers, notes = open_peers(["llama-cpp"], in_float32(model()))
+    peers, notes = open_peers(["llama-cpp"], PeerSetup(in_float32(model())))
     assert not peers
     assert notes[0].startswith("llama-cpp is left out: ")
     assert part in notes[0]
@@ -145,7 +145,7 @@ def test_what_a_file_cannot_say_is_left_out_in_one_line(model: Any, part: str, l
 
 
 def test_float64_is_left_out(llama_cpp: SimpleNamespace) -> None:
-    _, notes = open_peers(["llama-cpp"], LanguageModel(llama()))
+    _, notes = open_peers(["llama-cpp"], PeerSetup(LanguageModel(llama())))
     assert "no weights in torch.float64" in notes[0]
 
 
@@ -324,7 +324,7 @@ def test_an_older_one_may_lack_a_type(llama_cpp: SimpleNamespace, tmp_path: Path
 @pytest.mark.parametrize("name", NAMES)
 def test_without_the_package_nothing_is_written(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "xllamacpp", None)
-    peers, notes = open_peers([name], in_float32(llama()))
+    peers, notes = open_peers([name], PeerSetup(in_float32(llama())))
     assert not peers
     assert notes == [f"{name} is left out: xllamacpp is not installed; pip install xllamacpp."]
     assert not (tmp_path / "cache").exists()
@@ -343,7 +343,7 @@ def test_without_the_package_nothing_is_written(name: str, tmp_path: Path, monke
 )
 def test_mistakes_are_errors(name: str, kind: type[Exception], llama_cpp: SimpleNamespace) -> None:
     with pytest.raises(kind):
-        open_peers([name], in_float32(llama()))
+        open_peers([name], PeerSetup(in_float32(llama())))
 
 
 # ---- itself, where it is installed

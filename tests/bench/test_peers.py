@@ -15,7 +15,7 @@ import torch
 from paceline.bench.candidate import Candidate, PacelineRun, Plan, Task, parse_run_spec
 from paceline.bench.peers import gguf_export as gguf_file
 from paceline.bench.peers.gguf_peers import OpenVino
-from paceline.bench.peers.peer_names import draft_model_of, open_peers
+from paceline.bench.peers.peer_names import PeerSetup, draft_model_of, open_peers
 from paceline.common.errors import InputError, UnknownNameError, UnsupportedError
 from paceline.models.language_model import LanguageModel
 from paceline.models.loading.catalogue import cache_key
@@ -47,7 +47,7 @@ def draft() -> LanguageModel:
 
 
 def opened(name: str, lm: LanguageModel, draft: LanguageModel | None = None, sampled: bool = False) -> Candidate:
-    peers, notes = open_peers([name], lm, draft=draft, sampled=sampled)
+    peers, notes = open_peers([name], PeerSetup(lm, draft=draft, sampled=sampled))
     assert not notes
     return peers[0]
 
@@ -125,27 +125,27 @@ def test_who_cannot_come_is_noted_in_one_line(lm: LanguageModel) -> None:
         (["llama-cpp:FILE.gguf"], None, "did not come from a GGUF file" if installed else "xllamacpp is not installed"),
         (["openvino-lookup"], None, "did not come from a GGUF file"),
     ):
-        peers, notes = open_peers(names, lm, draft=given)
+        peers, notes = open_peers(names, PeerSetup(lm, draft=given))
         assert not peers
         assert part in notes[0]
         assert notes[0].startswith(f"{names[0]} is left out: ")
         assert notes[0].count("\n") == 0
-    _, notes = open_peers(["hf-early-exit"], LanguageModel(gpt2()))
+    _, notes = open_peers(["hf-early-exit"], PeerSetup(LanguageModel(gpt2())))
     assert "cannot exit early" in notes[0]
-    _, notes = open_peers(["hf-early-exit:layers=3"], lm)
+    _, notes = open_peers(["hf-early-exit:layers=3"], PeerSetup(lm))
     assert "first 2 layers" in notes[0]
 
 
 @pytest.mark.parametrize("name", ["hg", "hf:gamma=3", "hf-lookup:gama=3", "hf-lookup:5"])
 def test_unknown_names_are_errors(name: str, lm: LanguageModel) -> None:
     with pytest.raises(UnknownNameError):
-        open_peers([name], lm)
+        open_peers([name], PeerSetup(lm))
 
 
 @pytest.mark.parametrize("names", [["hf", "hf"], ["hf-lookup:gamma=0"], ["hf-lookup:gamma=x"]])
 def test_wrong_values_are_errors(names: list[str], lm: LanguageModel) -> None:
     with pytest.raises(InputError):
-        open_peers(names, lm)
+        open_peers(names, PeerSetup(lm))
 
 
 def test_the_draft_model_of_a_run_is_found(lm: LanguageModel, draft: LanguageModel, tmp_path: Path) -> None:
@@ -275,6 +275,6 @@ def test_what_is_not_installed_is_left_out(
     if name == "openvino":
         monkeypatch.setitem(sys.modules, "openvino", None)
     lm, file = from_gguf
-    peers, notes = open_peers([f"{name}:{file}"], lm)
+    peers, notes = open_peers([f"{name}:{file}"], PeerSetup(lm))
     assert not peers
     assert "is not installed; pip install" in notes[0]

@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 import torch
 
+from paceline.core.costs import accepted_of
 from paceline.engine.decoder import SpeculativeDecoder
 from paceline.training import evaluation
 from paceline.training.corpus import Corpus, Text, collate
 from paceline.training.distillation import Batch
-from paceline.training.evaluation import evaluate, expected_tau, round_starts, walk
+from paceline.training.evaluation import evaluate, round_starts, walk
 from paceline.training.recipes.base import Recipe
 from tests.training.toys import KINDS, own_texts, recipe_of, target, trained
 
@@ -104,7 +105,7 @@ def test_half_of_a_text_is_easy() -> None:
     tried, right = (each[-1] for each in walk(predictions.unsqueeze(1), batch, recipe.teacher))
     assert tried.tolist() == [75, 15, 15]
     assert right.tolist() == [15, 15, 15]
-    assert expected_tau((right / tried).tolist()) == 120 / 75
+    assert 1 + accepted_of((right / tried).tolist()) == 120 / 75
 
 
 def test_a_text_that_left_the_target_counts_no_further() -> None:

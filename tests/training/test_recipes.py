@@ -6,10 +6,11 @@ import pytest
 import torch
 
 from paceline.common.errors import InputError
+from paceline.core.costs import accepted_of
 from paceline.engine.decoder import SpeculativeDecoder
 from paceline.training.corpus import Corpus, collate
 from paceline.training.distillation import LOSSES, Batch, DistillationLoss, Teacher, divergence, parse_loss
-from paceline.training.evaluation import evaluate, expected_tau
+from paceline.training.evaluation import evaluate
 from paceline.training.recipes.base import RECIPES, Recipe, make_recipe
 from tests.selection import covering
 from tests.training.toys import KINDS, in_sixteen_bits, own_texts, recipe_of, target, trained
@@ -27,7 +28,7 @@ def test_it_learns(kind: str) -> None:
     assert sum(losses[-5:]) < 0.7 * sum(losses[:5])
     assert after.loss < before.loss
     assert after.tau > before.tau
-    assert after.tau == expected_tau(after.positions)
+    assert after.tau == 1 + accepted_of(after.positions)
 
 
 @pytest.mark.parametrize(("kind", "more"), [*((kind, {}) for kind in KINDS), ("draft-lm", {"kept": 1})])

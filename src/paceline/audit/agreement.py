@@ -22,6 +22,7 @@ from paceline.core.sampling import Sampling, SamplingBatch
 from paceline.core.trace import Round
 from paceline.engine.decoder import SpeculativeDecoder
 from paceline.engine.request import Generation
+from paceline.models.reader import common_prefix
 
 # Two scores are a tie if they differ by at most this number of rounding units of the largest logit. A forward pass over
 # several tokens adds numbers in another order than a forward pass over one token.
@@ -111,9 +112,8 @@ def _divergence(
     decoder: SpeculativeDecoder, row: int, prompt: list[int], texts: tuple[list[int], list[int]], sampling: Sampling
 ) -> Divergence:
     plain, drafted = texts
-    shorter = min(len(plain), len(drafted))
-    at = next((i for i, (one, other) in enumerate(zip(plain, drafted, strict=False)) if one != other), shorter)
-    if at == shorter:  # one of the texts has ended, which is never a tie
+    at = common_prefix(plain, drafted)
+    if at == min(len(plain), len(drafted)):  # one of the texts has ended, which is never a tie
         next_plain, next_drafted = (text[at] if at < len(text) else None for text in texts)
         return Divergence(row, at, next_plain, next_drafted, None, None, None)
     logits = logits_after(decoder, prompt, plain[:at])

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from itertools import zip_longest
 from typing import Any
 
 from paceline.audit.report_page import Page, Section, Table
 from paceline.audit.server_client import Ask, Reply
+from paceline.models.reader import common_prefix
 
 _BEFORE, _AFTER = 24, 40  # characters that a report shows before and after the first difference
 
@@ -278,19 +278,14 @@ def _differ(one: Reply, two: Reply) -> bool:
 
 
 def _divergence(run: str, ask: Ask, right: Reply, found: Reply) -> ServerDivergence:
-    position = _first_difference(right.text, found.text)
+    position = common_prefix(right.text, found.text)
     token = gap = None
     if right.tokens and found.tokens:
-        token = _first_difference(right.tokens, found.tokens)
+        token = common_prefix(right.tokens, found.tokens)
         gap = right.gaps[token] if token < len(right.gaps) else None
     kind = f"{'sampled' if ask.sampled else 'greedy'} {ask.endpoint}"
     return ServerDivergence(run, ask.number, kind, position, right.text, found.text, right.finish_reason,
                             found.finish_reason, token, gap, found.error)  # fmt: skip
-
-
-def _first_difference(one: Sequence[str], two: Sequence[str]) -> int:
-    """Return the index of the first difference, or the common length if there is none."""
-    return next((i for i, (a, b) in enumerate(zip_longest(one, two)) if a != b), len(one))
 
 
 def _lines(item: ServerDivergence) -> list[str]:

@@ -16,7 +16,7 @@ import torch
 from paceline.bench.bench_options import BenchOptions, is_synthetic
 from paceline.bench.candidate import Cancel, Candidate, PacelineRun, Plan, Run, Shaped, Task, parse_run_specs
 from paceline.bench.machine_use import check_quiet, how_busy, layer_table, lines_while, peak_while, wanted_device
-from paceline.bench.peers.peer_names import check_peers, draft_model_of, open_peers
+from paceline.bench.peers.peer_names import PeerSetup, check_peers, draft_model_of, open_peers
 from paceline.bench.prompt_sets import read_all
 from paceline.bench.quality import Quality, judge
 from paceline.bench.results.metrics import summarise
@@ -102,7 +102,7 @@ def assemble(options: BenchOptions, progress: Progress | None = None) -> Setup:
         except UnsupportedError as error:  # this drafter or this rule; the other candidates still run
             skipped.append(LeftOut(spec.name, str(error)))
     draft = draft_model_of(candidates) if synthetic is None else synthetic.draft
-    peers, notes = open_peers(options.peers, lm, draft=draft, gamma=options.gamma, sampled=sampled)
+    peers, notes = open_peers(options.peers, PeerSetup(lm, draft, options.gamma, sampled))
     if synthetic is not None:
         notes.insert(0, f"{synthetic.remark[:1].upper()}{synthetic.remark[1:]}")
     candidates += peers

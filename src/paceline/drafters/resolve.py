@@ -116,7 +116,7 @@ def load_drafter(where: str | os.PathLike[str], target: Any = None, **options: A
     lm = None if target is None else load(target)
     is_file = find_entry(os.fspath(where)) is None and place_of(where).exists()
     name, given, source = resolve_draft(Path(where) if is_file else where, options, fetch=True)
-    if isinstance(source, Path) and is_head(source):
+    if isinstance(source, Path) and _kind_of(source) in _HEADS:
         given["head"] = _sharing(read_head(source, DraftHead), lm)
     drafter = make_drafter(name, given, device=None if lm is None else lm.device)
     if lm is not None:
@@ -215,11 +215,6 @@ def drafter_of_folder(where: str | os.PathLike[str]) -> tuple[str, Path] | None:
     if "head" not in (field.name for field in fields(DRAFTERS[kind].Options)):
         raise LoadError(f"'{path}' holds a head of kind '{kind}', but the drafter of this name takes no head.")
     return kind, path
-
-
-def is_head(folder: Path) -> bool:
-    """Return whether this folder holds a head that `read_head` can read."""
-    return _kind_of(folder) in _HEADS
 
 
 def read_head(where: str | os.PathLike[str], Head: type[H]) -> H:

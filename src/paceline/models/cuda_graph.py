@@ -164,8 +164,7 @@ class Rehearsal:
     def host_copy(self, tensor: Tensor) -> HostCopy:
         return _Read(tensor)
 
-    def forget(self) -> None:
-        pass
+    def forget(self) -> None: ...
 
 
 class _Read:

@@ -390,7 +390,7 @@ class SlotReader:
             self.cache.move_row(last, row, length)
 
 
-def common_prefix(first: Sequence[int], second: Sequence[int], start: int = 0) -> int:
+def common_prefix(first: Sequence[object], second: Sequence[object], start: int = 0) -> int:
     """The length of the common beginning of two sequences, which are equal up to `start`. Slices are compared, which is
     much faster than a loop over tokens."""
     low, high = start, min(len(first), len(second))

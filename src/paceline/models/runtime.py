@@ -204,7 +204,9 @@ def running(lm: LanguageModel) -> Running:
     if device == "cpu" and first.runner not in _PLAIN:
         why = why or kernels_missing()
     if first.runner in _PLAIN or why is not None:
-        reason = _in_short(why) if why is not None and device == "cpu" else ""
+        reason = why if why is not None and device == "cpu" else ""
+        if "No module named" in reason and ("numba" in reason or "llvmlite" in reason):
+            reason = "no numba"
         return Running("eager", reason, kind=kind, captured=captured, strict=first.strict, bits=_bits(first, captured))
     if device == "cpu":
         return Running("kernels", threads=threads_here(first), kind=kind, strict=first.strict)
@@ -286,7 +288,3 @@ def _is_altered(lm: LanguageModel, why: str) -> bool:
     if not hasattr(lm, "model") or no_family(lm.core) is not None:
         return False
     return why == altered(lm.core, lm.architecture.kinds)
-
-
-def _in_short(why: str) -> str:
-    return "no numba" if "No module named" in why and ("numba" in why or "llvmlite" in why) else why

@@ -75,7 +75,7 @@ def evaluate(recipe: Recipe, batches: Iterable[Batch], costs: Costs | None, draf
         tried += new_tried.cpu()
         accepted += new_accepted.cpu()
     rates = (accepted / tried.clamp(min=1)).tolist()
-    taus = [expected_tau(row[:length]) for length, row in enumerate(rates, 1)]
+    taus = [1.0 + accepted_of(row[:length]) for length, row in enumerate(rates, 1)]
     gamma, speedup = best_length(taus, costs, drafter) if costs is not None else (None, None)
     positions, tau = (tuple(rates[-1]), taus[-1]) if rates else ((), 1.0)
     return Evaluation(loss / max(1, count), positions, tau, gamma, speedup)
@@ -116,11 +116,6 @@ def round_starts(ahead: np.ndarray) -> np.ndarray:
     return starts
 
 
-def expected_tau(positions: Sequence[float]) -> float:
-    """τ of chains as long as `positions`."""
-    return 1.0 + accepted_of(positions)
-
-
 def best_length(taus: Sequence[float], costs: Costs, drafter: str) -> tuple[int, float]:
     """The γ with the best speed-up τ/(v(γ+1)+γc+o) and that speed-up. taus: with drafts of 1, 2, ... tokens. (0, 1.0)
     if drafting never pays."""
@@ -145,9 +140,6 @@ class Measured:
     prompts: int
     tokens: int
     same: bool  # the text of plain decoding
-
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def measure(lm: LanguageModel, drafter: Drafter, pieces: Sequence[Text], most: int) -> Measured | None:
@@ -183,7 +175,7 @@ def write_card(
     if evaluation is not None:
         facts["held_out"] = evaluation.as_dict()
     if measured is not None:
-        facts["measured"] = measured.as_dict()
+        facts["measured"] = asdict(measured)
     write_json(folder / "provenance.json", facts)
     with replacing(folder / "README.md") as part:
         part.write_text(_card(folder, kind, facts, evaluation, measured, more), "utf-8")

@@ -32,17 +32,9 @@ class PeerSetup:
 PeerOptions = dict[str, str]
 
 
-def open_peers(
-    names: Sequence[str],
-    lm: LanguageModel,
-    *,
-    draft: LanguageModel | None = None,
-    gamma: int = 5,
-    sampled: bool = False,
-) -> tuple[list[Candidate], list[str]]:
+def open_peers(names: Sequence[str], about: PeerSetup) -> tuple[list[Candidate], list[str]]:
     """The peers, and a line for each that cannot take part here. An unknown name or option is an error."""
     check_peers(names)
-    about = PeerSetup(lm, draft, gamma, sampled)
     peers: list[Candidate] = []
     notes: list[str] = []
     for text in names:
@@ -78,10 +70,6 @@ def draft_model_of(candidates: Sequence[Any]) -> LanguageModel | None:
 
 
 # ---- one function per kind
-
-
-def _plain(text: str, options: PeerOptions, about: PeerSetup) -> Candidate:
-    return HuggingFace(text, about.lm, sampled=about.sampled)
 
 
 def _assisted(text: str, options: PeerOptions, about: PeerSetup) -> Candidate:
@@ -167,7 +155,7 @@ class _Opening:
 
 
 _PEERS = {
-    "hf": _Opening(_plain),
+    "hf": _Opening(lambda text, options, about: HuggingFace(text, about.lm, sampled=about.sampled)),
     "hf-assisted": _Opening(_assisted, ("gamma", "draft")),
     "hf-lookup": _Opening(_lookup, ("gamma", "match")),
     "hf-early-exit": _Opening(_early_exit, ("gamma", "layers")),

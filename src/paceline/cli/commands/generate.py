@@ -152,9 +152,10 @@ def _divergence(plain: Side, speculative: Side, decoder: SpeculativeDecoder) -> 
     ours, theirs = plain.result.tokens, speculative.result.tokens
     if ours == theirs:
         return None
-    at = next((i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), min(len(ours), len(theirs)))
     from paceline.audit.agreement import logits_after
+    from paceline.models.reader import common_prefix
 
+    at = common_prefix(ours, theirs)
     # raw logits, without controls
     logits = logits_after(decoder, plain.result.prompt_tokens, ours[:at])
     best = logits.topk(min(2, len(logits))).values.tolist()

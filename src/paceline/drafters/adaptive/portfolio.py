@@ -93,7 +93,8 @@ class Portfolio(DrafterGroup, FillsNodes, Replayable):
                 continue  # a draft with laws cannot be merged with others
             if own_laws or self._is_due(member, budget):
                 yield member, budget
-            if self._first and self._all_rows_served(rows.count):
+            served = (any(p.rows and p.rows[row].tokens for p in self._asked) for row in range(rows.count))
+            if self._first and all(served):
                 return
 
     def _order(self, own_laws: bool) -> list[Member]:
@@ -120,9 +121,6 @@ class Portfolio(DrafterGroup, FillsNodes, Replayable):
         round_cost = self._round_seconds.value if timed else float(POLICY.pass_in_trees * budget.nodes)
         pays = stats.alone.value * round_cost >= stats.cost.value * self._emitted.value
         return pays or self._rounds - stats.last_round >= stats.pause
-
-    def _all_rows_served(self, count: int) -> bool:
-        return all(any(p.rows and p.rows[row].tokens for p in self._asked) for row in range(count))
 
     def _cost(self, seconds: float, drafted: float) -> float:
         return seconds if self.options.cost == "time" else drafted

@@ -76,7 +76,9 @@ class DraftHead(nn.Module):
         made_for = config.pop("target")
         dtypes = [tensor.dtype for tensor in tensors.values() if tensor.is_floating_point()]
         try:
-            sizes = cls.Config(**{name: _frozen(value) for name, value in config.items()})
+            # JSON has no tuples
+            values = {name: tuple(value) if isinstance(value, list) else value for name, value in config.items()}
+            sizes = cls.Config(**values)
             head = built(lambda: cls(sizes, made_for), tensors, folder)
             head.to(dtypes[0]).load_state_dict(tensors)
         except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, RuntimeError) as error:
@@ -95,11 +97,6 @@ class DraftHead(nn.Module):
                 f"This {self.kind} head reads embeddings of width {wanted}, but those of {target.name} have {given}; "
                 "use a head trained for this target."
             )
-
-
-def _frozen(value: Any) -> Any:
-    """Return a tuple for a list, because JSON has no tuples; return other values unchanged."""
-    return tuple(value) if isinstance(value, list) else value
 
 
 def depths(numbers: Sequence[int], layers: int) -> tuple[float, ...]:

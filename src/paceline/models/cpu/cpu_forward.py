@@ -217,7 +217,9 @@ def kernel_pass(lm: LanguageModel, model: Any) -> CpuForward | CudaForward | Non
         why = plan if isinstance(plan, str) else kernels_missing() or _uncompiled(plan)
         if why is None:
             assert isinstance(plan, Plan)
-            return CpuForward(plan, threads_here(lm), threads_allowed())
+            from paceline.models.cpu.thread_choice import limit
+
+            return CpuForward(plan, threads_here(lm), limit())
     if lm.runner == "kernels":
         raise UnsupportedError(
             f"The runner 'kernels' was asked for, and {lm.name} cannot run by it: {why}; use runner 'auto'."
@@ -255,13 +257,6 @@ def threads_here(lm: LanguageModel) -> int:
     from paceline.models.cpu.thread_choice import threads_for
 
     return threads_for(lm)
-
-
-def threads_allowed() -> int:
-    """As many as torch may use, on as many cores as this process may use."""
-    from paceline.models.cpu.thread_choice import limit
-
-    return limit()
 
 
 @once

@@ -209,14 +209,11 @@ def hooked(model: Any) -> str | None:
     if torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks:
         return "torch calls global forward hooks, and kernels would skip them"
     for name, module in model.named_modules():
-        if module._forward_pre_hooks or any(map(_listens, module._forward_hooks.values())):
+        # hooks of transformers stay on a model after `output_hidden_states` was used once, and do nothing then
+        owners = {getattr(hook, "__module__", None) for hook in module._forward_hooks.values()}
+        if module._forward_pre_hooks or owners - {"transformers.utils.output_capturing"}:
             return f"{name or 'the model'} has forward hooks, and kernels would skip them"
     return None
-
-
-def _listens(hook: Any) -> bool:
-    """Hooks of transformers stay on a model after `output_hidden_states` was used once. They do nothing then."""
-    return getattr(hook, "__module__", None) != "transformers.utils.output_capturing"
 
 
 def altered(model: Any, kinds: tuple[str, ...] | None = None) -> str | None:

@@ -128,7 +128,9 @@ def _built(metadata: dict[str, Any]) -> PreTrainedTokenizerFast | None:
         backend = _byte_level(vocabulary, metadata, splitter)
     elif kind == "llama":
         vocabulary = _read_vocabulary(metadata, adds_bos=True, defaults={"bos": 1, "eos": 2, "unknown": 0})
-        vocabulary = replace(vocabulary, tokens=[_respelled(token) for token in vocabulary.tokens])
+        # some files hold runs of blanks as real spaces, but text is looked up with "▁" for every space
+        blank = (_BLANK * len(t) if t and not t.strip(" ") else t for t in vocabulary.tokens)
+        vocabulary = replace(vocabulary, tokens=list(blank))
         backend = _sentencepiece(vocabulary, prefix=bool(metadata.get("tokenizer.ggml.add_space_prefix", True)))
     else:
         raise TokenizerError(f"its tokenizer is of the kind {shown(kind)}, and only 'gpt2' and 'llama' can be rebuilt")
@@ -185,11 +187,6 @@ def _read_vocabulary(
         adds_bos=bool(metadata.get("tokenizer.ggml.add_bos_token", adds_bos)),
         adds_eos=bool(metadata.get("tokenizer.ggml.add_eos_token", False)),
     )
-
-
-def _respelled(token: str) -> str:
-    """Some files hold runs of blanks as real spaces, but text is looked up with "▁" for every space."""
-    return _BLANK * len(token) if token and not token.strip(" ") else token
 
 
 def _numbered(tokens: list[str]) -> dict[str, int]:

@@ -107,8 +107,4 @@ def slim_transformers() -> None:
 
     for module in (utils, import_utils):
         if hasattr(module, "is_torch_distributed_available"):
-            module.is_torch_distributed_available = _no
-
-
-def _no() -> bool:
-    return False
+            module.is_torch_distributed_available = lambda: False

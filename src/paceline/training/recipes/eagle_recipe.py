@@ -93,14 +93,16 @@ class EagleRecipe(HeadRecipe):
         last, tokens = batch.last[rows, positions + 1], batch.ids[rows, positions + 2]
         teacher = self.loss.teacher_logits(last)
         total = torch.zeros((), device=batch.ids.device)
-        fused = self.head.fuse(torch.cat(taps, -1)).detach() if self.options.regression else None
+        fused = None  # the features of the next positions; the last one stays
+        if self.options.regression:
+            features = self.head.fuse(torch.cat(taps, -1)).detach()
+            fused = torch.cat([features[:, 1:], features[:, -1:]], 1)
         weights = (self.head.norm.weight, self.head.output.weight)
         for step, features in enumerate(self.head.unrolled(embedded, taps, self.options.steps)):
             own = features[rows, positions]
             loss = self.loss(self._logits, own, last, tokens, teacher, weights)
             if fused is not None:
-                target = next_states(fused)[rows, positions]
-                loss = loss + self.options.regression * F.smooth_l1_loss(own, target)
+                loss = loss + self.options.regression * F.smooth_l1_loss(own, fused[rows, positions])
             total = total + self.options.fade**step * loss
         return total
 
@@ -121,11 +123,6 @@ class EagleRecipe(HeadRecipe):
                 best = self.head.d2t[best]
             predictions.append(shift_left(F.pad(best, (0, 1), value=-1), step))
         return torch.stack(predictions)
-
-
-def next_states(states: Tensor) -> Tensor:
-    """[R,T,D]: entry t is the entry t+1; the last one stays."""
-    return torch.cat([states[:, 1:], states[:, -1:]], 1)
 
 
 def _theta(lm: Any) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from paceline.drafters.heads.base import PlaceStore
-from paceline.models.heads.head_layers import DecoderLayer, LayerConfig, Scratch, alone, by_slot
+from paceline.models.heads.head_layers import BySlot, DecoderLayer, LayerConfig, Scratch, alone
 from paceline.models.slot_cache import SlotCache, chain_mask
 
 
@@ -37,7 +37,7 @@ def test_a_layer_says_the_same_by_slot_and_in_one_pass() -> None:
     seen, stream = torch.randn(2, 9, 10, dtype=torch.float64), torch.randn(2, 9, 16, dtype=torch.float64)
     cache = SlotCache()
     cache.reserve(2, 9)
-    remember = by_slot(cache, 0)
+    remember = BySlot(cache, 0)
     position = torch.arange(5).expand(2, 5)
     cache.set_next_write(slice(0, 2), 0, 5, 0)
     layer(seen[:, :5], stream[:, :5], position, chain_mask(position, 5), remember)  # the second text is shorter

@@ -24,7 +24,7 @@ from paceline.kernels.cpu import machine
 from paceline.models.cpu import cpu_linear as kernel_linear
 from paceline.models.cpu.cpu_linear import CpuLinear, KernelNorm, drafting
 from paceline.models.cpu.threads import THREADS
-from paceline.models.heads.head_layers import DecoderLayer, LayerConfig, Norm, Scratch, by_slot
+from paceline.models.heads.head_layers import BySlot, DecoderLayer, LayerConfig, Norm, Scratch
 from paceline.models.packed_linear import BFloat16Linear, Int4Linear, Int8Linear
 from paceline.models.runtime import quantized
 from paceline.models.slot_cache import SlotCache
@@ -197,7 +197,7 @@ class Draft:
         self.layer, self.cache = layer, SlotCache()
         self.seen, self.stream = (drawn(2, 11, width, seed=width).to(dtype) for width in (seen, layer.config.width))
         self.cache.reserve(4, 16)
-        self.remember = by_slot(self.cache, 0)
+        self.remember = BySlot(self.cache, 0)
 
     @torch.no_grad()
     def run(self, rows: slice = slice(0, 2)) -> Tensor:

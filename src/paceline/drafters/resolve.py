@@ -12,6 +12,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from paceline.common.errors import InputError, LoadError, UnknownNameError, UnsupportedError, shown
+from paceline.common.names import HUB_ID
 from paceline.common.options import convert_options
 from paceline.common.registry import build_options
 from paceline.common.text_formats import parse_json
@@ -237,7 +238,7 @@ def read_head(where: str | os.PathLike[str], Head: type[H]) -> H:
 def fetch_head(where: str | os.PathLike[str]) -> Path | None:
     """Download the head of a hub id, and return its folder. None: `where` is not a hub id."""
     repository = os.fspath(where)
-    if place_of(repository).exists() or find_entry(repository) is not None or not hub.HUB_ID.fullmatch(repository):
+    if place_of(repository).exists() or find_entry(repository) is not None or not HUB_ID.fullmatch(repository):
         return None
     try:
         return hub.fetch(repository)

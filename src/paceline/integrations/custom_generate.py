@@ -19,17 +19,8 @@ from paceline.models import LanguageModel, generate_output
 _IGNORED = frozenset(
     ["attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep", "cache_position"]
 )
-_REFUSED = (
-    "output_scores",
-    "output_logits",
-    "output_attentions",
-    "output_hidden_states",
-    "penalty_alpha",
-    "dola_layers",
-    "constraints",
-    "force_words_ids",
-    "diversity_penalty",
-)
+_REFUSED = ("output_scores", "output_logits", "output_attentions", "output_hidden_states", "penalty_alpha",
+            "dola_layers", "constraints", "force_words_ids", "diversity_penalty")  # fmt: skip
 
 
 class CustomGenerate:
@@ -122,18 +113,10 @@ class CustomGenerate:
 
     def _decoder_for(self, model: Any) -> SpeculativeDecoder:
         if self._decoder is None or self._decoder.target.model is not model:
+            names = ("gamma", "rule", "options", "rule_options", "nodes", "allow_lossy")
+            how: dict[str, Any] = {name: getattr(self, name) for name in names}
             target = LanguageModel(model, self.tokenizer)
-            self._decoder = SpeculativeDecoder(
-                target,
-                self.draft,
-                gamma=self.gamma,
-                rule=self.rule,
-                options=self.options,
-                rule_options=self.rule_options,
-                nodes=self.nodes,
-                rows=1 << 16,
-                allow_lossy=self.allow_lossy,
-            )
+            self._decoder = SpeculativeDecoder(target, self.draft, rows=1 << 16, **how)
         return self._decoder
 
     def _seeds(self, count: int) -> list[int]:

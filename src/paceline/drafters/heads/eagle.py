@@ -20,12 +20,12 @@ from paceline.drafters.heads.base import DraftHead, HeadDrafter, HeadOptions, Pl
 from paceline.models.cpu.cpu_head import CpuHead
 from paceline.models.cuda.cuda_head import CudaHead
 from paceline.models.heads.head_layers import (
+    BySlot,
     DecoderLayer,
     LayerConfig,
     Norm,
     Remember,
     Scratch,
-    by_slot,
     rows_of,
     spread,
 )
@@ -48,7 +48,7 @@ class Steps:
     ) -> None:
         self._light, self._embed, self._shared, self._places, self._kernels = light, embed, shared, places, kernels
         self.cache = SlotCache()
-        self._remember = by_slot(self.cache, 0)
+        self._remember = BySlot(self.cache, 0)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_kernels": None}  # the kernels hold addresses, which are not valid in a copy

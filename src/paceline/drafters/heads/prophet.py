@@ -14,7 +14,7 @@ from paceline.core.contracts import DRAFTERS, Budget, RowsView, arange
 from paceline.core.tree import TokenTree
 from paceline.core.tree_growth import Expand
 from paceline.drafters.heads.base import DraftHead, HeadDrafter, HeadOptions
-from paceline.models.heads.head_layers import DecoderLayer, LayerConfig, Norm, Remember, Scratch, alone, by_slot
+from paceline.models.heads.head_layers import BySlot, DecoderLayer, LayerConfig, Norm, Remember, Scratch, alone
 from paceline.models.language_model import LanguageModel
 from paceline.models.slot_cache import SlotCache, chain_mask
 
@@ -118,7 +118,7 @@ class Prophet(HeadDrafter):
     def _expand(self, rows: RowsView) -> Expand:
         """Return the function that runs the head. Its KV cache holds only the draft: each round starts at slot 0."""
         cache, every_row, head = self._cache, slice(0, rows.count), self.light
-        remember = [by_slot(cache, layer) for layer in range(head.config.layers)]
+        remember = [BySlot(cache, layer) for layer in range(head.config.layers)]
         scratch = Scratch(torch.full_like(rows.length, _START), _START)
 
         def expand(tokens: Tensor | None, parents: Tensor | None) -> Tensor:

@@ -36,13 +36,10 @@ def alone(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
     return keys, values
 
 
-def by_slot(cache: SlotCache, layer: int) -> Remember:
-    """Remember in `cache`, in the slots it is aimed at."""
-    return _BySlot(cache, layer)
-
-
 @dataclass(frozen=True)
-class _BySlot:
+class BySlot:
+    """Remember in `cache`, in the slots it is aimed at."""
+
     cache: SlotCache
     layer: int
 
@@ -163,7 +160,7 @@ class LightLayer(DecoderLayer):
         self, seen: Tensor, stream: Tensor, position: Tensor, mask: Tensor | None, remember: Remember | Unrolled
     ) -> Tensor:
         few = seen.shape[0] * seen.shape[1] <= MOST
-        if self.job is None or not few or not isinstance(remember, _BySlot) or not (plain(seen) and plain(stream)):
+        if self.job is None or not few or not isinstance(remember, BySlot) or not (plain(seen) and plain(stream)):
             return super().forward(seen, stream, position, mask, remember)
         assert mask is not None
         turns = self.turns(mask.shape[-1])

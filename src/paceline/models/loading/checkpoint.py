@@ -25,6 +25,7 @@ from transformers import (
 from transformers.initialization import no_init_weights
 
 from paceline.common.errors import InputError, LoadError, PacelineWarning, UnknownNameError, in_one_line
+from paceline.common.names import HUB_ID
 from paceline.models.cpu.threads import one_thread
 from paceline.models.device import give_back
 from paceline.models.loading import hub
@@ -242,7 +243,7 @@ def _locate(
         if revision is not None:
             raise InputError(f"A revision ('{revision}') exists only on the hub, and '{source}' is on this machine.")
         return _locate_gguf(path, need_tokenizer, progress) if not path.is_dir() else _locate_folder(path)
-    if hub.HUB_ID.fullmatch(source) is not None:
+    if HUB_ID.fullmatch(source) is not None:
         return _locate_on_hub(source, revision, trust_remote_code, progress)
     if os.sep in source or "/" in source:
         raise LoadError(f"There is no file or folder '{source}'.")
@@ -373,7 +374,7 @@ def _load_tokenizer(tokenizer: object, trust_remote_code: bool, progress: Progre
         return _tokenizer_in_gguf(path)
     if path.is_dir():
         return _read_tokenizer(path, name, trust_remote_code, own=False)
-    if path.exists() or hub.HUB_ID.fullmatch(name) is None:
+    if path.exists() or HUB_ID.fullmatch(name) is None:
         raise LoadError(f"No tokenizer '{name}': pass a folder that holds one, or a hub id.")
     try:
         folder = hub.fetch(name, weights=False, code=trust_remote_code, progress=progress)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import os
-import re
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,7 +18,6 @@ from paceline.common.errors import in_one_line
 from paceline.models.loading.disk_cache import Progress
 from paceline.models.loading.weight_check import INDEX, link_problem, shards_of
 
-HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 _PATIENCE = 5.0  # seconds for the first answer: a network that drops packets must not look like a hang
 _TEXT_FILES = ["*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken"]
 _WEIGHT_FILES = ["model.safetensors", "model-*.safetensors", "medusa_lm_head.safetensors"]

@@ -120,9 +120,6 @@ def cache_bytes(cache: Any) -> int | None:
     return tensor_bytes(found) if found else None
 
 
-# ---- layer by layer
-
-
 @dataclass(frozen=True)
 class LayerBytes:
     """One layer, or what stands before and after them: bytes of its weights, and of keys and values per token."""

@@ -7,7 +7,6 @@ for our own kernels. Position p of a row is in slot p of the KV cache; scratch t
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,7 +18,7 @@ from paceline.core.contracts import PromptTaps, Reading, RowsView, arange
 from paceline.core.device_ops import DeviceOps, slots_after
 from paceline.core.tree import closure
 from paceline.models.cpu import threads as openmp
-from paceline.models.cpu.cpu_forward import AttentionSpan, CpuForward, LayerRange, kernel_pass
+from paceline.models.cpu.cpu_forward import AttentionSpan, CpuForward, ForwardPlan, LayerRange, kernel_pass
 from paceline.models.cuda.prefill import PromptReader
 from paceline.models.device import without_planned_attention
 from paceline.models.slot_cache import SlotCache, chain_mask, key_positions, masks_of_layers, tree_mask
@@ -30,18 +29,6 @@ if TYPE_CHECKING:
 
 CHUNK = 1024  # tokens of a prompt in one pass of transformers, and of the CUDA kernels
 _MORE = 16  # slots after a sequence that are computed together: drafts are seldom longer
-
-
-@dataclass(frozen=True)
-class ForwardPlan:
-    """One forward pass over Q tokens of R rows."""
-
-    ids: Tensor  # [R,Q]
-    positions: Tensor  # [R,Q]
-    slots: Tensor  # [R,Q] of the KV cache, where the tokens go
-    visibility: Any  # which slots each token sees, as the executor wants it: masks, or an `AttentionSpan`
-    keep: int  # logits of the last `keep` tokens
-    tapped: int  # hidden states of the last `tapped` tokens
 
 
 class SlotMapping:
@@ -199,10 +186,7 @@ class KernelExecutor:
     def __call__(self, cache: SlotCache, plan: ForwardPlan, layers: LayerRange | None = None) -> tuple[Reading, Tensor]:
         """The reading, and the hidden states [R,Q,D] of the last layer that ran; the next pass overwrites those."""
         openmp.rest()
-        return self._kernels(
-            cache, plan.ids, plan.positions, plan.slots, plan.visibility, plan.keep, self._taps,
-            vocabulary=self._logits, part=layers,
-        )  # fmt: skip
+        return self._kernels(cache, plan, self._taps, vocabulary=self._logits, part=layers)
 
 
 # ---- the reader of a batch

@@ -12,7 +12,6 @@ import json
 import os
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from itertools import accumulate, pairwise
@@ -20,13 +19,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from paceline.common.errors import InputError, LoadError
+from paceline.common.errors import InputError
 from paceline.common.text_formats import json_lines, parse_json, read_text
 from paceline.models.language_model import LanguageModel
+from paceline.models.loading.disk_cache import replacing
 from paceline.models.loading.weight_check import reading
 from paceline.training.train_options import TrainOptions, WritingPlan
 
@@ -114,22 +114,6 @@ class Shards:
             ids = tokens.tolist()
             for (start, stop), prompt in zip(pairwise(starts.tolist()), prompts.tolist(), strict=True):
                 yield Text(ids[start:stop], prompt)
-
-
-@contextmanager
-def replacing(path: Path, what: str = "", left: str = "what was there is untouched") -> Iterator[Path]:
-    """A file to write inside. It replaces `path` when it is complete; if it cannot be written, the old file stays."""
-    part = path.with_name(f".{path.name}.part")
-    try:
-        yield part
-        with part.open("rb") as file:
-            os.fsync(file.fileno())
-        part.replace(path)
-    except (OSError, SafetensorError) as error:
-        with suppress(OSError):
-            part.unlink()
-        problem = getattr(error, "strerror", None) or error
-        raise LoadError(f"{what}'{path}' cannot be written: {problem}; {left}.") from error
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:

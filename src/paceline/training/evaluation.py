@@ -25,8 +25,9 @@ from paceline.core.costs import Costs, accepted_of
 from paceline.engine.decoder import SpeculativeDecoder
 from paceline.models.language_model import LanguageModel
 from paceline.models.loading.catalogue import find_entry
+from paceline.models.loading.disk_cache import replacing
 from paceline.models.loading.weight_check import place_of
-from paceline.training.corpus import Text, replacing, write_json
+from paceline.training.corpus import Text, write_json
 from paceline.training.distillation import Batch, Teacher
 from paceline.training.recipes.base import Recipe, shift_left
 

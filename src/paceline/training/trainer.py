@@ -27,9 +27,10 @@ from paceline.common.text_formats import parse_json
 from paceline.core.costs import Costs
 from paceline.integrations.provenance import start
 from paceline.models.device import without_planned_attention
+from paceline.models.loading.disk_cache import replacing
 from paceline.models.loading.weight_check import reading
 from paceline.models.tensor_parallel import leave_in_order
-from paceline.training.corpus import STOP_FILE, Corpus, replacing
+from paceline.training.corpus import STOP_FILE, Corpus
 from paceline.training.evaluation import Evaluation, evaluate
 from paceline.training.recipes.base import Recipe
 from paceline.training.train_options import TrainOptions

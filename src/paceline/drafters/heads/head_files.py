@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from paceline.common.errors import LoadError, PacelineWarning, UnknownNameError, UnsupportedError, in_one_line
 from paceline.common.text_formats import read_json
+from paceline.models.loading.disk_cache import replacing
 from paceline.models.loading.weight_check import check_link, header_of
 
 if TYPE_CHECKING:
@@ -204,20 +205,12 @@ def save_head(
 ) -> None:
     """Write a head. config: its sizes and, under "target", the fingerprint of its target. numbers: the dtype on disk.
     If this fails, the files of an older head do not change."""
-    place = Path(folder)
+    place, what = Path(folder), f"The {kind} head "
     text = json.dumps({"kind": kind, "format": FORMAT, **config}, indent=2, sort_keys=True)
-    halves = {place / f".{name}.part": place / name for name in (WEIGHTS, _CONFIG)}
-    weights, about = halves
-    try:
+    with replacing(place / _CONFIG, what) as about, replacing(place / WEIGHTS, what) as weights:
         place.mkdir(parents=True, exist_ok=True)
         save_file(packed(tensors, numbers), weights, metadata={"kind": kind})
         about.write_text(text + "\n", encoding="utf-8")
-        for part, whole in halves.items():
-            part.replace(whole)
-    except (OSError, SafetensorError) as error:
-        for part in halves:
-            part.unlink(missing_ok=True)
-        raise LoadError(f"The {kind} head cannot be written to '{place}': {error}.") from error
 
 
 def _check_samples(samples: Any, place: Path) -> None:

@@ -48,6 +48,18 @@ class AttentionSpan:
 
 
 @dataclass(frozen=True)
+class ForwardPlan:
+    """One forward pass over Q tokens of R rows."""
+
+    ids: Tensor  # [R,Q]
+    positions: Tensor  # [R,Q]
+    slots: Tensor  # [R,Q] of the KV cache, where the tokens go
+    visibility: Any  # which slots each token sees, as the executor wants it: masks, or an `AttentionSpan`
+    keep: int  # logits of the last `keep` tokens
+    tapped: int  # hidden states of the last `tapped` tokens
+
+
+@dataclass(frozen=True)
 class LayerRange:
     """The layers `start` to `stop` - 1 of a model. They continue from the hidden states `given` [R,Q,D]; None: from the
     embeddings."""
@@ -84,10 +96,8 @@ class CpuForward:
         tapped states [R,Q,D] and the logits [R,Q,vocabulary]: by default none."""
         (R, Q), part = ids.shape, LayerRange(0, self.plan.layers, head=vocabulary > 0)
         place = _Place(_Shape(R, Q, Q, first), self._most if R * Q >= _MANY else self.threads)
-        reading, _ = self(
-            cache, ids, position, position, AttentionSpan(None), Q, taps, vocabulary=vocabulary, part=part, place=place
-        )
-        return reading
+        forward = ForwardPlan(ids, position, position, AttentionSpan(None), keep=Q, tapped=Q)
+        return self(cache, forward, taps, vocabulary=vocabulary, part=part, place=place)[0]
 
     def __init__(self, plan: Plan, threads: int, most: int = 1) -> None:
         """threads: of a pass over a few tokens; most: of a pass over a piece of a prompt."""
@@ -99,27 +109,17 @@ class CpuForward:
         self._shapes: dict[tuple[int, int, int], _Shape] = {}
 
     def __call__(
-        self,
-        cache: SlotCache,
-        ids: Tensor,
-        position: Tensor,
-        slots: Tensor,
-        sight: AttentionSpan,
-        keep: int,
-        taps: Sequence[int] = (),
-        *,
-        vocabulary: int,
-        part: LayerRange | None = None,
-        place: _Place | None = None,
-    ) -> tuple[Reading, Tensor]:
+        self, cache: SlotCache, forward: ForwardPlan, taps: Sequence[int] = (), *, vocabulary: int,
+        part: LayerRange | None = None, place: _Place | None = None,
+    ) -> tuple[Reading, Tensor]:  # fmt: skip
         """Logits and taps of the last `keep` tokens of every row, and the hidden states of all of them (until
         the next pass).
 
-        ids, position, slots: [R,Q]; vocabulary: how many logits; place: of a prompt (else the first rows).
+        vocabulary: how many logits; place: of a prompt (else the first rows).
         """
         from paceline.kernels.cpu import team
 
-        plan, (R, Q) = self.plan, ids.shape
+        plan, (R, Q), keep, sight = self.plan, forward.ids.shape, forward.keep, forward.visibility
         n, part = R * Q, part or LayerRange(0, plan.layers)
         cache.allocate(plan.layers, plan.kv_heads, plan.width, torch.float32)
         visible = cache.get_mask_sizes(0)[0]
@@ -133,8 +133,9 @@ class CpuForward:
         for layer, tensor in seen.items():
             tapped[layer] = tensor.data_ptr()
         lists = ("ids", "position", "slot", "prefix", "extra", "extras")
-        prefix = slots + 1 if sight.prefix is None else sight.prefix
-        held = [t.to(torch.int64).contiguous() for t in (ids, position, slots, prefix, starts, extras)]
+        prefix = forward.slots + 1 if sight.prefix is None else sight.prefix
+        tensors = (forward.ids, forward.positions, forward.slots, prefix, starts, extras)
+        held = [tensor.to(torch.int64).contiguous() for tensor in tensors]
         given = None if part.given is None else part.given.contiguous()
         _check(held[0], plan.vocabulary, cache.keys[0], shape.rows, visible)
         assert vocabulary <= plan.outputs

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.core.contracts import Reading
-from paceline.models.cpu.cpu_forward import AttentionSpan, LayerRange
+from paceline.models.cpu.cpu_forward import AttentionSpan, ForwardPlan, LayerRange
 from paceline.models.cpu.cpu_plan import misfit
 from paceline.models.slot_cache import SlotCache
 
@@ -79,9 +79,8 @@ class CudaForward:
         strict: bool = self.strict
         self._first, self.strict = first, False  # a prompt is read once, and with the same bits in every batch
         try:
-            part = LayerRange(0, layers, head=False)
-            reading, _ = self(cache, ids, position, position, AttentionSpan(None), Q, taps, vocabulary=0, part=part)
-            return reading.taps
+            forward = ForwardPlan(ids, position, position, AttentionSpan(None), keep=Q, tapped=Q)
+            return self(cache, forward, taps, vocabulary=0, part=LayerRange(0, layers, head=False))[0].taps
         finally:
             self._first, self.strict = 0, strict
 
@@ -102,32 +101,23 @@ class CudaForward:
         self._done = torch.zeros(COUNTS, dtype=torch.int32, device=plan.table.device)
 
     def __call__(
-        self,
-        cache: SlotCache,
-        ids: Tensor,
-        position: Tensor,
-        slots: Tensor,
-        sight: AttentionSpan,
-        keep: int,
-        taps: Sequence[int] = (),
-        *,
-        vocabulary: int,
+        self, cache: SlotCache, forward: ForwardPlan, taps: Sequence[int] = (), *, vocabulary: int,
         part: LayerRange | None = None,
-    ) -> tuple[Reading, Tensor]:
+    ) -> tuple[Reading, Tensor]:  # fmt: skip
         """See `cpu_forward.CpuForward`."""
         from paceline.kernels.cuda.cuda_layers import add_norm, embed_norm
         from paceline.kernels.cuda.cuda_product import product
 
-        plan, (R, Q) = self.plan, ids.shape
+        plan, (R, Q), keep = self.plan, forward.ids.shape, forward.keep
         part = part or LayerRange(0, len(plan.layers))
         D, kind, device = plan.table.shape[1], plan.table.dtype, plan.table.device
         cache.allocate(len(plan.layers), plan.kv, plan.width, kind, device)
-        seen = ForwardInputs(self, cache, position, slots, sight, Q)
+        seen = ForwardInputs(self, cache, forward.positions, forward.slots, forward.visibility, Q)
         stream = torch.empty(R * Q, D, dtype=kind, device=device)
         hidden = torch.empty_like(stream)
         first = plan.layers[min(part.start, len(plan.layers) - 1)].before
         if part.given is None:
-            embed_norm(ids.flatten().contiguous(), plan.table, stream, first, hidden, plan.eps)
+            embed_norm(forward.ids.flatten().contiguous(), plan.table, stream, first, hidden, plan.eps)
         else:
             stream.copy_(part.given.reshape(-1, D))
             add_norm(None, stream, hidden, weight=first, eps=plan.eps)

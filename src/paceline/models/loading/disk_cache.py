@@ -18,6 +18,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from filelock import FileLock, Timeout
+from safetensors import SafetensorError
 
 from paceline.common.errors import LoadError, PacelineWarning
 from paceline.common.progress import Progress
@@ -194,6 +195,22 @@ def _unchanged(known: object, found: int) -> bool:
     if not isinstance(known, int):
         return False
     return known == found or (found % _SECOND == 0 and known // _SECOND == found // _SECOND)
+
+
+@contextmanager
+def replacing(path: Path, what: str = "", left: str = "what was there is untouched") -> Iterator[Path]:
+    """A file to write inside. It replaces `path` when it is complete; if it cannot be written, the old file stays."""
+    part = path.with_name(f".{path.name}.part")
+    try:
+        yield part
+        with part.open("rb") as file:
+            os.fsync(file.fileno())
+        part.replace(path)
+    except (OSError, SafetensorError) as error:
+        with suppress(OSError):
+            part.unlink()
+        problem = getattr(error, "strerror", None) or error
+        raise LoadError(f"{what}'{path}' cannot be written: {problem}; {left}.") from error
 
 
 def read_json(path: Path) -> dict | None:

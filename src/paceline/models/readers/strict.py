@@ -16,8 +16,9 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from paceline.core.contracts import Reading, RowsView, arange
+from paceline.models.cpu.cpu_forward import ForwardPlan
 from paceline.models.cuda_graph import captures
-from paceline.models.reader import ForwardPlan, SlotReader, TransformersExecutor
+from paceline.models.reader import SlotReader, TransformersExecutor
 from paceline.models.slot_cache import SlotCache
 
 if TYPE_CHECKING:

@@ -232,9 +232,6 @@ def _differing(texts: Iterable[TraceText], traces: Iterable[Trace]) -> list[str]
     return [f"{count} texts were recorded with other rounds: the drafter kept earlier texts, or shared a batch."]
 
 
-# ---- Show the answers
-
-
 def lines(answers: Sequence[Replayed]) -> list[str]:
     """A line for each entry, then the reasons and notes, then τ by category."""
     header = ("run", "τ", "acceptance", "rounds", "drafted", "speed-up", "known")

@@ -341,9 +341,6 @@ def read_traces(path: str | os.PathLike[str]) -> list[TraceFile]:
     return [TraceFile(header, tuple(texts.get(run, ())), tuple(notes)) for run, header in headers.items()]
 
 
-# ---- The rounds of the Paceline runs of a benchmark
-
-
 class Tracing:
     """One file with every Paceline run. The first repeat of each task is written; the others have the same rounds,
     because every repeat starts in the same state."""

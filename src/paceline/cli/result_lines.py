@@ -146,9 +146,6 @@ def logprob_lines(result: Generation, tokenizer: Any) -> list[str]:
     return lines
 
 
-# ---- --trace
-
-
 class Recording:
     """A trace file that a text is added to. It is opened once at the start, to find mistakes early."""
 

@@ -136,9 +136,6 @@ class CudaHostCopy:
         return self._there.tolist()
 
 
-# ---- How rounds run: as they are, or as programs that a device repeats by itself
-
-
 class HostCopy(Protocol):
     """What a device has to say to the host."""
 

@@ -192,8 +192,6 @@ def _pairs(ours: Pieces, theirs: Pieces, target: LanguageModel, draft: LanguageM
     return pairs
 
 
-# ---- the same vocabulary: token strings are compared, not sizes
-
 _ADVICE = "use a model with the same tokenizer, or, to draft with this one, the drafter 'cross-vocabulary'"
 
 

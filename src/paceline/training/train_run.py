@@ -308,9 +308,6 @@ class DraftRecipe(_WholeModel):
         return logits[..., : self.teacher.lm.vocabulary]
 
 
-# ---- trigram
-
-
 def save_table(folder: Path, table: TrigramTable, lm: LanguageModel) -> None:
     """Write config.json and model.safetensors. The logarithms are saved in float32, which is enough for counts."""
     pairs, triples = (

@@ -42,9 +42,6 @@ class TrainingError(PacelineError):
     exit_code = 6
 
 
-# ---- One process, or several through Hugging Face Accelerate
-
-
 class Processes:
     """This process, or those of `accelerate launch` and torchrun: each reads other batches, all take the same step."""
 

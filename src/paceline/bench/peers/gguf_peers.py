@@ -26,8 +26,6 @@ import torch
 from paceline.bench.candidate import Cancel, Plan, Run, Task, too_long
 from paceline.common.errors import UnsupportedError, in_one_line
 
-# ---- The base of the peers that read a GGUF file
-
 
 class GgufPeer(ABC):
     """Decodes one text at a time. Its sums or weights differ from the target's, so its text may differ."""

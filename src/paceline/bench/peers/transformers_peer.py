@@ -153,9 +153,6 @@ def _exits(model: Any, lm: LanguageModel, layers: int) -> bool:
     return not reached
 
 
-# ---- what keeps the user's model as it is
-
-
 def _apart(model: Any) -> Any:
     """A module object of its own, with hooks of its own; weights and everything below are the model's."""
     fresh = shell(model)

@@ -203,9 +203,6 @@ def _speculating(report: Report, summary: Summary) -> list[Line]:
     return [line for name in names if (line := summary.of(name)) is not None]
 
 
-# ---- Two candidates in one chart
-
-
 def _versus(report: Report, summary: Summary) -> list[Chart]:
     """The two of --versus. Without it the two Paceline drafters, if there are exactly two."""
     ours = [member.name for member in report.members if member.speculates and member.library == "paceline"]

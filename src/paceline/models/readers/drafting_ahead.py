@@ -302,9 +302,6 @@ class SplitReader(AheadReader):
         return hidden.gather(1, slots.unsqueeze(-1).expand(*slots.shape, hidden.shape[-1]))
 
 
-# ---- the check of a split
-
-
 @torch.inference_mode()
 def check_split(lm: LanguageModel, depth: int) -> None:
     """Read a chain and a tree in two parts and whole, once per model. Refuse the model if the logits differ."""

@@ -240,13 +240,7 @@ def fetch_head(where: str | os.PathLike[str]) -> Path | None:
     repository = os.fspath(where)
     if place_of(repository).exists() or find_entry(repository) is not None or not HUB_ID.fullmatch(repository):
         return None
-    try:
-        return hub.fetch(repository)
-    except hub.HubError as error:
-        raise LoadError(
-            f"'{repository}' is no folder here and could not be fetched: {error}; check the name and the connection, "
-            "or pass a folder."
-        ) from error
+    return hub.fetch_or_refuse(repository)
 
 
 def _kind_of(folder: Path) -> str | None:

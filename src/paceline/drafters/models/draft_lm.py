@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from paceline.common.errors import InputError, LoadError, UnsupportedError, shown
 from paceline.common.limits import limited
-from paceline.core.contracts import DRAFTERS, Drafter
+from paceline.core.contracts import DRAFTERS
 from paceline.core.tree_growth import TreeOptions
 from paceline.drafters.heads.head_files import check_target, fingerprint, fits, load_head, save_head
 from paceline.drafters.models.wrapper import SelfDraft
@@ -158,14 +158,10 @@ class DraftLm(SelfDraft):
         given = self.options.head
         self._head = SavedLayers.load(given) if isinstance(given, (str, Path)) else given
 
+    kept_by_copies = ("_made", "_head")
+
     def describe(self) -> str:
         return f"draft-lm{self.shape}"
-
-    def reset_copy(self) -> Drafter:
-        fresh = super().reset_copy()
-        assert isinstance(fresh, DraftLm)
-        fresh._head = self._head
-        return fresh
 
     def check(self, target: LanguageModel) -> None:
         if self._head is None:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from paceline.common.errors import InputError, shown
 from paceline.common.limits import limited
-from paceline.core.contracts import DRAFTERS, Drafter, Reader
+from paceline.core.contracts import DRAFTERS, Reader
 from paceline.core.protocols import SharesReader
 from paceline.core.tree_growth import TreeOptions
 from paceline.drafters.heads.head_files import check_target, fingerprint, load_head, save_head
@@ -115,17 +115,13 @@ class EarlyExit(SelfDraft, SharesReader):
         )
         self._depth = self.options.layers
 
+    kept_by_copies = ("_made", "_head", "_fitted")
+
     def describe(self) -> str:
         if self.options.skip:
             return f"early-exit without layers {', '.join(map(str, self.options.skip))}{self.shape}"
         trained = " by a trained head" if self._head else ""
         return f"early-exit after {self._depth or 'a third of the'} layers{trained}{self.shape}"
-
-    def reset_copy(self) -> Drafter:
-        fresh = super().reset_copy()
-        assert isinstance(fresh, EarlyExit)
-        fresh._head, fresh._fitted = self._head, self._fitted
-        return fresh
 
     # ---- the layers that draft
 

@@ -75,6 +75,7 @@ class SelfDraft(DrafterWrapper, BuiltFromTarget, DraftsOnDevice, RunsModel):
 
     Options: ClassVar[type]
     prior_acceptance = 0.7
+    kept_by_copies: tuple[str, ...] = ("_made",)  # attributes that `reset_copy` does not make again
 
     def __init__(self, options: Any = None) -> None:
         self.options = options or self.Options()
@@ -95,7 +96,8 @@ class SelfDraft(DrafterWrapper, BuiltFromTarget, DraftsOnDevice, RunsModel):
         if isinstance(self._inner, DraftModel) and not self._inner.learns:
             return self
         fresh = type(self)(self.options)
-        fresh._made = self._made
+        for name in self.kept_by_copies:
+            setattr(fresh, name, getattr(self, name))
         return fresh
 
     def inner_options(self) -> dict[str, Any]:

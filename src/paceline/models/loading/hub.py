@@ -14,7 +14,7 @@ from huggingface_hub import HfApi, constants, errors, snapshot_download, utils
 from tqdm import tqdm  # type: ignore[import-untyped]
 from transformers.utils import logging
 
-from paceline.common.errors import in_one_line
+from paceline.common.errors import LoadError, in_one_line
 from paceline.models.loading.disk_cache import Progress
 from paceline.models.loading.weight_check import INDEX, link_problem, shards_of
 
@@ -79,6 +79,17 @@ def fetch(
         if earlier is None or (weights and weights_problem(earlier) is not None):
             raise
         return earlier
+
+
+def fetch_or_refuse(repository: str, what: str = "", **how: Any) -> Path:
+    """`fetch`, or a LoadError that says what to do. what: comes before the name in the message."""
+    try:
+        return fetch(repository, **how)
+    except HubError as error:
+        raise LoadError(
+            f"{what}'{repository}' is no folder here and could not be fetched: {error}; check the name and the "
+            "connection, or pass a folder (or for a model a .gguf file)."
+        ) from error
 
 
 def cached(repository: str) -> Path | None:

@@ -153,12 +153,12 @@ class DraftLm(SelfDraft):
         def conformance_variants(cls) -> list[Mapping[str, Any]]:
             return [{"head": lambda target, kept=kept: DraftLayers(target, (0,), kept)} for kept in (0, 1)]
 
+    kept_by_copies = ("_made", "_head")
+
     def __init__(self, options: Options | None = None) -> None:
         super().__init__(options)
         given = self.options.head
         self._head = SavedLayers.load(given) if isinstance(given, (str, Path)) else given
-
-    kept_by_copies = ("_made", "_head")
 
     def describe(self) -> str:
         return f"draft-lm{self.shape}"

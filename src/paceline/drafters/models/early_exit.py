@@ -106,6 +106,8 @@ class EarlyExit(SelfDraft, SharesReader):
         def conformance_variants(cls) -> list[dict[str, Any]]:
             return [{"skip": (0,), "tree": "levels"}, {"head": _random_head, "tree": "static"}]
 
+    kept_by_copies = ("_made", "_head", "_fitted")
+
     def __init__(self, options: Options | None = None) -> None:
         super().__init__(options)
         given = self.options.head
@@ -114,8 +116,6 @@ class EarlyExit(SelfDraft, SharesReader):
             None  # the target, and a copy of the head on its device and in its dtype
         )
         self._depth = self.options.layers
-
-    kept_by_copies = ("_made", "_head", "_fitted")
 
     def describe(self) -> str:
         if self.options.skip:

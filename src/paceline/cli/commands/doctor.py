@@ -263,7 +263,6 @@ def _versions() -> Found:
     return "ok", text, {"versions": found}
 
 
-
 def _processor() -> Found:
     import torch
 

@@ -10,7 +10,7 @@ from tests.toys import llama
 
 import paceline
 from paceline.bench.candidate import PacelineRun, Plan, Task, parse_run_specs
-from paceline.bench.peers.peer_names import draft_model_of, open_peers
+from paceline.bench.peers.peer_names import PeerSetup, draft_model_of, open_peers
 from paceline.common.errors import InputError, UnknownNameError
 from paceline.core.costs import Costs
 from paceline.drafters import shipped as room
@@ -119,7 +119,7 @@ def test_what_also_works_untrained_takes_what_comes_along(
 def test_transformers_drafts_with_the_same_small_model(target: LanguageModel, tmp_path: Path) -> None:
     DraftLayers(target, (0,)).save(tmp_path / "small")
     ours = PacelineRun(target, parse_run_specs([f"draft-lm:head={tmp_path / 'small'}"])[0])
-    (peer,), notes = open_peers(["hf-assisted:gamma=3"], target, draft=draft_model_of([ours]), gamma=3)
+    (peer,), notes = open_peers(["hf-assisted:gamma=3"], PeerSetup(target, draft_model_of([ours]), 3))
     assert not notes
     task, plan = Task("one", "toy", ((1, 2, 3, 4),)), Plan(tokens=12)
     assert peer.run(task, plan, 0, lambda: False).tokens == ours.run(task, plan, 0, lambda: False).tokens

@@ -54,9 +54,9 @@ def threads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 def jobs(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The kernels of the jobs that were run."""
     seen: list[Any] = []
-    run = kernel_draft._run
+    run = kernel_draft.run_kernel
     monkeypatch.setattr(
-        kernel_draft, "_run", lambda threads, kernel, *rest: (seen.append(kernel), run(threads, kernel, *rest))
+        kernel_draft, "run_kernel", lambda threads, kernel, *rest: (seen.append(kernel), run(threads, kernel, *rest))
     )
     return seen
 
@@ -251,7 +251,7 @@ def fitted() -> EagleHead:
 
 
 def calls(jobs: list[Any]) -> tuple[int, int]:
-    draft, note = kernel_draft._kernels()
+    draft, note = map(kernel_draft.head_kernel, ("run_draft", "run_note"))
     return jobs.count(draft), jobs.count(note)
 
 

@@ -44,15 +44,12 @@ def judge(texts: Sequence[str], answers: Sequence[Sequence[str]]) -> Quality:
             raise InputError(f"Text {number} of {len(texts)} has no answer to judge it by; use prompts with answers.")
     pairs = list(zip(texts, answers, strict=True))
     words = TfIdf([answer for right in answers for answer in right])
-    return Quality(
-        len(texts),
-        *(
-            fmean(max(measure(text, answer) for answer in right) for text, right in pairs)
-            for measure in (exact_match, token_f1, similarity, words.similarity)
-        ),
-        distinct(texts, 1),
-        distinct(texts, 2),
-    )
+    measures = {"exact_match": exact_match, "token_f1": token_f1, "similarity": similarity, "tf_idf": words.similarity}
+    means = {
+        name: fmean(max(measure(text, answer) for answer in right) for text, right in pairs)
+        for name, measure in measures.items()
+    }
+    return Quality(len(texts), **means, distinct_1=distinct(texts, 1), distinct_2=distinct(texts, 2))
 
 
 def normalise(text: str) -> str:

@@ -118,7 +118,7 @@ def test_configs_that_are_wrong(content: str, words: str, tmp_path: Path) -> Non
 def test_a_config_that_is_a_folder_or_not_text(tmp_path: Path) -> None:
     assert "cannot be read" in refusal("generate", "Hello", "--config", str(tmp_path), code=2)
     (tmp_path / "bytes").write_bytes(b"\xff\xfe\x00")
-    assert "is not valid TOML" in refusal("generate", "Hello", "--config", str(tmp_path / "bytes"), code=2)
+    assert "not UTF-8" in refusal("generate", "Hello", "--config", str(tmp_path / "bytes"), code=2)
 
 
 @dataclass

@@ -33,6 +33,7 @@ from .worlds import PROMPTS, TARGET, Wavering, argmax, decoder, elders_kept, fla
 
 PLAN = AuditPlan(positions=2, samples=4000, temperature=0.8, false_alarm=1e-4, seed=0)
 SMALL: Any = {"tokens": 10, "samples": 2000}
+BRANCHES: dict[str, Any] = {"tree": "levels", "branch": 2}
 
 
 def quiet(label: str, done: int, total: int | None) -> None: ...
@@ -151,16 +152,26 @@ def test_every_mutant_is_caught_on_the_pair_alone(mutant: Any) -> None:
 
 @pytest.mark.parametrize(
     ("lie", "options"),
-    [(sharper, {}), (argmax, {}), (flat, {}), (elders_kept, {"tree": "levels", "branch": 2})],
+    [(sharper, {}), (argmax, {}), (flat, {}), (elders_kept, BRANCHES)],
     ids=lambda value: getattr(value, "__name__", ""),
 )
 def test_every_lying_drafter_is_caught(lie: Any, options: dict[str, Any]) -> None:
     """The rule is right, so only what is written can show it."""
-    for made, honest in ((decoder("ratio", **options), True), (decoder("ratio", lie, **options), False)):
-        law = law_audit(made, PROMPTS, [[], []], PLAN, quiet, never)
-        report = Report({"dtype": "float64"}, RuleAudit("ratio", "law", ()), law=law)
-        assert (report.exit_code == 0) == honest, report.verdict
-        assert honest or "do not follow the target's law" in report.verdict
+    report = of_law(lie, options)
+    assert report.exit_code != 0
+    assert "do not follow the target's law" in report.verdict
+
+
+@pytest.mark.parametrize("options", [{}, BRANCHES], ids=str)
+def test_the_same_drafter_passes_without_a_lie(options: dict[str, Any]) -> None:
+    report = of_law(None, options)
+    assert report.exit_code == 0, report.verdict
+
+
+def of_law(lie: Any, options: dict[str, Any]) -> Report:
+    """What an audit of the law alone finds."""
+    law = law_audit(decoder("ratio", lie, **options), PROMPTS, [[], []], PLAN, quiet, never)
+    return Report({"dtype": "float64"}, RuleAudit("ratio", "law", ()), law=law)
 
 
 @pytest.mark.usefixtures("few_shapes")

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.selection import covering
 from tests.toys import llama
 
 from paceline import DRAFTERS, InputError, LanguageModel, SpeculativeDecoder, TokenTree
@@ -63,10 +64,12 @@ def used(tree: TokenTree, limits: tuple[int, ...]) -> list[list[int]]:
     return [line[: max(0, limit)] for line, limit in zip(tree.tokens.tolist(), limits, strict=True)]
 
 
-@pytest.mark.parametrize("inner", INNER)
-@pytest.mark.parametrize(("rule", "setting"), [*(("match", name) for name in SETTINGS), ("ratio", "controlled")])
-def test_it_drafts_what_the_draft_model_drafts(rule: str, setting: str, inner: str) -> None:
+@pytest.mark.parametrize(
+    ("asked", "inner"), covering([("ratio", "controlled"), *(("match", name) for name in SETTINGS)], INNER)
+)
+def test_it_drafts_what_the_draft_model_drafts(asked: tuple[str, str], inner: str) -> None:
     """Otherwise what the inner drafter guessed has changed the draft, and with `ratio` its law."""
+    rule, setting = asked
     alone = drafts_alone(rule, setting)
     staged = drafts("staged", {"model": DRAFT, "inner": INNER[inner]}, rule, SETTINGS[setting])
     assert len(alone) == len(staged)

@@ -7,6 +7,7 @@ import warnings
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import pytest
@@ -23,7 +24,7 @@ from paceline.engine.drafter_calls import FIRST_PAUSE, LONGEST_PAUSE
 pytestmark = pytest.mark.usefixtures("trees_by_torch")
 
 PROMPTS = [[1, 2, 3, 4, 5, 1, 2], [7, 8, 9], [3, 3, 3], [6, 1, 2, 2], [9, 4]]
-LIMITS = [80, 9, 50, 5, 40]
+LIMITS = (80, 9, 50, 5, 40)
 METHODS = ["open", "admit", "observe_prompt", "propose", "keep", "release"]
 
 
@@ -83,19 +84,21 @@ class Failing(NeedsHiddenStates, Reorderable):
         self.rows -= 1
 
 
-def plain(limits: list[int] | int = LIMITS, prompts: Any = PROMPTS, **settings: Any) -> list[list[int]]:
+@cache
+def plain(limits: tuple[int, ...] = LIMITS, **settings: Any) -> list[list[int]]:
     decoder = paceline.SpeculativeDecoder(llama(0), draft=None, runner="eager")
-    return [out.tokens for out in decoder.generate(prompts, max_new_tokens=limits, ignore_eos=True, **settings)]
+    outs = decoder.generate(PROMPTS, max_new_tokens=list(limits), ignore_eos=True, **settings)
+    return [out.tokens for out in outs]
 
 
-def run(drafter: Failing, rows: int, limits: list[int] | int = LIMITS, **settings: Any) -> tuple[list[Any], list[str]]:
+def run(drafter: Failing, rows: int, limits: tuple[int, ...] = LIMITS, **settings: Any) -> tuple[list[Any], list[str]]:
     wanted = plain(limits, **settings)
     if "num_beams" not in settings:
         drafter.texts = [[*prompt, *tokens] for prompt, tokens in zip(PROMPTS, wanted, strict=True)]
     decoder = paceline.SpeculativeDecoder(llama(0), drafter, gamma=3, rows=rows)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        outs = decoder.generate(PROMPTS, max_new_tokens=limits, ignore_eos=True, **settings)
+        outs = decoder.generate(PROMPTS, max_new_tokens=list(limits), ignore_eos=True, **settings)
     assert [out.tokens for out in outs] == wanted
     assert all(warning.category is DrafterWarning for warning in caught)
     return outs, [str(warning.message) for warning in caught]
@@ -122,7 +125,7 @@ def test_a_drafter_that_fails_once_drafts_again(method: str, rows: int, runner: 
 @pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize("method", METHODS)
 def test_a_drafter_that_always_fails_gets_few_attempts(method: str, rows: int, runner: Any) -> None:
-    limits = [120, 20, 70, 5, 30]
+    limits = (120, 20, 70, 5, 30)
     drafter = Failing(method)
     _, messages = run(drafter, rows, limits)
     rounds, attempts, pause = sum(limits), 1, FIRST_PAUSE
@@ -144,7 +147,7 @@ def test_failures_at_random_never_touch_the_text(seed: int, runner: Any) -> None
 @pytest.mark.parametrize("method", ["reorder", "keep", "propose"])
 def test_failures_in_a_beam_search(method: str) -> None:
     drafter = Failing(method, at=[2])
-    _, messages = run(drafter, 6, limits=40, num_beams=3)
+    _, messages = run(drafter, 6, limits=(40,) * len(PROMPTS), num_beams=3)
     assert len(messages) == 1
     assert drafter.calls["open"] == 2
 
@@ -177,7 +180,7 @@ def test_a_draft_inside_a_graph_that_fails_is_captured_again(at: int, monkeypatc
     small = paceline.LanguageModel(llama(0))  # it is right
     decoder = paceline.SpeculativeDecoder(llama(0), small, gamma=3, rows=2)
     with pytest.warns(DrafterWarning, match="out of order"):
-        outs = decoder.generate(PROMPTS, max_new_tokens=LIMITS, ignore_eos=True)
+        outs = decoder.generate(PROMPTS, max_new_tokens=list(LIMITS), ignore_eos=True)
     assert [out.tokens for out in outs] == plain()
     assert outs[-1].stats.accepted > 0
     assert any(key[:2] == ("round", "draft-model") for watch in watchers for key in watch.runs)
@@ -207,6 +210,6 @@ def test_drafters_of_paceline_begin_again(draft: str, monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(decoder.drafter, "propose", failing)
     with pytest.warns(DrafterWarning, match="out of order"):
-        outs = decoder.generate(PROMPTS, max_new_tokens=LIMITS, ignore_eos=True)
+        outs = decoder.generate(PROMPTS, max_new_tokens=list(LIMITS), ignore_eos=True)
     assert [out.tokens for out in outs] == plain()
     assert calls > 9

@@ -82,6 +82,9 @@ def _ask(dice: random.Random, number: int, longest: int) -> Ask:
     for name, values in _CONTROLS.items():
         if dice.random() < 0.15:
             body[name] = dice.choice(values)
+    if dice.random() < 0.35:
+        body.pop("min_tokens", None)  # it may forbid the one token that a grammar allows
+        body |= dice.choice(_GRAMMARS)
     body["max_tokens"] = max(body["max_tokens"], body.get("min_tokens", 0))
     if body.get("stream") and dice.random() < 0.5:
         names = ("include_usage", "continuous_usage_stats", "include_rounds", "include_obfuscation")
@@ -113,6 +116,26 @@ _CONTROLS: dict[str, Sequence[Any]] = {
     "priority": (-1, 3),
     "stream": (True, True, True),
 }
+
+
+_RECORD = {
+    "type": "object",
+    "properties": {
+        "ship": {"enum": ["barque", "brig", "sloop"]},
+        "height": {"type": "integer"},
+        "seen": {"type": "boolean"},
+    },
+    "required": ["ship", "height"],
+    "additionalProperties": False,
+}
+_GRAMMARS: Sequence[dict[str, Any]] = (
+    {"response_format": {"type": "json_object"}},
+    {"response_format": {"type": "json_schema", "json_schema": {"name": "record", "schema": _RECORD, "strict": True}}},
+    {"structured_outputs": {"regex": "(yes|no)(, (yes|no)){0,9}"}},
+    {"regex": "[a-z]{3,9}( [a-z]{2,9})*[.]"},
+    {"grammar": 'root ::= line+\nline ::= "- " [a-z ]+ "\\n"'},
+    {"choice": ["the lamp", "the lamp and the letter", "the letter", "the water"]},
+)
 
 
 def _completion(dice: random.Random, body: dict[str, Any], longest: int) -> Ask:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -300,12 +301,12 @@ def test_constraints_that_are_refused(server: Running) -> None:
     ask(server, response_format={"type": "text"})
 
 
-def test_a_constraint_that_the_library_lacks_is_refused(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(job_requests, "fields", lambda kind: ())
-    response = server.post(PATH, {"messages": HELLO, "regex": "a+"})
+def test_without_the_package_a_grammar_is_refused(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    response = server.post(PATH, {"messages": HELLO, "response_format": {"type": "json_object"}})
     assert response.status_code == 400
-    assert response.json()["error"]["param"] == "regex"
-    assert "does not have" in response.json()["error"]["message"]
+    assert response.json()["error"]["param"] == "response_format"
+    assert "pip install 'paceline[grammar]'" in response.json()["error"]["message"]
 
 
 # ---- reading calls

@@ -57,6 +57,7 @@ def test_the_requests_have_all_controls() -> None:
     used = Counter(name for ask in mixed(200) for name in ask.controls)
     assert min(used.values()) >= 8
     assert {"prediction", "logit_bias", "echo", "n", "stream", "min_p", "speculative_config"} <= set(used)
+    assert {"response_format", "structured_outputs", "regex", "grammar", "choice"} <= set(used)
 
 
 @pytest.mark.parametrize("draft", ["auto", "suffix"])

@@ -7,7 +7,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ from torch import Tensor
 from paceline.common.errors import InputError, PacelineError
 from paceline.core.protocols import takes_prediction
 from paceline.core.trace import Trace
-from paceline.engine.decoder import SpeculativeDecoder, check_request, new_row
+from paceline.engine.decoder import SpeculativeDecoder, check_request, new_row, with_constraints
 from paceline.engine.drafter_calls import claimed
 from paceline.engine.request import Request, TokenLogprob
 from paceline.engine.rows import Event, Row
@@ -92,6 +92,9 @@ class EngineThread:
         """Put jobs into the queue: all of them, or none with `QueueFullError` or `InputError`."""
         for job in jobs:
             self._check(job)
+        # compiled here: a grammar that cannot be used must not reach the engine thread
+        requests = with_constraints([job.request for job in jobs], self._lm)
+        jobs = [replace(job, request=request) for job, request in zip(jobs, requests, strict=True)]
         with self._wake:
             self.check_room(len(jobs))
             now = time.perf_counter()

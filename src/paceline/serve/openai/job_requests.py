@@ -6,12 +6,12 @@ import hashlib
 import json
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from paceline.common.errors import InputError, shown
-from paceline.core.sampling import Sampling
+from paceline.common.errors import InputError, UnsupportedError, shown
 from paceline.engine.request import Request, build_requests
+from paceline.models.grammars.token_grammar import GrammarCompiler
 from paceline.serve.jobs import EngineFacts, Job
 from paceline.serve.openai.api_errors import ApiError
 from paceline.serve.openai.api_models import ChatRequest, CompletionRequest, NamedTool, Sampled
@@ -60,6 +60,7 @@ class Planner:
 
     def __init__(self, facts: EngineFacts, texts: TokenTexts, most_jobs: int) -> None:
         self._facts, self._texts, self._most_jobs = facts, texts, most_jobs
+        self._grammars = GrammarCompiler(texts.tokenizer, facts.vocabulary, facts.model)
 
     @property
     def texts(self) -> TokenTexts:
@@ -170,7 +171,7 @@ class Planner:
         return list(self._texts.tokenizer.encode(text, add_special_tokens=False)) or None
 
     def _constraint(self, body: Sampled, schema: dict[str, Any] | None) -> dict[str, Any]:
-        """Return the constraint of the text as a setting of `Request`. Refuse it if there is no such setting."""
+        """Return the grammar of the text, compiled, as a setting. This may take a while: not in the engine thread."""
         found = [("tool_choice", "json_schema", schema)] if schema is not None else []
         found += _constraints(body)
         if not found:
@@ -179,10 +180,12 @@ class Planner:
             names = " and ".join(dict.fromkeys(name for name, _, _ in found))
             raise ApiError(400, f"{names} both constrain the text; give one of them.", found[1][0], "invalid_value")
         ((param, name, value),) = found
-        if name not in {each.name for kind in (Request, Sampling) for each in fields(kind)}:
-            told = f"{param} needs the setting '{name}', which this version of Paceline does not have; leave it out."
-            raise ApiError(400, told, param, "unsupported_parameter")
-        return {name: [value] if isinstance(value, list) else value}  # a bare list would be one value per prompt
+        try:
+            return {"constraint": self._grammars.compile(name, value)}
+        except UnsupportedError as error:
+            raise ApiError(400, param + str(error).removeprefix(name), param, "unsupported_parameter") from None
+        except InputError as error:
+            raise ApiError(400, param + str(error).removeprefix(name), param, "invalid_value") from None
 
     def _tools(self, body: ChatRequest) -> tuple[ToolUse | None, dict[str, Any] | None]:
         """Return how calls are found in the text, and the schema that forces calls (None: the model may write text)."""

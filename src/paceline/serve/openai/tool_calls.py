@@ -65,7 +65,7 @@ def schema_for(tools: Sequence[Tool], choice: str | NamedTool, several: bool) ->
 
 
 def _parameters(tool: Tool) -> dict[str, Any]:
-    return tool.function.parameters or {"type": "object", "properties": {}}
+    return tool.function.parameters or {"type": "object", "properties": {}, "additionalProperties": False}
 
 
 class ToolReader:

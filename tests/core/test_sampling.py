@@ -22,7 +22,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"top_k": -1}, "top_k must be in [0, inf), got -1; use 0 to switch it off."),
     ({"top_k": 2.5}, "top_k must be a whole number, got 2.5."),
     ({"noise": -0.1, "top_k": 3}, "noise must be in [0, inf), got -0.1; use 0 to switch it off."),
-    ({"noise": 0.3}, "noise=0.3 needs top_k: it perturbs the logits that survive top-k."),
+    ({"noise": 0.3}, "noise=0.3 needs top_k: it is added to the logits that remain after top-k."),
     ({"repetition_penalty": 0}, "repetition_penalty must be in (0, inf), got 0; use 1 to switch it off."),
     ({"dynamic_exponent": 0}, "dynamic_exponent must be in (0, inf), got 0; use 1 for a linear map."),
     ({"presence_penalty": float("inf")}, "presence_penalty must be a finite number, got inf; use 0 to switch it off."),

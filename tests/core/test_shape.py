@@ -50,8 +50,8 @@ def test_levels_of_a_sparse_tree() -> None:
         ([(0,), ()], "ranks from 0 up"),
         ([(0,), (-1,)], "ranks from 0 up"),
         ([(0,), (1, 0)], "not its parent"),
-        ([(0,), (2,)], "not its elder sibling"),
-        ([(0,), (0, 1)], "not its elder sibling"),
+        ([(0,), (2,)], "not its earlier sibling"),
+        ([(0,), (0, 1)], "not its earlier sibling"),
     ],
 )
 def test_nonsense_is_refused(given: object, message: str) -> None:

@@ -325,7 +325,7 @@ def test_torch_does_all_of_it_where_there_are_no_kernels(monkeypatch: pytest.Mon
 def test_parents_are_whole_numbers_of_one_kind() -> None:
     """Kernels follow addresses: what they would misread must not get there."""
     tokens, parents = torch.tensor([[5, 6, 7]]), torch.tensor([[-1, 0, -1]])
-    with pytest.raises(DrafterError, match=r"parents are int64 of that shape, got torch\.int32"):
+    with pytest.raises(DrafterError, match=r"parents must be int64 of this shape, got torch\.int32"):
         TokenTree(tokens, parents.int())
     cache = SlotCache(CpuOps())
     cache.reserve(1, 8)

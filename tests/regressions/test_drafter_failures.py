@@ -94,7 +94,7 @@ NONSENSE: dict[str, tuple[Callable[[int, Budget], Any], str]] = {
     "twins": (tree([1, 1], [-1, -1]), "token 1 twice below node -1"),
     "rows missing": (lambda rows, budget: TokenTree.from_chains([[1]], "cpu"), "1 rows for 3 texts"),
     "wrong numbers": (lambda rows, budget: TokenTree(torch.ones(rows, 1)), "int64"),
-    "no laws": (lambda rows, budget: TokenTree(torch.ones(rows, 1, dtype=torch.int64), drawn="iid"), "bring the laws"),
+    "no laws": (lambda rows, budget: TokenTree(torch.ones(rows, 1, dtype=torch.int64), drawn="iid"), "have the laws"),
     "nothing at all": (lambda rows, budget: None, "NoneType"),
 }
 

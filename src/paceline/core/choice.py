@@ -169,7 +169,7 @@ class Choice:
         return ahead.indices, ahead.values.to(torch.float64).log(), dense
 
     def _independent(self, dense: Tensor, k: int, branch: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return what `siblings` returns, for k independent draws per position. Siblings can have the same token."""
+        """Return tokens, log-confidences and law (see `siblings`) of k independent draws. Two tokens can be equal."""
         V = dense.shape[-1]
         races = dense.unsqueeze(-2) / self._fresh(branch, k * V).unflatten(-1, (k, V))
         tokens = races.argmax(-1)

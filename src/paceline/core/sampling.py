@@ -115,7 +115,7 @@ class Sampling:
                 "json_schema, json_object, regex, grammar or choice."
             )
         if self.noise > 0 and self.top_k == 0:
-            raise InputError(f"noise={self.noise:g} needs top_k: it perturbs the logits that survive top-k.")
+            raise InputError(f"noise={self.noise:g} needs top_k: it is added to the logits that remain after top-k.")
         if self.dynamic_temperature > self.temperature:
             raise InputError(
                 f"dynamic_temperature={self.dynamic_temperature:g} is more than temperature={self.temperature:g}; "

@@ -39,15 +39,15 @@ class TokenTree:
             raise DrafterError(f"A tree's tokens must be int64 [rows, nodes], got {self.tokens.dtype} {list(shape)}.")
         if self.parents is not None and (tuple(self.parents.shape) != shape or self.parents.dtype != torch.int64):
             raise DrafterError(
-                f"A tree has tokens {list(shape)}, so its parents are int64 of that shape, got {self.parents.dtype} "
-                f"{list(self.parents.shape)}."
+                f"A tree has tokens {list(shape)}, so its parents must be int64 of this shape, got "
+                f"{self.parents.dtype} {list(self.parents.shape)}."
             )
         if self.count is not None and tuple(self.count.shape) != shape[:1]:
             raise DrafterError(f"A tree of {shape[0]} rows has counts {list(self.count.shape)}.")
         if self.laws is not None and tuple(self.laws.shape[:2]) != shape:
             raise DrafterError(f"A tree has tokens {list(shape)} but laws {list(self.laws.shape)}.")
         if self.drawn in ("iid", "without_replacement") and self.laws is None and shape[1] > 0:
-            raise DrafterError(f"A draft drawn '{self.drawn}' must bring the laws it was drawn from.")
+            raise DrafterError(f"A draft drawn '{self.drawn}' must have the laws that it was drawn from.")
 
     @property
     def rows(self) -> int:
@@ -106,14 +106,14 @@ class TokenTree:
         parents = self.parents.tolist() if self.parents is not None else [chain_parents(self.nodes)] * self.rows
         for row, used in enumerate(counts):
             if not 0 <= used <= self.nodes:
-                raise DrafterError(f"Row {row} of a draft says it uses {used} of {self.nodes} nodes.")
+                raise DrafterError(f"Row {row} of a draft has the count {used}, but the draft has {self.nodes} nodes.")
             twins = self.drawn == "iid"
             check_row(tokens[row][:used], parents[row][:used], (vocabulary, most, deepest), row, twins)
         if self.deepest is None:
             return
         longest = max(longest_path(parents[row][:used]) for row, used in enumerate(counts))
         if not isinstance(self.deepest, int) or self.deepest < longest:
-            raise DrafterError(f"A draft declares deepest={self.deepest!r}, and its longest path has {longest} tokens.")
+            raise DrafterError(f"A draft declares deepest={self.deepest!r}, but its longest path has {longest} tokens.")
 
     def clean(self) -> TokenTree:
         """Return the tree with token 0 and parent -1 in the padding, which a model can read."""

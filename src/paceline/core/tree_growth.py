@@ -43,7 +43,7 @@ class Shape:
             if path[:-1] not in known:
                 raise InputError(f"The tree has node {path} but not its parent {path[:-1]}.")
             if path[-1] and (*path[:-1], path[-1] - 1) not in known:
-                raise InputError(f"The tree has node {path} but not its elder sibling.")
+                raise InputError(f"The tree has node {path} but not its earlier sibling.")
 
     @staticmethod
     def of(given: Any) -> Shape:

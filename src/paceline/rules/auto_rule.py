@@ -14,7 +14,7 @@ from paceline.rules.traversal import Traversal
 
 @RULES.register("auto")
 class Auto(Rule):
-    """`match` for certain and coupled drafts, `traversal` for drafts with distributions of their own."""
+    """Use `match` for certain and coupled drafts, and `traversal` for drafts with laws."""
 
     exact = "law"  # the weaker of the two promises
 

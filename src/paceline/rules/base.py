@@ -57,4 +57,4 @@ class Plausible(Rule):
 
     @abstractmethod
     def floor(self, law: Tensor) -> Tensor:
-        """[R,N]: the least probability to accept under the laws [R,N,V]."""
+        """Return [R,N]: the smallest probability to accept, under the laws [R,N,V]."""

@@ -43,7 +43,7 @@ class KSeq(Ratio):
         # all coins are keyed by the first position of the round, as in `block`
         start = torch.zeros(tree.rows, dtype=torch.int64, device=laws.device)
         heads = torch.stack([choice.coin(chance[:, node], start, node) for node in range(tree.nodes)], 1)
-        siblings = (tree.parents.unsqueeze(1) == tree.parents.unsqueeze(2)).tril(-1)  # [R,N,N]: j is an elder of i
+        siblings = (tree.parents.unsqueeze(1) == tree.parents.unsqueeze(2)).tril(-1)  # [R,N,N]: j is an earlier sibling
         first = heads & ~(siblings & heads.unsqueeze(1)).any(-1)
         taken = ~(tree.ancestors & ~first.unsqueeze(1)).any(-1)
         end = (taken * arange(1, tree.nodes + 1, laws.device)).amax(1, keepdim=True)  # 0: the text

@@ -1,4 +1,4 @@
-"""Follow the draft while it agrees with the target's own sample: the same seed gives the same text."""
+"""Accept the drafted tokens that equal the target's own sample: the same seed gives the same text."""
 
 from __future__ import annotations
 

@@ -71,6 +71,6 @@ def _first_leaf(tree: TokenTree, heads: Tensor) -> Tensor:
     assert tree.parents is not None
     ancestors = tree.ancestors
     some = (ancestors & heads.unsqueeze(2)).any(1)  # [R,N]: a coin of this node or below it is true
-    siblings = (tree.parents.unsqueeze(1) == tree.parents.unsqueeze(2)).tril(-1)  # [R,N,N]: j is an elder of i
+    siblings = (tree.parents.unsqueeze(1) == tree.parents.unsqueeze(2)).tril(-1)  # [R,N,N]: j is an earlier sibling
     right = some & ~(siblings & some.unsqueeze(1)).any(-1)
     return ~(ancestors & ~right.unsqueeze(1)).any(-1)

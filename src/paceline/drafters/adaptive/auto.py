@@ -152,7 +152,7 @@ class Auto(DrafterGroup, ChoosesLength, Replayable, Resolvable):
         timed = cost.weight * cost.value / self._pass_seconds(rows)
         return (timed + doubt * POLICY.unknown_step) / (cost.weight + doubt)
 
-    # ---- members that run no model: asked first
+    # ---- members that run no model: they draft first
 
     def _to_ask(self, rows: RowsView, budget: Budget) -> Iterator[tuple[Member, Budget]]:
         for member in self._cheap:

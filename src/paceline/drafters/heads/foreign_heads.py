@@ -271,7 +271,7 @@ def _eagle3(found: Checkpoint, known: dict[str, Any]) -> EagleHead:
         weights["d2t"] = draft
     fused = weights["fuse.weight"].shape[1]
     if fused % (len(taps) or 3):
-        raise LoadError(f"The eagle head in '{found.folder}' fuses {fused} numbers of {len(taps) or 3} hidden states.")
+        raise LoadError(f"The eagle head in '{found.folder}' has {fused} inputs for {len(taps) or 3} hidden states.")
     hidden = fused // (len(taps) or 3)
     config = {
         **sizes,
@@ -345,7 +345,7 @@ class FirstEagleHead(EagleHead):
         DraftHead.__init__(self, config, made_for)
         if config.taps != (1.0,) or config.width != config.hidden or config.draft_vocabulary is not None:
             raise InputError(
-                "An EAGLE-1 head reads the last hidden state only, in its width, and has logits for every token."
+                "An EAGLE-1 head must read only the last hidden state, have its width, and have logits for all tokens."
             )
         D = config.width
         self.fuse = nn.Identity()

@@ -36,7 +36,7 @@ class ProphetConfig(LayerConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.layers < 1:
-            raise InputError(f"A prophet needs at least 1 layer, got {self.layers}.")
+            raise InputError(f"A prophet head needs at least 1 layer, got {self.layers}.")
 
 
 class ProphetHead(DraftHead):

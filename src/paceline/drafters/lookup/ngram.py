@@ -86,7 +86,7 @@ class Levels:
                 raise ValueError(f"its '{name}' is not a list of whole numbers")
         lengths, contexts, sizes, tokens, counts = (arrays[name].tolist() for name in _ARRAYS)
         if sum(lengths) != len(contexts) or sum(sizes) != len(tokens):
-            raise ValueError(f"it announces {sum(lengths)} tokens of contexts and has {len(contexts)}")
+            raise ValueError(f"its contexts must have {sum(lengths)} tokens, and they have {len(contexts)}")
         at = pair = 0
         for length, size in zip(lengths, sizes, strict=True):
             known = self.followers(tuple(contexts[at : at + length]))
@@ -245,7 +245,7 @@ class Ngram(Replayable, ListDrafter["_Row"]):
         """Write the store (all namespaces) to a safetensors file, for the option `store`."""
         if self._kept is None:
             raise InputError(
-                "There is nothing to save: 'ngram' keeps n-grams between requests with persistent=True only."
+                "There is nothing to save: 'ngram' keeps n-grams between requests only with persistent=True."
             )
         self.store.save(path)
 

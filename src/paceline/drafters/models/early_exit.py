@@ -138,7 +138,7 @@ class EarlyExit(SelfDraft, SharesReader):
     def _exit_of(self, target: LanguageModel) -> int:
         trained = None if self._head is None else int(self._head.config["layers"])
         if trained and self.options.layers and trained != self.options.layers:
-            raise InputError(f"This exit head was trained after layer {trained}, but layers is {self.options.layers}.")
+            raise InputError(f"This exit head was trained for {trained} layers, but layers is {self.options.layers}.")
         return trained or self.options.layers or max(1, round(target.layers / 3))
 
     def _head_for(self, target: LanguageModel) -> Head | None:

@@ -64,7 +64,7 @@ def test_a_training_goes_on_from_its_checkpoint(folder: Path) -> None:
     lines = [json.loads(line) for line in (folder / "checkpoint" / "training.jsonl").read_text().splitlines()]
     assert lines[: len(log)] == log, "the log before the checkpoint stays"
     assert lines[-1]["step"] in (log[-1]["step"], log[-1]["step"] + 1)
-    assert "going on from step" in result.output
+    assert "continuing from step" in result.output
     assert rounds_of("checkpoint")
 
 

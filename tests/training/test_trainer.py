@@ -247,7 +247,7 @@ def test_by_the_clock(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     train(options(place, tmp_path / "other", steps=None, evaluate=None, minutes=2.0), eye)
     last = (tmp_path / "other" / LOG).read_text().splitlines()[-1]
     assert json.loads(last)["step"] == 20, "texts took 100 s of the two minutes"
-    assert any("20 s of 2 minutes are left to learn in; fewer --tokens" in note for note in notes)
+    assert any("20 s of 2 minutes are left for training; fewer --tokens" in note for note in notes)
 
 
 def test_looks_that_take_long_are_few(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

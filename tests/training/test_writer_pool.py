@@ -118,7 +118,7 @@ def test_who_is_killed_is_told_of_and_the_rest_is_written(
     run = Run(place, 1, how, long)
     run.fill(tmp_path / "it")
     assert files(tmp_path / "it") == alone(place, tmp_path / "alone", long)
-    assert run.notes == ["one writer less: it was killed by signal 9; the others go on"]
+    assert run.notes == ["one writer ended: it was killed by signal 9; the others continue"]
 
 
 @pytest.mark.nightly
@@ -128,7 +128,7 @@ def test_who_cannot_even_load_is_told_of(place: Path, tmp_path: Path) -> None:
     run.fill(tmp_path / "it")
     assert files(tmp_path / "it") == alone(place, tmp_path / "alone")
     assert len(run.notes) == 1
-    assert run.notes[0].startswith("one writer less: ")
+    assert run.notes[0].startswith("one writer ended: ")
     assert "here" in run.notes[0]
 
 

@@ -1,1 +1,1 @@
-"""The measuring instrument: our decoders and other libraries on the same prompts, in turns, and what follows."""
+"""Benchmarks: our decoders and other libraries on the same prompts, in turns, and numbers from their runs."""

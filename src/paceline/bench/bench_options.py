@@ -62,7 +62,7 @@ class BenchOptions(RunnerOptions):
                                        metavar="NAME", flags=("--sampler",), key="sampler")  # fmt: skip
     noise_levels: tuple[float, ...] = option((0.1, 0.2, 0.3, 0.4, 0.5), "Noise levels of top-k-noise.", _CHOICE,
                                              metavar="X,X")  # fmt: skip
-    seed: int = option(0, "The same for every candidate.", _CHOICE, metavar="N", **_SEED)
+    seed: int = option(0, "The seed, equal for every candidate.", _CHOICE, metavar="N", **_SEED)
 
     repeats: int = option(3, "Runs of every candidate on every prompt, in turns.", _MEASURE, metavar="N", least=1,
                           most=10**6)  # fmt: skip
@@ -91,13 +91,13 @@ class BenchOptions(RunnerOptions):
 
 
 def is_synthetic(options: BenchOptions) -> bool:
-    """Is the target a random or scripted model?"""
+    """Return whether the target is a random or scripted model."""
     return bool(options.shape or options.synthetic_acceptance or options.construction is not None)
 
 
 @dataclass(frozen=True)
 class TuneOptions(Limited):
-    """What `tune` tries, and how much of it."""
+    """The candidates that `tune` tries, and how it measures them."""
 
     candidates: tuple[str, ...] = option((), "One more: a smaller model, or as ngram:order=3,gamma=8; repeatable.",
                                          _TRIED, metavar="SPEC", flags=("--candidate",), key="candidate",
@@ -109,7 +109,7 @@ class TuneOptions(Limited):
     rules: tuple[str, ...] = option(("match",), "The rules that verify drafts.", _TRIED, metavar="RULE,RULE",
                                     names="rule", commas=True)  # fmt: skip
     tokens: int = option(64, "Tokens to write for each prompt.", _TEXTS, metavar="N", least=1)
-    seed: int = option(0, "Of sampled texts.", _TEXTS, metavar="N", **_SEED)
+    seed: int = option(0, "The seed of sampled texts.", _TEXTS, metavar="N", **_SEED)
     repeats: int = option(3, "Runs of each candidate that is measured.", _MEASURE, metavar="N", least=1, most=10**6)
     finalists: int = option(4, "Candidates to measure, the best by prediction.", _MEASURE, metavar="N", least=1,
                             most=10**4)  # fmt: skip
@@ -140,8 +140,8 @@ _CHEAP = ("prompt-lookup", "ngram", "suffix", "auto")  # they run no draft model
 
 
 def apply_preset(options: BenchOptions, given: Collection[str] = ()) -> BenchOptions:
-    """The options with the values of their preset. `given` fields keep their values, and so does every field that is
-    not at its default."""
+    """Return the options with the values of their preset. `given` fields keep their values, and so does every field
+    that is not at its default."""
     if options.preset is None:
         return options
     if options.preset not in PRESETS:
@@ -156,7 +156,7 @@ def apply_preset(options: BenchOptions, given: Collection[str] = ()) -> BenchOpt
 
 
 def needs_nothing(name: str) -> bool:
-    """Does this drafter work for any target without a model, trained weights or a prediction?"""
+    """Return whether this drafter works for any target without a model, trained weights or a prediction."""
     from paceline.core.contracts import DRAFTERS
     from paceline.core.protocols import DraftsNothing, TakesPrediction
 
@@ -168,14 +168,14 @@ def needs_nothing(name: str) -> bool:
 
 
 def _shipped() -> tuple[str, ...]:
-    """The trained drafters that Paceline ships."""
+    """Return the trained drafters that Paceline ships."""
     from paceline.drafters.shipped import kinds_of
 
     return kinds_of(_MODEL)
 
 
 def _all_runs() -> tuple[str, ...]:
-    """Every drafter that needs nothing, and those that need trained weights and have them."""
+    """Return every drafter that needs nothing, and those whose trained weights are shipped."""
     from paceline.core.contracts import DRAFTERS
 
     return (*filter(needs_nothing, DRAFTERS), *(kind for kind in _shipped() if not needs_nothing(kind)))

@@ -58,7 +58,7 @@ class Setup:
 
 
 def assemble(options: BenchOptions, progress: Progress | None = None) -> Setup:
-    """Checks options and prompts, then loads the target and opens every candidate."""
+    """Check options and prompts, then load the target and open every candidate."""
     controls = ("temperature", "top_k", "top_p", "min_p")
     sampling = {name: getattr(options, name) for name in controls if getattr(options, name) is not None}
     Sampling(**sampling)  # refuses wrong values, also where temperature 0 ignores them
@@ -114,14 +114,14 @@ def assemble(options: BenchOptions, progress: Progress | None = None) -> Setup:
 
 
 def too_long(skipped: Sequence[Skipped]) -> list[LeftOut]:
-    """All prompts that do not fit, under the reason of the first: the others differ in numbers only."""
+    """Return all prompts that do not fit, with the reason of the first; other reasons differ in numbers only."""
     if not skipped:
         return []
     return [LeftOut("", f"too long: {skipped[0].reason}", tuple(each.id for each in skipped))]
 
 
 def costs_of(setup: Setup, options: BenchOptions, progress: Progress | None = None) -> tuple[Costs, list[str]]:
-    """v(n), o, and c of each Paceline run, measured now; and a note for each cost that could not be measured.
+    """Measure v(n), o, and c of each Paceline run. Return them, and a note for each cost that could not be measured.
 
     c has the name of the run, because two runs of one drafter may have other options. Costs are not cached: the machine
     may be busy now.
@@ -146,7 +146,7 @@ def costs_of(setup: Setup, options: BenchOptions, progress: Progress | None = No
 
 
 def memory_lines_of(setup: Setup, task: Task, cancel: Cancel) -> tuple[list[dict[str, Any]], list[str]]:
-    """The source lines that hold the most memory in one run of each candidate, and a note for each failure."""
+    """Return the source lines that hold the most memory in one run of each candidate, and a note for each failure."""
     rows, notes = list[dict[str, Any]](), list[str]()
     plan = setup.plan if task.sampling is None else replace(setup.plan, sampling=task.sampling)
     for each in setup.candidates:
@@ -164,7 +164,7 @@ def memory_lines_of(setup: Setup, task: Task, cancel: Cancel) -> tuple[list[dict
 def evaluation_of(
     report: Report, tasks: dict[str, Task], lm: LanguageModel, samplers: Sequence[Sampler], quality: bool
 ) -> list[dict[str, Any]]:
-    """A row for each sampler and candidate: controls, quality (with answers) and speed."""
+    """Return a row for each sampler and candidate: controls, quality (with answers) and speed."""
     judged = _judged(report, tasks, lm, lambda task: task.category) if quality else {}
     summary = summarise(report, per_task=False)
     rows = []
@@ -191,7 +191,7 @@ def evaluation_of(
 def _judged(
     report: Report, tasks: dict[str, Task], lm: LanguageModel, kind: Callable[[Task], str]
 ) -> dict[tuple[str, str], Quality]:
-    """The quality of the texts of the first repeat, by candidate and `kind` of task."""
+    """Return the quality of the texts of the first repeat, by candidate and `kind` of task."""
     texts: dict[tuple[str, str], list[str]] = {}
     answers: dict[tuple[str, str], list[tuple[str, ...]]] = {}
     for result in report.results:
@@ -284,7 +284,7 @@ class BenchSession:
             self.recorder.add("note", f"The runs before --resume were measured at commit {then.get('commit')}.")
 
     def _measure_setup(self, setup: Setup) -> bool:
-        """Record costs, measure, and record what needs all runs. False if cancelled."""
+        """Record costs, measure, and record the values that need all runs. Return False if cancelled."""
         options, recorder = self.options, self.recorder
         costs, notes = costs_of(setup, options, self._progress)
         recorder.add("costs", costs)
@@ -331,7 +331,7 @@ class BenchSession:
     # ---- The measurement
 
     def measure(self, candidates: Sequence[Candidate], conversations: Sequence[Conversation], plan: Plan) -> bool:
-        """Measure every candidate on every task. False if cancelled.
+        """Measure every candidate on every task. Return False if cancelled.
 
         The first candidate is plain decoding. The others are compared with its text, and it answers the turns of a
         conversation; if it fails, its error is raised. Any other candidate that fails is left out from there on. An
@@ -356,7 +356,7 @@ class BenchSession:
                 self.recorder.add("skipped", LeftOut(name, why, tuple(tasks)))
 
     def _measure_task(self, task: Task, index: int) -> Tokens | None:
-        """All candidates on one task. Returns what plain decoding wrote, or None if cancelled."""
+        """Measure all candidates on one task. Return the tokens of plain decoding, or None if cancelled."""
         present = [candidate for candidate in self._candidates if self._takes_part(candidate, task)]
         if present[:1] != self._candidates[:1]:
             raise InputError(f"Plain decoding cannot take part in task {task.id}; leave that prompt out.")
@@ -392,7 +392,7 @@ class BenchSession:
         return why is None
 
     def _prepare(self, present: Sequence[Candidate], task: Task) -> dict[str, int | None]:
-        """Untimed runs. Returns peak memory by candidate, if it is measured with this task.
+        """Run candidates without timing. Return peak memory by candidate, if this task measures it.
 
         A candidate runs once in the session, so that kernels are compiled and files are read. A candidate that captures
         CUDA graphs runs once for every shape.
@@ -418,7 +418,7 @@ class BenchSession:
         return self._plan if task.sampling is None else replace(self._plan, sampling=task.sampling)
 
     def _run(self, candidate: Candidate, task: Task, repeat: int) -> Result | None:
-        """One timed run, or None if it was cancelled or failed."""
+        """Return one timed run, or None if it was cancelled or failed."""
         self.neighbours.begin()
         try:
             run = candidate.run(task, self._plan_of(task), repeat, self._cancel)
@@ -443,7 +443,7 @@ class BenchSession:
 
 
 def order(count: int, repeat: int, task: int) -> list[int]:
-    """The order of the candidates in one repeat of one task. Plain decoding is 0.
+    """Return the order of the candidates in one repeat of one task. Plain decoding is 0.
 
     Odd repeats run backwards, the order shifts every second repeat, and the others change places from task to task. So
     no candidate always follows the same one.
@@ -457,7 +457,7 @@ def order(count: int, repeat: int, task: int) -> list[int]:
 
 
 def first_difference(tokens: Sequence[Sequence[int]], text: Sequence[Sequence[int]]) -> int | None:
-    """The first position at which any row differs, or None."""
+    """Return the first position at which any row differs, or None."""
     positions = [
         next((place for place, pair in enumerate(zip(row, other, strict=False)) if pair[0] != pair[1]), None)
         for row, other in zip(tokens, text, strict=True)
@@ -466,7 +466,7 @@ def first_difference(tokens: Sequence[Sequence[int]], text: Sequence[Sequence[in
 
 
 def check_same(earlier: Report, about: Mapping[str, Any]) -> None:
-    """Refuse to resume a record of another benchmark or machine. `_MAY_DIFFER` may be extended."""
+    """Refuse to resume a record of another benchmark or machine. Options in `_MAY_DIFFER` may differ."""
     then = earlier.provenance
     defaults = json.loads(json.dumps(asdict(BenchOptions())))  # a record of an older version lacks some
     before = {**defaults, **then.get("arguments", {}), **{name: then.get(name) for name in _MACHINE}}

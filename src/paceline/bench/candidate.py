@@ -1,4 +1,4 @@
-"""The nouns of a benchmark: prompt, task, plan, run and candidate; and the candidate that Paceline itself is."""
+"""The nouns of a benchmark: prompt, task, plan, run and candidate; and Paceline as a candidate."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Task:
-    """The token ids of one prompt, or of several in a batch: the same for every candidate. The second turn of a
-    conversation is a task of its own, after the first answer of plain decoding."""
+    """The token ids of one prompt, or of several in a batch, for every candidate. The second turn of a conversation is
+    another task, after the first answer of plain decoding."""
 
     id: str  # "81", or "81/2" (second turn); in a batch joined by +
     category: str
@@ -65,7 +65,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Run:
-    """One candidate, one task, once."""
+    """One run of one candidate on one task."""
 
     contestant: str
     task: str
@@ -89,8 +89,8 @@ class Run:
         name: str, task: Task, plan: Plan, repeat: int, tokens: Sequence[Sequence[int]], seconds: float,
         arrivals: Sequence[float], **more: Any,
     ) -> Run:  # fmt: skip
-        """A run that was not cancelled. Raises if a row has another number of tokens than planned: such a time is not
-        comparable."""
+        """Return a run that was not cancelled. Raise an error if a row has another number of tokens than planned,
+        because its time is not comparable."""
         lengths = [len(row) for row in tokens]
         if lengths != [plan.tokens] * len(task.prompts):
             raise ModelOutputError(
@@ -103,12 +103,12 @@ class Run:
 
     @staticmethod
     def cancelled(name: str, task: Task, repeat: int) -> Run:
-        """It has no tokens."""
+        """Return a cancelled run, which has no tokens."""
         return Run(name, task.id, task.category, repeat, ((),) * len(task.prompts), 0.0, 0.0)
 
 
 def too_long(task: Task, plan: Plan, context: int) -> str | None:
-    """Why a task has no room for as many tokens as planned, or None."""
+    """Return why a task has no room for as many tokens as planned, or None."""
     longest = max(len(prompt) for prompt in task.prompts)
     if longest + plan.tokens <= context:
         return None
@@ -116,7 +116,7 @@ def too_long(task: Task, plan: Plan, context: int) -> str | None:
 
 
 class Candidate(Protocol):
-    """Something that decodes. `name` is unique in a benchmark, and tables show it."""
+    """A way to decode. `name` is unique in a benchmark, and tables show it."""
 
     name: str
     library: str  # "paceline", "transformers", "llama.cpp", "openvino"
@@ -126,7 +126,7 @@ class Candidate(Protocol):
     exact: bool  # it must write the tokens of plain decoding
 
     def refuses(self, task: Task, plan: Plan) -> str | None:
-        """Why it cannot run this task (one short sentence), or None."""
+        """Return why it cannot run this task (one short sentence), or None."""
         ...
 
     def run(self, task: Task, plan: Plan, repeat: int, cancel: Cancel) -> Run: ...
@@ -139,12 +139,12 @@ class Shaped(Protocol):
     """A candidate that captures CUDA graphs, so it is warmed up for every shape."""
 
     def shape_of(self, task: Task, plan: Plan) -> Hashable:
-        """None: one warm-up is enough for all tasks."""
+        """Return the shape of a task; None: one warm-up is enough for all tasks."""
 
 
 @dataclass(frozen=True)
 class RunSpec:
-    """A Paceline decoder as asked for: "suffix", or "ngram:gamma=8,branches=4,rule=ratio"."""
+    """The settings of a Paceline run, such as "suffix" or "ngram:gamma=8,branches=4,rule=ratio"."""
 
     name: str
     draft: str
@@ -161,7 +161,7 @@ PLAIN = "plain"  # the name of plain decoding, which always takes part
 
 
 def parse_run_specs(given: Iterable[str | Mapping[str, Any]], gamma: int | str = 5) -> list[RunSpec]:
-    """All runs; names are unique. `gamma` is the default, except for drafters that choose the length themselves."""
+    """Return all runs, with unique names. `gamma` is the default, except for drafters that choose the length."""
     entries = [parse_run_spec(each, gamma) for each in given]
     names = [PLAIN]
     for entry in entries:
@@ -174,8 +174,8 @@ def parse_run_specs(given: Iterable[str | Mapping[str, Any]], gamma: int | str =
 
 
 def parse_run_spec(given: str | Mapping[str, Any], gamma: int | str = 5) -> RunSpec:
-    """One run. gamma, nodes, rule and label belong to the run, rule.X to the rule, and the other keys to the drafter.
-    If the drafter has an option with one of the run's names, write drafter.X."""
+    """Return one run. gamma, nodes, rule and label belong to the run, rule.X to the rule, and other keys to the
+    drafter. If the drafter has an option with one of the run's names, write drafter.X."""
     if isinstance(given, str) and given.lstrip().startswith("{"):
         try:
             found = parse_json(given)
@@ -227,15 +227,15 @@ def _run_spec(text: str, given: Mapping[str, Any], gamma: int | str) -> RunSpec:
 
 
 def _typed(given: Mapping[str, Any], cls: type, owner: str, name: str) -> dict[str, Any]:
-    """Texts are converted to the types of the fields; other values must have them."""
+    """Convert texts to the types of the fields. Other values must have these types."""
     texts = {key: value for key, value in given.items() if isinstance(value, str)}
     typed = {**given, **convert_options(texts, cls, owner, name, prefix="")}
-    build_options(cls, typed, f"{owner} '{name}'")  # refuses what is unknown, of another type, or out of range
+    build_options(cls, typed, f"{owner} '{name}'")  # refuses unknown names, other types, and values out of range
     return typed
 
 
 def whole_number(owner: str, key: str, given: Any, more: str = "") -> int:
-    """The value of `key`, a whole number above 0. more: what else the error allows."""
+    """Return the value of `key`, a whole number above 0. more: what else the error allows."""
     try:
         number = int(given) if isinstance(given, (int, str)) and not isinstance(given, bool) else 0
     except ValueError:
@@ -249,7 +249,7 @@ def whole_number(owner: str, key: str, given: Any, more: str = "") -> int:
 
 
 class PacelineRun:
-    """One `SpeculativeDecoder`. Every run starts in the same state, with a new decoder and drafter.
+    """A `SpeculativeDecoder`. Every run starts in the same state, with a new decoder and drafter.
     Models, heads and tables are loaded once and shared by the copies (`Drafter.reset_copy`).
 
     exact: the text must be that of plain decoding. It is False for a lossy rule, and for a rule that keeps the
@@ -285,7 +285,7 @@ class PacelineRun:
         self.draft_model: LanguageModel | None = found if isinstance(found, LanguageModel) else None
 
     def _loaded(self, entry: RunSpec) -> dict[str, Any]:
-        """The drafter's options with its model loaded, with the device, dtype and runner of the target."""
+        """Return the drafter's options with its model loaded, with the device, dtype and runner of the target."""
         options = dict(entry.options)
         model = options.get("model") if entry.draft in DRAFTERS else entry.draft
         if isinstance(model, str):
@@ -293,7 +293,7 @@ class PacelineRun:
         return options
 
     def decoder(self, rows: int = 1) -> SpeculativeDecoder:
-        """A decoder whose drafter has no state yet."""
+        """Return a decoder whose drafter has no state yet."""
         entry = self.entry
         if self._kept is not None and self._kept.rows == rows:
             return self._kept
@@ -305,7 +305,7 @@ class PacelineRun:
         return SpeculativeDecoder(self.lm, drafter, rows=rows, allow_lossy=True, **how)
 
     def shape_of(self, task: Task, plan: Plan) -> Hashable:
-        """CUDA graphs are captured for rows and for lengths in powers of two."""
+        """Return the shape of a task in CUDA graphs: the rows, and lengths in powers of two."""
         longest = max(map(len, task.prompts))
         shape = (len(task.prompts), longest.bit_length(), (longest + plan.tokens).bit_length())
         return shape if captures(self.lm) else None
@@ -327,7 +327,7 @@ class PacelineRun:
                 self._kept = decoder if known and decoder.keeps_rounds else None
 
     def _timed(self, decoder: SpeculativeDecoder, task: Task, plan: Plan, repeat: int, cancel: Cancel) -> Run:
-        """The clock stops with the last token. The KV cache is measured while the decoder still holds it."""
+        """Return a timed run. The clock stops with the last token. The KV cache is measured before it is freed."""
         clock, rows = self._clock, len(task.prompts)
         settings = dict(plan.sampling) or {"temperature": 0.0}
         tokens: list[list[int]] = [[] for _ in range(rows)]

@@ -1,4 +1,4 @@
-"""What a run uses of the machine, and what other processes use: processors, the GPU, memory.
+"""Measure what a run and other processes use of the machine: processors, the GPU, memory.
 
 Memory: bytes of tensors and KV caches, a table of layers, and bytes per source line.
 
@@ -39,7 +39,7 @@ from paceline.models.slot_cache import SlotCache
 
 # ---- Do other processes use the machine?
 
-_SAMPLE = 1.0  # seconds of looking
+_SAMPLE = 1.0  # seconds of a measurement
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ def how_busy(
     look: Callable[[], Usage | None] = read_usage,
     sleep: Callable[[float], None] = time.sleep,
 ) -> Busy:
-    """Measure for a moment. The load average would include the start of this process."""
+    """Measure for a moment what others use. The load average would include the start of this process."""
     before = look()
     sleep(sample)
     after = look()
@@ -80,7 +80,7 @@ def how_busy(
 
 
 def wanted_device(name: str | None) -> torch.device | None:
-    """The device that a model will use, or None if that is not known yet."""
+    """Return the device that a model will use, or None if that is not known yet."""
     if name is None:
         return torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     return torch.device(name) if re.fullmatch(r"cuda(:\d+)?", name) else None  # loading reports a wrong name
@@ -99,7 +99,7 @@ def check_quiet(busy: Busy) -> None:
 
 
 def tensor_bytes(tensors: Iterable[Tensor]) -> int:
-    """Of the memory behind them; what several share counts once."""
+    """Return the bytes of the memory behind tensors. Memory that several share counts once."""
     stores = (tensor.untyped_storage() for tensor in tensors)
     return sum({store.data_ptr(): store.nbytes() for store in stores}.values())
 
@@ -109,7 +109,7 @@ def _weights(module: nn.Module) -> list[Tensor]:
 
 
 def cache_bytes(cache: Any) -> int | None:
-    """Keys and values of one of our stores, or of one of transformers'; None where they cannot be found."""
+    """Return the bytes of keys and values in our KV cache or in one of transformers; None if they are not found."""
     if cache is None:
         return None
     if isinstance(cache, SlotCache):
@@ -122,7 +122,7 @@ def cache_bytes(cache: Any) -> int | None:
 
 @dataclass(frozen=True)
 class LayerBytes:
-    """One layer, or what stands before and after them: bytes of its weights, and of keys and values per token."""
+    """One layer, or all parts outside of layers: the bytes of its weights, and of keys and values per token."""
 
     name: str
     parameters: int
@@ -132,8 +132,8 @@ class LayerBytes:
 
 
 def layer_table(lm: LanguageModel, clock: Callable[[], float] | None = None) -> list[LayerBytes]:
-    """Every layer, and a last line for everything else (embeddings, output head, norms). With a clock
-    (time.perf_counter) also the seconds of each in a pass over one token."""
+    """Return every layer, and a last line for all other parts (embeddings, output head, norms). With a clock
+    (time.perf_counter), it also has the seconds of each in a pass over one token."""
     layers = layers_of(lm)
     cache = _cache_of_one_token(lm)
     seconds: list[float | None] = [None] * len(layers) if clock is None else [*layer_seconds(lm, clock)]
@@ -150,7 +150,7 @@ def layer_table(lm: LanguageModel, clock: Callable[[], float] | None = None) -> 
 
 
 def _dtype(weights: list[Tensor]) -> str:
-    """The types of the weights, the one with the most bytes first."""
+    """Return the dtypes of the weights, the dtype with the most bytes first."""
     sizes = Counter[str]()
     for weight in weights:
         sizes[str(weight.dtype).removeprefix("torch.")] += weight.numel() * weight.element_size()
@@ -159,7 +159,7 @@ def _dtype(weights: list[Tensor]) -> str:
 
 @torch.inference_mode()
 def _cache_of_one_token(lm: LanguageModel) -> SlotCache:
-    """What the model keeps of a text is seen where it has read one."""
+    """Return the KV cache of the model after reading one token, which shows its size per token."""
     reader = lm.reader()
     if not isinstance(getattr(reader, "cache", None), SlotCache):
         raise UnsupportedError(f"{lm.name} is made of several models, so it has no table of layers.")
@@ -171,8 +171,8 @@ def _cache_of_one_token(lm: LanguageModel) -> SlotCache:
 
 @torch.inference_mode()
 def layer_seconds(lm: LanguageModel, clock: Callable[[], float] = time.perf_counter, passes: int = 5) -> list[float]:
-    """Median seconds of each layer in a pass over one token, by hooks that are gone afterwards. Waiting for a GPU at
-    every layer makes these seconds comparable with each other, and not with a pass that is not looked at."""
+    """Return median seconds of each layer in a pass over one token, by hooks that are removed afterwards. It waits for
+    a GPU at every layer, so these seconds are comparable with each other, but not with those of a usual pass."""
     layers = layers_of(lm)
     started = [0.0] * len(layers)
     taken: list[list[float]] = [[] for _ in layers]
@@ -202,8 +202,8 @@ T = TypeVar("T")
 Counted = dict[tuple[str, int], tuple[int, int]]  # file and line -> bytes and blocks
 
 LONGEST = 10  # lines that are kept
-_EVERY = 0.01  # seconds between two looks
-_MORE = 1.1  # times the last snapshot: then there is a new one
+_EVERY = 0.01  # seconds between two measurements
+_MORE = 1.1  # a new snapshot is taken at this many times the bytes of the last one
 _PACKAGES = ("site-packages", "dist-packages")
 NOTES = {
     "memray": "By memray at the peak of a run: all memory of the host, tensors included; not that of a GPU.",
@@ -214,7 +214,7 @@ NOTES = {
 
 @dataclass(frozen=True)
 class MemoryLine:
-    """One line of source and what it had allocated at the peak."""
+    """One line of source, and the bytes that it had allocated at the peak."""
 
     file: str
     line: int
@@ -236,7 +236,7 @@ def lines_while(act: Callable[[], T]) -> tuple[T, list[MemoryLine]]:
 
 
 def _short(file: str) -> str:
-    """From the package on: the folders before it differ from machine to machine."""
+    """Return the path from the package on, because the folders before it differ between machines."""
     parts = Path(file).parts
     for name in (*_PACKAGES, "src"):
         if name in parts[:-1]:
@@ -260,7 +260,7 @@ def _by_memray(act: Callable[[], T]) -> tuple[T, Counted]:
 
 
 def _of_record(record: Any) -> tuple[str, int, int, int]:
-    """The innermost line of Python of an allocation; native threads have none."""
+    """Return the innermost line of Python of an allocation; native threads have none."""
     frames = record.stack_trace(max_stacks=1)
     _, file, line = frames[0] if frames else ("", "(no Python line)", 0)
     return file, line, record.size, record.n_allocations
@@ -270,7 +270,7 @@ def _of_record(record: Any) -> tuple[str, int, int, int]:
 
 
 def _by_tracemalloc(act: Callable[[], T]) -> tuple[T, Counted]:
-    """The snapshot with the most bytes, of those that a thread takes as memory grows and of one at the end."""
+    """Use the largest snapshot: a thread takes snapshots while memory grows, and one is taken at the end."""
     running = tracemalloc.is_tracing()
     if not running:
         tracemalloc.start(1)

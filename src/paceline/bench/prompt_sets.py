@@ -1,4 +1,4 @@
-"""Prompt sets: our own, or files of the kinds people have.
+"""Prompt sets: the built-in one, or files in common formats.
 
 "builtin"   our own prompts (builtin.py)
 .jsonl      one object per line:
@@ -9,7 +9,7 @@
             several answers stand in several columns or in one with " | " between them
 .txt, .md   one prompt per line; empty lines are skipped. A prompt of several lines is a line of a .jsonl file.
 
-What has no category of its own gets the name of its file.
+A prompt without a category gets the name of its file.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ class _Found:
 def read_all(
     sources: Sequence[str], *, limit: int | None = None, categories: Sequence[str] = (), require_answers: bool = False
 ) -> list[Prompt]:
-    """The prompts of all sources in their order. limit: of each category, the first ones. categories: only these.
-    require_answers: each prompt that is left must say what would be right (to its first turn)."""
+    """Return the prompts of all sources in their order. limit: the first ones of each category. categories: only these.
+    require_answers: each remaining prompt must have right answers to its first turn."""
     found = _apart([(source, list(_read(source))) for source in sources])
     known = {one.prompt.category for one in found}
     for name in categories:
@@ -68,7 +68,7 @@ def read_all(
 
 
 def _apart(read: list[tuple[str, list[_Found]]]) -> list[_Found]:
-    """All of it, each id once: an id of an earlier source gets the name of its own source in front."""
+    """Return all prompts with unique ids. An id that an earlier source has gets the name of its source in front."""
     places: dict[str, str] = {}
     found = []
     for source, some in read:
@@ -171,7 +171,7 @@ def _checked(text: Any, what: str, where: str) -> str:
 
 
 def _kind(value: Any) -> str:
-    """A value as an error shows it: what it is, and itself where that is short."""
+    """Return a value for an error message: the value if it is short, else its kind and its beginning."""
     shown = json.dumps(value, ensure_ascii=False)
     names = {dict: "an object", list: "a list", str: "a text", bool: "a truth value", type(None): "null"}
     return shown if len(shown) <= 40 else f"{names.get(type(value), 'a number')} ({shown[:37]}...)"
@@ -204,7 +204,7 @@ def _read_csv(text: str, path: Path) -> Iterator[_Found]:
 
 
 def _csv_rows(text: str, path: Path) -> Iterator[tuple[int, list[str]]]:
-    """Rows that are not empty, with the line each begins in (a quoted cell may hold several lines)."""
+    """Yield rows that are not empty, with the line of their start (a quoted cell may have several lines)."""
     reader = csv.reader(io.StringIO(text, newline=""), strict=True)
     while True:
         line = reader.line_num + 1

@@ -1,7 +1,7 @@
-"""Is what was written right, and is it varied? Numbers that need no model.
+"""Measure whether texts are right, and whether they are varied, without a model.
 
-Words are compared the way SQuAD does it: small letters, no punctuation or symbols, no English articles (a, an, the),
-single spaces between what is left. Of several right answers the one that fits best counts, for each number by itself.
+Words are compared as in SQuAD: small letters, no punctuation or symbols, no English articles (a, an, the), single
+spaces between the other words. Of several right answers the best one counts, separately for each number.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Quality:
 
 
 def judge(texts: Sequence[str], answers: Sequence[Sequence[str]]) -> Quality:
-    """Texts against the right answers of each, which must be there."""
+    """Compare each text with its right answers. Each text needs at least one."""
     if len(texts) != len(answers):
         raise InputError(f"Quality needs the answers of every text, got {len(texts)} texts and {len(answers)} answers.")
     if not texts:
@@ -63,7 +63,7 @@ def exact_match(text: str, answer: str) -> float:
 
 
 def token_f1(text: str, answer: str) -> float:
-    """Words count as often as they occur. Where one of the two has no words, 1 if the other has none either."""
+    """Return the F1 of words, which count as often as they occur. Two texts without words give 1; only one gives 0."""
     ours, theirs = normalise(text).split(), normalise(answer).split()
     if not ours or not theirs:
         return float(ours == theirs)
@@ -72,8 +72,8 @@ def token_f1(text: str, answer: str) -> float:
 
 
 def similarity(text: str, answer: str) -> float:
-    """Cosine of the counts of character trigrams, with a space before and after: 1 for the same words in the same
-    order, and still high for other endings and small slips, which exact words do not forgive."""
+    """Return the cosine of the counts of character trigrams, with a space before and after: 1 for the same words in the
+    same order, and still high for other endings and small errors."""
     ours, theirs = (Counter(_grams(f" {normalise(one)} ", 3)) for one in (text, answer))
     if not ours or not theirs:
         return float(ours == theirs)
@@ -81,7 +81,7 @@ def similarity(text: str, answer: str) -> float:
 
 
 class TfIdf:
-    """TF-IDF over a set of answers, as scikit-learn's default does it: the weight of a word is its count times
+    """TF-IDF over a set of answers, as by scikit-learn's defaults: the weight of a word is its count times
     ln((1 + n) / (1 + d)) + 1, where d of the n answers have it. A word that no answer has counts as the rarest."""
 
     def __init__(self, answers: Sequence[str]) -> None:
@@ -89,7 +89,7 @@ class TfIdf:
         self._having = Counter(word for answer in answers for word in set(normalise(answer).split()))
 
     def similarity(self, text: str, answer: str) -> float:
-        """The cosine of the weighed words. Where one of the two has no words, 1 if the other has none either."""
+        """Return the cosine of the weighted words. Two texts without words give 1; only one gives 0."""
         ours, theirs = self._weights(text), self._weights(answer)
         return _cosine(ours, theirs) if ours and theirs else float(ours == theirs)
 
@@ -99,8 +99,8 @@ class TfIdf:
 
 
 def distinct(texts: Iterable[str], n: int) -> float:
-    """distinct-n: different runs of n words over all of them, the mean of the texts that have as many words; 0 if none
-    has. Per text, so that it does not depend on how many texts there are."""
+    """Return distinct-n: the different n-grams of words over all n-grams, as the mean of the texts with n or more
+    words; 0 without such texts. It is a mean per text, so that it does not depend on the number of texts."""
     shares = []
     for text in texts:
         grams = list(_grams(text.casefold().split(), n))

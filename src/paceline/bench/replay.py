@@ -1,8 +1,8 @@
-"""What another gamma, rule or drafter would have given on recorded sequences, without the model.
+"""Find what another gamma, rule or drafter would have given on recorded sequences, without the model.
 
 Under an exact rule the text of a run does not depend on the drafter. So a drafter that needs the text alone runs again
-in the engine's own loop, with the record in place of the target. The result is exact. Everything else is reported as
-unknown, with the reason.
+in the engine's own loop, with the record in place of the target. The result is exact. All other results are reported
+as unknown, with the reason.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from paceline.rules.match import Match
 
 @dataclass(frozen=True)
 class Replayed:
-    """What one entry would have given: the texts with its rounds. Without texts, `reason` says why that is unknown."""
+    """The result of one entry: the texts with its rounds. Without texts, `reason` says why the result is unknown."""
 
     entry: RunSpec
     texts: tuple[TraceText, ...] = ()
@@ -59,26 +59,26 @@ class Replayed:
         return list(dict.fromkeys(text.category for text in self.texts))
 
     def tally(self, category: str | None = None) -> Tally:
-        """The rounds of all texts, or of one category."""
+        """Return the rounds of all texts, or of one category."""
         texts = (text for text in self.texts if category in (None, text.category))
         return Tally.total(filter(None, (Tally.of([Trace(list(text.rounds or ()))]) for text in texts)))
 
     def seconds(self) -> float | None:
-        """Predicted seconds without the prefill."""
+        """Return the predicted seconds without prefill; None if they are unknown."""
         if self.costs is None or not self.texts:
             return None
         drafter = self.entry.draft if self.entry.draft in DRAFTERS else "draft-model"
         return self.tally().seconds(self.costs, drafter)
 
     def speed_up(self) -> float | None:
-        """Predicted, over plain decoding: one forward pass and o for each token."""
+        """Return the predicted speed-up over plain decoding, which takes a forward pass and o for each token."""
         spent = self.seconds()
         if spent is None or self.costs is None:
             return None
         return self.tally().emitted * (self.costs.seconds(1) + self.costs.overhead) / spent
 
     def row(self) -> dict[str, Any]:
-        """One row of a table. Unknown numbers are None."""
+        """Return one row of a table. Unknown numbers are None."""
         tally = self.tally()
         numbers = {
             **{name: getattr(tally, name) for name in ("emitted", "rounds", "drafted", "accepted")},
@@ -104,8 +104,8 @@ class Replayed:
 
 
 def replay(trace: TraceFile, entry: RunSpec, costs: Costs | None = None, carry: bool = False) -> Replayed:
-    """What `entry` would have given on the texts of a trace. carry: one drafter for all texts, in their order. Without
-    it each text gets a fresh drafter, as in a benchmark."""
+    """Return the result of `entry` on the texts of a trace. carry: one drafter for all texts, in their order. Without
+    it each text gets a new drafter, as in a benchmark."""
     costs = trace.header.costs if costs is None else costs
     texts = [text for text in trace.texts if text.finish != "cancelled" and text.tokens]
     notes = list(trace.notes)
@@ -124,14 +124,14 @@ def replay(trace: TraceFile, entry: RunSpec, costs: Costs | None = None, carry: 
 def replay_all(
     traces: TraceFile | Sequence[TraceFile], entries: Iterable[RunSpec], costs: Costs | None = None
 ) -> list[Replayed]:
-    """Each entry, replayed from the first recorded run that gives an exact answer."""
+    """Replay each entry from the first recorded run that gives an exact answer."""
     runs = [traces] if isinstance(traces, TraceFile) else list(traces)
     replayed = ([replay(run, entry, costs) for run in runs] for entry in entries)
     return [min(answers, key=lambda answer: answer.knows != "exact") for answers in replayed]
 
 
 def _traces(header: TraceHeader, texts: Sequence[TraceText], entry: RunSpec, carry: bool) -> list[Trace]:
-    """The rounds of each text. Raises `UnsupportedError` if they cannot be known."""
+    """Return the rounds of each text. Raises `UnsupportedError` if they cannot be known."""
     if not texts:
         raise UnsupportedError("the trace has no finished text")
     name, options = _named(header, entry)
@@ -186,12 +186,12 @@ def _check(header: TraceHeader, entry: RunSpec) -> Rule:
 
 
 def _keeps_text(rule: Rule, greedy: bool) -> bool:
-    """Greedily, a rule that keeps the distribution keeps the text. So does one that couples drafts with the target."""
+    """Return whether a rule keeps the text: also one that keeps the distribution, if it is greedy or coupled."""
     return rule.exact == "text" or (rule.exact == "law" and (greedy or rule.draw == "coupled"))
 
 
 def _named(header: TraceHeader, entry: RunSpec) -> tuple[str, dict[str, Any]]:
-    """The drafter's registered name and all its options. A recorded model need not exist on this machine."""
+    """Return the drafter's registered name and all its options. A recorded model need not exist on this machine."""
     if entry.draft not in DRAFTERS and entry.draft == header.draft:
         return "draft-model", {**entry.options, "model": entry.draft}
     return resolve_draft(entry.draft, entry.options)[:2]
@@ -206,19 +206,19 @@ def _same_drafter(header: TraceHeader, entry: RunSpec) -> bool:
 
 
 def _as_recorded(header: TraceHeader, entry: RunSpec) -> bool:
-    """Is this the very run that was recorded?"""
+    """Return whether this is the run that was recorded."""
     ours, theirs = ((each.gamma, _nodes(each, header), each.rule, plain(each.rule_options)) for each in (entry, header))
     return ours == theirs and _same_drafter(header, entry)
 
 
 def _nodes(asked: RunSpec | TraceHeader, header: TraceHeader) -> int:
-    """The given nodes; without them those of the record, if it has the same drafter."""
+    """Return the given nodes; without them those of the record, if it has the same drafter."""
     recorded = header.nodes if asked.draft == header.draft else None
     return asked.nodes or recorded or max(asked.gamma if isinstance(asked.gamma, int) else 0, NODES)
 
 
 def _differing(texts: Iterable[TraceText], traces: Iterable[Trace]) -> list[str]:
-    """A note if the recorded run, replayed, has other rounds."""
+    """Return a note if the recorded run, replayed, has other rounds."""
 
     def shown(rounds: Iterable[Round]) -> list[tuple[Any, ...]]:
         return [(r.drafted, r.parents, r.path, r.own) for r in rounds]
@@ -233,7 +233,7 @@ def _differing(texts: Iterable[TraceText], traces: Iterable[Trace]) -> list[str]
 
 
 def lines(answers: Sequence[Replayed]) -> list[str]:
-    """A line for each entry, then the reasons and notes, then τ by category."""
+    """Return a line for each entry, then the reasons and notes, then τ by category."""
     header = ("run", "τ", "acceptance", "rounds", "drafted", "speed-up", "known")
     rows: list[tuple[str, ...]] = [header]
     for answer in answers:
@@ -287,7 +287,7 @@ def rerun(
 
 
 class _RecordedTarget:
-    """Stands for the target, as far as a drafter that needs the text alone looks at it."""
+    """Takes the place of the target for a drafter that needs only the text."""
 
     device = torch.device("cpu")
     runner, strict, ops = "eager", False, TORCH

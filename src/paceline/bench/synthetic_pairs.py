@@ -43,12 +43,12 @@ class SyntheticPair:
     remark: str
 
     def fitted(self, specs: Sequence[RunSpec]) -> tuple[RunSpec, ...]:
-        """The runs, with the draft in each that needs a model and names none."""
+        """Return the runs, with the draft in each that needs a model and names none."""
         return tuple(_with_draft(spec, self.draft) for spec in specs)
 
 
 def synthetic_pair(options: BenchOptions) -> SyntheticPair:
-    """Models, tasks and runs for these options."""
+    """Return models, tasks and runs for these options."""
     _check(options)
     draft: LanguageModel | None
     if options.construction is not None:
@@ -75,8 +75,8 @@ def synthetic_pair(options: BenchOptions) -> SyntheticPair:
 
 
 def synthetic_tasks(lm: LanguageModel, count: int, length: int, batch: int = 1, seed: int = 0) -> list[Task]:
-    """`count` tasks of `batch` random texts of `length` tokens. Their last tokens differ as long as the vocabulary
-    lasts: a script goes on from there."""
+    """Return `count` tasks of `batch` random texts of `length` tokens. Their last tokens differ if the vocabulary is
+    large enough, because a script continues from there."""
     if length >= lm.context:
         raise InputError(f"Prompts of {length} tokens leave no room in the context of {lm.name}, {lm.context} tokens.")
     generator = torch.Generator().manual_seed(seed)
@@ -109,7 +109,7 @@ def _target(options: BenchOptions) -> LanguageModel:
 
 
 def _draft_for(target: LanguageModel, options: BenchOptions) -> LanguageModel:
-    """Of the shape that was asked for, or the usual one; for a target with weights of its own, its first layers."""
+    """Return the draft: of the given shape, else the usual one; for a loaded target, its first layers."""
     if options.draft_shape is None and options.shape is None:
         keep = max(1, target.layers // 10)
         part = without_layers(target, range(keep, target.layers))

@@ -1,4 +1,4 @@
-"""From prompts to tasks: token ids that fit the context, in batches, turn after turn, and with several samplers."""
+"""Make tasks from prompts: token ids that fit the context, in batches, turn by turn, and with several samplers."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Conversation:
         self.skipped: list[Skipped] = []  # turns that do not fit the context
 
     def next_task(self, written: Sequence[Sequence[int]]) -> Task | None:
-        """The next turn, after what plain decoding wrote for each row of `task`; None after the last."""
+        """Return the next turn, after the tokens of plain decoding for each row of `task`; None after the last."""
         return None
 
 
@@ -92,7 +92,7 @@ def conversations(
     prompts: Sequence[Prompt], lm: LanguageModel, batch: int, room: int, *, turns: int = 1, chat: bool = True,
     samplers: Sequence[Sampler] = (),
 ) -> tuple[list[Conversation], list[Skipped]]:  # fmt: skip
-    """Groups of `batch` prompts of one category, in order; the last group of a category may have fewer.
+    """Return groups of `batch` prompts of one category, in order; the last group of a category may have fewer.
 
     room: tokens that will be written. A prompt that leaves less of the context is skipped. turns: at most, of each
     prompt. chat: use the model's chat template, if it has one. samplers: all groups once for each.
@@ -111,7 +111,7 @@ def conversations(
 
 
 def text_of(tokens: Sequence[int], lm: LanguageModel) -> str:
-    """The text up to the end-of-text token. Runs have equal lengths, so tokens may follow it."""
+    """Return the text up to the end-of-text token. Runs have equal lengths, so tokens may follow it."""
     return str(lm.tokenizer.decode(_until_end(tokens, lm), skip_special_tokens=True))
 
 
@@ -123,7 +123,7 @@ def _begun(prompt: Prompt, lm: LanguageModel, chat: bool) -> _Row:
 
 
 def _continued(row: _Row, written: Sequence[int], turn: int, lm: LanguageModel) -> _Row:
-    """The row with the answer and the user's next message. Plain text continues after an empty line."""
+    """Return the row with the answer and the user's next message. Plain text continues after an empty line."""
     message = row.prompt.turns[turn]
     if row.messages:
         answer = {"role": "assistant", "content": text_of(written, lm)}

@@ -26,7 +26,7 @@ _OWN = ("costs", "provenance", "seed")  # texts that differ in these may be of o
 
 
 def plain(value: Any) -> Any:
-    """The value as JSON has it. An object becomes its name."""
+    """Return the value in JSON types. An object becomes its name."""
     if value is None or isinstance(value, (str, int, float, bool)):
         return value
     if isinstance(value, Mapping):
@@ -43,7 +43,7 @@ _WORDS: dict[str, tuple[Any, str]] = {
 
 
 def _value(found: Mapping[str, Any], name: str, kind: str, least: int | None = 0) -> Any:
-    """The value of a field of this type, refused in a phrase if it is not what it should be. least: of numbers."""
+    """Return the value of a field of this type, or refuse it in a phrase. least: the least value of numbers."""
     if name not in found:
         raise InputError(f"{name} is missing")
     value: Any = found[name]
@@ -61,7 +61,7 @@ def _value(found: Mapping[str, Any], name: str, kind: str, least: int | None = 0
 
 
 def _made(cls: type[T], found: Mapping[str, Any], least: Mapping[str, int | None], **known: Any) -> T:
-    """An object of a dataclass from its line. known: fields that are read in another way."""
+    """Return an object of a dataclass from its line. known: fields that are read in another way."""
     for each in fields(cls):  # type: ignore[arg-type]
         kind = str(each.type).removesuffix(" | None")
         if each.name not in known:
@@ -91,7 +91,7 @@ def round_of(found: Any) -> Round:
 
 
 def _seconds(found: Mapping[str, Any], rounds: Sequence[Round]) -> tuple[float, ...]:
-    """The seconds of the rounds. Files of older versions have none."""
+    """Return the seconds of the rounds. Files of older versions have none."""
     seconds = found.get("seconds", [])
     numbers = isinstance(seconds, list) and all(type(each) in (int, float) and each >= 0 for each in seconds)
     if not numbers or len(seconds) not in (0, len(rounds)):
@@ -100,7 +100,7 @@ def _seconds(found: Mapping[str, Any], rounds: Sequence[Round]) -> tuple[float, 
 
 
 def sampling_of(found: Mapping[str, Any], seed: int = 0) -> Sampling:
-    """The controls that a header names."""
+    """Return the controls that a header names."""
     given = dict(found)
     known = {each.name for each in fields(Sampling)} - {"seed", "processors"}
     for name in given.keys() - known:
@@ -129,7 +129,7 @@ class TraceHeader:
     sampling: Mapping[str, Any] = field(default_factory=dict)  # fields of `Sampling` that are not their defaults
     processors: int = 0  # controls of the caller's own: a file cannot hold them
     eos: tuple[int, ...] = ()
-    seed: int = 0  # of texts that do not say
+    seed: int = 0  # of texts without a seed
     costs: Costs | None = None
     provenance: Mapping[str, Any] = field(default_factory=dict)
     run: str = ""  # a name, where a file holds the texts of several
@@ -154,7 +154,7 @@ class TraceHeader:
         return header
 
     def differs(self, other: TraceHeader) -> str | None:
-        """The first thing that was not the same for the other's texts."""
+        """Return the first field that differs from the header of the other texts."""
         ours, theirs = self.as_dict(), other.as_dict()
         return next((name for name in ours if name not in _OWN and ours[name] != theirs[name]), None)
 
@@ -171,7 +171,7 @@ class TraceText:
     finish: str = "length"  # or "stop", "cancelled"
     seed: int = 0
     prediction: tuple[int, ...] | None = None  # what the caller expected
-    predicted: bool = False  # it expected something, whether or not that was recorded
+    predicted: bool = False  # whether it expected a text, recorded or not
     rounds: tuple[Round, ...] | None = None
     seconds: tuple[float, ...] = ()  # of each round; empty where they are not known
     run: str = ""  # that of its header
@@ -200,7 +200,7 @@ class TraceText:
 
 @dataclass(frozen=True)
 class TraceFile:
-    """The texts of one run; notes: sentences about what is not as it should be."""
+    """The texts of one run. notes: sentences about defects of the file."""
 
     header: TraceHeader
     texts: tuple[TraceText, ...]
@@ -208,7 +208,7 @@ class TraceFile:
 
 
 def _nodes(lm: Any, entry: RunSpec) -> int | None:
-    """The given nodes. For a drafter that uses all nodes of the budget, their number here."""
+    """Return the given nodes. For a drafter that uses all nodes of the budget, their number here."""
     uses_all = entry.draft in DRAFTERS and getattr(DRAFTERS[entry.draft], "uses_all_nodes", False)
     if entry.nodes is None and isinstance(entry.gamma, int) and uses_all:
         return usual_nodes(lm, True, entry.gamma)
@@ -219,8 +219,8 @@ def header_of(
     lm: Any, entry: RunSpec, settings: Mapping[str, Any], *, costs: Costs | None = None,
     provenance: Mapping[str, Any] | None = None, run: str = "",
 ) -> TraceHeader:  # fmt: skip
-    """Of what a target is about to write. `entry`: how the decoder was asked for; `settings`: what `generate` is given;
-    `run`: a name, if the file is to hold several runs."""
+    """Return the header for texts that a target will write. entry: the settings of the decoder. settings: the arguments
+    of `generate`. run: a name, if the file will have several runs."""
     request, standard = build_requests(1, settings)[0], Sampling()
     sampling = {name: value for name, value in vars(request.sampling).items()
                 if value != getattr(standard, name) and name not in ("seed", "processors")}  # fmt: skip
@@ -233,7 +233,7 @@ def header_of(
 
 
 def fingerprint(lm: Any) -> str:
-    """Equal for models with the same tokens and as many numbers; of the weights it says nothing."""
+    """Return a hash of the tokens and of the number of weights. It does not depend on the values of weights."""
     known = {} if lm.tokenizer is None else lm.tokenizer.get_vocab()
     size = sum(weight.numel() for weight in lm.model.parameters())
     told = json.dumps([lm.vocabulary, size, sorted(known.items(), key=lambda item: item[1])])
@@ -241,7 +241,7 @@ def fingerprint(lm: Any) -> str:
 
 
 class TraceWriter:
-    """Writes a file, a line at a time. `append`: onto the file that is there, if it was written in the same way."""
+    """Writes a file line by line. append: continue an existing file, if it was written with the same settings."""
 
     def __init__(self, path: str | os.PathLike[str], header: TraceHeader, append: bool = False) -> None:
         self.path = Path(path)
@@ -256,7 +256,7 @@ class TraceWriter:
                 self._write(header.as_dict())
 
     def _join(self, header: TraceHeader) -> None:
-        """Take up a file; half a line at its end is cut off."""
+        """Continue a file. An incomplete line at its end is removed."""
         there = read_trace(self.path, header.run)
         other = header.differs(there.header)
         if other is not None:
@@ -268,14 +268,14 @@ class TraceWriter:
             self.path.write_bytes(whole[: whole.rfind(b"\n") + 1] if there.notes else whole + b"\n")
 
     def declare(self, header: TraceHeader) -> None:
-        """One more run, whose texts stand in the same file."""
+        """Add another run, whose texts are in the same file."""
         self._runs.add(header.run)
         self._write(header.as_dict())
 
     def add_generation(
         self, id: str, category: str, result: Generation, limit: int, prediction: Sequence[int] | None = None
     ) -> None:
-        """What `generate` gave. limit: max_new_tokens, or what was left of the context; prediction: as token ids."""
+        """Add a result of `generate`. limit: max_new_tokens, or the rest of the context. prediction: as token ids."""
         if result.beams is not None:
             raise InputError("A trace is of one text, and a beam search writes several; leave one of the two out.")
         expected = None if prediction is None else tuple(prediction)
@@ -307,7 +307,7 @@ class TraceWriter:
 
 
 def read_trace(path: str | os.PathLike[str], run: str | None = None) -> TraceFile:
-    """One run of a file: the first, or the one of that name."""
+    """Return one run of a file: the first, or the one of that name."""
     found = read_traces(path)
     names = [each.header.run for each in found]
     if run is not None and run not in names:
@@ -316,7 +316,7 @@ def read_trace(path: str | os.PathLike[str], run: str | None = None) -> TraceFil
 
 
 def read_traces(path: str | os.PathLike[str]) -> list[TraceFile]:
-    """Every run of a file. Half a last line, as a run that was killed leaves it, is left out; `notes` say so."""
+    """Return every run of a file. An incomplete last line, which a killed run leaves, is skipped; `notes` say so."""
     whole = read_text(Path(path), "The trace", errors="replace")
     notes: list[str] = []
     texts: dict[str, list[TraceText]] = {}

@@ -34,8 +34,8 @@ from paceline.rules.match import Match
 
 @dataclass(frozen=True)
 class Trial:
-    """One candidate: what it should give, what it gave. `measured` and `predicted` are speed-ups over plain decoding;
-    measured again, it would be within a factor of exp(`spread`)."""
+    """One candidate with its predicted and its measured speed-up over plain decoding. A new measurement would be within
+    a factor of exp(`spread`)."""
 
     entry: RunSpec
     predicted: float | None = None
@@ -43,12 +43,12 @@ class Trial:
     spread: float | None = None
     tau: float | None = None
     acceptance: float | None = None
-    same: bool | None = None  # wrote what plain decoding wrote, where it should; None: not measured, or it need not
+    same: bool | None = None  # whether it wrote the text of plain decoding; None: not measured, or it need not
     note: str = ""  # why it could not take part
 
     @property
     def low(self) -> float | None:
-        """What it gives at least, as far as the spread tells; None where that is unknown (one repeat)."""
+        """The least speed-up by the spread; None if the spread is unknown (one repeat)."""
         return None if self.measured is None or self.spread is None else self.measured * math.exp(-self.spread)
 
     @property
@@ -85,7 +85,7 @@ class Tuning:
 
     @property
     def verdict(self) -> str:
-        """One sentence."""
+        """The result in one sentence."""
         best = self.chosen
         if best is not None:
             again = "" if best.spread is None else f" ({best.low:.2f} to {best.high:.2f} when measured again)"
@@ -131,17 +131,17 @@ class Tuning:
 
 
 def ranked(trials: list[Trial]) -> tuple[Trial, ...]:
-    """What was measured first, the fastest on top; then by prediction; then what could not take part."""
+    """Return measured trials first, the fastest on top; then others by prediction; then those that were refused."""
     return tuple(sorted(trials, key=lambda trial: (-(trial.measured or 0.0), -(trial.predicted or 0.0))))
 
 
-# ---- Who is tried when a decoder is tuned: drafters, how long and how wide they draft, and what judges
+# ---- The candidates of a tuning: drafters, draft lengths, trees and rules
 
 _MOST_STEPS = 8  # longest gamma for a drafter that runs a model: each token costs it a step
 
 
 def candidates(options: TuneOptions) -> Iterator[RunSpec]:
-    """Every drafter that needs nothing, and those that were named; each with every γ and every tree it may have."""
+    """Yield every drafter that needs nothing, and those that were named, each with all its γ and trees."""
     specs = [] if options.only else [name for name in DRAFTERS if needs_nothing(name)]
     seen = set()
     for spec in [*specs, *options.candidates]:
@@ -171,20 +171,20 @@ def _variants(spec: str, options: TuneOptions) -> Iterator[RunSpec]:
 
 
 def spelled(spec: str, *settings: dict[str, Any]) -> str:
-    """As the command line writes it."""
+    """Return a run with more settings, as the command line writes it."""
     more = [f"{key}={value}" for each in settings for key, value in each.items()]
     if spec.lstrip().startswith("{"):
         return " ".join([spec, *more])
     return spec if not more else f"{spec}{',' if ':' in spec else ':'}{','.join(more)}"
 
 
-# ---- What rounds would cost: from those of a replay or of a run, and from what passes cost here, to seconds
+# ---- The predicted seconds of rounds: from rounds of a replay or a run, and the costs of passes here
 
 
 @dataclass(frozen=True)
 class Rounds:
-    """`count` rounds of one text, and the seconds that drafting took in all of them. `fed`: tokens that the target read
-    in each round there was (drafted nodes and one more); the counts are fractions where they are an estimate."""
+    """`count` rounds of one text, and the seconds that drafting took in all of them. fed: tokens that the target read
+    in each recorded round (drafted nodes + 1). Estimated counts are fractions."""
 
     fed: tuple[int, ...]
     count: float
@@ -195,14 +195,14 @@ class Rounds:
 
 
 def rounds_of(trace: Trace, drafting: float = 0.0) -> Rounds:
-    """The rounds that were."""
+    """Return the recorded rounds."""
     deepest = max((entry.depth for entry in trace.rounds), default=0)
     return replace(shortened(trace, deepest, 0.0), drafting=drafting)
 
 
 def shortened(trace: Trace, gamma: int, step: float) -> Rounds:
-    """About what rounds of at most `gamma` drafted tokens in a row would have been, each token taking `step` seconds,
-    from those of a run with deeper drafts: as far as a depth is accepted alike wherever a round begins."""
+    """Estimate the rounds with at most `gamma` drafted tokens in a row, of `step` seconds each, from a run with deeper
+    drafts. It assumes that a depth is accepted equally often wherever a round begins."""
     rounds = trace.rounds
     emitted = sum(len(entry.emitted) for entry in rounds)
     own = sum(entry.own is not None for entry in rounds)
@@ -220,14 +220,14 @@ def shortened(trace: Trace, gamma: int, step: float) -> Rounds:
 
 
 def steps_of(trace: Trace) -> int:
-    """Tokens in a row that were drafted, over all rounds."""
+    """Return the number of tokens that were drafted in a row, summed over all rounds."""
     return sum(entry.depth for entry in trace.rounds)
 
 
 def forecast(plain: Run, rounds: Rounds, costs: Costs) -> float:
-    """Seconds of a run with these rounds, where plain decoding of the same text took what it took.
+    """Return the seconds of a run with these rounds, from the seconds of plain decoding of the same text.
 
-    Plain decoding's first token is the prompt and one pass, and every token after it the unit in which rounds count.
+    The first token of plain decoding takes the prompt and one pass. The time of a later token is the unit of rounds.
     """
     alone = costs.seconds(1) + costs.overhead
     each = sum(costs.seconds(fed) for fed in rounds.fed) / len(rounds.fed) + costs.overhead
@@ -236,17 +236,17 @@ def forecast(plain: Run, rounds: Rounds, costs: Costs) -> float:
 
 
 def unit_of(plain: Run) -> float:
-    """Seconds of one round of plain decoding."""
+    """Return the seconds of one round of plain decoding."""
     return max((plain.seconds - plain.first) / max(1, plain.emitted - 1), 1e-12)
 
 
 # ---- Predict many candidates cheaply, measure the best for real
 
 ONE_REPEAT = "One repeat has no spread, so tune can rank but not recommend; use --repeats 2 or more."
-_PER_DRAFTER = 2  # of them; the next best settings of one drafter are much like its best
-_HOPELESS = 0.9  # predicted less than this, a candidate is not measured
+_PER_DRAFTER = 2  # finalists of one drafter: its next best settings are similar to the best
+_HOPELESS = 0.9  # a candidate with a lower predicted speed-up is not measured
 _WARM_UP = 8  # tokens of a first run that is not timed
-_PROBES = 2  # texts that a drafter which needs the target is tried on
+_PROBES = 2  # texts of the test runs of a drafter that needs the target
 
 
 def tune(
@@ -261,7 +261,7 @@ def tune(
     clock: Clock = time.perf_counter,
 ) -> Tuning:
     """Rank candidates for this target on these prompts. `target`: how to load it again (target, dtype, device), for the
-    file. `cancel` ends it with what is known by then."""
+    file. `cancel` ends it with the results so far."""
     options = options or TuneOptions()
     entries = list(candidates(options))
     begun, skipped = conversations(prompts, lm, 1, options.tokens)
@@ -288,7 +288,7 @@ class _Stopped(Exception):  # noqa: N818  nothing went wrong
 
 
 class _Told(Watcher):
-    """Tells how many runs are measured."""
+    """Reports how many runs are measured."""
 
     def __init__(self, say: Progress) -> None:
         self._say, self._done, self._runs = say, 0, 0
@@ -329,7 +329,7 @@ class _Tuner:
             raise _Stopped
 
     def _warm(self, contestant: PacelineRun) -> None:
-        """A short run that is not timed: kernels are chosen, tables made, pages touched."""
+        """Make a short run that is not timed, which chooses kernels, makes tables and touches memory."""
         contestant.run(self.tasks[0], replace(self._plan, tokens=min(_WARM_UP, self._plan.tokens)), 0, self._cancel)
 
     def _once(self, contestant: PacelineRun, task: Task, repeat: int) -> Run:
@@ -358,7 +358,7 @@ class _Tuner:
                 self._trials[entry.name] = Trial(entry, note=str(error))
 
     def _replayed(self, entry: RunSpec, task: Task) -> Rounds:
-        """On what plain decoding wrote, without the target."""
+        """Return the rounds of an entry on the text of plain decoding, without the target."""
         assert isinstance(entry.gamma, int)
         stopwatch = Stopwatch(self.lm.device, self._clock)
         drafter = make_drafter(entry.draft, entry.options)
@@ -370,7 +370,7 @@ class _Tuner:
         return rounds_of(trace, stopwatch.spent.get("drafting", 0.0))
 
     def _probe(self, entry: RunSpec) -> list[tuple[Task, Trace, float]]:
-        """A few real runs with deep drafts: their traces, and what of their time a draft step must have taken."""
+        """Make a few real runs with deep drafts. Return their traces, and the estimated seconds of a draft step."""
         if isinstance(entry.gamma, int):
             entry = replace(entry, gamma=max(entry.gamma, min(_MOST_STEPS, max(self.options.gammas))))
         contestant = PacelineRun(self.lm, entry, clock=self._clock)
@@ -385,7 +385,7 @@ class _Tuner:
         return found
 
     def _step(self, run: Run) -> float:
-        """What the passes do not explain, per drafted token in a row; in the seconds in which `Costs` counts."""
+        """Return the seconds that passes do not explain, per drafted token in a row, in the unit of `Costs`."""
         assert self._costs is not None
         plain, trace = self._written[run.task], run.traces[0]
         left = (run.seconds - forecast(plain, rounds_of(trace), self._costs)) / unit_of(plain)
@@ -410,7 +410,7 @@ class _Tuner:
         )
 
     def _finalists(self) -> list[Trial]:
-        """The best predictions, few of each drafter; what chooses for itself is always among them."""
+        """Return the best predictions, a few of each drafter. A drafter that chooses gamma is always among them."""
         best = sorted(self._trials.values(), key=lambda trial: -(trial.predicted or 0.0))
         chosen: list[Trial] = []
         for trial in best:
@@ -430,7 +430,7 @@ class _Tuner:
     # ---- measuring
 
     def _measure(self, finalists: list[Trial]) -> None:
-        """In turns with plain decoding, as a benchmark measures them."""
+        """Measure the finalists in turns with plain decoding, as a benchmark does."""
         sampled = bool(self.options.sampling.get("temperature"))
         candidates = [self._plain]
         for trial in finalists:

@@ -277,7 +277,7 @@ class SpeculativeDecoder:
     def from_config(
         cls, source: str | os.PathLike[str] | Mapping[str, Any], target: Any = None, **overrides: Any
     ) -> SpeculativeDecoder:
-        """Make a decoder from a TOML file (`paceline tune` writes one) or a mapping. Its arguments stand at the top or
+        """Make a decoder from a TOML file (`paceline tune` writes one) or a mapping. Its arguments are at the top or
         in [decoder]. `target` and the overrides replace its values."""
         return cls(**decoder_settings(source, target, overrides))
 

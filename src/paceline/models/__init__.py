@@ -30,7 +30,7 @@ def load(
     tp_plan: str | None = None,
     progress: Any = None,
 ) -> LanguageModel:
-    """A model to decode with: a catalogue name, a hub id, a folder, a .gguf file, or a loaded transformers model.
+    """Load a model to decode with: a catalogue name, a hub id, a folder, a .gguf file, or a transformers model object.
 
     runner: how its passes run, "auto", "eager" or "kernels" (see `runtime.RUNNERS`). quantize: the format of its linear
     layers, "int8", "int4" or "bfloat16". Neither changes a model object that is given: the result is another view of
@@ -65,14 +65,14 @@ def catalogue_names() -> list[str]:
 
 
 def is_model(text: str) -> bool:
-    """True if this string can name a model and not a drafter: a catalogue name, a hub id, a folder or a file."""
+    """Return True if this string can name a model and not a drafter: a catalogue name, a hub id, a folder or a file."""
     from paceline.models.loading.catalogue import find_entry
 
     return find_entry(text) is not None or "/" in text or text.endswith(".gguf") or os.path.exists(text)
 
 
 def generate_output(sequences: Any) -> Any:
-    """The object that transformers' `generate` returns with `return_dict_in_generate`."""
+    """Return the object that transformers' `generate` returns with `return_dict_in_generate`."""
     from transformers.generation import GenerateDecoderOnlyOutput
 
     return GenerateDecoderOnlyOutput(sequences=sequences)

@@ -1,4 +1,4 @@
-"""What an architecture needs: its masks, its call, its context length; or why it is refused."""
+"""Find out what an architecture needs: its masks, its call, its context length; or why it is refused."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from paceline.models.slot_cache import additive
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-# The conformance suite has these classes, trees and rollback included. Any other model is probed (probe.py).
+# The conformance suite tests these classes, with trees and rollback. Any other model is probed (probe.py).
 TESTED = {
     "llama": "LlamaForCausalLM",
     "mistral": "MistralForCausalLM",
@@ -110,7 +110,7 @@ def _text_config(model: PreTrainedModel) -> Any:
 
 
 def _takes(model: PreTrainedModel) -> frozenset[str]:
-    """The parameters of `forward`. One that takes any keyword gets positions: the probe checks the result."""
+    """Return the parameters of `forward`. If it takes any keyword, it gets positions; the probe checks this."""
     found = inspect.signature(model.forward).parameters
     anything = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in found.values())
     return frozenset(found) | ({"position_ids"} if anything else set())
@@ -168,7 +168,7 @@ def _refuse_attention(model: PreTrainedModel, what: str, name: str) -> None:
 
 
 def refuse_dropout(model: PreTrainedModel) -> None:
-    """Refuse active dropout, which makes text random. Checked for every batch: `model.train()` may come later."""
+    """Refuse active dropout, which makes text random. Every batch checks it, because `train()` can be called later."""
     active = any(
         m.training and ((isinstance(m, nn.Dropout) and m.p > 0) or getattr(m, "attention_dropout", 0))
         for m in model.modules()
@@ -183,8 +183,8 @@ def refuse_dropout(model: PreTrainedModel) -> None:
 
 
 def _context(config: Any) -> int:
-    """The longest sequence. Long RoPE changes all angles when any row of a pass exceeds its first length; a row would
-    then depend on the other rows and on the draft, so sequences end there."""
+    """Return the longest sequence. Long RoPE changes all angles if one row of a pass exceeds its original length. A row
+    would then depend on other rows and on the draft, so sequences end at that length."""
     name = "original_max_position_embeddings"
     firsts = [
         rope.get(name) or getattr(config, name, None) for rope in _ropes(config) if rope.get("rope_type") == "longrope"
@@ -193,7 +193,7 @@ def _context(config: Any) -> int:
 
 
 def _ropes(config: Any) -> list[dict[str, Any]]:
-    """The RoPE settings of a config; some have one per kind of layer."""
+    """Return the RoPE settings of a config; some have one per kind of layer."""
     rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
     nested = [value for value in rope.values() if isinstance(value, dict)]
     return nested or [rope]
@@ -217,7 +217,7 @@ class _Output:
 
 
 def _run_alibi(model: Any, inputs: dict[str, Any]) -> _Output:
-    """BLOOM and ALiBi-Falcon build their bias from a 2-D mask, which cannot say "tree": walk their blocks ourselves.
+    """Run BLOOM or ALiBi-Falcon block by block. They build their bias from a 2-D mask, which cannot describe a tree.
 
     The bias of a key depends on its position alone, so it is looked up in the model's own table by key position.
     """

@@ -1,4 +1,4 @@
-"""How rounds run: as they are, or as programs that a device repeats by itself."""
+"""Run rounds eagerly, or as programs that are captured as CUDA graphs and replayed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from paceline.models.tensor_parallel import is_sharded
 if TYPE_CHECKING:
     from paceline.models.language_model import LanguageModel
 
-# ---- Programs on a CUDA device: code runs once as it is, then it is captured and replayed
+# ---- Programs on a CUDA device: the first run is eager, then they are captured and replayed
 
 T = TypeVar("T")
 MOST = 128  # graphs of one loop; the least recently used one is removed
@@ -29,15 +29,15 @@ _CAPTURING = threading.Lock()  # one capture at a time in a process
 @dataclass
 class _Program(Generic[T]):
     graph: Any
-    result: T  # tensors in the memory of the graph: good until the next replay
+    result: T  # tensors in the memory of the graph, valid until the next replay
 
 
 class Programs:
     """Captured programs that share their memory. They run one after the other, on the stream of the caller.
 
-    A program is a function of tensors that stay where they are. The first time it is run as it is, which compiles what
-    it needs and makes the constants it uses; then it is captured, and replayed from the second time on. Where that
-    fails, for want of memory or because something in it cannot be captured, it is run as it is, and a line says so.
+    A program is a function of tensors with fixed addresses. Its first run is eager, which compiles its kernels and
+    makes its constants. Then it is captured, and later runs replay it. If a capture fails (there is no memory, or an
+    operation cannot be captured), all programs run eagerly from then on, and a warning says so.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -57,7 +57,7 @@ class Programs:
             if made is not None:
                 self._made[key] = made
             return result
-        self._made[key] = known = self._made.pop(key)  # now the last that was used
+        self._made[key] = known = self._made.pop(key)  # now the most recently used one
         known.graph.replay()
         return known.result
 
@@ -65,9 +65,9 @@ class Programs:
         return CudaHostCopy(tensor)
 
     def forget(self) -> None:
-        """Tensors that programs use were replaced."""
+        """Discard all programs, because tensors that they use were replaced."""
         self._made.clear()
-        self._pool = None  # it went with the last of them
+        self._pool = None  # it was freed with the last graph
 
     def _make_way(self) -> None:
         while len(self._made) >= MOST:
@@ -123,7 +123,7 @@ def _without_collection() -> Iterator[None]:
 
 
 class CudaHostCopy:
-    """What a device has to say to the host: copied when its turn comes, read when it is needed."""
+    """A copy of a tensor to host memory. The device makes it in the order of its stream, and `read` waits for it."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._there = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
@@ -137,13 +137,13 @@ class CudaHostCopy:
 
 
 class HostCopy(Protocol):
-    """What a device has to say to the host."""
+    """A copy of a tensor to host memory. `read` returns it."""
 
     def read(self) -> list[list[int]]: ...
 
 
 class ProgramRunner(Protocol):
-    """Runs programs: functions of tensors that stay where they are, known by a key."""
+    """Runs programs, which are functions of tensors with fixed addresses. A key identifies a program."""
 
     def run(self, key: Hashable, program: Callable[[], T]) -> T: ...
 
@@ -153,7 +153,7 @@ class ProgramRunner(Protocol):
 
 
 class Rehearsal:
-    """Runs programs as they are, on any device: what captured ones are tested against."""
+    """Runs programs eagerly, on any device. Tests compare captured programs with it."""
 
     def run(self, key: Hashable, program: Callable[[], T]) -> T:
         return program()
@@ -173,12 +173,12 @@ class _Read:
 
 
 def captures(lm: LanguageModel) -> bool:
-    """Are rounds of this model captured?"""
+    """Return whether rounds of this model are captured."""
     return lm.runner != "eager" and lm.device.type == "cuda" and not is_sharded(lm)
 
 
 def programs_for(lm: LanguageModel) -> ProgramRunner | None:
-    """Captured programs on a CUDA device. None where the runner asks for none, or a pass is shared with others."""
+    """Return the runner of captured programs on a CUDA device. None if rounds of this model are not captured."""
     if not captures(lm):
         return None
     return Programs(lm.device)

@@ -1,4 +1,4 @@
-"""A device beside the passes that run on it: wait for it, its name, and the memory that is left and in use."""
+"""Wait for a device, find its name, and measure the memory that is left and in use."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ import torch
 
 
 def finish(device: torch.device) -> None:
-    """Wait until the device has done what it was given; a clock read before that measures nothing."""
+    """Wait until the device has finished its work. A clock that is read before measures only the launches."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def device_name(device: torch.device) -> str:
-    """What hardware that is: "NVIDIA H200", "AMD EPYC 7713 64-Core Processor"."""
+    """Return the name of the hardware, such as "NVIDIA H200" or "AMD EPYC 7713 64-Core Processor"."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     if device.type != "cpu":
@@ -41,7 +41,7 @@ def package_version(package: str) -> str | None:
 
 
 def _processor() -> str:
-    """Linux says it in a file; elsewhere `platform` does."""
+    """Return the name of the processor from the file that Linux has; an empty text on other systems."""
     try:
         lines = Path("/proc/cpuinfo").read_text("utf-8", errors="replace").splitlines()
     except OSError:
@@ -51,8 +51,8 @@ def _processor() -> str:
 
 @contextmanager
 def without_planned_attention() -> Iterator[None]:
-    """cuDNN plans its attention again for every length of a text, which takes several passes' time for each token that
-    is the first of its length in a process (H200, torch 2.11: 98 instead of 24 ms); the other kernels do not."""
+    """Switch off the attention of cuDNN, which makes a new plan for every length of a text. The first token of each
+    length in a process would take as long as several passes (H200, torch 2.11: 98 instead of 24 ms)."""
     allowed = torch.backends.cuda.cudnn_sdp_enabled()
     torch.backends.cuda.enable_cudnn_sdp(False)
     try:
@@ -67,7 +67,7 @@ _MEMINFO = Path("/proc/meminfo")
 
 
 def memory_left() -> int | None:
-    """Bytes that could be allocated now without swapping; None where the system does not say (it does on Linux)."""
+    """Return the bytes that can be allocated now without swapping; None on systems other than Linux."""
     try:
         lines = _MEMINFO.read_text().splitlines()
     except OSError:
@@ -79,8 +79,8 @@ def memory_left() -> int | None:
 
 
 def give_back() -> None:
-    """What was freed goes back to the system, where the C library can do that: loading a model leaves a few percent of
-    its size behind unused, and the process never seems to shrink."""
+    """Give freed memory back to the system, if the C library can. Loading a model leaves a few percent of its size
+    unused, which the process would keep."""
     if not sys.platform.startswith("linux"):
         return
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
@@ -93,15 +93,15 @@ def give_back() -> None:
 T = TypeVar("T")
 
 _STATM = Path("/proc/self/statm")
-_EVERY = 0.002  # seconds between two looks at the resident set
+_EVERY = 0.002  # seconds between two readings of the resident set
 
 
 def peak_while(act: Callable[[], T], device: torch.device) -> tuple[T, int | None]:
-    """What `act` returns, and the most bytes that were in use meanwhile above those in use before.
+    """Return the result of `act`, and the most bytes in use while it ran, above those in use before.
 
-    On CUDA this is what torch's allocator gave out, exactly. On a CPU it is the resident set of the whole process, seen
-    every 2 ms by a thread (Linux: /proc/self/statm): coarse, since what was freed before may be used again without the
-    set growing. None elsewhere.
+    On CUDA the number is exact: torch's allocator counts it. On a CPU a thread reads the resident set of the whole
+    process every 2 ms (Linux: /proc/self/statm). This is coarse, because freed memory can be used again without growth
+    of the set. None on other systems.
     """
     if device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -129,7 +129,7 @@ def _resident_while(act: Callable[[], T], resident: Callable[[], int]) -> tuple[
 
 
 def watched(act: Callable[[], T], look: Callable[[], None], every: float) -> T:
-    """What `act` returns. Meanwhile a thread calls `look` every `every` seconds. This one calls it at the end."""
+    """Return the result of `act`. Meanwhile a thread calls `look` every `every` seconds, and once at the end."""
     ended = threading.Event()
 
     def sample() -> None:
@@ -147,5 +147,5 @@ def watched(act: Callable[[], T], look: Callable[[], None], every: float) -> T:
 
 
 def _resident() -> int:
-    """Bytes of this process that are in memory."""
+    """Return the bytes of this process that are in memory."""
     return int(_STATM.read_text("ascii").split()[1]) * os.sysconf("SC_PAGE_SIZE")

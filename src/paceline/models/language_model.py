@@ -1,4 +1,4 @@
-"""A causal language model of Hugging Face, unmodified, with its tokenizer and what is known of its architecture."""
+"""A causal language model of Hugging Face, unmodified, with its tokenizer and the facts about its architecture."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class ModelRecord:
-    """What was made from a model or measured of it. All copies of a `LanguageModel` share one record."""
+    """Objects made from a model, and measurements of it. All copies of a `LanguageModel` share one record."""
 
     quantized: dict[str, LanguageModel] = field(default_factory=dict)  # by dtype
     split_depths: set[int] = field(default_factory=set)  # layers after which it can be cut (early exit)
@@ -36,12 +36,12 @@ class ModelRecord:
 
 
 class LanguageModel:
-    """A model to decode with. It holds no sequences: `reader()` does, and any number of readers may share one model.
+    """A model to decode with. It holds no sequences: its readers do, and any number of readers can share one model.
 
     The transformers model and its config are never edited.
     """
 
-    max_token_id: int | None = None  # the last token it knows, where `vocabulary` is a larger one's
+    max_token_id: int | None = None  # the last token it knows, if `vocabulary` is that of a larger model
     strict: bool = False  # a token has the same bits in every pass
     weights: Weights = UNKNOWN  # where they come from, and in which form
     runner: str = "auto"  # how passes run (see `runtime.RUNNERS`)
@@ -75,7 +75,7 @@ class LanguageModel:
 
     @property
     def ops(self) -> DeviceOps:
-        """What its device does between forward passes."""
+        """The operations of its device between forward passes."""
         return ops_for(self)
 
     @property
@@ -109,7 +109,7 @@ class LanguageModel:
         return self.vocabulary if self.max_token_id is None else self.max_token_id + 1
 
     def with_vocabulary_of(self, target: LanguageModel) -> LanguageModel:
-        """The same model with the vocabulary of a target. It reads tokens that it does not know as its last one, and
+        """Return the model with the vocabulary of a target. It reads tokens that it does not know as its last one, and
         gives no logits for them."""
         if self.vocabulary == target.vocabulary:
             return self
@@ -119,14 +119,14 @@ class LanguageModel:
         return other
 
     def reader(self, taps: Sequence[float] = ()) -> SlotReader:
-        """A reader of a batch. taps: relative depths of the hidden states that its readings contain."""
+        """Return a reader of a batch. taps: relative depths of the hidden states that its readings contain."""
         refuse_dropout(self.model)
         reader = SlotReader(self, taps)
         # kernels give a token the same bits in every pass by themselves
         return StrictReader(self, taps) if self.strict and reader.kernels is None else reader
 
     def reader_around(self, shared: Reader) -> Reader:
-        """The reader to decode with if a drafter shares its reader (early exit)."""
+        """Return the reader to decode with if a drafter shares its reader (early exit)."""
         return shared
 
     def __repr__(self) -> str:
@@ -134,7 +134,7 @@ class LanguageModel:
 
 
 def _usable_vocabulary(size: int, tokenizer: Any) -> int:
-    """The vocabulary without the ids that only pad the weights: those have no text."""
+    """Return the size of the vocabulary without ids that only pad the weights, which have no text."""
     if tokenizer is None:
         return size
     try:

@@ -19,14 +19,14 @@ if TYPE_CHECKING:
 
 
 def shell(module: nn.Module) -> Any:
-    """A copy of the module object alone. To replace its children does not change the original."""
+    """Return a copy of the module object alone. Replacing its children does not change the original."""
     fresh = copy.copy(module)
     fresh.__dict__["_modules"] = dict(module._modules)
     return fresh
 
 
 def detach_hooks(fresh: Any) -> Any:
-    """Give a shell hooks and generation settings of its own. Other code calls it as a model, hooks it and changes its
+    """Give a shell its own hooks and generation settings, because other code can add hooks to it and change its
     settings."""
     hooks = {name: copy.copy(value) for name, value in fresh.__dict__.items() if "_hooks" in name}
     fresh.__dict__.update(hooks)
@@ -49,13 +49,13 @@ def map_modules(module: nn.Module, exchange: Callable[[nn.Module], nn.Module | N
 
 
 def layers_of(lm: LanguageModel) -> list[nn.Module]:
-    """The layers of a model, in order."""
+    """Return the layers of a model, in order."""
     return list(lm.model.get_submodule(".".join(_path(lm))))
 
 
 def with_layers(lm: LanguageModel, layers: Sequence[nn.Module], kinds: Sequence[str], head: nn.Module | None) -> Any:
-    """The model with these layers, of these attention kinds, and with `head` as its output layer if one is given. What
-    comes before and after the layers is the model's own."""
+    """Return the model with these layers, of these attention kinds, and with `head` as its output layer if one is
+    given. The parts before and after the layers are the model's own."""
     short = _shorter(lm.model.config.get_text_config(decoder=True), len(layers), kinds)
     fresh = _replace_layers(lm, lm.model, _path(lm), nn.ModuleList(layers), short)
     if head is not None:
@@ -68,7 +68,7 @@ def with_layers(lm: LanguageModel, layers: Sequence[nn.Module], kinds: Sequence[
 
 
 def without_layers(lm: LanguageModel, skip: Sequence[int]) -> Any:
-    """The model without the layers `skip`. The others are renumbered, so that the KV cache has no gaps."""
+    """Return the model without the layers `skip`. The others are renumbered, so that the KV cache has no gaps."""
     kept = [layer for layer in range(lm.layers) if layer not in skip]
     every = layers_of(lm)
     layers = [renumbered(every[layer], index) for index, layer in enumerate(kept)]
@@ -76,7 +76,7 @@ def without_layers(lm: LanguageModel, skip: Sequence[int]) -> Any:
 
 
 def _path(lm: LanguageModel) -> list[str]:
-    """The names on the path to the list of layers: the outermost list with one module per layer."""
+    """Return the names on the path to the list of layers, which is the outermost list with one module per layer."""
     found = [
         name.split(".")
         for name, module in lm.model.named_modules()
@@ -102,7 +102,7 @@ def _replace_layers(lm: LanguageModel, module: nn.Module, path: list[str], layer
 
 
 def _in_place(whole: Any, part: Any, other: Any) -> Any:
-    """The config `whole` with `part` replaced by `other`, whether it is `part` or contains it."""
+    """Return the config `whole` with `part` replaced by `other`, whether it is `part` or contains it."""
     if whole is part:
         return other
     fresh = copy.copy(whole)
@@ -119,7 +119,7 @@ def _shorter(config: Any, layers: int, kinds: Sequence[str]) -> Any:
 
 
 def renumbered(module: nn.Module, index: int) -> Any:
-    """The layer under another number, which is its index in the KV cache."""
+    """Return the layer with another number, which is its index in the KV cache."""
     fresh = shell(module)
     if "layer_idx" in fresh.__dict__:
         fresh.__dict__["layer_idx"] = index

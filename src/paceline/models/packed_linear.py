@@ -15,18 +15,18 @@ from paceline.common.errors import UnsupportedError
 from paceline.models.cpu.threads import one_thread
 
 BLOCK = 32  # weights that share a scale and a least value in `Int4Linear`
-_HEAD = 4  # bytes of those two
+_HEAD = 4  # bytes of the scale and the least value
 _SIZE = _HEAD + BLOCK // 2
 _AT_ONCE = 1 << 20  # weights that are unpacked at a time: few, to save memory
 
 _PACKED_AT_ONCE = 1 << 15  # weights that are packed at a time: few, so that the heap does not fragment
 
-_KERNEL_STEP = 32  # the kernel reads past the end of rows of another length (bfloat16, torch 2.13: it crashes)
-# Rows the kernel is tried out with: kernels go by tiles, and one that is right for few rows may be wrong for more. For
-# more than the last, unpacking once is cheaper anyway.
+_KERNEL_STEP = 32  # torch's kernel reads past the end of rows of another length (bfloat16, torch 2.13: it crashes)
+# Numbers of rows to test the kernel with: kernels use tiles, and one that is right for few rows can be wrong for more.
+# For more rows than the last number, unpacking once is cheaper.
 _TRIED = (1, 2, 5, 16, 17, 33, 63)
-# On a CPU its kernel for float32 takes 17 ms where unpacking and multiplying takes 6 (40 maps of 1536×576, one row;
-# eight rows: 141 and 17), the one for bfloat16 3 and 8 (eight rows: 9 and 9).
+# On a CPU the float32 kernel takes 17 ms, and unpacking and multiplying takes 6 (40 layers of 1536×576, one row; eight
+# rows: 141 and 17). The bfloat16 kernel takes 3 ms, and unpacking 8 (eight rows: 9 and 9).
 _WORTH_IT = {torch.bfloat16: 8}
 _CLOSE = 0.02  # of the largest number: rounding in bfloat16 stays below it, a wrong number does not
 
@@ -50,7 +50,7 @@ class PackedLinear(nn.Module):
         return sum(buffer.numel() * buffer.element_size() for buffer in self.buffers())
 
     def unpacked(self, outputs: slice, dtype: torch.dtype) -> Tensor:
-        """The weights [outputs, in] of some outputs."""
+        """Return the weights [outputs, in] of some outputs."""
         raise NotImplementedError
 
     def forward(self, x: Tensor) -> Tensor:
@@ -78,7 +78,7 @@ class Int8Linear(PackedLinear):
         quantized = torch.empty(weight.shape, dtype=torch.int8, device=weight.device)
         scales = torch.empty(self.out_features, dtype=weight.dtype, device=weight.device)
         step = max(1, _PACKED_AT_ONCE // self.in_features)
-        with one_thread():  # the pieces are too small to share
+        with one_thread():  # the pieces are too small for several threads
             for start in range(0, self.out_features, step):
                 exact = weight.detach()[start : start + step].to(torch.promote_types(weight.dtype, torch.float32))
                 largest = torch.maximum(exact.amax(1, keepdim=True), -exact.amin(1, keepdim=True))
@@ -91,7 +91,7 @@ class Int8Linear(PackedLinear):
 
     def forward(self, x: Tensor) -> Tensor:
         flat = x.reshape(-1, self.in_features)
-        if flat.shape[0] <= self.kernel_rows:  # it reads memory in order, whatever the strides say
+        if flat.shape[0] <= self.kernel_rows:  # the kernel ignores strides
             y = torch._weight_int8pack_mm(flat.contiguous(), self.packed, self.scales)
         else:
             y = nn.functional.linear(flat, self.packed.to(x.dtype)) * self.scales
@@ -123,7 +123,7 @@ class Int4Linear(PackedLinear):
 
 
 def _in_blocks(weight: Tensor) -> Tensor:
-    """Rows of weights as bytes: 15 equal steps from the least to the largest of a block."""
+    """Return rows of weights as bytes: 15 equal steps from the least to the largest weight of a block."""
     exact = weight.to(torch.promote_types(weight.dtype, torch.float32)).unflatten(1, (-1, BLOCK))
     least, most = exact.amin(-1, keepdim=True), exact.amax(-1, keepdim=True)  # aminmax is many times slower
     m = least.to(torch.float16)
@@ -150,10 +150,10 @@ class BFloat16Linear(PackedLinear):
         return self.packed[outputs].to(dtype)
 
 
-@lru_cache(256)  # a property of the machine: measured once
+@lru_cache(256)  # a property of the machine, so it is measured once
 def kernel_rows(device: torch.device, dtype: torch.dtype, width: int, odd: int = 0) -> int:
-    """The largest number of rows for which torch's int8 kernel is correct here and faster than unpacking; 0: none.
-    Measured against the unpacked product.
+    """Return the largest number of rows for which torch's int8 kernel is correct here and faster than unpacking; 0:
+    none. Measured against the unpacked product.
 
     width: of the input; odd: the number of outputs modulo 32.
     """

@@ -32,7 +32,7 @@ from paceline.models.runtime import cores_here, parts, running
 # ---- The share of the processors that other processes use: read from the operating system, over a window of time
 
 LIMIT = 0.1  # of the machine that others may use
-_SHORT = 0.3  # seconds; over less, the ticks of 10 ms that Linux counts in say nothing
+_SHORT = 0.3  # seconds; a shorter window has too few of the ticks of 10 ms that Linux counts
 _STAT = Path("/proc/stat")
 
 
@@ -46,7 +46,7 @@ class Usage:
     cores: int = 1
 
     def others_since(self, before: Usage) -> float | None:
-        """The share of the machine that other processes used since then; None if the window is too short."""
+        """Return the share of the machine that other processes used since then; None if the window is too short."""
         there = self.capacity - before.capacity
         if there < _SHORT * self.cores:
             return None
@@ -55,7 +55,7 @@ class Usage:
 
 
 def read_usage(stat: Path = _STAT) -> Usage | None:
-    """None except on Linux. Time that a hypervisor gave to other guests counts as used."""
+    """Return the usage now; None except on Linux. Time that a hypervisor gave to other guests counts as used."""
     try:
         lines = [line.split() for line in stat.read_text("ascii").splitlines() if line.startswith("cpu")]
         user, nice, system, idle, waiting, irq, soft, stolen = (int(word) for word in lines[0][1:9])
@@ -79,7 +79,7 @@ class Neighbours:
         self._before = self._look()
 
     def disturbed(self) -> bool | None:
-        """None if the share is unknown or the window was too short."""
+        """Return whether others used the machine; None if the share is unknown or the window was too short."""
         after = self._look()
         if self._before is None or after is None:
             return None
@@ -91,10 +91,10 @@ class Neighbours:
 
 FED = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 BUDGET = 6.0  # seconds that measuring one number of rows should take
-_SWEEPS = 3  # but at least this many times
-_NARROW = 4  # widths that are measured however slow the model is
+_SWEEPS = 3  # the fewest sweeps, also if they take longer
+_NARROW = 4  # widths that are measured even if the model is slow
 _REPLAYS = 4  # CUDA graphs that are timed together
-_RAGGED = 4  # rows differ in length by up to this, as those of a real batch soon do
+_RAGGED = 4  # rows differ in length by less than this number, as in a real batch
 
 Clock = Callable[[], float]
 
@@ -160,7 +160,7 @@ class PassTimer:
     @own_threads()
     @torch.inference_mode()
     def seconds(self, fed: int) -> float:
-        """Of one pass that reads the last committed token and a chain of `fed` - 1 after it."""
+        """Return the seconds of a pass that reads the last committed token and a chain of `fed` - 1 after it."""
         if self._programs is None:
             return self._times(1, lambda: self._pass(fed))
         programs = self._programs
@@ -174,7 +174,7 @@ class PassTimer:
         self._reader.keep(self._rows, None)
 
     def _times(self, often: int, act: Callable[[], None]) -> float:
-        """Seconds of one of them."""
+        """Return the mean seconds of one call."""
         finish(self._lm.device)
         started = self._clock()
         for _ in range(often):
@@ -184,12 +184,12 @@ class PassTimer:
 
 
 def _text(length: int, vocabulary: int, salt: int) -> list[int]:
-    """Tokens from the whole vocabulary: the cost of a pass can depend on them (mixture of experts)."""
+    """Return tokens from the whole vocabulary, because the cost of a pass can depend on them (mixture of experts)."""
     return [(7919 * (i + 1) + 104729 * salt) % vocabulary for i in range(length)]
 
 
 def _table(timer: PassTimer, widths: list[int], repeats: int, progress: Progress | None) -> dict[int, float]:
-    """Seconds by width, smoothed to never fall."""
+    """Return seconds by width, smoothed so that they never fall."""
     label = "measuring passes" if timer.count == 1 else f"measuring passes of {timer.count} rows"
     began = timer.now()
     done: list[int] = []
@@ -213,8 +213,8 @@ def _table(timer: PassTimer, widths: list[int], repeats: int, progress: Progress
 
 
 def rising(values: Sequence[float]) -> list[float]:
-    """The nearest numbers that never fall (isotonic regression): neighbours that do are replaced by their mean, so
-    that one slow width neither stands out nor makes all wider ones look slow."""
+    """Return the nearest numbers that never fall (isotonic regression). Neighbours that fall are replaced by their
+    mean, so that one slow width does not make all wider ones look slow."""
     blocks: list[tuple[float, int]] = []  # means, and of how many
     for value in values:
         blocks.append((value, 1))
@@ -226,7 +226,7 @@ def rising(values: Sequence[float]) -> list[float]:
 
 # ---- keeping
 
-_STARTED = read_usage()  # what the processors had done when this process started
+_STARTED = read_usage()  # the usage when this process started
 
 
 def costs_for(
@@ -237,7 +237,7 @@ def costs_for(
     clock: Clock = time.perf_counter,
     progress: Progress | None = None,
 ) -> Costs:
-    """The costs of passes of this model on this machine: known, read from the disk, or measured now (seconds).
+    """Return the costs of passes of this model on this machine: known, read from the disk, or measured now (seconds).
 
     There is a table for every power of two up to the first that holds `rows`. `fresh` measures again.
     Costs of a busy machine are kept with a mark. They hold while the machine is busy; a process that starts on a quiet
@@ -278,7 +278,7 @@ def _write(lm: LanguageModel, key: str, costs: Costs, busy: bool) -> None:
 
 
 def _usable(lm: LanguageModel, key: str) -> Costs | None:
-    """The costs on disk. None if there are none, or if they are of a busy machine and this one is quiet now."""
+    """Return the costs on disk. None if there are none, or if they are of a busy machine and this one is quiet now."""
     found = _stored(key)
     if found is None or not _marked(key):
         return found
@@ -293,7 +293,7 @@ def _marked(key: str) -> bool:
 
 
 def _quiet() -> bool:
-    """True if other processes left the machine alone since this one started."""
+    """Return whether other processes have hardly used the machine since this process started."""
     now = read_usage()
     share = None if now is None or _STARTED is None else now.others_since(_STARTED)
     return share is not None and share <= LIMIT
@@ -320,14 +320,14 @@ def remember(
 
 
 def costs_key(lm: LanguageModel) -> str:
-    """A key of what the costs depend on: `machine_key`, and how passes run."""
+    """Return a key of everything that the costs depend on: `machine_key`, and how passes run."""
     how = [[run.by, run.threads, run.kind] for run in map(running, parts(lm))]
     return _hashed({"machine": machine_key(lm), "running": how})
 
 
 def machine_key(lm: LanguageModel) -> str:
-    """A key of the model and the machine: architecture, shapes, dtypes, device, number of threads, versions, and the
-    sources of the kernels."""
+    """Return a key of the model and the machine: architecture, shapes, dtypes, device, number of threads, versions, and
+    the sources of the kernels."""
     packages = ("torch", "transformers", "paceline", "numba")
     return _hashed(
         {
@@ -357,12 +357,12 @@ def _shape_of(model: Any) -> dict[str, Any]:
 
 
 def kept_file(key: str, what: str = "") -> Path:
-    """The file where a measurement is kept."""
+    """Return the file where a measurement is kept."""
     return cache_folder() / "costs" / f"{key}{what}.json"
 
 
 def _stored(key: str) -> Costs | None:
-    """None for a file that is absent or damaged: it is then measured again."""
+    """Return the costs on disk. None if the file is absent or damaged: then they are measured again."""
     found = read_json(kept_file(key))
     if found is None:
         return None
@@ -376,7 +376,7 @@ def _stored(key: str) -> Costs | None:
 
 
 def keep(path: Path, found: dict[str, Any]) -> None:
-    """Write what was measured. Warn if that fails."""
+    """Write a measurement. Warn if that fails."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_json(path, found)

@@ -1,4 +1,4 @@
-"""The probe: it tries whether a model can be read in pieces, in branches and after a rollback, when it is loaded.
+"""Test whether a model can be read in pieces, in branches and after a rollback. This runs when a model is loaded.
 
 The given model reads short texts. A small copy of it with windows of a few tokens reads texts that are
 longer than each window.
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from paceline.models.language_model import LanguageModel
 
-# ---- A small random copy of a model, with windows of a few tokens: what happens past a window can be tried in it
+# ---- A small random copy of a model, with windows of a few tokens, to test what happens past a window
 
 VOCABULARY = 256
 _SMALL = 16  # for a number of unknown meaning: the probe reads past it if it is a window; it is even if it is a width
@@ -50,12 +50,12 @@ _MOST = {"groups": 2, "chosen": 2, "experts": 8, "heads": 4, "inner width": 64}
 
 
 def meaning_of(name: str) -> str:
-    """The meaning of a number of a config, by its name."""
+    """Return the meaning of a number of a config, by its name."""
     return next((kind for kind, pattern in _KINDS.items() if re.search(pattern, name)), "unknown")
 
 
 def windows(config: Any) -> dict[str, int]:
-    """The numbers of a config that can act as a window, by name."""
+    """Return the numbers of a config that can act as a window, by name."""
     text = config.get_text_config(decoder=True)
     return {
         name: value
@@ -83,7 +83,7 @@ def small_config(config: Any, window: int, heads: int = 2, every_layer: bool = F
 
 def randomize(model: PreTrainedModel, seed: int = 0) -> None:
     """Give a model random weights with which every earlier token matters: large linear weights and small embeddings.
-    (With the usual ones a random model hardly attends, or repeats its last token.)"""
+    With usual random weights a model hardly attends, or repeats its last token."""
     generator = torch.Generator().manual_seed(seed)
     embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     with torch.no_grad():
@@ -96,9 +96,9 @@ def randomize(model: PreTrainedModel, seed: int = 0) -> None:
 def small_models(
     kind: type[PreTrainedModel], config: Any, window: int, dtype: torch.dtype = torch.float32
 ) -> Iterator[PreTrainedModel]:
-    """Small random models of a class on the CPU, the smallest first. One that cannot be built, or cannot read a text
-    by itself, is left out: the numbers of some configs must fit together in their own way. The random numbers of the
-    process stay as they are."""
+    """Yield small random models of a class on the CPU, the smallest first. A model that cannot be built, or cannot read
+    a text by itself, is left out, because the numbers of some configs depend on each other. The random state of the
+    process does not change."""
     for heads, every_layer in ((2, False), (4, False), (4, True)):
         try:
             small = small_config(config, window, heads, every_layer)
@@ -143,7 +143,7 @@ class _Sizes:
         )  # fmt: skip
 
     def smaller(self, name: str, value: Any) -> Any:
-        """The number in the copy; lists and dicts with all that is in them."""
+        """Return the value for the copy. Lists and dicts are copied with all values in them."""
         if type(value) is int:
             return self._number(name, value)
         if isinstance(value, (list, tuple)):
@@ -184,7 +184,7 @@ class _Sizes:
 
 
 def _parts(config: Any) -> Iterator[Any]:
-    """A config and all configs in it."""
+    """Yield a config and all configs in it."""
     yield config
     for value in vars(config).values():
         if hasattr(value, "get_text_config"):
@@ -197,7 +197,7 @@ def _whole(config: Any, name: str) -> int:
 
 
 def _depth(config: Any, layers: int) -> int:
-    """How many of the first layers have one of each kind, by the lists with one entry per layer and by the lists of
+    """Return how many of the first layers include every kind, by the lists with one entry per layer and by the lists of
     layers."""
     lists = {name: value for name, value in vars(config).items() if isinstance(value, (list, tuple)) and value}
     kinds = [repr(each) for each in zip(*(v for v in lists.values() if len(v) == layers), strict=True)]
@@ -214,9 +214,9 @@ def _names_layers(name: str, value: Any) -> bool:
 # ---- Can this model be read in pieces, in branches and after a rollback? The probe tries it when the model is loaded
 
 _TEXT = 30  # tokens of the longer text
-_RAGGED = 5  # how much shorter the other one is
+_RAGGED = 5  # the other text is shorter by this number
 _ROOM = 10  # tokens that are read after a text
-_WINDOW = 4  # of a small copy
+_WINDOW = 4  # tokens in the windows of a small copy
 _BRANCHES = (-1, -1, 0, 1, 2)  # two branches: 0-2-4 and 1-3
 _LONGER, _SHORTER = [0, 2, 4], [1, 3]
 
@@ -263,7 +263,7 @@ def probe(lm: LanguageModel) -> None:
 
 
 def _as_language_model(model: PreTrainedModel, other: LanguageModel) -> LanguageModel:
-    """A model in place of the one in `other`. It is not probed."""
+    """Return `other` with another model, which is not probed."""
     small = copy.copy(other)
     small.model, small.architecture = model, study(model)
     small.vocabulary = model.config.get_text_config(decoder=True).vocab_size
@@ -284,7 +284,7 @@ def _try(lm: LanguageModel, title: str) -> None:
 
 
 def _compare_even(lm: LanguageModel) -> None:
-    """Two texts of one length: read at once where the model needs no mask for that, then a draft, then one token."""
+    """Compare two texts of one length: the prompt and a draft, then two tokens and a draft, then one token."""
     ids = _tokens(lm, 2)
     length = ids.shape[1] - _ROOM
     wanted = [_alone(lm, row) for row in ids]
@@ -302,7 +302,7 @@ def _compare_even(lm: LanguageModel) -> None:
 
 
 def _compare_branches(lm: LanguageModel) -> None:
-    """Two texts of different lengths with a tree behind each; the longer branch is kept, and one more token is read."""
+    """Compare two texts of different lengths with a tree after each. Keep the longer branch, and compare one token."""
     ids = _tokens(lm, 4)
     ids, drafted = ids[:2], ids[2:, : len(_BRANCHES)]
     length = ids.shape[1] - _ROOM
@@ -328,7 +328,7 @@ def _compare_branches(lm: LanguageModel) -> None:
 
 
 def _tokens(lm: LanguageModel, rows: int) -> Tensor:
-    """Random tokens [rows, T], none of which has a meaning by the config (an image, a pad, an end)."""
+    """Return random tokens [rows, T], without tokens that have a meaning in the config (image, padding, end)."""
     special = {
         value
         for config in {id(c): c for c in (lm.model.config, lm.model.config.get_text_config(decoder=True))}.values()
@@ -342,7 +342,7 @@ def _tokens(lm: LanguageModel, rows: int) -> Tensor:
 
 
 def _alone(lm: LanguageModel, text: Tensor) -> Tensor:
-    """The logits of a sequence [T] by the model itself, without mask and KV cache."""
+    """Return the logits of a sequence [T] by the model itself, without mask and KV cache."""
     return lm.model(input_ids=text[None], use_cache=False).logits[0, :, : lm.logits].float()
 
 

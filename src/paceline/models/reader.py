@@ -1,4 +1,4 @@
-"""Reading a batch of sequences with a language model: what a forward pass is, and the two ways to run it.
+"""Read a batch of sequences with a language model: plan forward passes, and run them in one of two ways.
 
 `SlotReader` plans every pass (`ForwardPlan`). An executor runs the plan: `TransformersExecutor`, or `KernelExecutor`
 for our own kernels. Position p of a row is in slot p of the KV cache; scratch tokens follow the sequence.
@@ -46,8 +46,8 @@ class SlotMapping:
         self._ahead = None
 
     def of(self, rows: RowsView, scratch: int, width: int, tokens: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Slots [R,Q] and ids [R,Q] of the last `width` tokens of each sequence and of `tokens` [R,fed], which follow
-        `scratch` scratch tokens."""
+        """Return slots [R,Q] and ids [R,Q] of the last `width` tokens of each sequence and of `tokens` [R,fed], which
+        follow `scratch` scratch tokens."""
         if rows.bound is not None and width and not scratch:
             slots, ids, self._ahead = self._ops.slot_mapping(rows.text, rows.length, tokens, width, _MORE)
             return slots, ids
@@ -74,18 +74,18 @@ class TransformersExecutor:
         return CHUNK
 
     def reads_together(self, lengths: Sequence[int]) -> bool:
-        """False: a prompt has the same bits in every batch only if it is read alone."""
+        """Return False, because a prompt has the same bits in every batch only if it is read alone."""
         return False
 
     def chain(self, slots: Tensor, visible: int, causal: bool) -> Any:
-        """The visibility of tokens that see all slots before their own. causal: SDPA can do that without a mask."""
+        """Return the visibility of tokens that see all slots up to their own. causal: SDPA needs no mask for that."""
         allowed = None if causal and self._may_omit_mask else chain_mask(slots, visible)
         keys = arange(0, visible, slots.device).expand(len(slots), visible) if self._positional else None
         return allowed, keys
 
     def tree(self, parents: Tensor, length: Tensor, slots: Tensor, fed: int, visible: int) -> tuple[Tensor, Any]:
-        """Positions [R,Q] and visibility of a pass whose last `fed` tokens are the last of the scratch tokens with
-        these parents [R,M]."""
+        """Return positions [R,Q] and visibility of a pass whose last `fed` tokens are the last of the scratch tokens
+        with these parents [R,M]."""
         ancestors = closure(parents)
         depth = ancestors.sum(-1) - 1
         width, before = slots.shape[1] - fed, parents.shape[1] - fed
@@ -96,11 +96,11 @@ class TransformersExecutor:
 
     @property
     def grid(self) -> int:
-        """Tokens of a prompt that are always read in one pass: fewer would have other bits."""
+        """Tokens of a prompt that are always read in one pass: they would get other bits in smaller passes."""
         return self.piece
 
     def read_piece(self, cache: SlotCache, first: int, ids: Tensor, start: int, scored: bool = False) -> Reading:
-        """Read the tokens `ids` [R,Q] of the rows `first`... at the slots `start`... Returns the taps [R,Q,D], and with
+        """Read the tokens `ids` [R,Q] of the rows `first`... at the slots `start`... Return the taps [R,Q,D], and with
         `scored` the logits [R,Q,V]."""
         R, Q = ids.shape
         positions = arange(start, start + Q, ids.device).expand(R, Q)
@@ -143,7 +143,7 @@ class TransformersExecutor:
 
 
 class KernelExecutor:
-    """Runs passes by our own kernels. `visibility` is an `AttentionSpan`: each token brings the slots that it sees."""
+    """Runs passes by our own kernels. `visibility` is an `AttentionSpan`: the slots that each token sees."""
 
     def __init__(self, lm: LanguageModel, kernels: CpuForward | CudaForward, taps: tuple[int, ...]) -> None:
         self._kernels, self._taps, self._logits = kernels, taps, lm.logits
@@ -161,8 +161,8 @@ class KernelExecutor:
         return 1 if isinstance(self._kernels, CpuForward) else CHUNK
 
     def reads_together(self, lengths: Sequence[int]) -> bool:
-        """True if one pass over several prompts of these lengths is faster than one for each. CPU kernels give a token
-        the same bits in every pass."""
+        """Return True if one pass over several prompts of these lengths is faster than one for each. CPU kernels give a
+        token the same bits in every pass."""
         return isinstance(self._kernels, CpuForward) and self._kernels.together(lengths)
 
     def chain(self, slots: Tensor, visible: int, causal: bool) -> Any:
@@ -184,7 +184,7 @@ class KernelExecutor:
         return self._kernels.read(cache, first, ids, positions, self._taps, self._logits if scored else 0)
 
     def __call__(self, cache: SlotCache, plan: ForwardPlan, layers: LayerRange | None = None) -> tuple[Reading, Tensor]:
-        """The reading, and the hidden states [R,Q,D] of the last layer that ran; the next pass overwrites those."""
+        """Return the reading, and the hidden states [R,Q,D] of the last layer that ran, until the next pass."""
         openmp.rest()
         return self._kernels(cache, plan, self._taps, vocabulary=self._logits, part=layers)
 
@@ -231,8 +231,8 @@ class SlotReader:
     # ---- prompts
 
     def begin(self, rows: RowsView, first: int, room: int, prefilled: bool = False) -> int:
-        """Read the new rows `first`... except their last token. The next `extend` reads that one, as it reads every
-        later token; so this returns 1. room: the largest number of slots that a row needs. prefilled: the KV cache and
+        """Read the new rows `first`... except their last token, and return 1, the number of tokens that the next
+        `extend` must read. room: the largest number of slots that a row needs. prefilled: the KV cache and
         `prompt_taps` have these rows already."""
         self.cache.reserve(rows.capacity, room)
         if not prefilled:
@@ -328,7 +328,7 @@ class SlotReader:
         return ForwardPlan(ids, positions, slots, visibility, keep, keep)
 
     def _family(self, R: int, fed: int, parents: Tensor | None) -> Tensor:
-        """The parents of all scratch tokens [R,M]. Tokens that came without parents continue a chain."""
+        """Return the parents of all scratch tokens [R,M]. Tokens that came without parents continue a chain."""
         device, M = self.lm.device, self._scratch - fed
         if self._parents is None:
             self._parents = arange(-1, M - 1, device).expand(R, M)
@@ -341,11 +341,11 @@ class SlotReader:
 
     def keep(self, rows: RowsView, path: Tensor | None) -> None:
         """Keep the scratch tokens `path` [R,D], in order; None: the chain, which is in place. Parents come before their
-        children, so the j-th of a path is number j or larger; a smaller number is padding."""
+        children, so entry j of a path is at least j; a smaller entry is padding."""
         if path is not None and self._parents is not None and path.shape[1] > 0:
             self.cache.reserve(rows.capacity, max(rows.lengths) + path.shape[1])
             steps = arange(0, path.shape[1], path.device)
-            if rows.bound is None and path.device.type == "cpu":  # reading is free here, and most are in place already
+            if rows.bound is None and path.device.type == "cpu":  # host reads are free here; most are in place
                 moved = np.flatnonzero((path.numpy() > steps.numpy()).any(axis=0)).tolist() or [0, -1]
                 some = slice(moved[0], moved[-1] + 1)
                 path, steps = path[:, some], steps[some]
@@ -360,7 +360,7 @@ class SlotReader:
         self._slots.forget()
 
     def reorder(self, rows: RowsView, source: Sequence[int]) -> None:
-        """Row r becomes a copy of row source[r], scratch tokens included. Only the slots that differ are copied."""
+        """Make row r a copy of row source[r], with its scratch tokens. Only the slots that differ are copied."""
         changed = [row for row, other in enumerate(source) if row != other]
         if not changed:
             return
@@ -369,14 +369,14 @@ class SlotReader:
         self.cache.copy_rows([source[row] for row in changed], changed, start, stop)
 
     def release(self, row: int, last: int, length: int) -> None:
-        """Row `last`, of `length` tokens, takes the place of row `row`."""
+        """Move row `last`, of `length` tokens, to the place of row `row`."""
         if row != last:
             self.cache.move_row(last, row, length)
 
 
 def common_prefix(first: Sequence[object], second: Sequence[object], start: int = 0) -> int:
-    """The length of the common beginning of two sequences, which are equal up to `start`. Slices are compared, which is
-    much faster than a loop over tokens."""
+    """Return the length of the common beginning of two sequences, which are equal up to `start`. Slices are compared,
+    which is much faster than a loop over tokens."""
     low, high = start, min(len(first), len(second))
     while low < high:
         middle = (low + high + 1) // 2

@@ -36,7 +36,7 @@ KINDS: dict[str, type[PackedLinear]] = {"int8": Int8Linear, "int4": Int4Linear, 
 _PLAIN = ("eager", "cuda_graph")  # runners without our kernels
 _BRANCHES = ("first", "second")  # the models of a target that combines two (see `guided`)
 
-# ---- what the caller asks for
+# ---- the settings of the caller
 
 
 def check_runner(name: object) -> None:
@@ -50,13 +50,13 @@ def check_quantization(name: object) -> None:
 
 
 def with_runner(lm: LanguageModel, runner: str | None) -> LanguageModel:
-    """The same weights with another runner; the given model does not change. None: the model as it is."""
+    """Return the model with another runner, without changing the given model. None: the model as it is."""
     check_runner(runner)
     return lm if runner is None else _with(lm, "runner", runner)
 
 
 def with_strict(lm: LanguageModel) -> LanguageModel:
-    """The same weights, read so that a token has the same bits in every pass (`strict`)."""
+    """Return the model in strict form: a token has the same bits in every pass."""
     return _with(lm, "strict", True)
 
 
@@ -87,7 +87,7 @@ def quantize_as(lm: LanguageModel, kind: str | None) -> LanguageModel:
 
 
 def quantization_of(lm: LanguageModel) -> str | None:
-    """The format of most of its linear layers, if it was quantized; else None."""
+    """Return the format of most of its linear layers, if it was quantized; else None."""
     model = getattr(parts(lm)[0], "model", None)
     packed = {cls: name for name, cls in KINDS.items()}
     found = Counter(packed[type(m)] for m in (model.modules() if model is not None else ()) if type(m) in packed)
@@ -95,7 +95,7 @@ def quantization_of(lm: LanguageModel) -> str | None:
 
 
 def parts(lm: LanguageModel) -> list[LanguageModel]:
-    """The models that a pass runs: two for a target with two branches, else one."""
+    """Return the models that a pass runs: two for a target with two branches, else one."""
     return [each for name in _branches(lm) for each in parts(getattr(lm, name))] or [lm]
 
 
@@ -104,7 +104,7 @@ def _branches(lm: LanguageModel) -> list[str]:
 
 
 def _each(lm: LanguageModel, change: Callable[[LanguageModel], LanguageModel]) -> LanguageModel:
-    """The target with every branch changed. A target without branches does not change."""
+    """Return the target with every branch changed. A target without branches does not change."""
     if not _branches(lm):
         return lm
     other = copy.copy(lm)
@@ -119,7 +119,7 @@ def _each(lm: LanguageModel, change: Callable[[LanguageModel], LanguageModel]) -
 
 
 def quantized(lm: LanguageModel, kind: str = "int8", head: bool = True) -> LanguageModel:
-    """The model with all linear layers quantized, and the format in its name ("SmolLM2 in int8").
+    """Return the model with all linear layers quantized, and the format in its name ("SmolLM2 in int8").
 
     kind: "int8" (a byte per weight, one scale per output), "int4" (5 bits per weight: blocks of 32, each with a scale
     and a least value; a layer whose rows are no multiple of 32 is in int8), or "bfloat16" (the same weights if the
@@ -158,12 +158,12 @@ def quantized(lm: LanguageModel, kind: str = "int8", head: bool = True) -> Langu
 
 
 def extra_bytes(lm: LanguageModel) -> int:
-    """The bytes of the quantized weights."""
+    """Return the bytes of the quantized weights."""
     return sum(module.bytes for module in lm.model.modules() if isinstance(module, PackedLinear))
 
 
 def _is_linear(module: nn.Module) -> bool:
-    """A subclass of another library may compute something else, for example from quantized weights."""
+    """Return whether a module is a plain linear layer. A subclass of another library can compute something else."""
     known = type(module).__module__.startswith(("torch.nn.modules.", "transformers.models."))
     return isinstance(module, Conv1D) or (isinstance(module, nn.Linear) and known)
 
@@ -173,7 +173,7 @@ def _is_linear(module: nn.Module) -> bool:
 
 @dataclass(frozen=True)
 class Running:
-    """What runs the passes (`by`: "kernels" or "eager"), and why it is not the kernels."""
+    """What runs the passes (`by`: "kernels" or "eager"), and why the kernels do not run them."""
 
     by: str
     why: str = ""
@@ -184,7 +184,7 @@ class Running:
     bits: str = ""  # what the bits of a token depend on besides the tokens before it (docs/exactness.md)
 
     def describe(self) -> str:
-        """A phrase for the status line."""
+        """Return a phrase for the status line."""
         captured = ", captured" if self.captured else ""
         strict = ", strict" if self.strict else ""
         bits = f"; ties can depend on {self.bits}" if self.bits else ""
@@ -196,7 +196,7 @@ class Running:
 
 
 def running(lm: LanguageModel) -> Running:
-    """How passes of this model run here. If kernels run them, they are compiled now."""
+    """Return how passes of this model run here. Kernels that run them are compiled now."""
     first = parts(lm)[0]
     kind, device = quantization_of(first), first.device.type
     captured = device == "cuda" and first.runner != "eager"
@@ -215,7 +215,7 @@ def running(lm: LanguageModel) -> Running:
 
 
 def _bits(lm: LanguageModel, captured: bool) -> str:
-    """What the bits of a token depend on in passes of transformers, besides the tokens before it."""
+    """Return what the bits of a token depend on in passes of transformers, besides the tokens before it."""
     if not lm.strict:
         return "the batch and the draft"
     if any("experts" in name for name, _ in lm.model.named_modules()):
@@ -224,7 +224,7 @@ def _bits(lm: LanguageModel, captured: bool) -> str:
 
 
 def by_kernels(lm: LanguageModel) -> bool:
-    """True if our kernels run the passes."""
+    """Return True if our kernels run the passes."""
     return running(lm).by == "kernels"
 
 
@@ -233,14 +233,14 @@ _COMFORTABLE = {"kernels": 7, "eager": 15}
 
 
 def usual_nodes(lm: LanguageModel, uses_all_nodes: bool, gamma: int) -> int:
-    """The default number of nodes of a tree. uses_all_nodes: the drafter can use any number. On a GPU more nodes are
-    nearly free, because reading the weights takes the time; on a CPU they soon cost more than they bring."""
+    """Return the default number of nodes of a tree. uses_all_nodes: the drafter can use any number. On a GPU more nodes
+    are nearly free, because reading the weights takes the time; on a CPU they soon cost more time than they save."""
     most = NODES if not uses_all_nodes or lm.device.type != "cpu" else _COMFORTABLE[running(lm).by]
     return max(gamma, most)
 
 
 def prepare(lm: LanguageModel, progress: Progress | None = None) -> None:
-    """Compile the kernels that this model runs by. Refuse a runner that it cannot have."""
+    """Compile the kernels that run this model. Refuse a runner that cannot run it."""
     for one in parts(lm):
         if one.runner in _PLAIN:
             continue
@@ -266,14 +266,14 @@ def _compile(progress: Progress | None) -> None:
 
 
 def cores_here() -> int:
-    """The number of cores that this process may use."""
+    """Return the number of cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 def _unfit(lm: LanguageModel) -> str | None:
-    """Why our kernels cannot run this model on its device; None if they can."""
+    """Return why our kernels cannot run this model on its device; None if they can."""
     if not hasattr(lm, "model"):
         return "it is no transformers model"
     if lm.device.type not in ("cpu", "cuda"):
@@ -284,7 +284,7 @@ def _unfit(lm: LanguageModel) -> str | None:
 
 
 def _is_altered(lm: LanguageModel, why: str) -> bool:
-    """True if the reason is an altered part of a model that otherwise has kernels."""
+    """Return True if the reason is an altered part of a model that otherwise has kernels."""
     if not hasattr(lm, "model") or no_family(lm.core) is not None:
         return False
     return why == altered(lm.core, lm.architecture.kinds)

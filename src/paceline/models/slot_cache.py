@@ -39,8 +39,8 @@ class SlotCache(Cache):
         self._next_write: tuple[slice, int | Tensor, int] = (slice(0, 0), 0, 0)
         self.past = 0  # committed tokens before this pass, for `get_seq_length`
         self._addresses: np.ndarray | None = None  # of the stores; None after one of them was replaced
-        self._tables: list[Tensor] = []  # the same on the device; CUDA graphs still read those of fewer layers
-        self.storage_version: Hashable = object()  # another one when the stores are replaced
+        self._tables: list[Tensor] = []  # addresses on the device; CUDA graphs still read those of fewer layers
+        self.storage_version: Hashable = object()  # a new object whenever the stores are replaced
 
     # ---- before a pass
 
@@ -83,7 +83,7 @@ class SlotCache(Cache):
         return keys[:, :, :visible], values[:, :, :visible]
 
     def of_layer(self, layer: int) -> tuple[Tensor, Tensor, Tensor, int]:
-        """Keys and values of the rows of the next pass, the slots [R,Q] that it writes, and the number that it sees."""
+        """Return keys and values of the rows of the next pass, the slots [R,Q] that it writes, and how many it sees."""
         rows, slots, visible = self._next_write
         assert isinstance(slots, Tensor)
         return self.keys[layer][rows], self.values[layer][rows], slots, visible
@@ -137,8 +137,8 @@ class SlotCache(Cache):
         self._ops.move(stores, lambda: self._table(source.device), length, source, target)
 
     def _table(self, device: torch.device) -> Tensor | None:
-        """`addresses` on the device, if all stores are on it and of one shape. It is made in the first pass, which runs
-        before a CUDA graph is captured; graphs are discarded when the stores move."""
+        """Return `addresses` on the device; None unless all stores are on it and have one shape. It is made in the
+        first pass, before a CUDA graph is captured. Graphs are discarded when the stores move."""
         if not self._tables or len(self._tables[-1]) != 2 * len(self):
             kinds = {(each.device, each.dtype, each.shape) for each in (*self.keys, *self.values)}
             if len(kinds) != 1 or self.keys[0].device != device:
@@ -178,7 +178,7 @@ class SlotCache(Cache):
 
 
 def caches_held_by(holder: object) -> list[SlotCache]:
-    """The KV caches that an object holds, directly or through containers and other objects of Paceline."""
+    """Return the KV caches that an object holds, directly or through containers and other objects of Paceline."""
     found: list[SlotCache] = []
     seen: set[int] = set()
     left = [holder]
@@ -200,13 +200,13 @@ def caches_held_by(holder: object) -> list[SlotCache]:
 
 
 def chain_mask(position: Tensor, visible: int) -> Tensor:
-    """[R,1,Q,S] bool of a chain: a slot is a position, and a token sees every slot up to its own."""
+    """Return the mask [R,1,Q,S] of a chain: a slot is a position, and a token sees every slot up to its own."""
     return arange(0, visible, position.device) <= position[:, None, :, None]
 
 
 def tree_mask(position: Tensor, length: Tensor, ancestors: Tensor, visible: int) -> Tensor:
-    """[R,1,Q,S] bool. The last N queries are nodes with `ancestors` [R,N,M] among the M scratch slots that follow the
-    committed sequence of `length` [R,1]. The queries before them are committed tokens: causal."""
+    """Return the mask [R,1,Q,S]. The last N queries are nodes with `ancestors` [R,N,M] among the M scratch slots that
+    follow the committed sequence of `length` [R,1]. The queries before them are committed tokens: causal."""
     R, N, M = ancestors.shape
     slots = arange(0, visible, position.device)
     offset = slots - length  # [R,S]: which scratch slot a slot is
@@ -219,7 +219,7 @@ def tree_mask(position: Tensor, length: Tensor, ancestors: Tensor, visible: int)
 
 
 def key_positions(length: Tensor, depth: Tensor | None, visible: int) -> Tensor:
-    """[R,S]: the position of each slot. The position of a scratch slot is length + depth [R,M] of its node."""
+    """Return [R,S]: the position of each slot. The position of a scratch slot is length + depth [R,M] of its node."""
     slots = arange(0, visible, length.device)
     if depth is None:
         return slots.expand(length.shape[0], visible)
@@ -229,7 +229,7 @@ def key_positions(length: Tensor, depth: Tensor | None, visible: int) -> Tensor:
 
 
 def within(mask: Tensor, position: Tensor, keys: Tensor, window: int) -> Tensor:
-    """The mask for a layer that sees only the last `window` positions, its own included."""
+    """Return the mask for a layer that sees only the last `window` positions, its own included."""
     return mask & (keys[:, None, None, :] > position[:, None, :, None] - window)
 
 
@@ -239,7 +239,7 @@ def additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def masks_of_layers(lm: LanguageModel, allowed: Tensor | None, position: Tensor, keys: Tensor | None) -> Any:
-    """The mask of the model, or a dict with one per kind of layer."""
+    """Return the mask of the model, or a dict with one per kind of layer."""
     if allowed is None:
         return None
     shape = lm.architecture

@@ -1,4 +1,4 @@
-"""Models for timing: random weights in well-known shapes, and pairs that agree as often as is asked.
+"""Models for timing: random weights in well-known shapes, and pairs that agree at a given rate.
 
 Only the sizes of the weights matter for speed, but speculation also needs agreement. There are two ways to make it:
 `agreeing_pair` weakens the later layers of a target, and `ScriptedModel` writes a script.
@@ -35,7 +35,7 @@ END = "<|end|>"
 
 
 def new_tokenizer(texts: Iterable[str], size: int) -> PreTrainedTokenizerFast:
-    """A byte-level BPE of at most `size` tokens, trained on texts. It can encode every text."""
+    """Return a byte-level BPE of at most `size` tokens, trained on texts. It can encode every text."""
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     if size <= len(alphabet) + 1:
         raise InputError(f"A tokenizer of bytes has at least {len(alphabet) + 2} tokens, got {size}.")
@@ -56,7 +56,7 @@ def new_llama(
     device: torch.device,
     name: str,
 ) -> LanguageModel:
-    """Random weights in float32; heads of 64 numbers, or of 16 where the width is small."""
+    """Return a Llama model with random weights in float32, and heads of 64 numbers if they fit, else of 16."""
     head = 64 if width % 64 == 0 else 16
     if width < head or width % head:
         raise InputError(f"The width of a model must be a multiple of 16, got {width}.")
@@ -81,7 +81,7 @@ _CHANGES = {"layers": 1024, "vocab": 2**24}  # what can be changed, and the larg
 @dataclass(frozen=True)
 class Shape:
     """Sizes of a model. kv: heads of keys and values. draft: the shape that usually drafts for it, in its vocabulary;
-    where there is none, the same model with fewer layers."""
+    if it is empty, the same model with fewer layers drafts."""
 
     family: str
     layers: int
@@ -113,7 +113,7 @@ SHAPES: dict[str, Shape] = {
 
 
 def shape_of(text: str) -> Shape:
-    """ "llama-7b", or with changes "llama-7b:layers=4,vocab=1000"."""
+    """Return a shape by its name: "llama-7b", or with changes "llama-7b:layers=4,vocab=1000"."""
     name, _, changes = text.partition(":")
     if name not in SHAPES:
         raise UnknownNameError("shape", name, SHAPES)
@@ -132,7 +132,7 @@ def shape_of(text: str) -> Shape:
 
 
 def usual_draft(text: str) -> str:
-    """The shape that drafts for this one unless another is named; it has the same vocabulary."""
+    """Return the shape that drafts for this one unless another is named; it has the same vocabulary."""
     shape, name = shape_of(text), text.partition(":")[0]
     draft = shape.draft or name
     changes = [] if shape.draft else [f"layers={max(1, shape.layers // 10)}"]
@@ -150,9 +150,9 @@ def random_model(
     vocab: int | None = None,
     layers: int | None = None,
 ) -> LanguageModel:
-    """A model of a named shape with random weights and no tokenizer; the same for the same seed on the same device.
+    """Return a model of a named shape without tokenizer. Its random weights follow from the seed and the device.
 
-    The weights are drawn where they will be used and in their own type: a 7B model never takes more than its 14 GB.
+    The weights are drawn on their device and in their dtype, so that a 7B model never takes more than its 14 GB.
     Without `dtype` it is float32 on a CPU and bfloat16 elsewhere.
     """
     given: dict[str, Any] = {name: value for name, value in (("vocab", vocab), ("layers", layers)) if value is not None}
@@ -177,7 +177,7 @@ def random_model(
 
 
 def _config(shape: Shape) -> Any:
-    """No token ends a sequence, so every run writes the planned number of tokens."""
+    """Return the config of a shape. No token ends a sequence, so every run writes the planned number of tokens."""
     common: dict[str, Any] = {
         "vocab_size": shape.vocab,
         "hidden_size": shape.width,
@@ -207,8 +207,8 @@ def agreeing_pair(
     device: torch.device | str | None = None,
     seed: int = 0,
 ) -> tuple[LanguageModel, LanguageModel]:
-    """A random target whose layers after the first `keep` add only `eps` times their output, and those first layers as
-    a draft model with shared weights. With eps 0 the two agree always; with 1 they are random models."""
+    """Return a random target whose layers after the first `keep` add only `eps` times their output, and those first
+    layers as a draft model with shared weights. With eps 0 the two agree always; with 1 they are random models."""
     if not 0 <= eps <= 1:
         raise InputError(f"eps must be from 0 (the draft is always right) to 1 (a random model), got {eps}.")
     target = random_model(shape, dtype=dtype, device=device, seed=seed)
@@ -255,8 +255,8 @@ def eps_for(
     steps: int = 8,
     close: float = 0.01,
 ) -> Agreement:
-    """The eps at which a pair agrees about as often as `acceptance`, by bisection: agreement falls as eps grows. Every
-    step makes a new pair."""
+    """Return the eps at which a pair agrees about as often as `acceptance`, by bisection: agreement falls as eps grows.
+    Every step makes a new pair."""
     if not 0 <= acceptance <= 1:
         raise InputError(f"An acceptance is from 0 to 1, got {acceptance}.")
     low, high = 0.0, 1.0
@@ -276,7 +276,7 @@ def eps_for(
 
 # A script is a walk through the whole vocabulary: the last token decides the next one. So it does not depend on
 # positions, batches or KV caches, and a sequence repeats nothing until it is as long as the vocabulary. Rows of a batch
-# that start differently do not accept in step. A position takes one lookup and one write, and no host read.
+# that start differently accept different drafts. A position takes one lookup and one write, and no host read.
 
 LOUD = 1e4  # a logit that wins over all others at any temperature, and that every floating-point type can hold
 
@@ -291,7 +291,7 @@ class Script:
 
     @staticmethod
     def written(vocabulary: int, avoid: Iterable[int] = (), seed: int = 0) -> Script:
-        """A random walk through all tokens but those to `avoid` (which end a sequence, or have no text)."""
+        """Return a random walk through all tokens but those to `avoid` (which end a sequence, or have no text)."""
         generator = torch.Generator().manual_seed(seed)
         walk = torch.randperm(vocabulary, generator=generator)
         walk = walk[~torch.isin(walk, torch.tensor(sorted(set(avoid)), dtype=torch.int64))]
@@ -302,12 +302,12 @@ class Script:
         return Script(after, wrong, torch.rand(vocabulary, generator=generator, dtype=torch.float64))
 
     def tokens(self, rates: Sequence[float]) -> Tensor:
-        """[V,D]: the token after each token, right with probability rates[d]."""
+        """Return [V,D]: the token after each token, right with probability rates[d]."""
         right = self.coin.unsqueeze(1) < torch.tensor(rates, dtype=torch.float64)
         return torch.where(right, self.after.unsqueeze(1), self.wrong.unsqueeze(1))
 
     def text(self, last: int, count: int) -> list[int]:
-        """The `count` tokens that the target writes after the token `last`."""
+        """Return the `count` tokens that the target writes after the token `last`."""
         tokens = [last]
         for _ in range(count):
             tokens.append(int(self.after[tokens[-1]]))
@@ -315,8 +315,8 @@ class Script:
 
 
 def even_rate(rates: Sequence[float], gamma: int) -> float:
-    """The one rate at which drafts of γ tokens are accepted as far, on average, as with these rates (the last of them
-    holds for all that follow)."""
+    """Return the constant rate that accepts as many of γ drafted tokens, on average, as these rates do (the last rate
+    holds for all later tokens)."""
     each = [rates[min(step, len(rates) - 1)] for step in range(gamma)]
     if min(each) == max(each):
         return each[0]
@@ -329,11 +329,11 @@ def even_rate(rates: Sequence[float], gamma: int) -> float:
 
 
 class ScriptedModel(LanguageModel):
-    """A model that writes a script: always, or, as a draft model, as often as its rates say.
+    """A model that writes a script: always, or, as a draft model, at given rates.
 
-    `rates[i]` is for the i-th token of a draft, given that those before it are right; the last one holds for all that
-    follow. `model` is a transformers model, so other libraries' loops meet the same script; they do not tell it where a
-    draft begins, so there every token has one rate: `even_rate` of these. The model it was made of is not edited.
+    `rates[i]` is the rate of the i-th token of a draft, if the tokens before it are right; the last rate holds for all
+    later tokens. `model` is a transformers model, so other libraries can run the script. They do not pass the start of
+    a draft, so every token has one rate there: `even_rate` of the rates. The model `lm` is not edited.
     """
 
     def __init__(self, lm: LanguageModel, script: Script, rates: Sequence[float] = (1.0,), gamma: int = 5) -> None:
@@ -360,7 +360,7 @@ class ScriptedModel(LanguageModel):
 
 
 class _ScriptReader(SlotReader):
-    """Runs the model and then raises the logit of the script's token, which depends on how far into a draft it is."""
+    """Runs the model and then raises the logit of the script's token, which depends on the depth in the draft."""
 
     lm: ScriptedModel
 
@@ -368,7 +368,7 @@ class _ScriptReader(SlotReader):
         self, rows: RowsView, width: int, tokens: Tensor | None = None, parents: Tensor | None = None
     ) -> Reading:
         settled = rows.settled  # a draft may be written inside another (`staged`)
-        # [R,1]: the tokens of each sequence that are no draft
+        # [R,1]: the number of tokens of each sequence that are not drafted
         base = rows.length if settled == rows.lengths else torch.tensor(settled, device=self.lm.device).view(-1, 1)
         plan = self._plan(rows, width, tokens, parents)
         reading, _ = self._executor(self.cache, plan)
@@ -378,7 +378,7 @@ class _ScriptReader(SlotReader):
 
 @functools.lru_cache(256)
 def _class(cls: Any) -> Any:
-    """A subclass whose forward also says the script. It has the module and the signature of its parent."""
+    """Return a subclass whose forward also applies the script. It has the module and the signature of its parent."""
 
     @functools.wraps(cls.forward)
     def forward(self: Any, *args: Any, **named: Any) -> Any:

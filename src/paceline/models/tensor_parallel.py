@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-_LETS_GO = 1.0  # seconds, for threads that want a moment of one core: ample on a machine that is busy with others
+_LETS_GO = 1.0  # seconds for other threads to finish; each of them needs a core for a moment
 
 
 def check_plan(plan: str | None) -> None:
@@ -36,11 +36,11 @@ def check_plan(plan: str | None) -> None:
 
 
 def leave_in_order() -> None:
-    """Take the processes' connections down while Python still runs.
+    """Close the connections of the processes while Python still runs.
 
     A thread of gloo releases the tensors of a collective after the collective is done, and needs Python's lock for it.
     If Python ends first, the thread is stopped inside a C++ destructor, which aborts the process. torch does not wait
-    for it while a group is referenced (and a sharded model references its own), so this does.
+    for it while a group is referenced (a sharded model references its own), so this function waits.
     """
     atexit.unregister(_leave)  # so that it runs once
     atexit.register(_leave)
@@ -54,7 +54,7 @@ def _leave() -> None:
 
 
 def is_sharded(lm: LanguageModel) -> bool:
-    """True if this process holds only a shard of the model."""
+    """Return True if this process holds only a shard of the model."""
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return False
     from torch.distributed.tensor import DTensor
@@ -64,20 +64,20 @@ def is_sharded(lm: LanguageModel) -> bool:
 
 
 def refuse_pieces(lm: LanguageModel, what: str) -> None:
-    """Refuse a sharded model, for code that reads its weights. what: what is not possible then."""
+    """Refuse a sharded model, for code that reads its weights. what: the consequence, for the message."""
     if is_sharded(lm):
         raise UnsupportedError(f"{lm.name} is shared out over processes (tp_plan), so {what}; load it in one process.")
 
 
 def of_the_first(value: T) -> T:
-    """The value of the first process, in all processes."""
+    """Return the value of the first process, in all processes."""
     box = [value]
     torch.distributed.broadcast_object_list(box, src=0)
     return box[0]
 
 
 def check_alike(value: Any, what: str) -> None:
-    """Refuse different values in different processes: those would wait for each other for ever."""
+    """Refuse different values in different processes, which would wait for each other for ever."""
     everywhere: list[Any] = [None] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(everywhere, value)
     if any(other != everywhere[0] for other in everywhere):

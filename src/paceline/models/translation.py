@@ -1,4 +1,4 @@
-"""Between two tokenizers: which tokens are equal, and a text of one in the tokens of the other."""
+"""Translate between two tokenizers: find equal tokens, and write a text of one in the tokens of the other."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from torch import Tensor
 from paceline.common.errors import UnsupportedError
 from paceline.models.language_model import LanguageModel
 
-_WINDOW = 64  # tokens after which a text without words is cut anywhere
-_RECENT = 16  # tokens of the text that a continuation is encoded together with
+_WINDOW = 64  # after this number of tokens a text without words is cut anywhere
+_RECENT = 16  # a continuation is encoded together with this number of tokens of the text
 
 
 class Translation:
@@ -41,13 +41,13 @@ class Translation:
         self.known[self.to_draft[self.common]] = True
 
     def logits(self, logits: Tensor) -> Tensor:
-        """The draft's logits by the target's ids; a token that only one of them knows is impossible."""
+        """Return the draft's logits by the target's ids; a token that only one of them knows is impossible."""
         return logits[..., self.to_draft].masked_fill(~self.common, float("-inf"))
 
     # ---- the target's text in the draft's tokens
 
     def encode(self, tokens: Sequence[int]) -> tuple[list[int], bool]:
-        """The draft's tokens, and whether they are the whole text: a character may be incomplete at the end."""
+        """Return the draft's tokens, and whether they are the whole text: a character may be incomplete at the end."""
         if self.pieces is None:
             return list(tokens), True
         ours, theirs = self.pieces
@@ -66,7 +66,7 @@ class Translation:
         return found + [token for token in rest if token is not None], None not in rest
 
     def word_start(self, tokens: Sequence[int], most: int) -> int:
-        """Where the last word of some tokens begins, a word before the last two tokens; any place if they are many."""
+        """Return where the last word begins that has two tokens after its first; any place for more than `most`."""
         if self.pieces is None:
             return max(0, len(tokens) - 1)
         ours = self.pieces[0]
@@ -78,10 +78,10 @@ class Translation:
             middle -= 1  # not inside a character
         return middle if len(tokens) > most else 0
 
-    # ---- what the draft wrote, in the target's tokens
+    # ---- the draft's text in the target's tokens
 
     def decode(self, text: Sequence[int], written: Sequence[int]) -> list[int]:
-        """How the target's `text` goes on, if the draft wrote `written` after it."""
+        """Return the target's tokens that continue its `text`, if the draft wrote `written` after it."""
         if self.pieces is None:
             return list(written)
         ours, theirs = self.pieces
@@ -96,7 +96,7 @@ class Translation:
         ended = token in theirs.special
         found = self._continue(text, data)
         if not ended and len(found) > 1 and ours.could_grow(found[-1]):
-            found.pop()  # what the draft would have written next may belong to it
+            found.pop()  # the draft's next characters may belong to this token
         return found if ending is None else [*found, ending]
 
     def _continue(self, text: Sequence[int], data: bytes) -> list[int]:
@@ -118,7 +118,7 @@ class Translation:
         return ours.agreeing(found, data)
 
     def _finish(self, pending: bytes, data: bytes) -> list[int]:
-        """The rest of a character that the text began, and then what follows."""
+        """Return the tokens of the rest of a character that the text began, and of the data after it."""
         assert self.pieces is not None
         ours = self.pieces[0]
         for count in range(1, min(4, len(data)) + 1):
@@ -143,14 +143,14 @@ class Transcript:
         self.complete = True  # the ids are the whole text
 
     def follow(self, text: list[int]) -> int:
-        """Update the text, which is unchanged up to the last `rewind`. Returns how many ids are unchanged."""
+        """Update the text, which is unchanged up to the last `rewind`. Return how many ids are unchanged."""
         start, kept = self._anchors[-1]
         window = text[start:]
         del self.ids[kept:]
         if start == 0 and self._translation.pieces is not None:
             lead = self._translation.pieces[1].lead
             given = self._translation.special.get(window[0]) if window else None
-            self.ids += [] if lead and given == lead[0] else lead  # a beginning of text that is there is not put twice
+            self.ids += [] if lead and given == lead[0] else lead  # a token that begins the text is not added twice
         cut = self._translation.word_start(window, _WINDOW)
         if cut:
             self.ids += self._translation.encode(window[:cut])[0]
@@ -162,13 +162,13 @@ class Transcript:
         return kept
 
     def rewind(self, length: int) -> None:
-        """The text was cut back to this length."""
+        """Forget the anchors after this length, because the text was cut back to it."""
         while len(self._anchors) > 1 and self._anchors[-1][0] > length:
             self._anchors.pop()
 
 
 def _same(target: LanguageModel, draft: LanguageModel) -> bool:
-    """True if equal ids are equal tokens. Without tokenizers, equal vocabulary sizes must do."""
+    """Return whether equal ids are equal tokens. Without tokenizers, vocabularies of equal size count as equal."""
     if target.tokenizer is None or draft.tokenizer is None:
         if target.vocabulary != draft.vocabulary:
             raise UnsupportedError(
@@ -230,7 +230,7 @@ _SPACE = "\u2581"  # how sentencepiece writes a space
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """The letters that byte-level tokenizers write bytes with: printable ones stand for themselves."""
+    """Return the letters that byte-level tokenizers write bytes with: printable ones stand for themselves."""
     plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in plain]
     return {chr(byte): byte for byte in plain} | {chr(256 + i): byte for i, byte in enumerate(others)}
@@ -240,14 +240,14 @@ _BYTES = _byte_alphabet()
 
 
 def split_incomplete(data: bytes) -> tuple[str, bytes]:
-    """The text of some bytes, and the beginning of a character at their end. What is no UTF-8 becomes U+FFFD."""
+    """Return the text of bytes, and an incomplete character at their end. Other invalid bytes become U+FFFD."""
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     text = decoder.decode(data)
     return text, decoder.getstate()[0]
 
 
 class Pieces:
-    """The bytes of every token of a tokenizer, and the way back from bytes to tokens."""
+    """The bytes of every token of a tokenizer, and the tokens of bytes."""
 
     def __init__(self, tokenizer: Any, size: int) -> None:
         self.tokenizer, self.size = tokenizer, size
@@ -261,7 +261,7 @@ class Pieces:
 
     @cached_property
     def by_bytes(self) -> dict[bytes, int]:
-        """The token of some bytes; a whole word rather than a byte written out, and of twins the lower id."""
+        """The token of some bytes. A byte token comes last, and of equal tokens the lowest id counts."""
         order = sorted(self.of, key=lambda token: (token in self.byte_tokens, token), reverse=True)
         return {self.of[token]: token for token in order}
 
@@ -279,7 +279,7 @@ class Pieces:
         return []
 
     def could_grow(self, token: int) -> bool:
-        """True if a longer token begins with this one."""
+        """Return True if a longer token begins with this one."""
         piece = self.of.get(token)
         if not piece:
             return False
@@ -290,11 +290,11 @@ class Pieces:
         return b"".join(self.of.get(token, b"") for token in tokens)
 
     def encode(self, text: str) -> list[int]:
-        """The tokens of a text in the middle of another: nothing is put before it."""
+        """Return the tokens of a text in the middle of another text, without tokens that begin a text."""
         if not text or not self._adds_space:
             return self._encode(text)
         if text[0] == " ":
-            return self._encode(text[1:])  # the space that is put before it is its own
+            return self._encode(text[1:])  # the tokenizer adds this space itself
         data = text.encode()
         tokens = self._encode("\n" + text)
         start = self.boundary(tokens, len(self.join(tokens)) - len(data))
@@ -304,7 +304,7 @@ class Pieces:
         return list(self.tokenizer.encode(text, add_special_tokens=False)) if text else []
 
     def boundary(self, tokens: Sequence[int], offset: int) -> int | None:
-        """The token that begins after `offset` bytes, if one does."""
+        """Return the index of the token that begins after `offset` bytes, or None."""
         at = 0
         for index, token in enumerate(tokens):
             if at >= offset:
@@ -313,7 +313,7 @@ class Pieces:
         return len(tokens) if at == offset else None
 
     def agreeing(self, tokens: Sequence[int], data: bytes) -> list[int]:
-        """The first of the tokens that really spell the data: a tokenizer may not know all of it."""
+        """Return the first tokens, as far as they spell the data. A tokenizer may not know all of the data."""
         at = 0
         for index, token in enumerate(tokens):
             piece = self.of.get(token)
@@ -324,7 +324,7 @@ class Pieces:
 
 
 def _read(names: dict[int, str], added: set[int]) -> dict[int, bytes]:
-    """Bytes from names: byte-level alphabets, sentencepiece with its bytes written out, or plain words."""
+    """Return the bytes of tokens by names: byte-level alphabets, sentencepiece with byte tokens, or plain words."""
     words = [name for i, name in names.items() if i not in added]
     by_bytes = all(letter in _BYTES for name in words for letter in name)
     pieces = any(_SPACE in name for name in words)

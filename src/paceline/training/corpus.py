@@ -47,7 +47,7 @@ class Text:
 
 
 def read_manifest(folder: str | os.PathLike[str]) -> dict[str, Any]:
-    """The manifest of a folder of texts; {} if there is none."""
+    """Return the manifest of a folder of texts; {} if there is none."""
     path = Path(folder) / _MANIFEST
     if not path.exists():
         return {}
@@ -79,7 +79,7 @@ class Shards:
             write_json(self.folder / _MANIFEST, {**manifest, WANTED: wanted})
 
     def __len__(self) -> int:
-        """The number of shards, which is also the number of the next one."""
+        """Return the number of shards, which is also the number of the next one."""
         count = 0
         while self._path(count).exists():
             count += 1
@@ -99,7 +99,7 @@ class Shards:
             save_file(tensors, part)
 
     def texts(self) -> Iterator[Text]:
-        """All texts, in the order of writing."""
+        """Yield all texts, in the order of writing."""
         for number in range(len(self)):
             with reading("The texts in", self._path(number)):
                 with safe_open(self._path(number), "pt") as file:
@@ -142,7 +142,7 @@ class TokenBatch:
 
 
 class Corpus:
-    """Pieces of at most `length` tokens. One in `held` is held out and never trained on."""
+    """Pieces of at most `length` tokens. One piece in `held` is held out and never trained on."""
 
     def __init__(
         self, texts: Iterable[Text], length: int, tokens: int, seed: int, held: int = 50, join: bool = False
@@ -171,11 +171,11 @@ class Corpus:
 
     @property
     def batches(self) -> int:
-        """Of the first epoch; other epochs have a few more or less."""
+        """The number of batches in the first epoch; other epochs have a few more or less."""
         return len(self._epoch(0))
 
     def batch(self, number: int) -> TokenBatch:
-        """Batch `number`, counted through all epochs."""
+        """Return batch `number`, counted through all epochs."""
         epoch = 0
         while number >= len(self._epoch(epoch)):
             number -= len(self._epoch(epoch))
@@ -190,7 +190,7 @@ class Corpus:
         return self._epochs[epoch]
 
     def _arrange(self, epoch: int) -> list[list[Row]]:
-        """Batches of all pieces: shuffle the pieces, sort pools of them by length, shuffle the batches."""
+        """Return batches of all pieces: shuffle the pieces, sort pools of them by length, shuffle the batches."""
         generator = torch.Generator().manual_seed(self.seed * 1_000_003 + epoch)
         order = torch.randperm(len(self.pieces), generator=generator).tolist()
         rows = self._rows([self.pieces[index] for index in order])
@@ -205,7 +205,7 @@ class Corpus:
         return [batches[index] for index in torch.randperm(len(batches), generator=generator).tolist()]
 
     def _rows(self, pieces: Sequence[Text]) -> list[Row]:
-        """One piece per row, or with `join` as many as fit."""
+        """Return rows with one piece each, or with `join` as many pieces as fit."""
         if not self.join:
             return [[piece] for piece in pieces]
         rows: list[Row] = []
@@ -219,7 +219,7 @@ class Corpus:
         return rows
 
     def held_out_batches(self, most: int) -> list[TokenBatch]:
-        """The first `most` held-out pieces."""
+        """Return the first `most` held-out pieces in batches."""
         rows, count = sorted(self._rows(self.held_out[:most]), key=_size), self._rows_of_full_length
         return [collate(rows[start : start + count]) for start in range(0, len(rows), count)]
 
@@ -235,7 +235,7 @@ def _size(row: Row) -> int:
 
 
 def _pieces(text: Text, length: int) -> list[Text]:
-    """Pieces of a text. The last one may be shorter than `length`; a piece that is too short is left out."""
+    """Return pieces of a text. The last one may be shorter than `length`; a piece that is too short is left out."""
     pieces = []
     for start in range(0, len(text.tokens), length):
         tokens = text.tokens[start : start + length]
@@ -246,8 +246,8 @@ def _pieces(text: Text, length: int) -> list[Text]:
 
 
 def collate(rows: Sequence[Row]) -> TokenBatch:
-    """Each row holds its texts one after the other. The first token of a later text does not follow from the text
-    before it, so it is not learned."""
+    """Return a batch whose rows hold their texts one after the other. The first token of a later text does not follow
+    from the text before it, so it is not learned."""
     longest = max(map(_size, rows))
     ids = torch.zeros(len(rows), longest, dtype=torch.int64)
     learn = torch.zeros(len(rows), longest, dtype=torch.bool)
@@ -283,8 +283,8 @@ class TextSource:
 def source_of(
     options: TrainOptions, manifest: Mapping[str, Any], lm: LanguageModel, given: Collection[str] | None = None
 ) -> TextSource:
-    """manifest: of the folder of shared texts, or {}. given: the options that the user set; None takes those that
-    differ from their defaults. Only options that the user set may contradict the manifest."""
+    """Return where the texts come from. manifest: of the folder of shared texts, or {}. given: the options that the
+    user set, which may contradict the manifest; None takes those that differ from their defaults."""
     if given is None:
         given = [field.name for field in fields(options) if getattr(options, field.name) != field.default]
     is_set = set(given)
@@ -306,7 +306,7 @@ def source_of(
 
 
 def read_data(path: Path, lm: LanguageModel) -> list[Text]:
-    """The texts of a file as token ids. An error names the line that cannot be used."""
+    """Return the texts of a file as token ids. An error names the line that cannot be used."""
     if lm.tokenizer is None:
         raise InputError(f"{lm.name} has no tokenizer, so '{path}' cannot be read for it; load it with one.")
     content = read_text(path, "The data")
@@ -326,7 +326,7 @@ def _encode(text: str, lm: LanguageModel) -> list[int]:
 
 
 def _parts(content: str) -> Iterator[str]:
-    """A plain text in large parts, cut at the ends of lines."""
+    """Yield a plain text in large parts, cut at the ends of lines."""
     part = ""
     for line in content.splitlines(keepends=True):
         part += line
@@ -358,7 +358,7 @@ def _text_of_entry(entry: Any, where: str, lm: LanguageModel) -> Text:
 
 
 def _conversation(messages: list[Any], where: str, lm: LanguageModel) -> Text:
-    """The turns before the first answer are the prompt."""
+    """Return a conversation as a text. The turns before the first answer are its prompt."""
     turns = [_turn(message, where) for message in messages]
     if not getattr(lm.tokenizer, "chat_template", None):
         raise InputError(f"{where} is a conversation, and {lm.name} has no chat template; give plain texts.")
@@ -376,7 +376,7 @@ def _conversation(messages: list[Any], where: str, lm: LanguageModel) -> Text:
 
 
 def _turn(message: Any, where: str) -> dict[str, str]:
-    """A message with a role and a content; the names of ShareGPT are known too."""
+    """Return a message with a role and a content, also from the names of ShareGPT."""
     if isinstance(message, Mapping):
         role = message.get("role", message.get("from"))
         content = message.get("content", message.get("value"))

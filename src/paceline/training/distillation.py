@@ -55,7 +55,7 @@ class Teacher:
 
     @torch.no_grad()
     def read(self, tokens: TokenBatch, taps: Sequence[float]) -> Batch:
-        """The hidden states of a batch. taps: depths as shares of the layers."""
+        """Return the hidden states of a batch. taps: depths as shares of the layers."""
         tokens = tokens.to(self.lm.device)
         states = self._states(self._model, tokens.ids)
         depths = [round(share * self.lm.layers) for share in taps]
@@ -63,16 +63,16 @@ class Teacher:
 
     @staticmethod
     def _states(model: Any, ids: Tensor) -> tuple[Tensor, ...]:
-        """Hidden states before the first layer and after each layer; the last ones are after the final norm."""
+        """Return hidden states before the first layer and after each layer; the last ones are after the final norm."""
         output = model(input_ids=ids, use_cache=False, output_hidden_states=True, logits_to_keep=1)
         return tuple(output.hidden_states)
 
     def last_of(self, model: Any, ids: Tensor) -> Tensor:
-        """[R,T,D]: the last hidden states of another model, with gradients."""
+        """Return [R,T,D]: the last hidden states of another model, with gradients."""
         return self._states(model, ids)[-1]
 
     def logits(self, last: Tensor) -> Tensor:
-        """[...,D] -> [...,V] over the usable vocabulary."""
+        """Return logits [...,V] over the usable vocabulary from states [...,D]."""
         logits: Tensor = self._output(last)
         return logits[..., : self.lm.vocabulary]
 
@@ -102,7 +102,7 @@ _CHUNK = 4096  # positions
 
 
 def parse_loss(loss: str) -> tuple[str, float]:
-    """The name of a loss and its temperature: "tv", or "tv@0.8" for distributions at temperature 0.8."""
+    """Return the name of a loss and its temperature: "tv", or "tv@0.8" for distributions at temperature 0.8."""
     name, at, text = loss.partition("@")
     if name not in LOSSES:
         raise UnknownNameError("loss", name, LOSSES)
@@ -118,8 +118,8 @@ def parse_loss(loss: str) -> tuple[str, float]:
 
 
 def divergence(name: str, logits: Tensor, teacher: Tensor, token: Tensor) -> Tensor:
-    """[P]: of the distribution of `logits` [P,V] from the distribution `teacher` [P,V], which may have less mass than 1
-    if the student has fewer tokens. "ce" takes the tokens [P] only, -1 for a token that the student does not have."""
+    """Return the divergence [P] of the distribution of `logits` [P,V] from the distribution `teacher` [P,V], whose mass
+    is below 1 if the student has fewer tokens. "ce" uses only the tokens [P] (-1: the student does not have it)."""
     log_q = logits.to(teacher.dtype).log_softmax(-1)
     if name == "ce":
         known = token >= 0
@@ -137,7 +137,7 @@ def at_least_float32(values: Tensor) -> Tensor:
 
 
 def _kernels(device: torch.device) -> ModuleType | None:
-    """The CUDA kernels that compute a divergence and its gradient in one launch, if they can run."""
+    """Return the CUDA kernels that compute a divergence and its gradient in one launch, if they can run."""
     if device.type != "cuda" or importable() is not None:
         return None
     from paceline.kernels.cuda import divergence
@@ -147,7 +147,7 @@ def _kernels(device: torch.device) -> ModuleType | None:
 
 @dataclass(frozen=True)
 class TeacherLogits:
-    """Of P positions: logits [P,N] of the tokens that the student has, and the log-sums [P] over all tokens."""
+    """The teacher's logits [P,N], at P positions, of the student's tokens, and the log-sums [P] over all tokens."""
 
     logits: Tensor
     sums: Tensor
@@ -156,13 +156,13 @@ class TeacherLogits:
         return TeacherLogits(self.logits[part], self.sums[part])
 
     def distribution(self) -> Tensor:
-        """[P,N]: not renormalized if the student has fewer tokens."""
+        """Return [P,N], which is not renormalized if the student has fewer tokens."""
         return (at_least_float32(self.logits) - self.sums.unsqueeze(-1)).exp()
 
 
 class _FusedDivergence(torch.autograd.Function):
-    """The sum of divergences by a kernel that gives the gradient too. The sum is differentiated by itself, so the
-    gradient of the output is 1."""
+    """The sum of divergences, by a kernel that also computes the gradient. `backward` starts at this sum, so the outer
+    gradient is 1."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, teacher: TeacherLogits, kernels: Any, name: str) -> Tensor:
@@ -189,7 +189,7 @@ class _KnownGradients(torch.autograd.Function):
 
 
 def _autocast_without_cache(device: torch.device) -> torch.autocast:
-    """The current autocast. Rounded weights are not cached, because each chunk has a gradient of its own."""
+    """Return the current autocast without its cache of rounded weights, because each chunk has its own gradient."""
     kind = device.type
     on, dtype = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
     return torch.autocast(kind, dtype, on, cache_enabled=False)
@@ -215,9 +215,9 @@ class DistillationLoss:
         teacher: TeacherLogits | None = None,
         weights: Sequence[Tensor] = (),
     ) -> Tensor:
-        """states [P,D] of the student, last [P,D] of the teacher, the next tokens [P] -> a scalar. teacher: of
-        `teacher_logits`, if the same positions are learned several times. weights: the trained weights inside
-        `student`."""
+        """Return the loss, a scalar. states [P,D]: of the student. last [P,D]: of the teacher. tokens [P]: the next
+        ones. teacher: the result of `teacher_logits`, if the same positions are learned several times. weights: the
+        trained weights inside `student`."""
         count = states.shape[0]
         if not count:
             return states.sum() * 0.0
@@ -247,7 +247,7 @@ class DistillationLoss:
 
     @torch.no_grad()
     def teacher_logits(self, last: Tensor) -> TeacherLogits:
-        """Of the teacher's states `last` [P,D]."""
+        """Return the teacher's logits from its states `last` [P,D]."""
         if not last.shape[0]:
             return TeacherLogits(last.new_zeros(0, 1), last.new_zeros(0))
         chunks = [self._chunk(last[start : start + _CHUNK]) for start in range(0, last.shape[0], _CHUNK)]
@@ -273,7 +273,7 @@ class DistillationLoss:
         return logits if self._temperature == 1 else logits / self._temperature
 
     def _student_ids(self, known: int) -> Tensor:
-        """The student's id of each of the teacher's tokens, -1 for none; at least `known` entries."""
+        """Return the student's id of each of the teacher's tokens, -1 for none; at least `known` entries."""
         assert self._ids is not None
         if self._index is None or self._index.shape[0] < known:
             size = max(known, int(self._ids.max()) + 1)

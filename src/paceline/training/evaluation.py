@@ -1,4 +1,4 @@
-"""What a drafter is worth: τ on held-out texts without decoding, real decoding, and the page beside the weights.
+"""Evaluate a drafter: τ on held-out texts without decoding, real decoding, and the page beside the weights.
 
 `evaluate` walks through a held-out text in rounds, as decoding does. The first round begins at the first position to
 learn; each next round begins after the accepted tokens and the target's own token.
@@ -49,7 +49,7 @@ class Evaluation:
 
     @property
     def score(self) -> float:
-        """What training maximizes: τ, or the negative loss if nothing is drafted."""
+        """The value that training maximizes: τ, or the negative loss if nothing is drafted."""
         return self.tau if self.positions else -self.loss
 
     def as_dict(self) -> dict[str, Any]:
@@ -63,7 +63,7 @@ class Evaluation:
 
 @torch.no_grad()
 def evaluate(recipe: Recipe, batches: Iterable[Batch], costs: Costs | None, drafter: str) -> Evaluation:
-    """costs: of forward passes and of steps of this drafter on this machine."""
+    """Evaluate a recipe on held-out batches. costs: of forward passes and of steps of this drafter on this machine."""
     tried = torch.zeros(recipe.depth, recipe.depth, dtype=torch.float64)
     accepted = torch.zeros_like(tried)
     loss, count = 0.0, 0
@@ -83,8 +83,8 @@ def evaluate(recipe: Recipe, batches: Iterable[Batch], costs: Costs | None, draf
 
 
 def walk(predictions: Tensor, batch: Batch, teacher: Teacher) -> tuple[Tensor, Tensor]:
-    """[S,S] each: how many rounds with drafts of 1, 2, ... S tokens came to depth s, and how many were accepted there.
-    predictions: [S,R,T]. Drafts of another length begin other rounds, so each length is walked."""
+    """Return [S,S] twice: how many rounds with drafts of 1, 2, ... S tokens reached depth s, and how many of them were
+    accepted there. predictions: [S,R,T]. Each length is counted apart, because its rounds begin at other positions."""
     target = torch.stack([teacher.logits(row).argmax(-1) for row in batch.last])  # of token t+1
     target, text = shift_left(target, 1), shift_left(batch.ids, 2)  # both of token t+2
     learn = shift_left(batch.learn.long(), 2, 0).bool()
@@ -107,8 +107,8 @@ def walk(predictions: Tensor, batch: Batch, teacher: Teacher) -> tuple[Tensor, T
 
 
 def round_starts(ahead: np.ndarray) -> np.ndarray:
-    """[R,T]: True where a round begins. ahead [R,T]: the distance to the next round, 0 where there is nothing to learn.
-    After such a gap, for example between joined texts, a round begins at the first position."""
+    """Return [R,T]: True where a round begins. ahead [R,T]: the distance to the next round, 0 if there is nothing to
+    learn. After such a gap, for example between joined texts, a round begins at the first position."""
     starts = np.zeros(ahead.shape, dtype=bool)
     due = np.zeros(len(ahead), dtype=ahead.dtype)  # the position at which each row's next round begins
     for position, distance in enumerate(ahead.T):
@@ -118,8 +118,8 @@ def round_starts(ahead: np.ndarray) -> np.ndarray:
 
 
 def best_length(taus: Sequence[float], costs: Costs, drafter: str) -> tuple[int, float]:
-    """The γ with the best speed-up τ/(v(γ+1)+γc+o) and that speed-up. taus: with drafts of 1, 2, ... tokens. (0, 1.0)
-    if drafting never pays."""
+    """Return the γ with the best speed-up τ/(v(γ+1)+γc+o), and that speed-up; (0, 1.0) if no γ is faster. taus: τ with
+    drafts of 1, 2, ... tokens."""
     best = (0, 1.0)
     for gamma, tau in enumerate(taus, 1):
         cost = costs.v(gamma + 1) + gamma * costs.c(drafter) + costs.o()
@@ -134,17 +134,17 @@ def best_length(taus: Sequence[float], costs: Costs, drafter: str) -> tuple[int,
 
 @dataclass(frozen=True)
 class Measured:
-    """Of greedy decoding after held-out prompts."""
+    """Figures of greedy decoding after held-out prompts."""
 
     tau: float
     acceptance: float
     prompts: int
     tokens: int
-    same: bool  # the text of plain decoding
+    same: bool  # whether the texts are those of plain decoding
 
 
 def measure(lm: LanguageModel, drafter: Drafter, pieces: Sequence[Text], most: int) -> Measured | None:
-    """Decode after held-out prompts with the drafter and without it; None if there are no pieces."""
+    """Decode after held-out prompts with the drafter and without it. Return None if there are no pieces."""
     prompts = [piece.tokens[: piece.prompt] for piece in pieces if piece.prompt][:most]
     prompts = prompts or [piece.tokens[: len(piece.tokens) // 2] for piece in pieces][:most]
     if not prompts:
@@ -162,7 +162,7 @@ def measure(lm: LanguageModel, drafter: Drafter, pieces: Sequence[Text], most: i
 
 
 def example_command(kind: str, target: str, folder: Path) -> str:
-    """A command that uses a drafter. A pair has a target of its own."""
+    """Return a command that uses a drafter. A pair has a target of its own."""
     lm, draft = (f"{folder}/main", f"{folder}/draft") if kind == "pair" else (target, str(folder))
     return shlex.join(["paceline", "generate", "Once upon a time", "--target", lm, "--draft", draft])
 
@@ -183,7 +183,7 @@ def write_card(
 
 
 def _portable_name(target: str) -> str:
-    """The name of the target on another machine: only the last part of a path."""
+    """Return the name of the target on another machine: only the last part of a path."""
     path = place_of(target)
     return f"./{path.name}" if path.exists() and find_entry(target) is None else target
 

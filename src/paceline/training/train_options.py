@@ -21,7 +21,7 @@ _WHAT, _TEXTS, _TRAINING, _EVALUATION, _OUTPUT = "What", "Texts", "Training", "E
 
 @dataclass(frozen=True)
 class WritingPlan(Limited):
-    """Which texts the target writes."""
+    """The texts that the target writes."""
 
     tokens: int = limited(1_000_000, most=10**12)  # in all, with the questions
     style: str = "auto"  # chat, text, or auto: chat if the target has a chat template
@@ -46,7 +46,7 @@ class WritingPlan(Limited):
             )
 
     def resolve_style(self, lm: LanguageModel) -> WritingPlan:
-        """The plan with the style that "auto" means for this model."""
+        """Return the plan with the style that "auto" means for this model."""
         is_chat = lm.tokenizer is not None and bool(getattr(lm.tokenizer, "chat_template", None))
         return replace(self, style="chat" if is_chat else "text") if self.style == "auto" else self
 
@@ -74,7 +74,7 @@ class PairSizes(Limited):
 class TrainOptions(TargetOptions):
     """The options of `paceline train` and of `train`."""
 
-    dtype: str | None = like(TargetOptions, "dtype", help="Of the target: float32, bfloat16 or auto.")
+    dtype: str | None = like(TargetOptions, "dtype", help="The target's dtype: float32, bfloat16 or auto.")
     kind: str = option("eagle", "eagle, medusa, draft-lm, early-exit, prophet, trigram, pair.", _WHAT, metavar="KIND",
                        names="kind")  # fmt: skip
     out: str = option("", "The folder of the drafter; the same folder continues after a stop.", _WHAT, metavar="FOLDER")
@@ -89,7 +89,7 @@ class TrainOptions(TargetOptions):
     tokens: int = option(1_000_000, "Tokens that the target writes.", _TEXTS, most=10**12)
     style: Literal["auto", "chat", "text"] = option("auto", "chat, text, or auto: chat if the target has a template.",
                                                     _TEXTS, metavar="STYLE")  # fmt: skip
-    temperatures: tuple[float, ...] = option(WritingPlan.temperatures, "Of the answers; each text draws one.", _TEXTS)
+    temperatures: tuple[float, ...] = option(WritingPlan.temperatures, "Temperatures; each answer draws one.", _TEXTS)
     question: int = option(WritingPlan.question, "Tokens of a question at most.", _TEXTS, least=1, most=2**24)
     answer: int = option(WritingPlan.answer, "Tokens of an answer at most.", _TEXTS, least=1, most=2**24)
     rows: int = option(WritingPlan.rows, "Texts that are written at once.", _TEXTS, least=1, most=ROWS_LIMIT)
@@ -106,11 +106,11 @@ class TrainOptions(TargetOptions):
     minutes: float | None = option(None, "Minutes in all, with the texts, instead of epochs.", _TRAINING, most=10**7)
     learning_rate: float = option(5e-4, "The highest learning rate.", _TRAINING, most=1000, above=0)
     warm_up: float = option(0.03, "Share of the steps in which the learning rate rises.", _TRAINING)
-    weight_decay: float = option(0.0, "Of AdamW.", _TRAINING, least=0, most=1000)
+    weight_decay: float = option(0.0, "The weight decay of AdamW.", _TRAINING, least=0, most=1000)
     clip: float = option(1.0, "The largest norm of a gradient.", _TRAINING, above=0)
     loss: str = option("kl", "kl, reverse-kl, tv or ce; tv@0.8 compares at a temperature.", _TRAINING, metavar="LOSS",
                        names="loss")  # fmt: skip
-    seed: int = option(0, "Of texts, weights and order.", _TRAINING, **SEED)
+    seed: int = option(0, "The seed of texts, weights and order.", _TRAINING, **SEED)
     accelerate: bool = option(False, "Several processes, by Hugging Face Accelerate.", _TRAINING)
 
     evaluate: int | None = option(None, "Steps between two evaluations; else 20 evaluations in all.", _EVALUATION,
@@ -156,7 +156,7 @@ class TrainOptions(TargetOptions):
         return Path(self.out)
 
     def kind_options(self) -> Any:
-        """The options of the kind as its dataclass."""
+        """Return the options of the kind as its dataclass."""
         from paceline.training.recipes.base import RECIPES
 
         texts: dict[str, str] = {}

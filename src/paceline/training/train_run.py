@@ -1,4 +1,4 @@
-"""`train`: from a target to a drafter in a folder. Every part can be interrupted and continues later."""
+"""`train`: train a drafter for a target, into a folder. Every part can be interrupted and continues later."""
 
 from __future__ import annotations
 
@@ -55,17 +55,17 @@ class WarmStart:
 
     @classmethod
     def read(cls, folder: str, kind: str, lm: LanguageModel) -> WarmStart:
-        """Refuses a drafter of another kind or for another target."""
+        """Read a drafter. Refuse one of another kind or for another target."""
         config, tensors = load_head(folder, kind)
         check_target(kind, config["target"], lm)
         return cls(folder, file_sha256(Path(folder) / WEIGHTS), config, tensors)
 
     def __str__(self) -> str:
-        """The entry in the plan of a training; it does not depend on the folder."""
+        """Return the entry in the plan of a training; it does not depend on the folder."""
         return f"weights with sha256 {self.sha256[:16]}"
 
     def load_into(self, recipe: Recipe) -> None:
-        """Copy the weights, in the dtype of the recipe. Refuses other sizes; the error names the first difference."""
+        """Copy the weights, in the dtype of the recipe. Refuse other sizes; the error names the first difference."""
         sizes, weights = recipe.sizes_and_weights()
         config = {**recipe.default_sizes, **self.config}
         found = [(name, config.get(name, value), value) for name, value in json.loads(json.dumps(sizes)).items()]
@@ -93,17 +93,17 @@ def train(
     cancel: Cancel | None = None,
     given: Collection[str] | None = None,
 ) -> Path:
-    """Train a drafter; returns its folder. Raises KeyboardInterrupt if `cancel` returns True; the same call continues.
+    """Train a drafter, and return its folder. Raise KeyboardInterrupt if `cancel` is true; the same call continues.
 
-    given: the options that the user set; None takes those that differ from their defaults. Existing texts decide about
-    the others (see `source_of`).
+    given: the options that the user set; None takes those that differ from their defaults. Existing texts set the other
+    options (see `source_of`).
     """
     training = _Training(options, reporter or Reporter(), cancel or (lambda: False), given)
     return training.train_pair() if options.kind == PAIR else training.train()
 
 
 class _Training:
-    """The parts of a training share the options, the reporter and what was loaded."""
+    """The parts of a training share the options, the reporter and all loaded objects."""
 
     def __init__(
         self, options: TrainOptions, reporter: Reporter, cancel: Cancel, given: Collection[str] | None
@@ -179,7 +179,7 @@ class _Training:
             writer.fill(shards, self.reporter, write_shard=pool.shard)
 
     def _plan(self, warm_start: WarmStart | None) -> dict[str, Any]:
-        """What must be equal when a training continues."""
+        """Return the values that must be equal when a training continues."""
         names = ("target", "kind", "options", "data", "length", "join", "batch", "accumulate", "learning_rate",
                  "warm_up", "weight_decay", "clip", "loss", "seed", "evaluate", "held_out", "patience",
                  "minutes")  # fmt: skip
@@ -189,7 +189,7 @@ class _Training:
         return json.loads(json.dumps(plan))  # type: ignore[no-any-return]
 
     def _costs(self, recipe: Recipe) -> Costs:
-        """v(n) of the target, and the cost of a step of a drafter of this size. The label names the size."""
+        """Return v(n) of the target, and the cost of a step of a drafter of this size. The label names the size."""
         kind = self.options.kind
         label = f"{kind} {' '.join(sorted(self.options.options))}".strip()
         costs = full_costs(self.lm, {label: recipe.drafter}, progress=self.reporter)

@@ -43,7 +43,7 @@ class TrainingError(PacelineError):
 
 
 class Processes:
-    """This process, or those of `accelerate launch` and torchrun: each reads other batches, all take the same step."""
+    """This process, or those of `accelerate launch` and torchrun. Each reads other batches; all take the same step."""
 
     def __init__(self, several: bool = False) -> None:
         self.rank, self.world = 0, 1
@@ -65,7 +65,7 @@ class Processes:
         (torch.Tensor if self._inner is None else self._inner).backward(loss)
 
     def no_sync_until(self, last: bool, module: nn.Module) -> AbstractContextManager[Any]:
-        """The processes sum their gradients only with the last batch of a step."""
+        """Return a context in which the processes sum their gradients only with the last batch of a step."""
         return nullcontext() if last or self._inner is None else self._inner.no_sync(module)  # type: ignore[no-any-return]
 
     def mean(self, value: Tensor) -> Tensor:
@@ -87,7 +87,7 @@ _RISE = 50  # steps in which the learning rate rises by the clock, at least: the
 
 
 def learning_rate(done: float, total: float, options: TrainOptions) -> float:
-    """After `done` of `total` steps, or seconds. It rises linearly, then falls to a tenth as half a cosine."""
+    """Return the rate after `done` of `total` steps, or seconds. It rises linearly, then falls as half a cosine."""
     rise = max(1, round(options.warm_up * total))
     if done < rise:
         return options.learning_rate * min(1.0, (done + 1) / rise)
@@ -96,7 +96,7 @@ def learning_rate(done: float, total: float, options: TrainOptions) -> float:
 
 
 class Schedule:
-    """Training of a known number of steps, or of `minutes`: then `steps` is an estimate."""
+    """The schedule of a number of steps, or of `minutes`; then `steps` is an estimate."""
 
     def __init__(self, options: TrainOptions, steps: int) -> None:
         self.options, self.steps = options, steps
@@ -106,12 +106,12 @@ class Schedule:
         self._clock = time.monotonic()
 
     def start(self, began: float | None) -> str:
-        """Begin to count the time; returns a note for the user."""
+        """Begin to count the time, and return a note for the user."""
         if not (minutes := self.options.minutes):
             return ""
         self._clock = time.monotonic()
         self._budget = max(1.0, 60 * minutes - (self._clock - (self._clock if began is None else began)))
-        left = f"{self._budget:.0f} s of {minutes:g} minutes are left to learn in"
+        left = f"{self._budget:.0f} s of {minutes:g} minutes are left for training"
         return left + ("; fewer --tokens of text would leave more" if self._budget < _SHORT * 60 * minutes else "")
 
     def resume(self, state: Mapping[str, Any]) -> None:
@@ -119,7 +119,7 @@ class Schedule:
         self._budget, self._spent, self._evaluated_at = (state[name] for name in ("whole", "spent", "looked"))
 
     def state(self) -> dict[str, float]:
-        """What a checkpoint keeps."""
+        """Return the values that a checkpoint keeps."""
         return {"whole": self._budget, "spent": self._spent, "looked": self._evaluated_at}
 
     def tick(self, step: int) -> None:
@@ -144,7 +144,7 @@ class Schedule:
         return self._spent - self._evaluated_at >= wait
 
     def evaluated(self, seconds: float) -> None:
-        """An evaluation took `seconds`."""
+        """Note that an evaluation took `seconds`."""
         self._evaluation_time, self._evaluated_at = seconds, self._spent
 
     def rate(self, step: int) -> float:
@@ -188,7 +188,7 @@ class Log:
 
 
 def _step(line: str) -> int:
-    """The step of a line. An incomplete line, which a killed process leaves, belongs to no step."""
+    """Return the step of a line. An incomplete line, which a killed process leaves, belongs to no step."""
     try:
         return int(parse_json(line).get("step", 0))
     except (AttributeError, TypeError, ValueError):
@@ -196,7 +196,7 @@ def _step(line: str) -> int:
 
 
 def _flat(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
-    """Nested values under names with slashes."""
+    """Yield nested values under names with slashes."""
     if isinstance(value, (list, tuple)):
         value = {str(index): item for index, item in enumerate(value)}
     if isinstance(value, Mapping):
@@ -234,7 +234,7 @@ class Checkpoint:
     def load(
         self, module: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device
     ) -> tuple[dict[str, Any], dict[str, Tensor]] | None:
-        """Load the weights and the optimizer; returns the state and the best weights. None if there is no file."""
+        """Load the weights and the optimizer. Return the state and the best weights, or None if there is no file."""
         if not self.path.exists():
             return None
         optimizer_state: dict[int, dict[str, Tensor]] = {}
@@ -266,7 +266,7 @@ class Checkpoint:
 
 
 def trained_tensors(module: nn.Module) -> dict[str, Tensor]:
-    """The weights with gradients and the buffers, by name."""
+    """Return the weights with gradients and the buffers, by name."""
     weights: dict[str, Tensor] = {name: weight for name, weight in module.named_parameters() if weight.requires_grad}
     return {**weights, **dict(module.named_buffers())}
 
@@ -361,7 +361,7 @@ class Trainer:
             self.schedule.resume(state)
             self.log.cut(self.progress.step)
             self.schedule.tick(self.progress.step)
-            self.reporter.note(f"going on from step {self.progress.step} of {self.schedule.steps}")
+            self.reporter.note(f"continuing from step {self.progress.step} of {self.schedule.steps}")
             return
         if note := self.schedule.start(self._began):
             self.reporter.note(note)
@@ -408,7 +408,7 @@ class Trainer:
         self._losses.append(total)
 
     def _autocast(self) -> AbstractContextManager[Any]:
-        """Matrix products in the target's 16-bit dtype, if it has one; sums and weights in float32."""
+        """Return a context: matrix products in the target's 16-bit dtype, if it has one; sums, weights in float32."""
         lm = self.teacher.lm
         return torch.autocast(lm.device.type, lm.dtype, enabled=lm.dtype in (torch.bfloat16, torch.float16))
 

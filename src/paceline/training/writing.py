@@ -50,7 +50,7 @@ class ChatFrame(NamedTuple):
 
 
 def chat_frame(lm: LanguageModel) -> ChatFrame:
-    """The parts of the model's chat template, found by rendering three turns."""
+    """Return the parts of the model's chat template, found by rendering three turns."""
     tokenizer = lm.tokenizer
     if tokenizer is None or not getattr(tokenizer, "chat_template", None):
         raise InputError(
@@ -77,8 +77,8 @@ def chat_frame(lm: LanguageModel) -> ChatFrame:
 
 # ---- One process writes
 
-# The texts of shard `number` with duplicates, or None to stop. The second argument estimates how many shards are still
-# needed, if that is known.
+# Takes the number of a shard, and an estimate of how many shards are still needed (None: unknown). Returns the texts of
+# the shard with duplicates, or None to stop.
 WriteShard = Callable[[int, "int | None"], "list[Text] | None"]
 _KEY = 48  # tokens of a question that identify it
 _MIN_QUESTION = 3  # tokens
@@ -87,7 +87,7 @@ _BASE_START = 16  # tokens of a base model's text that are sampled, so that gree
 
 
 def first_words() -> list[str]:
-    """Beginnings of questions of many kinds."""
+    """Return beginnings of questions of many kinds."""
     return list(json.loads((files("paceline.training") / "openings.json").read_text("utf-8")))
 
 
@@ -114,8 +114,8 @@ class Writer:
         cancel: Callable[[], bool] | None = None,
         write_shard: WriteShard | None = None,
     ) -> int:
-        """Append shards until there are enough tokens; returns the number of tokens. `write_shard` replaces the writing
-        in this process."""
+        """Append shards until there are enough tokens, and return the number of tokens. `write_shard` replaces the
+        writing in this process."""
         done, number = 0, len(shards)
         for text in shards.texts():
             done += len(text.tokens)
@@ -143,7 +143,7 @@ class Writer:
         return done
 
     def _is_new(self, text: Text) -> bool:
-        """Remember the question of a text, or the start of a base model's text; False if it was known."""
+        """Remember the question of a text, or the start of a base model's text. Return False if it was known."""
         skip = 0 if self._frame is None else len(self._frame.opening)
         stop = text.prompt if self._frame is not None else len(text.tokens)
         key = hash(tuple(text.tokens[skip : min(stop, skip + _KEY)]))
@@ -153,7 +153,7 @@ class Writer:
         return True
 
     def write(self, number: int) -> list[Text]:
-        """The texts of shard `number`, with duplicates. They follow from the plan and the number."""
+        """Return the texts of shard `number`, with duplicates. They follow from the plan and the number."""
         rngs = [random.Random(f"{self.plan.seed}/{number}/{i}") for i in range(self.plan.shard)]
         led, words = self.plan.led, self._beginnings
         beginnings = [rng.choice(words) if words and rng.random() < led else [] for rng in rngs]
@@ -187,7 +187,7 @@ class Writer:
     def _continue_texts(
         self, beginnings: list[list[int]], temperatures: list[float], rngs: list[random.Random]
     ) -> list[Text]:
-        """Texts of a base model. The first tokens are sampled: greedy texts after the same beginning would be equal."""
+        """Return texts of a base model. Their first tokens are sampled, because greedy texts of one start are equal."""
         known = [getattr(source, "bos_token_id", None) for source in (self._lm.tokenizer, self._lm.model.config)]
         start = next(int(token) for token in (*known, *self._lm.eos, 0) if token is not None)
         texts = [beginning or [start] for beginning in beginnings]
@@ -220,14 +220,14 @@ class Writer:
 # ---- Several processes write: on a GPU one host process is the limit, so several are faster
 
 _AHEAD = 4  # shards per process that may be finished before an earlier one
-_QUEUED = 2  # shards that a worker has: one in work, and one to start with at once
-_POLL = 0.1  # seconds between two looks at `cancel`
+_QUEUED = 2  # shards that a worker has: one that it writes, and one to start next
+_POLL = 0.1  # seconds between two checks of `cancel`
 _LAUNCHERS = ("RANK", "LOCAL_", "WORLD_SIZE", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_", "ACCELERATE_")
 
 
 @dataclass(frozen=True)
 class WriterJob:
-    """What a worker loads: the same target in the same way, and the same plan."""
+    """The values that a worker needs to load the target as this process does, and the plan."""
 
     target: str
     dtype: str | None
@@ -285,7 +285,7 @@ class WriterPool:
         note: Callable[[str], None] = lambda sentence: None,
         cancel: Callable[[], bool] | None = None,
     ) -> None:
-        """write: how this process writes a shard. job: how the workers do."""
+        """write: writes a shard in this process. job: the values with which workers write shards."""
         self._write, self._job, self._count, self._note = write, job, count, note
         self._cancel = cancel or (lambda: False)
         self.workers: list[_Worker] = []
@@ -301,14 +301,14 @@ class WriterPool:
             worker.kill()
 
     def shard(self, number: int, needed: int | None = None) -> list[Text] | None:
-        """The texts of shard `number`; callers ask in order. None if `cancel` says so."""
+        """Return the texts of shard `number`. Call it in order. Return None if `cancel` returns True."""
         if self._open is None:
             self._open = [number]
             for _ in range(self._count):
                 try:
                     self.workers.append(_Worker())
                 except OSError as error:
-                    self._note(f"one writer less: it cannot be started ({error.strerror or error}); the others go on")
+                    self._note(f"one writer cannot be started ({error.strerror or error}); the others continue")
         most = _AHEAD * (len(self.workers) + 1)
         limit = number + max(1, min(most, most if needed is None else needed))
         while True:
@@ -327,7 +327,7 @@ class WriterPool:
                 wait([future for worker in self.workers for future in worker.numbers], _POLL, FIRST_COMPLETED)
 
     def _take(self, limit: int) -> int | None:
-        """The lowest number that is not taken; None from `limit` on."""
+        """Return the lowest number that is not taken; None from `limit` on."""
         assert self._open is not None
         if self._open[0] >= limit:
             return None
@@ -336,14 +336,14 @@ class WriterPool:
         return number
 
     def _collect(self) -> None:
-        """Take what the workers have finished; part with those that failed."""
+        """Take the shards that workers have finished. Remove the workers that failed."""
         assert self._open is not None
         for worker in list(self.workers):
             for future in [future for future in worker.numbers if future.done()]:
                 if (error := future.exception()) is None:
                     self._texts[worker.numbers.pop(future)] = future.result()
                     continue
-                self._note(f"one writer less: {worker.why_ended(error)}; the others go on")
+                self._note(f"one writer ended: {worker.why_ended(error)}; the others continue")
                 worker.kill()
                 self.workers.remove(worker)
                 self._open = sorted({*self._open, *worker.numbers.values()})
@@ -352,7 +352,7 @@ class WriterPool:
 
 @contextmanager
 def _clean_start() -> Iterator[None]:
-    """A process that starts here ignores Ctrl-C, which this process handles, and does not import the user's script."""
+    """Let a process that starts inside ignore Ctrl-C, which this process handles, and not import the user's script."""
     main: Any = sys.modules["__main__"]
     file, spec = main.__dict__.pop("__file__", None), main.__spec__
     main.__spec__ = None
@@ -385,8 +385,8 @@ def _prepare_worker() -> None:
 
 @lru_cache(1)
 def _writer(job: WriterJob) -> Writer:
-    """The writer of a worker; it is loaded once."""
-    torch.set_num_threads(job.threads)  # another order of sums would give other bits
+    """Return the writer of a worker; it is loaded once."""
+    torch.set_num_threads(job.threads)  # another number of threads would give other bits
     return Writer(load(job.target, dtype=job.dtype, device=job.device), job.plan)
 
 

@@ -1,4 +1,4 @@
-"""A target's own weights as a GGUF file, so that llama.cpp computes with the very same numbers.
+"""Write a target's own weights as a GGUF file, so that llama.cpp computes with the same numbers.
 
 The text of a token is its number ("17 "), and there is no end-of-text token. So prompts go in as ids, and the
 output text is ids again. llama.cpp bans an end-of-text token that it must ignore; other candidates may write it.
@@ -28,8 +28,8 @@ from paceline.models.runtime import quantization_of
 
 
 def gguf_of(lm: LanguageModel, given: str | None) -> Path:
-    """The file itself: the one that is named, or the one in the package that the catalogue fetched it from, if that is
-    installed. Refused, in one line, unless the target was converted from these very bytes."""
+    """Return the GGUF file of a target: the given one, or the one in the package that the catalogue fetched, if that is
+    installed. Refuse it unless the target was converted from the same bytes."""
     folder = Path(getattr(lm.model.config, "_name_or_path", "") or "")
     if not folder.name or not (folder / PROVENANCE).is_file():
         raise UnsupportedError(f"{lm.name} did not come from a GGUF file")
@@ -44,7 +44,7 @@ def gguf_of(lm: LanguageModel, given: str | None) -> Path:
 
 
 def in_floats(lm: LanguageModel) -> LanguageModel:
-    """The target before it was quantised, read again: a peer quantizes the original weights itself."""
+    """Return the target before it was quantized, read again, because a peer quantizes the original weights itself."""
     if quantization_of(lm) is None:
         return lm
     source = getattr(lm.model.config, "_name_or_path", "") or ""
@@ -72,10 +72,10 @@ _OF_DTYPE = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
 
 @dataclass(frozen=True)
 class _Family:
-    """How llama.cpp knows a kind of model."""
+    """The form of a kind of model in llama.cpp."""
 
     architecture: str
-    interleaved: bool = False  # it turns neighbouring pairs, where transformers turns halves: rows of q and k move
+    interleaved: bool = False  # it rotates neighbouring pairs and transformers rotates halves: rows of q and k move
     stretched: bool = False  # it reads `rope_freqs`: a factor for every frequency
     square: bool = False  # all heads together must be as wide as the embedding
 
@@ -101,7 +101,7 @@ def written(lm: LanguageModel, kind: str | None = None) -> Path:
 
 
 def numbered(file: Path) -> Path:
-    """A copy of a given GGUF file: the same tensors, bit for bit, and numbers as tokens."""
+    """Return a copy of a given GGUF file: the same tensors, bit for bit, and numbers as tokens."""
     cache = _cache()
     key = f"{file.stem}-{cache.source_sha256(file)[:32]}-v{VERSION}"
     return _kept(cache, key, lambda path: _renumber(file, path))
@@ -119,7 +119,7 @@ def _cache() -> WeightCache:
 
 
 def _family_of(lm: LanguageModel) -> _Family:
-    """How llama.cpp would know this target; refused, in one line, where it would compute something else."""
+    """Return the form of this target in llama.cpp. Refuse a target that llama.cpp would compute differently."""
     model, config = lm.model, lm.model.config
     name = type(model).__name__
     family = _FAMILIES.get(name)
@@ -148,14 +148,14 @@ def _base(model: Any) -> float:
 
 
 def _stretching(model: Any) -> Tensor | None:
-    """How many times slower than usual each frequency turns; None if all are as usual."""
+    """Return how many times slower than usual each frequency turns; None if all are as usual."""
     actual = model.model.rotary_emb.inv_freq.float().cpu()
     usual = 1.0 / _base(model) ** (torch.arange(0, 2 * len(actual), 2).float() / (2 * len(actual)))
     return None if torch.allclose(actual, usual, rtol=1e-5) else usual / actual
 
 
 def _tensors(model: Any, family: _Family) -> Iterator[tuple[str, Tensor]]:
-    """Under llama.cpp's names, in its order of rows; an output head that is the embedding once."""
+    """Yield tensors under llama.cpp's names, with its order of rows. A tied output head is not written again."""
     import gguf
 
     config = model.config
@@ -175,12 +175,12 @@ def _tensors(model: Any, family: _Family) -> Iterator[tuple[str, Tensor]]:
 
 
 def _interleaved(tensor: Tensor, heads: int) -> Tensor:
-    """Rows of each head, the first half between the second: what transformers turns together stands together."""
+    """Return the rows of each head with its halves interleaved: two rows that are rotated together are neighbours."""
     return tensor.view(heads, 2, -1, *tensor.shape[1:]).transpose(1, 2).reshape(tensor.shape)
 
 
 def _fingerprint(model: Any, family: _Family) -> str:
-    """Of everything that is written: what is equal in it writes the same file."""
+    """Return a hash of everything that is written: models with equal hashes have equal files."""
     told = (family, _shape(model), _base(model), model.config.rms_norm_eps)
     digest = hashlib.sha256(repr(told).encode())
     stretching = _stretching(model)
@@ -227,7 +227,7 @@ def _write(path: Path, model: Any, family: _Family, kind: str) -> None:
 
 
 def _stored(tensor: Tensor, kind: str) -> Any:
-    """Vectors stay in float32, as in llama.cpp's own files; so do rows that do not consist of whole blocks."""
+    """Return the type in the file. As in llama.cpp's files, vectors and rows without whole blocks stay in float32."""
     import gguf
 
     wanted = gguf.GGMLQuantizationType[kind.upper()]
@@ -237,7 +237,7 @@ def _stored(tensor: Tensor, kind: str) -> Any:
 
 
 def _values(tensor: Tensor, kind: str) -> np.ndarray:
-    """As the file holds them, rounded by the gguf package where they are rounded: it rounds as llama.cpp does."""
+    """Return the numbers of the file. The gguf package rounds them as llama.cpp does."""
     import gguf
 
     return gguf.quants.quantize(tensor.detach().float().cpu().contiguous().numpy(), _stored(tensor, kind))
@@ -262,13 +262,13 @@ def _renumber(source: Path, path: Path) -> None:
 
 
 def _add_numbers(writer: Any, vocabulary: int) -> None:
-    """The only tokenizer of llama.cpp without a default end-of-text token. Nothing is tokenized."""
+    """Write the only tokenizer of llama.cpp without a default end-of-text token. No text is tokenized with it."""
     writer.add_tokenizer_model("rwkv")
     writer.add_token_list([f"{token} " for token in range(vocabulary)])
 
 
 def _finish(writer: Any, tensors: Iterator[np.ndarray]) -> None:
-    """Tensor by tensor, so that no second copy of the weights is in memory."""
+    """Write tensor by tensor, so that no second copy of the weights is in memory."""
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()

@@ -89,7 +89,7 @@ class Speculation:
 
 
 def xllamacpp() -> Any:
-    """The module, or `UnsupportedError` with how to install it."""
+    """Return the module, or raise `UnsupportedError` with how to install it."""
     try:
         return importlib.import_module("xllamacpp")
     except ImportError as error:
@@ -131,7 +131,7 @@ class LlamaCpp(GgufPeer):
         return Run.finished(self.name, task, plan, repeat, [tokens], seconds, arrivals)
 
     def _serve(self, room: int) -> None:
-        """A server with this context, on as many threads as torch uses."""
+        """Start a server with this context, on as many threads as torch uses."""
         if room <= self._room and not self._remembers:
             return
         self.close()
@@ -155,7 +155,7 @@ class LlamaCpp(GgufPeer):
         return self._speculation is not None and KINDS[self._speculation.kind].remembers
 
     def _drafting(self, params: Any, speculation: Speculation) -> int:
-        """Set what it drafts by; the most tokens that one draft has then."""
+        """Set the drafter of the server, and return the most tokens of one draft."""
         kind, types = KINDS[speculation.kind], self._module.common_speculative_type
         wanted = f"COMMON_SPECULATIVE_TYPE_{speculation.kind.replace('-', '_').upper()}"
         if not hasattr(types, wanted):
@@ -185,7 +185,7 @@ class _Answer:
         self.stopped = False
 
     def ask(self, server: Any, request: str) -> float:
-        """Seconds until the call came back. An error in between (Ctrl-C) ends the request, and is raised here."""
+        """Send a request, and return its seconds. An error during it (Ctrl-C) ends the request, and is raised here."""
         hearing = self._hearing()
         next(hearing)
         self._started = time.perf_counter()
@@ -196,9 +196,9 @@ class _Answer:
         return seconds
 
     def _hearing(self) -> Generator[bool, str, None]:
-        """Takes one event after the other; True ends the request. xllamacpp loses what its callback raises, so it is
-        kept here. A generator, because Python raises KeyboardInterrupt where its code goes on: in a function that would
-        be before any `try`, here it is inside."""
+        """Take one event after the other; True ends the request. xllamacpp loses an error of its callback, so the error
+        is kept here. It is a generator, because Python raises KeyboardInterrupt where its code continues: here this is
+        inside the `try`, and in a function it would be before."""
         while True:
             try:
                 while True:
@@ -210,7 +210,7 @@ class _Answer:
 
     @property
     def refused(self) -> str:
-        """Its reason not to write, in one line."""
+        """Return the error of the server in one line; an empty text if there is none."""
         first = json.loads(self._messages[0][1]) if self._messages else {"message": "it sent nothing"}
         if "choices" in first:
             return ""
@@ -218,7 +218,7 @@ class _Answer:
         return " ".join(str(told.get("message", told)).split())[:300].rstrip(".")
 
     def tokens(self) -> tuple[list[int], list[float]]:
-        """The ids, and when each was there."""
+        """Return the ids, and the time when each arrived."""
         tokens: list[int] = []
         arrivals: list[float] = []
         for moment, event in self._messages:
@@ -229,7 +229,7 @@ class _Answer:
 
 
 def _sampling(plan: Plan) -> dict[str, Any]:
-    """A control that is not given is off; llama.cpp has other defaults."""
+    """Return the controls for llama.cpp. A control that is not given is off, not at llama.cpp's default."""
     if not plan.sampling or plan.sampling.get("temperature") == 0:
         return {"temperature": 0.0}
     samplers = ["top_k", "top_p", "min_p", "temperature"]
@@ -297,7 +297,7 @@ class OpenVino(GgufPeer):
 
 
 def _streamer(genai: Any, cancel: Cancel, moments: list[float]) -> Any:
-    """Adds the moment of every token to `moments`. It must be of OpenVINO's own class."""
+    """Return a streamer that adds the time of every token to `moments`. It must have OpenVINO's class."""
 
     class Streamer(genai.StreamerBase):  # type: ignore[misc]
         def write(self, token: Any) -> Any:
@@ -305,6 +305,6 @@ def _streamer(genai: Any, cancel: Cancel, moments: list[float]) -> Any:
             return genai.StreamingStatus.CANCEL if cancel() else genai.StreamingStatus.RUNNING
 
         def end(self) -> None:
-            """Nothing is held back."""
+            """Do nothing: no token is held back."""
 
     return Streamer()

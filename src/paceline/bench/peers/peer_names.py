@@ -21,7 +21,7 @@ _LOOKUP = 10  # tokens that prompt lookup drafts, by default, as in transformers
 
 @dataclass(frozen=True)
 class PeerSetup:
-    """What a peer is opened with. sampled: tokens are drawn."""
+    """The values that a peer is opened with. sampled: tokens are drawn."""
 
     lm: LanguageModel
     draft: LanguageModel | None = None
@@ -33,7 +33,7 @@ PeerOptions = dict[str, str]
 
 
 def open_peers(names: Sequence[str], about: PeerSetup) -> tuple[list[Candidate], list[str]]:
-    """The peers, and a line for each that cannot take part here. An unknown name or option is an error."""
+    """Return the peers, and a line for each that cannot take part here. An unknown name or option is an error."""
     check_peers(names)
     peers: list[Candidate] = []
     notes: list[str] = []
@@ -64,7 +64,7 @@ def check_peers(names: Sequence[str]) -> None:
 
 
 def draft_model_of(candidates: Sequence[Any]) -> LanguageModel | None:
-    """The draft model that a Paceline run has loaded."""
+    """Return the draft model that a Paceline run has loaded."""
     found = (getattr(candidate, "draft_model", None) for candidate in candidates)
     return next((model for model in found if model is not None), None)
 
@@ -99,8 +99,8 @@ def _early_exit(text: str, options: PeerOptions, about: PeerSetup) -> Candidate:
 
 
 def _llama_cpp(drafts: bool = False, kind: str | None = None) -> Callable[[str, PeerOptions, PeerSetup], Candidate]:
-    """llama.cpp on the target's own weights, or on the GGUF file they came from. kind: the format of the weights, where
-    none is given; None: the target's own."""
+    """Return a function that opens llama.cpp on the target's own weights, or on their GGUF file. kind: the default
+    format of the weights; None: that of the target."""
 
     def make(text: str, options: PeerOptions, about: PeerSetup) -> Candidate:
         _only_on_cpu(about)
@@ -110,7 +110,7 @@ def _llama_cpp(drafts: bool = False, kind: str | None = None) -> Callable[[str, 
         if given is not None and "weights" in options:
             raise InputError(f"'{text}' names a file and a format, and a file has its own; leave one out.")
         speculation = _speculation(text, options) if drafts else None
-        xllamacpp()  # is it installed? before gigabytes are written
+        xllamacpp()  # refuse before gigabytes are written
         file = written(in_floats(lm), weights) if given is None else numbered(gguf_of(lm, given))
         return LlamaCpp(text, file, lm.context, speculation)
 
@@ -126,7 +126,7 @@ def _speculation(text: str, options: PeerOptions) -> Speculation:
 
 
 def _openvino(lookup: bool) -> Callable[[str, PeerOptions, PeerSetup], Candidate]:
-    """OpenVINO on the GGUF file the target came from: of files with float32 weights it reads none."""
+    """Return a function that opens OpenVINO on the target's GGUF file. It cannot read files with float32 weights."""
 
     def make(text: str, options: PeerOptions, about: PeerSetup) -> Candidate:
         _only_on_cpu(about)
@@ -151,7 +151,7 @@ def _number(text: str, options: PeerOptions, key: str, otherwise: int) -> int:
 @dataclass(frozen=True)
 class _Opening:
     open: Callable[[str, PeerOptions, PeerSetup], Candidate]
-    options: tuple[str, ...] = ()  # "": what stands after the colon without a key
+    options: tuple[str, ...] = ()  # "": the text after the colon without a key
 
 
 _PEERS = {

@@ -1,4 +1,4 @@
-"""Hugging Face `generate` as a candidate: plain, assisted, prompt lookup and early exit, over the very same weights.
+"""Hugging Face `generate` as a candidate: plain, assisted, prompt lookup and early exit, over the same weights.
 
 The user's model is never touched: `generate` runs on a shell of it (a module object of its own that shares everything
 below), which has its own generation config, hooks and, for early exit, its own model config. A config given to
@@ -33,8 +33,8 @@ _ALONE = "assisted generation of transformers decodes one text at a time"
 class HuggingFace:
     """`generate` on the target. `settings` go into its generation config; an assistant is a shell as well.
 
-    Ends of text are switched off and the length is fixed, so that no processor has to hold anything back. With
-    `gamma` tokens are drafted as often as they are here: a constant number, and no threshold of confidence.
+    Ends of text are switched off and the length is fixed, so that no processor has to hold anything back. `gamma` has
+    its meaning in Paceline: a constant number of drafted tokens, without a threshold of confidence.
     """
 
     library = "transformers"
@@ -109,13 +109,13 @@ class HuggingFace:
         return written, time.perf_counter() - streamer.started, streamer.arrivals
 
     def close(self) -> None:
-        """The shells go; the model they were made of never noticed."""
+        """Drop the shells. The model that they were made of does not change."""
         self._model = self._assistant = None
 
 
 def early_exit(name: str, lm: LanguageModel, layers: int, gamma: int, sampled: bool = False) -> HuggingFace:
-    """Self-speculation after `layers` layers. Transformers does it by setting `num_hidden_layers` while it drafts, so
-    only architectures whose forward looks there can do it: that is tried out."""
+    """Return self-speculation after `layers` layers. Transformers sets `num_hidden_layers` while it drafts, so only
+    architectures whose forward reads it can do it. This is tested here."""
     peer = HuggingFace(name, lm, gamma=gamma, settings={"assistant_early_exit": layers}, sampled=sampled)
     _give_own_config(peer._model)
     if not 0 < layers < lm.layers:
@@ -128,7 +128,7 @@ def early_exit(name: str, lm: LanguageModel, layers: int, gamma: int, sampled: b
 
 
 def _give_own_config(model: Any) -> None:
-    """One config, shared by the shell and the body inside it only."""
+    """Give the shell and the body inside it one config, which only they share."""
     prefix = model.base_model_prefix
     body = model._modules.get(prefix)
     config = copy.copy(model.config)
@@ -140,7 +140,7 @@ def _give_own_config(model: Any) -> None:
 
 
 def _exits(model: Any, lm: LanguageModel, layers: int) -> bool:
-    """Is the last layer left out if the config says that there are fewer?"""
+    """Return whether the last layer is left out if the config says that there are fewer."""
     config, reached = model.config, []
     hook = layers_of(lm)[-1].register_forward_pre_hook(lambda *_: reached.append(True))
     config.num_hidden_layers = layers
@@ -154,7 +154,7 @@ def _exits(model: Any, lm: LanguageModel, layers: int) -> bool:
 
 
 def _apart(model: Any) -> Any:
-    """A module object of its own, with hooks of its own; weights and everything below are the model's."""
+    """Return a new module object with its own hooks. Weights and all modules below are the model's."""
     fresh = shell(model)
     for kind in ("hooks", "pre_hooks", "hooks_with_kwargs", "pre_hooks_with_kwargs"):
         fresh.__dict__[f"_forward_{kind}"] = OrderedDict(model.__dict__[f"_forward_{kind}"])
@@ -162,7 +162,7 @@ def _apart(model: Any) -> Any:
 
 
 def _config(lm: LanguageModel, settings: dict[str, Any]) -> Any:
-    """A generation config with these settings and nothing of the model's own, which Paceline ignores too."""
+    """Return a generation config with these settings and nothing of the model's own, which Paceline ignores too."""
     made = type(lm.model.generation_config)()
     for name, value in settings.items():
         setattr(made, name, value)
@@ -170,7 +170,7 @@ def _config(lm: LanguageModel, settings: dict[str, Any]) -> Any:
 
 
 def _constant(gamma: int) -> dict[str, Any]:
-    """A fixed number of drafted tokens in each round."""
+    """Return a fixed number of drafted tokens in each round."""
     return {"num_assistant_tokens": gamma, "num_assistant_tokens_schedule": "constant",
             "assistant_confidence_threshold": 0.0}  # fmt: skip
 
@@ -183,18 +183,18 @@ def _padding(lm: LanguageModel) -> int:
 
 
 def _sampling(plan: Plan) -> dict[str, Any]:
-    """A control that is not given is off; transformers would keep the 50 likeliest tokens."""
+    """Return the controls for transformers. A control that is not given is off, not 50 for top_k."""
     if plan.sampling.get("temperature") == 0 or not plan.sampling:
         return {"do_sample": False}
     return {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0, **plan.sampling}
 
 
 class _StoppedError(Exception):
-    """There is no other way out of `generate` in the middle of it."""
+    """Stops `generate` in the middle. There is no other way."""
 
 
 class _Arrivals:
-    """A streamer that looks at the clock. The first `put` is the prompt: then the clock has been started already."""
+    """A streamer that reads the clock. The first `put` is the prompt, after the clock has been started."""
 
     def __init__(self, cancel: Cancel) -> None:
         self._cancel = cancel
@@ -212,12 +212,12 @@ class _Arrivals:
             raise _StoppedError
 
     def end(self) -> None:
-        """Nothing is held back."""
+        """Do nothing: no token is held back."""
 
 
 @dataclass
 class _Watch:
-    """While it is entered: how often the whole model ran, and the cache it last wrote to."""
+    """Inside its context, counts how often the whole model ran, and keeps the cache that it last wrote to."""
 
     model: Any
     layers: int

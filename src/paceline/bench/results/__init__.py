@@ -1,1 +1,1 @@
-"""What was measured, as records, metrics, tables, charts and pages."""
+"""Measurements as records, metrics, tables, charts and pages."""

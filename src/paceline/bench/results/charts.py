@@ -71,7 +71,7 @@ class Chart:
 
 
 def charts_of(report: Report, summary: Summary) -> list[Chart]:
-    """The charts that have points."""
+    """Return the charts that have points."""
     charts = (
         _speed_ups(report, summary),
         _acceptance(report, summary),
@@ -86,14 +86,14 @@ def charts_of(report: Report, summary: Summary) -> list[Chart]:
 
 
 def target_of(report: Report) -> str:
-    """The name of the model or of the shape that was measured."""
+    """Return the name of the model or of the shape that was measured."""
     arguments = report.provenance.get("arguments", {})
     found = arguments.get("shape") or arguments.get("target") if isinstance(arguments, dict) else None
     return str(found or "a model")
 
 
 def caption_of(report: Report) -> str:
-    """One line: model and dtype, machine, date, version, commit. An old record may lack some of them."""
+    """Return one line: model and dtype, machine, date, version, commit. An old record may lack some of them."""
     about = report.provenance
     arguments, versions = (
         about[name] if isinstance(about.get(name), dict) else {} for name in ("arguments", "versions")
@@ -198,13 +198,13 @@ def _predictions(report: Report, summary: Summary) -> Chart:
 
 
 def _speculating(report: Report, summary: Summary) -> list[Line]:
-    """The lines over all categories of the candidates that speculate."""
+    """Return the lines over all categories of the candidates that speculate."""
     names = [member.name for member in report.members if member.speculates]
     return [line for name in names if (line := summary.of(name)) is not None]
 
 
 def _versus(report: Report, summary: Summary) -> list[Chart]:
-    """The two of --versus. Without it the two Paceline drafters, if there are exactly two."""
+    """Return the charts of the two candidates of --versus, or of the Paceline drafters if there are exactly two."""
     ours = [member.name for member in report.members if member.speculates and member.library == "paceline"]
     names = report.versus or (ours if len(ours) == 2 else ())
     lines = {name: line for name in names if (line := summary.of(name)) is not None}
@@ -217,7 +217,7 @@ def _versus(report: Report, summary: Summary) -> list[Chart]:
         return [*points[:1], *_of_ratio("speed-up", line.speed_up), *points[1:]]
 
     def depths(line: Line) -> Iterator[Point]:
-        """Accepted tokens per round, summed over positions. Rounds without a draft count too."""
+        """Yield accepted tokens per round, summed over positions. Rounds without a draft count too."""
         totals = accumulate(accepted for accepted, _ in line.by_position[:_LONGEST])
         return (Point(position, total / line.rounds) for position, total in enumerate(totals, 1) if line.rounds)
 
@@ -249,7 +249,7 @@ _NOISE = "noise (standard deviation, in logits)"
 
 
 def _noise(report: Report) -> list[Chart]:
-    """Of top-k with noise and with the same other controls without. No points without two levels."""
+    """Return charts of top-k with noise, and with the same other controls without noise. They need two levels."""
     noisy = [row for row in report.evaluation if row["settings"].get("noise")]
     same = [{**row["settings"], "noise": 0} for row in noisy]
     found = [row for row in report.evaluation if row in noisy or {**row["settings"], "noise": 0} in same]
@@ -296,13 +296,13 @@ def can_draw() -> bool:
 
 
 def check_png() -> None:
-    """Refuse before anything is measured."""
+    """Refuse charts that cannot be drawn before anything is measured."""
     if not can_draw():
         raise UnsupportedError(HOW_TO_GET)
 
 
 def as_svg(chart: Chart) -> str:
-    """One <svg> element. Its text stays text, in the colour of the page. The same chart gives the same bytes."""
+    """Return one <svg> element. Its text stays text, in the colour of the page. Equal charts give equal bytes."""
     from matplotlib import rc_context
 
     file = io.StringIO()
@@ -317,7 +317,7 @@ def as_svg(chart: Chart) -> str:
 
 
 def write_png(charts: Iterable[Chart], folder: Path) -> list[Path]:
-    """A file for each chart, with its name. It replaces an older one."""
+    """Write a file for each chart, with its name. It replaces an older one."""
     check_png()
     written = []
     with writing("The folder of charts", folder):
@@ -330,7 +330,7 @@ def write_png(charts: Iterable[Chart], folder: Path) -> list[Path]:
 
 
 def pixels_of(chart: Chart) -> Any:
-    """The picture as an array [height, width, 4] of bytes."""
+    """Return the picture as an array [height, width, 4] of bytes."""
     import numpy as np
 
     figure = figure_of(chart)
@@ -339,7 +339,7 @@ def pixels_of(chart: Chart) -> Any:
 
 
 def figure_of(chart: Chart) -> Any:
-    """A figure with its own Agg canvas: no window, no global state."""
+    """Return a figure with its own Agg canvas: no window, no global state."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -422,12 +422,12 @@ def _colour(series: Series) -> str:
 
 
 def _marker(series: Series) -> str:
-    """A series with the same colour has another marker."""
+    """Return the marker of a series. Series with the same colour have different markers."""
     return _MARKERS[(series.colour + series.colour // len(PALETTE)) % len(_MARKERS)]
 
 
 def _spreads(points: tuple[Point, ...]) -> list[list[float]] | None:
-    """The lengths below and above each point, or None if no spread is known."""
+    """Return the lengths below and above each point, or None if no spread is known."""
     if all(point.low is None or point.high is None for point in points):
         return None
     low = [0.0 if point.low is None else max(0.0, point.y - point.low) for point in points]
@@ -436,6 +436,6 @@ def _spreads(points: tuple[Point, ...]) -> list[list[float]] | None:
 
 
 def _text(text: str) -> str:
-    """matplotlib reads a formula after a dollar sign, and leaves a label out that begins with _."""
+    """Escape a label: matplotlib reads a formula after a dollar sign, and skips a label that begins with _."""
     text = text.replace("$", r"\$")
     return f" {text}" if text.startswith("_") else text

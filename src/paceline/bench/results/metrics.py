@@ -1,4 +1,4 @@
-"""From runs to numbers, in the words of docs/exactness.md. Pure functions; nothing is measured here.
+"""Compute numbers from runs, in the words of docs/exactness.md. All functions are pure; nothing is measured here.
 
 - **seconds** of a task: the median over its repeats; of a category or of everything, the sum over its tasks.
 - **tokens/s**: emitted over those seconds, reading the prompt included. **decode tokens/s**: the tokens after the first
@@ -28,9 +28,9 @@ from paceline.bench.candidate import Run
 from paceline.bench.results.records import Member, Report, Result, Tally
 from paceline.core.costs import Costs, bound
 
-# ---- How far a measured ratio may be off: what two measurements of the same thing would differ by
+# ---- The spread of a measured ratio: how much two measurements of the same ratio would differ
 
-TWINS = 400  # pairs of measurements on paper
+TWINS = 400  # simulated pairs of measurements
 COVERED = 0.95
 
 Seconds = Mapping[str, Mapping[int, float]]  # task -> repeat -> seconds
@@ -38,18 +38,18 @@ Floats = NDArray[np.float64]
 
 
 def total(seconds: Seconds, tasks: Sequence[str]) -> float:
-    """Seconds of these tasks, each as the median of its repeats."""
+    """Return the seconds of these tasks, each as the median of its repeats."""
     return float(sum(np.median(list(seconds[task].values())) for task in tasks))
 
 
 def shared(base: Seconds, other: Seconds, tasks: Sequence[str]) -> list[str]:
-    """The tasks that both did."""
+    """Return the tasks that both did."""
     return [task for task in tasks if base.get(task) and other.get(task)]
 
 
 @dataclass(frozen=True)
 class Pool:
-    """Pairs [M,2] of what log seconds of two candidates differ by from the mean of their task; `free` of them are
+    """Pairs [M,2]: the differences of the log seconds of two candidates from the means of their tasks. `free` pairs are
     independent (one per task is not)."""
 
     pairs: Floats
@@ -57,7 +57,7 @@ class Pool:
 
 
 def noise(base: Seconds, other: Seconds) -> Pool | None:
-    """Of all tasks that both did at least twice; None if there are none."""
+    """Return the noise of all tasks that both did at least twice; None if there are none."""
     pairs: list[Floats] = []
     for task in shared(base, other, list(base)):
         repeats = sorted(base[task].keys() & other[task].keys())
@@ -71,13 +71,13 @@ def noise(base: Seconds, other: Seconds) -> Pool | None:
 
 
 def spread(base: Seconds, other: Seconds, tasks: Sequence[str], pool: Pool | None = None) -> float | None:
-    """What log(total of base / total of other) may differ by when measured again; None without repeats. pool: the noise
-    of both, where it is known already."""
+    """Return how much log(total of base / total of other) may differ in a new measurement; None without repeats. pool:
+    the noise of both, if it is known already."""
     pool = pool or noise(base, other)
     both = shared(base, other, tasks)
     if pool is None or not both:
         return None
-    seed = zlib.crc32("\n".join(both).encode())  # the same report always prints the same
+    seed = zlib.crc32("\n".join(both).encode())  # the same report always gives the same numbers
     random = np.random.default_rng(seed)
     totals = np.zeros((2, 2 * TWINS))
     for task in both:
@@ -92,7 +92,7 @@ def spread(base: Seconds, other: Seconds, tasks: Sequence[str], pool: Pool | Non
 
 
 def _few(free: int) -> float:
-    """Student's t over the normal z at 95 %, as a series in 1/free."""
+    """Return Student's t over the normal z at 95 %, as a series in 1/free."""
     z = 1.96
     first = (z**2 + 1) / 4
     second = (5 * z**4 + 16 * z**2 + 3) / 96
@@ -151,7 +151,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Summary:
-    """The tables of a report, worked out once. `lines` are candidates × (categories, then "all")."""
+    """The tables of a report, computed once. `lines` are candidates × (categories, then "all")."""
 
     lines: tuple[Line, ...]
     per_task: tuple[Line, ...] = field(default=(), repr=False)
@@ -161,8 +161,8 @@ class Summary:
 
 
 def summarise(report: Report, per_task: bool = True, live: bool = False) -> Summary:
-    """Everything there is to say about a report; of single tasks only if they are asked for (hundreds take seconds).
-    live: only the lines over everything, without spreads, for a table that is drawn again and again."""
+    """Return all numbers of a report; those of single tasks only with `per_task` (hundreds take seconds). live: only
+    the lines over everything, without spreads, for a table that is drawn many times."""
     view, categories = _View(report, spreads=not live), () if live else report.categories
     lines = [
         view.line(member, category, view.tasks_of(category))
@@ -174,9 +174,8 @@ def summarise(report: Report, per_task: bool = True, live: bool = False) -> Summ
 
 
 def predicted_seconds(plain: Result, tally: Tally, costs: Costs, drafter: str) -> float | None:
-    """Of a run with these rounds, in the time that plain decoding of the same task took; None if that was too short.
-
-    Plain decoding's first token is the prompt and one pass; every pass after it is the unit.
+    """Return the predicted seconds of a run with these rounds, from the seconds of plain decoding of the same task;
+    None if it was too short. Its first token takes the prompt and one pass. The time of each later pass is the unit.
     """
     run = plain.run
     rows, tokens = len(run.tokens), max((len(row) for row in run.tokens), default=0)
@@ -188,7 +187,7 @@ def predicted_seconds(plain: Result, tally: Tally, costs: Costs, drafter: str) -
 
 
 class _View:
-    """A report, sorted the way the tables ask for it."""
+    """A report, sorted for the tables."""
 
     def __init__(self, report: Report, spreads: bool = True) -> None:
         self.report, self._spreads = report, spreads
@@ -250,7 +249,7 @@ class _View:
         )
 
     def _of_rounds(self, member: Member, by_task: Mapping[str, list[Result]], speed_up: Ratio | None) -> dict[str, Any]:
-        """What needs traces. A repeat has the same rounds as the one before, unless its drafter learns: all count."""
+        """Return the numbers that need traces. All repeats count, because rounds of drafters that learn differ."""
         decode = _decoding(by_task.values())
         tallies = [result.tally for found in by_task.values() for result in found if result.tally is not None]
         whole = Tally.total(tallies) if tallies else None
@@ -274,7 +273,7 @@ class _View:
         }
 
     def _predicted(self, member: Member, by_task: Mapping[str, list[Result]]) -> tuple[float | None, float | None]:
-        """The predicted speed-up over all tasks, and the median of the errors of the single ones."""
+        """Return the predicted speed-up over all tasks, and the median of the errors of the single ones."""
         costs, plain = self.report.costs, self._results[self.report.plain]
         above = below = 0.0
         errors = []
@@ -294,7 +293,7 @@ class _View:
 
 
 def _decoding(tasks: Any) -> float | None:
-    """Tokens per second after the first token of every row; None where there is just one."""
+    """Return tokens per second after the first token of every row; None if rows have one token."""
     tokens, seconds = 0, 0.0
     for found in tasks:
         run = found[0].run
@@ -304,7 +303,7 @@ def _decoding(tasks: Any) -> float | None:
 
 
 def _latency(runs: Sequence[Run]) -> tuple[float, float, float] | None:
-    """Between the tokens of the first row; those of one round arrive together, with nothing between them."""
+    """Return percentiles of the seconds between tokens of the first row. Tokens of one round arrive together."""
     gaps = [gap for run in runs for gap in np.diff(run.arrivals)]
     if not gaps:
         return None
@@ -312,7 +311,7 @@ def _latency(runs: Sequence[Run]) -> tuple[float, float, float] | None:
     return float(p50), float(p90), float(p99)
 
 
-# ---- Two reports of the same benchmark: what has become slower or faster?
+# ---- Compare two reports of the same benchmark
 
 UNKNOWN_SPREAD = 0.05
 Verdict = Literal["slower", "faster", "same", "missing", "added"]
@@ -349,7 +348,7 @@ class Change:
 
 
 def compare(old: Report, new: Report) -> list[Change]:
-    """Every candidate of either report, on every category that both have, and on everything."""
+    """Compare every candidate of either report, on every category that both have, and on everything."""
     both = {*old.tasks} & {*new.tasks}
     before, after = (
         summarise(replace(report, results=tuple(r for r in report.results if r.run.task in both)), per_task=False)
@@ -379,7 +378,7 @@ def compare(old: Report, new: Report) -> list[Change]:
 
 
 def differences(old: Report, new: Report) -> list[str]:
-    """What else is different, one phrase each: a reader must know before believing a change."""
+    """Return other differences, one phrase each, which a reader must know to judge a change."""
     found = _differing(old.provenance, new.provenance, (*_MACHINE, "commit"))
     then, now = (report.provenance.get("versions", {}) for report in (old, new))
     found += _differing(then, now, sorted({*then, *now}))

@@ -117,7 +117,7 @@ _MEASURES = (
 
 
 def log(report: Report, summary: Summary, project: str = "paceline", folder: str | None = None) -> str:
-    """A run with the provenance as its config, a value per candidate and measure, the tables, the points of the
+    """Log a run with the provenance as its config, a value per candidate and measure, the tables, the points of the
     charts, and the charts as pictures where matplotlib is there. Returns where it went."""
     run = start("bench", report.provenance, folder, project)
     import wandb

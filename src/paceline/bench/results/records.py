@@ -81,7 +81,7 @@ class Tally:
         return self.accepted / self.drafted if self.drafted else None
 
     def seconds(self, costs: Costs, drafter: str) -> float:
-        """The predicted seconds of the rounds: per round a pass, c for each draft level, and o."""
+        """Return the predicted seconds of the rounds: per round a pass, c for each draft level, and o."""
         step = costs.drafters.get(drafter, 0.0)
         return sum(
             count * (costs.seconds(fed, rows) + costs.overhead + depth * step)
@@ -90,7 +90,7 @@ class Tally:
 
     @staticmethod
     def of(traces: Sequence[Trace]) -> Tally | None:
-        """None without traces: peers have none."""
+        """Return the counts of traces; None without traces, which peers do not have."""
         if not traces:
             return None
         whole = Trace([entry for trace in traces for entry in trace.rounds])
@@ -130,7 +130,7 @@ class Tally:
 
 
 def _passes(traces: Sequence[Trace]) -> Iterator[list[Round]]:
-    """Row r's k-th round was in the k-th pass: the rows of a task begin together."""
+    """Yield the rounds of each pass. Round k of every row was in pass k, because the rows of a task begin together."""
     for index in range(max(len(trace.rounds) for trace in traces)):
         yield [trace.rounds[index] for trace in traces if index < len(trace.rounds)]
 
@@ -147,7 +147,7 @@ class Result:
     disturbed: bool | None = None
 
     def as_dict(self, tokens: bool) -> dict[str, Any]:
-        """The result as plain values; `tokens`: what the run wrote too."""
+        """Return the result as plain values. tokens: with the tokens that the run wrote."""
         return {
             **{name: value for name, value in vars(self.run).items() if name != "traces"},
             "arrivals": [round(when, 6) for when in self.run.arrivals],
@@ -158,7 +158,7 @@ class Result:
 
 
 def busy_machine(used: str | None) -> str:
-    """The mark of a result. `used`: what other processes used, such as "60% of the processors"."""
+    """Return the mark of a result. `used`: what other processes used, such as "60% of the processors"."""
     return f"Measured on a busy machine: other processes used {used or 'it'} at the start."
 
 
@@ -199,12 +199,12 @@ class Report:
 
     @property
     def peers(self) -> tuple[str, ...]:
-        """Those of other libraries."""
+        """The names of the candidates of other libraries."""
         return tuple(member.name for member in self.members if member.library != "paceline")
 
     @property
     def categories(self) -> tuple[str, ...]:
-        """In the order in which they came."""
+        """The categories in the order of their first results."""
         return tuple(dict.fromkeys(result.run.category for result in self.results))
 
     @property
@@ -226,7 +226,7 @@ class _Kind:
 
 
 def _under(name: str, field: str, listed: bool = False) -> _Kind:
-    """A value that stands in the line under one name."""
+    """Return the kind of a value that is in its line under one name."""
     return _Kind(field, lambda value: {name: value}, itemgetter(name), listed)
 
 
@@ -256,7 +256,7 @@ class Watcher:
 
 
 class Sink(Protocol):
-    """Where lines go: a file, stdout, or a `RecordFile`."""
+    """A destination of lines: a file, stdout, or a `RecordFile`."""
 
     def write(self, text: str, /) -> int: ...
 
@@ -264,13 +264,13 @@ class Sink(Protocol):
 
 
 class Recorder:
-    """Collects what happens into a `Report`, and writes it to a file at once where there is one."""
+    """Collects results into a `Report`, and writes each of them to a file at once, if there is one."""
 
     def __init__(self, file: Sink | None = None) -> None:
         self._file = file
         self._values: dict[str, Any] = {"provenance": {}, "members": ()}  # fields of the report
         self._results: list[Result] = []
-        self._written: set[str] = set()  # tasks whose tokens stand in the file
+        self._written: set[str] = set()  # tasks whose tokens are in the file
         self.listener: Callable[[Run, Task], None] | None = None  # gets every run; a run holds more than the file
         self.tasks: dict[str, Task] = {}  # by id; the file does not have them
 
@@ -285,8 +285,8 @@ class Recorder:
         return {(each.run.contestant, each.run.task, each.run.repeat): each for each in self._results}
 
     def add(self, kind: str, value: Any) -> None:
-        """Take the value of a line of this kind, and write the line. A value that is there already is not repeated in
-        the report: a resumed record repeats it."""
+        """Take the value of a line of this kind, and write the line. A value that is in the report is not added again:
+        a resumed record repeats it."""
         what = _KINDS[kind]
         if not what.listed:
             self._values[what.field] = value
@@ -303,14 +303,14 @@ class Recorder:
         self._write("run", result.as_dict(tokens=not known))
 
     def report(self, complete: bool = False) -> Report:
-        """The report so far."""
+        """Return the report so far."""
         values: dict[str, Any] = {
             name: tuple(value) if isinstance(value, list) else value for name, value in self._values.items()
         }
         return Report(**values, results=tuple(self._results), complete=complete)
 
     def finish(self, complete: bool) -> Report:
-        """The last line."""
+        """Write the last line, and return the report."""
         from paceline.bench.results.metrics import summarise  # it makes numbers of reports
 
         report = self.report(complete)
@@ -328,8 +328,8 @@ class Recorder:
 
 
 def read_records(path: str | Path) -> Report:
-    """A report from its file. A last line that was cut off is left out, with a warning; any other fault is an error
-    that names the line."""
+    """Return a report from its file. A last line that was cut off is left out, with a warning; any other fault is an
+    error that names the line."""
     recorder, texts, begun, complete = Recorder(), dict[str, Any](), False, False
     warn = partial(warnings.warn, category=PacelineWarning, stacklevel=3)
     for number, found in json_lines(read_text(Path(path), "The record"), path, warn):
@@ -357,7 +357,7 @@ def read_records(path: str | Path) -> Report:
 
 
 def _result_of(values: dict[str, Any], texts: dict[str, tuple[tuple[int, ...], ...]]) -> Result:
-    """The result of a line. texts: what plain decoding wrote, by task; it gets what this line is the first to say."""
+    """Return the result of a line. texts: the tokens of plain decoding by task, which the first line of a task adds."""
     task, tokens = values["task"], values["tokens"]
     if tokens is None and task not in texts:
         raise ValueError(f"no run of task {task} before it says what the text is")
@@ -414,6 +414,6 @@ class RecordFile:
 
 
 def open_record(path: Path, resume: bool) -> tuple[RecordFile, Report | None]:
-    """The file of a record, and the earlier report in it if it is resumed."""
+    """Return the file of a record, and the earlier report in it if it is resumed."""
     earlier = read_records(path) if resume and path.exists() else None
     return RecordFile(path, resume=earlier is not None), earlier

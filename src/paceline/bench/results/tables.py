@@ -70,7 +70,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class Table:
-    """The first column names what the row is about."""
+    """The first column has the names of the rows."""
 
     title: str
     header: tuple[str, ...]
@@ -79,7 +79,7 @@ class Table:
 
 
 def _table(title: str, header: Iterable[str], rows: Iterable[Iterable[Any]], note: str = "") -> Table:
-    """A cell that is given as a text has no tone."""
+    """Return a table. A cell that is given as a text has no tone."""
     cells = (tuple(cell if isinstance(cell, Cell) else Cell(cell) for cell in row) for row in rows)
     return Table(title, tuple(header), tuple(cells), note)
 
@@ -98,7 +98,7 @@ def overall_lines(report: Report, summary: Summary) -> list[Line]:
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Rows as lines: the first column to the left, the others to the right."""
+    """Return rows as lines: the first column to the left, the others to the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
         "  ".join([first.ljust(widths[0]), *(cell.rjust(wide) for cell, wide in zip(cells, widths[1:], strict=True))])
@@ -107,7 +107,7 @@ def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def as_text(table: Table) -> str:
-    """Plain columns; good and bad, which have no colour here, are said by the numbers."""
+    """Return plain columns, without the colours of good and bad numbers."""
     rows = [table.header, *(tuple(cell.text for cell in row) for row in table.rows)]
     lines = [f"  {line}".rstrip() for line in aligned(rows)]
     return "\n".join([table.title, *lines, *([table.note] if table.note else []), ""])
@@ -117,7 +117,7 @@ def as_text(table: Table) -> str:
 
 
 def tables_of(report: Report, summary: Summary) -> Iterator[Table]:
-    """Every table that has rows."""
+    """Return every table that has rows."""
     explained = (rounds(report, summary), latencies(report, summary), by_position(report, summary), costs(report))
     return (table for table in (*_speeds(report, summary), *explained, *_details(report)) if table.rows)
 
@@ -139,7 +139,7 @@ def _details(report: Report) -> tuple[Table, ...]:
 
 
 def overall(report: Report, summary: Summary) -> Table:
-    """All candidates on all prompts."""
+    """Return the table of all candidates on all prompts."""
     peers = [peer for peer in report.peers if summary.of(peer) is not None]
     memory = any(line.peak is not None for line in summary.lines)
     lossy = {member.name for member in report.members if member.lossy}
@@ -169,7 +169,7 @@ def overall(report: Report, summary: Summary) -> Table:
 
 
 def _reservations(report: Report, lines: Sequence[Line]) -> Iterator[str]:
-    """Limits of the numbers that a reader must know."""
+    """Yield limits of the numbers that a reader must know."""
     if report.mark is not None:
         yield report.mark
     disturbed = sum(line.disturbed for line in lines)
@@ -186,7 +186,7 @@ def _value(found: Ratio | None) -> float | None:
 
 
 def by_category(report: Report, summary: Summary) -> Table:
-    """Speed-ups by category, and the tokens/s of plain decoding that they refer to."""
+    """Return speed-ups by category, and the tokens/s of plain decoding that they refer to."""
     categories = (*report.categories, ALL)
     rows = []
     for member in report.members if len(categories) > 2 else ():
@@ -203,7 +203,7 @@ _WORST = 10  # slow prompts shown
 
 
 def slower(report: Report, summary: Summary) -> Table:
-    """The prompts on which a Paceline run is slower than plain decoding, worst first."""
+    """Return the prompts on which a Paceline run is slower than plain decoding, worst first."""
     ours = {member.name for member in report.members if member.library == "paceline" and member.name != report.plain}
     lines = [line for line in summary.per_task if line.contestant in ours]
     found = [(value, line) for line in lines if (value := _value(line.speed_up) or 1.0) < 1]
@@ -223,7 +223,7 @@ def slower(report: Report, summary: Summary) -> Table:
 
 
 def changed(changes: Sequence[Change], different: Sequence[str]) -> Table:
-    """Then and now, changes beyond the spread first. The note names other differences."""
+    """Return the changes of a comparison, those beyond the spread first. The note names other differences."""
     order = ("slower", "missing", "faster", "added", "same")
     tones: dict[str, Tone] = {"slower": "bad", "missing": "bad", "faster": "good"}
     rows = (
@@ -246,7 +246,7 @@ def changed(changes: Sequence[Change], different: Sequence[str]) -> Table:
 
 
 def rounds(report: Report, summary: Summary) -> Table:
-    """What happened in the rounds, and how much of the bound it is."""
+    """Return the numbers of rounds, and the share of the bound that they reach."""
     header = (
         "candidate", "rounds", "drafted", "accepted", "τ", "α", "efficiency", "bound S", "reached", "predicted",
         "measured", "error",
@@ -268,7 +268,7 @@ def rounds(report: Report, summary: Summary) -> Table:
 
 
 def above_bound(report: Report, lines: Sequence[Line]) -> str:
-    """A sentence for each reason why a measured speed-up can be above S; "" if none is."""
+    """Return a sentence for each reason why a measured speed-up can be above S; "" if none is."""
     above = [line.contestant for line in lines if line.reached is not None and line.reached > 1]
     if not above:
         return ""
@@ -333,7 +333,7 @@ def quality(report: Report) -> Table:
 
 
 def evaluation(report: Report) -> Table:
-    """Samplers x modes: the quality of the texts, how many are plain decoding's, and the speed."""
+    """Return samplers x modes: the quality of the texts, how many are plain decoding's, and the speed."""
     measures = _measures(each["quality"] or {} for each in report.evaluation)
     shown = {"tf_idf": "TF-IDF", "token_f1": "token F1"}
     header = (
@@ -366,7 +366,7 @@ def layers(report: Report) -> Table:
 
 
 def memory_lines(report: Report) -> Table:
-    """The lines of source that hold the most memory at the peak of a run."""
+    """Return the lines of source that hold the most memory at the peak of a run."""
     rows = (
         (f"{each['file']}:{each['line']}", each["contestant"], size(each["bytes"]), f"{each['blocks']:,}",
          each["source"])
@@ -385,12 +385,12 @@ def skipped(report: Report) -> Table:
 
 
 def provenance(report: Report) -> Table:
-    """Where the numbers come from; what has an inside is flattened."""
+    """Return the provenance of the numbers, with nested values flattened."""
     return _table("Provenance", ("what", "value"), flat(report.provenance))
 
 
 def flat(values: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, str]]:
-    """{"a": {"b": 1}} as ("a.b", "1")."""
+    """Yield nested values by dotted names: {"a": {"b": 1}} as ("a.b", "1")."""
     for name, value in values.items():
         if isinstance(value, Mapping):
             yield from flat(value, f"{before}{name}.")

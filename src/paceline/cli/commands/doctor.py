@@ -86,14 +86,14 @@ class _Checks:
         self.decoder: SpeculativeDecoder | None = None
 
     def run(self) -> Iterator[tuple[str, Found]]:
-        """Each check by its name. One that fails says why, and the next one goes on if it can."""
+        """Yield each check by its name. A check that fails gives the reason, and the next one runs if it can."""
         for look in (_versions, _processor, _memory, _devices, _kernels, _cache, self._target, self._runner, self._pair,
                      self._template, self._rollback, self._speed_up):  # fmt: skip
             try:
                 found = look()
             except PacelineError as error:
                 found = "FAIL", str(error), {}
-            except Exception as error:  # whatever is broken is what people want to know
+            except Exception as error:  # any error is a result of the check
                 found = "FAIL", f"{type(error).__name__}: {' '.join(str(error).split())}", {}
             yield look.__name__.lstrip("_").replace("_", "-"), found
             if (look == self._target and self.lm is None) or (look == self._pair and self.decoder is None):

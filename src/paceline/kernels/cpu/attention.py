@@ -23,7 +23,7 @@ TOGETHER = 3  # heads at a time: with four keys, or four vectors of values, thei
 
 
 def _scores(heads: int) -> Any:
-    """out[h][j] = scale · query[h] · keys[j]: a function of addresses and of bytes between queries, keys and outs."""
+    """Return the code of out[h][j] = scale · query[h] · keys[j]. Steps are bytes between queries, keys or outs."""
 
     @piece(I64, I64, I64, I64, I64, I64, F32, I64, I64)
     def scores(
@@ -63,7 +63,7 @@ def _scores(heads: int) -> Any:
 
 
 def _mixed(heads: int, vectors: int) -> Any:
-    """out[h] += Σ weights[h][j] · values[j], for several vectors of the values."""
+    """Return the code of out[h] += Σ weights[h][j] · values[j], for this number of vectors of each value."""
 
     @piece(I64, I64, I64, I64, I64, I64, I64)
     def mixed(
@@ -97,7 +97,7 @@ _mixed1x1, _mixed2x1, _mixed3x1 = _mixed(1, 1), _mixed(2, 1), _mixed(3, 1)
 
 @njit(nogil=True, cache=True)
 def scores(heads, query, query_step, keys, step, count, width, scale, out, out_step):
-    """out[h][j] = scale · query[h] · keys[j], for up to three heads; `width` is a multiple of 8."""
+    """Write out[h][j] = scale · query[h] · keys[j] for up to three heads. `width` is a multiple of 8."""
     if heads == 3:
         _scores3(query, query_step, keys, step, count, width, scale, out, out_step)
     elif heads == 2:
@@ -108,7 +108,7 @@ def scores(heads, query, query_step, keys, step, count, width, scale, out, out_s
 
 @njit(nogil=True, cache=True)
 def mixed(heads, weights, weights_step, values, step, count, width, out, out_step):
-    """out[h] += Σ weights[h][j] · values[j]."""
+    """Add Σ weights[h][j] · values[j] to out[h], for up to three heads."""
     done = 0
     while done + 32 <= width:
         if heads == 3:

@@ -1,8 +1,8 @@
-"""Formats of weights in memory, and how eight weights become floats.
+"""Formats of weights in memory, and their conversion to floats, eight weights at a time.
 
-A row of weights is a sequence of steps. A kernel first reads what the weights of a step share (the scale of a block),
-and then the weights, eight by eight, in order. The result is the weights themselves. So every product of a format adds
-the same numbers in the same order.
+A row of weights is a sequence of steps. A kernel first reads the values that the weights of a step share (the scale of
+a block), and then the weights in order. The floats do not depend on the tile. So every product of a format adds the
+same numbers in the same order.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ class Format:
     odd = True
 
     def offset(self, e: Emit, i: Any) -> Any:
-        """The address of the i-th weight. i is a multiple of 8, or of `step` if rows cannot end inside a step."""
+        """Return the byte offset of weight i, which is a multiple of 8, or of `step` if rows end with whole steps."""
         return e.b.mul(i, LONG(self.bytes // self.step))
 
     def shared(self, e: Emit, at: Any) -> Any:
-        """The values that the weights of the step at this address share."""
+        """Return the values that the weights of the step at this address share."""
         return None
 
     def eight(self, e: Emit, at: Any, shared: Any, part: int) -> Any:
-        """The `part`-th group of eight weights of a step."""
+        """Return the `part`-th group of eight weights of a step, as floats."""
         raise NotImplementedError
 
     def some(self, e: Emit, at: Any, count: Any) -> Any:
-        """The first `count` (i64) of eight weights, then zeros. Memory after them is not read."""
+        """Return the first `count` (i64) of eight weights, then zeros. Memory after these weights is not read."""
         raise NotImplementedError
 
 
@@ -83,7 +83,7 @@ class Blocks(Format):
 
     @staticmethod
     def halves(e: Emit, at: Any, count: int) -> list[Any]:
-        """The float16 values before a block, each as eight equal floats."""
+        """Return the float16 values before a block, each as eight equal floats."""
         values = e.load(at, kind=ir.VectorType(_HALF, count), align=1)
         floats = e.b.fpext(values, ir.VectorType(FLOAT, count))
         return [e.b.shuffle_vector(floats, floats, ir.Constant(INTS, [lane] * LANES)) for lane in range(count)]
@@ -111,7 +111,7 @@ class NibbleBlocks(Blocks):
         return e.fma(e.b.sitofp(values, FLOATS), d, m)
 
 
-FLOAT32 = Dense(FLOAT, 4, 16)  # steps of a cache line, or more if unpacking takes most of the time
+FLOAT32 = Dense(FLOAT, 4, 16)  # steps of FLOAT32 and BFLOAT16 are one cache line, steps of INT8 half a line
 BFLOAT16 = Dense(_SHORT, 2, 32)
 INT8 = Dense(BYTE, 1, 32, scaled=True)
 Q4_1 = NibbleBlocks()

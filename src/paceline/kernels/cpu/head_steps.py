@@ -1,5 +1,5 @@
-"""The steps of an EAGLE head, from tokens to logits: one step, or a greedy chain of steps, as one job. Also the
-target's hidden states in the form that the head stores."""
+"""Run an EAGLE head from tokens to logits, for one step or a greedy chain of steps, as one job (`run_draft`). Another
+job (`run_note`) writes the target's hidden states in the form that the head stores."""
 
 from __future__ import annotations
 
@@ -61,16 +61,16 @@ _FLOATS = types.Array(types.float32, 1, "C")
 
 # ---- a linear layer: y [n, outputs] = x [n, K] · wᵀ + bias
 
-MAP = (*MATRIX, "bias", "inputs", "outputs")  # the values of a layer, and then those of a call
+MAP = (*MATRIX, "bias", "inputs", "outputs")  # describes a linear layer; the rest of JOB describes a call
 JOB = (*MAP, "n", "x", "y", "threads")
 (J_BIAS, J_INPUTS, J_OUTPUTS, J_N, J_X, J_Y, J_THREADS) = range(len(MATRIX), len(JOB))
-# length of the list of a job; after it a counter and a barrier, zeros, each in its own cache line
+# length of the list of a job: JOB, then a counter and a barrier, both zero, each in its own cache line
 SIZE = len(JOB) + 3 * COUNTER
 
 
 @njit(types.void(_LIST, types.int64), nogil=True, cache=True)
 def run_linear(j, me):
-    """j: JOB, for this call only; rows of x and y have no gaps. me: the number of this thread."""
+    """Run a linear layer. j: JOB, used by this call only; rows of x and y have no gaps. me: this thread's number."""
     outputs = j[J_OUTPUTS]
     counter = (j.ctypes.data + 8 * len(JOB) + LINE - 1) // LINE * LINE
     _product(j, 0, counter, j[J_X], j[J_INPUTS], j[J_N], j[J_BIAS], outputs, j[J_Y], 4 * outputs, 0)
@@ -86,19 +86,19 @@ def run_norm(x, weight, y, rows, width, eps):
         _normed(x + 4 * r * width, weight, y + 4 * r * width, width, eps)
 
 
-# ---- a layer. The caller gives the normed input of its attention; a mask has the visible slots of each token
+# ---- a decoder layer. The caller gives the normed input of the attention, and a mask of each token's visible slots
 
 STEP = ("seen", "inputs", "first", "Q", "slots", "places", "places_step", "mask", "mask_row", "mask_query", "visible")
 (S_SEEN, S_INPUTS, S_FIRST, S_Q, S_SLOTS, S_PLACES, S_PLACES_STEP, S_MASK, S_MASK_ROW, S_MASK_QUERY,
  S_VISIBLE) = range(len(CALL), len(CALL) + len(STEP))  # fmt: skip
 COUNTERS = 7  # counters of COUNTER int64s each, after the list
-MEETINGS = 7  # of all threads, in a layer
+MEETINGS = 7  # barriers of a layer
 
 
 @njit(nogil=True, cache=True)
 def _spell_out(c):
-    """Write the lists of a pass: the row, slot and position of every token, and its visible slots: those before the
-    first hidden one, and the list of those after it."""
+    """Write for every token: its row, slot and position, the number of visible slots before the first hidden one, and
+    the list of the visible slots after that."""
     n, Q, visible = c[C_N], c[S_Q], c[S_VISIBLE]
     row, slot = carray(longs_at(c[C_ROW]), (n,)), carray(longs_at(c[C_SLOT]), (n,))
     position, prefix = carray(longs_at(c[C_POSITION]), (n,)), carray(longs_at(c[C_PREFIX]), (n,))
@@ -126,8 +126,8 @@ def _spell_out(c):
 
 @njit(nogil=True, cache=True)
 def one_layer(m, c, f, counter, met, me):
-    """Run the layer over `seen`, after the visible slots are known. The positions must be known before the first
-    barrier of the threads, at count `met`. There are seven barriers."""
+    """Run the layer on the input `seen`. The first barrier has the count `met`. The thread that writes the positions
+    and visible slots must finish before it reaches this barrier. There are seven barriers."""
     threads, n, K, barrier = c[C_THREADS], c[C_N], c[S_INPUTS], c[C_BARRIER]
     heads, kv, width, hidden = m[M_HEADS], m[M_KV], m[M_WIDTH], m[M_HIDDEN]
     every, w = heads + 2 * kv, m[len(MODEL) : len(MODEL) + PER_LAYER]
@@ -151,8 +151,8 @@ def one_layer(m, c, f, counter, met, me):
 
 @njit(types.void(_LIST, _LIST, _FLOATS, types.int64), nogil=True, cache=True)
 def run_layer(m, c, f, me):
-    """m: MODEL and LAYER of the one layer; c: CALL and STEP; f: eps and scale of the scores; me: this thread's number.
-    `x` is the residual stream, and at the end the output."""
+    """Run a decoder layer. m: MODEL and LAYER; c: CALL and STEP; f: eps and scale of the scores; me: this thread's
+    number. `x` holds the residual stream, and at the end the output."""
     if me == c[C_THREADS] - 1:
         _spell_out(c)
     one_layer(m, c, f, c[C_COUNTERS], c[C_THREADS], me)
@@ -161,23 +161,23 @@ def run_layer(m, c, f, me):
 _LIST = types.Array(types.int64, 1, "C")
 _FLOATS = types.Array(types.float32, 1, "C")
 
-# ---- steps. After MODEL and LAYER: norms of both parts of the input, the width of the first, the number of known
-# tokens, whether the stream is normed too, and of the logits the bias, the ids in the vocabulary (0: unchanged), how
-# many
+# ---- steps. HEAD follows MODEL and LAYER: the norms of both parts of the input (token and feature), the width of an
+# embedding, the number of token ids, whether the residual stream starts as the normed feature; and of the logits: the
+# bias, the ids in the vocabulary (0: logit i is of id i), and their number
 
 HEAD = ("token_norm", "feature_norm", "wide", "known", "normed", "bias", "ids", "says")
 H_TOKEN_NORM, H_FEATURE_NORM, H_WIDE, H_KNOWN, H_NORMED, H_BIAS, H_IDS, H_SAYS = range(
     len(MODEL) + len(LAYER), len(MODEL) + len(LAYER) + len(HEAD)
 )
-# Behind CALL. Q: tokens of a row; `entries` [R]: KV entries of a row; `past`: slots past them. Input: drafted `tokens`
-# [R] with the features `above` [R,D]; or, if `tokens` is 0, `text` with its `states`, read before `places`. `room`: KV
-# slots. Output: features `made` [R,D] and `token_scores` [R,says]; for a chain of `steps`, instead of scores, the
-# tokens `picked` [steps,R].
+# DRAFT follows CALL. Q: tokens of a row; `entries` [R]: KV entries of a row; `past`: drafted tokens after them. Input:
+# drafted `tokens` [R] with the features `above` [R,D]; or, if `tokens` is 0, `text` with its `states`, at positions
+# below `places`. `room`: KV slots. Output: features `made` [R,D] and `token_scores` [R,says]; a chain of `steps` also
+# writes the tokens `picked` [steps,R].
 DRAFT = (*STEP[:2], "Q", "entries", "past", "tokens", "above", "text", "text_step", "states", "states_step", "places",
          "room", "made", "token_scores", "steps", "picked")  # fmt: skip
 (D_SEEN, D_INPUTS, D_Q, D_ENTRIES, D_PAST, D_TOKENS, D_ABOVE, D_TEXT, D_TEXT_STEP, D_STATES, D_STATES_STEP, D_PLACES,
  D_ROOM, D_MADE, D_SCORES, D_STEPS, D_PICKED) = range(len(CALL), len(CALL) + len(DRAFT))  # fmt: skip
-PER_STEP = COUNTERS + 1  # counters
+PER_STEP = COUNTERS + 1  # counters of a step
 
 
 @njit(nogil=True, cache=True)
@@ -206,7 +206,7 @@ def _begin(m, c, eps, me):
 
 @njit(nogil=True, cache=True)
 def _say(m, c, eps, counter, met, me):
-    """Compute the features at the last position of every row, and the logits after it. There are two barriers."""
+    """Write the features at the last position of every row, and the logits after it. There are two barriers."""
     Q, hidden, says, threads = c[D_Q], m[M_HIDDEN], m[H_SAYS], c[C_THREADS]
     rows = c[C_N] // Q
     for r in range(me, rows, threads):
@@ -234,7 +234,7 @@ def _spread(m, c, me):
 
 @njit(nogil=True, cache=True)
 def _pick(m, c, picked, tops, me):
-    """Pick the likeliest token of this thread's rows: the first of equal ones. NaN comes before all numbers."""
+    """Write the most likely token of each row of this thread (the first of equal ones). NaN counts as the largest."""
     says, rows, ids = m[H_SAYS], c[C_N] // c[D_Q], m[H_IDS]
     token, value = np.empty(1, np.int64), np.empty(1, np.float64)
     for r in range(me, rows, c[C_THREADS]):
@@ -246,8 +246,8 @@ def _pick(m, c, picked, tops, me):
 
 @njit(types.void(_LIST, _LIST, _FLOATS, types.int64), nogil=True, cache=True)
 def run_draft(m, call, f, me):
-    """m: MODEL, LAYER and HEAD; call: CALL and DRAFT; f: eps and scale of the scores; me: this thread's number. The
-    same thread picks the token of a row and begins its next step."""
+    """Run the head. m: MODEL, LAYER and HEAD; call: CALL and DRAFT; f: eps and scale of the scores; me: this thread's
+    number. The thread that picks the token of a row also begins the next step of that row."""
     c, threads, steps = call.copy(), call[C_THREADS], call[D_STEPS]
     rows, counter, met = c[C_N] // c[D_Q], c[C_COUNTERS], threads
     tops = np.empty(-(-m[H_SAYS] // SPAN), np.float32)
@@ -267,8 +267,8 @@ def run_draft(m, call, f, me):
     meet(c[C_BARRIER], met)
 
 
-# ---- the target's hidden states at the last positions: some of them side by side, through one linear layer. Behind the
-# list, of each tap its address, and bytes from row to row and from place to place
+# ---- the target's hidden states at the last positions: taps side by side, through one linear layer. After NOTE, the
+# list has the address of each tap, its bytes from row to row, and its bytes from position to position
 
 NOTE = (*MAP, "threads", "rows", "Q", "taps", "width", "path", "entries", "states", "states_step", "joined", "fused")
 (N_BIAS, N_INPUTS, N_OUTPUTS, N_THREADS, N_ROWS, N_Q, N_TAPS, N_WIDTH, N_PATH, N_ENTRIES, N_STATES, N_STATES_STEP,
@@ -278,7 +278,7 @@ _MOST = np.finfo(np.float32).max
 
 @njit(nogil=True, cache=True)
 def _joined(j, me):
-    """Join the taps at this thread's positions; of a tree, those along the path."""
+    """Join the taps at this thread's positions. For a tree, these are the positions of the accepted path."""
     Q, width, taps = j[N_Q], j[N_WIDTH], j[len(NOTE) : len(NOTE) + 3 * j[N_TAPS]]
     for i in range(me, j[N_ROWS] * Q, j[N_THREADS]):
         r, place = i // Q, i % Q
@@ -291,8 +291,8 @@ def _joined(j, me):
 
 @njit(types.void(_LIST, types.int64), nogil=True, cache=True)
 def run_note(j, me):
-    """j: NOTE, the taps, and behind them a counter and a barrier, zeros, in lines of their own; me: this thread's
-    number. NaN becomes 0 and infinities are clamped, because stored states would keep them."""
+    """Write the states. j: NOTE, the taps, then a counter and a barrier, both zero, each in its own cache line; me:
+    this thread's number. NaN becomes 0 and infinities are clamped, because later steps read stored states again."""
     threads, n, Q, D = j[N_THREADS], j[N_ROWS] * j[N_Q], j[N_Q], j[N_OUTPUTS]
     counter = (j.ctypes.data + 8 * (len(j) - 3 * COUNTER) + LINE - 1) // LINE * LINE
     _joined(j, me)

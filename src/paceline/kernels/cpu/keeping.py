@@ -1,4 +1,4 @@
-"""The folder of compiled kernels. They are found by content, not by the path of a file.
+"""Find compiled kernels by their content, not by the path of a source file.
 
 numba looks for compiled functions by the folder of the source file, and uses writable folders only. Here a kernel is
 found by its name and by the text of all kernel sources, in one folder for all installations with the same sources. The
@@ -19,7 +19,7 @@ _OTHERS = "UserProvidedCacheLocator,InTreeCacheLocator,UserWideCacheLocator,IPyt
 
 
 class Kept(NamedTuple):
-    """The kernels with these sources (a folder) and this stamp are in `folder`."""
+    """The folder of the compiled kernels, the folder of their sources, and the stamp of these sources."""
 
     folder: Path
     sources: Path
@@ -54,8 +54,8 @@ class ByContent(_CacheLocator):  # type: ignore[misc]
 
 @contextmanager
 def kept_in(kept: Kept | None) -> Iterator[None]:
-    """Inside, functions from those sources are read from the folder, or compiled and saved there. None: numba's own
-    folder."""
+    """Let numba read functions of these sources from the folder, or compile and save them there. None: numba uses its
+    own folder."""
     if kept is None:
         yield
         return

@@ -1,4 +1,4 @@
-"""One pass of a Llama-like model over a few tokens, from ids to logits, as one job of a team of threads.
+"""Run a forward pass of a Llama-like model over a few tokens, from ids to logits, as one job of a team of threads.
 
 The caller owns all memory and gives addresses. Threads claim small chunks of work from a counter per step, so a slow
 thread does less. After each step there is a barrier.
@@ -14,9 +14,9 @@ from paceline.kernels.cpu.product import call
 from paceline.kernels.cpu.team import meet
 from paceline.kernels.cpu.vectors import added, fetch_add, floats_at, gated, longs_at, scaled, softmax, sum_of_squares
 
-# ---- the layout of the two lists of numbers: the model's, and a call's
+# ---- the layout of two lists of int64: one describes the model, the other describes a call
 
-MATRIX = ("weights", "scales", "step", "product")  # addresses, bytes from row to row, the address of `packed.compiled`
+MATRIX = ("weights", "scales", "step", "product")  # step: bytes from row to row; the others: addresses
 
 
 def _matrix(name):
@@ -31,7 +31,7 @@ CALL = ("n", "threads", "from", "to", "ids", "position", "row", "slot", "prefix"
         "row_step", "head_step", "slot_step", "kept", "keep", "logits", "logits_step", "vocabulary", "taps",
         "given")  # fmt: skip
 COUNTER = 8  # int64s from one counter to the next: a cache line
-LINE = 8 * COUNTER  # the same in bytes
+LINE = 8 * COUNTER  # bytes from one counter to the next
 STEPS = 7  # counters per layer
 
 
@@ -51,7 +51,7 @@ SCALES, STEP, PRODUCT = 1, 2, 3  # offsets of the parts of a matrix, after its w
  C_QKV, C_MIXED, C_GATE, C_UP, C_SCORES, C_SCORES_STEP, C_COUNTERS, C_BARRIER, C_CACHES, C_ROW_STEP, C_HEAD_STEP,
  C_SLOT_STEP, C_KEPT, C_KEEP, C_LOGITS, C_LOGITS_STEP, C_VOCABULARY, C_TAPS, C_GIVEN) = range(len(CALL))  # fmt: skip
 
-CHUNK = 48  # outputs claimed at a time: whole tiles of three and of four
+CHUNK = 48  # outputs that a thread claims at a time: a multiple of the outputs of every tile
 
 
 @njit(nogil=True, cache=True)
@@ -84,13 +84,13 @@ _INT = types.int64
 
 @njit(types.void(_LIST, *[_INT] * 9), nogil=True, cache=True)
 def _multiply(w, at, x, K, n, low, high, y, y_step, after):
-    """Compute some outputs of a matrix: w[at] and the numbers after it."""
+    """Compute the outputs low..high-1 of the matrix that the numbers of MATRIX at w[at] describe."""
     call(w[at + PRODUCT], x, 4 * K, n, w[at], w[at + SCALES], K, low, high, y, y_step, after)
 
 
 @njit(types.void(_LIST, *[_INT] * 10), nogil=True, cache=True)
 def _product(w, at, counter, x, K, n, bias, outputs, y, y_step, residual):
-    """Compute chunks of y = x · wᵀ + bias, and of residual += y if there is one, with the row stride of y."""
+    """Compute chunks of y = x · wᵀ + bias. If residual is not 0, add them to it; it has the row stride of y."""
     low = fetch_add(counter, CHUNK)
     while low < outputs:
         high, then = min(low + CHUNK, outputs), fetch_add(counter, CHUNK)
@@ -105,7 +105,7 @@ def _product(w, at, counter, x, K, n, bias, outputs, y, y_step, residual):
 
 @njit(nogil=True, cache=True)
 def _attend(m, c, layer, scale, i, shared, own):
-    """Attention of one token for the heads of one group: scores, softmax, weighted values."""
+    """Compute the attention of one token for the heads of one group: scores, softmax, weighted values."""
     width, kv, n = m[M_WIDTH], m[M_KV], c[C_N]
     group = m[M_HEADS] // kv
     row, prefix = carray(longs_at(c[C_ROW]), (n,))[i], carray(longs_at(c[C_PREFIX]), (n,))[i]
@@ -117,7 +117,7 @@ def _attend(m, c, layer, scale, i, shared, own):
     window, first = m[len(MODEL) + layer * PER_LAYER + L_WINDOW], 0
     if window > 0 and prefix + len(others) > window:
         first = prefix + len(others) - window
-        if first > prefix:  # the window hides even a part of its branch
+        if first > prefix:  # the window also hides a part of the branch
             others, first = others[first - prefix :], prefix
     count = prefix - first
     gap = c[C_SCORES_STEP] // TOGETHER
@@ -211,7 +211,7 @@ def _attention(m, c, w, layer, eps, scale, counter, met, me):
     n, threads, hidden, barrier = c[C_N], c[C_THREADS], m[M_HIDDEN], c[C_BARRIER]
     heads, kv, width = m[M_HEADS], m[M_KV], m[M_WIDTH]
     every, tap = heads + 2 * kv, carray(longs_at(c[C_TAPS]), (m[M_LAYERS] + 1,))[layer]
-    for i in range(me, n, threads):  # the same thread wrote these rows, or a barrier came since
+    for i in range(me, n, threads):  # this thread wrote these rows, or a barrier followed their writes
         if tap != 0:
             _copy(c[C_X] + 4 * i * hidden, tap + 4 * i * hidden, hidden)
         _normed(c[C_X] + 4 * i * hidden, w[L_NORM1], c[C_H] + 4 * i * hidden, hidden, eps)
@@ -249,7 +249,7 @@ def _feed_forward(m, c, w, eps, counter, met, me):
 
 @njit(types.void(_LIST, _LIST, types.Array(types.float32, 1, "C"), types.int64), nogil=True, cache=True)
 def run_pass(m, c, f, me):
-    """m: MODEL and then LAYER of every layer; c: CALL; f: eps and scale of the scores; me: this thread's number."""
+    """Run a pass. m: MODEL, then LAYER per layer; c: CALL; f: eps and scale of the scores; me: this thread's number."""
     threads, eps, scale = c[C_THREADS], f[0], f[1]
     counter, met = c[C_COUNTERS], threads
     _begin(m, c, me)

@@ -1,4 +1,4 @@
-"""Whether kernels can run here. This compiles nothing and works without numba."""
+"""Find out whether kernels can run on this machine. This compiles nothing and works without numba."""
 
 from __future__ import annotations
 

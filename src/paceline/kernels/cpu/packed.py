@@ -14,8 +14,8 @@ from paceline.kernels.cpu.product import PRODUCT, float32, product
 
 _bfloat16, _int8, _q4_1 = product(BFLOAT16), product(INT8), product(Q4_1)
 
-# One function each, because numba stores compiled functions by name. They are made on demand, because making one
-# compiles it.
+# Each product has its own function, because numba stores compiled functions by name. It is defined on demand, because
+# its definition compiles it.
 
 
 def _make_bfloat16() -> Any:
@@ -53,8 +53,8 @@ _ONE = ForkLock()
 
 
 def compiled(kind: str) -> Any:
-    """Return the product of a format, compiled (about a second) or read from the folder of the kernels. A plan holds
-    its `address`."""
+    """Return the product of a format, compiled (about a second) or read from the folder of the kernels. The plan of a
+    model holds its `address`."""
     with _ONE:
         return _made(kind)
 

@@ -1,8 +1,8 @@
-"""The product for few rows: y [n, outputs] = x [n, K] · wᵀ. It reads the weights once, and a row has the same bits at
-every n.
+"""Multiply few rows with a matrix: y [n, outputs] = x [n, K] · wᵀ. It reads the weights from memory once, and a row has
+the same bits at every n.
 
 Tiles have as many rows as fit into registers, so a weight is loaded and converted once for up to eight rows. More rows
-are divided into equal groups, for a few outputs at a time, so that their weights stay in the cache.
+are divided into equal groups. All groups compute a few outputs before the next ones, so that weights stay in the cache.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from paceline.kernels.cpu.vectors import I64, LANES, LONG, ZEROS, Emit, piece
 # ---- A tile: the product of a few rows of x and a few rows of weights, in registers
 
 _LINE = 64  # bytes of a cache line
-# eight weights per row, their offset in a row of floats, how many (None: all)
+# arguments: eight weights of each output, their byte offset in a row of x, the number of real weights (None: all)
 Use = Callable[[list[Any], Any, Any], None]
 
 
@@ -46,7 +46,7 @@ class Tile:
     scales: Any = None
 
     def multiply(self, e: Emit, form: Format, rows: int, outputs: int, ask: int) -> None:
-        """y [rows, outputs] = x · wᵀ. ask: how many rows of weights to prefetch, from `soon` on."""
+        """Write y [rows, outputs] = x · wᵀ. ask: how many rows of weights to prefetch, from `soon` on."""
         xs = [e.b.add(self.x, e.b.mul(self.x_step, LONG(r))) for r in range(rows)]
         sums = [[e.variable(ZEROS) for _ in range(outputs)] for _ in range(rows)]
 
@@ -61,7 +61,7 @@ class Tile:
             self._store(e, [e.b.load(held) for held in sums[r]], e.b.add(self.y, e.b.mul(self.y_step, LONG(r))))
 
     def _read(self, e: Emit, form: Format, outputs: int, ask: int, use: Use) -> None:
-        """Loop over the weights of some outputs: by steps, by eights, and the rest."""
+        """Give the weights of some outputs to `use`: first whole steps, then groups of eight, then the rest."""
         ws = [e.b.add(self.w, e.b.mul(self.w_step, LONG(o))) for o in range(outputs)]
         whole = e.b.and_(self.K, LONG(-form.step))
         with e.steps(LONG(0), whole, form.step) as i:
@@ -98,20 +98,20 @@ class Tile:
             e.store(total, y, 4 * o)
 
 
-# Rows and outputs of a tile: sums and weights fit into 16 registers of eight floats, or 32. With one register too many
-# a tile is half as fast.
+# Rows and outputs of a tile. Its sums and weights fit into 16 registers of eight floats (AVX-512: 32). A tile that
+# needs one register more is half as fast.
 _TILES = {1: 4, 2: 4, 3: 3, 4: 3, 5: 2, 6: 2}
 if "avx512vl" in features():
     _TILES |= {3: 4, 7: 2, 8: 2}
 _ROWS = max(_TILES)
-_BLOCK = 12  # outputs that are computed for all rows before the next ones: whole tiles
-AHEAD = 24 << 10  # how many bytes ahead weights are prefetched
+_BLOCK = 12  # outputs that all rows compute before the next outputs: a multiple of every tile's outputs
+AHEAD = 24 << 10  # distance of prefetched weights, in bytes
 PRODUCT = types.void(*[types.int64] * 11)
 
 
 @dataclass
 class Product:
-    """The arguments of a product, and its code for a format; see `multiply` and `call`."""
+    """The arguments of a product (see `multiply` and `call`). `compute` emits its code for a format."""
 
     e: Emit
     form: Format
@@ -128,7 +128,7 @@ class Product:
     after: Any
 
     def compute(self) -> None:
-        """Divide rows into the fewest groups, whose sizes differ by at most one."""
+        """Emit the product, with rows divided into the fewest groups, whose sizes differ by at most one."""
         e, b = self.e, self.e.b
         self.w_step = self.form.offset(e, self.K)
         self.end = b.add(self.w, b.mul(self.high, self.w_step))
@@ -144,7 +144,7 @@ class Product:
                 self._group(first, b.sub(then, first), low, high)
 
     def _group(self, first: Any, count: Any, low: Any, high: Any) -> None:
-        """Compute some rows and outputs; outputs in tiles and then one by one."""
+        """Compute `count` rows from `first` on, and outputs low..high-1: first in tiles, then one by one."""
         e, b = self.e, self.e.b
         left = e.variable(low)
         for rows, outputs in _TILES.items():
@@ -157,7 +157,7 @@ class Product:
             self._tile(r, o).multiply(e, self.form, 1, 1, 0)
 
     def _tile(self, r: Any, o: Any) -> Tile:
-        """A tile that begins at a row and an output."""
+        """Return the tile that begins at row r and output o."""
         b = self.e.b
         here, offset = b.add(self.w, b.mul(o, self.w_step)), b.shl(o, LONG(2))
         soon = b.add(here, self.ahead)
@@ -171,7 +171,7 @@ class Product:
 
 
 def product(form: Format) -> Any:
-    """The product of a format, to be called in compiled code."""
+    """Return the product of a format, for calls from compiled code."""
 
     @piece(*[I64] * len(PRODUCT.args))
     def multiply(e: Emit, *arguments: Any) -> None:
@@ -180,15 +180,15 @@ def product(form: Format) -> Any:
     return multiply
 
 
-# ---- called by address: a pass is compiled once for all formats, and a format only if a model has it
+# ---- call products by address, so that a pass is compiled once for all formats, and a format when a model needs it
 
 
 @piece(*[I64] * (1 + len(PRODUCT.args)))
 def call(e: Emit, address: Any, *arguments: Any) -> None:
-    """(address, x, x_step, n, w, scales, K, low, high, y, y_step, after): the product at an address.
+    """Call the product at `address` with (x, x_step, n, w, scales, K, low, high, y, y_step, after).
 
-    scales: of the outputs, if the format stores them apart from the weights. The other arguments are those of
-    `multiply`.
+    scales: the address of one scale per output, if the format stores them apart from the weights. `multiply` describes
+    the other arguments.
     """
     kind = ir.FunctionType(ir.VoidType(), [LONG] * len(PRODUCT.args))
     e.b.call(e.b.inttoptr(address, kind.as_pointer()), arguments)
@@ -204,6 +204,6 @@ def float32(x, x_step, n, w, scales, K, low, high, y, y_step, after):
 
 @njit(nogil=True, cache=True)
 def multiply(x, x_step, n, w, K, low, high, y, y_step, after):
-    """The outputs low..high-1. Addresses and steps (bytes between rows) are int64; weights are [outputs, K] float32.
-    after: the address of the weights that are used next."""
+    """Compute the outputs low..high-1. Addresses and steps (bytes between rows) are int64. Weights are [outputs, K]
+    float32. after: the address of the weights that are used next."""
     _float32(x, x_step, n, w, 0, K, low, high, y, y_step, after)

@@ -62,8 +62,8 @@ def meet(barrier, wanted):
 
 
 class Spent(NamedTuple):
-    """The seconds of a job from its start, and how many of them a thread had no core. For threads other than the caller
-    this is of the job before. Threads never sleep in a job, so other programs used the core then."""
+    """The seconds of a job, and the most seconds that one of its threads had no core (workers: in their previous job).
+    Threads never sleep in a job, so another program used the core in these seconds."""
 
     seconds: float
     lost: float
@@ -88,15 +88,15 @@ class _Worker:
 
 
 class Team:
-    """The caller and workers, which sleep between jobs, each at its own queue. One job runs at a time, because two jobs
-    on the same cores would wait for each other."""
+    """The caller and its workers. A worker sleeps between jobs, at its own queue. One job runs at a time, because two
+    jobs on the same cores would wait for each other."""
 
     def __init__(self) -> None:
         self._one = threading.Lock()
         self._workers: list[_Worker] = []
 
     def gather(self, threads: int) -> int:
-        """Return the number of threads of a job, with the caller: `threads`, or fewer if the system gives fewer."""
+        """Start workers. Return the number of threads of a job: `threads`, or fewer if the system gives fewer."""
         with self._one:
             while len(self._workers) < threads - 1:
                 worker = _Worker()
@@ -112,7 +112,7 @@ class Team:
         """Run `kernel(*arguments, number)` on every thread. The kernel must end with a barrier.
 
         The interpreter hands out the job and runs the caller's part in one step (a C iterator over C functions),
-        because an interrupt in between would let the others wait for ever. The interrupt is raised after the job.
+        because after an interrupt in between the workers would wait for ever. The interrupt is raised after the job.
         """
         with self._one:
             others = self._workers[: threads - 1]
@@ -126,7 +126,7 @@ class Team:
             return Spent(seconds, min(lost, seconds))
 
     def close(self) -> None:
-        """At the end of the interpreter: wait for the job, and allow no other.
+        """Wait for the running job at the end of the interpreter, and allow no other job.
 
         If a thread returns from compiled code into an interpreter that has ended, the C++ runtime can abort the
         process.

@@ -30,7 +30,7 @@ TOKEN, PARENT, ASKED = range(3)
 SPAN = 128  # logits per block; the largest of a block is compared first
 _NOTHING = -87.3  # a score this far below the best has probability 0: see `exponential`
 _NEVER = -np.inf
-_LEAST = -1e300  # an impossible node still comes before an expanded one
+_LEAST = -1e300  # the score of an impossible node: above _NEVER, so it can still be chosen
 _CHOSEN = -2
 
 
@@ -38,14 +38,14 @@ _CHOSEN = -2
 
 
 def _above(e: Emit, one: Any, other: Any) -> Any:
-    """The larger; NaN, if there is one."""
+    """Return the larger value of each lane, or NaN if one of the two is NaN."""
     sooner = e.b.or_(e.b.fcmp_unordered("uno", one, one), e.b.fcmp_ordered(">", one, other))
     return e.b.select(sooner, one, other)
 
 
 @piece(I64, returns=F32)
 def _largest_of_span(e: Emit, x: Any) -> Any:
-    """Of SPAN floats; NaN, if there is one."""
+    """Return the largest of SPAN floats, or NaN if one of them is NaN."""
     held = [e.load(x, 4 * i) for i in range(0, SPAN, LANES)]
     while len(held) > 1:
         held = [_above(e, one, other) for one, other in zip(held[::2], held[1::2], strict=True)]
@@ -54,7 +54,7 @@ def _largest_of_span(e: Emit, x: Any) -> Any:
 
 @piece(I64, I64, F32, returns=F32)
 def _weight(e: Emit, x: Any, count: Any, top: Any) -> Any:
-    """The sum of exp(x - top)."""
+    """Return the sum of exp(x - top)."""
     sums, tops = e.variable(ZEROS), e.splat(top)
     whole = e.b.and_(count, LONG(-LANES))
     rest = e.b.sub(count, whole)
@@ -69,13 +69,13 @@ def _weight(e: Emit, x: Any, count: Any, top: Any) -> Any:
 
 @njit(nogil=True, cache=True)
 def _better(one, other):
-    """NaN first, so that it is noticed."""
+    """Return whether `one` is better. NaN is better than every number, so that the caller detects it."""
     return one > other or (one != one and other == other)
 
 
 @njit(nogil=True, cache=True)
 def largest(line, V, tops):
-    """Of every SPAN logits, into `tops`."""
+    """Write the largest of every SPAN logits to `tops`."""
     logits = carray(floats_at(line), (V,))
     for span in range(V // SPAN):
         tops[span] = _largest_of_span(line + 4 * span * SPAN)
@@ -89,7 +89,7 @@ def largest(line, V, tops):
 
 @njit(nogil=True, cache=True)
 def best(line, V, tops, tokens, values):
-    """Return the best of V logits in falling order, as many as the output holds; the first of equal ones."""
+    """Fill `tokens` and `values` with the best of V logits (the first of equal ones) in falling order."""
     logits, k, found = carray(floats_at(line), (V,)), len(tokens), 0
     for span in range(len(tops)):
         if found == k and not _better(tops[span], values[k - 1]):
@@ -145,8 +145,8 @@ def run_add(logits, row_step, place_step, W, V, k, nodes, scores, asked, R, size
 
 @njit(types.void(*[I64] * 9), nogil=True, cache=True)
 def run_ask(nodes, scores, R, size, first, count, spread, fed, out):
-    """Select the best of the nodes first..count-1 that are not expanded; the first of equal ones. out [3,R,spread]:
-    their indices in order, their tokens, and the indices of their parents among the `fed` expanded nodes."""
+    """Select the `spread` best (the first of equal ones) of the nodes first..count-1 that are not expanded. Write to
+    out [3,R,spread] their indices in order, their tokens, and their parents' indices among the `fed` expanded nodes."""
     nodes, scores = carray(longs_at(nodes), (3, R, size)), carray(doubles_at(scores), (R, size))
     out = carray(longs_at(out), (3, R, spread))
     for r in range(R):
@@ -169,8 +169,8 @@ def run_ask(nodes, scores, R, size, first, count, spread, fed, out):
 
 @njit(types.void(*[I64] * 7), nogil=True, cache=True)
 def run_prune(nodes, scores, R, size, count, most, out):
-    """Keep the best `most` of `count` nodes, in order; the first of equal ones. No node is better than its parent, so
-    ancestors stay. out [3,R,most]: nodes."""
+    """Write the best `most` of `count` nodes (the first of equal ones) in their order to out [3,R,most]. No node is
+    better than its parent, so ancestors stay."""
     nodes, scores = carray(longs_at(nodes), (3, R, size)), carray(doubles_at(scores), (R, size))
     out = carray(longs_at(out), (3, R, most))
     where = np.empty(count, np.int64)
@@ -197,8 +197,8 @@ _NO_TOKEN = -1  # `core.verdict.NOTHING`: after the last emitted token
 
 @njit(types.void(*[I64] * 4), nogil=True, cache=True)
 def run_depths(parents, deep, R, N):
-    """Write deep [R,1+N]: the depth of the text (0) and of every node of trees with these parents [R,N]. Padding that
-    is no tree begins at the text."""
+    """Write deep [R,1+N]: the depth of the text (0) and of every node of trees with these parents [R,N]. Padding whose
+    parent does not come before it has depth 1."""
     parents, deep = carray(longs_at(parents), (R, N)), carray(longs_at(deep), (R, N + 1))
     for r in range(R):
         deep[r, 0] = 0
@@ -209,9 +209,9 @@ def run_depths(parents, deep, R, N):
 
 @njit(types.void(*[I64] * 11), nogil=True, cache=True)
 def run_climb(parents, length, slots, position, prefix, starts, seen, R, M, Q, fed):
-    """Q tokens are at `slots` [R,Q]; the last `fed` of them are the last of M scratch tokens after `length` [R], with
-    parents [R,M]. Write the position of each token [R,Q], the number of visible slots from the first on [R,Q], and the
-    slots of its branch: in `seen`, from starts[i] on, in order."""
+    """Write for the tokens at `slots` [R,Q]: position [R,Q]; prefix [R,Q], the number of visible slots of the text; and
+    the slots of the branch of token i in order, at seen[starts[i]:starts[i+1]]. The last `fed` of the Q tokens are the
+    last of M scratch tokens after `length` [R], with parents [R,M]."""
     parents, length, slots = carray(longs_at(parents), (R, M)), carray(longs_at(length), (R,)), longs_at(slots)
     position, prefix, seen = longs_at(position), longs_at(prefix), carray(longs_at(seen), (R * fed * M + 1,))
     starts, count = carray(longs_at(starts), (R * Q + 1,)), 0
@@ -225,7 +225,7 @@ def run_climb(parents, length, slots, position, prefix, starts, seen, R, M, Q, f
             seen[count] = length[r] + node
             count += 1
             above = parents[r, node]
-            node = above if above < node else -1  # padding that is no tree ends here, too
+            node = above if above < node else -1  # ends at padding whose parents are no tree
         seen[starts[i] : count] = seen[starts[i] : count][::-1].copy()
         position[i], prefix[i] = length[r] + count - starts[i] - 1, length[r]
     starts[R * Q] = count
@@ -233,9 +233,9 @@ def run_climb(parents, length, slots, position, prefix, starts, seen, R, M, Q, f
 
 @njit(types.void(*[I64] * 10), nogil=True, cache=True)
 def run_follow_tree(tokens, parents, count, picks, emitted, accepted, path, R, N, reach):
-    """Write what rule `match` emits [R,1+reach] and accepts [R] for trees [R,N], of which the first `count` [R] nodes
-    are in use (0: all), and the path [R,reach]. picks: [R,1+N]. Parents come before their children, so one pass over
-    the nodes is enough."""
+    """Write the emitted tokens [R,1+reach], the numbers of accepted tokens [R] and the path [R,reach] of rule `match`
+    on trees [R,N], of which the first `count` [R] nodes are in use (0: all). picks [R,1+N]: the target's own tokens.
+    Parents come before their children, so one pass over the nodes is enough."""
     drafted, above = carray(longs_at(tokens), (R, N)), carray(longs_at(parents), (R, N))
     chosen, written = carray(longs_at(picks), (R, N + 1)), carray(longs_at(emitted), (R, reach + 1))
     many, way = carray(longs_at(accepted), (R,)), carray(longs_at(path), (R, reach))
@@ -256,8 +256,8 @@ def run_follow_tree(tokens, parents, count, picks, emitted, accepted, path, R, N
 
 @njit(types.boolean(*[I64] * 10), nogil=True, cache=True)
 def run_move(stores, M, heads, slots, size, length, source, target, R, D):
-    """In M stores [rows,heads,slots] with entries of `size` bytes, copy the slots length + `source` [R,D] to the slots
-    length + `target` [D]. All are read before one is written. Return False, and move nothing, if a slot is outside."""
+    """Copy the slots length + `source` [R,D] to the slots length + `target` [D] in M stores [rows,heads,slots], whose
+    slots have `size` bytes. Return True; if a slot is outside the store, copy nothing and return False."""
     stores, length = carray(longs_at(stores), (M,)), carray(longs_at(length), (R,))
     source, target = carray(longs_at(source), (R, D)), carray(longs_at(target), (D,))
     for r in range(R):

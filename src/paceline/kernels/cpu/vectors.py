@@ -1,9 +1,9 @@
 """Operations on eight floats with a fixed order: the parts of all CPU kernels.
 
-Each one is a function of addresses (int64) that numba inlines. They are LLVM vectors and not loops, because an
-optimiser chooses the order of a sum by the shape of the loop around it. Then a row would have other bits in a pass of
-one token than in a pass of eight. Here a sum has one order on every machine: lane by lane, then lanes 4 apart, 2 apart,
-1 apart.
+Each operation is a function of addresses (int64) that numba inlines. It uses LLVM vectors and not loops, because an
+optimiser chooses the order of a sum by the shape of the loop around it. Then a row would have different bits in passes
+over one token and over eight. Here a sum has one order on every machine: lane by lane, then lanes 4 apart, 2 apart, 1
+apart.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Emit:
     # ---- addresses
 
     def at(self, address: Any, offset: Any = None, kind: ir.Type = FLOAT) -> Any:
-        """A pointer to `kind`, `offset` bytes after an address."""
+        """Return a pointer to `kind`, `offset` bytes after an address."""
         if offset is not None:
             address = self.b.add(address, offset if isinstance(offset, ir.Value) else LONG(offset))
         return self.b.inttoptr(address, kind.as_pointer())
@@ -44,14 +44,14 @@ class Emit:
         self.b.store(value, self.at(address, offset, value.type), align=align)
 
     def some(self, address: Any, offset: Any, count: Any) -> Any:
-        """The first `count` (i64) of eight floats, then zeros. Memory after them is not read."""
+        """Return the first `count` (i64) of eight floats, then zeros. Memory after these floats is not read."""
         name = "llvm.masked.load.v8f32.p0"
         kind = ir.FunctionType(FLOATS, [FLOATS.as_pointer(), INT, ir.VectorType(ir.IntType(1), LANES), FLOATS])
         function = cgutils.get_or_insert_function(self.b.module, kind, name)
         return self.b.call(function, [self.at(address, offset, FLOATS), INT(4), self.first(count), ZEROS])
 
     def first(self, count: Any) -> Any:
-        """A mask: the first `count` lanes."""
+        """Return the mask of the first `count` lanes."""
         return self.b.icmp_signed("<", ir.Constant(INTS, list(range(LANES))), self.splat(self.b.trunc(count, INT)))
 
     def expect(self, address: Any, offset: Any) -> None:
@@ -63,7 +63,7 @@ class Emit:
     # ---- arithmetic
 
     def fma(self, a: Any, b: Any, c: Any) -> Any:
-        """a · b + c, rounded once."""
+        """Return a · b + c, rounded once."""
         kind = ir.FunctionType(a.type, [a.type] * 3)
         function = cgutils.get_or_insert_function(self.b.module, kind, f"llvm.fma.v{LANES}f32")
         return self.b.call(function, [a, b, c])
@@ -84,8 +84,8 @@ class Emit:
         return self.b.extract_element(vector, INT(0))
 
     def four_totals(self, vectors: list[Any]) -> Any:
-        """`total` of four vectors at once, as a vector of four. The additions are the same, so the numbers are the
-        same."""
+        """Return the totals of four vectors as a vector of four. It makes the additions of `total`, so the bits are
+        equal."""
         halves = []
         for vector in vectors:
             halves.append(
@@ -106,14 +106,14 @@ class Emit:
     # ---- loops
 
     def variable(self, value: Any) -> Any:
-        """A variable: allocated once, at the top of the function, and set here each time."""
+        """Return a variable that is allocated once, at the top of the function, and set to `value` here."""
         place = cgutils.alloca_once(self.b, value.type)
         self.b.store(value, place)
         return place
 
     @contextmanager
     def steps(self, start: Any, stop: Any, step: int) -> Iterator[Any]:
-        """for i in range(start, stop, step), where start <= stop and step divides the difference or is 1."""
+        """Emit `for i in range(start, stop, step)`. start <= stop; step is 1 or divides the difference."""
         with cgutils.for_range_slice(self.b, start, stop, LONG(step), LONG) as (i, _):
             yield i
 
@@ -151,13 +151,13 @@ I64, F32 = types.int64, types.float32
 
 @piece(I64, I64, returns=I64)
 def fetch_add(e: Emit, address: Any, amount: Any) -> Any:
-    """Adds to a shared int64; returns what it was."""
+    """Add to a shared int64, and return its value before the addition."""
     return e.b.atomic_rmw("add", e.at(address, kind=LONG), amount, "acq_rel")
 
 
 @piece(I64, returns=I64)
 def look(e: Emit, address: Any) -> Any:
-    """A shared int64, as it is now."""
+    """Return the current value of a shared int64."""
     return e.b.load_atomic(e.at(address, kind=LONG), "acquire", 8, typ=LONG)
 
 
@@ -189,7 +189,7 @@ def _summed(e: Emit, x: Any, y: Any, count: Any) -> Any:
 
 @piece(I64, I64, I64, F32, I64)
 def scaled(e: Emit, x: Any, weight: Any, y: Any, scale: Any, count: Any) -> None:
-    """y = x · scale · weight, element by element."""
+    """Write y = x · scale · weight, element by element."""
     by = e.splat(scale)
 
     def step(load: Callable[[Any], Any], here: Any) -> Any:
@@ -200,13 +200,13 @@ def scaled(e: Emit, x: Any, weight: Any, y: Any, scale: Any, count: Any) -> None
 
 @piece(I64, I64, I64)
 def added(e: Emit, x: Any, y: Any, count: Any) -> None:
-    """y = y + x."""
+    """Add x to y."""
     _each(e, count, y, lambda load, here: e.b.fadd(load(y), load(x)))
 
 
 @piece(I64, I64, I64)
 def gated(e: Emit, gate: Any, up: Any, count: Any) -> None:
-    """gate = silu(gate) · up."""
+    """Write silu(gate) · up to gate."""
 
     def step(load: Callable[[Any], Any], here: Any) -> Any:
         value = load(gate)
@@ -219,7 +219,7 @@ def gated(e: Emit, gate: Any, up: Any, count: Any) -> None:
 
 @piece(I64, I64, returns=F32)
 def softmax(e: Emit, scores: Any, count: Any) -> Any:
-    """exp(score - largest), in place, and their sum. The memory must have a whole number of vectors."""
+    """Replace scores by exp(score - largest), and return their sum. The memory must hold a whole number of vectors."""
     lowest = ir.Constant(FLOATS, [float("-inf")] * LANES)
     whole = e.b.and_(e.b.add(count, LONG(LANES - 1)), LONG(-LANES))
     last = e.b.sub(whole, LONG(LANES))
@@ -240,7 +240,7 @@ def softmax(e: Emit, scores: Any, count: Any) -> Any:
 
 
 def _each(e: Emit, count: Any, y: Any, step: Callable[[Callable[[Any], Any], Any], Any]) -> None:
-    """y[i] = step for every i; the rest is computed on vectors padded with zeros and stored one by one."""
+    """Write the result of `step` to y by vectors. The last one is padded with zeros and stored float by float."""
     whole = e.b.and_(count, LONG(-LANES))
     with e.steps(LONG(0), whole, LANES) as i:
         here = e.b.shl(i, LONG(2))
@@ -257,8 +257,8 @@ def _each(e: Emit, count: Any, y: Any, step: Callable[[Callable[[Any], Any], Any
 
 
 def exponential(e: Emit, x: Any) -> Any:
-    """exp of eight floats, with an error of about one unit in the last place: 0 below -87.3 (where floats lose digits),
-    infinity above the largest float; NaN stays NaN."""
+    """Return exp of eight floats, with an error of about one unit in the last place. It is 0 below -87.3 (where floats
+    lose digits) and infinity above the largest float. NaN stays NaN."""
 
     def const(value: float) -> Any:
         return ir.Constant(FLOATS, [value] * LANES)
@@ -282,7 +282,7 @@ def exponential(e: Emit, x: Any) -> Any:
 
 
 def _memory_of(kind: Any, words: Any) -> Any:
-    """Return a function that makes a pointer of an address, for `carray`; words: the same type in LLVM."""
+    """Return a function that makes a pointer for `carray` from an address. words: `kind` as an LLVM type."""
 
     @intrinsic
     def at(typing_context, address):  # type: ignore[no-untyped-def]

@@ -1,4 +1,4 @@
-"""The first use: compile the kernels once for this machine and keep them in a folder.
+"""Compile the kernels at their first use on this machine, and keep them in a folder.
 
 The name of the folder depends on all inputs of a compiled kernel (`place`): the text of the sources, the versions of
 numba, llvmlite and Python, and the processor. Installations with the same sources share it, and it can be read-only.
@@ -18,13 +18,13 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-# to import these compiles all kernels, except those in `LATER` of a module, which a model needs first
+# the import of these modules compiles all kernels, except those in `LATER`, which wait until a model needs them
 MODULES = ("head_steps", "packed", "tree_growing")
 _ROOM = __name__.rpartition(".")[0]
 _HERE = Path(__file__).parent
 
 Told = Callable[[int, int], None]
-"""Called while kernels are compiled: how many functions are done, and how many there are."""
+"""Called while kernels are compiled, with the number of compiled functions and the number of all functions."""
 
 
 @cache
@@ -37,7 +37,7 @@ def fingerprint() -> str:
 
 
 def place(folder: Path) -> Path:
-    """Return the folder of these kernels: `folder`, or the one that the user set for numba."""
+    """Return the folder of these kernels. It is in `folder`, or in the cache folder that the user set for numba."""
     theirs = _settings().CACHE_DIR
     return (Path(theirs) / "paceline" if theirs else folder) / f"{fingerprint()}-{_compiler()}"
 
@@ -66,7 +66,7 @@ def seal(place: Path) -> Path:
 
 
 def warm_up(place: Path, told: Told | None = None, everything: bool = False) -> int:
-    """Import the kernels: read from `place`, or compiled and saved there. Returns how many functions were compiled.
+    """Import the kernels. numba reads them from `place`, or compiles and saves them there. Return how many it compiled.
 
     everything: also compile those in `LATER`.
     """
@@ -88,8 +88,8 @@ def is_warm() -> bool:
 
 @contextmanager
 def _counting(told: Told | None) -> Iterator[set[str]]:
-    """Collect the names of Paceline's functions that are compiled inside. One that is compiled for several types counts
-    once."""
+    """Collect the names of Paceline's functions that numba compiles inside the context. A function that is compiled for
+    several types counts once."""
     from numba.core import event
 
     found: set[str] = set()
@@ -115,8 +115,8 @@ def _counting(told: Told | None) -> Iterator[set[str]]:
 
 
 def _settings() -> Any:
-    """Return numba's config. numba reads the environment again at the next compilation if it changed; this reads it
-    now."""
+    """Return numba's config, after reading the environment again. numba itself reads it only at the next
+    compilation."""
     from numba import config
 
     config.reload_config()

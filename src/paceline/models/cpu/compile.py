@@ -1,9 +1,8 @@
-"""Kernels are compiled at their first use on a machine and kept beside the weights. This file decides where, and which
-process compiles.
+"""Compile the kernels at their first use on a machine, and keep them beside the weights.
 
-Two processes may begin at once: one compiles and the other waits for it, for numba numbers its files as if it were
-alone. A folder that holds all kernels is read, and may be read-only. Where kernels are missing and nothing can be
-written, they are compiled into a temporary folder that is removed with the process.
+If two processes begin at once, one compiles and the other waits, because numba numbers its files as if it were alone. A
+folder with all kernels is only read, and can be read-only. If kernels are missing and the folder cannot be written,
+they are compiled into a temporary folder, which is removed when the process ends.
 """
 
 from __future__ import annotations
@@ -28,15 +27,15 @@ from paceline.models.loading.disk_cache import Progress, cache_folder
 
 LABEL = "compiling kernels for this machine, once"
 _PATIENCE = 180.0  # seconds to wait for another process
-_OLD = 60 * 86400.0  # seconds after which kernels of other sources are swept away
+_OLD = 60 * 86400.0  # seconds after which kernels of other sources are removed
 _LOG = logging.getLogger("paceline")
 _ONE = ForkLock()
 
 
 def kernels_ready(progress: Progress | None = None) -> None:
-    """Import the kernels, and compile them if this machine has none: some ten seconds, told to `progress` and logged.
+    """Import the kernels, and compile them if this machine has none: some ten seconds, with progress and a log line.
 
-    Raises what their import raises; see `cpu_forward.kernels_missing` for whether they can be had at all.
+    Raise any error of their import. `cpu_forward.kernels_missing` returns whether there are kernels.
     """
     with _ONE:
         if warm_up.is_warm():
@@ -49,7 +48,7 @@ def _ready(progress: Progress) -> None:
     place = warm_up.place(cache_folder() / "kernels")
     seal = warm_up.seal(place)
     if seal.is_file():
-        with suppress(OSError):  # a file of it is gone, and another cannot be saved there
+        with suppress(OSError):  # a file is missing, and a new one cannot be saved there
             _make(place, progress)
             return
     with _locked(place, progress) as (where, ours):
@@ -83,7 +82,7 @@ def _make(place: Path, progress: Progress, everything: bool = False) -> int:
 
 @contextmanager
 def _locked(place: Path, progress: Progress) -> Iterator[tuple[Path, bool]]:
-    """The folder to compile into, and whether it is the one that lasts."""
+    """Yield the folder to compile into, and whether it is the permanent one."""
     lock = None
     try:
         place.mkdir(parents=True, exist_ok=True)
@@ -105,7 +104,7 @@ def _locked(place: Path, progress: Progress) -> Iterator[tuple[Path, bool]]:
 
 
 def _passing(place: Path) -> Path:
-    """A folder for this process, with what is in the read-only one. Shared memory serves where no disk is writable."""
+    """Return a temporary folder with the files of the read-only one; in shared memory if no disk is writable."""
     shared = Path("/dev/shm")
     try:
         folder = Path(tempfile.mkdtemp(prefix="paceline-kernels-"))

@@ -1,8 +1,8 @@
-"""Llama-like models through kernels of our own (`paceline.kernels`): float32 on a CPU.
+"""Run Llama-like models by our own kernels (`paceline.kernels`): float32 on a CPU.
 
-The weights stay where they are and what they are; a plan is a list of their addresses. The memory is the reader's slot
-cache. The kernels read a weight once for all the tokens of a pass, and a token has the same bits in every pass. They
-read prompts too, so what the KV cache holds at a position depends on the text up to it and on nothing else.
+The kernels use the model's own weights, whose addresses are in a plan, and the reader's slot cache. They read a weight
+once for all tokens of a pass, and a token has the same bits in every pass. They also read prompts, so the entry of a
+position in the KV cache depends only on the text up to it.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ if TYPE_CHECKING:
     from paceline.models.language_model import LanguageModel
 
 _KERNELS = ("auto", "kernels")  # the runners that may use kernels
-_EXTRA = 4  # tokens that take as long as it takes to begin a pass
-_MANY = 16  # tokens of a pass that is limited by arithmetic, where a pass over few is limited by memory
+_EXTRA = 4  # the start of a pass takes as long as this number of tokens
+_MANY = 16  # from this number of tokens on, arithmetic limits a pass, not memory
 
 
 @dataclass(frozen=True)
 class AttentionSpan:
-    """What each token of a pass sees: the slots before `prefix` [R,Q] (None: up to its own) and, in a tree, those of
-    its branch: `lists`, where each token's begins (one more for the end), and the slots of all of them; or, on a CUDA
-    device, the same as `tree` (see `kernels.cuda.rounds.climb`)."""
+    """The slots that each token of a pass sees: those before `prefix` [R,Q] (None: up to its own slot) and, in a tree,
+    those of its branch. lists: where the branch of each token begins (and the end), and the slots of all branches.
+    tree: the branches on a CUDA device, as `kernels.cuda.cuda_rounds.climb` returns them."""
 
     prefix: Tensor | None
     lists: tuple[Tensor, Tensor] | None = None
@@ -72,19 +72,19 @@ class LayerRange:
 
 
 class CpuForward:
-    """Runs passes of one model for one reader. It owns the memory in between, not the cache."""
+    """Runs passes of one model for one reader. It owns the buffers of a pass, not the KV cache."""
 
     piece = 128  # tokens of a prompt in one pass; the bits do not depend on it
 
     @staticmethod
     def in_tree(parents: Tensor, length: Tensor, slots: Tensor, fed: int) -> tuple[Tensor, AttentionSpan]:
-        """Positions [R,Q] and what is seen, where the last `fed` tokens of a pass at `slots` [R,Q] are the last of
+        """Return positions [R,Q] and visible slots of a pass at `slots` [R,Q], whose last `fed` tokens are the last of
         scratch tokens with these parents [R,M]."""
         position, prefix, lists = climb(parents, length, slots, fed)
         return position, AttentionSpan(prefix, lists)
 
     def together(self, lengths: Sequence[int]) -> bool:
-        """Is one pass over these many tokens of each row, padded to the longest, cheaper than a pass for each row?"""
+        """Return whether one pass over rows of these lengths, padded to the longest, is cheaper than one per row."""
         passes = sum(length > 0 for length in lengths)
         padded = len(lengths) * max(lengths)
         return passes > 1 and padded <= min(self.piece, sum(lengths) + _EXTRA * (passes - 1))
@@ -92,15 +92,15 @@ class CpuForward:
     def read(
         self, cache: SlotCache, first: int, ids: Tensor, position: Tensor, taps: Sequence[int], vocabulary: int = 0
     ) -> Reading:
-        """Read a piece of prompts, `ids` and `position` [R,Q], into the rows `first`... of the cache. Returns the
-        tapped states [R,Q,D] and the logits [R,Q,vocabulary]: by default none."""
+        """Read a piece of prompts, `ids` and `position` [R,Q], into the rows `first`... of the cache. Return the taps
+        [R,Q,D] and the logits [R,Q,vocabulary], by default none."""
         (R, Q), part = ids.shape, LayerRange(0, self.plan.layers, head=vocabulary > 0)
         place = _Place(_Shape(R, Q, Q, first), self._most if R * Q >= _MANY else self.threads)
         forward = ForwardPlan(ids, position, position, AttentionSpan(None), keep=Q, tapped=Q)
         return self(cache, forward, taps, vocabulary=vocabulary, part=part, place=place)[0]
 
     def __init__(self, plan: Plan, threads: int, most: int = 1) -> None:
-        """threads: of a pass over a few tokens; most: of a pass over a piece of a prompt."""
+        """threads: their number in a pass over a few tokens. most: their number in a pass over a piece of a prompt."""
         from paceline.kernels.cpu import llama, team
 
         self.plan, self.threads, self._most = plan, threads, max(threads, most)
@@ -112,10 +112,10 @@ class CpuForward:
         self, cache: SlotCache, forward: ForwardPlan, taps: Sequence[int] = (), *, vocabulary: int,
         part: LayerRange | None = None, place: _Place | None = None,
     ) -> tuple[Reading, Tensor]:  # fmt: skip
-        """Logits and taps of the last `keep` tokens of every row, and the hidden states of all of them (until
-        the next pass).
+        """Return logits and taps of the last `keep` tokens of every row, and the hidden states of all tokens (valid
+        until the next pass).
 
-        vocabulary: how many logits; place: of a prompt (else the first rows).
+        vocabulary: the number of logits. place: the rows of a prompt (None: the first rows).
         """
         from paceline.kernels.cpu import team
 
@@ -124,7 +124,7 @@ class CpuForward:
         cache.allocate(plan.layers, plan.kv_heads, plan.width, torch.float32)
         visible = cache.get_mask_sizes(0)[0]
         self._call.make_room(n, visible, max(self.threads, self._most))
-        cos, sin = plan.turned(visible)  # a token's position is not beyond its slot
+        cos, sin = plan.turned(visible)  # no position is past its slot
         shape, most = place or (self._shape(R, Q, keep), self.threads)
         starts, extras = sight.lists or shape.unseen
         logits = _floats(R, keep, vocabulary if part.head else 0)
@@ -165,8 +165,8 @@ class CpuForward:
 
 
 class _Shape:
-    """What passes of one shape have in common: the row of each token (the rows are `first`...), which tokens are kept,
-    and that none sees others."""
+    """Values that passes of one shape share: the row of each token (rows begin at `first`), the tokens that need
+    logits, and empty lists of branches."""
 
     def __init__(self, R: int, Q: int, keep: int, first: int = 0) -> None:
         self.rows = first + R
@@ -184,12 +184,12 @@ class _Place(NamedTuple):
 
 
 def _floats(*shape: int) -> Tensor:
-    """Memory that kernels write: float32 on the CPU, whatever torch's defaults are."""
+    """Return memory for kernels: float32 on the CPU, for any defaults of torch."""
     return torch.empty(shape, dtype=torch.float32, device="cpu")
 
 
 def _check(ids: Tensor, known: int, keys: Tensor, rows: int, visible: int) -> None:
-    """Kernels follow addresses: what is not in the memory must not get there. (torch would say the same of an id.)"""
+    """Refuse ids and slots outside the memory, because kernels read any address that they get."""
     numbers = ids.numpy()
     if numbers.size and (numbers.min() < 0 or numbers.max() >= known):
         raise IndexError(
@@ -200,8 +200,8 @@ def _check(ids: Tensor, known: int, keys: Tensor, rows: int, visible: int) -> No
 
 
 def kernel_pass(lm: LanguageModel, model: Any) -> CpuForward | CudaForward | None:
-    """Kernels for a reader of this model, where there are some. The plan is made each time: the model may
-    have another dtype or hooks since the last. Nothing is compiled for a model that has none."""
+    """Return the kernels for a reader of this model, or None. The plan is made each time, because the dtype and the
+    hooks of a model can change. Nothing is compiled for a model without a plan."""
     if lm.runner not in _KERNELS:
         return None
     about = (model, lm.architecture.kinds, lm.architecture.window, lm.logits)
@@ -229,8 +229,8 @@ def kernel_pass(lm: LanguageModel, model: Any) -> CpuForward | CudaForward | Non
 
 
 def ops_for(lm: LanguageModel) -> DeviceOps:
-    """What the device of a model does between its forward passes. Triton is used only where its forward pass may run by
-    Triton, too; the CPU kernels once they are loaded."""
+    """Return the operations of a model's device between its forward passes: by Triton if its forward pass can run by
+    Triton, by CPU kernels if they are loaded, else by torch."""
     from paceline.kernels.cpu import warm_up
 
     if lm.device.type == "cuda":
@@ -243,7 +243,7 @@ def ops_for(lm: LanguageModel) -> DeviceOps:
 
 
 def _uncompiled(plan: Plan) -> str | None:
-    """Why the products for the formats of its weights, which are compiled when first asked for, could not be."""
+    """Return why the products for the formats of its weights cannot be compiled now; None if they can."""
     try:
         _ = plan.numbers
     except Exception as error:
@@ -253,8 +253,8 @@ def _uncompiled(plan: Plan) -> str | None:
 
 
 def threads_here(lm: LanguageModel) -> int:
-    """As many as are fastest, and not more than torch may use: `OMP_NUM_THREADS` and `torch.set_num_threads` are the
-    user's word on it."""
+    """Return the fastest number of threads, at most the number that torch may use (`OMP_NUM_THREADS`,
+    `torch.set_num_threads`)."""
     from paceline.models.cpu.thread_choice import threads_for
 
     return threads_for(lm)
@@ -262,7 +262,7 @@ def threads_here(lm: LanguageModel) -> int:
 
 @once
 def kernels_missing() -> str | None:
-    """Why there are no kernels here; None if there are. Compiles them, or loads what was compiled before."""
+    """Return why there are no kernels here; None if there are. Compile them, or load compiled ones."""
     from paceline.kernels.cpu import machine
     from paceline.models.cpu.compile import kernels_ready
 
@@ -271,7 +271,7 @@ def kernels_missing() -> str | None:
         return lacking
     try:
         kernels_ready()
-    except Exception as error:  # a compiler may fail in any way; passes then run as they would without one
+    except Exception as error:  # a compiler can raise any error; passes then run without kernels
         tell_why(_cannot(error))
         return _cannot(error)
     return None
@@ -288,16 +288,16 @@ def tell_why(reason: str) -> None:
 
 # ---- The list of numbers that a kernel gets (sizes, addresses, a barrier, counters), and the buffers it writes
 
-TOKEN_LISTS = ("row", "slot", "position", "prefix")  # that kernels of a head fill, one int64 per token
+TOKEN_LISTS = ("row", "slot", "position", "prefix")  # lists that kernels of a head fill: one int64 per token
 _SPARE = 16  # slots behind the visible ones in a line of scores: kernels write whole vectors
-_LEAST = 16  # tokens and slots that kept buffers have room for
+_LEAST = 16  # the fewest tokens and slots of kept buffers
 
 
 class KernelCall:
     """Makes the lists of numbers for the calls of one kernel, in the order of `names`, and its buffers.
 
     sizes: floats per token in each float buffer; lists: buffers with one int64 per token; branches: the kernel itself
-    lists the slots of branches (else there are none); optional: names that a call may leave out, for 0.
+    lists the slots of branches (else there are none); optional: names that are 0 if a call leaves them out.
     """
 
     def __init__(
@@ -320,9 +320,9 @@ class KernelCall:
         self.addresses = self._absent  # of the kept buffers
 
     def numbers(self, named: Mapping[str, int], counters: int) -> np.ndarray:
-        """The numbers of one call. Behind them lie its barrier and its counters, each in its own cache line.
+        """Return the numbers of one call, and after them its barrier and its counters, each in its own cache line.
 
-        They belong to this call alone: a thread may still read the barrier when the call is over.
+        Each call has its own list, because a thread may still read the barrier when the call is over.
         """
         count, line = self._count, 8 * self._line
         call = np.zeros(count + self._line * (counters + 2), np.int64)
@@ -344,7 +344,7 @@ class KernelCall:
         self.addresses = self._absent | addresses
 
     def allocate(self, n: int, visible: int, threads: int) -> tuple[dict[str, int], tuple[Tensor, Tensor]]:
-        """Buffers for one call: the address of each, and the tensors they lie in, which the caller holds."""
+        """Return buffers for one call: their addresses, and the tensors that own them, which the caller holds."""
         span = self._together * (visible + _SPARE)
         floats = torch.empty(n * sum(self._sizes.values()) + threads * span, dtype=torch.float32, device="cpu")
         make, most = (torch.empty, n * visible) if self._branches else (torch.zeros, 0)
@@ -361,6 +361,6 @@ class KernelCall:
         return addresses, (floats, lists)
 
     def floats(self, name: str, count: int) -> Tensor:
-        """The first `count` floats of a kept buffer, until the buffers grow."""
+        """Return the first `count` floats of a kept buffer, until the buffers grow."""
         start = (self.addresses[name] - self._kept[0].data_ptr()) // 4
         return self._kept[0][start : start + count]

@@ -1,7 +1,7 @@
 """Runs the steps of EAGLE heads by numba kernels on a CPU (`paceline.kernels.cpu.head_steps`).
 
 A step is one kernel job. A whole greedy chain is one job, too. The bits are those of the head's modules.
-`models/cuda/cuda_head.py` does the same on CUDA devices.
+`models/cuda/cuda_head.py` runs heads on CUDA devices.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ class CpuHead:
         job, says, fuse, config = light.layer.job, light.output.job, light.fuse.job, light.config
         norms = [norm.norm.weight.detach() for norm in (light.norm, light.embed_norm, light.feature_norm)]
         self._ids = None if light.d2t is None else light.d2t.detach().to(torch.int64, copy=True).contiguous()
-        self._held = (table, norms, says, fuse)  # whose addresses are in the lists
+        self._held = (table, norms, says, fuse)  # the lists contain their addresses
         self._layer, self._job, self._vocabulary, self._D = light.layer, job, config.vocabulary, config.width
         self._says, self._taps = says.numbers[-1], [config.hidden] * config.tapped
         ids = torch.arange(self._says, device="cpu") if self._ids is None else self._ids
-        self._chains = bool((ids[1:] > ids[:-1]).all()) and int(ids[-1]) < vocabulary  # the first is the first of all
+        self._chains = bool((ids[1:] > ids[:-1]).all()) and int(ids[-1]) < vocabulary  # sorted ids
         own = dict(zip((*llama.MODEL, *llama.LAYER), job.model.tolist(), strict=True))
         own |= dict(zip(("head", "head_scales", "head_step", "head_product", "bias"), says.numbers, strict=False))
         own |= {"embedding": table.data_ptr(), "wide": table.shape[1], "normed": int(config.norm_before_residual),
@@ -63,7 +63,7 @@ class CpuHead:
 
     @classmethod
     def of(cls, light: Any, embedding: nn.Module, vocabulary: int) -> CpuHead | None:
-        """The head with its tokens' embeddings; None where kernels do not apply."""
+        """Return the head with its tokens' embeddings; None if the kernels cannot run it."""
         table: Any = getattr(embedding, "weight", None)
         if type(embedding) is not nn.Embedding or embedding.max_norm is not None or not _readable(table):
             return None
@@ -85,7 +85,7 @@ class CpuHead:
         return cls(light, table.detach(), vocabulary)
 
     def takes(self, tokens: int, branches: bool = False) -> bool:
-        """Can one step read this number of tokens? Branches are left to the modules."""
+        """Return whether one step can read this number of tokens. The head's modules read branches."""
         return tokens <= MOST and not branches
 
     # ---- steps: features [R,1,D] and logits [R,1,V]
@@ -121,7 +121,7 @@ class CpuHead:
         return picked.t()
 
     def _known(self, text: Tensor, states: Tensor, visible: int) -> dict[str, int]:
-        """Of texts and what is known of them, `visible` places at most."""
+        """Return the arguments for texts and their states, at most `visible` positions of them."""
         places = min(visible, text.shape[1] - 1, states.shape[1])
         assert text.dtype is torch.int64
         assert text.stride(1) == 1
@@ -193,7 +193,7 @@ class CpuHead:
 
 
 def _checked(path: Tensor, rows: int, nodes: int) -> Tensor:
-    """[R,M]: nodes of a tree of `nodes`. Kernels follow them wherever they lead."""
+    """Return a contiguous path [R,M]. Refuse nodes outside a tree of `nodes`, because kernels do not check them."""
     assert path.dtype is torch.int64
     assert path.shape[0] == rows
     if path.numel() and not 0 <= int(path.min()) <= int(path.max()) < nodes:

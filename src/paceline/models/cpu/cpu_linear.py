@@ -1,7 +1,7 @@
-"""Heads that draft, through kernels of our own: their linear maps in int8, a few rows at a time, float32 on a CPU.
+"""Run heads that draft by our own kernels: linear layers in int8, a few rows at a time, float32 on a CPU.
 
-Nothing depends on the numbers of a draft but how often it is right, so its weights may be rounded: a step is then a
-quarter of the memory to read, at nearly three times torch's speed. What is rounded is a copy; heads stay as they are.
+The numbers of a draft decide only how often it is accepted, so its weights can be rounded. A step then reads a quarter
+of the memory, at nearly three times torch's speed. The rounded weights are a copy; heads do not change.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from paceline.models.runtime import cores_here
 from paceline.models.slot_cache import SlotCache
 
 M = TypeVar("M", bound=nn.Module)
-_ALONE = 1 << 22  # weights, times rows and one: for fewer another thread comes too late (it takes 20 µs to wake it)
+_ALONE = 1 << 22  # weights * (rows + 1): below this number one thread is faster (it takes 20 µs to wake another)
 _FLOAT = torch.float32
 
 
 class CpuLinear(nn.Module):
-    """A map with packed weights that kernels multiply with; whatever they cannot take it multiplies by itself.
+    """A linear layer with packed weights, which kernels multiply. The packed layer multiplies inputs for other devices.
 
-    A row has the same bits among any number of rows and on any number of threads.
+    A row has the same bits for any number of rows and any number of threads.
     """
 
     def __init__(self, packed: PackedLinear) -> None:
@@ -43,7 +43,7 @@ class CpuLinear(nn.Module):
 
     @classmethod
     def of(cls, weight: Tensor, bias: Tensor | None = None) -> CpuLinear:
-        """Weights [out, in], rounded to int8."""
+        """Return a layer with these weights [out, in], rounded to int8."""
         return cls(Int8Linear(weight, bias))
 
     @property
@@ -63,12 +63,12 @@ class CpuLinear(nn.Module):
         return super()._apply(fn, recurse)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_job": None}  # a copy has weights of its own
+        return {**self.__dict__, "_job": None}  # a copy has its own weights
 
 
 class MapJob:
-    """A map as the kernels see it: a list of addresses and sizes, and the tensors they belong to. Where `kernel` is
-    None, it is nothing for kernels."""
+    """A linear layer in the form of the kernels: a list of addresses and sizes, and the tensors that own them. `kernel`
+    is None if kernels cannot run it."""
 
     def __init__(self, packed: PackedLinear) -> None:
         self.kernel = None if address(packed.format) == 0 else head_kernel("run_linear")
@@ -77,7 +77,7 @@ class MapJob:
         there = [each for each in self._held if each is not None]
         floats = {each.dtype for each in there[1:]} <= {_FLOAT}
         if not floats or any(each.device.type != "cpu" or not each.is_contiguous() for each in there):
-            self.kernel = None  # kernels follow addresses: what they would misread must not get there
+            self.kernel = None  # kernels would misread these tensors
         if self.kernel is None:
             return
         from paceline.kernels.cpu import head_steps as heads
@@ -102,12 +102,12 @@ class MapJob:
 
 
 def plain(x: Tensor) -> bool:
-    """Can kernels read it?"""
+    """Return whether kernels can read a tensor."""
     return x.dtype is _FLOAT and type(x) is Tensor and x.device.type == "cpu" and not x.requires_grad
 
 
 def threads_for(work: int) -> int:
-    """How many threads for a job of `weights`, times rows and one: all, once that is worth it."""
+    """Return the number of threads for a job of this work, weights * (rows + 1): 1, or all if that is faster."""
     if work <= _ALONE:
         return 1
     from paceline.kernels.cpu import team
@@ -117,7 +117,7 @@ def threads_for(work: int) -> int:
 
 @lru_cache(256)
 def head_kernel(name: str) -> Any:
-    """A kernel of `kernels.cpu.head_steps`, to be called directly."""
+    """Return a kernel of `kernels.cpu.head_steps`, to be called directly."""
     from paceline.kernels.cpu import head_steps, team
 
     return team.direct(getattr(head_steps, name))
@@ -135,14 +135,14 @@ def run_kernel(threads: int, kernel: Any, *arguments: Any) -> None:
 
 @lru_cache(256)
 def address(kind: str) -> int:
-    """Of the product of a format; 0 where there are no kernels."""
+    """Return the address of the product of a format; 0 if there are no kernels."""
     if kernels_missing() is not None:
         return 0
     from paceline.kernels.cpu.packed import compiled
 
     try:
         return int(compiled(kind).address)
-    except Exception:  # a compiler may fail in any way; torch multiplies then
+    except Exception:  # a compiler can raise any error; torch multiplies then
         return 0
 
 
@@ -157,25 +157,25 @@ _MADE = "_made_for_drafting"  # the attribute of a head
 
 
 class _Made(NamedTuple):
-    """What `drafting` made of a head with these weights. A copy of the head shares or copies the attribute, so it names
-    its head."""
+    """The view that `drafting` made of a head with these weights. It names its head, because a copy of the head shares
+    or copies this attribute."""
 
     head: ReferenceType[nn.Module]
     state: object
     view: nn.Module
 
     def __deepcopy__(self, memo: object) -> None:
-        """A copy has weights of its own."""
+        """Return None: a copy of a head has its own weights."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(None), ()
 
 
 def drafting(head: M) -> M:
-    """The head as it drafts: itself, or where kernels can multiply for it (float32 on a CPU) a view of it with its
-    linear maps in int8. Made once, and again when its weights have changed.
+    """Return the head for drafting: itself, or, if kernels can run it (float32 on a CPU), a view of it with linear
+    layers in int8. The view is made once, and again when weights have changed.
 
-    A module with a method `light` says itself what it becomes.
+    A module with a method `light` returns its own replacement.
     """
     weights = [*head.parameters(), *head.buffers()]
     kinds = {(weight.dtype, weight.device.type) for weight in weights if weight.is_floating_point()}
@@ -206,7 +206,7 @@ def _exchanged(module: nn.Module) -> nn.Module | None:
 
 
 def listened(module: nn.Module) -> bool:
-    """Has it hooks?"""
+    """Return whether a module has hooks, or a replaced `forward`."""
     return bool(module._forward_hooks or module._forward_pre_hooks or "forward" in module.__dict__)
 
 
@@ -218,7 +218,7 @@ _EVEN = 8  # floats that kernels take at a time: heads are whole numbers of them
 
 
 class KernelNorm(nn.Module):
-    """An RMS norm by a kernel; another one does what that cannot take."""
+    """An RMS norm by a kernel. torch's norm runs inputs that the kernel cannot read."""
 
     def __init__(self, norm: nn.RMSNorm) -> None:
         super().__init__()
@@ -237,8 +237,8 @@ class KernelNorm(nn.Module):
 
 
 class LayerJob:
-    """A layer as kernels see it: lists of addresses and sizes, and the tensors they belong to. The maps are those of
-    queries, keys and values together, of what is added, of gate and up together, and of what comes back."""
+    """A decoder layer in the form of the kernels: lists of addresses and sizes, and the tensors that own them. maps:
+    queries, keys and values together; the output of attention; gate and up together; down."""
 
     def __init__(self, maps: tuple[CpuLinear, ...], norm: Tensor, eps: float, heads: int, shared: int, width: int):
         from paceline.kernels.cpu import head_steps as kernels
@@ -246,7 +246,7 @@ class LayerJob:
 
         assert width % _EVEN == 0
         qkv, out, gate_up, down = (each.packed for each in maps)
-        norm = norm.detach()  # the memory itself: a parameter can be given another
+        norm = norm.detach()  # this holds the memory: a parameter can get another one
         self._held = [norm]
         hidden, inner = out.out_features, down.in_features
         self.heads, self.shared, self.width, self._inputs = heads, shared, width, qkv.in_features
@@ -265,7 +265,7 @@ class LayerJob:
         self.model = np.array(numbers, np.int64)
         self.floats = np.array([eps, width**-0.5], np.float32)
         self.weights = sum(each.in_features * each.out_features for each in maps)
-        # of a token, in floats: what lies between two steps of the layer
+        # floats per token of the buffers between two steps of the layer
         self.sizes = {"h": max(hidden, own), "qkv": own + 2 * few, "mixed": own, "gate": inner, "up": inner}
         names, self._counters = (*llama.CALL, *kernels.STEP), kernels.COUNTERS
         self._call = KernelCall(names, self.sizes, TOKEN_LISTS, branches=True, optional=names)
@@ -307,7 +307,7 @@ class LayerJob:
 
 
 def _check(slots: Tensor, room: int, position: Tensor, known: int) -> None:
-    """Kernels follow addresses: what is not in the memory must not get there."""
+    """Refuse slots and positions outside the memory, because kernels read any address that they get."""
     for tensor, limit in ((slots, room), (position, known)):
         numbers = tensor.numpy()
         if numbers.min() < 0 or numbers.max() >= limit:

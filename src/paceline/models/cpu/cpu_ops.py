@@ -1,6 +1,6 @@
 """`DeviceOps` for trees by CPU kernels (`kernels.cpu`): grow them, match them, move their slots in a KV cache.
 
-By torch each operation is a dozen steps that take longer than what they compute: a level of two nodes and six
+In torch each operation is a dozen steps, whose overhead is larger than their work: a level of two nodes and six
 candidates takes a twentieth of a forward pass of a small model.
 """
 
@@ -18,7 +18,7 @@ from paceline.core.device_ops import DeviceOps, KernelTree, TreeBuilder
 
 
 class CpuOps(DeviceOps):
-    """Trees by kernels. Trees that are sampled are grown by torch: the kernels draw no noise."""
+    """Runs operations on trees by kernels. torch grows sampled trees, because the kernels draw no noise."""
 
     def __init__(self) -> None:
         self.depths_kernel, self.match_tree_kernel, self.move_kernel = depths, follow_tree, move
@@ -54,7 +54,7 @@ class Nodes:
         self._count = self._newest = self.fed = 0
 
     def add(self, logits: Tensor, k: int, noise: tuple[Tensor, Tensor] | None, done: Tensor) -> None:
-        """k children for each of the nodes asked about last (at first: for the text), whose logits are [R,W,V]."""
+        """Add k children to each node that was chosen last (first: to the text), with the logits [R,W,V] after them."""
         assert noise is None
         logits = logits.detach().to(torch.float32)
         if logits.stride(2) != 1:
@@ -71,7 +71,7 @@ class Nodes:
         self._count += self._newest
 
     def expand_best(self, spread: int) -> tuple[Tensor, Tensor]:
-        """The `spread` surest: their tokens [R,spread], and their parents among all that were asked about."""
+        """Choose the `spread` best nodes. Return their tokens [R,spread], and their parents among expanded nodes."""
         R, first = self._asked.shape[0], 0 if self._anywhere else self._count - self._newest
         assert spread <= self._newest
         out = _numbers(3, R, spread)
@@ -81,7 +81,7 @@ class Nodes:
         return tokens, parents
 
     def tree(self, most: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Tokens and parents [R,N] of the surest `most`, and their numbers among all that were asked about (-1)."""
+        """Return tokens and parents [R,N] of the best `most` nodes, and their indices among expanded nodes (or -1)."""
         R, kept = self._asked.shape[0], min(most, self._count)
         out = _numbers(3, R, kept)
         _kernel("run_prune")(*self._there(), R, self._size, self._count, kept, out.data_ptr())
@@ -93,7 +93,7 @@ class Nodes:
 
 
 def depths(parents: Tensor) -> Tensor:
-    """[R,1+N]: how many nodes lead to the text (none) and to every node of trees with these parents [R,N]."""
+    """Return [R,1+N]: the depth of the text (0) and of every node of trees with these parents [R,N]."""
     (R, N), parents = parents.shape, parents.contiguous()
     deep = _numbers(R, N + 1)
     _kernel("run_depths")(parents.data_ptr(), deep.data_ptr(), R, N)
@@ -101,9 +101,9 @@ def depths(parents: Tensor) -> Tensor:
 
 
 def climb(parents: Tensor, length: Tensor, slots: Tensor, fed: int) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor]]:
-    """Where the last `fed` tokens of a pass at `slots` [R,Q] are the last of scratch tokens with these parents [R,M]:
-    positions [R,Q]; how many slots each token sees from the first on [R,Q]; and the slots of the branches, with where
-    each one's begin (and one more, where they end)."""
+    """Return, for a forward pass at `slots` [R,Q]: positions [R,Q]; the number of visible slots of the text [R,Q];
+    where the branch of each token begins (and the end), and the slots of all branches. The last `fed` tokens are the
+    last of scratch tokens with these parents [R,M]."""
     (R, M), Q = parents.shape, slots.shape[1]
     assert fed <= min(M, Q)
     parents, length, slots = parents.contiguous(), length.contiguous(), slots.contiguous()
@@ -116,9 +116,9 @@ def climb(parents: Tensor, length: Tensor, slots: Tensor, fed: int) -> tuple[Ten
 def follow_tree(
     tokens: Tensor, parents: Tensor, count: Tensor | None, picks: Tensor, reach: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """What rule `match` emits [R,1+reach] and accepts [R,1] of trees [R,N], of which the first `count` [R] nodes are in
-    use, and the path of it [R,reach]; the target's own tokens after the text and after every node are `picks`
-    [R,1+N]. Of siblings that are the same the first counts; no path is longer than `reach`."""
+    """Return the emitted tokens [R,1+reach], the numbers of accepted tokens [R,1] and the accepted path [R,reach] of
+    rule `match` on trees [R,N], of which the first `count` [R] nodes are in use (None: all). picks [R,1+N]: the
+    target's token after the text and every node. Of equal siblings the first is accepted. `reach` limits the path."""
     R, N = tokens.shape
     assert parents.shape == (R, N)
     assert picks.shape == (R, N + 1)
@@ -133,8 +133,8 @@ def follow_tree(
 
 
 def move(stores: Tensor, like: Tensor, length: Tensor, source: Tensor, target: Tensor) -> None:
-    """In memories at these addresses [M], all as large as `like` [rows,heads,slots,width] and contiguous, the slots
-    `source` [R,D] past `length` [R,1] become those `target` [D] past it. All are read before one is written."""
+    """Copy the slots length [R,1] + `source` [R,D] to the slots length + `target` [D] in every store. stores [M]: the
+    addresses of contiguous tensors like `like` [rows,heads,slots,width]. All slots are read before one is written."""
     (R, D), (rows, heads, slots, width) = source.shape, like.shape
     assert R == length.shape[0] <= rows
     length, source, target = (each.to(torch.int64).contiguous() for each in (length, source, target))

@@ -1,4 +1,4 @@
-"""Is every module of a model exactly what the kernels compute?
+"""Check that every module of a model is exactly what the kernels compute, and find its weights.
 
 A kernel reads weights and sizes. It does not call modules, so it would ignore a module of another class, a replaced
 function or a changed number. This check compares every module with the classes of transformers that the kernels are
@@ -22,7 +22,7 @@ from paceline.models.packed_linear import BFloat16Linear, Int4Linear, Int8Linear
 
 # ---- Which models the kernels can run, and where their weights are
 
-_STORED = {"int8": torch.int8, "q4_1": torch.uint8, "bfloat16": torch.bfloat16}  # how the formats of maps are kept
+_STORED = {"int8": torch.int8, "q4_1": torch.uint8, "bfloat16": torch.bfloat16}  # dtypes of stored weights, by format
 
 
 @dataclass
@@ -37,22 +37,22 @@ class Plan:
     hidden: int
     width: int  # of a head
     kv_heads: int
-    vocabulary: int  # tokens it can read, and
-    outputs: int  # those it has logits of: fewer, where its head was cut (`subset_head`)
+    vocabulary: int  # tokens that it can read
+    outputs: int  # tokens that it has logits of: fewer if its head was cut (`SubsetHead`)
     sizes: dict[str, int]  # floats per token in each buffer
     angles: tuple[Tensor, Tensor] = field(default_factory=lambda: (torch.empty(0, 0), torch.empty(0, 0)))
 
     @cached_property
     def numbers(self) -> np.ndarray:
-        """The layout itself, with the addresses of the products that these formats need: compiled now, where they never
-        were."""
+        """The layout with the addresses of the products that its formats need. Products are compiled now if they were
+        not."""
         from paceline.kernels.cpu.packed import compiled
 
         numbers = [compiled(each).address if isinstance(each, str) else each for each in self.laid_out]
         return np.array(numbers, np.int64)
 
     def turned(self, positions: int) -> tuple[Tensor, Tensor]:
-        """cos and sin [P,width] of at least this number of positions, as the model's own code makes them."""
+        """Return cos and sin [P,width] of at least this number of positions, as the model's own code makes them."""
         if self.angles[0].shape[0] < positions:
             many = max(512, 1 << (positions - 1).bit_length())
             positions_of = torch.arange(many, device="cpu")[None]
@@ -66,7 +66,7 @@ class _UnfitError(Exception):
 
 
 class _Gathered:
-    """Addresses, each with the tensor it belongs to. A tensor that kernels would misread is refused."""
+    """Collects addresses, and the tensors that own them. It refuses a tensor that kernels would misread."""
 
     def __init__(self) -> None:
         self.tensors: list[Tensor] = []
@@ -78,11 +78,11 @@ class _Gathered:
             raise _UnfitError("its weights are not all float32, on the CPU and contiguous")
         if tuple(tensor.shape) != shape:
             raise _UnfitError(f"some weights are of shape {list(tensor.shape)} where its config says {list(shape)}")
-        self.tensors.append(tensor.detach())  # the memory itself: a parameter can be given another (a cast, `.data`)
+        self.tensors.append(tensor.detach())  # this holds the memory: a parameter can get another one (`.data`)
         return tensor.data_ptr()
 
     def matrix(self, linear: nn.Module, outputs: int, inputs: int) -> list[int | str]:
-        """The numbers of `kernels.llama.MATRIX`, the product by the name of its format."""
+        """Return the numbers of `kernels.llama.MATRIX` for a linear layer, the product by the name of its format."""
         if type(linear) is nn.Linear:
             return [self(linear.weight, outputs, inputs), 0, 4 * inputs, "float32"]
         if not isinstance(linear, PackedLinear):
@@ -97,7 +97,7 @@ class _Gathered:
 
 
 def plan_of(model: Any, kinds: tuple[str, ...], window: int | None, logits: int | None = None) -> Plan | str:
-    """The plan of a model, or in a few words why it has none. Nothing is compiled for it.
+    """Return the plan of a model, or in a few words why it has none. Nothing is compiled for it.
 
     logits: how many a pass will ask for at most (None: its vocabulary); a head with fewer rows is refused.
     """
@@ -142,7 +142,7 @@ def _planned(model: Any, kinds: tuple[str, ...], window: int | None) -> Plan:
 
 
 def misfit(model: Any, kinds: tuple[str, ...]) -> str | None:
-    """Why the kernels cannot run a model, on any device and in any dtype; None if they can."""
+    """Return why the kernels cannot run a model, on any device and in any dtype; None if they can."""
     problem = no_family(model)
     if problem is not None:
         return problem
@@ -165,9 +165,9 @@ def misfit(model: Any, kinds: tuple[str, ...]) -> str | None:
     return None
 
 
-# ---- Is every module of a model exactly what the kernels compute?
+# ---- The check that every module of a model is exactly what the kernels compute
 
-# A block of all of them: norm, attention with RoPE, norm, gated feed-forward.
+# All of them have this block: norm, attention with RoPE, norm, gated feed-forward.
 FAMILY = {
     "LlamaForCausalLM": "llama",
     "MistralForCausalLM": "mistral",
@@ -180,7 +180,7 @@ _SILU = {("transformers.activations", "SiLUActivation"), ("torch.nn.modules.acti
 _FUNCTIONS = ("apply_rotary_pos_emb", "rotate_half", "repeat_kv", "eager_attention_forward")
 _TRUSTED = ("transformers", "torch", "kernels", "paceline")  # packages whose decorators may wrap a forward
 
-# The modules below each class, by name; what starts with "*" is a class of the family's own file.
+# The modules below each class, by name. A class that starts with "*" is in the family's own file.
 _CHILDREN: dict[str, dict[str, str]] = {
     "*ForCausalLM": {"model": "*Model", "lm_head": "linear"},
     "*Model": {"embed_tokens": "embedding", "layers": "list", "norm": "*RMSNorm", "rotary_emb": "*RotaryEmbedding"},
@@ -197,7 +197,7 @@ class _DiffersError(Exception):
 
 
 def no_family(model: Any) -> str | None:
-    """Why the kernels are not written for this class of model; None if they are."""
+    """Return why the kernels are not written for this class of model; None if they are."""
     name = FAMILY.get(type(model).__name__)
     if name is None or type(model).__module__ != _file_of(name):
         return f"{type(model).__name__} has no kernels"
@@ -205,7 +205,7 @@ def no_family(model: Any) -> str | None:
 
 
 def hooked(model: Any) -> str | None:
-    """Why the kernels would skip hooks of this model; None if it has none."""
+    """Return why the kernels would skip hooks of this model; None if it has none."""
     if torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks:
         return "torch calls global forward hooks, and kernels would skip them"
     for name, module in model.named_modules():
@@ -217,7 +217,7 @@ def hooked(model: Any) -> str | None:
 
 
 def altered(model: Any, kinds: tuple[str, ...] | None = None) -> str | None:
-    """The first part of the model that kernels would not compute as transformers does; None if there is none.
+    """Return the first part of the model that kernels would not compute as transformers does; None if there is none.
 
     kinds: of the layers that are expected; None: as many as the config says.
     """
@@ -235,7 +235,7 @@ def altered(model: Any, kinds: tuple[str, ...] | None = None) -> str | None:
 
 
 def _check_tree(model: Any, family: str) -> None:
-    """Every module has the expected class and the expected modules below it."""
+    """Refuse a model in which a module has another class, or other modules below it, than expected."""
     prefix = type(model).__name__.removesuffix("ForCausalLM")
     for name, module, wanted in _walk("", model, "*ForCausalLM", family):
         cls = type(module)
@@ -257,7 +257,7 @@ def _check_tree(model: Any, family: str) -> None:
 
 
 def _walk(name: str, module: Any, wanted: str, family: str) -> Iterator[tuple[str, Any, str]]:
-    """Every module with its name and what it should be. A module is given before the modules below it are looked at."""
+    """Yield every module with its name and its expected class, before the modules below it are checked."""
     yield name, module, wanted
     children: Any = module._modules
     if wanted == "list":
@@ -322,7 +322,7 @@ def _check_linear(name: str, linear: Any) -> None:
 
 
 def _check_weight(name: str, weight: Any) -> None:
-    """A tensor of a class of its own (quantized, distributed) may hold other numbers than its memory."""
+    """Refuse a tensor of another class (quantized, distributed), which can hold other numbers than its memory."""
     if type(weight) not in (nn.Parameter, Tensor) or weight.is_neg():
         raise _DiffersError(f"the weights of {name} are no plain tensor ({type(weight).__name__})")
 
@@ -331,7 +331,7 @@ def _check_weight(name: str, weight: Any) -> None:
 
 
 def _check_code(model: Any, family: str) -> None:
-    """Classes and functions of transformers that were replaced while the program runs."""
+    """Refuse classes and functions of transformers that were replaced while the program runs."""
     for cls in {type(module) for module in model.modules()}:
         owner = next(each for each in cls.__mro__ if "forward" in each.__dict__)
         if cls is not nn.ModuleList and not _is_own(cls.forward, owner.__module__, f"{owner.__qualname__}.forward"):
@@ -344,7 +344,7 @@ def _check_code(model: Any, family: str) -> None:
         if function is None:
             continue  # this file has no such function
         if isinstance(function, nn.Module) and type(function).__module__.startswith("kernels."):
-            right = "forward" not in function.__dict__  # of the package `kernels`, which has put nothing else there yet
+            right = "forward" not in function.__dict__  # of the package `kernels`, whose forward was not replaced
         else:
             right = _is_own(function, file.__name__, name)
         if not right:
@@ -358,7 +358,7 @@ def _check_code(model: Any, family: str) -> None:
 
 
 def _is_own(function: Any, file: str, name: str) -> bool:
-    """Is it the function of that name that the file defines, perhaps behind decorators of transformers and torch?"""
+    """Return whether it is the function of that name in the file, also behind decorators of transformers and torch."""
     while hasattr(function, "__wrapped__"):
         if not _trusted(function):
             return False
@@ -371,7 +371,7 @@ def _trusted(function: Any) -> bool:
 
 
 def _defined_in(function: Any) -> str:
-    """The file whose names a function uses. `functools.wraps` copies `__module__`, but not this."""
+    """Return the file whose names a function uses. `functools.wraps` copies `__module__`, but not `__globals__`."""
     return str(getattr(function, "__globals__", {}).get("__name__", ""))
 
 

@@ -1,9 +1,8 @@
-"""On how many threads kernels run: measured once per model and machine, with a few passes of one token.
+"""Choose the number of threads for kernels, measured once per model and machine with a few passes of one token.
 
-Often as many as there are cores; but two threads of one core, or cores of two kinds, can be slower than fewer.
-`torch.set_num_threads`, `OMP_NUM_THREADS` and the cores this process may use are the limit. What was measured while
-others used the machine says something about them, so it counts for nothing: the limit holds, and the next process
-measures.
+Often one thread per core is best, but two threads of one core, or cores of two kinds, can be slower than fewer threads.
+`torch.set_num_threads`, `OMP_NUM_THREADS` and the cores that this process may use are the limit. If other processes
+used the machine during the measurement, it is discarded: this process uses the limit, and the next process measures.
 """
 
 from __future__ import annotations
@@ -19,18 +18,18 @@ from paceline.models.loading.disk_cache import read_json
 from paceline.models.pass_timing import PassTimer, keep, kept_file, machine_key
 from paceline.models.runtime import cores_here
 
-BUDGET = 0.4  # seconds that this should take
-_SWEEPS = 8  # but not more often than this
-_HOPELESS = 1.5  # times the best: still fewer threads need not be tried
-_AS_GOOD = 1.03  # times the best: then fewer threads are better
-_OURS = 0.9  # of the time of a pass our thread had a core, on a machine that is quiet: it never sleeps in a pass
+BUDGET = 0.4  # seconds of a measurement
+_SWEEPS = 8  # the most sweeps
+_HOPELESS = 1.5  # times the best: fewer threads than these are not tried
+_AS_GOOD = 1.03  # times the best: within this factor fewer threads are better
+_OURS = 0.9  # the share of the time that our thread has a core, at least, on a quiet machine: it never sleeps in a pass
 
 Clock = Callable[[], float]
 _ONE = ForkLock()  # two measurements at once would measure each other
 
 
 def threads_for(lm: LanguageModel) -> int:
-    """How many threads for passes of this model: known already, read from the cache, or measured now."""
+    """Return the number of threads for passes of this model: known already, read from the cache, or measured now."""
     if THREADS.here.tried is not None:
         return THREADS.here.tried
     most = limit()
@@ -44,7 +43,7 @@ def threads_for(lm: LanguageModel) -> int:
 
 
 def limit() -> int:
-    """The most threads that passes may have."""
+    """Return the most threads that passes may have."""
     return max(1, min(usual_threads(), cores_here()))
 
 
@@ -61,15 +60,15 @@ def _read(lm: LanguageModel, limit: int) -> int:
 
 
 def candidates(limit: int) -> list[int]:
-    """The limit, and the powers of two below it; the most first."""
+    """Return the limit, and the powers of two below it; the most first."""
     return sorted({limit, *(1 << power for power in range(limit.bit_length()) if 1 << power < limit)}, reverse=True)
 
 
 def measured_threads(
     lm: LanguageModel, limit: int, clock: Clock = time.perf_counter, working: Clock = time.thread_time
 ) -> int | None:
-    """The fewest that are as fast as the best; None: others were using the machine. The fastest of a few passes counts,
-    in turns: what slows a pass down is the machine's, not the kernels'. working: the time this thread had a core."""
+    """Return the fewest threads that are as fast as the best; None if others used the machine. The fastest of a few
+    passes, run in turns, counts, because only the machine slows passes down. working: seconds of this thread's core."""
     with THREADS.governor.ignored():
         return _measured(lm, limit, clock, working)
 
@@ -97,7 +96,7 @@ def _measured(lm: LanguageModel, limit: int, clock: Clock, working: Clock) -> in
 
 @contextmanager
 def _trying(threads: int) -> Iterator[None]:
-    """Readers that are made inside run on this number of threads."""
+    """Let readers that are made inside the context run on this number of threads."""
     THREADS.here.tried = threads
     try:
         yield

@@ -1,10 +1,9 @@
-"""Fewer threads while others use the machine.
+"""Use fewer threads while other processes use the machine.
 
-Threads that meet a few hundred times per pass all wait for one that has lost its core; such a pass can take as long as
-ten. A single thread never waits, and reads memory at more than half of what the bus gives. So when cores are taken
-away from a pass, passes go on with half the threads, and all are tried again after a pause that grows while it does not
-help. What is computed does not depend on the number of threads.
-"""
+Threads meet a few hundred times per pass, and all wait for a thread that has lost its core: such a pass can take as
+long as ten. A single thread never waits, and reads memory at more than half the speed of the bus. So after a pass that
+lost cores, passes use half the threads. All threads are tried again after a pause, which grows while that does not
+help. Results do not depend on the number of threads."""
 
 from __future__ import annotations
 
@@ -27,15 +26,15 @@ from torch import nn
 
 
 class _ThisThread(threading.local):
-    """What one thread of the program is doing."""
+    """The state of one thread of the program."""
 
-    usual = 0  # threads torch may use, as it was when the round began; 0: not in a round
+    usual = 0  # threads that torch could use when the round began; 0: not in a round
     tried: int | None = None  # threads of the readers that it makes, while they are measured
 
 
 @contextmanager
 def own_threads() -> Iterator[None]:
-    """A round: what passes set inside is undone at its end."""
+    """Restore torch's number of threads, which passes change, at the end of a round."""
     openmp = found()
     if openmp is None or THREADS.here.usual:
         yield
@@ -50,8 +49,8 @@ def own_threads() -> Iterator[None]:
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Inside, torch computes on the calling thread alone. For many small steps: threads that wait for each other after
-    each of them spin, and on a busy machine that takes many times the work itself."""
+    """Let torch compute on the calling thread only, inside the context. It is for many small steps: on a busy machine,
+    threads that wait for each other after every step take many times as long as the work."""
     openmp = found()
     before = 1 if openmp is None else openmp.omp_get_max_threads()
     if before > 1:
@@ -64,26 +63,26 @@ def one_thread() -> Iterator[None]:
 
 
 def rest() -> None:
-    """Kernels are about to run: torch's threads sleep until `work`."""
+    """Let torch's threads sleep until `work`, because kernels run next."""
     if THREADS.here.usual > 1:
         found().omp_set_num_threads(1)  # type: ignore[union-attr]
 
 
 def work() -> None:
-    """Torch is about to do something large."""
+    """Give torch its threads again, because it computes next."""
     if THREADS.here.usual > 1:
         found().omp_set_num_threads(THREADS.here.usual)  # type: ignore[union-attr]
 
 
 def usual_threads() -> int:
-    """How many threads torch may use, rounds aside."""
+    """Return how many threads torch may use outside of rounds."""
     return THREADS.here.usual or torch.get_num_threads()
 
 
 @cache
 def found() -> Any:
-    """The OpenMP that torch itself runs on, or None. Only libraries that are loaded already are looked at, and the
-    right one is known by what torch says of its threads."""
+    """Return the OpenMP library that torch uses, or None. Only loaded libraries are tried: the right one is the one
+    that changes torch's number of threads."""
     loaded = getattr(os, "RTLD_NOLOAD", None)
     if loaded is None or not torch.backends.openmp.is_available():
         return None
@@ -105,14 +104,14 @@ def found() -> Any:
 
 # ---- Fewer threads while others use the machine
 
-_WINDOW = 4  # passes that are looked at together
-_SHARE = 0.35  # of their time without a core is as bad as half the threads
-_LEAST = 0.005  # seconds: less is a thread waking up
-_PAUSE = (32, 1024)  # passes with fewer threads, at first and in the end
+_WINDOW = 4  # passes that are judged together
+_SHARE = 0.35  # if a core is missing for this share of their time, half the threads are as fast
+_LEAST = 0.005  # seconds without a core: less than this is the start of a thread
+_PAUSE = (32, 1024)  # passes with fewer threads, at first and at most
 
 
 class ThreadGovernor:
-    """What all passes of a process have seen of the machine: how often threads had to be halved, and until when."""
+    """Decides how often the threads of a process are halved, and for how many passes, from the passes before."""
 
     def __init__(self) -> None:
         self.halved = 0
@@ -122,7 +121,7 @@ class ThreadGovernor:
 
     @contextmanager
     def ignored(self) -> Iterator[None]:
-        """Passes inside run on the threads that they were given, to be measured."""
+        """Let passes inside the context use all threads that they ask for, to be measured."""
         before, self._ignored = self._ignored, True
         try:
             yield
@@ -130,11 +129,11 @@ class ThreadGovernor:
             self._ignored = before
 
     def threads(self, most: int) -> int:
-        """How many to use for the next pass, of `most`."""
+        """Return the number of threads for the next pass, at most `most`."""
         return most if self._ignored else max(1, most >> self.halved)
 
     def see(self, threads: int, seconds: float, lost: float) -> None:
-        """A pass is over: it ran on these threads for `seconds`, `lost` of them without one of its cores."""
+        """Note a pass that ran on these threads for `seconds`, `lost` of them without one of its cores."""
         if self._ignored:
             return
         self._left -= 1

@@ -1,8 +1,8 @@
-"""Llama-like models through kernels of our own on a CUDA device (`paceline.kernels.cuda`).
+"""Run Llama-like models by our own kernels on a CUDA device (`paceline.kernels.cuda`).
 
-The weights stay where they are; the memory is the reader's slot cache. The kernels read a weight once for all the
-tokens of a pass, and a token has the same bits in all passes of up to 64 tokens (strict: of any number). Nothing is
-kept from one pass to the next but constants, so a pass can be captured.
+The kernels use the model's own weights and the reader's slot cache. They read a weight once for all tokens of a pass,
+and a token has the same bits in all passes of up to 64 tokens (strict: of any number). Only constants are kept from one
+pass to the next, so a pass can be captured.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Layer:
 
 @dataclass
 class CudaPlan:
-    """The weights of a model, by what they are for."""
+    """The weights and sizes of a model, by their purpose."""
 
     table: Tensor
     norm: Tensor
@@ -56,7 +56,7 @@ class CudaPlan:
     angles: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # captured passes still read the shorter ones
 
     def turned(self, positions: int) -> tuple[Tensor, Tensor]:
-        """cos and sin [P,width] in float32 of at least this number of positions."""
+        """Return cos and sin [P,width] in float32 of at least this number of positions."""
         if not self.angles or self.angles[-1][0].shape[0] < positions:
             many = max(4096, 1 << (positions - 1).bit_length())
             places = torch.arange(many, device=self.table.device)[None]
@@ -66,15 +66,15 @@ class CudaPlan:
 
 
 class CudaForward:
-    """Runs passes of one model. It holds no memory: that is the reader's."""
+    """Runs passes of one model. It holds no KV cache: the reader does."""
 
-    strict: bool  # the same bits for more tokens, too, than our products are best at
+    strict: bool  # the same bits also for passes in which torch's product is faster
 
     def read(
         self, cache: SlotCache, first: int, ids: Tensor, position: Tensor, taps: Sequence[int]
     ) -> tuple[Tensor, ...]:
-        """Read a piece of the prompts of the rows `first`...: ids and positions [R,Q]; without logits.
-        Returns what was tapped, [R,Q,D] each."""
+        """Read a piece of the prompts of the rows `first`..., with ids and positions [R,Q], without logits.
+        Return the taps, [R,Q,D] each."""
         layers, Q = len(self.plan.layers), ids.shape[1]
         strict: bool = self.strict
         self._first, self.strict = first, False  # a prompt is read once, and with the same bits in every batch
@@ -147,8 +147,8 @@ class CudaForward:
     def layer(
         self, index: int, seen: ForwardInputs, stream: Tensor, hidden: Tensor, between: Tensor | None = None
     ) -> Tensor:
-        """One layer; returns what is still to be added to the stream, in parts. It looks at `hidden` and writes its own
-        norm to `between` (None: over `hidden`)."""
+        """Run one layer on `hidden`, and return its output in parts, which the caller adds to the stream. The layer
+        writes its second norm to `between` (None: over `hidden`)."""
         from paceline.kernels.cuda.cuda_attention import attend
         from paceline.kernels.cuda.cuda_layers import add_norm, turn
         from paceline.kernels.cuda.cuda_product import gated, product
@@ -175,7 +175,7 @@ class CudaForward:
 
 
 class ForwardInputs:
-    """Where the tokens of a pass are and what they see, flat and in the order of the kernels."""
+    """The positions, slots and visible slots of the tokens of a pass, flattened for the kernels."""
 
     def __init__(
         self, run: CudaForward, cache: SlotCache, position: Tensor, slots: Tensor, sight: AttentionSpan, per_row: int
@@ -194,7 +194,7 @@ class ForwardInputs:
 
 
 def cuda_plan(model: Any, kinds: tuple[str, ...], window: int | None, logits: int | None = None) -> CudaPlan | str:
-    """The plan of a model on a CUDA device, or in a few words why it has none."""
+    """Return the plan of a model on a CUDA device, or in a few words why it has none."""
     problem = misfit(model, kinds)
     if problem is not None:
         return problem
@@ -228,7 +228,7 @@ def cuda_plan(model: Any, kinds: tuple[str, ...], window: int | None, logits: in
 
 
 def importable() -> str | None:
-    """Why Triton cannot be used here; None if it can."""
+    """Return why Triton cannot be used here; None if it can."""
     try:
         import triton  # noqa: F401
     except ImportError as error:
@@ -237,7 +237,7 @@ def importable() -> str | None:
 
 
 def _misshapen(model: Any) -> str | None:
-    """Weights of other sizes than the config's, and biases that only some of queries, keys and values have."""
+    """Return which weight has another size than in the config, or that some of queries, keys, values lack biases."""
     config, a = model.config, model.model.layers[0].self_attn
     hidden, inner, width = config.hidden_size, config.intermediate_size, a.head_dim
     mixed, few = config.num_attention_heads * width, config.num_key_value_heads * width

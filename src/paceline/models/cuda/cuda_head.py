@@ -1,8 +1,8 @@
-"""Heads that write ahead in features, through kernels of our own on a CUDA device (`paceline.kernels.cuda`).
+"""Run the steps of EAGLE heads by our own kernels on a CUDA device (`paceline.kernels.cuda`).
 
-The weights stay where they are. A step of a draft is a dozen launches: what the layer looks at, the layer as a model's
-own layers are run (`cuda_forward`), the output layer. No mask is made, nothing is read to the host, and nothing is
-kept but constants, so a draft can be captured. Numbers are not the modules' to the bit: those of a draft need not be.
+The kernels use the head's own weights. A step is a dozen launches: the input of the layer, the layer (as `cuda_forward`
+runs a model's layers), the output layer. There are no masks and no host reads, and only constants are kept, so a draft
+can be captured. Bits can differ from those of the head's modules, because a draft needs no exact bits.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from paceline.models.heads.head_layers import LayerConfig, Scratch, angles_at, s
 from paceline.models.slot_cache import SlotCache
 
 DEVICE = "cuda"  # where these kernels run
-_MOST = 2048  # tokens of one step: of more, torch's attention is better
+_MOST = 2048  # tokens of one step; for more, torch's attention is faster
 _EVEN = 16  # numbers that kernels take at a time
 
 
 class _Turns(nn.Module):
-    """The angles of a head's positions, asked for as those of a model are."""
+    """The angles of a head's positions, with the interface of a model's rotary embedding."""
 
     def __init__(self, width: int, config: LayerConfig) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ class _Turns(nn.Module):
 
 
 class CudaHead:
-    """The steps of one head for one drafter: counters are its own. `head`: an `EagleHead`."""
+    """The steps of one head for one drafter, with its own counters. head: an `EagleHead`."""
 
     def __init__(self, head: Any, table: Tensor) -> None:
         from paceline.kernels.cuda.cuda_head_steps import Pair
@@ -62,7 +62,7 @@ class CudaHead:
 
     @classmethod
     def of(cls, head: Any, embedding: nn.Module) -> CudaHead | None:
-        """The head with its tokens' embeddings; None where kernels do not apply."""
+        """Return the head with its tokens' embeddings; None if the kernels cannot run it."""
         table: Any = getattr(embedding, "weight", None)
         if type(embedding) is not nn.Embedding or embedding.max_norm is not None or importable() is not None:
             return None
@@ -82,27 +82,27 @@ class CudaHead:
         return cls(head, table.detach())
 
     def takes(self, tokens: int, branches: bool = False) -> bool:
-        """Can one step read this number of tokens? Whether they branch does not matter."""
+        """Return whether one step can read this number of tokens, in a chain or in branches."""
         return tokens <= _MOST
 
     def chain(self, *_: Any) -> None:
-        """There are no programs of whole chains."""
+        """Return None: there is no kernel for whole chains."""
 
     # ---- steps: features [R,K,D] and logits [R,K,V]
 
     def caught_up(
         self, text: Tensor, length: Tensor, states: Tensor, width: int, cache: SlotCache, visible: int
     ) -> tuple[Tensor, Tensor]:
-        """Read the last `width` of `length` [R,1] entries of each text again, with the target's own features [R,T,D];
-        what comes out after the last one."""
+        """Read the last `width` of `length` [R,1] entries of each text again, with the target's features [R,T,D].
+        Return the features and the logits after the last entry."""
         pair = self._pair.known(text, length, states, width)
         return self._step(pair, cache, visible, pair[2], AttentionSpan(None), 1)
 
     def ahead(
         self, tokens: Tensor, above: Tensor | None, made: Tensor, scratch: Scratch, cache: SlotCache
     ) -> tuple[Tensor, Tensor]:
-        """The newest scratch tokens [R,Q], which continue those of `above` [R,Q] (-1: the text, None: a chain);
-        made [R,1+M,D]: the features so far, of a chain the last is enough."""
+        """Read the newest scratch tokens [R,Q], whose parents are `above` [R,Q] (-1: the text, None: a chain). made
+        [R,1+M,D]: the features so far; a chain needs only the last. Return features and logits after each token."""
         pair = self._pair.drafted(tokens, scratch.length, scratch.before, made, above)
         position, sight = pair[2], AttentionSpan(None)
         if scratch.parents is not None:
@@ -131,7 +131,7 @@ class CudaHead:
         return stream.view(R, Q, D)[:, Q - keep :], self._say(normed).view(R, keep, -1)
 
     def _say(self, normed: Tensor) -> Tensor:
-        """[M,V]: see `EagleHead.say`."""
+        """Return logits [M,V]; see `EagleHead.say`."""
         from paceline.kernels.cuda import cuda_head_steps as drafting
         from paceline.kernels.cuda import cuda_product as product
 
@@ -143,8 +143,8 @@ class CudaHead:
     # ---- hidden states of the target
 
     def note(self, taps: tuple[Tensor, ...], path: Tensor | None, length: Tensor, states: Tensor) -> bool:
-        """Taps [R,Q,H] of the last place of texts of `length` [R,1] and those that follow (of a tree: along the path
-        [R,M] of its nodes), fused, go to states [R,T,D]; was that possible?"""
+        """Fuse the taps [R,Q,H] of the last token of each text, of `length` [R,1], and of the tokens after it (in a
+        tree: along the path [R,M]), and write them to states [R,T,D]. Return False if the kernels cannot."""
         from paceline.kernels.cuda import cuda_head_steps as drafting
         from paceline.kernels.cuda import cuda_product as product
         from paceline.kernels.cuda import cuda_tree_paths as branches
@@ -157,7 +157,7 @@ class CudaHead:
 
 
 def _plain(module: Any, like: Tensor) -> bool:
-    """A linear map with nothing special, whose weights kernels can read."""
+    """Return whether a module is a plain linear layer whose weights kernels can read."""
     if type(module) is not nn.Linear:
         return False
     weight = module.weight
@@ -165,7 +165,7 @@ def _plain(module: Any, like: Tensor) -> bool:
 
 
 def _numbers(d2t: Tensor, vocabulary: int) -> Tensor:
-    """[V]: the draft's number of every id of the target's; -1 where it has none."""
+    """Return [V]: the draft id of every id of the target; -1 if it has none."""
     where = torch.full((vocabulary,), -1, dtype=torch.int32, device=d2t.device)
     numbers = torch.arange(d2t.shape[0], dtype=torch.int32, device=d2t.device)
     return where.index_copy_(0, d2t.detach(), numbers)

@@ -1,6 +1,6 @@
-"""`DeviceOps` by Triton kernels (`kernels.cuda`): whole rounds of a CUDA graph without a step of torch.
+"""`DeviceOps` by Triton kernels (`kernels.cuda`): whole rounds of a CUDA graph without torch operations.
 
-Settings that ask for more than a temperature, and float64, are left to torch.
+torch runs the operations for settings other than a temperature, and for float64.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class CudaOps(DeviceOps):
         return Verdict(*self.match_kernel(tree.tokens, tree.count, picks))
 
     def ratio(self, choice: Choice, tree: TokenTree, logits: Tensor) -> Verdict | None:
-        """A chain whose laws are not written down, or are those of point masses."""
+        """Verify a chain without laws in memory, or a certain chain. Return None for other drafts and settings."""
         batch, laws, drafts = choice.batch, tree.laws, None
         if tree.parents is not None or not batch.only_temperature or not choice.can_fuse(logits):
             return None

@@ -1,4 +1,4 @@
-"""Prompts: which ones can be read at all, and captured passes that read them, padded to one of a few lengths."""
+"""Check prompts, and read them in captured passes, padded to one of a few lengths."""
 
 from __future__ import annotations
 
@@ -20,30 +20,30 @@ _LENGTHS = (16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 
 
 def padded(length: int) -> int:
-    """The length that this number of tokens is read as."""
+    """Return the padded length for this number of tokens."""
     return next((known for known in _LENGTHS if known >= length), length)
 
 
 class PromptReader:
-    """Reads pieces of prompts by CUDA kernels, for one reader. What a piece reads past the end of a prompt is written
-    again before any pass sees it.
+    """Reads pieces of prompts by CUDA kernels, for one reader. The slots of padding after a prompt are overwritten
+    before any pass sees them.
 
-    A prompt is read alone, and a piece is padded to a length that depends on nothing but its own: so its bits depend on
-    the text alone. The last piece of a prompt has other bits than the same tokens in a longer one.
+    A prompt is read alone, and the padded length of a piece depends on its own length only. So its bits depend on the
+    text only. The last piece of a prompt has other bits than the same tokens in a longer piece.
 
-    A piece of the first row is captured at once. Rows that join a batch come to many places: what they need is captured
-    when it is needed for the second time.
+    A piece of the first row is captured at its first use. Rows that join a batch have many different pieces, so a piece
+    of theirs is captured at its second use.
     """
 
     def __init__(self, lm: LanguageModel, kernels: CudaForward, taps: Sequence[int] = ()) -> None:
         self._kernels, self._taps = kernels, taps
         self._programs = programs_for(lm)
         self._pieces: dict[tuple[int, ...], tuple[Tensor, Tensor]] = {}
-        self._met: set[tuple[int, ...]] = set()  # pieces of other rows than the first, once
+        self._met: set[tuple[int, ...]] = set()  # pieces of rows after the first that were used once
         self._moved: object = None
 
     def read(self, cache: SlotCache, row: int, ids: Tensor, start: int) -> tuple[Tensor, ...]:
-        """ids [1,Q] are the tokens from `start` on of a row. Returns the tapped states, [1,Q,D] each."""
+        """Read the tokens `ids` [1,Q] of a row from `start` on. Return the taps, [1,Q,D] each."""
         Q, device = ids.shape[1], ids.device
         length = padded(Q)
         cache.reserve(row + 1, start + length)
@@ -61,7 +61,7 @@ class PromptReader:
             return tuple(tap[:, :Q] for tap in self._kernels.read(cache, row, tokens, position, self._taps))
         self._pieces[key] = (tokens, position)
         taps = self._programs.run(key, lambda: self._kernels.read(cache, row, tokens, position, self._taps))
-        return tuple(tap[:, :Q].clone() for tap in taps)  # they are good until the next piece is read
+        return tuple(tap[:, :Q].clone() for tap in taps)  # a replay overwrites the taps
 
     def _comes_again(self, key: tuple[int, ...]) -> bool:
         if key[0] == 0 or key in self._met:
@@ -71,13 +71,13 @@ class PromptReader:
 
 
 def _places(length: int, start: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Room for the tokens of a piece, and their positions, [1,length] each."""
+    """Return room for the tokens of a piece, and their positions, [1,length] each."""
     position = torch.arange(start, start + length, device=device)[None]
     return torch.zeros_like(position), position
 
 
 def check_prompt(tokens: Sequence[int], lm: LanguageModel) -> None:
-    """A prompt must exist, fit the context with room for one token, and use the model's own ids."""
+    """Refuse a prompt that is empty, leaves no room for a token in the context, or has ids that the model lacks."""
     if not tokens:
         raise InputError("The prompt is empty; give at least one token.")
     if len(tokens) >= lm.context:

@@ -1,7 +1,7 @@
-"""Small layers for drafters with trained weights, and the memory they draft with.
+"""Layers of trained drafters, and the scratch tokens of their drafts.
 
-The same layer runs over whole texts (to be trained) and over scratch tokens by slot (to draft): who it remembers is a
-function it is given.
+The same layer runs over whole texts in training, and over scratch tokens of a KV cache in drafting. The caller passes
+the function that returns the keys and values of earlier tokens (`Remember`).
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from paceline.models.module_views import shell
 from paceline.models.packed_linear import kernel_rows
 from paceline.models.slot_cache import SlotCache, chain_mask, tree_mask
 
-# (keys, values) [R,H,Q,W] of the fed tokens -> (keys, values) [R,H,S,W] of all that may be seen
+# (keys, values) [R,H,Q,W] of the fed tokens -> (keys, values) [R,H,S,W] of all visible tokens
 Remember = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 def alone(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-    """Remember nothing from before: a text that is read as a whole."""
+    """Return the keys and values of these tokens only, for a text that is read as a whole."""
     return keys, values
 
 
 @dataclass(frozen=True)
 class BySlot:
-    """Remember in `cache`, in the slots it is aimed at."""
+    """Return a function that writes keys and values to the next slots of `cache`, and returns the visible ones."""
 
     cache: SlotCache
     layer: int
@@ -49,9 +49,9 @@ class BySlot:
 
 @dataclass(frozen=True)
 class LayerConfig:
-    """The sizes of a decoder layer. `inner`: of its feed-forward part; `head_width`: of one attention head (None: the
-    width shared out evenly); `eps`: of its norms; `rope_scaling`: factor, low and high frequency factor and original
-    context, as Llama 3 stretches its positions (None: it does not)."""
+    """The sizes of a decoder layer. inner: of its feed-forward part. head_width: of one attention head (None: the width
+    over the number of heads). eps: of its norms. rope_scaling: factor, low and high frequency factor and original
+    context of Llama 3's RoPE scaling (None: no scaling)."""
 
     width: int
     heads: int
@@ -90,8 +90,8 @@ class Norm(nn.RMSNorm):
 
 
 class DecoderLayer(nn.Module):
-    """Attention and feed-forward as in Llama: rotary positions, grouped keys, SwiGLU. What attention looks at may be
-    wider than the stream it adds to (`seen`)."""
+    """Attention and feed-forward as in Llama: rotary positions, grouped keys, SwiGLU. The input of attention (`seen`)
+    can be wider than the residual stream."""
 
     def __init__(self, config: LayerConfig, seen: int) -> None:
         super().__init__()
@@ -110,8 +110,8 @@ class DecoderLayer(nn.Module):
     def forward(
         self, seen: Tensor, stream: Tensor, position: Tensor, mask: Tensor | None, remember: Remember | Unrolled
     ) -> Tensor:
-        """seen [R,Q,E], stream [R,Q,D], position [R,Q] (or [1,Q]), mask bool [R,1,Q,S] -> [R,Q,D]. What is unrolled
-        over whole texts needs no mask."""
+        """Return the stream [R,Q,D] after the layer, from seen [R,Q,E], stream [R,Q,D], position [R,Q] (or [1,Q]) and
+        mask bool [R,1,Q,S], which is not used if `remember` is `Unrolled`."""
         angles = _angles(position, self.head_width, self.config, stream.dtype)
         heads, shared = self.config.heads, self.config.kv_heads
         every = self._projected(seen).unflatten(-1, (-1, self.head_width)).transpose(1, 2)  # [R,H+2G,Q,W]
@@ -119,7 +119,7 @@ class DecoderLayer(nn.Module):
         queries, keys, values = turned[:, :heads], turned[:, heads:], every[:, heads + shared :]
         if not isinstance(remember, Unrolled):
             keys, values = remember(keys, values)
-        if shared != heads:  # on CUDA, no attention of torch's takes a mask and shared keys without writing all scores
+        if shared != heads:  # on CUDA, torch's attention with a mask and shared keys writes all scores to memory
             keys, values = (each.repeat_interleave(heads // shared, 1) for each in (keys, values))
         if isinstance(remember, Unrolled):
             mixed = remember.attend(queries, keys, values)
@@ -130,7 +130,7 @@ class DecoderLayer(nn.Module):
         return stream + self.down_proj(F.silu(gate) * up)
 
     def _projected(self, seen: Tensor) -> Tensor:
-        """Queries, keys and values [R,Q,(H+2G)*W]."""
+        """Return queries, keys and values [R,Q,(H+2G)*W]."""
         return torch.cat([self.q_proj(seen), self.k_proj(seen), self.v_proj(seen)], -1)
 
     def _gated(self, normed: Tensor) -> Sequence[Tensor]:
@@ -167,7 +167,7 @@ class LightLayer(DecoderLayer):
         return self.job.run(seen, stream, position, mask, remember.cache, remember.layer, turns)
 
     def turns(self, places: int) -> tuple[Tensor, Tensor]:
-        """cos and sin [P,W] of at least this number of positions."""
+        """Return cos and sin [P,W] of at least this number of positions."""
         if self._turns[0].shape[0] < places:
             self._turns = _all_angles(places, self.head_width, self.config)
         return self._turns
@@ -180,13 +180,13 @@ class LightLayer(DecoderLayer):
 
 
 def _all_angles(places: int, width: int, config: LayerConfig) -> tuple[Tensor, Tensor]:
-    """cos and sin [P,W] of at least this number of positions, as a table; no position is past its slot."""
+    """Return a table of cos and sin [P,W] of at least this number of positions. No position is past its slot."""
     cos, sin = angles_at(torch.arange(max(512, 1 << places.bit_length()), device="cpu")[None], width, config)
     return cos[0], sin[0]
 
 
 def angles_at(position: Tensor, width: int, config: LayerConfig) -> tuple[Tensor, Tensor]:
-    """cos and sin [R,Q,W] of positions [R,Q], in float32: both halves of a head turn by the same."""
+    """Return cos and sin [R,Q,W] of positions [R,Q], in float32. Both halves of a head have the same angles."""
     cos, sin = _angles(position, width, config, torch.float32)
     return cos[:, 0].repeat(1, 1, 2), sin[:, 0].repeat(1, 1, 2)
 
@@ -208,15 +208,15 @@ def _angles(position: Tensor, width: int, config: LayerConfig, dtype: torch.dtyp
 def _rates(
     width: int, theta: float, scaling: tuple[float, ...] | None, dtype: torch.dtype, device: torch.device
 ) -> tuple[Tensor, Tensor | None]:
-    """[W/2] each: what a position is divided by to become an angle, and what that is multiplied with. Constants."""
+    """Return two constants [W/2]: the divisor of a position that gives an angle, and the factor of RoPE scaling."""
     with torch.inference_mode(False):
         steps = torch.arange(0, width // 2, device=device).to(dtype) * (2.0 / width)
         return theta**steps, None if scaling is None else _stretch(theta**-steps, *scaling)
 
 
 def _stretch(speeds: Tensor, factor: float, low: float, high: float, context: float) -> Tensor:
-    """How much slower each pair of numbers turns: those that turn more than `high` times over the original context not
-    at all, those of fewer than `low` times by `factor`, and those between by something between."""
+    """Return the factor of each pair's speed: 1 for a pair that turns more than `high` times over the original context,
+    1 / factor for a pair that turns fewer than `low` times, and a value between them for the others."""
     share = ((context * speeds / (2 * math.pi) - low) / (high - low)).clamp(0, 1)
     return share + (1 - share) / factor
 
@@ -228,21 +228,21 @@ def _turn(states: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
 
 
 class Scratch:
-    """The scratch tokens of one draft, which follow `length` [R,1] remembered places: their slots and who they see."""
+    """The scratch tokens of one draft, after `length` [R,1] entries of the KV cache: their slots and their masks."""
 
     def __init__(self, length: Tensor, longest: int) -> None:
         self.length = length
         self.parents: Tensor | None = None  # [R,M], once they branch
-        self.before = self.fed = 0  # tokens before the newest, and all of them
+        self.before = self.fed = 0  # scratch tokens before the newest ones, and all scratch tokens
         self._longest = longest
 
     @property
     def visible(self) -> int:
-        """How many slots the newest may see, S."""
+        """S, the number of slots that the newest tokens can see."""
         return self._longest + self.fed
 
     def more(self, fed: int, parents: Tensor | None) -> None:
-        """`fed` tokens come next, with `parents` [R,fed] (-1: the text, None: a chain)."""
+        """Add `fed` tokens with `parents` [R,fed] (-1: the text, None: a chain)."""
         self.before, self.fed = self.fed, self.fed + fed
         if parents is None:
             assert self.parents is None
@@ -250,7 +250,7 @@ class Scratch:
             self.parents = parents if self.parents is None else torch.cat([self.parents, parents], 1)
 
     def placed(self) -> tuple[Tensor, Tensor, Tensor]:
-        """The slots and positions [R,fed] of the newest, and their mask [R,1,fed,S]."""
+        """Return the slots and positions [R,fed] of the newest tokens, and their mask [R,1,fed,S]."""
         M = self.before
         slots = self.length + arange(M, self.fed, self.length.device)
         if self.parents is None:
@@ -260,7 +260,7 @@ class Scratch:
         return slots, position, tree_mask(position, self.length, ancestors[:, M:], self.visible)
 
     def add(self, fed: int, parents: Tensor | None) -> tuple[Tensor, Tensor, Tensor, int]:
-        """For the next `fed` tokens with `parents` [R,fed] (-1: the text, None: a chain): their slots and positions
+        """Add `fed` tokens with `parents` [R,fed] (-1: the text, None: a chain). Return their slots and positions
         [R,fed], their mask [R,1,fed,S], and S."""
         self.more(fed, parents)
         return *self.placed(), self.visible
@@ -270,19 +270,19 @@ class Scratch:
 # copy of some of its rows, [N,D] instead of [V,D]. Everything else, also the tokens that it reads, is the model's own.
 # Tokens keep their ids: `spread` puts the logits at those ids
 
-_SHARE = 4  # one row of this number is kept for the tokens of the texts at hand
+_SHARE = 4  # one of this number of rows is for tokens of the current texts
 _SPACES = str.maketrans("", "", "\u2581\u0120")  # how tokenizers write a space before a word
 
 
 def spread(logits: Tensor, ids: Tensor, vocabulary: int) -> Tensor:
-    """Logits [...,N] of the tokens `ids` [N] over the whole vocabulary [...,V]; tokens without a row are impossible."""
+    """Return logits [...,V] over the vocabulary from logits [...,N] of the tokens `ids` [N]. Others are impossible."""
     everything = logits.new_full((*logits.shape[:-1], vocabulary), float("-inf"))
     return everything.index_copy_(-1, ids, logits)
 
 
 def usual_tokens(lm: LanguageModel, always: Iterable[int]) -> list[int]:
-    """All ids in the order of how usual they are, roughly: those in `always`, single letters and signs (which some
-    tokenizers put last), then by id, for tokenizers learn their tokens in the order of frequency."""
+    """Return all ids roughly by frequency: those in `always`, single letters and signs (which some tokenizers put
+    last), then by id, because tokenizers learn their tokens in the order of frequency."""
     first = [token for token in always if token < lm.vocabulary]
     if lm.tokenizer is not None:
         names = {token: name.translate(_SPACES) for name, token in lm.tokenizer.get_vocab().items()}
@@ -291,14 +291,14 @@ def usual_tokens(lm: LanguageModel, always: Iterable[int]) -> list[int]:
 
 
 class SubsetHead:
-    """`lm`: a view of a model that says N tokens, `ids` [N] of the model's own. Some rows change with the texts at
-    hand: their tokens may come again."""
+    """`lm` is a view of a model with logits of N tokens only, `ids` [N]. Some rows follow the current texts, because
+    their tokens may occur again."""
 
     def __init__(self, lm: LanguageModel, count: int, always: Iterable[int] = ()) -> None:
         name, self._whole = _head_of(lm)
         chosen = usual_tokens(lm, always)[:count]
         self._fixed = len(chosen) - len(chosen) // _SHARE
-        self._next = self._fixed  # the row that is given away next
+        self._next = self._fixed  # the row that the next new token gets
         self._row = {token: row for row, token in enumerate(chosen)}
         self._usual, self._known = chosen, list(chosen)
         with torch.inference_mode(False):
@@ -310,7 +310,7 @@ class SubsetHead:
         self.lm.vocabulary, self.lm.max_token_id = len(chosen), None
 
     def learn(self, tokens: Sequence[int]) -> None:
-        """Those that it could not say so far it can say from now on, the last ones if they are too many."""
+        """Give rows to tokens that have none; to the last of them if they are too many."""
         row = self._row
         new = [token for token in dict.fromkeys(tokens) if token not in row][-(len(self._known) - self._fixed) :]
         if not new or self._fixed == len(self._known):
@@ -324,7 +324,7 @@ class SubsetHead:
         self._write(places, new)
 
     def forget(self) -> None:
-        """As in the beginning: other texts, other tokens."""
+        """Restore the first tokens, because other texts have other tokens."""
         if self._known != self._usual:
             self._known, self._next = list(self._usual), self._fixed
             self._row = {token: row for row, token in enumerate(self._known)}
@@ -342,13 +342,13 @@ class SubsetHead:
 
 
 def _tensors(head: Any, whole: Any) -> list[tuple[Tensor, Tensor]]:
-    """Everything of a head that has a row per output, beside the same of another."""
+    """Return the tensors of two heads that have a row per output, in pairs."""
     names = [*whole._parameters, *whole._buffers]
     return [(getattr(head, name).data, getattr(whole, name).data) for name in names if getattr(whole, name) is not None]
 
 
 def rows_of(whole: Any, ids: Tensor) -> Any:
-    """The head of these outputs alone: a plain linear map, or one of our own with packed weights."""
+    """Return a head with these outputs only. `whole` is a plain linear layer, or one of ours with packed weights."""
     fresh = shell(whole)
     for kind in ("_parameters", "_buffers"):
         held = {
@@ -364,7 +364,7 @@ def rows_of(whole: Any, ids: Tensor) -> Any:
 
 
 def _head_of(lm: LanguageModel) -> tuple[str, Any]:
-    """The output head of a model, and what the model calls it."""
+    """Return the name and the module of a model's output head."""
     own = lm.model.get_output_embeddings()
     names = [name for name, child in lm.model._modules.items() if child is own and own is not None]
     if not names or not hasattr(own, "out_features"):

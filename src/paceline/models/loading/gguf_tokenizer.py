@@ -3,7 +3,7 @@
 transformers builds one too, with errors that change from version to version: it drops SmolLM2's splitting of digits,
 reads TinyLlama's end of text as `<s>`, cuts Gemma into characters. A GGUF names its text splitter
 (`tokenizer.ggml.pre`), its special ids and whether a text begins with BOS, so this module uses those. A file with an
-unknown splitter is refused: a tokenizer that is nearly right makes text that is nearly right.
+unknown splitter is refused, because a tokenizer with a small error makes texts with errors.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from paceline.common.errors import in_one_line, shown
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4  # llama.cpp's token types; 5 is unused, 6 a raw byte
 _BLANK = "▁"  # how sentencepiece writes a space
 _SAMPLES = 256
-_HEALTHY = 0.5  # of the sampled vocabulary must come back as itself; real files reach 1.0, broken ones 0.0
+_HEALTHY = 0.5  # this share of sampled tokens must be found in their own text; real files reach 1.0, broken ones 0.0
 
 
-_MOST_WORK = 1 << 29  # characters that are looked at to split every token in two; Gemma's 262,144 tokens take 2^25
+_MOST_WORK = 1 << 29  # characters that are read to split every token in two; Gemma's 262,144 tokens take 2^25
 _KEY = "tokenizer.ggml."
-# what a value must be, and each of its values if it is a list
+# the type of a value, and the type of its items if it is a list
 _TYPES: dict[str, tuple[Any, Any]] = {
     f"{_KEY}model": (str, None),
     f"{_KEY}pre": (str, None),
@@ -47,9 +47,9 @@ class _Splitter:
 
     pattern: str | None = None
     single_digits: bool = False
-    whole_words_first: bool = False  # a piece that is in the vocabulary is taken whole, merges or not
+    whole_words_first: bool = False  # a piece in the vocabulary is one token, without merges
     composed: bool = False  # Unicode NFC before anything else
-    starts_with_bos: bool = False  # where the file does not say
+    starts_with_bos: bool = False  # if the file does not say
 
 
 _LLAMA3 = (
@@ -88,7 +88,7 @@ _SPLITTERS = {name: splitter for splitter, names in _FAMILIES for name in names}
 
 @dataclass(frozen=True)
 class _Vocabulary:
-    """The token table of a file, and what both kinds of tokenizer need to know."""
+    """The token table of a file, and the facts that both kinds of tokenizer need."""
 
     tokens: list[str]
     kinds: list[int]
@@ -105,7 +105,7 @@ class _Vocabulary:
 
 
 def build_tokenizer(metadata: dict[str, Any]) -> PreTrainedTokenizerFast | None:
-    """The tokenizer of these metadata; None for a model without one (its tokens are not text)."""
+    """Return the tokenizer of these metadata; None for a model without one (its tokens are not text)."""
     _check_types(metadata)
     try:
         return _built(metadata)
@@ -197,7 +197,7 @@ def _numbered(tokens: list[str]) -> dict[str, int]:
 
 
 def _byte_level(vocabulary: _Vocabulary, metadata: dict[str, Any], splitter: _Splitter) -> Tokenizer:
-    """Merges over bytes written as letters (GPT-2 and all that came from it)."""
+    """Return a tokenizer with merges over bytes that are written as letters (GPT-2 and its successors)."""
     merges = [tuple(merge.split(" ", 1)) for merge in metadata.get("tokenizer.ggml.merges") or ()]
     if any(len(pair) != 2 for pair in merges):
         raise TokenizerError("its list of merges holds something that is not a pair")
@@ -220,7 +220,7 @@ def _byte_level(vocabulary: _Vocabulary, metadata: dict[str, Any], splitter: _Sp
 
 
 def _sentencepiece(vocabulary: _Vocabulary, *, prefix: bool) -> Tokenizer:
-    """Merges over characters, with bytes for unknown ones (Llama 2, Gemma). Tokens and scores give the merges."""
+    """Return a tokenizer with merges over characters, by tokens and scores, and bytes for unknown ones (Llama 2)."""
     numbers = _numbered(vocabulary.tokens)
     model = models.BPE(
         numbers,
@@ -240,12 +240,12 @@ def _sentencepiece(vocabulary: _Vocabulary, *, prefix: bool) -> Tokenizer:
 
 
 def _merges_by_score(vocabulary: _Vocabulary, numbers: dict[str, int]) -> list[tuple[str, str]]:
-    """All pairs of tokens that make a token, best score first, as sentencepiece chooses."""
+    """Return all pairs of tokens that make a token, best score first, as sentencepiece chooses."""
     ranked: list[tuple[float, int, int, str, str]] = []
     for token, kind, score in zip(vocabulary.tokens, vocabulary.kinds, vocabulary.scores, strict=True):
         if kind not in (_NORMAL, _USER_DEFINED):
             continue
-        rank = 0.0 if kind == _USER_DEFINED else score  # what the user defined is always taken whole
+        rank = 0.0 if kind == _USER_DEFINED else score  # a user-defined token is never split
         pairs = [(token[:cut], token[cut:]) for cut in range(1, len(token))]
         pairs = [(left, right) for left, right in pairs if left in numbers and right in numbers]
         pairs.sort(key=lambda pair: (numbers[pair[0]], numbers[pair[1]]))
@@ -255,7 +255,7 @@ def _merges_by_score(vocabulary: _Vocabulary, numbers: dict[str, int]) -> list[t
 
 
 def _add_special_tokens(backend: Tokenizer, vocabulary: _Vocabulary) -> None:
-    """Tokens that text never splits, and the BOS and EOS the file wants around a text."""
+    """Add tokens that are never split, and the BOS and EOS that the file wants around a text."""
     special, plain = [], []
     for index, (token, kind) in enumerate(zip(vocabulary.tokens, vocabulary.kinds, strict=True)):
         if kind in (_CONTROL, _UNKNOWN) or index in (vocabulary.bos, vocabulary.eos):
@@ -275,9 +275,9 @@ def _add_special_tokens(backend: Tokenizer, vocabulary: _Vocabulary) -> None:
 
 
 def _refuse_if_broken(backend: Tokenizer, vocabulary: _Vocabulary, *, start: str) -> None:
-    """In a sound tokenizer the text of a token becomes that token again; one that splits into characters shows here.
+    """Refuse a tokenizer that does not encode the texts of tokens as these tokens. A broken one splits them.
 
-    Only tokens with this `start` are asked: where text gets a blank in front, no other token can begin one.
+    Only tokens with this `start` are sampled: if a text gets a blank in front, no other token can begin it.
     """
     pairs = enumerate(zip(vocabulary.tokens, vocabulary.kinds, strict=True))
     ordinary = [index for index, (token, kind) in pairs if kind == _NORMAL and token.startswith(start)]

@@ -26,7 +26,7 @@ _PICKLES = ("pytorch_model*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Inside, transformers and the hub show no bars, no Python warnings, and no log lines below errors."""
+    """Let transformers and the hub show no bars, no warnings and no log lines below errors inside the context."""
     verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     hub_bars = not utils.are_progress_bars_disabled()
     logging.set_verbosity_error()
@@ -57,7 +57,7 @@ def fetch(
     code: bool = False,
     progress: Progress | None = None,
 ) -> Path:
-    """The folder with the repository's files in the hub's cache (HF_HOME). Missing files are downloaded."""
+    """Return the folder with the repository's files in the hub's cache (HF_HOME). Missing files are downloaded."""
     patterns = _TEXT_FILES + (_WEIGHT_FILES if weights else []) + (["*.py"] if code else [])
     try:
         if _offline():
@@ -82,7 +82,7 @@ def fetch(
 
 
 def fetch_or_refuse(repository: str, what: str = "", **how: Any) -> Path:
-    """`fetch`, or a LoadError that says what to do. what: comes before the name in the message."""
+    """Return the folder of `fetch`, or raise a LoadError that says what to do. what: text before the name in it."""
     try:
         return fetch(repository, **how)
     except HubError as error:
@@ -93,13 +93,13 @@ def fetch_or_refuse(repository: str, what: str = "", **how: Any) -> Path:
 
 
 def cached(repository: str) -> Path | None:
-    """The repository in the hub's cache, if it is complete. Does not use the network."""
+    """Return the repository in the hub's cache, if it is complete. Does not use the network."""
     folder = _snapshot(repository, None, _TEXT_FILES + _WEIGHT_FILES)
     return None if folder is None or weights_problem(folder) is not None else folder
 
 
 def weights_problem(folder: Path) -> str | None:
-    """Why a folder cannot be loaded as a model, as the end of a sentence, or None."""
+    """Return why a folder cannot be loaded as a model, as the end of a sentence, or None."""
     if (folder / "config.json").is_file():
         if (folder / "model.safetensors").is_file():
             return link_problem(folder, "model.safetensors")
@@ -132,7 +132,7 @@ def _shards_problem(folder: Path) -> str | None:
 
 
 def _offline() -> bool:
-    """Reads the environment too: the hub's client reads it only when it is imported."""
+    """Return whether the hub is switched off. The hub's client reads the environment only when it is imported."""
     return constants.HF_HUB_OFFLINE or os.environ.get("HF_HUB_OFFLINE", "").upper() in {"1", "ON", "YES", "TRUE"}
 
 
@@ -154,7 +154,7 @@ def _reason(repository: str, error: Exception) -> str:
 
 
 def _reporting_bar(label: str, progress: Progress | None) -> type:
-    """A progress bar class that draws nothing and reports the bytes: the hub's client has no other interface."""
+    """Return a progress bar class that draws nothing and reports the bytes: the hub's client has no other interface."""
     most = 0
 
     class Bar(tqdm):

@@ -16,7 +16,7 @@ from types import ModuleType
 from typing import Any
 
 _COMPILER = "torch._dynamo"
-_TRIED = "2.13."  # the version of torch that the tests run with; in 2.11 for CUDA the package cannot be put off
+_TRIED = "2.13."  # the version of torch that the tests run with; in 2.11 for CUDA the import cannot be delayed
 _MARKS = ("allow_in_graph", "assume_constant_result")  # decorators that return what they are given
 
 
@@ -58,7 +58,7 @@ def _marked(waiting: list[tuple[str, Callable[..., Any]]], name: str, function: 
 
 
 def _disabled(function: Any = None, recursive: bool = True, **more: Any) -> Any:
-    """`torch.compiler.disable`, applied when the compiler is imported: before that nothing can be compiled."""
+    """Apply `torch.compiler.disable` after the compiler is imported: before that nothing can be compiled."""
     if function is None:
         return partial(_disabled, recursive=recursive, **more)
     made: list[Callable[..., Any]] = []
@@ -92,12 +92,12 @@ def put_off(name: str) -> None:
 
 
 def may_put_off(version: str, cuda: str | None) -> bool:
-    """True if this torch was tested. Any other torch imports its compiler as usual, and starts more slowly."""
+    """Return True if this torch was tested. Any other torch imports its compiler as usual, and starts more slowly."""
     return version.startswith(_TRIED) and cuda is None
 
 
 def slim_transformers() -> None:
-    """Call this before transformers is imported."""
+    """Delay the imports. Call this before transformers is imported."""
     import torch
 
     if may_put_off(torch.__version__, torch.version.cuda):

@@ -37,15 +37,15 @@ _HEADER_BYTES = 100_000_000  # the most that safetensors itself reads
 _BITS = {"BOOL": 8, "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6, "U8": 8, "I8": 8, "F8_E5M2": 8, "F8_E4M3": 8, "F8_E8M0": 8,
          "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8, "I16": 16, "U16": 16, "F16": 16, "BF16": 16, "I32": 32, "U32": 32,
          "F32": 32, "C64": 64, "F64": 64, "I64": 64, "U64": 64}  # fmt: skip
-# what configs call their number of layers
+# the names of the number of layers in configs
 _LAYERS = frozenset(["num_hidden_layers", "num_layers", "n_layer", "n_layers", "depth", "attention_types",
                      "decoder_layers", "encoder_layers", "num_decoder_layers", "num_encoder_layers"])  # fmt: skip
 _FEW_LAYERS = 1024  # more take seconds to build
-_COPIES = 2  # weights that are tied are in the file once
-_PARTS = 4  # tensors of a model for one in a file: some files hold several joined
-_PACKED = 16  # numbers in one of a file in few bits
+_COPIES = 2  # weights of a model per number in a file: tied weights are in the file once
+_PARTS = 4  # tensors of a model per tensor in a file: some files join several
+_PACKED = 16  # weights of few bits per number in a file
 _LONGEST_NAME = 255  # the longest that common file systems take
-_SLACK = 1 << 20  # numbers of a model that no file holds
+_SLACK = 1 << 20  # weights of a model that need not be in a file
 _BUFFERS = 1 << 24  # tables that a model computes, such as masks
 
 
@@ -75,7 +75,7 @@ def reading(what: str, path: object, remedy: str = "") -> Iterator[None]:
 
 
 def place_of(where: str | os.PathLike[str]) -> Path:
-    """The path that a user names, with ~ as the home folder. Refuse a name that no file can have."""
+    """Return the path that a user names, with ~ as the home folder. Refuse a name that no file can have."""
     text = os.path.expanduser(os.fspath(where))
     try:
         longest = max(map(len, os.fsencode(text).split(os.sep.encode())))
@@ -87,7 +87,7 @@ def place_of(where: str | os.PathLike[str]) -> Path:
 
 
 def shards_of(folder: Path) -> list[str]:
-    """The files that the index in a folder names. A ValueError says what is wrong, as the end of a sentence."""
+    """Return the files that the index in a folder names. A ValueError says what is wrong, as the end of a sentence."""
     found = read_json(folder / INDEX, _INDEX_BYTES)
     shards = found.get("weight_map") if isinstance(found, dict) else None
     if not isinstance(shards, dict) or not shards:
@@ -96,7 +96,7 @@ def shards_of(folder: Path) -> list[str]:
 
 
 def _file_name(name: Any) -> str:
-    """The name of a file beside the index: an index must not name other files of this machine."""
+    """Return the name of a file beside the index: an index must not name other files of this machine."""
     if not isinstance(name, str) or not name.endswith(".safetensors") or len(name) > _LONGEST_NAME:
         raise ValueError(f"it names {shown(name)}, which is no .safetensors file")
     if Path(name).name != name or "\\" in name or "\0" in name:
@@ -105,8 +105,8 @@ def _file_name(name: Any) -> str:
 
 
 def link_problem(folder: Path, name: str) -> str | None:
-    """Why a link in a folder is not followed, as the end of a sentence. A link may lead to a file of the same kind, by
-    its ending; those of the hub's cache lead to its blobs."""
+    """Return why a link in a folder is not followed, as the end of a sentence. A link may lead to a file of the same
+    kind, by its ending; those of the hub's cache lead to its blobs."""
     path = folder / name
     if not path.is_symlink():
         return None
@@ -127,7 +127,7 @@ def check_link(path: Path) -> None:
 
 
 def header_of(path: Path) -> dict[str, Any]:
-    """The tensors in the header of a safetensors file, checked against its length."""
+    """Return the tensors in the header of a safetensors file, checked against its length."""
     check_link(path)
     try:
         size = path.stat().st_size
@@ -148,7 +148,7 @@ def header_of(path: Path) -> dict[str, Any]:
 
 
 def _check_extent(tensors: Mapping[str, Any], size: int) -> None:
-    """Every tensor lies inside the file, has as many bytes as its shape says, and overlaps no other."""
+    """Refuse a tensor that is outside the file, has not the bytes of its shape, or overlaps another one."""
     places = []
     for name, about in tensors.items():
         try:
@@ -167,7 +167,7 @@ def _check_extent(tensors: Mapping[str, Any], size: int) -> None:
 
 
 def table_of(paths: list[Path]) -> Table:
-    """Of all files together."""
+    """Return the numbers of tensors and weights of all files together."""
     headers = [header_of(path) for path in paths]
     shapes = [about["shape"] for header in headers for about in header.values()]
     return Table(len(shapes), sum(prod(shape) for shape in shapes))
@@ -212,8 +212,8 @@ def _check_layers(config: Any, table: Table, name: str, key: str = "") -> None:
 
 
 def built(make: Callable[[], M], tensors: Mapping[str, Tensor], name: object) -> M:
-    """The module that `make` gives, if its weights have the shapes of `tensors`. It is made on the meta device first,
-    so that a false size costs nothing."""
+    """Return the module of `make`, if its weights have the shapes of `tensors`. It is made on the meta device first, so
+    that a false size costs nothing."""
     table = Table(len(tensors), sum(tensor.numel() for tensor in tensors.values()))
     with bounded(table, name), torch.device("meta"):
         wanted = {key: tuple(weight.shape) for key, weight in make().state_dict().items()}

@@ -31,7 +31,7 @@ from paceline.models.reader import SlotReader
 class AheadReader(SlotReader):
     """A reader that knows how much of each sequence its KV cache holds, so that a draft can continue from there."""
 
-    capturable = False  # what the KV cache holds is counted on the host
+    capturable = False  # the host counts the tokens in the KV cache
 
     def __init__(self, lm: LanguageModel) -> None:
         refuse_dropout(lm.model)
@@ -60,23 +60,23 @@ class AheadReader(SlotReader):
         self._held.reorder(source)
 
     def rewind(self, lengths: list[int]) -> None:
-        """The sequences were cut back to these lengths."""
+        """Follow sequences that were cut back to these lengths."""
         self._held.rewind(lengths)
 
     def _hold(self, rows: RowsView) -> None:
-        """A pass has read the whole sequences."""
+        """Note that a pass has read the whole sequences."""
         self._held.settle(rows.lengths)
         self._held[:] = rows.lengths
 
     # ---- running ahead
 
     def due(self, rows: RowsView) -> int:
-        """How many committed tokens a draft has to read first."""
+        """Return how many committed tokens a draft has to read first."""
         self._held.settle(rows.lengths)
         return max(length - held for length, held in zip(rows.lengths, self._held, strict=True))
 
     def ready(self, rows: RowsView) -> bool:
-        """True if a draft can continue from here. False if a new row is shorter than what the others must catch up."""
+        """Return whether a draft can continue: no row may be shorter than the tokens that others must read."""
         return self.due(rows) <= min(rows.lengths)
 
     @abstractmethod
@@ -85,7 +85,7 @@ class AheadReader(SlotReader):
 
     @abstractmethod
     def hand_over(self, tree: TokenTree, slots: Tensor | None, pruned: bool) -> None:
-        """The draft is ready."""
+        """Take the finished draft; see `SplitReader.hand_over`."""
 
     @abstractmethod
     def _discard_ahead(self) -> None:
@@ -111,12 +111,12 @@ class TwinReader(AheadReader):
         return self._twin.extend(rows, self.due(rows) if tokens is None else 0, tokens, parents).logits
 
     def ready(self, rows: RowsView) -> bool:
-        """The twin may overwrite only what the model reads next, which is the last token. Everything before it must
-        stay the model's own."""
+        """Return whether the twin overwrites only the last token, which the model reads next. Earlier entries of the KV
+        cache must stay the model's own."""
         return self.due(rows) == 1
 
     def hand_over(self, tree: TokenTree, slots: Tensor | None, pruned: bool) -> None:
-        """Does nothing: the model reads the whole draft."""
+        """Do nothing: the model reads the whole draft."""
 
     def extend(
         self, rows: RowsView, width: int, tokens: Tensor | None = None, parents: Tensor | None = None
@@ -137,7 +137,7 @@ Head = Callable[[Tensor], Tensor]  # hidden states [R,Q,D] -> logits [R,Q,V]
 
 
 class _Handover:
-    """The hidden states on their way from the lower part to the upper one."""
+    """Passes hidden states from the lower part to the upper one."""
 
     hidden: Tensor | None = None
 
@@ -173,7 +173,7 @@ class _Exit(_Edge):
 
 
 class _Entry(_Edge):
-    """The first layer of the upper part. It continues from what was handed over."""
+    """The first layer of the upper part. It continues from the hidden states of the lower part."""
 
     def forward(self, hidden_states: Tensor, *args: Any, **named: Any) -> Any:
         given = self.handover.take()
@@ -182,7 +182,7 @@ class _Entry(_Edge):
 
 
 class _TrainedHead(nn.Module):
-    """An output layer of the exit's own, in place of the model's. It reads the last layer's output before any norm."""
+    """The exit's own output layer, in place of the model's. It reads the output of the last layer before any norm."""
 
     def __init__(self, head: Head, handover: _Handover) -> None:
         super().__init__()
@@ -217,10 +217,10 @@ def check_depth(lm: LanguageModel, depth: int) -> None:
 
 
 class SplitReader(AheadReader):
-    """A reader whose lower part can run ahead. `extend` then continues from there, and reads only what is new.
+    """A reader whose lower part can run ahead. `extend` then continues from there, and reads only new tokens.
 
-    `lower` reads scratch tokens in the order in which a draft grows; `hand_over` says which nodes of the tree they
-    became. An `extend` over that very tree continues it, any other reads through all layers.
+    `lower` reads scratch tokens in the order in which a draft grows; `hand_over` gives their nodes in the tree. An
+    `extend` over that tree continues from the lower part, any other `extend` reads through all layers.
     """
 
     def __init__(self, lm: LanguageModel, depth: int, head: Head | None = None) -> None:
@@ -238,8 +238,8 @@ class SplitReader(AheadReader):
         return self._below(rows, self.due(rows) if tokens is None else 0, tokens, parents).logits
 
     def hand_over(self, tree: TokenTree, slots: Tensor | None, pruned: bool) -> None:
-        """The draft is ready. `slots` [R,N]: the number of each node among the scratch tokens that `lower` read, -1 for
-        none (None: a chain, of which the first ones were read). pruned: some that were read may not be in the tree."""
+        """Take the finished draft. slots [R,N]: the number of each node among the scratch tokens that `lower` read; -1:
+        not read (None: a chain, of which the first nodes were read). pruned: read tokens may not be in the tree."""
         self._draft = (tree, slots, pruned)
 
     def _below(
@@ -266,7 +266,7 @@ class SplitReader(AheadReader):
     def extend(
         self, rows: RowsView, width: int, tokens: Tensor | None = None, parents: Tensor | None = None
     ) -> Reading:
-        """See `core.contracts.Reader`. The draft that was handed over is known by its tensors: values are not read."""
+        """See `core.contracts.Reader`. The finished draft is recognised by its tensor objects, without a host read."""
         draft = self._draft
         if draft and draft[0].tokens is tokens and draft[0].parents is parents and 0 < width <= self._ahead[0].shape[1]:
             nodes = self._hidden_of(rows, *draft)

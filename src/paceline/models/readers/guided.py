@@ -24,7 +24,7 @@ from paceline.models.translation import check_same_vocabulary
 
 
 class TwoBranches(LanguageModel):
-    """A model whose logits combine those of two. Tokenizer, end tokens and hidden states are the first's."""
+    """A model whose logits combine those of two branches. Tokenizer, end tokens and hidden states are the first's."""
 
     def __init__(self, first: LanguageModel, second: LanguageModel, name: str, context: int) -> None:
         self.first, self.second, self.record = first, second, ModelRecord()
@@ -34,11 +34,11 @@ class TwoBranches(LanguageModel):
 
     @abstractmethod
     def other_prompt(self, prompt: list[int]) -> list[int]:
-        """The prompt of the second branch. The new tokens are the same for both."""
+        """Return the prompt of the second branch. The new tokens are the same for both."""
 
     @abstractmethod
     def combine(self, first: Tensor, second: Tensor) -> Tensor:
-        """Logits [R,Q,V] from the log-probabilities [R,Q,V] of the branches."""
+        """Return logits [R,Q,V] from the log-probabilities [R,Q,V] of the branches."""
 
     def reader(self, taps: Sequence[float] = ()) -> Any:
         return BranchReader(self, self.first.reader(taps), self.second.reader())
@@ -48,7 +48,7 @@ class TwoBranches(LanguageModel):
 
 
 class BranchReader:
-    """Two readers of one sequence; the second has a prompt of its own."""
+    """Two readers of one sequence. The second one has its own prompt."""
 
     def __init__(self, lm: TwoBranches, first: Any, second: SlotReader) -> None:
         self.lm = lm
@@ -151,7 +151,7 @@ class BranchReader:
 
 
 class Guided(TwoBranches):
-    """Classifier-free guidance: away from the logits without the prompt, or after a negative one."""
+    """Classifier-free guidance: moves logits away from those without the prompt, or after a negative prompt."""
 
     def __init__(self, lm: LanguageModel, scale: float, negative: list[int]) -> None:
         context = lm.context - max(0, len(negative) - 1)  # the second sequence may be longer by this
@@ -184,11 +184,11 @@ class Contrast(TwoBranches):
 
 
 def guided(model: Any, scale: float = 1.5, negative_prompt: str | Sequence[int] = "") -> LanguageModel:
-    """A target with classifier-free guidance, as transformers' `guidance_scale` has it (Sanchez et al. 2023, arXiv
+    """Return a target with classifier-free guidance, as `guidance_scale` of transformers (Sanchez et al. 2023, arXiv
     2306.17806): log-probabilities negative + scale * (prompt - negative).
 
     negative_prompt: a text or token ids that the second branch reads instead of the prompt; without one it reads the
-    last token of the prompt alone. A scale of 1 changes nothing, and is the model itself.
+    last token of the prompt alone. A scale of 1 returns the model itself.
     """
     lm = _loaded(model)
     if not _is_number(scale):
@@ -216,7 +216,7 @@ def guided(model: Any, scale: float = 1.5, negative_prompt: str | Sequence[int] 
 
 
 def contrast(expert: Any, amateur: Any, alpha: float = 0.1, beta: float | None = 0.5) -> LanguageModel:
-    """A target with contrastive decoding (Li et al. 2022, arXiv 2210.15097).
+    """Return a target with contrastive decoding (Li et al. 2022, arXiv 2210.15097).
 
     Of the tokens that the expert gives at least `alpha` times the probability of its best one, the score is
     (1 + beta) * log expert - beta * log amateur (O'Brien & Lewis 2023, arXiv 2309.09117); with beta=None it is the

@@ -16,14 +16,14 @@ from paceline.core.tree import TokenTree
 from paceline.core.verdict import NOTHING, Verdict
 from paceline.models.reader import CHUNK, common_prefix
 
-_ROOM = 64  # a text that outgrows its store gets as much more at least
+_ROOM = 64  # tokens of the smallest store, and the fewest that it grows by
 
 
 class ScratchRows:
-    """A `RowsView` of texts that are written on the host and may be taken back.
+    """A `RowsView` of texts that are written on the host and can be cut back.
 
-    `follow(rows, depth)` lays them over rows that are being decoded: every text is then a row's text and a tail that is
-    not settled, and `choice` speaks of places of the row's, at most `depth` tokens past its text.
+    `follow(rows, depth)` connects them with rows that are being decoded: each text is then a row's text and a tail that
+    is not committed, and `choice` uses positions of the row, at most `depth` tokens past its text.
     """
 
     bound: int | None = None
@@ -55,14 +55,14 @@ class ScratchRows:
     # ---- writing
 
     def admit(self, texts: Sequence[Sequence[int]]) -> int:
-        """New rows at the end; returns the index of the first."""
+        """Add rows at the end, and return the index of the first."""
         first = self.count
         self.histories += [[] for _ in texts]
         self.rewrite([len(text) for text in self.histories[:first]] + [0] * len(texts), [()] * first + list(texts))
         return first
 
     def rewrite(self, starts: Sequence[int], tails: Sequence[Sequence[int]]) -> None:
-        """Of every text the first `starts` tokens stay, and the tail follows them."""
+        """Keep the first `starts` tokens of every text, and append its tail."""
         for text, start, tail in zip(self.histories, starts, tails, strict=True):
             text[start:] = tail
         self._reserve(self.count, max((len(text) for text in self.histories), default=0))
@@ -74,7 +74,7 @@ class ScratchRows:
         self._sync()
 
     def _reserve(self, rows: int, tokens: int) -> None:
-        """Past a text's end its row may hold anything, and a tail is padded: hence the room beyond the longest."""
+        """Make room for the texts, and for the padding of tails: past the end of a text its row can hold any tokens."""
         have_rows, have = self._store.shape
         if rows <= have_rows and 2 * tokens <= have:
             return
@@ -84,19 +84,19 @@ class ScratchRows:
         self._store = store
 
     def release(self, row: int, last: int) -> None:
-        """Row `row` is gone; row `last` takes its place."""
+        """Remove row `row`: row `last` takes its place."""
         self._store[row] = self._store[last]
         self.histories.release(row, last)
         self._sync()
 
     def reorder(self, source: Sequence[int]) -> None:
-        """Row r goes on as a copy of row source[r]."""
+        """Make row r a copy of row source[r]."""
         self._store[: self.count] = self._store[list(source)]
         self.histories[:] = [list(self.histories[other]) for other in source]
         self._sync()
 
     def drop(self, first: int) -> None:
-        """Rows `first` and after are gone."""
+        """Remove the rows from `first` on."""
         del self.histories[first:]
         self._sync()
 
@@ -109,7 +109,7 @@ class ScratchRows:
     def settled(self) -> list[int]:
         if self._below is None:
             return self.lengths
-        # a text may not yet have taken over what the row below it has committed
+        # a text may still lack the last committed tokens of the row below it
         return [min(pair) for pair in zip(self._below[0].settled, self.lengths, strict=False)]
 
     @property
@@ -134,7 +134,7 @@ class ScratchRows:
         return self._below is not None and self._below[0].needs_path
 
     def choice(self, depth: Tensor | slice | TokenTree, path: tuple[Tensor, Tensor] | None = None) -> Choice:
-        """The same places of the rows below. Past their depth every position is the last one: it is not used."""
+        """Return the choice of the rows below at these positions. Past their depth it uses the last position."""
         assert self._below is not None, "texts that follow no rows have no places to choose"
         below, deepest = self._below
         depth = self.ops.depths(depth) if isinstance(depth, TokenTree) else depth
@@ -154,7 +154,7 @@ class ScratchRows:
     def _path(
         self, tails: Tensor, longest: int, Q: int, below: RowsView, path: tuple[Tensor, Tensor] | None
     ) -> tuple[Tensor, Tensor]:
-        """The tail precedes every position, and then come the tokens of `path`."""
+        """Return the tokens before each position: those of the tail, then those of `path`."""
         steps = torch.arange(longest, device=self.device)
         tokens = self.text.gather(1, (below.length + steps).clamp(max=self.text.shape[1] - 1))
         member = (steps < tails).unsqueeze(1).expand(-1, Q, -1)
@@ -164,7 +164,7 @@ class ScratchRows:
 
 
 class ScratchReader:
-    """Sequences (`rows`) and their reader; `read`: per row, the number of tokens in the KV cache."""
+    """Sequences (`rows`) and their reader. read: the number of tokens of each row in the KV cache."""
 
     def __init__(self, reader: Reader, rows: ScratchRows) -> None:
         self.rows = rows
@@ -172,7 +172,7 @@ class ScratchReader:
         self.read = PerRow[int]()
 
     def admit(self, texts: Sequence[Sequence[int]]) -> int:
-        """Add sequences, and read all but their last tokens. Returns the index of the first."""
+        """Add sequences, and read all but their last tokens. Return the index of the first."""
         first = self.rows.admit(texts)
         rest = self.reader.begin(self.rows, first, max(self.rows.lengths))
         self.read += [length - rest for length in self.rows.lengths[first:]]
@@ -184,13 +184,13 @@ class ScratchReader:
         self.read.release(row, last)
 
     def reorder(self, source: Sequence[int]) -> None:
-        """Row r becomes a copy of row source[r]. Its KV cache is valid as far as that of both rows was."""
+        """Make row r a copy of row source[r]. Its KV cache is valid as far as that of both rows was."""
         self.reader.reorder(self.rows, source)
         self.rows.reorder(source)
         self.read[:] = [min(self.read[row], self.read[other]) for row, other in enumerate(source)]
 
     def rewrite(self, texts: Sequence[Sequence[int]], since: Sequence[int]) -> list[int]:
-        """Replace the sequences by `texts`, which are equal up to `since`. Returns the equal length of each."""
+        """Replace the sequences by `texts`, which are equal up to `since`. Return the equal length of each."""
         kept = [
             common_prefix(old, new, start) for old, new, start in zip(self.rows.histories, texts, since, strict=True)
         ]
@@ -200,7 +200,7 @@ class ScratchReader:
         return kept
 
     def extend(self, tokens: Tensor | None = None, parents: Tensor | None = None) -> Reading:
-        """Read what is new in the sequences, and `tokens` [R,Q] after them."""
+        """Read the new tokens of the sequences, and `tokens` [R,Q] after them."""
         width = max(length - read for length, read in zip(self.rows.lengths, self.read, strict=True))
         if width > min(*self.rows.lengths, CHUNK):
             # a row has more new tokens than another has tokens, or more than one pass reads: read all again

@@ -1,7 +1,7 @@
-"""Passes of one shape: a token has the same bits in every draft and in every batch, also without our own kernels.
+"""Run passes of one shape, so that a token has the same bits in every draft and batch, also without our kernels.
 
 Matrix products round differently for different numbers of tokens, and attention for different numbers of keys; in
-bfloat16 such a rounding sometimes decides about a token. So every pass reads one row: `PIECE` tokens of a prompt or
+bfloat16 such a rounding sometimes changes a token. So every pass reads one row: `PIECE` tokens of a prompt or
 `WIDTH` tokens after it, padded. The number of keys follows from the position. The price is the padding, and that the
 rows of a batch share no pass.
 """
@@ -98,7 +98,7 @@ class StrictReader(SlotReader):
 
 
 def _joined(readings: Sequence[Reading], dim: int, kept: slice) -> Reading:
-    """Readings one after the other, and of them the tokens `kept`."""
+    """Join readings, and return the tokens `kept` of them."""
     if len(readings) == 1 and kept == slice(None):
         return readings[0]
     taps = zip(*(reading.taps for reading in readings), strict=True)
@@ -109,5 +109,5 @@ def _joined(readings: Sequence[Reading], dim: int, kept: slice) -> Reading:
 
 
 def _blocks(slots: int) -> int:
-    """The number of slots, rounded up to whole blocks."""
+    """Return the number of slots, rounded up to whole blocks."""
     return -(-slots // BLOCK) * BLOCK

@@ -39,15 +39,15 @@ class Recipe(nn.Module):
 
     @abstractmethod
     def forward(self, batch: Batch) -> Tensor:
-        """The loss, a scalar."""
+        """Return the loss, a scalar."""
 
     @abstractmethod
     def predictions(self, batch: Batch) -> Tensor:
-        """[S,R,T]: the drafted tokens of a chain whose earlier tokens are all accepted; -1 where there is none."""
+        """Return [S,R,T]: the drafted tokens of a chain whose earlier tokens are all accepted; -1 for no token."""
 
     def chains(self, logits: Callable[[Tensor], Tensor], states: Tensor) -> Tensor:
-        """[S,R,T]: the predictions of a recipe that predicts one token from each of `states` [R,T,D]. The logits of all
-        rows at once need too much memory."""
+        """Return [S,R,T]: the predictions of a recipe that predicts one token from each of `states` [R,T,D]. It
+        computes logits row by row, to save memory."""
         best = torch.stack([logits(row).argmax(-1) for row in states])
         return torch.stack([shift_left(best, step + 1) for step in range(self.depth)])
 
@@ -64,7 +64,7 @@ class Recipe(nn.Module):
 
     @abstractmethod
     def drafter(self, **options: Any) -> Drafter:
-        """A drafter with a copy of the current weights: a drafter converts them to the target's dtype."""
+        """Return a drafter with a copy of the weights, because a drafter converts them to the target's dtype."""
 
 
 class ModelRecipe(Recipe):
@@ -73,7 +73,7 @@ class ModelRecipe(Recipe):
     model: Any
 
     def logits(self, states: Tensor) -> Tensor:
-        """[...,D] -> [...,V] over the target's vocabulary."""
+        """Return logits [...,V] over the target's vocabulary from states [...,D]."""
         return self.teacher.logits(states)
 
     def forward(self, batch: Batch) -> Tensor:
@@ -105,7 +105,7 @@ RECIPES: Registry[Recipe] = Registry("kind", "paceline.training.recipes")
 
 
 def make_recipe(kind: str, teacher: Teacher, corpus: Corpus, loss: str, options: Any, seed: int) -> Recipe:
-    """A recipe with initial weights, which follow from the seed."""
+    """Return a recipe with initial weights, which follow from the seed."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         recipe = RECIPES[kind](teacher, corpus, loss, options)
@@ -113,7 +113,7 @@ def make_recipe(kind: str, teacher: Teacher, corpus: Corpus, loss: str, options:
 
 
 def learned_positions(batch: Batch, ahead: int) -> tuple[Tensor, Tensor]:
-    """[P] rows and [P] positions t whose token t+`ahead` is learned."""
+    """Return [P] rows and [P] positions t whose token t+`ahead` is learned."""
     if ahead >= batch.ids.shape[1]:
         empty = torch.zeros(0, dtype=torch.int64, device=batch.ids.device)
         return empty, empty
@@ -122,7 +122,7 @@ def learned_positions(batch: Batch, ahead: int) -> tuple[Tensor, Tensor]:
 
 
 def shift_left(values: Tensor, steps: int, fill: int = -1) -> Tensor:
-    """[R,T] -> [R,T]: entry t is the entry t+steps, `fill` past the end."""
+    """Return [R,T]: entry t is the entry t+steps of `values` [R,T], or `fill` past the end."""
     if steps == 0:
         return values
     return torch.nn.functional.pad(values[:, steps:], (0, min(steps, values.shape[1])), value=fill)

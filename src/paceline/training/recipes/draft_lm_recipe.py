@@ -49,7 +49,7 @@ class DraftLmRecipe(ModelRecipe):
             )
         default = (*range(first, first + options.layers - 1), last) if options.layers > 1 else (first,)
         self.layers = DraftLayers(teacher.lm, options.sources or default, first).to(teacher.dtype)
-        # no module of the recipe, because most of it belongs to the target
+        # not a module of the recipe, because most of it belongs to the target
         self.__dict__["model"] = self.layers.model(teacher.lm)
 
     def save(self, folder: str | os.PathLike[str], numbers: str) -> None:

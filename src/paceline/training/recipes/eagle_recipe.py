@@ -71,7 +71,7 @@ class EagleRecipe(HeadRecipe):
                 self.head.output.weight.copy_(output)
 
     def after_load(self) -> None:
-        """Update the loss and the rows of the target's output layer: the vocabulary may be another one."""
+        """Update the loss and the rows of the target's output layer, because the vocabulary may have changed."""
         if not self.head.config.own_output:
             self.head.output = None
             self.head.borrow(self.teacher.lm)
@@ -82,7 +82,7 @@ class EagleRecipe(HeadRecipe):
             self.loss = DistillationLoss(self.loss.name, self.teacher.logits, self.head.d2t)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        """The ids of the loss move to the device of the module."""
+        """Move the ids of the loss to the device of the module."""
         module = super()._apply(fn, recurse)
         self._update_loss()
         return module
@@ -107,7 +107,7 @@ class EagleRecipe(HeadRecipe):
         return total
 
     def _inputs(self, batch: Batch) -> tuple[Tensor, list[Tensor]]:
-        """Entry t is made of the state at t and the token t+1. The last position has no next token."""
+        """Return embeddings and taps: entry t has the token t+1 and the state at t. The last position has no entry."""
         return self.teacher.embed(batch.ids[:, 1:]), [tap[:, :-1] for tap in batch.taps]
 
     def _logits(self, features: Tensor) -> Tensor:
@@ -126,7 +126,7 @@ class EagleRecipe(HeadRecipe):
 
 
 def _theta(lm: Any) -> float:
-    """The base of the target's rotary embedding, or the usual one."""
+    """Return the base of the target's rotary embedding, or the usual one."""
     config = lm.model.config.get_text_config(decoder=True)
     rope = getattr(config, "rope_parameters", None) or {}
     theta = rope.get("rope_theta") if isinstance(rope, dict) else None

@@ -24,7 +24,7 @@ class ExitRecipe(HeadRecipe):
 
     @dataclass(frozen=True)
     class Options(Limited):
-        layers: int = limited(0, 0, 10_000)  # of the target that draft; 0: a third of them
+        layers: int = limited(0, 0, 10_000)  # the target's first layers that draft; 0: a third of all
         # inner width of the extra block; 0: none, -1: four times the target's width
         block: int = limited(-1, -1, 2**20)
         own_output: bool = False

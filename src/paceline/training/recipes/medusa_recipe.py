@@ -20,7 +20,7 @@ _MAX_HEADS = 5
 
 @RECIPES.register("medusa")
 class MedusaRecipe(HeadRecipe):
-    """Train heads on the target's last hidden state, each of which predictions a token further ahead."""
+    """Train heads on the target's last hidden state. Head k predicts the token k + 2 positions ahead."""
 
     @dataclass(frozen=True)
     class Options(Limited):

@@ -12,14 +12,14 @@ if TYPE_CHECKING:
     from paceline.engine.decoder import SpeculativeDecoder
     from paceline.models import LanguageModel
 
-_GAMMA = 4  # drafted tokens of the speed-up that is worked out
+_GAMMA = 4  # drafted tokens in the computed speed-up
 _RATES = (0.6, 0.8, 0.9)
 _WIDTHS = (2, 4, 8, 16)
 
 
 def costs_of(decoder: SpeculativeDecoder, look: Callable[[LanguageModel], Costs | None]) -> Costs | None:
-    """The costs of the target, with those of the draft model as the drafter's. look: `known_costs`, or `costs_for`,
-    which measures what is not known."""
+    """Return the costs of the target, with a pass of the draft model as the draft step. look: `known_costs`, or
+    `costs_for`, which measures unknown costs."""
     costs, small = look(decoder.target), getattr(decoder.drafter, "lm", None)
     drafts = None if costs is None or small is None else look(small)
     if costs is None or drafts is None:
@@ -29,7 +29,7 @@ def costs_of(decoder: SpeculativeDecoder, look: Callable[[LanguageModel], Costs 
 
 
 def expected(costs: Costs, name: str) -> tuple[str, dict[str, Any]]:
-    """What v(n) allows: (1-α^(γ+1))/(1-α) tokens for the price of v(γ+1) + γc. A sentence, and its facts."""
+    """Return the speed-up that v(n) allows, as a sentence and as facts: (1-α^(γ+1))/(1-α) over v(γ+1) + γc."""
     widths = {n: round(costs.v(n), 2) for n in _WIDTHS}
     speeds = _speeds(costs, name)
     passes = ", ".join(f"v({n}) {value:.2f}" for n, value in widths.items())
@@ -40,7 +40,7 @@ def expected(costs: Costs, name: str) -> tuple[str, dict[str, Any]]:
 
 
 def expected_briefly(decoder: SpeculativeDecoder) -> str:
-    """What a decoder may gain here, as a line: what doctor measured, else what the costs of passes allow."""
+    """Return a line with the speed-up to expect here: what doctor measured, else what the costs of passes allow."""
     from paceline.models.pass_timing import known_costs
 
     ratio = measured_before(decoder)
@@ -73,7 +73,7 @@ def keep_measured(decoder: SpeculativeDecoder, ratio: float) -> None:
 
 
 def measured_before(decoder: SpeculativeDecoder) -> float | None:
-    """The kept speed-up of this decoder."""
+    """Return the kept speed-up of this decoder."""
     from paceline.models.loading.disk_cache import read_json
 
     ratio = (read_json(_kept(decoder)) or {}).get(decoder.describe())

@@ -12,8 +12,8 @@ from paceline.serve.server_options import ServerOptions
 
 
 def bind_sockets(options: ServerOptions) -> list[socket.socket]:
-    """Sockets for every address of --host, at one port. They do not listen yet, so clients are refused and do not
-    wait."""
+    """Return sockets for every address of --host, at one port. They do not listen yet, so a client is refused and does
+    not wait."""
     host, port = options.host, options.port
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
@@ -49,7 +49,7 @@ def _bound(family: int, kind: int, protocol: int, address: tuple[object, ...]) -
 
 
 def address_error(options: ServerOptions, error: OSError) -> InputError:
-    """Why the server cannot listen, and what to do."""
+    """Return the error that says why the server cannot listen, and what to do."""
     host, port = options.host, options.port
     if error.errno == errno.EADDRINUSE:
         return InputError(f"Port {port} of {host} is in use; choose another one with --port, or 0 for a free one.")

@@ -23,7 +23,7 @@ from paceline.serve.openai.api_errors import ApiError, JsonResponse, note_error
 
 LOGGER = "paceline.serve"
 _OPEN = ("/health",)
-_AT_ONCE = 8  # bodies of the largest size that the server holds that the server holds
+_AT_ONCE = 8  # bodies of the largest size that the server holds
 _LINGER = 2.0  # seconds
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 

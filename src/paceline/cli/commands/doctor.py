@@ -1,4 +1,4 @@
-"""`paceline doctor`: what is installed, what this machine can do, and what to expect of a pair of models here."""
+"""`paceline doctor`: show what is installed, what this machine can do, and the speed-up of a pair of models here."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ class _Checks:
         return "ok", text, {"target": lm.name, "architecture": lm.architecture.name}
 
     def _runner(self) -> Found:
-        """What runs the forward passes, and why."""
+        """Report what runs the forward passes, and why."""
         from paceline.models.runtime import running
 
         assert self.lm is not None
@@ -139,7 +139,7 @@ class _Checks:
         return "ok", self.decoder.describe() + match, {"draft": self.decoder.drafter.name}
 
     def _template(self) -> Found:
-        """A draft model that reads conversations in another form drafts worse."""
+        """Compare chat templates, because a draft model that reads conversations in another form drafts worse."""
         assert self.lm is not None
         assert self.decoder is not None
         own = getattr(self.lm.tokenizer, "chat_template", None)
@@ -159,7 +159,7 @@ class _Checks:
         return "note", text + "may be accepted", {**facts, "same_template": False}
 
     def _rollback(self) -> Found:
-        """Speculation needs a KV cache that can discard rejected tokens."""
+        """Test that the KV cache can discard rejected tokens, which speculation needs."""
         from paceline.models.architecture import TESTED
         from paceline.models.probe import probe
 
@@ -201,8 +201,8 @@ class _Checks:
 
 
 def _one_text(decoder: SpeculativeDecoder, deadline: float) -> tuple[str, dict[str, Any]]:
-    """One text plainly and one with drafts, after a warm-up of both: a first look, not a benchmark. Each has half of
-    the time, so the texts of a slow model are shorter."""
+    """Time one text plainly and one with drafts, after a warm-up of both. This is no benchmark. Each has half of the
+    time, so the texts of a slow model are shorter."""
     from paceline.engine.decoder import SpeculativeDecoder
 
     lm = decoder.target
@@ -285,7 +285,7 @@ def _processor() -> Found:
 
 
 def _memory() -> Found:
-    """What this process may use: of the machine, or of its container."""
+    """Report the memory that this process may use, of the machine or of its container."""
     try:
         total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (AttributeError, ValueError, OSError):
@@ -357,7 +357,7 @@ def _cache() -> Found:
 
 
 def _nearest(folder: Path) -> Path:
-    """The folder, or the first above it that exists."""
+    """Return the folder, or the first one above it that exists."""
     return next(each for each in (folder, *folder.absolute().parents) if each.is_dir())
 
 

@@ -67,7 +67,7 @@ def serve(ctx: typer.Context, options: ServeOptions) -> None:
 
 
 def model_length(options: ServeOptions, decoder: SpeculativeDecoder) -> int:
-    """Tokens of a slot."""
+    """Return the number of tokens of a slot."""
     context, asked = decoder.target.context, options.max_model_len
     if asked is None:
         return min(context, _USUAL_LENGTH)
@@ -77,8 +77,8 @@ def model_length(options: ServeOptions, decoder: SpeculativeDecoder) -> int:
 
 
 def beginning(facts: EngineFacts, decoder: SpeculativeDecoder) -> Iterator[str]:
-    """The first lines: what drafts for what, the slots and their memory, the default temperature, what the bits depend
-    on, and the speed-up to expect."""
+    """Yield the first lines: drafter and target, the slots and their memory, the default temperature, what the bits
+    depend on, and the speed-up to expect."""
     yield facts.description
     yield _slots(facts)
     states = decoder.target.usual_temperature is not None
@@ -97,7 +97,7 @@ def _slots(facts: EngineFacts) -> str:
 
 
 def _bits(decoder: SpeculativeDecoder) -> str:
-    """What the load can change."""
+    """Return a line that says whether a text can depend on the load."""
     from paceline.models.runtime import running
 
     how = running(decoder.target)

@@ -95,7 +95,7 @@ class Answer:
         return content | {"usage": self.usage(), "metrics": self.metrics()}
 
     def chunks(self, index: int, update: Update) -> Iterator[dict[str, Any]]:
-        """The chunks of a stream for one update. The last one counts its tokens."""
+        """Yield the chunks of a stream for one update. The last one counts its tokens."""
         with_usage = self._wants("include_usage")
         continuous = with_usage and self._wants("continuous_usage_stats")
         usage = self.usage() if continuous else None

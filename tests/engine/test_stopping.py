@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import pytest
 from tests.toys import LETTERS, letters, raw_bytes
+from transformers import PreTrainedTokenizerFast
 
-from paceline.engine.stopping import Detokenizer, Stop, Stopper
+from paceline.engine.stopping import Detokenizer, Stop, Stopper, decode_with
 
 
 def stopper(strings: Sequence[str] = (), eos: Sequence[int] = (), limit: int = 99, criterion: Any = None) -> Stopper:
@@ -153,3 +156,22 @@ def test_special_tokens_are_not_text() -> None:
     tokenizer.add_special_tokens({"eos_token": "!"})
     detokenizer = Detokenizer(tokenizer, [])
     assert [detokenizer.push(token) for token in (0, LETTERS.index("!"), 1)] == ["a", "", "b"]
+
+
+def test_fast_tokenizers_decode_without_transformers_and_alike() -> None:
+    tokenizer = raw_bytes()
+    tokenizer.add_special_tokens({"eos_token": "<eos>"})
+    dice = random.Random(3)
+    decode = decode_with(tokenizer)
+    assert isinstance(decode, partial)
+    for length in range(60):
+        ids = [dice.randrange(len(tokenizer)) for _ in range(length)]
+        assert decode(ids) == tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+
+def test_a_tokenizer_that_decodes_in_a_way_of_its_own_is_asked() -> None:
+    class Loud(PreTrainedTokenizerFast):  # type: ignore[misc]
+        def _decode(self, *arguments: Any, **options: Any) -> str:
+            return str(super()._decode(*arguments, **options)).upper()
+
+    assert decode_with(Loud(tokenizer_object=letters().backend_tokenizer))([0, 1]) == "AB"

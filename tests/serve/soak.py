@@ -64,6 +64,7 @@ async def soak_of(port: int, count: int, process: Watched, at_once: int = 16) ->
         "threads": [before["threads"], process.threads],
         "sockets": [before["sockets"], process.sockets],
         "memory_kib": [round(memory[0][1]), round(half[0][1]), round(half[-1][1])],
+        "memory_points": [(number, round(kib)) for number, kib in memory],
         "memory_slope_bytes_per_request": 1024 * statistics.linear_regression(*zip(*half, strict=True)).slope,
     }
 

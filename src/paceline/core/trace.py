@@ -71,7 +71,8 @@ class Trace:
 
     def explain(self, why: str, asked: float = 0.0) -> None:
         """Set `why` and `asked` of the last round."""
-        self.rounds[-1] = replace(self.rounds[-1], why=why, asked=asked)
+        last = self.rounds[-1]
+        self.rounds[-1] = Round(last.drafted, last.parents, last.path, last.own, last.bonus, why, asked)
 
     def by_position(self) -> list[tuple[int, int]]:
         """Return (accepted, drafted) for depth 0, 1, ...: the rounds with an accepted node, and those with any node."""

@@ -6,6 +6,7 @@ import copy
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache, partial
 from typing import Any
 
 # tokens of the prompt that are decoded with the first new token: in some tokenizers the text depends on neighbours
@@ -13,20 +14,35 @@ _CONTEXT = 6
 _PATIENCE = 8  # tokens to wait for the rest of a character; a character has at most 4 bytes
 
 
+def decode_with(tokenizer: Any) -> Callable[[list[int]], str]:
+    """Return the function that makes text from tokens without special tokens. For a fast tokenizer it is that of the
+    library `tokenizers`: the same call through transformers takes ten times as long."""
+    if _only_passes_on(type(tokenizer)) and not {"decode", "_decode"} & vars(tokenizer).keys():
+        return partial(tokenizer.backend_tokenizer.decode, skip_special_tokens=True)
+    return lambda ids: str(tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+
+
+@cache
+def _only_passes_on(kind: type) -> bool:
+    """Return whether `decode` of this class is that of a fast tokenizer of transformers, which only passes the tokens
+    on to the library `tokenizers`."""
+    homes = [
+        next((each.__module__ for each in kind.__mro__ if name in vars(each)), "") for name in ("decode", "_decode")
+    ]
+    return homes == ["transformers.tokenization_utils_base", "transformers.tokenization_utils_tokenizers"]
+
+
 class Detokenizer:
     """Makes text from tokens, piece by piece, and never splits a character."""
 
     def __init__(self, tokenizer: Any, prompt: Sequence[int]) -> None:
-        self._tokenizer = tokenizer
+        self._decode = decode_with(tokenizer)
         self._ids = list(prompt[-_CONTEXT:])
         # ids[start:told] were returned as text; they are the context of the rest
         self._start, self._told = 0, len(self._ids)
         self._alone: dict[int, str] = {}
         # a prompt can end inside a character, which the first new tokens complete
         self._told_text = self._decode(self._ids).removesuffix("\ufffd")
-
-    def _decode(self, ids: list[int]) -> str:
-        return str(self._tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
     def fork(self) -> Detokenizer:
         """Return a copy of the state for other tokens."""

@@ -53,6 +53,7 @@ class AcceptanceStats:
         self.run = 0
         self._expected = self._accepted = POLICY.temper_weight  # sum of rates of first children; accepted ones
         self._weight = [POLICY.prior_weight] * len(self.rates)
+        self._known: tuple[tuple[int, int], list[float]] | None = None  # the last result of `expected`
 
     @property
     def temper(self) -> float:
@@ -60,6 +61,7 @@ class AcceptanceStats:
         return min(self._accepted / self._expected, 1.0)
 
     def observe(self, entry: int, accepted: bool) -> None:
+        self._known = None
         if entry < BUCKETS:
             self._expected = self._expected * _FADE + self.rates[entry]
             self._accepted = self._accepted * _FADE + accepted
@@ -86,13 +88,17 @@ class AcceptanceStats:
         return useful
 
     def expected(self, length: int) -> list[float]:
-        """Return for each token of a chain the probability that it and all tokens before it are accepted."""
-        chances: list[float] = []
-        chance, temper = 1.0, self.temper
-        for depth in range(length):
-            chance *= temper * self.rates[entry_of(0, self.run + depth)]
-            chances.append(chance)
-        return chances
+        """Return for each token of a chain the probability that it and all tokens before it are accepted. The list must
+        not be changed: every round gets the same one until something is observed."""
+        key = (length, self.run)
+        if self._known is None or self._known[0] != key:
+            chances: list[float] = []
+            chance, temper = 1.0, self.temper
+            for depth in range(length):
+                chance *= temper * self.rates[entry_of(0, self.run + depth)]
+                chances.append(chance)
+            self._known = key, chances
+        return self._known[1]
 
 
 def entry_of(rank: int, run: int) -> int:
@@ -208,12 +214,13 @@ def best_width(
 
 def best_depth(chances: Sequence[float], prices: Sequence[float], step: float, throughput: float) -> DraftValue:
     """Return the best depth of a chain whose tokens have these chances. `step` is the price of one draft step."""
-    best, tokens = PLAIN, 1.0
+    best, most, tokens = PLAIN, 0.0, 1.0
     for depth, chance in enumerate(chances[: len(prices) - 1], 1):
         tokens += chance
-        value = DraftValue(depth, tokens, prices[depth] + depth * step)
-        if best is PLAIN or value.at(throughput) > best.at(throughput):
-            best = value
+        price = prices[depth] + depth * step
+        value = tokens - throughput * price  # `DraftValue.at`, inline: once per token and round
+        if best is PLAIN or value > most:
+            best, most = DraftValue(depth, tokens, price), value
     return best if best.pays else PLAIN
 
 

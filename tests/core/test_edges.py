@@ -85,12 +85,12 @@ def test_purposes_have_a_number_each() -> None:
 def test_a_uniform_is_never_0_or_1(word: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the 64 bits are: exponential noise would be infinite, or 0."""
     monkeypatch.setattr(noise, "_scramble", lambda words: torch.full_like(words, word))
-    noise._lane_words.cache_clear()
+    noise.lane_words.cache_clear()
     try:
         key, position = torch.tensor([[3]]), torch.tensor([[4]])
         u, waits = float(uniform(key, position, 2)[0, 0, 0]), float(exponential(key, position, 2)[0, 0, 0])
     finally:
-        noise._lane_words.cache_clear()
+        noise.lane_words.cache_clear()
     assert u == (2.0**-53 if word == 0 else 1 - 2.0**-53)
     assert 0 < waits < math.inf
 

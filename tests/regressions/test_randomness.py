@@ -100,14 +100,14 @@ def test_neighbouring_positions_seeds_and_tokens_are_unrelated() -> None:
 def test_a_uniform_is_never_zero_or_one(monkeypatch: pytest.MonkeyPatch, word: int) -> None:
     """Trap 12: a float32 uniform can round to 1.0 and then picks a token of probability zero."""
     monkeypatch.setattr(noise, "_scramble", lambda words: torch.full_like(words, word))
-    noise._lane_words.cache_clear()
+    noise.lane_words.cache_clear()
     try:
         for lanes in (3, torch.tensor([[[0, 1, 2]]])):
             u = uniform(torch.zeros(1, 1, dtype=torch.int64), torch.zeros(1, 1, dtype=torch.int64), lanes)
             assert u.dtype == torch.float64
             assert bool(((u > 0) & (u < 1)).all())
     finally:
-        noise._lane_words.cache_clear()
+        noise.lane_words.cache_clear()
 
 
 @pytest.mark.parametrize(("u", "probability", "accepted"), [(0.0, 0.0, False), (0.0, 1e-300, True), (0.5, 0.5, False)])

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from paceline.core.device_ops import multiples
 from paceline.core.law import Law, Prefix, edited, law_of
-from paceline.core.noise import Purpose, exponential, uniform
+from paceline.core.noise import Purpose, uniform
 from paceline.core.ranking import best
 from paceline.core.sampling import SamplingBatch
 from paceline.core.tree import TokenTree
@@ -56,7 +56,7 @@ class NoiseTable:
         """Return the noise [R,Q,V] at the depths, given as a slice (for all rows) or as [R,Q]."""
         table = self._made.get((purpose, vocabulary))
         if table is None:
-            table = exponential(self.batch.key(purpose), self.position, vocabulary)
+            table = self.batch.ops.exponential(self.batch.key(purpose), self.position, vocabulary)
             self._made[(purpose, vocabulary)] = table
         if isinstance(depth, slice):
             return table[:, depth]
@@ -131,7 +131,7 @@ class Choice:
             noise = self._noise(law, vocabulary, purpose)
         else:
             lanes = vocabulary if law.ids is None else law.ids
-            noise = exponential(self.batch.key(purpose), self.at_depth(self.table.own), lanes)
+            noise = self.batch.ops.exponential(self.batch.key(purpose), self.at_depth(self.table.own), lanes)
         return _named((law.weights / noise).argmax(-1), law)
 
     def siblings(
@@ -177,7 +177,9 @@ class Choice:
 
     def _fresh(self, branch: Tensor, vocabulary: int) -> Tensor:
         """Return [R,Q,V]: noise that only this round uses, for the branches [R,Q]."""
-        return exponential(self.batch.key(Purpose.DRAFT), self.table.length + branch * _BRANCH, vocabulary)
+        return self.batch.ops.exponential(
+            self.batch.key(Purpose.DRAFT), self.table.length + branch * _BRANCH, vocabulary
+        )
 
     def coin(self, probability: Tensor, depth: Tensor, lane: int) -> Tensor:
         """Return [R] bool: true with the given probability. `u < p` is strict, so that probability 0 is never true."""
@@ -188,14 +190,14 @@ class Choice:
     def draw(self, weights: Tensor, depth: Tensor) -> Tensor:
         """Return [R]: a sample of the law `weights` [R,V] at `depth` [R], with the noise of final tokens."""
         position = self.table.position.gather(1, depth.unsqueeze(1))
-        noise = exponential(self.batch.key(Purpose.FINAL), position, weights.shape[-1]).squeeze(1)
+        noise = self.batch.ops.exponential(self.batch.key(Purpose.FINAL), position, weights.shape[-1]).squeeze(1)
         ahead = (weights / noise).max(-1)
         return torch.where(ahead.values > 0, ahead.indices, BROKEN)
 
     def _noise(self, law: Law, vocabulary: int, purpose: Purpose) -> Tensor:
         if law.ids is None:
             return self.table.at(self.depth, vocabulary, purpose)
-        return exponential(self.batch.key(purpose), self.position, law.ids)
+        return self.batch.ops.exponential(self.batch.key(purpose), self.position, law.ids)
 
 
 def _named(where: Tensor, law: Law) -> Tensor:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor
 
-from paceline.core.noise import Purpose
+from paceline.core.noise import Purpose, exponential
 from paceline.core.ranking import first_best
 from paceline.core.verdict import BROKEN, NOTHING, Verdict
 
@@ -120,6 +120,10 @@ class DeviceOps:
     move_kernel: Callable[..., None] | None = None  # between stores of one shape, whose addresses are on the device
 
     # ---- tokens
+
+    def exponential(self, key: Tensor, position: Tensor, lanes: Tensor | int) -> Tensor:
+        """Return exponential noise [R,Q,L]: see `core.noise`. key [R,1], position [R,Q]."""
+        return exponential(key, position, lanes)
 
     def pick(self, choice: Choice, logits: Tensor) -> Tensor:
         """Return [R,Q]: the target's token at each position, or BROKEN where no token can be chosen."""

@@ -60,15 +60,19 @@ def fresh_seed() -> int:
 
 
 @lru_cache(maxsize=8)
-def _lane_words(count: int, device: torch.device) -> Tensor:
+def lane_words(count: int, device: torch.device) -> Tensor:
     """Return one mixed word per lane, [count]. The cache keeps it per count and device."""
     return _scramble(torch.arange(1, count + 1, device=device) * _signed(_GOLDEN))
 
 
-def _uniform(key: Tensor, position: Tensor, lane_words: Tensor) -> Tensor:
-    """Return uniform float64 numbers in (0, 1), [R,Q,L]. key [R,1], position [R,Q], lane_words [...,L]."""
-    place = _scramble(position * _signed(_GOLDEN) + key)  # [R,Q]
-    words = _scramble(place.unsqueeze(-1) + lane_words)
+def place_words(key: Tensor, position: Tensor) -> Tensor:
+    """Return one mixed word per position, [R,Q]. key [R,1], position [R,Q]."""
+    return _scramble(position * _signed(_GOLDEN) + key)
+
+
+def _uniform(key: Tensor, position: Tensor, lanes: Tensor) -> Tensor:
+    """Return uniform float64 numbers in (0, 1), [R,Q,L]. key [R,1], position [R,Q], lanes: words [...,L]."""
+    words = _scramble(place_words(key, position).unsqueeze(-1) + lanes)
     bits = words.bitwise_right_shift(12).bitwise_and_((1 << 52) - 1)
     return bits.to(torch.float64).add_(0.5).mul_(2.0**-52)
 
@@ -76,7 +80,7 @@ def _uniform(key: Tensor, position: Tensor, lane_words: Tensor) -> Tensor:
 def uniform(key: Tensor, position: Tensor, lanes: Tensor | int) -> Tensor:
     """Return uniform numbers [R,Q,L] for the lanes [R,Q,L], or for the lanes 0..L-1 if `lanes` is the number L."""
     if isinstance(lanes, int):
-        return _uniform(key, position, _lane_words(lanes, position.device))
+        return _uniform(key, position, lane_words(lanes, position.device))
     return _uniform(key, position, _scramble((lanes + 1) * _signed(_GOLDEN)))
 
 

@@ -15,13 +15,22 @@ from torch import Tensor
 from paceline.core.choice import Draw
 from paceline.core.contracts import RowsView
 from paceline.core.device_ops import DeviceOps, KernelTree, TreeBuilder
+from paceline.core.noise import lane_words, place_words
 
 
 class CpuOps(DeviceOps):
-    """Runs operations on trees by kernels. torch grows sampled trees, because the kernels draw no noise."""
+    """Runs operations on trees by kernels. torch grows sampled trees: the kernels that grow trees draw no noise."""
 
     def __init__(self) -> None:
         self.depths_kernel, self.match_tree_kernel, self.move_kernel = depths, follow_tree, move
+
+    def exponential(self, key: Tensor, position: Tensor, lanes: Tensor | int) -> Tensor:
+        if not isinstance(lanes, int):
+            return super().exponential(key, position, lanes)
+        places, words = place_words(key, position).contiguous(), lane_words(lanes, position.device)
+        numbers = torch.empty((*places.shape, lanes), dtype=torch.float64, device="cpu")
+        _kernel("run_uniform")(places.data_ptr(), words.data_ptr(), numbers.data_ptr(), places.numel(), lanes)
+        return numbers.log_().neg_()
 
     def tree_builder(
         self, rows: RowsView, draw: Draw, logits: Tensor, size: int, widest: int, anywhere: bool
@@ -34,9 +43,9 @@ class CpuOps(DeviceOps):
 
 @lru_cache(256)
 def _kernel(name: str) -> Any:
-    from paceline.kernels.cpu import team, tree_growing
+    from paceline.kernels.cpu import noise_words, team, tree_growing
 
-    return team.direct(getattr(tree_growing, name))
+    return team.direct(getattr(noise_words if hasattr(noise_words, name) else tree_growing, name))
 
 
 def _numbers(*shape: int) -> Tensor:

@@ -6,7 +6,7 @@ import copy
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import lru_cache, partial
 from typing import Any
 
 # tokens of the prompt that are decoded with the first new token: in some tokenizers the text depends on neighbours
@@ -22,7 +22,7 @@ def decode_with(tokenizer: Any) -> Callable[[list[int]], str]:
     return lambda ids: str(tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
 
-@cache
+@lru_cache(maxsize=64)
 def _only_passes_on(kind: type) -> bool:
     """Return whether `decode` of this class is that of a fast tokenizer of transformers, which only passes the tokens
     on to the library `tokenizers`."""

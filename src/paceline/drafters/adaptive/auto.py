@@ -34,7 +34,6 @@ from paceline.models.pass_timing import costs_for
 
 # members that need only the texts and the target's forward passes
 _DEFAULT = ("grammar", ("suffix", {"branches": 4}), "recycling", ("prediction", {"prompt": False}))
-_NO_TREE = MergedTree((), 0)
 # for the conformance suite: a machine where reading more tokens is free, and one where a draft seldom saves time
 _FREE = Costs({1: {1: 1.0, 64: 1.01}})
 _EXPENSIVE = Costs({1: {1: 1.0, 2: 1.7, 8: 2.1, 64: 8.0}})
@@ -212,7 +211,7 @@ class Auto(DrafterGroup, ChoosesLength, Replayable, Resolvable):
     def _best(self, count: int, budget: Budget) -> tuple[list[MergedTree], DraftValue, DraftValue]:
         """Return the merged tree of every row, the best value, and the best value of those with a draft."""
         if not self._has_drafts():
-            return [_NO_TREE] * count, PLAIN, PLAIN
+            return [MergedTree((), 0)] * count, PLAIN, PLAIN
         merged = [self._merge(row, budget) for row in range(count)]
         pairs = zip(merged, self._calibration, strict=True)
         chances = [tree.best_chances(calibration.value) for tree, calibration in pairs]

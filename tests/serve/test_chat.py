@@ -273,6 +273,8 @@ SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
     ("given", "setting", "value"),
     [
         ({"response_format": {"type": "json_object"}}, "json_object", True),
+        ({"response_format": {"type": "json_object", "schema": SCHEMA}}, "json_schema", SCHEMA),
+        ({"json_schema": SCHEMA}, "json_schema", SCHEMA),
         ({"response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMA, "strict": True}}},
          "json_schema", SCHEMA),
         ({"structured_outputs": {"json": SCHEMA}}, "json_schema", SCHEMA),
@@ -298,6 +300,8 @@ def test_constraints_that_are_refused(server: Running) -> None:
     assert "both constrain the text" in both.json()["error"]["message"]
     missing = server.post(PATH, {"messages": HELLO, "response_format": {"type": "json_schema"}})
     assert missing.json()["error"]["param"] == "response_format"
+    misplaced = server.post(PATH, {"messages": HELLO, "response_format": {"type": "text", "schema": SCHEMA}})
+    assert (misplaced.status_code, misplaced.json()["error"]["param"]) == (400, "response_format")
     ask(server, response_format={"type": "text"})
 
 

@@ -50,8 +50,17 @@ class SchemaFormat(Strict):
 
 
 class ResponseFormat(Strict):
+    """OpenAI's shape. `schema` beside the type json_object is llama.cpp's."""
+
     type: Literal["text", "json_object", "json_schema"]
     json_schema: SchemaFormat | None = None
+    object_schema: dict[str, Any] | None = Field(None, alias="schema")
+
+    @model_validator(mode="after")
+    def _schema_of_an_object(self) -> ResponseFormat:
+        if self.object_schema is not None and self.type != "json_object":
+            raise ValueError("response_format.schema is only for the type json_object; use json_schema.schema")
+        return self
 
 
 class StructuredOutputs(Strict):
@@ -104,6 +113,7 @@ class Sampled(Strict):
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
+    json_schema: dict[str, Any] | None = None
     regex: str | None = None
     grammar: str | None = None
     choice: Annotated[list[str], Field(fail_fast=True, min_length=1, max_length=4096)] | None = None

@@ -238,8 +238,10 @@ def _constraints(body: Sampled) -> list[tuple[str, str, Any]]:
     """Return (parameter, setting, value) of every constraint in the body."""
     found: list[tuple[str, str, Any]] = []
     form = body.response_format
-    if form is not None and form.type == "json_object":
+    if form is not None and form.type == "json_object" and form.object_schema is None:
         found.append(("response_format", "json_object", True))
+    elif form is not None and form.type == "json_object":
+        found.append(("response_format", "json_schema", form.object_schema))
     if form is not None and form.type == "json_schema":
         schema = form.json_schema.json_schema if form.json_schema is not None else None
         if schema is None:

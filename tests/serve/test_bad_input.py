@@ -234,3 +234,20 @@ def test_a_client_that_does_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_hostile_conversations(server: Running, body: Any) -> None:
     error_of(server.post(CHAT, body), 400)
     assert server.get("/health").status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "name"),
+    [
+        ("/v1/responses", {"input": "a", "background": 0}, "background"),
+        ("/v1/responses", {"input": "a", "store": 0}, "store"),
+        ("/v1/completions", {"prompt": "a", "use_beam_search": 0}, "use_beam_search"),
+        ("/v1/completions", {"prompt": "a", "skip_special_tokens": 1}, "skip_special_tokens"),
+        ("/v1/completions", {"prompt": "a", "best_of": True}, "best_of"),
+    ],
+)
+def test_a_number_is_no_truth_value(server: Running, path: str, body: dict[str, Any], name: str) -> None:
+    """schemathesis found that 0 passed for false."""
+    response = server.post(path, body)
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == name

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 _FIELDS = 128  # fields of an object: a body with a million names would give a million errors
 STOPS, STOP_LENGTH = 64, 1024
@@ -16,6 +16,17 @@ Text = Annotated[str, Field(max_length=2**26)]
 Texts = Annotated[list[str], Field(fail_fast=True, min_length=1, max_length=PROMPTS)]
 Ids = Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(fail_fast=True)]
 StopText = Annotated[str, Field(min_length=1, max_length=STOP_LENGTH)]
+
+
+def _truth_value(value: Any) -> Any:
+    """Refuse 0 and 1: they equal False and True, so that `Literal` takes them."""
+    if value is not None and not isinstance(value, bool):
+        raise ValueError("it must be true or false")
+    return value
+
+
+Off = Annotated[Literal[False], BeforeValidator(_truth_value)]
+On = Annotated[Literal[True], BeforeValidator(_truth_value)]
 
 
 class Strict(BaseModel):
@@ -128,9 +139,9 @@ class Sampled(Strict):
     user: str | None = None
     metadata: dict[str, Any] | None = None
     # only the value that changes nothing
-    skip_special_tokens: Literal[True] | None = None
-    spaces_between_special_tokens: Literal[True] | None = None
-    use_beam_search: Literal[False] | None = None
+    skip_special_tokens: On | None = None
+    spaces_between_special_tokens: On | None = None
+    use_beam_search: Off | None = None
 
     @model_validator(mode="after")
     def _stream_options_need_a_stream(self) -> Sampled:
@@ -151,7 +162,7 @@ class CompletionRequest(Sampled):
     echo: bool | None = False
     logprobs: Annotated[int, Field(ge=0, le=LOGPROBS)] | None = None
     add_special_tokens: bool | None = True
-    best_of: Literal[1] | None = None
+    best_of: Annotated[int, Field(ge=1, le=1)] | None = None
     suffix: None = None
 
 
@@ -224,10 +235,10 @@ class ChatRequest(Sampled, Conversation):
     top_logprobs: Annotated[int, Field(ge=0, le=LOGPROBS)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = True
-    echo: Literal[False] | None = None
+    echo: Off | None = None
     modalities: Annotated[list[Literal["text"]], Field(fail_fast=True)] | None = None
     service_tier: Literal["auto", "default"] | None = None
-    store: Literal[False] | None = None
+    store: Off | None = None
     safety_identifier: str | None = None
     functions: None = None
     function_call: None = None
@@ -293,8 +304,8 @@ class ResponsesRequest(Strict):
     safety_identifier: str | None = None
     metadata: dict[str, Any] | None = None
     # only the value that changes nothing
-    store: Literal[False] | None = None
-    background: Literal[False] | None = None
+    store: Off | None = None
+    background: Off | None = None
     truncation: Literal["disabled"] | None = None
     service_tier: Literal["auto", "default"] | None = None
     previous_response_id: None = None

@@ -151,6 +151,7 @@ def test_what_is_refused_before_anything_listens(target: str, served: list[Any],
     assert "belong together" in refusal("serve", "--ssl-certfile", "a.pem", code=2)
     assert "cannot be read" in refusal("serve", "--api-key-file", str(tmp_path / "none"), code=2)
     assert "at most 65,535" in refusal("serve", "--port", "70000", code=2)
+    assert "--tp-plan" in refusal("serve", "--tp-plan", "auto", code=2)
     assert "did you mean" in refusal("serve", "--target", "smollm2-135n", code=2).lower()
     assert not served
 

@@ -41,6 +41,8 @@ curl localhost:8000/v1/completions -H 'Content-Type: application/json' -d '{"pro
 def serve(ctx: typer.Context, options: ServeOptions) -> None:
     """Serve a target model to clients of OpenAI's API. The texts do not depend on the load."""
     check_packages()
+    if options.tp_plan is not None:
+        raise InputError("A server is one process, and --tp-plan splits a target over several; leave it out.")
     keys = options.keys()
     check_tls(options)
     sockets = bind_sockets(options)

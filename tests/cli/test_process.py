@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -9,6 +10,7 @@ import sys
 import time
 from collections.abc import Sequence
 
+import httpx
 import pytest
 
 pytestmark = pytest.mark.usefixtures("looks_up")
@@ -25,7 +27,15 @@ SAY_MODULES = (
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--version"], ["--help"], ["generate", "--help"], ["chat", "--help"], ["generate", "--print-config"]]
+    "arguments",
+    [
+        ["--version"],
+        ["--help"],
+        ["generate", "--help"],
+        ["chat", "--help"],
+        ["generate", "--print-config"],
+        ["serve", "--print-config"],
+    ],
 )
 def test_what_needs_no_model_does_not_wait_for_torch(arguments: list[str]) -> None:
     done = subprocess.run(
@@ -91,6 +101,28 @@ def test_ctrl_c_keeps_what_was_written(target: str) -> None:
     assert len(first + rest) > 20
     assert b"Traceback" not in told
     assert told.decode().splitlines()[-1].endswith("cancelled")
+
+
+@pytest.mark.slow
+def test_a_server_answers_and_ends_with_sigterm(target: str) -> None:
+    arguments = ["serve", "--target", target, "--draft", "suffix", "--port", "0", "--api-key", "secret"]
+    process = subprocess.Popen([*COMMAND, *arguments], stderr=subprocess.PIPE, text=True)
+    assert process.stderr is not None
+    lines = []
+    for line in process.stderr:
+        lines.append(line.strip())
+        if " at http://" in line:
+            break
+    url, asked = lines[-1].rpartition(" ")[2], {"prompt": "abc abc abc", "max_tokens": 8, "seed": 3}
+    answer = httpx.post(
+        f"{url}/v1/completions", json=asked, headers={"Authorization": "Bearer secret"}, trust_env=False
+    )
+    process.send_signal(signal.SIGTERM)
+    rest = process.communicate(timeout=PATIENCE)[1].splitlines()
+    assert process.returncode == 0, rest
+    assert answer.json()["usage"]["completion_tokens"] == 8
+    assert json.loads(rest[0])["completion_tokens"] == 8
+    assert rest[1:] == ["0 sequences are in work and have 30 seconds; a second signal ends them"]
 
 
 def _in_a_terminal(command: Sequence[str]) -> tuple[int, str]:

@@ -12,7 +12,7 @@ from typing import Any
 from weakref import WeakSet
 
 SWITCH = "PACELINE_SLIM"
-_SHORT = ("generate", "chat")  # commands that use one process
+_SHORT = ("generate", "chat", "serve")  # commands that use one process
 _LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK")  # torchrun and accelerate set them
 _USUAL = gc.get_threshold()
 _SELDOM = (200_000, 20, 100)  # during imports, garbage collection takes a sixth of the time of the start

@@ -114,9 +114,10 @@ def test_a_server_answers_and_ends_with_sigterm(target: str) -> None:
         if " at http://" in line:
             break
     url, asked = lines[-1].rpartition(" ")[2], {"prompt": "abc abc abc", "max_tokens": 8, "seed": 3}
-    answer = httpx.post(
-        f"{url}/v1/completions", json=asked, headers={"Authorization": "Bearer secret"}, trust_env=False
-    )
+    with httpx.Client(
+        base_url=url, headers={"Authorization": "Bearer secret"}, timeout=PATIENCE, trust_env=False
+    ) as client:
+        answer = client.post("/v1/completions", json=asked)
     process.send_signal(signal.SIGTERM)
     rest = process.communicate(timeout=PATIENCE)[1].splitlines()
     assert process.returncode == 0, rest

@@ -87,6 +87,9 @@ def test_a_curl_example_is_answered(command: str, url: str) -> None:
     assert done.returncode == 0, done.stderr
     assert done.stdout
     assert '"error"' not in done.stdout
+    if "json_schema" in command:
+        content = json.loads(json.loads(done.stdout)["choices"][0]["message"]["content"])
+        assert set(content) == {"continent", "is_long"}
     if "include_rounds" in command:
         events = [line.removeprefix("data: ") for line in done.stdout.splitlines() if line.startswith("data: {")]
         rounds = [entry for event in events for entry in json.loads(event).get("rounds", ())]

@@ -54,8 +54,9 @@ class BatchSlots:
         if self._capacity.rows(rows.count - len(ended)) != rows.capacity:
             return False
         new = [index for index in ended if index not in self._idle]
-        for index in new if self.on_leave is not None else ():
-            self.on_leave(index)
+        if self.on_leave is not None:
+            for index in new:
+                self.on_leave(index)
         rows.mark_idle(new)
         self._idle.update(ended)
         return True

@@ -20,8 +20,8 @@ MUTANTS = [
     Mutant(
         "the limit is one token more",
         "engine/stopping.py",
-        "if token in self._eos or self.count >= self._limit:",
-        "if token in self._eos or self.count > self._limit:",
+        "elif complete or self.count >= self._limit:",
+        "elif complete or self.count > self._limit:",
         "tests/conformance/test_metamorphic.py::test_streaming_does_not_matter",
     ),
     Mutant(

@@ -45,7 +45,7 @@ class ServerDivergence:
     error: str | None = None
 
     def around(self, text: str, end: str | None) -> str:
-        """Return one of the two texts around the first difference."""
+        """Return the part of one of the two texts around the first difference, with its finish reason `end`."""
         start, stop = max(0, self.position - _BEFORE), self.position + _AFTER
         last = f" <{end}>" if stop >= len(text) else "…"
         return f"{'…' if start else ''}{text[start:stop]!r}{last}"

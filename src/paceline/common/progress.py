@@ -23,7 +23,7 @@ _CLEAR = "\r\x1b[2K"
 Progress = Callable[[str, int, "int | None"], None]
 """Called with a label, the amount done, and the total (None if unknown)."""
 Cancel = Callable[[], bool]
-"""True when the user asks to stop."""
+"""Returns whether the user has requested a stop."""
 
 
 class Reporter:

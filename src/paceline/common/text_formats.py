@@ -26,7 +26,7 @@ def read_text(path: Path, what: str, errors: str = "strict") -> str:
 
 @contextmanager
 def writing(what: str, path: object) -> Iterator[None]:
-    """Turn an OSError inside into an InputError that names the file. what: the subject of the error."""
+    """Inside `with`, raise `InputError` with the path instead of an OSError. what: the subject of the message."""
     try:
         yield
     except OSError as error:

@@ -84,7 +84,7 @@ class RowsView(Protocol):
 
     @property
     def cursors(self) -> Sequence[Cursor | None]:
-        """Return the place of each row in its constraint, if it has one (see `grammar`)."""
+        """Return the cursor of each row in its constraint, for example a grammar. None: the row has no constraint."""
         ...
 
     def choice(self, depth: Tensor | slice | TokenTree, path: tuple[Tensor, Tensor] | None = None) -> Choice:
@@ -197,7 +197,7 @@ class ReadsPieces(Protocol):
 
     @property
     def scores(self) -> bool:
-        """Return whether `read_piece` can give logits."""
+        """Return whether `read_piece` can return logits (`scored`)."""
         ...
 
     def begin(self, rows: RowsView, first: int, room: int, prefilled: bool = False) -> int:

@@ -113,11 +113,11 @@ class Texts(Protocol):
 
 
 class DeviceOps:
-    """The operations, in torch. A subclass has kernels for some of them; None: torch does it."""
+    """The operations, in torch. A subclass can set kernels for some of them. None: the operation runs in torch."""
 
     depths_kernel: Callable[[Tensor], Tensor] | None = None
     match_tree_kernel: Callable[..., tuple[Tensor, Tensor, Tensor]] | None = None
-    move_kernel: Callable[..., None] | None = None  # between stores of one shape, whose addresses are on the device
+    move_kernel: Callable[..., None] | None = None  # for stores of one shape, with their addresses on the device
 
     # ---- tokens
 

@@ -74,8 +74,8 @@ class Prefix:
     """The text before each position, for controls that need it. It is made only if a row has such a control.
 
     seen/counts [R,Q,V]: occurrences in prompt and text / in the new text. new [R,Q]: the number of new tokens before
-    the position. tokens(row, q) returns the whole prefix of a position, for a user's callable. allowed()
-    returns per row the tokens [Q,V] that its constraint allows (None: it has none).
+    the position. tokens(row, q) returns the whole prefix of a position, for a user's callable. allowed() returns for
+    each row the tokens [Q,V] that its constraint allows (None: the row has no constraint).
     """
 
     seen: Tensor | None

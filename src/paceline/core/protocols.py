@@ -197,7 +197,7 @@ def takes_prediction(drafter: Drafter) -> bool:
 
 
 def can_draft(drafter: Drafter, rows: RowsView) -> bool:
-    """Return whether the drafter can draft for one of the rows: some need a prediction or a constraint."""
+    """Return whether the drafter can draft for at least one row. It may need a prediction or a constraint."""
     if isinstance(drafter, FollowsConstraint):
         return any(cursor is not None for cursor in rows.cursors)
     needs = isinstance(drafter, TakesPrediction) and drafter.needs_prediction

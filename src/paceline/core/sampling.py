@@ -20,32 +20,32 @@ Processor = Callable[[Tensor, Tensor], Tensor]
 
 
 class Cursor(Protocol):
-    """The place of one sequence in a constraint. Only `commit` and `seek` move it."""
+    """The state of one sequence in a constraint. Only `commit` and `seek` change it."""
 
-    problem: str  # why no token may follow, if the constraint itself failed
+    problem: str  # the error of the constraint, if it failed and allows no token
 
     def allowed(self, paths: Sequence[tuple[int, ...]]) -> Tensor:
-        """Return bool [P,V]: the tokens that may follow the committed tokens and each path of uncommitted ones."""
+        """Return bool [P,V]: the tokens that are allowed after the committed tokens and each path of other tokens."""
         ...
 
     def forced(self, most: int) -> list[int]:
-        """Return at most `most` tokens that probably follow, because the constraint leaves no other text."""
+        """Return at most `most` tokens that probably follow, because the constraint allows only one text."""
         ...
 
     def commit(self, token: int) -> bool:
-        """Append a token. Return whether the text is complete: no token but an end may follow."""
+        """Append a token. Return whether the text is complete: only an end-of-text token is allowed after it."""
         ...
 
     def seek(self, tokens: Sequence[int]) -> bool:
-        """Go to these new tokens, whatever was committed before. Return whether the text is complete."""
+        """Replace all committed tokens by these new tokens. Return whether the text is complete."""
         ...
 
 
 class Constraint(Protocol):
-    """A control of a whole text, such as a grammar. It has no state of its own, so any number of sequences share it."""
+    """A control of a whole text, for example a grammar. It has no state, so any number of sequences can share it."""
 
     def start(self, ends: Sequence[int]) -> Cursor:
-        """Return the place of a sequence without new tokens. `ends`: the tokens that may follow where it may end."""
+        """Return the cursor of a sequence without new tokens. `ends`: the end-of-text tokens."""
         ...
 
 

@@ -22,7 +22,7 @@ class Round:
 
     @property
     def above(self) -> Sequence[int]:
-        """Per drafted node its parent; -1 for a root."""
+        """Return the parent of every drafted node; -1 is the text."""
         return range(-1, len(self.drafted) - 1) if self.parents is None else self.parents
 
     @property
@@ -57,8 +57,8 @@ class Trace:
     """The rounds of one row, in order."""
 
     rounds: list[Round] = field(default_factory=list)
-    # of each round, for the whole batch: from the end of the last round, without the time of the caller. Empty for a
-    # beam search
+    # seconds from the end of the round before to the end of each round, for the whole batch, without the time of the
+    # caller. A beam search has none.
     seconds: list[float] = field(default_factory=list, compare=False)
 
     @property
@@ -88,11 +88,11 @@ class Trace:
         return [(accepted, drafted) for accepted, drafted in table]
 
     def of_prediction(self, prediction: Sequence[int]) -> tuple[int, int]:
-        """(accepted, drafted) tokens that continue the prediction of the caller: tokens that follow the same token in
-        it, or begin it, or are the first of such a run in a draft. Other drafters may have drafted them too."""
+        """Return how many accepted and drafted tokens continue the caller's prediction: two tokens in a row that are
+        also neighbours in the prediction, or its first token. Every drafter can have drafted them."""
         pairs = set(pairwise(prediction))
         accepted = drafted = 0
-        last: int | None = None  # token of the text
+        last: int | None = None  # the last new token of the text
         for entry in self.rounds:
             found = set[int]()
             for node, (token, parent) in enumerate(zip(entry.drafted, entry.above, strict=True)):
@@ -109,7 +109,7 @@ class Trace:
     def stats(
         self, seconds: float, rule: str = "", lossy: bool = False, predicted: Sequence[int] | None = None
     ) -> Stats:
-        """predicted: the tokens that the caller expects."""
+        """Return the statistics of these rounds. predicted: the prediction of the caller, as tokens."""
         rounds = self.rounds
         accepted, drafted = (0, 0) if predicted is None else self.of_prediction(predicted)
         return Stats(
@@ -141,7 +141,7 @@ class Stats:
     rule: str = ""
     lossy: bool = False
     predicted: bool = False  # the caller gave a prediction
-    # OpenAI's words for drafted tokens that continue that prediction
+    # drafted tokens that continue this prediction; the names are those of the OpenAI API
     accepted_prediction_tokens: int = 0
     rejected_prediction_tokens: int = 0
 

@@ -1,4 +1,4 @@
-"""Record the origin of a result or a file: versions, machine, commit, arguments; and log it to Weights & Biases."""
+"""Record the origin of a result: versions, machine, commit, arguments. Log results to Weights & Biases."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def check_wandb() -> None:
 
 
 def mode() -> Any:
-    """Return the mode: WANDB_MODE if it is set, else online with a key, else offline."""
+    """Return the mode of Weights & Biases: WANDB_MODE if it is set, else "online" with a key, else "offline"."""
     chosen = os.environ.get("WANDB_MODE")
     if chosen:
         return chosen

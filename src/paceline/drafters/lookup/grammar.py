@@ -1,4 +1,4 @@
-"""Draft what the grammar of a request forces: names of JSON fields, quotes, brackets, the rest of a choice."""
+"""Draft tokens that the grammar of a request forces: names of JSON fields, quotes, brackets, the rest of a choice."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from paceline.drafters.lookup.base import ListDraft
 
 @DRAFTERS.register("grammar")
 class GrammarDrafter(FollowsConstraint, Reorderable):
-    """Draft the tokens that a grammar forces: generate(prompt, json_schema=...). Silent for texts without a grammar."""
+    """Draft the tokens that a grammar forces: generate(prompt, json_schema=...). Other texts get no draft."""
 
     @dataclass(frozen=True)
     class Options:
@@ -34,7 +34,7 @@ class GrammarDrafter(FollowsConstraint, Reorderable):
         return TokenTree.from_chains([chain for chain, _ in self.propose_lists(rows, budget)], "cpu")
 
     def restart(self, rows: RowsView, count: int) -> None:
-        """It has no state: the place in the grammar belongs to the row."""
+        """Do nothing: the state of the grammar belongs to the row."""
 
     def reset_copy(self) -> Any:
         return self

@@ -201,7 +201,7 @@ def of_rows(tree: TokenTree, source: Sequence[int]) -> TokenTree:
 def whole_pass(
     rows: RowsView, tree: TokenTree | None, verdict: Verdict, reading: Reading
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The tokens [R,1+N] of a forward pass, their logits, and their standing: see `Recycling.observe_forward`."""
+    """Return the arguments of `Recycling.observe_forward` for a pass: its tokens [R,1+N], logits and standing."""
     tokens = rows.text.gather(1, rows.length - 1)
     standing = torch.full_like(tokens, WRITTEN)
     if tree is None or not tree.nodes:
@@ -215,7 +215,7 @@ def whole_pass(
 
 
 def _accepted_nodes(verdict: Verdict, standing: Tensor) -> Tensor:
-    """`standing` [R,N] of drafted nodes, with WRITTEN for accepted ones."""
+    """Return `standing` [R,N] of drafted nodes, with WRITTEN at the accepted nodes."""
     places = arange(0, standing.shape[1], standing.device)
     if verdict.path is None:
         return standing.masked_fill(places < verdict.accepted, WRITTEN)

@@ -75,7 +75,7 @@ class SelfDraft(DrafterWrapper, BuiltFromTarget, DraftsOnDevice, RunsModel):
 
     Options: ClassVar[type]
     prior_acceptance = 0.7
-    kept_by_copies: tuple[str, ...] = ("_made",)  # attributes that `reset_copy` does not make again
+    kept_by_copies: tuple[str, ...] = ("_made",)  # attributes that `reset_copy` copies
 
     def __init__(self, options: Any = None) -> None:
         self.options = options or self.Options()

@@ -17,7 +17,8 @@ _PATIENCE = 8  # tokens to wait for the rest of a character; a character has at 
 def decode_with(tokenizer: Any) -> Callable[[list[int]], str]:
     """Return the function that makes text from tokens without special tokens. For a fast tokenizer it is that of the
     library `tokenizers`: the same call through transformers takes ten times as long."""
-    if _only_passes_on(type(tokenizer)) and not {"decode", "_decode"} & vars(tokenizer).keys():
+    passes_on = _only_passes_on(type(tokenizer))  # type: ignore[arg-type]  # a class has a hash
+    if passes_on and not {"decode", "_decode"} & vars(tokenizer).keys():
         return partial(tokenizer.backend_tokenizer.decode, skip_special_tokens=True)
     return lambda ids: str(tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
 

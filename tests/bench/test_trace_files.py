@@ -76,6 +76,7 @@ def test_a_header_says_what_was_said(header: TraceHeader, lm: Any) -> None:
     assert model.sampling == {}
     own = header_of(lm, ENTRY, {"processors": [lambda prefix, logits: logits]})
     assert own.processors == 1
+    assert header_of(lm, ENTRY, {"regex": "a+"}).processors == 1
 
 
 def test_a_generation_and_a_run_of_a_benchmark(lm: Any, header: TraceHeader, tmp_path: Path) -> None:

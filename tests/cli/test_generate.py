@@ -224,6 +224,35 @@ def test_a_prediction_is_drafted(
     assert generated(*shared, f"--prediction={plain.text}", "--compare", "--repeats", "1")["identical"] is True
 
 
+def test_a_grammar(target: str, tmp_path: Path) -> None:
+    """As text or from a file; what cannot be used is an error in one line."""
+    schema = {"type": "array", "items": {"enum": [1, 2]}, "minItems": 1, "maxItems": 3}
+    (tmp_path / "list.json").write_text(json.dumps(schema))
+    (tmp_path / "word.lark").write_text('start: "a" /[bc]+/')
+    shared = (PROMPT, "--target", target, "--max-new-tokens", "24", "--seed", "1", "--temperature", "1")
+    for more, pattern in [
+        (("--json-schema", json.dumps(schema)), r"\[[12](,[12]){0,2}\]"),
+        (("--json-schema", str(tmp_path / "list.json")), r"\[[12](,[12]){0,2}\]"),
+        (("--grammar", str(tmp_path / "word.lark")), r"a[bc]+"),
+        (("--grammar", 'root ::= "x" [yz]'), r"x[yz]"),
+        (("--regex", "(yes|no)!"), r"(yes|no)!"),
+        (("--choice", "one", "--choice", "two"), r"one|two"),
+        (("--json-object",), r"\{.*"),
+    ]:
+        out = generated(*shared, *more)
+        assert re.fullmatch(pattern, out["text"], re.DOTALL), more
+        assert out["tokens"] == generated(*shared, *more, "--draft", "none")["tokens"]
+    for more, told in [
+        (("--json-schema", "nowhere.json"), "--json-schema nowhere.json cannot be read"),
+        (("--grammar", "nowhere"), "--grammar nowhere cannot be read"),
+        (("--regex", "(a"), "regex cannot be used"),
+        (("--regex", "a", "--choice", "b"), "both constrain the text"),
+    ]:
+        result = run("generate", *shared, *more)
+        assert result.exit_code == 2
+        assert told in " ".join(result.stderr.split())
+
+
 def test_beams_are_shown_best_first(target: str) -> None:
     arguments = ("generate", "hello", "--target", target, "--max-new-tokens", "6", "--beams", "3", "--n-best", "3")
     shown = run(*arguments).stdout.splitlines()

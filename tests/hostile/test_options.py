@@ -168,7 +168,8 @@ def decoder() -> SpeculativeDecoder:
 @pytest.mark.parametrize("name", ["max_new_tokens", "logprobs", "num_beams", "num_return_sequences", "top_k", "seed",
                                   "min_new_tokens", "temperature", "top_p", "noise", "length_penalty", "stop",
                                   "eos_token_ids", "banned_tokens", "logit_bias", "prediction",
-                                  "early_stopping"])  # fmt: skip
+                                  "early_stopping", "json_schema", "json_object", "regex", "grammar", "choice",
+                                  "constraint"])  # fmt: skip
 def test_every_setting(decoder: SpeculativeDecoder, name: str) -> None:
     for value in (*NUMBERS, *WORDS):
         if value is None:

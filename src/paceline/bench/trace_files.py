@@ -102,7 +102,7 @@ def _seconds(found: Mapping[str, Any], rounds: Sequence[Round]) -> tuple[float, 
 def sampling_of(found: Mapping[str, Any], seed: int = 0) -> Sampling:
     """Return the controls that a header names."""
     given = dict(found)
-    known = {each.name for each in fields(Sampling)} - {"seed", "processors"}
+    known = {each.name for each in fields(Sampling)} - {"seed", "processors", "constraint"}
     for name in given.keys() - known:
         raise InputError(f"sampling has {name!r}, which is no control")
     try:
@@ -127,7 +127,7 @@ class TraceHeader:
     rule: str = "match"
     rule_options: Mapping[str, Any] = field(default_factory=dict)
     sampling: Mapping[str, Any] = field(default_factory=dict)  # fields of `Sampling` that are not their defaults
-    processors: int = 0  # controls of the caller's own: a file cannot hold them
+    processors: int = 0  # callables and grammars of the caller: a file cannot hold them
     eos: tuple[int, ...] = ()
     seed: int = 0  # of texts without a seed
     costs: Costs | None = None
@@ -222,12 +222,13 @@ def header_of(
     """Return the header for texts that a target will write. entry: the settings of the decoder. settings: the arguments
     of `generate`. run: a name, if the file will have several runs."""
     request, standard = build_requests(1, settings)[0], Sampling()
+    own = len(request.sampling.processors) + (request.grammar_setting() is not None)
     sampling = {name: value for name, value in vars(request.sampling).items()
-                if value != getattr(standard, name) and name not in ("seed", "processors")}  # fmt: skip
+                if value != getattr(standard, name) and name not in ("seed", "processors", "constraint")}  # fmt: skip
     eos = tuple(lm.eos if request.eos_token_ids is None else request.eos_token_ids)
     return TraceHeader(
         lm.name, lm.vocabulary, fingerprint(lm), entry.draft, plain(entry.options), entry.gamma, _nodes(lm, entry),
-        entry.rule, plain(entry.rule_options), plain(sampling), len(request.sampling.processors), eos,
+        entry.rule, plain(entry.rule_options), plain(sampling), own, eos,
         request.sampling.seed, costs, plain(provenance or {}), run,
     )  # fmt: skip
 

@@ -16,6 +16,7 @@ from paceline.engine.decoder_config import DecoderOptions, RunnerOptions
 from paceline.serve.server_options import ServerOptions
 
 _PROMPT, _MODELS, _DRAFT, _CHOICE = "Prompt", "Models", "Drafting", "Choosing tokens"
+_GRAMMAR = "Grammar (docs/grammars.md)"
 _STOP, _SHOW, _AUDIT, _SERVER = "Stopping", "Output", "Audit", "Audit of a server"
 
 
@@ -93,6 +94,14 @@ class WritingOptions(PairOptions):
         None, "For --beams: yes (as soon as N texts end), no or never.", _CHOICE, metavar="WHEN"
     )
     seed: int | None = option(None, "The same seed gives the same text; a new one by default.", _CHOICE, **SEED)
+
+    json_schema: str | None = option(None, "The text is JSON of this schema.", _GRAMMAR, metavar="FILE|JSON")
+    json_object: bool = option(False, "The text is a JSON object.", _GRAMMAR)
+    regex: str | None = option(None, "The text matches all of this expression.", _GRAMMAR, metavar="REGEX")
+    grammar: str | None = option(None, "The text follows this grammar, in Lark or GBNF.", _GRAMMAR,
+                                 metavar="FILE|TEXT")  # fmt: skip
+    choice: tuple[str, ...] = option((), "The text is this one, or another --choice; repeatable.", _GRAMMAR,
+                                     metavar="TEXT")  # fmt: skip
 
     max_new_tokens: int = option(128, "The most tokens to write.", _STOP)
     min_new_tokens: int | None = option(None, "Write at least N tokens before an end of text.", _STOP)

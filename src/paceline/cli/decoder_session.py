@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from paceline.cli.command_options import GenerateOptions, PairOptions, WritingOptions
 from paceline.cli.terminal import preparing
 from paceline.common import process
-from paceline.common.errors import InputError
+from paceline.common.errors import InputError, in_one_line
 from paceline.common.options import convert_options
 
 if TYPE_CHECKING:
@@ -68,16 +68,34 @@ def read_settings(options: WritingOptions) -> dict[str, Any]:
         settings["ignore_eos"] = True
     if options.prediction is not None:
         settings["prediction"] = _read_prediction(options.prediction)
+    return {**settings, **_grammar(options)}
+
+
+def _grammar(options: WritingOptions) -> dict[str, Any]:
+    """Return the setting that gives the text a grammar, if there is one."""
+    settings: dict[str, Any] = {"json_object": True} if options.json_object else {}
+    if options.json_schema is not None:
+        given = options.json_schema
+        settings["json_schema"] = given if given.lstrip()[:1] in ("{", "") else _read_file("--json-schema", given)
+    if options.regex is not None:
+        settings["regex"] = options.regex
+    if options.grammar is not None:
+        text = options.grammar
+        settings["grammar"] = text if ":" in text and not Path(text).is_file() else _read_file("--grammar", text)
+    if options.choice:
+        settings["choice"] = list(options.choice)
     return settings
 
 
 def _read_prediction(text: str) -> str:
-    if not text.startswith("@"):
-        return text
+    return _read_file("--prediction", text, text[1:]) if text.startswith("@") else text
+
+
+def _read_file(flag: str, given: str, path: str | None = None) -> str:
     try:
-        return Path(text[1:]).read_text(encoding="utf-8")
-    except (OSError, UnicodeError) as error:
-        raise InputError(f"--prediction {text} cannot be read: {error}.") from None
+        return Path(given if path is None else path).read_text(encoding="utf-8")
+    except (OSError, UnicodeError, ValueError) as error:
+        raise InputError(f"{flag} {given} cannot be read: {in_one_line(error)}.") from None
 
 
 def _unescape(text: str) -> str:

@@ -12,15 +12,22 @@ DEV     := $(VENV)/.dev
 DOCS    := $(VENV)/.docs
 BUSY    := $(VENV)/.installing
 PIP     := $(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt
+# Tests start many processes. They start faster if Python keeps what it compiled.
+unexport PYTHONDONTWRITEBYTECODE
 # Two pytest workers share two cores, so each gets one thread.
 ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 
+# The files with tests on real weights. pytest need not import the others.
+REAL    := $(shell grep -rl "mark\.real" tests --include='test_*.py')
 # The folders of `make check`.
 QUICK   := $(addprefix tests/,core rules conformance engine drafters models mutants)
 
 .DEFAULT_GOAL := help
+# One target after the other, but the checks without tests run side by side (`static`).
+ifneq ($(SIDE_BY_SIDE),yes)
 .NOTPARALLEL:
-.PHONY: help demo install docs weights test check nightly lint format types layers unit coverage quick real mutants conformance models clean FORCE
+endif
+.PHONY: help demo install docs weights test check nightly static everything real-all lint format types layers unit coverage quick real mutants conformance models clean FORCE
 
 help:  ## this list
 	@sed -n 's/^\([a-z]*\):.*  ## \(.*\)/  make \1|\2/p' Makefile | awk -F'|' '{printf "%-18s %s\n", $$1, $$2}'
@@ -36,14 +43,22 @@ docs: $(DOCS)  ## build the site into build/site; a broken link or anchor fails
 
 # With --keep-going a failure does not hide what comes after it, and the exit status is still non-zero.
 test: $(DEV)  ## everything CI runs
-	@$(MAKE) --no-print-directory --keep-going lint format types layers unit real
+	@$(MAKE) --no-print-directory --keep-going static unit real
 
 check: $(DEV)  ## the quick part
-	@$(MAKE) --no-print-directory --keep-going lint format types layers quick
+	@$(MAKE) --no-print-directory --keep-going static quick
 
 nightly: $(DEV)  ## everything, with full products and large samples, and the mutants
+	@$(MAKE) --no-print-directory --keep-going everything real-all mutants
+
+everything: $(DEV)
 	$(ONE_THREAD) $(PY) -m pytest -q -n $(WORKERS) -m "not real" --durations=20 --durations-min=5
-	@$(MAKE) --no-print-directory --keep-going real mutants
+
+real-all: $(DEV) weights
+	$(PY) -m pytest -m real --durations=5 --durations-min=2 $(REAL)
+
+static: $(DEV)  ## lint, format, types and layers, side by side
+	@$(MAKE) --no-print-directory --keep-going --jobs=$(WORKERS) --output-sync=target SIDE_BY_SIDE=yes lint format types layers
 
 lint: $(DEV)  ## ruff check, and the word list of docs/glossary.md
 	$(VENV)/bin/ruff check .
@@ -69,7 +84,7 @@ quick: $(DEV)  ## the tests of `make check`: of every test the first case
 	$(ONE_THREAD) $(PY) -m pytest -q -n $(WORKERS) --quick $(QUICK)
 
 real: $(DEV) weights  ## the tests on SmolLM2, alone and with all threads
-	$(PY) -m pytest -m real --durations=5 --durations-min=2
+	$(PY) -m pytest -m "real and not nightly" --durations=5 --durations-min=2 $(REAL)
 
 mutants: $(DEV)  ## each small wrong change of tests/mutants must fail its named test
 	$(ONE_THREAD) $(PY) -m tests.mutants

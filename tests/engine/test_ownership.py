@@ -11,6 +11,7 @@ from functools import cache
 from typing import Any
 
 import pytest
+from tests.selection import covering
 from tests.toys import llama
 
 from paceline import InputError, LanguageModel, SpeculativeDecoder
@@ -89,8 +90,7 @@ class _Held:
         return list(self.result.tokens)
 
 
-@pytest.mark.parametrize("name", DRAFTERS)
-@pytest.mark.parametrize("outer", OUTER)
+@pytest.mark.parametrize(("name", "outer"), covering(DRAFTERS, OUTER))
 def test_a_second_batch_is_refused_while_one_runs(name: str, outer: str) -> None:
     drafter = _made(name)
     first = SpeculativeDecoder(target(), drafter, gamma=3)

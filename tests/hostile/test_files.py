@@ -83,7 +83,7 @@ def test_folders_that_do_harm(some: list[dict[str, Any]]) -> None:
     assert not Path("/tmp/hostile-was-here").exists()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_two_hundred_damaged_files_of_each_kind(tmp_path: Path) -> None:
     found = results(tmp_path, "gguf=200", "safetensors=200")
     for kind in ("gguf", "safetensors"):

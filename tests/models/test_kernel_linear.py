@@ -312,6 +312,18 @@ def test_who_is_listened_to_is_left_alone() -> None:
 # ---- real weights
 
 
+SETTINGS: list[dict[str, Any]] = [{}, {"temperature": 0.8, "seed": 5}]
+BEGINNINGS = ["The capital of France is", "def fibonacci(n):\n"]
+
+
+@pytest.fixture(scope="module")
+def smollm2() -> tuple[paceline.LanguageModel, list[list[list[int]]]]:
+    """The model, and what it writes without drafts."""
+    lm = paceline.load("smollm2-135m")
+    plain = paceline.SpeculativeDecoder(lm, draft=None)
+    return lm, [[out.tokens for out in plain.generate(BEGINNINGS, max_new_tokens=20, **each)] for each in SETTINGS]
+
+
 @pytest.mark.real
 @needs_kernels
 @pytest.mark.parametrize(
@@ -319,8 +331,8 @@ def test_who_is_listened_to_is_left_alone() -> None:
     [("eagle", "chain"), ("eagle", "best-first"), ("medusa", "levels"), ("prophet", "chain"), ("prophet", "levels"),
      ("early-exit", "chain"), ("draft-lm", "chain")],
 )  # fmt: skip
-def test_text_is_that_of_plain_decoding(name: str, tree: str) -> None:
-    lm = paceline.load("smollm2-135m")
+def test_text_is_that_of_plain_decoding(name: str, tree: str, smollm2: Any) -> None:
+    lm, plain = smollm2
     heads: dict[str, Callable[[], Any]] = {
         "eagle": lambda: EagleHead.random(lm, 0, replace(EagleHead.sizes(lm), draft_vocabulary=8192)),
         "medusa": lambda: MedusaHead.random(lm, 0, replace(MedusaHead.sizes(lm), own_output=False)),
@@ -328,12 +340,9 @@ def test_text_is_that_of_plain_decoding(name: str, tree: str) -> None:
         "early-exit": lambda: ExitHead.fresh(lm, 20),
         "draft-lm": lambda: DraftLayers(lm, tuple(range(28))),
     }
-    plain = paceline.SpeculativeDecoder(lm, draft=None)
     drafted = paceline.SpeculativeDecoder(lm, name, options={"head": heads[name](), "tree": tree}, rule="match")
-    prompts = ["The capital of France is", "def fibonacci(n):\n"]
-    for settings in ({}, {"temperature": 0.8, "seed": 5}):
-        wanted = [out.tokens for out in plain.generate(prompts, max_new_tokens=20, **settings)]
-        assert [out.tokens for out in drafted.generate(prompts, max_new_tokens=20, **settings)] == wanted
+    for settings, wanted in zip(SETTINGS, plain, strict=True):
+        assert [out.tokens for out in drafted.generate(BEGINNINGS, max_new_tokens=20, **settings)] == wanted
 
 
 @needs_kernels

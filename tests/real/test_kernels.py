@@ -7,7 +7,7 @@ import torch
 from tests.conformance.test_cache import Texts
 from tests.kernels.zoo import Alone, reader_of
 
-import paceline
+from paceline import LanguageModel
 from paceline.kernels.cpu import machine
 
 pytestmark = [
@@ -18,8 +18,7 @@ TEXT = "Speculative decoding changes the speed of a model and nothing else: its 
 
 
 @torch.inference_mode()
-def test_rows_are_the_same_in_every_pass() -> None:
-    lm = paceline.load("smollm2-135m")
+def test_rows_are_the_same_in_every_pass(lm: LanguageModel) -> None:
     ids = lm.tokenizer(TEXT)["input_ids"][:20]
     alone = Alone(lm)
     for threads in (1, 2, 3):
@@ -33,8 +32,7 @@ def test_rows_are_the_same_in_every_pass() -> None:
 
 
 @torch.inference_mode()
-def test_logits_are_those_of_transformers() -> None:
-    lm = paceline.load("smollm2-135m")
+def test_logits_are_those_of_transformers(lm: LanguageModel) -> None:
     ids = lm.tokenizer(TEXT)["input_ids"]
     rows, reader = Texts(), reader_of(lm, 2)
     rows.admit([ids[:1]])

@@ -18,6 +18,7 @@ from tests.real.test_smollm2 import chat
 import paceline
 from paceline import LanguageModel, SpeculativeDecoder
 from paceline.drafters.shipped import ROOT, kinds_of, shipped
+from paceline.engine import decoder
 from paceline.models.loading import hub
 from paceline.models.loading.catalogue import fetch_entry, find_entry
 
@@ -35,14 +36,9 @@ LEAST: dict[str, tuple[dict[str, Any], float]] = {
 
 
 @pytest.fixture(scope="module")
-def lm() -> LanguageModel:
-    return paceline.load(MODEL, dtype=torch.float32, device="cpu")
-
-
-@pytest.fixture(scope="module")
 def plain(lm: LanguageModel) -> list[list[int]]:
-    decoder = SpeculativeDecoder(lm, draft=None)
-    return [decoder.generate(chat(text), max_new_tokens=48).tokens for text in OWN]
+    made = SpeculativeDecoder(lm, draft=None)
+    return [made.generate(chat(text), max_new_tokens=48).tokens for text in OWN]
 
 
 def test_all_of_them_are_found_for_the_model(lm: LanguageModel) -> None:
@@ -52,17 +48,20 @@ def test_all_of_them_are_found_for_the_model(lm: LanguageModel) -> None:
 @pytest.mark.parametrize("kind", kinds_of(MODEL))
 def test_it_drafts_well_and_changes_nothing(kind: str, lm: LanguageModel, plain: list[list[int]]) -> None:
     options, least = LEAST[kind]
-    decoder = SpeculativeDecoder(lm, kind, options=options, gamma=5, nodes=24)
+    made = SpeculativeDecoder(lm, kind, options=options, gamma=5, nodes=24)
     rounds = 0
     for text, tokens in zip(OWN, plain, strict=True):
-        out = decoder.generate(chat(text), max_new_tokens=48)
+        out = made.generate(chat(text), max_new_tokens=48)
         assert out.tokens == tokens
         rounds += out.stats.rounds
     assert sum(map(len, plain)) / rounds >= least
 
 
 @pytest.mark.parametrize("kind", kinds_of(MODEL))
-def test_the_code_of_its_page_runs(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_code_of_its_page_runs(
+    kind: str, lm: LanguageModel, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(decoder, "load", lambda source, **_: lm if source == MODEL else pytest.fail(source))
     page = (ROOT / MODEL / kind / "README.md").read_text("utf-8")
     assert "/tmp" not in page
     (code,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
@@ -113,8 +112,8 @@ def test_every_kind_drafts_for_moved_weights(moved_hub: Path, monkeypatch: pytes
     monkeypatch.setattr(hub.constants, "HF_HUB_CACHE", str(moved_hub / "hub"))
     other = paceline.load(MODEL, dtype=torch.float32, device="cpu")
     assert str(other.weights) == "bfloat16 from the Hugging Face hub"
-    written = SpeculativeDecoder(other, None).generate(chat(OWN[0]), max_new_tokens=48).tokens
+    written = SpeculativeDecoder(other, None).generate(chat(OWN[0]), max_new_tokens=24).tokens
     for kind in kinds_of(MODEL):
-        out = SpeculativeDecoder(other, kind).generate(chat(OWN[0]), max_new_tokens=48)
+        out = SpeculativeDecoder(other, kind).generate(chat(OWN[0]), max_new_tokens=24)
         assert out.tokens == written, kind
         assert out.stats.accepted > 0, kind

@@ -143,8 +143,7 @@ def test_verdicts_are_those_of_the_rule(
     assert rejected or drafted is not apart
 
 
-@pytest.mark.parametrize("heats", HEATS, ids=str)
-@pytest.mark.parametrize("N", [0, 1, 4])
+@pytest.mark.parametrize(("heats", "N"), covering(HEATS, [0, 1, 4]))
 def test_point_masses_and_no_draft_at_all(heats: list[float], N: int, monkeypatch: pytest.MonkeyPatch) -> None:
     for seed in range(3):
         choice, target = a_choice(heats, N, seed), 2 * draw(len(heats), N + 1, 2050, seed=seed)

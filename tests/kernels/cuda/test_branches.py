@@ -261,9 +261,9 @@ def watched(bent: list[bool]) -> Any:
 
 @pytest.mark.parametrize(
     ("tree", "rows", "temperature", "heads_too"),
-    [("static", 2, "greedy", False), ("static", 2, "sampled", False), ("static", 1, "greedy", True),
-     pytest.param("static", 1, "sampled", True, marks=pytest.mark.slow), ("levels", 2, "greedy", False),
-     ("best-first", 1, "sampled", False)],
+    [("static", 2, "sampled", False), ("static", 1, "greedy", True), ("levels", 2, "greedy", False),
+     ("best-first", 1, "sampled", False), pytest.param("static", 2, "greedy", False, marks=pytest.mark.nightly),
+     pytest.param("static", 1, "sampled", True, marks=pytest.mark.nightly)],
 )  # fmt: skip
 @pytest.mark.usefixtures("captured")
 def test_the_same_texts_and_rounds(

@@ -56,7 +56,7 @@ class Task:
 
 @dataclass(frozen=True)
 class Plan:
-    """How many tokens every candidate writes, and the sampling. No candidate stops early."""
+    """The number of tokens that every candidate writes, and the sampling. No candidate stops early."""
 
     tokens: int = 128
     sampling: Mapping[str, Any] = field(default_factory=dict)  # temperature, top_k ... ; empty: greedy

@@ -319,10 +319,10 @@ class _NoReader:
         raise AssertionError("a single row is never reordered")
 
     def keep(self, rows: RowsView, path: Tensor | None) -> None:
-        """There is no KV cache."""
+        """Do nothing: there is no KV cache."""
 
     def release(self, row: int, last: int, length: int) -> None:
-        """There is no KV cache."""
+        """Do nothing: there is no KV cache."""
 
 
 class _RecordedRule(Rule):
@@ -342,13 +342,13 @@ class _RecordedRule(Rule):
     def verify(self, tree: TokenTree, logits: Tensor, choice: Choice) -> Verdict:
         start, last = len(self._rows.live[0].tokens), len(self._tokens) - 1
         depths = [0, *(tree.depth[0] + 1).tolist()]
-        # past a stop any token will do: the engine discards it
+        # past a stop any token is right: the engine discards it
         picks = [self._tokens[min(start + depth, last)] for depth in depths]
         return self._match.verify(tree, logits, _RecordedChoice(choice, torch.tensor([picks])))
 
 
 class _RecordedChoice(Choice):
-    """The recorded token at each position."""
+    """Return the recorded token at each position."""
 
     def __init__(self, choice: Choice, picks: Tensor) -> None:
         self.batch, self._picks = choice.batch, picks

@@ -115,7 +115,7 @@ def sampling_of(found: Mapping[str, Any], seed: int = 0) -> Sampling:
 
 @dataclass(frozen=True)
 class TraceHeader:
-    """How the texts of a file were written."""
+    """The settings with which the texts of a file were written."""
 
     model: str
     vocabulary: int  # tokens

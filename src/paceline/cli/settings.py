@@ -200,7 +200,7 @@ class SettingsCommand(TyperCommand):
         return super().parse_args(ctx, list(_undotted(_unworded(args))))
 
     def shell_complete(self, ctx: Any, incomplete: str) -> list[Any]:
-        """In a shell `--drafter.` and `--rule.` continue with the options of the chosen drafter or rule."""
+        """Complete `--drafter.` and `--rule.` in a shell with the options of the chosen drafter or rule."""
         for owner, param in (("drafter", "draft"), ("rule", "rule")):
             if incomplete.startswith(f"--{owner}."):
                 (item,) = super().shell_complete(ctx, f"--{owner}.")  # the declared one, --drafter.NAME

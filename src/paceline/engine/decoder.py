@@ -163,7 +163,7 @@ _USUAL, _DEEPEST = 5, 16  # gamma if the caller gives none: of most drafters, an
 
 @dataclass(frozen=True)
 class Plan:
-    """What a decoder uses: a target that is loaded, a drafter that was checked for it, the rule, and the limits."""
+    """The parts of a decoder: a target that is loaded, a drafter that was checked for it, the rule, and the limits."""
 
     target: LanguageModel
     drafter: Drafter

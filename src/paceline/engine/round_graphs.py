@@ -41,7 +41,7 @@ def graphs_of(target: LanguageModel, rule: Rule) -> ProgramRunner | None:
 
 @dataclass(frozen=True)
 class Capacity:
-    """How large the tensors of a batch are. Graphs need few sizes: each growth captures every graph again."""
+    """The sizes of the tensors of a batch. Graphs need few sizes, because each growth captures every graph again."""
 
     captured: bool
 

@@ -33,7 +33,7 @@ def device_name(device: torch.device) -> str:
 
 
 def package_version(package: str) -> str | None:
-    """None where the package is not installed, and for ours where it is run from a folder."""
+    """Return the version of a package. None if it is not installed, or if Paceline runs from a source folder."""
     try:
         return version(package)
     except PackageNotFoundError:

@@ -352,7 +352,7 @@ def _compare(lm: LanguageModel, got: Tensor, wanted: Tensor, what: str) -> None:
 
 
 def nearly_equal(lm: LanguageModel, got: Tensor, wanted: Tensor) -> bool:
-    """Are logits equal up to rounding in the dtype of the model?"""
+    """Return whether logits are equal up to rounding in the dtype of the model."""
     slack = 1e-3 if lm.dtype in (torch.float32, torch.float64) else 0.1
     return torch.allclose(got.float(), wanted, atol=slack * float(wanted.std() + 1e-6), rtol=slack)
 

@@ -1,4 +1,4 @@
-"""How passes of a model run: by transformers or by our kernels, on how many threads, with which weights."""
+"""Decide how passes of a model run: by transformers or by our kernels, on how many threads, with which weights."""
 
 from __future__ import annotations
 

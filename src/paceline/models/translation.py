@@ -20,7 +20,7 @@ _RECENT = 16  # a continuation is encoded together with this number of tokens of
 
 
 class Translation:
-    """From the target's tokens to the draft's and back."""
+    """Translates the target's tokens to the draft's, and back."""
 
     def __init__(self, target: LanguageModel, draft: LanguageModel) -> None:
         self.vocabularies = (target.vocabulary, draft.vocabulary)

@@ -34,7 +34,7 @@ class RoundReport:
 
 @dataclass(frozen=True)
 class Ending:
-    """Why a sequence ended, and its figures. `finish_reason`: "stop", "length", "cancelled" or "error"."""
+    """The reason for the end of a sequence, and figures. `finish_reason`: "stop", "length", "cancelled" or "error"."""
 
     finish_reason: str
     stats: Stats

@@ -1,12 +1,12 @@
 """The peers that read a GGUF file: llama.cpp and OpenVINO GenAI.
 
-llama.cpp (PyPI `xllamacpp`) is a server inside this process. It is asked by a function call, not over HTTP. In the
-files it is given, a token is called by its number (`gguf_export`), so the pieces of text that it returns are ids. A
-request takes half a millisecond beside its own work, by its own clock.
+llama.cpp (PyPI `xllamacpp`) is a server inside this process. Requests are function calls, not HTTP. In its files the
+text of a token is its number (`gguf_export`), so the pieces of text that it returns are ids. A request takes half a
+millisecond besides its own work, by its own clock.
 
 OpenVINO GenAI (PyPI `openvino-genai`) reads the GGUF file itself, on the CPU. It keeps keys and values in int8 and
 computes with the quantized weights, so its text may differ from the target's: it is compared and need not be equal. Its
-cache of earlier prompts is off: with it, it does not read a prompt twice.
+cache of earlier prompts is off, because with this cache it would not read a prompt twice.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ BEST = "ngram-map-k"  # of those, with llama.cpp's own sizes (docs/bench.md)
 
 @dataclass(frozen=True)
 class Speculation:
-    """How llama.cpp drafts. A size that is not given is its default."""
+    """The drafting settings of llama.cpp. A size that is not given has llama.cpp's default."""
 
     kind: str = BEST
     gamma: int | None = None

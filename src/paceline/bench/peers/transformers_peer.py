@@ -1,11 +1,11 @@
 """Hugging Face `generate` as a candidate: plain, assisted, prompt lookup and early exit, over the same weights.
 
-The user's model is never touched: `generate` runs on a shell of it (a module object of its own that shares everything
-below), which has its own generation config, hooks and, for early exit, its own model config. A config given to
-`generate` would not do: what is None in it is filled from the model's own, the end of text above all.
+The user's model does not change: `generate` runs on a shell of it (another module object that shares all modules
+below), which has its own generation config, hooks and, for early exit, its own model config. A config as an argument of
+`generate` is not enough: `generate` replaces None in it by values of the model's config, such as the end of text.
 
 A streamer records the arrivals: `generate` reads every new token to the host anyway, so that it costs one small copy a
-step. Passes of the target are counted by a hook, which also holds the cache to be weighed when the clock has stopped.
+step. A hook counts passes of the target, and keeps the cache, whose bytes are measured after the clock has stopped.
 """
 
 from __future__ import annotations
@@ -217,7 +217,7 @@ class _Arrivals:
 
 @dataclass
 class _Watch:
-    """Inside its context, counts how often the whole model ran, and keeps the cache that it last wrote to."""
+    """Counts inside its context how often the whole model ran, and keeps the cache that it last wrote to."""
 
     model: Any
     layers: int

@@ -4,12 +4,12 @@
 - **tokens/s**: emitted over those seconds, reading the prompt included. **decode tokens/s**: the tokens after the first
   over the seconds after it.
 - **speed-up**: seconds of our own plain decoding over seconds, on the tasks both did. The ratio to a peer is the same
-  with the peer on top. low, high: divided and multiplied by the spread, in which a second measurement stays.
+  with the seconds of the peer on top. low, high: the value over and times the spread of a second measurement.
 - **α**: accepted over judged, the chance that the next drafted token of a draft is accepted. **bound**: S for that α,
   the candidate's γ and the measured v, c and o, with γ drafted tokens in every round. **reached**: decode speed-up over
   the bound, because S does not count the time for prompts.
 - **predicted**: the speed-up from costs and trace without a clock: the prompt as in plain decoding, then every round at
-  v(fed) + c per drafted depth + o in plain decoding's own seconds per token, and what `auto` says its models took.
+  v(fed) + c per drafted depth + o in plain decoding's own seconds per token, and the seconds of the models of `auto`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Where a report goes: a CSV table, an HTML page without external scripts, fonts or images, and Weights & Biases."""
+"""Write a report: a CSV table, an HTML page without external scripts, fonts or images, and Weights & Biases."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _COLUMNS = tuple(
 
 
 def write_csv(summary: Summary, file: TextIO) -> None:
-    """One row per candidate and category. Unknown values are empty."""
+    """Write one row per candidate and category. Unknown values are empty."""
     peers = list(dict.fromkeys(peer for line in summary.lines for peer in line.ratios))
     writer = csv.writer(file)
     header = [*_COLUMNS, "speed_up", "speed_up_low", "speed_up_high"]
@@ -118,7 +118,7 @@ _MEASURES = (
 
 def log(report: Report, summary: Summary, project: str = "paceline", folder: str | None = None) -> str:
     """Log a run with the provenance as its config, a value per candidate and measure, the tables, the points of the
-    charts, and the charts as pictures where matplotlib is there. Returns where it went."""
+    charts, and the charts as pictures if there is matplotlib. Return the place of the run."""
     run = start("bench", report.provenance, folder, project)
     import wandb
 

@@ -33,7 +33,7 @@ class Member:
     gamma: int = 0
     drafter: str = ""
     exact: bool = True
-    lossy: bool = False  # its rule changes what is written, for speed
+    lossy: bool = False  # its rule changes the text, for speed
 
     @staticmethod
     def of(candidate: Candidate) -> Member:
@@ -47,7 +47,7 @@ _COUNTS = (*_STATS, "judged")
 
 @dataclass(frozen=True)
 class Tally:
-    """The rounds of a run, counted: all that metrics need of a trace. Counts of several rows are added up.
+    """The counts of the rounds of a run, which metrics need of a trace. Counts of several rows are summed.
 
     judged: drafted tokens on accepted paths, and one for every round whose draft was not accepted to its end; so
     accepted/judged is α, the chance that the next drafted token is accepted. steps: passes of the target by what was
@@ -173,7 +173,7 @@ class LeftOut:
 
 @dataclass(frozen=True)
 class Report:
-    """All results. The first member is plain decoding. complete: it was not interrupted."""
+    """All results of a benchmark. The first member is plain decoding. complete: it was not interrupted."""
 
     provenance: Mapping[str, Any]
     members: tuple[Member, ...]

@@ -177,7 +177,7 @@ class _Shape:
 
 
 class _Place(NamedTuple):
-    """Where a pass over a prompt runs: the rows that it writes to, and the most threads."""
+    """The place of a pass over a prompt: the rows that it writes to, and the most threads."""
 
     shape: _Shape
     threads: int

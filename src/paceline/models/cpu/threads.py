@@ -161,7 +161,7 @@ class ThreadGovernor:
 
 
 class ThreadPolicy:
-    """How many threads this process uses. Other processes use the same cores, so it is one object."""
+    """The number of threads of this process. All threads share the cores, so there is one object."""
 
     def __init__(self) -> None:
         self.governor = ThreadGovernor()

@@ -1,4 +1,4 @@
-"""From what a request gives to a grammar in llguidance's format. What is not possible is an `InputError`."""
+"""Convert the settings of a request to a grammar in llguidance's format. An impossible one is an `InputError`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from paceline.common.errors import InputError, in_one_line, shown
 
 LONGEST = 1 << 17  # characters of a schema, an expression or a grammar
-# No space between the parts of JSON. With free space a model may write spaces without end.
+# There is no space between the parts of JSON, because with free space a model may write spaces without end.
 _JSON = {"whitespace_flexible": False}
 
 
@@ -45,7 +45,7 @@ def _grammar(value: Any, llguidance: Any) -> str:
 
     try:
         lark = any_to_lark(text)
-    except Exception as error:  # a parser written in Python: it raises whatever it meets
+    except Exception as error:  # a parser written in Python can raise any error
         raise InputError(f"grammar is neither Lark (a rule 'start') nor GBNF (a rule 'root'): {_why(error)}.") from None
     return str(llguidance.LLMatcher.grammar_from_lark(lark))
 
@@ -89,7 +89,7 @@ def _parsed(text: str) -> Any:
 
 
 def _checked(setting: str, text: Any) -> str:
-    """The text, if its length and its characters are possible."""
+    """Return the text. Refuse one that is too long, or has characters that cannot be encoded."""
     if not isinstance(text, str):
         raise InputError(f"{setting} must be a string, got {shown(text)}.")
     if len(text) > LONGEST:

@@ -19,11 +19,11 @@ from paceline.models.translation import Pieces
 if TYPE_CHECKING:
     from paceline.models.language_model import LanguageModel
 
-# Limits of one grammar, against hostile ones: what it may take to compile, and what one step may take.
+# Limits of one grammar, against hostile ones: the work to compile it, and the work of one step.
 _LIMITS: dict[str, Any] = {"max_items_in_row": 2000, "initial_lexer_fuel": 100_000, "step_lexer_fuel": 200_000,
            "step_max_items": 50_000, "max_lexer_states": 20_000, "max_grammar_size": 20_000,
            "verbose_errors": False}  # fmt: skip
-_AHEAD = 256  # characters of forced text that are encoded, of what may be much more
+_AHEAD = 256  # the most characters of forced text that are encoded
 _NO_TEXT = ("NoExtension", "NoExtensionBias")
 _SOURCE_LINE = re.compile(r"\d+ \| ")
 _BITS = torch.arange(8, dtype=torch.uint8)
@@ -45,7 +45,7 @@ class GrammarCompiler:
         self._lock = threading.Lock()
 
     def compile(self, setting: str, value: Any) -> Grammar:
-        """Compile the setting of a request, such as `json_schema`. What cannot be used is an `InputError`."""
+        """Compile the setting of a request, such as `json_schema`. Raise `InputError` if it cannot be used."""
         try:
             import llguidance
         except ModuleNotFoundError:
@@ -63,7 +63,7 @@ class GrammarCompiler:
 
     @cached_property
     def _tokens(self) -> Any:
-        """The vocabulary as llguidance knows it."""
+        """The vocabulary in the form of llguidance."""
         import llguidance
 
         words: Any = _Vocabulary(self._tokenizer, self._vocabulary)
@@ -85,7 +85,7 @@ def _try_out(matcher: Any, setting: str, vocabulary: int) -> None:
 
 
 def _problem(matcher: Any) -> str:
-    """The error of a matcher in one line; "" if there is none."""
+    """Return the error of a matcher in one line; "" if there is none."""
     if not matcher.is_error():
         return ""
     told = str(matcher.get_error()).removesuffix("<non-verbose/>").strip()
@@ -101,11 +101,11 @@ class _Mask(NamedTuple):
 
     bits: bytes
     complete: bool = False  # no token but an end may follow
-    problem: str = ""  # no token may follow, because of this
+    problem: str = ""  # why no token may follow
 
 
 def _mask_of(matcher: Any, vocabulary: int, ends: Sequence[int]) -> _Mask:
-    """The mask where a matcher is. The token after the vocabulary stands for the end of the text."""
+    """Return the mask at the place of a matcher. The token after the vocabulary stands for the end of the text."""
     bits = bytearray(matcher.compute_bitmask())
     problem = _problem(matcher)
     if problem:
@@ -211,7 +211,7 @@ class GrammarCursor:
         return not self._beyond and self._mask(()).complete
 
     def _leave(self, token: int) -> None:
-        """A token that the grammar cannot read: an end of the text, where it may end, or an error."""
+        """Commit a token that the grammar cannot read: an end of the text where it may end, or an error."""
         if not self._beyond:
             problem = _problem(self._matcher)
             if problem:
@@ -253,7 +253,7 @@ class GrammarCursor:
         return int(self._matcher.try_consume_tokens(list(tokens))) if tokens else 0
 
     def _begin_again(self) -> None:
-        """A matcher with an error stays so: use a fresh one."""
+        """Use a fresh matcher, because a matcher with an error keeps it."""
         self._matcher, self._path = self._fresh.deep_copy(), ()
         read = self._read(self._tokens)
         if read < len(self._tokens):
@@ -262,8 +262,8 @@ class GrammarCursor:
 
 
 class _Vocabulary:
-    """The bytes of every token, and how a text is encoded, as llguidance asks for them. One token more stands for the
-    end of the text: a request may have other ends than the tokenizer."""
+    """The bytes of every token, and the encoding of a text, with the interface of llguidance. One token more stands for
+    the end of the text, because a request may have other ends than the tokenizer."""
 
     is_tokenizer_wrapper = True
     bos_token_id = None
@@ -279,7 +279,7 @@ class _Vocabulary:
         self._longest = max(map(len, self._pieces.of.values()), default=1)
 
     def __call__(self, text: str | bytes) -> list[int]:
-        """Return the tokens of a text. What the tokenizer does not know is spelled by its longest tokens."""
+        """Return the tokens of a text. Text that the tokenizer does not know is spelled by its longest tokens."""
         text = (text if isinstance(text, str) else text.decode("utf-8", "ignore"))[:_AHEAD]
         data = text.encode()
         with self._lock:

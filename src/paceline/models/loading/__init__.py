@@ -1,1 +1,1 @@
-"""From a name, a folder or a file to weights."""
+"""Load weights from a name, a folder or a file."""

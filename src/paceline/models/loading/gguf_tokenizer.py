@@ -43,7 +43,7 @@ class TokenizerError(Exception):
 
 @dataclass(frozen=True)
 class _Splitter:
-    """How a family splits text before merging: by a pattern, or as GPT-2, with single digits if it says so."""
+    """The split of a text before merging, for a family: by a pattern, or as in GPT-2, with or without single digits."""
 
     pattern: str | None = None
     single_digits: bool = False

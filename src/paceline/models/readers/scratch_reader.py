@@ -122,7 +122,7 @@ class ScratchRows:
 
     @property
     def cursors(self) -> list[Cursor | None]:
-        """None: a text may be ahead of the place of its row."""
+        """No cursors, because a text may be ahead of the place of its row in a grammar."""
         return [None] * self.count
 
     @property

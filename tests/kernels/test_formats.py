@@ -11,7 +11,7 @@ import torch
 
 pytest.importorskip("numba")
 
-from paceline.kernels.cpu import packed
+from paceline.kernels.cpu import product
 
 BLOCKS = ("q4_1",)
 
@@ -59,7 +59,7 @@ def multiplied(kind: str, weights: Weights, x: np.ndarray, low: int, high: int, 
     whole = np.zeros((n, outputs), np.float32)
     held = [shifted(weights.memory, shift), shifted(weights.scales, 4), shifted(x, 4), shifted(whole, 4)]
     w, scales, rows, y = (address for _, address in held)
-    function = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 11)(packed.compiled(kind).address)
+    function = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 11)(product.compiled(kind).address)
     function(rows, 4 * K, n, w, scales, K, low, high, y, 4 * outputs, w)
     out, start = held[3][0], y - held[3][0].ctypes.data
     around = np.delete(out, np.s_[start : start + whole.nbytes])
@@ -71,7 +71,7 @@ def inputs(kind: str) -> list[int]:
     return [32, 96, 576] if kind in BLOCKS else [1, 7, 8, 31, 40, 63, 100, 576]
 
 
-@pytest.mark.parametrize("kind", packed.KINDS)
+@pytest.mark.parametrize("kind", product.KINDS)
 def test_every_row_is_right_and_the_same_at_every_n(kind: str) -> None:
     dice = np.random.default_rng(0)
     for K in inputs(kind):
@@ -86,7 +86,7 @@ def test_every_row_is_right_and_the_same_at_every_n(kind: str) -> None:
                 assert together.tobytes() == alone[:n].tobytes(), (K, outputs, n)
 
 
-@pytest.mark.parametrize("kind", packed.KINDS)
+@pytest.mark.parametrize("kind", product.KINDS)
 @pytest.mark.parametrize("n", [1, 2, 3, 4, 5, 9])
 def test_some_outputs_at_odd_addresses(kind: str, n: int) -> None:
     """Any part of the outputs, from any byte: GGUF files and safetensors promise little about where tensors begin."""

@@ -156,12 +156,12 @@ def test_kernels_that_do_not_compile_are_told_of_once(error: Exception, monkeypa
 @pytest.mark.skipif(machine.missing() is not None, reason="no kernels here")
 def test_a_format_that_does_not_compile_is_told_of_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Products are compiled when a model needs them, after the pass itself was."""
-    from paceline.kernels.cpu import packed
+    from paceline.kernels.cpu import product
 
     def failing(kind: str) -> None:
         raise ValueError(f"no product for {kind}")
 
-    monkeypatch.setattr(packed, "compiled", failing)
+    monkeypatch.setattr(product, "compiled", failing)
     with pytest.warns(PacelineWarning, match="no product for float32") as seen:
         written = [text(), text()]
     assert len(seen) == 1

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from paceline.models.cuda.prefill import PromptReader, padded
+from paceline.models.cuda.cuda_forward import PromptReader, padded
 
 
 class Kernels:

@@ -14,8 +14,7 @@ from tests.toys import llama
 
 from paceline import LanguageModel
 from paceline.models import pass_timing as pass_times
-from paceline.models.cpu import thread_choice
-from paceline.models.cpu.thread_choice import candidates, measured_threads, threads_for
+from paceline.models.pass_timing import candidates, measured_threads, threads_for
 
 
 @pytest.fixture
@@ -29,8 +28,7 @@ def allowed(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, int], None]:
 
     def allow(threads: int, cores: int) -> None:
         monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
-        for module in (thread_choice, pass_times):
-            monkeypatch.setattr(module, "cores_here", lambda: cores)
+        monkeypatch.setattr(pass_times, "cores_here", lambda: cores)
 
     return allow
 
@@ -52,18 +50,18 @@ def passes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
             Timer.time += Timer.seconds_by[self.threads]
             return Timer.seconds_by[self.threads]
 
-    monkeypatch.setattr(thread_choice, "PassTimer", Timer)
-    monkeypatch.setattr(thread_choice, "measured_threads", lambda lm, limit: measured_threads(lm, limit, clock, clock))
+    monkeypatch.setattr(pass_times, "PassTimer", Timer)
+    monkeypatch.setattr(pass_times, "measured_threads", lambda lm, limit: measured_threads(lm, limit, clock, clock))
     return run
 
 
 def takes(seconds: Mapping[int, float]) -> None:
-    timer: Any = thread_choice.PassTimer
+    timer: Any = pass_times.PassTimer
     timer.seconds_by, timer.time = seconds, 0.0
 
 
 def clock() -> float:
-    timer: Any = thread_choice.PassTimer
+    timer: Any = pass_times.PassTimer
     return float(timer.time)
 
 
@@ -110,13 +108,13 @@ def test_measured_once_and_kept(
     assert threads_for(lm) == 2
     many = len(passes)
     assert threads_for(lm) == 2
-    monkeypatch.setattr(thread_choice.THREADS, "chosen", WeakKeyDictionary())  # another process
+    monkeypatch.setattr(pass_times.THREADS, "chosen", WeakKeyDictionary())  # another process
     assert threads_for(lm) == 2
     assert len(passes) == many
     (kept,) = (tmp_path / "costs").glob("*-threads.json")
     assert json.loads(kept.read_text()) == {"threads": 2}
     kept.write_text('{"threads": 64}')  # more than there are
-    monkeypatch.setattr(thread_choice.THREADS, "chosen", WeakKeyDictionary())
+    monkeypatch.setattr(pass_times.THREADS, "chosen", WeakKeyDictionary())
     assert threads_for(lm) == 2
     assert len(passes) > many
 
@@ -132,7 +130,7 @@ def test_a_busy_machine_decides_nothing(
     allowed(4, 4)
     takes({4: 0.04, 2: 0.02, 1: 0.01})
     assert measured_threads(lm, 4, clock, lambda: 0.8 * clock()) is None  # another had our core for a fifth of it
-    monkeypatch.setattr(thread_choice, "measured_threads", lambda *_: None)
+    monkeypatch.setattr(pass_times, "measured_threads", lambda *_: None)
     assert threads_for(lm) == 4
     assert not (tmp_path / "costs").exists()
 

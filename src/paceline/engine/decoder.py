@@ -38,9 +38,9 @@ from paceline.engine.rows import Event, Row
 from paceline.engine.scheduler import Party, Scheduler
 from paceline.engine.stopping import Detokenizer, Stopper, special_stops
 from paceline.models import load
-from paceline.models.cuda.prefill import check_prompt
 from paceline.models.grammars.token_grammar import grammars_of
 from paceline.models.language_model import LanguageModel
+from paceline.models.reader import check_prompt
 from paceline.models.runtime import parts, prepare, quantization_of, running, usual_nodes, with_strict
 from paceline.models.slot_cache import SlotCache, caches_held_by
 from paceline.models.tensor_parallel import check_alike, is_sharded, of_the_first

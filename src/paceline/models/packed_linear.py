@@ -1,6 +1,6 @@
 """Linear layers with quantized weights.
 
-`forward` unpacks the weights. Our kernels (`kernels.packed`) read them packed, in passes over a few tokens.
+`forward` unpacks the weights. Our kernels (`kernels.cpu.product`) read them packed, in passes over a few tokens.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _CLOSE = 0.02  # of the largest number: rounding in bfloat16 stays below it, a w
 
 
 class PackedLinear(nn.Module):
-    """A linear layer with weights [out, in] in a format of `kernels.packed`, and the bias of the original layer."""
+    """A linear layer with weights [out, in] in a format of the kernels, and the bias of the original layer."""
 
     format: ClassVar[str]
 

@@ -13,13 +13,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from paceline.common.errors import UnsupportedError
+from paceline.common.errors import InputError, UnsupportedError
 from paceline.core.contracts import PromptTaps, Reading, RowsView, arange
 from paceline.core.device_ops import DeviceOps, slots_after
 from paceline.core.tree import closure
 from paceline.models.cpu import threads as openmp
 from paceline.models.cpu.cpu_forward import AttentionSpan, CpuForward, ForwardPlan, LayerRange, kernel_pass
-from paceline.models.cuda.prefill import PromptReader
+from paceline.models.cuda.cuda_forward import PromptReader
 from paceline.models.device import without_planned_attention
 from paceline.models.slot_cache import SlotCache, chain_mask, key_positions, masks_of_layers, tree_mask
 
@@ -382,3 +382,16 @@ def common_prefix(first: Sequence[object], second: Sequence[object], start: int 
         middle = (low + high + 1) // 2
         low, high = (middle, high) if first[low:middle] == second[low:middle] else (low, middle - 1)
     return low
+
+
+def check_prompt(tokens: Sequence[int], lm: LanguageModel) -> None:
+    """Refuse a prompt that is empty, leaves no room for a token in the context, or has ids that the model lacks."""
+    if not tokens:
+        raise InputError("The prompt is empty; give at least one token.")
+    if len(tokens) >= lm.context:
+        raise InputError(
+            f"The prompt has {len(tokens)} tokens, the context of {lm.name} ends at {lm.context}; shorten it."
+        )
+    for token in tokens:
+        if not 0 <= token < lm.vocabulary:
+            raise InputError(f"The prompt has token id {token}, outside the vocabulary of {lm.vocabulary} tokens.")

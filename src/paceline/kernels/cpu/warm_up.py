@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 # the import of these modules compiles all kernels, except those in `LATER`, which wait until a model needs them
-MODULES = ("head_steps", "noise_words", "packed", "tree_growing")
+MODULES = ("head_steps", "noise_words", "product", "tree_growing")
 _ROOM = __name__.rpartition(".")[0]
 _HERE = Path(__file__).parent
 

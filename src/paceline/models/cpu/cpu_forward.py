@@ -218,7 +218,7 @@ def kernel_pass(lm: LanguageModel, model: Any) -> CpuForward | CudaForward | Non
         why = plan if isinstance(plan, str) else kernels_missing() or _uncompiled(plan)
         if why is None:
             assert isinstance(plan, Plan)
-            from paceline.models.cpu.thread_choice import limit
+            from paceline.models.pass_timing import limit
 
             return CpuForward(plan, threads_here(lm), limit())
     if lm.runner == "kernels":
@@ -255,7 +255,7 @@ def _uncompiled(plan: Plan) -> str | None:
 def threads_here(lm: LanguageModel) -> int:
     """Return the fastest number of threads, at most the number that torch may use (`OMP_NUM_THREADS`,
     `torch.set_num_threads`)."""
-    from paceline.models.cpu.thread_choice import threads_for
+    from paceline.models.pass_timing import threads_for
 
     return threads_for(lm)
 

@@ -138,7 +138,7 @@ def address(kind: str) -> int:
     """Return the address of the product of a format; 0 if there are no kernels."""
     if kernels_missing() is not None:
         return 0
-    from paceline.kernels.cpu.packed import compiled
+    from paceline.kernels.cpu.product import compiled
 
     try:
         return int(compiled(kind).address)

@@ -46,7 +46,7 @@ class Plan:
     def numbers(self) -> np.ndarray:
         """The layout with the addresses of the products that its formats need. Products are compiled now if they were
         not."""
-        from paceline.kernels.cpu.packed import compiled
+        from paceline.kernels.cpu.product import compiled
 
         numbers = [compiled(each).address if isinstance(each, str) else each for each in self.laid_out]
         return np.array(numbers, np.int64)

@@ -131,7 +131,7 @@ def replay_all(
 
 
 def _traces(header: TraceHeader, texts: Sequence[TraceText], entry: RunSpec, carry: bool) -> list[Trace]:
-    """Return the rounds of each text. Raises `UnsupportedError` if they cannot be known."""
+    """Return the rounds of each text. Raise `UnsupportedError` if they cannot be known."""
     if not texts:
         raise UnsupportedError("the trace has no finished text")
     name, options = _named(header, entry)
@@ -166,7 +166,7 @@ def _rerun_all(header: TraceHeader, texts: Sequence[TraceText], entry: RunSpec, 
 
 
 def _check(header: TraceHeader, entry: RunSpec) -> Rule:
-    """The rule of the entry. Raises `UnsupportedError` if the text depends on the recorded run or on the entry's."""
+    """The rule of the entry. Raise `UnsupportedError` if the text depends on the recorded run or on the entry's."""
     greedy = sampling_of(header.sampling).greedy
     if header.processors:
         raise UnsupportedError(f"the record was written with {header.processors} processors, which a file cannot hold")
@@ -263,7 +263,7 @@ def lines(answers: Sequence[Replayed]) -> list[str]:
 def rerun(
     text: TraceText, header: TraceHeader, drafter: Drafter, rule: Rule, gamma: int, nodes: int | None = None
 ) -> Trace:
-    """The rounds of this text with another drafter. Raises `UnsupportedError` if the drafter needs more than text."""
+    """The rounds of this text with another drafter. Raise `UnsupportedError` if the drafter needs more than text."""
     target = _RecordedTarget(header)
     written: list[int] = []
     stopper = Stopper((), (), text.limit, None, lambda: len(written) >= len(text.tokens))

@@ -99,7 +99,7 @@ class ChatState:
         self.change(**{name: value})
 
     def learn_from(self, **store: str) -> Drafter:
-        """Use the n-gram store of a file, or an empty one. Returns its drafter."""
+        """Use the n-gram store of a file, or an empty one. Return its drafter."""
         options = replace(self.options, draft="ngram", options={"persistent": True, **store})
         self.drafters["ngram"] = session.open_drafter(options)
         self.decoders.pop("ngram", None)
@@ -131,7 +131,7 @@ class ChatState:
         return session.plain_decoder(lm, self.decoder("speculative").rule)
 
     def unlearn(self) -> list[str]:
-        """Make drafters discard what they learned, because a drafter that has seen an answer copies it. Returns the
+        """Make drafters discard what they learned, because a drafter that has seen an answer copies it. Return the
         modes whose drafter cannot do that."""
         kept = []
         for mode in [mode for mode, wanted in self.modes.items() if wanted]:
@@ -365,7 +365,7 @@ def _quoted(token: int, tokenizer: Any) -> str:
 
 
 def _write(command: str, words: list[str], *lines: str) -> str:
-    """Write lines to the file that the words name; only --force replaces a file. Returns its name."""
+    """Write lines to the file that the words name; only --force replaces a file. Return its name."""
     name = next((word for word in words if word != "--force"), "")
     if Path(name).is_file() and "--force" not in words:
         raise InputError(

@@ -349,7 +349,7 @@ class SpeculativeDecoder:
         seed, do_sample, dynamic_exponent, stop, eos_token_ids, ignore_eos, criteria, logprobs, num_beams,
         length_penalty, length_offset, beam_top_k, early_stopping, num_return_sequences, prediction (the text you
         expect), max_draft, json_schema, json_object, regex, grammar, choice (docs/grammars.md), constraint; a list
-        holds one value per prompt. Returns a `Generation`, or a list of them for a batch. A beam search gives its best
+        holds one value per prompt. Return a `Generation`, or a list of them for a batch. A beam search gives its best
         text, with the others in `beams`.
         """
         prompts, single = encode_all(prompt, self.target)

@@ -93,7 +93,7 @@ def fetch_or_refuse(repository: str, what: str = "", **how: Any) -> Path:
 
 
 def cached(repository: str) -> Path | None:
-    """Return the repository in the hub's cache, if it is complete. Does not use the network."""
+    """Return the repository in the hub's cache, if it is complete. Do not use the network."""
     folder = _snapshot(repository, None, _TEXT_FILES + _WEIGHT_FILES)
     return None if folder is None or weights_problem(folder) is not None else folder
 

@@ -121,7 +121,7 @@ class _ServerAudit:
             other = self._run("other server, alone", asks, alone, server=self._against)
             other_again = self._run("other server, alone, again", asks, alone, server=self._against)
         seeds = [replace(ask, seed=ask.seed + 1) for ask in asks if ask.sampled][:_OTHER_SEED]
-        reseeded = self._send("alone, another seed", seeds, alone)
+        reseeded = self._run("alone, another seed", seeds, alone, is_compared=False).replies
         return ServerReport(
             subject={
                 "server": self._server.url,
@@ -198,25 +198,16 @@ class _ServerAudit:
         workers: int,
         more: Callable[[Ask], dict[str, bool]] = lambda ask: {},
         server: ServerClient | None = None,
+        is_compared: bool = True,
     ) -> Run:
-        began = time.perf_counter()
-        replies = self._send(name, asks, workers, more, server)
-        self._runs.append(Run(name, replies, time.perf_counter() - began))
-        return self._runs[-1]
-
-    def _send(
-        self,
-        name: str,
-        asks: Sequence[Ask],
-        workers: int,
-        more: Callable[[Ask], dict[str, bool]] = lambda ask: {},
-        server: ServerClient | None = None,
-    ) -> dict[int, Reply]:
-        order = list(asks)
+        began, order = time.perf_counter(), list(asks)
         if workers > 1:  # another order gives other batches
             random.Random(self._plan.seed).shuffle(order)
         report: Callable[[int], None] = lambda done: self._progress(name, done, len(order))  # noqa: E731
-        return (server or self._server).ask_all(order, more, workers, report, self._cancel)
+        replies = (server or self._server).ask_all(order, more, workers, report, self._cancel)
+        run = Run(name, replies, time.perf_counter() - began)
+        self._runs += [run] if is_compared else []
+        return run
 
 
 _TITLES: dict[Endpoint, str] = {"chat": "chat completions", "completions": "completions"}

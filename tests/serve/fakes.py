@@ -192,7 +192,7 @@ class FakeEngine:
     def _ending(self, writer: Writer, reason: str, cause: int | str | None = None) -> Ending:
         expected: Any = writer.job.request.prediction  # token ids
         stats = writer.trace.stats(time.perf_counter() - writer.begun, "match", False, expected)
-        return Ending(reason, stats, cause, None, len(writer.job.prompt) // 2, writer.trace.by_position(), 0.01, 0.02)
+        return Ending(reason, stats, cause, None, len(writer.job.prompt) // 2, 0.01, 0.02)
 
     def _logprob(self, token: int, most: int) -> TokenLogprob:
         top = tuple((other, -0.25 - rank) for rank, other in enumerate([token, 1, 2, 3, 4, 5][:most]))

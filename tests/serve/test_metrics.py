@@ -52,6 +52,17 @@ def test_the_counters_are_the_sums_of_the_answers() -> None:
     assert 0 < gaps < found["paceline:generation_tokens_total"]
 
 
+def test_positions_are_counted_while_a_text_is_written() -> None:
+    with serving(pause=0.01, script=lambda job: "x" * 400) as running, running.client() as client:
+        with client.stream("POST", "/v1/completions", json={**BODY, "max_tokens": 400, "stream": True}) as response:
+            next(response.iter_lines())
+            found = values(client.get("/metrics").text)
+        ended = [value for name, value in found.items() if "request_success_total" in name]
+        by_position = [value for name, value in found.items() if "per_pos_total" in name]
+    assert sum(ended) == 0
+    assert sum(by_position) == found["paceline:spec_decode_num_accepted_tokens_total"] > 0
+
+
 def test_the_engines_state_and_the_prefix() -> None:
     with serving({"metrics_prefix": "vllm", "served_model_name": ("alias", "second")}) as running:
         text = running.get("/metrics").text

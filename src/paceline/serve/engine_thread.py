@@ -279,7 +279,6 @@ class EngineThread:
             stop.cause,
             None if row.error is None else str(row.error),
             row.cached,
-            row.trace.by_position(),
             (party.began or now) - sequence.submitted,
             max(0.0, (party.joined or now) - (party.began or now)),
         )

@@ -41,7 +41,6 @@ class Ending:
     stop_reason: int | str | None = None
     error: str | None = None  # one sentence, with finish_reason "error"
     cached_tokens: int = 0  # tokens of the prompt that were in a KV cache
-    by_position: Sequence[tuple[int, int]] = ()  # (accepted, drafted) of the 1st, 2nd ... drafted token of a round
     queued_seconds: float = 0.0  # from the submission to the first chunk of the prompt
     prompt_seconds: float = 0.0  # from the first chunk of the prompt to the first round
 

@@ -126,6 +126,8 @@ class Metrics:
                 self._drafts.inc()
                 self._drafted.inc(len(report.round.drafted))
                 self._accepted.inc(len(report.round.path))
+                for position in range(len(report.round.path)):  # a path begins at a root, also in a tree
+                    self._by_position.labels(self._model, str(position)).inc()
         if update.ending is not None:
             self._ended(live, update, now)
 
@@ -133,9 +135,6 @@ class Metrics:
         ending = update.ending
         assert ending is not None
         del self._live[update.job]
-        for position, (accepted, _) in enumerate(ending.by_position):
-            if accepted:
-                self._by_position.labels(self._model, str(position)).inc(accepted)
         reason = _REASONS.get(ending.finish_reason, ending.finish_reason)
         self._success.labels(self._model, reason).inc()
         self._prompt_tokens.inc(live.prompt)

@@ -93,7 +93,7 @@ def test_streaming_does_not_matter(variant: Variant) -> None:
     assert all(row == [None] * (NEW - 1) + ["length"] for row in reasons)
 
 
-@pytest.mark.parametrize("variant", [PLAIN, *RUNNERS], ids=str)
+@pytest.mark.parametrize("variant", [PLAIN, RUNNERS[0]], ids=str)
 def test_other_seeds_do_matter(variant: Variant) -> None:
     """The tests above would pass if seeds were ignored."""
     decoder = variant.decoder(CASE)

@@ -73,7 +73,9 @@ class Trial:
         times = self.path.stat()
         self.path.write_text(self.original, encoding="utf-8")
         os.utime(self.path, ns=(times.st_atime_ns, times.st_mtime_ns - 10**9))
-        code = os.waitstatus_to_exitcode(status) if ended else 1
+        if not ended:
+            return "no end"
+        code = os.waitstatus_to_exitcode(status)
         # 1: some tests failed; 2: a module could not be imported; 4, 5: there is no such test
         return {0: "survived", 1: "killed", 2: "killed", 4: "no such test", 5: "no such test"}.get(code, "broken")
 

@@ -120,8 +120,8 @@ MUTANTS = [
     Mutant(
         "lanes 0 and 1 of neighbours collide",
         "core/noise.py",
-        "_scramble(place.unsqueeze(-1) + lane_words)",
-        "_scramble(place.unsqueeze(-1) * 0 + lane_words)",
+        "_scramble(place_words(key, position).unsqueeze(-1) + lanes)",
+        "_scramble(place_words(key, position).unsqueeze(-1) * 0 + lanes)",
         NOISE + "no_number_comes_twice",
     ),
     Mutant(

@@ -68,6 +68,13 @@ MUTANTS = [
         "i <= drafted",
         "tests/conformance/test_metamorphic.py::test_streaming_does_not_matter",
     ),
+    Mutant(
+        "a bonus of a shorter row counts as recovered",
+        "engine/rows.py",
+        "list(range(accepted)), accepted >= len(drafted)",
+        "list(range(accepted)), accepted >= tree.nodes",
+        "tests/conformance/test_rules_and_drafters.py::test_every_rule_with_every_drafter",
+    ),
     # ---- rows.py: log-probabilities
     Mutant(
         "greedy rows show a point mass",

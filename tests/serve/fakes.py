@@ -212,7 +212,7 @@ class Running:
     server: HttpServer
 
     def client(self) -> httpx.Client:
-        return httpx.Client(base_url=self.url, timeout=10, trust_env=False, verify=False)
+        return httpx.Client(base_url=self.url, timeout=60, trust_env=False, verify=False)
 
     def post(self, path: str, body: Any, **more: Any) -> httpx.Response:
         with self.client() as client:
@@ -246,11 +246,11 @@ def listening(service: Service) -> Iterator[tuple[str, HttpServer]]:
     thread = threading.Thread(target=server.run)
     thread.start()
     try:
-        assert ready.wait(10), "the server did not start"
+        assert ready.wait(60), "the server did not start"
         yield found[0], server
     finally:
         server.should_exit = True
-        thread.join(10)
+        thread.join(60)
         service.close()
         assert not thread.is_alive()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import http.client
 import json
 import logging
 import time
@@ -23,8 +24,9 @@ COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 HELLO = {"prompt": "Hello", "max_tokens": 20}
 
 
-def wait_for(condition: Any, seconds: float = 5.0) -> None:
-    end = time.monotonic() + seconds
+def wait_for(condition: Any) -> None:
+    """Until it is so, however slow the machine is. What never happens fails after a minute."""
+    end = time.monotonic() + 60
     while not condition():
         assert time.monotonic() < end, "it did not happen in time"
         time.sleep(0.005)
@@ -284,8 +286,10 @@ def test_a_client_that_goes_ends_its_jobs() -> None:
             with client.stream("POST", COMPLETIONS, json={**body, "stream": True}) as response:
                 next(response.iter_lines())
             wait_for(lambda: len(running.engine.cancelled) == 2)
-            with pytest.raises(httpx.ReadTimeout):
-                client.post(COMPLETIONS, json=body, timeout=0.2)
+        left = http.client.HTTPConnection(running.url.removeprefix("http://"))
+        left.request("POST", COMPLETIONS, json.dumps(body), {"Content-Type": "application/json"})
+        wait_for(lambda: len(running.engine.submitted) == 4)
+        left.close()
         wait_for(lambda: len(running.engine.cancelled) == 4)
         wait_for(lambda: running.engine.state().running == 0)
         wait_for(lambda: running.service.mailbox.waiting == 0)
@@ -300,7 +304,7 @@ def test_a_request_that_takes_too_long(server: Running) -> None:
 
 def test_many_requests_leave_nothing_behind(server: Running) -> None:
     async def flood() -> list[int]:
-        async with httpx.AsyncClient(base_url=server.url, timeout=20, trust_env=False) as client:
+        async with httpx.AsyncClient(base_url=server.url, timeout=60, trust_env=False) as client:
             bodies = [{**HELLO, "n": 1 + i % 3, "stream": i % 2 == 0} for i in range(60)]
             answers = await asyncio.gather(*(client.post(COMPLETIONS, json=body) for body in bodies))
             return [answer.status_code for answer in answers]
@@ -326,7 +330,7 @@ LONG = {"prompt": "Hello", "max_tokens": 400, "stream": True}
 
 
 def test_the_first_signal_drains() -> None:
-    with serving({"drain_seconds": 10}, pause=0.05, script=lambda job: "x" * 60) as running:
+    with serving({"drain_seconds": 60}, pause=0.05, script=lambda job: "x" * 60) as running:
         with running.client() as client, client.stream("POST", COMPLETIONS, json=LONG) as response:
             lines = response.iter_lines()
             next(lines)
@@ -366,11 +370,9 @@ def test_the_drain_ends_after_its_seconds() -> None:
         ):
             lines = response.iter_lines()
             next(lines)
-            begun = time.monotonic()
             running.server.handle_exit(15, None)
-            with pytest.raises(httpx.RemoteProtocolError):
+            with pytest.raises(httpx.RemoteProtocolError):  # the text would take seven seconds
                 list(lines)
-            assert time.monotonic() - begun < 4
         wait_for(lambda: running.engine.cancelled)
 
 

@@ -44,11 +44,11 @@ def serving(draft: Any, **decoder: Any) -> Iterator[str]:
     thread = threading.Thread(target=server.run)
     thread.start()
     try:
-        assert ready.wait(20), "the server did not start"
+        assert ready.wait(60), "the server did not start"
         yield found[0]
     finally:
         server.should_exit = True
-        thread.join(20)
+        thread.join(60)
         service.close()
         assert not thread.is_alive()
 

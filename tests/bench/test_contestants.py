@@ -15,8 +15,8 @@ from paceline.drafters.lookup.suffix import Suffix
 from paceline.drafters.models import self_quantized
 from paceline.drafters.models.draft_lm import DraftLayers
 from paceline.engine import round_graphs as flight
-from paceline.models.cuda_graph import Rehearsal
 from paceline.models.language_model import LanguageModel
+from tests.engine.graph_devices import Rehearsal
 from tests.toys import VOCABULARY, fingerprint, llama, scripted
 
 ONE = Task("1", "story", ((1, 2, 3, 4, 5, 1, 2, 3),))

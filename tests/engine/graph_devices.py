@@ -1,4 +1,4 @@
-"""Stand-ins for CUDA graphs on a CPU: `Watched` forbids host reads, `Replays` records operations and plays them."""
+"""Stand-ins for CUDA graphs on a CPU: eager (`Rehearsal`), without host reads (`Watched`), recorded (`Replays`)."""
 
 from __future__ import annotations
 
@@ -12,9 +12,29 @@ from torch.utils._pytree import tree_leaves
 
 from paceline.core import law, ranking
 from paceline.engine import round_graphs as flight
-from paceline.models.cuda_graph import Rehearsal
+from paceline.models.cuda_graph import HostCopy
 
 T = TypeVar("T")
+
+
+class Rehearsal:
+    """Runs programs eagerly, on any device: what captured programs are compared with."""
+
+    def run(self, key: Hashable, program: Callable[[], T]) -> T:
+        return program()
+
+    def host_copy(self, tensor: Tensor) -> HostCopy:
+        return _Read(tensor)
+
+    def forget(self) -> None: ...
+
+
+class _Read:
+    def __init__(self, tensor: Tensor) -> None:
+        self._lines: list[list[int]] = tensor.tolist()
+
+    def read(self) -> list[list[int]]:
+        return self._lines
 
 
 class NoReads(TorchDispatchMode):

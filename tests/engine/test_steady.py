@@ -8,7 +8,7 @@ from functools import cache
 from typing import Any
 
 import pytest
-from tests.engine.graph_devices import Watched, watched
+from tests.engine.graph_devices import Rehearsal, Watched, watched
 from tests.selection import covering
 from tests.toys import gpt2, llama
 
@@ -21,7 +21,6 @@ from paceline.engine import round_graphs as flight
 from paceline.engine.loop import Loop
 from paceline.engine.request import build_requests
 from paceline.engine.rows import Rows
-from paceline.models.cuda_graph import Rehearsal
 
 pytestmark = pytest.mark.usefixtures("trees_by_torch")  # a device that is imitated has no kernels of a CPU
 

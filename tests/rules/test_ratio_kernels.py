@@ -10,8 +10,8 @@ import pytest
 import paceline
 from paceline.engine import round_graphs as flight
 from paceline.models.cuda.cuda_ops import CudaOps
-from paceline.models.cuda_graph import Rehearsal
 from paceline.models.language_model import LanguageModel
+from tests.engine.graph_devices import Rehearsal
 from tests.selection import covering
 from tests.toys import llama
 

@@ -152,26 +152,6 @@ class ProgramRunner(Protocol):
     def forget(self) -> None: ...
 
 
-class Rehearsal:
-    """Runs programs eagerly, on any device. Tests compare captured programs with it."""
-
-    def run(self, key: Hashable, program: Callable[[], T]) -> T:
-        return program()
-
-    def host_copy(self, tensor: Tensor) -> HostCopy:
-        return _Read(tensor)
-
-    def forget(self) -> None: ...
-
-
-class _Read:
-    def __init__(self, tensor: Tensor) -> None:
-        self._lines: list[list[int]] = tensor.tolist()
-
-    def read(self) -> list[list[int]]:
-        return self._lines
-
-
 def captures(lm: LanguageModel) -> bool:
     """Return whether rounds of this model are captured."""
     return lm.runner != "eager" and lm.device.type == "cuda" and not is_sharded(lm)

@@ -7,13 +7,13 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
+from tests.engine.graph_devices import Rehearsal
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import paceline
 from paceline.drafters.heads.eagle import Eagle
 from paceline.engine import eager_rounds
 from paceline.engine import round_graphs as flight
-from paceline.models.cuda_graph import Rehearsal
 
 interpreter = pytest.importorskip("triton.runtime.interpreter")
 

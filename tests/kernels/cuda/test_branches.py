@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.engine.graph_devices import Rehearsal
 from tests.toys import llama
 from torch import Tensor
 
@@ -26,7 +27,6 @@ from paceline.engine import round_graphs as flight
 from paceline.engine.static_rows import RowTensors
 from paceline.models.cuda import cuda_head as cuda_draft
 from paceline.models.cuda.cuda_ops import CudaOps
-from paceline.models.cuda_graph import Rehearsal
 from paceline.models.language_model import LanguageModel
 from paceline.models.slot_cache import SlotCache
 from paceline.rules.match import Match

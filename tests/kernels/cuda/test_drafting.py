@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from tests.drafters import fitting
+from tests.engine.graph_devices import Rehearsal
 from tests.selection import covering
 from tests.toys import llama
 from torch import Tensor
@@ -28,7 +29,6 @@ from paceline.models import reader as model_reader
 from paceline.models.cuda import cuda_head as cuda_draft
 from paceline.models.cuda.cuda_head import CudaHead
 from paceline.models.cuda.cuda_ops import CudaOps
-from paceline.models.cuda_graph import Rehearsal
 from paceline.models.heads.head_layers import spread as spread_by_torch
 from paceline.models.language_model import LanguageModel
 

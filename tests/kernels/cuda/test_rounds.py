@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.engine.graph_devices import Rehearsal
 from tests.selection import covering
 from tests.toys import llama
 from torch import Tensor
@@ -24,7 +25,6 @@ from paceline.engine import round_graphs as flight
 from paceline.engine.static_rows import StaticRows
 from paceline.models import reader as model_reader
 from paceline.models.cuda.cuda_ops import CudaOps
-from paceline.models.cuda_graph import Rehearsal
 from paceline.models.language_model import LanguageModel
 from paceline.models.reader import SlotMapping
 from paceline.models.synthetic import Script, ScriptedModel

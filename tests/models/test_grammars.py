@@ -82,6 +82,13 @@ def test_a_path_that_is_not_of_the_grammar_does_no_harm() -> None:
     assert cursor.problem == ""
 
 
+def test_masks_of_other_paths_are_dropped() -> None:
+    cursor = compiled(choice=WORDS).start((END,))
+    assert text_of(cursor.allowed([ids("ba")])[0]) == "d"
+    cursor.commit(ids("a")[0])
+    assert cursor.allowed([ids("a")]).all()  # "aa" is not of the grammar
+
+
 def test_an_end_may_come_where_the_grammar_accepts() -> None:
     grammar = compiled(regex="a+b?")
     assert text_of(written(grammar, "").allowed([()])[0]) == "a"
@@ -94,6 +101,8 @@ def test_a_text_is_complete_when_only_an_end_may_follow() -> None:
     cursor = compiled(choice=WORDS).start((END,))
     assert [cursor.commit(token) for token in ids("bade")] == [False, False, False, True]
     assert text_of(cursor.allowed([()])[0]) == "~"
+    # nothing follows, and a rule that looks at later places of a draft needs a distribution there
+    assert written(compiled(choice=WORDS), "bade", ends=()).allowed([()]).all()
     number = compiled(json_schema={"type": "integer"}).start((END,))
     assert [number.commit(token) for token in ids("120")] == [False, False, False]
 
@@ -257,6 +266,16 @@ def test_the_package_is_optional(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_model_without_a_tokenizer_has_no_grammars() -> None:
     with pytest.raises(InputError, match="regex needs a tokenizer"):
         grammars_of(LanguageModel(llama())).compile("regex", "a")
+
+
+def test_a_tokenizer_that_cannot_be_read_is_named() -> None:
+    class Odd:
+        def get_vocab(self) -> dict[str, int]:
+            raise NotImplementedError("no list of tokens")
+
+    compiler = token_grammar.GrammarCompiler(Odd(), VOCABULARY, "toy")
+    with pytest.raises(UnsupportedError, match="regex cannot be used with the tokenizer of toy: no list of tokens"):
+        compiler.compile("regex", "a")
 
 
 def test_a_schema_may_be_a_mapping_a_text_or_a_model_of_pydantic() -> None:

@@ -98,4 +98,26 @@ MUTANTS = [
         "[self.seed for row in range(count)]",
         "tests/engine/test_custom_generate.py::test_a_seed_gives_every_row_its_own",
     ),
+    # ---- grammars
+    Mutant(
+        "the nodes of a draft have the mask of the text",
+        "engine/static_rows.py",
+        "tuple(compress(drafted[row], before))",
+        "tuple(compress(drafted[row], before))[:0]",
+        "tests/regressions/test_grammars.py::test_the_bonus_token_is_of_the_grammar",
+    ),
+    Mutant(
+        "a grammar runs in a graph",
+        "engine/round_graphs.py",
+        'isdisjoint({"processors", "constraint"})',
+        'isdisjoint({"processors"})',
+        "tests/regressions/test_grammars.py::test_rows_with_a_constraint_leave_the_graphs",
+    ),
+    Mutant(
+        "what follows an ended text fails it",
+        "engine/rows.py",
+        "if broken and row.stopper.stop is None:",
+        "if broken:",
+        "tests/regressions/test_grammars.py::test_a_text_that_has_ended_does_not_fail_by_what_follows",
+    ),
 ]

@@ -1,9 +1,10 @@
-"""Mutants of `models`: masks and the KV cache."""
+"""Mutants of `models`: masks, the KV cache, grammars."""
 
 from __future__ import annotations
 
 from tests.mutants import Mutant
 
+GRAMMARS = "tests/models/test_grammars.py::test_"
 MASKS = "tests/models/test_masks.py::test_"
 
 MUTANTS = [
@@ -48,5 +49,41 @@ MUTANTS = [
         "layer[target, :, :length] = layer[source, :, :length]",
         "layer[target, :, :1] = layer[source, :, :1]",
         "tests/conformance/test_lifecycle.py::test_mixed_requests_give_the_texts_of_each_alone",
+    ),
+    # ---- grammars/token_grammar.py
+    Mutant(
+        "an error allows the end of the text",
+        "models/grammars/token_grammar.py",
+        "return _Mask(self._nothing, problem=problem)",
+        "return mask",
+        GRAMMARS + "an_error_on_one_path_leaves_the_others",
+    ),
+    Mutant(
+        "sequences share a matcher",
+        "models/grammars/token_grammar.py",
+        "self._matcher = fresh.deep_copy()",
+        "self._matcher = fresh",
+        GRAMMARS + "sequences_do_not_share_a_matcher",
+    ),
+    Mutant(
+        "a mask is kept for another text",
+        "models/grammars/token_grammar.py",
+        "self._masks = {path[1:]: mask for path, mask in self._masks.items() if path[:1] == (token,)}",
+        "self._masks = {path[1:]: mask for path, mask in self._masks.items() if path}",
+        GRAMMARS + "masks_of_other_paths_are_dropped",
+    ),
+    Mutant(
+        "a token that is no end ends the text",
+        "models/grammars/token_grammar.py",
+        "elif token not in self._ends or not",
+        "elif False and not",
+        GRAMMARS + "a_token_that_is_not_of_the_grammar_forbids_all_that_follow",
+    ),
+    Mutant(
+        "a complete text needs an end token",
+        "models/grammars/token_grammar.py",
+        "if complete and not ends:",
+        "if complete and ends and False:",
+        GRAMMARS + "a_text_is_complete_when_only_an_end_may_follow",
     ),
 ]

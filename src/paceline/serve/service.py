@@ -42,6 +42,7 @@ class Service:
         # `_worker` encodes prompts one by one, so that a long prompt does not block the event loop
         self._planning = 0  # requests whose prompts are being encoded
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="paceline-prompts")
+        self._worker.submit(self.planner.grammars.prepare)  # an error comes again with the first grammar
 
     async def in_worker(self, work: Callable[..., T], *arguments: Any) -> T:
         """Run work that uses the planner's tokenizer in the worker thread, and return its result."""

@@ -7,12 +7,13 @@ import re
 import threading
 from collections.abc import Sequence
 from functools import cached_property
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from paceline.common.errors import InputError, UnsupportedError
+from paceline.common.errors import InputError, UnsupportedError, in_one_line
 from paceline.models.grammars.grammar_sources import source_of
 from paceline.models.translation import Pieces
 
@@ -54,12 +55,22 @@ class GrammarCompiler:
         if self._tokenizer is None:
             raise InputError(f"{setting} needs a tokenizer, and {self._name} has none; load the model with one.")
         source = source_of(setting, value, llguidance)
-        with self._lock:
-            tokens = self._tokens
+        try:
+            with self._lock:
+                tokens = self._tokens
+        except Exception as error:  # tokenizers raise errors of many kinds
+            told = f"{setting} cannot be used with the tokenizer of {self._name}: {in_one_line(error)}."
+            raise UnsupportedError(told) from error
         limits = llguidance.LLParserLimits(**_LIMITS)
         matcher = llguidance.LLMatcher(tokens, source, log_level=0, limits=limits)
         _try_out(matcher, setting, self._vocabulary)
         return Grammar(matcher, self._vocabulary)
+
+    def prepare(self) -> None:
+        """Read the vocabulary now, so that the first grammar need not wait. Do nothing without the package."""
+        if self._tokenizer is not None and find_spec("llguidance") is not None:
+            with self._lock:
+                assert self._tokens is not None
 
     @cached_property
     def _tokens(self) -> Any:

@@ -60,7 +60,7 @@ class Planner:
 
     def __init__(self, facts: EngineFacts, texts: TokenTexts, most_jobs: int) -> None:
         self._facts, self._texts, self._most_jobs = facts, texts, most_jobs
-        self._grammars = GrammarCompiler(texts.tokenizer, facts.vocabulary, facts.model)
+        self.grammars = GrammarCompiler(texts.tokenizer, facts.vocabulary, facts.model)
 
     @property
     def texts(self) -> TokenTexts:
@@ -181,7 +181,7 @@ class Planner:
             raise ApiError(400, f"{names} both constrain the text; give one of them.", found[1][0], "invalid_value")
         ((param, name, value),) = found
         try:
-            return {"constraint": self._grammars.compile(name, value)}
+            return {"constraint": self.grammars.compile(name, value)}
         except UnsupportedError as error:
             raise ApiError(400, param + str(error).removeprefix(name), param, "unsupported_parameter") from None
         except InputError as error:

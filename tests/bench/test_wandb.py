@@ -101,6 +101,7 @@ print(log(report, summarise(report), "mine", folder="."))
 """
 
 
+@pytest.mark.nightly
 def test_offline_it_is_a_folder(tmp_path: Path) -> None:
     """The real thing, in a process of its own: it leaves threads and folders behind."""
     pytest.importorskip("wandb")

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from paceline import Generation, LanguageModel, PacelineWarning
+from tests.selection import covering
 
 from .drafters import PLAIN, Variant, board, on_settings, some_slow, some_variants, variants
 from .models import CASES, EOS, VOCABULARY, build, target
@@ -213,8 +214,9 @@ def test_the_end_of_the_context(case: str, variant: Variant) -> None:
         assert all(out.finish_reason == "length" for out in outs)
 
 
-@pytest.mark.parametrize("variant", [variant for variant in variants(("close",)) if variant.draft], ids=str)
-@pytest.mark.parametrize("case", ["gpt2", "llama"])
+@pytest.mark.parametrize(
+    ("case", "variant"), covering(["gpt2", "llama"], [variant for variant in variants(("close",)) if variant.draft])
+)
 def test_a_draft_that_reads_less_than_the_target(case: str, variant: Variant) -> None:
     """It drafts as long as it can, says once that it no longer can, and the text goes on."""
     lm, small = target(case), short_models(case)[1]

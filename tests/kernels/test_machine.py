@@ -214,7 +214,9 @@ def written_by(hidden: tuple[str, ...], more: str = "") -> tuple[list[int], str]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("hidden", [("numba",), ("numba", "llvmlite"), ("llvmlite",)])
+@pytest.mark.parametrize(
+    "hidden", [("numba", "llvmlite"), ("llvmlite",), pytest.param(("numba",), marks=pytest.mark.nightly)]
+)
 def test_without_numba(hidden: tuple[str, ...]) -> None:
     tokens, output = written_by(hidden)
     assert tokens == text("eager")

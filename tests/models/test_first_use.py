@@ -243,14 +243,14 @@ def test_a_complete_cache_holds_what_is_compiled_later(again: Callable[[], list[
 
 
 def test_one_of_several_processes_compiles(room: Path, tmp_path: Path) -> None:
-    """The others wait for it and read; no process finds half a file."""
+    """The other one waits for it and reads; no process finds half a file."""
     command = [sys.executable, "-c", IN_A_PROCESS, str(room)]
     where = {name: value for name, value in os.environ.items() if name != "NUMBA_CACHE_DIR"}
     piped: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "env": where}
-    running = [subprocess.Popen(command, **piped) for _ in range(3)]
+    running = [subprocess.Popen(command, **piped) for _ in range(2)]
     message = [process.communicate(timeout=300) for process in running]
-    assert [process.returncode for process in running] == [0, 0, 0], message
-    assert sorted(int(out) for out, _ in message) == [0, 0, 1]
+    assert [process.returncode for process in running] == [0, 0], message
+    assert sorted(int(out) for out, _ in message) == [0, 1]
 
 
 def test_old_kernels_are_swept_away(

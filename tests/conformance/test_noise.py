@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 from paceline import TokenTree
-from paceline.core import choice
 from paceline.core.choice import Draw
 from paceline.core.contracts import RULES
+from paceline.core.device_ops import DeviceOps
 from paceline.core.noise import Purpose, exponential, gaussian, stream_key, uniform
+from paceline.models.cpu.cpu_ops import CpuOps
 
 from .chi_square import ALPHA, p_value
 from .drafters import Variant, model_drafters
@@ -111,12 +112,13 @@ def test_the_noise_of_a_draft_is_used_once(
     has looked at tokens that it then rejects, so that what was drawn there once may not be drawn again."""
     rounds: list[list[tuple[int, int]]] = []
 
-    def watched(key: Tensor, position: Tensor, lanes: Tensor | int) -> Tensor:
+    def watched(ops: Any, key: Tensor, position: Tensor, lanes: Tensor | int) -> Tensor:
         pairs = torch.stack([key.expand_as(position), position], -1)
         rounds[-1].extend((one, two) for one, two in pairs.flatten(0, 1).tolist() if one in ours)
         return exponential(key, position, lanes)
 
-    monkeypatch.setattr(choice, "exponential", watched)
+    for ops in (DeviceOps, CpuOps):
+        monkeypatch.setattr(ops, "exponential", watched)
     ours = {stream_key(seed, Purpose.DRAFT) for seed in (1, 2)}
     variant = Variant(name, options, "close")
     rule = RULES["ratio"]()

@@ -26,7 +26,14 @@ import torch
 import paceline  # noqa: F401  fills the registries
 from paceline import LanguageModel, SpeculativeDecoder
 from paceline.core.contracts import DRAFTERS
-from paceline.core.protocols import Adaptive, BuiltFromTarget, HoldsDrafters, NeedsHiddenStates, SharesReader
+from paceline.core.protocols import (
+    Adaptive,
+    BuiltFromTarget,
+    FollowsConstraint,
+    HoldsDrafters,
+    NeedsHiddenStates,
+    SharesReader,
+)
 
 from .models import CASES, CLASSES, DRAFTS, draft, target
 
@@ -58,9 +65,14 @@ class Variant:
 
     @property
     def is_never_captured(self) -> bool:
-        """Whether it shares the reader of the target, so that its rounds are no CUDA graphs."""
+        """Whether its rounds are no CUDA graphs: it shares the reader of the target, or is tested with a constraint."""
         cls = DRAFTERS[self.drafter]
-        return issubclass(cls, SharesReader) and not issubclass(cls, HoldsDrafters)
+        return self.is_constrained or (issubclass(cls, SharesReader) and not issubclass(cls, HoldsDrafters))
+
+    @property
+    def is_constrained(self) -> bool:
+        """Whether it drafts for rows with a constraint only. Then it is tested with one."""
+        return issubclass(DRAFTERS[self.drafter], FollowsConstraint)
 
     @property
     def chain(self) -> bool:

@@ -16,6 +16,7 @@ from paceline import Generation, LanguageModel, SpeculativeDecoder
 from paceline.core.device_ops import TORCH
 from tests.engine.graph_devices import imitated, watched
 
+from .constraints import Winding
 from .drafters import PLAIN, Variant, board, identity_board, marks_of_runner, some_variants, variants
 from .models import CASES, CLASSES, target
 
@@ -26,12 +27,13 @@ SEEDS = [20, 21, 22, 23]
 
 
 @cache
-def plain(case: str, sampled: bool) -> tuple[tuple[int, ...], ...]:
+def plain(case: str, sampled: bool, constrained: bool = False) -> tuple[tuple[int, ...], ...]:
     """The tokens of plain decoding, one prompt at a time."""
     decoder = PLAIN.decoder(case)
     written = []
     for prompt, seed in zip(PROMPTS, SEEDS, strict=True):
-        settings = {"temperature": 0.9, "seed": seed} if sampled else {}
+        settings: dict[str, Any] = {"temperature": 0.9, "seed": seed} if sampled else {}
+        settings |= {"constraint": Winding()} if constrained else {}
         written.append(tuple(decoder.generate(prompt, max_new_tokens=NEW, ignore_eos=True, **settings).tokens))
     return tuple(written)
 
@@ -143,6 +145,8 @@ def check_identity(
     """The texts of a ragged batch and of one row. `batch`: which rows are sampled; `alone`: whether that one row is."""
     decoder = decoder or variant.decoder(case, gamma=4)
     settings: dict[str, Any] = {"max_new_tokens": NEW, "ignore_eos": True}
+    constrained = variant.is_constrained
+    settings |= {"constraint": Winding()} if constrained else {}
     many = decoder.generate(
         PROMPTS,
         temperature=[0.9 if sampled else 0.0 for sampled in batch],
@@ -151,7 +155,7 @@ def check_identity(
     )
     one = decoder.generate(PROMPTS[0], temperature=0.9 if alone else 0.0, seed=SEEDS[0] if alone else 0, **settings)
     for row, (sampled, out) in enumerate(zip([*batch, alone], [*many, one], strict=True)):
-        assert tuple(out.tokens) == plain(case, sampled)[row % len(PROMPTS)], f"row {row}"
+        assert tuple(out.tokens) == plain(case, sampled, constrained)[row % len(PROMPTS)], f"row {row}"
         check_accounts(out)
     if variant.drafter != "none":
         check_speculated([one, *many], variant)

@@ -49,7 +49,7 @@ def test_rounds_are_those_of_decoding(kind: str) -> None:
     lm = target()
     corpus = Corpus(own_texts(lm), 64, 512, seed=1)
     recipe = recipe_of(kind, lm, corpus)
-    trained(recipe, corpus, 60)
+    trained(recipe, corpus, 30)
     for gamma in (recipe.depth, 2, 1):
         texts, accepted = decoded(recipe, [piece.tokens[:PROMPT] for piece in corpus.held_out[:6]], gamma)
         batch = recipe.teacher.read(collate([[text] for text in texts]), recipe.taps)

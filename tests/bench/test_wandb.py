@@ -109,7 +109,7 @@ def test_offline_it_is_a_folder(tmp_path: Path) -> None:
     more = {"WANDB_MODE": "offline", "WANDB_ERROR_REPORTING": "false", "PYTHONPATH": str(Path(__file__).parents[2])}
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT], cwd=tmp_path, env={**os.environ, **places, **more},
-        capture_output=True, text=True, timeout=120,
+        capture_output=True, text=True, timeout=600,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     folder = tmp_path / done.stdout.strip()

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.usefixtures("looks_up")
 pty = pytest.importorskip("pty", reason="there are no pseudo-terminals here")
 
 COMMAND = [sys.executable, "-m", "paceline"]
-PATIENCE = 120.0
+PATIENCE = 600.0  # seconds: no measure of speed
 SAY_MODULES = (
     "import sys, paceline.cli.main as cli\n"
     "try: cli.app(sys.argv[1:], prog_name='paceline')\n"

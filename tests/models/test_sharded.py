@@ -54,7 +54,7 @@ def test_two_processes_write_what_one_writes(tmp_path: Path) -> None:
     script.write_text(WORKER)
     given = json.dumps([str(tmp_path), DRAFTS, SETTINGS, PROMPTS])
     run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
-    done = subprocess.run([*run, given], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([*run, given], capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     first, second = (json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in (0, 1))
     assert first == second, "also without a seed"

@@ -152,6 +152,14 @@ def test_a_grammar_that_cannot_be_used_is_a_400(http: httpx.Client, given: Any, 
     assert told in error["message"]
 
 
+def test_a_response_names_its_own_field(http: httpx.Client) -> None:
+    form = {"type": "json_schema", "name": "n", "schema": {"not": {}}}
+    response = http.post("/v1/responses", json={"input": "Hello", "text": {"format": form}})
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == "text"
+    assert "text.format cannot be used" in response.json()["error"]["message"]
+
+
 def test_hostile_grammars_do_not_stop_others(http: httpx.Client) -> None:
     """Each is refused, or its text ends; the server stays healthy."""
     for name, setting in HOSTILE.items():

@@ -47,7 +47,13 @@ def plan_response(planner: Planner, body: ResponsesRequest, model: str, key: str
         chat = ChatRequest.model_validate(content)
     except ValidationError as error:
         raise from_validation([{**each, "loc": ("body", *each["loc"])} for each in error.errors()]) from None
-    return replace(planner.chat(chat, model, key, id), body=body)
+    try:
+        return replace(planner.chat(chat, model, key, id), body=body)
+    except ApiError as error:
+        if error.param != "response_format":
+            raise
+        told = str(error.detail).replace("response_format", "text.format", 1)
+        raise ApiError(error.status_code, told, "text", error.code) from None
 
 
 def _messages(body: ResponsesRequest) -> Iterator[dict[str, Any]]:

@@ -13,7 +13,7 @@ import time
 from contextlib import ExitStack
 from pathlib import Path
 
-from tests.third_party.checks.server_process import serving
+from tests.third_party.checks.server_process import Started, serving
 from tests.third_party.environments import (
     AbsentError,
     commit_of,
@@ -31,7 +31,23 @@ KEPT = HERE.parents[1] / "build" / "third-party"
 _SECONDS = 1800  # for one suite
 
 
-def run(suite: Suite) -> Outcome:
+class Servers:
+    """The servers of all suites, by their flags. A server is started when a suite first needs it, and kept."""
+
+    def __init__(self, stack: ExitStack) -> None:
+        self._stack, self._running = stack, dict[tuple[str, ...], Started]()
+
+    def url(self, flags: tuple[str, ...]) -> str:
+        if flags not in self._running:
+            log = KEPT / f"server{len(self._running)}.log"
+            self._running[flags] = self._stack.enter_context(serving(flags, log))
+        server = self._running[flags]
+        if server.process.poll() is not None:
+            raise RuntimeError(f"The server has ended with {server.process.returncode}; see {server.log}.")
+        return server.url
+
+
+def run(suite: Suite, servers: Servers) -> Outcome:
     """Run one suite in its environment."""
     begun = time.monotonic()
     folder = KEPT / suite.name
@@ -46,11 +62,9 @@ def run(suite: Suite) -> Outcome:
         return Outcome(suite.name, absent=str(absent))
     version = commit_of(suite.checkout) if suite.checkout else _version(suite, place)
     seen = _environment(suite, work, theirs)
-    with ExitStack() as stack:
-        for name, flags in suite.servers.items():
-            server = stack.enter_context(serving([*_model_flags(suite), *flags], folder / f"server{name}.log"))
-            seen["PACELINE_URL" + (f"_{name.upper()}" if name else "")] = server.url
-        _check(suite, place, folder, theirs, seen)
+    for name, flags in suite.servers.items():
+        seen["PACELINE_URL" + (f"_{name.upper()}" if name else "")] = servers.url((*_model_flags(suite), *flags))
+    _check(suite, place, folder, theirs, seen)
     if not report.exists():
         raise RuntimeError(f"{suite.name} has written no report; see {folder / 'output.txt'}.")
     passed, failed, skipped, remark = read_junit(report)
@@ -61,10 +75,10 @@ def _version(suite: Suite, place: Path) -> str:
     return suite.packages[0].rpartition("@")[2] if suite.kind == "node" else version_in(place, suite.tool)
 
 
-def _model_flags(suite: Suite) -> list[str]:
+def _model_flags(suite: Suite) -> tuple[str, ...]:
     if suite.model == "tiny":
-        return ["--target", str(tiny_model(KEPT / "tiny-model")), "--served-model-name", "tiny"]
-    return ["--target", suite.model, "--max-model-len", "2048"]
+        return ("--target", str(tiny_model(KEPT / "tiny-model")), "--served-model-name", "tiny")
+    return ("--target", suite.model, "--max-model-len", "2048")
 
 
 def _environment(suite: Suite, work: Path, theirs: Path | None) -> dict[str, str]:
@@ -121,9 +135,12 @@ def main() -> int:
     if unknown:
         parser.error(f"there is no suite {unknown[0]!r}; use {', '.join(known)}")
     outcomes = []
-    for suite in [known[name] for name in given.names] or SUITES:
-        print(f"{suite.name} ...", flush=True)
-        outcomes.append(run(suite))
+    with ExitStack() as stack:
+        servers = Servers(stack)
+        for suite in [known[name] for name in given.names] or SUITES:
+            print(f"{suite.name} ...", flush=True)
+            outcomes.append(run(suite, servers))
+            print(" | ".join(outcomes[-1].cells()), flush=True)
     print(table(outcomes))
     return int(any(outcome.failed for outcome in outcomes))
 

@@ -39,8 +39,8 @@ REASONS = {
     "test_chat_completion.py::test_apply_chat_template": "their endpoint /apply-template",
     "test_chat_completion.py::test_invalid_chat_completion_req(messages7)": "two messages of an assistant in a row are "
     "valid for us",
-    "test_chat_completion.py::test_completion_with_response_format(response_format1*": "wants a list from a schema that "
-    "also allows other values",
+    "test_chat_completion.py::test_completion_with_response_format(response_format1*": "wants a list from a "
+    "schema that also allows other values",
     "test_chat_completion.py::test_chat_completion_with_timings_per_token": "their field timings_per_token",
     "test_chat_completion.py::test_logprobs_stream": "the first chunk has the content null; OpenAI's and ours is empty",
     "test_chat_completion.py::test_context_size_exceeded*": "their error type exceed_context_size_error",

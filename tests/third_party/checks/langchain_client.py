@@ -30,7 +30,7 @@ def weather(city: str) -> str:
 
 @pytest.fixture
 def chat(url: str, model: str) -> ChatOpenAI:
-    return ChatOpenAI(model=model, base_url=f"{url}/v1", api_key=SecretStr("none"), seed=3, max_completion_tokens=24,
+    return ChatOpenAI(model=model, base_url=f"{url}/v1", api_key=SecretStr("none"), seed=3, max_completion_tokens=64,
                       temperature=0.7, max_retries=0)  # fmt: skip
 
 

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import instructor
 import openai
 import pytest
-from pydantic import BaseModel
+from pydantic import BaseModel, ConfigDict, Field
 
 HELLO: Any = [{"role": "user", "content": "A pet, please."}]
 
 
 class Pet(BaseModel):
-    """A pet."""
+    """A pet. Without `extra` the schema would allow other keys, and the text might not end."""
+
+    model_config = ConfigDict(extra="forbid")
 
     name: Literal["Tom", "Kit"]
     legs: Literal[3, 4]
@@ -50,7 +52,8 @@ def test_a_list_of_models(url: str, model: str) -> None:
     class Pets(BaseModel):
         """Some pets."""
 
-        pets: list[Pet]
+        model_config = ConfigDict(extra="forbid")
+        pets: Annotated[list[Pet], Field(max_length=2)]
         count: Literal[1, 2]
 
     client = instructor.from_openai(

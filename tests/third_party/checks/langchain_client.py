@@ -10,13 +10,15 @@ import pytest
 from langchain_core.messages import AIMessage, HumanMessage, SystemMessage
 from langchain_core.tools import tool
 from langchain_openai import ChatOpenAI, OpenAI
-from pydantic import BaseModel, SecretStr
+from pydantic import BaseModel, ConfigDict, SecretStr
 
 TALK = [SystemMessage("You tell stories."), HumanMessage("Write a short story about a cat.")]
 
 
 class Pet(BaseModel):
-    """A pet."""
+    """A pet. Without `extra` the schema would allow other keys, and the text might not end."""
+
+    model_config = ConfigDict(extra="forbid")
 
     name: Literal["Tom", "Kit"]
     legs: Literal[3, 4]

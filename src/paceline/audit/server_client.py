@@ -43,7 +43,7 @@ class Ask:
         return self.temperature > 0
 
     def body(self, **more: Any) -> dict[str, Any]:
-        """Return the JSON body of the request. It has only fields that every server accepts, and `more`."""
+        """Return the JSON body of the request. It has fields that every server accepts, and those in `more`."""
         body: dict[str, Any] = {"temperature": self.temperature, "seed": self.seed, "max_tokens": self.tokens}
         if self.endpoint == "chat":
             body["messages"] = [{"role": "user", "content": self.prompt}]
@@ -155,7 +155,7 @@ class ServerClient:
         return read_reply(ask, body) if status == 200 else Reply(error=_why(status, body), status=status)
 
     def _send(self, path: str, body: Any) -> tuple[int, Any]:
-        """Return the status and the JSON of an answer. If a refusal has Retry-After, return its seconds as the JSON."""
+        """Return the status and the JSON of an answer, or the seconds of Retry-After where a refusal has them."""
         headers = {"Content-Type": "application/json", "Accept": "application/json"}
         if self._key is not None:
             headers["Authorization"] = f"Bearer {self._key}"

@@ -46,7 +46,8 @@ class RowsView(Protocol):
 
     @property
     def bound(self) -> int | None:
-        """Return an upper limit of all lengths inside a CUDA graph; `lengths` has it too. None: `lengths` is exact."""
+        """Return an upper limit of all lengths inside a CUDA graph; every entry of `lengths` is this limit there. None:
+        `lengths` is exact."""
         ...
 
     @property
@@ -69,7 +70,7 @@ class RowsView(Protocol):
 
     @property
     def settled(self) -> list[int]:
-        """Return how many tokens of each row are final: all committed tokens, except in a draft of `staged`."""
+        """Return how many tokens of each row are final: all committed tokens; while `staged` drafts, not its own."""
         ...
 
     @property
@@ -158,8 +159,8 @@ class Reader(Protocol):
     ) -> Reading:
         """Read the last `width` committed tokens of every row, and then the scratch `tokens` [R,Q].
 
-        Scratch tokens are numbered from 0 since the last `keep`. `parents` [R,Q] are such numbers (-1: the text); None
-        continues a chain. The logits are those of the last committed token (if width > 0) and of every scratch token.
+        Scratch tokens are numbered from 0 since the last `keep`. `parents` [R,Q] holds such numbers (-1: the text);
+        None continues a chain. The logits are those of the last committed token (if width > 0) and of every scratch token.
         """
         ...
 

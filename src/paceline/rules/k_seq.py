@@ -18,9 +18,9 @@ _STEPS = 60  # bisections of an interval up to k: rho then has the precision of 
 class KSeq(Ratio):
     """Keep the target's distribution on trees of independent siblings (SpecTr): accept draft i with min(1, p/(rho q)).
 
-    The k siblings below a node are all tested against the same p, with the smallest rho at which no token is emitted
-    more often than p allows. Equal siblings are separate drafts: the rule continues only below the accepted one,
-    because the other one's children depend on what was drawn. Chains and point masses have one draft per position:
+    The k siblings below a node are all tested against the same p, divided by rho: the smallest number at which no
+    token is emitted more often than p allows. Equal siblings are separate drafts: the rule continues only below the
+    accepted one, because the other one's children depend on what was drawn. Chains and point masses have one draft per position:
     then rho is 1, and the rule is `ratio`.
     """
 
@@ -95,7 +95,7 @@ def _piece(p: Tensor, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Tensor, Ten
     # If rho is the ratio of token i, min(q, p/rho) is p/rho for tokens with smaller ratios, and q for the others.
     served, kept = p.cumsum(1) - p, q.flip(1).cumsum(1).flip(1)
     beta = kept + torch.where(ratio > 0, served / ratio, 0.0)
-    short = ratio * beta < _any_of(beta, k)  # true, then false: with rho the left side rises, the right side falls
+    short = ratio * beta < _any_of(beta, k)  # true up to one index: only the left side rises with rho
     corner = short.sum(1, keepdim=True)
     inside = corner < ratio.shape[1]
     at = corner.clamp(max=ratio.shape[1] - 1)

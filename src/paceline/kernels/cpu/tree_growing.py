@@ -1,7 +1,7 @@
 """Drafted trees on a CPU: growth (the best tokens after some nodes, and the nodes to expand next), and paths.
 
-Nodes are [3,R,size] int64: tokens, parents, and indices among the expanded nodes. Their log scores are [R,size]
-float64. The results are those of `core.tree_growth`, except for the last bit of a sum.
+Nodes are three tables [3,R,size] int64: token, parent, and place among the expanded nodes (-1: not expanded). Their
+log scores are [R,size] float64. The results are those of `core.tree_growth`, except for the last bit of a sum.
 """
 
 from __future__ import annotations
@@ -145,8 +145,8 @@ def run_add(logits, row_step, place_step, W, V, k, nodes, scores, asked, R, size
 
 @njit(types.void(*[I64] * 9), nogil=True, cache=True)
 def run_ask(nodes, scores, R, size, first, count, spread, fed, out):
-    """Select the `spread` best (the first of equal ones) of the nodes first..count-1 that are not expanded. Write to
-    out [3,R,spread] their indices in order, their tokens, and their parents' indices among the `fed` expanded nodes."""
+    """Select the `spread` best (the first of equal ones) of the nodes first..count-1 that are not expanded. `fed`
+    nodes were expanded before. Write to out [3,R,spread] their indices in order, their tokens and the parents' places."""
     nodes, scores = carray(longs_at(nodes), (3, R, size)), carray(doubles_at(scores), (R, size))
     out = carray(longs_at(out), (3, R, spread))
     for r in range(R):
@@ -210,8 +210,8 @@ def run_depths(parents, deep, R, N):
 @njit(types.void(*[I64] * 11), nogil=True, cache=True)
 def run_climb(parents, length, slots, position, prefix, starts, seen, R, M, Q, fed):
     """Write for the tokens at `slots` [R,Q]: position [R,Q]; prefix [R,Q], the number of visible slots of the text; and
-    the slots of the branch of token i in order, at seen[starts[i]:starts[i+1]]. The last `fed` of the Q tokens are the
-    last of M scratch tokens after `length` [R], with parents [R,M]."""
+    the slots of the branch of token i in order, at seen[starts[i]:starts[i+1]]. The draft has M tokens after
+    `length` [R], with parents [R,M]; the last `fed` tokens of this pass are its newest ones."""
     parents, length, slots = carray(longs_at(parents), (R, M)), carray(longs_at(length), (R,)), longs_at(slots)
     position, prefix, seen = longs_at(position), longs_at(prefix), carray(longs_at(seen), (R * fed * M + 1,))
     starts, count = carray(longs_at(starts), (R * Q + 1,)), 0
@@ -225,7 +225,7 @@ def run_climb(parents, length, slots, position, prefix, starts, seen, R, M, Q, f
             seen[count] = length[r] + node
             count += 1
             above = parents[r, node]
-            node = above if above < node else -1  # ends at padding whose parents are no tree
+            node = above if above < node else -1  # padding can name a later node as its parent: stop there
         seen[starts[i] : count] = seen[starts[i] : count][::-1].copy()
         position[i], prefix[i] = length[r] + count - starts[i] - 1, length[r]
     starts[R * Q] = count

@@ -102,7 +102,7 @@ def _gated(x, gate, up, out, M, N, K,
 
 @dataclass(frozen=True)
 class Cut:
-    """The division of a matrix [N,K]: tiles of `outputs` rows, `parts` of the inner dimension, `inner` numbers per
+    """The division of a matrix [N,K]: tiles of `outputs` rows, `parts` of the inner dimension, `inner` columns per
     step."""
 
     outputs: int
@@ -127,7 +127,7 @@ class Cut:
 
 @lru_cache(256)
 def cut(N: int, K: int, align: int = 64) -> Cut:
-    """Return the division of a matrix [N,K]. Each row where another matrix begins is a multiple of `align`."""
+    """Return the division of a matrix [N,K]. Every matrix begins at a multiple of `align`."""
     large = N * K >= _LARGE
     inner, stages, fewest = (128, 4, 8) if large else (64, 8, 2)
     outputs = 64
@@ -156,8 +156,8 @@ def _common(a: int, b: int) -> int:
 
 
 def product(x: Tensor, weights: Sequence[Tensor], strict: bool = False) -> Tensor:
-    """Return x [M,K] times one to three matrices [n,K], side by side, as parts [parts,M,N] that the caller sums. torch
-    computes more than `WIDE` tokens, unless strict: it is faster, but gives other bits."""
+    """Return x [M,K] times one to three matrices [n,K], side by side, as parts [parts,M,N] that the caller sums. Above
+    `WIDE` tokens torch is faster and is used, unless strict: its bits differ."""
     (M, K), sizes = x.shape, tuple(w.shape[0] for w in weights)
     N, how = sum(sizes), _cut_of(sizes, K)
     if M > WIDE and not strict:

@@ -38,7 +38,7 @@ def alone(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True)
 class BySlot:
-    """Return a function that writes keys and values to the next slots of `cache`, and returns the visible ones."""
+    """Writes keys and values to the next slots of `cache`, and returns the visible ones, when it is called."""
 
     cache: SlotCache
     layer: int
@@ -180,7 +180,7 @@ class LightLayer(DecoderLayer):
 
 
 def _all_angles(places: int, width: int, config: LayerConfig) -> tuple[Tensor, Tensor]:
-    """Return a table of cos and sin [P,W] of at least this number of positions. No position is past its slot."""
+    """Return a table of cos and sin [P,W] of at least this number of positions. A position is never above its slot."""
     cos, sin = angles_at(torch.arange(max(512, 1 << places.bit_length()), device="cpu")[None], width, config)
     return cos[0], sin[0]
 
@@ -260,8 +260,7 @@ class Scratch:
         return slots, position, tree_mask(position, self.length, ancestors[:, M:], self.visible)
 
     def add(self, fed: int, parents: Tensor | None) -> tuple[Tensor, Tensor, Tensor, int]:
-        """Add `fed` tokens with `parents` [R,fed] (-1: the text, None: a chain). Return their slots and positions
-        [R,fed], their mask [R,1,fed,S], and S."""
+        """Call `more`, then `placed`. Return slots and positions [R,fed], the mask [R,1,fed,S], and S."""
         self.more(fed, parents)
         return *self.placed(), self.visible
 
@@ -270,7 +269,7 @@ class Scratch:
 # copy of some of its rows, [N,D] instead of [V,D]. Everything else, also the tokens that it reads, is the model's own.
 # Tokens keep their ids: `spread` puts the logits at those ids
 
-_SHARE = 4  # one of this number of rows is for tokens of the current texts
+_SHARE = 4  # a quarter of the rows is for tokens of the current texts
 _SPACES = str.maketrans("", "", "\u2581\u0120")  # how tokenizers write a space before a word
 
 
@@ -310,7 +309,7 @@ class SubsetHead:
         self.lm.vocabulary, self.lm.max_token_id = len(chosen), None
 
     def learn(self, tokens: Sequence[int]) -> None:
-        """Give rows to tokens that have none; to the last of them if they are too many."""
+        """Give rows to tokens that have none. If there are too many, only the last ones get rows."""
         row = self._row
         new = [token for token in dict.fromkeys(tokens) if token not in row][-(len(self._known) - self._fixed) :]
         if not new or self._fixed == len(self._known):

@@ -41,7 +41,7 @@ _BITS = {"BOOL": 8, "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6, "U8": 8, "I8": 8, "F8_E
 _LAYERS = frozenset(["num_hidden_layers", "num_layers", "n_layer", "n_layers", "depth", "attention_types",
                      "decoder_layers", "encoder_layers", "num_decoder_layers", "num_encoder_layers"])  # fmt: skip
 _FEW_LAYERS = 1024  # more take seconds to build
-_COPIES = 2  # weights of a model per number in a file: tied weights are in the file once
+_COPIES = 2  # weights that a model may have per number in a file, because tied weights are stored once
 _PARTS = 4  # tensors of a model per tensor in a file: some files join several
 _PACKED = 16  # weights of few bits per number in a file
 _LONGEST_NAME = 255  # the longest that common file systems take
@@ -87,7 +87,7 @@ def place_of(where: str | os.PathLike[str]) -> Path:
 
 
 def shards_of(folder: Path) -> list[str]:
-    """Return the files that the index in a folder names. A ValueError says what is wrong, as the end of a sentence."""
+    """Return the files that the index in a folder names. Raise ValueError with the end of a sentence."""
     found = read_json(folder / INDEX, _INDEX_BYTES)
     shards = found.get("weight_map") if isinstance(found, dict) else None
     if not isinstance(shards, dict) or not shards:
@@ -148,7 +148,7 @@ def header_of(path: Path) -> dict[str, Any]:
 
 
 def _check_extent(tensors: Mapping[str, Any], size: int) -> None:
-    """Refuse a tensor that is outside the file, has not the bytes of its shape, or overlaps another one."""
+    """Refuse a tensor that is outside the file, whose byte count does not match its shape, or overlaps another one."""
     places = []
     for name, about in tensors.items():
         try:

@@ -160,7 +160,8 @@ class Reader(Protocol):
         """Read the last `width` committed tokens of every row, and then the scratch `tokens` [R,Q].
 
         Scratch tokens are numbered from 0 since the last `keep`. `parents` [R,Q] holds such numbers (-1: the text);
-        None continues a chain. The logits are those of the last committed token (if width > 0) and of every scratch token.
+        None continues a chain. The logits are those of the last committed token (if width > 0) and of all scratch
+        tokens.
         """
         ...
 

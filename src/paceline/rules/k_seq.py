@@ -20,8 +20,8 @@ class KSeq(Ratio):
 
     The k siblings below a node are all tested against the same p, divided by rho: the smallest number at which no
     token is emitted more often than p allows. Equal siblings are separate drafts: the rule continues only below the
-    accepted one, because the other one's children depend on what was drawn. Chains and point masses have one draft per position:
-    then rho is 1, and the rule is `ratio`.
+    accepted one, because the other one's children depend on what was drawn. Chains and point masses have one draft per
+    position: then rho is 1, and the rule is `ratio`.
     """
 
     draw = "iid"

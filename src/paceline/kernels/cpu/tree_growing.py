@@ -146,7 +146,7 @@ def run_add(logits, row_step, place_step, W, V, k, nodes, scores, asked, R, size
 @njit(types.void(*[I64] * 9), nogil=True, cache=True)
 def run_ask(nodes, scores, R, size, first, count, spread, fed, out):
     """Select the `spread` best (the first of equal ones) of the nodes first..count-1 that are not expanded. `fed`
-    nodes were expanded before. Write to out [3,R,spread] their indices in order, their tokens and the parents' places."""
+    nodes were expanded before. Write to out [3,R,spread] their indices in order, tokens and parents' places."""
     nodes, scores = carray(longs_at(nodes), (3, R, size)), carray(doubles_at(scores), (R, size))
     out = carray(longs_at(out), (3, R, spread))
     for r in range(R):

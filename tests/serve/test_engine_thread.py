@@ -283,6 +283,17 @@ def test_a_long_prompt_does_not_stall_a_stream(model: LanguageModel) -> None:
         assert told.ending is not None or told.updates - before >= 3
 
 
+def test_sequences_that_arrive_together_share_every_round(model: LanguageModel, monkeypatch: Any) -> None:
+    """No stream has begun, so the first one waits for the prompts of the others."""
+    monkeypatch.setattr("paceline.engine.scheduler._HELD", 1e12)
+    with engine(model, None, slots=4) as collected:
+        collected.engine._scheduler._round_seconds = 1e-9  # every piece of a prompt takes longer than a round
+        before = collected.engine.state().rounds
+        told = collected.run([job(f"{n}", [(n + at) % 40 for at in range(200)], max_new_tokens=20) for n in range(4)])
+        assert [len(each.rounds) for each in told] == [20] * 4
+        assert collected.engine.state().rounds - before == 20
+
+
 def test_close_ends_every_job_and_the_thread(model: LanguageModel) -> None:
     with engine(model, None, slots=1) as collected:
         collected.engine.submit([job("a", [1], max_new_tokens=400), job("b", [2], max_new_tokens=400)])

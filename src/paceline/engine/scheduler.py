@@ -24,6 +24,8 @@ from paceline.engine.rows import Event, Row
 from paceline.models.cpu.threads import own_threads
 
 _FEWEST = 16  # tokens of a piece between two rounds, at least
+_READING = 1.5  # rounds that reading may take between two rounds, if it is more than one piece
+_HELD = 64  # rounds that a sequence may wait for others that begin with it
 _WEIGHT = 0.2  # of the newest measurement in a running average
 
 # takes the logits [1,Q,V] of the prompt tokens `start`...
@@ -76,6 +78,7 @@ class Scheduler:
         self.rounds = self.looked_up = self.found = 0
         self._arrivals = 0
         self._round_seconds = self._token_seconds = 0.0
+        self._first_joined = 0.0  # when the oldest live sequence joined
         reader = loop.reader
         self._reader = reader if isinstance(reader, ReadsPieces) and total else None
         self._interleave = interleave and self._reader is not None
@@ -110,7 +113,8 @@ class Scheduler:
         """Let waiting sequences join, read a piece of a prompt, and run one round."""
         if self.waiting or self.reading is not None:
             self._drop_cancelled()
-            self._fill_slots()
+            if not self._fill_slots():
+                return []
         if not self.loop.rows.count:
             return []
         began = time.perf_counter()
@@ -128,16 +132,36 @@ class Scheduler:
 
     # ---- sequences join
 
-    def _fill_slots(self) -> None:
-        """Read prompts and let sequences join. With `interleave`, stop after the time of one round, or after one piece
-        if no row is live."""
+    def _fill_slots(self) -> bool:
+        """Read prompts and let sequences join. With `interleave`, stop after the time of one round. Return whether a
+        round comes next: the caller looks for new sequences before it goes on with reading."""
         began = time.perf_counter()
         while self.reading is not None or self._begin_next():
             if self.reading is not None:
                 self._read_piece(self.reading)
-            live = self.loop.rows.count
-            if self._interleave and (not live or time.perf_counter() - began >= self._round_seconds):
-                return
+            if not self._interleave:
+                continue
+            if not self.loop.rows.count or self._waits_for_others():
+                return False
+            spent = time.perf_counter() - began
+            if spent + self._piece_seconds() > _READING * self._round_seconds:
+                return True
+        return True
+
+    def _waits_for_others(self) -> bool:
+        """Return whether no live sequence has written a token, and others can join first. Sequences that arrive
+        together then share every round, and no stream waits, because none has begun."""
+        if self._is_writing() or (self.reading is None and not self._fitting()):
+            return False
+        return time.perf_counter() - self._first_joined < _HELD * self._round_seconds
+
+    def _is_writing(self) -> bool:
+        """Return whether a live sequence has written a token, or has ended."""
+        return any(row.tokens or row.stopper.stop is not None for row in self.loop.rows.live)
+
+    def _piece_seconds(self) -> float:
+        """Return how long the next piece may take."""
+        return self._token_seconds * self._piece(self._reader) if self._reader is not None else 0.0
 
     def _begin_next(self) -> bool:
         """Begin to read the next prompt, or let a whole batch join. Return False if none fits."""
@@ -232,7 +256,7 @@ class Scheduler:
 
     def _piece(self, reader: ReadsPieces) -> int:
         """Return the length of the next piece: one piece of the grid, or as many tokens as one round takes to read."""
-        if reader.grid > 1 or not self._interleave or not self.loop.rows.count or not self._token_seconds:
+        if reader.grid > 1 or not self._interleave or not self._is_writing() or not self._token_seconds:
             return reader.piece
         return max(_FEWEST, min(reader.piece, int(self._round_seconds / self._token_seconds)))
 
@@ -247,6 +271,8 @@ class Scheduler:
             self.kept.join(reading.end)
             self.loop.admit(party.rows, Prefilled(reading.taps, reading.states))
         party.joined = time.perf_counter()
+        if self.loop.rows.count <= len(party.rows):
+            self._first_joined = party.joined
 
     # ---- the end of all
 

@@ -29,14 +29,14 @@ from harness import Server, percentile, run, save, slope
 from tests.serve.raw_client import Answer, Exchange, metrics, open_exchange, request, send, send_all
 
 import paceline
-from paceline.bench.prompt_sets import builtin_objects
+from paceline.bench.prompt_sets import read_all
 
 Figures = dict[str, Any]
 _COMPLETIONS, _CHAT = "/v1/completions", "/v1/chat/completions"
 
 
 def texts() -> list[str]:
-    return [each["turns"][0] for each in builtin_objects()]
+    return [each.turns[0] for each in read_all(["builtin"])]
 
 
 def token_ids(lm: Any, count: int) -> list[int]:
@@ -323,7 +323,7 @@ def chat(options: argparse.Namespace) -> Figures:
     history = decoder.target.tokenizer.decode(token_ids(decoder.target, 1500))
     found: Figures = {"server": [], "library": []}
     with Server.paceline(options.target, options.draft) as server:
-        for repeat in range(5):
+        for repeat in range(options.repeats):
             found["server"].append(run(_turns_of_server(server.port, history, f"{repeat}")))
             found["library"].append(_turns_of_library(decoder, history, repeat))
     for kind in ("server", "library"):
@@ -374,6 +374,7 @@ def _turns_of_library(decoder: Any, history: str, repeat: int) -> Figures:
         for _ in stream:
             pass
         (result,) = stream.results
+        found[f"{name}_cached"] = result.cached_tokens
         messages += [{"role": "assistant", "content": result.text}, {"role": "user", "content": _SECOND}]
     return found
 
@@ -435,23 +436,28 @@ def _llama(program: str, weights: Path, port: int) -> Server:
 
 def _transformers(python: str, lm: Any, port: int) -> Server:
     folder = str(lm.model.config._name_or_path)
-    flags = shlex.split("--host 127.0.0.1 --device cpu --dtype float32 --continuous-batching")
+    # without a number of blocks, its KV cache takes most of the memory of the machine
+    flags = shlex.split(
+        "--host 127.0.0.1 --device cpu --dtype float32 --continuous-batching "
+        "--cb-block-size 32 --cb-num-blocks 256 --cb-max-batch-tokens 256"
+    )
     command = [str(Path(python).with_name("transformers")), "serve", folder, "--port", str(port), *flags]
     return Server(command, port, "/health")
 
 
 def _for_transformers(lm: Any, prompts: Sequence[list[int]], tokens: int) -> list[dict[str, Any]]:
-    config = json.dumps({"min_new_tokens": tokens, "max_new_tokens": tokens, "do_sample": False})
+    """The same prompts as text. A generation config without an end token writes all tokens."""
+    config = json.dumps({"max_new_tokens": tokens, "do_sample": False})
+    model = str(lm.model.config._name_or_path)
     return [
-        {"messages": [{"role": "user", "content": lm.tokenizer.decode(prompt)}], "max_tokens": tokens, "stream": True,
-         "model": str(lm.model.config._name_or_path), "generation_config": config}
+        {"model": model, "prompt": lm.tokenizer.decode(prompt), "stream": True, "generation_config": config}
         for prompt in prompts
-    ]  # fmt: skip
+    ]
 
 
 def _asked(server: Server, name: str, bodies: Sequence[Any], at_once: int) -> Figures:
     """Tokens per second, and the median time to the first token."""
-    path = _COMPLETIONS if "paceline" in name else "/completion" if "llama" in name else _CHAT
+    path = "/completion" if "llama" in name else _COMPLETIONS
     answers = run(send_all(server.port, path, bodies, at_once))
     if any(answer.status != 200 for answer in answers):
         raise RuntimeError(f"{name}: {answers[0].status} {answers[0].body[:300]!r}")
@@ -492,7 +498,7 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=10_000, help="soak: requests")
     parser.add_argument("--flood-seconds", type=float, default=20)
     parser.add_argument("--tokens", type=int, default=64, help="throughput, peers: tokens of a text")
-    parser.add_argument("--repeats", type=int, default=3, help="throughput, peers: turns that count")
+    parser.add_argument("--repeats", type=int, default=3, help="throughput, chat, peers: turns that count")
     parser.add_argument("--llama-server", help="peers: llama.cpp's server")
     parser.add_argument("--transformers", help="peers: a Python with transformers[serving]")
     options = parser.parse_args()

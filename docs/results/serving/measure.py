@@ -302,8 +302,15 @@ def _served(server: Server, prompts: Sequence[list[int]], tokens: int, at_once: 
     """Tokens per second of a server."""
     bodies = [_body(prompt, tokens, salt) for prompt in prompts]
     answers = run(send_all(server.port, _COMPLETIONS, bodies, at_once))
+    _check(answers)
     written = sum(answer.usage()["completion_tokens"] for answer in answers)
     return written / (max(a.ended for a in answers) - min(a.began for a in answers))
+
+
+def _check(answers: Sequence[Answer]) -> None:
+    wrong = next((answer for answer in answers if answer.status != 200), None)
+    if wrong is not None:
+        raise RuntimeError(f"status {wrong.status}: {wrong.problem or wrong.body[:300]!r}")
 
 
 def _in_library(decoder: Any, prompts: Sequence[list[int]], tokens: int, at_once: int) -> float:
@@ -459,8 +466,7 @@ def _asked(server: Server, name: str, bodies: Sequence[Any], at_once: int) -> Fi
     """Tokens per second, and the median time to the first token."""
     path = "/completion" if "llama" in name else _COMPLETIONS
     answers = run(send_all(server.port, path, bodies, at_once))
-    if any(answer.status != 200 for answer in answers):
-        raise RuntimeError(f"{name}: {answers[0].status} {answers[0].body[:300]!r}")
+    _check(answers)
     seconds = max(answer.ended for answer in answers) - min(answer.began for answer in answers)
     written = sum(_written(name, answer) for answer in answers)
     firsts = [_first(name, answer) - answer.began for answer in answers]

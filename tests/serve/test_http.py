@@ -391,3 +391,12 @@ def test_without_the_extra_one_sentence_says_so(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr("paceline.serve.server_options.find_spec", lambda name: None if name == "uvicorn" else name)
     with pytest.raises(Exception, match=r"needs uvicorn; .*pip install 'paceline\[serve\]'"):
         check_packages()
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/v1/responses"])
+def test_events_of_streams_are_documented_as_objects(server: Running, path: str) -> None:
+    """schemathesis compares each event, with its data and its name, with the schema."""
+    answers = server.get("/openapi.json").json()["paths"][path]["post"]["responses"]["200"]["content"]
+    schema = answers["text/event-stream"]["schema"]
+    assert (schema["type"], schema["required"]) == ("object", ["data"])
+    assert set(schema["properties"]) == {"data", "event"}

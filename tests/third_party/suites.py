@@ -57,7 +57,7 @@ SUITES: tuple[Suite, ...] = (
     Suite("vllm", ".", ("openai==2.14.0", _REQUESTS, _JSONSCHEMA, *_ASYNC, _PYTEST), {},
           checkout=Checkout("VLLM_DIR", _VLLM_FILES), plugin="vllm_suite", root=_ENTRYPOINTS, stubs="vllm_stubs"),
     Suite("lm-eval", "lm_eval_tasks.py", ("lm-eval[api]==0.4.13", _PYTEST), {"": (), "plain": ("--draft", "none")}),
-    Suite("litellm", "litellm_client.py", ("litellm==1.104.0", _PYTEST)),
+    Suite("litellm", "litellm_client.py", ("litellm==1.98.0", _PYTEST)),
     Suite("langchain-openai", "langchain_client.py", ("langchain-openai==1.7.3", _PYTEST)),
     Suite("instructor", "instructor_client.py", ("instructor==1.17.0", _PYTEST)),
     Suite("llm", "llm_cli.py", ("llm==0.36", _PYTEST)),

@@ -60,7 +60,9 @@ def _object(*required: str, stream: bool = False) -> dict[int | str, dict[str, A
     """Return the documentation of the answers of an endpoint: status 200, and errors."""
     content: dict[str, Any] = {"application/json": {"schema": {"type": "object", "required": list(required)}}}
     if stream:
-        content["text/event-stream"] = {"schema": {"type": "string"}}
+        text = {"type": "string"}
+        event = {"type": "object", "required": ["data"], "properties": {"data": text, "event": text}}
+        content["text/event-stream"] = {"schema": event}
     return {200: {"description": "The answer.", "content": content}, **_ERRORS}
 
 

@@ -251,3 +251,9 @@ def test_a_number_is_no_truth_value(server: Running, path: str, body: dict[str, 
     response = server.post(path, body)
     assert response.status_code == 400
     assert response.json()["error"]["param"] == name
+
+
+def test_a_text_too_long_to_encode_exceeds_the_context(server: Running) -> None:
+    """Clients tell this error from others by its code."""
+    error = server.post("/v1/completions", {"prompt": "word " * 10**5}).json()["error"]
+    assert (error["code"], error["param"]) == ("context_length_exceeded", "prompt")

@@ -127,7 +127,7 @@ def test_the_openapi_document_lists_the_endpoints(server: Running) -> None:
         ({"prompt": [1.5]}, "prompt", "invalid_value"),
         ({"prompt": "a" * 1100}, "prompt", "context_length_exceeded"),
         ({"prompt": "a" * 1000, "max_tokens": 100}, "max_tokens", "context_length_exceeded"),
-        ({"prompt": "a" * 10**6}, None, "invalid_value"),
+        ({"prompt": "a" * 10**6}, "prompt", "context_length_exceeded"),
         ({"prompt": ["a"] * 500}, "n", "invalid_value"),
         ({"prompt": "a", "stop": ["s"] * 10**6}, "stop", "invalid_value"),
         ({"prompt": [1.5] * 10**6}, "prompt", "invalid_value"),

@@ -10,6 +10,10 @@ from paceline.common.errors import InputError
 from paceline.models.translation import Pieces
 
 
+class TooLongError(InputError):
+    """A text has more characters than the tokens of a context."""
+
+
 class TokenTexts:
     """Holds a copy of a tokenizer, because a fast tokenizer of Hugging Face fails if two threads use it. It has the
     attributes of a `LanguageModel` that prompts need."""
@@ -35,7 +39,7 @@ class TokenTexts:
     def check_length(self, text: str, limit: int) -> None:
         """Refuse a text that is too long for `limit` tokens of any kind, without encoding it."""
         if len(text) > limit * self.longest:
-            raise InputError(
+            raise TooLongError(
                 f"The prompt has {len(text):,} characters, more than a context of {limit:,} tokens holds; shorten it."
             )
 

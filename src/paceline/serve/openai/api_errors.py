@@ -16,6 +16,7 @@ from starlette.responses import Response
 from paceline.common.errors import InputError, PacelineError, UnsupportedError, shown
 from paceline.serve.jobs import QueueFullError
 from paceline.serve.openai.api_models import ChatRequest, CompletionRequest
+from paceline.serve.token_texts import TooLongError
 
 _TYPES = {
     400: "invalid_request_error",
@@ -85,6 +86,8 @@ def from_paceline(error: PacelineError, draining: bool = False) -> ApiError:
         if draining:
             return ApiError(503, "The server is shutting down; try another one.", None, "draining", wait)
         return ApiError(429, message, None, "queue_full", wait)
+    if isinstance(error, TooLongError):
+        return ApiError(400, message, "prompt", "context_length_exceeded")
     if isinstance(error, (InputError, UnsupportedError)):
         found = re.match(r"([a-z_]+)[ =]", message)
         name = _THEIRS.get(found[1], found[1]) if found else None

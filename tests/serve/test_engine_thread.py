@@ -208,10 +208,11 @@ def test_a_cancelled_sequence_leaves_and_the_others_go_on(model: LanguageModel) 
         assert (collected.engine.state().running, collected.engine.state().waiting) == (0, 0)
 
 
-def test_a_sequence_without_a_choice_ends_alone(model: LanguageModel) -> None:
+@pytest.mark.parametrize("draft", ["suffix", "auto"])
+def test_a_sequence_without_a_choice_ends_alone(model: LanguageModel, draft: str) -> None:
     plain = paceline.SpeculativeDecoder(model, None)
     nothing = {token: -float("inf") for token in range(model.vocabulary)}
-    with engine(model, "suffix") as collected:
+    with engine(model, draft) as collected:
         bad, good = collected.run([
             job("bad", [1, 2, 3], logit_bias=nothing),
             job("good", [1, 2, 3], max_new_tokens=30),

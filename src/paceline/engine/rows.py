@@ -293,8 +293,9 @@ class Rows(RowTensors):
             commit(r, line, verdict, tree) if row.stopper.stop is None else []
             for r, (row, line) in enumerate(zip(self.live, lines, strict=False))
         ]
-        for row, why in zip(self.live, reasons, strict=False):
-            row.trace.explain(why, model_seconds)
+        for row, why, committed in zip(self.live, reasons, events, strict=False):
+            if committed:  # else this round is not in the trace: the row failed now, or ended before
+                row.trace.explain(why, model_seconds)
         return events
 
     def _commit_beams(

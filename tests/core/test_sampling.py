@@ -32,6 +32,34 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"seed": 1.5}, "seed must be a whole number, got 1.5."),
     ({"seed": "7"}, "seed must be a whole number, got '7'."),
     (
+        {"temperature": 1e-300},
+        "temperature must be at least 1.17549e-38, because logits are divided by it, got 1e-300; use 0 for greedy "
+        "decoding.",
+    ),
+    (
+        {"temperature": 1e39},
+        "temperature must be at most 3.40282e+38 in size, as float32 is, got 1e+39; use 0 for greedy decoding.",
+    ),
+    (
+        {"repetition_penalty": 1e-42},
+        "repetition_penalty must be at least 1.17549e-38, because logits are divided by it, got 1e-42; use 1 to switch "
+        "it off.",
+    ),
+    (
+        {"presence_penalty": -1e39},
+        "presence_penalty must be at most 3.40282e+38 in size, as float32 is, got -1e+39; use 0 to switch it off.",
+    ),
+    (
+        {"frequency_penalty": 10**39},
+        "frequency_penalty must be at most 3.40282e+38 in size, as float32 is, got 1000000000000000000000000000000000000"
+        "000; use 0 to switch it off.",
+    ),
+    (
+        {"logit_bias": {5: -1e39}},
+        "logit_bias of token 5 must be at most 3.40282e+38 in size, as float32 is, got -1e+39; use banned_tokens to "
+        "forbid a token.",
+    ),
+    (
         {"temperature": 0.5, "dynamic_temperature": 0.6},
         "dynamic_temperature=0.6 is more than temperature=0.5; the temperature would fall below 0.",
     ),
@@ -55,6 +83,7 @@ def test_a_wrong_value_is_one_sentence(settings: dict[str, Any], message: str) -
     [
         {"temperature": 0},
         {"temperature": 100.0},
+        {"logit_bias": {5: -float("inf"), 6: 3.4e38}},
         {"top_p": 1},
         {"top_p": 1e-9},
         {"min_p": 1.0},

@@ -50,6 +50,8 @@ class Constraint(Protocol):
 
 
 _MOST_SEED = 2**128 - 1
+_MOST_FLOAT, _LEAST_DIVISOR = torch.finfo(torch.float32).max, torch.finfo(torch.float32).tiny
+_WHOLE = ("top_k", "min_new_tokens")
 _LIMITS: dict[str, tuple[float, float, bool, str]] = {
     # name: (lowest, highest, lowest excluded?, what to do)
     "temperature": (0.0, math.inf, False, "use 0 for greedy decoding"),
@@ -103,7 +105,8 @@ class Sampling:
                 left = "(" if open_low or low == -math.inf else "["
                 right = ")" if high == math.inf else "]"
                 raise InputError(f"{name} must be in {left}{low:g}, {high:g}{right}, got {shown(value)}; {remedy}.")
-        for name in ("top_k", "min_new_tokens", "seed"):
+        self._check_range()
+        for name in (*_WHOLE, "seed"):
             value, most = getattr(self, name), _MOST_SEED if name == "seed" else LARGEST
             if not TYPES["int"][0](value):
                 raise InputError(f"{name} must be a whole number, got {shown(value)}.")
@@ -121,6 +124,28 @@ class Sampling:
                 f"dynamic_temperature={self.dynamic_temperature:g} is more than temperature={self.temperature:g}; "
                 "the temperature would fall below 0."
             )
+
+    def _check_range(self) -> None:
+        """Raise `InputError` for a value that float32 cannot hold, or whose inverse is infinite there."""
+        for name, (_, high, _, remedy) in _LIMITS.items():
+            value = getattr(self, name)
+            if high == math.inf and name not in _WHOLE and abs(value) > _MOST_FLOAT:
+                raise InputError(
+                    f"{name} must be at most {_MOST_FLOAT:g} in size, as float32 is, got {shown(value)}; {remedy}."
+                )
+        for name in ("temperature", "repetition_penalty"):
+            value = getattr(self, name)
+            if 0 < value < _LEAST_DIVISOR:
+                raise InputError(
+                    f"{name} must be at least {_LEAST_DIVISOR:g}, because logits are divided by it, got "
+                    f"{shown(value)}; {_LIMITS[name][3]}."
+                )
+        for token, value in self.logit_bias.items():
+            if value != -math.inf and not abs(value) <= _MOST_FLOAT:
+                raise InputError(
+                    f"logit_bias of token {shown(token)} must be at most {_MOST_FLOAT:g} in size, as float32 is, got "
+                    f"{shown(value)}; use banned_tokens to forbid a token."
+                )
 
     @property
     def greedy(self) -> bool:

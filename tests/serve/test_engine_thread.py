@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import threading
-import time
 from itertools import count
 from typing import Any
 
@@ -15,8 +14,10 @@ import paceline
 from paceline.common.errors import InputError
 from paceline.drafters.heads.eagle import EagleHead
 from paceline.engine.request import Generation
+from paceline.engine.rows import Event
 from paceline.models.language_model import LanguageModel
-from paceline.serve.jobs import Job, QueueFullError
+from paceline.serve.jobs import EngineFailedError, Job, QueueFullError
+from paceline.serve.openai.api_errors import from_paceline
 from tests.serve.collected import Collected, engine, job, small_model
 from tests.toys import llama
 
@@ -252,6 +253,27 @@ def test_the_queue_is_bounded(model: LanguageModel) -> None:
         collected.wait(names)
 
 
+def test_jobs_that_were_taken_from_the_inbox_count_as_waiting(model: LanguageModel) -> None:
+    with engine(model, None, slots=1, max_queued=0) as collected:
+        entered, released = threading.Event(), threading.Event()
+        step = collected.engine._scheduler.step
+
+        def slow() -> list[Event]:
+            entered.set()
+            assert released.wait(60)
+            return step()
+
+        collected.engine._scheduler.step = slow  # type: ignore[method-assign]
+        try:
+            collected.engine.submit([job("a", [1], max_new_tokens=3)])
+            assert entered.wait(60)
+            with pytest.raises(QueueFullError):
+                collected.engine.submit([job("b", [1], max_new_tokens=3)])
+        finally:
+            released.set()
+        collected.wait(["a"])
+
+
 def test_priorities_and_owners(model: LanguageModel) -> None:
     """A lower priority number comes first; then the owner with fewer live sequences."""
     with engine(model, None, slots=1) as collected:
@@ -304,19 +326,37 @@ def test_close_ends_every_job_and_the_thread(model: LanguageModel) -> None:
     assert not [thread for thread in threading.enumerate() if thread.name == "paceline-engine"]
 
 
-def test_an_engine_that_breaks_says_why(model: LanguageModel) -> None:
+class Panic(BaseException):
+    """As the panic of a Rust library: it is no `Exception`."""
+
+
+@pytest.mark.parametrize("kind", [RuntimeError, Panic])
+@pytest.mark.parametrize("place", ["_begin_job", "_turn"])
+def test_an_engine_that_breaks_says_why(model: LanguageModel, place: str, kind: type[BaseException]) -> None:
     with engine(model, None) as collected:
 
-        def fail() -> None:
-            raise RuntimeError("the device is gone")
+        def fail(*_: Any) -> None:
+            raise kind("the device is gone")
 
-        collected.engine._scheduler.step = fail  # type: ignore[method-assign, assignment]
-        collected.engine.submit([job("a", [1])])
-        told = collected.wait(["a"])[0]
-        deadline = time.monotonic() + 10
-        while collected.engine.state().failed is None and time.monotonic() < deadline:
-            time.sleep(0.01)
-    assert told.ending is not None
-    assert told.ending.finish_reason == "error"
-    assert "the device is gone" in str(told.ending.error)
+        setattr(collected.engine, place, fail)
+        collected.engine.submit([job("a", [1]), job("b", [1])])
+        told = collected.wait(["a", "b"])
+        with pytest.raises(EngineFailedError, match="the device is gone") as caught:
+            collected.engine.submit([job("c", [1])])
+    for each in told:
+        assert each.ending is not None
+        assert each.ending.finish_reason == "error"
+        assert "the device is gone" in str(each.ending.error)
     assert "the device is gone" in str(collected.engine.state().failed)
+    answer = from_paceline(caught.value)
+    assert (answer.status_code, answer.code) == (503, "engine_failed")
+
+
+def test_a_thread_that_ended_without_a_word_has_failed(model: LanguageModel) -> None:
+    with engine(model, None) as collected:
+        collected.engine._wait_for_work = lambda: False  # type: ignore[method-assign]
+        collected.engine.cancel(["none"])  # wakes the thread
+        collected.engine._thread.join(60)
+        assert "its thread has ended" in str(collected.engine.state().failed)
+        with pytest.raises(EngineFailedError):
+            collected.engine.check_room(1)

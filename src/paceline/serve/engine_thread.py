@@ -21,7 +21,16 @@ from paceline.engine.request import Request, TokenLogprob
 from paceline.engine.rows import Event, Row
 from paceline.engine.scheduler import Party, Scheduler
 from paceline.models.slot_cache import caches_held_by
-from paceline.serve.jobs import Ending, EngineFacts, EngineState, Job, QueueFullError, RoundReport, Update
+from paceline.serve.jobs import (
+    Ending,
+    EngineFacts,
+    EngineFailedError,
+    EngineState,
+    Job,
+    QueueFullError,
+    RoundReport,
+    Update,
+)
 
 _SPARE = 2  # rows of the KV cache beyond the slots: one for a prompt that is read, one for a prefix
 _WAIT = 0.5  # seconds between two checks for work while there is none
@@ -74,6 +83,7 @@ class EngineThread:
         self._default_temperature = default_temperature
         self._wake = threading.Condition()
         self._inbox: list[tuple[Job, float]] = []
+        self._taken: list[tuple[Job, float]] = []  # from the inbox, while their sequences are made
         self._cancelled: set[str] = set()
         self._closing = self._draining = False
         self._failed: str | None = None
@@ -89,7 +99,7 @@ class EngineThread:
     # ---- called by other threads
 
     def submit(self, jobs: Sequence[Job]) -> None:
-        """Put jobs into the queue: all of them, or none with `QueueFullError` or `InputError`."""
+        """Put jobs into the queue: all of them, or none with `QueueFullError`, `EngineFailedError` or `InputError`."""
         for job in jobs:
             self._check(job)
         # compiled here: a grammar that cannot be used must not reach the engine thread
@@ -102,10 +112,11 @@ class EngineThread:
             self._wake.notify()
 
     def check_room(self, jobs: int) -> None:
-        """Raise `QueueFullError` if the queue has no room for this number of jobs."""
+        """Raise `QueueFullError` if the queue has no room for this number of jobs, or `EngineFailedError`."""
         with self._wake:
-            if self._failed is not None:
-                raise PacelineError(f"The engine has stopped: {self._failed}.")
+            failed = self._failure()
+            if failed is not None:
+                raise EngineFailedError(failed)
             waiting = len(self._inbox) + self._state.waiting
             if self._draining or waiting + jobs > self._max_queued + self._free_slots():
                 raise QueueFullError(waiting, self._max_queued, self._retry_after())
@@ -144,6 +155,12 @@ class EngineThread:
                 "leave it out."
             )
 
+    def _failure(self) -> str | None:
+        """Return why the thread ended; None while it runs, and after `close`."""
+        if self._failed is None and not self._closing and not self._thread.is_alive():
+            return "its thread has ended"
+        return self._failed
+
     def _free_slots(self) -> int:
         return max(0, self._slots - self._state.running - self._state.reading)
 
@@ -163,7 +180,7 @@ class EngineThread:
                 while self._wait_for_work():
                     self._turn()
                 self._end_all("cancelled", None)
-        except Exception as error:  # after any error, clients must see why the thread ended
+        except BaseException as error:  # also a panic of a Rust library: clients must see why the thread ended
             self._failed = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
             self._end_all("error", f"The engine has stopped ({self._failed}).")
         finally:
@@ -207,10 +224,13 @@ class EngineThread:
         with self._wake:
             while not (self._inbox or self._cancelled or self._closing or self._scheduler.busy):
                 self._wake.wait(_WAIT)
-            new, self._inbox = self._inbox, []
+            self._taken, self._inbox = self._inbox, []
+            # they count as waiting until the end of the turn, when the scheduler says which of them still wait
+            self._state = replace(self._state, waiting=self._state.waiting + len(self._taken))
             cancelled, self._cancelled = self._cancelled, set()
-        for job, submitted in new:
+        for job, submitted in self._taken:
             self._begin_job(job, submitted)
+        self._taken = []
         for name in cancelled:
             if name in self._sequences:
                 self._sequences[name].row.cancel()
@@ -296,14 +316,14 @@ class EngineThread:
             rounds=scheduler.rounds,
             drafter_failures=scheduler.loop.drafting.retries + int(scheduler.loop.drafting.is_paused),
             draining=self._draining,
-            failed=self._failed,
+            failed=self._failure(),
         )
 
     def _end_all(self, reason: str, error: str | None) -> None:
         """Deliver an ending for every job that has not ended."""
         with self._wake:
             self._draining = True
-            new, self._inbox = self._inbox, []
+            new, self._inbox = [*self._taken, *self._inbox], []
         updates = []
         for sequence in self._sequences.values():
             if sequence.row.stopper.stop is None:
@@ -311,7 +331,8 @@ class EngineThread:
             ending = self._ending(sequence)
             updates.append(Update(sequence.job.id, ending=Ending(reason, ending.stats, error=error)))
         for job, _ in new:
-            updates.append(Update(job.id, ending=Ending(reason, Trace().stats(0.0), error=error)))
+            if job.id not in self._sequences:
+                updates.append(Update(job.id, ending=Ending(reason, Trace().stats(0.0), error=error)))
         self._sequences.clear()
         if updates:
             self._deliver(updates)

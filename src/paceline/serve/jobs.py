@@ -101,17 +101,24 @@ class QueueFullError(PacelineError):
         self.retry_after = retry_after
 
 
+class EngineFailedError(PacelineError):
+    """The engine thread has ended. The server answers 503."""
+
+    def __init__(self, why: str) -> None:
+        super().__init__(f"The engine has stopped ({why}); restart the server.")
+
+
 class Engine(Protocol):
     """The engine, as the HTTP side uses it. Any thread may call every method, and it returns at once."""
 
     facts: EngineFacts
 
     def submit(self, jobs: Sequence[Job]) -> None:
-        """Put jobs into the queue: all of them, or none with `QueueFullError` or `InputError`."""
+        """Put jobs into the queue: all of them, or none with `QueueFullError`, `EngineFailedError` or `InputError`."""
         ...
 
     def check_room(self, jobs: int) -> None:
-        """Raise `QueueFullError` if the queue has no room for this number of jobs."""
+        """Raise `QueueFullError` if the queue has no room for this number of jobs, or `EngineFailedError`."""
         ...
 
     def cancel(self, ids: Sequence[str]) -> None:

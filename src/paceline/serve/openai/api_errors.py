@@ -14,7 +14,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from paceline.common.errors import InputError, PacelineError, UnsupportedError, shown
-from paceline.serve.jobs import QueueFullError
+from paceline.serve.jobs import EngineFailedError, QueueFullError
 from paceline.serve.openai.api_models import ChatRequest, CompletionRequest
 from paceline.serve.token_texts import TooLongError
 
@@ -86,6 +86,8 @@ def from_paceline(error: PacelineError, draining: bool = False) -> ApiError:
         if draining:
             return ApiError(503, "The server is shutting down; try another one.", None, "draining", wait)
         return ApiError(429, message, None, "queue_full", wait)
+    if isinstance(error, EngineFailedError):
+        return ApiError(503, message, None, "engine_failed")
     if isinstance(error, TooLongError):
         return ApiError(400, message, "prompt", "context_length_exceeded")
     if isinstance(error, (InputError, UnsupportedError)):

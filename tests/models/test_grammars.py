@@ -344,6 +344,53 @@ def test_a_hostile_grammar_is_refused_or_used_in_little_time(name: str) -> None:
     assert time.process_time() - started < 5
 
 
+def references(count: int, root: str = "#/$defs/") -> dict[str, Any]:
+    chain = {f"a{i}": {"type": "array", "items": {"$ref": f"{root}a{i + 1}"}} for i in range(count)}
+    return {"$ref": f"{root}a0", "$defs": {**chain, f"a{count}": {"type": "integer"}}}
+
+
+def rules(count: int, name: str = "a") -> str:
+    lines = [f'{name}{i}: "b" {name}{i + 1} | "c"' for i in range(count)]
+    return "\n".join([f"start: {name}0", *reversed(lines), f'{name}{count}: "j"'])
+
+
+@pytest.mark.parametrize(
+    "deep",
+    [
+        {"json_schema": references(2000)},
+        {"json_schema": references(2000, "#a")},
+        {"grammar": rules(2000)},
+        {"grammar": rules(2000, "A")},
+        {"grammar": rules(2000, "a-")},
+        {"grammar": "start: %json " + json.dumps(references(2000))},
+        {"grammar": rules(2000).replace("start:", "root:").replace(":", " ::=")},
+    ],
+    ids=["references", "anchors", "rules", "terminals", "names with a hyphen", "a schema in Lark", "GBNF"],
+)
+def test_a_chain_that_would_overflow_the_stack_is_refused(
+    deep: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import llguidance
+
+    def reached(*_: Any, **__: Any) -> None:
+        raise AssertionError("llguidance must not see this grammar: it can end the process")
+
+    for name in ("grammar_from_lark", "grammar_from_json_schema"):
+        monkeypatch.setattr(llguidance.LLMatcher, name, reached)
+    ((setting, _),) = deep.items()
+    with pytest.raises(
+        InputError, match=rf"^{setting} has a chain of .* levels, and the limit is 768; make it shorter"
+    ):
+        compiled(**deep)
+
+
+def test_chains_and_cycles_of_usual_lengths_are_used() -> None:
+    tree = {"$defs": {"t": {"type": "array", "items": {"$ref": "#/$defs/t"}}}, "$ref": "#/$defs/t"}
+    assert text_of(written(compiled(json_schema=tree), "[[").allowed([()])[0]) == "[]"
+    assert text_of(written(compiled(json_schema=references(200)), "[[").allowed([()])[0]) == "[]"
+    assert text_of(written(compiled(grammar=rules(300)), "bb").allowed([()])[0]) == "bc"
+
+
 def test_thousands_of_choices_are_possible() -> None:
     cursor = compiled(choice=[f"all {i}" for i in range(4096)]).start((END,))
     masks = cursor.allowed([ids("all 40"), ids("all 409"), ids("all 4095")])

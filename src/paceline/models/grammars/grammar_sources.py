@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from paceline.common.errors import InputError, in_one_line, shown
+from paceline.models.grammars.grammar_depth import check_lark, check_schema
 
 LONGEST = 1 << 17  # characters of a schema, an expression or a grammar
 # There is no space between the parts of JSON, because with free space a model may write spaces without end.
 _JSON = {"whitespace_flexible": False}
+_SCHEMA_IN_LARK = "%json"
 
 
 def source_of(setting: str, value: Any, llguidance: Any) -> str:
@@ -27,6 +30,7 @@ def _json_schema(value: Any, llguidance: Any) -> str:
         schema = {}
     if not isinstance(schema, Mapping):
         raise InputError(f"json_schema must be a JSON object, got {shown(schema)}.")
+    check_schema("json_schema", schema)
     return _grammar_of(schema, llguidance)
 
 
@@ -47,7 +51,21 @@ def _grammar(value: Any, llguidance: Any) -> str:
         lark = any_to_lark(text)
     except Exception as error:  # a parser written in Python can raise any error
         raise InputError(f"grammar is neither Lark (a rule 'start') nor GBNF (a rule 'root'): {_why(error)}.") from None
+    check_lark("grammar", lark)
+    for at in (found.end() for found in re.finditer(_SCHEMA_IN_LARK, lark)):
+        check_schema("grammar", _schema_at(lark, at))
     return str(llguidance.LLMatcher.grammar_from_lark(lark))
+
+
+def _schema_at(lark: str, at: int) -> Any:
+    """Return the JSON at a place of a grammar; None if there is none."""
+    begin = lark.find("{", at)
+    try:
+        return json.JSONDecoder().raw_decode(lark, begin)[0] if begin >= 0 else None
+    except ValueError:
+        return None  # llguidance refuses it, or it is a part of a text
+    except RecursionError as error:
+        raise InputError(f"grammar cannot be used: {_why(error)}.") from None
 
 
 def _choice(value: Any, llguidance: Any) -> str:

@@ -121,12 +121,14 @@ def gap(options: argparse.Namespace) -> Figures:
 async def _long_prompt(port: int, lm: Any, length: int, repeat: int) -> Figures:
     """The gaps between the chunks of 7 streams while a long prompt is read, in rounds."""
     bodies = [
-        {"prompt": prompt, "max_tokens": 4000, "ignore_eos": True, "temperature": 0.8, "seed": at, "stream": True,
-         "return_token_ids": True, "cache_salt": f"{repeat}"}
+        {"prompt": prompt[:90], "max_tokens": length, "ignore_eos": True, "temperature": 0.8, "seed": at,
+         "stream": True, "return_token_ids": True, "cache_salt": f"{repeat}"}
         for at, prompt in enumerate(prompts_of(lm, 7))
     ]  # fmt: skip
     streams = [await open_exchange(port, request(_COMPLETIONS, body)) for body in bodies]
     while min(len(each.parts) for each in streams) < 60:
+        ended = [each.answer() for each in streams if each.closed.done()]
+        _check(ended)
         await asyncio.sleep(0.05)
     body = {"prompt": token_ids(lm, length), "max_tokens": 8, "temperature": 0, "cache_salt": f"{repeat}"}
     began = time.perf_counter()
@@ -162,10 +164,12 @@ async def _freed(port: int, slots: int, times: int) -> list[int]:
         return await open_exchange(port, request(_COMPLETIONS, body))
 
     async def until(running: int) -> dict[str, float]:
-        while True:
+        end = time.perf_counter() + 60
+        while time.perf_counter() < end:
             seen = await metrics(port)
             if seen["num_requests_running"] == running:
                 return seen
+        raise RuntimeError(f"{seen['num_requests_running']:.0f} sequences run, and not {running}.")
 
     clients = [await open_one(at % 2 == 0) for at in range(slots)]
     for _ in range(times):

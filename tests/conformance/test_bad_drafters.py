@@ -16,7 +16,7 @@ import torch
 
 from paceline import Budget, Drafter, SpeculativeDecoder, TokenTree
 from paceline.common.errors import DrafterWarning
-from paceline.engine.drafter_calls import FIRST_PAUSE
+from paceline.core.pause import FIRST_PAUSE
 
 from .models import VOCABULARY, target
 from .test_identity import NEW, PROMPTS, SEEDS, plain

@@ -14,6 +14,7 @@ from tests.toys import VOCABULARY, llama, naive, scripted
 from paceline import Budget, Drafter, InputError, LanguageModel, PacelineWarning, SpeculativeDecoder, TokenTree
 from paceline.common.errors import UnsupportedError
 from paceline.core.contracts import PromptTaps, Reading
+from paceline.core.pause import FIRST_PAUSE
 from paceline.core.protocols import NeedsHiddenStates, Rewindable
 from paceline.drafters.adaptive.portfolio import Portfolio
 
@@ -175,6 +176,30 @@ def test_a_member_that_fails_is_left_out_and_the_others_go_on(bad: Says) -> None
     assert len(caught) == 1
     assert out.tokens == SCRIPT[1:21]
     assert out.stats.rounds == 4
+
+
+def test_a_member_that_fails_once_drafts_again_after_a_pause() -> None:
+    class Once(Says):
+        opened, failing = 0, True
+
+        def open(self, target: Any, rows: Any) -> None:
+            self.opened += 1
+
+        def propose(self, rows: Any, budget: Budget) -> TokenTree:
+            if self.failing:
+                self.failing = False
+                raise RuntimeError("once")
+            return super().propose(rows, budget)
+
+    once = Once(right)
+    speculative = decoder(once, Says(silent))
+    with pytest.warns(PacelineWarning, match=f"after {FIRST_PAUSE} rounds it gets another attempt") as caught:
+        out = speculative.generate([1], max_new_tokens=38)
+    assert len(caught) == 1
+    assert out.tokens == SCRIPT[1:39]
+    drafting = [bool(entry.drafted) for entry in out.trace.rounds]
+    assert drafting.index(True) == FIRST_PAUSE
+    assert (once.opened, speculative.drafter.failures) == (2, 1)  # type: ignore[attr-defined]
 
 
 def test_a_member_that_cannot_draft_for_the_target_is_refused() -> None:

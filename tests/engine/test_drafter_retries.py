@@ -17,9 +17,9 @@ from tests.toys import llama
 import paceline
 from paceline import Budget, TokenTree
 from paceline.common.errors import DrafterWarning
+from paceline.core.pause import FIRST_PAUSE, LONGEST_PAUSE
 from paceline.core.protocols import NeedsHiddenStates, Reorderable
 from paceline.drafters.models.draft_model import DraftModel
-from paceline.engine.drafter_calls import FIRST_PAUSE, LONGEST_PAUSE
 
 pytestmark = pytest.mark.usefixtures("trees_by_torch")
 

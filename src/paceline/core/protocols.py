@@ -97,6 +97,7 @@ class Adaptive(Drafter):
 
     reasons: Sequence[str] = ()  # per row: why the last draft has its length and its source (for the trace)
     model_seconds: float = 0.0  # expected time of the models that ran for the last draft
+    failures: int = 0  # how often a drafter inside it failed
 
     def on_round_read(self, tokens: Sequence[int], away: float) -> None:
         """Take the result of a round that the host has read: the number of emitted tokens per row. The next round may

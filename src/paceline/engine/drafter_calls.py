@@ -14,6 +14,7 @@ import torch
 
 from paceline.common.errors import DrafterWarning, InputError, UnsupportedError
 from paceline.core.contracts import Budget, Drafter, PromptTaps, Reader, Reading, RowsView, Rule
+from paceline.core.pause import Pause
 from paceline.core.protocols import (
     Adaptive,
     DraftsOnDevice,
@@ -36,7 +37,6 @@ if TYPE_CHECKING:
     from paceline.engine.rows import Row, Rows
 
 T = TypeVar("T")
-FIRST_PAUSE, LONGEST_PAUSE = 16, 512  # rounds without drafts after a failure: the first pause, and the longest
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,13 @@ class DrafterCalls:
         self.active: Drafter = drafter  # the drafter, or `NoDraft` during a pause
         self.retries = 0
         self._mark = object()
-        self._pause = self._waited = 0  # rounds
+        self._pause = Pause()
+
+    @property
+    def failures(self) -> int:
+        """Return how often the drafter failed, or one inside it that it leaves out for a pause."""
+        inner = self.drafter.failures if isinstance(self.drafter, Adaptive) else 0
+        return self.retries + int(self.is_paused) + inner
 
     @property
     def is_paused(self) -> bool:
@@ -105,7 +111,7 @@ class DrafterCalls:
     @property
     def is_due(self) -> bool:
         """Return whether a pause is over."""
-        return self.active is not self.drafter and self._waited >= self._pause
+        return self.active is not self.drafter and self._pause.is_over
 
     @property
     def is_owned(self) -> bool:
@@ -203,7 +209,7 @@ class DrafterCalls:
 
     def round_read(self, tokens: Sequence[int], away: float) -> None:
         """Give the drafter the tokens per row of a round that the host read. away: the caller's seconds before it."""
-        self._waited += 1
+        self._pause.count_round()
         if isinstance(self.active, Adaptive):
             self._try(self.active.on_round_read, tokens, away)
 
@@ -220,12 +226,11 @@ class DrafterCalls:
 
     def fail(self, error: Exception) -> None:
         """Pause the drafter. Warn, unless the pause is as long as the last one."""
-        before, self._pause = self._pause, min(2 * self._pause, LONGEST_PAUSE) or FIRST_PAUSE
-        self.active, self._waited = NoDraft(), 0
-        if self._pause > before:
+        self.active = NoDraft()
+        if self._pause.begin():
             warnings.warn(
                 f"Drafter '{self.drafter.name}' failed ({type(error).__name__}: {error}). The text stays right: plain "
-                f"decoding for {self._pause} rounds, then another attempt.",
+                f"decoding for {self._pause.rounds} rounds, then another attempt.",
                 DrafterWarning,
                 stacklevel=5,
             )

@@ -314,7 +314,7 @@ class EngineThread:
             prefix_queries=scheduler.looked_up,
             prefix_hits=scheduler.found,
             rounds=scheduler.rounds,
-            drafter_failures=scheduler.loop.drafting.retries + int(scheduler.loop.drafting.is_paused),
+            drafter_failures=scheduler.loop.drafting.failures,
             draining=self._draining,
             failed=self._failure(),
         )

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from paceline.common.errors import PacelineWarning, UnsupportedError
 from paceline.core.contracts import Budget, Drafter, PromptTaps, Reader, Reading, RowsView
+from paceline.core.pause import Pause
 from paceline.core.per_row import PerRow
 from paceline.core.protocols import (
     Adaptive,
@@ -75,7 +76,8 @@ class Member:
     title: str
     number: int
     taps: tuple[int, ...] = ()  # the indices of its taps among the group's taps
-    failed: bool = False  # it raised an error in this batch
+    failed: bool = False  # it raised an error, and does not draft for a pause
+    pause: Pause = field(default_factory=Pause)
     new_rows: bool = True  # its next proposal reads new rows, so it takes longer than usual
     out_of_sync: bool = False  # it could not reorder its state when rows changed places
     shares_reader: bool = False  # the loop uses its reader
@@ -198,6 +200,7 @@ class DrafterGroup(
         self._tree: TokenTree | None = None  # the tree that is read
         for member in self._members:
             member.failed = member.out_of_sync = member.shares_reader = member.has_own_laws = False
+            member.pause = Pause()
             self._try(member, member.drafter.open, target, rows)
 
     def reader(self, target: Any) -> Reader | None:
@@ -279,20 +282,31 @@ class DrafterGroup(
         return [member for member in self._members if not member.failed]
 
     def _try(self, member: Member, act: Callable[..., T], *args: Any) -> T | None:
-        """Return act(*args). If it fails, warn, return None, and do not use the member until the next batch."""
+        """Return act(*args). If it fails, return None, and do not use the member for a pause. Warn, unless the pause is
+        as long as the last one."""
         try:
             return act(*args)
         except UnsupportedError:
             raise
         except Exception as error:
             member.failed = True
-            warnings.warn(
-                f"Drafter '{member.title}' of '{self.name}' failed ({type(error).__name__}: {error}); "
-                "the other members continue.",
-                PacelineWarning,
-                stacklevel=3,
-            )
+            self.failures += 1
+            if member.pause.begin():
+                warnings.warn(
+                    f"Drafter '{member.title}' of '{self.name}' failed ({type(error).__name__}: {error}); the other "
+                    f"members continue, and after {member.pause.rounds} rounds it gets another attempt.",
+                    PacelineWarning,
+                    stacklevel=3,
+                )
             return None
+
+    def _retry(self, member: Member, rows: RowsView) -> None:
+        """Open a member again after its pause, and admit all rows. From now on it has its own KV cache."""
+        member.failed = member.out_of_sync = member.shares_reader = False
+        self._try(member, member.drafter.open, self._target, rows)
+        if not member.failed:
+            self._try(member, member.drafter.admit, rows, 0)
+        member.new_rows = True
 
     # ---- a round
 
@@ -318,6 +332,11 @@ class DrafterGroup(
     def _begin_round(self, rows: RowsView, budget: Budget) -> None:
         self._asked, self._tree = [], None
         self._rounds += 1
+        for member in self._members:
+            if member.failed:
+                member.pause.count_round()
+                if member.pause.is_over:
+                    self._retry(member, rows)
         for member in self._working():
             if member.out_of_sync:
                 self._try(member, restart, member.drafter, rows, rows.count)

@@ -61,6 +61,8 @@ def body_of(text: bytes) -> bytes:
         b'{"prompt": "\\ud800"}',
         b'{"prompt": "a", "temperature": NaN}',
         b'{"prompt": "a", "temperature": 1e999}',
+        b'{"prompt": "a", "metadata": {"x": [1e999]}}',
+        b'{"prompt": "a", "metadata": {"x": -1' + b"0" * 400 + b".0}}",
         b'{"prompt": "a", "seed": ' + b"9" * 5000 + b"}",
         b'{"prompt": "a"} {"prompt": "b"}',
     ],

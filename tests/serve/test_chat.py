@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from paceline.serve.openai import job_requests
+from paceline.serve.openai.api_errors import encode_json
 from paceline.serve.openai.tool_calls import HERMES, LLAMA3, MISTRAL, CallFormat, ToolReader, format_of
 
 from .fakes import Running, events_of, serving
@@ -355,6 +356,36 @@ def test_calls_are_found_however_the_text_is_cut(
 def test_one_call_at_most_without_parallel_calls() -> None:
     assert read(f"<tool_call>{CALL}</tool_call><tool_call>{CALL}</tool_call>", HERMES, 5, False) == ("", [WEATHER])
     assert read(f"[{CALL}, {CALL}]", MISTRAL, 5, False) == ("", [WEATHER])
+
+
+@pytest.mark.parametrize("style", [HERMES, None])
+def test_half_of_a_utf16_pair_in_a_call_is_escaped(style: CallFormat | None) -> None:
+    field = "arguments" if style else "parameters"
+    call = f'{{"name": "weather", "{field}": ' + '{"city": "\\ud83d", "é": 1}}'
+    reader = ToolReader(["weather"], style, True)
+    deltas = reader.push(f"<tool_call>{call}</tool_call>" if style else f"[{call}]", True)
+    function = json.loads(encode_json(deltas))[0]["tool_calls"][0]["function"]
+    function["arguments"].encode()
+    assert json.loads(function["arguments"]) == {"city": "\ud83d", "é": 1}
+    assert json.loads(encode_json({"content": "\ud83d"})) == {"content": "\ud83d"}
+
+
+def test_both_names_of_a_cache_separate(server: Running) -> None:
+    """Tenants with one prompt_cache_key and salts of their own do not share a KV cache."""
+    owners = set()
+    for key, salt in (("k", "A"), ("k", "B"), ("k", None), (None, "k")):
+        ask(server, prompt_cache_key=key, cache_salt=salt)
+        owners.add(server.engine.submitted[-1].owner)
+    assert len(owners) == 4
+
+
+@pytest.mark.parametrize("arguments", ['{"a": "\\ud83d"}', '{"a": 1e999}', '{"a": NaN}'])
+def test_arguments_that_no_template_can_write_are_refused(server: Running, arguments: str) -> None:
+    call = {"type": "function", "function": {"name": "f", "arguments": arguments}}
+    messages = [*HELLO, {"role": "assistant", "tool_calls": [call]}]
+    response = server.post(PATH, {"messages": messages})
+    assert response.status_code == 400, response.text
+    assert "are no JSON" in response.json()["error"]["message"]
 
 
 def test_the_template_tells_the_format() -> None:

@@ -11,9 +11,13 @@ from typing import Any
 import httpx
 import pytest
 
+from paceline.models.grammars.token_grammar import GrammarCompiler
+from paceline.serve.openai.api_models import Tool
+from paceline.serve.openai.tool_calls import schema_for
 from tests.models.test_grammars import HOSTILE
 from tests.serve.fakes import events_of
 from tests.serve.test_mixed import serving
+from tests.toys import raw_bytes
 
 HELLO = [{"role": "user", "content": "Hello"}]
 SCHEMA = {
@@ -45,6 +49,37 @@ def check_record(text: str) -> None:
     assert set(found) == {"colour", "count"}
     assert found["colour"] in ("red", "green")
     assert 0 <= found["count"] <= 99
+
+
+def test_required_tools_keep_their_own_definitions() -> None:
+    """Two tools have another definition under the same name, and one refers to its own root."""
+
+    def tool(name: str, parameters: dict[str, Any]) -> Tool:
+        return Tool.model_validate({"type": "function", "function": {"name": name, "parameters": parameters}})
+
+    def painter(colour: Any) -> dict[str, Any]:
+        properties = {"colour": {"$ref": "#/$defs/Colour"}, "default": {"$ref": "#/properties/colour"}}
+        return {"type": "object", "properties": properties, "required": ["colour"], "$defs": {"Colour": colour}}
+
+    tree = {"type": "object", "properties": {"on": {"$ref": "#"}}, "additionalProperties": False}
+    tools = [tool("paint", painter({"enum": ["red"]})), tool("wash", painter({"enum": ["dark"]})), tool("go", tree)]
+    tokenizer = raw_bytes()
+    grammar = GrammarCompiler(tokenizer, len(tokenizer), "bytes").compile(
+        "json_schema", schema_for(tools, "required", True)
+    )
+
+    def accepts(name: str, arguments: dict[str, Any]) -> bool:
+        cursor = grammar.start(())
+        text = json.dumps([{"name": name, "parameters": arguments}], separators=(",", ":"))
+        tokens = tokenizer.encode(text, add_special_tokens=False)
+        return all(cursor.allowed([()])[0, token] and not cursor.commit(token) for token in tokens[:-1])
+
+    assert accepts("paint", {"colour": "red", "default": "red"})
+    assert accepts("wash", {"colour": "dark"})
+    assert accepts("go", {"on": {"on": {}}})
+    assert not accepts("paint", {"colour": "dark"})
+    assert not accepts("wash", {"colour": "red"})
+    assert not accepts("go", {"on": {"off": {}}})
 
 
 SHAPES = [

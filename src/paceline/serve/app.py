@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 import time
 from collections.abc import Callable, Coroutine
 from functools import partial
@@ -54,6 +56,7 @@ _ERRORS: dict[int | str, dict[str, Any]] = {
     status: {"description": "An error.", "content": {"application/json": {"schema": _ERROR}}}
     for status in ("4XX", "5XX")
 }
+_FRACTION = re.compile(rb"[0-9][.eE]")
 
 
 def _object(*required: str, stream: bool = False) -> dict[int | str, dict[str, Any]]:
@@ -70,8 +73,12 @@ class _JsonRequest(Request):
     """Reads the body with pydantic's parser: it has a limit of nesting and refuses text that is not UTF-8."""
 
     async def json(self) -> Any:
+        body = await self.body()
         try:
-            return pydantic_core.from_json(await self.body(), allow_inf_nan=False)
+            content = pydantic_core.from_json(body, allow_inf_nan=False)
+            if _FRACTION.search(body):
+                json.dumps(content, allow_nan=False)  # the parser reads 1e999 as infinity
+            return content
         except ValueError as error:
             raise ApiError(400, f"The body is not valid JSON: {error}.", None, "invalid_json") from None
 

@@ -66,8 +66,9 @@ class JsonResponse(Response):
 
 
 def encode_json(content: Any) -> bytes:
-    """Return strict JSON in UTF-8, without spaces."""
-    return json.dumps(content, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode("utf-8")
+    """Return strict JSON in UTF-8, without spaces. Half of a UTF-16 pair has no UTF-8, so that it is escaped."""
+    text = json.dumps(content, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    return text.encode("utf-8", "backslashreplace")
 
 
 def note_error(scope: Mapping[str, Any], error: ApiError) -> None:

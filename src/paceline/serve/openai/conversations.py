@@ -64,9 +64,11 @@ def _plain(message: Message) -> dict[str, Any]:
     for call in plain.get("tool_calls", ()):
         call.pop("index", None)
         try:
-            call["function"]["arguments"] = json.loads(call["function"]["arguments"] or "{}")
+            arguments = json.loads(call["function"]["arguments"] or "{}")
+            json.dumps(arguments, ensure_ascii=False, allow_nan=False).encode()  # no half of a UTF-16 pair, no infinity
         except (ValueError, RecursionError):
             raise InputError("The arguments of a call in messages are no JSON; send the text of the call.") from None
+        call["function"]["arguments"] = arguments
     return plain
 
 

@@ -16,6 +16,9 @@ from typing import Any
 from paceline.common.errors import InputError
 from paceline.serve.openai.api_models import NamedTool, Tool
 
+_BY_NAME = ("properties", "patternProperties", "dependentSchemas", "$defs", "definitions")  # schemas by name
+_VALUES = ("const", "enum", "default", "examples")  # no schemas
+
 
 @dataclass(frozen=True)
 class CallFormat:
@@ -52,16 +55,38 @@ def schema_for(tools: Sequence[Tool], choice: str | NamedTool, several: bool) ->
         if not found:
             raise InputError(f"tool_choice names the function '{choice.function.name}', which is not among the tools.")
         return _parameters(found[0])
-    calls = [
-        {
+    calls: list[dict[str, Any]] = []
+    definitions: dict[str, Any] = {}
+    for at, tool in enumerate(tools):
+        parameters = _parameters(tool)
+        moved = moved_schema(parameters, f"#/$defs/tool{at}")
+        if moved != parameters:
+            definitions[f"tool{at}"], parameters = moved, {"$ref": f"#/$defs/tool{at}"}
+        calls.append({
             "type": "object",
-            "properties": {"name": {"const": tool.function.name}, "parameters": _parameters(tool)},
+            "properties": {"name": {"const": tool.function.name}, "parameters": parameters},
             "required": ["name", "parameters"],
             "additionalProperties": False,
-        }
-        for tool in tools
-    ]
-    return {"type": "array", "minItems": 1, "items": {"anyOf": calls}} | ({} if several else {"maxItems": 1})
+        })  # fmt: skip
+    schema = {"type": "array", "minItems": 1, "items": {"anyOf": calls}} | ({} if several else {"maxItems": 1})
+    return schema | ({"$defs": definitions} if definitions else {})
+
+
+def moved_schema(schema: Any, place: str) -> Any:
+    """Return a schema for this place of another one: with the new paths in its references to itself."""
+    if isinstance(schema, list):
+        return [moved_schema(each, place) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    moved: dict[str, Any] = {}
+    for key, value in schema.items():
+        if key == "$ref" and isinstance(value, str) and (value == "#" or value.startswith("#/")):
+            moved[key] = place + value[1:]
+        elif key in _BY_NAME and isinstance(value, dict):
+            moved[key] = {name: moved_schema(each, place) for name, each in value.items()}
+        else:
+            moved[key] = value if key in _VALUES else moved_schema(value, place)
+    return moved
 
 
 def _parameters(tool: Tool) -> dict[str, Any]:
@@ -109,7 +134,7 @@ class ToolReader:
             except (ValueError, RecursionError):
                 return
             self._text = self._text[end:]
-            yield self._call(call["name"], json.dumps(call["parameters"], ensure_ascii=False))
+            yield self._call(call["name"], _json(call["parameters"]))
 
     def _free(self, style: CallFormat, last: bool) -> Iterator[dict[str, Any]]:
         while self._text:
@@ -148,12 +173,17 @@ class ToolReader:
         if not calls:
             yield {"content": block}
         for name, arguments in calls[: None if self._several else max(0, 1 - self.count)]:
-            yield self._call(name, json.dumps(arguments, ensure_ascii=False))
+            yield self._call(name, _json(arguments))
 
     def _call(self, name: str, arguments: str) -> dict[str, Any]:
         index, self.count = self.count, self.count + 1
         entry = {"index": index, "id": f"call_{secrets.token_hex(12)}", "type": "function"}
         return {"tool_calls": [{**entry, "function": {"name": name, "arguments": arguments}}]}
+
+
+def _json(value: Any) -> str:
+    """Return JSON. Half of a UTF-16 pair has no UTF-8, so that it stays escaped."""
+    return json.dumps(value, ensure_ascii=False).encode("utf-8", "backslashreplace").decode("utf-8")
 
 
 def _calls_in(text: str, names: frozenset[str]) -> list[tuple[str, Any]]:

@@ -101,7 +101,7 @@ def test_the_settings_reach_the_engine(server: Running) -> None:
     assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p) == (0.5, 0.9, 0, 0.1)
     assert (sampling.typical_p, sampling.presence_penalty, sampling.frequency_penalty) == (0.8, 0.1, 0.2)
     assert (sampling.repetition_penalty, sampling.logit_bias, sampling.min_new_tokens) == (1.1, {3: -5.0}, 2)
-    assert (job.priority, job.owner, job.request.max_draft, sampling.seed) == (3, "/me", 0, 7)
+    assert (job.priority, job.owner, job.request.max_draft, sampling.seed) == (3, '["", "me", ""]', 0, 7)
 
 
 @pytest.mark.parametrize(("given", "expected"), [(True, None), (False, 0), (2, 2), ({"num_speculative_tokens": 4}, 4)])

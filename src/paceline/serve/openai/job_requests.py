@@ -209,12 +209,12 @@ class Planner:
         self, id: str, prompt: list[int], request: Request, body: Sampled, key: str, reported: int | None, score: bool
     ) -> list[Job]:
         request.sampling.check_vocabulary(self._facts.vocabulary)
-        salt = body.prompt_cache_key or body.cache_salt or ""
+        owner = json.dumps([key, body.prompt_cache_key or "", body.cache_salt or ""])
         jobs = []
         for choice in range(1 if score else body.n or 1):
             seed = seed_of_choice(request.sampling.seed, choice)
             own = replace(request, sampling=replace(request.sampling, seed=seed))
-            jobs.append(Job(f"{id}-{choice}", prompt, own, f"{key}/{salt}", body.priority or 0,
+            jobs.append(Job(f"{id}-{choice}", prompt, own, owner, body.priority or 0,
                             reported if choice == 0 else None, score))  # fmt: skip
         return jobs
 

@@ -23,7 +23,7 @@ from paceline.engine.loop import Loop
 from paceline.engine.rows import Event, Row
 from paceline.models.cpu.threads import own_threads
 
-_FEWEST = 16  # tokens of a piece between two rounds, at least
+_FEWEST = 8  # tokens of a piece between two rounds, at least: a pass over fewer takes as long
 _READING = 1.5  # rounds that reading may take between two rounds, if it is more than one piece
 _CONTINUED = 512  # slots for a prompt that continues the last one of a decoder: growth copies the whole KV cache
 _HELD = 64  # rounds that a sequence may wait for others that begin with it

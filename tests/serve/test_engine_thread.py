@@ -189,6 +189,18 @@ def test_log_probabilities_of_a_prompt(model: LanguageModel) -> None:
         assert other.top_raw == ()
 
 
+def test_a_prompt_without_a_text_writes_nothing_for_a_target_with_two_branches() -> None:
+    with engine(paceline.guided(small_model(), 1.5), None) as collected:
+        alone = collected.run([job("alone", [1, 2, 3], max_new_tokens=1, score_only=True)])[0]
+        both = collected.run([
+            job("text", [1, 2, 3], max_new_tokens=4, ignore_eos=True),
+            job("prompt", [1, 2, 3], max_new_tokens=1, score_only=True),
+        ])  # fmt: skip
+    assert [list(each.tokens) for each in (alone, both[1])] == [[], []]
+    assert len(both[0].tokens) == 4
+    assert {each.ending.finish_reason for each in (alone, *both) if each.ending} == {"length"}
+
+
 def test_a_cancelled_sequence_leaves_and_the_others_go_on(model: LanguageModel) -> None:
     plain = paceline.SpeculativeDecoder(model, None)
     alone = plain.generate([1, 2, 3], max_new_tokens=300)

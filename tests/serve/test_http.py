@@ -175,6 +175,11 @@ def test_keys_open_everything_but_health(tmp_path: Path) -> None:
             owners.append(running.engine.submitted[-1].owner)
         assert len(set(owners)) == 3  # none finds the KV cache of another
         assert not any("secret" in owner or "file" in owner for owner in owners)
+        for name in ("one", "two"):  # a client that names its KV caches stays one client
+            assert running.post(COMPLETIONS, {**HELLO, "prompt_cache_key": name}, headers=headers).status_code == 200
+        jobs = running.engine.submitted
+        assert jobs[-1].owner != jobs[-2].owner
+        assert jobs[-1].client == jobs[-2].client == jobs[-3].client != jobs[-4].client
 
 
 def test_a_file_of_keys_must_have_one(tmp_path: Path) -> None:

@@ -52,6 +52,7 @@ class Row:
     lossy: bool = False  # whether the rule may change the text
     group: BeamGroup | None = None  # its beam search
     owner: str = ""  # whose sequence it is: a KV cache is reused only by the same owner
+    client: str = ""  # whose request it is, see `Party`
     beams: list[BeamResult] | None = None  # the results of the beam search
     error: PacelineError | None = None  # why it failed
     cached: int = 0  # tokens of the prompt that were in the KV cache

@@ -40,6 +40,7 @@ class Party:
     rows: list[Row]
     owner: str = ""  # a KV cache is reused only by the same owner
     priority: int = 0  # a lower number comes first
+    client: str = ""  # whose request it is: the client with the fewest live sequences comes first
     scores: ScoreTaker | None = None  # takes the logits of the prompt
     score_only: bool = False  # the prompt is read, and nothing is written
     number: int = 0  # order of arrival
@@ -105,7 +106,7 @@ class Scheduler:
         self._arrivals += 1
         party.number = self._arrivals
         for row in party.rows:
-            row.owner = party.owner
+            row.owner, row.client = party.owner, party.client
         self.waiting.append(party)
 
     @own_threads()
@@ -176,16 +177,20 @@ class Scheduler:
             party.began = now
             self.reading = self._begin_reading(party)
             return True
-        new = [row for party in fitting for row in party.rows]
-        if self.kept is not None:
-            self.kept.drop(self.loop.rows.count, len(new))
-        joining = {party.number for party in fitting}
-        self.waiting = [party for party in self.waiting if party.number not in joining]
+        leaving = {party.number for party in fitting}
+        self.waiting = [party for party in self.waiting if party.number not in leaving]
         for party in fitting:
             party.began = now
-        self.loop.admit(new)
+        joining = [party for party in fitting if not party.score_only]
+        new = [row for party in joining for row in party.rows]
+        if new:
+            if self.kept is not None:
+                self.kept.drop(self.loop.rows.count, len(new))
+            self.loop.admit(new)
         for party in fitting:
             party.joined = time.perf_counter()
+            if party.score_only:  # it writes nothing, and its prompt is not read in pieces: nothing takes its scores
+                party.rows[0].stopper.end()
         return True
 
     def _fitting(self) -> list[Party]:
@@ -194,24 +199,24 @@ class Scheduler:
         taken, fitting = self.loop.slots.taken, list[Party]()
         if taken >= self.slots:
             return fitting
-        owned = Counter(row.owner for row in self.loop.rows.live)
+        live = Counter(row.client for row in self.loop.rows.live)
         queues: dict[tuple[int, str], deque[Party]] = {}
         for party in self.waiting:  # in the order of arrival
-            queues.setdefault((party.priority, party.owner), deque()).append(party)
-        first = [(priority, owned[owner], queue[0].number, owner) for (priority, owner), queue in queues.items()]
+            queues.setdefault((party.priority, party.client), deque()).append(party)
+        first = [(priority, live[client], queue[0].number, client) for (priority, client), queue in queues.items()]
         heapify(first)
         while first:
-            priority, known, _, owner = first[0]
-            queue = queues[priority, owner]
-            if known == owned[owner]:  # else the owner got rows of another priority
+            priority, known, _, client = first[0]
+            queue = queues[priority, client]
+            if known == live[client]:  # else the client got rows of another priority
                 party = queue[0]
                 if taken and taken + len(party.rows) > self.slots:
                     break
                 fitting.append(queue.popleft())
                 taken += len(party.rows)
-                owned[owner] += len(party.rows)
+                live[client] += len(party.rows)
             if queue:
-                heapreplace(first, (priority, owned[owner], queue[0].number, owner))
+                heapreplace(first, (priority, live[client], queue[0].number, client))
             else:
                 heappop(first)
         return fitting

@@ -238,7 +238,7 @@ class EngineThread:
 
     def _begin_job(self, job: Job, submitted: float) -> None:
         row = new_row(self._lm, 0, list(job.prompt), job.request, self._decoder.rule)
-        party = Party([row], job.owner, job.priority, score_only=job.score_only)
+        party = Party([row], job.owner, job.priority, job.client, score_only=job.score_only)
         sequence = self._sequences[job.id] = _Sequence(job, party, submitted)
         if job.prompt_logprobs is not None:
             sequence.scores = [None]

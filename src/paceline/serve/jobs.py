@@ -22,6 +22,7 @@ class Job:
     priority: int = 0  # a lower number comes first
     prompt_logprobs: int | None = None  # likeliest tokens to report at each position of the prompt; None: no report
     score_only: bool = False  # report the prompt and write nothing
+    client: str = ""  # slots are shared fairly among clients, whatever their owners are
 
 
 @dataclass(frozen=True)

@@ -215,7 +215,7 @@ class Planner:
             seed = seed_of_choice(request.sampling.seed, choice)
             own = replace(request, sampling=replace(request.sampling, seed=seed))
             jobs.append(Job(f"{id}-{choice}", prompt, own, owner, body.priority or 0,
-                            reported if choice == 0 else None, score))  # fmt: skip
+                            reported if choice == 0 else None, score, key))  # fmt: skip
         return jobs
 
     def _checked(self, jobs: list[Job]) -> list[Job]:

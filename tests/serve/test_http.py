@@ -6,6 +6,7 @@ import asyncio
 import http.client
 import json
 import logging
+import threading
 import time
 from datetime import datetime, timedelta
 from pathlib import Path
@@ -17,6 +18,7 @@ import pytest
 from paceline.common.errors import InputError
 from paceline.serve.middleware import LOGGER
 from paceline.serve.server_options import ServerOptions, check_packages
+from paceline.serve.token_texts import TokenTexts
 
 from .fakes import Running, serving
 
@@ -76,6 +78,55 @@ def test_tokens_and_texts(server: Running) -> None:
     assert counted == [len("user: a\nassistant:")] * 3
     assert error_of(server.post("/tokenize", {}), 400)
     assert error_of(server.post("/detokenize", {"tokens": [10**6]}), 400)["param"] == "tokens"
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "name"),
+    [
+        (CHAT, {"response_format": {"type": "text", "json_schema": {"schema": {}}}}, "response_format.json_schema"),
+        (CHAT, {"response_format": {"type": "json_object", "json_schema": {}}}, "response_format.json_schema"),
+        (CHAT, {"max_tokens": 3, "max_completion_tokens": 4}, "max_completion_tokens"),
+        (CHAT, {"messages": [{"role": "user", "content": [{"type": "text", "text": "a", "junk": 1}]}]},
+         "messages.0.content.0.junk"),
+        (CHAT, {"messages": [{"role": "user", "content": ""}] * 4097}, "messages"),
+        (CHAT, {"messages": [{"role": "user", "content": [{"type": "text", "text": ""}] * 4097}]}, "messages"),
+        ("/v1/responses", {"input": [{"role": "user", "content": ""}] * 4097}, "input"),
+        ("/v1/responses", {"input": [{"role": "user", "content": "a", "junk": 1}]}, "input.0.junk"),
+        ("/v1/responses", {"input": [{"role": "user", "content": [{"type": "input_text", "text": "a", "junk": 1}]}]},
+         "input.0.content.junk"),
+        ("/v1/responses", {"input": [{"type": "function_call_output", "output": "a", "junk": 1}]}, "input.0.junk"),
+        ("/v1/responses", {"input": "a", "text": {"format": {"type": "text", "schema": {}}}}, "text.format.schema"),
+        ("/v1/responses", {"input": "a", "text": {"format": {"type": "json_object", "strict": True}}},
+         "text.format.strict"),
+        ("/tokenize", {"prompt": "a", "tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
+        ("/tokenize", {"prompt": "a", "chat_template_kwargs": {}}, "chat_template_kwargs"),
+        ("/tokenize", {"messages": [{"role": "user", "content": "a"}], "add_special": True}, "add_special"),
+        ("/tokenize", {"prompt": "a", "add_special": True, "add_special_tokens": False}, "add_special_tokens"),
+    ],
+)  # fmt: skip
+def test_a_field_without_an_effect_is_named(server: Running, path: str, body: dict[str, Any], name: str) -> None:
+    messages = {"messages": [{"role": "user", "content": "a"}]} if path == CHAT else {}
+    error = error_of(server.post(path, messages | body), 400)
+    assert name in error["message"]
+    assert len(error["message"]) < 300
+
+
+def test_long_work_is_not_done_in_the_event_loop(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The loop serves every client: scans of many tokens belong to the worker, and tables to the start."""
+    assert "_bytes" in vars(server.service.texts)
+    workers: list[str] = []
+    for name in ("token", "decode"):
+        whole = getattr(TokenTexts, name)
+
+        def spied(self: TokenTexts, given: Any, whole: Any = whole) -> Any:
+            workers.append(threading.current_thread().name)
+            return whole(self, given)
+
+        monkeypatch.setattr(TokenTexts, name, spied)
+    assert server.post("/tokenize", {"prompt": "ab", "return_token_strs": True}).json()["token_strs"] == ["a", "b"]
+    assert server.post("/detokenize", {"tokens": [97]}).status_code == 200
+    assert len(workers) == 3
+    assert all(name.startswith("paceline-prompts") for name in workers), workers
 
 
 def test_unknown_endpoints_and_methods(server: Running) -> None:
@@ -188,6 +239,8 @@ def test_a_file_of_keys_must_have_one(tmp_path: Path) -> None:
         ServerOptions(api_key_file=tmp_path / "empty").keys()
     with pytest.raises(InputError, match="cannot be read"):
         ServerOptions(api_key_file=tmp_path / "missing").keys()
+    with pytest.raises(InputError, match="not ASCII"):
+        ServerOptions(api_key=("schlüssel",)).keys()
 
 
 def test_request_ids_go_in_and_out(server: Running) -> None:
@@ -246,6 +299,10 @@ def test_browsers_may_call_only_if_asked_for(server: Running) -> None:
         with running.client() as client:
             asks = {**origin, "Access-Control-Request-Method": "POST"}
             assert client.options(CHAT, headers=asks).status_code == 200
+            asks["Access-Control-Request-Headers"] = "authorization,content-type,x-stainless-os,x-stainless-retry-count"
+            assert client.options(CHAT, headers=asks).status_code == 200
+            asks["Access-Control-Request-Headers"] = "x-other"
+            assert client.options(CHAT, headers=asks).status_code == 400
 
 
 def test_an_unexpected_error_is_status_500(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,9 +32,10 @@ from paceline.serve.openai.api_models import (
 from paceline.serve.openai.chat_completions import ChatAnswer
 from paceline.serve.openai.completions import CompletionAnswer
 from paceline.serve.openai.conversations import write_prompt
-from paceline.serve.openai.job_requests import Plan, Planner
+from paceline.serve.openai.job_requests import Plan
 from paceline.serve.openai.response_items import ResponseAnswer, plan_response
 from paceline.serve.service import Service
+from paceline.serve.token_texts import TokenTexts
 
 _ERROR = {
     "type": "object",
@@ -56,6 +57,10 @@ _ERRORS: dict[int | str, dict[str, Any]] = {
     status: {"description": "An error.", "content": {"application/json": {"schema": _ERROR}}}
     for status in ("4XX", "5XX")
 }
+# openai-node sends these with every request, and a browser asks first whether it may
+_SDK_HEADERS = [f"X-Stainless-{name}" for name in (
+    "Arch", "Async", "Custom-Poll-Interval", "Helper-Method", "Lang", "OS", "Package-Version", "Poll-Helper",
+    "Retry-Count", "Runtime", "Runtime-Version", "Timeout")]  # fmt: skip
 _FRACTION = re.compile(rb"[0-9][.eE]")
 
 
@@ -112,7 +117,7 @@ def make_app(service: Service) -> FastAPI:
     app.add_middleware(ApiKeys, keys=options.keys())
     if options.cors_origin:
         app.add_middleware(CORSMiddleware, allow_origins=list(options.cors_origin), allow_methods=["GET", "POST"],
-                           allow_headers=["Authorization", "Content-Type", "X-Request-Id"],
+                           allow_headers=["Authorization", "Content-Type", "X-Request-Id", *_SDK_HEADERS],
                            expose_headers=["X-Request-Id", "Retry-After"])  # fmt: skip
     app.add_middleware(RequestLog, enabled=options.log_requests)
     return app
@@ -174,21 +179,15 @@ class _Endpoints:
         """Return the tokens of a text or of a conversation."""
         service = self._service
         service.model(body.model)
-        tokens = await service.in_worker(_encode, service.planner, body, service.engine.facts.max_model_len)
-        content = {"tokens": tokens, "count": len(tokens), "max_model_len": service.engine.facts.max_model_len}
-        if body.return_token_strs:
-            content["token_strs"] = [service.texts.token(token) for token in tokens]
-        return JsonResponse(content)
+        return JsonResponse(
+            await service.in_worker(_tokenized, service.planner.texts, body, service.engine.facts.max_model_len)
+        )
 
     async def detokenize(self, body: DetokenizeRequest) -> Response:
         """Return the text of tokens, as `prompt` and under llama.cpp's name `content`."""
         service = self._service
         service.model(body.model)
-        wrong = next((token for token in body.tokens if token >= service.engine.facts.vocabulary), None)
-        if wrong is not None:
-            told = f"Token {wrong} is outside the vocabulary of {service.engine.facts.vocabulary} tokens."
-            raise ApiError(400, told, "tokens", "invalid_value")
-        text = await service.in_worker(service.planner.texts.decode, body.tokens)
+        text = await service.in_worker(_decode, service.planner.texts, body.tokens)
         return JsonResponse({"prompt": text, "content": text})
 
     async def tokenizer_info(self) -> Response:
@@ -251,8 +250,24 @@ def _add(app: FastAPI, method: str, path: str, function: Any, documented: dict[i
     app.add_api_route(other, function, methods=[method], include_in_schema=False)
 
 
-def _encode(planner: Planner, body: TokenizeRequest, limit: int) -> list[int]:
-    texts = planner.texts
+def _decode(texts: TokenTexts, tokens: list[int]) -> str:
+    wrong = next((token for token in tokens if token >= texts.vocabulary), None)
+    if wrong is not None:
+        told = f"Token {wrong} is outside the vocabulary of {texts.vocabulary} tokens."
+        raise ApiError(400, told, "tokens", "invalid_value")
+    return texts.decode(tokens)
+
+
+def _tokenized(texts: TokenTexts, body: TokenizeRequest, limit: int) -> dict[str, Any]:
+    """Return the answer of `/tokenize`."""
+    tokens = _encode(texts, body, limit)
+    content: dict[str, Any] = {"tokens": tokens, "count": len(tokens), "max_model_len": limit}
+    if body.return_token_strs:
+        content["token_strs"] = [texts.token(token) for token in tokens]
+    return content
+
+
+def _encode(texts: TokenTexts, body: TokenizeRequest, limit: int) -> list[int]:
     if body.messages is not None:
         text, special = write_prompt(body.messages, body, texts, bool(body.tools)), body.add_special_tokens or False
     else:

@@ -73,6 +73,8 @@ class ServerOptions(Limited):
         keys = frozenset(key.strip() for key in found if key.strip())
         if found and not keys:
             raise InputError("The API keys are empty; write one key on each line.")
+        if not all(key.isascii() for key in keys):  # a header has no other characters
+            raise InputError("An API key has a character that is not ASCII; use letters, digits and signs of ASCII.")
         return keys
 
 

@@ -36,12 +36,14 @@ class Service:
         facts = self.engine.facts
         self.names = options.served_model_name or (facts.model,)
         self.texts = TokenTexts(tokenizer, facts.model, facts.vocabulary)
+        self.texts.prepare()
         self.planner = Planner(facts, self.texts.fork(), facts.slots + options.max_queued)
         self.metrics = Metrics(self.engine, options.metrics_prefix, self.names[0])
         self.mailbox.listen(self.metrics.updated)
         # `_worker` encodes prompts one by one, so that a long prompt does not block the event loop
         self._planning = 0  # requests whose prompts are being encoded
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="paceline-prompts")
+        self._worker.submit(self.planner.texts.prepare)
         self._worker.submit(self.planner.grammars.prepare)  # an error comes again with the first grammar
 
     async def in_worker(self, work: Callable[..., T], *arguments: Any) -> T:

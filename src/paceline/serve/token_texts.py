@@ -30,6 +30,10 @@ class TokenTexts:
     def _bytes(self) -> Pieces:
         return Pieces(self.tokenizer, self.vocabulary)
 
+    def prepare(self) -> None:
+        """Read the bytes of all tokens now, so that no answer with log-probabilities waits for it."""
+        assert self._bytes is not None
+
     @cached_property
     def longest(self) -> int:
         """Bytes of the longest token."""

@@ -123,6 +123,14 @@ def from_validation(errors: Sequence[Mapping[str, Any]]) -> ApiError:
     return ApiError(400, f"{name} is not valid: {', or '.join(causes)}{got}.", field, "invalid_value")
 
 
+def check_keys(given: Mapping[str, Any], known: Sequence[str], path: str, param: str) -> None:
+    """Refuse an object with a key that would have no effect."""
+    for name, value in given.items():
+        if name not in known and value is not None:
+            told = f"{path}.{str(name)[:_SHOWN_NAME]} is not a parameter of this endpoint; leave it out."
+            raise ApiError(400, told, param, "unknown_parameter")
+
+
 def _path(error: Mapping[str, Any]) -> list[str]:
     """Return the names of fields and numbers of items on the path, without types of a union."""
     parts = [str(part)[:_SHOWN_NAME] for part in error["loc"][1:]]

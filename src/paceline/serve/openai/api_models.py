@@ -9,6 +9,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_valida
 _FIELDS = 128  # fields of an object: a body with a million names would give a million errors
 STOPS, STOP_LENGTH = 64, 1024
 CHOICES, PROMPTS = 128, 1024
+MESSAGES = 4096  # each item of a list of objects takes time in the event loop
 LOGPROBS = 20
 _INT64 = 2**63
 
@@ -71,6 +72,8 @@ class ResponseFormat(Strict):
     def _schema_of_an_object(self) -> ResponseFormat:
         if self.object_schema is not None and self.type != "json_object":
             raise ValueError("response_format.schema is only for the type json_object; use json_schema.schema")
+        if self.json_schema is not None and self.type != "json_schema":
+            raise ValueError("response_format.json_schema is only for the type json_schema")
         return self
 
 
@@ -95,7 +98,7 @@ class TextPart(Strict):
 
 class Prediction(Strict):
     type: Literal["content"]
-    content: str | Annotated[list[TextPart], Field(fail_fast=True)]
+    content: str | Annotated[list[TextPart], Field(fail_fast=True, max_length=MESSAGES)]
 
 
 class Sampled(Strict):
@@ -180,9 +183,9 @@ class Call(Strict):
 
 class Message(Strict):
     role: str
-    content: str | Annotated[list[dict[str, Any]], Field(fail_fast=True)] | None = None
+    content: str | Annotated[list[dict[str, Any]], Field(fail_fast=True, max_length=MESSAGES)] | None = None
     name: str | None = None
-    tool_calls: Annotated[list[Call], Field(fail_fast=True)] | None = None
+    tool_calls: Annotated[list[Call], Field(fail_fast=True, max_length=MESSAGES)] | None = None
     tool_call_id: str | None = None
     # clients send back messages of this server as they are
     refusal: None = None
@@ -212,7 +215,7 @@ class NamedTool(Strict):
     function: NamedFunction
 
 
-Messages = Annotated[list[Message], Field(fail_fast=True, min_length=1)]
+Messages = Annotated[list[Message], Field(fail_fast=True, min_length=1, max_length=MESSAGES)]
 Tools = Annotated[list[Tool], Field(fail_fast=True, max_length=128)]
 
 
@@ -250,6 +253,12 @@ class ChatRequest(Sampled, Conversation):
             raise ValueError("top_logprobs needs logprobs=true")
         return self
 
+    @model_validator(mode="after")
+    def _one_limit(self) -> ChatRequest:
+        if self.max_tokens is not None and self.max_completion_tokens not in (None, self.max_tokens):
+            raise ValueError("max_tokens and max_completion_tokens differ; give one of them")
+        return self
+
 
 class FlatTool(Strict):
     """A function as `/v1/responses` writes it."""
@@ -273,6 +282,14 @@ class TextFormat(Strict):
     json_schema: dict[str, Any] | None = Field(None, alias="schema")
     strict: bool | None = None
 
+    @model_validator(mode="after")
+    def _fields_of_a_schema(self) -> TextFormat:
+        for name, value in (("schema", self.json_schema), ("name", self.name), ("description", self.description),
+                            ("strict", self.strict)):  # fmt: skip
+            if value is not None and self.type != "json_schema":
+                raise ValueError(f"text.format.{name} is only for the type json_schema")
+        return self
+
 
 class TextOptions(Strict):
     format: TextFormat | None = None
@@ -281,7 +298,7 @@ class TextOptions(Strict):
 class ResponsesRequest(Strict):
     """The body of `/v1/responses`: the stateless part of it."""
 
-    input: Text | Annotated[list[dict[str, Any]], Field(fail_fast=True, min_length=1)]
+    input: Text | Annotated[list[dict[str, Any]], Field(fail_fast=True, min_length=1, max_length=MESSAGES)]
     model: str | None = None
     instructions: str | None = None
     max_output_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
@@ -337,6 +354,19 @@ class TokenizeRequest(Conversation):
     def _one_text(self) -> TokenizeRequest:
         if sum(value is not None for value in (self.prompt, self.content, self.messages)) != 1:
             raise ValueError("give one of prompt, content and messages")
+        return self
+
+    @model_validator(mode="after")
+    def _fields_of_the_form(self) -> TokenizeRequest:
+        """A field of the other form would have no effect."""
+        if self.messages is None:
+            for name in ("tools", "add_generation_prompt", "continue_final_message", "chat_template_kwargs"):
+                if getattr(self, name) not in (None, False):
+                    raise ValueError(f"{name} is only for messages; leave it out")
+        elif self.add_special is not None:
+            raise ValueError("add_special is only for a text; use add_special_tokens")
+        if self.add_special is not None and self.add_special_tokens is not None:
+            raise ValueError("add_special and add_special_tokens are one setting; give one of them")
         return self
 
 

@@ -10,6 +10,7 @@ from typing import Any, cast
 from paceline.common.errors import InputError
 from paceline.engine.prompts import as_messages, write_conversation
 from paceline.models.language_model import LanguageModel
+from paceline.serve.openai.api_errors import check_keys
 from paceline.serve.openai.api_models import Conversation, Message
 from paceline.serve.token_texts import TokenTexts
 
@@ -28,7 +29,7 @@ def template_of(texts: TokenTexts) -> str:
 
 def write_prompt(messages: Sequence[Message], body: Conversation, texts: TokenTexts, tools: bool) -> str:
     """Return the prompt that the chat template makes. `tools`: the model may call the tools of the body."""
-    plain = [_plain(message) for message in messages]
+    plain = [_plain(message, f"messages.{at}") for at, message in enumerate(messages)]
     wanted = [tool.model_dump(exclude_none=True) for tool in body.tools or ()] if tools else []
     options: dict[str, Any] = _template_options(body, texts)
     if "tools" in template_of(texts):
@@ -58,9 +59,12 @@ def _template_options(body: Conversation, texts: TokenTexts) -> dict[str, Any]:
     return given
 
 
-def _plain(message: Message) -> dict[str, Any]:
+def _plain(message: Message, path: str) -> dict[str, Any]:
     """Return the message as templates expect it: the arguments of calls are objects."""
     plain = message.model_dump(exclude_none=True)
+    for at, part in enumerate(message.content if isinstance(message.content, list) else ()):
+        if part.get("type") == "text":
+            check_keys(part, ("type", "text"), f"{path}.content.{at}", "messages")
     for call in plain.get("tool_calls", ()):
         call.pop("index", None)
         try:

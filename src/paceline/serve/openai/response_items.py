@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from paceline.common.errors import shown
 from paceline.serve.jobs import Update
 from paceline.serve.openai.answer_parts import Answer
-from paceline.serve.openai.api_errors import ApiError, encode_json, from_validation
+from paceline.serve.openai.api_errors import ApiError, check_keys, encode_json, from_validation
 from paceline.serve.openai.api_models import ChatRequest, FlatNamedTool, ResponsesRequest
 from paceline.serve.openai.chat_completions import split_calls
 from paceline.serve.openai.job_requests import Plan, Planner
@@ -20,6 +20,13 @@ from paceline.serve.openai.job_requests import Plan, Planner
 _SAME = ("temperature", "top_p", "seed", "stream", "parallel_tool_calls", "prompt_cache_key", "speculative_config",
          "priority", "chat_template_kwargs")  # fmt: skip
 _BLOCK = 256
+# The keys of items and parts. Clients send back items of an answer with their `id` and `status`.
+_ITEM_KEYS = {
+    "message": ("type", "role", "content", "id", "status"),
+    "function_call": ("type", "call_id", "name", "arguments", "id", "status"),
+    "function_call_output": ("type", "call_id", "output", "id", "status"),
+}
+_PART_KEYS = ("type", "text", "annotations", "logprobs")
 
 
 # ---- from a response to a chat
@@ -65,6 +72,8 @@ def _messages(body: ResponsesRequest) -> Iterator[dict[str, Any]]:
     calls: list[dict[str, Any]] = []
     for at, item in enumerate(body.input):
         kind = item.get("type", "message")
+        if isinstance(kind, str) and kind in _ITEM_KEYS:
+            check_keys(item, _ITEM_KEYS[kind], f"input.{at}", "input")
         if kind == "function_call":
             function = {"name": item.get("name"), "arguments": item.get("arguments")}
             calls.append({"id": item.get("call_id"), "type": "function", "function": function})
@@ -91,6 +100,7 @@ def _content(given: Any, at: int) -> str:
         known = isinstance(part, dict) and part.get("type") in ("input_text", "output_text", "text")
         if not known or not isinstance(part.get("text"), str):
             raise _refused(at, f"the content {shown(part)}; use a text or parts of type input_text")
+        check_keys(part, _PART_KEYS, f"input.{at}.content", "input")
         texts.append(part["text"])
     return "".join(texts)
 

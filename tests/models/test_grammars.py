@@ -53,6 +53,24 @@ def written(grammar: Grammar, text: str, ends: Sequence[int] = (END,)) -> Gramma
 # ---- masks
 
 
+def test_an_end_token_that_is_text_comes_only_where_the_text_may_end() -> None:
+    grammar = compiled(regex="j[ab]{2}c?")
+    ends = ids("a")
+    for text, allowed in (("", "j"), ("j", "b"), ("jb", "ab"), ("jbb", "ac")):
+        assert text_of(written(grammar, text, ends).allowed([()])[0]) == allowed, text
+    cursor = written(grammar, "j", ends)
+    assert [text_of(mask) for mask in cursor.allowed([(), ids("b"), ids("bb")])] == ["b", "ab", "ac"]
+    cursor.commit(ids("b")[0])
+    cursor.commit(ids("a")[0])
+    assert not cursor.problem
+
+
+def test_a_text_that_needs_an_end_token_too_early_ends_with_an_error() -> None:
+    cursor = written(compiled(regex="jaab"), "j", ids("a"))
+    assert not cursor.allowed([()]).any()
+    assert "end the text too early" in cursor.problem
+
+
 def following(begin: str) -> set[str]:
     """What may follow this beginning of one of the words: letters, and ~ for an end."""
     letters_after = {word[len(begin)] for word in WORDS if word.startswith(begin) and word != begin}

@@ -127,11 +127,25 @@ def _mask_of(matcher: Any, vocabulary: int, ends: Sequence[int]) -> _Mask:
     complete = not any(bits)
     if complete and not may_end:
         return _Mask(bytes(bits), problem="no text can follow")
-    for token in ends if may_end else ():
-        bits[token >> 3] |= 1 << (token & 7)
+    for token in ends:
+        if may_end:
+            bits[token >> 3] |= 1 << (token & 7)
+        elif bits[token >> 3] >> (token & 7) & 1 and not _accepts_after(matcher, token):
+            bits[token >> 3] &= ~(1 << (token & 7))  # the text would end here
+    if not complete and not any(bits):
+        return _Mask(bytes(bits), problem="no text can follow but an end token, which would end the text too early")
     if complete and not ends:  # the text ends here without a token: what follows is discarded
         return _Mask(b"\xff" * len(bits), complete)
     return _Mask(bytes(bits), complete)
+
+
+def _accepts_after(matcher: Any, token: int) -> bool:
+    """Return True if the grammar accepts the text with this token."""
+    if not matcher.try_consume_tokens([token]):
+        return False
+    accepts = bool(matcher.is_accepting())
+    matcher.rollback(1)
+    return accepts
 
 
 class Grammar:

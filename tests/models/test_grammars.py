@@ -380,10 +380,22 @@ def rules(count: int, name: str = "a") -> str:
         {"grammar": rules(2000)},
         {"grammar": rules(2000, "A")},
         {"grammar": rules(2000, "a-")},
+        {"grammar": rules(2000).replace('"b" ', "/\n/ ").replace("|", '/"/ |')},
+        {"grammar": "start: %lark {\n" + rules(2000) + "\n}"},
         {"grammar": "start: %json " + json.dumps(references(2000))},
         {"grammar": rules(2000).replace("start:", "root:").replace(":", " ::=")},
     ],
-    ids=["references", "anchors", "rules", "terminals", "names with a hyphen", "a schema in Lark", "GBNF"],
+    ids=[
+        "references",
+        "anchors",
+        "rules",
+        "terminals",
+        "names with a hyphen",
+        "lines in a regex",
+        "Lark in Lark",
+        "a schema in Lark",
+        "GBNF",
+    ],
 )
 def test_a_chain_that_would_overflow_the_stack_is_refused(
     deep: dict[str, str], monkeypatch: pytest.MonkeyPatch

@@ -13,7 +13,7 @@ from paceline.common.errors import InputError
 NESTING = 128  # objects and lists inside one another in a schema
 DEEPEST = 768  # levels of all schemas or rules of a chain of references; a stack of 8 MiB holds about 2,000
 _LARK = re.compile(
-    r'(?://|#)[^\n]*|"(?:\\[\s\S]|[^"\\\n])*"|/(?:\\[\s\S]|[^/\\\n])+/'
+    r'(?://|#)[^\n]*|"(?:\\[\s\S]|[^"\\\n])*"|/(?:\\.|[^/\\])+/'
     r"|(?P<line>\n[ \t?!]*)|(?P<name>[\w-]+)|(?P<open>[(\[{])|(?P<close>[)\]}])"
 )
 
@@ -44,11 +44,11 @@ def check_lark(setting: str, text: str) -> None:
     """Refuse a Lark grammar whose chains of rules or terminals are too deep."""
     weights: dict[str, int] = {}
     targets: dict[str, set[str]] = {}
-    rule, depth, deepest, begins = "", 0, 0, False
+    rule, depth, deepest, before, begins = "", 0, 0, 0, False
     for match in _LARK.finditer("\n" + text):
         kind = match.lastgroup
         if kind == "line":
-            begins = not depth
+            begins = True
             continue
         if kind == "open":
             depth += 1
@@ -56,12 +56,15 @@ def check_lark(setting: str, text: str) -> None:
         elif kind == "close":
             depth = max(0, depth - 1)
         elif kind == "name" and begins:
-            rule, deepest = match[0], 0
+            if depth and rule:  # a grammar inside this rule, in braces
+                targets[rule].add(match[0])
+            rule, deepest = match[0], depth
+            before = weights.get(rule, 0)  # another grammar has a rule of this name
             targets.setdefault(rule, set())
         elif kind == "name" and rule:
             targets[rule].add(match[0])
         if rule:
-            weights[rule] = max(weights.get(rule, 0), 1 + deepest)
+            weights[rule] = before + 1 + deepest
         begins = False
     _refuse_chain(setting, "rules", longest_chain(weights, targets))
 

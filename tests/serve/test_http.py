@@ -90,6 +90,7 @@ def test_tokens_and_texts(server: Running) -> None:
          "messages.0.content.0.junk"),
         (CHAT, {"messages": [{"role": "user", "content": ""}] * 4097}, "messages"),
         (CHAT, {"messages": [{"role": "user", "content": [{"type": "text", "text": ""}] * 4097}]}, "messages"),
+        (CHAT, {"messages": [{"role": "user", "content": [{"type": "text", "text": ""}] * 9}] * 2000}, "18,000 parts"),
         ("/v1/responses", {"input": [{"role": "user", "content": ""}] * 4097}, "input"),
         ("/v1/responses", {"input": [{"role": "user", "content": "a", "junk": 1}]}, "input.0.junk"),
         ("/v1/responses", {"input": [{"role": "user", "content": [{"type": "input_text", "text": "a", "junk": 1}]}]},

@@ -9,7 +9,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_valida
 _FIELDS = 128  # fields of an object: a body with a million names would give a million errors
 STOPS, STOP_LENGTH = 64, 1024
 CHOICES, PROMPTS = 128, 1024
-MESSAGES = 4096  # each item of a list of objects takes time in the event loop
+MESSAGES, PARTS = 4096, 16_384  # each item of a list of objects takes time in the event loop
 LOGPROBS = 20
 _INT64 = 2**63
 
@@ -215,7 +215,24 @@ class NamedTool(Strict):
     function: NamedFunction
 
 
-Messages = Annotated[list[Message], Field(fail_fast=True, min_length=1, max_length=MESSAGES)]
+def _few_parts(given: Any) -> Any:
+    """Refuse messages with too many parts and calls together, before each of them is read."""
+    lists = [
+        inner
+        for message in (given[:MESSAGES] if isinstance(given, list) else ())
+        if isinstance(message, dict)
+        for inner in (message.get("content"), message.get("tool_calls"))
+        if isinstance(inner, list)
+    ]
+    parts = sum(map(len, lists))
+    if parts > PARTS:
+        raise ValueError(f"the messages have {parts:,} parts and calls, and the limit is {PARTS:,}")
+    return given
+
+
+Messages = Annotated[
+    list[Message], Field(fail_fast=True, min_length=1, max_length=MESSAGES), BeforeValidator(_few_parts)
+]
 Tools = Annotated[list[Tool], Field(fail_fast=True, max_length=128)]
 
 

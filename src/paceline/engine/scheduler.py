@@ -25,7 +25,6 @@ from paceline.models.cpu.threads import own_threads
 
 _FEWEST = 8  # tokens of a piece between two rounds, at least: a pass over fewer takes as long
 _READING = 1.5  # rounds that reading may take between two rounds, if it is more than one piece
-_CONTINUED = 512  # slots for a prompt that continues the last one of a decoder: growth copies the whole KV cache
 _HELD = 64  # rounds that a sequence may wait for others that begin with it
 _WEIGHT = 0.2  # of the newest measurement in a running average
 
@@ -234,8 +233,7 @@ class Scheduler:
         assert self._reader is not None
         row = party.rows[0]
         tokens = len(row.prompt) + row.limit + self.loop.limits.nodes + 1
-        tokens = max(self._slot_tokens, tokens) if self._slot_tokens else tokens + _CONTINUED
-        self._reader.reserve_rows(self.kept.total, tokens)
+        self._reader.reserve_rows(self.kept.total, max(self._slot_tokens, tokens))
         where, known, states = self.kept.take(row.prompt, party.owner, reuse=party.scores is None)
         row.cached = known
         self.looked_up += len(row.prompt)

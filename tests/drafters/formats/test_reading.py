@@ -267,7 +267,7 @@ def test_what_a_head_cannot_have_is_named(change: Change, words: str, tmp_path: 
         (lambda c, t: t.update(d2t=-torch.arange(25)), "must name 25 different tokens"),
         (lambda c, t: (t.pop("d2t"), t.pop("t2d")), "for 25 of 40 tokens and no 'd2t'"),
         (lambda c, t: t.update({"norm.weight": noise(31)}), "does not fit its own config"),
-        (lambda c, t: c.update(eagle_aux_hidden_state_layer_ids=[1, 2, 3, 4, 5]), "fuses 96 numbers of 5"),
+        (lambda c, t: c.update(eagle_aux_hidden_state_layer_ids=[1, 2, 3, 4, 5]), "has 96 inputs for 5 hidden states"),
     ],
 )
 def test_what_is_damaged_is_not_loaded(change: Change, words: str, tmp_path: Path) -> None:
@@ -279,7 +279,7 @@ def test_what_is_damaged_is_not_loaded(change: Change, words: str, tmp_path: Pat
 
 def test_other_speculators_and_truncated_medusa_are_refused(tmp_path: Path) -> None:
     write(tmp_path / "mlp", {"speculators_model_type": "mlp"}, {"x": noise(1)})
-    with pytest.raises(UnsupportedError, match="of type 'mlp', and only eagle3 and eagle are known"):
+    with pytest.raises(UnsupportedError, match="of type 'mlp'; only eagle3 and eagle are supported"):
         load_drafter(tmp_path / "mlp")
     config = {"model_type": "medusa", "vocab_size": 40, "truncated_vocab_size": 20}
     write(tmp_path / "few", config, {"blocks.0.layers.0.weight": noise(32, 32), "lm_heads.0.weight": noise(20, 32)})

@@ -9,17 +9,15 @@ class Pause:
     """A pause in rounds. Each one is twice as long as the one before."""
 
     def __init__(self) -> None:
-        self.rounds = self._waited = 0
+        self.rounds = 0  # its length
+        self.waited = 0  # the rounds that have passed; the caller counts them
 
     @property
     def is_over(self) -> bool:
-        return self._waited >= self.rounds
+        return self.waited >= self.rounds
 
     def begin(self) -> bool:
         """Begin the next pause. Return whether it is longer than the one before."""
         before, self.rounds = self.rounds, min(2 * self.rounds, LONGEST_PAUSE) or FIRST_PAUSE
-        self._waited = 0
+        self.waited = 0
         return self.rounds > before
-
-    def count_round(self) -> None:
-        self._waited += 1

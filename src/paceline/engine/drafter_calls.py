@@ -209,7 +209,7 @@ class DrafterCalls:
 
     def round_read(self, tokens: Sequence[int], away: float) -> None:
         """Give the drafter the tokens per row of a round that the host read. away: the caller's seconds before it."""
-        self._pause.count_round()
+        self._pause.waited += 1
         if isinstance(self.active, Adaptive):
             self._try(self.active.on_round_read, tokens, away)
 

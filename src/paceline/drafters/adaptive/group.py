@@ -334,7 +334,7 @@ class DrafterGroup(
         self._rounds += 1
         for member in self._members:
             if member.failed:
-                member.pause.count_round()
+                member.pause.waited += 1
                 if member.pause.is_over:
                     self._retry(member, rows)
         for member in self._working():

@@ -319,6 +319,7 @@ def _check(answers: Sequence[Answer]) -> None:
 
 def _in_library(decoder: Any, prompts: Sequence[list[int]], tokens: int, at_once: int) -> float:
     """Tokens per second of the library, without a prefix cache between two prompts."""
+    decoder.forget()  # it learned these texts in an earlier turn; in the server a new salt has nothing of them
     decoder.keeps_prefix, decoder.rows = False, at_once
     batches = [list(prompts)] if at_once > 1 else [[prompt] for prompt in prompts]
     began = time.perf_counter()

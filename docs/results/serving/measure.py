@@ -2,8 +2,8 @@
 
     PYTHONPATH=src:. .venv/bin/python docs/results/serving/measure.py COMMAND [--out FOLDER] [--target MODEL]
 
-Commands, with the minutes that they take on two cores: mixed (7), gap (2), flood (1), soak (3), throughput (5), chat
-(1), peers (5), all of them (24), report. The records are in FOLDER (/tmp/paceline-serving). `peers` needs
+Commands: mixed, gap, flood, soak, throughput, chat, peers, all of them (all), report. One repeat of gap took 3.4
+minutes, two of throughput 3.2, chat and flood less than one. The records are in FOLDER (/tmp/paceline-serving). `peers` needs
 --llama-server, the path of llama.cpp's server, and --transformers, a Python with transformers[serving].
 """
 

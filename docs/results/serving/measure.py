@@ -3,8 +3,8 @@
     PYTHONPATH=src:. .venv/bin/python docs/results/serving/measure.py COMMAND [--out FOLDER] [--target MODEL]
 
 Commands: mixed, gap, flood, soak, throughput, chat, peers, all of them (all), report. One repeat of gap took 3.4
-minutes, two of throughput 3.2, chat and flood less than one. The records are in FOLDER (/tmp/paceline-serving). `peers` needs
---llama-server, the path of llama.cpp's server, and --transformers, a Python with transformers[serving].
+minutes, two of throughput 3.2, chat and flood less than one. The records are in FOLDER (/tmp/paceline-serving).
+`peers` needs --llama-server, the path of llama.cpp's server, and --transformers, a Python with transformers[serving].
 """
 
 from __future__ import annotations

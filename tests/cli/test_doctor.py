@@ -16,6 +16,7 @@ from paceline.cli.expected_speed import expected_briefly, measured_before
 from paceline.common.errors import UnsupportedError
 from paceline.core.costs import Costs
 from paceline.models import pass_timing as pass_times
+from paceline.models.runtime import Running
 
 from .conftest import run, save_model
 
@@ -114,6 +115,28 @@ def test_the_speed_up_is_measured(target: str, monkeypatch: pytest.MonkeyPatch) 
     assert loaded["status"] == "note"
     assert "Others use 80% of the processors" in loaded["text"]
     assert measured_before(decoder) == found["measured"]  # not what a busy machine gave
+
+
+@pytest.mark.parametrize(("bits", "status"), [("", "FAIL"), ("the batch", "note")])
+def test_another_text_fails_where_bits_are_promised(
+    target: str, monkeypatch: pytest.MonkeyPatch, bits: str, status: str
+) -> None:
+    monkeypatch.setattr(doctor, "_TOKENS", 8)
+    monkeypatch.setattr(pass_times, "costs_for", lambda lm: Costs({1: {1: 1.0, 16: 1.0}}))
+    monkeypatch.setattr("paceline.bench.machine_use.how_busy", lambda device: Busy(0.8))
+    monkeypatch.setattr("paceline.models.runtime.running", lambda lm: Running("kernels", bits=bits))
+    written = doctor._written
+
+    def wrong(decoder: paceline.SpeculativeDecoder, *more: Any) -> paceline.Generation:
+        out = written(decoder, *more)
+        if decoder.speculates:
+            out.tokens[-1] ^= 1
+        return out
+
+    monkeypatch.setattr(doctor, "_written", wrong)
+    found = checks("--target", target, "--draft", "suffix", code=int(status == "FAIL"))["speed-up"]
+    assert found["status"] == status
+    assert "ANOTHER TEXT" in found["text"]
 
 
 def test_a_slow_model_is_not_measured_for_longer(target: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -164,6 +164,7 @@ def test_tools_that_are_forced_are_called_with_valid_arguments(http: httpx.Clien
         ({"grammar": "hello"}, "grammar", "neither Lark"),
         ({"choice": [""]}, "choice", "not empty"),
         ({"structured_outputs": {"json": "{"}}, "structured_outputs", "no JSON"),
+        ({"structured_outputs": {"json": False}}, "structured_outputs", "must be a JSON object, got False"),
         ({"structured_outputs": {"regex": "[z-a]"}}, "structured_outputs", "structured_outputs cannot be used"),
         (
             {"response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": {"not": {}}}}},

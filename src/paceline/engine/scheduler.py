@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paceline.common.errors import PacelineError
 from paceline.core.contracts import Prefilled, PromptTaps, ReadsPieces
 from paceline.engine.kept_rows import KeptRows
 from paceline.engine.loop import Loop
@@ -278,15 +277,6 @@ class Scheduler:
         party.joined = time.perf_counter()
         if self.loop.rows.count <= len(party.rows):
             self._first_joined = party.joined
-
-    # ---- the end of all
-
-    def fail_all(self, error: PacelineError) -> None:
-        """End every sequence with an error."""
-        parties = [*self.waiting, *([self.reading.party] if self.reading else [])]
-        for row in [*(row for party in parties for row in party.rows), *self.loop.rows.live]:
-            if row.stopper.stop is None:
-                row.fail(error)
 
 
 def _average(known: float, new: float) -> float:

@@ -252,7 +252,8 @@ def _constraints(body: Sampled) -> list[tuple[str, str, Any]]:
     for owner, prefix in ((body, ""), (body.structured_outputs, "structured_outputs")):
         for name in ("json_schema", "json_object", "regex", "grammar", "choice"):
             value = getattr(owner, name, None)
-            if value is not None and value is not False:
+            is_set = value is not False or name == "json_schema"  # false is a schema, which nothing matches
+            if value is not None and is_set:
                 found.append((prefix or name, name, _schema(value) if name == "json_schema" else value))
     return found
 

@@ -56,6 +56,13 @@ def test_top_p_ends_where_the_mass_is_reached(
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("settings", [{"top_p": 5e-324}, {"top_p": 5e-324, "top_k": 3}, {"typical_p": 5e-324}], ids=str)
+def test_a_share_that_the_dtype_rounds_to_zero_keeps_one_token(settings: dict[str, Any], dtype: torch.dtype) -> None:
+    got = law_of(torch.tensor([0.2, 0.5, 0.3], dtype=dtype).log(), **settings)
+    assert sorted(got) == [0.0, 0.0, 1.0]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_min_p_keeps_what_is_exactly_at_the_floor(dtype: torch.dtype) -> None:
     """0.3 times the best is kept where min_p is 0.3; anything less is not."""
     floor = torch.tensor(0.3, dtype=dtype).log()

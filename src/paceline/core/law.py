@@ -225,6 +225,7 @@ def _ranked(batch: SamplingBatch, scores: Tensor, position: Tensor | None) -> tu
         top_p = batch.column("top_p", scores.dtype)
         weights = scores.softmax(-1)
         beyond = weights.cumsum(-1) - weights >= top_p  # the sum before a token already reaches top_p
+        beyond[..., :1] = False  # a share that float32 cannot hold is 0 there
         scores = scores.masked_fill(beyond & (top_p < 1), _NEVER)
     return scores, ids
 
@@ -241,6 +242,7 @@ def _typical(scores: Tensor, mass: Tensor) -> Tensor:
     order = (-logs - entropy).abs().sort(dim=-1, stable=True).indices
     ranked = weights.gather(-1, order)
     beyond = ranked.cumsum(-1) - ranked >= mass
+    beyond[..., :1] = False  # as for top-p
     cut = torch.zeros_like(beyond).scatter_(-1, order, beyond)
     return scores.masked_fill(cut & (mass < 1), _NEVER)
 

@@ -138,6 +138,7 @@ def _sorted_place(line: Tensor, share: float) -> tuple[Tensor, Tensor]:
         return ranked.values.softmax(-1), ranked.indices
     weights = ranked.values.softmax(-1)
     beyond = weights.cumsum(-1) - weights >= torch.tensor(share, dtype=line.dtype)
+    beyond[0] = False  # a share that float32 cannot hold is 0 there
     return _normalised(line, ranked.indices[~beyond])
 
 

@@ -54,8 +54,13 @@ class Mailbox:
     def deliver(self, updates: list[Update]) -> None:
         """Take the updates of a round. The engine thread calls it."""
         loop = self._loop
-        if loop is not None and not loop.is_closed():
+        if loop is None:
+            return
+        try:
             loop.call_soon_threadsafe(self._sort, updates)
+        except RuntimeError:  # the event loop was closed, so no request waits
+            if not loop.is_closed():
+                raise
 
     def open(self, engine: Engine, jobs: Sequence[Job]) -> Ticket:
         """Return a ticket for jobs that are submitted next."""

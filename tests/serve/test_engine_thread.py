@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import paceline
-from paceline.common.errors import InputError
+from paceline.common.errors import InputError, PacelineWarning
 from paceline.drafters.heads.eagle import EagleHead
 from paceline.engine.request import Generation
 from paceline.engine.rows import Event
@@ -362,6 +362,51 @@ def test_an_engine_that_breaks_says_why(model: LanguageModel, place: str, kind: 
     assert "the device is gone" in str(collected.engine.state().failed)
     answer = from_paceline(caught.value)
     assert (answer.status_code, answer.code) == (503, "engine_failed")
+
+
+def test_an_error_ends_only_the_jobs_that_were_decoded(model: LanguageModel) -> None:
+    with engine(model, "ngram", slots=1) as collected:
+        alone = collected.run([job("first", [1, 2, 3], max_new_tokens=20)])[0].tokens
+        loop = collected.engine._scheduler.loop
+        step = loop.step
+
+        def fail() -> Any:
+            loop.step = step
+            raise IndexError("no such token")
+
+        collected.engine.submit([job("a", [1, 2], max_new_tokens=400)])
+        loop.step = fail  # type: ignore[method-assign]
+        collected.engine.submit([job("b", [1, 2, 3], max_new_tokens=20)])
+        with pytest.warns(PacelineWarning, match=r"no such token\). 1 jobs ended with it"):
+            broken, whole = collected.wait(["a", "b"])
+        state = collected.engine.state()
+    assert broken.ending is not None
+    assert (broken.ending.finish_reason, whole.tokens) == ("error", alone)
+    assert "send the request again" in str(broken.ending.error)
+    assert (state.restarts, state.failed) == (1, None)
+
+
+def test_a_second_error_in_a_row_ends_the_engine(model: LanguageModel) -> None:
+    with engine(model, None) as collected:
+        collected.run([job("first", [1, 2, 3], max_new_tokens=2)])
+
+        def fail() -> Any:
+            raise IndexError("no such token")
+
+        begins = collected.engine._begin
+
+        def begin() -> None:
+            begins()
+            collected.engine._scheduler.loop.step = fail  # type: ignore[method-assign]
+
+        collected.engine._begin = begin  # type: ignore[method-assign]
+        collected.engine._scheduler.loop.step = fail  # type: ignore[method-assign]
+        with pytest.warns(PacelineWarning, match="began again|1 jobs ended"):
+            told = [*collected.run([job("a", [1])]), *collected.run([job("b", [1])])]
+        assert [each.ending.finish_reason for each in told if each.ending] == ["error", "error"]
+        assert "no such token" in str(collected.engine.state().failed)
+        with pytest.raises(EngineFailedError):
+            collected.engine.check_room(1)
 
 
 def test_a_thread_that_ended_without_a_word_has_failed(model: LanguageModel) -> None:

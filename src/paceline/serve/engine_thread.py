@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import copy
+import gc
 import math
 import threading
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
-from paceline.common.errors import InputError, PacelineError
+from paceline.common.errors import InputError, PacelineError, PacelineWarning
 from paceline.core.protocols import takes_prediction
 from paceline.core.trace import Trace
 from paceline.engine.decoder import SpeculativeDecoder, check_request, new_row, with_constraints
@@ -129,6 +131,8 @@ class EngineThread:
 
     def state(self) -> EngineState:
         with self._wake:
+            if self._failed is not None:
+                return replace(self._state, draining=True, failed=self._failed)
             return self._state_of(self._state.waiting + len(self._inbox))
 
     def drain(self) -> None:
@@ -171,6 +175,8 @@ class EngineThread:
     # ---- the thread
 
     _mean_seconds = 1.0  # of a sequence
+    _proven = False  # whether a job has ended well since the last error
+    _restarts = 0
 
     def _run(self) -> None:
         try:
@@ -178,10 +184,12 @@ class EngineThread:
                 self._begin()
                 self._ready.set()
                 while self._wait_for_work():
-                    self._turn()
+                    failure = self._try_turn()
+                    if failure is not None:  # outside the `except` block: its traceback holds the old KV cache
+                        self._begin_again(failure)
                 self._end_all("cancelled", None)
         except BaseException as error:  # also a panic of a Rust library: clients must see why the thread ended
-            self._failed = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+            self._failed = _described(error)
             self._end_all("error", f"The engine has stopped ({self._failed}).")
         finally:
             self._ready.set()
@@ -218,6 +226,42 @@ class EngineThread:
             default_temperature=self._default_temperature,
             reserves=self._scheduler.kept is not None,
         )
+
+    def _try_turn(self) -> str | None:
+        """Run a turn. Return the error if one request may be its cause: since the last error, a job has ended well."""
+        try:
+            self._turn()
+        except Exception as error:
+            if not self._proven:
+                raise
+            return _described(error)
+        return None
+
+    def _begin_again(self, failure: str) -> None:
+        """End the jobs that were decoded or read, with an error, and continue with a new loop. Others stay in the queue."""
+        old, self._proven = self._scheduler, False
+        counts = old.rounds, old.looked_up, old.found
+        waiting = [party for party in old.waiting if not party.ended]
+        kept = {id(party) for party in waiting}
+        ended = [sequence for sequence in self._sequences.values() if id(sequence.party) not in kept]
+        told = f"The engine met an error and began again ({failure}); send the request again."
+        self._deliver([self._broken(sequence, "error", told) for sequence in ended])
+        for sequence in ended:
+            del self._sequences[sequence.job.id]
+        warnings.warn(
+            f"The engine met an error ({failure}). {len(ended)} jobs ended with it, and {len(waiting)} continue.",
+            PacelineWarning,
+            stacklevel=2,
+        )
+        with self._wake:  # `state` reads the scheduler
+            del self._scheduler, old
+            gc.collect()
+            self._begin()
+            self._scheduler.rounds, self._scheduler.looked_up, self._scheduler.found = counts
+            for party in waiting:
+                self._scheduler.submit(party)
+            self._restarts += 1
+            self._state = self._state_of(len(waiting))
 
     def _wait_for_work(self) -> bool:
         """Take the inbox. Return False when the thread must end."""
@@ -284,6 +328,7 @@ class EngineThread:
         sequence.text, sequence.from_draft = [], []
         sequence.scores_told = sequence.scores_told or has_scores
         if ended:
+            self._proven = self._proven or (bool(rounds) and row.error is None)
             del self._sequences[job.id]
         return update
 
@@ -315,9 +360,16 @@ class EngineThread:
             prefix_hits=scheduler.found,
             rounds=scheduler.rounds,
             drafter_failures=scheduler.loop.drafting.failures,
+            restarts=self._restarts,
             draining=self._draining,
             failed=self._failure(),
         )
+
+    def _broken(self, sequence: _Sequence, reason: str, error: str | None) -> Update:
+        """Return the last update of a job that the engine ends."""
+        if sequence.row.stopper.stop is None:
+            sequence.row.cancel()
+        return Update(sequence.job.id, ending=Ending(reason, self._ending(sequence).stats, error=error))
 
     def _end_all(self, reason: str, error: str | None) -> None:
         """Deliver an ending for every job that has not ended."""
@@ -326,16 +378,17 @@ class EngineThread:
             new, self._inbox = [*self._taken, *self._inbox], []
         updates = []
         for sequence in self._sequences.values():
-            if sequence.row.stopper.stop is None:
-                sequence.row.cancel()
-            ending = self._ending(sequence)
-            updates.append(Update(sequence.job.id, ending=Ending(reason, ending.stats, error=error)))
+            updates.append(self._broken(sequence, reason, error))
         for job, _ in new:
             if job.id not in self._sequences:
                 updates.append(Update(job.id, ending=Ending(reason, Trace().stats(0.0), error=error)))
         self._sequences.clear()
         if updates:
             self._deliver(updates)
+
+
+def _described(error: BaseException) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
 
 
 def _note(sequence: _Sequence, event: Event) -> None:

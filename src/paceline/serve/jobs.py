@@ -90,6 +90,7 @@ class EngineState:
     prefix_hits: int = 0  # prompt tokens that were found there
     rounds: int = 0
     drafter_failures: int = 0
+    restarts: int = 0  # errors after which the engine made a new loop
     draining: bool = False
     failed: str | None = None  # why the engine thread ended
 

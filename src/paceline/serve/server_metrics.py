@@ -49,6 +49,7 @@ class EngineCollector(Collector):
             "num_preemptions": (0, "Sequences that lost their slot: none ever does."),
             "rounds": (state.rounds, "Rounds of the engine."),
             "drafter_failures": (state.drafter_failures, "Failures of the drafter."),
+            "engine_restarts": (state.restarts, "Errors after which the engine made a new loop."),
         }
         for family, values in ((GaugeMetricFamily, gauges), (CounterMetricFamily, counters)):
             for name, (value, told) in values.items():

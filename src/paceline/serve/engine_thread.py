@@ -238,7 +238,7 @@ class EngineThread:
         return None
 
     def _begin_again(self, failure: str) -> None:
-        """End the jobs that were decoded or read, with an error, and continue with a new loop. Others stay in the queue."""
+        """End the jobs that were decoded or read, with an error, and make a new loop. Jobs in the queue stay there."""
         old, self._proven = self._scheduler, False
         counts = old.rounds, old.looked_up, old.found
         waiting = [party for party in old.waiting if not party.ended]

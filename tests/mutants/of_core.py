@@ -19,6 +19,20 @@ MUTANTS = [
         EDGES + "top_p_ends_where_the_mass_is_reached",
     ),
     Mutant(
+        "top-p can leave no token",
+        "core/law.py",
+        "beyond[..., :1] = False  # a share",
+        "beyond[..., :0] = False  # a share",
+        EDGES + "a_share_that_the_dtype_rounds_to_zero_keeps_one_token",
+    ),
+    Mutant(
+        "top-p of one row can leave no token",
+        "core/ranking.py",
+        "beyond[0] = False",
+        "beyond[:0] = False",
+        EDGES + "a_share_that_the_dtype_rounds_to_zero_keeps_one_token",
+    ),
+    Mutant(
         "min-p drops the token at the floor",
         "core/law.py",
         "scores.amax(-1, keepdim=True) < floor.log()",

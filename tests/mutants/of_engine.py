@@ -120,4 +120,19 @@ MUTANTS = [
         "if broken:",
         "tests/regressions/test_grammars.py::test_a_text_that_has_ended_does_not_fail_by_what_follows",
     ),
+    # ---- the server
+    Mutant(
+        "an error of the engine ends the queue",
+        "serve/engine_thread.py",
+        "kept = {id(party) for party in waiting}",
+        "kept = set[int]()",
+        "tests/serve/test_engine_thread.py::test_an_error_ends_only_the_jobs_that_were_decoded",
+    ),
+    Mutant(
+        "an engine that fails at once begins again for ever",
+        "serve/engine_thread.py",
+        "old, self._proven = self._scheduler, False",
+        "old = self._scheduler",
+        "tests/serve/test_engine_thread.py::test_a_second_error_in_a_row_ends_the_engine",
+    ),
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from typing import Any
 
@@ -14,6 +15,7 @@ from paceline.core.device_ops import TORCH
 from paceline.models import pass_timing as pass_times
 from paceline.models.cpu.cpu_forward import kernels_missing
 from paceline.models.loading.disk_cache import cache_folder
+from tests.interpreted import patch_once
 
 # compiled once, also for tests and their processes with another cache folder
 os.environ.setdefault("NUMBA_CACHE_DIR", str(cache_folder() / "kernels"))
@@ -68,6 +70,19 @@ def costs_not_kept(tmp_path_factory: pytest.TempPathFactory) -> None:
 def trees_by_kernels() -> None:
     """Load the CPU kernels, so that no test depends on the tests before it."""
     kernels_missing()
+
+
+@pytest.fixture(autouse=True, scope="session")
+def modules_frozen() -> None:
+    """A full garbage collection, which some refusals ask for, does not look at half a second's worth of modules."""
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.fixture(autouse=True, scope="session")
+def language_patched_once() -> None:
+    """Interpreted kernels take less time."""
+    patch_once()
 
 
 @pytest.fixture

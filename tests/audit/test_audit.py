@@ -31,8 +31,8 @@ from tests.conformance.mutants import MUTANTS
 
 from .worlds import PROMPTS, TARGET, Wavering, argmax, decoder, elders_kept, flat, sharper
 
-PLAN = AuditPlan(positions=2, samples=4000, temperature=0.8, false_alarm=1e-4, seed=0)
-SMALL: Any = {"tokens": 10, "samples": 2000}
+PLAN = AuditPlan(positions=2, samples=2000, temperature=0.8, false_alarm=1e-4, seed=0)
+SMALL: Any = {"tokens": 10, "samples": 1000}
 BRANCHES: dict[str, Any] = {"tree": "levels", "branch": 2}
 
 

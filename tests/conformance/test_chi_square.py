@@ -75,7 +75,7 @@ def others() -> list[tuple[RuleVariant, str, dict]]:
 # every draft, so it needs one drafter.
 JUDGE = RuleVariant("traversal")
 RUNS = [(RuleVariant("match"), "none", {}), *((JUDGE, *drafter) for drafter in [("none", {}), *model_drafters()])]
-DAILY, NIGHTLY = 5_000, 15_000  # texts
+DAILY, NIGHTLY = 3_000, 15_000  # texts
 SMALL_EFFECT = 60_000  # texts, where one draw may decide about another one
 
 
@@ -124,7 +124,7 @@ def test_a_real_model(rule: RuleVariant, name: str, options: dict, record_proper
     with torch.inference_mode():
         logs = target.model(input_ids=texts).logits.log_softmax(-1)
     law = sum(logs[torch.arange(25), at, texts[:, at + 1]] for at in range(2)).exp().view(5, 5)
-    report(sample(target, rule, name, given, 4_000, 2), law, record_property, f"{rule}, {name} {options}, llama")
+    report(sample(target, rule, name, given, DAILY, 2), law, record_property, f"{rule}, {name} {options}, llama")
 
 
 CONTROLS: dict[str, Any] = {"temperature": 0.8, "top_k": 2, "presence_penalty": 0.9, "logit_bias": {1: -0.7}}

@@ -29,6 +29,7 @@ from ..conformance.chi_square import ALPHA, first_tokens, p_value
 from ..toys import gpt2, llama
 from . import fitting
 
+TEXTS = 2000  # of a chi-square test
 HEADS: dict[str, Any] = {"medusa": MedusaHead, "eagle": EagleHead, "prophet": ProphetHead}
 FITTED: dict[str, Callable[[], Any]] = {name: cache(getattr(fitting, name)) for name in HEADS}
 
@@ -319,5 +320,5 @@ def test_law_rules_keep_the_law(name: str, rule_and_tree: tuple[str, str]) -> No
         logs = lm.model(input_ids=texts).logits.log_softmax(-1)
     law = sum(logs[torch.arange(25), at, texts[:, at + 1]] for at in (1, 2)).exp().view(5, 5)
     options = {"head": HEADS[name].random(lm, 3), "tree": tree}
-    decoder = SpeculativeDecoder(lm, name, gamma=3, nodes=8, rule=rule, options=options, rows=4000)
-    assert p_value(first_tokens(decoder, [1, 2], 2, range(4000), temperature=1.0), law) > ALPHA
+    decoder = SpeculativeDecoder(lm, name, gamma=3, nodes=8, rule=rule, options=options, rows=TEXTS)
+    assert p_value(first_tokens(decoder, [1, 2], 2, range(TEXTS), temperature=1.0), law) > ALPHA

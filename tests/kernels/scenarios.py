@@ -1,6 +1,7 @@
-"""What can go wrong with threads, each in a process of its own: `python -m tests.kernels.scenarios NAME`.
+"""What can go wrong with threads: `python -m tests.kernels.scenarios TIMES NAME...`, each in a process of its own.
 
-A scenario that hangs is killed by the test that started it; one that ends says "as it should".
+The processes are forked from one that has imported everything. A scenario that hangs is killed by the test that started
+it; one that ends prints its name and "as it should".
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ def text(one: SpeculativeDecoder, prompt: list[int] = PROMPT) -> list[int]:
     return list(one.generate(prompt, max_new_tokens=NEW, ignore_eos=True).tokens)
 
 
-def interrupts() -> None:
+def interrupts(times: int) -> None:
     """Ctrl-C at any moment of a pass, also twice: the next text is right, and no thread waits for one that left."""
     left = 0
 
@@ -48,7 +49,7 @@ def interrupts() -> None:
     signal.signal(signal.SIGALRM, stop)
     dice = random.Random(0)
     wanted = text(decoder())
-    for trial in range(100):
+    for trial in range(10 * times):
         left = 1 + trial % 2
         signal.setitimer(signal.ITIMER_REAL, dice.uniform(1e-4, 3e-2), dice.uniform(1e-4, 3e-4))
         while left > 0:
@@ -82,7 +83,7 @@ def meetings(threads: int = 3) -> Callable[[], None]:
     return once
 
 
-def interrupts_of_a_job() -> None:
+def interrupts_of_a_job(times: int) -> None:
     """The same with jobs that do nothing but meet, so that most interrupts come while one is handed out."""
 
     def stop(*_: object) -> None:
@@ -90,7 +91,7 @@ def interrupts_of_a_job() -> None:
 
     signal.signal(signal.SIGALRM, stop)
     meeting, dice = meetings(), random.Random(1)
-    for _ in range(400):
+    for _ in range(40 * times):
         try:
             signal.setitimer(signal.ITIMER_REAL, dice.uniform(1e-5, 2e-3))
             while True:
@@ -99,8 +100,9 @@ def interrupts_of_a_job() -> None:
             pass
 
 
-def forks() -> None:
+def forks(times: int) -> None:
     """A child has none of its parent's threads: after a pass, and while another thread is in one."""
+    other.extend(text(decoder("qwen3")))
     one = decoder()
     wanted = text(one)
     _fork(lambda: text(one) == wanted and text(decoder("qwen3")) == other)
@@ -115,7 +117,7 @@ def forks() -> None:
     thread.start()
     while not rounds:
         time.sleep(0.001)
-    for _ in range(6):
+    for _ in range(max(2, times // 2)):
         _fork(lambda: text(one) == wanted)
         assert text(one) == wanted
     ends.set()
@@ -134,7 +136,7 @@ def _fork(check: Callable[[], bool]) -> None:
     assert os.waitstatus_to_exitcode(status) == 0
 
 
-def leaving() -> None:
+def leaving(_: int) -> None:
     """Workers asleep, and a thread that runs one job after the other, do not keep the process and do not abort it.
 
     Not a thread in the middle of a text: the same would hold for our part of it, but torch aborts a process that ends
@@ -151,16 +153,22 @@ def leaving() -> None:
     time.sleep(0.2)
 
 
-def main(name: str) -> None:
+def main(times: int, *names: str) -> None:
+    """Run each scenario in a child; the first one that fails ends the run."""
     torch.set_num_threads(1)  # OpenMP itself does not survive a fork with more
     kernel_pass.threads_here = lambda lm: 3
     kernel_pass.THREADS.governor.threads = lambda most: most  # type: ignore[method-assign]
     act: dict[str, Any] = {each.__name__: each for each in (interrupts, interrupts_of_a_job, forks, leaving)}
-    if name == "forks":
-        other.extend(text(decoder("qwen3")))
-    act[name]()
-    print("as it should", flush=True)
+    for name in names:
+        child = os.fork()
+        if child == 0:
+            act[name](times)
+            print(f"{name}: as it should", flush=True)
+            return  # leaves as any process does
+        _, status = os.waitpid(child, 0)
+        if status:
+            sys.exit(f"{name}: exit status {os.waitstatus_to_exitcode(status)}")
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(int(sys.argv[1]), *sys.argv[2:])

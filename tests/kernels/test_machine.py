@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 import subprocess
 import sys
 import warnings
@@ -192,42 +194,30 @@ def test_an_interrupt_while_they_compile_is_an_interrupt(monkeypatch: pytest.Mon
 
 # ---- machines without numba, in processes of their own
 
+# One process imports what is slow to import and forks for each case: what is hidden, and more that it runs first.
 _WITHOUT = """
-import sys, warnings
-warnings.simplefilter("error")
-for name in {hidden!r}:
-    sys.modules[name] = None  # an import of it fails
-{more}
-from tests.kernels.test_machine import text
-from paceline.models.cpu import cpu_forward as kernel_pass
-missing = kernel_pass.kernels_missing()
-print(text(), missing, sep="|")
+import json, os, sys, warnings
+import torch, transformers.models.llama.modeling_llama, pytest
+assert not {"numba", "llvmlite", "paceline"} & set(sys.modules)
+for hidden, more in json.loads(sys.argv[1]):
+    child = os.fork()
+    if child:
+        _, status = os.waitpid(child, 0)
+        if status:
+            sys.exit(f"without {hidden}: exit status {os.waitstatus_to_exitcode(status)}")
+        continue
+    warnings.simplefilter("error")
+    for name in hidden:
+        sys.modules[name] = None  # an import of it fails
+    exec(more)
+    from tests.kernels.test_machine import text
+    from paceline.models.cpu import cpu_forward as kernel_pass
+    missing = kernel_pass.kernels_missing()
+    print(json.dumps([text(), str(missing)]), flush=True)
+    sys.exit()
 """
-
-
-def written_by(hidden: tuple[str, ...], more: str = "") -> tuple[list[int], str]:
-    script = _WITHOUT.format(hidden=hidden, more=more)
-    run = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=300)
-    assert run.returncode == 0, run.stdout + run.stderr
-    tokens, output = run.stdout.splitlines()[-1].split("|")
-    return [int(token) for token in tokens.strip("[]").split(",")], output
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "hidden", [("numba", "llvmlite"), ("llvmlite",), pytest.param(("numba",), marks=pytest.mark.nightly)]
-)
-def test_without_numba(hidden: tuple[str, ...]) -> None:
-    tokens, output = written_by(hidden)
-    assert tokens == text("eager")
-    assert "No module named" in output or "import of" in output
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(machine.missing() is not None, reason="no kernels here")
-def test_a_kernel_file_that_is_broken() -> None:
-    """Its import fails in the middle, after numba's: one warning, and the text is the same."""
-    broken = """
+# Its import fails in the middle, after numba's: one warning, and the text is the same.
+_BROKEN = """
 import importlib.abc, importlib.machinery
 class Broken(importlib.abc.MetaPathFinder):
     def find_spec(self, name, path=None, target=None):
@@ -237,6 +227,20 @@ sys.meta_path.insert(0, Broken())
 from paceline.common.errors import PacelineWarning
 warnings.simplefilter("ignore", PacelineWarning)
 """
-    tokens, output = written_by((), broken)
-    assert tokens == text("eager")
-    assert "ValueError: this file is broken" in output
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no forks here")
+def test_without_numba_and_with_a_broken_kernel_file() -> None:
+    cases = [(hidden, "") for hidden in (("numba", "llvmlite"), ("llvmlite",), ("numba",))]
+    cases += [((), _BROKEN)] if machine.missing() is None else []
+    command = [sys.executable, "-c", _WITHOUT, json.dumps(cases)]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert run.returncode == 0, run.stdout + run.stderr
+    found = [json.loads(line) for line in run.stdout.splitlines()]
+    assert [tokens for tokens, _ in found] == [text("eager")] * len(cases)
+    for (hidden, _), (_, output) in zip(cases, found, strict=True):
+        if hidden:
+            assert "No module named" in output or "import of" in output
+        else:
+            assert "ValueError: this file is broken" in output

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import linecache
 import os
-import signal
 import subprocess
 import sys
 import threading
@@ -56,15 +55,16 @@ def at_once(*acts: Any) -> list[Any]:
     return results
 
 
-def test_two_decoders_at_once() -> None:
+@pytest.mark.parametrize("times", [2, pytest.param(5, marks=pytest.mark.nightly)])
+def test_two_decoders_at_once(times: int) -> None:
     names = ["llama", "qwen3", "mistral-window"]
     wanted = [text(decoder(name)) for name in names]
 
     def several(name: str) -> list[list[int]]:
-        return [text(decoder(name)) for _ in range(5)]
+        return [text(decoder(name)) for _ in range(times)]
 
     got = at_once(*(lambda name=name: several(name) for name in names))
-    assert got == [[each] * 5 for each in wanted]
+    assert got == [[each] * times for each in wanted]
 
 
 def test_one_decoder_in_several_threads_one_after_the_other() -> None:
@@ -82,12 +82,13 @@ def test_any_number_of_threads_writes_the_same(threads: int, monkeypatch: pytest
     assert text(decoder()) == wanted
 
 
+@pytest.mark.parametrize("passes", [100, pytest.param(300, marks=pytest.mark.nightly)])
 @torch.inference_mode()
-def test_many_short_passes_on_too_many_threads() -> None:
+def test_many_short_passes_on_too_many_threads(passes: int) -> None:
     """One thread is always late; a barrier that was reset for the next pass would never release it."""
     alone = Alone(small("llama"))
     rows, reader = _one_row(5)
-    for _ in range(300):
+    for _ in range(passes):
         logits = reader.extend(rows, 1, torch.tensor([[4, 5]])).logits
         reader.keep(rows, None)
         for count in range(3):
@@ -244,20 +245,14 @@ def test_an_interrupt_while_a_kernel_is_looked_up_does_not_become_a_key_error() 
 
 # ---- in processes of their own
 
-_SCENARIOS = [
-    pytest.param("interrupts", marks=pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="no timers here")),
-    pytest.param(
-        "interrupts_of_a_job", marks=pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="no timers here")
-    ),
-    pytest.param("forks", marks=pytest.mark.skipif(not hasattr(os, "fork"), reason="no forks here")),
-    "leaving",
-]
+_SCENARIOS = ["interrupts", "interrupts_of_a_job", "forks", "leaving"]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", _SCENARIOS)
-def test_in_a_process_of_its_own(name: str) -> None:
-    command = [sys.executable, "-m", "tests.kernels.scenarios", name]
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no forks here")
+@pytest.mark.parametrize("times", [4, pytest.param(10, marks=pytest.mark.nightly)])
+def test_in_processes_of_their_own(times: int) -> None:
+    command = [sys.executable, "-m", "tests.kernels.scenarios", str(times), *_SCENARIOS]
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert run.returncode == 0, run.stdout + run.stderr
-    assert "as it should" in run.stdout
+    assert run.stdout.splitlines() == [f"{name}: as it should" for name in _SCENARIOS]

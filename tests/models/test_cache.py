@@ -170,14 +170,20 @@ def test_a_cache_that_cannot_be_written_says_what_to_do(tmp_path: Path) -> None:
         WeightCache(tmp_path / "file").obtain("a", Maker())
 
 
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no forks here")
 def test_two_processes_make_it_once(tmp_path: Path) -> None:
     """One makes it and does not finish before the other says that it waits; that one gets the entry the first made."""
     script = textwrap.dedent("""
-        import sys, time
+        import os, sys, time
         from pathlib import Path
         from paceline.models.loading.disk_cache import WeightCache
 
-        root, me = Path(sys.argv[1]), sys.argv[2]
+        children = [os.fork()]
+        if children[0]:
+            children.append(os.fork())
+        if all(children):
+            sys.exit(any([os.waitpid(child, 0)[1] for child in children]))
+        root, me = Path(sys.argv[1]), "second" if children[0] else "first"
         (root / f"ready-{me}").touch()
         while len(list(root.glob("ready-*"))) < 2:
             time.sleep(0.01)
@@ -198,12 +204,11 @@ def test_two_processes_make_it_once(tmp_path: Path) -> None:
         entry = WeightCache(root / "cache").obtain("a", make, progress=progress)
         print(entry, sorted(path.name for path in entry.glob("*.*")), len(output))
     """)
-    runs = [
-        subprocess.Popen([sys.executable, "-c", script, str(tmp_path), me], stdout=subprocess.PIPE, text=True)
-        for me in ("first", "second")
-    ]
-    printed = sorted(run.communicate(timeout=600)[0].strip() for run in runs)
-    assert [run.returncode for run in runs] == [0, 0]
+    command = [sys.executable, "-c", script, str(tmp_path)]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    assert run.returncode == 0, run.stdout + run.stderr
+    printed = sorted(run.stdout.splitlines())
+    assert len(printed) == 2
     assert len(list(tmp_path.glob("made-by-*"))) == 1
     assert all("config.json" in line and "model.safetensors" in line for line in printed)
     assert sorted(line[-1] for line in printed) == ["0", "1"]  # one of them reported that it waits

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.models.two_processes import run_both
 from tests.toys import llama
 
 import paceline
@@ -46,16 +45,15 @@ with open(f"{folder}/rank{rank}.json", "w") as file:
 """
 
 
-def test_two_processes_write_what_one_writes(tmp_path: Path) -> None:
+@pytest.mark.parametrize("start", ["fork", pytest.param("torchrun", marks=pytest.mark.nightly)])
+def test_two_processes_write_what_one_writes(start: str, tmp_path: Path) -> None:
     pytest.importorskip("accelerate")
     llama(0).save_pretrained(tmp_path / "target")
     llama(1, num_hidden_layers=1).save_pretrained(tmp_path / "small")
     script = tmp_path / "worker.py"
     script.write_text(WORKER)
     given = json.dumps([str(tmp_path), DRAFTS, SETTINGS, PROMPTS])
-    run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
-    done = subprocess.run([*run, given], capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stderr
+    run_both(script, given, start)
     first, second = (json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in (0, 1))
     assert first == second, "also without a seed"
     plain = paceline.SpeculativeDecoder(llama(0), draft=None)

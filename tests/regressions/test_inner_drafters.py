@@ -18,6 +18,7 @@ from paceline.drafters import resolve as making
 from paceline.drafters.lookup.ngram import NgramStore
 from paceline.drafters.lookup.suffix import SuffixStore
 from tests.conformance.models import perturbed
+from tests.selection import covering
 from tests.toys import LETTERS, letters, llama
 
 pytestmark = pytest.mark.filterwarnings("error::paceline.PacelineWarning")
@@ -57,8 +58,7 @@ INNER: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("inner", INNER)
-@pytest.mark.parametrize("tokens", [38, 42])
+@pytest.mark.parametrize(("tokens", "inner"), covering([38, 42], INNER))
 def test_a_staged_draft_of_another_vocabulary(tokens: int, inner: str) -> None:
     """The texts, the controls and the noise are of the target's vocabulary, at every stage. Once an inner
     draft with a bias of its own width broke the target's verification, and the whole of `generate`."""

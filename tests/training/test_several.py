@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,6 +11,7 @@ from safetensors.torch import load_file
 
 from paceline.training.train_options import TrainOptions
 from paceline.training.train_run import train
+from tests.models.two_processes import run_both
 from tests.toys import letters, llama
 
 WORKER = """
@@ -26,7 +24,8 @@ train(TrainOptions(**{**args, "options": tuple(args["options"])}))
 """
 
 
-def test_two_processes_learn_what_one_learns(tmp_path: Path) -> None:
+@pytest.mark.parametrize("start", ["fork", pytest.param("torchrun", marks=pytest.mark.nightly)])
+def test_two_processes_learn_what_one_learns(start: str, tmp_path: Path) -> None:
     pytest.importorskip("accelerate")
     llama(0, num_hidden_layers=3).save_pretrained(tmp_path / "target")
     letters().save_pretrained(tmp_path / "target")
@@ -39,11 +38,8 @@ def test_two_processes_learn_what_one_learns(tmp_path: Path) -> None:
     }  # fmt: skip
     script = tmp_path / "worker.py"
     script.write_text(WORKER)
-    run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
     given = json.dumps({**args, "out": str(tmp_path / "two"), "accelerate": True})
-    environment = {**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([*run, given], capture_output=True, text=True, timeout=240, env=environment)
-    assert done.returncode == 0, done.stderr
+    run_both(script, given, start, ACCELERATE_USE_CPU="true")
     alone = TrainOptions(**{**args, "options": ("layers=1",), "out": str(tmp_path / "one"), "accumulate": 2})  # type: ignore[arg-type]
     train(alone)
     one, two = (load_file(tmp_path / name / "model.safetensors") for name in ("one", "two"))

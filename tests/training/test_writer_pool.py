@@ -132,14 +132,15 @@ def test_who_cannot_even_load_is_told_of(place: Path, tmp_path: Path) -> None:
     assert "here" in run.notes[0]
 
 
-def test_a_stop_keeps_what_is_written_and_going_on_ends_the_same(place: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("later", [0, pytest.param(1, marks=pytest.mark.nightly)])
+def test_a_stop_keeps_what_is_written_and_going_on_ends_the_same(later: int, place: Path, tmp_path: Path) -> None:
     wanted = alone(place, tmp_path / "alone")
     folder = tmp_path / "it"
     Run(place, 2).fill(folder, lambda: (folder / "shard-00001.safetensors").exists())
     some = files(folder)
     assert 2 <= len(some) - 1 < len(wanted) - 1
     assert some.items() <= wanted.items()
-    Run(place, 1).fill(folder)
+    Run(place, later).fill(folder)
     assert files(folder) == wanted
 
 
@@ -160,7 +161,7 @@ def test_from_the_options(place: Path, tmp_path: Path) -> None:
     one = train(options(place, tmp_path / "one"))
     two = train(options(place, tmp_path / "two", writers=2))
     assert files(one / "texts") == files(two / "texts")
-    train(options(place, tmp_path / "one", writers=2, tokens=1000))  # however many wrote the first ones
+    train(options(place, tmp_path / "two", tokens=1000))  # however many wrote the first ones
     lm = LanguageModel(llama(0).float(), letters(), "toy")
     with pytest.raises(InputError, match="give a name or a folder, or writers=1"):
         WriterJob.of(lm, None, lm, PLAN)
@@ -189,16 +190,18 @@ def _runs(pid: int) -> bool:
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="looks into /proc")
-@pytest.mark.parametrize("how", [signal.SIGKILL, pytest.param(signal.SIGINT, marks=pytest.mark.nightly)])
-def test_no_orphans(how: signal.Signals, place: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("how", "writers"), [(signal.SIGKILL, 2), pytest.param(signal.SIGINT, 3, marks=pytest.mark.nightly)]
+)
+def test_no_orphans(how: signal.Signals, writers: int, place: Path, tmp_path: Path) -> None:
     args = ["--target", str(place), "--kind", "trigram", "--out", str(tmp_path / "it"), "--tokens", "10000000",
             "--style", "text", "--answer", "10", "--rows", "4", "--shard", "8", "--device", "cpu", "--seed", "5",
-            "--writers", "3", "--temperatures", "0,1"]  # fmt: skip
+            "--writers", str(writers), "--temperatures", "0,1"]  # fmt: skip
     command = [sys.executable, "-m", "paceline", "train", *args]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         wait_for(lambda: process.poll() is not None or len(list((tmp_path / "it").glob("texts/shard-*"))) >= 3)
         pids = below(process.pid)
-        assert len(pids) == 3, "two writers and the resource tracker of multiprocessing"
+        assert len(pids) == writers, "the other writers and the resource tracker of multiprocessing"
         process.send_signal(how)
         _, told = process.communicate(timeout=HANGS)
     assert process.returncode == (-signal.SIGKILL if how == signal.SIGKILL else 130), told

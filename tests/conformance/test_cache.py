@@ -166,10 +166,11 @@ class Journey:
             self.reality.check(logits[row, -1], text, f"at the end, row {row}")
 
 
-@pytest.mark.parametrize("chunk", [1024, 3], ids=["whole-prompts", "prompts-in-chunks"])
 @pytest.mark.parametrize(
-    "seed", [0, pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.nightly)]
-)
+    ("seed", "chunk"),
+    [(0, 1024), pytest.param(1, 3, marks=pytest.mark.slow),
+     *(pytest.param(*pair, marks=pytest.mark.nightly) for pair in ((1, 1024), (0, 3), (2, 1024), (2, 3)))],
+)  # fmt: skip
 @pytest.mark.parametrize("name", CASES)
 @torch.inference_mode()
 def test_a_reader_says_what_the_model_says(name: str, seed: int, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:

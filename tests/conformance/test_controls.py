@@ -110,8 +110,9 @@ CONTROLS: dict[str, dict[str, Any]] = {
 
 
 def on_controls(variant: Variant) -> int:
-    """A variant meets every control if it is `in_full`, else every twelfth; and `OFTEN` below."""
-    return 1 if variant in in_full() else 12
+    """Of `in_full` the tree meets every control and the chain every second one; others every twelfth, and `OFTEN`."""
+    chain, tree = in_full()
+    return 1 if variant == tree else 2 if variant == chain else 12
 
 
 def run(decoder: Any, control: dict[str, Any]) -> list[Generation]:

@@ -37,7 +37,7 @@ def test_guesses_are_what_it_drafts(kind: str, more: dict[str, int]) -> None:
     lm = target()
     corpus = Corpus(own_texts(lm), 64, 512, seed=1)
     recipe = recipe_of(kind, lm, corpus, **more)
-    trained(recipe, corpus, 30)
+    trained(recipe, corpus, 15)
     depth = recipe.depth if kind in ("medusa", "eagle", "prophet") else 3
     decoder = SpeculativeDecoder(lm, recipe.drafter(), gamma=depth)
     most = 1

@@ -79,7 +79,7 @@ def in_sixteen_bits(kind: str, loss: str = "kl") -> tuple[Recipe, Corpus]:
     return recipe_of(kind, lm, corpus, loss), corpus
 
 
-def trained(recipe: Recipe, corpus: Corpus, steps: int = 90, rate: float = 1e-2) -> list[float]:
+def trained(recipe: Recipe, corpus: Corpus, steps: int = 60, rate: float = 1e-2) -> list[float]:
     """Losses on the way; a few steps of plain Adam."""
     weights = [weight for weight in recipe.parameters() if weight.requires_grad]
     optimizer = torch.optim.Adam(weights, rate)

@@ -119,10 +119,12 @@ class PromptTaps:
 @dataclass(frozen=True)
 class Prefilled:
     """The input of a drafter for a prompt that the KV cache holds already: the hidden states of the pieces that were
-    read, and the stored states of the prefix that was not read (see `core.protocols.KeepsStates`)."""
+    read, and the stored states of the prefix that was not read (see `core.protocols.KeepsStates`). in_pieces: the
+    drafter reads the prompt later, in pieces, if it can (see `core.protocols.CatchesUp`)."""
 
     taps: Sequence[PromptTaps]
     states: Any = None
+    in_pieces: bool = False
 
 
 NODES = 64  # the default size of a tree

@@ -26,10 +26,34 @@ class ReadCursor(PerRow[int]):
     """Per row, how many tokens of the sequence a KV cache holds.
 
     While rounds run as CUDA graphs, the host has only a bound: after `replayed(lag)` at most `lag` tokens are missing.
-    `settle` then sets the numbers from the lengths.
+    `settle` then sets the numbers from the lengths. `late` are the rows whose prompts are still read in pieces, see
+    `core.protocols.CatchesUp`.
     """
 
     _lag: int | None = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.late: set[int] = set()
+
+    def admit_late(self, first: int, count: int) -> None:
+        """Add the rows from `first` up to `count`: nothing of them is read."""
+        self[first:] = [0] * (count - first)
+        self.late.update(range(first, count))
+
+    def catch_up(self, row: int, read: int, done: bool) -> None:
+        """Set the number of a late row. done: from now on it is like the other rows."""
+        self[row] = read
+        if done:
+            self.late.discard(row)
+
+    def release(self, row: int, last: int) -> None:
+        super().release(row, last)
+        if self.late:
+            self.late.discard(row)
+            if last in self.late:
+                self.late.remove(last)
+                self.late.add(row)
 
     def replayed(self, lag: int) -> None:
         self._lag = lag
@@ -37,6 +61,7 @@ class ReadCursor(PerRow[int]):
     def reset(self) -> None:
         self[:] = []
         self._lag = None
+        self.late.clear()
 
     def settle(self, lengths: Sequence[int]) -> None:
         """Set the numbers after replayed rounds, from the lengths of the sequences. Call it before a number is used."""

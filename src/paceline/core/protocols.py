@@ -58,6 +58,25 @@ class KeepsStates(NeedsHiddenStates):
         """Store these states for a new row. The loop calls this before `observe_prompt`."""
 
 
+class CatchesUp(Drafter):
+    """Can read the prompts of new rows in pieces, between later rounds. It drafts nothing for a row before it has read
+    all of its text."""
+
+    @property
+    def catches_up(self) -> bool:
+        """Return whether it can do that for this batch."""
+        return True
+
+    @abstractmethod
+    def admit_unread(self, rows: RowsView, first: int) -> None:
+        """Begin the rows from `first` on as `admit` does, and read nothing of their texts."""
+
+    @abstractmethod
+    def catch_up(self, rows: RowsView, row: int, stop: int) -> None:
+        """Read the text of a row that `admit_unread` began, from where the last call ended up to the position `stop`.
+        After a call with the position of its last token, which the next draft reads, the row is as after `admit`."""
+
+
 class BuiltFromTarget(Drafter):
     """Runs layers of the target, or layers like them. Its drafts depend on the architecture of the target."""
 
@@ -191,6 +210,10 @@ def taps_of(drafter: Drafter) -> tuple[float, ...]:
 
 def prior_acceptance(drafter: Drafter) -> float | None:
     return drafter.prior_acceptance if isinstance(drafter, RunsModel) else None
+
+
+def catches_up(drafter: Drafter) -> bool:
+    return isinstance(drafter, CatchesUp) and drafter.catches_up
 
 
 def takes_prediction(drafter: Drafter) -> bool:

@@ -43,7 +43,8 @@ class BatchSlots:
         else:
             assert isinstance(reader, ReadsPieces)
             self.rows.to_read = reader.begin(self.rows, first, self.rows.room, prefilled=True)
-            self._drafter.admit(first, [replace(piece, first=first) for piece in prefilled.taps], prefilled.states)
+            taps = [replace(piece, first=first) for piece in prefilled.taps]
+            self._drafter.admit(first, taps, prefilled.states, prefilled.in_pieces)
 
     def keep_idle(self, ended: Sequence[int]) -> bool:
         """Let rows that ended keep their slots. Return False if they must leave now: all rows have ended, the live

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import time
 import warnings
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -17,11 +17,13 @@ from paceline.core.contracts import Budget, Drafter, PromptTaps, Reader, Reading
 from paceline.core.pause import Pause
 from paceline.core.protocols import (
     Adaptive,
+    CatchesUp,
     DraftsOnDevice,
     HoldsDrafters,
     KeepsStates,
     NeedsHiddenStates,
     SharesReader,
+    catches_up,
     graphable,
     on_replay,
     reorder,
@@ -56,7 +58,7 @@ class RoundLimits:
         return Budget(depth, self.nodes, limits, self.rule.draw, self.branches)
 
     def _limit_of(self, row: Row) -> int:
-        if self.waits_for_first(row):
+        if row.late or self.waits_for_first(row):
             return 0
         most = row.request.max_draft
         return row.remaining - 1 if most is None else min(row.remaining - 1, most)
@@ -84,6 +86,24 @@ class RoundLimits:
             raise UnsupportedError(f"{judge} chains, and '{name}' drafted a tree; {other}.")
 
 
+@dataclass(eq=False)
+class LateRow:
+    """A live row whose text the drafter reads in pieces. Until it has read all of it, it drafts nothing for the row."""
+
+    row: Row
+    taps: list[PromptTaps]  # the pieces that the drafter has not observed
+    read: int = 0  # tokens of the text that the drafter has read
+
+    def take_taps(self, index: int, stop: int) -> Iterator[PromptTaps]:
+        """Remove and yield the hidden states of the positions before `stop`, for the row with this index now."""
+        while self.taps and self.taps[0].start < stop:
+            piece = self.taps.pop(0)
+            cut = stop - piece.start
+            if cut < piece.taps[0].shape[1]:
+                self.taps.insert(0, PromptTaps(index, stop, tuple(tap[:, cut:] for tap in piece.taps)))
+            yield PromptTaps(index, piece.start, tuple(tap[:, :cut] for tap in piece.taps))
+
+
 class DrafterCalls:
     """Calls the drafter of a loop. A drafter that fails costs speed, never the text.
 
@@ -95,6 +115,7 @@ class DrafterCalls:
         self.drafter, self._target, self._rows = drafter, target, rows
         self.active: Drafter = drafter  # the drafter, or `NoDraft` during a pause
         self.retries = 0
+        self.late: list[LateRow] = []  # the oldest first
         self._mark = object()
         self._pause = Pause()
 
@@ -122,6 +143,7 @@ class DrafterCalls:
 
     def open(self, drafter: Drafter) -> None:
         """Begin a batch with this drafter."""
+        self._forget_late()
         self.active = self.drafter = drafter
         self._try(drafter.open, self._target, self._rows)
         mark_opened(drafter, self._mark)
@@ -137,22 +159,62 @@ class DrafterCalls:
         self._try(self.active.admit, self._rows, 0)
 
     def states_of(self, row: int, length: int) -> Any:
-        """Return what the drafter stores for the first tokens of a row. None: nothing."""
+        """Return what the drafter stores for the first tokens of a row. None: nothing. A late row has them after all
+        hidden states are observed, which is fast; its text stays unread."""
+        for late in self.late:
+            if late.row is self._rows.live[row]:
+                self._observe(late.take_taps(row, length))
+                break
         drafter = self.active
         return self._try(drafter.states_of, row, length) if isinstance(drafter, KeepsStates) else None
 
-    def admit(self, first: int, prompt_taps: Sequence[PromptTaps], states: Any = None) -> None:
-        """Give new rows to the drafter. states: what `states_of` returned, for the prefix of one new row."""
+    def admit(self, first: int, prompt_taps: Sequence[PromptTaps], states: Any = None, in_pieces: bool = False) -> None:
+        """Give new rows to the drafter. states: what `states_of` returned, for the prefix of one new row. in_pieces:
+        the drafter reads them in calls of `catch_up`, if it can."""
         drafter = self.active
         if states is not None and isinstance(drafter, KeepsStates):
             self._try(drafter.restore_states, self._rows, first, states)
+        if in_pieces and self._try(catches_up, self.active) and isinstance(drafter, CatchesUp):
+            self._try(drafter.admit_unread, self._rows, first)
+            if self.active is drafter:
+                self.late += [LateRow(row, list(prompt_taps)) for row in self._rows.live[first:]]
+                for late in self.late:
+                    late.row.late = True
+            return
+        self._observe(prompt_taps)
+        self._try(self.active.admit, self._rows, first)
+
+    def _observe(self, prompt_taps: Iterable[PromptTaps]) -> None:
+        drafter = self.active
         if isinstance(drafter, NeedsHiddenStates):
             for taps_piece in prompt_taps:
                 if self.active is drafter:
                     self._try(drafter.observe_prompt, self._rows, taps_piece)
-        self._try(self.active.admit, self._rows, first)
+
+    def catch_up(self, tokens: int) -> int:
+        """Let the drafter read at most this number of tokens of the oldest late row. Return how many it read."""
+        late, drafter = self.late[0], self.active
+        assert isinstance(drafter, CatchesUp)
+        index = [row is late.row for row in self._rows.live].index(True)
+        last = self._rows.lengths[index] - 1  # the next draft reads this one
+        start, stop = late.read, min(late.read + tokens, last)
+        self._observe(late.take_taps(index, stop))
+        if self.active is drafter:
+            self._try(drafter.catch_up, self._rows, index, stop)
+        late.read = stop
+        if stop == last and self.active is drafter:
+            late.row.late = False
+            self.late.remove(late)
+        return stop - start
+
+    def _forget_late(self) -> None:
+        for late in self.late:
+            late.row.late = False
+        self.late.clear()
 
     def release(self, row: int, last: int, length: int) -> None:
+        if self.late:
+            self.late = [late for late in self.late if late.row is not self._rows.live[row]]
         self._try(self.active.release, row, last, length)
 
     def reorder(self, source: Sequence[int]) -> bool:
@@ -226,6 +288,7 @@ class DrafterCalls:
 
     def fail(self, error: Exception) -> None:
         """Pause the drafter. Warn, unless the pause is as long as the last one."""
+        self._forget_late()
         self.active = NoDraft()
         if self._pause.begin():
             warnings.warn(

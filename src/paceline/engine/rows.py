@@ -56,6 +56,7 @@ class Row:
     beams: list[BeamResult] | None = None  # the results of the beam search
     error: PacelineError | None = None  # why it failed
     cached: int = 0  # tokens of the prompt that were in the KV cache
+    late: bool = False  # the drafter has not read all of its text, see `DrafterCalls.catch_up`
 
     def cancel(self) -> None:
         """End a sequence that has not ended yet."""

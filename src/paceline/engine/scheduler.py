@@ -23,7 +23,8 @@ from paceline.engine.rows import Event, Row
 from paceline.models.cpu.threads import own_threads
 
 _FEWEST = 8  # tokens of a piece between two rounds, at least: a pass over fewer takes as long
-_READING = 1.5  # rounds that reading may take between two rounds, if it is more than one piece
+_READING = 0.75  # rounds that reading may take between two rounds
+_ATTENTION = 2500  # tokens before a token, for which its attention takes about as long as its linear layers
 _HELD = 64  # rounds that a sequence may wait for others that begin with it
 _WEIGHT = 0.2  # of the newest measurement in a running average
 
@@ -63,6 +64,27 @@ class _Reading:
     taps: list[PromptTaps] = field(default_factory=list)
 
 
+class _Pace:
+    """Measures how fast prompts are read, and sizes the next piece. Attention takes longer at later positions."""
+
+    def __init__(self) -> None:
+        self._first = 0.0  # seconds of a token at position 0
+
+    @property
+    def is_known(self) -> bool:
+        return self._first > 0
+
+    def add(self, start: int, tokens: int, seconds: float) -> None:
+        self._first = _average(self._first, seconds / (tokens * (1 + (start + tokens / 2) / _ATTENTION)))
+
+    def seconds(self, start: int, tokens: int) -> float:
+        return self._first * tokens * (1 + (start + tokens / 2) / _ATTENTION)
+
+    def tokens(self, start: int, seconds: float) -> int:
+        """Return how many tokens from `start` on are read in this time; at least `_FEWEST`."""
+        return max(_FEWEST, int(seconds / self.seconds(start, 1))) if self.is_known else _FEWEST
+
+
 class Scheduler:
     """Runs one loop for sequences that come and go."""
 
@@ -77,11 +99,14 @@ class Scheduler:
         self.reading: _Reading | None = None
         self.rounds = self.looked_up = self.found = 0
         self._arrivals = 0
-        self._round_seconds = self._token_seconds = 0.0
+        self._round_seconds = 0.0
+        self._pace, self._drafter_pace = _Pace(), _Pace()  # of the target, and of the drafter that catches up
         self._first_joined = 0.0  # when the oldest live sequence joined
         reader = loop.reader
         self._reader = reader if isinstance(reader, ReadsPieces) and total else None
         self._interleave = interleave and self._reader is not None
+        # a drafter may read later where the text does not depend on drafts
+        self._may_be_late = self._interleave and not loop.captures and loop.rule.exact == "text"
         self.kept: KeptRows | None = None
         if self._reader is not None:
             if loop.captures:  # CUDA kernels pad the last piece of a prompt
@@ -111,7 +136,7 @@ class Scheduler:
     @torch.inference_mode()
     def step(self) -> list[Event]:
         """Let waiting sequences join, read a piece of a prompt, and run one round."""
-        if self.waiting or self.reading is not None:
+        if self.waiting or self.reading is not None or self.loop.drafting.late:
             self._drop_cancelled()
             if not self._fill_slots():
                 return []
@@ -133,20 +158,39 @@ class Scheduler:
     # ---- sequences join
 
     def _fill_slots(self) -> bool:
-        """Read prompts and let sequences join. With `interleave`, stop after the time of one round. Return whether a
-        round comes next: the caller looks for new sequences before it goes on with reading."""
+        """Read prompts and let sequences join. With `interleave`, stop after a part of the time of a round. Return
+        whether a round comes next: the caller looks for new sequences before it goes on with reading."""
         began = time.perf_counter()
-        while self.reading is not None or self._begin_next():
-            if self.reading is not None:
-                self._read_piece(self.reading)
+        left = most = _READING * self._round_seconds
+        while self._read_next(left):
             if not self._interleave:
                 continue
             if not self.loop.rows.count or self._waits_for_others():
                 return False
-            spent = time.perf_counter() - began
-            if spent + self._piece_seconds() > _READING * self._round_seconds:
+            left = most - (time.perf_counter() - began)
+            if left < most / 2 or self._next_seconds(left) > left:  # short pieces take longer per token
                 return True
         return True
+
+    def _read_next(self, seconds: float) -> bool:
+        """Let the drafter catch up, read a piece of a prompt, or begin the next one; in about this time, if that can be
+        chosen. Return False if there is nothing to do."""
+        if self.loop.drafting.late:
+            self._catch_up(seconds)
+            return True
+        if self.reading is None and not self._begin_next():
+            return False
+        if self.reading is not None:
+            self._read_piece(self.reading, seconds)
+        return True
+
+    def _catch_up(self, seconds: float) -> None:
+        """Let the drafter read a piece of a row that has joined."""
+        late = self.loop.drafting.late[0]
+        start, began = late.read, time.perf_counter()
+        read = self.loop.drafting.catch_up(self._drafter_pace.tokens(start, seconds))
+        if read:
+            self._drafter_pace.add(start, read, time.perf_counter() - began)
 
     def _waits_for_others(self) -> bool:
         """Return whether no live sequence has written a token, and others can join first. Sequences that arrive
@@ -159,9 +203,13 @@ class Scheduler:
         """Return whether a live sequence has written a token, or has ended."""
         return any(row.tokens or row.stopper.stop is not None for row in self.loop.rows.live)
 
-    def _piece_seconds(self) -> float:
-        """Return how long the next piece may take."""
-        return self._token_seconds * self._piece(self._reader) if self._reader is not None else 0.0
+    def _next_seconds(self, left: float) -> float:
+        """Return how long the next piece may take, if it is sized to `left` seconds."""
+        late, reading = self.loop.drafting.late, self.reading
+        if late:
+            return self._drafter_pace.seconds(late[0].read, self._drafter_pace.tokens(late[0].read, left))
+        start = 0 if reading is None else reading.at
+        return 0.0 if self._reader is None else self._pace.seconds(start, self._piece(self._reader, start, left))
 
     def _begin_next(self) -> bool:
         """Begin to read the next prompt, or let a whole batch join. Return False if none fits."""
@@ -240,12 +288,14 @@ class Scheduler:
         ids = torch.tensor([row.prompt], device=self.loop.rows.device)
         return _Reading(party, ids, where, known, len(row.prompt) - 1, states)
 
-    def _read_piece(self, reading: _Reading) -> None:
-        """Read one piece of the prompt. After the last one, the sequence joins the batch."""
+    def _read_piece(self, reading: _Reading, seconds: float) -> None:
+        """Read one piece of the prompt, in about this time if that can be chosen. After the last one, the sequence
+        joins the batch."""
         reader = self._reader
         assert reader is not None
         if reading.at < reading.end:
-            start, stop = reading.at, min(reading.at + self._piece(reader), reading.end)
+            start = reading.at
+            stop = min(start + self._piece(reader, start, seconds), reading.end)
             began = time.perf_counter()
             reader.prompt_taps = []
             scores = reading.party.scores
@@ -254,15 +304,16 @@ class Scheduler:
                 scores(start, result.logits)
             reading.taps += reader.prompt_taps
             reading.at = stop
-            self._token_seconds = _average(self._token_seconds, (time.perf_counter() - began) / (stop - start))
+            self._pace.add(start, stop - start, time.perf_counter() - began)
         if reading.at == reading.end:
             self._join(reading)
 
-    def _piece(self, reader: ReadsPieces) -> int:
-        """Return the length of the next piece: one piece of the grid, or as many tokens as one round takes to read."""
-        if reader.grid > 1 or not self._interleave or not self._is_writing() or not self._token_seconds:
+    def _piece(self, reader: ReadsPieces, start: int, seconds: float) -> int:
+        """Return the length of the piece from `start` on: one piece of the grid, or as many tokens as are read in this
+        time while a sequence writes."""
+        if reader.grid > 1 or not self._interleave or not self._is_writing() or not self._pace.is_known:
             return reader.piece
-        return max(_FEWEST, min(reader.piece, int(self._round_seconds / self._token_seconds)))
+        return min(reader.piece, self._pace.tokens(start, seconds))
 
     def _join(self, reading: _Reading) -> None:
         assert self.kept is not None
@@ -273,7 +324,8 @@ class Scheduler:
         else:
             self.loop.settle()
             self.kept.join(reading.end)
-            self.loop.admit(party.rows, Prefilled(reading.taps, reading.states))
+            late = self._may_be_late and self._is_writing()
+            self.loop.admit(party.rows, Prefilled(reading.taps, reading.states, in_pieces=late))
         party.joined = time.perf_counter()
         if self.loop.rows.count <= len(party.rows):
             self._first_joined = party.joined

@@ -116,8 +116,8 @@ class Auto(DrafterGroup, ChoosesLength, Replayable, Resolvable):
         self._calibration = PerRow[Calibration]()
         self._promised: list[float] = []  # per row: expected accepted tokens of the merged draft; empty: no draft
 
-    def admit(self, rows: RowsView, first: int) -> None:
-        super().admit(rows, first)
+    def _begin_rows(self, rows: RowsView, first: int) -> None:
+        super()._begin_rows(rows, first)
         self._calibration[first:] = [Calibration() for _ in range(first, rows.count)]
 
     def release(self, row: int, last: int, length: int) -> None:

@@ -17,6 +17,7 @@ from paceline.core.pause import Pause
 from paceline.core.per_row import PerRow
 from paceline.core.protocols import (
     Adaptive,
+    CatchesUp,
     DraftsOnDevice,
     HoldsDrafters,
     KeepsStates,
@@ -26,6 +27,7 @@ from paceline.core.protocols import (
     RunsModel,
     SharesReader,
     TakesPrediction,
+    catches_up,
     prior_acceptance,
     reads_verdicts,
     reorder,
@@ -116,7 +118,7 @@ class Member:
 
 
 class DrafterGroup(
-    Adaptive, HoldsDrafters, KeepsStates, Reorderable, Rewindable, RunsModel, SharesReader, TakesPrediction
+    Adaptive, CatchesUp, HoldsDrafters, KeepsStates, Reorderable, Rewindable, RunsModel, SharesReader, TakesPrediction
 ):
     """A drafter that merges the drafts of its members into one tree.
 
@@ -165,6 +167,7 @@ class DrafterGroup(
         self._rounds = 0
         self._emitted = Mean()
         self._row_stats = PerRow[list[AcceptanceStats]]()  # per row and member
+        self._late = PerRow[bool]()  # per row: a member has not read all of its text
 
     def credits(self) -> dict[str, dict[str, float]]:
         """Return per member: proposals; means of accepted tokens, of those that no other member had, and of cost."""
@@ -195,7 +198,7 @@ class DrafterGroup(
         if not self.options.persistent:
             self.reset()
         self._target = target
-        self._row_stats = PerRow()
+        self._row_stats, self._late = PerRow(), PerRow()
         self._asked: list[Proposal] = []
         self._tree: TokenTree | None = None  # the tree that is read
         for member in self._members:
@@ -242,19 +245,45 @@ class DrafterGroup(
                 self._try(member, member.drafter.observe_accepted, rows, tuple(taps[tap] for tap in member.taps))
 
     def admit(self, rows: RowsView, first: int) -> None:
-        del self._row_stats[first:]
-        for _ in range(first, rows.count):
-            self._row_stats.append([AcceptanceStats(member.stats.acceptance) for member in self._members])
+        self._begin_rows(rows, first)
         for member in self._working():
             if member.out_of_sync:
                 self._try(member, restart, member.drafter, rows, first)
             else:
                 self._try(member, member.drafter.admit, rows, first)
             member.out_of_sync, member.new_rows = False, True
+
+    def _begin_rows(self, rows: RowsView, first: int) -> None:
+        """Begin the statistics of the rows from `first` on."""
+        del self._row_stats[first:]
+        for _ in range(first, rows.count):
+            self._row_stats.append([AcceptanceStats(member.stats.acceptance) for member in self._members])
+        self._late[first:] = [False] * (rows.count - first)
         self._asked, self._tree = [], None
+
+    @property
+    def catches_up(self) -> bool:
+        return any(self._try(member, catches_up, member.drafter) for member in self._working())
+
+    def admit_unread(self, rows: RowsView, first: int) -> None:
+        """Begin new rows. The members that cannot read them in pieces read them now."""
+        self._begin_rows(rows, first)
+        self._late[first:] = [True] * (rows.count - first)
+        for member in self._working():
+            drafter = member.drafter
+            begin = drafter.admit_unread if isinstance(drafter, CatchesUp) and drafter.catches_up else drafter.admit
+            self._try(member, begin, rows, first)
+            member.new_rows = True
+
+    def catch_up(self, rows: RowsView, row: int, stop: int) -> None:
+        for member in self._working():
+            if isinstance(member.drafter, CatchesUp) and member.drafter.catches_up:
+                self._try(member, member.drafter.catch_up, rows, row, stop)
+        self._late[row] = stop < rows.lengths[row] - 1
 
     def release(self, row: int, last: int, length: int) -> None:
         self._row_stats.release(row, last)
+        self._late.release(row, last)
         for member in self._working():
             self._try(member, member.drafter.release, row, last, length)
 
@@ -468,6 +497,8 @@ class DrafterGroup(
         """Update the statistics of every member with the prefix of the emitted tokens that its own draft contains, even
         if the target did not read these nodes. For a tree with laws, only the accepted path is known."""
         for row, tokens in enumerate(outcome.emitted):
+            if self._late[row]:
+                continue
             gains = []
             for proposal in asked:
                 own, stats = self._row_stats[row][proposal.member], self._members[proposal.member].stats

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from paceline.common.errors import InputError, UnsupportedError
 from paceline.core.contracts import DRAFTERS, Budget, Drafter, RowsView, arange
 from paceline.core.per_row import ReadCursor
-from paceline.core.protocols import Rewindable
+from paceline.core.protocols import CatchesUp, Rewindable
 from paceline.core.tree import TokenTree
 from paceline.core.tree_growth import Expand
 from paceline.drafters.heads.base import DraftHead, HeadDrafter, HeadOptions, PlaceStore, depths
@@ -270,7 +270,7 @@ class EagleHead(DraftHead):
 
 
 @DRAFTERS.register("eagle")
-class Eagle(HeadDrafter, Rewindable):
+class Eagle(HeadDrafter, CatchesUp, Rewindable):
     """Draft with one trained layer that predicts the target's next hidden states."""
 
     needs_taps = EagleConfig.taps
@@ -332,16 +332,30 @@ class Eagle(HeadDrafter, Rewindable):
 
     def admit(self, rows: RowsView, first: int) -> None:
         """Read the entries of the prompts, except the last one of each, which the first draft reads."""
+        self.admit_unread(rows, first)
+        self._read_entries(rows, slice(first, rows.count), 0, max(rows.lengths[first:]) - 2)
+        for row in range(first, rows.count):
+            self._read.catch_up(row, max(0, rows.lengths[row] - 2), done=True)
+
+    def admit_unread(self, rows: RowsView, first: int) -> None:
         super().admit(rows, first)
         self._read.settle(rows.lengths[:first])
-        entries = [length - 1 for length in rows.lengths[first:]]
-        self._read[first:] = [max(0, count - 1) for count in entries]
+        self._read.admit_late(first, rows.count)
         self._cache.reserve(rows.capacity, rows.room)
-        new = slice(first, rows.count)
-        for start in range(0, max(entries) - 1, _CHUNK):
-            stop = min(start + _CHUNK, max(entries) - 1)
-            position = arange(start, stop, rows.text.device).expand(len(entries), stop - start)
-            self._steps.read(rows, new, position, stop)
+
+    def catch_up(self, rows: RowsView, row: int, stop: int) -> None:
+        if row in self._read.late:
+            last = rows.lengths[row] - 1
+            end = max(self._read[row], min(stop, last - 1))
+            self._read_entries(rows, slice(row, row + 1), self._read[row], end)
+            self._read.catch_up(row, end, done=stop >= last)
+
+    def _read_entries(self, rows: RowsView, some: slice, first: int, end: int) -> None:
+        """Read the entries `first`...`end`-1 of some rows. Those past the end of a text are overwritten later."""
+        for start in range(first, end, _CHUNK):
+            stop = min(start + _CHUNK, end)
+            position = arange(start, stop, rows.text.device).expand(some.stop - some.start, stop - start)
+            self._steps.read(rows, some, position, stop)
 
     @property
     def storage_version(self) -> Hashable:
@@ -372,10 +386,15 @@ class Eagle(HeadDrafter, Rewindable):
             self._graph_width = budget.depth + 1
             return self._grower.run(rows, budget, self._expand(rows, self._graph_width))
         self._read.settle(rows.lengths)
-        width = max(1, *(length - 1 - read for length, read in zip(rows.lengths, self._read, strict=True)))
+        late = self._read.late
+        behind = [length - 1 - read for length, read in zip(rows.lengths, self._read, strict=True)]
+        width = max([1, *(behind if not late else [each for row, each in enumerate(behind) if row not in late])])
         chain = partial(self._steps.chain, rows, width)
         tree = self._grower.run(rows, budget, self._expand(rows, width), chain)
-        self._read[:] = [length - 1 for length in rows.lengths]
+        read = [length - 1 for length in rows.lengths]
+        for row in late:  # what they read above is wrong, and is overwritten
+            read[row] = self._read[row]
+        self._read[:] = read
         return tree
 
     def _expand(self, rows: RowsView, width: int) -> Expand:

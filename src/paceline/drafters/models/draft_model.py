@@ -12,9 +12,9 @@ from torch import Tensor
 
 from paceline.common.errors import InputError, PacelineWarning
 from paceline.common.limits import limited
-from paceline.core.contracts import DRAFTERS, Budget, Drafter, Reading, RowsView
+from paceline.core.contracts import DRAFTERS, Budget, Drafter, Reading, ReadsPieces, RowsView
 from paceline.core.per_row import PerRow, ReadCursor
-from paceline.core.protocols import DraftsOnDevice, Graphable, Reorderable, Rewindable, RunsModel
+from paceline.core.protocols import CatchesUp, DraftsOnDevice, Graphable, Reorderable, Rewindable, RunsModel
 from paceline.core.tree import TokenTree
 from paceline.core.tree_growth import Expand, Grower, TreeOptions
 from paceline.core.verdict import Verdict
@@ -73,7 +73,7 @@ def over_vocabulary(logits: Tensor, vocabulary: int) -> Tensor:
 
 
 @DRAFTERS.register("draft-model")
-class DraftModel(ModelDrafter, DraftsOnDevice, Graphable, Reorderable):
+class DraftModel(ModelDrafter, CatchesUp, DraftsOnDevice, Graphable, Reorderable):
     """Draft a chain or a tree with a smaller model that has the same vocabulary."""
 
     @dataclass(frozen=True)
@@ -139,6 +139,26 @@ class DraftModel(ModelDrafter, DraftsOnDevice, Graphable, Reorderable):
         rest = self._reader.begin(rows, first, rows.room)
         self._read[first:] = [length - rest for length in rows.lengths[first:]]
 
+    @property
+    def catches_up(self) -> bool:
+        return isinstance(self._reader, ReadsPieces)
+
+    def admit_unread(self, rows: RowsView, first: int) -> None:
+        self._settle(rows.lengths[:first])
+        self._learned[first:] = [0] * (rows.count - first)
+        self._reader.begin(rows, first, rows.room, prefilled=True)
+        self._read.admit_late(first, rows.count)
+
+    def catch_up(self, rows: RowsView, row: int, stop: int) -> None:
+        """Read whole pieces of the grid of the reader, and at the end what is left."""
+        if row not in self._read.late:
+            return
+        last, reader = rows.lengths[row] - 1, self._reader
+        start, end = self._read[row], last if stop >= last else stop // reader.grid * reader.grid
+        for at in range(start, end, reader.piece):
+            reader.read_piece(row, rows.text[row : row + 1, at : min(at + reader.piece, end)], at)
+        self._read.catch_up(row, max(start, end), done=stop >= last)
+
     def release(self, row: int, last: int, length: int) -> None:
         self._reader.release(row, last, length)
         for state in (self._read, self._drafted_at, self._learned):
@@ -149,6 +169,8 @@ class DraftModel(ModelDrafter, DraftsOnDevice, Graphable, Reorderable):
         read. Of the accepted path of a tree, it read all tokens except possibly the last one."""
         self._read.settle(lengths)
         for row, length in enumerate(lengths if self._drafted else []):
+            if row in self._read.late:
+                continue
             start = self._drafted_at[row]
             read = length - 2 if self._fed is None else start + self._fed
             self._read[row] = max(start, min(length - 1, read))
@@ -192,9 +214,11 @@ class DraftModel(ModelDrafter, DraftsOnDevice, Graphable, Reorderable):
         self._settle(rows.lengths)
         if self.outgrown(rows.lengths, budget.depth):
             return TokenTree.empty(rows.count, rows.text.device)
-        width = max(length - read for length, read in zip(rows.lengths, self._read, strict=True))
+        late = self._read.late
+        behind = [length - read for length, read in zip(rows.lengths, self._read, strict=True)]
+        width = max([1, *(behind if not late else [each for row, each in enumerate(behind) if row not in late])])
         if width > min(rows.lengths):  # a new row is shorter than the number of tokens that another row must read
-            self._reader.prefill(rows, 0, [length - 1 for length in rows.lengths])
+            self._reader.prefill(rows, 0, [0 if row in late else each - 1 for row, each in enumerate(rows.lengths)])
             width = 1
         self._drafted_at[:] = rows.lengths
         self._learn_tokens(rows)

@@ -12,11 +12,13 @@ from torch import Tensor
 from paceline.core.contracts import Budget, Drafter, Reading, RowsView
 from paceline.core.protocols import (
     BuiltFromTarget,
+    CatchesUp,
     DraftsOnDevice,
     Graphable,
     Reorderable,
     Rewindable,
     RunsModel,
+    catches_up,
     graphable,
     on_replay,
     reorder,
@@ -70,7 +72,7 @@ class DrafterWrapper(Graphable, Reorderable, Rewindable):
 # ---- Draft models made from the target
 
 
-class SelfDraft(DrafterWrapper, BuiltFromTarget, DraftsOnDevice, RunsModel):
+class SelfDraft(DrafterWrapper, BuiltFromTarget, CatchesUp, DraftsOnDevice, RunsModel):
     """Drafts as `draft-model` does, with a model made from the target."""
 
     Options: ClassVar[type]
@@ -114,6 +116,18 @@ class SelfDraft(DrafterWrapper, BuiltFromTarget, DraftsOnDevice, RunsModel):
             self._inner = DraftModel(DraftModel.Options(model=self.draft_of(target), **growth))
             self._inner.open(target, rows)
         return self._inner
+
+    @property
+    def catches_up(self) -> bool:
+        return catches_up(self.inner)
+
+    def admit_unread(self, rows: RowsView, first: int) -> None:
+        assert isinstance(self.inner, CatchesUp)
+        self.inner.admit_unread(rows, first)
+
+    def catch_up(self, rows: RowsView, row: int, stop: int) -> None:
+        assert isinstance(self.inner, CatchesUp)
+        self.inner.catch_up(rows, row, stop)
 
     @property
     def shape(self) -> str:

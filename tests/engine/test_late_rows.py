@@ -193,6 +193,35 @@ def test_between_two_rounds_the_drafter_reads_one_piece(name: str, monkeypatch: 
     check(rows)
 
 
+@pytest.mark.parametrize("name", ["eagle", "draft-model", "on a grid"])
+def test_a_draft_reads_nothing_more_for_a_late_row(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    widths, starts = list[int](), set[int]()
+    draft, extend, piece = Steps.draft, SlotReader.extend, SlotReader.read_piece
+
+    def drafted(self: Any, rows: Any, width: int) -> Any:
+        widths.append(width)
+        return draft(self, rows, width)
+
+    def extended(self: Any, rows: Any, width: int, *arguments: Any) -> Any:
+        widths.extend([width] if self is not server.loop.reader else [])
+        return extend(self, rows, width, *arguments)
+
+    def read_piece(self: Any, first: int, ids: Any, start: int, scored: bool = False) -> Any:
+        starts.update([start] if self is not server.loop.reader else [])
+        return piece(self, first, ids, start, scored)
+
+    server = Server(MAKERS[name]())
+    server.streams()
+    monkeypatch.setattr(Steps, "draft", drafted)
+    monkeypatch.setattr(SlotReader, "extend", extended)
+    monkeypatch.setattr(SlotReader, "read_piece", read_piece)
+    server.submit(LONG, 60)
+    server.end()
+    assert 1 <= max(widths) <= 4, "the accepted tokens of a round"
+    if name == "on a grid":
+        assert starts == set(range(0, len(LONG), 2 * PIECE))
+
+
 @pytest.mark.parametrize("name", ["eagle", "draft-model", "auto"])
 @pytest.mark.parametrize("cancelled", [(0,), (2,), (0, 1), (1, 2)])
 def test_rows_that_end_while_another_is_late(name: str, cancelled: Sequence[int]) -> None:

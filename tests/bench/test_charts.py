@@ -17,7 +17,6 @@ from paceline.bench.results.charts import (
     as_svg,
     caption_of,
     charts_of,
-    check_png,
     figure_of,
     write_png,
 )
@@ -34,6 +33,7 @@ from paceline.bench.results.tables import (
     speed_up,
     tables_of,
 )
+from paceline.common import drawing
 from paceline.common.errors import InputError, UnsupportedError
 from tests.bench.made_reports import COSTS, NASTY, made_report
 
@@ -187,8 +187,8 @@ def test_an_old_or_damaged_record_has_a_caption_too(about: dict[str, Any]) -> No
 
 
 def test_without_matplotlib_it_is_one_sentence(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(charts, "can_draw", lambda: False)
-    for refused in (check_png, lambda: write_png([], tmp_path)):
+    monkeypatch.setattr(drawing, "can_draw", lambda: False)
+    for refused in (drawing.check_drawing, lambda: write_png([], tmp_path)):
         with pytest.raises(UnsupportedError, match=r"need matplotlib: pip install 'paceline\[bench\]'"):
             refused()
 

@@ -33,6 +33,17 @@ def writing(what: str, path: object) -> Iterator[None]:
         raise InputError(f"{what} '{path}' cannot be written: {error.strerror or error}.") from error
 
 
+def check_writable(path: Path, what: str) -> None:
+    """Refuse an unwritable path before the work begins. An existing file stays as it is."""
+    there = path.exists()
+    if path.is_dir():
+        raise InputError(f"{what} '{path}' cannot be written: it is a folder; name a file in it.")
+    with writing(what, path):
+        path.open("a").close()
+        if not there:
+            path.unlink()
+
+
 # ---- JSON: every invalid text raises a ValueError
 
 

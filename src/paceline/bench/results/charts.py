@@ -7,7 +7,6 @@ import re
 from collections.abc import Callable, Container, Iterable, Iterator
 from dataclasses import dataclass, replace
 from html import escape
-from importlib.util import find_spec
 from itertools import accumulate
 from operator import itemgetter
 from pathlib import Path
@@ -16,11 +15,10 @@ from typing import Any, Literal
 from paceline.bench.results.metrics import ALL, Line, Ratio, Summary
 from paceline.bench.results.records import Report
 from paceline.bench.results.tables import above_bound
-from paceline.common.errors import UnsupportedError
+from paceline.common.drawing import DIM, INK, check_drawing, escape_label, finish_axes, new_figure
 from paceline.common.text_formats import writing
 from paceline.core.costs import Costs
 
-HOW_TO_GET = "Charts need matplotlib: pip install 'paceline[bench]'."
 _LONGEST = 16  # drafted positions shown
 
 
@@ -288,17 +286,6 @@ _HATCHES = ("", "////", "....")  # of the second and third eight bars
 _WIDTH, _HEIGHT = 10.0, 5.0  # inches
 _BAR, _MOST_BARS = 0.2, 60  # inches; with more bars than this a chart has dots on a line per group
 _DOTS = 150  # per inch of a PNG
-_INK, _DIM = "#010203", "#818283"  # in an SVG the first becomes the colour of the page's text
-
-
-def can_draw() -> bool:
-    return find_spec("matplotlib") is not None
-
-
-def check_png() -> None:
-    """Refuse charts that cannot be drawn before anything is measured."""
-    if not can_draw():
-        raise UnsupportedError(HOW_TO_GET)
 
 
 def as_svg(chart: Chart) -> str:
@@ -312,13 +299,13 @@ def as_svg(chart: Chart) -> str:
     drawn = re.sub(r"<metadata>.*?</metadata>", "", drawn[drawn.index("<svg") :], flags=re.DOTALL)
     drawn = re.sub(r' id="[A-Za-z_.]*_\d+"', "", drawn)  # every chart of a page would have them
     drawn = re.sub(r' xmlns(:xlink)?="[^"]*"| (width|height)="[\d.]+pt"', "", drawn, count=4)
-    drawn = drawn.replace("xlink:href", "href").replace(_INK, "currentColor")
+    drawn = drawn.replace("xlink:href", "href").replace(INK, "currentColor")
     return drawn.replace("<svg", f'<svg role="img" aria-label="{escape(chart.title)}"', 1).strip()
 
 
 def write_png(charts: Iterable[Chart], folder: Path) -> list[Path]:
     """Write a file for each chart, with its name. It replaces an older one."""
-    check_png()
+    check_drawing()
     written = []
     with writing("The folder of charts", folder):
         folder.mkdir(parents=True, exist_ok=True)
@@ -339,33 +326,22 @@ def pixels_of(chart: Chart) -> Any:
 
 
 def figure_of(chart: Chart) -> Any:
-    """Return a figure with its own Agg canvas: no window, no global state."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
+    """Return a figure of matplotlib."""
     groups = list(dict.fromkeys(str(point.x) for point in chart.points)) if chart.kind == "bars" else []
     bars = len(groups) * (len(chart.series) + 0.8)
     many = bars > _MOST_BARS
     height = _HEIGHT if not groups else max(3.2, 1.6 + (0.4 * len(groups) if many else _BAR * bars))
-    figure = Figure(figsize=(_WIDTH, height), layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
+    figure, axes = new_figure(_WIDTH, height)
     if groups:
         _draw_bars(axes, chart, groups, many)
     else:
         _draw_plane(axes, chart)
-    axes.set_title(_text(chart.title), color=_INK, fontsize=13)
-    axes.set_xlabel(_text(chart.y if groups else chart.x), color=_INK)
-    axes.set_ylabel(_text("" if groups else chart.y), color=_INK)
-    axes.tick_params(color=_DIM, labelcolor=_INK)
-    for side, spine in axes.spines.items():
-        spine.set(color=_DIM, visible=side in ("left", "bottom"))
-    axes.set_axisbelow(True)
-    axes.grid(axis="x" if groups else "y", color=_DIM, alpha=0.35, linewidth=0.6)
+    x, y = (chart.y, "") if groups else (chart.x, chart.y)
+    finish_axes(axes, chart.title, x, y, grid="x" if groups else "y")
     if chart.caption:
-        figure.supxlabel(_text(chart.caption), fontsize=8, color=_DIM)
+        figure.supxlabel(escape_label(chart.caption), fontsize=8, color=DIM)
     if chart.series:
-        figure.legend(loc="outside right upper", labelcolor=_INK, frameon=False)
+        figure.legend(loc="outside right upper", labelcolor=INK, frameon=False)
     return figure
 
 
@@ -376,7 +352,7 @@ def _draw_bars(axes: Any, chart: Chart, groups: list[str], many: bool) -> None:
     for index, series in enumerate(chart.series):
         offset = (index - (count - 1) / 2) * thick
         places = [groups.index(str(point.x)) + offset for point in series.points]
-        values, colour, label = [point.y for point in series.points], _colour(series), _text(series.name)
+        values, colour, label = [point.y for point in series.points], _colour(series), escape_label(series.name)
         spreads = _spreads(series.points)
         if many:
             axes.errorbar(values, places, xerr=spreads, fmt=_marker(series), color=colour, label=label, linewidth=1)
@@ -384,18 +360,18 @@ def _draw_bars(axes: Any, chart: Chart, groups: list[str], many: bool) -> None:
         hatch = _HATCHES[series.colour // len(PALETTE) % len(_HATCHES)]
         bars = axes.barh(
             places, values, thick * 0.9, xerr=spreads, color=colour, label=label, hatch=hatch,
-            error_kw={"ecolor": _INK, "linewidth": 0.9},
+            error_kw={"ecolor": INK, "linewidth": 0.9},
         )  # fmt: skip
         if len(groups) * count <= _MOST_BARS // 2:
-            axes.bar_label(bars, fmt="%.2f", padding=4, color=_INK, fontsize=8)
+            axes.bar_label(bars, fmt="%.2f", padding=4, color=INK, fontsize=8)
     for group in range(1, len(groups) if many else 0):
-        axes.axhline(group - 0.5, color=_DIM, alpha=0.35, linewidth=0.6)
-    axes.set_yticks(range(len(groups)), [_text(group) for group in groups])
+        axes.axhline(group - 0.5, color=DIM, alpha=0.35, linewidth=0.6)
+    axes.set_yticks(range(len(groups)), [escape_label(group) for group in groups])
     axes.set_ylim(len(groups) - 0.5, -0.5)
     axes.set_xlim(left=0)
     axes.margins(x=0.08)
     if chart.level is not None:
-        axes.axvline(chart.level, color=_INK, linestyle="--", linewidth=1)
+        axes.axvline(chart.level, color=INK, linestyle="--", linewidth=1)
 
 
 def _draw_plane(axes: Any, chart: Chart) -> None:
@@ -405,7 +381,7 @@ def _draw_plane(axes: Any, chart: Chart) -> None:
     for series in chart.series:
         xs, ys = [float(point.x) for point in series.points], [point.y for point in series.points]
         axes.errorbar(
-            xs, ys, _spreads(series.points), color=_colour(series), label=_text(series.name), markersize=6,
+            xs, ys, _spreads(series.points), color=_colour(series), label=escape_label(series.name), markersize=6,
             marker=_marker(series), linestyle="-" if chart.kind == "lines" else "none",
             elinewidth=1,
         )  # fmt: skip
@@ -414,7 +390,7 @@ def _draw_plane(axes: Any, chart: Chart) -> None:
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     if chart.diagonal:
         axes.set_xlim(left=0)
-        axes.axline((0, 0), slope=1, color=_INK, linestyle="--", linewidth=1)
+        axes.axline((0, 0), slope=1, color=INK, linestyle="--", linewidth=1)
 
 
 def _colour(series: Series) -> str:
@@ -433,9 +409,3 @@ def _spreads(points: tuple[Point, ...]) -> list[list[float]] | None:
     low = [0.0 if point.low is None else max(0.0, point.y - point.low) for point in points]
     high = [0.0 if point.high is None else max(0.0, point.high - point.y) for point in points]
     return [low, high]
-
-
-def _text(text: str) -> str:
-    """Escape a label: matplotlib reads a formula after a dollar sign, and skips a label that begins with _."""
-    text = text.replace("$", r"\$")
-    return f" {text}" if text.startswith("_") else text

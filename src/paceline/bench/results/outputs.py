@@ -10,10 +10,11 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any, TextIO
 
-from paceline.bench.results.charts import HOW_TO_GET, as_svg, can_draw, caption_of, charts_of, pixels_of, target_of
+from paceline.bench.results.charts import as_svg, caption_of, charts_of, pixels_of, target_of
 from paceline.bench.results.metrics import ALL, Line, Summary
 from paceline.bench.results.records import Report
 from paceline.bench.results.tables import Table, counted, provenance, tables_of
+from paceline.common.drawing import HOW_TO_GET, can_draw
 from paceline.common.text_formats import writing
 from paceline.integrations.provenance import check_wandb, start
 

@@ -14,7 +14,7 @@ from typing import IO, Any, Protocol
 
 from paceline.bench.candidate import Candidate, Run, Task
 from paceline.common.errors import InputError, PacelineWarning
-from paceline.common.text_formats import json_lines, read_text, writing
+from paceline.common.text_formats import check_writable, json_lines, read_text
 from paceline.core.costs import Costs
 from paceline.core.trace import Round, Trace
 
@@ -371,17 +371,6 @@ def _result_of(values: dict[str, Any], texts: dict[str, tuple[tuple[int, ...], .
 
 
 # ---- Files
-
-
-def check_writable(path: Path, what: str) -> None:
-    """Refuse an unwritable path before anything is measured. An existing file stays as it is."""
-    there = path.exists()
-    if path.is_dir():
-        raise InputError(f"{what} '{path}' cannot be written: it is a folder; name a file in it.")
-    with writing(what, path):
-        path.open("a").close()
-        if not there:
-            path.unlink()
 
 
 class RecordFile:

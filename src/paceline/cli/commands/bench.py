@@ -18,10 +18,11 @@ from paceline.bench.bench_options import BenchOptions
 from paceline.cli.result_lines import dump
 from paceline.cli.settings import command_from, decoder_table, is_given
 from paceline.cli.terminal import info
+from paceline.common.drawing import HOW_TO_GET, can_draw, check_drawing
 from paceline.common.errors import InputError, UnknownNameError
 from paceline.common.options import like, option
 from paceline.common.process import interruptible
-from paceline.common.text_formats import read_toml
+from paceline.common.text_formats import check_writable, read_toml
 
 if TYPE_CHECKING:
     from paceline.bench.results.metrics import Summary
@@ -111,9 +112,7 @@ def bench(ctx: typer.Context, options: BenchCommandOptions) -> None:
 
 def _check(options: BenchCommandOptions) -> None:
     """Refuse wrong options before anything is measured."""
-    from paceline.bench.results.charts import check_png
     from paceline.bench.results.outputs import check_wandb
-    from paceline.bench.results.records import check_writable
 
     measures = options.report is None and options.replay is None
     if options.fail_on_regression and options.compare is None:
@@ -127,7 +126,7 @@ def _check(options: BenchCommandOptions) -> None:
     if options.resume and options.out is None:
         raise InputError("--resume continues the record in a folder; name it with --out.")
     if options.png is not None:
-        check_png()
+        check_drawing()
     if options.wandb:
         check_wandb()
     for path, what in ((options.csv, "The table"), (options.html, "The report"), (options.trace, "The trace")):
@@ -280,7 +279,7 @@ def _copy_record(options: BenchCommandOptions) -> None:
 
 
 def _write(report: Report, summary: Summary, options: BenchCommandOptions) -> None:
-    from paceline.bench.results.charts import HOW_TO_GET, can_draw, charts_of, write_png
+    from paceline.bench.results.charts import charts_of, write_png
     from paceline.bench.results.outputs import save_csv, write_html
 
     out = options.out

@@ -15,7 +15,7 @@ from paceline.cli.terminal import info, preparing
 from paceline.common.errors import InputError
 from paceline.common.options import option
 from paceline.common.process import interruptible
-from paceline.common.text_formats import writing
+from paceline.common.text_formats import check_writable, writing
 from paceline.engine.decoder_config import RunnerOptions
 
 if TYPE_CHECKING:
@@ -61,7 +61,6 @@ def _run(options: TuneCommandOptions) -> Tuning:
         raise InputError(f"The config '{options.out}' cannot be written: it is a folder, or its folder does not exist.")
     with preparing("reading prompts"):
         from paceline.bench.prompt_sets import read_all
-        from paceline.bench.results.records import check_writable
         from paceline.bench.tuning import ONE_REPEAT, candidates
         from paceline.bench.tuning import tune as run
 
